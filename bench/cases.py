@@ -1,0 +1,87 @@
+"""What is measured: tokens, rewards and a random model, written to a folder that both sides read."""
+
+import json
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+VOCABULARY = 32_000
+END = 0  # ends a completion; 1 is padding
+SHAPE = {
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One comparison: the method, and the rows that TRL's micro-batch and our token budget are cut from."""
+
+    name: str
+    rows: Callable[[random.Random], list[dict[str, Any]]]
+    micro_batch: int  # TRL: sequences (GRPO) or pairs (DPO) in a forward
+    budget: int  # ours: distinct tokens in a forward, about what TRL's micro-batch holds with padding
+
+
+def write_case(case: Case, folder: Path, seed: int) -> None:
+    """The case's rows, model and tokenizer as files in `folder`."""
+    rows = case.rows(random.Random(seed))
+    work = {"name": case.name, "rows": rows, "micro_batch": case.micro_batch, "budget": case.budget}
+    (folder / "work.json").write_text(json.dumps(work))
+    _write_model(folder / "model", seed)
+
+
+def _groups(rng: random.Random) -> list[dict[str, Any]]:
+    """Two prompts of 256 tokens with eight completions of 16 to 128 tokens and their rewards."""
+    return [
+        {
+            "prompt": _words(rng, 256),
+            "completions": [[*_words(rng, rng.randint(15, 127)), END] for _ in range(8)],
+            "rewards": [rng.random() for _ in range(8)],
+        }
+        for _ in range(2)
+    ]
+
+
+def _pairs(rng: random.Random) -> list[dict[str, Any]]:
+    """Eight prompts of 64 to 256 tokens with two completions of 32 to 256 tokens."""
+    return [
+        {
+            "prompt": _words(rng, rng.randint(64, 256)),
+            "chosen": [*_words(rng, rng.randint(31, 255)), END],
+            "rejected": [*_words(rng, rng.randint(31, 255)), END],
+        }
+        for _ in range(8)
+    ]
+
+
+CASES = [
+    Case("grpo_step", _groups, micro_batch=8, budget=3072),
+    Case("dpo_step", _pairs, micro_batch=4, budget=3072),
+]
+
+
+def _words(rng: random.Random, length: int) -> list[int]:
+    return [rng.randrange(2, VOCABULARY) for _ in range(length)]
+
+
+def _write_model(folder: Path, seed: int) -> None:
+    """A random Qwen2 and a tokenizer whose word `t7` is token 7, so that TRL's own tokenisation gives our tokens."""
+    import torch
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import WhitespaceSplit
+    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(seed)
+    config = Qwen2Config(vocab_size=VOCABULARY, eos_token_id=END, pad_token_id=1, bos_token_id=None, **SHAPE)
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+    vocabulary = {"</s>": END, "<pad>": 1} | {f"t{n}": n for n in range(2, VOCABULARY)}
+    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", pad_token="<pad>").save_pretrained(folder)

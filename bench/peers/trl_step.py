@@ -1,0 +1,135 @@
+"""TRL's side of a case, run by TRL's own Python: one trainer step for each line on stdin, one JSON line on stdout.
+
+The clock runs over `training_step` (forward, loss, backward), less the replayed rollout inside it. The learning rate
+is zero: every step sees the same weights, and reports the same loss and gradient norm.
+"""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(sys.argv[1])
+WORK = json.loads((FOLDER / "work.json").read_text())
+ANSWERS = os.fdopen(os.dup(1), "w")
+os.dup2(2, 1)  # what the trainer prints is not an answer
+
+import torch  # noqa: E402
+from datasets import Dataset  # noqa: E402
+from transformers import PreTrainedTokenizerFast, TrainerCallback  # noqa: E402
+
+torch.set_num_threads(int(sys.argv[2]))
+
+
+class Clock:
+    """Wall and CPU seconds spent in the training part of a step."""
+
+    def __init__(self) -> None:
+        self.wall_s = self.cpu_s = 0.0
+
+    def around(self, trainer: Any, method: str, sign: int) -> None:
+        """Count (or with sign -1 discount) the time that a method of the trainer takes."""
+        inner = getattr(trainer, method)
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            wall, cpu = time.perf_counter(), time.process_time()
+            result = inner(*args, **kwargs)
+            self.wall_s += sign * (time.perf_counter() - wall)
+            self.cpu_s += sign * (time.process_time() - cpu)
+            return result
+
+        setattr(trainer, method, timed)
+
+
+class OnDemand(TrainerCallback):
+    """Starts a step when a line comes in; answers when its metrics are logged."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if not sys.stdin.readline():
+            sys.exit(0)
+        self.clock.__init__()
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **kwargs: Any) -> None:
+        answer = vars(self.clock) | {"loss": logs["loss"], "grad_norm": logs["grad_norm"]}
+        print(json.dumps(answer), file=ANSWERS, flush=True)
+
+
+def settings(rows_per_step: int) -> dict[str, Any]:
+    """Trainer arguments that both methods share; float32, no checkpointing, as on our side."""
+    return {
+        "output_dir": str(FOLDER / "trl"),
+        "max_steps": 1_000_000,
+        "per_device_train_batch_size": WORK["micro_batch"],
+        "gradient_accumulation_steps": rows_per_step // WORK["micro_batch"],
+        "learning_rate": 0.0,
+        "lr_scheduler_type": "constant",
+        "optim": "sgd",
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+    }
+
+
+def text(ids: list[int]) -> str:
+    return " ".join("</s>" if token == 0 else f"t{token}" for token in ids)
+
+
+def grpo_trainer() -> Any:
+    """A GRPOTrainer that replays the case's completions and rewards; the prompts are their row numbers."""
+    from trl import GRPOConfig, GRPOTrainer
+
+    rows = WORK["rows"]
+    size = len(rows[0]["completions"])
+    reward_of = {tuple(c): r for row in rows for c, r in zip(row["completions"], row["rewards"], strict=True)}
+
+    def replay(prompts: list[str], trainer: Any) -> dict[str, Any]:
+        of_prompts = [rows[int(prompt)] for prompt in prompts]
+        return {
+            "prompt_ids": [row["prompt"] for row in of_prompts],
+            "completion_ids": [row["completions"][n % size] for n, row in enumerate(of_prompts)],
+            "logprobs": None,
+        }
+
+    def reward(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
+        return [reward_of[tuple(ids)] for ids in completion_ids]
+
+    longest = max(len(ids) for row in rows for ids in row["completions"])
+    config = GRPOConfig(
+        **settings(size * len(rows)), num_generations=size, max_completion_length=longest, shuffle_dataset=False
+    )
+    prompts = Dataset.from_list([{"prompt": str(n)} for n in range(len(rows))])
+    return GRPOTrainer(str(FOLDER / "model"), reward, args=config, train_dataset=prompts, rollout_func=replay)
+
+
+def dpo_trainer() -> Any:
+    """A DPOTrainer on the case's pairs, in their order."""
+    from trl import DPOConfig, DPOTrainer
+
+    rows = [{key: text(ids) + " " * (key == "prompt") for key, ids in row.items()} for row in WORK["rows"]]
+    config = DPOConfig(**settings(len(rows)), train_sampling_strategy="sequential")
+    # AutoTokenizer would take the model's kind for the tokenizer's.
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(FOLDER / "model")
+    dataset = Dataset.from_list(rows)
+    return DPOTrainer(str(FOLDER / "model"), args=config, train_dataset=dataset, processing_class=tokenizer)
+
+
+def main() -> None:
+    clock = Clock()
+    trainer = {"grpo_step": grpo_trainer, "dpo_step": dpo_trainer}[WORK["name"]]()
+    clock.around(trainer, "training_step", 1)
+    if hasattr(trainer, "_generate_and_score_completions"):
+        clock.around(trainer, "_generate_and_score_completions", -1)
+    trainer.add_callback(OnDemand(clock))
+    trainer.train()
+
+
+main()

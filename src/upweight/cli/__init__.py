@@ -1,0 +1,1 @@
+"""The `upweight` command: one file a command."""

@@ -1,0 +1,7 @@
+"""YAML + overrides -> a frozen, checked Config, with errors a person can act on."""
+
+from upweight.config.config import Config
+from upweight.config.load import load_config, parse_config
+from upweight.config.view import ConfigView, view
+
+__all__ = ["Config", "ConfigView", "load_config", "parse_config", "view"]

@@ -1,0 +1,92 @@
+"""The frozen result of reading a config: one section for each part of the program, and the method."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+from upweight.config.data import DataSection
+from upweight.config.model import AdapterSection, ModelSection
+from upweight.config.rollout import GymSection, RolloutSection, VllmSection
+from upweight.config.run import RunSection, TrackingSection
+from upweight.config.training import OptimSection, ShardingSection
+from upweight.methods import METHODS
+from upweight.methods.base import Method
+from upweight.settings import Key, Section, keys_of, setting
+
+
+class ChoiceSection(Section):
+    """Which method trains."""
+
+    rl: Literal["dpo", "ipo", "kto", "orpo", "simpo", "grpo", "gdpo", "ebft"] | None = setting(
+        "rl", None, "Training method; supervised fine-tuning when left out."
+    )
+    reward_model: bool = setting("reward_model", False, "Train an outcome reward model.")
+    process_reward_model: bool = setting("process_reward_model", False, "Train a process reward model.")
+    plugins: list[str] = setting("plugins", [], "Plugins of other trainers whose work is built in here.")
+
+
+SECTIONS: dict[str, type[Section]] = {
+    "choice": ChoiceSection,
+    "model": ModelSection,
+    "adapter": AdapterSection,
+    "data": DataSection,
+    "optim": OptimSection,
+    "sharding": ShardingSection,
+    "run": RunSection,
+    "tracking": TrackingSection,
+    "rollout": RolloutSection,
+    "vllm": VllmSection,
+    "gym": GymSection,
+}
+
+
+@dataclass(frozen=True)
+class Config:
+    """A checked config. Each package takes its own section of it."""
+
+    choice: ChoiceSection
+    model: ModelSection
+    adapter: AdapterSection
+    data: DataSection
+    optim: OptimSection
+    sharding: ShardingSection
+    run: RunSection
+    tracking: TrackingSection
+    rollout: RolloutSection
+    vllm: VllmSection
+    gym: GymSection
+    method: Method
+    given: Mapping[str, Any]  # YAML path -> value, for every key that was set
+    folder: Path  # of the file: relative paths in it may start here
+    notices: tuple[str, ...] = ()
+
+
+@cache
+def general_keys() -> dict[str, tuple[str, Key]]:
+    """Every YAML path that any run may set, with the section that reads it."""
+    return {key.path: (name, key) for name, section in SECTIONS.items() for key in keys_of(section)}
+
+
+@cache
+def method_keys() -> dict[str, dict[str, Key]]:
+    """Every YAML path that a method reads, with the methods that read it."""
+    table: dict[str, dict[str, Key]] = {}
+    for name, method in METHODS.items():
+        for key in keys_of(method):
+            table.setdefault(key.path, {})[name] = key
+    return table
+
+
+@cache
+def blocks() -> frozenset[str]:
+    """Top-level keys that hold further keys: `trl`, `vllm`, ..."""
+    return frozenset(path.split(".")[0] for path in (*general_keys(), *method_keys()) if "." in path)
+
+
+def how_to_choose(method: str) -> str:
+    """What a YAML says to get a method."""
+    return {"sft": "no 'rl'", "orm": "reward_model: true", "prm": "process_reward_model: true"}.get(
+        method, f"rl: {method}"
+    )

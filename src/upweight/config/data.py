@@ -1,0 +1,160 @@
+"""Keys about data: where rows come from, how they are read, how long they may be."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from upweight.config.model import PositiveInt
+from upweight.settings import Section, Strict, setting
+
+
+# Templates that ship with the package; the tokenizer's own and the user's come on top.
+TEMPLATE_NAMES = (
+    "alpaca", "chatml", "cohere", "deepseek_v2", "deepseek_v3", "gemma", "gemma3", "granite", "llama2", "llama3",
+    "metharme", "mistral_v1", "mistral_v2v3", "mistral_v3_tekken", "mistral_v7_tekken", "phi_3", "phi_35", "phi_4",
+    "qwen3", "qwen_25", "vicuna", "zephyr",
+)  # fmt: skip
+FALLBACK_PREFIX = "tokenizer_default_fallback_"
+
+
+class UserFormat(Strict):
+    """A `type:` written as a mapping: which columns hold what, and how they are joined."""
+
+    field_prompt: str = Field(default="prompt", description="Column of the prompt.")
+    field_system: str = Field(default="system", description="Column of the system text; may be absent.")
+    field_chosen: str = Field(default="chosen", description="Column of the better answer.")
+    field_rejected: str = Field(default="rejected", description="Column of the worse answer.")
+    field_completion: str = Field(default="completion", description="Column of the answer, for KTO.")
+    field_label: str = Field(default="label", description="Column of the verdict, for KTO.")
+    prompt_format: str = Field(default="{prompt}", description="Prompt text; `{system}` and `{prompt}` are filled in.")
+    chosen_format: str = Field(default="{chosen}", description="Text of the better answer.")
+    rejected_format: str = Field(default="{rejected}", description="Text of the worse answer.")
+    completion_format: str = Field(default="{completion}", description="Text of the answer, for KTO.")
+    field_instruction: str = Field(default="instruction", description="Column of the instruction, for SFT.")
+    field_input: str = Field(default="input", description="Column of the instruction's input, for SFT.")
+    field_output: str = Field(default="output", description="Column of the answer, for SFT.")
+    format: str | None = Field(default=None, description="SFT prompt; `{instruction}` and `{input}` are filled in.")
+    no_input_format: str | None = Field(default=None, description="SFT prompt for rows without an input.")
+    system_prompt: str = Field(default="", description="SFT: system text before the prompt.")
+    system_format: str = Field(default="{system}", description="SFT: how the system text is written.")
+
+
+class DatasetRow(Strict):
+    """One entry of `datasets`."""
+
+    path: str | None = Field(default=None, description="Hub id, file or folder.")
+    name: str | list[str] | None = Field(default=None, description="Configuration on the hub; a list takes several.")
+    split: str | None = Field(default=None, description="Split, with slices such as `train[:1%]`.")
+    type: str | UserFormat | None = Field(
+        default=None, description="Format of the rows, a transform, or a mapping of columns."
+    )
+    data_files: str | list[str] | None = Field(default=None, description="Files to read.")
+    ds_type: Literal["json", "jsonl", "csv", "parquet", "arrow", "text", "txt"] | None = Field(
+        default=None, description="File type; by ending when left out."
+    )
+    revision: str | None = Field(default=None, description="Branch, tag or commit on the hub.")
+    trust_remote_code: bool = Field(default=False, description="Whether code from the dataset's repository may run.")
+    shards: PositiveInt | None = Field(default=None, description="Cut the rows into so many shards and keep one.")
+    shards_idx: Annotated[int, Field(ge=0)] = Field(default=0, description="Which shard is kept.")
+    chat_template: str | None = Field(default=None, description="Chat template for these rows.")
+    chat_template_jinja: str | None = Field(
+        default=None, description="Template text or file, with `chat_template: jinja`."
+    )
+    field_messages: str | None = Field(
+        default=None, description="Column of the messages; dots reach into nested columns."
+    )
+    field_chosen: str | None = Field(default=None, description="Column of the better answer.")
+    field_rejected: str | None = Field(default=None, description="Column of the worse answer.")
+    field_system: str | None = Field(default=None, description="Column of the system text.")
+    field_tools: str | None = Field(default=None, description="Column of the tool definitions.")
+    field_thinking: str | None = Field(default=None, description="Message property that holds reasoning text.")
+    template_thinking_key: str | None = Field(
+        default=None, description="Name under which the template expects reasoning text."
+    )
+    field: str | None = Field(default=None, description="Column of raw text, for `completion`.")
+    message_property_mappings: dict[str, str] | None = Field(
+        default=None, description="Message properties by the name they have in the rows."
+    )
+    message_field_role: str | None = Field(
+        default=None, description="Older spelling of `message_property_mappings.role`."
+    )
+    message_field_content: str | None = Field(
+        default=None, description="Older spelling of `message_property_mappings.content`."
+    )
+    message_field_training: str | None = Field(
+        default=None, description="Message property that says whether to train on it."
+    )
+    message_field_training_detail: str | None = Field(
+        default=None, description="Message property with character spans to train on."
+    )
+    roles: dict[str, str | list[str]] | None = Field(
+        default=None, description="Role names in the rows by the role they stand for."
+    )
+    roles_to_train: list[str] | None = Field(default=None, description="Roles whose turns are trained on.")
+    train_on_eos: Literal["all", "turn", "last", "none"] | None = Field(
+        default=None, description="End tokens trained on."
+    )
+    train_on_eot: Literal["all", "turn", "last", "none"] | None = Field(
+        default=None, description="End-of-turn tokens trained on."
+    )
+    drop_system_message: bool = Field(default=False, description="Leave out system turns.")
+    split_thinking: bool = Field(default=False, description="Move `<think>` text into its own property.")
+    step_separator: str | None = Field(
+        default=None, description="Text between reasoning steps, for process reward models."
+    )
+    max_completion_length: PositiveInt | None = Field(
+        default=None, description="Longest completion, for process reward models."
+    )
+    train_on_last_step_only: bool = Field(
+        default=False, description="Label the last step only, for process reward models."
+    )
+
+
+class DataSection(Section):
+    """What is trained on and how it is prepared."""
+
+    datasets: list[DatasetRow] = setting("datasets", [], "What to train on; required.")
+    test_datasets: list[DatasetRow] = setting("test_datasets", [], "What to evaluate on.")
+    val_set_size: float = setting(
+        "val_set_size", 0.0, "Share (below 1) or number of rows held out for evaluation.", ge=0
+    )
+    prepared_path: str = setting("dataset_prepared_path", "last_run_prepared", "Folder of prepared data.")
+    skip_prepare: bool = setting("skip_prepare_dataset", False, "Prepare rows anew instead of reading the cache.")
+    processes: PositiveInt | None = setting("dataset_num_proc", None, "Processes that prepare data.")
+    in_memory: bool = setting("dataset_keep_in_memory", False, "Keep data in memory instead of mapped from disk.")
+    deduplicate: bool = setting("dataset_exact_deduplication", False, "Drop rows that repeat an earlier one exactly.")
+    shard_count: PositiveInt | None = setting(
+        "dataset_shard_num", None, "Cut all data into so many shards and keep one."
+    )
+    shard_index: int = setting("dataset_shard_idx", 0, "Which shard is kept.", ge=0)
+    shuffle_merged: bool = setting("shuffle_merged_datasets", True, "Shuffle rows after datasets are joined.")
+    shuffle_before_merging: bool = setting(
+        "shuffle_before_merging_datasets", False, "Shuffle each dataset by itself first."
+    )
+    curriculum: bool = setting("curriculum_sampling", False, "Train on rows in their order.")
+    sequence_len: PositiveInt = setting("sequence_len", 512, "Longest sequence in tokens, prompt included.")
+    eval_sequence_len: PositiveInt | None = setting("eval_sequence_len", None, "Longest sequence in evaluation.")
+    min_sample_len: int = setting("min_sample_len", 0, "Rows with fewer tokens are dropped.", ge=0)
+    max_prompt_length: PositiveInt | None = setting(
+        "max_prompt_length", None, "Longest prompt; longer ones lose their beginning.",
+        also=("trl.max_prompt_length",),
+    )  # fmt: skip
+    too_long: Literal["drop", "truncate", "raise"] = setting(
+        "excess_length_strategy", "drop", "What happens to a row that is too long."
+    )
+    train_on_inputs: bool = setting("train_on_inputs", False, "Train on prompts too, for SFT.")
+    chat_template: str | None = setting(
+        "chat_template", None, "Chat template by name; the tokenizer's own when left out."
+    )
+    chat_template_jinja: str | None = setting(
+        "chat_template_jinja", None, "Template text or file, with `chat_template: jinja`."
+    )
+    template_args: dict[str, Any] = setting(
+        "chat_template_kwargs", {}, "Variables passed to the chat template.", also=("trl.chat_template_kwargs",)
+    )
+    default_system_message: str | None = setting("default_system_message", None, "System text for rows that have none.")
+    eot_tokens: list[str] = setting("eot_tokens", [], "Tokens that end a turn, if not the end-of-text token.")
+    workers: int = setting("dataloader_num_workers", 0, "Processes that load batches.", ge=0)
+    prefetch: PositiveInt | None = setting("dataloader_prefetch_factor", None, "Batches each of them loads ahead.")
+    pin_memory: bool = setting("dataloader_pin_memory", True, "Keep batches in pinned memory.")
+    drop_last: bool = setting("dataloader_drop_last", False, "Drop the last, incomplete batch.")

@@ -1,0 +1,160 @@
+"""From pydantic's errors, and from keys nobody knows, to lines a person can act on."""
+
+import types
+from collections.abc import Iterable, Iterator
+from difflib import SequenceMatcher
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel, ValidationError
+
+Path = tuple[str | int, ...]
+WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+LIMITS = {"gt": "greater than", "ge": "at least", "lt": "below", "le": "at most"}
+
+
+def closest(word: str, candidates: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """The candidate most like `word`, or None if nothing is near."""
+    plain = word.lower().replace("-", "_")
+    cutoff = min(cutoff, 0.5) if len(plain) <= 3 else cutoff
+    scored = [(_likeness(plain, candidate), candidate) for candidate in candidates]
+    best = max(scored, default=(0.0, ""), key=lambda pair: (pair[0], pair[1][:1] == plain[:1]))
+    return best[1] if best[0] >= cutoff else None
+
+
+def _likeness(word: str, candidate: str) -> float:
+    same_letters = 0.1 if sorted(word) == sorted(candidate) else 0.0
+    matcher = SequenceMatcher(None, word, candidate, autojunk=False)
+    return matcher.ratio() + same_letters if matcher.real_quick_ratio() > 0.4 else 0.0
+
+
+def did_you_mean(word: str, candidates: Iterable[str]) -> str:
+    """` Did you mean 'x'?`, or nothing."""
+    near = closest(word, candidates)
+    return f" Did you mean '{near}'?" if near else ""
+
+
+def show(path: Path) -> str:
+    """A path as people write it: `datasets[0].type`."""
+    text = ""
+    for part in path:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
+    return text
+
+
+def explain(error: ValidationError, model: type[BaseModel], values: dict[str, Any]) -> list[tuple[Path, str]]:
+    """Each finding as the path inside `values` and the reason, one finding a place."""
+    found: dict[Path, list[Any]] = {}
+    for item in error.errors(include_url=False):
+        found.setdefault(_real_path(item["loc"], item["type"], values), []).append(item)
+    inside = [path for path in found if not any(other[: len(path)] == path and other != path for other in found)]
+    return [(path, _reason(found[path], path, model)) for path in inside]
+
+
+def _real_path(loc: tuple[int | str, ...], kind: str, value: Any) -> Path:
+    """The location without the names pydantic puts in for the branches of a union."""
+    path: list[str | int] = []
+    for position, part in enumerate(loc):
+        missing_here = kind == "missing" and position == len(loc) - 1
+        if isinstance(value, dict) and (part in value or missing_here):
+            path.append(part)
+            value = value.get(part)
+        elif isinstance(value, list | tuple) and isinstance(part, int) and part < len(value):
+            path.append(part)
+            value = value[part]
+        elif isinstance(value, dict) and kind == "invalid_key":
+            path.append(part)
+    return tuple(path)
+
+
+def _reason(items: list[Any], path: Path, model: type[BaseModel]) -> str:
+    item = items[0]
+    kind, value = item["type"], item["input"]
+    if kind == "extra_forbidden":
+        siblings = [name for parent in annotations_at(model, path[:-1]) for name in keys_inside(parent)]
+        return f"unknown key.{did_you_mean(str(path[-1]), siblings)}"
+    if kind == "missing":
+        return "this key is required here"
+    if kind == "value_error":
+        return str(item["ctx"]["error"])
+    limit = item.get("ctx", {})
+    for name, words in LIMITS.items():
+        if name in limit:
+            return f"must be {words} {limit[name]}, got {brief(value)}"
+    expected = list(dict.fromkeys(describe(part) for part in annotations_at(model, path)))
+    if not expected:
+        return f"{item['msg'][:1].lower()}{item['msg'][1:]}, got {brief(value)}"
+    choices = [choice for part in annotations_at(model, path) for choice in literals(part)]
+    hint = did_you_mean(value, choices) if isinstance(value, str) else ""
+    return f"expected {' or '.join(expected)}, got {brief(value)}.{hint}"
+
+
+def brief(value: Any) -> str:
+    """A value as YAML shows it, cut to a line."""
+    text = {True: "true", False: "false", None: "null"}.get(value) if value is None or isinstance(value, bool) else None
+    text = text or ascii(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def describe(annotation: Any) -> str:
+    """A type in words."""
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        return describe(get_args(annotation)[0])
+    if origin in (Union, types.UnionType):
+        parts = [describe(part) for part in get_args(annotation) if part is not type(None)]
+        return " or ".join(dict.fromkeys(parts))
+    if origin is Literal:
+        choices = [str(choice) for choice in get_args(annotation)]
+        return f"one of {', '.join(choices)}" if len(choices) > 1 else choices[0]
+    if origin in (list, tuple, set):
+        return "a list"
+    if origin is dict or (isinstance(annotation, type) and issubclass(annotation, BaseModel | dict)):
+        return "a mapping"
+    return WORDS.get(annotation, "another kind of value")
+
+
+def literals(annotation: Any) -> Iterator[str]:
+    """Every word a type lists as a choice."""
+    if get_origin(annotation) is Literal:
+        yield from (str(choice) for choice in get_args(annotation))
+    elif get_origin(annotation) is not None:
+        for part in get_args(annotation):
+            yield from literals(part)
+
+
+def annotations_at(model: type[BaseModel], path: Path) -> list[Any]:
+    """The types that may stand at a path below a model; several where a union branches."""
+    current: list[Any] = [model]
+    for part in path:
+        current = [inner for annotation in current for inner in _inner(annotation, part)]
+    return current
+
+
+def keys_inside(annotation: Any) -> Iterator[str]:
+    """The keys of every model that a type may be."""
+    for branch in _branches(annotation):
+        if isinstance(branch, type) and issubclass(branch, BaseModel):
+            yield from branch.model_fields
+
+
+def _inner(annotation: Any, part: str | int) -> Iterator[Any]:
+    for branch in _branches(annotation):
+        if isinstance(branch, type) and issubclass(branch, BaseModel):
+            if part in branch.model_fields:
+                yield branch.model_fields[str(part)].annotation
+        elif get_origin(branch) in (list, tuple) and isinstance(part, int):
+            yield get_args(branch)[0]
+        elif get_origin(branch) is dict:
+            yield get_args(branch)[1]
+
+
+def _branches(annotation: Any) -> Iterator[Any]:
+    """The alternatives of a type, without `None` and without notes."""
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        yield from _branches(get_args(annotation)[0])
+    elif origin in (Union, types.UnionType):
+        for part in get_args(annotation):
+            yield from _branches(part)
+    elif annotation is not type(None):
+        yield annotation

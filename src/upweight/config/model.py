@@ -1,0 +1,119 @@
+"""Keys about the model: what is loaded, in which precision, with which adapter."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from upweight.settings import Section, Strict, setting
+
+PositiveInt = Annotated[int, Field(gt=0)]
+
+
+class SpecialTokens(Strict):
+    """Tokens to set on the tokenizer."""
+
+    bos_token: str | None = Field(default=None, description="Beginning-of-text token.")
+    eos_token: str | None = Field(default=None, description="End-of-text token.")
+    pad_token: str | None = Field(default=None, description="Padding token.")
+    unk_token: str | None = Field(default=None, description="Unknown token.")
+    additional_special_tokens: list[str] | None = Field(default=None, description="Further tokens never split.")
+
+
+class ModelSection(Section):
+    """Which model and tokenizer are loaded."""
+
+    base_model: str | None = setting("base_model", None, "Hub id or folder of the model to train; required.")
+    config_source: str | None = setting("base_model_config", None, "Where the model's config comes from, if elsewhere.")
+    tokenizer: str | None = setting("tokenizer_config", None, "Where the tokenizer comes from, if elsewhere.")
+    tokenizer_class: str | None = setting("tokenizer_type", None, "Name of the tokenizer class in transformers.")
+    tokenizer_use_fast: bool = setting("tokenizer_use_fast", True, "Whether the fast tokenizer is taken.")
+    tokenizer_legacy: bool | None = setting("tokenizer_legacy", None, "The tokenizer's `legacy` switch.")
+    model_class: str | None = setting(
+        "model_type",
+        None,
+        "Model class in transformers; follows from the method when left out.",
+        also=("type_of_model",),
+    )
+    revision: str | None = setting(
+        "model_revision", None, "Branch, tag or commit on the hub.", also=("revision_of_model",)
+    )
+    gguf_file: str | None = setting("gguf_file", None, "GGUF file inside `base_model`, loaded dequantised.")
+    config_overrides: dict[str, Any] = setting(
+        "model_config", {}, "Values that replace those of the model's config.", also=("overrides_of_model_config",)
+    )
+    load_options: dict[str, Any] = setting(
+        "model_kwargs", {}, "Further arguments of `from_pretrained`.", also=("overrides_of_model_kwargs",)
+    )
+    trust_remote_code: bool = setting("trust_remote_code", False, "Whether code from the model's repository may run.")
+    num_labels: PositiveInt | None = setting(
+        "num_labels", None, "Outputs of a score head; 1 for outcome, 2 for process reward models."
+    )
+    special_tokens: SpecialTokens = setting("special_tokens", SpecialTokens(), "Tokens to set on the tokenizer.")
+    new_tokens: list[str] = setting("tokens", [], "Tokens added to the vocabulary; embeddings are resized.")
+    resize_to_32: bool = setting(
+        "resize_token_embeddings_to_32x", False, "Whether a resized vocabulary is rounded up to a multiple of 32."
+    )
+    mean_resizing: bool = setting(
+        "mean_resizing_embeddings", False, "Whether new embeddings start at the mean of the old ones."
+    )
+    attention: Literal["eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3"] | None = setting(
+        "attn_implementation", None, "Attention kernel; chosen by device and row length when left out."
+    )
+    disable_dropout: bool | None = setting(
+        "disable_dropout", None, "Whether dropout is off; on for SFT and reward models, off otherwise, when left out."
+    )
+    bf16: bool | Literal["auto"] = setting(
+        "bf16", "auto", "Compute in bfloat16 with float32 masters of trained weights; auto: where the device can."
+    )
+    fp16: bool = setting("fp16", False, "Compute in float16 with loss scaling.")
+    pure_bf16: bool = setting(
+        "bfloat16", False, "Train bfloat16 weights without float32 masters: small updates are lost."
+    )
+    tf32: bool | Literal["auto"] = setting("tf32", "auto", "Whether float32 matrix products may use TF32 on the GPU.")
+
+
+class LoftQ(Strict):
+    """LoftQ initialisation."""
+
+    loftq_bits: int = Field(default=4, description="Bits of the quantisation that LoftQ assumes.", gt=0)
+
+
+class PeftBlock(Strict):
+    """Options that PEFT nests."""
+
+    loftq_config: LoftQ | None = Field(default=None, description="Initialise LoRA by LoftQ.")
+
+
+class AdapterSection(Section):
+    """Low-rank adapters and quantised base weights."""
+
+    kind: Literal["lora", "qlora"] | None = setting(
+        "adapter", None, "Train low-rank adapters instead of all weights; qlora needs `load_in_4bit`."
+    )
+    folder: str | None = setting("lora_model_dir", None, "Adapter to continue from.")
+    rank: PositiveInt = setting("lora_r", 16, "Rank of the adapter.")
+    alpha: PositiveInt = setting("lora_alpha", 32, "Scale of the adapter: alpha / r multiplies its output.")
+    dropout: float = setting("lora_dropout", 0.0, "Dropout before the adapter.", ge=0, lt=1)
+    targets: str | list[str] | None = setting("lora_target_modules", None, "Module names, or a pattern, to adapt.")
+    target_linear: bool = setting("lora_target_linear", False, "Adapt every linear layer but the head.")
+    target_parameters: str | list[str] | None = setting(
+        "lora_target_parameters", None, "Parameters (such as expert weights) to adapt directly."
+    )
+    modules_to_save: list[str] | None = setting("lora_modules_to_save", None, "Modules trained in full and saved.")
+    rank_pattern: dict[str, PositiveInt] = setting("lora_rank_pattern", {}, "Rank by module name pattern.")
+    alpha_pattern: dict[str, PositiveInt] = setting("lora_alpha_pattern", {}, "Alpha by module name pattern.")
+    fan_in_fan_out: bool = setting("lora_fan_in_fan_out", False, "Set for layers that store weights transposed.")
+    dora: bool = setting("peft_use_dora", False, "Decompose into magnitude and direction (DoRA).")
+    rslora: bool = setting("peft_use_rslora", False, "Scale by alpha / sqrt(r) (rank-stabilised LoRA).")
+    init: bool | str = setting("peft_init_lora_weights", True, "How adapter weights start; names as in PEFT.")
+    layers: list[int] | None = setting("peft_layers_to_transform", None, "Indices of the layers to adapt.")
+    layers_pattern: list[str] | None = setting("peft_layers_pattern", None, "Name of the layer list, if unusual.")
+    peft: PeftBlock = setting("peft", PeftBlock(), "Options that PEFT nests.")
+    plus_ratio: float | None = setting("loraplus_lr_ratio", None, "LoRA+: how many times faster B learns than A.", gt=0)
+    plus_embedding_rate: float = setting("loraplus_lr_embedding", 1e-6, "LoRA+: rate of adapted embeddings.", gt=0)
+    load_in_8bit: bool = setting("load_in_8bit", False, "Quantise frozen base weights to 8 bits (bitsandbytes).")
+    load_in_4bit: bool = setting("load_in_4bit", False, "Quantise frozen base weights to 4 bits (bitsandbytes).")
+    quantisation: dict[str, Any] = setting("bnb_config_kwargs", {}, "Further options of bitsandbytes.")
+    separate_reference: bool = setting(
+        "rl_adapter_ref_model", False, "Load a separate reference model although an adapter is trained."
+    )

@@ -1,0 +1,69 @@
+"""Values that follow from other keys, filled in once."""
+
+import dataclasses
+from math import lcm
+
+from upweight.config.config import Config
+
+
+def resolve(config: Config) -> Config:
+    """The config with every value that follows from others in place."""
+    return dataclasses.replace(
+        config,
+        optim=config.optim.model_copy(
+            update={"learning_rate": _learning_rate(config), **_batch(config), **_schedule(config)}
+        ),
+        model=config.model.model_copy(update={"num_labels": _num_labels(config)}),
+        rollout=config.rollout.model_copy(
+            update={
+                "server_host": config.rollout.server_host or config.vllm.host,
+                "server_port": config.rollout.server_port or config.vllm.port,
+                "lora_sync": config.adapter.kind is not None
+                if config.rollout.lora_sync is None
+                else config.rollout.lora_sync,
+            }
+        ),
+    )
+
+
+def group_size(config: Config) -> int:
+    """Completions per prompt; 1 for offline methods."""
+    return config.method.group_size if config.method.online else 1
+
+
+def generation_batch(config: Config, ranks: int = 1) -> int:
+    """Completions per rollout over all ranks: whole optimizer batches and whole groups."""
+    micro, accumulation = config.optim.micro_batch_size or 1, config.optim.accumulation or 1
+    wanted = config.rollout.generation_batch_size or micro * ranks * (
+        config.rollout.steps_per_generation or accumulation
+    )
+    return lcm(wanted, group_size(config))
+
+
+def _learning_rate(config: Config) -> float:
+    method = config.method
+    by_method = (config.adapter.kind and method.lora_learning_rate) or method.learning_rate
+    return config.optim.learning_rate or by_method
+
+
+def _batch(config: Config) -> dict[str, int]:
+    optim = config.optim
+    whole = optim.batch_size
+    nothing_said = not (optim.micro_batch_size or optim.accumulation or whole)
+    micro = optim.micro_batch_size or (group_size(config) if nothing_said else 1)
+    if whole and not optim.accumulation:
+        return {"micro_batch_size": micro, "accumulation": max(whole // micro, 1)}
+    return {"micro_batch_size": micro, "accumulation": optim.accumulation or 1}
+
+
+def _schedule(config: Config) -> dict[str, object]:
+    optim = config.optim
+    if optim.cosine_min_ratio is None or optim.scheduler != "cosine":
+        return {}
+    args = {**optim.scheduler_args, "min_lr_rate": optim.cosine_min_ratio}
+    return {"scheduler": "cosine_with_min_lr", "scheduler_args": args}
+
+
+def _num_labels(config: Config) -> int | None:
+    by_head = {"sequence_score": 1, "step_score": 2}.get(config.method.head)
+    return config.model.num_labels or by_head

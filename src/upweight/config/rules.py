@@ -1,0 +1,265 @@
+"""Rules that look at several keys. Each returns its message, or None when all is well; all of them run."""
+
+from collections.abc import Callable
+from itertools import combinations
+
+from upweight.config.config import Config, how_to_choose
+from upweight.config.resolve import generation_batch, group_size
+
+Rule = Callable[[Config], str | None]
+
+
+def check(config: Config, *, fragment: bool) -> tuple[list[str], list[str]]:
+    """Errors and warnings about a config; a fragment is not asked for what only a whole config must have."""
+    rules = (*ERRORS, *(() if fragment else WHOLE_CONFIG))
+    errors = [*exclusive(config), *(message for rule in rules if (message := rule(config)))]
+    warnings = [message for rule in WARNINGS if (message := rule(config))]
+    return errors, warnings
+
+
+EXCLUSIVE: tuple[tuple[str, ...], ...] = (
+    ("rl", "reward_model", "process_reward_model"),
+    ("gradient_accumulation_steps", "batch_size"),
+    ("warmup_steps", "warmup_ratio"),
+    ("save_steps", "saves_per_epoch"),
+    ("eval_steps", "evals_per_epoch"),
+    ("embedding_lr", "embedding_lr_scale"),
+    ("trl.generation_batch_size", "trl.steps_per_generation"),
+    ("deepspeed", "fsdp"),
+    ("load_in_4bit", "load_in_8bit"),
+    ("test_datasets", "val_set_size"),
+    ("fp16", "bfloat16"),
+)
+
+
+def exclusive(config: Config) -> list[str]:
+    """Keys that cannot both be set."""
+    on = {path for path, value in config.given.items() if value not in (False, 0, [], {}, "")}
+    return [
+        f"{second}: cannot be used with '{first}'. Keep one."
+        for keys in EXCLUSIVE
+        for first, second in combinations(keys, 2)
+        if first in on and second in on
+    ]
+
+
+def model_is_named(config: Config) -> str | None:
+    if "base_model" not in config.given:
+        return "base_model: missing. Name the model to train: a hub id or a folder."
+    return None
+
+
+def data_is_named(config: Config) -> str | None:
+    if not config.given.get("datasets") and not config.given.get("nemo_gym_datasets"):
+        return "datasets: missing. List what to train on."
+    return None
+
+
+def rewards_are_named(config: Config) -> str | None:
+    rewarded = config.given.get("trl.reward_funcs") or config.gym.enabled
+    if config.method.name in ("grpo", "gdpo") and not rewarded:
+        return "trl.reward_funcs: missing. A group of completions is compared by rewards: name at least one."
+    return None
+
+
+def ebft_has_its_block(config: Config) -> str | None:
+    if config.method.name == "ebft" and not any(path.startswith("ebft.") for path in config.given):
+        return "ebft: missing. `rl: ebft` needs its block; `ebft: {mode: structured}` takes every default."
+    return None
+
+
+def half_precisions_exclude_each_other(config: Config) -> str | None:
+    if config.model.bf16 is True and config.model.fp16:
+        return "fp16: cannot be used with 'bf16: true'. Keep one."
+    return None
+
+
+def quantised_weights_need_an_adapter(config: Config) -> str | None:
+    adapter = config.adapter
+    key = "load_in_4bit" if adapter.load_in_4bit else "load_in_8bit"
+    if (adapter.load_in_4bit or adapter.load_in_8bit) and adapter.kind is None:
+        return f"{key}: quantised weights cannot be trained. Add 'adapter: {'qlora' if '4' in key else 'lora'}'."
+    return None
+
+
+def qlora_needs_4_bits(config: Config) -> str | None:
+    if config.adapter.kind == "qlora" and not config.adapter.load_in_4bit:
+        return "adapter: qlora needs 'load_in_4bit: true'; without quantisation it is 'adapter: lora'."
+    return None
+
+
+def adapter_folder_needs_an_adapter(config: Config) -> str | None:
+    if config.adapter.folder and config.adapter.kind is None:
+        return "lora_model_dir: needs 'adapter: lora' (or qlora) to be continued."
+    return None
+
+
+def adapter_has_targets(config: Config) -> str | None:
+    adapter = config.adapter
+    named = adapter.targets or adapter.target_linear or adapter.target_parameters or adapter.folder
+    if adapter.kind and not named:
+        return "adapter: nothing to adapt. Set 'lora_target_linear: true' or list 'lora_target_modules'."
+    return None
+
+
+def batch_size_divides(config: Config) -> str | None:
+    whole, micro = config.optim.batch_size, config.optim.micro_batch_size or 1
+    if whole and whole % micro:
+        return f"batch_size: {whole} is not a multiple of micro_batch_size {micro}."
+    return None
+
+
+def weights_match_rewards(config: Config) -> str | None:
+    weights, rewards = config.given.get("trl.reward_weights"), config.rollout.reward_funcs
+    if isinstance(weights, list) and rewards and len(weights) != len(rewards):
+        return f"trl.reward_weights: {len(weights)} weights for {len(rewards)} rewards. Give one for each."
+    return None
+
+
+def labels_match_the_head(config: Config) -> str | None:
+    labels = config.model.num_labels
+    if config.method.head == "sequence_score" and labels != 1:
+        return f"num_labels: an outcome reward model has 1 output, not {labels}."
+    if config.method.head == "step_score" and labels is not None and labels < 2:
+        return f"num_labels: a process reward model has at least 2 outputs, not {labels}."
+    return None
+
+
+def evaluation_has_data(config: Config) -> str | None:
+    has_data = config.data.test_datasets or config.data.val_set_size
+    asked = [key for key in ("eval_steps", "evals_per_epoch", "early_stopping_patience", "load_best_model_at_end")
+             if config.given.get(key)]  # fmt: skip
+    if asked and not has_data:
+        return f"{asked[0]}: there is nothing to evaluate on. Set 'val_set_size' or 'test_datasets'."
+    return None
+
+
+def gym_is_complete(config: Config) -> str | None:
+    gym = config.gym
+    if gym.enabled and not gym.datasets:
+        return "nemo_gym_datasets: missing. List the rows and the servers that verify them."
+    if gym.enabled and gym.auto_start and not gym.config_paths:
+        return (
+            "nemo_gym_config_paths: needed to start the Gym; or set 'nemo_gym_auto_start: false' and start it yourself."
+        )
+    return None
+
+
+def template_text_is_given(config: Config) -> str | None:
+    data = config.data
+    if data.chat_template == "jinja" and not data.chat_template_jinja:
+        return "chat_template_jinja: missing. 'chat_template: jinja' needs the template's text or file."
+    return None
+
+
+def reasoning_names_its_parser(config: Config) -> str | None:
+    if config.vllm.reasoning and not config.vllm.reasoning_parser:
+        return "vllm.reasoning_parser: missing. 'vllm.enable_reasoning' needs it."
+    return None
+
+
+def shard_exists(config: Config) -> str | None:
+    if config.data.shard_count and config.data.shard_index >= config.data.shard_count:
+        return f"dataset_shard_idx: must be below dataset_shard_num ({config.data.shard_count})."
+    for number, row in enumerate(config.data.datasets):
+        if row.shards and row.shards_idx >= row.shards:
+            return f"datasets[{number}].shards_idx: must be below shards ({row.shards})."
+    return None
+
+
+def datasets_have_a_source(config: Config) -> str | None:
+    for key, rows in (("datasets", config.data.datasets), ("test_datasets", config.data.test_datasets)):
+        for number, row in enumerate(rows):
+            if row.path is None and row.data_files is None:
+                return f"{key}[{number}]: names no data. Set 'path' or 'data_files'."
+    return None
+
+
+def groups_fit_the_batch(config: Config) -> str | None:
+    group = group_size(config)
+    micro, accumulation = config.optim.micro_batch_size or 1, config.optim.accumulation or 1
+    wanted = config.rollout.generation_batch_size or micro * (config.rollout.steps_per_generation or accumulation)
+    if wanted % group == 0:
+        return None
+    smallest = next(steps for steps in range(accumulation, accumulation + group + 1) if micro * steps % group == 0)
+    return (
+        f"trl.num_generations: a batch of {wanted} does not hold whole groups of {group}; "
+        f"{generation_batch(config)} completions are generated at a time. "
+        f"'gradient_accumulation_steps: {smallest}' would fit."
+    )
+
+
+def adapter_keys_need_an_adapter(config: Config) -> str | None:
+    stray = [path for path in config.given if path.startswith(("lora_", "peft")) and path != "lora_model_dir"]
+    if stray and config.adapter.kind is None:
+        return f"{', '.join(stray)}: no effect without 'adapter: lora'"
+    return None
+
+
+def rollout_keys_need_rollouts(config: Config) -> str | None:
+    stray = [path for path in config.given if path.startswith("trl.")]
+    if stray and not config.method.online and config.choice.rl is not None:
+        return f"{', '.join(stray)}: no effect with {how_to_choose(config.method.name)}, which samples nothing"
+    return None
+
+
+def run_ahead_needs_a_server(config: Config) -> str | None:
+    rollout = config.rollout
+    if rollout.async_prefetch and (not rollout.use_vllm or rollout.vllm_mode == "colocate") and config.method.online:
+        return "trl.async_prefetch: without a vLLM server rollouts are produced ahead of training, not beside it"
+    return None
+
+
+def adapter_sync_needs_an_adapter(config: Config) -> str | None:
+    if config.rollout.lora_sync and config.adapter.kind is None and config.choice.rl is not None:
+        return "trl.vllm_lora_sync: there is no adapter to send; all weights are sent"
+    return None
+
+
+def truncated_sampling_is_not_comparable(config: Config) -> str | None:
+    rollout = config.rollout
+    if config.method.online and rollout.use_vllm and (rollout.top_p < 1 or rollout.top_k or rollout.min_p):
+        return (
+            "trl.top_p, trl.top_k, trl.min_p: the sampler's log-probs cover the tokens kept, the trainer's all: "
+            "importance ratios are biased"
+        )
+    return None
+
+
+def pure_bf16_loses_updates(config: Config) -> str | None:
+    if config.model.pure_bf16:
+        return "bfloat16: weights are trained without float32 masters; at small learning rates most updates are lost"
+    return None
+
+
+ERRORS: tuple[Rule, ...] = (
+    half_precisions_exclude_each_other,
+    quantised_weights_need_an_adapter,
+    qlora_needs_4_bits,
+    adapter_folder_needs_an_adapter,
+    batch_size_divides,
+    weights_match_rewards,
+    labels_match_the_head,
+    template_text_is_given,
+    reasoning_names_its_parser,
+    shard_exists,
+    datasets_have_a_source,
+)
+WHOLE_CONFIG: tuple[Rule, ...] = (
+    model_is_named,
+    data_is_named,
+    rewards_are_named,
+    ebft_has_its_block,
+    adapter_has_targets,
+    evaluation_has_data,
+    gym_is_complete,
+)
+WARNINGS: tuple[Rule, ...] = (
+    groups_fit_the_batch,
+    adapter_keys_need_an_adapter,
+    rollout_keys_need_rollouts,
+    run_ahead_needs_a_server,
+    adapter_sync_needs_an_adapter,
+    truncated_sampling_is_not_comparable,
+    pure_bf16_loses_updates,
+)

@@ -1,0 +1,157 @@
+"""The config's keys as a JSON schema and as a page for people, from the same sentences."""
+
+from collections.abc import Iterator
+from typing import Annotated, Any, get_args, get_origin
+
+from pydantic import BaseModel, TypeAdapter
+from pydantic.fields import FieldInfo
+
+from upweight.config.config import SECTIONS, general_keys, how_to_choose, method_keys
+from upweight.config.data import DatasetRow, UserFormat
+from upweight.config.explain import describe
+from upweight.config.peers import ATTENTION_SWITCHES, REFUSED, RENAMED, SATISFIED
+from upweight.config.rollout import GymDataset
+from upweight.methods import METHODS
+from upweight.settings import Key, Section, keys_of
+
+TITLES = {
+    "choice": "Choosing a method",
+    "model": "Model and precision",
+    "adapter": "Adapters",
+    "data": "Data",
+    "optim": "Optimisation",
+    "sharding": "Several devices",
+    "run": "Output, saving, evaluating",
+    "tracking": "Trackers",
+    "rollout": "Rollouts (`trl:`)",
+    "vllm": "vLLM server (`vllm:`)",
+    "gym": "NeMo Gym",
+}
+
+
+def json_schema() -> dict[str, Any]:
+    """The JSON schema of a whole config."""
+    definitions: dict[str, Any] = {}
+    properties: dict[str, Any] = {}
+    for key in all_keys():
+        schema = _field_schema(key, definitions)
+        block, dot, name = key.path.partition(".")
+        holder = properties.setdefault(block, _block()) if dot else {"properties": properties}
+        holder["properties"][name if dot else block] = schema
+    for path in SATISFIED:
+        block, dot, name = path.partition(".")
+        holder = properties[block]["properties"] if dot else properties
+        holder.setdefault(name if dot else block, {"description": f"Nothing to do: {SATISFIED[path]}."})
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "Upweight config",
+        "type": "object",
+        "required": ["base_model"],
+        "properties": properties,
+        "additionalProperties": False,
+        "$defs": definitions,
+    }
+
+
+def all_keys() -> Iterator[Key]:
+    """Every accepted YAML path once; the first method that reads a key speaks for it."""
+    yield from (key for _, key in general_keys().values())
+    for owners in method_keys().values():
+        yield next(iter(owners.values()))
+
+
+def _block() -> dict[str, Any]:
+    return {"type": ["object", "null"], "properties": {}, "additionalProperties": False}
+
+
+def _field_schema(key: Key, definitions: dict[str, Any]) -> dict[str, Any]:
+    limited: Any = Annotated[key.field.annotation, *key.field.metadata] if key.field.metadata else key.field.annotation
+    schema = TypeAdapter(limited).json_schema()
+    definitions.update(schema.pop("$defs", {}))
+    return {"anyOf": [schema, {"type": "null"}], "description": key.field.description}
+
+
+def markdown() -> str:
+    """`docs/config.md`: every key with its type, default and sentence."""
+    lines = [
+        "# Config keys",
+        "",
+        "Made by `make docs` from the sentences in the code, which the JSON schema (`upweight schema`) shows too.",
+        "Unknown keys are errors. `null` means unset. `key.inner` is `inner` inside the block `key`.",
+    ]
+    for name, section in SECTIONS.items():
+        lines += ["", f"## {TITLES[name]}", "", *_table(_section_rows(section))]
+        if name == "data":
+            lines += ["", "### Entries of `datasets` and `test_datasets`", "", *_table(_model_rows(DatasetRow))]
+            lines += ["", "### `type` as a mapping", "", *_table(_model_rows(UserFormat))]
+        if name == "gym":
+            lines += ["", "### Entries of `nemo_gym_datasets`", "", *_table(_model_rows(GymDataset))]
+    lines += ["", "## Keys of the methods"]
+    for name, method in METHODS.items():
+        rate = f"{method.learning_rate:g}"
+        rate += f" ({method.lora_learning_rate:g} with an adapter)" if method.lora_learning_rate else ""
+        lines += [
+            "",
+            f"### `{how_to_choose(name)}`",
+            "",
+            f"{_summary(method)} Learning rate when left out: {rate}.",
+            "",
+        ]
+        rows = list(_section_rows(method))
+        lines += _table(rows) if rows else ["No keys of its own."]
+    return "\n".join([*lines, *_peers(), ""])
+
+
+def _summary(method: type[Section]) -> str:
+    text = (method.__doc__ or "").strip().splitlines()[0]
+    return text if text.endswith(".") else f"{text}."
+
+
+def _section_rows(section: type[Section]) -> Iterator[tuple[str, str, str, str]]:
+    for key in keys_of(section):
+        if key.path == key.canonical:
+            also = [other.path for other in keys_of(section) if other.canonical == key.path and other.path != key.path]
+            path = f"`{key.path}`" + "".join(f", `{other}`" for other in also)
+            yield (path, *_describe_field(key.field))
+
+
+def _model_rows(model: type[BaseModel]) -> Iterator[tuple[str, str, str, str]]:
+    for name, field in model.model_fields.items():
+        yield (f"`{name}`", *_describe_field(field))
+
+
+def _describe_field(field: FieldInfo) -> tuple[str, str, str]:
+    annotation = field.annotation
+    kind = describe(annotation)
+    if get_origin(annotation) is list and isinstance(get_args(annotation)[0], type):
+        kind = {str: "a list of texts", int: "a list of whole numbers"}.get(get_args(annotation)[0], kind)
+    default = "required" if field.is_required() else _show_default(field.get_default(call_default_factory=False))
+    return kind.removeprefix("one of "), default, field.description or ""
+
+
+def _show_default(value: Any) -> str:
+    if value is None or value in ({}, [], ()) or isinstance(value, BaseModel):
+        return ""
+    if isinstance(value, bool):
+        return f"`{str(value).lower()}`"
+    if isinstance(value, list | tuple):
+        return f"`[{', '.join(str(item) for item in value)}]`"
+    return f"`{value:g}`" if isinstance(value, float) else f"`{value}`"
+
+
+def _table(rows: Any) -> list[str]:
+    cells = [tuple(cell.replace("|", "\\|").replace("\n", "\\n") for cell in row) for row in rows]
+    return ["| key | value | default | meaning |", "|---|---|---|---|", *(f"| {' | '.join(row)} |" for row in cells)]
+
+
+def _peers() -> list[str]:
+    lines = ["", "## Keys of other trainers", "", "### Accepted: they hold already", ""]
+    lines += ["| key | why |", "|---|---|", *(f"| `{key}` | {reason} |" for key, reason in SATISFIED.items())]
+    lines += ["", "### Renamed", "", "| old | new |", "|---|---|"]
+    lines += [f"| `{old}` | `{new}` |" for old, new in RENAMED.items()]
+    lines += [f"| `{old}: true` | `attn_implementation: {new}` |" for old, new in ATTENTION_SWITCHES.items()]
+    lines += ["| `fsdp_config.fsdp_*` | `fsdp_config.*` |", "", "### Refused by name", ""]
+    by_reason: dict[str, list[str]] = {}
+    for key, reason in REFUSED.items():
+        by_reason.setdefault(reason, []).append(f"`{key}`")
+    return [*lines, *(f"- {reason}: {', '.join(keys)}" for reason, keys in by_reason.items())]

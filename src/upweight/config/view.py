@@ -1,0 +1,67 @@
+"""What a user's transform receives as `cfg`: the config by its YAML names."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pydantic import BaseModel
+
+from upweight.config.config import SECTIONS, Config, blocks
+from upweight.settings import Section, keys_of
+
+
+class ConfigView(Mapping[str, Any]):
+    """Answers `cfg.sequence_len`, `cfg["trl"]["beta"]` and `cfg.get("seed")`; known keys that are unset are None."""
+
+    def __init__(self, content: dict[str, Any]) -> None:
+        self._content = content
+
+    def __getitem__(self, key: str) -> Any:
+        return self._content[key]
+
+    def __getattr__(self, key: str) -> Any:
+        if key.startswith("_"):
+            raise AttributeError(key)
+        try:
+            return self._content[key]
+        except KeyError as error:
+            raise AttributeError(f"there is no key '{key}' in this config") from error
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._content)
+
+    def __len__(self) -> int:
+        return len(self._content)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The key's value, or `default` where it is unset or unknown."""
+        value = self._content.get(key)
+        return default if value is None else value
+
+
+def view(config: Config) -> ConfigView:
+    """The config as nested views by YAML name, defaults filled in."""
+    flat: dict[str, Any] = {}
+    for name, cls in (*SECTIONS.items(), ("method", type(config.method))):
+        section = getattr(config, name)
+        for key in keys_of(cls):
+            flat[key.path] = _plain(_read(section, key.where, key.name))
+    content: dict[str, Any] = {path: value for path, value in flat.items() if "." not in path}
+    for block in blocks():
+        inner = {path.partition(".")[2]: value for path, value in flat.items() if path.startswith(f"{block}.")}
+        content[block] = ConfigView(inner)
+    return ConfigView(content)
+
+
+def _read(section: Section, where: tuple[str, ...], name: str) -> Any:
+    for part in where:
+        section = getattr(section, part)
+    return getattr(section, name)
+
+
+def _plain(value: Any) -> Any:
+    """Models as views, so that `cfg.datasets[0].path` and `cfg["datasets"][0]["path"]` both answer."""
+    if isinstance(value, BaseModel):
+        return ConfigView({name: _plain(getattr(value, name)) for name in type(value).model_fields})
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value

@@ -1,0 +1,1 @@
+"""Files or hub -> rows -> formats -> token ids."""

@@ -1,0 +1,208 @@
+"""Rows to arrow, a few hundred at a time, in one process or several."""
+
+import hashlib
+import json
+import multiprocessing
+import os
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from upweight.config.data import DataSection
+from upweight.data.encode import Encoder
+from upweight.data.lengths import apply_length_rules
+from upweight.data.report import lengths_of
+from upweight.data.rows import Record, RowError
+from upweight.data.sources import Rows
+from upweight.errors import UserError
+from upweight.methods.base import Method
+
+CHUNK = 512  # rows encoded together
+WORTH_FORKING = 20_000  # rows below which more processes cost more than they bring
+MOST_PROCESSES = 16
+OTHERS = "others"  # column that holds, as JSON, whatever a row carries along
+
+IDS, FLAGS = pa.list_(pa.int32()), pa.list_(pa.bool_())
+SCHEMAS: dict[str, dict[str, pa.DataType]] = {
+    "text": {"ids": IDS, "scored": FLAGS},
+    "pairs": {"prompt_ids": IDS, "chosen_ids": IDS, "rejected_ids": IDS, "margin": pa.float64()},
+    "labelled": {"prompt_ids": IDS, "completion_ids": IDS, "label": pa.bool_()},
+    "steps": {"ids": IDS, "labels": IDS},
+    "prompts": {"prompt_ids": IDS, OTHERS: pa.large_string()},
+    "documents": {"ids": IDS, "scored": FLAGS, "prompt_length": pa.int32(), OTHERS: pa.large_string()},
+}
+
+
+def schema_of(method: Method) -> dict[str, pa.DataType]:
+    """The arrow types of a method's columns."""
+    strided = method.data == "prompts" and getattr(method, "mode", None) == "strided"
+    return SCHEMAS["documents" if strided else method.data]
+
+
+@dataclass(frozen=True)
+class Job:
+    """The rows of one entry that go to one side, and what is done with them."""
+
+    where: str
+    evaluation: bool
+    rows: Rows
+    encoder: Encoder
+    rules: DataSection
+    method: Method
+
+
+@dataclass
+class Chunk:
+    """What became of consecutive rows of a job."""
+
+    batch: pa.RecordBatch
+    origin_N2: NDArray[np.int64]  # row of the job, and number among that row's records
+    length_M3: NDArray[np.int64]  # prompt, completion, sequence; of every record, kept or not
+    names: set[str] = field(default_factory=set)  # columns that any record has
+    digests: list[bytes] = field(default_factory=list)  # of the records kept, to find repeated ones
+    dropped: Counter[str] = field(default_factory=Counter)
+    notes: Counter[str] = field(default_factory=Counter)
+
+
+def encode_all(jobs: Sequence[Job], *, processes: int | None, digests: bool) -> Iterator[tuple[int, int, Chunk]]:
+    """Every chunk in order, as (number of its job, its rows, what became of them)."""
+    tasks = (
+        (number, start, min(start + CHUNK, len(job.rows)))
+        for number, job in enumerate(jobs)
+        for start in range(0, len(job.rows), CHUNK)
+    )
+    total = sum(len(job.rows) for job in jobs)
+    count = min(_processes(processes, total), -(-total // CHUNK))
+    if count <= 1:
+        for number, start, stop in tasks:
+            yield number, stop - start, encode_chunk(jobs[number], start, stop, digests)
+        return
+    _Work.jobs, _Work.digests = jobs, digests
+    pool = ProcessPoolExecutor(count, multiprocessing.get_context("fork"), initializer=_start_process)
+    waiting: deque[tuple[int, int, Future[Chunk]]] = deque()
+    try:
+        for number, start, stop in tasks:
+            waiting.append((number, stop - start, pool.submit(_work, number, start, stop)))
+            if len(waiting) > 2 * count:
+                yield _next(waiting)
+        while waiting:
+            yield _next(waiting)
+    finally:
+        pool.shutdown(cancel_futures=True)
+        _Work.jobs = ()
+
+
+class _Work:
+    """What forked processes find without it being sent to them."""
+
+    jobs: Sequence[Job] = ()
+    digests: bool = False
+
+
+def _work(number: int, start: int, stop: int) -> Chunk:
+    return encode_chunk(_Work.jobs[number], start, stop, _Work.digests)
+
+
+def _start_process() -> None:
+    # The processes themselves keep the processors busy; threads inside them would only compete.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
+def _next(waiting: deque[tuple[int, int, Future[Chunk]]]) -> tuple[int, int, Chunk]:
+    number, rows, future = waiting.popleft()
+    try:
+        return number, rows, future.result()
+    except BrokenProcessPool as error:
+        raise UserError(
+            "dataset_num_proc: a process that prepares data died, most likely for lack of memory. Set a lower number."
+        ) from error
+
+
+def _processes(asked: int | None, rows: int) -> int:
+    if "fork" not in multiprocessing.get_all_start_methods():
+        return 1
+    if asked is not None:
+        return asked
+    return min(len(os.sched_getaffinity(0)), MOST_PROCESSES) if rows >= WORTH_FORKING else 1
+
+
+def encode_chunk(job: Job, start: int, stop: int, digests: bool) -> Chunk:
+    """Encode the rows from `start` to `stop`; a row that cannot be used stops the run with its place."""
+    schema = schema_of(job.method)
+    columns: dict[str, list[Any]] = {name: [] for name in schema}
+    chunk = Chunk(pa.RecordBatch.from_pylist([]), np.zeros((0, 2), np.int64), np.zeros((0, 3), np.int64))
+    origin, lengths = [], []
+    for row, records in enumerate(_encode(job, start, stop), start):
+        for number, record in enumerate(records):
+            lengths.append(lengths_of(record.columns))
+            kept = _within_limits(job, row, record, chunk)
+            if kept is None:
+                continue
+            origin.append((row, number))
+            _append(columns, kept.columns, chunk.names)
+            if digests:
+                content = json.dumps(kept.columns, sort_keys=True, default=str)
+                chunk.digests.append(hashlib.blake2b(content.encode(), digest_size=16).digest())
+    chunk.batch = pa.record_batch([pa.array(values, schema[name]) for name, values in columns.items()], list(schema))
+    chunk.origin_N2 = np.array(origin, np.int64).reshape(-1, 2)
+    chunk.length_M3 = np.array(lengths, np.int64).reshape(-1, 3)
+    return chunk
+
+
+def _encode(job: Job, start: int, stop: int) -> list[list[Record]]:
+    rows = job.rows.take(start, stop)
+    try:
+        return job.encoder.encode_many(rows)
+    except RowError:
+        for number, row in enumerate(rows, start):
+            try:
+                job.encoder(row)
+            except RowError as error:
+                raise bad_row(job, number, error) from error
+        raise
+
+
+def bad_row(job: Job, row: int, error: RowError) -> UserError:
+    """The message about a row that cannot be used: dataset, row, key, what was expected."""
+    return UserError(f"{job.where}, {job.rows.place(row)}, '{error.key}': expected {error.expected}")
+
+
+def _within_limits(job: Job, row: int, record: Record, chunk: Chunk) -> Record | None:
+    try:
+        kept, reason = apply_length_rules(record, job.rules, job.method)
+    except RowError as error:
+        raise bad_row(job, row, error) from error
+    if reason is not None:
+        (chunk.dropped if kept is None else chunk.notes)[reason] += 1
+    return kept
+
+
+def _append(columns: dict[str, list[Any]], record: dict[str, Any], names: set[str]) -> None:
+    """Add a record to columns; what has no column of its own is kept as JSON."""
+    names.update(record)
+    for name, values in columns.items():
+        if name != OTHERS:
+            values.append(record.get(name))
+    if OTHERS in columns:
+        columns[OTHERS].append(json.dumps({k: v for k, v in record.items() if k not in columns}, default=str))
+
+
+class Unfold:
+    """Gives rows back the columns that were kept as JSON; one that a row lacks is None."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = list(names)
+
+    def __call__(self, columns: dict[str, list[Any]]) -> dict[str, list[Any]]:
+        columns = dict(columns)
+        if OTHERS in columns:
+            others = [json.loads(text) for text in columns.pop(OTHERS)]
+            columns |= {name: [row.get(name) for row in others] for name in self.names}
+        return columns

@@ -1,0 +1,94 @@
+"""What a format makes of a row: text, not yet tokens. One shape for each kind of training data."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from upweight.config.data import DataSection, DatasetRow
+from upweight.data.messages import MessageReader
+from upweight.data.rows import Row
+from upweight.data.templates import ChatTemplate
+from upweight.methods.base import Method
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A prompt and two answers, the better one first."""
+
+    prompt: str
+    chosen: str
+    rejected: str
+    margin: float | None = None
+
+
+@dataclass(frozen=True)
+class Labelled:
+    """A prompt, an answer, and whether the answer is wanted."""
+
+    prompt: str
+    completion: str
+    label: bool
+
+
+@dataclass(frozen=True)
+class Steps:
+    """A prompt, the steps of an answer, and the class of each step."""
+
+    prompt: str
+    completions: list[str]
+    labels: list[int]
+
+
+@dataclass(frozen=True)
+class Span:
+    """A stretch of text that somebody wrote in one turn."""
+
+    start: int
+    end: int
+    train: bool = True
+    holes: tuple[tuple[int, int], ...] = ()  # stretches inside it that are not trained on
+
+
+@dataclass(frozen=True)
+class Text:
+    """One text and the stretches of it that are trained on."""
+
+    text: str
+    spans: list[Span]
+    shown: dict[str, Any]
+    add_end: bool = True  # whether a text without an end token gets one
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """A text that came as token ids."""
+
+    ids: list[int]
+    scored: list[bool]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt as the row gave it, its text, and the columns that rewards will see."""
+
+    prompt: str | list[dict[str, Any]]
+    text: str
+    columns: dict[str, Any] = field(default_factory=dict)
+
+
+Example = Pair | Labelled | Steps | Text | Tokens | Prompt
+
+
+@dataclass(frozen=True)
+class Setup:
+    """All that a format may look at besides the row."""
+
+    data: DataSection
+    entry: DatasetRow
+    method: Method
+    reader: MessageReader
+    template: ChatTemplate
+
+
+Format = Callable[[Row], list[Example]]
+Builder = Callable[[Setup], Format]

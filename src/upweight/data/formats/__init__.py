@@ -1,0 +1,36 @@
+"""Formats by name for each kind of data; a format makes examples of a row."""
+
+from upweight.data.examples import Builder
+from upweight.data.formats import ebft, kto, pairs, prompts, sft, stepwise
+from upweight.methods.base import Method
+
+FORMATS: dict[str, dict[str, Builder]] = {
+    "pairs": pairs.FORMATS,
+    "labelled": kto.FORMATS,
+    "steps": stepwise.FORMATS,
+    "text": sft.FORMATS,
+    "prompts": prompts.FORMATS,
+    "ebft": ebft.FORMATS,
+}
+
+# Rows without a `type`, and what a user's transform returns.
+UNTYPED: dict[str, Builder] = {
+    "pairs": pairs.untyped,
+    "labelled": kto.untyped,
+    "steps": stepwise.stepwise,
+    "text": sft.untyped,
+    "prompts": prompts.untyped,
+    "ebft": ebft.untyped,
+}
+
+# A `type` written as a mapping of columns.
+USER_DEFINED: dict[str, Builder] = {
+    "pairs": pairs.user_defined,
+    "labelled": kto.user_defined,
+    "text": sft.user_defined,
+}
+
+
+def kind_of(method: Method) -> str:
+    """The kind of data whose formats serve a method."""
+    return "ebft" if method.name == "ebft" else method.data

@@ -1,0 +1,198 @@
+"""Prompts with the answer that sampled ones should resemble, or whole documents: for EBFT."""
+
+import re
+from typing import Any
+
+from upweight.data.examples import Builder, Example, Format, Prompt, Setup, Span, Text
+from upweight.data.formats import prompts, sft
+from upweight.data.messages import Message
+from upweight.data.rows import Row, RowError, check_all_text, checked_text, first_of, has, lookup, text_at
+
+THINKING = re.compile(
+    r"\s*(?:<think>(.*?)</think>|<reasoning>(.*?)</reasoning>|<\|begin_of_thought\|>(.*?)<\|end_of_thought\|>)\s*",
+    re.DOTALL,
+)
+TRUE_ANSWER = ("ground_truth", "completion", "output", "answer")
+
+
+def example(setup: Setup, row: Row, prompt: list[Message], truth: str, **columns: Any) -> Prompt:
+    """A prompt of messages with the true answer."""
+    text = setup.template.prompt(setup.reader.conversation(row, prompt, "messages"))
+    return Prompt(prompt, text, {"ground_truth": truth, **columns})
+
+
+def input_output(setup: Setup) -> Format:
+    """`input` asks, `output` is the true answer."""
+
+    def read(row: Row) -> list[Example]:
+        return [example(setup, row, [{"role": "user", "content": text_at(row, "input")}], text_at(row, "output"))]
+
+    return read
+
+
+def _conversation(setup: Setup, row: Row) -> tuple[list[Message], list[int], str]:
+    """The messages, the numbers of the assistant's turns that can be asked for, and the key."""
+    key = setup.entry.field_messages or first_of(row, ("messages", "conversations"))
+    messages = setup.reader.messages(lookup(row, key), key)
+    turns = [number for number, message in enumerate(messages) if number and message["role"] == "assistant"]
+    if not turns:
+        raise RowError(key, "an assistant turn after the first message")
+    return messages, turns, key
+
+
+def _truth(message: Message, setup: Setup, key: str) -> str:
+    """What the assistant wrote, its reasoning included."""
+    thinking, content = message.get(setup.reader.thinking_to), checked_text(message["content"], key, empty=True)
+    return checked_text(f"<think>\n{thinking}\n</think>\n\n{content}" if thinking else content, key)
+
+
+def first_turn(setup: Setup) -> Format:
+    """The first assistant turn is asked for; the turns after it are kept."""
+
+    def read(row: Row) -> list[Example]:
+        messages, turns, key = _conversation(setup, row)
+        rest, first = messages[turns[0] + 1 :], turns[0]
+        return [example(setup, row, messages[:first], _truth(messages[first], setup, key), remaining_turns=rest)]
+
+    return read
+
+
+def last_turn(setup: Setup) -> Format:
+    """The last assistant turn is asked for."""
+
+    def read(row: Row) -> list[Example]:
+        messages, turns, key = _conversation(setup, row)
+        return [example(setup, row, messages[: turns[-1]], _truth(messages[turns[-1]], setup, key))]
+
+    return read
+
+
+def all_turns(setup: Setup) -> Format:
+    """Every assistant turn is asked for, each in an example of its own."""
+
+    def read(row: Row) -> list[Example]:
+        messages, turns, key = _conversation(setup, row)
+        return [example(setup, row, messages[:turn], _truth(messages[turn], setup, key)) for turn in turns]
+
+    return read
+
+
+def split_thinking(setup: Setup) -> Format:
+    """As `last_turn`, with reasoning moved into a property of its own in every message."""
+
+    def read(row: Row) -> list[Example]:
+        messages, turns, key = _conversation(setup, row)
+        messages = [_thinking_apart(message) for message in messages]
+        asked = messages[turns[-1]]
+        truth = asked["content"]
+        if asked["reasoning_content"]:
+            truth = f"<think>\n{asked['reasoning_content']}\n</think>\n\n{truth}"
+        return [example(setup, row, messages[: turns[-1]], checked_text(truth, key))]
+
+    return read
+
+
+def answer_only(setup: Setup) -> Format:
+    """As `last_turn`, without the reasoning."""
+
+    def read(row: Row) -> list[Example]:
+        messages, turns, key = _conversation(setup, row)
+        truth = THINKING.sub("", messages[turns[-1]]["content"]).strip()
+        return [example(setup, row, messages[: turns[-1]], checked_text(truth, key))]
+
+    return read
+
+
+def _thinking_apart(message: Message) -> Message:
+    match = THINKING.search(message["content"])
+    if not match:
+        return {**message, "reasoning_content": message.get("reasoning_content", "")}
+    content = message["content"][: match.start()] + message["content"][match.end() :]
+    return {
+        **message,
+        "content": content,
+        "reasoning_content": next(part for part in match.groups() if part is not None).strip(),
+    }
+
+
+def document_of_last_turn(setup: Setup) -> Format:
+    """A whole conversation as a document, of which the last assistant turn counts."""
+
+    def read(row: Row) -> list[Example]:
+        messages, turns, key = _conversation(setup, row)
+        conversation = setup.reader.conversation(row, messages[: turns[-1] + 1], key)
+        ((text, (turn,)),) = setup.template.turns(conversation, {len(conversation.messages) - 1})
+        return [Text(text, [Span(turn.start, turn.end)], {"text": text}, add_end=False)]
+
+    return read
+
+
+def document_of_chat(setup: Setup) -> Format:
+    """A whole conversation as a document, of which every assistant turn counts."""
+
+    def read(row: Row) -> list[Example]:
+        messages, _, key = _conversation(setup, row)
+        return sft.conversation_texts(setup, setup.reader.conversation(row, messages, key), key)
+
+    return read
+
+
+def document(setup: Setup) -> Format:
+    """A prompt and its completion as one text, of which the completion counts."""
+
+    def read(row: Row) -> list[Example]:
+        prompt = text_at(row, first_of(row, ("input", "prompt", "question")))
+        return [continuous(prompt, text_at(row, first_of(row, ("output", "completion", "answer"))))]
+
+    return read
+
+
+def continuous(prompt: str, completion: str) -> Text:
+    """Prompt and completion as a document; it may go on, so that no end token is added."""
+    text = prompt + completion
+    return Text(text, [Span(len(prompt), len(text))], {"prompt": prompt, "completion": completion}, add_end=False)
+
+
+def untyped(setup: Setup) -> Format:
+    """Rows that say by their columns what they are: token ids, a prompt with its answer, messages, or text."""
+    as_prompt, as_chat, as_text = prompts.untyped(setup), first_turn(setup), sft.completion(setup)
+    as_document = document_of_chat(setup)
+    strided = getattr(setup.method, "mode", "") == "strided"
+
+    def read(row: Row) -> list[Example]:
+        if has(row, "input_ids"):
+            return [sft.token_ids(row)]
+        if has(row, "prompt"):
+            return [_with_truth(found) for found in as_prompt(row) if isinstance(found, Prompt)]
+        if has(row, "messages") or has(row, "conversations"):
+            return as_document(row) if strided else as_chat(row)
+        if strided:
+            return as_text(row)
+        raise RowError("prompt", "a prompt and its ground_truth, or messages")
+
+    return read
+
+
+def _with_truth(found: Prompt) -> Prompt:
+    """The prompt with its true answer as text under the one name that training reads."""
+    key = next((name for name in TRUE_ANSWER if found.columns.get(name) is not None), "ground_truth")
+    columns = {name: value for name, value in found.columns.items() if name != key}
+    check_all_text(columns, "row")
+    return Prompt(found.prompt, found.text, {"ground_truth": checked_text(found.columns.get(key), key), **columns})
+
+
+FORMATS: dict[str, Builder] = {
+    "ebft_opencode.transform": input_output,
+    "ebft_chat_multiturn.transform": first_turn,
+    "ebft_chat_multiturn.transform_last_turn": last_turn,
+    "ebft_chat_multiturn.transform_all_turns": all_turns,
+    "ebft_reasoning.transform": last_turn,
+    "ebft_reasoning.transform_split_thinking": split_thinking,
+    "ebft_reasoning.transform_answer_only": answer_only,
+    "ebft_reasoning.transform_strided": document_of_last_turn,
+    "ebft_strided_structured.transform": document,
+    "ebft_strided_chat.transform": document_of_chat,
+    "chat_template": first_turn,
+    "completion": sft.completion,
+    "passthrough": untyped,
+}

@@ -1,0 +1,147 @@
+"""Single answers with a verdict: for KTO. Rows that hold pairs become two examples each."""
+
+from upweight.config.data import UserFormat
+from upweight.data.examples import Builder, Example, Format, Labelled, Pair, Setup
+from upweight.data.formats import pairs
+from upweight.data.formats.columns import filled
+from upweight.data.formats.markup import FAMILIES, Family, last_answer, single_turn
+from upweight.data.rows import Row, RowError, flag_at, has, lookup, optional_text, text_at
+
+
+def unpaired(examples: list[Example]) -> list[Example]:
+    """Each pair as a wanted and an unwanted answer."""
+    result: list[Example] = []
+    for pair in examples:
+        assert isinstance(pair, Pair)
+        result += [Labelled(pair.prompt, pair.chosen, True), Labelled(pair.prompt, pair.rejected, False)]
+    return result
+
+
+def or_pairs(labelled: Builder, paired: Builder) -> Builder:
+    """Rows with a completion by the one format, rows with two answers by the other."""
+
+    def build(setup: Setup) -> Format:
+        single, double = labelled(setup), paired(setup)
+        form = setup.entry.type if isinstance(setup.entry.type, UserFormat) else UserFormat()
+        rejected = setup.entry.field_rejected or form.field_rejected
+
+        def read(row: Row) -> list[Example]:
+            is_pair = not has(row, form.field_completion) and (has(row, rejected) or has(row, "rejected_response"))
+            return unpaired(double(row)) if is_pair else single(row)
+
+        return read
+
+    return build
+
+
+def pairs_only(paired: Builder) -> Builder:
+    """Rows that always hold two answers."""
+
+    def build(setup: Setup) -> Format:
+        double = paired(setup)
+        return lambda row: unpaired(double(row))
+
+    return build
+
+
+def with_prompt(family: Family, user: str) -> Builder:
+    """A family's text from columns."""
+
+    def build(setup: Setup) -> Format:
+        def read(row: Row) -> list[Example]:
+            messages = single_turn(setup, row, text_at(row, user))
+            answer = family.answer(text_at(row, "completion"))
+            return [Labelled(family.prompt(messages), answer, flag_at(row, "label"))]
+
+        return read
+
+    return build
+
+
+def conversation(family: Family) -> Builder:
+    """A family's text from messages: the user's in `chosen` or in `completion`, the assistant's in `completion`."""
+
+    def build(setup: Setup) -> Format:
+        def read(row: Row) -> list[Example]:
+            completion = setup.reader.messages(lookup(row, "completion"), "completion")
+            answer = last_answer(completion, "completion")
+            prompt = completion[:-1]
+            if not any(message["role"] == "user" for message in prompt):
+                if not has(row, "chosen"):
+                    raise RowError("completion", "the user's turn before the assistant's, here or in 'chosen'")
+                prompt = setup.reader.messages(lookup(row, "chosen"), "chosen")
+                while prompt and prompt[-1]["role"] == "assistant":
+                    prompt = prompt[:-1]
+            if not any(message["content"] for message in prompt if message["role"] == "user"):
+                raise RowError("chosen" if has(row, "chosen") else "completion", "a user turn that says something")
+            messages = setup.reader.conversation(row, prompt).messages
+            return [Labelled(family.prompt(messages), family.answer(answer), flag_at(row, "label"))]
+
+        return read
+
+    return build
+
+
+def templated(setup: Setup) -> Format:
+    """Text by the chat template: messages in one column, the answer in `completion`."""
+    key = setup.entry.field_messages or "messages"
+
+    def read(row: Row) -> list[Example]:
+        prompt = setup.reader.messages(lookup(row, key), key)
+        answer = pairs.last_turn(setup, row, "completion")
+        text, (completion,) = setup.template.split(setup.reader.conversation(row, prompt, key), [answer])
+        return [Labelled(text, completion, flag_at(row, "label"))]
+
+    return read
+
+
+def user_defined(setup: Setup) -> Format:
+    """Columns and the texts they are put into, as the config says."""
+    form = setup.entry.type if isinstance(setup.entry.type, UserFormat) else UserFormat()
+
+    def single(row: Row) -> list[Example]:
+        values = {"prompt": text_at(row, form.field_prompt), "system": optional_text(row, form.field_system)}
+        completion = filled(form.completion_format, {"completion": text_at(row, form.field_completion)})
+        return [Labelled(filled(form.prompt_format, values), completion, flag_at(row, form.field_label))]
+
+    return or_pairs(lambda _: single, pairs.user_defined)(setup)
+
+
+def _untyped_single(setup: Setup) -> Format:
+    def read(row: Row) -> list[Example]:
+        prompt, completion = lookup(row, "prompt"), lookup(row, "completion")
+        if isinstance(prompt, str) and isinstance(completion, str):
+            return [Labelled(text_at(row, "prompt"), text_at(row, "completion"), flag_at(row, "label"))]
+        answers = setup.reader.responses(completion, "completion")
+        asked = setup.reader.messages(prompt, "prompt") if prompt is not None else answers[:-1]
+        answers = answers if prompt is not None else answers[-1:]
+        text, (answer,) = setup.template.split(setup.reader.conversation(row, asked), [answers])
+        return [Labelled(text, answer, flag_at(row, "label"))]
+
+    return read
+
+
+untyped = or_pairs(_untyped_single, pairs.untyped)
+
+
+def _family_formats(name: str, family: Family) -> dict[str, Builder]:
+    own = {
+        f"{name}.argilla": with_prompt(family, "instruction"),
+        f"{name}.argilla_chat": conversation(family),
+        f"{name}.intel": with_prompt(family, "question"),
+        f"{name}.prompt_pairs": with_prompt(family, "prompt"),
+        f"{name}.ultra": with_prompt(family, "prompt"),
+    }
+    return {key: or_pairs(single, pairs.FORMATS[key]) for key, single in own.items()}
+
+
+FORMATS: dict[str, Builder] = {
+    **{name: pairs_only(paired) for name, paired in pairs.FORMATS.items()},
+    **_family_formats("chatml", FAMILIES["chatml"]),
+    **_family_formats("llama3", FAMILIES["llama3"]),
+    "chat_template": or_pairs(templated, pairs.FORMATS["chat_template"]),
+    "chat_template.default": or_pairs(templated, pairs.FORMATS["chat_template"]),
+    "user_defined": user_defined,
+    "user_defined.default": user_defined,
+    "passthrough": untyped,
+}

@@ -1,0 +1,261 @@
+"""Preference pairs: for DPO, IPO, SimPO, ORPO and outcome reward models."""
+
+import os.path
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from upweight.config.data import UserFormat
+from upweight.data.examples import Builder, Example, Format, Pair, Setup
+from upweight.data.formats.columns import filled
+from upweight.data.formats.markup import FAMILIES, ZEPHYR, Family, last_answer, single_turn
+from upweight.data.messages import Message
+from upweight.data.rows import (
+    Row,
+    RowError,
+    checked_list,
+    checked_text,
+    first_of,
+    found,
+    has,
+    lookup,
+    optional_number,
+    optional_text,
+    text_at,
+)
+
+PROMPT_KEYS = ("prompt", "input", "question", "instruction")
+SPEAKER = "\n\nAssistant:"  # ends the shared part of pairs that were written as one dialogue each
+
+
+def with_prompt(family: Family, user: str | None, chosen: str | None, rejected: str | None, *, listed: bool) -> Builder:
+    """A family's text from columns; None takes the first of the usual names. `listed` answers are message lists."""
+
+    def build(setup: Setup) -> Format:
+        def answer(row: Row, key: str | None, usual: Sequence[str]) -> str:
+            key = key or first_of(row, usual)
+            if listed:
+                return last_answer(setup.reader.messages(lookup(row, key), key), key)
+            return text_at(row, key)
+
+        def read(row: Row) -> list[Example]:
+            messages = single_turn(setup, row, text_at(row, user or first_of(row, PROMPT_KEYS)))
+            return [
+                Pair(
+                    family.prompt(messages),
+                    family.answer(answer(row, chosen, ("chosen", "chosen_response"))),
+                    family.answer(answer(row, rejected, ("rejected", "rejected_response"))),
+                    optional_number(row, "margin"),
+                )
+            ]
+
+        return read
+
+    return build
+
+
+def conversations(family: Family) -> Builder:
+    """A family's text from two conversations that differ in their last turn."""
+
+    def build(setup: Setup) -> Format:
+        def read(row: Row) -> list[Example]:
+            chosen = setup.reader.messages(lookup(row, "chosen"), "chosen")
+            rejected = setup.reader.messages(lookup(row, "rejected"), "rejected")
+            better, worse = last_answer(chosen, "chosen"), last_answer(rejected, "rejected")
+            prompt = setup.reader.conversation(row, _asked(chosen[:-1], "chosen")).messages
+            return [
+                Pair(family.prompt(prompt), family.answer(better), family.answer(worse), optional_number(row, "margin"))
+            ]
+
+        return read
+
+    return build
+
+
+def nectar(setup: Setup) -> Format:
+    """Ranked answers: the best one over the second best."""
+
+    def read(row: Row) -> list[Example]:
+        ranked: list[tuple[float, str]] = []
+        for number, item in enumerate(checked_list(lookup(row, "answers"), "answers", "answers with ranks")):
+            place = f"answers[{number}]"
+            if not isinstance(item, dict):
+                raise RowError(place, f"an answer with its rank, found {found(item)}")
+            rank = optional_number(item, "rank")
+            if rank is None:
+                raise RowError(f"{place}.rank", "a number, found nothing")
+            ranked.append((rank, checked_text(item.get("answer"), f"{place}.answer")))
+        if len(ranked) < 2:
+            raise RowError("answers", "at least two answers")
+        (_, chosen), (_, rejected) = sorted(ranked, key=lambda pair: pair[0])[:2]
+        user: list[Message] = [{"role": "system", "content": ""}, {"role": "user", "content": text_at(row, "prompt")}]
+        return [Pair(ZEPHYR.prompt(user), chosen, rejected)]
+
+    return read
+
+
+def templated(messages_of: Callable[[Setup, Row], tuple[list[Message], list[Message], list[Message], str]]) -> Builder:
+    """Text by the chat template, from what a reader makes of a row: prompt, chosen, rejected, key of the prompt."""
+
+    def build(setup: Setup) -> Format:
+        def read(row: Row) -> list[Example]:
+            prompt, chosen, rejected, key = messages_of(setup, row)
+            conversation = setup.reader.conversation(row, _asked(prompt, key), key)
+            text, (better, worse) = setup.template.split(conversation, [chosen, rejected])
+            return [Pair(text, better, worse, optional_number(row, "margin"))]
+
+        return read
+
+    return build
+
+
+def _separate(setup: Setup, row: Row) -> tuple[list[Message], list[Message], list[Message], str]:
+    """Messages in one column, the last turn of each answer in two others."""
+    entry, reader = setup.entry, setup.reader
+    key, better, worse = (
+        entry.field_messages or "messages",
+        entry.field_chosen or "chosen",
+        entry.field_rejected or "rejected",
+    )
+    prompt = reader.messages(lookup(row, key), key)
+    return prompt, last_turn(setup, row, better), last_turn(setup, row, worse), key
+
+
+def _joined(setup: Setup, row: Row) -> tuple[list[Message], list[Message], list[Message], str]:
+    """Two conversations that differ in their last turn."""
+    better, worse = setup.entry.field_chosen or "chosen", setup.entry.field_rejected or "rejected"
+    chosen = setup.reader.messages(lookup(row, better), better)
+    rejected = setup.reader.messages(lookup(row, worse), worse)
+    last_answer(chosen, better)
+    last_answer(rejected, worse)
+    return chosen[:-1], chosen[-1:], rejected[-1:], better
+
+
+def _joined_with_columns(setup: Setup, row: Row) -> tuple[list[Message], list[Message], list[Message], str]:
+    """As `_joined`, with `system` and, where the conversation has one turn, `prompt` from columns of their own."""
+    prompt, chosen, rejected, key = _joined(setup, row)
+    users = [number for number, message in enumerate(prompt) if message["role"] == "user"]
+    user = optional_text(row, "prompt") if len(users) == 1 else ""
+    if user:
+        prompt = [*prompt[: users[0]], {**prompt[users[0]], "content": user}, *prompt[users[0] + 1 :]]
+    system = optional_text(row, setup.entry.field_system or "system")
+    if system and not any(message["role"] == "system" for message in prompt):
+        prompt = [{"role": "system", "content": system}, *prompt]
+    return prompt, chosen, rejected, key
+
+
+def _from_columns(setup: Setup, row: Row) -> tuple[list[Message], list[Message], list[Message], str]:
+    """System, input and two answers in columns of their own."""
+    better, worse = setup.entry.field_chosen or "chosen", setup.entry.field_rejected or "rejected"
+    prompt = single_turn(setup, row, text_at(row, "input"))
+    return prompt, last_turn(setup, row, better), last_turn(setup, row, worse), "input"
+
+
+def last_turn(setup: Setup, row: Row, key: str) -> list[Message]:
+    """The assistant's turn at `key`: text, a message, or the last of a list; it must say something."""
+    message = setup.reader.responses(lookup(row, key), key)[-1]
+    if not message["content"] and "tool_calls" not in message:
+        raise RowError(f"{key}.content", "text, found an empty text")
+    return [message]
+
+
+def _asked(prompt: list[Message], key: str) -> list[Message]:
+    if not any(message["content"] for message in prompt if message["role"] != "system"):
+        raise RowError(key, "a turn that says something before the answer")
+    return prompt
+
+
+def user_defined(setup: Setup) -> Format:
+    """Columns and the texts they are put into, as the config says."""
+    form = setup.entry.type if isinstance(setup.entry.type, UserFormat) else UserFormat()
+
+    def read(row: Row) -> list[Example]:
+        prompt, chosen, rejected = (
+            text_at(row, key) for key in (form.field_prompt, form.field_chosen, form.field_rejected)
+        )
+        return [
+            Pair(
+                filled(form.prompt_format, {"prompt": prompt, "system": optional_text(row, form.field_system)}),
+                filled(form.chosen_format, {"chosen": chosen}),
+                filled(form.rejected_format, {"rejected": rejected}),
+                optional_number(row, "margin"),
+            )
+        ]
+
+    return read
+
+
+def untyped(setup: Setup) -> Format:
+    """Rows that say by their columns what they are: text or messages, with a prompt or without."""
+
+    def read(row: Row) -> list[Example]:
+        chosen, rejected, margin = lookup(row, "chosen"), lookup(row, "rejected"), optional_number(row, "margin")
+        if (
+            isinstance(chosen, str)
+            and isinstance(rejected, str)
+            and not isinstance(lookup(row, "prompt"), list | tuple)
+        ):
+            better, worse = text_at(row, "chosen"), text_at(row, "rejected")
+            if has(row, "prompt"):
+                return [Pair(text_at(row, "prompt"), better, worse, margin)]
+            return [Pair(*shared_start(better, worse), margin)]
+        prompt, better, worse = _conversational(setup, row, chosen, rejected)
+        text, (good, bad) = setup.template.split(setup.reader.conversation(row, prompt), [better, worse])
+        return [Pair(text, good, bad, margin)]
+
+    return read
+
+
+def _conversational(
+    setup: Setup, row: Row, chosen: Any, rejected: Any
+) -> tuple[list[Message], list[Message], list[Message]]:
+    reader = setup.reader
+    better, worse = reader.responses(chosen, "chosen"), reader.responses(rejected, "rejected")
+    if has(row, "prompt"):
+        return _asked(reader.messages(lookup(row, "prompt"), "prompt"), "prompt"), better, worse
+    shared = 0
+    while shared < min(len(better), len(worse)) - 1 and better[shared] == worse[shared]:
+        shared += 1
+    return _asked(better[:shared], "chosen"), better[shared:], worse[shared:]
+
+
+def shared_start(chosen: str, rejected: str) -> tuple[str, str, str]:
+    """The prompt that two texts share, and what each goes on with; cut where a speaker or a word begins."""
+    shared = os.path.commonprefix([chosen, rejected])
+    cut = shared.rfind(SPEAKER) + len(SPEAKER)
+    if cut < len(SPEAKER):
+        cut = len(shared.rstrip())
+        if len(shared) == cut and not all(text[cut : cut + 1].isspace() for text in (chosen, rejected)):
+            cut = len(shared[: max(shared.rfind(" "), shared.rfind("\n"), 0)].rstrip())
+    if not shared[:cut] or chosen == rejected or not chosen[cut:] or not rejected[cut:]:
+        raise RowError("prompt", "a prompt, or answers that begin alike and then differ")
+    return chosen[:cut], chosen[cut:], rejected[cut:]
+
+
+def _family_formats(name: str, family: Family) -> dict[str, Builder]:
+    return {
+        name: with_prompt(family, None, None, None, listed=False),
+        f"{name}.default": with_prompt(family, None, None, None, listed=False),
+        f"{name}.argilla": with_prompt(family, "instruction", "chosen_response", "rejected_response", listed=False),
+        f"{name}.argilla_chat": conversations(family),
+        f"{name}.icr": with_prompt(family, "input", "chosen", "rejected", listed=False),
+        f"{name}.intel": with_prompt(family, "question", "chosen", "rejected", listed=False),
+        f"{name}.prompt_pairs": with_prompt(family, "prompt", "chosen", "rejected", listed=False),
+        f"{name}.ultra": with_prompt(family, "prompt", "chosen", "rejected", listed=True),
+        f"bradley_terry.{name}.icr": with_prompt(family, "input", "chosen", "rejected", listed=False),
+    }
+
+
+FORMATS: dict[str, Builder] = {
+    **_family_formats("chatml", FAMILIES["chatml"]),
+    **_family_formats("llama3", FAMILIES["llama3"]),
+    "zephyr.nectar": nectar,
+    "chat_template": templated(_separate),
+    "chat_template.default": templated(_separate),
+    "chat_template.argilla_chat": templated(_joined),
+    "chat_template.argilla": templated(_joined_with_columns),
+    "orpo.chat_template": templated(_joined_with_columns),
+    "bradley_terry.chat_template": templated(_from_columns),
+    "user_defined": user_defined,
+    "user_defined.default": user_defined,
+    "passthrough": untyped,
+}

@@ -1,0 +1,30 @@
+"""Answers in steps with a verdict on each: for process reward models."""
+
+from upweight.data.examples import Builder, Example, Format, Setup, Steps
+from upweight.data.rows import Row, RowError, checked_list, checked_text, found, lookup, text_at
+
+
+def stepwise(setup: Setup) -> Format:
+    """`prompt`, `completions` (one text a step) and `labels` (one class a step)."""
+
+    def read(row: Row) -> list[Example]:
+        steps = checked_list(lookup(row, "completions"), "completions", "steps")
+        labels = checked_list(lookup(row, "labels"), "labels", "labels")
+        if len(steps) != len(labels):
+            raise RowError("labels", f"one label for each of the {len(steps)} steps, found {len(labels)}")
+        texts = [checked_text(step, f"completions[{number}]") for number, step in enumerate(steps)]
+        classes = [_class(label, f"labels[{number}]") for number, label in enumerate(labels)]
+        return [Steps(text_at(row, "prompt"), texts, classes)]
+
+    return read
+
+
+def _class(label: object, key: str) -> int:
+    if isinstance(label, bool | int) and label >= 0:
+        return int(label)
+    if isinstance(label, float) and label >= 0 and label.is_integer():
+        return int(label)
+    raise RowError(key, f"true, false or a class number, found {found(label)}")
+
+
+FORMATS: dict[str, Builder] = {"stepwise_supervised": stepwise, "stepwise_supervised.default": stepwise}

@@ -1,0 +1,175 @@
+"""Text files by row number: JSON lines, JSON lists and plain text, parsed when asked for and never held in memory."""
+
+import bz2
+import gzip
+import json
+import lzma
+import mmap
+import shutil
+import tempfile
+from collections.abc import Iterable
+from functools import cached_property
+from pathlib import Path
+from typing import IO, Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from upweight.errors import UserError
+
+BLOCK = 1 << 26
+SPACES = np.frombuffer(b" \t\r\f\v", np.uint8)
+COMPRESSED = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+
+
+class LineFile:
+    """The rows of one file of JSON or text; blank lines are no rows."""
+
+    def __init__(self, path: Path, kind: Literal["json", "text"]) -> None:
+        self.path = path
+        self.kind = kind
+
+    def identity(self) -> list[Any]:
+        """What tells this content from any other: path, size, time of change."""
+        found = self.path.stat()
+        return [str(self.path.resolve()), found.st_size, found.st_mtime_ns]
+
+    def __len__(self) -> int:
+        return len(self._spans)
+
+    def take(self, indices: Iterable[int]) -> list[dict[str, Any]]:
+        """The rows at `indices`."""
+        return [self._parse(int(index)) for index in indices]
+
+    def place(self, index: int) -> str:
+        """The number of a row, from 0, and the line it stands on, from 1."""
+        return f"row {index} ({self.path.name}:{self._spans[index, 2]})"
+
+    @cached_property
+    def _bytes(self) -> mmap.mmap | bytes:
+        try:
+            with self._unpacked() as file:
+                file.seek(0, 2)
+                return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if file.tell() else b""
+        except (OSError, EOFError, lzma.LZMAError) as error:
+            raise UserError(f"{self.path}: cannot be read ({error}).") from error
+
+    def _unpacked(self) -> IO[bytes]:
+        opener = COMPRESSED.get(self.path.suffix.lower())
+        if opener is None:
+            return self.path.open("rb")
+        unpacked = tempfile.TemporaryFile()
+        with opener(self.path, "rb") as packed:
+            shutil.copyfileobj(packed, unpacked, BLOCK)
+        return unpacked
+
+    @cached_property
+    def _spans(self) -> NDArray[np.int64]:
+        """First byte, byte after the last, and line number (from 1) of each row."""
+        if self.kind == "text":
+            return _line_spans(self._bytes)
+        start = _first_byte(self._bytes)
+        if self._bytes[start : start + 1] == b"[":
+            return self._list_spans()
+        spans = _line_spans(self._bytes)
+        return self._whole_file(spans) if len(spans) > 1 and self._is_document(spans) else spans
+
+    def _is_document(self, spans: NDArray[np.int64]) -> bool:
+        """Whether the first line only begins an object that later lines continue."""
+        text = self._text(spans[0, 0], spans[0, 1], 1).rstrip()
+        try:
+            json.loads(text)
+        except json.JSONDecodeError as error:
+            return text.startswith("{") and error.pos >= len(text)
+        return False
+
+    def _whole_file(self, spans: NDArray[np.int64]) -> NDArray[np.int64]:
+        try:
+            json.loads(self._text(0, len(self._bytes), 1))
+        except json.JSONDecodeError as error:
+            raise self._not_json(error, error.lineno) from error
+        return np.array([[0, len(self._bytes), spans[0, 2]]])
+
+    def _list_spans(self) -> NDArray[np.int64]:
+        """Spans of the rows of a file that is one JSON list."""
+        text, decoder, spans = self._text(0, len(self._bytes), 1), json.JSONDecoder(), []
+        position, seen, seen_bytes, line = text.index("[") + 1, 0, 0, 1
+        try:
+            while (position := _skip_space(text, position)) < len(text) and text[position] != "]":
+                _, end = decoder.raw_decode(text, position)
+                line += text.count("\n", seen, position)
+                first = seen_bytes + len(text[seen:position].encode())
+                last = first + len(text[position:end].encode())
+                spans.append((first, last, line))
+                line += text.count("\n", position, end)
+                seen, seen_bytes, position = end, last, _skip_space(text, end)
+                if text[position : position + 1] not in (",", "]"):
+                    raise json.JSONDecodeError("Expecting ',' or ']'", text, position)
+                position += text[position] == ","
+            if text[position:].strip() != "]":
+                raise json.JSONDecodeError("Expecting the end of the list", text, position)
+        except json.JSONDecodeError as error:
+            raise self._not_json(error, error.lineno) from error
+        return np.array(spans, np.int64).reshape(-1, 3)
+
+    def _text(self, first: int, last: int, line: int) -> str:
+        raw = self._bytes[first:last]
+        try:
+            return raw.decode("utf-8-sig" if first == 0 else "utf-8")
+        except UnicodeDecodeError as error:
+            line += raw.count(b"\n", 0, error.start)
+            raise UserError(f"{self.path}:{line}: is not UTF-8 text. Save the file as UTF-8.") from error
+
+    def _parse(self, index: int) -> dict[str, Any]:
+        first, last, line = (int(value) for value in self._spans[index])
+        text = self._text(first, last, line)
+        if self.kind == "text":
+            return {"text": text.rstrip("\r\n")}
+        try:
+            row = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise self._not_json(error, line + error.lineno - 1) from error
+        except RecursionError as error:
+            raise UserError(f"{self.path}:{line}: is nested too deeply.") from error
+        if not isinstance(row, dict):
+            raise UserError(f"{self.path}:{line}: expected an object {{...}}, got {text[:40]!r}.")
+        return row
+
+    def _not_json(self, error: json.JSONDecodeError, line: int) -> UserError:
+        found = error.doc.splitlines()[error.lineno - 1] if error.doc.splitlines()[error.lineno - 1 :] else ""
+        rest = found[error.colno - 1 :].lstrip()
+        if rest.startswith(("//", "#", "/*")):
+            return UserError(f"{self.path}:{line}: a comment ({rest[:30]!r}) is not JSON. Remove it.")
+        remedy = "Write one object on each line, or one list of objects."
+        return UserError(f"{self.path}:{line}: not JSON: {error.msg} at column {error.colno}. {remedy}")
+
+
+def _line_spans(content: mmap.mmap | bytes) -> NDArray[np.int64]:
+    """First byte, byte after the last, and number of each line that is not blank."""
+    size = len(content)
+    ends = [
+        np.flatnonzero(np.frombuffer(content[start : start + BLOCK], np.uint8) == ord("\n")) + start
+        for start in range(0, size, BLOCK)
+    ]
+    last = np.append(np.concatenate(ends) if ends else np.zeros(0, np.int64), size)
+    first = np.append(0, last[:-1] + 1)
+    filled = last > first
+    # Only a line that begins with white space can be blank without being empty.
+    begins = np.frombuffer(content, np.uint8)[first[filled]]
+    for number in np.flatnonzero(filled)[np.isin(begins, SPACES)]:
+        filled[number] = bool(content[first[number] : last[number]].strip())
+    return np.stack([first, last, np.arange(1, len(first) + 1)], 1)[filled].astype(np.int64)
+
+
+def _first_byte(content: mmap.mmap | bytes) -> int:
+    """Where the text begins after a byte-order mark and white space."""
+    position = 3 if content[:3] == b"\xef\xbb\xbf" else 0
+    while position < len(content) and content[position] in b" \t\r\n":
+        position += 1
+    return position
+
+
+def _skip_space(text: str, position: int) -> int:
+    while position < len(text) and text[position] in " \t\r\n":
+        position += 1
+    return position

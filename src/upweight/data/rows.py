@@ -1,0 +1,133 @@
+"""Reading one raw row: every wrong value becomes a RowError that names its key."""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+Row = Mapping[str, Any]
+
+
+class RowError(Exception):
+    """A row that cannot be used: the key, and what was expected there."""
+
+    def __init__(self, key: str, expected: str) -> None:
+        super().__init__(f"'{key}': expected {expected}")
+        self.key = key
+        self.expected = expected
+
+
+@dataclass
+class Record:
+    """One prepared row: its text for people, its columns for training."""
+
+    text: dict[str, Any]
+    columns: dict[str, Any]
+    pinned: int = 0  # leading tokens that truncation keeps: 1 where the sequence begins with BOS
+    notes: list[str] = field(default_factory=list)
+
+
+def lookup(row: Row, key: str) -> Any:
+    """The value at `key`, where dots reach into nested columns; None where there is nothing."""
+    if key in row:
+        return row[key]
+    value: Any = row
+    for part in key.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            return None
+        value = value[part]
+    return value
+
+
+def has(row: Row, key: str) -> bool:
+    """Whether a row has a value at `key`."""
+    return lookup(row, key) is not None
+
+
+def found(value: Any) -> str:
+    """A value in words, for messages about what was found in its place."""
+    if value is None:
+        return "nothing"
+    if isinstance(value, str):
+        return "an empty text" if not value else "text"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, int | float):
+        return f"the number {value}"
+    if isinstance(value, Mapping):
+        return "a mapping"
+    if isinstance(value, list | tuple):
+        return "an empty list" if not value else "a list"
+    return f"a {type(value).__name__}"
+
+
+def checked_text(value: Any, key: str, *, empty: bool = False) -> str:
+    """`value` if it is valid text, else a RowError."""
+    if not isinstance(value, str) or (not value and not empty):
+        raise RowError(key, f"text, found {found(value)}")
+    if not value.isascii():
+        try:
+            value.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise RowError(key, f"valid unicode, found half a surrogate pair at character {error.start}") from error
+    return value
+
+
+def text_at(row: Row, key: str) -> str:
+    """The text at `key`; it must be there and not be empty."""
+    return checked_text(lookup(row, key), key)
+
+
+def optional_text(row: Row, key: str) -> str:
+    """The text at `key`, empty where there is none."""
+    value = lookup(row, key)
+    return "" if value is None else checked_text(value, key, empty=True)
+
+
+def first_of(row: Row, keys: Iterable[str]) -> str:
+    """The first of `keys` that the row has; an error that names them all where it has none."""
+    keys = list(keys)
+    for key in keys:
+        if has(row, key):
+            return key
+    raise RowError(keys[0], f"text under {' or '.join(repr(key) for key in keys)}, found nothing")
+
+
+def checked_list(value: Any, key: str, of: str) -> list[Any]:
+    """`value` if it is a list with something in it, else a RowError."""
+    if not isinstance(value, list | tuple) or not value:
+        raise RowError(key, f"a list of {of}, found {found(value)}")
+    return list(value)
+
+
+def flag_at(row: Row, key: str) -> bool:
+    """The verdict at `key`: true or false, 1 or 0, or these as text."""
+    value = lookup(row, key)
+    if isinstance(value, str) and value.strip().lower() in ("true", "false", "1", "0"):
+        return value.strip().lower() in ("true", "1")
+    if isinstance(value, bool | int | float) and value in (0, 1):
+        return bool(value)
+    raise RowError(key, f"true or false, found {found(value)}")
+
+
+def optional_number(row: Row, key: str) -> float | None:
+    """The finite number at `key`, None where there is none."""
+    value = lookup(row, key)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise RowError(key, f"a finite number, found {found(value)}")
+    return float(value)
+
+
+def check_all_text(value: Any, key: str) -> None:
+    """A RowError if any text inside `value` is not valid unicode."""
+    if isinstance(value, str):
+        checked_text(value, key, empty=True)
+    elif isinstance(value, Mapping):
+        for name, inner in value.items():
+            check_all_text(name, key)
+            check_all_text(inner, f"{key}.{name}")
+    elif isinstance(value, list | tuple):
+        for number, inner in enumerate(value):
+            check_all_text(inner, f"{key}[{number}]")

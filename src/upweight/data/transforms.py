@@ -1,0 +1,177 @@
+"""A user's own code by dotted path: a file beside the config or in the working directory, or a package."""
+
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from upweight.config.explain import did_you_mean
+from upweight.data.rows import Row, RowError
+from upweight.errors import UserError
+
+INSTALLED = ("site-packages", "dist-packages")
+
+
+def local_file(path: str, folder: Path) -> Path | None:
+    """The user's file that a dotted path would be read from, if there is one."""
+    module = path.rpartition(".")[0]
+    for root in dict.fromkeys((Path.cwd(), folder)):
+        place = root.joinpath(*module.split("."))
+        for file in (place.with_name(f"{place.name}.py"), place / "__init__.py"):
+            if module and file.is_file():
+                return file.resolve()
+    return None
+
+
+def load_function(path: str, folder: Path, key: str) -> Callable[..., Any]:
+    """The function at a dotted path; `key` is the config key that names it."""
+    module_name, _, name = path.rpartition(".")
+    file = local_file(path, folder)
+    try:
+        module = _load_file(module_name, file) if file else importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name and (module_name == error.name or module_name.startswith(f"{error.name}.")):
+            raise UserError(
+                f"{key}: there is no '{module_name}': no {module_name.replace('.', '/')}.py in {Path.cwd()} "
+                f"or {folder}, and no installed package of that name."
+            ) from error
+        raise UserError(f"{key}: '{path}' cannot be imported: {error}. Install '{error.name}' first.") from error
+    except Exception as error:  # importing runs foreign code
+        raise UserError(f"{key}: '{path}' cannot be imported: {type(error).__name__}: {error}{_line(error)}") from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        known = [other for other, value in vars(module).items() if callable(value) and not other.startswith("_")]
+        raise UserError(f"{key}: {file or module_name} has no function '{name}'.{did_you_mean(name, known)}")
+    return function
+
+
+def _load_file(module_name: str, file: Path) -> ModuleType:
+    parts = len(module_name.split(".")) + (file.name == "__init__.py")
+    with _importable(file.parents[parts - 1]):
+        loaded = sys.modules.get(module_name)
+        if loaded is not None and _file_of(loaded) == file:
+            return loaded
+        if loaded is None:
+            module = importlib.import_module(module_name)
+            if _file_of(module) == file:
+                return module
+        # The name is taken by a module that others use: the user's file gets a name of its own.
+        spec = importlib.util.spec_from_file_location(f"upweight_user.{module_name}", file)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module
+        spec.loader.exec_module(module)
+        return module
+
+
+@contextmanager
+def _importable(root: Path) -> Iterator[None]:
+    """The folder first on the path while importing, and last from then on, for imports inside functions."""
+    place = str(root)
+    sys.path.insert(0, place)
+    importlib.invalidate_caches()
+    try:
+        yield
+    finally:
+        sys.path.remove(place)
+        if place not in sys.path:
+            sys.path.append(place)
+
+
+def _file_of(module: ModuleType) -> Path | None:
+    file = getattr(module, "__file__", None)
+    return Path(file).resolve() if file else None
+
+
+def _line(error: BaseException) -> str:
+    """Where in the user's code an error came from."""
+    trace, place = error.__traceback__, ""
+    while trace is not None:
+        file = trace.tb_frame.f_code.co_filename
+        if not file.startswith("<") and "importlib" not in file and not file.endswith(("transforms.py",)):
+            place = f" ({Path(file).name}, line {trace.tb_lineno})"
+        trace = trace.tb_next
+    return place
+
+
+def source_of(function: Callable[..., Any]) -> str:
+    """The text of the module that holds a function and of the user's modules beside it that are loaded."""
+    module = sys.modules.get(function.__module__)
+    file = _file_of(module) if module else None
+    if file is None:
+        return repr(function)
+    texts = {str(file): file.read_text(encoding="utf-8", errors="replace")}
+    if not any(part in INSTALLED for part in file.parts):
+        for other in [_file_of(loaded) for loaded in list(sys.modules.values()) if isinstance(loaded, ModuleType)]:
+            beside = other is not None and file.parent in other.parents and other.suffix == ".py"
+            if other is not None and beside and other.is_file() and not any(part in INSTALLED for part in other.parts):
+                texts[str(other)] = other.read_text(encoding="utf-8", errors="replace")
+    return "\n".join(text for _, text in sorted(texts.items()))
+
+
+class Transform:
+    """A user's transform: a row in, the rows it becomes out, with untouched columns kept."""
+
+    def __init__(self, function: Callable[..., Any], name: str, cfg: Any, dataset_idx: int, tokenizer: Any) -> None:
+        self.name = name
+        self.source_text = source_of(function)
+        made = self._make(function, cfg, dataset_idx)
+        self.row_function, options = made if isinstance(made, tuple) and len(made) == 2 else (made, {})
+        if not callable(self.row_function) or not isinstance(options, dict):
+            raise UserError(
+                f"datasets.type: '{name}' must return a function of a row, alone or with a mapping of options."
+            )
+        self.removed = options.get("remove_columns") or []
+        self.batched = bool(options.get("batched"))
+        self.extra = _tokenizer_argument(self.row_function, tokenizer)
+
+    def _make(self, function: Callable[..., Any], cfg: Any, dataset_idx: int) -> Any:
+        parameters = inspect.signature(function).parameters.values()
+        takes_index = any(p.kind is p.VAR_KEYWORD or p.name == "dataset_idx" for p in parameters)
+        try:
+            return function(cfg, dataset_idx=dataset_idx) if takes_index else function(cfg)
+        except Exception as error:  # foreign code
+            raise UserError(
+                f"datasets.type: '{self.name}' failed: {type(error).__name__}: {error}{_line(error)}"
+            ) from error
+
+    def __call__(self, row: Row) -> list[dict[str, Any]]:
+        """The rows that a row becomes; none where the transform drops it."""
+        given = {key: [value] for key, value in row.items()} if self.batched else dict(row)
+        try:
+            made = self.row_function(given, **self.extra)
+        except Exception as error:  # foreign code
+            reason = f"{type(error).__name__}: {error}{_line(error)}"
+            raise RowError(self.name, f"a row that this transform can read; it failed with {reason}") from error
+        if made is None:
+            return []
+        if not isinstance(made, dict):
+            raise RowError(self.name, f"a mapping of columns or None from this transform, found {type(made).__name__}")
+        kept = {} if self.removed == "__all__" else {k: v for k, v in row.items() if k not in self.removed}
+        if not self.batched:
+            return [kept | made]
+        return [kept | one for one in self._rows(made)]
+
+    def _rows(self, columns: dict[str, Any]) -> list[dict[str, Any]]:
+        if not all(isinstance(values, list | tuple) for values in columns.values()):
+            raise RowError(self.name, "a list for each column from this batched transform")
+        if len({len(values) for values in columns.values()}) > 1:
+            raise RowError(self.name, "columns of one length from this batched transform")
+        names = list(columns)
+        return [dict(zip(names, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+
+
+def _tokenizer_argument(function: Callable[..., Any], tokenizer: Any) -> dict[str, Any]:
+    """The tokenizer under the name that a row function takes it by, if it takes it."""
+    parameters = inspect.signature(function).parameters
+    for name in ("tokenizer", "processing_class"):
+        if name in parameters:
+            return {name: tokenizer}
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    return {"tokenizer": tokenizer} if takes_any else {}

@@ -1,0 +1,168 @@
+"""The engine: the forward of the module that gets wrapped, from a packed batch to log-probs, scores and features."""
+
+import functools
+from types import MethodType
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from upweight.engine.attention import Tree, register, stock_of, tree_masks
+from upweight.engine.head import install_head
+from upweight.engine.layout import choose_layout
+from upweight.engine.logits import STATISTICS, Ask, LogitForm, logit_form, row_statistics
+from upweight.errors import UserError
+from upweight.log import warn_once
+from upweight.types import Batch, Outputs
+
+
+class Engine:
+    """Installs itself in a model, then turns packed batches into outputs through whatever wraps that model.
+
+    Everything runs inside the wrapped module's own forward and the head module's own forward, each called once, so
+    that the hooks of DDP, FSDP2 and ZeRO-3 fire. Without our argument both stay what they were.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layout: Literal["auto", "tree", "padded"] = "auto",
+        longest: int | None = None,
+    ) -> None:
+        """`model`: a causal language model or classifier, or a PeftModel around one; `longest`: longest sequence."""
+        base = base_of(model)
+        self.layout = choose_layout(base, layout, longest)
+        self.scores = base.get_output_embeddings() is None
+        _install(base)
+
+    def __call__(
+        self,
+        model: nn.Module,
+        batch: Batch,
+        statistics: frozenset[str] = frozenset(),
+        temperature: float = 1.0,
+        depths: tuple[float, ...] = (),
+        feature_positions_T: Tensor | None = None,
+        head: bool = True,
+    ) -> Outputs:
+        """What `model` (as wrapped for training) makes of a batch: log-probs and `statistics`, or scores.
+
+        `depths` asks for hidden states too, each a fraction of the model's depth, at the scored positions or at
+        `feature_positions_T`; `head=False` leaves out everything else.
+        """
+        assert statistics <= set(STATISTICS), f"unknown statistics {sorted(statistics - set(STATISTICS))}"
+        assert batch.end_BN is None or self.layout == "tree", "this architecture takes padded rows"
+        packed = {
+            "ids_BN": batch.ids_BN,
+            "position_BN": batch.position_BN,
+            "end_BN": batch.end_BN,
+            "length_B": batch.length_B,
+            "source_T": batch.source_T,
+            "target_T": batch.target_T,
+            "statistics": tuple(sorted(statistics)),
+            "temperature": float(temperature),
+            "depths": tuple(depths),
+            "feature_positions_T": batch.source_T if feature_positions_T is None else feature_positions_T,
+            "head": head,
+        }
+        return Outputs(**model(packed=packed))
+
+
+def base_of(model: nn.Module) -> PreTrainedModel:
+    """The transformers model inside a PeftModel, or the model itself."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model  # pyright: ignore[reportCallIssue]
+    if any(config.is_prompt_learning for config in getattr(model, "peft_config", {}).values()):
+        raise UserError("prompt and prefix tuning put tokens before the sequence and cannot be trained; use LoRA")
+    if not isinstance(base, PreTrainedModel):
+        raise UserError(f"expected a transformers model, got {type(base).__name__}")
+    return base
+
+
+def _install(base: PreTrainedModel) -> None:
+    """Give a model the packed forward; bound to the instance, so that a deep copy of the model has its own."""
+    if "_stock_forward" in base.__dict__:
+        return
+    head = base.get_output_embeddings()
+    if head is not None:
+        base._logit_form = logit_form(base)  # pyright: ignore[reportAttributeAccessIssue]
+        install_head(head)
+    base._stock_forward = base.forward  # pyright: ignore[reportAttributeAccessIssue]
+
+    @functools.wraps(type(base).forward)
+    def forward(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+        packed = kwargs.pop("packed", None)
+        if packed is None:
+            return self.__dict__["_stock_forward"](*args, **kwargs)
+        return _packed_forward(self, packed)
+
+    base.forward = MethodType(forward, base)
+
+
+def _packed_forward(base: PreTrainedModel, packed: dict[str, Any]) -> dict[str, Tensor]:
+    """A packed batch -> outputs by name: plain tensors in a dict, which is where wrappers look for them."""
+    head = base.get_output_embeddings()
+    form: LogitForm | None = base.__dict__.get("_logit_form")
+    ask = Ask(form or LogitForm(), packed["temperature"], frozenset(packed["statistics"]))
+    if head is not None and form is None and packed["head"] and not packed["depths"]:
+        return _through_own_logits(base, packed, ask)
+    body = _run(base.base_model, base, packed, output_hidden_states=bool(packed["depths"]))
+    out: dict[str, Tensor] = {}
+    if packed["depths"]:
+        states = body.hidden_states
+        picked = [_rows(states[int(depth * (len(states) - 1))]) for depth in packed["depths"]]
+        out["features_TF"] = torch.cat([state[packed["feature_positions_T"]] for state in picked], -1)
+    if not packed["head"]:
+        return out
+    hidden_TD = _rows(body[0])[packed["source_T"]]
+    if head is None:
+        return out | {"scores_TC": _score(base, hidden_TD)}
+    vocabulary = base.config.get_text_config().vocab_size
+    return out | head(hidden_TD, target=packed["target_T"], ask=ask, vocabulary=vocabulary)
+
+
+def _run(call: Any, base: PreTrainedModel, packed: dict[str, Any], **options: Any) -> Any:
+    """Call the body (or the whole stock forward) on the rows of a batch."""
+    ids_BN, length_B, end_BN = packed["ids_BN"], packed["length_B"], packed["end_BN"]
+    if end_BN is None:
+        mask = torch.arange(ids_BN.shape[1], device=ids_BN.device) < length_B[:, None]
+        return call(input_ids=ids_BN, attention_mask=mask.long(), use_cache=False, **options)
+    config = base.config.get_text_config()
+    name = register(stock_of(config._attn_implementation))
+    if config._attn_implementation != name:
+        base.set_attn_implementation(name)
+    # A mask of ones, since without one transformers looks for packed sequences in the positions, and waits for the GPU.
+    with tree_masks():
+        return call(
+            input_ids=ids_BN,
+            attention_mask=torch.ones_like(ids_BN),
+            position_ids=packed["position_BN"],
+            tree=Tree(end_BN, packed["position_BN"]),
+            use_cache=False,
+            **options,
+        )
+
+
+def _through_own_logits(base: PreTrainedModel, packed: dict[str, Any], ask: Ask) -> dict[str, Tensor]:
+    """Statistics from the model's own logits, for heads that are more than a projection, a scale and a cap."""
+    warn_once(
+        f"{type(base).__name__} computes its logits in its own way: they are built as a whole, "
+        "so memory grows with the vocabulary times the tokens"
+    )
+    logits = _run(base.__dict__["_stock_forward"], base, packed).logits
+    found = row_statistics(_rows(logits)[packed["source_T"]], packed["target_T"], ask)
+    return {name: found[name] for name in ("logps_T", *packed["statistics"])}
+
+
+def _score(base: PreTrainedModel, hidden_TD: Tensor) -> Tensor:
+    """Scores of a classifier at the given hidden states, in float32."""
+    head = next((found for name in ("score", "classifier") if (found := getattr(base, name, None)) is not None), None)
+    if head is None:
+        raise UserError(f"{type(base).__name__} has neither a language-model head nor a score head")
+    dropout = getattr(base, "dropout", None)
+    return head(dropout(hidden_TD) if isinstance(dropout, nn.Dropout) else hidden_TD).float()
+
+
+def _rows(values_BNX: Tensor) -> Tensor:
+    """Rows laid end to end, so that flat positions index them."""
+    return values_BNX.reshape(-1, values_BNX.shape[-1])

@@ -1,0 +1,173 @@
+"""The vocabulary projection at the scored tokens, in chunks, recomputed in backward: logits never exist as a whole."""
+
+import functools
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from upweight.engine.logits import Ask, row_gradient, row_statistics
+
+# Projections of one chunk, rows times vocabulary: large enough to read the weight seldom, small enough to forget.
+_CHUNK_ON_CPU = 1 << 24
+_CHUNK_ON_GPU = 1 << 27
+_ROW_STEP = 128  # on a GPU chunks are padded to this, so that few shapes exist
+
+_Kernel = Callable[..., Any]
+
+
+def install_head(head: nn.Module) -> None:
+    """Teach a head module to compute statistics in its own forward; without `ask` it stays what it was."""
+    if "_stock_forward" not in head.__dict__:
+        head._stock_forward = head.forward  # pyright: ignore[reportArgumentType]
+        head.forward = MethodType(_head_forward, head)
+
+
+def _head_forward(self: nn.Module, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Hidden states at the scored tokens, `target` ids and an `ask` -> statistics by name; else the stock forward."""
+    ask: Ask | None = kwargs.pop("ask", None)
+    stock: Callable[..., Tensor] = self.__dict__["_stock_forward"]
+    if ask is None:
+        return stock(hidden, *args, **kwargs)
+    target_T: Tensor = kwargs["target"]
+    if isinstance(self, nn.Linear) and type(self).forward is nn.Linear.forward:
+        return linear_statistics(hidden, self.weight, self.bias, target_T, ask)
+    return module_statistics(stock, kwargs["vocabulary"], hidden, target_T, ask)
+
+
+def linear_statistics(
+    hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, target_T: Tensor, ask: Ask
+) -> dict[str, Tensor]:
+    """Statistics through a plain linear layer, trained or frozen."""
+    kind = hidden_TD.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden_TD.dtype
+    names = ("logps_T", *sorted(ask.statistics))
+    outs = _LinearStatistics.apply(hidden_TD.to(dtype), weight_VD, bias_V, target_T, ask, names)
+    assert isinstance(outs, tuple)
+    return dict(zip(names, outs, strict=True))
+
+
+def module_statistics(
+    project: Callable[[Tensor], Tensor], vocabulary: int, hidden_TD: Tensor, target_T: Tensor, ask: Ask
+) -> dict[str, Tensor]:
+    """Statistics through any projection (an adapter around the head, a quantized head), each chunk checkpointed."""
+    names = ("logps_T", *sorted(ask.statistics))
+
+    def one(hidden: Tensor, target: Tensor) -> tuple[Tensor, ...]:
+        found = row_statistics(project(hidden), target, ask)
+        return tuple(found[name] for name in names)
+
+    parts = [
+        checkpoint(one, hidden, target, use_reentrant=False)
+        for hidden, target in zip(*_chunks(hidden_TD, vocabulary, hidden_TD, target_T), strict=True)
+    ]
+    return {name: torch.cat(column) for name, column in zip(names, zip(*parts, strict=True), strict=True)}
+
+
+def _chunks(like: Tensor, width: int, *rows: Tensor) -> list[tuple[Tensor, ...]]:
+    """Each tensor cut into the same chunks of rows, such that a chunk of projections stays within bounds."""
+    limit = _CHUNK_ON_GPU if like.is_cuda else _CHUNK_ON_CPU
+    count = max(1, limit // width)
+    if like.is_cuda:
+        count = max(_ROW_STEP, count // _ROW_STEP * _ROW_STEP)
+    return [x.split(count) for x in rows]
+
+
+class _LinearStatistics(torch.autograd.Function):
+    """Forward keeps only hidden states and per-row numbers; backward projects again, chunk by chunk."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_TD: Tensor,
+        weight_VD: Tensor,
+        bias_V: Tensor | None,
+        target_T: Tensor,
+        ask: Ask,
+        names: tuple[str, ...],
+    ) -> tuple[Tensor, ...]:
+        project = _projection(hidden_TD, weight_VD, bias_V)
+        kernel = _kernel(row_statistics, hidden_TD.is_cuda)
+        parts: dict[str, list[Tensor]] = {}
+        with torch.autocast(hidden_TD.device.type, enabled=False):
+            for hidden, target in zip(*_chunks(hidden_TD, len(weight_VD), hidden_TD, target_T), strict=True):
+                padded, rows = _padded(hidden), len(hidden)
+                for name, value in kernel(project(padded), _padded(target), ask).items():
+                    parts.setdefault(name, []).append(value[:rows])
+        found = {name: torch.cat(values) for name, values in parts.items()}
+        kept = [name for name in ("log_sum_exp_T", "entropy_T", "log_collision_T") if name in found]
+        ctx.save_for_backward(hidden_TD, weight_VD, bias_V, target_T, *(found[name] for name in kept))
+        ctx.ask, ctx.names, ctx.kept = ask, names, kept
+        ctx.set_materialize_grads(False)
+        if "is_top_T" in names:
+            ctx.mark_non_differentiable(found["is_top_T"])
+        return tuple(found[name] for name in names)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
+        hidden_TD, weight_VD, bias_V, target_T, *kept = ctx.saved_tensors
+        reached = {name: grad for name, grad in zip(ctx.names, grad_outputs, strict=True) if grad is not None}
+        reached.pop("is_top_T", None)
+        reached.setdefault("logps_T", torch.zeros_like(kept[0]))
+        need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
+        project = _projection(hidden_TD, weight_VD, bias_V)
+        weight = weight_VD.to(hidden_TD.dtype)
+        kernel = _kernel(row_gradient, hidden_TD.is_cuda)
+        grad_hidden = torch.empty_like(hidden_TD) if need_hidden else None
+        grad_weight = torch.zeros_like(weight_VD, dtype=torch.float32) if need_weight else None
+        grad_bias = torch.zeros_like(bias_V, dtype=torch.float32) if need_bias else None
+        columns = [hidden_TD, target_T, *kept, *reached.values()]
+        start = 0
+        for hidden, target, *values in zip(*_chunks(hidden_TD, len(weight_VD), *columns), strict=True):
+            rows = len(hidden)
+            values = [_padded(value) for value in values]
+            found = dict(zip(ctx.kept, values, strict=False))
+            grads = dict(zip(reached, values[len(kept) :], strict=True))
+            slope = kernel(project(_padded(hidden)), _padded(target), ctx.ask, found, grads)
+            slope = slope[:rows].to(hidden_TD.dtype)
+            if grad_hidden is not None:
+                torch.mm(slope, weight, out=grad_hidden[start : start + rows])
+            if grad_weight is not None:
+                _add_product(grad_weight, slope, hidden)
+            if grad_bias is not None:
+                grad_bias += slope.sum(0, dtype=torch.float32)
+            start += rows
+        return (
+            grad_hidden,
+            None if grad_weight is None else grad_weight.to(weight_VD.dtype),
+            None if grad_bias is None or bias_V is None else grad_bias.to(bias_V.dtype),
+            None,
+            None,
+            None,
+        )
+
+
+def _projection(hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> Callable[[Tensor], Tensor]:
+    """The linear layer in the hidden states' dtype."""
+    weight = weight_VD.to(hidden_TD.dtype)
+    bias = None if bias_V is None else bias_V.to(hidden_TD.dtype)
+    return lambda hidden: F.linear(hidden, weight, bias)
+
+
+def _add_product(total_VD: Tensor, slope_TV: Tensor, hidden_TD: Tensor) -> None:
+    """total += slope^T hidden, the sum in float32."""
+    if total_VD.dtype == slope_TV.dtype:
+        total_VD.addmm_(slope_TV.t(), hidden_TD)
+    else:
+        total_VD += slope_TV.t() @ hidden_TD
+
+
+def _padded(rows: Tensor) -> Tensor:
+    """On a GPU, rows filled up with zeros to a multiple of the step."""
+    missing = -len(rows) % _ROW_STEP if rows.is_cuda else 0
+    return torch.cat([rows, rows.new_zeros(missing, *rows.shape[1:])]) if missing else rows
+
+
+@functools.cache
+def _kernel(function: _Kernel, compiled: bool) -> _Kernel:
+    """A row function as it is, or fused by the compiler: eager passes over a chunk cost as much as its projection."""
+    return torch.compile(function, dynamic=True, fullgraph=True) if compiled else function

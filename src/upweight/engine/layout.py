@@ -1,0 +1,72 @@
+"""Which layout an architecture takes: rows of prefix trees, or padded rows where a prefix cannot be shared."""
+
+from typing import Any, Literal
+
+from transformers import PreTrainedModel
+
+from upweight.engine.attention import register, stock_of
+from upweight.engine.packing import Layout
+from upweight.errors import UserError
+from upweight.log import logger, warn_once
+
+_ATTENTION_KINDS = {"full_attention", "sliding_attention", "chunked_attention", "attention", "moe", "mlp"}
+_READS_ITS_MASK = {"doge"}  # model code that computes with the mask cannot take a rule in its place
+
+
+def why_not_trees(base: PreTrainedModel, longest: int | None = None) -> str | None:
+    """Why this architecture cannot share prefixes, or None when it can.
+
+    `longest`: the longest sequence that will come, for rotary embeddings that change with the length of the batch.
+    """
+    config = base.config.get_text_config()
+    kinds = {
+        kind
+        for name in ("layer_types", "layers_block_type", "block_types")
+        for kind in getattr(config, name, None) or ()
+    }
+    if other := sorted(kinds - _ATTENTION_KINDS):
+        return f"it has layers of kind {', '.join(other)}, which mix tokens outside attention"
+    if base._is_stateful:
+        return "it carries a recurrent state"
+    if not base._supports_attention_backend:
+        return "its attention is not behind transformers' attention interface"
+    if config.model_type in _READS_ITS_MASK or hasattr(config, "index_topk"):
+        return "its attention computes with the mask itself"
+    if getattr(config, "use_bidirectional_attention", None) or not getattr(config, "is_causal", True):
+        return "its attention is not causal"
+    return _length_dependent(config, longest)
+
+
+def _length_dependent(config: Any, longest: int | None) -> str | None:
+    """Rotary embeddings that are computed from the longest position of the whole forward."""
+    given = getattr(config, "rope_parameters", None) or {}
+    for rope in [given] if "rope_type" in given else [r for r in given.values() if isinstance(r, dict)]:
+        if rope.get("rope_type") not in ("dynamic", "longrope"):
+            continue
+        original = rope.get("original_max_position_embeddings") or getattr(
+            config, "original_max_position_embeddings", config.max_position_embeddings
+        )
+        if longest is None or longest > original:
+            return f"its rotary embedding changes beyond {original} tokens (set a sequence length of at most that)"
+    return None
+
+
+def choose_layout(base: PreTrainedModel, wanted: Literal["auto", "tree", "padded"], longest: int | None) -> Layout:
+    """Decide the layout once, prepare the model's attention for it, and say so when prefixes are not shared."""
+    if base.config.is_encoder_decoder:
+        raise UserError(f"{type(base).__name__} is an encoder-decoder: only decoder models can be trained")
+    stock = stock_of(base.config.get_text_config()._attn_implementation or "eager")
+    if stock == "sdpa" and getattr(base.config.get_text_config(), "attn_logit_softcapping", None):
+        stock = "eager"  # transformers before 5.22 lets SDPA drop the soft cap in silence
+        base.set_attn_implementation(stock)
+    reason = why_not_trees(base, longest) if wanted != "padded" else "the settings ask for it"
+    if reason is not None:
+        if wanted == "tree":
+            raise UserError(f"{type(base).__name__} cannot share prefixes: {reason}. Set `layout: auto`.")
+        logger.warning("%s: rows are padded, prefixes are not shared: %s", type(base).__name__, reason)
+        return "padded"
+    for name in ("attention_dropout", "attn_pdrop", "attn_dropout"):
+        if getattr(base.config.get_text_config(), name, None):
+            warn_once(f"{name} of {type(base).__name__} is not applied: branches share the attention of their prefix")
+    base.set_attn_implementation(register(stock))
+    return "tree"

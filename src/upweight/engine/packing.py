@@ -1,0 +1,236 @@
+"""Units of training data -> rows under a token budget -> one Batch for each forward."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from upweight.engine.trees import fold, sorted_with_shared
+from upweight.types import Batch, Sample, Unit
+
+Layout = Literal["tree", "padded"]
+
+
+def bucketed(length: int) -> int:
+    """The next of few lengths (multiples of 128, steps of at most an eighth), so that few shapes are compiled."""
+    step = max(128, 1 << max(0, length - 1).bit_length() >> 4)
+    return max(1, math.ceil(length / step)) * step
+
+
+def build_batch(
+    units: Sequence[Unit],
+    layout: Layout = "tree",
+    predict: bool = True,
+    pad_to: Callable[[int], int] | None = None,
+) -> Batch:
+    """Units -> one forward: trees in one row, or a right-padded row for each sample.
+
+    `predict`: a scored token is the target of the token before it (a first token has none and is left out);
+    otherwise, for score heads, each scored position is a source itself and its class the target.
+    No units: a one-token row with one scored token, for a rank that has nothing left. Its forward fires every hook;
+    multiply its outputs by zero instead of asking the method for a loss.
+    """
+    if not units:
+        units, predict = [Unit((_IDLE,))], False
+    samples = [sample for unit in units for sample in unit.samples]
+    tokens = _tree_tokens(samples, pad_to) if layout == "tree" else _padded_tokens(samples, pad_to)
+    ids_BN, position_BN, end_BN, length_B, paths = tokens
+
+    scored = [np.flatnonzero(sample.scored) for sample in samples]
+    if predict:
+        kept = [slice(int(at[:1].tolist() == [0]), None) for at in scored]
+        scored = [at[keep] for at, keep in zip(scored, kept, strict=True)]
+        sources = [path[at - 1] for path, at in zip(paths, scored, strict=True)]
+        targets = [sample.ids[at] for sample, at in zip(samples, scored, strict=True)]
+    else:
+        kept = [slice(None)] * len(samples)
+        sources = [path[at] for path, at in zip(paths, scored, strict=True)]
+        targets = [np.zeros_like(at) if s.labels is None else s.labels for s, at in zip(samples, scored, strict=True)]
+
+    return Batch(
+        ids_BN=ids_BN,
+        position_BN=position_BN,
+        end_BN=end_BN,
+        length_B=length_B,
+        source_T=torch.from_numpy(np.concatenate(sources)),
+        target_T=torch.from_numpy(np.concatenate(targets)),
+        sequence_T=torch.from_numpy(np.repeat(np.arange(len(samples)), [len(at) for at in scored])),
+        num_sequences=len(samples),
+        pair_P2=_pairs(units),
+        margin_P=_each([unit.margin for unit in units], torch.float32),
+        label_S=_each([sample.label for sample in samples], torch.int64),
+        advantage_S=_each([sample.advantage for sample in samples], torch.float32),
+        prompt_T=_joined([s.prompt for s in samples], kept, torch.bool),
+        old_logps_T=_joined([s.old_logps for s in samples], kept, torch.float32),
+        sampler_logps_T=_joined([s.sampler_logps for s in samples], kept, torch.float32),
+        ref_logps_T=_joined([s.ref_logps for s in samples], kept, torch.float32),
+    )
+
+
+def plan_rows(units: Sequence[Unit], budget: int, ranks: int = 1, layout: Layout = "tree") -> list[list[list[int]]]:
+    """Units -> for each rank its rows, each a list of unit numbers for one `build_batch`.
+
+    A row holds at most `budget` tokens (trees: distinct ones; padded: samples x longest), unless a single unit is
+    larger. Groups stay whole unless they exceed the budget or a rank's fair share. Every rank gets the same number of
+    rows, `[]` where it has nothing to do.
+    """
+    if not units:
+        return [[] for _ in range(ranks)]
+    if layout == "tree":
+        atoms, costs = _tree_atoms(units, budget, ranks)
+    else:
+        atoms, costs = _padded_atoms(units)
+    count = math.ceil(len(costs.cut(budget)) / ranks) * ranks
+    low, high = 1, budget  # the smallest cap that needs no more rows balances them
+    while low < high:
+        cap = (low + high) // 2
+        low, high = (low, cap) if len(costs.cut(cap)) <= count else (cap + 1, high)
+    bounds = costs.cut(high)
+    rows = [(costs.of(i, j), sorted(u for atom in atoms[i:j] for u in atom)) for i, j in bounds]
+    rows += [(0, [])] * (count - len(rows))
+    return _deal(rows, ranks)
+
+
+_IDLE = Sample(ids=np.zeros(1, np.int64), scored=np.ones(1, np.bool_))
+
+
+def _tree_tokens(
+    samples: Sequence[Sample], pad_to: Callable[[int], int] | None
+) -> tuple[Tensor, Tensor, Tensor, None, list[NDArray[np.int64]]]:
+    """Samples -> ids, positions, ends, no lengths, and where each sample's tokens lie."""
+    forest = fold([sample.ids for sample in samples])
+    length = len(forest.ids_N)
+    width = max(1, length if pad_to is None else pad_to(length))
+    ids, position = np.zeros((2, width), np.int64)
+    end = np.arange(1, width + 1)  # a padding token sees itself alone
+    ids[:length], position[:length], end[:length] = forest.ids_N, forest.position_N, forest.end_N
+    ids_BN, position_BN, end_BN = (torch.from_numpy(row)[None] for row in (ids, position, end))
+    return ids_BN, position_BN, end_BN, None, forest.paths
+
+
+def _padded_tokens(
+    samples: Sequence[Sample], pad_to: Callable[[int], int] | None
+) -> tuple[Tensor, Tensor, None, Tensor, list[NDArray[np.int64]]]:
+    """Samples -> ids, positions, no ends, lengths, and where each sample's tokens lie."""
+    longest = max(len(sample.ids) for sample in samples)
+    width = max(1, longest if pad_to is None else pad_to(longest))
+    ids = np.zeros((len(samples), width), np.int64)
+    for row, sample in zip(ids, samples, strict=True):
+        row[: len(sample.ids)] = sample.ids
+    position_BN = torch.arange(width).expand(len(samples), -1).contiguous()
+    # A row without any visible token would give NaN.
+    length_B = torch.tensor([max(1, len(sample.ids)) for sample in samples])
+    paths = [row * width + np.arange(len(sample.ids)) for row, sample in enumerate(samples)]
+    return torch.from_numpy(ids), position_BN, None, length_B, paths
+
+
+def _joined(arrays: Sequence[NDArray | None], kept: Sequence[slice], dtype: torch.dtype) -> Tensor | None:
+    """What is kept of each sample's array, end to end, or None when one is missing."""
+    parts = [array[keep] for array, keep in zip(arrays, kept, strict=True) if array is not None]
+    return torch.from_numpy(np.concatenate(parts)).to(dtype) if len(parts) == len(arrays) else None
+
+
+def _pairs(units: Sequence[Unit]) -> Tensor | None:
+    """Sequence numbers of (chosen, rejected), when every unit is a pair."""
+    if any(len(unit.samples) != 2 for unit in units):
+        return None
+    return torch.arange(2 * len(units)).view(-1, 2)
+
+
+def _each(values: Sequence[float | int | None], dtype: torch.dtype) -> Tensor | None:
+    """The values as a tensor, or None when one is missing."""
+    return None if any(value is None for value in values) else torch.tensor(values, dtype=dtype)
+
+
+class _Costs:
+    """Tokens of a row that holds neighbouring atoms i to j: head[i] + width[i] * (running[j] - running[i])."""
+
+    def __init__(self, head: NDArray[np.int64], width: NDArray[np.int64], each: NDArray[np.int64]) -> None:
+        self.head, self.width = head.tolist(), width.tolist()
+        self.running = np.concatenate([[0], np.cumsum(each)])
+
+    def of(self, i: int, j: int) -> int:
+        return self.head[i] + self.width[i] * int(self.running[j] - self.running[i])
+
+    def cut(self, cap: int) -> list[tuple[int, int]]:
+        """Neighbouring atoms joined into as few rows of at most `cap` tokens as that allows, as (i, j) ranges."""
+        bounds, i, count = [], 0, len(self.head)
+        while i < count:
+            room = (cap - self.head[i]) // self.width[i]
+            j = int(np.searchsorted(self.running, self.running[i] + room, side="right")) - 1
+            j = max(j, i + 1)
+            bounds.append((i, j))
+            i = j
+        return bounds
+
+
+def _tree_atoms(units: Sequence[Unit], budget: int, ranks: int) -> tuple[list[list[int]], _Costs]:
+    """What rows are cut from (groups, or the units of groups too large to stay whole), neighbours sharing most."""
+    sequences = [sample.ids for unit in units for sample in unit.samples]
+    order, shared = sorted_with_shared(sequences)
+    place = np.empty(len(order), np.int64)
+    place[order] = np.arange(len(order))
+    unit = np.repeat(np.arange(len(units)), [len(unit.samples) for unit in units])
+    group = np.unique([unit.group for unit in units], return_inverse=True)[1][unit]
+    tour = np.lexsort((place, _first(place, unit), _first(place, group)))
+    place, unit, group = place[tour], unit[tour], group[tour]
+
+    # A sample adds to a tree at most what it does not share with the sample before it.
+    before = _shared_between(shared, place)
+    each = np.array([len(ids) for ids in sequences], np.int64)[tour] - before
+    new_group = np.diff(group, prepend=-1) != 0
+    new_unit = np.diff(unit, prepend=-1) != 0
+    group_tokens = np.bincount(group, weights=each + before * new_group)
+    splits = group_tokens > min(budget, math.ceil(each.sum() / ranks))
+    new_atom = new_group | (new_unit & splits[group])
+
+    starts = np.flatnonzero(new_atom)
+    atoms = [
+        part[flags].tolist() for part, flags in zip(*(np.split(x, starts[1:]) for x in (unit, new_unit)), strict=True)
+    ]
+    return atoms, _Costs(before[starts], np.ones_like(starts), np.add.reduceat(each, starts))
+
+
+def _padded_atoms(units: Sequence[Unit]) -> tuple[list[list[int]], _Costs]:
+    """Units from the longest to the shortest: a row is as wide as its first."""
+    longest = np.array([max([1, *(len(sample.ids) for sample in unit.samples)]) for unit in units], np.int64)
+    order = np.argsort(-longest, kind="stable")
+    samples = np.array([len(unit.samples) for unit in units], np.int64)
+    return [[u] for u in order.tolist()], _Costs(np.zeros_like(order), longest[order], samples[order])
+
+
+def _first(place: NDArray[np.int64], family: NDArray[np.int64]) -> NDArray[np.int64]:
+    """For each sample, the smallest place in its family."""
+    first = np.full(family.max() + 1, len(place))
+    np.minimum.at(first, family, place)
+    return first[family]
+
+
+def _shared_between(shared: NDArray[np.int64], place: NDArray[np.int64]) -> NDArray[np.int64]:
+    """How many first tokens the sample at each place shares with the one listed before it.
+
+    `shared` says it for neighbouring places: between two places it is the least of what lies between.
+    """
+    low, high = np.minimum(place[:-1], place[1:]), np.maximum(place[:-1], place[1:])
+    if not len(low):
+        return np.zeros(len(place), np.int64)
+    edges = np.stack([low + 1, high + 1], axis=1).ravel()
+    between = np.minimum.reduceat(np.append(shared, 0), edges)[::2]
+    return np.concatenate([[0], between])
+
+
+def _deal(rows: list[tuple[int, list[int]]], ranks: int) -> list[list[list[int]]]:
+    """Rows with their costs -> rows for each rank: ranks run rows of like size together, and get like sums."""
+    rows = sorted(rows, key=lambda row: -row[0])
+    dealt: list[list[list[int]]] = [[] for _ in range(ranks)]
+    load = [0] * ranks
+    for i in range(0, len(rows), ranks):
+        lightest_first = sorted(range(ranks), key=load.__getitem__)
+        for rank, (cost, units) in zip(lightest_first, rows[i : i + ranks], strict=True):
+            dealt[rank].append(units)
+            load[rank] += cost
+    return dealt

@@ -1,0 +1,62 @@
+"""Prefix trees: sequences that begin alike share the tokens of their beginning."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, eq=False)
+class Forest:
+    """Distinct tokens of some sequences in depth-first preorder.
+
+    `end_N[k]` is the position after the last descendant of k, so that `q sees k <=> k <= q < end_N[k]`;
+    tokens of one unbranched segment have equal ends, and neighbours with equal ends are of one segment.
+    """
+
+    ids_N: NDArray[np.int64]
+    position_N: NDArray[np.int64]  # depth: continues from the branch point
+    end_N: NDArray[np.int64]
+    paths: list[NDArray[np.int64]]  # where each sequence's tokens lie, in the caller's order of sequences
+
+
+def fold(sequences: Sequence[NDArray[np.int64]]) -> Forest:
+    """Token sequences -> the forest that holds each of their distinct prefixes once."""
+    order, shared = sorted_with_shared(sequences)
+    total = sum(len(ids) for ids in sequences) - int(shared.sum())
+    ids_N, position_N, end_N = (np.empty(total, np.int64) for _ in range(3))
+    path = np.empty(max((len(ids) for ids in sequences), default=0), np.int64)
+    paths: list[NDArray[np.int64]] = [path] * len(sequences)
+    start = open_depth = 0
+    for number, common in zip(order, shared.tolist(), strict=True):
+        ids = sequences[number]
+        depth = len(ids)
+        end_N[path[common:open_depth]] = start  # what the last sequence does not share with this one is complete
+        stop = start + depth - common
+        ids_N[start:stop] = ids[common:]
+        position_N[start:stop] = np.arange(common, depth)
+        path[common:depth] = np.arange(start, stop)
+        paths[number] = path[:depth].copy()
+        start, open_depth = stop, depth
+    end_N[path[:open_depth]] = start
+    return Forest(ids_N, position_N, end_N, paths)
+
+
+def sorted_with_shared(sequences: Sequence[NDArray[np.int64]]) -> tuple[list[int], NDArray[np.int64]]:
+    """Lexicographic order of the sequences, and how many first tokens each one in it shares with the one before."""
+    # Big-endian bytes compare as the numbers do, and a prefix comes before what continues it.
+    keys = [ids.astype(">u4").tobytes() for ids in sequences]
+    order = sorted(range(len(keys)), key=keys.__getitem__)
+    shared = np.zeros(len(order), np.int64)
+    for place in range(1, len(order)):
+        shared[place] = _common(sequences[order[place - 1]], sequences[order[place]])
+    return order, shared
+
+
+def _common(left: NDArray[np.int64], right: NDArray[np.int64]) -> int:
+    """Length of the longest common prefix."""
+    length = min(len(left), len(right))
+    differ = left[:length] != right[:length]
+    first = int(differ.argmax()) if length else 0
+    return first if length and differ[first] else length

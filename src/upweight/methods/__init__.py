@@ -1,0 +1,36 @@
+"""Every training method, by the name a config uses."""
+
+from upweight.methods.base import Method
+from upweight.methods.dpo import DPO
+from upweight.methods.ebft import EBFT
+from upweight.methods.gdpo import GDPO
+from upweight.methods.grpo import GRPO
+from upweight.methods.ipo import IPO
+from upweight.methods.kto import KTO
+from upweight.methods.orm import ORM
+from upweight.methods.orpo import ORPO
+from upweight.methods.policy_gradient import PolicyGradient
+from upweight.methods.prm import PRM
+from upweight.methods.sft import SFT
+from upweight.methods.simpo import SimPO
+
+METHODS: dict[str, type[Method]] = {
+    method.name: method for method in (SFT, DPO, IPO, KTO, ORPO, SimPO, GRPO, GDPO, EBFT, ORM, PRM)
+}
+
+__all__ = [
+    "DPO",
+    "EBFT",
+    "GDPO",
+    "GRPO",
+    "IPO",
+    "KTO",
+    "METHODS",
+    "ORM",
+    "ORPO",
+    "PRM",
+    "SFT",
+    "Method",
+    "PolicyGradient",
+    "SimPO",
+]

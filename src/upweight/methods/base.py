@@ -1,0 +1,130 @@
+"""What every training method is: its settings, what it needs, and pure functions from log-probs to sums."""
+
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from upweight.settings import Section
+from upweight.types import Batch, Loss, Mean, Outputs
+
+
+class Method(Section):
+    """One training method. Nothing in it divides by a count, talks to other ranks or reads a value off the device."""
+
+    name: ClassVar[str]
+    head: ClassVar[Literal["tokens", "sequence_score", "step_score"]] = "tokens"
+    data: ClassVar[Literal["text", "pairs", "labelled", "steps", "prompts"]]
+    online: ClassVar[bool] = False
+    learning_rate: ClassVar[float]
+    lora_learning_rate: ClassVar[float | None] = None  # None: the same as without LoRA
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether `loss` reads the reference's log-probs."""
+        return False
+
+    @property
+    def group_size(self) -> int:
+        """Completions sampled for each prompt, for online methods."""
+        return 1
+
+    @property
+    def statistics(self) -> frozenset[str]:
+        """Outputs fields beyond `logps_T` that `loss` reads."""
+        return frozenset()
+
+    @property
+    def needs_preparation(self) -> bool:
+        """Whether `loss` reads what `prepare` made of the whole step."""
+        return False
+
+    def count(self, batch: Batch) -> dict[str, Tensor]:
+        """Units this batch adds to the global denominators; known before any forward.
+
+        A unit named `rollout_...` is averaged over the optimizer steps of one generation batch, the others belong
+        to their own step.
+        """
+        raise NotImplementedError
+
+    def collect(self, out: Outputs, batch: Batch) -> dict[str, Tensor]:
+        """Values that `prepare` wants to see for the whole step; they are joined over batches and ranks."""
+        return {}
+
+    def prepare(self, collected: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What `loss` needs to know about the whole step, from what `collect` gathered."""
+        return {}
+
+    def loss(self, out: Outputs, batch: Batch, prepared: dict[str, Tensor]) -> Loss:
+        """Loss terms of this batch, summed by unit."""
+        raise NotImplementedError
+
+    def advantages(self, rewards_SR: Tensor, group_S: Tensor) -> Tensor:
+        """One advantage for each sequence of a whole generation batch (online methods); a NaN reward does not apply."""
+        raise NotImplementedError
+
+
+def sequence_sum(values_T: Tensor, batch: Batch) -> Tensor:
+    """Sum over each sequence's scored tokens."""
+    return values_T.new_zeros(batch.num_sequences).index_add(0, batch.sequence_T, values_T)
+
+
+def sequence_length(batch: Batch) -> Tensor:
+    """Scored tokens of each sequence, at least 1 so that it can divide."""
+    return sequence_sum(torch.ones_like(batch.sequence_T), batch).clamp(min=1)
+
+
+def sequence_mean(values_T: Tensor, batch: Batch) -> Tensor:
+    """Mean over each sequence's scored tokens."""
+    return sequence_sum(values_T, batch) / sequence_length(batch)
+
+
+def position_in_sequence(batch: Batch) -> Tensor:
+    """Number of each scored token among the scored tokens of its sequence, from 0."""
+    order_T = torch.argsort(batch.sequence_T, stable=True)
+    length_S = sequence_sum(torch.ones_like(batch.sequence_T), batch)
+    start_S = length_S.cumsum(0) - length_S
+    rank_T = torch.arange(len(order_T), device=order_T.device) - start_S[batch.sequence_T[order_T]]
+    return torch.empty_like(rank_T).index_copy(0, order_T, rank_T)
+
+
+def given(tensor: Tensor | None) -> Tensor:
+    """A tensor that the method's needs promise to be there."""
+    assert tensor is not None, "the engine left out an output or batch field that this method needs"
+    return tensor
+
+
+def is_chosen(batch: Batch) -> Tensor:
+    """True for the sequences that are the chosen one of a pair."""
+    chosen_P = given(batch.pair_P2)[:, 0]
+    return torch.zeros(batch.num_sequences, dtype=torch.bool, device=chosen_P.device).index_fill(0, chosen_P, True)
+
+
+def scalar(value: int, batch: Batch) -> Tensor:
+    """A count as a tensor on the batch's device."""
+    return torch.tensor(float(value), device=batch.sequence_T.device)
+
+
+def pair_metrics(chosen_P: Tensor, rejected_P: Tensor) -> dict[str, Mean]:
+    """The reward metrics that pair methods share."""
+    return {
+        "rewards/chosen": Mean.of(chosen_P),
+        "rewards/rejected": Mean.of(rejected_P),
+        "rewards/margins": Mean.of(chosen_P - rejected_P),
+        "rewards/accuracies": Mean.of((chosen_P > rejected_P).float()),
+    }
+
+
+def pair_token_metrics(out: Outputs, batch: Batch) -> dict[str, Mean]:
+    """Log-prob, logit and accuracy metrics of the two sides of the pairs, as far as the engine computed them."""
+    chosen_P, rejected_P = sequence_sum(given(out.logps_T), batch)[given(batch.pair_P2)].unbind(1)
+    metrics = {"logps/chosen": Mean.of(chosen_P), "logps/rejected": Mean.of(rejected_P)}
+    chosen_T = is_chosen(batch)[batch.sequence_T]
+    if out.mean_logit_T is not None:
+        metrics["logits/chosen"] = Mean.over(out.mean_logit_T, chosen_T)
+        metrics["logits/rejected"] = Mean.over(out.mean_logit_T, ~chosen_T)
+    if out.is_top_T is not None:
+        metrics["mean_token_accuracy"] = Mean.over(out.is_top_T, chosen_T)
+    if out.entropy_T is not None:
+        metrics["entropy"] = Mean.of(out.entropy_T)
+    return metrics

@@ -1,0 +1,176 @@
+"""DPO: Direct Preference Optimization (arXiv:2305.18290) and its fifteen losses, alone or as a weighted sum."""
+
+from typing import Any, ClassVar
+
+import torch
+from pydantic import field_validator, model_validator
+from torch import Tensor
+
+from upweight.methods.base import (
+    Method,
+    given,
+    is_chosen,
+    pair_metrics,
+    pair_token_metrics,
+    position_in_sequence,
+    scalar,
+    sequence_length,
+    sequence_mean,
+    sequence_sum,
+)
+from upweight.methods.dpo_losses import (
+    DIVERGENT,
+    PAIR_LOSSES,
+    SMOOTHED,
+    Divergence,
+    LossType,
+    Pairs,
+    divergence_score,
+    step_values,
+)
+from upweight.settings import setting
+from upweight.types import Batch, Loss, Outputs
+
+
+class DPO(Method):
+    """The chosen completion should gain more over the reference than the rejected one."""
+
+    name: ClassVar[str] = "dpo"
+    data: ClassVar = "pairs"
+    learning_rate: ClassVar[float] = 1e-6
+    lora_learning_rate: ClassVar[float | None] = 5e-6
+
+    beta: float = setting("rl_beta", 0.1, "Strength of the pull towards the reference model.", also=("trl.beta",), gt=0)
+    loss_type: tuple[LossType, ...] = setting(
+        "dpo_loss_type", ("sigmoid",), "Loss or list of losses that are added up.", min_length=1
+    )
+    loss_weights: tuple[float, ...] | None = setting(
+        "dpo_loss_weights", None, "Weight of each loss in dpo_loss_type; unset means 1 each."
+    )
+    label_smoothing: float = setting(
+        "dpo_label_smoothing", 0.0, "Assumed share of pairs whose two sides are swapped (cDPO).", ge=0, lt=0.5
+    )
+    use_weighting: bool = setting(
+        "dpo_use_weighting", False, "Weight each pair by how likely the policy is to write it (WPO)."
+    )
+    ld_alpha: float | None = setting(
+        "ld_alpha", None, "Weight of tokens beyond the shorter completion's length (LD-DPO); unset means 1.", ge=0, le=1
+    )
+    divergence: Divergence = setting(
+        "f_divergence_type", "reverse_kl", "Divergence from the reference that the reward is derived from."
+    )
+    divergence_alpha: float = setting(
+        "f_alpha_divergence_coef", 0.5, "Order of the alpha divergence; 1 is the reverse KL."
+    )
+    discopop_tau: float = setting("discopop_tau", 0.05, "Temperature of the gate in the discopop loss.", gt=0)
+    precompute_ref_log_probs: bool = setting(
+        "precompute_ref_log_probs", False, "Compute the reference's log-probs once, before training."
+    )
+    sync_ref_model: bool = setting(
+        "sync_ref_model", False, "Move the reference towards the policy while training.", also=("trl.sync_ref_model",)
+    )
+    ref_model_mixup_alpha: float = setting(
+        "ref_model_mixup_alpha",
+        0.6,
+        "Share of the policy in the reference at each move.",
+        also=("trl.ref_model_mixup_alpha",),
+        ge=0,
+        le=1,
+    )
+    ref_model_sync_steps: int = setting(
+        "ref_model_sync_steps",
+        512,
+        "Steps between two moves of the reference.",
+        also=("trl.ref_model_sync_steps",),
+        ge=1,
+    )
+
+    @field_validator("loss_type", mode="before")
+    @classmethod
+    def _one_or_many(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _losses_fit_together(self) -> "DPO":
+        if self.loss_weights is not None and len(self.loss_weights) != len(self.loss_type):
+            given_weights, losses = len(self.loss_weights), len(self.loss_type)
+            raise ValueError(f"dpo_loss_weights has {given_weights} entries for {losses} losses in dpo_loss_type")
+        if "exo_pair" in self.loss_type and self.label_smoothing == 0:
+            raise ValueError("dpo_loss_type: exo_pair needs dpo_label_smoothing above 0, for example 0.001")
+        if self.label_smoothing > 0 and not SMOOTHED & set(self.loss_type):
+            raise ValueError(f"dpo_label_smoothing has no effect on {', '.join(self.loss_type)}; remove it")
+        unfit = sorted(set(self.loss_type) - DIVERGENT - {"sft"})
+        if self.divergence != "reverse_kl" and unfit:
+            raise ValueError(f"f_divergence_type: {self.divergence} does not go with dpo_loss_type {', '.join(unfit)}")
+        if self.sync_ref_model and self.precompute_ref_log_probs:
+            raise ValueError("sync_ref_model changes the reference, so precompute_ref_log_probs must be off")
+        return self
+
+    @property
+    def needs_reference(self) -> bool:
+        return True
+
+    @property
+    def statistics(self) -> frozenset[str]:
+        return frozenset(
+            {"entropy_T", "mean_logit_T", "is_top_T"} | ({"log_collision_T"} if self.use_weighting else set())
+        )
+
+    @property
+    def needs_preparation(self) -> bool:
+        return bool({"aot", "aot_unpaired"} & set(self.loss_type))
+
+    def count(self, batch: Batch) -> dict[str, Tensor]:
+        counts = {"pairs": scalar(len(given(batch.pair_P2)), batch)}
+        if "sft" in self.loss_type:
+            counts["tokens"] = is_chosen(batch)[batch.sequence_T].sum().float()
+        return counts
+
+    def collect(self, out: Outputs, batch: Batch) -> dict[str, Tensor]:
+        return step_values(self.loss_type, *self._pair_log_probs(out, batch))
+
+    def prepare(self, collected: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: values.detach().sort().values for name, values in collected.items()}
+
+    def loss(self, out: Outputs, batch: Batch, prepared: dict[str, Tensor]) -> Loss:
+        policy_P2, ref_P2 = self._pair_log_probs(out, batch)
+        pairs = Pairs(
+            policy_P2,
+            ref_P2,
+            score_P2=divergence_score(policy_P2 - ref_P2, self.divergence, self.divergence_alpha),
+            length_P2=sequence_length(batch)[given(batch.pair_P2)],
+            beta=self.beta,
+            smoothing=self.label_smoothing,
+            tau=self.discopop_tau,
+            sorted=prepared,
+        )
+        weights = self.loss_weights or (1.0,) * len(self.loss_type)
+        loss_P, sft_weight = torch.zeros_like(policy_P2[:, 0]), 0.0
+        for name, weight in zip(self.loss_type, weights, strict=True):
+            if name == "sft":
+                sft_weight += weight
+            else:
+                loss_P = loss_P + weight * PAIR_LOSSES[name](pairs)
+        if self.use_weighting:
+            loss_P = loss_P * self._policy_weight(out, batch)
+        sums = {"pairs": loss_P.sum()}
+        if "sft" in self.loss_type:
+            sums["tokens"] = -sft_weight * (given(out.logps_T) * is_chosen(batch)[batch.sequence_T]).sum()
+        return Loss(sums, pair_metrics(*pairs.rewards) | pair_token_metrics(out, batch))
+
+    def _pair_log_probs(self, out: Outputs, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Summed log-probs of policy and reference, each [P, 2], long completions damped by `ld_alpha`."""
+        policy_T, ref_T, pair_P2 = given(out.logps_T), given(out.ref_logps_T), given(batch.pair_P2)
+        if self.ld_alpha is not None:
+            length_S = sequence_length(batch)
+            shared_P2 = length_S[pair_P2].amin(1, keepdim=True).expand(-1, 2)
+            shared_S = length_S.index_put((pair_P2.flatten(),), shared_P2.flatten())
+            inside_T = position_in_sequence(batch) < shared_S[batch.sequence_T]
+            weight_T = torch.where(inside_T, 1.0, self.ld_alpha)
+            policy_T, ref_T = policy_T * weight_T, ref_T * weight_T
+        return sequence_sum(policy_T, batch)[pair_P2], sequence_sum(ref_T, batch)[pair_P2]
+
+    def _policy_weight(self, out: Outputs, batch: Batch) -> Tensor:
+        """WPO: how likely the policy is to write both sides, against what it would write instead."""
+        weight_S = sequence_mean(given(out.logps_T).detach() - given(out.log_collision_T).detach(), batch)
+        return weight_S[given(batch.pair_P2)].sum(1).exp()

@@ -1,0 +1,177 @@
+"""The per-pair losses of the DPO family: log-probs of pairs in, one loss for each pair out."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+LossType = Literal[
+    "sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "aot_unpaired",
+    "apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm",
+]  # fmt: skip
+Divergence = Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"]
+
+SMOOTHED: frozenset[str] = frozenset({"sigmoid", "sigmoid_norm", "exo_pair", "robust", "aot", "aot_unpaired"})
+DIVERGENT: frozenset[str] = frozenset({"sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop"})
+LARGEST_EXPONENT = 80.0
+
+
+@dataclass(frozen=True, eq=False)
+class Pairs:
+    """What the losses know about a batch of pairs; `ratio` is policy minus reference, `score` its f-divergence form."""
+
+    policy_P2: Tensor
+    ref_P2: Tensor
+    score_P2: Tensor
+    length_P2: Tensor
+    beta: float
+    smoothing: float
+    tau: float
+    sorted: dict[str, Tensor]  # of the whole step, for the losses that compare distributions
+
+    @property
+    def ratio_P2(self) -> Tensor:
+        return self.policy_P2 - self.ref_P2
+
+    @property
+    def margin_P(self) -> Tensor:
+        return self.beta * (self.score_P2[:, 0] - self.score_P2[:, 1])
+
+    @property
+    def mean_margin_P(self) -> Tensor:
+        mean_P2 = self.score_P2 / self.length_P2
+        return mean_P2[:, 0] - mean_P2[:, 1]
+
+    @property
+    def rewards(self) -> tuple[Tensor, Tensor]:
+        reward_P2 = self.beta * self.ratio_P2
+        return reward_P2[:, 0], reward_P2[:, 1]
+
+
+def divergence_score(ratio: Tensor, divergence: Divergence, alpha: float) -> Tensor:
+    """The log-ratio as seen by an f-divergence (arXiv:2309.16240), up to a constant."""
+    if divergence == "forward_kl":
+        return 1 - torch.exp((-ratio).clamp(max=LARGEST_EXPONENT))
+    if divergence == "js_divergence":
+        return math.log(2) + F.logsigmoid(ratio)
+    if divergence == "alpha_divergence" and alpha != 1:
+        return torch.expm1(((alpha - 1) * ratio).clamp(max=LARGEST_EXPONENT)) / (alpha - 1)
+    return ratio
+
+
+def smoothed_sigmoid(margin_P: Tensor, smoothing: float) -> Tensor:
+    """Negative log-likelihood that the chosen side wins, when a share `smoothing` of the labels is wrong."""
+    return -(1 - smoothing) * F.logsigmoid(margin_P) - smoothing * F.logsigmoid(-margin_P)
+
+
+def sigmoid(p: Pairs) -> Tensor:
+    return smoothed_sigmoid(p.margin_P, p.smoothing)
+
+
+def sigmoid_norm(p: Pairs) -> Tensor:
+    return smoothed_sigmoid(p.beta * p.mean_margin_P, p.smoothing)
+
+
+def hinge(p: Pairs) -> Tensor:
+    return torch.relu(1 - p.margin_P)
+
+
+def ipo(p: Pairs) -> Tensor:
+    return (p.mean_margin_P - 1 / (2 * p.beta)) ** 2
+
+
+def exo_pair(p: Pairs) -> Tensor:
+    win_P, lose_P = F.logsigmoid(p.margin_P), F.logsigmoid(-p.margin_P)
+    gain_P = win_P.exp() * (win_P - math.log1p(-p.smoothing))
+    return gain_P + lose_P.exp() * (lose_P - math.log(p.smoothing))
+
+
+def nca_pair(p: Pairs) -> Tensor:
+    chosen_P, rejected_P = p.rewards
+    return -F.logsigmoid(chosen_P) - 0.5 * F.logsigmoid(-chosen_P) - 0.5 * F.logsigmoid(-rejected_P)
+
+
+def robust(p: Pairs) -> Tensor:
+    noisy_P = -(1 - p.smoothing) * F.logsigmoid(p.margin_P) + p.smoothing * F.logsigmoid(-p.margin_P)
+    return noisy_P / (1 - 2 * p.smoothing)
+
+
+def bco_pair(p: Pairs) -> Tensor:
+    chosen_P, rejected_P = p.rewards
+    return -F.logsigmoid(chosen_P) - F.logsigmoid(-rejected_P)
+
+
+def sppo_hard(p: Pairs) -> Tensor:
+    chosen_P, rejected_P = p.ratio_P2.unbind(1)
+    return (chosen_P - 0.5 / p.beta) ** 2 + (rejected_P + 0.5 / p.beta) ** 2
+
+
+def apo_zero(p: Pairs) -> Tensor:
+    chosen_P, rejected_P = p.rewards
+    return torch.sigmoid(-chosen_P) + torch.sigmoid(rejected_P)
+
+
+def apo_down(p: Pairs) -> Tensor:
+    chosen_P, rejected_P = p.rewards
+    return torch.sigmoid(chosen_P) + torch.sigmoid(rejected_P - chosen_P)
+
+
+def discopop(p: Pairs) -> Tensor:
+    gate_P = torch.sigmoid(p.margin_P / p.tau)
+    return -(1 - gate_P) * F.logsigmoid(p.margin_P) + gate_P * torch.exp(-p.margin_P)
+
+
+def step_values(loss_types: tuple[LossType, ...], policy_P2: Tensor, ref_P2: Tensor) -> dict[str, Tensor]:
+    """The values that `aot` and `aot_unpaired` want sorted over the whole step."""
+    values: dict[str, Tensor] = {}
+    if "aot" in loss_types:
+        values |= {"policy_margin": policy_P2[:, 0] - policy_P2[:, 1], "ref_margin": ref_P2[:, 0] - ref_P2[:, 1]}
+    if "aot_unpaired" in loss_types:
+        ratio_P2 = policy_P2 - ref_P2
+        values |= {"chosen": ratio_P2[:, 0], "rejected": ratio_P2[:, 1]}
+    return values
+
+
+def at_same_rank(values_P: Tensor, sorted_own: Tensor, sorted_other: Tensor) -> Tensor:
+    """Members of another sample of the same size that hold the ranks of these values in their own."""
+    # Between neighbours, not at them: a value computed again with another rounding keeps its rank.
+    borders = (sorted_own[1:] + sorted_own[:-1]) / 2
+    return sorted_other[torch.searchsorted(borders, values_P.detach().contiguous())]
+
+
+def aot(p: Pairs) -> Tensor:
+    margin_P = p.policy_P2[:, 0] - p.policy_P2[:, 1]
+    partner_P = at_same_rank(margin_P, p.sorted["policy_margin"], p.sorted["ref_margin"])
+    return smoothed_sigmoid(p.beta * (margin_P - partner_P), p.smoothing)
+
+
+def aot_unpaired(p: Pairs) -> Tensor:
+    chosen_P, rejected_P = p.ratio_P2.unbind(1)
+    below_P = at_same_rank(chosen_P, p.sorted["chosen"], p.sorted["rejected"])
+    above_P = at_same_rank(rejected_P, p.sorted["rejected"], p.sorted["chosen"])
+    loss_P = smoothed_sigmoid(p.beta * (chosen_P - below_P), p.smoothing)
+    # Both sides of a rank see the same loss: it counts once, its gradient reaches both.
+    mirror_P = smoothed_sigmoid(p.beta * (above_P - rejected_P), p.smoothing)
+    return loss_P + mirror_P - mirror_P.detach()
+
+
+PAIR_LOSSES: dict[str, Callable[[Pairs], Tensor]] = {
+    "sigmoid": sigmoid,
+    "hinge": hinge,
+    "ipo": ipo,
+    "exo_pair": exo_pair,
+    "nca_pair": nca_pair,
+    "robust": robust,
+    "bco_pair": bco_pair,
+    "sppo_hard": sppo_hard,
+    "aot": aot,
+    "aot_unpaired": aot_unpaired,
+    "apo_zero": apo_zero,
+    "apo_down": apo_down,
+    "discopop": discopop,
+    "sigmoid_norm": sigmoid_norm,
+}

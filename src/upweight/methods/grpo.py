@@ -1,0 +1,65 @@
+"""GRPO: Group Relative Policy Optimization (arXiv:2402.03300) and the losses that grew from it."""
+
+from typing import ClassVar
+
+from pydantic import model_validator
+from torch import Tensor
+
+from upweight.methods.base import Method
+from upweight.methods.policy_gradient import Aggregation, PolicyGradient
+from upweight.settings import inline, setting
+from upweight.types import Batch, Loss, Outputs
+
+
+class GRPO(Method):
+    """A policy gradient whose baseline is the other completions of the same prompt."""
+
+    name: ClassVar[str] = "grpo"
+    data: ClassVar = "prompts"
+    online: ClassVar[bool] = True
+    learning_rate: ClassVar[float] = 1e-6
+    lora_learning_rate: ClassVar[float | None] = 1e-5
+
+    policy: PolicyGradient = inline(PolicyGradient)
+    aggregation: Aggregation = setting(
+        "trl.multi_objective_aggregation",
+        "sum_then_normalize",
+        "Normalise the weighted sum of the rewards, or sum up rewards that were normalised one by one (GDPO).",
+    )
+
+    @model_validator(mode="after")
+    def _baseline_fits_aggregation(self) -> "GRPO":
+        if self.aggregation == "normalize_then_sum" and self.policy.advantage_estimator == "rloo":
+            raise ValueError("trl.advantage_estimator: rloo needs trl.multi_objective_aggregation: sum_then_normalize")
+        return self
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.policy.needs_reference
+
+    @property
+    def group_size(self) -> int:
+        return self.policy.num_generations
+
+    @property
+    def needs_preparation(self) -> bool:
+        return self.policy.needs_preparation
+
+    @property
+    def statistics(self) -> frozenset[str]:
+        return self.policy.statistics
+
+    def count(self, batch: Batch) -> dict[str, Tensor]:
+        return self.policy.count(batch)
+
+    def collect(self, out: Outputs, batch: Batch) -> dict[str, Tensor]:
+        return self.policy.collect(out, batch)
+
+    def prepare(self, collected: dict[str, Tensor]) -> dict[str, Tensor]:
+        return self.policy.prepare(collected)
+
+    def loss(self, out: Outputs, batch: Batch, prepared: dict[str, Tensor]) -> Loss:
+        return self.policy.loss(out, batch, prepared)
+
+    def advantages(self, rewards_SR: Tensor, group_S: Tensor) -> Tensor:
+        return self.policy.advantages(rewards_SR, group_S, self.aggregation)

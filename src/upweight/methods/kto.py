@@ -1,0 +1,87 @@
+"""KTO: Kahneman-Tversky Optimization (arXiv:2402.01306), on completions labelled good or bad."""
+
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from upweight.methods.base import Method, given, sequence_sum
+from upweight.settings import setting
+from upweight.types import Batch, Loss, Mean, Outputs
+
+
+class KTO(Method):
+    """Gains and losses of single completions, measured from the policy's drift off the reference."""
+
+    name: ClassVar[str] = "kto"
+    data: ClassVar = "labelled"
+    learning_rate: ClassVar[float] = 1e-6
+    lora_learning_rate: ClassVar[float | None] = 5e-6
+
+    beta: float = setting("rl_beta", 0.1, "Strength of the pull towards the reference model.", also=("trl.beta",), gt=0)
+    desirable_weight: float = setting("kto_desirable_weight", 1.0, "Weight of the desirable completions.", ge=0)
+    undesirable_weight: float = setting("kto_undesirable_weight", 1.0, "Weight of the undesirable completions.", ge=0)
+    loss_type: Literal["kto", "apo_zero_unpaired"] = setting(
+        "kto_loss_type",
+        "kto",
+        "Whether gains are measured from the estimated KL (kto) or from zero (apo_zero_unpaired).",
+    )
+    kl: Literal["rotate", "all"] = setting(
+        "kto_kl",
+        "rotate",
+        "Pairs behind the KL estimate: each prompt with its neighbour's completion (rotate) or with all others (all).",
+    )
+    precompute_ref_log_probs: bool = setting(
+        "precompute_ref_log_probs", False, "Compute the reference's log-probs once, before training."
+    )
+
+    @property
+    def needs_reference(self) -> bool:
+        return True
+
+    @property
+    def statistics(self) -> frozenset[str]:
+        return frozenset({"entropy_T", "mean_logit_T"})
+
+    @property
+    def needs_preparation(self) -> bool:
+        return self.loss_type == "kto"
+
+    def count(self, batch: Batch) -> dict[str, Tensor]:
+        return {"sequences": (given(batch.label_S) >= 0).sum().float()}
+
+    def collect(self, out: Outputs, batch: Batch) -> dict[str, Tensor]:
+        mismatched_S = given(batch.label_S) < 0
+        drift = Mean.over(sequence_sum(given(out.logps_T) - given(out.ref_logps_T), batch), mismatched_S)
+        return {"kl_total": drift.total[None], "kl_weight": drift.weight[None]}
+
+    def prepare(self, collected: dict[str, Tensor]) -> dict[str, Tensor]:
+        if self.loss_type != "kto":
+            return {}
+        kl = collected["kl_total"].sum() / collected["kl_weight"].sum().clamp(min=1)
+        return {"kl": kl.clamp(min=0)}
+
+    def loss(self, out: Outputs, batch: Batch, prepared: dict[str, Tensor]) -> Loss:
+        ratio_S = sequence_sum(given(out.logps_T) - given(out.ref_logps_T), batch)
+        label_S = given(batch.label_S)
+        good_S, bad_S = label_S == 1, label_S == 0
+        origin = prepared["kl"] if self.loss_type == "kto" else 0.0
+        value_S = torch.sigmoid(self.beta * torch.where(good_S, ratio_S - origin, origin - ratio_S))
+        weight_S = self.desirable_weight * good_S + self.undesirable_weight * bad_S
+        metrics = self._metrics(out, batch, ratio_S, good_S, bad_S)
+        if self.loss_type == "kto":
+            metrics["kl"] = Mean.of(prepared["kl"])
+        return Loss({"sequences": (weight_S * (1 - value_S)).sum()}, metrics)
+
+    def _metrics(self, out: Outputs, batch: Batch, ratio_S: Tensor, good_S: Tensor, bad_S: Tensor) -> dict[str, Mean]:
+        logps_S = sequence_sum(given(out.logps_T), batch)
+        mean_logit_T, sequence_T = given(out.mean_logit_T), batch.sequence_T
+        return {
+            "rewards/chosen": Mean.over(self.beta * ratio_S, good_S),
+            "rewards/rejected": Mean.over(self.beta * ratio_S, bad_S),
+            "logps/chosen": Mean.over(logps_S, good_S),
+            "logps/rejected": Mean.over(logps_S, bad_S),
+            "logits/chosen": Mean.over(mean_logit_T, good_S[sequence_T]),
+            "logits/rejected": Mean.over(mean_logit_T, bad_S[sequence_T]),
+            "entropy": Mean.over(given(out.entropy_T), (good_S | bad_S)[sequence_T]),
+        }

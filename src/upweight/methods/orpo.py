@@ -1,0 +1,61 @@
+"""ORPO: Odds Ratio Preference Optimization (arXiv:2403.07691), reference free."""
+
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from upweight.methods.base import (
+    Method,
+    given,
+    is_chosen,
+    pair_metrics,
+    pair_token_metrics,
+    scalar,
+    sequence_sum,
+)
+from upweight.settings import setting
+from upweight.types import Batch, Loss, Mean, Outputs
+
+
+class ORPO(Method):
+    """Likelihood of the chosen sequence, plus the odds of the chosen over the rejected completion."""
+
+    name: ClassVar[str] = "orpo"
+    data: ClassVar = "pairs"
+    learning_rate: ClassVar[float] = 1e-6
+    lora_learning_rate: ClassVar[float | None] = 5e-6
+
+    alpha: float = setting(
+        "orpo_alpha", 0.1, "Weight of the odds-ratio term against the likelihood.", also=("rl_beta", "trl.beta"), ge=0
+    )
+
+    @property
+    def statistics(self) -> frozenset[str]:
+        return frozenset({"entropy_T", "mean_logit_T"})
+
+    def count(self, batch: Batch) -> dict[str, Tensor]:
+        chosen_T = is_chosen(batch)[batch.sequence_T]
+        return {"pairs": scalar(len(given(batch.pair_P2)), batch), "tokens": chosen_T.sum().float()}
+
+    def loss(self, out: Outputs, batch: Batch, prepared: dict[str, Tensor]) -> Loss:
+        logps_T, pair_P2 = given(out.logps_T), given(batch.pair_P2)
+        chosen_T = is_chosen(batch)[batch.sequence_T]
+        answer_T = torch.ones_like(logps_T) if batch.prompt_T is None else (~batch.prompt_T).to(logps_T.dtype)
+        mean_S = sequence_sum(logps_T * answer_T, batch) / sequence_sum(answer_T, batch).clamp(min=1)
+        chosen_P, rejected_P = mean_S[pair_P2].unbind(1)
+        log_odds_P = (chosen_P - log_one_minus_exp(chosen_P)) - (rejected_P - log_one_minus_exp(rejected_P))
+        metrics = {
+            "nll_loss": Mean.over(-logps_T, chosen_T),
+            "log_odds_ratio": Mean.of(F.logsigmoid(log_odds_P)),
+            "log_odds_chosen": Mean.of(log_odds_P),
+        }
+        metrics |= pair_metrics(self.alpha * chosen_P, self.alpha * rejected_P) | pair_token_metrics(out, batch)
+        sums = {"pairs": -self.alpha * F.logsigmoid(log_odds_P).sum(), "tokens": -(logps_T * chosen_T).sum()}
+        return Loss(sums, metrics)
+
+
+def log_one_minus_exp(x: Tensor) -> Tensor:
+    """log(1 - exp(x)) for x <= 0, finite up to x = 0."""
+    return torch.log(-torch.expm1(x.clamp(max=-1e-6)))

@@ -1,0 +1,315 @@
+"""The policy gradient that the online methods share: clipped ratios, KL, entropy and corrections for stale samples."""
+
+from typing import Literal
+
+import torch
+from pydantic import model_validator
+from torch import Tensor
+
+from upweight.methods.advantages import Scale, decoupled, leave_one_out, normalised, weighted_reward
+from upweight.methods.base import given, sequence_length, sequence_mean, sequence_sum
+from upweight.methods.policy_losses import (
+    cispo,
+    clipped,
+    quantile,
+    reference_kl,
+    sampler_correction,
+    sampler_gap,
+    sapo,
+    vespo_weight,
+)
+from upweight.settings import Section, setting
+from upweight.types import Batch, Loss, Mean, Outputs
+
+Aggregation = Literal["sum_then_normalize", "normalize_then_sum"]
+CorrectionMode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
+LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"]
+
+DIVISOR: dict[str, str] = {
+    "grpo": "sequences",
+    "sapo": "sequences",
+    "dr_grpo": "sequences",
+    "luspo": "sequences",
+    "bnpo": "tokens",
+    "dapo": "rollout_tokens",
+    "cispo": "rollout_tokens",
+    "vespo": "rollout_tokens",
+}
+
+
+class PolicyGradient(Section):
+    """Settings and loss of a policy gradient on sampled completions."""
+
+    num_generations: int = setting("trl.num_generations", 8, "Completions sampled for each prompt.", ge=2)
+    max_completion_length: int = setting(
+        "trl.max_completion_length", 256, "Most tokens a completion may have; also the divisor of dr_grpo.", ge=1
+    )
+    mask_truncated_completions: bool = setting(
+        "trl.mask_truncated_completions", False, "Leave completions that hit the length limit out of the loss."
+    )
+    beta: float = setting(
+        "trl.beta", 0.0, "Weight of the KL from the reference; 0 needs no reference model.", also=("rl_beta",), ge=0
+    )
+    loss_type: LossType = setting("trl.loss_type", "dapo", "Form of the token loss and of its average.")
+    epsilon: float = setting("trl.epsilon", 0.2, "How far below 1 the policy ratio counts before it is clipped.", ge=0)
+    epsilon_high: float | None = setting(
+        "trl.epsilon_high", None, "How far above 1 the policy ratio counts; unset means epsilon.", ge=0
+    )
+    delta: float | None = setting(
+        "trl.delta", None, "Largest policy ratio where the advantage is negative; unset means no bound.", gt=0
+    )
+    importance_sampling_level: Literal["token", "sequence"] = setting(
+        "trl.importance_sampling_level", "token", "Policy ratio of each token, or of the whole sequence (GSPO)."
+    )
+    advantage_estimator: Literal["group", "rloo"] = setting(
+        "trl.advantage_estimator",
+        "group",
+        "Baseline of a reward: the group's mean, scaled by scale_rewards, or the mean of the others, unscaled (rloo).",
+    )
+    scale_rewards: bool | Literal["group", "batch", "none"] = setting(
+        "trl.scale_rewards",
+        "group",
+        "Divide advantages by the standard deviation of their group (or true), of the batch, or not at all (or false).",
+    )
+    reward_weights: tuple[float, ...] | None = setting(
+        "trl.reward_weights", None, "Weight of each reward function; unset means 1 each."
+    )
+    use_bias_correction_kl: bool = setting(
+        "trl.use_bias_correction_kl", True, "Multiply the KL by the policy ratio, so that its gradient is unbiased."
+    )
+    off_policy_mask_threshold: float | None = setting(
+        "trl.off_policy_mask_threshold",
+        None,
+        "Drop a sequence of negative advantage that drifted further than this from its sampler; unset means none.",
+    )
+    top_entropy_quantile: float = setting(
+        "trl.top_entropy_quantile",
+        1.0,
+        "Share of the tokens, the most uncertain ones, that are trained on.",
+        gt=0,
+        le=1,
+    )
+    entropy_coef: float = setting("trl.entropy_coef", 0.0, "Weight of the bonus on the policy's entropy.", ge=0)
+    sapo_temperature_pos: float = setting(
+        "trl.sapo_temperature_pos", 1.0, "Steepness of the sapo gate where the advantage is positive.", gt=0
+    )
+    sapo_temperature_neg: float = setting(
+        "trl.sapo_temperature_neg", 1.05, "Steepness of the sapo gate where the advantage is negative.", gt=0
+    )
+    vespo_k_pos: float = setting(
+        "trl.vespo_k_pos", 2.0, "How fast vespo damps unlikely sequences of positive advantage.", ge=0
+    )
+    vespo_lambda_pos: float = setting(
+        "trl.vespo_lambda_pos", 3.0, "How fast vespo damps overlikely sequences of positive advantage.", ge=0
+    )
+    vespo_k_neg: float = setting(
+        "trl.vespo_k_neg", 3.0, "How fast vespo damps unlikely sequences of negative advantage.", ge=0
+    )
+    vespo_lambda_neg: float = setting(
+        "trl.vespo_lambda_neg", 2.0, "How fast vespo damps overlikely sequences of negative advantage.", ge=0
+    )
+    sampler_correction: bool | None = setting(
+        "trl.vllm_importance_sampling_correction",
+        None,
+        "Weigh tokens by trainer over sampler probability; unset means whenever sampler and trainer differ.",
+    )
+    sampler_correction_mode: CorrectionMode | None = setting(
+        "trl.vllm_importance_sampling_mode",
+        None,
+        "Cap or drop large corrections, by token or by sequence; unset caps at the level of the policy ratio.",
+    )
+    sampler_correction_cap: float = setting(
+        "trl.vllm_importance_sampling_cap",
+        3.0,
+        "Largest correction.",
+        also=("trl.vllm_importance_sampling_clip_max",),
+        gt=0,
+    )
+    sampler_correction_floor: float | None = setting(
+        "trl.vllm_importance_sampling_clip_min", None, "Smallest correction; unset means no floor.", ge=0
+    )
+    sync_ref_model: bool = setting("trl.sync_ref_model", False, "Move the reference towards the policy while training.")
+    ref_model_mixup_alpha: float = setting(
+        "trl.ref_model_mixup_alpha", 0.6, "Share of the policy in the reference at each move.", ge=0, le=1
+    )
+    ref_model_sync_steps: int = setting(
+        "trl.ref_model_sync_steps", 512, "Steps between two moves of the reference.", ge=1
+    )
+
+    @model_validator(mode="after")
+    def _settings_fit_together(self) -> "PolicyGradient":
+        if self.sync_ref_model and self.beta == 0:
+            raise ValueError("trl.sync_ref_model needs a reference: set trl.beta above 0")
+        if self.loss_type == "vespo" and (self.sampler_correction_mode or "token").startswith("sequence"):
+            raise ValueError(
+                "trl.loss_type: vespo weighs whole sequences itself: set trl.vllm_importance_sampling_mode to "
+                "token_truncate or token_mask"
+            )
+        if self.sampler_correction_floor is not None and self.sampler_correction_floor > self.sampler_correction_cap:
+            raise ValueError("trl.vllm_importance_sampling_clip_min must not be above trl.vllm_importance_sampling_cap")
+        return self
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether `loss` reads the reference's log-probs."""
+        return self.beta > 0
+
+    @property
+    def needs_preparation(self) -> bool:
+        """Whether `loss` needs the entropy threshold of the whole step."""
+        return self.top_entropy_quantile < 1
+
+    @property
+    def statistics(self) -> frozenset[str]:
+        """Outputs fields beyond the log-probs that `loss` reads."""
+        return frozenset({"entropy_T"})
+
+    @property
+    def correction_mode(self) -> CorrectionMode:
+        """How sampler corrections are bounded, with the unset value resolved."""
+        if self.sampler_correction_mode is not None:
+            return self.sampler_correction_mode
+        by_sequence = self.importance_sampling_level == "sequence" and self.loss_type != "vespo"
+        return "sequence_truncate" if by_sequence else "token_truncate"
+
+    @property
+    def reward_scale(self) -> Scale:
+        """What advantages are divided by, with true and false spelled out."""
+        if isinstance(self.scale_rewards, bool):
+            return "group" if self.scale_rewards else "none"
+        return self.scale_rewards
+
+    def advantages(self, rewards_SR: Tensor, group_S: Tensor, aggregation: Aggregation) -> Tensor:
+        """One advantage for each sequence of a whole generation batch."""
+        if aggregation == "normalize_then_sum":
+            return decoupled(rewards_SR, group_S, self.reward_weights)
+        reward_S = weighted_reward(rewards_SR, self.reward_weights)
+        if self.advantage_estimator == "rloo":
+            return leave_one_out(reward_S, group_S)
+        return normalised(reward_S, group_S, self.reward_scale)
+
+    def count(self, batch: Batch) -> dict[str, Tensor]:
+        """Units this batch adds to the denominators."""
+        sampled_S = is_sampled(batch)
+        tokens = sampled_S[batch.sequence_T].sum().float()
+        unit = DIVISOR[self.loss_type]
+        counts = {unit: sampled_S.sum().float() if unit == "sequences" else tokens}
+        return counts | {"tokens": tokens} if self.entropy_coef else counts
+
+    def collect(self, out: Outputs, batch: Batch) -> dict[str, Tensor]:
+        """Entropies of the sampled tokens, NaN for all others."""
+        if not self.needs_preparation:
+            return {}
+        sampled_T = is_sampled(batch)[batch.sequence_T]
+        return {"entropy": given(out.entropy_T).detach().float().masked_fill(~sampled_T, float("nan"))}
+
+    def prepare(self, collected: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The entropy that the most uncertain tokens reach, and the share of tokens that reach it."""
+        if not self.needs_preparation:
+            return {}
+        entropy = collected["entropy"]
+        entropy = entropy[~entropy.isnan()]
+        if not len(entropy):
+            return {"entropy_threshold": entropy.new_zeros(()), "entropy_share": entropy.new_ones(())}
+        threshold = quantile(entropy, 1 - self.top_entropy_quantile)
+        return {"entropy_threshold": threshold, "entropy_share": (entropy >= threshold).float().mean()}
+
+    def loss(self, out: Outputs, batch: Batch, prepared: dict[str, Tensor]) -> Loss:
+        """Loss terms of this batch, summed by unit."""
+        logps_T, sampled_T = given(out.logps_T), is_sampled(batch)[batch.sequence_T]
+        old_T = logps_T.detach()
+        if batch.old_logps_T is not None:
+            old_T = torch.where(sampled_T, batch.old_logps_T, old_T)
+        ratio_T = self._ratio(logps_T - old_T, batch)
+        correction_T, metrics = self._sampler_correction(old_T, batch)
+        loss_T, more_metrics = self._surrogate(logps_T, old_T, ratio_T, correction_T, batch)
+        metrics |= more_metrics
+        metrics["entropy"] = Mean.over(given(out.entropy_T), sampled_T)
+
+        top_T = sampled_T
+        if self.needs_preparation:
+            top_T = sampled_T & (given(out.entropy_T) >= prepared["entropy_threshold"])
+        loss_T = torch.where(top_T, loss_T, 0.0)
+        if self.beta:
+            kl_T = reference_kl(logps_T, given(out.ref_logps_T))
+            metrics["kl"] = Mean.over(kl_T, sampled_T)
+            loss_T = loss_T + self.beta * sampled_T * (kl_T * ratio_T if self.use_bias_correction_kl else kl_T)
+
+        if self.loss_type in ("grpo", "sapo"):
+            loss_T = loss_T / sequence_length(batch)[batch.sequence_T]
+        if self.loss_type == "dr_grpo":
+            loss_T = loss_T / self.max_completion_length
+        sums = {DIVISOR[self.loss_type]: loss_T.sum()}
+        if self.entropy_coef:
+            bonus = self.entropy_coef * (given(out.entropy_T) * top_T).sum() / prepared.get("entropy_share", 1.0)
+            sums["tokens"] = sums.get("tokens", 0.0) - bonus
+        return Loss(sums, metrics)
+
+    def _ratio(self, log_ratio_T: Tensor, batch: Batch) -> Tensor:
+        if self.importance_sampling_level == "sequence":
+            log_ratio_T = sequence_mean(log_ratio_T, batch)[batch.sequence_T]
+        return log_ratio_T.exp()
+
+    def _sampler_correction(self, old_T: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Mean]]:
+        """Importance weight of each token for what separates the sampler from the trainer, and its metrics."""
+        if batch.sampler_logps_T is None or self.sampler_correction is False:
+            return torch.ones_like(old_T), {}
+        sampled_T = is_sampled(batch)[batch.sequence_T]
+        gap_T = sampler_gap(old_T, batch.sampler_logps_T)
+        correction_T = sampler_correction(
+            gap_T, batch, self.correction_mode, self.sampler_correction_floor, self.sampler_correction_cap
+        )
+        return correction_T, {
+            "sampling/sampling_logp_difference/mean": Mean.over(gap_T.abs(), sampled_T),
+            "sampling/importance_sampling_ratio/mean": Mean.over(correction_T, sampled_T),
+        }
+
+    def _surrogate(
+        self, logps_T: Tensor, old_T: Tensor, ratio_T: Tensor, correction_T: Tensor, batch: Batch
+    ) -> tuple[Tensor, dict[str, Mean]]:
+        """The policy term of each token, corrected for the sampler, and its metrics."""
+        sampled_S = is_sampled(batch)
+        advantage_S = torch.where(sampled_S, given(batch.advantage_S), 0.0)
+        advantage_T, sampled_T = advantage_S[batch.sequence_T], sampled_S[batch.sequence_T]
+        high = self.epsilon if self.epsilon_high is None else self.epsilon_high
+        metrics: dict[str, Mean] = {}
+        if self.loss_type == "vespo":
+            log_weight_S = sequence_sum((logps_T - old_T).detach().clamp(-20, 20) + correction_T.log(), batch)
+            positive, negative = (self.vespo_k_pos, self.vespo_lambda_pos), (self.vespo_k_neg, self.vespo_lambda_neg)
+            weight_S = vespo_weight(log_weight_S, advantage_S, positive, negative)
+            metrics["vespo/phi_seq_mean"] = Mean.over(weight_S, sampled_S)
+            loss_T = -weight_S[batch.sequence_T] * advantage_T * logps_T
+        elif self.loss_type == "cispo":
+            metrics["cispo_clip_ratio"] = Mean.over((ratio_T > 1 + high) & (advantage_T > 0), sampled_T)
+            loss_T = correction_T * cispo(logps_T, ratio_T, advantage_T, high)
+        elif self.loss_type == "sapo":
+            loss_T = correction_T * sapo(ratio_T, advantage_T, self.sapo_temperature_pos, self.sapo_temperature_neg)
+        else:
+            metrics |= clip_metrics(ratio_T, advantage_T, sampled_T, self.epsilon, high)
+            loss_T = correction_T * clipped(ratio_T, advantage_T, self.epsilon, high, self.delta)
+
+        if self.off_policy_mask_threshold is not None:
+            sampler_T = old_T if batch.sampler_logps_T is None else batch.sampler_logps_T
+            drift_S = sequence_mean(-sampler_gap(logps_T, sampler_T), batch)
+            kept_S = (advantage_S >= 0) | (drift_S <= self.off_policy_mask_threshold)
+            metrics["sampling/off_policy_kept"] = Mean.over(kept_S, sampled_S)
+            loss_T = loss_T * kept_S[batch.sequence_T]
+        return loss_T, metrics
+
+
+def is_sampled(batch: Batch) -> Tensor:
+    """True for the sequences that the policy wrote; a demonstration (label 1) is none."""
+    if batch.label_S is None:
+        return torch.ones(batch.num_sequences, dtype=torch.bool, device=batch.sequence_T.device)
+    return batch.label_S == 0
+
+
+def clip_metrics(ratio_T: Tensor, advantage_T: Tensor, sampled_T: Tensor, low: float, high: float) -> dict[str, Mean]:
+    """Shares of tokens whose gradient the clip removed."""
+    below_T = (ratio_T < 1 - low) & (advantage_T < 0)
+    above_T = (ratio_T > 1 + high) & (advantage_T > 0)
+    return {
+        "clip_ratio/low_mean": Mean.over(below_T, sampled_T),
+        "clip_ratio/high_mean": Mean.over(above_T, sampled_T),
+        "clip_ratio/region_mean": Mean.over(below_T | above_T, sampled_T),
+    }

@@ -1,0 +1,66 @@
+"""Token losses of the policy gradient: log-probs and advantages in, one loss for each token out."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from upweight.methods.base import sequence_sum
+from upweight.types import Batch
+
+
+def clipped(ratio_T: Tensor, advantage_T: Tensor, low: float, high: float, cap: float | None) -> Tensor:
+    """PPO's pessimistic surrogate; `cap` also bounds the ratio of negative advantages (two-sided clip)."""
+    free_T = ratio_T if cap is None else ratio_T.clamp(max=cap)
+    return -torch.minimum(free_T * advantage_T, ratio_T.clamp(1 - low, 1 + high) * advantage_T)
+
+
+def cispo(logps_T: Tensor, ratio_T: Tensor, advantage_T: Tensor, high: float) -> Tensor:
+    """CISPO (arXiv:2506.13585): a likelihood weighted by the capped ratio, which itself gets no gradient."""
+    return -ratio_T.detach().clamp(max=1 + high) * advantage_T * logps_T
+
+
+def sapo(ratio_T: Tensor, advantage_T: Tensor, positive: float, negative: float) -> Tensor:
+    """SAPO: a soft gate around ratio 1 in place of the clip, with its own temperature for each sign."""
+    tau_T = torch.where(advantage_T > 0, positive, negative)
+    return -4 / tau_T * torch.sigmoid(tau_T * (ratio_T - 1)) * advantage_T
+
+
+def vespo_weight(
+    log_weight_S: Tensor, advantage_S: Tensor, positive: tuple[float, float], negative: tuple[float, float]
+) -> Tensor:
+    """VESPO: the weight of a sequence from its log importance weight; `positive` and `negative` are (k, lambda)."""
+    log_weight_S = log_weight_S.detach().clamp(math.log(1e-8), 20.0)
+    k_S = torch.where(advantage_S >= 0, positive[0], negative[0])
+    decay_S = torch.where(advantage_S >= 0, positive[1], negative[1])
+    return torch.exp(decay_S + k_S * log_weight_S - decay_S * log_weight_S.exp())
+
+
+def reference_kl(logps_T: Tensor, ref_logps_T: Tensor) -> Tensor:
+    """The low-variance estimate of the KL from the reference, never negative."""
+    gap_T = ref_logps_T - logps_T
+    return torch.expm1(gap_T) - gap_T
+
+
+def sampler_gap(trainer_logps_T: Tensor, sampler_logps_T: Tensor) -> Tensor:
+    """Log-prob under the trainer minus that under the sampler; 0 where the sampler reported none."""
+    return (trainer_logps_T - sampler_logps_T).detach().nan_to_num(0.0)
+
+
+def sampler_correction(gap_T: Tensor, batch: Batch, mode: str, floor: float | None, cap: float) -> Tensor:
+    """Importance weights for tokens that the sampler drew from slightly different weights than the trainer's."""
+    if mode.startswith("sequence"):
+        gap_T = sequence_sum(gap_T, batch)[batch.sequence_T]
+    weight_T = gap_T.exp()
+    lowest = 0.0 if floor is None else floor
+    if mode.endswith("truncate"):
+        return weight_T.clamp(lowest, cap)
+    return torch.where((weight_T >= lowest) & (weight_T <= cap), weight_T, 0.0)
+
+
+def quantile(values: Tensor, share: float) -> Tensor:
+    """Linear quantile of any number of values (torch.quantile stops at 16 million)."""
+    place = share * (len(values) - 1)
+    below = int(place)
+    ordered = values.sort().values
+    return torch.lerp(ordered[below], ordered[min(below + 1, len(values) - 1)], place - below)

@@ -1,0 +1,39 @@
+"""SFT: maximum likelihood of the scored tokens, optionally weighted by their own probability."""
+
+from typing import ClassVar, Literal
+
+from torch import Tensor
+
+from upweight.methods.base import Method, given, scalar
+from upweight.settings import setting
+from upweight.types import Batch, Loss, Mean, Outputs
+
+
+class SFT(Method):
+    """Supervised fine-tuning on text."""
+
+    name: ClassVar[str] = "sft"
+    data: ClassVar = "text"
+    learning_rate: ClassVar[float] = 2e-5
+
+    loss_type: Literal["nll", "dft"] = setting(
+        "sft_loss_type",
+        "nll",
+        "Per-token loss: nll is the negative log-prob, dft weights it by the token's probability.",
+    )
+
+    @property
+    def statistics(self) -> frozenset[str]:
+        return frozenset({"entropy_T", "is_top_T"})
+
+    def count(self, batch: Batch) -> dict[str, Tensor]:
+        return {"tokens": scalar(len(batch.sequence_T), batch)}
+
+    def loss(self, out: Outputs, batch: Batch, prepared: dict[str, Tensor]) -> Loss:
+        logps_T = given(out.logps_T)
+        loss_T = -logps_T * logps_T.detach().exp() if self.loss_type == "dft" else -logps_T
+        metrics = {
+            "entropy": Mean.of(given(out.entropy_T)),
+            "mean_token_accuracy": Mean.of(given(out.is_top_T)),
+        }
+        return Loss({"tokens": loss_T.sum()}, metrics)

@@ -1,0 +1,1 @@
+"""Load a model and its tokenizer, attach adapters, keep float32 masters and a reference, write the result."""

@@ -1,0 +1,141 @@
+"""Float32 masters for trained weights, cast once per optimizer step.
+
+The registered parameter is the master, so that the optimizer, clipping, DDP, state dicts and checkpoints are the
+stock ones. Forwards read a copy in the compute dtype: it lies under the same name in the module's `__dict__`, which
+Python looks up before the registered parameters. The copy is the result of one recorded cast that keeps no tensors,
+so every backward may pass through it; it hands the gradient on as float32, and micro-batches add up in float32.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from peft import PeftModel
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from upweight.log import warn_once
+
+HALF = (torch.bfloat16, torch.float16)
+Sharding = Literal["none", "ddp", "fsdp", "deepspeed"]
+
+
+@dataclass(frozen=True, eq=False)
+class TrainedWeight:
+    """A trained parameter, the dtype it is computed in, and every (module, attribute) that holds it."""
+
+    places: tuple[tuple[nn.Module, str], ...]
+    dtype: torch.dtype
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        module, name = self.places[0]
+        parameter = module._parameters[name]
+        assert parameter is not None
+        return parameter
+
+
+def trained_weights(model: nn.Module, dtype: torch.dtype) -> list[TrainedWeight]:
+    """The trained parameters of a model that computes in `dtype`; tied ones once, with all their places."""
+    architecture_chose = not isinstance(model, PeftModel) and any(p.dtype in HALF for p in model.parameters())
+    places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            if parameter.requires_grad and parameter.is_floating_point():
+                places.setdefault(parameter, []).append((module, name))
+
+    def compute_dtype(parameter: nn.Parameter, place: tuple[nn.Module, str]) -> torch.dtype:
+        copy = vars(place[0]).get(place[1])
+        if copy is not None:
+            return copy.dtype
+        # Beside half-precision weights, one in float32 was kept so by the architecture (a router, say).
+        return parameter.dtype if parameter.dtype in HALF or architecture_chose else dtype
+
+    return [TrainedWeight(tuple(at), compute_dtype(parameter, at[0])) for parameter, at in places.items()]
+
+
+def set_up_precision(
+    model: nn.Module, dtype: torch.dtype, *, sharding: Sharding = "none", pure: bool = False
+) -> "ComputeCopies | None":
+    """Bring a model to `dtype` with float32 masters of trained weights; None where no copies are kept here.
+
+    FSDP2 casts float32 shards by its own mixed-precision policy, and DeepSpeed keeps masters itself.
+    """
+    weights = trained_weights(model, dtype)
+    if not any(p.dtype in HALF for p in model.parameters()):
+        for parameter in model.parameters():
+            if not parameter.requires_grad and parameter.dtype == torch.float32:
+                parameter.data = parameter.data.to(dtype)
+    if pure or sharding == "deepspeed":
+        for weight in weights:
+            weight.parameter.data = weight.parameter.data.to(weight.dtype)
+        if pure and any(weight.dtype in HALF for weight in weights):
+            warn_once(
+                f"training {str(dtype).removeprefix('torch.')} weights without float32 masters: at small learning rates "
+                "most updates are lost by rounding; `bf16: true` keeps masters"
+            )
+        return None
+    for weight in weights:
+        weight.parameter.data = weight.parameter.data.float()
+    halves = [weight for weight in weights if weight.dtype in HALF]
+    return ComputeCopies(model, halves) if sharding != "fsdp" and halves else None
+
+
+class ComputeCopies:
+    """The compute-dtype copies of a model's float32 masters, refreshed after each step of the optimizers it follows."""
+
+    def __init__(self, model: nn.Module, weights: list[TrainedWeight]) -> None:
+        self._weights = weights
+        self._copies: list[Tensor] = []
+        self._handles: list[Any] = [
+            model.register_forward_pre_hook(self._before_forward),
+            model.register_load_state_dict_post_hook(lambda *_: self.rebuild()),
+        ]
+        self.rebuild()
+
+    def rebuild(self) -> None:
+        """Make every copy anew, for masters that moved to another device or were replaced."""
+        with torch.inference_mode(False), torch.enable_grad():
+            self._copies = [weight.parameter.to(weight.dtype) for weight in self._weights]
+        for weight, copy in zip(self._weights, self._copies, strict=True):
+            for module, name in weight.places:
+                vars(module)[name] = copy
+
+    def refresh(self) -> None:
+        """Write the masters' values into the copies, in place: whoever holds a copy sees the new values."""
+        with torch.inference_mode(False), torch.no_grad():
+            torch._foreach_copy_(self._copies, [weight.parameter for weight in self._weights])
+
+    def follow(self, optimizer: Optimizer) -> None:
+        """Refresh after each step of `optimizer` (a torch optimizer, or accelerate's wrapper of one)."""
+        inner = getattr(optimizer, "optimizer", optimizer)
+        self._handles.append(inner.register_step_post_hook(lambda *_: self.refresh()))
+
+    def remove(self) -> None:
+        """Let the model read its masters again: for merging, copying or tying weights."""
+        for handle in self._handles:
+            handle.remove()
+        for weight in self._weights:
+            for module, name in weight.places:
+                vars(module).pop(name, None)
+        self._handles, self._copies = [], []
+
+    def _before_forward(self, *_: Any) -> None:
+        if self._copies[0].device != self._weights[0].parameter.device:
+            self.rebuild()
+
+
+def computed_weights(model: nn.Module, state_dict: dict[str, Any], dtype: torch.dtype) -> Iterator[tuple[str, Any]]:
+    """A state dict's entries with trained weights in the dtype they are computed in instead of their masters'."""
+    copied = {
+        (f"{prefix}.{name}" if prefix else name): vars(module)[name].dtype
+        for prefix, module in model.named_modules()
+        for name, _ in module.named_parameters(recurse=False, remove_duplicate=False)
+        if name in vars(module)
+    }
+    for name, value in state_dict.items():
+        if isinstance(value, Tensor) and value.dtype == torch.float32:
+            yield name, value.to(copied.get(name, torch.float32) if copied else dtype)
+        else:
+            yield name, value

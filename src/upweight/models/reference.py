@@ -1,0 +1,290 @@
+"""The reference: the policy as it was at the start of the stage, computed with the policy's own module where possible.
+
+Only trained weights can differ from the start, so a frozen copy of those alone, put in their place for the length of a
+forward, is the reference of any adapter and of a fully trained model alike; frozen weights exist once.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Literal, Protocol
+
+import torch
+from peft import PeftModel
+from peft.tuners.lora import LoraLayer
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from upweight.errors import UserError
+from upweight.models.precision import TrainedWeight, trained_weights
+
+AdapterState = Literal["none", "identity", "changed"]
+ReferenceKind = Literal["none", "precomputed", "adapter_off", "frozen_weights", "separate"]
+
+
+class Reference(Protocol):
+    """What computes reference log-probs."""
+
+    def use(self, wrapped: nn.Module) -> AbstractContextManager[nn.Module]:
+        """Inside the context, calling the module it yields is calling the reference; no gradients, no training."""
+        ...
+
+    def sync(self, alpha: float) -> None:
+        """Move the reference to `alpha * policy + (1 - alpha) * reference`."""
+        ...
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """What `sync` has changed, for a checkpoint; every rank must call it."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Go back to a saved state."""
+        ...
+
+
+def adapter_state(model: nn.Module) -> AdapterState:
+    """Whether a model has an adapter, and whether the adapter changes what the base model computes."""
+    if not isinstance(model, PeftModel):
+        return "none"
+    return "identity" if all(_is_identity(module) for module in model.modules()) else "changed"
+
+
+def _is_identity(module: nn.Module) -> bool:
+    if isinstance(module, LoraLayer):
+        return not any(
+            bool(parameter.any())
+            for name in module.active_adapters
+            for container in (module.lora_B, module.lora_embedding_B)
+            if name in container
+            for parameter in _parameters(container[name])
+        )
+    if isinstance(module, ModulesToSaveWrapper):
+        original = module.original_module.state_dict()
+        return all(
+            torch.equal(value, original[key].to(value.dtype))
+            for name in module.active_adapters
+            if name in module.modules_to_save
+            for key, value in module.modules_to_save[name].state_dict().items()
+        )
+    return not isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper)
+
+
+def _parameters(item: nn.Module | Tensor) -> list[Tensor]:
+    return list(item.parameters()) if isinstance(item, nn.Module) else [item]
+
+
+def reference_kind(
+    *,
+    needed: bool,
+    adapter: AdapterState,
+    precomputed: bool = False,
+    separate: bool = False,
+    synced: bool = False,
+) -> ReferenceKind:
+    """Which reference a run needs; `separate` asks for a model of its own, `synced` for one that follows the policy."""
+    if not needed:
+        return "none"
+    if synced and precomputed:
+        raise UserError(
+            "sync_ref_model: a reference that follows the policy cannot be precomputed; "
+            "drop one of sync_ref_model and precompute_ref_log_probs"
+        )
+    if synced and separate and adapter != "none":
+        raise UserError(
+            "sync_ref_model: a separate reference model cannot follow an adapter; drop rl_adapter_ref_model: "
+            "the reference is then a copy of the adapter, and follows it"
+        )
+    if precomputed:
+        return "precomputed"
+    if separate:
+        return "separate"
+    return "adapter_off" if adapter == "identity" and not synced else "frozen_weights"
+
+
+def make_reference(
+    kind: ReferenceKind,
+    policy: nn.Module,
+    dtype: torch.dtype,
+    *,
+    synced: bool = False,
+    separate_model: nn.Module | None = None,
+) -> Reference | None:
+    """The reference of this kind for the unwrapped `policy`, before its first step; None where none is computed."""
+    if kind in ("none", "precomputed"):
+        return None
+    if kind == "adapter_off":
+        assert isinstance(policy, PeftModel)
+        return AdapterOff(policy)
+    if kind == "separate":
+        assert separate_model is not None
+        return SeparateModel(policy, separate_model)
+    return FrozenWeights(policy, dtype, synced=synced)
+
+
+class AdapterOff:
+    """The base model under an adapter that began as zero."""
+
+    def __init__(self, policy: PeftModel) -> None:
+        self._policy = policy
+
+    @contextmanager
+    def use(self, wrapped: nn.Module) -> Iterator[nn.Module]:
+        # PEFT switches the gradients of all adapters off and those of the active ones on again.
+        trained = {parameter: parameter.requires_grad for parameter in self._policy.parameters()}
+        tuner = self._policy.base_model
+        tuner.disable_adapter_layers()
+        try:
+            with torch.no_grad(), _evaluating(wrapped):
+                yield wrapped
+        finally:
+            tuner.enable_adapter_layers()
+            for parameter, requires_grad in trained.items():
+                if parameter.requires_grad != requires_grad:
+                    parameter.requires_grad_(requires_grad)
+
+    def sync(self, alpha: float) -> None:
+        raise AssertionError("the base model does not follow the policy: reference_kind(synced=True) decides so")
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        assert not state
+
+
+class FrozenWeights:
+    """The trained weights as they were, in the compute dtype, put in place of the present ones."""
+
+    def __init__(self, policy: nn.Module, dtype: torch.dtype, *, synced: bool) -> None:
+        self._policy = policy
+        names = {parameter: name for name, parameter in policy.named_parameters()}
+        self._weights: dict[str, TrainedWeight] = {}
+        self._values: dict[str, Tensor] = {}
+        self._averages: dict[str, Tensor] = {}  # float32: small alphas vanish in the rounding of half precision
+        for weight in trained_weights(policy, dtype):
+            name, parameter = names[weight.parameter], weight.parameter
+            if hasattr(parameter, "ds_id"):
+                raise UserError(
+                    "the reference cannot be a copy of the trained weights under DeepSpeed ZeRO-3; "
+                    "set precompute_ref_log_probs: true, or use FSDP"
+                )
+            self._weights[name] = weight
+            self._values[name] = parameter.detach().to(weight.dtype, copy=True)
+            if synced:
+                self._averages[name] = parameter.detach().float().clone()
+
+    @contextmanager
+    def use(self, wrapped: nn.Module) -> Iterator[nn.Module]:
+        self._place(self._values)
+        in_place = any(isinstance(value, DTensor) for value in self._values.values())
+        with self._exchanged_shards() if in_place else self._shadowed(), torch.no_grad(), _evaluating(wrapped):
+            yield wrapped
+
+    def sync(self, alpha: float) -> None:
+        self._place(self._averages)
+        with torch.no_grad():
+            for name, average in self._averages.items():
+                average.lerp_(self._weights[name].parameter.detach().float(), alpha)
+                self._values[name].copy_(average)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {
+            name: average.full_tensor() if isinstance(average, DTensor) else average
+            for name, average in self._averages.items()
+        }
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        assert state.keys() == self._averages.keys(), "the saved reference belongs to another model"
+        for name, average in state.items():
+            self._averages[name] = average.float().clone()
+            self._values[name] = average.to(self._values[name].dtype, copy=True)
+        self._place(self._averages)
+        self._place(self._values)
+
+    def _place(self, tensors: dict[str, Tensor]) -> None:
+        """Bring frozen tensors to where the trained weights are by now: another device, or shards."""
+        for name, tensor in tensors.items():
+            parameter = self._weights[name].parameter
+            if isinstance(parameter, DTensor) and not isinstance(tensor, DTensor):
+                tensors[name] = distribute_tensor(
+                    tensor.to(parameter.device), parameter.device_mesh, parameter.placements
+                )
+            elif tensor.device != parameter.device:
+                tensors[name] = tensor.to(parameter.device)
+
+    @contextmanager
+    def _shadowed(self) -> Iterator[None]:
+        places = [(vars(m), at, name) for name, weight in self._weights.items() for m, at in weight.places]
+        kept = [attributes.get(at) for attributes, at, _ in places]
+        for attributes, at, name in places:
+            attributes[at] = self._values[name]
+        try:
+            yield
+        finally:
+            for (attributes, at, _), before in zip(places, kept, strict=True):
+                if before is None:
+                    del attributes[at]
+                else:
+                    attributes[at] = before
+
+    @contextmanager
+    def _exchanged_shards(self) -> Iterator[None]:
+        """FSDP gathers from its shards, so their values are exchanged and nothing gathered earlier is used."""
+        shards = [weight.parameter.detach() for weight in self._weights.values()]
+        kept = [shard.clone() for shard in shards]
+        _copy_all(shards, list(self._values.values()))
+        _drop_gathered(self._policy)
+        try:
+            yield
+        finally:
+            _copy_all(shards, kept)
+            _drop_gathered(self._policy)
+
+
+class SeparateModel:
+    """A frozen model of its own."""
+
+    def __init__(self, policy: nn.Module, model: nn.Module) -> None:
+        self._policy, self._model = policy, model.requires_grad_(False).eval()
+
+    @contextmanager
+    def use(self, wrapped: nn.Module) -> Iterator[nn.Module]:
+        with torch.no_grad():
+            yield self._model
+
+    def sync(self, alpha: float) -> None:
+        policy = dict(self._policy.named_parameters())
+        with torch.no_grad():
+            for name, parameter in self._model.named_parameters():
+                parameter.lerp_(policy[name].to(parameter), alpha)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return dict(self._model.state_dict())
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        self._model.load_state_dict(state)
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Dropout off for the length of the context."""
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)
+
+
+def _copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
+    with torch.no_grad():
+        for target, source in zip(targets, sources, strict=True):
+            target.copy_(source)
+
+
+def _drop_gathered(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

@@ -1,0 +1,33 @@
+"""Write the trained model or adapter for others to load."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from upweight.models.precision import computed_weights
+
+
+def save_model(
+    model: PreTrainedModel | PeftModel,
+    folder: Path | str,
+    dtype: torch.dtype,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    state_dict: dict[str, Any] | None = None,
+) -> None:
+    """Write full weights in the compute dtype, or the trained adapter in float32, and the tokenizer.
+
+    `state_dict` is given where gathering the weights is a joint act of all ranks.
+    """
+    if isinstance(model, PeftModel):
+        model.save_pretrained(str(folder), state_dict=state_dict, selected_adapters=list(model.active_adapters))
+    else:
+        weights = dict(computed_weights(model, state_dict or model.state_dict(), dtype))
+        model.save_pretrained(str(folder), state_dict=weights)
+        # save_pretrained notes the dtype of the masters, which `dtype="auto"` would then load.
+        model.config.dtype = dtype
+        model.config.save_pretrained(str(folder))
+    if tokenizer is not None:
+        tokenizer.save_pretrained(str(folder))

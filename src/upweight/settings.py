@@ -1,0 +1,81 @@
+"""How a piece of code declares its YAML keys: a Section of settings, each with its path, default and one sentence."""
+
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any, Union, get_args, get_origin
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic.fields import FieldInfo
+
+
+def setting(path: str, default: Any, help: str, *, also: tuple[str, ...] = (), **limits: Any) -> Any:
+    """A field read from `path` in the YAML (`trl.beta`), or from one of `also`; `limits` are pydantic's."""
+    return Field(default, description=help, json_schema_extra={"path": path, "also": list(also)}, **limits)
+
+
+def inline(section: type["Section"]) -> Any:
+    """A field that is itself a Section whose settings keep their own YAML paths."""
+    return Field(default_factory=section, json_schema_extra={"inline": True})
+
+
+class Strict(BaseModel):
+    """A frozen model that knows its keys and takes no others; `true` is not a number."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=(), validate_default=False
+    )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _a_bool_is_not_a_number(cls, value: Any, info: ValidationInfo) -> Any:
+        annotation = cls.model_fields[info.field_name or ""].annotation
+        if isinstance(value, bool) and not _admits(annotation, bool):
+            raise ValueError(f"{str(value).lower()} is not a valid value here")
+        return value
+
+
+class Section(Strict):
+    """Settings that belong together, named by what they are, read from the YAML paths people know."""
+
+
+@dataclass(frozen=True)
+class Key:
+    """One YAML path and the field behind it."""
+
+    path: str
+    section: type[Section]
+    where: tuple[str, ...]  # attribute path from the top section to the section that owns the field
+    name: str
+    field: FieldInfo
+    canonical: str  # the path that documentation shows; differs from `path` for alternative spellings
+
+
+def keys_of(section: type[Section], where: tuple[str, ...] = ()) -> Iterator[Key]:
+    """Every YAML path that a section and the sections inside it read."""
+    for name, field in section.model_fields.items():
+        extra = field.json_schema_extra
+        assert isinstance(extra, dict), f"{section.__name__}.{name} is not declared with setting() or inline()"
+        if extra.get("inline"):
+            inner = field.annotation
+            assert isinstance(inner, type)
+            assert issubclass(inner, Section)
+            yield from keys_of(inner, (*where, name))
+            continue
+        canonical = str(extra["path"])
+        also = extra.get("also")
+        assert isinstance(also, list)
+        for path in (canonical, *(str(item) for item in also)):
+            yield Key(path, section, where, name, field, canonical)
+
+
+def _admits(annotation: Any, kind: type) -> bool:
+    """Whether a type annotation takes values of `kind` as they are."""
+    if annotation is Any or annotation is kind:
+        return True
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        return _admits(get_args(annotation)[0], kind)
+    if origin in (Union, types.UnionType):
+        return any(_admits(part, kind) for part in get_args(annotation))
+    return any(isinstance(value, kind) for value in get_args(annotation)) if origin is not None else False

@@ -1,0 +1,76 @@
+"""The command as a person runs it: what it prints, where, and how it exits."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+SAMPLE = Path(__file__).parents[1] / "config" / "samples" / "grpo_async.yaml"
+
+
+def upweight(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "upweight", *arguments], capture_output=True, text=True, check=False, env=os.environ
+    )
+
+
+def test_a_good_config_is_ok():
+    done = upweight("validate", str(SAMPLE), "trl.beta=0.5")
+    assert (done.stdout, done.returncode) == ("ok\n", 0)
+    assert "trl.use_data_producer: nothing to do" in done.stderr
+
+
+def test_user_errors_print_one_line_each_and_exit_2():
+    done = upweight("validate", str(SAMPLE), "trl.num_generation=4", "sed=1")
+    assert (done.stdout, done.returncode) == ("", 2)
+    assert done.stderr.splitlines() == [
+        "trl.num_generation: unknown key. Did you mean 'num_generations'?",
+        "sed: unknown key. Did you mean 'seed'?",
+    ]
+
+
+def test_a_fragment_is_checked_as_one(tmp_path):
+    part = tmp_path / "part.yaml"
+    part.write_text("trl: {beta: 0.1}\n")
+    assert upweight("validate", "--fragment", str(part)).stdout == "ok\n"
+    assert upweight("validate", str(part)).returncode == 2
+
+
+def test_a_missing_file_and_a_missing_command_exit_2():
+    assert upweight("validate", "nowhere.yaml").returncode == 2
+    assert upweight("trian").returncode == 2
+
+
+def test_the_unexpected_exits_1_with_a_traceback(tmp_path):
+    broken = tmp_path / "pydantic"
+    broken.mkdir()
+    (broken / "__init__.py").write_text("raise RuntimeError('broken installation')")
+    done = subprocess.run(
+        [sys.executable, "-m", "upweight", "validate", str(SAMPLE)],
+        capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": str(tmp_path)},
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "Traceback" in done.stderr
+
+
+def test_schema_is_json_and_knows_nested_keys():
+    schema = json.loads(upweight("schema").stdout)
+    assert "num_generations" in schema["properties"]["trl"]["properties"]
+    assert schema["additionalProperties"] is False
+
+
+def test_help_needs_no_heavy_import():
+    code = "import sys, upweight.cli.app; print([m for m in ('torch', 'transformers', 'pydantic') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_validate_needs_no_transformers():
+    code = (
+        "import sys; from pathlib import Path; from upweight.cli.validate import run;"
+        f"run(Path({str(SAMPLE)!r}), [], fragment=False);"
+        "print([m for m in ('transformers', 'datasets', 'peft') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"

@@ -1,0 +1,165 @@
+"""One file in, a checked config out; every error at once, each with its place and a remedy."""
+
+from pathlib import Path
+
+import pytest
+
+from upweight.config import load_config, parse_config
+from upweight.errors import UserError
+
+WHOLE = {"base_model": "some/model", "datasets": [{"path": "rows.jsonl", "type": "chatml.intel"}]}
+
+
+def parse(content, *, fragment=False):
+    return parse_config(content, folder=Path(), fragment=fragment)
+
+
+def errors_of(content, *, fragment=False):
+    with pytest.raises(UserError) as caught:
+        parse(content, fragment=fragment)
+    return str(caught.value).splitlines()
+
+
+def test_a_whole_config_is_read_into_its_sections():
+    config = parse({**WHOLE, "rl": "dpo", "rl_beta": 0.3, "learning_rate": "5e-6", "adapter": "lora", "lora_r": 8,
+                    "lora_target_linear": True})  # fmt: skip
+    assert config.method.name == "dpo"
+    assert config.method.model_dump()["beta"] == 0.3
+    assert config.optim.learning_rate == 5e-6
+    assert (config.adapter.kind, config.adapter.rank) == ("lora", 8)
+    assert config.data.datasets[0].type == "chatml.intel"
+
+
+def test_a_config_is_frozen():
+    with pytest.raises(ValueError, match="frozen"):
+        parse(WHOLE).optim.seed = 3
+
+
+def test_all_errors_come_at_once_with_path_reason_and_suggestion():
+    found = errors_of(
+        {
+            "base_model": "m",
+            "rl": "grpo",
+            "num_generations": 4,
+            "trl": {"num_generation": 4, "beta": "much", "epsilon": -1, "reward_funcs": ["r.f"]},
+            "datasets": [{"pat": "x", "path": "y"}, {"path": "z", "type": {"field_promt": "p"}}],
+        }
+    )
+    assert found == [
+        "num_generations: belongs under 'trl'",
+        "trl.num_generation: unknown key. Did you mean 'num_generations'?",
+        "datasets[0].pat: unknown key. Did you mean 'path'?",
+        "datasets[1].type.field_promt: unknown key. Did you mean 'field_prompt'?",
+        "trl.beta: expected a number, got 'much'.",
+        "trl.epsilon: must be at least 0.0, got -1",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ({"trl": {"learning_rate": 1e-5}}, "trl.learning_rate: belongs at the top level"),
+        ({"split": "train"}, "split: belongs under 'datasets[...]'"),
+        ({"rl": "dpoo"}, "Did you mean 'dpo'?"),
+        ({"rl": "reward_trainer"}, "rl: expected one of"),
+        ({"bf16": "maybe"}, "bf16: expected true or false or auto, got 'maybe'."),
+        ({"micro_batch_size": True}, "micro_batch_size: true is not a valid value here"),
+        ({"micro_batch_size": 0}, "micro_batch_size: must be greater than 0, got 0"),
+        ({"micro_batch_size": 1.5}, "micro_batch_size: expected a whole number, got 1.5."),
+        ({"learning_rate": float("nan")}, "learning_rate: expected a number, got nan."),
+        ({"trl": 3}, "trl: expected a mapping of keys, got 3"),
+        ({"datasets": {"path": "x"}}, "datasets: expected a list, got {'path': 'x'}."),
+        ({"datasets": ["x"]}, "datasets[0]: expected a mapping, got 'x'."),
+        ({"optimizer": "adamw_torch_fusd"}, "Did you mean 'adamw_torch_fused'?"),
+        ({1: 2}, "1: unknown key."),
+        ({"special_tokens": {"pad": "x"}}, "special_tokens.pad: unknown key. Did you mean 'pad_token'?"),
+        (
+            {"rl": "dpo", "kto_desirable_weight": 1.0},
+            "kto_desirable_weight: belongs to rl: kto, but this config has rl: dpo",
+        ),
+        (
+            {"rl": "grpo", "rl_beta": 0.1, "trl": {"beta": 0.2}},
+            "contradicts 'rl_beta', which means the same. Keep one.",
+        ),
+        ({"dpo_beta": 0.1, "rl_beta": 0.2, "rl": "dpo"}, "dpo_beta: contradicts 'rl_beta', which is its new name."),
+        ({"relora": True}, "relora: not supported; use full fine-tuning or LoRA"),
+        ({"plugins": ["some.Plugin"]}, "plugins: 'some.Plugin' is not supported."),
+        ({"flash_attention": True, "flex_attention": True}, "flash_attention and flex_attention are set. Keep one."),
+        ({"flash_attention": True, "attn_implementation": "sdpa"}, "flash_attention and attn_implementation are set."),
+    ],
+)
+def test_what_is_wrong_is_said(content, expected):
+    assert expected in "\n".join(errors_of(content, fragment=True))
+
+
+@pytest.mark.parametrize("value", [None, False, "", [], {}])
+def test_a_key_we_do_not_have_may_ask_for_nothing(value):
+    assert parse({"relora": value, "use_comet": value}, fragment=True).notices == ()
+
+
+def test_null_means_unset():
+    config = parse({"rl": "grpo", "trl": {"max_completion_length": None, "loss_type": "dr_grpo"}}, fragment=True)
+    assert config.method.model_dump()["policy"]["max_completion_length"] == 256
+
+
+def test_keys_that_hold_by_construction_are_noted_once():
+    config = parse({"sample_packing": True, "trl": {"use_liger_loss": True}, "strict": False}, fragment=True)
+    assert [notice.partition(":")[0] for notice in config.notices] == ["sample_packing", "trl.use_liger_loss"]
+
+
+def test_older_spellings_are_mapped_and_noted():
+    config = parse(
+        {
+            "rl": "dpo",
+            "dpo_beta": 0.2,
+            "sdp_attention": True,
+            "evaluation_strategy": "no",
+            "fsdp": ["full_shard", "auto_wrap"],
+            "fsdp_config": {"fsdp_transformer_layer_cls_to_wrap": "Block", "fsdp_sharding_strategy": "SHARD_GRAD_OP"},
+        },
+        fragment=True,
+    )
+    assert config.method.model_dump()["beta"] == 0.2
+    assert config.model.attention == "sdpa"
+    assert config.run.eval_strategy == "no"
+    assert (config.sharding.wrap_layers, config.sharding.reshard) == ("Block", False)
+    assert sum("is now called" in notice for notice in config.notices) == 6
+
+
+def test_overrides_reach_nested_keys_and_list_items(tmp_path):
+    file = tmp_path / "c.yaml"
+    file.write_text("base_model: m\nrl: grpo\ntrl: {reward_funcs: [r.f]}\ndatasets: [{path: a}]\n")
+    config = load_config(file, ["trl.beta=0.01", "micro_batch_size=2", "datasets.0.path=b", "datasets[0].split=test"])
+    assert config.method.model_dump()["policy"]["beta"] == 0.01
+    assert config.optim.micro_batch_size == 2
+    assert (config.data.datasets[0].path, config.data.datasets[0].split) == ("b", "test")
+
+
+@pytest.mark.parametrize(
+    "override", ["trl.beta", "=3", "datasets.7.path=x", "base_model.x=1", "seed=[", "datasets.x=1"]
+)
+def test_bad_overrides_are_user_errors(tmp_path, override):
+    file = tmp_path / "c.yaml"
+    file.write_text("base_model: m\ndatasets: [{path: a}]\n")
+    with pytest.raises(UserError):
+        load_config(file, [override])
+
+
+def test_learning_rate_follows_the_method_and_the_adapter():
+    def rate(**keys):
+        return parse({**WHOLE, **keys}, fragment=True).optim.learning_rate
+
+    assert rate() == 2e-5
+    assert rate(rl="dpo") == 1e-6
+    assert rate(rl="dpo", adapter="lora") == 5e-6
+    assert rate(rl="grpo", adapter="lora") == 1e-5
+    assert rate(rl="grpo", adapter="lora", learning_rate=3e-4) == 3e-4
+
+
+def test_a_fragment_needs_no_required_keys_and_a_whole_config_does():
+    parse({"rl": "grpo"}, fragment=True)
+    assert errors_of({"rl": "grpo"}) == [
+        "base_model: missing. Name the model to train: a hub id or a folder.",
+        "datasets: missing. List what to train on.",
+        "trl.reward_funcs: missing. A group of completions is compared by rewards: name at least one.",
+    ]

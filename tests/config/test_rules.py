@@ -1,0 +1,103 @@
+"""Rules across keys: each has a config that breaks it and one that does not."""
+
+from pathlib import Path
+
+import pytest
+
+from upweight.config import parse_config
+from upweight.config.resolve import generation_batch
+from upweight.config.rules import ERRORS, EXCLUSIVE, WARNINGS, WHOLE_CONFIG
+from upweight.errors import UserError
+
+WHOLE = {"base_model": "m", "datasets": [{"path": "d"}]}
+LORA = {"adapter": "lora", "lora_target_linear": True}
+GRPO = {**WHOLE, "rl": "grpo", "trl": {"reward_funcs": ["r.f"]}}
+
+BROKEN = {
+    "model_is_named": {"datasets": [{"path": "d"}]},
+    "data_is_named": {"base_model": "m"},
+    "rewards_are_named": {**WHOLE, "rl": "gdpo"},
+    "ebft_has_its_block": {**WHOLE, "rl": "ebft"},
+    "adapter_has_targets": {**WHOLE, "adapter": "lora"},
+    "evaluation_has_data": {**WHOLE, "eval_steps": 5},
+    "gym_is_complete": {**GRPO, "nemo_gym_enabled": True},
+    "half_precisions_exclude_each_other": {**WHOLE, "bf16": True, "fp16": True},
+    "quantised_weights_need_an_adapter": {**WHOLE, "load_in_8bit": True},
+    "qlora_needs_4_bits": {**WHOLE, **LORA, "adapter": "qlora"},
+    "adapter_folder_needs_an_adapter": {**WHOLE, "lora_model_dir": "x"},
+    "batch_size_divides": {**WHOLE, "batch_size": 5, "micro_batch_size": 2},
+    "weights_match_rewards": {**GRPO, "trl": {"reward_funcs": ["r.f"], "reward_weights": [1.0, 2.0]}},
+    "labels_match_the_head": {**WHOLE, "reward_model": True, "num_labels": 2},
+    "template_text_is_given": {**WHOLE, "chat_template": "jinja"},
+    "reasoning_names_its_parser": {**WHOLE, "vllm": {"enable_reasoning": True}},
+    "shard_exists": {**WHOLE, "datasets": [{"path": "d", "shards": 2, "shards_idx": 2}]},
+    "datasets_have_a_source": {**WHOLE, "datasets": [{"type": "chatml"}]},
+}
+ODD = {
+    "groups_fit_the_batch": {**GRPO, "micro_batch_size": 4},
+    "adapter_keys_need_an_adapter": {**WHOLE, "lora_r": 4},
+    "rollout_keys_need_rollouts": {**WHOLE, "rl": "dpo", "trl": {"temperature": 0.5}},
+    "run_ahead_needs_a_server": {**GRPO, "trl": {"reward_funcs": ["r.f"], "async_prefetch": True}},
+    "adapter_sync_needs_an_adapter": {**GRPO, "trl": {"reward_funcs": ["r.f"], "vllm_lora_sync": True}},
+    "truncated_sampling_is_not_comparable": {**GRPO, "trl": {"reward_funcs": ["r.f"], "use_vllm": True, "top_p": 0.9}},
+    "pure_bf16_loses_updates": {**WHOLE, "bfloat16": True},
+}
+
+
+def notices(content):
+    return parse_config(content, folder=Path()).notices
+
+
+@pytest.mark.parametrize("rule", [*ERRORS, *WHOLE_CONFIG], ids=lambda rule: rule.__name__)
+def test_each_error_rule_speaks_when_broken(rule):
+    if rule.__name__ not in BROKEN:
+        pytest.fail(f"give {rule.__name__} a config that breaks it")
+    with pytest.raises(UserError) as caught:
+        parse_config(BROKEN[rule.__name__], folder=Path())
+    assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("rule", WARNINGS, ids=lambda rule: rule.__name__)
+def test_each_warning_rule_speaks_when_it_should(rule):
+    assert len(notices(ODD[rule.__name__])) == 1
+
+
+@pytest.mark.parametrize(
+    "content", [WHOLE, {**WHOLE, **LORA}, GRPO, {**WHOLE, "rl": "ebft", "ebft": {"mode": "strided"}}]
+)
+def test_plain_configs_have_nothing_to_say(content):
+    assert notices(content) == ()
+
+
+@pytest.mark.parametrize("keys", EXCLUSIVE, ids=" ".join)
+def test_exclusive_keys(keys):
+    values = {"rl": "dpo", "fsdp": ["full_shard"], "deepspeed": "x.json", "test_datasets": [{"path": "d"}]}
+    flags = {"reward_model", "process_reward_model", "load_in_4bit", "load_in_8bit", "fp16", "bfloat16"}
+    content: dict = dict(WHOLE)
+    for key in keys[:2]:
+        block, dot, name = key.partition(".")
+        value = values.get(key, True if key in flags else 0.5 if "ratio" in key or key == "val_set_size" else 2)
+        if dot:
+            content.setdefault(block, {})[name] = value
+        else:
+            content[key] = value
+    with pytest.raises(UserError, match=f"cannot be used with '{keys[0]}'"):
+        parse_config(content, folder=Path())
+
+
+def test_groups_that_do_not_fit_are_mended_with_a_word():
+    config = parse_config({**GRPO, "micro_batch_size": 4}, folder=Path())
+    assert generation_batch(config) == 8
+    assert "'gradient_accumulation_steps: 2' would fit" in config.notices[0]
+    assert generation_batch(config, ranks=2) == 8
+    assert generation_batch(config, ranks=3) == 24
+
+
+def test_an_online_batch_is_one_group_when_nothing_is_said():
+    config = parse_config({**GRPO, "trl": {"reward_funcs": ["r.f"], "num_generations": 4}}, folder=Path())
+    assert (config.optim.micro_batch_size, config.optim.accumulation, generation_batch(config)) == (4, 1, 4)
+
+
+def test_batch_size_stands_for_accumulation():
+    config = parse_config({**WHOLE, "batch_size": 8, "micro_batch_size": 2}, folder=Path())
+    assert (config.optim.micro_batch_size, config.optim.accumulation) == (2, 4)

@@ -1,0 +1,53 @@
+"""YAML is read as people mean it, and refused where it cannot be meant."""
+
+from pathlib import Path
+
+import pytest
+
+from upweight.config.yaml_file import apply_overrides, read_yaml
+from upweight.errors import UserError
+
+
+def read(tmp_path: Path, text: str | bytes):
+    file = tmp_path / "c.yaml"
+    file.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return read_yaml(file)
+
+
+@pytest.mark.parametrize(("text", "value"), [("1e-5", 1e-5), ("5E-6", 5e-6), ("-1e3", -1e3), ("1.5e-4", 1.5e-4)])
+def test_exponents_are_numbers(tmp_path, text, value):
+    assert read(tmp_path, f"x: {text}") == {"x": value}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a: 1\na: 2\n", "line 2, column 1: key 'a' is repeated."),
+        ("a: [1\n", "line"),
+        ("a: &x [*x]\n", "nested"),
+        ("[" * 200 + "]" * 200, "not valid YAML"),
+        ("a: " + "[" * 60 + "]" * 60, "nested more than 40 levels deep"),
+        ("- 1\n", "must be a mapping of keys to values, not a list."),
+        ("word\n", "not the single value 'word'."),
+        ("", "is empty."),
+        (b"\xff\xfe\x00", "UTF-8"),
+        ("a: !!python/object:os.system {}\n", "could not determine a constructor"),
+        ("a: 2024-13-45\n", "not valid YAML"),
+    ],
+)
+def test_bad_files_are_user_errors(tmp_path, text, expected):
+    with pytest.raises(UserError, match=r"c\.yaml") as caught:
+        read(tmp_path, text)
+    assert expected in str(caught.value) or expected == "not valid YAML"
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(UserError, match=r"nothing\.yaml: cannot be read"):
+        read_yaml(tmp_path / "nothing.yaml")
+
+
+def test_overrides_do_not_touch_what_was_read():
+    content = {"trl": {"beta": 1}, "datasets": [{"path": "a"}]}
+    changed = apply_overrides(content, ["trl.beta=2", "datasets.0.path=b", "new.key=[1, 2]", "seed="])
+    assert content == {"trl": {"beta": 1}, "datasets": [{"path": "a"}]}
+    assert changed == {"trl": {"beta": 2}, "datasets": [{"path": "b"}], "new": {"key": [1, 2]}, "seed": None}

@@ -1,0 +1,55 @@
+import pytest
+
+from upweight.methods import METHODS, Method
+from upweight.settings import keys_of
+
+
+def test_methods_are_listed_by_their_own_names():
+    assert sorted(METHODS) == ["dpo", "ebft", "gdpo", "grpo", "ipo", "kto", "orm", "orpo", "prm", "sft", "simpo"]
+    assert len({method.__name__ for method in METHODS.values()}) == len(METHODS)
+    assert all(name == method.name for name, method in METHODS.items())
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_setting_says_its_effect_in_one_sentence(name):
+    for key in keys_of(METHODS[name]):
+        sentence = key.field.description
+        assert sentence, key.path
+        assert sentence[0].isupper(), key.path
+        assert sentence.endswith("."), key.path
+        assert ". " not in sentence, key.path
+        assert len(sentence) <= 120, key.path
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_no_two_settings_of_a_method_read_the_same_path(name):
+    paths = [key.path for key in keys_of(METHODS[name])]
+    assert len(paths) == len(set(paths))
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_methods_are_one_level_below_the_framework(name):
+    assert METHODS[name].__bases__ == (Method,)
+
+
+def test_learning_rates_follow_the_kind_of_method():
+    rates = {name: (method.learning_rate, method.lora_learning_rate) for name, method in METHODS.items()}
+    assert rates.pop("sft") == (2e-5, None)
+    assert rates.pop("ebft") == (1e-6, None)
+    assert {rates.pop(name) for name in ("grpo", "gdpo")} == {(1e-6, 1e-5)}
+    assert {rates.pop(name) for name in ("orm", "prm")} == {(1e-5, 1e-4)}
+    assert set(rates.values()) == {(1e-6, 5e-6)}
+
+
+def test_group_sizes_come_from_the_settings():
+    assert {name: METHODS[name]().group_size for name in ("dpo", "grpo", "gdpo", "ebft")} == {
+        "dpo": 1,
+        "grpo": 8,
+        "gdpo": 8,
+        "ebft": 8,
+    }
+    assert METHODS["ebft"].model_validate({"mode": "strided"}).group_size == 4
+
+
+def test_a_reference_is_asked_for_only_where_it_is_read():
+    assert {name for name, method in METHODS.items() if method().needs_reference} == {"dpo", "ipo", "kto"}

@@ -1,0 +1,16 @@
+from math import log
+
+import pytest
+
+from made_batches import made_batch, made_outputs, sigma, total_loss
+from upweight.methods import SimPO
+
+
+@pytest.mark.parametrize(("smoothing", "nll_weight"), [(0.0, 0.0), (0.1, 1.0)])
+def test_simpo_asks_for_a_margin_of_means(smoothing, nll_weight):
+    out = made_outputs([[-1.0, -0.4], [-2.0]])
+    batch = made_batch([2, 1], pair_P2=[[0, 1]])
+    x = 2.0 * (-0.7 + 2.0) - 0.5
+    expected = -(1 - smoothing) * log(sigma(x)) - smoothing * log(sigma(-x)) + nll_weight * 0.7
+    method = SimPO(beta=2.0, gamma=0.5, label_smoothing=smoothing, nll_weight=nll_weight)
+    assert total_loss(method, out, batch) == pytest.approx(expected)
