@@ -9,7 +9,7 @@ from typing import Any
 
 VOCABULARY = 32_000
 END = 0  # ends a completion; 1 is padding
-SHAPE = {
+SHAPE: dict[str, Any] = {
     "hidden_size": 256,
     "intermediate_size": 768,
     "num_hidden_layers": 6,
@@ -49,12 +49,12 @@ def _groups(rng: random.Random) -> list[dict[str, Any]]:
 
 
 def _pairs(rng: random.Random) -> list[dict[str, Any]]:
-    """Eight prompts of 64 to 256 tokens with two completions of 32 to 256 tokens."""
+    """Eight prompts of 64 to 256 tokens with two completions of 16 to 128 tokens."""
     return [
         {
             "prompt": _words(rng, rng.randint(64, 256)),
-            "chosen": [*_words(rng, rng.randint(31, 255)), END],
-            "rejected": [*_words(rng, rng.randint(31, 255)), END],
+            "chosen": [*_words(rng, rng.randint(15, 127)), END],
+            "rejected": [*_words(rng, rng.randint(15, 127)), END],
         }
         for _ in range(8)
     ]

@@ -83,7 +83,7 @@ def tiny(kind: str, auto=hf.AutoModelForCausalLM, **changes):
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.ndim > 1 and "A_log" not in name:
-                weight.mul_(4.0)
+                weight.mul_(12.0)
             elif weight.ndim == 1 and ("bias" in name or "sinks" in name):
                 weight.normal_()
     return model
@@ -146,7 +146,9 @@ def gradients(model, loss: torch.Tensor) -> dict[str, torch.Tensor]:
     """Backward, and every trained weight's gradient; the model is left without."""
     model.zero_grad(set_to_none=True)
     loss.backward()
-    found = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters() if p.requires_grad}
+    found = {
+        n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters() if p.requires_grad
+    }
     model.zero_grad(set_to_none=True)
     return found
 

@@ -23,14 +23,14 @@ from transformers import PreTrainedTokenizerFast, TrainerCallback  # noqa: E402
 torch.set_num_threads(int(sys.argv[2]))
 
 
-class Clock:
-    """Wall and CPU seconds spent in the training part of a step."""
+class OnDemand(TrainerCallback):
+    """Starts a step when a line comes in; answers with its seconds when its metrics are logged."""
 
     def __init__(self) -> None:
         self.wall_s = self.cpu_s = 0.0
 
-    def around(self, trainer: Any, method: str, sign: int) -> None:
-        """Count (or with sign -1 discount) the time that a method of the trainer takes."""
+    def clock(self, trainer: Any, method: str, sign: int) -> None:
+        """Count (sign 1) or discount (sign -1) the time that a method of the trainer takes."""
         inner = getattr(trainer, method)
 
         def timed(*args: Any, **kwargs: Any) -> Any:
@@ -42,21 +42,14 @@ class Clock:
 
         setattr(trainer, method, timed)
 
-
-class OnDemand(TrainerCallback):
-    """Starts a step when a line comes in; answers when its metrics are logged."""
-
-    def __init__(self, clock: Clock) -> None:
-        self.clock = clock
-
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if not sys.stdin.readline():
             sys.exit(0)
-        self.clock.__init__()
+        self.wall_s = self.cpu_s = 0.0
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **kwargs: Any) -> None:
-        answer = vars(self.clock) | {"loss": logs["loss"], "grad_norm": logs["grad_norm"]}
-        print(json.dumps(answer), file=ANSWERS, flush=True)
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        metrics = {key: kwargs["logs"][key] for key in ("loss", "grad_norm")}
+        print(json.dumps({"wall_s": self.wall_s, "cpu_s": self.cpu_s} | metrics), file=ANSWERS, flush=True)
 
 
 def settings(rows_per_step: int) -> dict[str, Any]:
@@ -85,7 +78,7 @@ def text(ids: list[int]) -> str:
 
 def grpo_trainer() -> Any:
     """A GRPOTrainer that replays the case's completions and rewards; the prompts are their row numbers."""
-    from trl import GRPOConfig, GRPOTrainer
+    from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
 
     rows = WORK["rows"]
     size = len(rows[0]["completions"])
@@ -112,7 +105,7 @@ def grpo_trainer() -> Any:
 
 def dpo_trainer() -> Any:
     """A DPOTrainer on the case's pairs, in their order."""
-    from trl import DPOConfig, DPOTrainer
+    from trl import DPOConfig, DPOTrainer  # pyright: ignore[reportMissingImports]
 
     rows = [{key: text(ids) + " " * (key == "prompt") for key, ids in row.items()} for row in WORK["rows"]]
     config = DPOConfig(**settings(len(rows)), train_sampling_strategy="sequential")
@@ -123,12 +116,12 @@ def dpo_trainer() -> Any:
 
 
 def main() -> None:
-    clock = Clock()
     trainer = {"grpo_step": grpo_trainer, "dpo_step": dpo_trainer}[WORK["name"]]()
-    clock.around(trainer, "training_step", 1)
-    if hasattr(trainer, "_generate_and_score_completions"):
-        clock.around(trainer, "_generate_and_score_completions", -1)
-    trainer.add_callback(OnDemand(clock))
+    on_demand = OnDemand()
+    on_demand.clock(trainer, "training_step", 1)
+    if WORK["name"] == "grpo_step":
+        on_demand.clock(trainer, "_generate_and_score_completions", -1)
+    trainer.add_callback(on_demand)
     trainer.train()
 
 

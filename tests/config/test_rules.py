@@ -31,7 +31,9 @@ BROKEN = {
     "template_text_is_given": {**WHOLE, "chat_template": "jinja"},
     "reasoning_names_its_parser": {**WHOLE, "vllm": {"enable_reasoning": True}},
     "shard_exists": {**WHOLE, "datasets": [{"path": "d", "shards": 2, "shards_idx": 2}]},
-    "datasets_have_a_source": {**WHOLE, "datasets": [{"type": "chatml"}]},
+    "datasets_have_a_source": {**WHOLE, "datasets": [{"type": "alpaca"}]},
+    "formats_are_known": {**WHOLE, "rl": "dpo", "datasets": [{"path": "d", "type": "chat_templat"}]},
+    "templates_are_known": {**WHOLE, "chat_template": "chatlm"},
 }
 ODD = {
     "groups_fit_the_batch": {**GRPO, "micro_batch_size": 4},

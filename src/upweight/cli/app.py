@@ -36,6 +36,39 @@ def validate(
 
 
 @app.command()
+def preprocess(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    show: Annotated[int, typer.Option(min=0, help="Print so many prepared rows as JSON lines.")] = 0,
+    tokens: Annotated[bool, typer.Option("--tokens", help="Show token ids and loss masks too.")] = False,
+) -> None:
+    """Prepare the data of a config and fill its cache."""
+    from upweight.cli.preprocess import run
+
+    run(config, overrides or [], show=show, tokens=tokens)
+
+
+@app.command()
+def train(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from the last whole checkpoint.")] = False,
+) -> None:
+    """Train what a config describes."""
+    from upweight.cli.train import run_train
+
+    run_train(config, overrides or [], resume=resume)
+
+
+@app.command()
+def evaluate(config: ConfigFile, overrides: Overrides = None) -> None:
+    """Evaluate a config's model on its evaluation data."""
+    from upweight.cli.train import run_evaluate
+
+    run_evaluate(config, overrides or [])
+
+
+@app.command()
 def schema(
     markdown: Annotated[bool, typer.Option("--markdown", help="Print the reference page instead.")] = False,
 ) -> None:

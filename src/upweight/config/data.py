@@ -7,13 +7,44 @@ from pydantic import Field
 from upweight.config.model import PositiveInt
 from upweight.settings import Section, Strict, setting
 
-
+# Formats that ship with the package, by the kind of data a method reads; dotted names beyond these are the user's.
+_FAMILIES = tuple(
+    family + name
+    for family in ("chatml", "llama3")
+    for name in ("", ".default", ".argilla", ".argilla_chat", ".icr", ".intel", ".prompt_pairs", ".ultra")
+)
+_PAIRS = (
+    *_FAMILIES, "zephyr.nectar", "chat_template", "chat_template.default", "chat_template.argilla_chat",
+    "chat_template.argilla", "orpo.chat_template", "bradley_terry.chat_template", "bradley_terry.chatml.icr",
+    "bradley_terry.llama3.icr", "user_defined", "user_defined.default", "passthrough",
+)  # fmt: skip
+FORMAT_NAMES: dict[str, tuple[str, ...]] = {
+    "pairs": _PAIRS,
+    "labelled": _PAIRS,
+    "steps": ("stepwise_supervised", "stepwise_supervised.default"),
+    "text": (
+        "chat_template", "chat_template.default", "sharegpt", "alpaca", "completion", "user_defined", "passthrough",
+    ),
+    "prompts": ("chat_template", "chat_template.default", "user_defined", "user_defined.default", "passthrough"),
+    "ebft": (
+        "ebft_opencode.transform", "ebft_chat_multiturn.transform", "ebft_chat_multiturn.transform_last_turn",
+        "ebft_chat_multiturn.transform_all_turns", "ebft_reasoning.transform",
+        "ebft_reasoning.transform_split_thinking", "ebft_reasoning.transform_answer_only",
+        "ebft_reasoning.transform_strided", "ebft_strided_structured.transform", "ebft_strided_chat.transform",
+        "chat_template", "completion", "passthrough",
+    ),
+}  # fmt: skip
 # Templates that ship with the package; the tokenizer's own and the user's come on top.
 TEMPLATE_NAMES = (
-    "alpaca", "chatml", "cohere", "deepseek_v2", "deepseek_v3", "gemma", "gemma3", "granite", "llama2", "llama3",
-    "metharme", "mistral_v1", "mistral_v2v3", "mistral_v3_tekken", "mistral_v7_tekken", "phi_3", "phi_35", "phi_4",
-    "qwen3", "qwen_25", "vicuna", "zephyr",
+    "alpaca", "chatml", "cohere", "deepseek_v2", "deepseek_v3", "exaone", "gemma", "granite", "llama2",
+    "llama3", "llama4", "metharme", "mistral_v1", "mistral_v2v3", "mistral_v3_tekken", "mistral_v7_tekken", "phi_3",
+    "phi_4", "qwen3", "qwen_25", "vicuna", "zephyr",
 )  # fmt: skip
+# A family's name alone is its most used version.
+TEMPLATE_ALIASES = {
+    "deepseek": "deepseek_v3", "gemma2": "gemma", "gemma3": "gemma", "mistral": "mistral_v2v3", "phi": "phi_3",
+    "phi3": "phi_3", "phi4": "phi_4", "phi_35": "phi_3", "qwen": "qwen_25", "qwen2.5": "qwen_25", "qwen2_5": "qwen_25",
+}  # fmt: skip
 FALLBACK_PREFIX = "tokenizer_default_fallback_"
 
 

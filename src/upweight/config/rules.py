@@ -4,6 +4,8 @@ from collections.abc import Callable
 from itertools import combinations
 
 from upweight.config.config import Config, how_to_choose
+from upweight.config.data import FALLBACK_PREFIX, FORMAT_NAMES, TEMPLATE_ALIASES, TEMPLATE_NAMES
+from upweight.config.explain import did_you_mean
 from upweight.config.resolve import generation_batch, group_size
 
 Rule = Callable[[Config], str | None]
@@ -152,6 +154,26 @@ def template_text_is_given(config: Config) -> str | None:
     return None
 
 
+def formats_are_known(config: Config) -> str | None:
+    names = FORMAT_NAMES["ebft" if config.method.name == "ebft" else config.method.data]
+    for key, rows in (("datasets", config.data.datasets), ("test_datasets", config.data.test_datasets)):
+        for number, row in enumerate(rows):
+            if isinstance(row.type, str) and "." not in row.type and row.type not in names:
+                problem = f"there is no format '{row.type}' for {how_to_choose(config.method.name)}."
+                return f"{key}[{number}].type: {problem}{did_you_mean(row.type, names)}"
+    return None
+
+
+def templates_are_known(config: Config) -> str | None:
+    entries = [("datasets", config.data.datasets), ("test_datasets", config.data.test_datasets)]
+    named = [(f"{key}[{n}].chat_template", row.chat_template) for key, rows in entries for n, row in enumerate(rows)]
+    for key, name in (("chat_template", config.data.chat_template), *named):
+        plain = (name or "jinja").removeprefix(FALLBACK_PREFIX)
+        if plain not in (*TEMPLATE_NAMES, *TEMPLATE_ALIASES, "jinja", "tokenizer_default"):
+            return f"{key}: there is no template '{plain}'.{did_you_mean(plain, TEMPLATE_NAMES)}"
+    return None
+
+
 def reasoning_names_its_parser(config: Config) -> str | None:
     if config.vllm.reasoning and not config.vllm.reasoning_parser:
         return "vllm.reasoning_parser: missing. 'vllm.enable_reasoning' needs it."
@@ -241,6 +263,7 @@ ERRORS: tuple[Rule, ...] = (
     weights_match_rewards,
     labels_match_the_head,
     template_text_is_given,
+    templates_are_known,
     reasoning_names_its_parser,
     shard_exists,
     datasets_have_a_source,
@@ -248,6 +271,7 @@ ERRORS: tuple[Rule, ...] = (
 WHOLE_CONFIG: tuple[Rule, ...] = (
     model_is_named,
     data_is_named,
+    formats_are_known,
     rewards_are_named,
     ebft_has_its_block,
     adapter_has_targets,

@@ -59,7 +59,7 @@ def is_whole(folder: Path) -> bool:
 
 
 def write_whole(folder: Path, fill: Callable[[Path], None], *, replace: bool) -> None:
-    """Let `fill` write into a temporary folder, then give it its name; `replace` also takes the place of a whole one."""
+    """Let `fill` write a folder under another name, then rename it; `replace` says to put it over a whole one too."""
     with _reported(folder.parent):
         folder.parent.mkdir(parents=True, exist_ok=True)
         building = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}")

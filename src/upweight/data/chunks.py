@@ -142,7 +142,9 @@ def encode_chunk(job: Job, start: int, stop: int, digests: bool) -> Chunk:
     for row, records in enumerate(_encode(job, start, stop), start):
         for number, record in enumerate(records):
             lengths.append(lengths_of(record.columns))
-            kept = _within_limits(job, row, record, chunk)
+            kept, reason = within_limits(job, row, record)
+            if reason is not None:
+                (chunk.dropped if kept is None else chunk.notes)[reason] += 1
             if kept is None:
                 continue
             origin.append((row, number))
@@ -174,14 +176,12 @@ def bad_row(job: Job, row: int, error: RowError) -> UserError:
     return UserError(f"{job.where}, {job.rows.place(row)}, '{error.key}': expected {error.expected}")
 
 
-def _within_limits(job: Job, row: int, record: Record, chunk: Chunk) -> Record | None:
+def within_limits(job: Job, row: int, record: Record) -> tuple[Record | None, str | None]:
+    """The record as the length rules leave it, and what they did."""
     try:
-        kept, reason = apply_length_rules(record, job.rules, job.method)
+        return apply_length_rules(record, job.rules, job.method)
     except RowError as error:
         raise bad_row(job, row, error) from error
-    if reason is not None:
-        (chunk.dropped if kept is None else chunk.notes)[reason] += 1
-    return kept
 
 
 def _append(columns: dict[str, list[Any]], record: dict[str, Any], names: set[str]) -> None:

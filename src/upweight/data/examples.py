@@ -45,7 +45,6 @@ class Span:
 
     start: int
     end: int
-    train: bool = True
     holes: tuple[tuple[int, int], ...] = ()  # stretches inside it that are not trained on
 
 
@@ -56,7 +55,6 @@ class Text:
     text: str
     spans: list[Span]
     shown: dict[str, Any]
-    add_end: bool = True  # whether a text without an end token gets one
 
 
 @dataclass(frozen=True)

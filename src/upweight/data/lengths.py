@@ -15,7 +15,6 @@ CUT = "cut to sequence_len"
 PROMPT_CUT = "prompt cut to max_prompt_length"
 
 ANSWERS = {"pairs": ("chosen_ids", "rejected_ids"), "labelled": ("completion_ids",)}
-PARALLEL = {"text": "scored", "steps": "labels"}
 
 Outcome = tuple[Record | None, str | None]
 
@@ -45,7 +44,7 @@ def token_count(record: Record) -> int:
     return len(columns["prompt_ids"]) + max(answers, default=0)
 
 
-def _cut_prompt(record: Record, limit: int | None) -> Outcome:
+def _cut_prompt(record: Record, limit: int | None) -> tuple[Record, str | None]:
     ids: list[int] = record.columns["prompt_ids"]
     if limit is None or len(ids) <= limit:
         return record, None
@@ -86,10 +85,8 @@ def _is_trained(marks: list[Any]) -> bool:
 
 
 def _refused(record: Record, data: DataSection) -> RowError:
-    return RowError(
-        "sequence_len",
-        f"at most {data.sequence_len} tokens (excess_length_strategy: raise), found {token_count(record)}",
-    )
+    rule = f"at most {data.sequence_len} tokens (excess_length_strategy: raise)"
+    return RowError("sequence_len", f"{rule}, found {token_count(record)}")
 
 
 def _with(record: Record, **columns: Any) -> Record:

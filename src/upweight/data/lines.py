@@ -7,7 +7,9 @@ import lzma
 import mmap
 import shutil
 import tempfile
-from collections.abc import Iterable
+from codecs import BOM_UTF8
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import IO, Any, Literal
@@ -58,7 +60,7 @@ class LineFile:
         opener = COMPRESSED.get(self.path.suffix.lower())
         if opener is None:
             return self.path.open("rb")
-        unpacked = tempfile.TemporaryFile()
+        unpacked = tempfile.TemporaryFile()  # noqa: SIM115  the caller closes it
         with opener(self.path, "rb") as packed:
             shutil.copyfileobj(packed, unpacked, BLOCK)
         return unpacked
@@ -81,20 +83,20 @@ class LineFile:
             json.loads(text)
         except json.JSONDecodeError as error:
             return text.startswith("{") and error.pos >= len(text)
+        except RecursionError:
+            return False  # parsing the row will say so
         return False
 
     def _whole_file(self, spans: NDArray[np.int64]) -> NDArray[np.int64]:
-        try:
+        with self._explained(1):
             json.loads(self._text(0, len(self._bytes), 1))
-        except json.JSONDecodeError as error:
-            raise self._not_json(error, error.lineno) from error
         return np.array([[0, len(self._bytes), spans[0, 2]]])
 
     def _list_spans(self) -> NDArray[np.int64]:
         """Spans of the rows of a file that is one JSON list."""
         text, decoder, spans = self._text(0, len(self._bytes), 1), json.JSONDecoder(), []
-        position, seen, seen_bytes, line = text.index("[") + 1, 0, 0, 1
-        try:
+        position, seen, seen_bytes, line = text.index("[") + 1, 0, len(_mark(self._bytes)), 1
+        with self._explained(1):
             while (position := _skip_space(text, position)) < len(text) and text[position] != "]":
                 _, end = decoder.raw_decode(text, position)
                 line += text.count("\n", seen, position)
@@ -108,8 +110,6 @@ class LineFile:
                 position += text[position] == ","
             if text[position:].strip() != "]":
                 raise json.JSONDecodeError("Expecting the end of the list", text, position)
-        except json.JSONDecodeError as error:
-            raise self._not_json(error, error.lineno) from error
         return np.array(spans, np.int64).reshape(-1, 3)
 
     def _text(self, first: int, last: int, line: int) -> str:
@@ -125,15 +125,21 @@ class LineFile:
         text = self._text(first, last, line)
         if self.kind == "text":
             return {"text": text.rstrip("\r\n")}
-        try:
+        with self._explained(line):
             row = json.loads(text)
+        if not isinstance(row, dict):
+            raise UserError(f"{self.path}:{line}: expected an object {{...}}, got {text[:40]!r}.")
+        return row
+
+    @contextmanager
+    def _explained(self, line: int) -> Iterator[None]:
+        """Errors of decoding as errors about this file; the text that is decoded begins on `line`."""
+        try:
+            yield
         except json.JSONDecodeError as error:
             raise self._not_json(error, line + error.lineno - 1) from error
         except RecursionError as error:
             raise UserError(f"{self.path}:{line}: is nested too deeply.") from error
-        if not isinstance(row, dict):
-            raise UserError(f"{self.path}:{line}: expected an object {{...}}, got {text[:40]!r}.")
-        return row
 
     def _not_json(self, error: json.JSONDecodeError, line: int) -> UserError:
         found = error.doc.splitlines()[error.lineno - 1] if error.doc.splitlines()[error.lineno - 1 :] else ""
@@ -161,9 +167,14 @@ def _line_spans(content: mmap.mmap | bytes) -> NDArray[np.int64]:
     return np.stack([first, last, np.arange(1, len(first) + 1)], 1)[filled].astype(np.int64)
 
 
+def _mark(content: mmap.mmap | bytes) -> bytes:
+    """The byte-order mark that a text begins with, if it does."""
+    return BOM_UTF8 if content[: len(BOM_UTF8)] == BOM_UTF8 else b""
+
+
 def _first_byte(content: mmap.mmap | bytes) -> int:
     """Where the text begins after a byte-order mark and white space."""
-    position = 3 if content[:3] == b"\xef\xbb\xbf" else 0
+    position = len(_mark(content))
     while position < len(content) and content[position] in b" \t\r\n":
         position += 1
     return position

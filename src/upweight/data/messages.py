@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,6 +64,7 @@ class MessageReader:
         variables = lookup(row, "chat_template_kwargs")
         if variables is not None and not isinstance(variables, Mapping):
             raise RowError("chat_template_kwargs", f"a mapping, found {found(variables)}")
+        check_all_text(variables, "chat_template_kwargs")
         return Conversation(messages, self._tools(row, key), without_nulls(variables or {}))
 
     def messages(self, value: Any, key: str) -> list[Message]:
@@ -89,14 +91,13 @@ class MessageReader:
             raise RowError(key, f"a message with role and content, found {found(value)}")
         check_all_text(value, key)
         taken = {self._name(value, name) for name in ("role", "content")} | set(self.names.values())
-        message = {"role": self._known_role(value, key)}
+        message: Message = {"role": self._known_role(value, key)}
         for name, source in self.names.items():
             if name not in ("role", "content") and value.get(source) is not None:
                 message[name] = without_nulls(value[source])
-        others = {
-            name: without_nulls(inner) for name, inner in value.items() if name not in taken and inner is not None
-        }
-        message |= {name: inner for name, inner in others.items() if name not in message}
+        for name, inner in value.items():
+            if name not in taken and name not in message and inner is not None:
+                message[name] = without_nulls(inner)
         content_name = self._name(value, "content")
         message["content"] = self._content(value.get(content_name), f"{key}.{content_name}", "tool_calls" in message)
         if "tool_calls" in message:
@@ -168,16 +169,16 @@ def _tool(tool: dict[str, Any]) -> dict[str, Any]:
 def _tool_calls(value: Any, key: str) -> list[Any]:
     """Tool calls whose arguments are mappings; rows often hold them as JSON text."""
     calls = []
-    for number, call in enumerate(checked_list(value, key, "tool calls")):
-        if not isinstance(call, Mapping):
-            raise RowError(f"{key}[{number}]", f"a tool call, found {found(call)}")
-        call = {"type": "function", "function": dict(call)} if "name" in call and "function" not in call else dict(call)
+    for number, given in enumerate(checked_list(value, key, "tool calls")):
+        if not isinstance(given, Mapping):
+            raise RowError(f"{key}[{number}]", f"a tool call, found {found(given)}")
+        call = dict(given)
+        if "name" in call and "function" not in call:
+            call = {"type": "function", "function": call}
         function = call.get("function")
         if isinstance(function, Mapping) and isinstance(function.get("arguments"), str):
-            try:
+            with suppress(ValueError):  # what is no JSON is what the model wrote: the template shows it as it is
                 call["function"] = {**function, "arguments": json.loads(function["arguments"])}
-            except ValueError:
-                pass  # free text is what the model wrote: the template shows it as it is
         calls.append(call)
     return calls
 

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,7 +39,6 @@ class Entry:
 
     opened: Opened
     encoder: Encoder
-    settings: Any  # the data section as this entry sees it
     evaluation: bool
 
 
@@ -87,16 +87,13 @@ def jobs_of(config: Config, entries: Sequence[Entry]) -> list[Job]:
 
 
 def _open_entries(config: Config, tokenizer: Any) -> tuple[Entry, ...]:
-    entries = []
+    entries, seen = [], view(config)
     for key, rows in (("datasets", config.data.datasets), ("test_datasets", config.data.test_datasets)):
         evaluation = key == "test_datasets"
-        # A transform that looks up `cfg.datasets[dataset_idx]` must find its own entry.
-        settings = config.data.model_copy(update={"datasets": rows})
-        seen = view(dataclasses.replace(config, data=settings))
         for number, row in enumerate(rows):
             opened = open_entry(row, f"{key}[{number}]", config.folder, evaluation=evaluation)
-            encoder = build_encoder(settings, config.method, row, number, tokenizer, seen, config.folder)
-            entries.append(Entry(opened, encoder, settings, evaluation))
+            encoder = build_encoder(config.data, config.method, row, number, tokenizer, seen, config.folder)
+            entries.append(Entry(opened, encoder, evaluation))
     return tuple(entries)
 
 
@@ -110,7 +107,7 @@ def _shaped_by(config: Config, tokenizer: Any, entries: Sequence[Entry]) -> dict
         "tokenizer": cache.tokenizer_digest(tokenizer),
         "entries": [[entry.opened.identity(), entry.encoder.source_text] for entry in entries],
     }
-    if any(entry.encoder.source_text for entry in entries):
+    if any(entry.encoder.transform for entry in entries):
         shape["keys"] = _seen_by_transforms(config)
     return shape
 
@@ -149,7 +146,7 @@ def _held_out(config: Config, lengths: Sequence[int]) -> list[NDArray[np.bool_]]
 
 
 def _job(config: Config, entry: Entry, rows: Rows, *, evaluation: bool) -> Job:
-    rules = entry.settings
+    rules = config.data
     if evaluation and rules.eval_sequence_len:
         rules = rules.model_copy(update={"sequence_len": rules.eval_sequence_len})
     return Job(entry.opened.where, evaluation, rows, entry.encoder, rules, config.method)
@@ -175,7 +172,7 @@ class _Builder:
         self.parts = [Part(job.where, job.evaluation, len(job.rows)) for job in jobs]
         self.names: set[str] = set()
         self.seen: set[bytes] = set()
-        self.lengths: list[NDArray[np.int64]] = []
+        self.lengths: list[NDArray[np.int32]] = []
         self.origin: list[NDArray[np.int64]] = []
         self.schema = pa.schema(list(schema_of(config.method).items()))
         sides = {"train": True, "eval": any(job.evaluation for job in jobs)}
@@ -193,7 +190,7 @@ class _Builder:
         self.names |= chunk.names
         if chunk.digests:
             fresh = np.array([self._is_new(digest) for digest in chunk.digests])
-            part.dropped[REPEATED] += int((~fresh).sum())
+            part.dropped += Counter({REPEATED: int((~fresh).sum())})
             batch, origin = batch.filter(pa.array(fresh)), origin[fresh]
         part.kept += len(batch)
         self.writers["eval" if part.evaluation else "train"].write_batch(batch)

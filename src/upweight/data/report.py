@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -46,7 +46,7 @@ class Report:
 
     def to_json(self) -> dict[str, Any]:
         """The report as JSON values."""
-        return asdict(self)
+        return {**vars(self), "parts": [dict(vars(part)) for part in self.parts]}
 
     @staticmethod
     def from_json(values: dict[str, Any]) -> "Report":

@@ -1,11 +1,12 @@
 """Reading one raw row: every wrong value becomes a RowError that names its key."""
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 Row = Mapping[str, Any]
+DEEPEST = 64
 
 
 class RowError(Exception):
@@ -24,7 +25,6 @@ class Record:
     text: dict[str, Any]
     columns: dict[str, Any]
     pinned: int = 0  # leading tokens that truncation keeps: 1 where the sequence begins with BOS
-    notes: list[str] = field(default_factory=list)
 
 
 def lookup(row: Row, key: str) -> Any:
@@ -120,14 +120,24 @@ def optional_number(row: Row, key: str) -> float | None:
     return float(value)
 
 
-def check_all_text(value: Any, key: str) -> None:
-    """A RowError if any text inside `value` is not valid unicode."""
+def check_all_text(value: Any, key: str, depth: int = 0) -> None:
+    """A RowError if any text inside `value` is not valid unicode, or if it is nested beyond use."""
+    if depth > DEEPEST:
+        raise RowError(key[:80], f"at most {DEEPEST} levels of nesting")
     if isinstance(value, str):
         checked_text(value, key, empty=True)
     elif isinstance(value, Mapping):
         for name, inner in value.items():
-            check_all_text(name, key)
-            check_all_text(inner, f"{key}.{name}")
+            check_all_text(name, key, depth + 1)
+            check_all_text(inner, f"{key}.{name}", depth + 1)
     elif isinstance(value, list | tuple):
         for number, inner in enumerate(value):
-            check_all_text(inner, f"{key}[{number}]")
+            check_all_text(inner, f"{key}[{number}]", depth + 1)
+
+
+def common_length(first: Sequence[Any], second: Sequence[Any]) -> int:
+    """Length of the common beginning of two texts or lists."""
+    length = min(len(first), len(second))
+    if first[:length] == second[:length]:
+        return length
+    return next(number for number in range(length) if first[number] != second[number])

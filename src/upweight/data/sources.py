@@ -6,11 +6,13 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import datasets
 import numpy as np
+from datasets import config as datasets_config
 from datasets.exceptions import DatasetsError
 from numpy.typing import NDArray
 
@@ -92,12 +94,7 @@ class Rows:
         """The rows from `start` up to `stop`."""
         source, index = self.source_R[start:stop], self.index_R[start:stop]
         cuts = [0, *(np.flatnonzero(np.diff(source)) + 1), len(index)]
-        return [
-            row
-            for a, b in zip(cuts, cuts[1:], strict=False)
-            if b > a
-            for row in self.sources[source[a]].take(index[a:b])
-        ]
+        return [row for a, b in pairwise(cuts) if b > a for row in self.sources[source[a]].take(index[a:b])]
 
     def place(self, row: int) -> str:
         """Where a row comes from: its number from 0, or `row 16 (file:17)` where it has a line."""
@@ -188,7 +185,7 @@ def _open(entry: DatasetRow, name: str | None, where: str, folder: Path) -> dict
     try:
         return _tables(path, **options)
     except LOADING_ERRORS as error:
-        offline = " The hub is switched off here (HF_HUB_OFFLINE)." if datasets.config.HF_HUB_OFFLINE else ""
+        offline = " The hub is switched off here (HF_HUB_OFFLINE)." if datasets_config.HF_HUB_OFFLINE else ""
         raise UserError(
             f"{where}: is no file or folder (tried {_tried(path, folder)}), "
             f"and the hub did not give it: {_reason(error)}.{offline}"

@@ -4,14 +4,13 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.resources import files
-from os.path import commonprefix
 from pathlib import Path
 from typing import Any
 
-from upweight.config.data import FALLBACK_PREFIX, TEMPLATE_NAMES, DataSection, DatasetRow
+from upweight.config.data import FALLBACK_PREFIX, TEMPLATE_ALIASES, TEMPLATE_NAMES, DataSection, DatasetRow
 from upweight.config.explain import did_you_mean
 from upweight.data.messages import Conversation, Message
-from upweight.data.rows import RowError
+from upweight.data.rows import RowError, common_length
 from upweight.errors import UserError
 from upweight.log import warn_once
 
@@ -37,10 +36,13 @@ class Turn:
 class ChatTemplate:
     """A template bound to a tokenizer; without a source, the tokenizer's own."""
 
-    def __init__(self, tokenizer: Any, source: str | None, variables: Mapping[str, Any]) -> None:
+    def __init__(
+        self, tokenizer: Any, source: str | None, variables: Mapping[str, Any], written: str | None = None
+    ) -> None:
         self.tokenizer = tokenizer
         self.source = source
         self.variables = dict(variables)
+        self.written = written  # the user's own text, if the source is that
 
     def render(self, conversation: Conversation, *, ask: bool = False, resume: bool = False) -> str:
         """The conversation as text; `ask` opens the assistant's next turn, `resume` leaves its last one open."""
@@ -48,8 +50,11 @@ class ChatTemplate:
             raise RowError("messages", "at least one message")
         if self.source is None and not getattr(self.tokenizer, "chat_template", None):
             raise UserError(
-                "chat_template: the tokenizer has no chat template of its own. Name one, for example 'chat_template: chatml'."
+                "chat_template: the tokenizer has no chat template of its own. "
+                "Name one, for example 'chat_template: chatml'."
             )
+        if conversation.tools and "tools" not in str(self.source or self.tokenizer.chat_template):
+            warn_once("the chat template does not show tools to the model: the tools of these rows have no effect")
         try:
             return self._apply(self._fit(conversation), ask, resume)
         except Exception as error:  # a template is foreign code and may fail in any way
@@ -57,7 +62,7 @@ class ChatTemplate:
             raise RowError("messages", f"messages that the chat template accepts; it says: {reason}") from error
 
     def prompt(self, conversation: Conversation) -> str:
-        """The text that the assistant goes on from: its next turn, or the last one if that is the assistant's already."""
+        """The text that the assistant goes on from: its next turn opened, or its last one where that ends the chat."""
         resume = bool(conversation.messages) and conversation.messages[-1]["role"] == "assistant"
         return self.render(conversation, ask=not resume, resume=resume)
 
@@ -67,7 +72,7 @@ class ChatTemplate:
         whole = [self.render(conversation.then(*answer)) for answer in answers]
         if not all(text.startswith(prompt) for text in whole):
             # Some templates open a turn with more than they keep of it (`<think>`): the prompt ends where they part.
-            shared = commonprefix([prompt, *whole])
+            shared = prompt[: min(common_length(prompt, text) for text in whole)]
             if not shared.startswith(self.render(conversation)):
                 warn_once(REWRITTEN_PROMPT)
                 return prompt, [self._alone(conversation, answer) for answer in answers]
@@ -84,7 +89,7 @@ class ChatTemplate:
                 continue
             before = self._opened(conversation.upto(number), message) if number else ""
             upto = text if number == last else self.render(conversation.upto(number + 1)).rstrip()
-            turn = Turn(len(commonprefix([before, upto])), len(upto), number)
+            turn = Turn(common_length(before, upto), len(upto), number)
             if text.startswith(upto):
                 turns.append(turn)
             else:
@@ -133,7 +138,7 @@ class ChatTemplate:
         probe = Conversation([{"role": "system", "content": "SYSTEM-PROBE"}, {"role": "user", "content": "USER-PROBE"}])
         try:
             return "SYSTEM-PROBE" in self._apply(probe, ask=True)
-        except Exception:  # noqa: BLE001  that is what the probe is for; the row itself is rendered without it
+        except Exception:  # foreign code, and failing is an answer: rows are rendered without that role
             return False
 
 
@@ -141,7 +146,8 @@ def chat_template(data: DataSection, entry: DatasetRow, tokenizer: Any, folder: 
     """The template for the rows of one entry: its own setting, else the config's, else the tokenizer's."""
     own = entry if entry.chat_template or entry.chat_template_jinja else data
     source = template_source(own.chat_template, own.chat_template_jinja, tokenizer, folder)
-    return ChatTemplate(tokenizer, source, data.template_args)
+    is_written = own.chat_template_jinja and own.chat_template in (None, "jinja")
+    return ChatTemplate(tokenizer, source, data.template_args, source if is_written else None)
 
 
 def template_source(name: str | None, jinja: str | None, tokenizer: Any, folder: Path) -> str | None:
@@ -154,6 +160,7 @@ def template_source(name: str | None, jinja: str | None, tokenizer: Any, folder:
         if getattr(tokenizer, "chat_template", None):
             return None
         name = name.removeprefix(FALLBACK_PREFIX)
+    name = TEMPLATE_ALIASES.get(name, name)
     if name not in TEMPLATE_NAMES:
         raise UserError(f"chat_template: there is no template '{name}'.{did_you_mean(name, TEMPLATE_NAMES)}")
     return files("upweight.data").joinpath("chat_templates", f"{name}.jinja").read_text(encoding="utf-8")

@@ -122,11 +122,10 @@ class Transform:
         self.name = name
         self.source_text = source_of(function)
         made = self._make(function, cfg, dataset_idx)
-        self.row_function, options = made if isinstance(made, tuple) and len(made) == 2 else (made, {})
-        if not callable(self.row_function) or not isinstance(options, dict):
-            raise UserError(
-                f"datasets.type: '{name}' must return a function of a row, alone or with a mapping of options."
-            )
+        row_function, options = made if isinstance(made, tuple) and len(made) == 2 else (made, {})
+        if not callable(row_function) or not isinstance(options, dict):
+            raise UserError(f"datasets.type: '{name}' must return a function of a row, alone or with options.")
+        self.row_function: Callable[..., Any] = row_function
         self.removed = options.get("remove_columns") or []
         self.batched = bool(options.get("batched"))
         self.extra = _tokenizer_argument(self.row_function, tokenizer)
@@ -137,9 +136,8 @@ class Transform:
         try:
             return function(cfg, dataset_idx=dataset_idx) if takes_index else function(cfg)
         except Exception as error:  # foreign code
-            raise UserError(
-                f"datasets.type: '{self.name}' failed: {type(error).__name__}: {error}{_line(error)}"
-            ) from error
+            reason = f"{type(error).__name__}: {error}{_line(error)}"
+            raise UserError(f"datasets.type: '{self.name}' failed: {reason}") from error
 
     def __call__(self, row: Row) -> list[dict[str, Any]]:
         """The rows that a row becomes; none where the transform drops it."""

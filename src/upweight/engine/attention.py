@@ -61,8 +61,8 @@ def register(stock: str) -> str:
         return _name(_stock_names.index(stock))
     _stock_names.append(stock)
     name = _name(len(_stock_names) - 1)
-    AttentionInterface.register(name, functools.partial(_attention, stock))
-    AttentionMaskInterface.register(name, functools.partial(_mask, stock))
+    AttentionInterface.register(name, functools.partial(_attention, stock=stock))
+    AttentionMaskInterface.register(name, functools.partial(_mask, stock=stock))
     return name
 
 
@@ -76,7 +76,7 @@ def _name(number: int) -> str:
     return NAME if number == 0 else f"{NAME}_{number}"
 
 
-def _mask(stock: str, *args: Any, local_size: int | None = None, config: Any = None, **kwargs: Any) -> Any:
+def _mask(*args: Any, stock: str, local_size: int | None = None, config: Any = None, **kwargs: Any) -> Any:
     """A layer type's rule inside a tree forward, else what the stock mask function makes."""
     if not _in_tree_forward.get():
         given = {} if local_size is None else {"local_size": local_size}
@@ -90,12 +90,13 @@ def _mask(stock: str, *args: Any, local_size: int | None = None, config: Any = N
 
 
 def _attention(
-    stock: str,
     module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     attention_mask: Any,
+    *,
+    stock: str,
     scaling: float | None = None,
     tree: Tree | None = None,
     **kwargs: Any,
@@ -108,7 +109,7 @@ def _attention(
     plan = tree.plan(attention_mask)
     attend: Callable[..., Tensor] = flex_tree_attention if isinstance(plan, BlockMask) else segment_attention
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    out = attend(query, key, value, plan, scaling, kwargs.get("softcap"), kwargs.get("s_aux"))
+    out = attend(query, key, value, plan, scaling=scaling, softcap=kwargs.get("softcap"), sinks=kwargs.get("s_aux"))
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -116,4 +117,6 @@ def _stock_attention(stock: str, module: nn.Module) -> Callable[..., Any]:
     """The function of a stock implementation; `eager` is written anew in every modeling file."""
     files = (sys.modules[cls.__module__] for cls in type(module).__mro__)
     eager = next((f.eager_attention_forward for f in files if hasattr(f, "eager_attention_forward")), None)
-    return ALL_ATTENTION_FUNCTIONS.get_interface(stock, eager)
+    found = eager if stock == "eager" else ALL_ATTENTION_FUNCTIONS[stock]
+    assert found is not None, f"{type(module).__name__} has no {stock} attention"
+    return found

@@ -1,4 +1,4 @@
-"""Proof on the real model: the first batch against plain forwards of a few of its sequences, and gradients that flow."""
+"""Proof on the real model: the first batch against plain forwards of a few sequences; gradients that flow."""
 
 import contextlib
 from collections.abc import Iterator

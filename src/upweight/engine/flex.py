@@ -84,6 +84,7 @@ def flex_tree_attention(
     key: Tensor,
     value: Tensor,
     mask: BlockMask,
+    *,
     scaling: float,
     softcap: float | None,
     sinks: Tensor | None,

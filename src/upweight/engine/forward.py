@@ -12,6 +12,7 @@ from upweight.engine.attention import Tree, register, stock_of, tree_masks
 from upweight.engine.head import install_head
 from upweight.engine.layout import choose_layout
 from upweight.engine.logits import STATISTICS, Ask, LogitForm, logit_form, row_statistics
+from upweight.engine.packing import Layout
 from upweight.errors import UserError
 from upweight.log import warn_once
 from upweight.types import Batch, Outputs
@@ -32,7 +33,7 @@ class Engine:
     ) -> None:
         """`model`: a causal language model or classifier, or a PeftModel around one; `longest`: longest sequence."""
         base = base_of(model)
-        self.layout = choose_layout(base, layout, longest)
+        self.layout: Layout = choose_layout(base, layout, longest)
         self.scores = base.get_output_embeddings() is None
         _install(base)
 
@@ -41,6 +42,7 @@ class Engine:
         model: nn.Module,
         batch: Batch,
         statistics: frozenset[str] = frozenset(),
+        *,
         temperature: float = 1.0,
         depths: tuple[float, ...] = (),
         feature_positions_T: Tensor | None = None,
@@ -79,15 +81,21 @@ def base_of(model: nn.Module) -> PreTrainedModel:
     return base
 
 
+def body_of(base: PreTrainedModel) -> nn.Module:
+    """The part of a model below its head."""
+    body = base.base_model
+    return base.model if body is base else body  # text halves of larger models name their body otherwise than they say
+
+
 def _install(base: PreTrainedModel) -> None:
     """Give a model the packed forward; bound to the instance, so that a deep copy of the model has its own."""
     if "_stock_forward" in base.__dict__:
         return
     head = base.get_output_embeddings()
     if head is not None:
-        base._logit_form = logit_form(base)  # pyright: ignore[reportAttributeAccessIssue]
+        base.__dict__["_logit_form"] = logit_form(base, body_of(base))
         install_head(head)
-    base._stock_forward = base.forward  # pyright: ignore[reportAttributeAccessIssue]
+    base.__dict__["_stock_forward"] = base.forward
 
     @functools.wraps(type(base).forward)
     def forward(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
@@ -106,7 +114,7 @@ def _packed_forward(base: PreTrainedModel, packed: dict[str, Any]) -> dict[str, 
     ask = Ask(form or LogitForm(), packed["temperature"], frozenset(packed["statistics"]))
     if head is not None and form is None and packed["head"] and not packed["depths"]:
         return _through_own_logits(base, packed, ask)
-    body = _run(base.base_model, base, packed, output_hidden_states=bool(packed["depths"]))
+    body = _run(body_of(base), base, packed, output_hidden_states=bool(packed["depths"]))
     out: dict[str, Tensor] = {}
     if packed["depths"]:
         states = body.hidden_states
@@ -128,7 +136,7 @@ def _run(call: Any, base: PreTrainedModel, packed: dict[str, Any], **options: An
         mask = torch.arange(ids_BN.shape[1], device=ids_BN.device) < length_B[:, None]
         return call(input_ids=ids_BN, attention_mask=mask.long(), use_cache=False, **options)
     config = base.config.get_text_config()
-    name = register(stock_of(config._attn_implementation))
+    name = register(stock_of(config._attn_implementation or "eager"))
     if config._attn_implementation != name:
         base.set_attn_implementation(name)
     # A mask of ones, since without one transformers looks for packed sequences in the positions, and waits for the GPU.

@@ -23,7 +23,7 @@ _Kernel = Callable[..., Any]
 def install_head(head: nn.Module) -> None:
     """Teach a head module to compute statistics in its own forward; without `ask` it stays what it was."""
     if "_stock_forward" not in head.__dict__:
-        head._stock_forward = head.forward  # pyright: ignore[reportArgumentType]
+        head.__dict__["_stock_forward"] = head.forward
         head.forward = MethodType(_head_forward, head)
 
 
@@ -46,7 +46,7 @@ def linear_statistics(
     kind = hidden_TD.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden_TD.dtype
     names = ("logps_T", *sorted(ask.statistics))
-    outs = _LinearStatistics.apply(hidden_TD.to(dtype), weight_VD, bias_V, target_T, ask, names)
+    outs = _LinearStatistics.apply(hidden_TD.to(dtype), weight_VD, bias_V, (target_T, ask, names))
     assert isinstance(outs, tuple)
     return dict(zip(names, outs, strict=True))
 
@@ -86,10 +86,9 @@ class _LinearStatistics(torch.autograd.Function):
         hidden_TD: Tensor,
         weight_VD: Tensor,
         bias_V: Tensor | None,
-        target_T: Tensor,
-        ask: Ask,
-        names: tuple[str, ...],
+        wanted: tuple[Tensor, Ask, tuple[str, ...]],
     ) -> tuple[Tensor, ...]:
+        target_T, ask, names = wanted
         project = _projection(hidden_TD, weight_VD, bias_V)
         kernel = _kernel(row_statistics, hidden_TD.is_cuda)
         parts: dict[str, list[Tensor]] = {}
@@ -122,9 +121,9 @@ class _LinearStatistics(torch.autograd.Function):
         grad_bias = torch.zeros_like(bias_V, dtype=torch.float32) if need_bias else None
         columns = [hidden_TD, target_T, *kept, *reached.values()]
         start = 0
-        for hidden, target, *values in zip(*_chunks(hidden_TD, len(weight_VD), *columns), strict=True):
+        for hidden, target, *rest in zip(*_chunks(hidden_TD, len(weight_VD), *columns), strict=True):
             rows = len(hidden)
-            values = [_padded(value) for value in values]
+            values = [_padded(value) for value in rest]
             found = dict(zip(ctx.kept, values, strict=False))
             grads = dict(zip(reached, values[len(kept) :], strict=True))
             slope = kernel(project(_padded(hidden)), _padded(target), ctx.ask, found, grads)
@@ -140,8 +139,6 @@ class _LinearStatistics(torch.autograd.Function):
             grad_hidden,
             None if grad_weight is None else grad_weight.to(weight_VD.dtype),
             None if grad_bias is None or bias_V is None else grad_bias.to(bias_V.dtype),
-            None,
-            None,
             None,
         )
 

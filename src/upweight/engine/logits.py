@@ -34,28 +34,30 @@ class Ask:
     statistics: frozenset[str] = frozenset()
 
 
-def logit_form(base: PreTrainedModel) -> LogitForm | None:
+def logit_form(base: PreTrainedModel, body: nn.Module) -> LogitForm | None:
     """How this model turns its projection into logits, found by watching its own forward; None when it does more.
 
     The body and the projection are stood in for by fixed numbers, so that no weight is read: this holds for models
     on the meta device and for sharded ones, and costs nothing.
     """
     head = base.get_output_embeddings()
+    assert head is not None
     config = base.config.get_text_config()
     hidden_1ND = torch.linspace(-2, 2, 2 * config.hidden_size).view(1, 2, -1)
     projected_1NV = torch.linspace(-40, 40, 2 * config.vocab_size).view(1, 2, -1)
     seen: list[Tensor] = []
 
     def project(self: nn.Module, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        seen.append(hidden)
+        seen.append(hidden.detach())
         return projected_1NV
 
-    body = base.base_model
     before = body.__dict__.get("forward"), head.__dict__.get("forward")
     body.forward = MethodType(lambda self, *a, **k: _BodyOutput(hidden_1ND), body)
     head.forward = MethodType(project, head)
     try:
         out = base.forward(input_ids=torch.zeros(1, 2, dtype=torch.long))
+    except RuntimeError:  # weights between body and head met our numbers on another device
+        return None
     finally:
         for module, forward in zip((body, head), before, strict=True):
             del module.forward

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -66,7 +67,7 @@ def _segments(end_N: NDArray[np.int64], rule: Rule) -> tuple[list[int], list[int
     limit = rule.window or rule.chunk
     if limit is not None:
         piece = max(limit, _LONGEST_WINDOWED_PIECE)
-        cuts = [at for a, b in zip(cuts, cuts[1:], strict=False) for at in range(a, b, piece)] + [len(end_N)]
+        cuts = [at for a, b in pairwise(cuts) for at in range(a, b, piece)] + [len(end_N)]
     starts = cuts[:-1]
     ancestors: list[list[int]] = []
     path: list[int] = []
@@ -75,7 +76,7 @@ def _segments(end_N: NDArray[np.int64], rule: Rule) -> tuple[list[int], list[int
             path.pop()
         ancestors.append(path.copy())
         path.append(number)
-    return starts, [b - a for a, b in zip(cuts, cuts[1:], strict=False)], ancestors
+    return starts, [b - a for a, b in pairwise(cuts)], ancestors
 
 
 def _within_reach(ancestors: Sequence[int], sizes: Sequence[int], rule: Rule, first_position: int) -> list[int]:
@@ -115,6 +116,7 @@ def segment_attention(
     key: Tensor,
     value: Tensor,
     plan: SegmentPlan,
+    *,
     scaling: float,
     softcap: float | None,
     sinks: Tensor | None,
@@ -127,7 +129,7 @@ def segment_attention(
         q = _stacked([queries[s] for s in call.segments])
         k = _stacked([_joined([keys[i] for i in seen]) for seen in call.keys])
         v = _stacked([_joined([values[i] for i in seen]) for seen in call.keys])
-        attended = _attend(q, k, v, call, scaling, softcap, sinks)
+        attended = _attend(q, k, v, call, scaling=scaling, softcap=softcap, sinks=sinks)
         for segment, part in zip(call.segments, attended.split(1, 0), strict=True):
             out[segment] = part
     return torch.cat(out, 2)
@@ -142,7 +144,7 @@ def _joined(parts: list[Tensor]) -> Tensor:
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, call: Call, scaling: float, softcap: float | None, sinks: Tensor | None
+    q: Tensor, k: Tensor, v: Tensor, call: Call, *, scaling: float, softcap: float | None, sinks: Tensor | None
 ) -> Tensor:
     """One call: query heads that share a key head are laid along the query axis, so that keys are never copied."""
     rows, heads, size, _ = q.shape
@@ -154,7 +156,7 @@ def _attend(
     if plain:
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=call.bias(repeat, q), scale=scaling)
     else:
-        out = _explicit(q, k, v, call, repeat, scaling, softcap, sinks)
+        out = _explicit(q, k, v, call, scaling=scaling, softcap=softcap, sinks=sinks)
     return out.reshape(rows, heads, size, v.shape[-1])
 
 
@@ -163,7 +165,7 @@ def _explicit(
     k: Tensor,
     v: Tensor,
     call: Call,
-    repeat: int,
+    *,
     scaling: float,
     softcap: float | None,
     sinks: Tensor | None,
@@ -171,6 +173,7 @@ def _explicit(
     """The softmax written out, for what SDPA cannot do: capped scores and attention sinks."""
     if call.visible_QK is None:
         call.visible_QK = torch.ones(k.shape[2], k.shape[2], dtype=torch.bool).tril()
+    repeat = q.shape[2] // len(call.visible_QK)
     scores = (q @ k.transpose(-1, -2)).float() * scaling
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap

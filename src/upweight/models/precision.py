@@ -49,6 +49,9 @@ def trained_weights(model: nn.Module, dtype: torch.dtype) -> list[TrainedWeight]
         copy = vars(place[0]).get(place[1])
         if copy is not None:
             return copy.dtype
+        # PEFT keeps adapted embeddings in a ParameterDict and sets `requires_grad_` on what it reads from there.
+        if isinstance(place[0], nn.ParameterDict | nn.ParameterList):
+            return torch.float32
         # Beside half-precision weights, one in float32 was kept so by the architecture (a router, say).
         return parameter.dtype if parameter.dtype in HALF or architecture_chose else dtype
 
@@ -72,8 +75,8 @@ def set_up_precision(
             weight.parameter.data = weight.parameter.data.to(weight.dtype)
         if pure and any(weight.dtype in HALF for weight in weights):
             warn_once(
-                f"training {str(dtype).removeprefix('torch.')} weights without float32 masters: at small learning rates "
-                "most updates are lost by rounding; `bf16: true` keeps masters"
+                f"{str(dtype).removeprefix('torch.')} weights without float32 masters: at small learning rates most "
+                "updates are lost by rounding; `bf16: true` keeps masters"
             )
         return None
     for weight in weights:
@@ -105,7 +108,8 @@ class ComputeCopies:
     def refresh(self) -> None:
         """Write the masters' values into the copies, in place: whoever holds a copy sees the new values."""
         with torch.inference_mode(False), torch.no_grad():
-            torch._foreach_copy_(self._copies, [weight.parameter for weight in self._weights])
+            masters: list[Tensor] = [weight.parameter for weight in self._weights]
+            torch._foreach_copy_(self._copies, masters)  # pyright: ignore[reportPrivateImportUsage]
 
     def follow(self, optimizer: Optimizer) -> None:
         """Refresh after each step of `optimizer` (a torch optimizer, or accelerate's wrapper of one)."""

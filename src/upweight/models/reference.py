@@ -11,7 +11,7 @@ from typing import Literal, Protocol
 import torch
 from peft import PeftModel
 from peft.tuners.lora import LoraLayer
-from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -134,6 +134,7 @@ class AdapterOff:
         # PEFT switches the gradients of all adapters off and those of the active ones on again.
         trained = {parameter: parameter.requires_grad for parameter in self._policy.parameters()}
         tuner = self._policy.base_model
+        assert isinstance(tuner, BaseTuner)
         tuner.disable_adapter_layers()
         try:
             with torch.no_grad(), _evaluating(wrapped):
@@ -159,6 +160,7 @@ class FrozenWeights:
 
     def __init__(self, policy: nn.Module, dtype: torch.dtype, *, synced: bool) -> None:
         self._policy = policy
+        _drop_gathered(policy)
         names = {parameter: name for name, parameter in policy.named_parameters()}
         self._weights: dict[str, TrainedWeight] = {}
         self._values: dict[str, Tensor] = {}
@@ -177,13 +179,13 @@ class FrozenWeights:
 
     @contextmanager
     def use(self, wrapped: nn.Module) -> Iterator[nn.Module]:
-        self._place(self._values)
+        self._place_all()
         in_place = any(isinstance(value, DTensor) for value in self._values.values())
         with self._exchanged_shards() if in_place else self._shadowed(), torch.no_grad(), _evaluating(wrapped):
             yield wrapped
 
     def sync(self, alpha: float) -> None:
-        self._place(self._averages)
+        self._place_all()
         with torch.no_grad():
             for name, average in self._averages.items():
                 average.lerp_(self._weights[name].parameter.detach().float(), alpha)
@@ -200,19 +202,18 @@ class FrozenWeights:
         for name, average in state.items():
             self._averages[name] = average.float().clone()
             self._values[name] = average.to(self._values[name].dtype, copy=True)
-        self._place(self._averages)
-        self._place(self._values)
 
-    def _place(self, tensors: dict[str, Tensor]) -> None:
+    def _place_all(self) -> None:
         """Bring frozen tensors to where the trained weights are by now: another device, or shards."""
-        for name, tensor in tensors.items():
-            parameter = self._weights[name].parameter
-            if isinstance(parameter, DTensor) and not isinstance(tensor, DTensor):
-                tensors[name] = distribute_tensor(
-                    tensor.to(parameter.device), parameter.device_mesh, parameter.placements
-                )
-            elif tensor.device != parameter.device:
-                tensors[name] = tensor.to(parameter.device)
+        _drop_gathered(self._policy)
+        for tensors in (self._values, self._averages):
+            for name, tensor in tensors.items():
+                parameter = self._weights[name].parameter
+                if isinstance(parameter, DTensor) and not isinstance(tensor, DTensor):
+                    whole = tensor.to(parameter.device)
+                    tensors[name] = distribute_tensor(whole, parameter.device_mesh, parameter.placements)
+                elif tensor.device != parameter.device:
+                    tensors[name] = tensor.to(parameter.device)
 
     @contextmanager
     def _shadowed(self) -> Iterator[None]:
@@ -248,6 +249,7 @@ class SeparateModel:
 
     def __init__(self, policy: nn.Module, model: nn.Module) -> None:
         self._policy, self._model = policy, model.requires_grad_(False).eval()
+        self._averages: dict[str, Tensor] = {}
 
     @contextmanager
     def use(self, wrapped: nn.Module) -> Iterator[nn.Module]:
@@ -258,24 +260,31 @@ class SeparateModel:
         policy = dict(self._policy.named_parameters())
         with torch.no_grad():
             for name, parameter in self._model.named_parameters():
-                parameter.lerp_(policy[name].to(parameter), alpha)
+                average = self._averages.setdefault(name, parameter.float().clone())
+                parameter.copy_(average.lerp_(policy[name].to(average), alpha))
 
     def state_dict(self) -> dict[str, Tensor]:
-        return dict(self._model.state_dict())
+        return dict(self._averages)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        self._model.load_state_dict(state)
+        with torch.no_grad():
+            for name, parameter in self._model.named_parameters():
+                if name in state:
+                    self._averages[name] = state[name].to(parameter.device, torch.float32, copy=True)
+                    parameter.copy_(self._averages[name])
 
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
     """Dropout off for the length of the context."""
-    training = model.training
-    model.eval()
+    training = [module for module in model.modules() if module.training]
+    for module in training:
+        module.training = False
     try:
         yield
     finally:
-        model.train(training)
+        for module in training:
+            module.training = True
 
 
 def _copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:

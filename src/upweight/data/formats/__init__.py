@@ -28,6 +28,7 @@ USER_DEFINED: dict[str, Builder] = {
     "pairs": pairs.user_defined,
     "labelled": kto.user_defined,
     "text": sft.user_defined,
+    "prompts": prompts.user_defined,
 }
 
 

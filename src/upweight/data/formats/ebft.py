@@ -6,7 +6,7 @@ from typing import Any
 from upweight.data.examples import Builder, Example, Format, Prompt, Setup, Span, Text
 from upweight.data.formats import prompts, sft
 from upweight.data.messages import Message
-from upweight.data.rows import Row, RowError, check_all_text, checked_text, first_of, has, lookup, text_at
+from upweight.data.rows import Row, RowError, checked_text, first_of, has, lookup, text_at
 
 THINKING = re.compile(
     r"\s*(?:<think>(.*?)</think>|<reasoning>(.*?)</reasoning>|<\|begin_of_thought\|>(.*?)<\|end_of_thought\|>)\s*",
@@ -15,10 +15,15 @@ THINKING = re.compile(
 TRUE_ANSWER = ("ground_truth", "completion", "output", "answer")
 
 
-def example(setup: Setup, row: Row, prompt: list[Message], truth: str, **columns: Any) -> Prompt:
-    """A prompt of messages with the true answer."""
+def example(setup: Setup, row: Row, prompt: list[Message], truth: str, **columns: Any) -> Example:
+    """A prompt of messages with the true answer; in strided mode both as one document."""
     text = setup.template.prompt(setup.reader.conversation(row, prompt, "messages"))
-    return Prompt(prompt, text, {"ground_truth": truth, **columns})
+    return continuous(text, truth) if is_strided(setup) else Prompt(prompt, text, {"ground_truth": truth, **columns})
+
+
+def is_strided(setup: Setup) -> bool:
+    """Whether blocks of documents are sampled, and not answers to prompts."""
+    return getattr(setup.method, "mode", "") == "strided"
 
 
 def input_output(setup: Setup) -> Format:
@@ -108,11 +113,8 @@ def _thinking_apart(message: Message) -> Message:
     if not match:
         return {**message, "reasoning_content": message.get("reasoning_content", "")}
     content = message["content"][: match.start()] + message["content"][match.end() :]
-    return {
-        **message,
-        "content": content,
-        "reasoning_content": next(part for part in match.groups() if part is not None).strip(),
-    }
+    thinking = next(part for part in match.groups() if part is not None).strip()
+    return {**message, "content": content, "reasoning_content": thinking}
 
 
 def document_of_last_turn(setup: Setup) -> Format:
@@ -122,7 +124,7 @@ def document_of_last_turn(setup: Setup) -> Format:
         messages, turns, key = _conversation(setup, row)
         conversation = setup.reader.conversation(row, messages[: turns[-1] + 1], key)
         ((text, (turn,)),) = setup.template.turns(conversation, {len(conversation.messages) - 1})
-        return [Text(text, [Span(turn.start, turn.end)], {"text": text}, add_end=False)]
+        return [Text(text, [Span(turn.start, turn.end)], {"text": text})]
 
     return read
 
@@ -148,22 +150,22 @@ def document(setup: Setup) -> Format:
 
 
 def continuous(prompt: str, completion: str) -> Text:
-    """Prompt and completion as a document; it may go on, so that no end token is added."""
+    """Prompt and completion as one document."""
     text = prompt + completion
-    return Text(text, [Span(len(prompt), len(text))], {"prompt": prompt, "completion": completion}, add_end=False)
+    return Text(text, [Span(len(prompt), len(text))], {"prompt": prompt, "completion": completion})
 
 
 def untyped(setup: Setup) -> Format:
     """Rows that say by their columns what they are: token ids, a prompt with its answer, messages, or text."""
     as_prompt, as_chat, as_text = prompts.untyped(setup), first_turn(setup), sft.completion(setup)
     as_document = document_of_chat(setup)
-    strided = getattr(setup.method, "mode", "") == "strided"
+    strided = is_strided(setup)
 
     def read(row: Row) -> list[Example]:
         if has(row, "input_ids"):
             return [sft.token_ids(row)]
         if has(row, "prompt"):
-            return [_with_truth(found) for found in as_prompt(row) if isinstance(found, Prompt)]
+            return [_with_truth(setup, found) for found in as_prompt(row) if isinstance(found, Prompt)]
         if has(row, "messages") or has(row, "conversations"):
             return as_document(row) if strided else as_chat(row)
         if strided:
@@ -173,12 +175,14 @@ def untyped(setup: Setup) -> Format:
     return read
 
 
-def _with_truth(found: Prompt) -> Prompt:
-    """The prompt with its true answer as text under the one name that training reads."""
+def _with_truth(setup: Setup, found: Prompt) -> Example:
+    """The prompt with its true answer under the one name that training reads."""
     key = next((name for name in TRUE_ANSWER if found.columns.get(name) is not None), "ground_truth")
+    truth = checked_text(found.columns.get(key), key)
+    if is_strided(setup):
+        return continuous(found.text, truth)
     columns = {name: value for name, value in found.columns.items() if name != key}
-    check_all_text(columns, "row")
-    return Prompt(found.prompt, found.text, {"ground_truth": checked_text(found.columns.get(key), key), **columns})
+    return Prompt(found.prompt, found.text, {"ground_truth": truth, **columns})
 
 
 FORMATS: dict[str, Builder] = {

@@ -113,8 +113,10 @@ def _untyped_single(setup: Setup) -> Format:
         if isinstance(prompt, str) and isinstance(completion, str):
             return [Labelled(text_at(row, "prompt"), text_at(row, "completion"), flag_at(row, "label"))]
         answers = setup.reader.responses(completion, "completion")
-        asked = setup.reader.messages(prompt, "prompt") if prompt is not None else answers[:-1]
-        answers = answers if prompt is not None else answers[-1:]
+        if prompt is not None and answers[0]["role"] == "assistant":
+            asked = setup.reader.messages(prompt, "prompt")
+        else:
+            asked, answers = answers[:-1], answers[-1:]
         text, (answer,) = setup.template.split(setup.reader.conversation(row, asked), [answers])
         return [Labelled(text, answer, flag_at(row, "label"))]
 

@@ -1,6 +1,5 @@
 """Preference pairs: for DPO, IPO, SimPO, ORPO and outcome reward models."""
 
-import os.path
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ from upweight.data.rows import (
     RowError,
     checked_list,
     checked_text,
+    common_length,
     first_of,
     found,
     has,
@@ -62,9 +62,8 @@ def conversations(family: Family) -> Builder:
             rejected = setup.reader.messages(lookup(row, "rejected"), "rejected")
             better, worse = last_answer(chosen, "chosen"), last_answer(rejected, "rejected")
             prompt = setup.reader.conversation(row, _asked(chosen[:-1], "chosen")).messages
-            return [
-                Pair(family.prompt(prompt), family.answer(better), family.answer(worse), optional_number(row, "margin"))
-            ]
+            answers = family.answer(better), family.answer(worse)
+            return [Pair(family.prompt(prompt), *answers, optional_number(row, "margin"))]
 
         return read
 
@@ -110,19 +109,15 @@ def templated(messages_of: Callable[[Setup, Row], tuple[list[Message], list[Mess
 
 def _separate(setup: Setup, row: Row) -> tuple[list[Message], list[Message], list[Message], str]:
     """Messages in one column, the last turn of each answer in two others."""
-    entry, reader = setup.entry, setup.reader
-    key, better, worse = (
-        entry.field_messages or "messages",
-        entry.field_chosen or "chosen",
-        entry.field_rejected or "rejected",
-    )
-    prompt = reader.messages(lookup(row, key), key)
+    key = setup.entry.field_messages or "messages"
+    better, worse = _answer_keys(setup)
+    prompt = setup.reader.messages(lookup(row, key), key)
     return prompt, last_turn(setup, row, better), last_turn(setup, row, worse), key
 
 
 def _joined(setup: Setup, row: Row) -> tuple[list[Message], list[Message], list[Message], str]:
     """Two conversations that differ in their last turn."""
-    better, worse = setup.entry.field_chosen or "chosen", setup.entry.field_rejected or "rejected"
+    better, worse = _answer_keys(setup)
     chosen = setup.reader.messages(lookup(row, better), better)
     rejected = setup.reader.messages(lookup(row, worse), worse)
     last_answer(chosen, better)
@@ -145,9 +140,13 @@ def _joined_with_columns(setup: Setup, row: Row) -> tuple[list[Message], list[Me
 
 def _from_columns(setup: Setup, row: Row) -> tuple[list[Message], list[Message], list[Message], str]:
     """System, input and two answers in columns of their own."""
-    better, worse = setup.entry.field_chosen or "chosen", setup.entry.field_rejected or "rejected"
+    better, worse = _answer_keys(setup)
     prompt = single_turn(setup, row, text_at(row, "input"))
     return prompt, last_turn(setup, row, better), last_turn(setup, row, worse), "input"
+
+
+def _answer_keys(setup: Setup) -> tuple[str, str]:
+    return setup.entry.field_chosen or "chosen", setup.entry.field_rejected or "rejected"
 
 
 def last_turn(setup: Setup, row: Row, key: str) -> list[Message]:
@@ -169,14 +168,12 @@ def user_defined(setup: Setup) -> Format:
     form = setup.entry.type if isinstance(setup.entry.type, UserFormat) else UserFormat()
 
     def read(row: Row) -> list[Example]:
-        prompt, chosen, rejected = (
-            text_at(row, key) for key in (form.field_prompt, form.field_chosen, form.field_rejected)
-        )
+        values = {"prompt": text_at(row, form.field_prompt), "system": optional_text(row, form.field_system)}
         return [
             Pair(
-                filled(form.prompt_format, {"prompt": prompt, "system": optional_text(row, form.field_system)}),
-                filled(form.chosen_format, {"chosen": chosen}),
-                filled(form.rejected_format, {"rejected": rejected}),
+                filled(form.prompt_format, values),
+                filled(form.chosen_format, {"chosen": text_at(row, form.field_chosen)}),
+                filled(form.rejected_format, {"rejected": text_at(row, form.field_rejected)}),
                 optional_number(row, "margin"),
             )
         ]
@@ -189,11 +186,8 @@ def untyped(setup: Setup) -> Format:
 
     def read(row: Row) -> list[Example]:
         chosen, rejected, margin = lookup(row, "chosen"), lookup(row, "rejected"), optional_number(row, "margin")
-        if (
-            isinstance(chosen, str)
-            and isinstance(rejected, str)
-            and not isinstance(lookup(row, "prompt"), list | tuple)
-        ):
+        plain = isinstance(chosen, str) and isinstance(rejected, str)
+        if plain and not isinstance(lookup(row, "prompt"), list | tuple):
             better, worse = text_at(row, "chosen"), text_at(row, "rejected")
             if has(row, "prompt"):
                 return [Pair(text_at(row, "prompt"), better, worse, margin)]
@@ -210,7 +204,8 @@ def _conversational(
 ) -> tuple[list[Message], list[Message], list[Message]]:
     reader = setup.reader
     better, worse = reader.responses(chosen, "chosen"), reader.responses(rejected, "rejected")
-    if has(row, "prompt"):
+    # Answers that begin with somebody else's turn hold the whole conversation, whatever else the row says.
+    if has(row, "prompt") and better[0]["role"] == worse[0]["role"] == "assistant":
         return _asked(reader.messages(lookup(row, "prompt"), "prompt"), "prompt"), better, worse
     shared = 0
     while shared < min(len(better), len(worse)) - 1 and better[shared] == worse[shared]:
@@ -220,7 +215,7 @@ def _conversational(
 
 def shared_start(chosen: str, rejected: str) -> tuple[str, str, str]:
     """The prompt that two texts share, and what each goes on with; cut where a speaker or a word begins."""
-    shared = os.path.commonprefix([chosen, rejected])
+    shared = chosen[: common_length(chosen, rejected)]
     cut = shared.rfind(SPEAKER) + len(SPEAKER)
     if cut < len(SPEAKER):
         cut = len(shared.rstrip())

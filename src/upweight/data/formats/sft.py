@@ -46,12 +46,11 @@ def conversation_texts(setup: Setup, conversation: Conversation, key: str) -> li
     if not wanted:
         roles = " or ".join(setup.entry.roles_to_train or ["assistant"])
         raise RowError(key, f"at least one turn to train on ({roles})")
-    return [
-        Text(
-            text, [_span(setup, text, turn, conversation.messages[turn.message], key) for turn in turns], {"text": text}
-        )
-        for text, turns in setup.template.turns(conversation, wanted)
-    ]
+    examples: list[Example] = []
+    for text, turns in setup.template.turns(conversation, wanted):
+        spans = [_span(setup, text, turn, conversation.messages[turn.message], key) for turn in turns]
+        examples.append(Text(text, spans, {"text": text}))
+    return examples
 
 
 def _is_trained(setup: Setup, message: Message, key: str) -> bool:
@@ -76,11 +75,11 @@ def _span(setup: Setup, text: str, turn: Turn, message: Message, key: str) -> Sp
 def _holes(detail: Any, start: int, key: str) -> list[tuple[int, int]]:
     holes = []
     for number, part in enumerate(checked_list(detail, key, "character spans")):
-        ends = [part.get(name) for name in ("begin_offset", "end_offset")] if isinstance(part, dict) else []
-        if not ends or not all(isinstance(end, int) and end >= 0 for end in ends):
+        begin, end = (part.get("begin_offset"), part.get("end_offset")) if isinstance(part, dict) else (None, None)
+        if not isinstance(begin, int) or not isinstance(end, int) or not 0 <= begin <= end:
             raise RowError(f"{key}[{number}]", "begin_offset, end_offset and train")
         if not part.get("train"):
-            holes.append((start + ends[0], start + ends[1] + 1))
+            holes.append((start + begin, start + end + 1))
     return holes
 
 

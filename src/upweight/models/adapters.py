@@ -1,0 +1,162 @@
+"""Attach a LoRA adapter to a loaded model, or continue one from a folder."""
+
+import difflib
+import re
+from pathlib import Path
+from typing import Any
+
+from peft import LoftQConfig, LoraConfig, PeftConfig, PeftModel, TaskType, get_peft_model
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from upweight.config.model import AdapterSection
+from upweight.errors import UserError
+from upweight.log import logger, warn_once
+
+TASKS = {
+    "ForCausalLM": TaskType.CAUSAL_LM,
+    "ForSequenceClassification": TaskType.SEQ_CLS,
+    "ForTokenClassification": TaskType.TOKEN_CLS,
+}
+
+
+def attach_adapter(model: PreTrainedModel, section: AdapterSection, *, new_tokens: int = 0) -> PeftModel:
+    """The model with a trainable adapter, fresh or continued from `lora_model_dir`; everything else is frozen."""
+    if section.folder is not None:
+        return _continued(model, section.folder)
+    config = lora_config(model, section)
+    adapted = get_peft_model(model, config)
+    assert isinstance(adapted, PeftModel)
+    if new_tokens and not _trains_embeddings(model, adapted):
+        warn_once(
+            f"tokens: the embeddings of {new_tokens} new tokens are not trained; add the embedding and the head to "
+            f"lora_modules_to_save (here {', '.join(_embedding_names(model))})"
+        )
+    return adapted
+
+
+def lora_config(model: PreTrainedModel, section: AdapterSection) -> LoraConfig:
+    """PEFT's description of the adapter that the settings ask for on this model, every target checked."""
+    options: dict[str, Any] = {"init_lora_weights": section.init}
+    if section.peft.loftq_config is not None:
+        options = {
+            "init_lora_weights": "loftq",
+            "loftq_config": LoftQConfig(loftq_bits=section.peft.loftq_config.loftq_bits),
+        }
+    parameters = _as_list(section.target_parameters)
+    _check_parameters(model, parameters)
+    targets = _targets(model, section)
+    saved = list(section.modules_to_save or [])
+    _check_names(model, saved, "lora_modules_to_save")
+    return LoraConfig(
+        task_type=_task(model),
+        r=section.rank,
+        lora_alpha=section.alpha,
+        lora_dropout=section.dropout,
+        target_modules=targets,
+        target_parameters=parameters or None,
+        modules_to_save=saved or None,
+        rank_pattern=dict(section.rank_pattern),
+        alpha_pattern=dict(section.alpha_pattern),
+        fan_in_fan_out=section.fan_in_fan_out,
+        use_dora=section.dora,
+        use_rslora=section.rslora,
+        layers_to_transform=section.layers,
+        layers_pattern=section.layers_pattern,
+        ensure_weight_tying=_ties_saved(model, saved),
+        **options,
+    )
+
+
+def linear_names(model: PreTrainedModel) -> list[str]:
+    """The last names of a model's linear layers, without its head."""
+    head = model.get_output_embeddings()
+    found = {
+        name.rpartition(".")[2]: None
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | Conv1D) and module is not head
+    }
+    heads = {"lm_head", "score", "classifier"} if _task(model) != TaskType.CAUSAL_LM else {"lm_head"}
+    return [name for name in found if name not in heads]
+
+
+def _targets(model: PreTrainedModel, section: AdapterSection) -> list[str] | str:
+    """The modules to adapt: a list of names, or a pattern."""
+    if isinstance(section.targets, str) and not section.target_linear:
+        if any(re.fullmatch(section.targets, name) for name, _ in model.named_modules()):
+            return section.targets
+        _check_names(model, [section.targets], "lora_target_modules")
+        return [section.targets]
+    named = _as_list(section.targets)
+    _check_names(model, named, "lora_target_modules")
+    if section.target_linear or not (named or section.target_parameters):
+        if not section.target_linear:
+            logger.info("lora_target_modules is not set: every linear layer but the head is adapted")
+        return [*named, *(name for name in linear_names(model) if name not in named)]
+    return named
+
+
+def _check_names(model: PreTrainedModel, targets: list[str], key: str) -> None:
+    names = [name for name, _ in model.named_modules()]
+    for target in targets:
+        if not any(name == target or name.endswith("." + target) for name in names):
+            last = sorted({name.rpartition(".")[2] for name in names if not name.rpartition(".")[2].isdigit()} - {""})
+            raise UserError(_nothing_matches(key, target, linear_names(model), last))
+
+
+def _check_parameters(model: PreTrainedModel, targets: list[str]) -> None:
+    names = [name for name, _ in model.named_parameters()]
+    for target in targets:
+        if not any(name == target or name.endswith("." + target) for name in names):
+            last = sorted({".".join(name.split(".")[-2:]) for name in names})
+            raise UserError(_nothing_matches("lora_target_parameters", target, last, last))
+
+
+def _nothing_matches(key: str, target: str, shown: list[str], known: list[str]) -> str:
+    close = difflib.get_close_matches(target, known, n=1)
+    meant = f" Did you mean {close[0]!r}?" if close else ""
+    return f"{key}: {target!r} matches nothing in the model.{meant} It has {', '.join(shown)}."
+
+
+def _continued(model: PreTrainedModel, folder: str) -> PeftModel:
+    """The model with the adapter of `folder`, trainable; the folder's settings hold."""
+    if Path(folder).exists() and not (Path(folder) / "adapter_config.json").is_file():
+        raise UserError(
+            f"lora_model_dir: {folder!r} holds no adapter_config.json; give the folder an adapter was saved to"
+        )
+    try:
+        config = PeftConfig.from_pretrained(folder)
+    except ValueError as error:
+        raise UserError(
+            f"lora_model_dir: no adapter at {folder!r}: not a folder here, and the hub did not give it ({error})"
+        ) from None
+    logger.info("continuing the adapter in %s; its own rank, alpha and targets hold", folder)
+    try:
+        return PeftModel.from_pretrained(model, folder, config=config, is_trainable=True)
+    except (ValueError, RuntimeError) as error:
+        raise UserError(f"lora_model_dir: the adapter in {folder!r} does not fit this base model: {error}") from None
+
+
+def _task(model: PreTrainedModel) -> TaskType:
+    name = type(model).__name__
+    return next((task for ending, task in TASKS.items() if name.endswith(ending)), TaskType.CAUSAL_LM)
+
+
+def _as_list(value: str | list[str] | None) -> list[str]:
+    return [] if value is None else [value] if isinstance(value, str) else list(value)
+
+
+def _embedding_names(model: PreTrainedModel) -> list[str]:
+    layers = (model.get_input_embeddings(), model.get_output_embeddings())
+    return [name.rpartition(".")[2] for name, module in model.named_modules() if any(module is x for x in layers)]
+
+
+def _ties_saved(model: PreTrainedModel, saved: list[str]) -> bool:
+    """Whether a module trained in full shares its weight with another, which must then go on sharing it."""
+    return bool(getattr(model.config, "tie_word_embeddings", False)) and bool({*saved} & {*_embedding_names(model)})
+
+
+def _trains_embeddings(model: PreTrainedModel, adapted: PeftModel) -> bool:
+    embedding = model.get_input_embeddings()
+    return isinstance(embedding, nn.Module) and any(p.requires_grad for p in embedding.parameters())

@@ -1,0 +1,176 @@
+"""Load the model to train: from a folder, the hub or a GGUF file, with the head that the method needs."""
+
+import difflib
+import importlib.util
+from typing import Any, Literal
+
+import torch
+import transformers
+from torch import nn
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, set_seed
+
+from upweight.config.model import AdapterSection, ModelSection
+from upweight.errors import UserError
+from upweight.log import logger
+from upweight.models.source import load_failures, source_of
+
+Head = Literal["tokens", "sequence_score", "step_score"]
+AUTO_CLASSES: dict[Head, str] = {
+    "tokens": "AutoModelForCausalLM",
+    "sequence_score": "AutoModelForSequenceClassification",
+    "step_score": "AutoModelForTokenClassification",
+}
+CLASSES: dict[Head, int] = {"sequence_score": 1, "step_score": 2}
+FRESH_HEADS = ("score", "classifier")
+
+
+def compute_dtype(section: ModelSection, device: torch.device) -> torch.dtype:
+    """The dtype of forwards: what `bf16` and `fp16` say, or what the device is good at."""
+    if section.fp16:
+        return torch.float16
+    if section.bf16 is True or section.pure_bf16:
+        return torch.bfloat16
+    if section.bf16 is False or device.type == "cpu":
+        return torch.float32
+    return torch.bfloat16 if device.type != "cuda" or torch.cuda.is_bf16_supported() else torch.float16
+
+
+def load_model(
+    section: ModelSection,
+    dtype: torch.dtype,
+    *,
+    head: Head = "tokens",
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    adapter: AdapterSection | None = None,
+    seed: int = 42,
+) -> PreTrainedModel:
+    """The model in `dtype` on the CPU, its vocabulary fitted to `tokenizer`; fresh weights depend on `seed` alone."""
+    place, gguf_file = source_of(section.base_model, section.gguf_file)
+    config = load_config(section)
+    if head != "tokens":
+        config.num_labels = section.num_labels or CLASSES[head]
+    if tokenizer is not None:
+        config.get_text_config().pad_token_id = tokenizer.pad_token_id
+    options: dict[str, Any] = {**_hub_options(section), **section.load_options}
+    if gguf_file is not None:
+        options |= _dequantised(gguf_file)
+    if section.attention is not None:
+        options["attn_implementation"] = section.attention
+    if adapter is not None and (adapter.load_in_4bit or adapter.load_in_8bit):
+        options |= _quantised(adapter, dtype)
+    set_seed(seed)
+    with load_failures("base_model", place, "weights"):
+        model, report = _model_class(section, head).from_pretrained(
+            place, config=config, dtype=dtype, output_loading_info=True, **options
+        )
+    _refuse_missing(report, place, head)
+    if tokenizer is not None:
+        fit_vocabulary(model, tokenizer, section)
+    return model
+
+
+def load_config(section: ModelSection) -> PreTrainedConfig:
+    """The model's config with the settings' overrides; models that read more than text are refused."""
+    place, gguf_file = source_of(section.base_model, section.gguf_file)
+    if section.config_source is not None:
+        place, gguf_file = source_of(section.config_source, None, "base_model_config")
+    options = _hub_options(section) if gguf_file is None else {**_hub_options(section), "gguf_file": gguf_file}
+    with load_failures("base_model_config" if section.config_source else "base_model", place, "config"):
+        config = AutoConfig.from_pretrained(place, **options)
+    senses = [name for name in ("vision", "audio") if getattr(config, f"{name}_config", None) is not None]
+    if senses:
+        raise UserError(
+            f"base_model: {place!r} ({config.model_type}) is a {' and '.join(senses)} model; "
+            "only text models are trained: name its text-only variant"
+        )
+    for name, value in section.config_overrides.items():
+        if not hasattr(config, name):
+            close = difflib.get_close_matches(name, list(config.to_dict()), n=1)
+            meant = f"; did you mean {close[0]!r}?" if close else ""
+            raise UserError(f"model_config: {name!r} is no field of a {config.model_type} config{meant}")
+        setattr(config, name, value)
+    return config
+
+
+def fit_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, section: ModelSection) -> int:
+    """Grow the embeddings to the tokenizer's size where they are smaller; how many rows were added."""
+    embedding = model.get_input_embeddings()
+    assert isinstance(embedding, nn.Embedding)
+    before = embedding.num_embeddings
+    if len(tokenizer) <= before:
+        return 0
+    model.resize_token_embeddings(
+        len(tokenizer), pad_to_multiple_of=32 if section.resize_to_32 else None, mean_resizing=section.mean_resizing
+    )
+    after = model.get_input_embeddings()
+    assert isinstance(after, nn.Embedding)
+    logger.info("embeddings: %d rows instead of %d, for %d tokens", after.num_embeddings, before, len(tokenizer))
+    return after.num_embeddings - before
+
+
+def disable_dropout(model: nn.Module) -> None:
+    """Set every dropout probability in the model to zero; an adapter attached later keeps its own."""
+    for module in model.modules():
+        for name, value in list(vars(module).items()):
+            is_dropout = "drop" in name or (name == "p" and "Dropout" in type(module).__name__)
+            if is_dropout and isinstance(value, float):
+                setattr(module, name, 0.0)
+
+
+def _hub_options(section: ModelSection) -> dict[str, Any]:
+    options: dict[str, Any] = {"trust_remote_code": section.trust_remote_code}
+    if section.revision is not None:
+        options["revision"] = section.revision
+    return options
+
+
+def _model_class(section: ModelSection, head: Head) -> Any:
+    default = AUTO_CLASSES[head]
+    name = section.model_class or default
+    ending = default.removeprefix("AutoModel")
+    chosen = getattr(transformers, name, None)
+    if chosen is None:
+        raise UserError(f"model_type: transformers has no class {name!r}; this method trains {default}")
+    if not name.endswith(ending):
+        raise UserError(f"model_type: this method needs a model {ending!r}, such as {default}, not {name}")
+    return chosen
+
+
+def _dequantised(gguf_file: str) -> dict[str, Any]:
+    """What `from_pretrained` needs to unpack a GGUF file's weights, which could not be trained as they are."""
+    packed = getattr(transformers, "GgufConfig", None)  # without this class transformers always unpacks
+    return {"gguf_file": gguf_file, **({"quantization_config": packed(dequantize=True)} if packed else {})}
+
+
+def _quantised(adapter: AdapterSection, dtype: torch.dtype) -> dict[str, Any]:
+    """What `from_pretrained` needs to quantise frozen weights as they are loaded."""
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise UserError("load_in_4bit, load_in_8bit: quantised weights need bitsandbytes: pip install bitsandbytes")
+    if not torch.cuda.is_available():
+        raise UserError("load_in_4bit, load_in_8bit: quantised weights need a CUDA device, and none is visible")
+    settings: dict[str, Any] = {"load_in_8bit": True}
+    if adapter.load_in_4bit:
+        settings = {
+            "load_in_4bit": True,
+            "bnb_4bit_quant_type": "nf4",
+            "bnb_4bit_use_double_quant": True,
+            "bnb_4bit_compute_dtype": dtype,
+            "bnb_4bit_quant_storage": dtype,
+        }
+    config = transformers.BitsAndBytesConfig(**{**settings, **adapter.quantisation})
+    return {"quantization_config": config, "device_map": {"": torch.cuda.current_device()}}
+
+
+def _refuse_missing(report: dict[str, Any], place: str, head: Head) -> None:
+    """Weights that were not in the files would be random: only a score head may be."""
+    missing = sorted({*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])})
+    fresh = [key for key in missing if head != "tokens" and key.split(".")[0] in FRESH_HEADS]
+    lacking = [key for key in missing if key not in fresh]
+    if lacking:
+        shown = ", ".join(lacking[:5]) + (f" and {len(lacking) - 5} more" if len(lacking) > 5 else "")
+        raise UserError(
+            f"base_model: the files of {place!r} lack weights that this model needs, or have them in another shape: "
+            f"{shown}; name a whole checkpoint of a {AUTO_CLASSES[head].removeprefix('AutoModelFor')} model"
+        )
+    if fresh:
+        logger.info("fresh head: %s", ", ".join(fresh))

@@ -1,0 +1,81 @@
+"""Load a tokenizer, set and add its tokens, and choose how it pads."""
+
+from typing import Any
+
+import transformers
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from upweight.config.model import ModelSection
+from upweight.errors import UserError
+from upweight.log import logger
+from upweight.models.source import load_failures, source_of
+
+# What model families reserve for padding although their tokenizers do not say so.
+PADDING_NAMES = (
+    "<pad>",
+    "[PAD]",
+    "<|pad|>",
+    "<|PAD|>",
+    "<|padding|>",
+    "<PAD>",
+    "<|finetune_right_pad_id|>",
+    "<|endoftext|>",
+)
+
+
+def load_tokenizer(section: ModelSection) -> PreTrainedTokenizerBase:
+    """The model's tokenizer with the tokens that the settings set and add, and a padding token."""
+    place, gguf_file = source_of(section.tokenizer or section.base_model, section.gguf_file, "tokenizer_config")
+    options: dict[str, Any] = {"use_fast": section.tokenizer_use_fast, "trust_remote_code": section.trust_remote_code}
+    if section.tokenizer_legacy is not None:
+        options["legacy"] = section.tokenizer_legacy
+    if gguf_file is not None and section.tokenizer is None:
+        options["gguf_file"] = gguf_file
+    if section.tokenizer is None and section.revision is not None:
+        options["revision"] = section.revision
+    chosen = getattr(transformers, section.tokenizer_class, None) if section.tokenizer_class else AutoTokenizer
+    if chosen is None:
+        raise UserError(f"tokenizer_type: transformers has no class {section.tokenizer_class!r}")
+    with load_failures("tokenizer_config" if section.tokenizer else "base_model", place, "tokenizer"):
+        tokenizer = chosen.from_pretrained(place, **options)
+    set_tokens(tokenizer, section)
+    if section.special_tokens.pad_token is None:
+        choose_padding(tokenizer)
+    return tokenizer
+
+
+def set_tokens(tokenizer: PreTrainedTokenizerBase, section: ModelSection) -> int:
+    """Set `special_tokens` and add `tokens`; how many the vocabulary lacked."""
+    before = len(tokenizer)
+    special = {name: value for name, value in section.special_tokens.model_dump().items() if value is not None}
+    further = special.pop("additional_special_tokens", [])
+    if special:
+        tokenizer.add_special_tokens(special)
+    if further:
+        tokenizer.add_tokens(further, special_tokens=True)
+    tokenizer.add_tokens(section.new_tokens)
+    return len(tokenizer) - before
+
+
+def choose_padding(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Make sure there is a padding token, and not the end token while another is reserved for it; say which."""
+    if tokenizer.pad_token is not None and tokenizer.pad_token != tokenizer.eos_token:
+        return
+    vocabulary = tokenizer.get_vocab()
+    reserved = next((name for name in PADDING_NAMES if name in vocabulary and name != tokenizer.eos_token), None)
+    if reserved is not None:
+        tokenizer.pad_token = reserved
+        logger.info(
+            "padding token: %r, which the vocabulary has; `special_tokens: {pad_token: ...}` changes it", reserved
+        )
+    elif tokenizer.eos_token is not None:
+        tokenizer.pad_token = tokenizer.eos_token
+        logger.info(
+            "padding token: the end token %r, for want of another; `special_tokens: {pad_token: ...}` changes it",
+            tokenizer.eos_token,
+        )
+    else:
+        raise UserError(
+            "special_tokens: the tokenizer has neither a padding nor an end token; "
+            "set them, for example `special_tokens: {eos_token: '</s>', pad_token: '<pad>'}`"
+        )

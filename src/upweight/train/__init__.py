@@ -1,0 +1,1 @@
+"""The loop around the engine; the only package that knows transformers' Trainer."""

@@ -1,0 +1,124 @@
+"""A config's sections as transformers' TrainingArguments."""
+
+import math
+from typing import Any
+
+import torch
+from transformers import TrainingArguments
+
+from upweight.config import Config
+
+
+def training_arguments(config: Config, *, steps_per_epoch: int, use_cpu: bool) -> TrainingArguments:
+    """The arguments of the loop; accumulation is 1, since a step is cut into forwards by the step runner."""
+    optim, run = config.optim, config.run
+    total = optim.max_steps or math.ceil(optim.num_epochs * steps_per_epoch)
+    micro, accumulation = optim.micro_batch_size or 1, optim.accumulation or 1
+    return TrainingArguments(
+        output_dir=run.output_dir,
+        per_device_train_batch_size=micro * accumulation,
+        per_device_eval_batch_size=optim.eval_batch_size or micro * accumulation,
+        gradient_accumulation_steps=1,
+        learning_rate=optim.learning_rate or 0.0,
+        num_train_epochs=optim.num_epochs,
+        max_steps=optim.max_steps or -1,
+        optim=optim.optimizer,
+        optim_args=_optimizer_args(config),
+        lr_scheduler_type=optim.scheduler,
+        lr_scheduler_kwargs=optim.scheduler_args,
+        warmup_steps=_warmup(config, total),
+        weight_decay=optim.weight_decay,
+        adam_beta1=optim.adam_beta1,
+        adam_beta2=optim.adam_beta2,
+        adam_epsilon=optim.adam_epsilon,
+        max_grad_norm=optim.max_grad_norm,
+        seed=optim.seed,
+        data_seed=optim.seed,
+        fp16=config.model.fp16,
+        bf16=False,  # weights are computed in bfloat16 as they are; autocast would cast them at every use
+        tf32=_tf32(config),
+        use_cpu=use_cpu,
+        dataloader_num_workers=config.data.workers,
+        dataloader_prefetch_factor=config.data.prefetch if config.data.workers else None,
+        dataloader_drop_last=config.data.drop_last,
+        remove_unused_columns=False,
+        logging_nan_inf_filter=False,
+        logging_steps=run.logging_steps or min(max(total // 200, 1), 10),
+        logging_first_step=True,
+        disable_tqdm=True,
+        torch_empty_cache_steps=optim.empty_cache_steps,
+        ddp_timeout=config.sharding.timeout,
+        ddp_bucket_cap_mb=config.sharding.bucket_mb,
+        ddp_broadcast_buffers=config.sharding.broadcast_buffers,
+        ddp_find_unused_parameters=False,
+        **_saving(config, steps_per_epoch),
+        **_evaluating(config, steps_per_epoch),
+        **_tracking(config),
+    )
+
+
+def _optimizer_args(config: Config) -> str | None:
+    given = config.optim.optimizer_args
+    return ",".join(f"{key}={value}" for key, value in given.items()) if isinstance(given, dict) else given
+
+
+def _warmup(config: Config, total: int) -> float:
+    """Steps, or a share below 1, of linear warm-up; without a word, 3% of the steps and at most 100."""
+    optim = config.optim
+    if optim.warmup_steps is not None:
+        return optim.warmup_steps
+    if optim.warmup_ratio is not None:
+        return math.ceil(optim.warmup_ratio * total)
+    return min(math.ceil(0.03 * total), 100)
+
+
+def _tf32(config: Config) -> bool | None:
+    on_gpu = torch.cuda.is_available()
+    return (True if config.model.tf32 == "auto" else config.model.tf32) if on_gpu else None
+
+
+def _saving(config: Config, steps_per_epoch: int) -> dict[str, Any]:
+    run = config.run
+    options: dict[str, Any] = {
+        "save_total_limit": run.save_total_limit,
+        "save_only_model": run.save_only_model,
+        "load_best_model_at_end": run.load_best or run.patience is not None,
+        "metric_for_best_model": run.best_metric,
+        "greater_is_better": run.greater_is_better,
+    }
+    if run.saves_per_epoch:
+        return {**options, "save_strategy": "steps", "save_steps": max(steps_per_epoch // run.saves_per_epoch, 1)}
+    if run.save_steps:
+        return {**options, "save_strategy": run.save_strategy or "steps", "save_steps": _steps(run.save_steps)}
+    return {**options, "save_strategy": run.save_strategy or "epoch"}
+
+
+def _evaluating(config: Config, steps_per_epoch: int) -> dict[str, Any]:
+    run = config.run
+    if not (config.data.test_datasets or config.data.val_set_size):
+        return {"eval_strategy": "no"}
+    if run.evals_per_epoch:
+        return {"eval_strategy": "steps", "eval_steps": max(steps_per_epoch // run.evals_per_epoch, 1)}
+    if run.eval_steps:
+        return {"eval_strategy": run.eval_strategy or "steps", "eval_steps": _steps(run.eval_steps)}
+    return {"eval_strategy": run.eval_strategy or "epoch"}
+
+
+def _steps(value: float) -> float:
+    """A share of all steps below 1, else a whole number of steps."""
+    return value if value < 1 else int(value)
+
+
+def _tracking(config: Config) -> dict[str, Any]:
+    tracking = config.tracking
+    asked = {
+        "wandb": tracking.wandb if tracking.wandb is not None else tracking.wandb_project is not None,
+        "mlflow": tracking.mlflow,
+        "tensorboard": tracking.tensorboard,
+        "trackio": tracking.trackio,
+    }
+    names = {"wandb": tracking.wandb_name, "mlflow": tracking.mlflow_run, "trackio": tracking.trackio_run}
+    return {
+        "report_to": [tracker for tracker, wanted in asked.items() if wanted] or "none",
+        "run_name": next((name for tracker, name in names.items() if asked[tracker] and name), None),
+    }

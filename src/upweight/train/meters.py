@@ -1,0 +1,41 @@
+"""Metrics between two logs: added up on the device, reduced over ranks once."""
+
+from collections.abc import Mapping
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from upweight.types import Mean
+
+
+class Meters:
+    """Running sums and weights of named metrics."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, Tensor] = {}
+
+    def add(self, metrics: Mapping[str, Mean]) -> None:
+        """Add a batch's metrics; nothing is read off the device."""
+        for name, mean in metrics.items():
+            pair = torch.stack([mean.total.detach(), mean.weight.detach()]).double()
+            self._sums[name] = self._sums[name] + pair if name in self._sums else pair
+
+    def drain(self, accelerator: Accelerator) -> dict[str, float]:
+        """The means since the last call over all ranks; a metric without weight is left out."""
+        names = union_over_ranks(set(self._sums), accelerator)
+        if not names:
+            return {}
+        nothing = torch.zeros(2, dtype=torch.float64, device=accelerator.device)
+        table = accelerator.reduce(torch.stack([self._sums.get(name, nothing) for name in names]), "sum")
+        assert isinstance(table, Tensor)
+        self._sums = {}
+        return {name: total / weight for name, (total, weight) in zip(names, table.tolist(), strict=True) if weight}
+
+
+def union_over_ranks(names: set[str], accelerator: Accelerator) -> list[str]:
+    """Names that any rank has, in the same order on all of them."""
+    everyone: list[set[str]] = [names] * accelerator.num_processes
+    if accelerator.num_processes > 1:
+        torch.distributed.all_gather_object(everyone, names)
+    return sorted({name for own in everyone for name in own})

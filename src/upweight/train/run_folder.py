@@ -1,0 +1,65 @@
+"""What a run writes besides checkpoints: the resolved config, and one line of metrics for each log."""
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from transformers import TrainerCallback
+
+from upweight.config import Config, ConfigView, view
+from upweight.train.checkpoints import write_text
+
+METRICS = "metrics.jsonl"
+
+
+def write_config(config: Config, folder: Path) -> None:
+    """The config with every default filled in, as YAML that trains the same run again."""
+    folder.mkdir(parents=True, exist_ok=True)
+    content = {key: plain for key, value in view(config).items() if (plain := _plain(value)) not in (None, {}, [])}
+    write_text(folder / "config.yaml", yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, ConfigView):
+        return {key: plain for key, inner in value.items() if (plain := _plain(inner)) is not None}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value
+
+
+def cut_metrics(folder: Path, step: int) -> None:
+    """Drop metrics after `step`, and a line that was cut off; what remains is what the checkpoint had seen."""
+    path = folder / METRICS
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if row.get("step", 0) <= step:
+            kept.append(line)
+    write_text(path, "".join(f"{line}\n" for line in kept))
+
+
+class MetricsFile(TrainerCallback):
+    """Appends one flat JSON object for each log."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / METRICS
+
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        logs: Mapping[str, float] = kwargs["logs"]
+        if state.is_world_process_zero:
+            row = {"step": state.global_step, **{name: _number(value) for name, value in logs.items()}}
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+
+
+def _number(value: Any) -> Any:
+    """JSON has no NaN; a word keeps the line readable for every parser."""
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,159 @@
+"""One optimizer step: units of all ranks in, this rank's gradients and metrics out."""
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from upweight.engine import Engine
+from upweight.engine.check import Check, check_first_batch
+from upweight.engine.packing import bucketed, build_batch, plan_rows
+from upweight.methods.base import Method
+from upweight.models.reference import Reference
+from upweight.train.meters import Meters, union_over_ranks
+from upweight.types import Batch, Loss, Outputs, Unit
+
+
+@dataclass
+class StepRunner:
+    """Cuts a step into packed rows, runs them, and divides by the counts of the whole step over all ranks."""
+
+    method: Method
+    engine: Engine
+    accelerator: Accelerator
+    token_budget: int
+    reference: Reference | None = None
+    dtype: torch.dtype = torch.float32  # what forwards compute in
+    meters: Meters = field(default_factory=Meters)
+    tokens: int = 0  # forwarded by this rank since somebody last set it to zero
+    checked: bool = False
+
+    def train(self, model: nn.Module, units: Sequence[Unit]) -> Tensor:
+        """Gradients of a step; returns a loss whose mean over ranks is the step's."""
+        rows = self._rows(units)
+        counts = self._counts(rows, units)
+        known, prepared = self._prepare(model, rows)
+        if not self.checked:
+            self._check(model, rows[0])
+        total = torch.zeros((), device=self.accelerator.device)
+        for number, row in enumerate(rows):
+            sync = contextlib.nullcontext() if number == len(rows) - 1 else self.accelerator.no_sync(model)
+            with sync:
+                out = self._outputs(model, row.batch, known[number])
+                share = self._share(out, row, counts, prepared)
+                self.accelerator.backward(share)
+            total += share.detach()
+        return total
+
+    @torch.no_grad()
+    def evaluate(self, model: nn.Module, units: Sequence[Unit]) -> tuple[Loss, dict[str, Tensor]]:
+        """Sums over all ranks of a step without gradients, and the counts that divide them."""
+        rows = self._rows(units)
+        counts = self._counts(rows, units)
+        known, prepared = self._prepare(model, rows)
+        sums = {unit: torch.zeros_like(count) for unit, count in counts.items()}
+        for number, row in enumerate(rows):
+            out = self._outputs(model, row.batch, known[number])
+            if row.real:
+                loss = self.method.loss(out, row.batch, prepared)
+                self.meters.add(loss.metrics)
+                sums = {unit: total + loss.sums[unit].float() for unit, total in sums.items()}
+        return Loss(self._reduce(sums)), counts
+
+    def _rows(self, units: Sequence[Unit]) -> list["_Row"]:
+        """This rank's forwards; every rank has the same number, some of them idle."""
+        ranks, device = self.accelerator.num_processes, self.accelerator.device
+        layout, predict = self.engine.layout, self.method.head == "tokens"
+        plan = plan_rows(units, self.token_budget, ranks, layout)[self.accelerator.process_index]
+        pad_to = bucketed if device.type == "cuda" else None
+        rows = [
+            _Row(build_batch([units[u] for u in numbers], layout, predict, pad_to).to(device), bool(numbers))
+            for numbers in plan
+        ]
+        self.tokens += sum(row.batch.ids_BN.numel() for row in rows if row.real)
+        return rows
+
+    def _counts(self, rows: Sequence["_Row"], units: Sequence[Unit]) -> dict[str, Tensor]:
+        """Units of the whole step, by one reduction."""
+        real = [self.method.count(row.batch) for row in rows if row.real]
+        if not real:  # an idle rank learns the names from somebody else's unit
+            layout, predict = self.engine.layout, self.method.head == "tokens"
+            names = self.method.count(build_batch(units[:1], layout, predict).to(self.accelerator.device))
+            real = [{unit: torch.zeros_like(count) for unit, count in names.items()}]
+        return self._reduce({unit: torch.stack([counts[unit] for counts in real]).sum() for unit in real[0]})
+
+    def _reduce(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
+        reduced = self.accelerator.reduce(torch.stack(list(values.values())), "sum")
+        assert isinstance(reduced, Tensor)
+        return dict(zip(values, reduced.unbind(), strict=True))
+
+    def _prepare(self, model: nn.Module, rows: Sequence["_Row"]) -> tuple[list[Tensor | None], dict[str, Tensor]]:
+        """Reference log-probs that are known by now, and what the method needs to know about the whole step."""
+        if not self.method.needs_preparation:
+            return [None] * len(rows), {}
+        collected: dict[str, list[Tensor]] = {}
+        known: list[Tensor | None] = []
+        with torch.no_grad():
+            for row in rows:
+                out = self._outputs(model, row.batch, None)
+                known.append(out.ref_logps_T)
+                if row.real:
+                    for name, values in self.method.collect(out, row.batch).items():
+                        collected.setdefault(name, []).append(values.float())
+        return known, self.method.prepare(self._join(collected))
+
+    def _join(self, collected: dict[str, list[Tensor]]) -> dict[str, Tensor]:
+        """Values of all rows and ranks, end to end; ranks pad with NaN to the longest."""
+        if self.accelerator.num_processes == 1:
+            return {name: torch.cat(values) for name, values in collected.items()}
+        joined: dict[str, Tensor] = {}
+        for name in union_over_ranks(set(collected), self.accelerator):
+            own = torch.cat(collected.get(name, [torch.zeros(0, device=self.accelerator.device)]))
+            padded = self.accelerator.pad_across_processes(own, pad_index=float("nan"))  # pyright: ignore[reportArgumentType]
+            gathered = self.accelerator.gather(padded)
+            assert isinstance(gathered, Tensor)
+            joined[name] = gathered[~gathered.isnan()]
+        return joined
+
+    def _outputs(self, model: nn.Module, batch: Batch, ref_logps_T: Tensor | None) -> Outputs:
+        """Policy outputs of a row with the reference's log-probs beside them."""
+        known = batch.ref_logps_T if batch.ref_logps_T is not None else ref_logps_T
+        if known is None and self.reference is not None:
+            with torch.no_grad(), self.reference.use(model) as reference:
+                known = self.engine(reference, batch).logps_T
+        out = self.engine(model, batch, self.method.statistics)
+        return out if known is None else _with_reference(out, known)
+
+    def _share(self, out: Outputs, row: "_Row", counts: dict[str, Tensor], prepared: dict[str, Tensor]) -> Tensor:
+        """This row's part of the loss, times the number of ranks, since gradients are averaged over them."""
+        if not row.real:
+            scored = out.logps_T if out.logps_T is not None else out.scores_TC
+            assert scored is not None
+            return scored.sum() * 0.0
+        loss = self.method.loss(out, row.batch, prepared)
+        self.meters.add(loss.metrics)
+        parts = [total / counts[unit].clamp(min=1) for unit, total in loss.sums.items()]
+        return torch.stack(parts).sum() * self.accelerator.num_processes
+
+    def _check(self, model: nn.Module, row: "_Row") -> None:
+        """The first row against plain forwards, jointly for all ranks."""
+        self.checked = True
+        found = check_first_batch(self.engine, model, row.batch, self.dtype)
+        worst = self.accelerator.gather(torch.tensor([found.difference], device=self.accelerator.device))
+        assert isinstance(worst, Tensor)
+        Check(float(worst.max()), found.limit).require()
+
+
+@dataclass(frozen=True, eq=False)
+class _Row:
+    """A forward of this rank; an idle one only keeps step with the others."""
+
+    batch: Batch
+    real: bool
+
+
+def _with_reference(out: Outputs, ref_logps_T: Tensor) -> Outputs:
+    return Outputs(**{**vars(out), "ref_logps_T": ref_logps_T})

@@ -1,0 +1,86 @@
+"""`upweight preprocess` as a person runs it: the summary on stderr, rows on stdout."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from made_tokenizers import byte_tokenizer
+
+CONFIG = """
+base_model: model
+rl: dpo
+sequence_len: 256
+shuffle_merged_datasets: false
+datasets:
+  - path: rows.jsonl
+    type: chatml.prompt_pairs
+"""
+ROWS = [{"prompt": f"why {number}?", "chosen": "because é", "rejected": "no"} for number in range(3)]
+
+
+@pytest.fixture
+def preprocess(tmp_path):
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    (tmp_path / "config.yaml").write_text(CONFIG)
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in ROWS))
+
+    def run(*arguments):
+        command = [sys.executable, "-m", "upweight", "preprocess", "config.yaml", *arguments]
+        environment = {**os.environ, "PYTHONIOENCODING": "utf-8", "HF_HUB_OFFLINE": "1"}
+        return subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, env=environment)
+
+    return run
+
+
+def test_fills_the_cache_and_sums_up(preprocess, tmp_path):
+    done = preprocess()
+    assert (done.returncode, done.stdout) == (0, "")
+    assert "datasets[0] (rows.jsonl): 3 rows read, 3 kept" in done.stderr
+    assert "suggested sequence_len: 64 keeps all (now 256: 100.0% of rows fit)" in done.stderr
+    assert len(list((tmp_path / "last_run_prepared").iterdir())) == 1
+
+
+def test_shows_rows_and_nothing_else(preprocess):
+    shown = [json.loads(line) for line in preprocess("--show", "2").stdout.splitlines()]
+    assert shown == [
+        {
+            "prompt": f"<|im_start|>user\nwhy {number}?<|im_end|>\n<|im_start|>assistant\n",
+            "chosen": "because é<|im_end|>",
+            "rejected": "no<|im_end|>",
+        }
+        for number in range(2)
+    ]
+    done = preprocess("--show", "9", "--tokens")
+    assert "from the cache" in done.stderr
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(rows) == 3
+    assert set(rows[0]) == {"prompt", "chosen", "rejected", "prompt_ids", "chosen_ids", "rejected_ids"}
+
+
+def test_the_loss_mask_is_shown(preprocess, tmp_path):
+    (tmp_path / "texts.jsonl").write_text(json.dumps({"instruction": "Add.", "output": "4"}))
+    (tmp_path / "config.yaml").write_text(
+        "base_model: model\ndatasets: [{path: texts.jsonl, type: alpaca}]\nsequence_len: 512\n"
+    )
+    row = json.loads(preprocess("--show", "1", "--tokens").stdout)
+    assert len(row["ids"]) == len(row["loss_mask"])
+    assert sum(row["loss_mask"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("rows", "arguments", "message"),
+    [
+        ('{"prompt": "a", "chosen": 4}', (), "datasets[0] (rows.jsonl), row 0 (rows.jsonl:1), 'chosen': expected text"),
+        ('{"prompt": "a" // no\n}', (), "rows.jsonl:1: a comment"),
+        (None, ("sequence_length=4",), "sequence_length: unknown key"),
+    ],
+)
+def test_mistakes_are_told_without_a_traceback(preprocess, tmp_path, rows, arguments, message):
+    if rows is not None:
+        (tmp_path / "rows.jsonl").write_text(rows)
+    done = preprocess("--show", "1", *arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,209 @@
+"""Each documented row of a pair format yields exactly the documented prompt and answers."""
+
+import pytest
+
+from made_tokenizers import byte_tokenizer, encoder, text_of
+from upweight.data.encode import RowError
+from upweight.data.formats.pairs import shared_start
+
+CHATML_SYSTEM = "<|im_start|>system\nBe brief.<|im_end|>\n"
+CHATML_PROMPT = "<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n"
+LLAMA3_SYSTEM = "<|start_header_id|>system<|end_header_id|>\n\nBe brief.<|eot_id|>"
+LLAMA3_PROMPT = (
+    "<|start_header_id|>user<|end_header_id|>\n\nWhy?<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
+)
+FAMILIES = {
+    "chatml": (CHATML_SYSTEM, CHATML_PROMPT, "<|im_end|>"),
+    "llama3": (LLAMA3_SYSTEM, LLAMA3_PROMPT, "<|eot_id|>"),
+}
+
+
+def dialogue(answer, asked="Why?"):
+    return [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
+
+
+PAIR = {"chosen": "Good.", "rejected": "Bad."}
+LISTED = {"chosen": dialogue("Good."), "rejected": dialogue("Bad.")}
+ROWS = {
+    "": {"prompt": "Why?", **PAIR},
+    ".default": {"input": "Why?", "chosen_response": "Good.", "rejected_response": "Bad."},
+    ".argilla": {"instruction": "Why?", "chosen_response": "Good.", "rejected_response": "Bad."},
+    ".argilla_chat": LISTED,
+    ".icr": {"input": "Why?", **PAIR},
+    ".intel": {"question": "Why?", **PAIR},
+    ".prompt_pairs": {"prompt": "Why?", **PAIR},
+    ".ultra": {"prompt": "Why?", **LISTED},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("method", ["dpo", "ipo", "simpo", "orpo"])
+def test_marked_texts(family, name, method):
+    _, prompt, end = FAMILIES[family]
+    expected = {"prompt": prompt, "chosen": f"Good.{end}", "rejected": f"Bad.{end}"}
+    assert text_of({"type": family + name}, ROWS[name], rl=method) == expected
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("name", [name for name in ROWS if name != ".argilla_chat"])
+def test_marked_texts_with_a_system_text(family, name):
+    system, prompt, _ = FAMILIES[family]
+    assert (
+        text_of({"type": family + name}, {"system": "Be brief.", **ROWS[name]}, rl="dpo")["prompt"] == system + prompt
+    )
+    for nothing in ("", None):
+        assert text_of({"type": family + name}, {"system": nothing, **ROWS[name]}, rl="dpo")["prompt"] == prompt
+
+
+def test_several_turns_are_all_in_the_prompt():
+    earlier = dialogue("Hello.", "Hi")
+    row = {"chosen": [*earlier, *dialogue("Good.")], "rejected": [*earlier, *dialogue("Bad.")]}
+    text = text_of({"type": "chatml.argilla_chat"}, row, rl="dpo")
+    opening = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello.<|im_end|>\n"
+    assert text == {"prompt": opening + CHATML_PROMPT, "chosen": "Good.<|im_end|>", "rejected": "Bad.<|im_end|>"}
+
+
+def test_nectar_takes_rank_1_over_rank_2():
+    answers = [{"answer": "worst", "rank": 3}, {"answer": "second", "rank": 2}, {"answer": "best", "rank": 1}]
+    assert text_of({"type": "zephyr.nectar"}, {"prompt": "Why?", "answers": answers}, rl="dpo") == {
+        "prompt": "<|system|>\n</s>\n<|user|>\nWhy?</s>\n<|assistant|>\n",
+        "chosen": "best",
+        "rejected": "second",
+    }
+
+
+@pytest.mark.parametrize(
+    "answer", [lambda text: text, lambda text: {"role": "assistant", "content": text}, lambda text: dialogue(text)]
+)
+def test_chat_template_default(answer):
+    row = {
+        "messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}],
+        "chosen": answer("Good."),
+        "rejected": answer("Bad."),
+    }
+    expected = {"prompt": CHATML_SYSTEM + CHATML_PROMPT, "chosen": "Good.<|im_end|>", "rejected": "Bad.<|im_end|>"}
+    assert text_of({"type": "chat_template.default"}, row, rl="dpo", chat_template="chatml") == expected
+
+
+def test_chat_template_takes_plain_text_as_one_user_turn():
+    text = text_of({"type": "chat_template"}, {"messages": "Why?", **PAIR}, rl="dpo", chat_template="chatml")
+    assert text["prompt"] == CHATML_PROMPT
+
+
+def test_columns_properties_and_roles_have_other_names():
+    entry = {
+        "type": "chat_template.default",
+        "field_messages": "talk.turns",
+        "field_chosen": "better",
+        "field_rejected": "worse",
+        "message_property_mappings": {"role": "speaker", "content": "said"},
+        "roles": {"user": ["customer"], "assistant": "agent", "system": ["boss"]},
+    }
+    row = {
+        "talk": {"turns": [{"speaker": "boss", "said": "Be brief."}, {"speaker": "customer", "said": "Why?"}]},
+        "better": {"speaker": "agent", "said": "Good."},
+        "worse": {"speaker": "agent", "said": "Bad."},
+    }
+    text = text_of(entry, row, rl="dpo", chat_template="chatml")
+    assert text == {"prompt": CHATML_SYSTEM + CHATML_PROMPT, "chosen": "Good.<|im_end|>", "rejected": "Bad.<|im_end|>"}
+
+
+def test_an_unknown_role_is_named():
+    row = {"messages": [{"role": "oracle", "content": "Why?"}], **PAIR}
+    with pytest.raises(RowError, match="oracle") as caught:
+        encoder({"type": "chat_template"}, rl="dpo", chat_template="chatml")(row)
+    assert caught.value.key == "messages[0].role"
+
+
+def test_chat_template_argilla_chat():
+    text = text_of({"type": "chat_template.argilla_chat"}, LISTED, rl="dpo", chat_template="chatml")
+    assert text == {"prompt": CHATML_PROMPT, "chosen": "Good.<|im_end|>", "rejected": "Bad.<|im_end|>"}
+
+
+@pytest.mark.parametrize("name", ["chat_template.argilla", "orpo.chat_template"])
+def test_orpo_takes_prompt_and_system_from_columns(name):
+    row = {"system": "Be brief.", "prompt": "Why?", "chosen": dialogue("Good.", "x"), "rejected": dialogue("Bad.", "x")}
+    text = text_of({"type": name}, row, rl="orpo", chat_template="chatml")
+    assert text == {"prompt": CHATML_SYSTEM + CHATML_PROMPT, "chosen": "Good.<|im_end|>", "rejected": "Bad.<|im_end|>"}
+    without = {key: row[key] for key in ("chosen", "rejected")}
+    assert "user\nx<" in text_of({"type": name}, without, rl="orpo", chat_template="chatml")["prompt"]
+
+
+def test_orpo_leaves_the_user_turns_of_longer_talks_alone():
+    earlier = dialogue("Hello.", "Hi")
+    row = {"prompt": "other", "chosen": [*earlier, *dialogue("Good.")], "rejected": [*earlier, *dialogue("Bad.")]}
+    prompt = text_of({"type": "chat_template.argilla"}, row, rl="orpo", chat_template="chatml")["prompt"]
+    assert "other" not in prompt
+    assert prompt.count("<|im_start|>user") == 2
+
+
+@pytest.mark.parametrize("system", [None, "Be brief."])
+def test_bradley_terry_folds_the_system_text_where_there_is_no_such_role(system):
+    row = {"input": "Why?", **PAIR} | ({"system": system} if system else {})
+    text = text_of({"type": "bradley_terry.chat_template"}, row, byte_tokenizer("gemma"), reward_model=True,
+                   chat_template="gemma")  # fmt: skip
+    opening = "Be brief.\n\n" if system else ""
+    assert text == {
+        "prompt": f"<bos><start_of_turn>user\n{opening}Why?<end_of_turn>\n<start_of_turn>model\n",
+        "chosen": "Good.<end_of_turn>",
+        "rejected": "Bad.<end_of_turn>",
+    }
+
+
+def test_user_defined():
+    entry = {"type": {
+        "field_prompt": "q", "field_system": "s", "field_chosen": "good", "field_rejected": "bad",
+        "prompt_format": "[{system}] {{x}} {prompt} {y}", "chosen_format": "<{chosen}>", "rejected_format": "({rejected})",
+    }}  # fmt: skip
+    row = {"q": "{system}?", "s": "S", "good": "{chosen}", "bad": "B"}
+    assert text_of(entry, row, rl="dpo") == {
+        "prompt": "[S] {x} {system}? {y}",
+        "chosen": "<{chosen}>",
+        "rejected": "(B)",
+    }
+    del row["s"]
+    assert text_of(entry, row, rl="dpo")["prompt"] == "[] {x} {system}? {y}"
+
+
+@pytest.mark.parametrize("name", [None, "passthrough"])
+def test_rows_without_a_type(name):
+    entry = {} if name is None else {"type": name}
+    assert text_of(entry, {"prompt": "Why? ", **PAIR, "margin": 2}, rl="dpo") == {
+        "prompt": "Why? ",
+        **PAIR,
+        "margin": 2.0,
+    }
+    expected = {"prompt": CHATML_PROMPT, "chosen": "Good.<|im_end|>", "rejected": "Bad.<|im_end|>"}
+    split = {"prompt": dialogue("")[:1], "chosen": dialogue("Good.")[1:], "rejected": dialogue("Bad.")[1:]}
+    for row in (LISTED, split, {"prompt": "Why?", **LISTED}):
+        assert text_of(entry, row, rl="dpo", chat_template="chatml") == expected
+
+
+@pytest.mark.parametrize(
+    ("chosen", "rejected", "expected"),
+    [
+        ("The sky is blue.", "The sky is green.", ("The sky is", " blue.", " green.")),
+        ("I love cats", "I love cars", ("I love", " cats", " cars")),
+        (
+            "\n\nHuman: Hi\n\nAssistant: I am well",
+            "\n\nHuman: Hi\n\nAssistant: I am not",
+            ("\n\nHuman: Hi\n\nAssistant:", " I am well", " I am not"),
+        ),
+    ],
+)
+def test_texts_without_a_prompt_share_their_beginning(chosen, rejected, expected):
+    assert shared_start(chosen, rejected) == expected
+
+
+@pytest.mark.parametrize("texts", [("a b", "a b"), ("x", "y"), ("cat", "cats")])
+def test_texts_that_share_no_prompt_are_refused(texts):
+    with pytest.raises(RowError):
+        shared_start(*texts)
+
+
+@pytest.mark.parametrize("name", ["chatml.intel", "bradley_terry.llama3.icr", None])
+def test_any_pair_format_serves_a_reward_model(name):
+    row = {"question": "Why?", "input": "Why?", "prompt": "Why?", **PAIR}
+    (record,) = encoder({"type": name} if name else {}, reward_model=True)(row)
+    assert set(record.columns) == {"prompt_ids", "chosen_ids", "rejected_ids"}

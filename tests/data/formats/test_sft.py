@@ -1,0 +1,139 @@
+"""Texts to imitate, and which of their tokens are trained on."""
+
+import pytest
+
+from made_tokenizers import byte_tokenizer, encoder
+from upweight.data.encode import RowError
+
+TALK = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "one"},
+    {"role": "assistant", "content": "two"},
+    {"role": "user", "content": "three"},
+    {"role": "assistant", "content": "four"},
+]
+
+
+def spans(entry, row, family="chatml", **keys):
+    """The whole text of each record, and the stretches that are trained on."""
+    tokenizer = byte_tokenizer(family)
+    result = []
+    for record in encoder(entry, tokenizer, **keys)(row):
+        ids, scored = record.columns["ids"], record.columns["scored"]
+        stretches, current = [], []
+        for token, counts in [*zip(ids, scored, strict=True), (None, False)]:
+            if counts:
+                current.append(token)
+            elif current:
+                stretches.append(tokenizer.decode(current))
+                current = []
+        result.append((tokenizer.decode(ids), stretches))
+    return result
+
+
+def chat(entry=None, messages=TALK, **keys):
+    (found,) = spans({"type": "chat_template", **(entry or {})}, {"messages": messages}, chat_template="chatml", **keys)
+    return found
+
+
+def test_assistant_turns_are_trained_on():
+    text, trained = chat()
+    assert trained == ["two<|im_end|>", "four<|im_end|>"]
+    assert text.endswith("<|im_start|>assistant\nfour<|im_end|>")
+
+
+def test_words_of_the_answer_in_the_question_are_not_trained_on():
+    talk = [{"role": "user", "content": "two"}, {"role": "assistant", "content": "two"}]
+    text, trained = chat(messages=talk)
+    assert trained == ["two<|im_end|>"]
+    assert text.count("two") == 2
+
+
+@pytest.mark.parametrize(
+    ("entry", "expected"),
+    [
+        ({"roles_to_train": ["user"]}, ["<|im_start|>user\none<|im_end|>", "<|im_start|>user\nthree<|im_end|>"]),
+        ({"train_on_eos": "none"}, ["two", "four"]),
+        ({"train_on_eos": "last"}, ["two", "four<|im_end|>"]),
+        ({"train_on_eos": "all"}, ["<|im_end|>", "<|im_end|>", "two<|im_end|>", "<|im_end|>", "four<|im_end|>"]),
+        ({"drop_system_message": True}, ["two<|im_end|>", "four<|im_end|>"]),
+    ],
+)
+def test_what_is_trained_on_can_be_chosen(entry, expected):
+    text, trained = chat(entry)
+    assert trained == expected
+    assert ("Be brief." in text) != entry.get("drop_system_message", False)
+
+
+def test_messages_say_themselves_whether_they_are_trained_on():
+    marked = [{**message, "train": number in (1, 4)} for number, message in enumerate(TALK)]
+    assert chat({"message_field_training": "train"}, marked)[1] == ["<|im_start|>user\none<|im_end|>", "four<|im_end|>"]
+    detail = [{"begin_offset": 0, "end_offset": 1, "train": False}, {"begin_offset": 2, "end_offset": 3, "train": True}]
+    marked = [*TALK[:4], {**TALK[4], "parts": detail}]
+    assert chat({"message_field_training_detail": "parts"}, marked)[1] == ["two<|im_end|>", "ur<|im_end|>"]
+
+
+def test_inputs_can_be_trained_on():
+    text, trained = chat(train_on_inputs=True)
+    assert "".join(trained) == text.removeprefix("<|im_start|>")
+
+
+def test_conversations_written_for_sharegpt():
+    talk = [{"from": "human", "value": "one"}, {"from": "gpt", "value": "two"}]
+    ((_, trained),) = spans({"type": "sharegpt"}, {"conversations": talk}, chat_template="chatml")
+    assert trained == ["two<|im_end|>"]
+
+
+def test_a_turn_that_later_ones_rewrite_gets_a_text_of_its_own():
+    (first, trained), (last, trained_last) = spans({}, {"messages": TALK}, chat_template="qwen3")
+    assert trained == ["<think>\n\n</think>\n\ntwo<|im_end|>"]
+    assert trained_last == ["<think>\n\n</think>\n\nfour<|im_end|>"]
+    assert "three" not in first
+    assert "<|im_start|>assistant\ntwo<|im_end|>" in last
+
+
+@pytest.mark.parametrize("extra", ["", "more"])
+def test_alpaca(extra):
+    ((text, trained),) = spans({"type": "alpaca"}, {"instruction": "do", "input": extra, "output": "done"}, "plain")
+    assert trained == ["done</s>"]
+    middle = "### Instruction:\ndo\n\n### Input:\nmore\n\n" if extra else "### Instruction:\ndo\n\n"
+    assert text.endswith(f"\n\n{middle}### Response:\ndone</s>")
+
+
+def test_user_defined():
+    entry = {"type": {"field_instruction": "q", "field_output": "a", "format": "Q: {instruction}\nA: "}}
+    assert spans(entry, {"q": "why", "a": "so"}, "plain") == [("<s>Q: why\nA: so</s>", ["so</s>"])]
+
+
+@pytest.mark.parametrize("entry", [{"type": "completion"}, {}, {"type": "completion", "field": "body"}])
+def test_raw_text(entry):
+    row = {entry.get("field", "text"): "some words"}
+    assert spans(entry, row, "plain") == [("<s>some words</s>", ["some words</s>"])]
+
+
+def test_prompt_and_completion():
+    assert spans({}, {"prompt": "a b", "completion": " c"}, "plain") == [("<s>a b c</s>", [" c</s>"])]
+    ((_, trained),) = spans({}, {"prompt": TALK[:2], "completion": TALK[2:3]}, chat_template="chatml")
+    assert trained == ["two<|im_end|>"]
+
+
+def test_token_ids_are_taken_as_they_are():
+    (record,) = encoder({})({"input_ids": [5, 6, 7], "labels": [-100, -100, 7]})
+    assert record.columns == {"ids": [5, 6, 7], "scored": [False, False, True]}
+
+
+@pytest.mark.parametrize(
+    ("row", "key"),
+    [
+        ({"messages": TALK[:2]}, "messages"),
+        ({"other": 1}, "messages"),
+        ({"text": ""}, "text"),
+        ({"input_ids": [1, 2], "labels": [1]}, "labels"),
+        ({"input_ids": [1, "x"]}, "input_ids"),
+        ({"instruction": "x"}, "output"),
+    ],
+)
+def test_bad_rows_name_their_key(row, key):
+    with pytest.raises(RowError) as caught:
+        encoder({}, chat_template="chatml")(row)
+    assert caught.value.key == key

@@ -1,0 +1,280 @@
+"""From config to prepared rows: mixtures, splits, order, limits, errors, and the cache between runs."""
+
+import dataclasses
+import json
+
+import pytest
+from made_tokenizers import byte_tokenizer
+
+from upweight.config import parse_config
+from upweight.data import prepare, shown_rows
+from upweight.data import chunks as chunks_module
+from upweight.errors import UserError
+
+TOKENIZER = byte_tokenizer()
+
+
+def pair(number, prompt="p", **more):
+    return {"prompt": f"{prompt}{number}", "chosen": f"good {number}", "rejected": "bad", **more}
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """Writes rows to files and prepares them; the last config and result can be looked at."""
+    monkeypatch.chdir(tmp_path)
+
+    def write(rows, name="rows.jsonl"):
+        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def go(rows=None, *, tokenizer=TOKENIZER, **keys):
+        if rows is not None:
+            write(rows)
+        chosen = {"base_model": "tiny", "rl": "dpo", "dataset_prepared_path": "prepared"}
+        chosen["datasets"] = [{"path": "rows.jsonl", "type": "chatml.prompt_pairs"}]
+        go.config = parse_config({**chosen, **keys}, folder=tmp_path)
+        return prepare(go.config, tokenizer)
+
+    go.write = write
+    return go
+
+
+def asked(run, prepared, **options):
+    """The prompts in the order of training, without the template's marks."""
+    shown = shown_rows(run.config, prepared, len(prepared.train), tokens=False, **options)
+    return [row["prompt"].split("user\n")[1].split("<|im_end|>")[0] for row in shown]
+
+
+def decoded(rows, key="prompt_ids"):
+    return [TOKENIZER.decode(ids) for ids in rows[key]]
+
+
+def test_rows_become_columns_of_tokens(run):
+    prepared = run([pair(number) for number in range(5)], shuffle_merged_datasets=False)
+    assert prepared.train.column_names == ["prompt_ids", "chosen_ids", "rejected_ids"]
+    assert decoded(prepared.train, "chosen_ids") == [f"good {number}<|im_end|>" for number in range(5)]
+    assert prepared.evaluation is None
+    assert (prepared.report.train_rows, prepared.report.eval_rows) == (5, 0)
+
+
+def test_a_second_run_reads_the_cache(run):
+    first = run([pair(number) for number in range(30)], val_set_size=4)
+    second = run(val_set_size=4)
+    assert (first.report.cached, second.report.cached) == (False, True)
+    assert second.train[:] == first.train[:]
+    assert second.evaluation[:] == first.evaluation[:]
+    assert dataclasses.replace(second.report, cached=False) == first.report
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"seed": 7},
+        {"rl": "ipo"},
+        {"sequence_len": 100},
+        {"max_prompt_length": 50},
+        {"excess_length_strategy": "truncate"},
+        {"dataset_exact_deduplication": True},
+        {"val_set_size": 2},
+        {"default_system_message": "Be brief."},
+        {"datasets": [{"path": "rows.jsonl", "type": "chatml.prompt_pairs", "split": "train[:3]"}]},
+        {"datasets": [{"path": "rows.jsonl", "type": "llama3.prompt_pairs"}]},
+        {"chat_template_kwargs": {"thinking": True}},
+        {"tokenizer": byte_tokenizer("llama3")},
+        {"tokenizer": byte_tokenizer(template="{{ messages }}")},
+    ],
+    ids=str,
+)
+def test_what_shapes_the_rows_makes_a_new_cache(run, change):
+    run([pair(number) for number in range(5)])
+    assert not run(**change).report.cached
+
+
+@pytest.mark.parametrize("change", [{"learning_rate": 1e-3}, {"output_dir": "there"}, {"dataset_num_proc": 2}], ids=str)
+def test_what_does_not_shape_the_rows_keeps_the_cache(run, change):
+    run([pair(number) for number in range(5)])
+    assert run(**change).report.cached
+
+
+def test_changed_rows_are_noticed(run):
+    run([pair(1)])
+    prepared = run([pair(2)])
+    assert not prepared.report.cached
+    assert decoded(prepared.train, "chosen_ids") == ["good 2<|im_end|>"]
+
+
+def test_skipping_the_cache_prepares_anew(run):
+    run([pair(1)])
+    assert not run(skip_prepare_dataset=True).report.cached
+    assert run().report.cached
+
+
+def test_a_damaged_cache_is_prepared_again(run, caplog):
+    prepared = run([pair(number) for number in range(5)])
+    rows = decoded(prepared.train)
+    arrow = prepared.folder / "train.arrow"
+    arrow.write_bytes(arrow.read_bytes()[:-40])
+    again = run()
+    assert not again.report.cached
+    assert decoded(again.train) == rows
+
+
+def test_a_changed_transform_is_noticed(run, tmp_path):
+    source = "def transform(cfg):\n    return lambda row: {**row, 'prompt': row['prompt'] + MARK}\nMARK = '?'\n"
+    (tmp_path / "my_changing_transform.py").write_text(source)
+    keys = {"datasets": [{"path": "rows.jsonl", "type": "my_changing_transform.transform"}]}
+    assert decoded(run([pair(1)], **keys).train) == ["p1?"]
+    assert run(**keys).report.cached
+    (tmp_path / "my_changing_transform.py").write_text(source.replace("'?'", "'!'"))
+    import sys
+
+    del sys.modules["my_changing_transform"]  # as a new process would find it
+    prepared = run(**keys)
+    assert not prepared.report.cached
+    assert decoded(prepared.train) == ["p1!"]
+
+
+def test_a_transform_sees_keys_that_then_count(run, tmp_path):
+    (tmp_path / "my_looking_transform.py").write_text(
+        "def transform(cfg):\n    return lambda row: {**row, 'prompt': str(cfg.learning_rate)}\n"
+    )
+    keys = {"datasets": [{"path": "rows.jsonl", "type": "my_looking_transform.transform"}]}
+    assert decoded(run([pair(1)], learning_rate=0.5, **keys).train) == ["0.5"]
+    assert decoded(run(learning_rate=0.25, **keys).train) == ["0.25"]
+    assert run(learning_rate=0.25, output_dir="elsewhere", **keys).report.cached
+
+
+def test_shuffling_is_seeded_and_can_be_left_out(run):
+    rows = [pair(number) for number in range(50)]
+    in_order = [row["prompt"] for row in rows]
+    assert asked(run, run(rows, shuffle_merged_datasets=False)) == in_order
+    assert asked(run, run(curriculum_sampling=True)) == in_order
+    first = asked(run, run(seed=1))
+    assert first != in_order
+    assert sorted(first) == sorted(in_order)
+    assert asked(run, run(seed=1, skip_prepare_dataset=True)) == first
+    assert asked(run, run(seed=2)) != first
+
+
+def test_mixtures_keep_or_mix_their_parts(run):
+    run.write([pair(number, "a") for number in range(30)], "a.jsonl")
+    run.write([pair(number, "b") for number in range(30)], "b.jsonl")
+    mixture = [{"path": f"{name}.jsonl", "type": "chatml.prompt_pairs"} for name in "ab"]
+    each = asked(run, run(datasets=mixture, shuffle_before_merging_datasets=True, shuffle_merged_datasets=False))
+    assert [prompt[0] for prompt in each] == ["a"] * 30 + ["b"] * 30
+    assert each[:30] != [f"a{number}" for number in range(30)]
+    mixed = asked(run, run(datasets=mixture))
+    assert "b" in [prompt[0] for prompt in mixed[:30]]
+    assert [part.kept for part in run(datasets=mixture).report.parts] == [30, 30]
+
+
+def test_shards_of_a_mixture_part_the_rows(run):
+    run.write([pair(number, "a") for number in range(10)], "a.jsonl")
+    run.write([pair(number, "b") for number in range(7)], "b.jsonl")
+    mixture = [{"path": f"{name}.jsonl", "type": "chatml.prompt_pairs"} for name in "ab"]
+    shards = [asked(run, run(datasets=mixture, dataset_shard_num=3, dataset_shard_idx=index)) for index in range(3)]
+    assert sorted(len(shard) for shard in shards) == [5, 6, 6]
+    assert len({prompt for shard in shards for prompt in shard}) == 17
+
+
+@pytest.mark.parametrize(("size", "held"), [(0.2, 10), (7, 7), (0.001, 1)])
+def test_rows_held_out_do_not_overlap(run, size, held):
+    prepared = run([pair(number) for number in range(50)], val_set_size=size)
+    train, evaluation = set(decoded(prepared.train)), set(decoded(prepared.evaluation))
+    assert (len(train), len(evaluation)) == (50 - held, held)
+    assert not train & evaluation
+    again = run(val_set_size=size, skip_prepare_dataset=True)
+    assert set(decoded(again.evaluation)) == evaluation
+    assert set(decoded(run(val_set_size=size, seed=5).evaluation)) != evaluation
+
+
+def test_holding_out_everything_is_refused(run):
+    with pytest.raises(UserError, match="val_set_size: 5 of 5 rows would be held out"):
+        run([pair(number) for number in range(5)], val_set_size=5)
+
+
+def test_both_sides_of_a_pair_are_held_out_together(run):
+    prepared = run([pair(number) for number in range(20)], rl="kto", val_set_size=5)
+    assert (len(prepared.train), len(prepared.evaluation)) == (30, 10)
+    assert not set(decoded(prepared.train)) & set(decoded(prepared.evaluation))
+
+
+def test_test_datasets_have_their_own_settings(run):
+    run.write([{"question": "q", "chosen": "yes " * 30, "rejected": "no"}] * 3, "test.jsonl")
+    tests = [{"path": "test.jsonl", "type": "chatml.intel", "split": "train[:2]"}]
+    prepared = run([pair(1)], test_datasets=tests, sequence_len=40, eval_sequence_len=400)
+    assert (len(prepared.train), len(prepared.evaluation)) == (1, 2)
+    assert "q" in decoded(prepared.evaluation)[0]
+    assert prepared.report.parts[1].where == "test_datasets[0] (test.jsonl)"
+
+
+def test_repeated_rows_are_dropped_and_never_evaluated_on(run):
+    run.write([pair(1), pair(9)], "test.jsonl")
+    tests = [{"path": "test.jsonl", "type": "chatml.prompt_pairs"}]
+    rows = [pair(1), pair(2), pair(1, unused="column"), pair(3), pair(2)]
+    kept = run(rows, test_datasets=tests)
+    assert (len(kept.train), len(kept.evaluation)) == (5, 2)
+    prepared = run(test_datasets=tests, dataset_exact_deduplication=True, shuffle_merged_datasets=False)
+    assert asked(run, prepared) == ["p1", "p2", "p3"]
+    assert decoded(prepared.evaluation, "chosen_ids") == ["good 9<|im_end|>"]
+    assert [sum(part.dropped.values()) for part in prepared.report.parts] == [2, 1]
+
+
+def test_long_rows_are_dropped_counted_and_measured(run):
+    rows = [pair(number) for number in range(8)] + [pair(9, "long " * 200)]
+    prepared = run(rows, sequence_len=64)
+    assert prepared.report.parts[0].dropped == {"longer than sequence_len": 1}
+    assert prepared.report.lengths["prompt"]["max"] > 200
+    assert prepared.report.suggested["sequence_len"]["100%"] > 200
+    assert len(prepared.train) == 8
+
+
+def test_nothing_left_to_train_on_says_why(run):
+    with pytest.raises(UserError, match=r"2 dropped: longer than sequence_len\n(.*\n)*no rows are left to train on"):
+        run([pair(number, "long " * 200) for number in range(2)], sequence_len=64)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_bad_row_is_named(run, processes, monkeypatch):
+    monkeypatch.setattr(chunks_module, "CHUNK", 4)
+    rows = [pair(number) for number in range(17)] + [{**pair(17), "chosen": 5}, {"prompt": "no answers"}]
+    with pytest.raises(UserError, match=r"datasets\[0\] \(rows.jsonl\), row 17 \(rows.jsonl:18\), 'chosen': expected text"):
+        run(rows, dataset_num_proc=processes)
+
+
+def test_several_processes_prepare_the_same(run, monkeypatch):
+    monkeypatch.setattr(chunks_module, "CHUNK", 3)
+    one = run([pair(number) for number in range(20)], dataset_num_proc=1, val_set_size=3)
+    rows, evaluation = one.train[:], one.evaluation[:]
+    two = run(dataset_num_proc=2, val_set_size=3, skip_prepare_dataset=True)
+    assert (two.train[:], two.evaluation[:]) == (rows, evaluation)
+
+
+def test_margins_are_kept_where_there_are_any(run):
+    prepared = run([pair(1), pair(2, margin=0.5)], reward_model=True, rl=None, shuffle_merged_datasets=False)
+    assert prepared.train["margin"][:] == [None, 0.5]
+
+
+def test_rows_of_an_online_method_carry_their_columns(run):
+    rows = [
+        {"prompt": "p1", "answer": "42", "tests": {"a": [1]}, "note": None},
+        {"prompt": [{"role": "user", "content": "p2"}], "answer": 42, "tests": {"b": "x"}, "extra": [True]},
+    ]
+    prepared = run(
+        rows,
+        rl="grpo",
+        trl={"reward_funcs": ["rewards.one"]},
+        datasets=[{"path": "rows.jsonl"}],
+        chat_template="chatml",
+        shuffle_merged_datasets=False,
+    )
+    first, second = prepared.train[0], prepared.train[1]
+    assert (first["prompt"], first["answer"], first["tests"], first["extra"]) == ("p1", "42", {"a": [1]}, None)
+    assert (second["prompt"], second["answer"], second["extra"]) == (rows[1]["prompt"], 42, [True])
+    assert TOKENIZER.decode(second["prompt_ids"]).endswith("p2<|im_end|>\n<|im_start|>assistant\n")
+    assert prepared.train[:]["answer"] == ["42", 42]
+
+
+def test_kept_in_memory(run):
+    rows = [pair(number) for number in range(3)]
+    assert run(rows, dataset_keep_in_memory=True).train.cache_files == []
+    assert run(rows, dataset_keep_in_memory=False).train.cache_files != []

@@ -1,0 +1,72 @@
+import dataclasses
+
+import pytest
+import torch
+import transformers as hf
+from peft import LoraConfig, get_peft_model
+
+from tiny_models import PADDED, group, identical, three_levels, tiny
+from upweight.engine import Engine
+from upweight.engine.check import Check, check_first_batch, enable_checkpointing, gradients_flow, require_gradients
+from upweight.engine.packing import build_batch
+from upweight.errors import UserError
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "gemma2", *PADDED])
+def test_a_right_forward_passes(kind):
+    model = tiny(kind)
+    engine = Engine(model)
+    for units in (three_levels(), identical(), []):
+        check = check_first_batch(engine, model, build_batch(units, engine.layout))
+        assert check.difference < 5e-5
+        check.require()
+
+
+@pytest.mark.parametrize("task", ["SequenceClassification", "TokenClassification"])
+def test_scores_are_checked_with_dropout_off(task):
+    model = tiny("llama", getattr(hf, f"AutoModelFor{task}"), num_labels=1).train()
+    engine = Engine(model)
+    assert check_first_batch(engine, model, build_batch(group(), predict=False)).difference < 1e-5
+    assert model.training
+    assert model.model.layers[0].training
+
+
+def test_a_wrong_mask_is_caught():
+    model = tiny("llama")
+    engine = Engine(model)
+    batch = build_batch(group())
+    blind = torch.arange(1, batch.ids_BN.shape[1] + 1)[None]
+    found = engine(model, batch)
+    # the comparison sees the right tree, the forward one in which nobody sees a prefix
+    spoilt = dataclasses.replace(batch, end_BN=torch.where(batch.end_BN == batch.end_BN.max(), batch.end_BN, blind))
+    assert not torch.allclose(engine(model, spoilt).logps_T, found.logps_T, atol=1e-2)
+    shifted = dataclasses.replace(batch, position_BN=batch.position_BN.flip(1))
+    check = check_first_batch(engine, model, shifted)
+    assert not check.passed
+    with pytest.raises(UserError, match="layout: padded"):
+        check.require()
+
+
+def test_half_precision_is_judged_by_the_mean():
+    model = tiny("llama").bfloat16()
+    engine = Engine(model)
+    assert check_first_batch(engine, model, build_batch(group())).limit == 0.05
+    assert check_first_batch(engine, model, build_batch(group()), torch.float32).limit == 1e-4
+    assert not Check(float("nan"), 0.05).passed
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradients_reach_adapters_through_checkpointing(reentrant):
+    model = get_peft_model(tiny("llama"), LoraConfig(r=2, target_modules=["q_proj"])).train()
+    engine = Engine(model)
+    enable_checkpointing(model, reentrant)
+    engine(model, build_batch(group())).logps_T.sum().backward()
+    assert gradients_flow(model)
+
+
+def test_adapters_without_gradients_are_reported():
+    model = get_peft_model(tiny("llama"), LoraConfig(r=2, target_modules=["q_proj"])).train()
+    assert not gradients_flow(model)
+    require_gradients(True)
+    with pytest.raises(UserError, match="gradient"):
+        require_gradients(False)

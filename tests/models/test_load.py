@@ -1,0 +1,177 @@
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import VOCABULARY, tiny
+from tokenizers import Tokenizer, models
+from torch import nn
+from transformers import AutoConfig, AutoModelForSequenceClassification, LlamaConfig, PreTrainedTokenizerFast
+
+from upweight.config.model import AdapterSection, ModelSection
+from upweight.errors import UserError
+from upweight.models.load import compute_dtype, disable_dropout, load_config, load_model
+
+CPU = torch.device("cpu")
+
+
+def tokenizer(size: int = VOCABULARY) -> PreTrainedTokenizerFast:
+    vocabulary = {f"t{index}": index for index in range(size)}
+    inner = Tokenizer(models.WordLevel(vocabulary, unk_token="t0"))
+    return PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="t0", eos_token="t2", pad_token="t3")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    tiny("llama").save_pretrained(tmp_path)
+    return str(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("settings", "dtype"),
+    [
+        ({}, torch.float32),
+        ({"bf16": True}, torch.bfloat16),
+        ({"bf16": False}, torch.float32),
+        ({"fp16": True}, torch.float16),
+        ({"pure_bf16": True}, torch.bfloat16),
+    ],
+)
+def test_the_dtype_on_a_cpu(settings, dtype):
+    assert compute_dtype(ModelSection(**settings), CPU) == dtype
+
+
+@pytest.mark.parametrize(("supported", "dtype"), [(True, torch.bfloat16), (False, torch.float16)])
+def test_the_dtype_on_a_gpu_follows_what_it_can(monkeypatch, supported, dtype):
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: supported)
+    assert compute_dtype(ModelSection(), torch.device("cuda")) == dtype
+    assert compute_dtype(ModelSection(bf16=False), torch.device("cuda")) == torch.float32
+
+
+def test_a_folder_loads_in_the_dtype_asked_for(folder):
+    model = load_model(ModelSection(base_model=folder), torch.bfloat16)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert torch.equal(model.lm_head.weight, tiny("llama").lm_head.weight.to(torch.bfloat16))
+
+
+@pytest.mark.parametrize(("head", "labels"), [("sequence_score", 1), ("step_score", 2)])
+def test_a_fresh_score_head_depends_on_the_seed_alone(folder, head, labels):
+    section = ModelSection(base_model=folder)
+    heads = []
+    for seed in (1, 1, 2):
+        torch.rand(len(heads) + 1)
+        model = load_model(section, torch.float32, head=head, tokenizer=tokenizer(), seed=seed)
+        heads.append(model.score.weight)
+        assert model.config.pad_token_id == 3
+    assert heads[0].shape[0] == labels
+    assert torch.equal(heads[0], heads[1])
+    assert not torch.equal(heads[0], heads[2])
+    assert load_model(ModelSection(base_model=folder, num_labels=3), torch.float32, head=head).score.out_features == 3
+
+
+def test_embeddings_grow_with_the_tokenizer_and_never_shrink(folder):
+    section = ModelSection(base_model=folder)
+    assert load_model(section, torch.float32, tokenizer=tokenizer(50)).lm_head.out_features == VOCABULARY
+    grown = load_model(section, torch.float32, tokenizer=tokenizer(VOCABULARY + 2))
+    assert grown.lm_head.out_features == grown.config.vocab_size == VOCABULARY + 2
+    rounded = ModelSection(base_model=folder, resize_to_32=True, mean_resizing=True)
+    assert load_model(rounded, torch.float32, tokenizer=tokenizer(VOCABULARY + 2)).lm_head.out_features == 96
+
+
+def test_config_overrides_hold_and_unknown_ones_are_errors(folder):
+    section = ModelSection(base_model=folder, config_overrides={"rms_norm_eps": 0.5})
+    assert load_model(section, torch.float32).model.norm.variance_epsilon == 0.5
+    with pytest.raises(UserError, match="model_config: 'rms_norm_esp'.*mean 'rms_norm_eps'"):
+        load_config(ModelSection(base_model=folder, config_overrides={"rms_norm_esp": 0.5}))
+
+
+def test_the_config_may_come_from_elsewhere(folder, tmp_path_factory):
+    other = tmp_path_factory.mktemp("config")
+    LlamaConfig.from_pretrained(folder, rms_norm_eps=0.25).save_pretrained(other)
+    assert load_config(ModelSection(base_model=folder, config_source=str(other))).rms_norm_eps == 0.25
+
+
+def test_further_options_reach_from_pretrained(folder):
+    model = load_model(ModelSection(base_model=folder, attention="eager"), torch.float32)
+    assert model.config._attn_implementation == "eager"
+
+
+def test_a_named_class_must_exist_and_fit_the_method(folder):
+    model = load_model(ModelSection(base_model=folder, model_class="LlamaForCausalLM"), torch.float32)
+    assert type(model).__name__ == "LlamaForCausalLM"
+    with pytest.raises(UserError, match="model_type: .*AutoModelForCausalLM"):
+        load_model(ModelSection(base_model=folder, model_class="AutoModelForSequenceClassification"), torch.float32)
+    with pytest.raises(UserError, match="model_type: transformers has no class"):
+        load_model(ModelSection(base_model=folder, model_class="AutoModelForNothing"), torch.float32)
+
+
+def test_vision_models_are_refused(tmp_path):
+    AutoConfig.for_model("gemma3").save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"base_model: .*\(gemma3\) is a vision model"):
+        load_model(ModelSection(base_model=str(tmp_path)), torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({}, "base_model: no model is named"),
+        ({"base_model": "./nowhere"}, r"base_model: \./nowhere is no folder here"),
+        ({"base_model": "acme/no-such-model"}, "base_model: .*'acme/no-such-model': no folder .*hf auth login"),
+    ],
+)
+def test_a_model_that_is_not_there_is_an_error_with_the_place_and_the_remedy(settings, message):
+    with pytest.raises(UserError, match=message):
+        load_model(ModelSection(**settings), torch.float32)
+
+
+def test_an_empty_folder_and_missing_weights_are_told_apart(folder, tmp_path_factory):
+    empty = tmp_path_factory.mktemp("empty")
+    with pytest.raises(UserError, match="could not load the config of"):
+        load_model(ModelSection(base_model=str(empty)), torch.float32)
+    shutil.copy(f"{folder}/config.json", empty)
+    with pytest.raises(UserError, match="could not load the weights of"):
+        load_model(ModelSection(base_model=str(empty)), torch.float32)
+
+
+def test_weights_that_would_be_random_are_refused(tmp_path):
+    tiny("llama", auto=AutoModelForSequenceClassification).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"lack weights.*lm_head\.weight.*CausalLM"):
+        load_model(ModelSection(base_model=str(tmp_path)), torch.float32)
+
+
+def test_remote_code_is_not_run_unless_asked(folder):
+    config = LlamaConfig.from_pretrained(folder).to_dict() | {
+        "model_type": "homemade",
+        "auto_map": {"AutoConfig": "code.Homemade"},
+    }
+    Path(folder, "config.json").write_text(json.dumps(config))
+    Path(folder, "code.py").write_text("raise SystemExit('ran')")
+    with pytest.raises(UserError, match="trust_remote_code: true"):
+        load_config(ModelSection(base_model=folder))
+
+
+def test_a_missing_gguf_file_is_an_error(folder):
+    with pytest.raises(UserError, match="gguf_file: .*model.gguf does not exist"):
+        load_model(ModelSection(base_model=folder, gguf_file="model.gguf"), torch.float32)
+
+
+def test_quantised_weights_without_what_they_need_are_an_error(folder):
+    if torch.cuda.is_available():
+        pytest.skip("this machine can quantise")
+    with pytest.raises(UserError, match="load_in_4bit"):
+        load_model(
+            ModelSection(base_model=folder), torch.bfloat16, adapter=AdapterSection(kind="qlora", load_in_4bit=True)
+        )
+
+
+def test_dropout_is_off_everywhere():
+    ids = torch.arange(12).view(1, -1)
+    for kind, settings in (("llama", {"attention_dropout": 0.5}), ("phi", {"resid_pdrop": 0.5, "embd_pdrop": 0.5})):
+        model = tiny(kind, **settings).train()
+        assert not torch.equal(model(input_ids=ids).logits, model(input_ids=ids).logits)
+        disable_dropout(model)
+        assert torch.equal(model(input_ids=ids).logits, model(input_ids=ids).logits)
+    layer = nn.Dropout(0.3)
+    disable_dropout(layer)
+    assert layer.p == 0

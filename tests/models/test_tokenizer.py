@@ -1,0 +1,77 @@
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from upweight.config.model import ModelSection, SpecialTokens
+from upweight.errors import UserError
+from upweight.models.tokenizer import choose_padding, load_tokenizer
+
+
+def words(*extra: str, **special: str) -> PreTrainedTokenizerFast:
+    vocabulary = {word: index for index, word in enumerate(["<unk>", "<s>", "</s>", *extra, "a", "b", "c"])}
+    inner = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>", **special)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    words("<pad>", eos_token="</s>").save_pretrained(tmp_path)
+    return str(tmp_path)
+
+
+def test_tokens_are_set_and_added(folder):
+    tokenizer = load_tokenizer(
+        ModelSection(
+            base_model=folder,
+            special_tokens=SpecialTokens(bos_token="<s>", pad_token="<mine>", additional_special_tokens=["<tool>"]),
+            new_tokens=["newword"],
+        )
+    )
+    assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token) == ("<s>", "</s>", "<mine>")
+    assert tokenizer.tokenize("a newword <tool> b") == ["a", "newword", "<tool>", "b"]
+    assert tokenizer.added_tokens_decoder[tokenizer.convert_tokens_to_ids("<tool>")].special
+    assert len(tokenizer) == 10
+
+
+def test_a_padding_token_that_is_set_is_kept():
+    tokenizer = words("<pad>", eos_token="</s>", pad_token="c")
+    choose_padding(tokenizer)
+    assert tokenizer.pad_token == "c"
+
+
+@pytest.mark.parametrize("set_to_end", [False, True])
+def test_a_reserved_padding_token_goes_before_the_end_token(set_to_end, caplog):
+    caplog.set_level("INFO")
+    tokenizer = words("<pad>", eos_token="</s>", **({"pad_token": "</s>"} if set_to_end else {}))
+    choose_padding(tokenizer)
+    assert tokenizer.pad_token == "<pad>"
+    assert "'<pad>'" in caplog.text
+
+
+def test_the_end_token_pads_only_for_want_of_another_and_it_is_said(caplog):
+    caplog.set_level("INFO")
+    tokenizer = words(eos_token="</s>")
+    choose_padding(tokenizer)
+    assert tokenizer.pad_token == "</s>"
+    assert "end token '</s>'" in caplog.text
+
+
+def test_the_end_token_pads_when_the_user_says_so(folder):
+    section = ModelSection(base_model=folder, special_tokens=SpecialTokens(pad_token="</s>"))
+    assert load_tokenizer(section).pad_token == "</s>"
+
+
+def test_without_end_and_padding_token_the_remedy_is_named():
+    with pytest.raises(UserError, match="special_tokens: "):
+        choose_padding(words())
+
+
+def test_a_folder_without_a_tokenizer_is_an_error_that_names_it(tmp_path):
+    with pytest.raises(UserError, match="base_model: could not load the tokenizer of"):
+        load_tokenizer(ModelSection(base_model=str(tmp_path)))
+
+
+def test_an_unknown_tokenizer_class_is_an_error(folder):
+    with pytest.raises(UserError, match="tokenizer_type"):
+        load_tokenizer(ModelSection(base_model=folder, tokenizer_class="NoSuchTokenizer"))
