@@ -133,9 +133,9 @@ def plain_statistics(model, units: list[Unit]) -> dict[str, torch.Tensor]:
     """Log-probs and entropies of the scored tokens, each sequence forwarded alone by the model's own forward."""
     logps, entropy = [], []
     for item in (item for unit in units for item in unit.samples):
-        at = torch.from_numpy(np.flatnonzero(item.scored))
+        at = torch.from_numpy(np.flatnonzero(item.scored)).to(model.device)
         at = at[at > 0]
-        ids = torch.from_numpy(item.ids)
+        ids = torch.from_numpy(item.ids).to(model.device)
         log_p = model(input_ids=ids[None], use_cache=False).logits[0, at - 1].float().log_softmax(-1)
         logps.append(log_p.gather(1, ids[at][:, None])[:, 0])
         entropy.append(-(log_p.exp() * log_p).sum(-1))

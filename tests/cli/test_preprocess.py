@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+
 from made_tokenizers import byte_tokenizer
 
 CONFIG = """

@@ -1,9 +1,9 @@
 """A cache that is whole or not there, and names that follow the content."""
 
 import pytest
-from made_tokenizers import byte_tokenizer
 from transformers import AutoTokenizer
 
+from made_tokenizers import byte_tokenizer
 from upweight.data.cache import digest, find, is_whole, tokenizer_digest, write_whole
 from upweight.errors import UserError
 
@@ -58,7 +58,7 @@ def test_who_comes_second_keeps_what_is_there_unless_told(tmp_path):
 
 def test_a_place_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="dataset_prepared_path: .* cannot be written"):
+    with pytest.raises(UserError, match=r"dataset_prepared_path: .* cannot be written"):
         write_whole(tmp_path / "file" / "key", fill("rows"), replace=False)
 
 

@@ -2,10 +2,10 @@
 
 from hypothesis import given
 from hypothesis import strategies as st
-from made_tokenizers import MARKS, byte_tokenizer
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from made_tokenizers import MARKS, byte_tokenizer
 from upweight.data.pieces import PieceTokenizer
 
 TOKENIZERS = {family: byte_tokenizer(family) for family in MARKS}

@@ -4,11 +4,11 @@ import dataclasses
 import json
 
 import pytest
-from made_tokenizers import byte_tokenizer
 
+from made_tokenizers import byte_tokenizer
 from upweight.config import parse_config
-from upweight.data import prepare, shown_rows
 from upweight.data import chunks as chunks_module
+from upweight.data import prepare, shown_rows
 from upweight.errors import UserError
 
 TOKENIZER = byte_tokenizer()
@@ -237,7 +237,9 @@ def test_nothing_left_to_train_on_says_why(run):
 def test_a_bad_row_is_named(run, processes, monkeypatch):
     monkeypatch.setattr(chunks_module, "CHUNK", 4)
     rows = [pair(number) for number in range(17)] + [{**pair(17), "chosen": 5}, {"prompt": "no answers"}]
-    with pytest.raises(UserError, match=r"datasets\[0\] \(rows.jsonl\), row 17 \(rows.jsonl:18\), 'chosen': expected text"):
+    with pytest.raises(
+        UserError, match=r"datasets\[0\] \(rows.jsonl\), row 17 \(rows.jsonl:18\), 'chosen': expected text"
+    ):
         run(rows, dataset_num_proc=processes)
 
 

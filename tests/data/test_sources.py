@@ -6,7 +6,7 @@ from pathlib import Path
 import datasets
 import pytest
 
-from upweight.config.data import DatasetRow, DataSection
+from upweight.config.data import DataSection, DatasetRow
 from upweight.data.sources import load_rows, open_entry
 from upweight.errors import UserError
 
@@ -64,7 +64,7 @@ def test_a_split_that_is_not_there(folder, split):
 
 def test_shards_part_the_rows(folder):
     shards = [prompts(folder, path="rows.jsonl", shards=3, shards_idx=index) for index in range(3)]
-    assert sorted(sum(shards, [])) == sorted(numbers((0, 20)))
+    assert sorted(prompt for shard in shards for prompt in shard) == sorted(numbers((0, 20)))
     assert {len(shard) for shard in shards} == {6, 7}
 
 
@@ -171,7 +171,9 @@ def test_a_missing_file_names_both_places(folder, path):
 
 def test_a_hub_dataset_that_cannot_be_had(folder, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    with pytest.raises(UserError, match=r"datasets\[0\] \(who/what\): is no file or folder .*the hub did not give it.*HF_HUB_OFFLINE"):
+    with pytest.raises(
+        UserError, match=r"datasets\[0\] \(who/what\): is no file or folder .*the hub did not give it.*HF_HUB_OFFLINE"
+    ):
         prompts(folder, path="who/what")
 
 

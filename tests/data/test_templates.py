@@ -14,7 +14,8 @@ from upweight.errors import UserError
 
 USER = {"role": "user", "content": "hi"}
 ANSWER = {"role": "assistant", "content": "yo"}
-OWN = "{% for m in messages %}[{{ m.role }}]{{ m.content }};{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+TURNS = "{% for m in messages %}[{{ m.role }}]{{ m.content }};{% endfor %}"
+OWN = TURNS + "{% if add_generation_prompt %}[assistant]{% endif %}"
 NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + OWN
 # The turn is opened with more than is kept of it.
 OPENED = OWN.replace("[assistant]{% endif %}", "[assistant]<think>{% endif %}")
@@ -25,7 +26,7 @@ LAYOUTS = {
     "alpaca": "<s>S\n\n### Instruction:\nhi\n\n### Response:\nyo</s>\n\n### Instruction:\nhi\n\n### Response:\n",
     "chatml": "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nyo<|im_end|>\n"
     "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n",
-    "deepseek_v3": "<s>S<｜User｜>hi<｜Assistant｜>yo<｜end▁of▁sentence｜><｜User｜>hi<｜Assistant｜>",
+    "deepseek_v3": "<s>S<|User|>hi<|Assistant|>yo<|end▁of▁sentence|><|User|>hi<|Assistant|>".replace("|", "\uff5c"),
     "gemma": "<s><start_of_turn>user\nS\n\nhi<end_of_turn>\n<start_of_turn>model\nyo<end_of_turn>\n"
     "<start_of_turn>user\nhi<end_of_turn>\n<start_of_turn>model\n",
     "llama2": "<s>[INST] <<SYS>>\nS\n<</SYS>>\n\nhi [/INST] yo </s><s>[INST] hi [/INST]",
@@ -36,7 +37,8 @@ LAYOUTS = {
     "mistral_v2v3": "<s>[INST] S\n\nhi[/INST] yo</s>[INST] hi[/INST]",
     "mistral_v3_tekken": "<s>[INST]S\n\nhi[/INST]yo</s>[INST]hi[/INST]",
     "mistral_v7_tekken": "<s>[SYSTEM_PROMPT]S[/SYSTEM_PROMPT][INST]hi[/INST]yo</s>[INST]hi[/INST]",
-    "phi_3": "<|system|>\nS<|end|>\n<|user|>\nhi<|end|>\n<|assistant|>\nyo<|end|>\n<|user|>\nhi<|end|>\n<|assistant|>\n",
+    "phi_3": "<|system|>\nS<|end|>\n<|user|>\nhi<|end|>\n<|assistant|>\nyo<|end|>\n"
+    "<|user|>\nhi<|end|>\n<|assistant|>\n",
     "phi_4": "<|im_start|>system<|im_sep|>S<|im_end|><|im_start|>user<|im_sep|>hi<|im_end|>"
     "<|im_start|>assistant<|im_sep|>yo<|im_end|><|im_start|>user<|im_sep|>hi<|im_end|><|im_start|>assistant<|im_sep|>",
     "zephyr": "<|system|>\nS</s>\n<|user|>\nhi</s>\n<|assistant|>\nyo</s>\n<|user|>\nhi</s>\n<|assistant|>\n",
@@ -113,7 +115,7 @@ def test_template_text_and_file(tmp_path, monkeypatch):
     assert template_source("jinja", "mine.jinja", None, tmp_path) == OWN
     monkeypatch.chdir(tmp_path)
     assert template_source(None, "mine.jinja", None, Path("/")) == OWN
-    with pytest.raises(UserError, match="other.jinja"):
+    with pytest.raises(UserError, match="there is no file 'other"):
         template_source("jinja", "other.jinja", None, tmp_path)
 
 

@@ -92,8 +92,8 @@ def test_pairs_from_a_transform(write, tmp_path):
 
 @pytest.mark.parametrize("where", ["datasets", "test_datasets"])
 def test_the_transform_sees_its_own_entry(write, tmp_path, where):
-    text = "def t(cfg, dataset_idx=None, **kw):\n path = cfg.datasets[dataset_idx].path\n return lambda r: {'prompt': path}"
-    name = write(text)
+    body = " path = cfg.datasets[dataset_idx].path\n return lambda row: {'prompt': path}"
+    name = write(f"def t(cfg, dataset_idx=None, **kw):\n{body}")
     entries = [{"path": "other"}, {"path": f"one of {where}", "type": f"{name}.t"}]
     made = config({}, **({"datasets": entries} if where == "datasets" else {"test_datasets": entries}), rl="grpo")
     entry = getattr(made.data, where)[1]

@@ -24,10 +24,11 @@ def pulled(out, leaves):
     return torch.autograd.grad(loss, leaves)
 
 
-@pytest.mark.parametrize("limit", [1 << 24, 50 * 7, 1])
+@pytest.mark.parametrize(("chunk", "kept"), [(1 << 24, 1 << 26), (50 * 7, 0), (50 * 7, 50 * 14), (1, 50)])
 @pytest.mark.parametrize("bias", [True, False])
-def test_chunks_change_nothing(monkeypatch, limit, bias):
-    monkeypatch.setattr(head_module, "_CHUNK_ON_CPU", limit)
+def test_chunks_change_nothing(monkeypatch, chunk, kept, bias):
+    monkeypatch.setattr(head_module, "_CHUNK_ON_CPU", chunk)
+    monkeypatch.setattr(head_module, "_KEPT_ON_CPU", kept)
     hidden, layer, target = made(bias)
     leaves = [hidden, *layer.parameters()]
     plain = row_statistics(layer(hidden), target, ASK)
@@ -84,14 +85,18 @@ def test_half_precision_has_float32_statistics(mixed):
         assert float((a - b).abs().max()) < 0.02 * float(b.abs().max())
 
 
-def test_memory_kept_for_backward_does_not_grow_with_vocabulary_times_tokens():
-    hidden, layer, target = made(tokens=400, vocabulary=3000)
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
-        linear_statistics(hidden, layer.weight, layer.bias, target, ASK)
-    largest = max(x.numel() for x in kept)
-    assert largest == layer.weight.numel()
-    assert sum(x.numel() for x in kept) < 400 * 3000 / 10
+def test_memory_kept_for_backward_does_not_grow_with_vocabulary_times_tokens(monkeypatch):
+    monkeypatch.setattr(head_module, "_CHUNK_ON_CPU", 3000 * 20)
+    monkeypatch.setattr(head_module, "_KEPT_ON_CPU", 3000 * 50)
+    for tokens in (100, 400):
+        hidden, layer, target = made(tokens=tokens, vocabulary=3000)
+        saved = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda x, saved=saved: saved.append(x) or x, lambda x: x):
+            out = linear_statistics(hidden, layer.weight, layer.bias, target, ASK)
+        assert sum(x.numel() for x in saved) < layer.weight.numel() + layer.bias.numel() + tokens * 20
+        assert sum(x.numel() for x in out["logps_T"].grad_fn.projected) == 3000 * 40
+    with torch.no_grad():
+        assert linear_statistics(hidden, layer.weight, layer.bias, target, ASK)["logps_T"].grad_fn is None
 
 
 def test_a_taught_head_is_the_old_one_without_an_ask():

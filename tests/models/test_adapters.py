@@ -1,9 +1,9 @@
 import pytest
 import torch
 from peft import PeftModel
-from tiny_models import tiny
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
+from tiny_models import tiny
 from upweight.config.model import AdapterSection
 from upweight.errors import UserError
 from upweight.models.adapters import attach_adapter, linear_names, lora_config

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import VOCABULARY, tiny
 from tokenizers import Tokenizer, models
 from torch import nn
 from transformers import AutoConfig, AutoModelForSequenceClassification, LlamaConfig, PreTrainedTokenizerFast
 
+from tiny_models import VOCABULARY, tiny
 from upweight.config.model import AdapterSection, ModelSection
 from upweight.errors import UserError
 from upweight.models.load import compute_dtype, disable_dropout, load_config, load_model
@@ -82,7 +82,7 @@ def test_embeddings_grow_with_the_tokenizer_and_never_shrink(folder):
 def test_config_overrides_hold_and_unknown_ones_are_errors(folder):
     section = ModelSection(base_model=folder, config_overrides={"rms_norm_eps": 0.5})
     assert load_model(section, torch.float32).model.norm.variance_epsilon == 0.5
-    with pytest.raises(UserError, match="model_config: 'rms_norm_esp'.*mean 'rms_norm_eps'"):
+    with pytest.raises(UserError, match=r"model_config: 'rms_norm_esp'.*mean 'rms_norm_eps'"):
         load_config(ModelSection(base_model=folder, config_overrides={"rms_norm_esp": 0.5}))
 
 
@@ -100,7 +100,7 @@ def test_further_options_reach_from_pretrained(folder):
 def test_a_named_class_must_exist_and_fit_the_method(folder):
     model = load_model(ModelSection(base_model=folder, model_class="LlamaForCausalLM"), torch.float32)
     assert type(model).__name__ == "LlamaForCausalLM"
-    with pytest.raises(UserError, match="model_type: .*AutoModelForCausalLM"):
+    with pytest.raises(UserError, match=r"model_type: .*AutoModelForCausalLM"):
         load_model(ModelSection(base_model=folder, model_class="AutoModelForSequenceClassification"), torch.float32)
     with pytest.raises(UserError, match="model_type: transformers has no class"):
         load_model(ModelSection(base_model=folder, model_class="AutoModelForNothing"), torch.float32)
@@ -152,7 +152,7 @@ def test_remote_code_is_not_run_unless_asked(folder):
 
 
 def test_a_missing_gguf_file_is_an_error(folder):
-    with pytest.raises(UserError, match="gguf_file: .*model.gguf does not exist"):
+    with pytest.raises(UserError, match=r"gguf_file: .*model.gguf does not exist"):
         load_model(ModelSection(base_model=folder, gguf_file="model.gguf"), torch.float32)
 
 
@@ -175,3 +175,49 @@ def test_dropout_is_off_everywhere():
     layer = nn.Dropout(0.3)
     disable_dropout(layer)
     assert layer.p == 0
+
+
+def test_a_gguf_file_is_unpacked_into_plain_weights(tmp_path):
+    gguf = pytest.importorskip("gguf")
+    source = tiny("llama", tie_word_embeddings=False)
+    names = {
+        "attn_q": "self_attn.q_proj",
+        "attn_k": "self_attn.k_proj",
+        "attn_v": "self_attn.v_proj",
+        "attn_output": "self_attn.o_proj",
+        "ffn_gate": "mlp.gate_proj",
+        "ffn_up": "mlp.up_proj",
+        "ffn_down": "mlp.down_proj",
+        "attn_norm": "input_layernorm",
+        "ffn_norm": "post_attention_layernorm",
+    }
+    outer = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+    weights = source.state_dict()
+    writer = gguf.GGUFWriter(tmp_path / "tiny.gguf", "llama")
+    writer.add_block_count(3)
+    writer.add_context_length(256)
+    writer.add_embedding_length(32)
+    writer.add_feed_forward_length(48)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_vocab_size(VOCABULARY)
+    blocks = {f"blk.{n}.{short}": f"model.layers.{n}.{long}" for n in range(3) for short, long in names.items()}
+    for short, long in {**outer, **blocks}.items():
+        writer.add_tensor(f"{short}.weight", weights[f"{long}.weight"].numpy())
+    for finish in (
+        writer.write_header_to_file,
+        writer.write_kv_data_to_file,
+        writer.write_tensors_to_file,
+        writer.close,
+    ):
+        finish()
+    for section in (
+        ModelSection(base_model=str(tmp_path), gguf_file="tiny.gguf"),
+        ModelSection(base_model=str(tmp_path / "tiny.gguf")),
+    ):
+        model = load_model(section, torch.float32)
+        assert type(model).__name__ == "LlamaForCausalLM"
+        for name in ("lm_head.weight", "model.embed_tokens.weight", "model.layers.2.mlp.down_proj.weight"):
+            assert torch.equal(model.state_dict()[name], weights[name])
+        model.to(torch.bfloat16)

@@ -4,9 +4,9 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
-from tiny_models import tiny
 from transformers import AutoModelForCausalLM
 
+from tiny_models import tiny
 from upweight.models.precision import set_up_precision
 from upweight.models.save import save_model
 

@@ -15,6 +15,9 @@ from upweight.engine.logits import Ask, row_gradient, row_statistics
 # Projections of one chunk, rows times vocabulary: large enough to read the weight seldom, small enough to forget.
 _CHUNK_ON_CPU = 1 << 24
 _CHUNK_ON_GPU = 1 << 27
+# Projections that one forward may keep for its backward, which then need not be made again.
+_KEPT_ON_CPU = 1 << 26
+_KEPT_ON_GPU = 1 << 27
 _ROW_STEP = 128  # on a GPU chunks are padded to this, so that few shapes exist
 
 _Kernel = Callable[..., Any]
@@ -77,8 +80,18 @@ def _chunks(like: Tensor, width: int, *rows: Tensor) -> list[tuple[Tensor, ...]]
     return [x.split(count) for x in rows]
 
 
+def _without_autocast(backward: _Kernel) -> _Kernel:
+    """Dtypes are chosen in the forward; a backward called inside an autocast region must not change them."""
+
+    def run(ctx: Any, *grad_outputs: Any) -> Any:
+        with torch.autocast(ctx.saved_tensors[0].device.type, enabled=False):
+            return backward(ctx, *grad_outputs)
+
+    return run
+
+
 class _LinearStatistics(torch.autograd.Function):
-    """Forward keeps only hidden states and per-row numbers; backward projects again, chunk by chunk."""
+    """Forward keeps hidden states, per-row numbers and a bounded share of the projections; backward makes the rest."""
 
     @staticmethod
     def forward(
@@ -92,11 +105,16 @@ class _LinearStatistics(torch.autograd.Function):
         project = _projection(hidden_TD, weight_VD, bias_V)
         kernel = _kernel(row_statistics, hidden_TD.is_cuda)
         parts: dict[str, list[Tensor]] = {}
+        room = (_KEPT_ON_GPU if hidden_TD.is_cuda else _KEPT_ON_CPU) if any(ctx.needs_input_grad) else 0
+        ctx.projected = []
         with torch.autocast(hidden_TD.device.type, enabled=False):
             for hidden, target in zip(*_chunks(hidden_TD, len(weight_VD), hidden_TD, target_T), strict=True):
-                padded, rows = _padded(hidden), len(hidden)
-                for name, value in kernel(project(padded), _padded(target), ask).items():
-                    parts.setdefault(name, []).append(value[:rows])
+                projected = project(_padded(hidden))
+                for name, value in kernel(projected, _padded(target), ask).items():
+                    parts.setdefault(name, []).append(value[: len(hidden)])
+                room -= projected.numel()
+                if room >= 0:
+                    ctx.projected.append(projected)
         found = {name: torch.cat(values) for name, values in parts.items()}
         kept = [name for name in ("log_sum_exp_T", "entropy_T", "log_collision_T") if name in found]
         ctx.save_for_backward(hidden_TD, weight_VD, bias_V, target_T, *(found[name] for name in kept))
@@ -107,6 +125,7 @@ class _LinearStatistics(torch.autograd.Function):
         return tuple(found[name] for name in names)
 
     @staticmethod
+    @_without_autocast
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
         hidden_TD, weight_VD, bias_V, target_T, *kept = ctx.saved_tensors
         reached = {name: grad for name, grad in zip(ctx.names, grad_outputs, strict=True) if grad is not None}
@@ -126,8 +145,9 @@ class _LinearStatistics(torch.autograd.Function):
             values = [_padded(value) for value in rest]
             found = dict(zip(ctx.kept, values, strict=False))
             grads = dict(zip(reached, values[len(kept) :], strict=True))
-            slope = kernel(project(_padded(hidden)), _padded(target), ctx.ask, found, grads)
-            slope = slope[:rows].to(hidden_TD.dtype)
+            projected = ctx.projected.pop(0) if ctx.projected else project(_padded(hidden))
+            slope = kernel(projected, _padded(target), ctx.ask, found, grads)
+            slope = slope[:rows]
             if grad_hidden is not None:
                 torch.mm(slope, weight, out=grad_hidden[start : start + rows])
             if grad_weight is not None:

@@ -110,17 +110,21 @@ def row_statistics(projected_TV: Tensor, target_T: Tensor, ask: Ask) -> dict[str
     logits = ask.form(projected_TV.float())
     if ask.temperature != 1.0:
         logits = logits / ask.temperature
-    log_sum_exp_T = logits.logsumexp(-1)
+    # one exponential serves all: on a CPU it costs more than everything else here
+    top_T = logits.amax(-1).detach()
+    shifted_TV = torch.exp(logits - top_T[:, None])
+    total_T = shifted_TV.sum(-1)
+    log_sum_exp_T = total_T.log() + top_T
     out = {
         "logps_T": logits.gather(-1, target_T[:, None]).squeeze(-1) - log_sum_exp_T,
         "log_sum_exp_T": log_sum_exp_T,
     }
     if "entropy_T" in ask.statistics:
-        out["entropy_T"] = log_sum_exp_T - (torch.exp(logits - log_sum_exp_T[:, None]) * logits).sum(-1)
+        out["entropy_T"] = log_sum_exp_T - (shifted_TV * logits).sum(-1) / total_T
     if "mean_logit_T" in ask.statistics:
         out["mean_logit_T"] = logits.mean(-1)
     if "log_collision_T" in ask.statistics:
-        out["log_collision_T"] = (2 * logits).logsumexp(-1) - 2 * log_sum_exp_T
+        out["log_collision_T"] = (shifted_TV * shifted_TV).sum(-1).log() - 2 * total_T.log()
     if "is_top_T" in ask.statistics:
         out["is_top_T"] = logits.argmax(-1) == target_T
     return out
@@ -155,4 +159,4 @@ def row_gradient(
     if ask.form.cap is not None:
         slope *= 1 - (capped / ask.form.cap) ** 2
     factor = ask.form.scale / ask.temperature
-    return slope if factor == 1.0 else slope.mul_(factor)
+    return (slope if factor == 1.0 else slope.mul_(factor)).to(projected_TV.dtype)

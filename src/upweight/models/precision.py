@@ -63,7 +63,8 @@ def set_up_precision(
 ) -> "ComputeCopies | None":
     """Bring a model to `dtype` with float32 masters of trained weights; None where no copies are kept here.
 
-    FSDP2 casts float32 shards by its own mixed-precision policy, and DeepSpeed keeps masters itself.
+    FSDP2 casts float32 shards by its own mixed-precision policy, and DeepSpeed keeps masters itself. Call it when
+    the model is on its device and not yet wrapped: DDP's hooks are lost where a parameter's dtype changes later.
     """
     weights = trained_weights(model, dtype)
     if not any(p.dtype in HALF for p in model.parameters()):
@@ -91,14 +92,11 @@ class ComputeCopies:
     def __init__(self, model: nn.Module, weights: list[TrainedWeight]) -> None:
         self._weights = weights
         self._copies: list[Tensor] = []
-        self._handles: list[Any] = [
-            model.register_forward_pre_hook(self._before_forward),
-            model.register_load_state_dict_post_hook(lambda *_: self.rebuild()),
-        ]
+        self._handles: list[Any] = [model.register_load_state_dict_post_hook(lambda *_: self.rebuild())]
         self.rebuild()
 
     def rebuild(self) -> None:
-        """Make every copy anew, for masters that moved to another device or were replaced."""
+        """Make every copy anew, for masters that were replaced or moved."""
         with torch.inference_mode(False), torch.enable_grad():
             self._copies = [weight.parameter.to(weight.dtype) for weight in self._weights]
         for weight, copy in zip(self._weights, self._copies, strict=True):
@@ -112,7 +110,11 @@ class ComputeCopies:
             torch._foreach_copy_(self._copies, masters)  # pyright: ignore[reportPrivateImportUsage]
 
     def follow(self, optimizer: Optimizer) -> None:
-        """Refresh after each step of `optimizer` (a torch optimizer, or accelerate's wrapper of one)."""
+        """Refresh now, and after each step of `optimizer` (a torch optimizer, or accelerate's wrapper of one).
+
+        Call it after wrapping, when DDP has given every rank the masters of rank 0.
+        """
+        self.refresh()
         inner = getattr(optimizer, "optimizer", optimizer)
         self._handles.append(inner.register_step_post_hook(lambda *_: self.refresh()))
 
@@ -124,10 +126,6 @@ class ComputeCopies:
             for module, name in weight.places:
                 vars(module).pop(name, None)
         self._handles, self._copies = [], []
-
-    def _before_forward(self, *_: Any) -> None:
-        if self._copies[0].device != self._weights[0].parameter.device:
-            self.rebuild()
 
 
 def computed_weights(model: nn.Module, state_dict: dict[str, Any], dtype: torch.dtype) -> Iterator[tuple[str, Any]]:

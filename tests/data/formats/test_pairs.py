@@ -73,9 +73,7 @@ def test_nectar_takes_rank_1_over_rank_2():
     }
 
 
-@pytest.mark.parametrize(
-    "answer", [lambda text: text, lambda text: {"role": "assistant", "content": text}, lambda text: dialogue(text)]
-)
+@pytest.mark.parametrize("answer", [str, lambda text: {"role": "assistant", "content": text}, dialogue])
 def test_chat_template_default(answer):
     row = {
         "messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}],
@@ -154,7 +152,8 @@ def test_bradley_terry_folds_the_system_text_where_there_is_no_such_role(system)
 def test_user_defined():
     entry = {"type": {
         "field_prompt": "q", "field_system": "s", "field_chosen": "good", "field_rejected": "bad",
-        "prompt_format": "[{system}] {{x}} {prompt} {y}", "chosen_format": "<{chosen}>", "rejected_format": "({rejected})",
+        "prompt_format": "[{system}] {{x}} {prompt} {y}", "chosen_format": "<{chosen}>",
+        "rejected_format": "({rejected})",
     }}  # fmt: skip
     row = {"q": "{system}?", "s": "S", "good": "{chosen}", "bad": "B"}
     assert text_of(entry, row, rl="dpo") == {

@@ -58,7 +58,8 @@ def test_variables_reach_the_template():
         made = encoder({}, rl="grpo", chat_template="qwen3", chat_template_kwargs={"enable_thinking": thinking})
         (record,) = made({"prompt": CHAT})
         assert record.text["prompt"] == CHATML + opened
-    (record,) = encoder({}, rl="grpo", chat_template="qwen3")({"prompt": CHAT, "chat_template_kwargs": {"enable_thinking": False}})  # fmt: skip
+    row = {"prompt": CHAT, "chat_template_kwargs": {"enable_thinking": False}}
+    (record,) = encoder({}, rl="grpo", chat_template="qwen3")(row)
     assert record.text["prompt"].endswith("</think>\n\n")
 
 
