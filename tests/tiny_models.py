@@ -79,7 +79,9 @@ def tiny(kind: str, auto=hf.AutoModelForCausalLM, **changes):
     """A float32 model of one architecture, with weights large enough for attention to matter."""
     config = hf.AutoConfig.for_model(kind, **{**SIZES, **_EXTRAS[kind], **changes})
     torch.manual_seed(0)
-    model = auto.from_config(config).float().eval()
+    # transformers before 5.22 gives Gemma 2 an SDPA that drops its soft cap
+    attention = {"attn_implementation": "eager"} if kind == "gemma2" else {}
+    model = auto.from_config(config, **attention).float().eval()
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.ndim > 1 and "A_log" not in name:
@@ -126,7 +128,14 @@ def identical() -> list[Unit]:
     return [Unit((sample(prompt, tail, prompt=7),)) for _ in range(3)] + [Unit((sample(prompt, tail[:2], prompt=7),))]
 
 
-SHAPES = {f.__name__: f for f in (pair, group, three_levels, empty_prompts, identical)}
+def staircase() -> list[Unit]:
+    """Branches off one trunk every token or two, so that a window reaches over several short ancestors."""
+    trunk = drawn(50, 12)
+    cuts = (4, 5, 7, 8, 10, 12)
+    return [Unit((sample(trunk[:cut], drawn(51 + n, 3), prompt=2),)) for n, cut in enumerate(cuts)]
+
+
+SHAPES = {f.__name__: f for f in (pair, group, three_levels, empty_prompts, identical, staircase)}
 
 
 def plain_statistics(model, units: list[Unit]) -> dict[str, torch.Tensor]:

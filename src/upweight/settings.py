@@ -3,10 +3,13 @@
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 from pydantic.fields import FieldInfo
+from pydantic_core import PydanticCustomError
+
+BOOL_WORDS = {False: ("no", "false", "off", "none", "disabled"), True: ("yes", "true", "on")}
 
 
 def setting(path: str, default: Any, help: str, *, also: tuple[str, ...] = (), **limits: Any) -> Any:
@@ -26,13 +29,24 @@ class Strict(BaseModel):
         extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=(), validate_default=False
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _null_means_unset(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        return {key: value for key, value in values.items() if value is not None or key not in cls.model_fields}
+
     @field_validator("*", mode="before")
     @classmethod
-    def _a_bool_is_not_a_number(cls, value: Any, info: ValidationInfo) -> Any:
+    def _a_bool_is_a_word_or_a_switch(cls, value: Any, info: ValidationInfo) -> Any:
+        """YAML reads `no` and `off` as false: take the word where a word is wanted, and never a number."""
         annotation = cls.model_fields[info.field_name or ""].annotation
-        if isinstance(value, bool) and not _admits(annotation, bool):
-            raise ValueError(f"{str(value).lower()} is not a valid value here")
-        return value
+        if not isinstance(value, bool) or _admits(annotation, bool):
+            return value
+        word = next((word for word in BOOL_WORDS[value] if word in literals(annotation)), None)
+        if word is None:
+            raise PydanticCustomError("not_a_switch", "a switch where a value is wanted")
+        return word
 
 
 class Section(Strict):
@@ -79,3 +93,12 @@ def _admits(annotation: Any, kind: type) -> bool:
     if origin in (Union, types.UnionType):
         return any(_admits(part, kind) for part in get_args(annotation))
     return any(isinstance(value, kind) for value in get_args(annotation)) if origin is not None else False
+
+
+def literals(annotation: Any) -> Iterator[str]:
+    """Every word a type lists as a choice."""
+    if get_origin(annotation) is Literal:
+        yield from (str(choice) for choice in get_args(annotation))
+    elif get_origin(annotation) is not None:
+        for part in get_args(annotation):
+            yield from literals(part)

@@ -51,7 +51,7 @@ def test_all_errors_come_at_once_with_path_reason_and_suggestion():
         "datasets[0].pat: unknown key. Did you mean 'path'?",
         "datasets[1].type.field_promt: unknown key. Did you mean 'field_prompt'?",
         "trl.beta: expected a number, got 'much'.",
-        "trl.epsilon: must be at least 0.0, got -1",
+        "trl.epsilon: must be at least 0, got -1",
     ]
 
 
@@ -63,26 +63,32 @@ def test_all_errors_come_at_once_with_path_reason_and_suggestion():
         ({"rl": "dpoo"}, "Did you mean 'dpo'?"),
         ({"rl": "reward_trainer"}, "rl: expected one of"),
         ({"bf16": "maybe"}, "bf16: expected true or false or auto, got 'maybe'."),
-        ({"micro_batch_size": True}, "micro_batch_size: true is not a valid value here"),
+        ({"micro_batch_size": True}, "micro_batch_size: expected a whole number, got true."),
         ({"micro_batch_size": 0}, "micro_batch_size: must be greater than 0, got 0"),
         ({"micro_batch_size": 1.5}, "micro_batch_size: expected a whole number, got 1.5."),
         ({"learning_rate": float("nan")}, "learning_rate: expected a number, got nan."),
         ({"trl": 3}, "trl: expected a mapping of keys, got 3"),
         ({"datasets": {"path": "x"}}, "datasets: expected a list, got {'path': 'x'}."),
         ({"datasets": ["x"]}, "datasets[0]: expected a mapping, got 'x'."),
+        ({"trl": {"reward_funcs": "r.f"}}, "trl.reward_funcs: expected a list, got 'r.f'. Write ['r.f']."),
+        ({"wandb_name": True}, "wandb_name: expected text, got true. Put it in quotes."),
+        ({"datasets": [{"path": "x", "field_prompt": "p"}]}, "datasets[0].field_prompt: belongs under 'type'"),
+        ({"fsdp_config": {"state_dict_type": "FULL_STATE_DIC"}}, "Did you mean 'FULL_STATE_DICT'?"),
+        ({"seed": 16**5000}, "must be below 4.29497e+09, got a number of more than 60 digits"),
+        ({"nothing_like_it": 1}, "nothing_like_it: unknown key. docs/config.md lists them all."),
         ({"optimizer": "adamw_torch_fusd"}, "Did you mean 'adamw_torch_fused'?"),
         ({1: 2}, "1: unknown key."),
         ({"special_tokens": {"pad": "x"}}, "special_tokens.pad: unknown key. Did you mean 'pad_token'?"),
         (
             {"rl": "dpo", "kto_desirable_weight": 1.0},
-            "kto_desirable_weight: belongs to rl: kto, but this config has rl: dpo",
+            "kto_desirable_weight: needs rl: kto; this config has rl: dpo",
         ),
         (
             {"rl": "grpo", "rl_beta": 0.1, "trl": {"beta": 0.2}},
             "contradicts 'rl_beta', which means the same. Keep one.",
         ),
         ({"dpo_beta": 0.1, "rl_beta": 0.2, "rl": "dpo"}, "dpo_beta: contradicts 'rl_beta', which is its new name."),
-        ({"relora": True}, "relora: not supported; use full fine-tuning or LoRA"),
+        ({"relora": True}, "relora: not supported; train all weights"),
         ({"plugins": ["some.Plugin"]}, "plugins: 'some.Plugin' is not supported."),
         ({"flash_attention": True, "flex_attention": True}, "flash_attention and flex_attention are set. Keep one."),
         ({"flash_attention": True, "attn_implementation": "sdpa"}, "flash_attention and attn_implementation are set."),
@@ -105,6 +111,8 @@ def test_null_means_unset():
 def test_keys_that_hold_by_construction_are_noted_once():
     config = parse({"sample_packing": True, "trl": {"use_liger_loss": True}, "strict": False}, fragment=True)
     assert [notice.partition(":")[0] for notice in config.notices] == ["sample_packing", "trl.use_liger_loss"]
+    together = parse({"liger_rope": True, "liger_rms_norm": True}, fragment=True).notices
+    assert together == ("liger_rope, liger_rms_norm: nothing to do: the engine picks its own kernels",)
 
 
 def test_older_spellings_are_mapped_and_noted():
@@ -123,7 +131,34 @@ def test_older_spellings_are_mapped_and_noted():
     assert config.model.attention == "sdpa"
     assert config.run.eval_strategy == "no"
     assert (config.sharding.wrap_layers, config.sharding.reshard) == ("Block", False)
-    assert sum("is now called" in notice for notice in config.notices) == 6
+    assert [notice.partition(":")[0] for notice in config.notices] == [
+        "fsdp_config",
+        "fsdp_config.sharding_strategy",
+        "dpo_beta",
+        "evaluation_strategy",
+        "sdp_attention",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("content", "section", "name", "value"),
+    [
+        ({"save_strategy": False}, "run", "save_strategy", "no"),
+        ({"wandb_watch": False}, "tracking", "wandb_watch", "false"),
+        ({"wandb_mode": False}, "tracking", "wandb_mode", "disabled"),
+        ({"evals_per_epoch": 0, "saves_per_epoch": 0, "max_steps": -1}, "run", "saves_per_epoch", None),
+        ({"gradient_checkpointing": "offload"}, "optim", "activation_offloading", True),
+        ({"attn_implementation": "kernels/some"}, "model", "attention", None),
+        ({"fsdp_config": {"fsdp_sharding_strategy": "FULL_SHARD", "reshard_after_forward": True}},
+         "sharding", "reshard", True),
+        ({"peft": {"loftq_config": {"loftq_bits": None}}}, "adapter", "kind", None),
+        ({"tokens": {"pad_token": "<p>"}}, "model", "new_tokens", []),
+        ({"datasets": [{"path": "x", "train_on_split": "test"}]}, "data", "test_datasets", []),
+        ({"chat_template": "qwen3_5"}, "data", "chat_template", "tokenizer_default"),
+    ],
+)  # fmt: skip
+def test_ways_that_others_write_it(content, section, name, value):
+    assert getattr(getattr(parse(content, fragment=True), section), name) == value
 
 
 def test_overrides_reach_nested_keys_and_list_items(tmp_path):

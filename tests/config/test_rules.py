@@ -6,7 +6,7 @@ import pytest
 
 from upweight.config import parse_config
 from upweight.config.resolve import generation_batch
-from upweight.config.rules import ERRORS, EXCLUSIVE, WARNINGS, WHOLE_CONFIG
+from upweight.config.rules import ERRORS, EXCLUSIVE, WARNINGS, WHOLE_CONFIG, WHOLE_CONFIG_WARNINGS
 from upweight.errors import UserError
 
 WHOLE = {"base_model": "m", "datasets": [{"path": "d"}]}
@@ -18,8 +18,8 @@ BROKEN = {
     "data_is_named": {"base_model": "m"},
     "rewards_are_named": {**WHOLE, "rl": "gdpo"},
     "ebft_has_its_block": {**WHOLE, "rl": "ebft"},
-    "adapter_has_targets": {**WHOLE, "adapter": "lora"},
-    "evaluation_has_data": {**WHOLE, "eval_steps": 5},
+    "best_model_needs_evaluation": {**WHOLE, "load_best_model_at_end": True},
+    "held_out_rows_are_whole": {**WHOLE, "val_set_size": 1.5},
     "gym_is_complete": {**GRPO, "nemo_gym_enabled": True},
     "half_precisions_exclude_each_other": {**WHOLE, "bf16": True, "fp16": True},
     "quantised_weights_need_an_adapter": {**WHOLE, "load_in_8bit": True},
@@ -36,6 +36,7 @@ BROKEN = {
     "templates_are_known": {**WHOLE, "chat_template": "chatlm"},
 }
 ODD = {
+    "evaluation_has_data": {**WHOLE, "eval_steps": 5},
     "groups_fit_the_batch": {**GRPO, "micro_batch_size": 4},
     "adapter_keys_need_an_adapter": {**WHOLE, "lora_r": 4},
     "rollout_keys_need_rollouts": {**WHOLE, "rl": "dpo", "trl": {"temperature": 0.5}},
@@ -59,7 +60,7 @@ def test_each_error_rule_speaks_when_broken(rule):
     assert len(str(caught.value).splitlines()) == 1
 
 
-@pytest.mark.parametrize("rule", WARNINGS, ids=lambda rule: rule.__name__)
+@pytest.mark.parametrize("rule", [*WARNINGS, *WHOLE_CONFIG_WARNINGS], ids=lambda rule: rule.__name__)
 def test_each_warning_rule_speaks_when_it_should(rule):
     assert len(notices(ODD[rule.__name__])) == 1
 

@@ -271,31 +271,34 @@ def test_ddp_sees_float32_gradients_of_every_micro_batch(process_group):
         assert torch.equal(value, plain.state_dict()[name])
 
 
-def one_rank_of_two(rank: int, store: str, adapter: bool, folder: str) -> None:
+def one_rank_of_two(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    model = lora(llama(BF16)) if adapter else llama(BF16)
-    copies = set_up_precision(model, BF16, sharding="ddp")
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(rank)  # DDP overwrites this with the weights of rank 0
-    wrapped = DistributedDataParallel(model)
-    result = train(wrapped, tokens().chunk(2)[rank], 3, 1e-2, copies, micro_batches=1)
-    torch.save((model.state_dict(), result), f"{folder}/{rank}")
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    for kind, build in KINDS.items():
+        model = build()
+        copies = set_up_precision(model, BF16, sharding="ddp")
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(rank)  # DDP overwrites this with the weights of rank 0
+        wrapped = DistributedDataParallel(model)
+        _, norms = train(wrapped, tokens().chunk(2)[rank], 3, 1e-2, copies, micro_batches=1)
+        torch.save((model.state_dict(), norms), f"{folder}/{kind}{rank}")
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("adapter", [False, True])
-def test_two_ddp_ranks_train_as_one(tmp_path, adapter):
-    spawn(one_rank_of_two, args=(str(tmp_path / "store"), adapter, str(tmp_path)), nprocs=2)
-    ranks = [torch.load(tmp_path / str(rank)) for rank in range(2)]
-    model = lora(llama(BF16)) if adapter else llama(BF16)
-    _, norms = train(model, tokens(), 3, 1e-2, set_up_precision(model, BF16))
-    for name, value in ranks[0][0].items():
-        assert torch.equal(value, ranks[1][0][name])
-    for state, (_, norms_of_rank) in ranks:
-        torch.testing.assert_close(torch.tensor(norms_of_rank), torch.tensor(norms), rtol=1e-5, atol=0)
-        torch.testing.assert_close(state, dict(model.state_dict()), rtol=0, atol=2e-4)
+KINDS = {"full": lambda: llama(BF16), "lora": lambda: lora(llama(BF16))}
+
+
+def test_two_ddp_ranks_train_as_one(tmp_path):
+    spawn(one_rank_of_two, args=(str(tmp_path),), nprocs=2)
+    for kind, build in KINDS.items():
+        model = build()
+        _, norms = train(model, tokens(), 3, 1e-2, set_up_precision(model, BF16))
+        (first, first_norms), (second, second_norms) = (torch.load(tmp_path / f"{kind}{rank}") for rank in range(2))
+        assert all(torch.equal(value, second[name]) for name, value in first.items())
+        assert first_norms == second_norms
+        torch.testing.assert_close(torch.tensor(first_norms), torch.tensor(norms), rtol=1e-5, atol=0)
+        torch.testing.assert_close(dict(first), dict(model.state_dict()), rtol=0, atol=2e-4)
 
 
 def test_fsdp_does_the_same_by_its_own_policy(process_group):

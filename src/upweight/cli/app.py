@@ -2,7 +2,7 @@
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -23,7 +23,11 @@ Overrides = Annotated[
 ]
 
 
-@app.command()
+# `--trl.beta 0.1`, as other trainers write it, is an override too.
+TAKES_OVERRIDES: dict[str, Any] = {"context_settings": {"ignore_unknown_options": True}}
+
+
+@app.command(**TAKES_OVERRIDES)
 def validate(
     config: ConfigFile,
     overrides: Overrides = None,
@@ -35,7 +39,7 @@ def validate(
     run(config, overrides or [], fragment=fragment)
 
 
-@app.command()
+@app.command(**TAKES_OVERRIDES)
 def preprocess(
     config: ConfigFile,
     overrides: Overrides = None,
@@ -48,7 +52,7 @@ def preprocess(
     run(config, overrides or [], show=show, tokens=tokens)
 
 
-@app.command()
+@app.command(**TAKES_OVERRIDES)
 def train(
     config: ConfigFile,
     overrides: Overrides = None,
@@ -60,7 +64,7 @@ def train(
     run_train(config, overrides or [], resume=resume)
 
 
-@app.command()
+@app.command(**TAKES_OVERRIDES)
 def evaluate(config: ConfigFile, overrides: Overrides = None) -> None:
     """Evaluate a config's model on its evaluation data."""
     from upweight.cli.train import run_evaluate

@@ -46,6 +46,8 @@ TEMPLATE_ALIASES = {
     "phi3": "phi_3", "phi4": "phi_4", "phi_35": "phi_3", "qwen": "qwen_25", "qwen2.5": "qwen_25", "qwen2_5": "qwen_25",
 }  # fmt: skip
 FALLBACK_PREFIX = "tokenizer_default_fallback_"
+# Families whose tokenizers bring the template along.
+OWN_TEMPLATES = ("command_a", "falcon_h1", "gemma3n", "gemma4", "gemma4_unified", "jamba", "qwen3_5", "qwen3_next")
 
 
 class UserFormat(Strict):

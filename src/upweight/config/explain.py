@@ -1,11 +1,14 @@
 """From pydantic's errors, and from keys nobody knows, to lines a person can act on."""
 
+import datetime
 import types
 from collections.abc import Iterable, Iterator
 from difflib import SequenceMatcher
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
+
+from upweight.settings import literals
 
 Path = tuple[str | int, ...]
 WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
@@ -14,22 +17,28 @@ LIMITS = {"gt": "greater than", "ge": "at least", "lt": "below", "le": "at most"
 
 def closest(word: str, candidates: Iterable[str], cutoff: float = 0.6) -> str | None:
     """The candidate most like `word`, or None if nothing is near."""
-    plain = word.lower().replace("-", "_")
-    cutoff = min(cutoff, 0.5) if len(plain) <= 3 else cutoff
-    scored = [(_likeness(plain, candidate), candidate) for candidate in candidates]
-    best = max(scored, default=(0.0, ""), key=lambda pair: (pair[0], pair[1][:1] == plain[:1]))
-    return best[1] if best[0] >= cutoff else None
+    plain = _plain(word)
+    best, found = min(cutoff, 0.5) if len(plain) <= 3 else cutoff, None
+    matcher = SequenceMatcher(None, autojunk=False)
+    matcher.set_seq2(plain)
+    for candidate in candidates:
+        other = _plain(candidate)
+        bonus = 0.1 if sorted(plain) == sorted(other) else 0.01 if plain[:1] == other[:1] else 0.0
+        matcher.set_seq1(other)
+        if matcher.real_quick_ratio() + bonus >= best and matcher.quick_ratio() + bonus >= best:
+            score = matcher.ratio() + bonus
+            if score >= best and (found is None or score > best):
+                best, found = score, candidate
+    return found
 
 
-def _likeness(word: str, candidate: str) -> float:
-    same_letters = 0.1 if sorted(word) == sorted(candidate) else 0.0
-    matcher = SequenceMatcher(None, word, candidate, autojunk=False)
-    return matcher.ratio() + same_letters if matcher.real_quick_ratio() > 0.4 else 0.0
+def _plain(word: str) -> str:
+    return word.lower().replace("-", "_")
 
 
-def did_you_mean(word: str, candidates: Iterable[str]) -> str:
+def did_you_mean(word: str, candidates: Iterable[str], cutoff: float = 0.6) -> str:
     """` Did you mean 'x'?`, or nothing."""
-    near = closest(word, candidates)
+    near = closest(word, candidates, cutoff)
     return f" Did you mean '{near}'?" if near else ""
 
 
@@ -70,8 +79,7 @@ def _reason(items: list[Any], path: Path, model: type[BaseModel]) -> str:
     item = items[0]
     kind, value = item["type"], item["input"]
     if kind == "extra_forbidden":
-        siblings = [name for parent in annotations_at(model, path[:-1]) for name in keys_inside(parent)]
-        return f"unknown key.{did_you_mean(str(path[-1]), siblings)}"
+        return _stray_key(str(path[-1]), annotations_at(model, path[:-1]))
     if kind == "missing":
         return "this key is required here"
     if kind == "value_error":
@@ -79,19 +87,38 @@ def _reason(items: list[Any], path: Path, model: type[BaseModel]) -> str:
     limit = item.get("ctx", {})
     for name, words in LIMITS.items():
         if name in limit:
-            return f"must be {words} {limit[name]}, got {brief(value)}"
-    expected = list(dict.fromkeys(describe(part) for part in annotations_at(model, path)))
+            return f"must be {words} {limit[name]:g}, got {brief(value)}"
+    allowed = annotations_at(model, path)
+    expected = list(dict.fromkeys(describe(part) for part in allowed))
     if not expected:
         return f"{item['msg'][:1].lower()}{item['msg'][1:]}, got {brief(value)}"
-    choices = [choice for part in annotations_at(model, path) for choice in literals(part)]
-    hint = did_you_mean(value, choices) if isinstance(value, str) else ""
+    choices = [choice for part in allowed for choice in literals(part)]
+    hint = did_you_mean(value, choices, cutoff=0.7) if isinstance(value, str) else ""
+    if not hint and "a list" in expected and isinstance(value, str):
+        hint = f" Write [{brief(value)}]."
+    if isinstance(value, datetime.date) or (isinstance(value, bool) and "text" in " ".join(expected)):
+        hint = " Put it in quotes."
     return f"expected {' or '.join(expected)}, got {brief(value)}.{hint}"
+
+
+def _stray_key(key: str, parents: list[Any]) -> str:
+    """What to say about a key that a nested mapping does not have."""
+    siblings = [name for parent in parents for name in keys_inside(parent)]
+    fields = {n: f for parent in parents for b in _branches(parent) if hasattr(b, "model_fields")
+              for n, f in b.model_fields.items()}  # fmt: skip
+    homes = [name for name, field in fields.items() if key in set(keys_inside(field.annotation))]
+    if homes:
+        return f"belongs under '{homes[0]}'"
+    return f"unknown key.{did_you_mean(key, siblings)}"
 
 
 def brief(value: Any) -> str:
     """A value as YAML shows it, cut to a line."""
-    text = {True: "true", False: "false", None: "null"}.get(value) if value is None or isinstance(value, bool) else None
-    text = text or ascii(value)
+    if value is None or isinstance(value, bool):
+        return {True: "true", False: "false", None: "null"}[value]
+    if isinstance(value, int) and value.bit_length() > 200:
+        return "a number of more than 60 digits"
+    text = value.isoformat() if isinstance(value, datetime.date) else ascii(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
 
@@ -111,15 +138,6 @@ def describe(annotation: Any) -> str:
     if origin is dict or (isinstance(annotation, type) and issubclass(annotation, BaseModel | dict)):
         return "a mapping"
     return WORDS.get(annotation, "another kind of value")
-
-
-def literals(annotation: Any) -> Iterator[str]:
-    """Every word a type lists as a choice."""
-    if get_origin(annotation) is Literal:
-        yield from (str(choice) for choice in get_args(annotation))
-    elif get_origin(annotation) is not None:
-        for part in get_args(annotation):
-            yield from literals(part)
 
 
 def annotations_at(model: type[BaseModel], path: Path) -> list[Any]:

@@ -1,6 +1,6 @@
 """One YAML file in, a checked Config out, or every error at once."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from upweight.config.config import (
 from upweight.config.data import DatasetRow
 from upweight.config.explain import brief, closest, did_you_mean, explain, show
 from upweight.config.modernise import Findings, asks_for_something, modernise
-from upweight.config.peers import ATTENTION_SWITCHES, REFUSED, RENAMED, SATISFIED
+from upweight.config.peers import ATTENTION_SWITCHES, SATISFIED, why_refused
 from upweight.config.resolve import resolve
 from upweight.config.rules import check
 from upweight.config.yaml_file import apply_overrides, read_yaml
@@ -26,6 +26,8 @@ from upweight.errors import UserError
 from upweight.methods import METHODS
 from upweight.methods.base import Method
 from upweight.settings import Section
+
+MOST_SUGGESTIONS = 50  # looking for the nearest key takes time, and nobody reads more
 
 
 def load_config(path: Path, overrides: Sequence[str] = (), *, fragment: bool = False) -> Config:
@@ -55,36 +57,43 @@ def parse_config(content: dict[Any, Any], *, folder: Path, fragment: bool = Fals
 def _flatten(content: dict[Any, Any], findings: Findings) -> dict[str, Any]:
     """YAML path -> value for every known key that is set; the rest becomes errors and notices."""
     flat: dict[str, Any] = {}
-    for key, value in content.items():
-        if key in blocks() and value is None:
-            continue
-        if key in blocks() and not isinstance(value, dict):
-            findings.errors.append(f"{key}: expected a mapping of keys, got {brief(value)}")
-        elif key in blocks():
-            for inner, inner_value in value.items():
-                _sort_in(f"{key}.{inner}", inner_value, flat, findings)
+    satisfied: dict[str, list[str]] = {}
+    for path, value in _paths(content, findings):
+        if path in general_keys() or path in method_keys():
+            if value is not None:
+                flat[path] = value
+        elif path in SATISFIED:
+            if asks_for_something(value):
+                satisfied.setdefault(SATISFIED[path], []).append(path)
+        elif reason := why_refused(path):
+            if asks_for_something(value):
+                findings.errors.append(f"{path}: {reason}")
+        elif len(findings.errors) < MOST_SUGGESTIONS:
+            findings.errors.append(f"{_printable(path)}: {_where_it_belongs(path, value)}")
         else:
-            _sort_in(str(key), value, flat, findings)
+            findings.errors.append(f"{_printable(path)}: unknown key.")
+    findings.notices += [f"{', '.join(paths)}: nothing to do: {reason}" for reason, paths in satisfied.items()]
     return flat
 
 
-def _sort_in(path: str, value: Any, flat: dict[str, Any], findings: Findings) -> None:
-    if path in general_keys() or path in method_keys():
-        if value is not None:
-            flat[path] = value
-    elif path in SATISFIED:
-        if asks_for_something(value):
-            findings.notices.append(f"{path}: nothing to do: {SATISFIED[path]}")
-    elif path in REFUSED:
-        if asks_for_something(value):
-            findings.errors.append(f"{path}: {REFUSED[path]}")
-    else:
-        findings.errors.append(f"{path}: {_where_it_belongs(path, value)}")
+def _paths(content: dict[Any, Any], findings: Findings) -> Iterator[tuple[str, Any]]:
+    """Every key of a config with its block before it."""
+    for key, value in content.items():
+        if key not in blocks():
+            yield str(key), value
+        elif isinstance(value, dict):
+            yield from ((f"{key}.{inner}", inner_value) for inner, inner_value in value.items())
+        elif value is not None:
+            findings.errors.append(f"{key}: expected a mapping of keys, got {brief(value)}")
+
+
+def _printable(path: str) -> str:
+    return path if path.isprintable() else ascii(path)
 
 
 def _where_it_belongs(path: str, value: Any) -> str:
     """What to say about a key that nobody knows."""
-    known = [*general_keys(), *method_keys(), *SATISFIED, *RENAMED, *ATTENTION_SWITCHES]
+    known = [*general_keys(), *method_keys(), *SATISFIED, *ATTENTION_SWITCHES]
     block, _, name = path.rpartition(".")
     if not block and isinstance(value, dict) and closest(name, blocks()):
         return f"unknown key.{did_you_mean(name, blocks())}"
@@ -99,7 +108,9 @@ def _where_it_belongs(path: str, value: Any) -> str:
         return f"unknown key.{did_you_mean(name, siblings)}"
     elsewhere = closest(name, (other.rpartition(".")[2] for other in known), cutoff=0.75)
     full = next((other for other in known if elsewhere and other.rpartition(".")[2] == elsewhere), None)
-    return f"unknown key. Did you mean '{full}'?" if full else f"unknown key.{did_you_mean(name, siblings)}"
+    if full:
+        return f"unknown key. Did you mean '{full}'?"
+    return f"unknown key.{did_you_mean(name, siblings) or ' docs/config.md lists them all.'}"
 
 
 def _method_name(flat: dict[str, Any], fragment: bool) -> str:
@@ -132,9 +143,7 @@ class _Draft:
             section, key = "method", method_keys()[path][self.method]
         else:
             owners = " or ".join(how_to_choose(owner) for owner in method_keys()[path])
-            self.findings.errors.append(
-                f"{path}: belongs to {owners}, but this config has {how_to_choose(self.method)}"
-            )
+            self.findings.errors.append(f"{path}: needs {owners}; this config has {how_to_choose(self.method)}")
             return
         slot = (section, *key.where, key.name)
         target = self.values.setdefault(section, {})
@@ -166,4 +175,4 @@ class _Draft:
             slot = (section, *map(str, path[:end]))
             if slot in self.used:
                 return show((self.used[slot], *path[end:]))
-        return show(path) if path else how_to_choose(self.method)
+        return how_to_choose(self.method) if section == "method" else show(path)

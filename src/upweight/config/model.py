@@ -6,7 +6,7 @@ from pydantic import Field
 
 from upweight.settings import Section, Strict, setting
 
-PositiveInt = Annotated[int, Field(gt=0)]
+PositiveInt = Annotated[int, Field(gt=0, lt=2**31)]
 
 
 class SpecialTokens(Strict):

@@ -3,9 +3,11 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from upweight.config.peers import ATTENTION_SWITCHES, PLUGINS, RENAMED
+from upweight.config.data import OWN_TEMPLATES
+from upweight.config.peers import ATTENTION_SWITCHES, OFF, PLUGINS, RENAMED, ROW_RENAMED
 from upweight.config.yaml_file import copy_tree
 
+OTHER_ATTENTION = ("xformers", "sage", "fp8", "varlen", "flash_attention_4")
 SHARDING_WORDS = {"FULL_SHARD": True, "HYBRID_SHARD": True, "SHARD_GRAD_OP": False, "NO_SHARD": False}
 
 
@@ -18,31 +20,52 @@ class Findings:
 
 
 def asks_for_something(value: Any) -> bool:
-    """Whether a value turns something on; `null`, `false` and empty values do not."""
-    return value not in (None, False, "", [], {})
+    """Whether a value turns something on; `null`, `false`, `none` and empty values do not."""
+    return value not in (None, False, "", "none", "None", [], {})
 
 
 def modernise(content: dict[Any, Any], findings: Findings) -> dict[Any, Any]:
     """The same config in today's spelling; each change is noted once."""
     content = copy_tree(content)
-    _strip_fsdp_prefixes(content, findings)
+    _fsdp(content, findings)
     for old, new in RENAMED.items():
         _rename(content, old, new, findings)
-    _attention_switches(content, findings)
+    for key, values in OFF.items():
+        if type(content.get(key)) in (int, float) and content[key] in values:
+            del content[key]
+    _attention(content, findings)
+    _checkpointing(content, findings)
     _plugins(content, findings)
+    _tokens(content, findings)
+    if content.get("chat_template") in OWN_TEMPLATES:
+        findings.notices.append(f"chat_template: {content['chat_template']} is taken from the tokenizer")
+        content["chat_template"] = "tokenizer_default"
+    for key in ("datasets", "test_datasets"):
+        for row in content[key] if isinstance(content.get(key), list) else []:
+            if isinstance(row, dict):
+                for old, new in ROW_RENAMED.items():
+                    _rename(row, old, new, findings)
     return content
 
 
-def _strip_fsdp_prefixes(content: dict[Any, Any], findings: Findings) -> None:
+def _fsdp(content: dict[Any, Any], findings: Findings) -> None:
+    """Keys of the first FSDP, with their prefixes, as those of the second."""
     block = content.get("fsdp_config")
     if not isinstance(block, dict):
         return
-    for key in [key for key in block if isinstance(key, str) and key.startswith("fsdp_")]:
-        _rename(content, f"fsdp_config.{key}", f"fsdp_config.{key.removeprefix('fsdp_')}", findings)
+    prefixed = [key for key in block if isinstance(key, str) and key.startswith("fsdp_")]
+    for key in prefixed:
+        plain = key.removeprefix("fsdp_")
+        if block.get(plain) not in (None, block[key]):
+            findings.errors.append(f"fsdp_config.{key}: contradicts 'fsdp_config.{plain}'. Keep one.")
+        block[plain] = block.pop(key)
+    if prefixed:
+        findings.notices.append("fsdp_config: the prefix 'fsdp_' of its keys is not needed")
+    for key in ("sharding_strategy", "reshard_after_forward"):
+        word = str(block.get(key)).upper()
+        if word in SHARDING_WORDS:
+            block[key] = SHARDING_WORDS[word]
     _rename(content, "fsdp_config.sharding_strategy", "fsdp_config.reshard_after_forward", findings)
-    strategy = block.get("reshard_after_forward")
-    if isinstance(strategy, str) and strategy.upper() in SHARDING_WORDS:
-        block["reshard_after_forward"] = SHARDING_WORDS[strategy.upper()]
 
 
 def _rename(content: dict[Any, Any], old: str, new: str, findings: Findings) -> None:
@@ -70,24 +93,46 @@ def _holder(content: dict[Any, Any], path: str, make: bool = False) -> tuple[dic
     return (inner, name) if isinstance(inner, dict) else ({}, name)
 
 
-def _attention_switches(content: dict[Any, Any], findings: Findings) -> None:
+def _attention(content: dict[Any, Any], findings: Findings) -> None:
     on = [switch for switch in ATTENTION_SWITCHES if content.get(switch) is True]
     for switch in ATTENTION_SWITCHES:
         value = content.pop(switch, None)
         if value not in (None, True, False):
             findings.errors.append(f"{switch}: expected true or false, got {value!r}")
-    if len(on) > 1 or (on and content.get("attn_implementation") is not None):
+    chosen = content.get("attn_implementation")
+    if len(on) > 1 or (on and chosen is not None):
         both = " and ".join(on if len(on) > 1 else [on[0], "attn_implementation"])
         findings.errors.append(f"{on[0]}: {both} are set. Keep one.")
     elif on:
         content["attn_implementation"] = ATTENTION_SWITCHES[on[0]]
         findings.notices.append(f"{on[0]}: is now called 'attn_implementation: {ATTENTION_SWITCHES[on[0]]}'")
+    elif isinstance(chosen, str) and (chosen in OTHER_ATTENTION or "/" in chosen):
+        del content["attn_implementation"]
+        findings.notices.append(f"attn_implementation: nothing to do for {chosen!r}: the tree attention serves")
+
+
+def _checkpointing(content: dict[Any, Any], findings: Findings) -> None:
+    """Words that others use for where activations go."""
+    if content.get("gradient_checkpointing") in ("offload", "offload_disk", "unsloth"):
+        findings.notices.append("gradient_checkpointing: offloading is now called 'activation_offloading: true'")
+        content["gradient_checkpointing"] = content["activation_offloading"] = True
+    if content.get("activation_offloading") in ("legacy", "disk", "hidden_states"):
+        findings.notices.append("activation_offloading: activations go to host memory: 'true' says it")
+        content["activation_offloading"] = True
 
 
 def _plugins(content: dict[Any, Any], findings: Findings) -> None:
     plugins = content.get("plugins")
     for plugin in plugins if isinstance(plugins, list) else []:
         if isinstance(plugin, str) and plugin in PLUGINS:
-            findings.notices.append(f"plugins: {plugin.rpartition('.')[2]} is not needed: {PLUGINS[plugin]}")
-        else:
+            findings.notices.append(f"{plugin.rpartition('.')[2]} in plugins: nothing to do: {PLUGINS[plugin]}")
+        elif isinstance(plugin, str):
             findings.errors.append(f"plugins: {plugin!r} is not supported. Plugins of other trainers cannot be loaded.")
+
+
+def _tokens(content: dict[Any, Any], findings: Findings) -> None:
+    """`tokens` as a mapping is an old way to write `special_tokens`."""
+    if isinstance(content.get("tokens"), dict):
+        _rename(content, "tokens", "special_tokens", findings)
+    if isinstance(content.get("tokens"), list) and not content["tokens"]:
+        del content["tokens"]

@@ -34,6 +34,19 @@ SATISFIED: dict[str, str] = {
     "liger_layer_norm": KERNELS,
     "liger_glu_activation": KERNELS,
     "liger_swiglu": KERNELS,
+    "liger_rms_norm_gated": KERNELS,
+    "liger_kernel_impl": KERNELS,
+    "use_scattermoe": KERNELS,
+    "use_sonicmoe": KERNELS,
+    "use_kernels": KERNELS,
+    "experts_implementation": KERNELS,
+    "flash_attn_rms_norm": KERNELS,
+    "flash_attn_fuse_norm": KERNELS,
+    "flex_attn_compile_kwargs": KERNELS,
+    "fused_attn_kernel": KERNELS,
+    "gemma4_hybrid_attn_impl": KERNELS,
+    "device_map": "a model is placed on the rank's device, or sharded as `fsdp` and `deepspeed` say",
+    "experimental_skip_move_to_device": "a model is placed on the rank's device",
     "lora_mlp_kernel": KERNELS,
     "lora_qkv_kernel": KERNELS,
     "lora_o_kernel": KERNELS,
@@ -62,7 +75,11 @@ SATISFIED: dict[str, str] = {
     "merge_method": "adapters are merged shard by shard",
     "vllm.serve_module": OWN_SERVER,
     "vllm.worker_extension_cls": OWN_SERVER,
-    "nemo_gym_auto_clone": "the Gym is taken from `nemo_gym_dir`",
+    "logging_nan_inf_filter": "a loss that is no number always stops the run",
+    "push_to_hub": "`hub_model_id` decides",
+    "eval_max_new_tokens": "evaluation writes no table of samples",
+    "eval_table_max_new_tokens": "evaluation writes no table of samples",
+    "dp_shard_size": "FSDP shards over all ranks",
     "fsdp_config.sync_module_states": FSDP2,
     "fsdp_config.use_orig_params": FSDP2,
     "fsdp_config.limit_all_gathers": FSDP2,
@@ -82,6 +99,13 @@ RENAMED: dict[str, str] = {
     "fsdp_final_state_dict_type": "fsdp_config.final_state_dict_type",
     "fsdp_config.cpu_offload": "fsdp_config.offload_params",
     "trl.vllm_guided_decoding_regex": "trl.vllm_structured_outputs_regex",
+    "trl.vllm_max_model_len": "trl.vllm_max_model_length",
+    "dpo_ld_alpha": "ld_alpha",
+    "adam_eps": "adam_epsilon",
+    "epochs": "num_epochs",
+    "lr": "learning_rate",
+    "val_datasets": "test_datasets",
+    "gc_steps": "torch_empty_cache_steps",
     "vllm.max_model_length": "vllm.max_model_len",
 }
 
@@ -93,69 +117,91 @@ ATTENTION_SWITCHES: dict[str, str] = {
     "eager_attention": "eager",
 }
 
+# The same for an entry of `datasets`.
+ROW_RENAMED: dict[str, str] = {"conversation": "chat_template", "train_on_split": "split"}
+
+# Values that say "off" for keys whose numbers start at 1.
+OFF: dict[str, tuple[int, ...]] = {
+    "evals_per_epoch": (0,),
+    "saves_per_epoch": (0,),
+    "eval_steps": (0,),
+    "save_steps": (0,),
+    "save_total_limit": (0,),
+    "max_steps": (-1, 0),
+    "early_stopping_patience": (0,),
+    "torch_empty_cache_steps": (0,),
+}
+
 # Plugins whose work is built in.
 PLUGINS: dict[str, str] = {
     "axolotl.integrations.nemo_gym.NemoGymPlugin": "NeMo Gym is built in",
     "axolotl.integrations.liger.LigerPlugin": FUSED_HEAD,
     "axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin": FUSED_HEAD,
+    "axolotl.integrations.kernels.KernelsPlugin": KERNELS,
 }
 
+# What other trainers have and this one has not, by the reason; a name that ends in `*` stands for all that begin so.
 _NOT_HERE: dict[str, str] = {
     "vision models are not supported": "image_size image_resize_algorithm processor_type processor_kwargs"
-    " role_boundaries freeze_mm_modules",
-    "Ray is not supported; use --num-processes": "use_ray ray_run_name ray_num_workers resources_per_worker",
-    "a chat window is not built in; use `upweight inference --chat`": "gradio_title gradio_share gradio_server_name"
-    " gradio_server_port gradio_max_new_tokens gradio_temperature",
-    "not supported; use full fine-tuning or LoRA": "lisa_n_layers lisa_step_interval lisa_layers_attribute relora"
-    " relora_steps relora_warmup_steps relora_anneal_steps relora_prune_ratio relora_prune_method relora_cpu_offload"
-    " jagged_restart_steps jagged_restart_warmup_steps jagged_restart_anneal_steps",
-    "not supported; trackers are wandb, mlflow, tensorboard and trackio": "use_comet comet_api_key comet_workspace"
-    " comet_project_name comet_experiment_key comet_mode comet_online comet_experiment_config use_otel_metrics"
-    " otel_metrics_host otel_metrics_port",
-    "this optimizer is not supported": "dion_lr dion_momentum dion_rank_fraction dion_rank_multiple_of qgalore_rank"
-    " qgalore_update_proj_gap qgalore_scale qgalore_proj_type qgalore_proj_quant qgalore_proj_bits"
-    " qgalore_proj_group_size qgalore_cos_threshold qgalore_gamma_proj qgalore_queue_size optim_target_modules"
-    " adam_beta3 adam_epsilon2 torchdistx_path",
+    " role_boundaries freeze_mm_modules is_multimodal",
+    "Ray is not supported; start ranks with --num-processes": "use_ray ray_run_name ray_num_workers"
+    " resources_per_worker",
+    "there is no such window; use `upweight inference --chat`": "gradio_*",
+    "not supported; train all weights, or an adapter by `adapter: lora`": "lisa_* relora* jagged_restart_* mixlora_*"
+    " spectrum_* peft_layer_replication llama_adapter",
+    "this tracker is not supported; there are wandb, mlflow, tensorboard and trackio": "use_comet comet_*"
+    " use_otel_metrics otel_* use_swanlab swanlab_*",
+    "this optimizer is not supported; `optimizer` lists those that are": "dion_* qgalore_* optim_target_modules"
+    " adam_beta3 adam_epsilon2 torchdistx_path muon_* grokfast_* sinkgd_* flash_optim_*",
     "not supported; use `lr_scheduler` with `lr_scheduler_kwargs`": "lr_quadratic_warmup cosine_constant_lr_ratio"
-    " lr_div_factor",
-    "not supported; save a quantised model with another tool": "qat quantization gptq use_onebitllms"
-    " model_quantization_config model_quantization_config_kwargs quantize_moe_experts",
-    "not supported; use bf16": "fp8 fp8_enable_fsdp_float8_all_gather float16 float32 fp32_norms fp32_norm_classes",
+    " lr_div_factor eta_min",
+    "training on weights quantised in this way is not supported; use `load_in_4bit` or `load_in_8bit`": "qat"
+    " quantization gptq gptq_* use_onebitllms model_quantization_config model_quantization_config_kwargs"
+    " quantize_moe_experts llmcompressor nvfp4_* nf4_backend dsv4_*",
+    "not supported; use `bf16: true`": "fp8 fp8_* float32 fp32_norms fp32_norm_classes torch_dtype",
+    "not supported; use `fp16: true`": "float16",
     "this attention is not supported; leave it out and the tree attention serves": "xformers_attention sage_attention"
-    " s2_attention flash_optimum flex_attn_compile_kwargs gemma4_hybrid_attn_impl large_head_attention flash_attn_d512"
-    " sdpa_varlen fused_attn_kernel scaling_softmax scaling_softmax_factor scaling_softmax_bias flash_attn_rms_norm"
-    " experts_implementation use_kernels",
-    "pretraining on raw streams is not supported": "pretraining_dataset pretraining_sample_concatenation streaming"
-    " streaming_multipack_buffer_size pretrain_multipack_buffer_size pretrain_multipack_attn use_pose"
-    " pose_split_on_token_ids pose_max_context_len pose_num_chunks",
-    "not supported; spread a model by FSDP, DeepSpeed or `context_parallel_size`": "tensor_parallel_size dp_shard_size"
-    " dp_replicate_size device_map max_memory gpu_memory_limit device",
+    " s2_attention flash_optimum large_head_attention flash_attn_d512"
+    " sdpa_varlen scaling_softmax scaling_softmax_factor scaling_softmax_bias",
+    "training on an endless stream of raw text is not supported; use `datasets` with `type: completion`": ""
+    "pretraining_dataset pretraining_sample_concatenation streaming streaming_multipack_buffer_size"
+    " pretrain_multipack_buffer_size pretrain_multipack_attn use_pose pose_* overlap_len",
+    "not supported; spread a model by FSDP, DeepSpeed or `context_parallel_size`": "tensor_parallel_size"
+    " dp_replicate_size max_memory gpu_memory_limit device expert_parallel_* context_parallel",
     "removed; use `dpo_loss_type: [sigmoid, sft]`": "rpo_alpha",
     "removed; set `rope_parameters` in `model_config`": "rope_scaling",
     "removed; use `sequence_len`": "max_packed_sequence_len",
-    "removed; it is always so": "dpo_use_logits_to_keep dpo_norm_loss dpo_generate_during_eval",
+    "removed; leave it out": "dpo_use_logits_to_keep dpo_norm_loss dpo_generate_during_eval",
     "not supported; use `neftune_noise_alpha`": "noisy_embedding_alpha",
-    "not supported; use `evaluate` or an evaluation harness": "do_bench_eval bench_dataset bench_split"
-    " do_causal_lm_eval eval_causal_lm_metrics eval_table_size eval_max_new_tokens generate_samples"
-    " num_generation_samples generation_max_new_tokens generation_temperature generation_top_p generation_top_k"
-    " generation_prompt_ratio generation_do_sample",
+    "not supported; use `upweight evaluate` or an evaluation harness": "do_bench_eval bench_dataset bench_split"
+    " do_causal_lm_eval eval_causal_lm_metrics eval_table_size lm_eval_* generate_samples num_generation_samples"
+    " generation_*",
     "not supported; the token budget is lowered by itself when memory runs out": "auto_find_batch_size",
     "not supported; use `gradient_checkpointing` or `activation_offloading`": "selective_checkpointing layer_offloading"
-    " tiled_mlp tiled_mlp_num_shards tiled_mlp_use_original_mlp unsloth_cross_entropy_loss unsloth_lora_mlp"
-    " unsloth_lora_qkv unsloth_lora_o unsloth_rms_norm unsloth_rope",
-    "not supported; use `torch_compile: true`": "torch_compile_backend torch_compile_mode torch_compile_options"
-    " deepcompile",
-    "not supported; use `torch_empty_cache_steps`": "gc_steps gc_collect_steps",
-    "not supported; save with `save_steps` or by SIGTERM": "dynamic_checkpoint",
-    "not supported; methods are chosen by `rl`": "trainer_cls",
-    "not supported": "accelerator_config added_tokens_overrides cls_model_config dataset_shard_by eaft_alpha eaft_k"
-    " embeddings_skip_upcast experimental_skip_move_to_device fix_untrained_tokens is_preprocess"
-    " llama4_linearized_experts lora_on_cpu merge_lora num_dataset_shards_to_save peft_autocast_adapter_dtype"
-    " peft_ensure_weight_tying peft_layer_replication peft_trainable_token_indices preprocess_iterable"
-    " push_dataset_to_hub qlora_sharded_model_loading reinit_weights sample_packing_eff_est shrink_embeddings"
-    " tokenizer_save_jinja_files tokenizer_use_mistral_common total_num_tokens total_supervised_tokens use_eaft"
-    " trl.use_transformers_paged trl.use_transformers_continuous_batching trl.cache_implementation"
-    " trl.vllm_group_port trl.vllm_model_impl bf16_full",
+    " tiled_mlp tiled_mlp_* unsloth_* ple_cpu_offload",
+    "not supported; use `torch_compile: true`": "torch_compile_* deepcompile",
+    "not supported; use `torch_empty_cache_steps`": "gc_collect_steps",
+    "not supported; save with `save_steps`, or stop with SIGTERM": "dynamic_checkpoint",
+    "not supported; the method is chosen by `rl`": "trainer_cls",
+    "distillation and diffusion are not supported": "kd_* gkd_* diffusion*",
+    "not supported; `sft_loss_type: dft` is": "use_dft liger_use_token_scaling use_eaft eaft_*",
+    "not supported; use the tokenizer that transformers loads: leave it out": "tokenizer_use_mistral_common",
+    "clone NeMo Gym yourself, and name its folder in `nemo_gym_dir`": "nemo_gym_auto_clone",
+    "not supported; leave it out": "accelerator_config added_tokens_overrides base_model_ignore_patterns"
+    " cls_model_config embeddings_skip_upcast fix_untrained_tokens is_preprocess"
+    " lora_bias llama4_linearized_experts lora_on_cpu merge_lora num_dataset_shards_to_save peft_autocast_adapter_dtype"
+    " peft_ensure_weight_tying peft_trainable_token_indices preprocess_iterable push_dataset_to_hub"
+    " qlora_sharded_model_loading reinit_weights sample_packing_eff_est sample_packing_seq_len_multiplier"
+    " shrink_embeddings tokenizer_save_jinja_files total_num_tokens total_supervised_tokens hatchery export"
+    " balance_labels log_sweep_* autotune_* trl.use_transformers_paged trl.use_transformers_continuous_batching"
+    " trl.cache_implementation trl.vllm_group_port trl.vllm_model_impl trl.use_adaptive_entropy"
+    " trl.entropy_coef_* trl.entropy_target",
 }
-# Known to another trainer and absent here: an error that says so, unless the value asks for nothing.
-REFUSED: dict[str, str] = {key: reason for reason, keys in _NOT_HERE.items() for key in keys.split()}
+REASONS: dict[str, str] = {key: reason for reason, keys in _NOT_HERE.items() for key in keys.split()}
+_PREFIXES: dict[str, str] = {key[:-1]: reason for key, reason in REASONS.items() if key.endswith("*")}
+
+
+def why_refused(path: str) -> str | None:
+    """Why a key that another trainer knows is not taken here, or None."""
+    by_prefix = next((reason for prefix, reason in _PREFIXES.items() if path.startswith(prefix)), None)
+    return REASONS.get(path, by_prefix)

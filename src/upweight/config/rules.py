@@ -15,8 +15,8 @@ def check(config: Config, *, fragment: bool) -> tuple[list[str], list[str]]:
     """Errors and warnings about a config; a fragment is not asked for what only a whole config must have."""
     rules = (*ERRORS, *(() if fragment else WHOLE_CONFIG))
     errors = [*exclusive(config), *(message for rule in rules if (message := rule(config)))]
-    warnings = [message for rule in WARNINGS if (message := rule(config))]
-    return errors, warnings
+    rules = (*WARNINGS, *(() if fragment else WHOLE_CONFIG_WARNINGS))
+    return errors, [message for rule in rules if (message := rule(config))]
 
 
 EXCLUSIVE: tuple[tuple[str, ...], ...] = (
@@ -96,14 +96,6 @@ def adapter_folder_needs_an_adapter(config: Config) -> str | None:
     return None
 
 
-def adapter_has_targets(config: Config) -> str | None:
-    adapter = config.adapter
-    named = adapter.targets or adapter.target_linear or adapter.target_parameters or adapter.folder
-    if adapter.kind and not named:
-        return "adapter: nothing to adapt. Set 'lora_target_linear: true' or list 'lora_target_modules'."
-    return None
-
-
 def batch_size_divides(config: Config) -> str | None:
     whole, micro = config.optim.batch_size, config.optim.micro_batch_size or 1
     if whole and whole % micro:
@@ -129,10 +121,23 @@ def labels_match_the_head(config: Config) -> str | None:
 
 def evaluation_has_data(config: Config) -> str | None:
     has_data = config.data.test_datasets or config.data.val_set_size
-    asked = [key for key in ("eval_steps", "evals_per_epoch", "early_stopping_patience", "load_best_model_at_end")
-             if config.given.get(key)]  # fmt: skip
-    if asked and not has_data:
-        return f"{asked[0]}: there is nothing to evaluate on. Set 'val_set_size' or 'test_datasets'."
+    asked = [key for key in ("eval_steps", "evals_per_epoch", "eval_strategy") if config.given.get(key)]
+    if asked and not has_data and config.run.eval_strategy != "no":
+        return f"{asked[0]}: nothing is evaluated without 'val_set_size' or 'test_datasets'"
+    return None
+
+
+def best_model_needs_evaluation(config: Config) -> str | None:
+    asked = [key for key in ("early_stopping_patience", "load_best_model_at_end") if config.given.get(key)]
+    if asked and not (config.data.test_datasets or config.data.val_set_size):
+        return f"{asked[0]}: needs something to evaluate on. Set 'val_set_size' or 'test_datasets'."
+    return None
+
+
+def held_out_rows_are_whole(config: Config) -> str | None:
+    size = config.data.val_set_size
+    if size > 1 and size != int(size):
+        return f"val_set_size: a share below 1, or a whole number of rows, not {size:g}."
     return None
 
 
@@ -159,8 +164,9 @@ def formats_are_known(config: Config) -> str | None:
     for key, rows in (("datasets", config.data.datasets), ("test_datasets", config.data.test_datasets)):
         for number, row in enumerate(rows):
             if isinstance(row.type, str) and "." not in row.type and row.type not in names:
-                problem = f"there is no format '{row.type}' for {how_to_choose(config.method.name)}."
-                return f"{key}[{number}].type: {problem}{did_you_mean(row.type, names)}"
+                problem = f"there is no format '{row.type}' here.{did_you_mean(row.type, names)}"
+                way_out = "A function of your own is named file.function."
+                return f"{key}[{number}].type: {problem} Known: {', '.join(names)}. {way_out}"
     return None
 
 
@@ -170,7 +176,8 @@ def templates_are_known(config: Config) -> str | None:
     for key, name in (("chat_template", config.data.chat_template), *named):
         plain = (name or "jinja").removeprefix(FALLBACK_PREFIX)
         if plain not in (*TEMPLATE_NAMES, *TEMPLATE_ALIASES, "jinja", "tokenizer_default"):
-            return f"{key}: there is no template '{plain}'.{did_you_mean(plain, TEMPLATE_NAMES)}"
+            way_out = "'tokenizer_default' takes the model's own; 'jinja' yours."
+            return f"{key}: there is no template '{plain}'.{did_you_mean(plain, TEMPLATE_NAMES, 0.75)} {way_out}"
     return None
 
 
@@ -203,9 +210,11 @@ def groups_fit_the_batch(config: Config) -> str | None:
     wanted = config.rollout.generation_batch_size or micro * (config.rollout.steps_per_generation or accumulation)
     if wanted % group == 0:
         return None
+    strided = config.method.name == "ebft" and "ebft.n_samples_per_prompt" in config.given
+    key = "ebft.n_samples_per_prompt" if strided else "trl.num_generations"
     smallest = next(steps for steps in range(accumulation, accumulation + group + 1) if micro * steps % group == 0)
     return (
-        f"trl.num_generations: a batch of {wanted} does not hold whole groups of {group}; "
+        f"{key}: a batch of {wanted} does not hold whole groups of {group}; "
         f"{generation_batch(config)} completions are generated at a time. "
         f"'gradient_accumulation_steps: {smallest}' would fit."
     )
@@ -220,8 +229,8 @@ def adapter_keys_need_an_adapter(config: Config) -> str | None:
 
 def rollout_keys_need_rollouts(config: Config) -> str | None:
     stray = [path for path in config.given if path.startswith("trl.")]
-    if stray and not config.method.online and config.choice.rl is not None:
-        return f"{', '.join(stray)}: no effect with {how_to_choose(config.method.name)}, which samples nothing"
+    if stray and not config.method.online:
+        return f"{', '.join(stray)}: no effect with {how_to_choose(config.method.name)}: nothing is sampled"
     return None
 
 
@@ -264,6 +273,7 @@ ERRORS: tuple[Rule, ...] = (
     labels_match_the_head,
     template_text_is_given,
     templates_are_known,
+    held_out_rows_are_whole,
     reasoning_names_its_parser,
     shard_exists,
     datasets_have_a_source,
@@ -274,16 +284,15 @@ WHOLE_CONFIG: tuple[Rule, ...] = (
     formats_are_known,
     rewards_are_named,
     ebft_has_its_block,
-    adapter_has_targets,
-    evaluation_has_data,
+    best_model_needs_evaluation,
     gym_is_complete,
 )
 WARNINGS: tuple[Rule, ...] = (
     groups_fit_the_batch,
     adapter_keys_need_an_adapter,
-    rollout_keys_need_rollouts,
     run_ahead_needs_a_server,
     adapter_sync_needs_an_adapter,
     truncated_sampling_is_not_comparable,
     pure_bf16_loses_updates,
 )
+WHOLE_CONFIG_WARNINGS: tuple[Rule, ...] = (rollout_keys_need_rollouts, evaluation_has_data)

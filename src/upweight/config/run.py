@@ -30,6 +30,7 @@ class RunSection(Section):
     eval_strategy: Literal["no", "steps", "epoch"] | None = setting(
         "eval_strategy", None, "When to evaluate; follows from the other keys when left out."
     )
+    eval_on_start: bool = setting("eval_on_start", False, "Evaluate once before the first step.")
     best_metric: str | None = setting("metric_for_best_model", None, "Metric that picks the best checkpoint.")
     greater_is_better: bool | None = setting("greater_is_better", None, "Whether more of that metric is better.")
     load_best: bool = setting("load_best_model_at_end", False, "Take the best checkpoint as the final model.")

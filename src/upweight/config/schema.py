@@ -9,7 +9,7 @@ from pydantic.fields import FieldInfo
 from upweight.config.config import SECTIONS, general_keys, how_to_choose, method_keys
 from upweight.config.data import DatasetRow, UserFormat
 from upweight.config.explain import describe
-from upweight.config.peers import ATTENTION_SWITCHES, REFUSED, RENAMED, SATISFIED
+from upweight.config.peers import ATTENTION_SWITCHES, REASONS, RENAMED, SATISFIED
 from upweight.config.rollout import GymDataset
 from upweight.methods import METHODS
 from upweight.settings import Key, Section, keys_of
@@ -152,6 +152,6 @@ def _peers() -> list[str]:
     lines += [f"| `{old}: true` | `attn_implementation: {new}` |" for old, new in ATTENTION_SWITCHES.items()]
     lines += ["| `fsdp_config.fsdp_*` | `fsdp_config.*` |", "", "### Refused by name", ""]
     by_reason: dict[str, list[str]] = {}
-    for key, reason in REFUSED.items():
+    for key, reason in REASONS.items():
         by_reason.setdefault(reason, []).append(f"`{key}`")
     return [*lines, *(f"- {reason}: {', '.join(keys)}" for reason, keys in by_reason.items())]

@@ -54,7 +54,9 @@ class OptimSection(Section):
     cosine_min_ratio: float | None = setting(
         "cosine_min_lr_ratio", None, "Cosine schedule: final rate as a share of the peak.", ge=0, le=1
     )
-    warmup_steps: int | None = setting("warmup_steps", None, "Steps of linear warm-up.", ge=0)
+    warmup_steps: float | None = setting(
+        "warmup_steps", None, "Steps of linear warm-up; below 1, a share of all steps.", ge=0
+    )
     warmup_ratio: float | None = setting("warmup_ratio", None, "Warm-up as a share of all steps.", ge=0, le=1)
     weight_decay: float = setting("weight_decay", 0.0, "Decoupled weight decay.", ge=0)
     adam_beta1: float = setting("adam_beta1", 0.9, "Adam's first decay.", ge=0, lt=1)
@@ -71,6 +73,7 @@ class OptimSection(Section):
     )
     neftune_alpha: float | None = setting("neftune_noise_alpha", None, "NEFTune noise on embeddings, for SFT.", gt=0)
     seed: int = setting("seed", 42, "Seed of every random choice.", ge=0, lt=2**32)
+    full_determinism: bool = setting("full_determinism", False, "Use deterministic kernels only; slower.")
     gradient_checkpointing: bool = setting(
         "gradient_checkpointing", False, "Recompute activations in the backward pass to save memory."
     )

@@ -1,6 +1,7 @@
 """Reading a YAML file strictly, and `key=value` overrides on top of it."""
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,13 @@ import yaml
 from upweight.errors import UserError
 
 MAX_DEPTH = 40
+MAX_SIZE = 100_000  # values after anchors are expanded; a config has hundreds
+HINTS = {
+    "found character '\\t'": "indent with spaces",
+    "mapping values are not allowed here": "put a text that contains ': ' in quotes",
+    "found unhashable key": "put a text that contains '{' in quotes",
+    "but found another document": "a config is one document: remove the line '---'",
+}
 
 
 class _Loader(yaml.SafeLoader):
@@ -36,10 +44,10 @@ def read_yaml(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}). Give the path of a YAML file.") from error
     except UnicodeDecodeError as error:
-        raise UserError(f"{path}: is not UTF-8 text.") from error
+        raise UserError(f"{path}: is not UTF-8 text. Save it as UTF-8.") from error
     content = _parse(text, str(path))
     if content is None:
-        raise UserError(f"{path}: is empty.")
+        raise UserError(f"{path}: is empty. A config names at least 'base_model' and 'datasets'.")
     if not isinstance(content, dict):
         raise UserError(f"{path}: must be a mapping of keys to values, not {_kind(content)}.")
     return content
@@ -48,13 +56,28 @@ def read_yaml(path: Path) -> dict[str, Any]:
 def apply_overrides(content: dict[str, Any], overrides: list[str]) -> dict[str, Any]:
     """The mapping with each `dotted.key=value` set; list items are reached by number (`datasets.0.path=x`)."""
     result = copy_tree(content)
-    for item in overrides:
+    for item in _joined_options(overrides):
         key, equals, value = item.partition("=")
         parts = [part for part in re.split(r"[.\[\]]", key) if part]
-        if not equals or not parts:
-            raise UserError(f"{item}: an override is written key=value, such as trl.beta=0.01.")
-        _set(result, parts, _parse(value, item), item)
+        if not equals or not parts or len(parts) > MAX_DEPTH:
+            raise UserError(f"{item[:80]}: an override is written key=value, such as trl.beta=0.01.")
+        _set(result, parts, value if " #" in value else _parse(value, item), item)
     return result
+
+
+def _joined_options(overrides: list[str]) -> Iterator[str]:
+    """`--micro-batch-size 2` and `--trl.beta=0.1` as `micro_batch_size=2` and `trl.beta=0.1`."""
+    items = iter(overrides)
+    for item in items:
+        if not item.startswith("--"):
+            yield item
+            continue
+        key, equals, value = item[2:].partition("=")
+        if not equals:
+            value = next(items, None)
+        if value is None:
+            raise UserError(f"{item}: no such option, and no value for a key of that name. Write key=value.")
+        yield f"{key.replace('-', '_')}={value}"
 
 
 def _set(target: Any, parts: list[str], value: Any, item: str) -> None:
@@ -81,8 +104,8 @@ def _step(target: Any, part: str, item: str) -> Any:
 
 
 def _index(target: list[Any], part: str, item: str) -> int:
-    if not part.isdigit() or int(part) >= len(target):
-        raise UserError(f"{item}: '{part}' must be a number below {len(target)} here.")
+    if not (part.isascii() and part.isdigit()) or int(part) >= len(target):
+        raise UserError(f"{item}: there is no entry '{part}'; entries are counted from 0 to {len(target) - 1}.")
     return int(part)
 
 
@@ -92,28 +115,33 @@ def _parse(text: str, where: str) -> Any:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = f" line {mark.line + 1}, column {mark.column + 1}:" if mark else ""
-        raise UserError(f"{where}:{place} {error.problem or 'not valid YAML'}.") from error
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        first = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UserError(f"{where}: not valid YAML ({first}).") from error
-    if _too_deep(content):
-        raise UserError(f"{where}: is nested more than {MAX_DEPTH} levels deep.")
+        problem = " ".join(str(error.problem or "not valid YAML").split())
+        hint = next((f"; {hint}" for sign, hint in HINTS.items() if sign in f"{error.context} {problem}"), "")
+        raise UserError(f"{where}:{place} {problem}{hint}.") from error
+    except RecursionError as error:
+        raise UserError(f"{where}: is nested too deeply.") from error
+    except (yaml.YAMLError, ValueError, KeyError, AttributeError, TypeError) as error:
+        # PyYAML lets such errors through for values that do not fit their tag or look like a date or number.
+        raise UserError(
+            f"{where}: not valid YAML: a value does not fit its kind ({error}). Put it in quotes."
+        ) from error
+    if _size(content) > MAX_SIZE:
+        raise UserError(f"{where}: is nested more than {MAX_DEPTH} levels deep, or far too large.")
     return content
 
 
-def _too_deep(content: Any) -> bool:
-    """Whether nesting goes beyond all use; also true for an anchor that contains itself."""
-    level: list[Any] = [content]
-    for _ in range(MAX_DEPTH):
-        level = [
-            inner
-            for item in {id(part): part for part in level}.values()
-            if isinstance(item, dict | list)
-            for inner in (item.values() if isinstance(item, dict) else item)
-        ]
-        if not level:
-            return False
-    return True
+def _size(content: Any, depth: int = 0, known: dict[int, int] | None = None) -> int:
+    """Values in a tree with every anchor expanded, without expanding any; too much for one that contains itself."""
+    if depth > MAX_DEPTH:
+        return MAX_SIZE + 1
+    known = {} if known is None else known
+    if not isinstance(content, dict | list):
+        return 1
+    if id(content) not in known:
+        known[id(content)] = MAX_SIZE + 1  # met again while still open: it contains itself
+        inner = content.values() if isinstance(content, dict) else content
+        known[id(content)] = 1 + sum(_size(item, depth + 1, known) for item in inner)
+    return known[id(content)]
 
 
 def copy_tree(content: Any) -> Any:

@@ -138,8 +138,8 @@ class LineFile:
             yield
         except json.JSONDecodeError as error:
             raise self._not_json(error, line + error.lineno - 1) from error
-        except RecursionError as error:
-            raise UserError(f"{self.path}:{line}: is nested too deeply.") from error
+        except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of brackets
+            raise UserError(f"{self.path}:{line}: cannot be read as JSON: {error}.") from error
 
     def _not_json(self, error: json.JSONDecodeError, line: int) -> UserError:
         found = error.doc.splitlines()[error.lineno - 1] if error.doc.splitlines()[error.lineno - 1 :] else ""

@@ -220,9 +220,9 @@ class _Builder:
         prompt, completion, sequence = np.concatenate([np.zeros((0, 3), np.int32), *self.lengths]).T
         data = self.config.data
         limits: dict[str, tuple[str, int | None]] = {"max_prompt_length": ("prompt", data.max_prompt_length)}
+        lengths = {"prompt": prompt, "completion": completion}
         if self.config.method.data != "prompts":
-            limits["sequence_len"] = ("sequence", data.sequence_len)
-        lengths = {"prompt": prompt, "completion": completion, "sequence": sequence}
+            limits["sequence_len"], lengths["sequence"] = ("sequence", data.sequence_len), sequence
         return dataclasses.replace(measure(self.parts, lengths, limits), seconds=seconds)
 
 

@@ -111,13 +111,23 @@ def flag_at(row: Row, key: str) -> bool:
 
 
 def optional_number(row: Row, key: str) -> float | None:
-    """The finite number at `key`, None where there is none."""
+    """The finite number at `key`, as such or as text; None where there is none."""
     value = lookup(row, key)
-    if value is None:
+    if value is None or value == "":
         return None
+    if isinstance(value, str):
+        value = _number(value)
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise RowError(key, f"a finite number, found {found(value)}")
     return float(value)
+
+
+def _number(text: str) -> float | str:
+    """The number that a text writes, as every cell of a CSV is text; the text itself where it is none."""
+    try:
+        return float(text)
+    except ValueError:
+        return text
 
 
 def check_all_text(value: Any, key: str, depth: int = 0) -> None:

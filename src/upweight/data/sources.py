@@ -17,6 +17,7 @@ from datasets.exceptions import DatasetsError
 from numpy.typing import NDArray
 
 from upweight.config.data import DataSection, DatasetRow
+from upweight.config.explain import did_you_mean
 from upweight.data.lines import COMPRESSED, LineFile
 from upweight.data.progress import quiet_unless_terminal
 from upweight.errors import UserError
@@ -180,7 +181,9 @@ def _open(entry: DatasetRow, name: str | None, where: str, folder: Path) -> dict
     if local:
         return _folder(local, name, kind)
     if _is_local(path):
-        raise UserError(f"{where}: there is no such file or folder. Tried {_tried(path, folder)}.")
+        raise UserError(
+            f"{where}: there is no such file or folder. Tried {_tried(path, folder)}.{_similar(path, folder)}"
+        )
     options: dict[str, Any] = {"name": name, "revision": entry.revision, "data_files": entry.data_files}
     try:
         return _tables(path, **options)
@@ -188,7 +191,7 @@ def _open(entry: DatasetRow, name: str | None, where: str, folder: Path) -> dict
         offline = " The hub is switched off here (HF_HUB_OFFLINE)." if datasets_config.HF_HUB_OFFLINE else ""
         raise UserError(
             f"{where}: is no file or folder (tried {_tried(path, folder)}), "
-            f"and the hub did not give it: {_reason(error)}.{offline}"
+            f"and the hub did not give it: {_reason(error)}.{offline}{_similar(path, folder)}"
         ) from error
 
 
@@ -272,6 +275,13 @@ def _find(path: str, folder: Path) -> Path | None:
 def _tried(path: str, folder: Path) -> str:
     wide = Path(os.path.expanduser(path))
     return " and ".join(dict.fromkeys(str(place) for place in (Path.cwd() / wide, folder / wide)))
+
+
+def _similar(path: str, folder: Path) -> str:
+    """What stands where `path` was looked for and is called almost so."""
+    wide = Path(os.path.expanduser(path))
+    parents = [place.parent for place in (wide, folder / wide) if place.parent.is_dir()]
+    return did_you_mean(wide.name, {found.name for parent in parents for found in parent.iterdir()})
 
 
 def _is_local(path: str) -> bool:

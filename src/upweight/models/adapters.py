@@ -28,7 +28,7 @@ def attach_adapter(model: PreTrainedModel, section: AdapterSection, *, new_token
     config = lora_config(model, section)
     adapted = get_peft_model(model, config)
     assert isinstance(adapted, PeftModel)
-    if new_tokens and not _trains_embeddings(model, adapted):
+    if new_tokens and not _trains_embeddings(model):
         warn_once(
             f"tokens: the embeddings of {new_tokens} new tokens are not trained; add the embedding and the head to "
             f"lora_modules_to_save (here {', '.join(_embedding_names(model))})"
@@ -157,6 +157,6 @@ def _ties_saved(model: PreTrainedModel, saved: list[str]) -> bool:
     return bool(getattr(model.config, "tie_word_embeddings", False)) and bool({*saved} & {*_embedding_names(model)})
 
 
-def _trains_embeddings(model: PreTrainedModel, adapted: PeftModel) -> bool:
+def _trains_embeddings(model: PreTrainedModel) -> bool:
     embedding = model.get_input_embeddings()
     return isinstance(embedding, nn.Module) and any(p.requires_grad for p in embedding.parameters())

@@ -2,12 +2,11 @@
 
 import math
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
-from accelerate import PartialState
 from peft import PeftModel
-from torch import nn
 from transformers import (
     EarlyStoppingCallback,
     PreTrainedModel,
@@ -19,18 +18,14 @@ from transformers import (
 
 from upweight.config import Config
 from upweight.data.prepare import prepare
-from upweight.engine import Engine
-from upweight.engine.check import enable_checkpointing
 from upweight.errors import UserError
 from upweight.log import logger
 from upweight.models.adapters import attach_adapter
 from upweight.models.load import compute_dtype, disable_dropout, load_model
-from upweight.models.precision import set_up_precision
-from upweight.models.reference import Reference, adapter_state, make_reference, reference_kind
 from upweight.models.save import save_model
 from upweight.models.tokenizer import load_tokenizer
 from upweight.train.arguments import training_arguments
-from upweight.train.budget import token_budget
+from upweight.train.build import trainer_parts
 from upweight.train.checkpoints import MarkWhole, last_whole_checkpoint, named_checkpoint, steps_of
 from upweight.train.ranks import join_ranks
 from upweight.train.run_folder import MetricsFile, cut_metrics, write_config
@@ -67,7 +62,7 @@ def build(config: Config) -> tuple[MethodTrainer, PreTrainedTokenizerBase]:
     """Everything a run needs, put together."""
     if config.method.online:
         raise UserError(f"rl: {config.method.name} trains on its own samples, which `train` cannot produce yet.")
-    ranks = join_ranks(config.sharding.timeout)
+    ranks, device = join_ranks(config.sharding.timeout)
     set_seed(config.optim.seed)
     tokenizer = load_tokenizer(config.model)
     with ranks.main_process_first():
@@ -75,32 +70,33 @@ def build(config: Config) -> tuple[MethodTrainer, PreTrainedTokenizerBase]:
     if not len(data.train):
         raise UserError("\n".join(["datasets: no row is left to train on.", *data.report.lines()]))
 
-    dtype = compute_dtype(config.model, ranks.device)
+    dtype = compute_dtype(config.model, device)
     model = _model(config, tokenizer, dtype)
-    copies = set_up_precision(model, dtype, pure=config.model.pure_bf16)
-    engine = Engine(model, longest=config.data.sequence_len)
-    reference = _reference(config, model, tokenizer, dtype)
-    if config.optim.gradient_checkpointing:
-        enable_checkpointing(model, bool(config.optim.checkpointing_args.get("use_reentrant", False)))
-
     batch = (config.optim.micro_batch_size or 1) * (config.optim.accumulation or 1) * ranks.num_processes
     arguments = training_arguments(
-        config, steps_per_epoch=math.ceil(len(data.train) / batch), use_cpu=ranks.device.type == "cpu"
+        config, steps_per_epoch=math.ceil(len(data.train) / batch), use_cpu=device.type == "cpu"
     )
     trainer = MethodTrainer(
         model,
         arguments,
-        config.method,
-        engine,
-        token_budget=config.optim.token_budget or _budget(config, model, ranks.device),
-        dtype=dtype,
-        reference=reference,
-        copies=copies,
         shuffle=not config.data.curriculum,
         train_dataset=data.train,
         eval_dataset=data.evaluation,
         processing_class=tokenizer,
         callbacks=_callbacks(config),
+        **trainer_parts(
+            model,
+            config.method,
+            dtype,
+            device,
+            longest=config.data.sequence_len,
+            budget=config.optim.token_budget,
+            checkpointing=config.optim.checkpointing_args if config.optim.gradient_checkpointing else None,
+            pure=config.model.pure_bf16,
+            separate_reference=partial(_separate_reference, config, tokenizer, dtype)
+            if config.adapter.separate_reference
+            else None,
+        ),
     )
     trainer.remove_callback(PrinterCallback)
     return trainer, tokenizer
@@ -122,30 +118,8 @@ def _model(config: Config, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtyp
     return attach_adapter(model, config.adapter) if config.adapter.kind else model
 
 
-def _reference(
-    config: Config, policy: nn.Module, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype
-) -> Reference | None:
-    """The policy as it is now, if the method compares with it."""
-    synced = bool(getattr(config.method, "sync_ref_model", False))
-    kind = reference_kind(
-        needed=config.method.needs_reference,
-        adapter=adapter_state(policy),
-        separate=config.adapter.separate_reference,
-        synced=synced,
-    )
-    separate = None
-    if kind == "separate":
-        separate = load_model(config.model, dtype, tokenizer=tokenizer, seed=config.optim.seed)
-        separate.to(PartialState().device)
-        Engine(separate, longest=config.data.sequence_len)
-    return make_reference(kind, policy, dtype, synced=synced, separate_model=separate)
-
-
-def _budget(config: Config, model: PreTrainedModel | PeftModel, device: torch.device) -> int:
-    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    return token_budget(
-        model.config.get_text_config(), device, checkpointing=config.optim.gradient_checkpointing, trained=trained
-    )
+def _separate_reference(config: Config, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype) -> PreTrainedModel:
+    return load_model(config.model, dtype, tokenizer=tokenizer, seed=config.optim.seed)
 
 
 def _callbacks(config: Config) -> list[TrainerCallback]:

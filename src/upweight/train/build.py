@@ -1,0 +1,72 @@
+"""Between a loaded policy and its trainer: what runs from a config and the Python API put together alike."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from peft import PeftModel
+from torch import nn
+from transformers import PreTrainedModel
+
+from upweight.engine import Engine
+from upweight.engine.check import enable_checkpointing
+from upweight.methods.base import Method
+from upweight.models.precision import set_up_precision
+from upweight.models.reference import Reference, adapter_state, make_reference, reference_kind
+from upweight.train.budget import token_budget
+
+
+def trainer_parts(
+    model: PreTrainedModel | PeftModel,
+    method: Method,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    longest: int,
+    budget: int | None = None,
+    checkpointing: Mapping[str, Any] | None = None,
+    pure: bool = False,
+    separate_reference: Callable[[], nn.Module] | None = None,
+) -> dict[str, Any]:
+    """The arguments of MethodTrainer that follow from the policy; `checkpointing` holds options where it is on."""
+    copies = set_up_precision(model, dtype, pure=pure)
+    engine = Engine(model, longest=longest)
+    reference = _reference(model, method, dtype, device, longest, separate_reference)
+    if checkpointing is not None:
+        enable_checkpointing(model, bool(checkpointing.get("use_reentrant", False)))
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    by_memory = token_budget(
+        model.config.get_text_config(), device, checkpointing=checkpointing is not None, trained=trained
+    )
+    return {
+        "method": method,
+        "engine": engine,
+        "token_budget": budget or by_memory,
+        "dtype": dtype,
+        "reference": reference,
+        "copies": copies,
+    }
+
+
+def _reference(
+    policy: nn.Module,
+    method: Method,
+    dtype: torch.dtype,
+    device: torch.device,
+    longest: int,
+    load_separate: Callable[[], nn.Module] | None,
+) -> Reference | None:
+    """The policy as it is now, or the model that `load_separate` gives, if the method compares with it."""
+    synced = bool(getattr(method, "sync_ref_model", False))
+    kind = reference_kind(
+        needed=method.needs_reference,
+        adapter=adapter_state(policy),
+        separate=load_separate is not None,
+        synced=synced,
+    )
+    separate = None
+    if kind == "separate" and load_separate is not None:
+        separate = load_separate()
+        nn.Module.to(separate, device)
+        Engine(separate, longest=longest)
+    return make_reference(kind, policy, dtype, synced=synced, separate_model=separate)
