@@ -59,6 +59,9 @@ class ModelSection(Section):
     attention: Literal["eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3"] | None = setting(
         "attn_implementation", None, "Attention kernel; chosen by device and row length when left out."
     )
+    layout: Literal["auto", "tree", "padded"] = setting(
+        "layout", "auto", "How sequences are laid out: prefixes shared in trees, or padded; auto: trees where possible."
+    )
     disable_dropout: bool | None = setting(
         "disable_dropout", None, "Whether dropout is off; on for SFT and reward models, off otherwise, when left out."
     )
