@@ -14,7 +14,7 @@ from bench.cases import CASES, Case, write_case
 
 ROOT = Path(__file__).parent.parent
 PEER_VENV = ROOT / ".cache" / "bench-peer"
-PEER = "trl==1.16.0"
+PEER = "trl[peft]==1.16.0"
 
 
 def peer_python() -> Path:

@@ -1,8 +1,8 @@
 """Training steps on one GPU against TRL's, one JSON line a case: `python -m bench.gpu_step`.
 
 Random weights of Qwen2.5-1.5B's shape, bfloat16 compute, gradient checkpointing; LoRA of rank 16 on every linear layer,
-or all weights trained. Both sides run as processes of their own, one after the other, on the same tokens, and report the
-training part of a step (forward, loss, backward), the peak of GPU memory, the loss and the gradient norm.
+or all weights trained. Both sides run as processes of their own, one after the other, on the same tokens. They report
+the training part of a step (forward, loss, backward), the peak of GPU memory, the loss and the gradient norm.
 """
 
 import argparse

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 
+import datasets
 import pytest
 
 from made_tokenizers import byte_tokenizer
@@ -22,6 +23,7 @@ def pair(number, prompt="p", **more):
 def run(tmp_path, monkeypatch):
     """Writes rows to files and prepares them; the last config and result can be looked at."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
 
     def write(rows, name="rows.jsonl"):
         (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -176,6 +178,11 @@ def test_shards_of_a_mixture_part_the_rows(run):
     assert len({prompt for shard in shards for prompt in shard}) == 17
 
 
+def test_a_shard_that_is_not_there(run):
+    with pytest.raises(UserError, match="dataset_shard_idx: must be below dataset_shard_num"):
+        run([pair(1)], dataset_shard_num=2, dataset_shard_idx=2)
+
+
 @pytest.mark.parametrize(("size", "held"), [(0.2, 10), (7, 7), (0.001, 1)])
 def test_rows_held_out_do_not_overlap(run, size, held):
     prepared = run([pair(number) for number in range(50)], val_set_size=size)
@@ -233,6 +240,13 @@ def test_nothing_left_to_train_on_says_why(run):
         run([pair(number, "long " * 200) for number in range(2)], sequence_len=64)
 
 
+def test_nothing_left_to_evaluate_on_says_so(run):
+    run.write([pair(1, "long " * 200)], "test.jsonl")
+    tests = [{"path": "test.jsonl", "type": "chatml.prompt_pairs"}]
+    with pytest.raises(UserError, match="no rows are left to evaluate on"):
+        run([pair(1)], sequence_len=64, test_datasets=tests)
+
+
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_bad_row_is_named(run, processes, monkeypatch):
     monkeypatch.setattr(chunks_module, "CHUNK", 4)
@@ -249,6 +263,22 @@ def test_several_processes_prepare_the_same(run, monkeypatch):
     rows, evaluation = one.train[:], one.evaluation[:]
     two = run(dataset_num_proc=2, val_set_size=3, skip_prepare_dataset=True)
     assert (two.train[:], two.evaluation[:]) == (rows, evaluation)
+
+
+def test_tables_and_mixed_files_are_prepared_alike(run, tmp_path):
+    rows = [pair(number) for number in range(4)]
+    in_lines = run(rows, shuffle_merged_datasets=False).train[:]
+    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
+    datasets.Dataset.from_list(rows).to_csv(tmp_path / "rows.csv")
+    for name in ("rows.parquet", "rows.csv"):
+        entry = {"path": name, "type": "chatml.prompt_pairs"}
+        assert run(datasets=[entry], shuffle_merged_datasets=False).train[:] == in_lines
+
+
+def test_a_bad_row_of_a_table_is_named(run, tmp_path):
+    datasets.Dataset.from_list([pair(1), {**pair(2), "chosen": None}]).to_parquet(tmp_path / "rows.parquet")
+    with pytest.raises(UserError, match=r"datasets\[0\] \(rows.parquet\), row 1, 'chosen': expected text"):
+        run(datasets=[{"path": "rows.parquet", "type": "chatml.prompt_pairs"}])
 
 
 def test_margins_are_kept_where_there_are_any(run):

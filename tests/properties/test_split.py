@@ -34,6 +34,7 @@ VARIANTS = {
     "kto apo": KTO(loss_type="apo_zero_unpaired"),
     "orpo": ORPO(),
     "simpo": SimPO(label_smoothing=0.1),
+    "cpo": SimPO(loss_type="sigmoid"),
     **{f"grpo {name}": grpo(loss_type=name, beta=0.1, epsilon_high=0.3, delta=1.5) for name in DIVISOR},
     **{f"grpo gspo {name}": grpo(loss_type=name, importance_sampling_level="sequence") for name in DIVISOR},
     **{f"grpo {mode}": grpo(sampler_correction_mode=mode, sampler_correction_cap=1.5) for mode in CORRECTIONS},

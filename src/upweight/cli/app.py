@@ -22,6 +22,10 @@ Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys to set, such as trl.beta=0.01.")
 ]
 
+Processes = Annotated[
+    int | None,
+    typer.Option("--num-processes", min=1, help="Ranks to start on this machine; all visible GPUs when left out."),
+]
 
 # `--trl.beta 0.1`, as other trainers write it, is an override too.
 TAKES_OVERRIDES: dict[str, Any] = {"context_settings": {"ignore_unknown_options": True}}
@@ -57,19 +61,20 @@ def train(
     config: ConfigFile,
     overrides: Overrides = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the last whole checkpoint.")] = False,
+    num_processes: Processes = None,
 ) -> None:
     """Train what a config describes."""
     from upweight.cli.train import run_train
 
-    run_train(config, overrides or [], resume=resume)
+    run_train(config, overrides or [], resume=resume, processes=num_processes)
 
 
 @app.command(**TAKES_OVERRIDES)
-def evaluate(config: ConfigFile, overrides: Overrides = None) -> None:
-    """Evaluate a config's model on its evaluation data."""
+def evaluate(config: ConfigFile, overrides: Overrides = None, num_processes: Processes = None) -> None:
+    """Print the metrics of a config's model on its evaluation data as one JSON object."""
     from upweight.cli.train import run_evaluate
 
-    run_evaluate(config, overrides or [])
+    run_evaluate(config, overrides or [], processes=num_processes)
 
 
 @app.command()

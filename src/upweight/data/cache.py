@@ -1,5 +1,6 @@
 """Prepared data on disk: a key over everything that shapes it, written whole or not at all, checked when read."""
 
+import functools
 import hashlib
 import json
 import os
@@ -43,6 +44,7 @@ def _lasting(content: Any) -> Any:
     return {k: v for k, v in content.items() if k not in passing} if isinstance(content, dict) else content
 
 
+@functools.cache
 def code_digest() -> str:
     """A name for the code and the templates that prepare data: a mended format must not meet old rows."""
     files = sorted(file for file in Path(__file__).parent.rglob("*") if file.suffix in (".py", ".jinja"))

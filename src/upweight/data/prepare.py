@@ -55,6 +55,8 @@ class Prepared:
 
 def prepare(config: Config, tokenizer: Any) -> Prepared:
     """Prepare a config's data, or read it from the cache if nothing that shapes it has changed."""
+    if not config.data.datasets:
+        raise UserError("datasets: missing. List what to train on.")
     entries = _open_entries(config, tokenizer)
     key = cache.digest(_shaped_by(config, tokenizer, entries))
     folder = Path(config.data.prepared_path).expanduser() / key
@@ -128,6 +130,8 @@ def _keep_shard(config: Config, rows: list[Rows], train: Sequence[int]) -> None:
     count, index, before = config.data.shard_count, config.data.shard_index, 0
     if count is None:
         return
+    if index >= count:
+        raise UserError(f"dataset_shard_idx: must be below dataset_shard_num ({count}).")
     for number in train:
         length = len(rows[number])
         rows[number] = rows[number].select(slice((index - before) % count, None, count))
@@ -205,6 +209,8 @@ class _Builder:
         report = self._report(seconds)
         if not report.train_rows:
             raise UserError("\n".join([*report.lines()[:-1], "no rows are left to train on."]))
+        if "eval" in self.writers and not report.eval_rows:
+            raise UserError("\n".join([*report.lines()[:-1], "no rows are left to evaluate on."]))
         kept = [part.kept for part in self.parts if not part.evaluation]
         np.save(self.place / "order.npy", _order(self.config, kept))
         np.save(self.place / "origin.npy", np.concatenate(self.origin))

@@ -1,11 +1,12 @@
 """Reading one raw row: every wrong value becomes a RowError that names its key."""
 
-import math
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 Row = Mapping[str, Any]
+LARGEST = sys.float_info.max
 DEEPEST = 64
 
 
@@ -117,7 +118,7 @@ def optional_number(row: Row, key: str) -> float | None:
         return None
     if isinstance(value, str):
         value = _number(value)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not -LARGEST <= value <= LARGEST:
         raise RowError(key, f"a finite number, found {found(value)}")
     return float(value)
 

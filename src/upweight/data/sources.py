@@ -21,6 +21,7 @@ from upweight.config.explain import did_you_mean
 from upweight.data.lines import COMPRESSED, LineFile
 from upweight.data.progress import quiet_unless_terminal
 from upweight.errors import UserError
+from upweight.log import warn_once
 
 KINDS = {
     ".json": "json", ".jsonl": "json", ".ndjson": "json", ".csv": "csv", ".tsv": "csv",
@@ -158,6 +159,8 @@ def open_entry(entry: DatasetRow, key: str, folder: Path, *, evaluation: bool = 
     """Find what an entry names; fails with the places that were tried."""
     where = f"{key} ({entry.path or _shown_files(entry)})"
     names = entry.name if isinstance(entry.name, list) else [entry.name]
+    if entry.trust_remote_code:
+        warn_once(f"{where}: trust_remote_code has no effect: the datasets library runs no code from repositories")
     try:
         with quiet_unless_terminal():
             parts = tuple(_open(entry, name, where, folder) for name in names)

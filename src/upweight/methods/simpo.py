@@ -1,7 +1,8 @@
-"""SimPO: Simple Preference Optimization (arXiv:2405.14734) with CPO's likelihood term, reference free."""
+"""SimPO (arXiv:2405.14734) and CPO (arXiv:2401.08417): preferences with a likelihood term, reference free."""
 
-from typing import ClassVar
+from typing import ClassVar, Literal
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -13,24 +14,30 @@ from upweight.methods.base import (
     pair_token_metrics,
     scalar,
     sequence_mean,
+    sequence_sum,
 )
 from upweight.settings import setting
 from upweight.types import Batch, Loss, Mean, Outputs
 
 
 class SimPO(Method):
-    """Margin between length-averaged log-probs, plus the chosen completion's likelihood."""
+    """Margin between the log-probs of two completions, plus the chosen one's likelihood."""
 
     name: ClassVar[str] = "simpo"
     data: ClassVar = "pairs"
     learning_rate: ClassVar[float] = 1e-6
     lora_learning_rate: ClassVar[float | None] = 5e-6
 
-    beta: float = setting("rl_beta", 0.1, "Scale of the length-averaged log-probs.", also=("trl.beta",), gt=0)
+    loss_type: Literal["simpo", "sigmoid", "hinge", "ipo"] = setting(
+        "cpo_loss_type",
+        "simpo",
+        "Loss of the margin: simpo and ipo compare log-probs averaged over tokens, sigmoid (CPO) and hinge sums.",
+    )
+    beta: float = setting("rl_beta", 0.1, "Scale of the log-probs that are compared.", also=("trl.beta",), gt=0)
     nll_weight: float = setting(
         "cpo_alpha", 1.0, "Weight of the chosen completion's likelihood; 0 is SimPO as published.", ge=0
     )
-    gamma: float = setting("simpo_gamma", 0.5, "Margin by which the chosen completion should win.", ge=0)
+    gamma: float = setting("simpo_gamma", 0.5, "Margin by which the chosen completion should win, for simpo.", ge=0)
     label_smoothing: float = setting(
         "cpo_label_smoothing", 0.0, "Assumed share of pairs whose two sides are swapped.", ge=0, lt=0.5
     )
@@ -46,10 +53,19 @@ class SimPO(Method):
     def loss(self, out: Outputs, batch: Batch, prepared: dict[str, Tensor]) -> Loss:
         logps_T = given(out.logps_T)
         chosen_T = is_chosen(batch)[batch.sequence_T]
-        chosen_P, rejected_P = (self.beta * sequence_mean(logps_T, batch))[given(batch.pair_P2)].unbind(1)
-        margin_P = chosen_P - rejected_P - self.gamma
-        smooth = self.label_smoothing
-        loss_P = -(1 - smooth) * F.logsigmoid(margin_P) - smooth * F.logsigmoid(-margin_P)
+        value_of = sequence_mean if self.loss_type in ("simpo", "ipo") else sequence_sum
+        chosen_P, rejected_P = (self.beta * value_of(logps_T, batch))[given(batch.pair_P2)].unbind(1)
+        loss_P = self._of_margin(chosen_P - rejected_P)
         metrics = pair_metrics(chosen_P, rejected_P) | pair_token_metrics(out, batch)
         metrics["nll_loss"] = Mean.over(-logps_T, chosen_T)
         return Loss({"pairs": loss_P.sum(), "tokens": -self.nll_weight * (logps_T * chosen_T).sum()}, metrics)
+
+    def _of_margin(self, margin_P: Tensor) -> Tensor:
+        """The loss of each pair from the difference of its scaled log-probs."""
+        if self.loss_type == "hinge":
+            return torch.relu(1 - margin_P)
+        if self.loss_type == "ipo":
+            return ((margin_P - 0.5) / self.beta) ** 2
+        margin_P = margin_P - self.gamma if self.loss_type == "simpo" else margin_P
+        smooth = self.label_smoothing
+        return -(1 - smooth) * F.logsigmoid(margin_P) - smooth * F.logsigmoid(-margin_P)

@@ -7,6 +7,8 @@ import torch
 from transformers import TrainingArguments
 
 from upweight.config import Config
+from upweight.errors import UserError
+from upweight.train.trackers import tracking_arguments
 
 
 def training_arguments(config: Config, *, steps_per_epoch: int, use_cpu: bool) -> TrainingArguments:
@@ -14,7 +16,7 @@ def training_arguments(config: Config, *, steps_per_epoch: int, use_cpu: bool) -
     optim, run = config.optim, config.run
     total = optim.max_steps or math.ceil(optim.num_epochs * steps_per_epoch)
     micro, accumulation = optim.micro_batch_size or 1, optim.accumulation or 1
-    return TrainingArguments(
+    arguments: dict[str, Any] = dict(
         output_dir=run.output_dir,
         per_device_train_batch_size=micro * accumulation,
         per_device_eval_batch_size=optim.eval_batch_size or micro * accumulation,
@@ -38,6 +40,7 @@ def training_arguments(config: Config, *, steps_per_epoch: int, use_cpu: bool) -
         bf16=False,  # weights are computed in bfloat16 as they are; autocast would cast them at every use
         tf32=_tf32(config),
         use_cpu=use_cpu,
+        restore_callback_states_from_checkpoint=True,
         dataloader_num_workers=config.data.workers,
         dataloader_prefetch_factor=config.data.prefetch if config.data.workers else None,
         dataloader_drop_last=config.data.drop_last,
@@ -53,8 +56,13 @@ def training_arguments(config: Config, *, steps_per_epoch: int, use_cpu: bool) -
         ddp_find_unused_parameters=False,
         **_saving(config, steps_per_epoch),
         **_evaluating(config, steps_per_epoch),
-        **_tracking(config),
+        **_pushing(config),
+        **tracking_arguments(config.tracking),
     )
+    try:
+        return TrainingArguments(**arguments)
+    except ValueError as error:
+        raise UserError(f"transformers does not take these settings together: {error}") from error
 
 
 def _optimizer_args(config: Config) -> str | None:
@@ -78,13 +86,18 @@ def _tf32(config: Config) -> bool | None:
 
 
 def _saving(config: Config, steps_per_epoch: int) -> dict[str, Any]:
+    """When checkpoints are written; how many are kept is not the Trainer's to say, which drops before it is whole."""
     run = config.run
+    compared = run.load_best or run.patience is not None or run.save_strategy == "best"
+    metric = run.best_metric or ("loss" if compared else None)
+    more_is_better = run.greater_is_better
+    if more_is_better is None and metric is not None:
+        more_is_better = not metric.endswith("loss")
     options: dict[str, Any] = {
-        "save_total_limit": run.save_total_limit,
         "save_only_model": run.save_only_model,
-        "load_best_model_at_end": run.load_best or run.patience is not None,
-        "metric_for_best_model": run.best_metric,
-        "greater_is_better": run.greater_is_better,
+        "load_best_model_at_end": run.load_best,
+        "metric_for_best_model": metric,
+        "greater_is_better": more_is_better,
     }
     if run.saves_per_epoch:
         return {**options, "save_strategy": "steps", "save_steps": max(steps_per_epoch // run.saves_per_epoch, 1)}
@@ -109,16 +122,14 @@ def _steps(value: float) -> float:
     return value if value < 1 else int(value)
 
 
-def _tracking(config: Config) -> dict[str, Any]:
-    tracking = config.tracking
-    asked = {
-        "wandb": tracking.wandb if tracking.wandb is not None else tracking.wandb_project is not None,
-        "mlflow": tracking.mlflow,
-        "tensorboard": tracking.tensorboard,
-        "trackio": tracking.trackio,
-    }
-    names = {"wandb": tracking.wandb_name, "mlflow": tracking.mlflow_run, "trackio": tracking.trackio_run}
+def _pushing(config: Config) -> dict[str, Any]:
+    run = config.run
+    if run.hub_model_id is None:
+        return {}
     return {
-        "report_to": [tracker for tracker, wanted in asked.items() if wanted] or "none",
-        "run_name": next((name for tracker, name in names.items() if asked[tracker] and name), None),
+        "push_to_hub": True,
+        "hub_model_id": run.hub_model_id,
+        "hub_strategy": run.hub_strategy or "end",
+        "hub_revision": run.hub_revision,
+        "hub_private_repo": run.hub_private,
     }

@@ -1,7 +1,8 @@
 """Between a loaded policy and its trainer: what runs from a config and the Python API put together alike."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 from peft import PeftModel
@@ -14,6 +15,7 @@ from upweight.methods.base import Method
 from upweight.models.precision import set_up_precision
 from upweight.models.reference import Reference, adapter_state, make_reference, reference_kind
 from upweight.train.budget import token_budget
+from upweight.train.reference_rows import Precompute
 
 
 def trainer_parts(
@@ -27,11 +29,23 @@ def trainer_parts(
     checkpointing: Mapping[str, Any] | None = None,
     pure: bool = False,
     separate_reference: Callable[[], nn.Module] | None = None,
+    layout: Literal["auto", "tree", "padded"] = "auto",
+    prepared: Path | None = None,
 ) -> dict[str, Any]:
-    """The arguments of MethodTrainer that follow from the policy; `checkpointing` holds options where it is on."""
+    """The arguments of MethodTrainer that follow from the policy.
+
+    `checkpointing` holds options where it is on; `prepared` is where precomputed log-probs are kept.
+    """
+    if getattr(model, "hf_device_map", None) is None:  # quantised weights are placed as they are loaded
+        nn.Module.to(model, device)
     copies = set_up_precision(model, dtype, pure=pure)
-    engine = Engine(model, longest=longest)
-    reference = _reference(model, method, dtype, device, longest, separate_reference)
+    engine = Engine(model, layout, longest)
+    precomputed = bool(getattr(method, "precompute_ref_log_probs", False))
+    reference = None
+    if not precomputed:
+        reference = _reference(
+            model, method, dtype, device, layout=layout, longest=longest, load_separate=separate_reference
+        )
     if checkpointing is not None:
         enable_checkpointing(model, bool(checkpointing.get("use_reentrant", False)))
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
@@ -44,6 +58,7 @@ def trainer_parts(
         "token_budget": budget or by_memory,
         "dtype": dtype,
         "reference": reference,
+        "precompute": Precompute(separate_reference is not None, prepared) if precomputed else None,
         "copies": copies,
     }
 
@@ -53,6 +68,8 @@ def _reference(
     method: Method,
     dtype: torch.dtype,
     device: torch.device,
+    *,
+    layout: Literal["auto", "tree", "padded"],
     longest: int,
     load_separate: Callable[[], nn.Module] | None,
 ) -> Reference | None:
@@ -68,5 +85,5 @@ def _reference(
     if kind == "separate" and load_separate is not None:
         separate = load_separate()
         nn.Module.to(separate, device)
-        Engine(separate, longest=longest)
+        Engine(separate, layout, longest)
     return make_reference(kind, policy, dtype, synced=synced, separate_model=separate)

@@ -1,15 +1,18 @@
 """Checkpoints that are whole or do not count.
 
 The Trainer writes a checkpoint file by file. Its list of files and sizes is written last, to a temporary name and
-renamed: a checkpoint without that list, or that does not match it, was cut off and is passed over.
+renamed: a checkpoint without that list, or that does not match it, was cut off and is passed over. Older checkpoints
+are dropped only after that.
 """
 
 import json
 import os
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
+from accelerate import PartialState
 from transformers import TrainerCallback
 
 from upweight.errors import UserError
@@ -29,8 +32,12 @@ def write_text(path: Path, text: str) -> None:
 
 
 def mark_whole(folder: Path) -> None:
-    """Note that everything in a checkpoint has been written."""
-    sizes = {str(path.relative_to(folder)): path.stat().st_size for path in sorted(folder.rglob("*")) if path.is_file()}
+    """Note that everything in a checkpoint has been written, and has reached the disk."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != WHOLE)
+    for path in files:
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+    sizes = {str(path.relative_to(folder)): path.stat().st_size for path in files}
     write_text(folder / WHOLE, json.dumps(sizes, indent=0))
 
 
@@ -39,20 +46,25 @@ def is_whole(folder: Path) -> bool:
     try:
         sizes = json.loads((folder / WHOLE).read_text(encoding="utf-8"))
         return bool(sizes) and all((folder / name).stat().st_size == size for name, size in sizes.items())
-    except (OSError, ValueError):
+    except (OSError, ValueError, AttributeError):
         return False
 
 
-def steps_of(folder: Path) -> int | None:
+def step_of(folder: Path) -> int | None:
     """The step a checkpoint folder is named after."""
     match = re.fullmatch(r"checkpoint-(\d+)", folder.name)
     return int(match[1]) if match else None
 
 
+def checkpoints_of(run_folder: Path) -> list[tuple[int, Path]]:
+    """Step and folder of every checkpoint of a run, whole or not, the newest first."""
+    found = [(step, path) for path in run_folder.glob("checkpoint-*") if (step := step_of(path)) is not None]
+    return sorted(found, reverse=True)
+
+
 def last_whole_checkpoint(run_folder: Path) -> Path | None:
     """The newest whole checkpoint of a run; damaged ones are named in a warning."""
-    found = [(step, path) for path in run_folder.glob("checkpoint-*") if (step := steps_of(path)) is not None]
-    for _, folder in sorted(found, reverse=True):
+    for _, folder in checkpoints_of(run_folder):
         if is_whole(folder):
             return folder
         logger.warning("warning: %s is damaged or was cut off while it was written; passing it over", folder)
@@ -64,15 +76,52 @@ def named_checkpoint(path: str) -> Path:
     folder = Path(path).expanduser()
     if not folder.is_dir():
         raise UserError(f"resume_from_checkpoint: there is no folder {folder}")
+    if step_of(folder) is None:
+        raise UserError(f"resume_from_checkpoint: {folder} is no checkpoint; name one of its checkpoint-N folders")
     if not is_whole(folder):
         raise UserError(f"resume_from_checkpoint: {folder} is damaged or was cut off; name another, or use --resume")
     return folder
 
 
-class MarkWhole(TrainerCallback):
-    """Marks each checkpoint once the Trainer has written all of it."""
+def set_aside(run_folder: Path, step: int) -> None:
+    """Move checkpoints after `step` out of the way: a later resume must not take them for this run's."""
+    later = [folder for number, folder in checkpoints_of(run_folder) if number > step]
+    if not later:
+        return
+    taken = {path.name for path in run_folder.glob("superseded-*")}
+    place = run_folder / next(name for n in range(1, len(taken) + 2) if (name := f"superseded-{n}") not in taken)
+    place.mkdir()
+    for folder in later:
+        folder.rename(place / folder.name)
+    logger.warning("warning: %d checkpoints after step %d are now in %s", len(later), step, place)
+
+
+class KeepCheckpoints(TrainerCallback):
+    """Marks each checkpoint once all ranks have written their part of it, then drops the oldest beyond `limit`."""
+
+    def __init__(self, limit: int | None) -> None:
+        self.limit = limit
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        ranks = PartialState()
+        ranks.wait_for_everyone()
+        run_folder = Path(args.output_dir)
+        folder = run_folder / f"checkpoint-{state.global_step}"
         if state.is_world_process_zero and folder.is_dir():
             mark_whole(folder)
+            if self.limit is not None:
+                self._drop_old(run_folder, state.best_model_checkpoint)
+        ranks.wait_for_everyone()
+
+    def _drop_old(self, run_folder: Path, best: str | None) -> None:
+        for _, folder in checkpoints_of(run_folder)[self.limit :]:
+            if best is None or folder.resolve() != Path(best).resolve():
+                (folder / WHOLE).unlink(missing_ok=True)  # half a folder must not look whole
+                shutil.rmtree(folder)
+
+
+class SaveFirstStep(TrainerCallback):
+    """A checkpoint after the first step, to see that saving works before hours have passed."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_save = control.should_save or state.global_step == 1

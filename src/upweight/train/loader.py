@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Sampler
 
 from upweight.data.units import units_of
@@ -21,14 +22,23 @@ class StepSampler(Sampler[list[int]]):
         self.epoch = 0
 
     def __iter__(self) -> Iterator[list[int]]:
-        order = np.arange(self.rows)
-        if self.shuffle:
-            np.random.default_rng((self.seed, self.epoch)).shuffle(order)
+        order = self._order(self.epoch)
         for step in range(len(self)):
             yield order[step * self.batch : (step + 1) * self.batch].tolist()
 
     def __len__(self) -> int:
         return self.rows // self.batch if self.drop_last else -(-self.rows // self.batch)
+
+    def rows_of(self, step: int) -> list[int]:
+        """The rows of a step, counted from 0 over all epochs."""
+        epoch, number = divmod(step, len(self))
+        return self._order(epoch)[number * self.batch : (number + 1) * self.batch].tolist()
+
+    def _order(self, epoch: int) -> NDArray[np.int64]:
+        order = np.arange(self.rows)
+        if self.shuffle:
+            np.random.default_rng((self.seed, epoch)).shuffle(order)
+        return order
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,13 @@
-"""Joining the other ranks before anything else happens."""
+"""Joining the other ranks before anything else happens, and agreeing with them on small things."""
 
 import datetime
 import os
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
 
 
 def join_ranks(timeout_s: int) -> tuple[PartialState, torch.device]:
@@ -18,3 +20,24 @@ def join_ranks(timeout_s: int) -> tuple[PartialState, torch.device]:
     state = PartialState(cpu=True) if on_cpu else PartialState(timeout=timeout)
     assert isinstance(state.device, torch.device)
     return state, state.device
+
+
+def as_rank_zero_says(value: Any) -> Any:
+    """Rank 0's value on every rank."""
+    return broadcast_object_list([value])[0] if PartialState().num_processes > 1 else value
+
+
+class LargestOverRanks:
+    """The largest of the ranks' numbers, through the CPU: it does not wait for the GPU."""
+
+    def __init__(self) -> None:
+        self._group: Any = None
+
+    def __call__(self, number: int) -> int:
+        if PartialState().num_processes == 1:
+            return number
+        if self._group is None:
+            self._group = dist.new_group(backend="gloo")
+        largest = torch.tensor(number)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._group)
+        return int(largest)

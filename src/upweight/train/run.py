@@ -1,12 +1,14 @@
 """A run from its config to its result, in reading order."""
 
-import math
+import re
 import sys
 from functools import partial
 from pathlib import Path
 
 import torch
+from accelerate import PartialState
 from peft import PeftModel
+from torch import nn
 from transformers import (
     EarlyStoppingCallback,
     PreTrainedModel,
@@ -22,46 +24,68 @@ from upweight.errors import UserError
 from upweight.log import logger
 from upweight.models.adapters import attach_adapter
 from upweight.models.load import compute_dtype, disable_dropout, load_model
-from upweight.models.save import save_model
 from upweight.models.tokenizer import load_tokenizer
 from upweight.train.arguments import training_arguments
 from upweight.train.build import trainer_parts
-from upweight.train.checkpoints import MarkWhole, last_whole_checkpoint, named_checkpoint, steps_of
-from upweight.train.ranks import join_ranks
+from upweight.train.checkpoints import (
+    KeepCheckpoints,
+    SaveFirstStep,
+    last_whole_checkpoint,
+    named_checkpoint,
+    set_aside,
+    step_of,
+)
+from upweight.train.loader import StepSampler
+from upweight.train.profile import Profiler
+from upweight.train.ranks import as_rank_zero_says, join_ranks
+from upweight.train.rates import rate_rules
+from upweight.train.reference_sync import SyncReference
+from upweight.train.refuse import refuse_unsupported
 from upweight.train.run_folder import MetricsFile, cut_metrics, write_config
-from upweight.train.trainer import MethodTrainer
-from upweight.train.watch import Progress, StopOnNan, StopOnSignal
+from upweight.train.trackers import set_variables
+from upweight.train.trainer import MethodTrainer, out_of_memory
+from upweight.train.watch import LossLimit, Progress, StopOnNan, StopOnSignal
 
 
 def train(config: Config, *, resume: bool = False) -> None:
     """Train what a config describes and write the run folder."""
-    trainer, tokenizer = build(config)
-    folder = Path(config.run.output_dir)
-    checkpoint = _checkpoint(config, folder, resume)
-    if trainer.is_world_process_zero():
-        write_config(config, folder)
-        cut_metrics(folder, steps_of(checkpoint) or 0 if checkpoint else -1)
-    stop = next(c for c in trainer.callback_handler.callbacks if isinstance(c, StopOnSignal))
-    trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-    if stop.caught is not None:
+    trainer = build(config)
+    folder, stop = Path(config.run.output_dir), StopOnSignal()
+    for callback in _callbacks(config, trainer, stop):
+        trainer.add_callback(callback)
+    checkpoint = as_rank_zero_says(_begin(config, folder, resume) if trainer.is_world_process_zero() else None)
+    if checkpoint is not None:
+        for callback in trainer.callback_handler.callbacks:
+            if isinstance(callback, SyncReference):
+                callback.restore(checkpoint)
+    try:
+        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    except torch.cuda.OutOfMemoryError as error:
+        raise UserError(out_of_memory("while training", trainer.runner.token_budget)) from error
+    finally:
+        stop.restore()
+    if stop.caught and trainer.state.global_step < trainer.state.max_steps:
         logger.warning("stopped at step %d; continue with --resume", trainer.state.global_step)
         sys.exit(128 + stop.caught)
-    _save(trainer, tokenizer, folder)
+    trainer.save_model()
     logger.info("done: %s", folder)
+    PartialState().destroy_process_group()
 
 
 def evaluate(config: Config) -> dict[str, float]:
     """Loss and metrics of a config's model on its evaluation data."""
-    trainer, _ = build(config)
+    trainer = build(config)
     if trainer.eval_dataset is None:
         raise UserError("there is nothing to evaluate on. Set 'val_set_size' or 'test_datasets'.")
-    return trainer.evaluate()
+    metrics = trainer.evaluate()
+    PartialState().destroy_process_group()
+    return metrics
 
 
-def build(config: Config) -> tuple[MethodTrainer, PreTrainedTokenizerBase]:
-    """Everything a run needs, put together."""
-    if config.method.online:
-        raise UserError(f"rl: {config.method.name} trains on its own samples, which `train` cannot produce yet.")
+def build(config: Config) -> MethodTrainer:
+    """Everything that computes, put together; what watches a run is added to it for training."""
+    refuse_unsupported(config)
+    set_variables(config.tracking)
     ranks, device = join_ranks(config.sharding.timeout)
     set_seed(config.optim.seed)
     tokenizer = load_tokenizer(config.model)
@@ -73,37 +97,37 @@ def build(config: Config) -> tuple[MethodTrainer, PreTrainedTokenizerBase]:
     dtype = compute_dtype(config.model, device)
     model = _model(config, tokenizer, dtype)
     batch = (config.optim.micro_batch_size or 1) * (config.optim.accumulation or 1) * ranks.num_processes
-    arguments = training_arguments(
-        config, steps_per_epoch=math.ceil(len(data.train) / batch), use_cpu=device.type == "cpu"
-    )
+    steps = StepSampler(len(data.train), batch, 0, shuffle=False, drop_last=config.data.drop_last)
+    arguments = training_arguments(config, steps_per_epoch=max(len(steps), 1), use_cpu=device.type == "cpu")
+    load_reference = partial(load_model, config.model, dtype, tokenizer=tokenizer, seed=config.optim.seed)
     trainer = MethodTrainer(
         model,
         arguments,
         shuffle=not config.data.curriculum,
+        rate_of=rate_rules(config.optim, config.adapter, model),
         train_dataset=data.train,
         eval_dataset=data.evaluation,
         processing_class=tokenizer,
-        callbacks=_callbacks(config),
         **trainer_parts(
             model,
             config.method,
             dtype,
             device,
             longest=config.data.sequence_len,
+            layout=config.model.layout,
             budget=config.optim.token_budget,
             checkpointing=config.optim.checkpointing_args if config.optim.gradient_checkpointing else None,
             pure=config.model.pure_bf16,
-            separate_reference=partial(_separate_reference, config, tokenizer, dtype)
-            if config.adapter.separate_reference
-            else None,
+            separate_reference=load_reference if config.adapter.separate_reference else None,
+            prepared=data.folder,
         ),
     )
     trainer.remove_callback(PrinterCallback)
-    return trainer, tokenizer
+    return trainer
 
 
 def _model(config: Config, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype) -> PreTrainedModel | PeftModel:
-    """The policy: loaded, dropout as the method wants it, adapted."""
+    """The policy: loaded, dropout as the method wants it, adapted or partly frozen."""
     model = load_model(
         config.model,
         dtype,
@@ -115,33 +139,49 @@ def _model(config: Config, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtyp
     keeps_dropout = config.method.name in ("sft", "orm", "prm")
     if config.model.disable_dropout or (config.model.disable_dropout is None and not keeps_dropout):
         disable_dropout(model)
+    if config.optim.unfrozen is not None:
+        freeze_all_but(model, config.optim.unfrozen)
     return attach_adapter(model, config.adapter) if config.adapter.kind else model
 
 
-def _separate_reference(config: Config, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype) -> PreTrainedModel:
-    return load_model(config.model, dtype, tokenizer=tokenizer, seed=config.optim.seed)
+def freeze_all_but(model: nn.Module, patterns: list[str]) -> None:
+    """Train only the parameters whose names match one of the patterns from their beginning."""
+    names = [name for name, _ in model.named_parameters()]
+    for pattern in patterns:
+        if not any(re.match(pattern, name) for name in names):
+            raise UserError(f"unfrozen_parameters: '{pattern}' matches no weight; names look like {names[0]}")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(any(re.match(pattern, name) for pattern in patterns))
 
 
-def _callbacks(config: Config) -> list[TrainerCallback]:
-    callbacks = [MetricsFile(Path(config.run.output_dir)), MarkWhole(), StopOnNan(), StopOnSignal(), Progress()]
-    if config.run.patience:
-        callbacks.append(EarlyStoppingCallback(config.run.patience))
-    return callbacks
+def _callbacks(config: Config, trainer: MethodTrainer, stop: StopOnSignal) -> list[TrainerCallback]:
+    """What watches a run. The order counts: a save is asked for, then logged, then completed, then marked."""
+    run, folder = config.run, Path(config.run.output_dir)
+    callbacks: list[TrainerCallback] = [stop, *([SaveFirstStep()] if run.save_first_step else [])]
+    callbacks += [StopOnNan(trainer.rows_of_step), MetricsFile(folder), Progress()]
+    if run.loss_limit is not None:
+        callbacks.append(LossLimit(run.loss_limit, run.loss_limit_patience))
+    if run.patience is not None:
+        callbacks.append(EarlyStoppingCallback(run.patience))
+    if run.profiler_steps is not None:
+        callbacks.append(Profiler(folder, run.profiler_steps, run.profiler_start))
+    reference, method = trainer.runner.reference, config.method
+    if reference is not None and getattr(method, "sync_ref_model", False):
+        callbacks.append(SyncReference(reference, method.ref_model_mixup_alpha, method.ref_model_sync_steps))  # pyright: ignore
+    return [*callbacks, KeepCheckpoints(run.save_total_limit)]
 
 
-def _checkpoint(config: Config, folder: Path, resume: bool) -> Path | None:
-    """The checkpoint to continue from, if that is what the user wants."""
+def _begin(config: Config, folder: Path, resume: bool) -> Path | None:
+    """Bring the run folder to where the run begins: at a checkpoint, or empty of what an earlier run left."""
+    checkpoint = None
     if config.run.resume_from is not None:
-        return named_checkpoint(config.run.resume_from)
-    found = last_whole_checkpoint(folder) if resume or config.run.auto_resume else None
-    if resume and found is None:
-        logger.warning("warning: %s has no whole checkpoint; starting anew", folder)
-    return found
-
-
-def _save(trainer: MethodTrainer, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """The trained model or adapter at the top of the run folder."""
-    model = trainer.accelerator.unwrap_model(trainer.model)
-    if trainer.is_world_process_zero():
-        save_model(model, folder, trainer.runner.dtype, tokenizer)
-    trainer.accelerator.wait_for_everyone()
+        checkpoint = named_checkpoint(config.run.resume_from)
+    elif resume or config.run.auto_resume:
+        checkpoint = last_whole_checkpoint(folder)
+        if resume and checkpoint is None:
+            logger.warning("warning: %s has no whole checkpoint; starting anew", folder)
+    step = (step_of(checkpoint) or 0) if checkpoint else 0
+    write_config(config, folder)
+    cut_metrics(folder, step if checkpoint else -1)
+    set_aside(folder, step)
+    return checkpoint

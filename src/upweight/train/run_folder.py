@@ -54,7 +54,7 @@ class MetricsFile(TrainerCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         logs: Mapping[str, float] = kwargs["logs"]
-        if state.is_world_process_zero:
+        if state.is_world_process_zero and "train_runtime" not in logs:
             row = {"step": state.global_step, **{name: _number(value) for name, value in logs.items()}}
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")

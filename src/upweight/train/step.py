@@ -1,7 +1,7 @@
 """One optimizer step: units of all ranks in, this rank's gradients and metrics out."""
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -14,7 +14,7 @@ from upweight.engine.packing import bucketed, build_batch, plan_rows
 from upweight.methods.base import Method
 from upweight.models.reference import Reference
 from upweight.train.meters import Meters, union_over_ranks
-from upweight.types import Batch, Loss, Outputs, Unit
+from upweight.types import Batch, Loss, Mean, Outputs, Unit
 
 
 @dataclass
@@ -32,26 +32,33 @@ class StepRunner:
     checked: bool = False
 
     def train(self, model: nn.Module, units: Sequence[Unit]) -> Tensor:
-        """Gradients of a step; returns a loss whose mean over ranks is the step's."""
-        rows = self._rows(units)
+        """Gradients of a step; returns a loss whose mean over ranks is the step's.
+
+        Nothing is metered before the last backward, so that a step that ran out of memory can be tried again.
+        """
+        rows = self.rows(units)
         counts = self._counts(rows, units)
         known, prepared = self._prepare(model, rows)
         if not self.checked:
             self._check(model, rows[0])
         total = torch.zeros((), device=self.accelerator.device)
+        metered: list[Mapping[str, Mean]] = []
         for number, row in enumerate(rows):
             sync = contextlib.nullcontext() if number == len(rows) - 1 else self.accelerator.no_sync(model)
             with sync:
                 out = self._outputs(model, row.batch, known[number])
-                share = self._share(out, row, counts, prepared)
+                share = self._share(out, row, counts, prepared, metered)
                 self.accelerator.backward(share)
             total += share.detach()
+        for metrics in metered:
+            self.meters.add(metrics)
+        self.tokens += sum(row.batch.ids_BN.numel() for row in rows if row.real)
         return total
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module, units: Sequence[Unit]) -> tuple[Loss, dict[str, Tensor]]:
         """Sums over all ranks of a step without gradients, and the counts that divide them."""
-        rows = self._rows(units)
+        rows = self.rows(units)
         counts = self._counts(rows, units)
         known, prepared = self._prepare(model, rows)
         sums = {unit: torch.zeros_like(count) for unit, count in counts.items()}
@@ -63,20 +70,18 @@ class StepRunner:
                 sums = {unit: total + loss.sums[unit].float() for unit, total in sums.items()}
         return Loss(self._reduce(sums)), counts
 
-    def _rows(self, units: Sequence[Unit]) -> list["_Row"]:
+    def rows(self, units: Sequence[Unit]) -> list["Row"]:
         """This rank's forwards; every rank has the same number, some of them idle."""
         ranks, device = self.accelerator.num_processes, self.accelerator.device
         layout, predict = self.engine.layout, self.method.head == "tokens"
         plan = plan_rows(units, self.token_budget, ranks, layout)[self.accelerator.process_index]
         pad_to = bucketed if device.type == "cuda" else None
-        rows = [
-            _Row(build_batch([units[u] for u in numbers], layout, predict, pad_to).to(device), bool(numbers))
+        return [
+            Row(build_batch([units[u] for u in numbers], layout, predict, pad_to).to(device), tuple(numbers))
             for numbers in plan
         ]
-        self.tokens += sum(row.batch.ids_BN.numel() for row in rows if row.real)
-        return rows
 
-    def _counts(self, rows: Sequence["_Row"], units: Sequence[Unit]) -> dict[str, Tensor]:
+    def _counts(self, rows: Sequence["Row"], units: Sequence[Unit]) -> dict[str, Tensor]:
         """Units of the whole step, by one reduction."""
         real = [self.method.count(row.batch) for row in rows if row.real]
         if not real:  # an idle rank learns the names from somebody else's unit
@@ -90,7 +95,7 @@ class StepRunner:
         assert isinstance(reduced, Tensor)
         return dict(zip(values, reduced.unbind(), strict=True))
 
-    def _prepare(self, model: nn.Module, rows: Sequence["_Row"]) -> tuple[list[Tensor | None], dict[str, Tensor]]:
+    def _prepare(self, model: nn.Module, rows: Sequence["Row"]) -> tuple[list[Tensor | None], dict[str, Tensor]]:
         """Reference log-probs that are known by now, and what the method needs to know about the whole step."""
         if not self.method.needs_preparation:
             return [None] * len(rows), {}
@@ -127,18 +132,25 @@ class StepRunner:
         out = self.engine(model, batch, self.method.statistics)
         return out if known is None else _with_reference(out, known)
 
-    def _share(self, out: Outputs, row: "_Row", counts: dict[str, Tensor], prepared: dict[str, Tensor]) -> Tensor:
+    def _share(
+        self,
+        out: Outputs,
+        row: "Row",
+        counts: dict[str, Tensor],
+        prepared: dict[str, Tensor],
+        metered: list[Mapping[str, Mean]],
+    ) -> Tensor:
         """This row's part of the loss, times the number of ranks, since gradients are averaged over them."""
         if not row.real:
             scored = out.logps_T if out.logps_T is not None else out.scores_TC
             assert scored is not None
             return scored.sum() * 0.0
         loss = self.method.loss(out, row.batch, prepared)
-        self.meters.add(loss.metrics)
+        metered.append(loss.metrics)
         parts = [total / counts[unit].clamp(min=1) for unit, total in loss.sums.items()]
         return torch.stack(parts).sum() * self.accelerator.num_processes
 
-    def _check(self, model: nn.Module, row: "_Row") -> None:
+    def _check(self, model: nn.Module, row: "Row") -> None:
         """The first row against plain forwards, jointly for all ranks."""
         self.checked = True
         found = check_first_batch(self.engine, model, row.batch, self.dtype)
@@ -148,11 +160,15 @@ class StepRunner:
 
 
 @dataclass(frozen=True, eq=False)
-class _Row:
-    """A forward of this rank; an idle one only keeps step with the others."""
+class Row:
+    """A forward of this rank; one without units is idle and only keeps step with the others."""
 
     batch: Batch
-    real: bool
+    units: tuple[int, ...]
+
+    @property
+    def real(self) -> bool:
+        return bool(self.units)
 
 
 def _with_reference(out: Outputs, ref_logps_T: Tensor) -> Outputs:

@@ -1,22 +1,28 @@
 """The loop: transformers' Trainer, with a step that counts exactly."""
 
 import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import Dataset
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
+from upweight.data.units import units_of
 from upweight.engine import Engine
 from upweight.errors import UserError
 from upweight.log import logger
 from upweight.methods.base import Method
 from upweight.models.precision import ComputeCopies
 from upweight.models.reference import Reference
+from upweight.models.save import save_model
+from upweight.train.checkpoints import WHOLE, step_of
 from upweight.train.loader import StepSampler, step_loader
 from upweight.train.meters import Meters
+from upweight.train.rates import RateOf, split_by_rate
+from upweight.train.reference_rows import Precompute, with_reference
 from upweight.train.step import StepRunner
 
 SMALLEST_BUDGET = 256
@@ -37,61 +43,79 @@ class MethodTrainer(Trainer):
         token_budget: int,
         dtype: torch.dtype = torch.float32,
         reference: Reference | None = None,
+        precompute: Precompute | None = None,
         copies: ComputeCopies | None = None,
         shuffle: bool = True,
+        rate_of: RateOf | None = None,
+        encode: Callable[[Any], Any] | None = None,
         **options: Any,
     ) -> None:
         super().__init__(model=model, args=args, **options)
         # before transformers 5.19 this is what keeps the Trainer from dividing the loss again
         self.model_accepts_loss_kwargs = True
-        self.method, self.copies, self.shuffle = method, copies, shuffle
+        self.method, self.copies, self.shuffle, self.rate_of = method, copies, shuffle, rate_of
+        self.encode = encode  # makes prepared rows of those that `evaluate` is handed
         self.runner = StepRunner(method, engine, self.accelerator, token_budget, reference, dtype)
+        if precompute is not None:
+            self.train_dataset = with_reference(self.train_dataset, model, self.runner, precompute)
+            self.eval_dataset = _each(
+                self.eval_dataset, lambda rows: with_reference(rows, model, self.runner, precompute)
+            )
         self.last_log = time.perf_counter()
         self.add_callback(_EpochOrder(self))
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """Whole steps; not prepared by accelerate, whose loader would split them and run one ahead."""
-        assert isinstance(self.train_dataset, Dataset)
         batch = self.args.per_device_train_batch_size * self.accelerator.num_processes
         self.sampler = StepSampler(
-            len(self.train_dataset),
+            _length(self.train_dataset),
             batch,
             self.args.seed,
             shuffle=self.shuffle,
             drop_last=self.args.dataloader_drop_last,
         )
+        if not len(self.sampler):
+            raise UserError(
+                f"datasets: {self.sampler.rows} rows do not fill one batch of {batch}, and dataloader_drop_last drops "
+                "what is incomplete. Lower 'micro_batch_size' or 'gradient_accumulation_steps'."
+            )
         return self._loader(self.train_dataset, self.sampler)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
         """Whole steps of the evaluation rows, in order."""
         rows = self.eval_dataset if eval_dataset is None else eval_dataset
-        assert isinstance(rows, Dataset)
         batch = self.args.per_device_eval_batch_size * self.accelerator.num_processes
-        return self._loader(rows, StepSampler(len(rows), batch, 0, shuffle=False))
+        return self._loader(rows, StepSampler(_length(rows), batch, 0, shuffle=False))
 
-    def _loader(self, rows: Dataset, sampler: StepSampler) -> DataLoader[Any]:
+    def _loader(self, rows: Any, sampler: StepSampler) -> DataLoader[Any]:
         workers = self.args.dataloader_num_workers
         ahead = self.args.dataloader_prefetch_factor if workers else None
         return step_loader(rows, self.method, sampler, num_workers=workers, prefetch_factor=ahead)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        """The stock optimizer; the compute copies of the weights follow its steps."""
+        """The stock optimizer with a rate for each weight; the compute copies of the weights follow its steps."""
         known = self.optimizer
         optimizer = super().create_optimizer(*args, **kwargs)
-        if self.copies is not None and optimizer is not known:
-            self.copies.follow(optimizer)
+        if optimizer is not known:
+            if self.rate_of is not None:
+                assert isinstance(self.model, nn.Module)
+                split_by_rate(optimizer, self.model, self.rate_of)
+            if self.copies is not None:
+                self.copies.follow(optimizer)
         return optimizer
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         """Gradients of this rank's share of a step."""
         model.train()
-        if callable(set_mode := getattr(self.optimizer, "train", None)):
-            set_mode()
+        self._optimizer_mode("train")
+        every = self.args.torch_empty_cache_steps
+        if every is not None and self.state.global_step % every == 0:
+            torch.cuda.empty_cache()
         try:
             return self.runner.train(model, inputs["units"])
         except torch.cuda.OutOfMemoryError as error:
             if self.accelerator.num_processes > 1 or self.runner.token_budget <= SMALLEST_BUDGET:
-                raise UserError(_out_of_memory(self.runner.token_budget)) from error
+                raise UserError(out_of_memory("in a training step", self.runner.token_budget)) from error
         # Nothing of the failed try is kept, so the second one is exact.
         model.zero_grad()
         torch.cuda.empty_cache()
@@ -100,27 +124,37 @@ class MethodTrainer(Trainer):
         try:
             return self.runner.train(model, inputs["units"])
         except torch.cuda.OutOfMemoryError as error:
-            raise UserError(_out_of_memory(self.runner.token_budget)) from error
+            raise UserError(out_of_memory("in a training step", self.runner.token_budget)) from error
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """Loss and metrics of the evaluation rows, counted as exactly as in training."""
+        """Loss and metrics of the evaluation rows, counted as exactly as in training; several sets by their names."""
+        rows = self.eval_dataset if eval_dataset is None else eval_dataset
+        if eval_dataset is not None and self.encode is not None:
+            rows = _each(eval_dataset, self.encode)
+        if not isinstance(rows, Mapping):
+            return self._measure(rows, metric_key_prefix)
+        parts = [self._measure(part, f"{metric_key_prefix}_{name}") for name, part in rows.items()]
+        return {name: value for part in parts for name, value in part.items()}
+
+    def _measure(self, rows: Any, prefix: str) -> dict[str, float]:
+        """Loss and metrics of one set of rows."""
         model = self.model_wrapped
         assert isinstance(model, nn.Module)
         model.eval()
+        self._optimizer_mode("eval")
         training, self.runner.meters = self.runner.meters, Meters()
-        tokens = self.runner.tokens
         sums: dict[str, Tensor] = {}
         counts: dict[str, Tensor] = {}
-        for inputs in self.get_eval_dataloader(eval_dataset):
+        for inputs in self.get_eval_dataloader(rows):
             loss, units = self.runner.evaluate(model, inputs["units"])
             sums = {unit: sums.get(unit, 0.0) + total for unit, total in loss.sums.items()}
             counts = {unit: counts.get(unit, 0.0) + count for unit, count in units.items()}
         total = sum(float(sums[unit] / counts[unit].clamp(min=1)) for unit in sums)
         metrics = {"loss": total, **self.runner.meters.drain(self.accelerator)}
-        self.runner.meters, self.runner.tokens = training, tokens
-        named = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
+        self.runner.meters = training
+        named = {f"{prefix}_{name}": value for name, value in metrics.items()}
         self.log(dict(named))
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, named)
         return named
@@ -136,9 +170,39 @@ class MethodTrainer(Trainer):
             self.last_log, self.runner.tokens = now, 0
         super().log(logs, start_time)
 
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """A checkpoint gets the float32 masters; any other folder gets what others load."""
+        folder = Path(output_dir or self.args.output_dir or ".")
+        if step_of(folder) is not None:
+            if self.args.should_save:
+                (folder / WHOLE).unlink(missing_ok=True)  # whole again only when all of it is written anew
+            super().save_model(output_dir, _internal_call)
+            return
+        if self.args.should_save:
+            model: Any = self.accelerator.unwrap_model(self.model)
+            tokenizer: Any = self.processing_class
+            save_model(model, folder, self.runner.dtype, tokenizer)
+        self.accelerator.wait_for_everyone()
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
     def floating_point_ops(self, inputs: Any) -> int:
         """Not counted: the stock estimate assumes padded rows."""
         return 0
+
+    def rows_of_step(self, step: int) -> Iterator[dict[str, Any]]:
+        """What a step, counted from 0, trained on: token ids, which of them were scored, and their text."""
+        rows, tokenizer = self.train_dataset, self.processing_class
+        assert rows is not None
+        for number in self.sampler.rows_of(step):
+            for sample in units_of([rows[number]], self.method)[0].samples:
+                text = tokenizer.decode(sample.ids.tolist()) if hasattr(tokenizer, "decode") else None  # pyright: ignore
+                yield {"row": number, "text": text, "ids": sample.ids.tolist(), "scored": sample.scored.tolist()}
+
+    def _optimizer_mode(self, mode: str) -> None:
+        """Schedule-free optimizers hold other weights for training than for evaluation."""
+        if callable(set_mode := getattr(self.optimizer, mode, None)):
+            set_mode()
 
 
 class _EpochOrder(TrainerCallback):
@@ -148,13 +212,23 @@ class _EpochOrder(TrainerCallback):
         self.trainer = trainer
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.trainer.sampler.epoch = int(state.epoch or 0)
+        self.trainer.sampler.epoch = state.global_step // len(self.trainer.sampler)
 
 
-def _out_of_memory(budget: int) -> str:
+def _each(rows: Any, change: Callable[[Any], Any]) -> Any:
+    """The rows changed; where they are several named sets, each of them."""
+    return {name: change(part) for name, part in rows.items()} if isinstance(rows, Mapping) else change(rows)
+
+
+def _length(rows: Any) -> int:
+    assert rows is not None
+    return len(rows)
+
+
+def out_of_memory(where: str, budget: int) -> str:
     """The ladder of remedies, cheapest first."""
     return (
-        f"out of GPU memory in a training step with token_budget {budget}. In this order: "
-        f"set 'token_budget: {budget // 2}'; 'gradient_checkpointing: true'; a shorter 'sequence_len'; "
-        "'adapter: lora'; 'load_in_4bit: true' with 'adapter: qlora'; FSDP or DeepSpeed over more GPUs."
+        f"out of GPU memory {where} with token_budget {budget}. In this order: "
+        f"set 'token_budget: {max(budget // 2, SMALLEST_BUDGET)}'; 'gradient_checkpointing: true'; a shorter "
+        "'sequence_len'; 'adapter: lora'; 'load_in_4bit: true' with 'adapter: qlora'; FSDP or DeepSpeed over more GPUs."
     )

@@ -1,9 +1,11 @@
-"""What watches a run: signals that end it well, losses that are no numbers, the line on the terminal."""
+"""What watches a run: signals that end it well, losses that are no numbers or too high, the line on the terminal."""
 
+import json
 import math
+import os
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -12,31 +14,43 @@ from transformers import TrainerCallback
 
 from upweight.errors import UserError
 from upweight.log import logger
+from upweight.train.ranks import LargestOverRanks
 
 SHOWN = ("loss", "rewards/accuracies", "rewards/margins", "accuracy", "mean_token_accuracy", "kl", "grad_norm")
+NAN_BATCH = "nan_batch.jsonl"
 
 
 class StopOnSignal(TrainerCallback):
     """SIGTERM and Ctrl-C end the run after the current step, with a checkpoint; a second one ends it at once."""
 
     def __init__(self) -> None:
-        self.caught: int | None = None
+        self.caught = 0
         self._before: dict[int, Any] = {}
+        self._largest, self._process = LargestOverRanks(), os.getpid()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
             self._before[number] = signal.signal(number, self._catch)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.caught is not None:
+        self.caught = self._largest(self.caught)  # a signal reaches the ranks at different moments
+        if self.caught:
             control.should_save = control.should_log = control.should_training_stop = True
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.caught and state.epoch != int(state.epoch):  # the epoch did not end, the loop was left
+            control.should_save = control.should_evaluate = False
+
+    def restore(self) -> None:
+        """Give signals back to whoever had them before."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
+        self._before = {}
 
     def _catch(self, number: int, frame: FrameType | None) -> None:
-        if self.caught is not None:
+        if os.getpid() != self._process:  # a loader's process, which ends with this one
+            return
+        if self.caught:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
         self.caught = number
@@ -46,17 +60,60 @@ class StopOnSignal(TrainerCallback):
 class StopOnNan(TrainerCallback):
     """Ends the run when the loss or the gradient stops being a number, before such weights are saved."""
 
+    def __init__(self, rows_of: Callable[[int], Iterable[Mapping[str, Any]]]) -> None:
+        """`rows_of`: what the given step, counted from 0, trained on, for the file that is written then."""
+        self.rows_of = rows_of
+        self.logged = 0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.logged = state.global_step
+
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        control.should_log = control.should_log or control.should_save
+        # What is logged next must not depend on where a run was interrupted, so every checkpoint begins a new log.
+        control.should_log = control.should_log or control.should_save or control.should_evaluate
+
+    on_epoch_end = on_step_end
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         logs: Mapping[str, float] = kwargs["logs"]
-        bad = [name for name in ("loss", "grad_norm") if name in logs and not math.isfinite(logs[name])]
+        # With float16 a step that overflows is left out and the loss scale lowered: nothing is lost by it.
+        watched = ("loss",) if args.fp16 else ("loss", "grad_norm")
+        bad = [name for name in watched if name in logs and not math.isfinite(logs[name])]
         if bad:
+            file = Path(args.output_dir) / NAN_BATCH
+            if state.is_world_process_zero:
+                self._write(file, range(self.logged, state.global_step))
             raise UserError(
-                f"step {state.global_step}: {bad[0]} is {logs[bad[0]]}. The last checkpoint in "
-                f"{Path(args.output_dir)} is from before. Lower 'learning_rate', set 'max_grad_norm', or look at "
-                "the rows of this step."
+                f"step {state.global_step}: {bad[0]} is {logs[bad[0]]}. Nothing was saved since; the rows of steps "
+                f"{self.logged + 1} to {state.global_step} are in {file}. Lower 'learning_rate', lower "
+                "'max_grad_norm', or look for what is unusual in those rows; then continue with --resume."
+            )
+        if "loss" in logs:
+            self.logged = state.global_step
+
+    def _write(self, file: Path, steps: Iterable[int]) -> None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with file.open("w", encoding="utf-8") as out:
+            for step in steps:
+                for row in self.rows_of(step):
+                    out.write(json.dumps({"step": step + 1, **row}, ensure_ascii=False) + "\n")
+
+
+class LossLimit(TrainerCallback):
+    """Ends the run when the logged loss stays above a limit."""
+
+    def __init__(self, limit: float, patience: int) -> None:
+        self.limit, self.patience, self.above = limit, patience, 0
+
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        logs: Mapping[str, float] = kwargs["logs"]
+        if "loss" not in logs:
+            return
+        self.above = self.above + 1 if logs["loss"] > self.limit else 0
+        if self.above >= self.patience:
+            raise UserError(
+                f"step {state.global_step}: the loss was above loss_watchdog_threshold ({self.limit:g}) in "
+                f"{self.above} logs in a row, now {logs['loss']:.4g}. Lower 'learning_rate' or raise the threshold."
             )
 
 
@@ -68,7 +125,7 @@ class Progress(TrainerCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         logs: Mapping[str, float] = kwargs["logs"]
-        if not state.is_world_process_zero:
+        if not state.is_world_process_zero or not state.max_steps:
             return
         prefix = "eval_" if any(name.startswith("eval_") for name in logs) else ""
         shown = [f"{name.split('/')[-1]} {logs[prefix + name]:.4g}" for name in SHOWN if prefix + name in logs]
@@ -77,11 +134,12 @@ class Progress(TrainerCallback):
         done = state.global_step - self.first_step
         left = (time.perf_counter() - self.started) / max(done, 1) * (state.max_steps - state.global_step)
         if "tokens_per_second" in logs:
-            shown += [f"{logs['tokens_per_second']:.0f} tokens/s", f"{_duration(left)} left"]
+            shown += [f"{logs['tokens_per_second']:.0f} tokens/s", f"{duration(left)} left"]
         label = "evaluation" if prefix else "step"
         logger.info("%s %d/%d  %s", label, state.global_step, state.max_steps, "  ".join(shown))
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """A length of time in the unit a person would use."""
     minutes, hours = seconds / 60, seconds / 3600
     return f"{seconds:.0f} s" if minutes < 2 else f"{minutes:.0f} min" if hours < 2 else f"{hours:.1f} h"

@@ -3,6 +3,8 @@
 from upweight.data.examples import Builder, Example, Format, Setup, Steps
 from upweight.data.rows import Row, RowError, checked_list, checked_text, found, lookup, text_at
 
+MOST_CLASSES = 1000
+
 
 def stepwise(setup: Setup) -> Format:
     """`prompt`, `completions` (one text a step) and `labels` (one class a step)."""
@@ -20,9 +22,7 @@ def stepwise(setup: Setup) -> Format:
 
 
 def _class(label: object, key: str) -> int:
-    if isinstance(label, bool | int) and label >= 0:
-        return int(label)
-    if isinstance(label, float) and label >= 0 and label.is_integer():
+    if isinstance(label, bool | int | float) and 0 <= label < MOST_CLASSES and label == int(label):
         return int(label)
     raise RowError(key, f"true, false or a class number, found {found(label)}")
 

@@ -1,0 +1,37 @@
+"""Trainers and configs for Python scripts, with the names and arguments people know from TRL."""
+
+from upweight.train.api.configs import (
+    CPOConfig,
+    DPOConfig,
+    KTOConfig,
+    ORPOConfig,
+    PRMConfig,
+    RewardConfig,
+    SFTConfig,
+)
+from upweight.train.api.trainers import (
+    CPOTrainer,
+    DPOTrainer,
+    KTOTrainer,
+    ORPOTrainer,
+    PRMTrainer,
+    RewardTrainer,
+    SFTTrainer,
+)
+
+__all__ = [
+    "CPOConfig",
+    "CPOTrainer",
+    "DPOConfig",
+    "DPOTrainer",
+    "KTOConfig",
+    "KTOTrainer",
+    "ORPOConfig",
+    "ORPOTrainer",
+    "PRMConfig",
+    "PRMTrainer",
+    "RewardConfig",
+    "RewardTrainer",
+    "SFTConfig",
+    "SFTTrainer",
+]

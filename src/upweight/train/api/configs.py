@@ -1,0 +1,224 @@
+"""TrainingArguments with the settings of each method, under the names people know from TRL."""
+
+import copy
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+from pydantic import ValidationError
+from transformers import TrainingArguments
+
+from upweight.config.modernise import asks_for_something
+from upweight.config.peers import FUSED_HEAD, PACKED
+from upweight.errors import UserError
+from upweight.log import warn_once
+from upweight.methods import DPO, KTO, ORM, ORPO, PRM, SFT, SimPO
+from upweight.methods.base import Method
+
+BUDGET = "rows are cut by `token_budget`, whatever is computed on them"
+DROPOUT = "Switch the model's dropout off; an adapter keeps its own."
+COUNTS_EXAMPLES = f"{PACKED}; `per_device_train_batch_size` counts examples, not packs"
+
+REFUSED = {
+    "auto_find_batch_size": "a batch is cut into forwards by `token_budget`; remove it",
+    "label_smoothing_factor": "is for classifiers; preference losses have `label_smoothing`",
+    "neftune_noise_alpha": "noise on embeddings is not supported; remove it",
+    "torch_compile": "layers are not compiled; remove it",
+    "fsdp": "weights cannot be sharded yet; `accelerate launch` gives plain data parallelism",
+    "deepspeed": "DeepSpeed is not supported yet; remove it",
+}
+
+
+def of(method: type[Method], name: str, **changed: Any) -> Any:
+    """A field that is handed to a method's setting, with its default and help; lists where the method has tuples."""
+    setting = method.model_fields[name]
+    default = changed.get("default", setting.default)
+    metadata = {"help": setting.description, "setting": name}
+    if isinstance(default, tuple):
+        return field(default_factory=lambda: list(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def holds(default: Any, why: str) -> Any:
+    """A field that may be set and changes nothing, since what it asks for is so anyway."""
+    return field(default=default, metadata={"help": f"Accepted: {why}.", "holds": why})
+
+
+def with_help(default: Any, text: str) -> Any:
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass
+class MethodArguments(TrainingArguments):
+    """What the configs of all methods share."""
+
+    method_class: ClassVar[type[Method]]
+    too_long: ClassVar[Literal["drop", "truncate"]] = "truncate"
+
+    learning_rate: float | None = with_help(None, "Peak learning rate; unset, the method's own, higher with LoRA.")  # pyright: ignore[reportIncompatibleVariableOverride]
+    max_steps: int | None = with_help(-1, "Optimizer steps; -1 or None: by `num_train_epochs`.")
+    logging_steps: float = with_help(10, "Log every so many steps.")
+    bf16: bool | None = with_help(None, "Compute in bfloat16 with float32 masters; unset: where the device can.")
+    model_init_kwargs: dict[str, Any] | None = with_help(  # noqa: RUF009
+        None, "Arguments of `from_pretrained`, for a model given by name."
+    )
+    trust_remote_code: bool = with_help(False, "Whether code from the model's repository may run.")
+    max_length: int | None = with_help(1024, "Longest sequence in tokens, prompt included; None: no limit.")
+    dataset_num_proc: int | None = with_help(None, "Processes that prepare data.")
+    token_budget: int | None = with_help(None, "Tokens in one forward; by the device's memory when unset.")
+    truncation_mode: str = with_help("keep_start", "Which end of a long sequence is kept.")
+    disable_dropout: bool = with_help(True, DROPOUT)
+    eos_token: str | None = with_help(None, "Token that ends a text or turn; unset: the tokenizer's.")
+    pad_token: str | None = with_help(None, "Padding token; tells a saved reward model where a text ends.")
+    use_liger_kernel: bool = holds(False, FUSED_HEAD)
+    padding_free: bool = holds(False, PACKED)
+    pad_to_multiple_of: int | str | None = holds(None, PACKED)
+
+    def __post_init__(self) -> None:
+        if self.max_steps is None:
+            self.max_steps = -1  # pyright: ignore[reportIncompatibleVariableOverride]
+        # Whether a GPU can autocast is no question here: weights are computed in bfloat16 as they are.
+        wanted, self.bf16 = self.bf16, False  # pyright: ignore[reportIncompatibleVariableOverride]
+        super().__post_init__()
+        self.bf16 = wanted
+        self._refuse()
+        for one in dataclasses.fields(self):
+            value = getattr(self, one.name)
+            if "holds" in one.metadata and value != one.default and asks_for_something(value):
+                warn_once(f"{one.name}: nothing to do: {one.metadata['holds']}")
+        self.method()
+
+    def _refuse(self) -> None:
+        """Name every argument of transformers that this loop would ignore."""
+        refused = [f"{name}: {why}." for name, why in REFUSED.items() if asks_for_something(getattr(self, name, None))]
+        if self.fp16 and self.bf16:
+            refused.append("fp16, bf16: choose one of them.")
+        if self.truncation_mode != "keep_start":
+            refused.append("truncation_mode: only 'keep_start' is there: cutting the beginning loses the prompt.")
+        if refused:
+            raise UserError("\n".join(refused))
+
+    def method(self) -> Method:
+        """The method with these settings; None leaves a setting at its default."""
+        named = [(one.metadata["setting"], one.name) for one in dataclasses.fields(self) if "setting" in one.metadata]
+        values = {setting: value for setting, name in named if (value := getattr(self, name)) is not None}
+        try:
+            return self.method_class(**values)
+        except ValidationError as error:
+            arguments = dict(named)
+            problems = [
+                ".".join(map(str, (arguments.get(str(part), part) for part in problem["loc"]))) + f": {problem['msg']}"
+                for problem in error.errors()
+            ]
+            raise UserError(f"{type(self).__name__}: " + "; ".join(problems)) from None
+
+    def for_loop(self, *, lora: bool) -> TrainingArguments:
+        """The arguments as the Trainer sees them: one batch a step, no autocast; these stay as they are."""
+        method = self.method_class
+        by_method = (lora and method.lora_learning_rate) or method.learning_rate
+        seen = copy.copy(self)
+        seen.learning_rate = by_method if self.learning_rate is None else self.learning_rate
+        seen.per_device_train_batch_size = self.per_device_train_batch_size * self.gradient_accumulation_steps
+        seen.gradient_accumulation_steps = 1
+        seen.bf16 = seen.gradient_checkpointing = seen.use_liger_kernel = False
+        seen.remove_unused_columns = seen.logging_nan_inf_filter = False
+        seen.ddp_find_unused_parameters = False
+        return seen
+
+
+@dataclass
+class SFTConfig(MethodArguments):
+    """Settings of supervised fine-tuning."""
+
+    method_class: ClassVar = SFT
+
+    loss_type: str = of(SFT, "loss_type")
+    disable_dropout: bool = with_help(False, DROPOUT)
+    completion_only_loss: bool | None = with_help(
+        None, "Train on completions only; unset: where rows have a prompt and a completion."
+    )
+    assistant_only_loss: bool = with_help(False, "Train on the assistant's turns only, where rows have messages.")
+    dataset_text_field: str = with_help("text", "Column of plain text.")
+    shuffle_dataset: bool = with_help(False, "Shuffle the rows before training, besides each epoch's order.")
+    packing: bool = holds(False, COUNTS_EXAMPLES)
+    packing_strategy: str = holds("bfd", PACKED)
+    eval_packing: bool | None = holds(None, PACKED)
+
+
+@dataclass
+class DPOConfig(MethodArguments):
+    """Settings of DPO and its losses."""
+
+    method_class: ClassVar = DPO
+
+    beta: float = of(DPO, "beta")
+    loss_type: str | list[str] = of(DPO, "loss_type")  # noqa: RUF009
+    loss_weights: list[float] | None = of(DPO, "loss_weights")  # noqa: RUF009
+    label_smoothing: float = of(DPO, "label_smoothing")
+    ld_alpha: float | None = of(DPO, "ld_alpha")
+    f_divergence_type: str = of(DPO, "divergence")
+    f_alpha_divergence_coef: float = of(DPO, "divergence_alpha")
+    use_weighting: bool = of(DPO, "use_weighting")
+    discopop_tau: float = of(DPO, "discopop_tau")
+    precompute_ref_log_probs: bool = of(DPO, "precompute_ref_log_probs")
+    sync_ref_model: bool = of(DPO, "sync_ref_model")
+    ref_model_mixup_alpha: float = of(DPO, "ref_model_mixup_alpha")
+    ref_model_sync_steps: int = of(DPO, "ref_model_sync_steps")
+    precompute_ref_batch_size: int | None = holds(None, BUDGET)
+
+
+@dataclass
+class KTOConfig(MethodArguments):
+    """Settings of KTO."""
+
+    method_class: ClassVar = KTO
+
+    beta: float = of(KTO, "beta")
+    loss_type: str = of(KTO, "loss_type")
+    desirable_weight: float = of(KTO, "desirable_weight")
+    undesirable_weight: float = of(KTO, "undesirable_weight")
+    precompute_ref_log_probs: bool = of(KTO, "precompute_ref_log_probs")
+    precompute_ref_batch_size: int | None = holds(None, BUDGET)
+
+
+@dataclass
+class ORPOConfig(MethodArguments):
+    """Settings of ORPO."""
+
+    method_class: ClassVar = ORPO
+
+    beta: float = of(ORPO, "alpha")
+
+
+@dataclass
+class CPOConfig(MethodArguments):
+    """Settings of CPO, and of SimPO with `loss_type="simpo", cpo_alpha=0`."""
+
+    method_class: ClassVar = SimPO
+
+    beta: float = of(SimPO, "beta")
+    loss_type: str = of(SimPO, "loss_type", default="sigmoid")
+    cpo_alpha: float = of(SimPO, "nll_weight")
+    simpo_gamma: float = of(SimPO, "gamma")
+    label_smoothing: float = of(SimPO, "label_smoothing")
+
+
+@dataclass
+class RewardConfig(MethodArguments):
+    """Settings of outcome reward models."""
+
+    method_class: ClassVar = ORM
+    too_long: ClassVar[Literal["drop", "truncate"]] = "drop"
+
+    center_rewards_coefficient: float | None = of(ORM, "center_rewards_coefficient")
+
+
+@dataclass
+class PRMConfig(MethodArguments):
+    """Settings of process reward models."""
+
+    method_class: ClassVar = PRM
+
+    step_separator: str = with_help("\n", "Text after each step.")
+    train_on_last_step_only: bool = with_help(False, "Label the last step only.")
+    max_completion_length: int | None = with_help(None, "Longest completion in tokens.")

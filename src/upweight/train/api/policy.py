@@ -1,0 +1,118 @@
+"""The model and tokenizer a script hands over, by name or as objects, made ready to train."""
+
+from typing import Any
+
+import torch
+from peft import PeftConfig, PeftModel, get_peft_model
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
+
+from upweight.config.model import ModelSection
+from upweight.errors import UserError
+from upweight.log import warn_once
+from upweight.methods.base import Method
+from upweight.models.load import compute_dtype, disable_dropout, load_model
+from upweight.models.tokenizer import choose_padding, load_tokenizer
+from upweight.train.api.configs import MethodArguments
+
+Model = PreTrainedModel | PeftModel
+HALF = (torch.bfloat16, torch.float16)
+
+
+def tokenizer_for(
+    model: str | Model, args: MethodArguments, given: PreTrainedTokenizerBase | None
+) -> PreTrainedTokenizerBase:
+    """The tokenizer that was given, else the model's; its end and padding tokens as the arguments say."""
+    if given is not None and not isinstance(given, PreTrainedTokenizerBase):
+        raise UserError(f"processing_class: expected a tokenizer, got {type(given).__name__}.")
+    tokenizer = given
+    if tokenizer is None:
+        name = model if isinstance(model, str) else model.config._name_or_path
+        if not name:
+            raise UserError("processing_class: the model was not loaded from anywhere: give its tokenizer.")
+        tokenizer = load_tokenizer(model_section(name, args))
+    for key in ("eos_token", "pad_token"):
+        token = getattr(args, key)
+        if token is not None and token not in tokenizer.get_vocab():
+            raise UserError(f"{key}: the tokenizer does not know {token!r}.")
+        if token is not None:
+            setattr(tokenizer, key, token)
+    if tokenizer.pad_token is None:
+        choose_padding(tokenizer)
+    return tokenizer
+
+
+def policy_for(
+    model: str | Model,
+    args: MethodArguments,
+    method: Method,
+    tokenizer: PreTrainedTokenizerBase,
+    peft_config: PeftConfig | None,
+) -> Model:
+    """The model to train, on its way: loaded if it was named, adapted if a `peft_config` was given."""
+    if isinstance(model, PeftModel) and peft_config is not None:
+        raise UserError("peft_config: the model has an adapter already. Merge it first, or leave out peft_config.")
+    set_seed(args.seed)
+    if isinstance(model, str):
+        model = _loaded(model, args, method, tokenizer)
+    elif args.model_init_kwargs:
+        warn_once("model_init_kwargs: not used, since the model is loaded already")
+    if not isinstance(model, PreTrainedModel | PeftModel):
+        raise UserError(f"model: expected a name, a transformers model or a PeftModel, got {type(model).__name__}.")
+    if tokenizer.pad_token_id is not None:
+        model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
+    if args.disable_dropout:
+        disable_dropout(model)
+    if peft_config is not None:
+        adapted = get_peft_model(model, peft_config)
+        assert isinstance(adapted, PeftModel)
+        model = adapted
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise UserError("model: no weight is trained. Load an adapter with `is_trainable=True`.")
+    return model
+
+
+def dtype_for(model: nn.Module, args: MethodArguments, device: torch.device) -> torch.dtype:
+    """What forwards compute in: half precision where the weights are, else as `bf16` and `fp16` say."""
+    own = next((p.dtype for p in model.parameters() if p.dtype in HALF), None)
+    return own or compute_dtype(model_section(None, args), device)
+
+
+def reference_model(given: str | PreTrainedModel, args: MethodArguments, device: torch.device) -> PreTrainedModel:
+    """The reference that a script names or hands over."""
+    if not isinstance(given, str):
+        return given
+    return load_model(model_section(given, args), compute_dtype(model_section(None, args), device), seed=args.seed)
+
+
+def model_section(name: str | None, args: MethodArguments) -> ModelSection:
+    """The arguments about loading as the settings that loading reads."""
+    options = dict(args.model_init_kwargs or {})
+    for key in ("dtype", "torch_dtype"):
+        options.pop(key, None)
+    if options.pop("device_map", None) is not None:
+        warn_once("model_init_kwargs: device_map has no effect: the trainer places the model")
+    return ModelSection(
+        base_model=name,
+        revision=options.pop("revision", None),
+        trust_remote_code=options.pop("trust_remote_code", args.trust_remote_code),
+        load_options=options,
+        bf16="auto" if args.bf16 is None else args.bf16,
+        fp16=args.fp16,
+    )
+
+
+def _loaded(name: str, args: MethodArguments, method: Method, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    dtype = _asked_dtype(args) or compute_dtype(model_section(None, args), args.device)
+    return load_model(model_section(name, args), dtype, head=method.head, tokenizer=tokenizer, seed=args.seed)
+
+
+def _asked_dtype(args: MethodArguments) -> torch.dtype | None:
+    """The dtype in `model_init_kwargs`; None where it is left to the device."""
+    options: dict[str, Any] = args.model_init_kwargs or {}
+    asked = options.get("dtype", options.get("torch_dtype"))
+    if isinstance(asked, str) and asked != "auto":
+        asked = getattr(torch, asked, None)
+        if not isinstance(asked, torch.dtype):
+            raise UserError(f"model_init_kwargs: torch has no dtype {options.get('dtype')!r}.")
+    return asked if isinstance(asked, torch.dtype) else None

@@ -1,0 +1,201 @@
+"""The trainers of Python scripts: the arguments people know in, the loop of every run out."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypedDict, Unpack
+
+from datasets import Dataset
+from peft import PeftConfig, PeftModel
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
+
+from upweight.errors import UserError
+from upweight.log import warn_once
+from upweight.models.precision import ComputeCopies
+from upweight.train.api.configs import (
+    CPOConfig,
+    DPOConfig,
+    KTOConfig,
+    MethodArguments,
+    ORPOConfig,
+    PRMConfig,
+    RewardConfig,
+    SFTConfig,
+)
+from upweight.train.api.policy import Model, dtype_for, policy_for, reference_model, tokenizer_for
+from upweight.train.api.rows import as_dataset, longest, prepare_rows
+from upweight.train.build import trainer_parts
+from upweight.train.reference_sync import SyncReference
+from upweight.train.trainer import MethodTrainer
+
+GivenRows = Dataset | Sequence[Mapping[str, Any]]
+
+
+class Inputs(TypedDict, total=False):
+    """What every trainer takes besides the model and the config."""
+
+    train_dataset: GivenRows
+    eval_dataset: GivenRows | Mapping[str, GivenRows] | None
+    processing_class: PreTrainedTokenizerBase | None
+    peft_config: PeftConfig | None
+    callbacks: list[TrainerCallback] | None
+    optimizers: tuple[Optimizer | None, LRScheduler | None]
+
+
+class SFTTrainer(MethodTrainer):
+    """Supervised fine-tuning on text, prompts with completions, or messages."""
+
+    def __init__(
+        self,
+        model: str | Model,
+        args: SFTConfig | None = None,
+        *,
+        formatting_func: Callable[[Any], str] | None = None,
+        **inputs: Unpack[Inputs],
+    ) -> None:
+        if formatting_func is not None:
+            rows = as_dataset(inputs.get("train_dataset"), "train_dataset")
+            inputs["train_dataset"] = [{"text": formatting_func(row)} for row in rows]
+        super().__init__(**_parts(model, args or SFTConfig(), **inputs))
+
+
+class DPOTrainer(MethodTrainer):
+    """Preference optimisation against a reference, by default the policy as it is at the start."""
+
+    def __init__(
+        self,
+        model: str | Model,
+        ref_model: str | PreTrainedModel | None = None,
+        args: DPOConfig | None = None,
+        **inputs: Unpack[Inputs],
+    ) -> None:
+        super().__init__(**_parts(model, args or DPOConfig(), ref_model, **inputs))
+
+
+class KTOTrainer(MethodTrainer):
+    """Optimisation on single completions labelled good or bad."""
+
+    def __init__(
+        self,
+        model: str | Model,
+        ref_model: str | PreTrainedModel | None = None,
+        args: KTOConfig | None = None,
+        **inputs: Unpack[Inputs],
+    ) -> None:
+        super().__init__(**_parts(model, args or KTOConfig(), ref_model, **inputs))
+
+
+class ORPOTrainer(MethodTrainer):
+    """Likelihood and odds ratio of preference pairs, without a reference."""
+
+    def __init__(self, model: str | Model, args: ORPOConfig | None = None, **inputs: Unpack[Inputs]) -> None:
+        super().__init__(**_parts(model, args or ORPOConfig(), **inputs))
+
+
+class CPOTrainer(MethodTrainer):
+    """CPO and SimPO on preference pairs, without a reference."""
+
+    def __init__(self, model: str | Model, args: CPOConfig | None = None, **inputs: Unpack[Inputs]) -> None:
+        super().__init__(**_parts(model, args or CPOConfig(), **inputs))
+
+
+class RewardTrainer(MethodTrainer):
+    """An outcome reward model from preference pairs."""
+
+    def __init__(self, model: str | Model, args: RewardConfig | None = None, **inputs: Unpack[Inputs]) -> None:
+        super().__init__(**_parts(model, args or RewardConfig(), **inputs))
+
+
+class PRMTrainer(MethodTrainer):
+    """A process reward model from labelled steps."""
+
+    def __init__(self, model: str | Model, args: PRMConfig | None = None, **inputs: Unpack[Inputs]) -> None:
+        super().__init__(**_parts(model, args or PRMConfig(), **inputs))
+
+
+def _parts(
+    model: str | Model,
+    args: MethodArguments,
+    ref_model: str | PreTrainedModel | None = None,
+    *,
+    train_dataset: GivenRows | None = None,
+    eval_dataset: GivenRows | Mapping[str, GivenRows] | None = None,
+    processing_class: PreTrainedTokenizerBase | None = None,
+    peft_config: PeftConfig | None = None,
+    callbacks: list[TrainerCallback] | None = None,
+    optimizers: tuple[Optimizer | None, LRScheduler | None] = (None, None),
+) -> dict[str, Any]:
+    """The arguments of MethodTrainer, from those of a script."""
+    if ref_model is not None and ref_model is model:
+        raise UserError("ref_model: is the model that is trained. Leave it out: the reference is then its start.")
+    if ref_model is not None and getattr(args, "precompute_ref_log_probs", False):
+        raise UserError("precompute_ref_log_probs: is for the policy's own start. Leave out ref_model, or turn it off.")
+    if args.n_gpu > 1:
+        raise UserError(
+            f"{args.n_gpu} GPUs are visible to one process. Start the script with `accelerate launch` to use them all, "
+            "or set CUDA_VISIBLE_DEVICES to one of them."
+        )
+    method, device = args.method(), args.device
+    tokenizer = tokenizer_for(model, args, processing_class)
+
+    def encode(rows: Any, where: str = "eval_dataset") -> Dataset:
+        return prepare_rows(as_dataset(rows, where), args, method, tokenizer, where)
+
+    train = encode(train_dataset, "train_dataset")
+    named = eval_dataset if isinstance(eval_dataset, Mapping) else {"eval_dataset": eval_dataset}
+    held = {name: encode(rows, name) for name, rows in named.items() if rows is not None}
+    policy = policy_for(model, args, method, tokenizer, peft_config)
+    dtype = dtype_for(policy, args, device)
+    parts = trainer_parts(
+        policy,
+        method,
+        dtype,
+        device,
+        longest=longest(train, *held.values()),
+        budget=args.token_budget,
+        checkpointing=dict(args.gradient_checkpointing_kwargs or {}) if args.gradient_checkpointing else None,
+        separate_reference=None if ref_model is None else partial(reference_model, ref_model, args, device),
+    )
+    return {
+        "model": policy,
+        "args": args.for_loop(lora=isinstance(policy, PeftModel)),
+        "shuffle": _shuffles(args),
+        "encode": encode,
+        "train_dataset": train,
+        "eval_dataset": held if isinstance(eval_dataset, Mapping) else held.get("eval_dataset"),
+        "processing_class": tokenizer,
+        "callbacks": [*(callbacks or []), *_own_callbacks(args, parts)],
+        "optimizers": optimizers,
+        **parts,
+    }
+
+
+def _own_callbacks(args: MethodArguments, parts: dict[str, Any]) -> list[TrainerCallback]:
+    callbacks: list[TrainerCallback] = [PlainModelAfterwards(parts["copies"])] if parts["copies"] else []
+    if isinstance(args, DPOConfig) and args.sync_ref_model:
+        callbacks.append(SyncReference(parts["reference"], args.ref_model_mixup_alpha, args.ref_model_sync_steps))
+    return callbacks
+
+
+def _shuffles(args: MethodArguments) -> bool:
+    if args.train_sampling_strategy not in ("random", "sequential"):
+        warn_once(f"train_sampling_strategy: {args.train_sampling_strategy} has no effect: forwards hold equal tokens")
+    return args.train_sampling_strategy != "sequential"
+
+
+class PlainModelAfterwards(TrainerCallback):
+    """Leaves a model that can be merged, moved and copied: after training it reads its masters again."""
+
+    def __init__(self, copies: ComputeCopies) -> None:
+        self.copies, self.removed = copies, False
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.removed:
+            self.copies.rebuild()
+            self.copies.follow(kwargs["optimizer"])
+            self.removed = False
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.copies.remove()
+        self.removed = True

@@ -1,0 +1,37 @@
+"""A reference that follows the policy, kept in checkpoints."""
+
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+from transformers import TrainerCallback
+
+from upweight.models.reference import Reference
+
+FILE = "reference.safetensors"
+
+
+class SyncReference(TrainerCallback):
+    """Moves the reference towards the policy every `steps` steps; has to come before what marks checkpoints whole."""
+
+    def __init__(self, reference: Reference, alpha: float, steps: int) -> None:
+        self.reference, self.alpha, self.steps = reference, alpha, steps
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        checkpoint = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        if state.global_step and (checkpoint / FILE).is_file():
+            self.restore(checkpoint)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step % self.steps == 0:
+            self.reference.sync(self.alpha)
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        tensors = self.reference.state_dict()
+        if state.is_world_process_zero:
+            plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+            safetensors.torch.save_file(plain, Path(args.output_dir) / f"checkpoint-{state.global_step}" / FILE)
+
+    def restore(self, checkpoint: Path) -> None:
+        """Take the reference up as a checkpoint left it."""
+        self.reference.load_state_dict(safetensors.torch.load_file(checkpoint / FILE))

@@ -1,0 +1,57 @@
+"""Trackers: which of them a run reports to, and the variables they read."""
+
+import importlib.util
+import os
+from typing import Any
+
+from upweight.config.run import TrackingSection
+from upweight.errors import UserError
+
+VARIABLES = {
+    "WANDB_PROJECT": "wandb_project",
+    "WANDB_ENTITY": "wandb_entity",
+    "WANDB_RUN_ID": "wandb_run_id",
+    "WANDB_MODE": "wandb_mode",
+    "WANDB_WATCH": "wandb_watch",
+    "WANDB_LOG_MODEL": "wandb_log_model",
+    "MLFLOW_TRACKING_URI": "mlflow_uri",
+    "MLFLOW_EXPERIMENT_NAME": "mlflow_experiment",
+}
+
+
+def asked_trackers(tracking: TrackingSection) -> list[str]:
+    """The trackers that the config turns on."""
+    asked = {
+        "wandb": tracking.wandb if tracking.wandb is not None else tracking.wandb_project is not None,
+        "mlflow": tracking.mlflow,
+        "tensorboard": tracking.tensorboard,
+        "trackio": tracking.trackio,
+    }
+    return [tracker for tracker, wanted in asked.items() if wanted]
+
+
+def tracking_arguments(tracking: TrackingSection) -> dict[str, Any]:
+    """What TrainingArguments say about trackers; one that is not installed is refused."""
+    asked = asked_trackers(tracking)
+    for tracker in asked:
+        packages = ("tensorboard", "tensorboardX") if tracker == "tensorboard" else (tracker,)
+        if not any(importlib.util.find_spec(package) for package in packages):
+            raise UserError(f"use_{tracker}: the tracker is not installed: pip install {tracker}")
+    names = {"wandb": tracking.wandb_name, "mlflow": tracking.mlflow_run, "trackio": tracking.trackio_run}
+    arguments: dict[str, Any] = {
+        "report_to": asked or "none",
+        "run_name": next((names[tracker] for tracker in asked if names.get(tracker)), None),
+    }
+    if "trackio" in asked:
+        given = {"project": tracking.trackio_project, "trackio_space_id": tracking.trackio_space}
+        arguments |= {name: value for name, value in given.items() if value is not None}
+    return arguments
+
+
+def set_variables(tracking: TrackingSection) -> None:
+    """Hand the trackers' settings on, in the environment variables that they read."""
+    for variable, field in VARIABLES.items():
+        if (value := getattr(tracking, field)) is not None:
+            os.environ[variable] = str(value)
+    if tracking.mlflow_artifacts:
+        os.environ["HF_MLFLOW_LOG_ARTIFACTS"] = "1"

@@ -1,0 +1,175 @@
+"""Rows of every data kind, a trainer around a tiny model, and run folders for tests of the loop."""
+
+import json
+import multiprocessing
+import os
+import socket
+from pathlib import Path
+
+import torch
+import yaml
+from datasets import Dataset
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, TrainingArguments
+
+from made_tokenizers import byte_tokenizer
+from tiny_models import drawn, tiny
+from upweight.methods import DPO, IPO, KTO, ORM, ORPO, PRM, SFT, SimPO
+from upweight.models.load import disable_dropout
+from upweight.train.build import trainer_parts
+from upweight.train.trainer import MethodTrainer
+
+OFFLINE = {
+    "sft": SFT(),
+    "sft dft": SFT(loss_type="dft"),
+    "dpo": DPO(),
+    "dpo aot": DPO(loss_type="aot"),
+    "dpo aot_unpaired and sft": DPO(loss_type=["aot_unpaired", "sft"], loss_weights=[1.0, 0.3]),
+    "dpo damped": DPO(ld_alpha=0.4, use_weighting=True),
+    "ipo": IPO(beta=1.0),
+    "kto": KTO(undesirable_weight=0.7),
+    "kto all": KTO(kl="all"),
+    "kto apo": KTO(loss_type="apo_zero_unpaired"),
+    "orpo": ORPO(alpha=0.5),
+    "simpo": SimPO(beta=2.0),
+    "orm": ORM(center_rewards_coefficient=0.1),
+    "prm": PRM(),
+}
+AUTO = {"sequence_score": AutoModelForSequenceClassification, "step_score": AutoModelForTokenClassification}
+SCORES = {"sequence_score": 1, "step_score": 2}
+
+
+def rows_for(method, count: int = 11) -> list[dict]:
+    """Rows of the method's kind of data, of many lengths; some prompts are shared."""
+    made = []
+    for n in range(count):
+        prompt = drawn(100 + n // 2, 3 + n % 5).tolist()
+        answers = [drawn(200 + 2 * n + side, 2 + (3 * n + 4 * side) % 9).tolist() for side in range(2)]
+        if method.data == "pairs":
+            made.append({"prompt_ids": prompt, "chosen_ids": answers[0], "rejected_ids": answers[1], "margin": 0.1 * n})
+        elif method.data == "labelled":
+            made.append({"prompt_ids": prompt, "completion_ids": answers[0], "label": n % 3 != 0})
+        elif method.data == "steps":
+            labels = [-100] * len(prompt) + [(n + k) % 2 if k % 2 else -100 for k in range(len(answers[0]))]
+            made.append({"ids": prompt + answers[0], "labels": labels})
+        else:
+            made.append({"ids": prompt + answers[0], "scored": [False] * len(prompt) + [True] * len(answers[0])})
+    return made
+
+
+def policy_for(method, adapter: bool = False):
+    """A tiny model with the method's head, maybe under a LoRA adapter that is not zero."""
+    auto = {"auto": AUTO[method.head], "num_labels": SCORES[method.head]} if method.head in AUTO else {}
+    model = tiny("llama", **auto)
+    disable_dropout(model)
+    if adapter:
+        torch.manual_seed(3)
+        config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+        model = get_peft_model(model, config)
+    return model
+
+
+def trainer_for(method, folder, *, rows=None, batch=4, budget=4096, adapter=False, dtype=torch.float32, **options):
+    """A trainer of a tiny model with plain SGD; `options` are those of TrainingArguments and of MethodTrainer."""
+    model = policy_for(method, adapter)
+    own = {name: options.pop(name) for name in ("eval_dataset", "callbacks", "rate_of", "shuffle") if name in options}
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        **{
+            "use_cpu": True, "per_device_train_batch_size": batch, "per_device_eval_batch_size": batch,
+            "optim": "sgd", "learning_rate": 0.05, "lr_scheduler_type": "constant", "max_grad_norm": 0.0,
+            "max_steps": 3, "logging_steps": 1, "logging_nan_inf_filter": False, "disable_tqdm": True,
+            "report_to": "none", "save_strategy": "no", "remove_unused_columns": False, "seed": 5, **options,
+        },
+    )  # fmt: skip
+    return MethodTrainer(
+        model,
+        arguments,
+        train_dataset=Dataset.from_list(rows or rows_for(method)),
+        **own,
+        **trainer_parts(model, method, dtype, torch.device("cpu"), longest=64, budget=budget),
+    )
+
+
+def weights_of(trainer) -> dict[str, torch.Tensor]:
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+
+
+def largest_difference(found, right) -> float:
+    assert found.keys() == right.keys()
+    return max(float((found[name] - right[name]).abs().max()) for name in right)
+
+
+def write_model(folder: Path) -> Path:
+    """A tiny chat model with its tokenizer."""
+    tokenizer = byte_tokenizer("chatml")
+    tokenizer.save_pretrained(folder)
+    tiny("llama", vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id,
+         bos_token_id=None).save_pretrained(folder)  # fmt: skip
+    return folder
+
+
+def write_pairs(file: Path, count: int) -> Path:
+    words = "the quick brown fox jumps over a lazy dog while others answer questions slowly".split()
+    rows = [
+        {
+            "question": " ".join(words[(n + k) % len(words)] for k in range(3 + n % 4)),
+            "chosen": f"the {words[n % len(words)]} dog",
+            "rejected": f"{words[(3 * n) % len(words)]} " * (1 + n % 3),
+        }
+        for n in range(count)
+    ]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def write_config(folder: Path, model: Path, **keys) -> Path:
+    """A DPO config on local pairs, in `folder`; its run is written to `folder`/out."""
+    rows = write_pairs(folder / "pairs.jsonl", keys.pop("rows", 22))
+    content = {
+        "base_model": str(model), "rl": "dpo", "datasets": [{"path": str(rows), "type": "chatml.intel"}],
+        "learning_rate": 1e-3, "micro_batch_size": 2, "gradient_accumulation_steps": 2, "num_epochs": 2,
+        "logging_steps": 1, "output_dir": str(folder / "out"), "dataset_prepared_path": str(folder / "prepared"), **keys,
+    }  # fmt: skip
+    file = folder / "config.yaml"
+    file.write_text(yaml.safe_dump(content))
+    return file
+
+
+def metrics_of(folder: Path) -> list[dict]:
+    """The lines of a run's metrics, without what depends on the clock."""
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if k != "tokens_per_second"} for line in lines]
+
+
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["upweight.train.run", "made_runs"])
+
+
+def started(function, *arguments, **environment) -> multiprocessing.Process:
+    """A process that runs `function`, with torch and transformers already imported."""
+    process = CONTEXT.Process(target=_in_child, args=(function, arguments, environment))
+    process.start()
+    return process
+
+
+def on_ranks(function, world: int, *arguments) -> None:
+    """Run `function` on so many ranks and wait for them; each has to end well."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    shared = {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    ranks = [started(function, *arguments, RANK=rank, LOCAL_RANK=rank, **shared) for rank in range(world)]
+    for rank in ranks:
+        rank.join(120)
+    codes = [rank.exitcode for rank in ranks]
+    for rank in ranks:
+        rank.kill()
+    assert codes == [0] * world
+
+
+def _in_child(function, arguments, environment) -> None:
+    os.environ.update({name: str(value) for name, value in environment.items()})
+    torch.set_num_threads(1)
+    function(*arguments)

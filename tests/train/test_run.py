@@ -1,0 +1,270 @@
+"""Whole runs from a config: what they write, how they end, and that a resumed one equals one never stopped."""
+
+import json
+import os
+import random
+import signal
+import time
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from made_runs import largest_difference, metrics_of, started, write_config
+from upweight.config import load_config
+from upweight.errors import UserError
+from upweight.train.checkpoints import checkpoints_of, is_whole
+from upweight.train.run import evaluate, freeze_all_but, train
+
+LORA = {"adapter": "lora", "lora_target_linear": True, "lora_r": 4, "lora_dropout": 0.1}
+KINDS = {
+    "full": {},
+    "masters": {"bf16": True},
+    "adapter": {**LORA, "bf16": True},
+    "dropout": {"model_config": {"attention_dropout": 0.2}, "disable_dropout": False},
+    "synced reference": {"sync_ref_model": True, "ref_model_sync_steps": 3, "ref_model_mixup_alpha": 0.3},
+    "evaluated": {"val_set_size": 4, "eval_steps": 3, "early_stopping_patience": 30},
+}
+
+
+def run(file, resume=False):
+    train(load_config(file), resume=resume)
+
+
+def run_in_child(file, resume=False, die_at=None):
+    process = started(run, file, resume)
+    process.join(120)
+    return process.exitcode
+
+
+def weights(folder):
+    return load_file(folder / "out" / ("adapter_model.safetensors" if LORA_FILE(folder) else "model.safetensors"))
+
+
+def LORA_FILE(folder):
+    return (folder / "out" / "adapter_model.safetensors").exists()
+
+
+@pytest.fixture(scope="module")
+def runs(model_folder, tmp_path_factory):
+    """Uninterrupted runs by kind, each made once."""
+    made = {}
+
+    def uninterrupted(kind):
+        if kind not in made:
+            folder = tmp_path_factory.mktemp("whole")
+            run(write_config(folder, model_folder, save_steps=4, **KINDS[kind]))
+            made[kind] = folder
+        return made[kind]
+
+    return uninterrupted
+
+
+def stop_at(step):
+    """Send this process SIGTERM once so many lines of metrics are there."""
+
+    def watch(file):
+        while not file.exists() or file.read_text().count('"loss"') < step:
+            time.sleep(0.002)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    return watch
+
+
+def test_a_run_folder_holds_what_it_promises(runs, model_folder):
+    out = runs("full") / "out"
+    assert {path.name for path in out.iterdir()} >= {"config.yaml", "metrics.jsonl", "model.safetensors", "config.json",
+                                                     "tokenizer.json", "checkpoint-4", "checkpoint-8"}  # fmt: skip
+    lines = metrics_of(out)
+    assert [line["step"] for line in lines] == list(range(1, 13))
+    assert {"loss", "rewards/margins", "rewards/accuracies", "logps/chosen", "grad_norm", "learning_rate"} <= lines[0].keys()
+    assert lines[0]["loss"] == pytest.approx(0.6931, abs=1e-3)
+    assert lines[-1]["loss"] < 0.6
+    again = load_config(out / "config.yaml")
+    first = load_config(runs("full") / "config.yaml")
+    assert (again.optim, again.run, again.method) == (first.optim, first.run, first.method)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("lost", ["after 4", "after 8"])
+def test_resuming_continues_exactly(kind, lost, runs, model_folder, tmp_path):
+    """Step 4 lies within the first epoch of six steps, step 8 within the second, which is shuffled otherwise."""
+    file = write_config(tmp_path, model_folder, save_steps=4, **KINDS[kind])
+    run(file)
+    out = tmp_path / "out"
+    for step, folder in checkpoints_of(out):
+        if step > int(lost.split()[1]):
+            (folder / "whole.json").unlink()
+    whole = out / "metrics.jsonl"
+    whole.write_text(whole.read_text() + '{"step": 12, "lo')
+    run(file, resume=True)
+    right = runs(kind)
+    assert metrics_of(out) == metrics_of(right / "out")
+    assert largest_difference(weights(tmp_path), weights(right)) == 0
+    assert (out / "superseded-1").is_dir()
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_named(runs, model_folder, tmp_path, caplog):
+    file = write_config(tmp_path, model_folder, save_steps=4)
+    run(file)
+    out = tmp_path / "out"
+    with (out / "checkpoint-12" / "optimizer.pt").open("r+b") as damaged:
+        damaged.truncate(100)
+    assert run_in_child(file, resume=True) == 0
+    assert metrics_of(out) == metrics_of(runs("full") / "out")
+    assert is_whole(out / "checkpoint-12")
+    assert not is_whole(out / "superseded-1" / "checkpoint-12")
+
+
+def test_a_named_checkpoint_is_continued_from(runs, model_folder, tmp_path):
+    file = write_config(tmp_path, model_folder, save_steps=4)
+    run(file)
+    train(load_config(file, [f"resume_from_checkpoint={tmp_path}/out/checkpoint-4"]))
+    assert metrics_of(tmp_path / "out") == metrics_of(runs("full") / "out")
+
+
+def test_checkpoints_beyond_the_limit_are_dropped(model_folder, tmp_path):
+    run(write_config(tmp_path, model_folder, save_steps=2, save_total_limit=2))
+    assert [step for step, _ in checkpoints_of(tmp_path / "out")] == [12, 10]
+
+
+def killed_at(file, out, seconds):
+    """Start a run, kill it so many seconds after its first line of metrics, and say whether it was still running."""
+    process = started(run, file, True)
+    while process.is_alive() and not (out / "metrics.jsonl").exists():
+        time.sleep(0.005)
+    time.sleep(seconds)
+    alive = process.is_alive()
+    process.kill()
+    process.join()
+    return alive
+
+
+def kill_and_resume(moments, runs, model_folder, tmp_path):
+    draw = random.Random(4)
+    right, killed = metrics_of(runs("full") / "out"), 0
+    for number in range(moments):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        file = write_config(folder, model_folder, save_steps=4)
+        while not killed_at(file, folder / "out", 1.2 * draw.random()):
+            (folder / "out").rename(folder / f"done-{draw.random()}")
+        killed += 1
+        assert run_in_child(file, resume=True) == 0
+        assert metrics_of(folder / "out") == right, number
+        assert largest_difference(weights(folder), weights(runs("full"))) == 0
+    assert killed == moments
+
+
+def test_killed_at_a_few_moments_it_continues_exactly(runs, model_folder, tmp_path):
+    kill_and_resume(3, runs, model_folder, tmp_path)
+
+
+@pytest.mark.slow
+def test_killed_at_twenty_moments_it_continues_exactly(runs, model_folder, tmp_path):
+    kill_and_resume(20, runs, model_folder, tmp_path)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_ends_with_its_code(number, runs, model_folder, tmp_path):
+    file, out = write_config(tmp_path, model_folder, save_strategy="no"), tmp_path / "out"
+    process = started(run, file)
+    while not (out / "metrics.jsonl").exists():
+        time.sleep(0.005)
+    os.kill(process.pid, number)
+    process.join(60)
+    assert process.exitcode == 128 + number
+    ((step, folder),) = checkpoints_of(out)
+    assert is_whole(folder)
+    assert step < 12
+    assert [line["step"] for line in metrics_of(out)] == list(range(1, step + 1))
+    run(file, resume=True)
+    assert metrics_of(out) == metrics_of(runs("full") / "out")
+
+
+def test_a_loss_that_is_no_number_stops_before_it_is_saved_and_leaves_its_rows(model_folder, tmp_path):
+    broken = tmp_path / "model"
+    broken.mkdir()
+    for path in model_folder.iterdir():
+        (broken / path.name).write_bytes(path.read_bytes())
+    file = write_config(tmp_path, broken, learning_rate=1e30, max_grad_norm=0, warmup_steps=2, optimizer="sgd",
+                        lr_scheduler="constant_with_warmup", logging_steps=5, save_steps=2)  # fmt: skip
+    with pytest.raises(UserError, match=r"step \d+: (loss|grad_norm) is nan.*nan_batch.jsonl"):
+        run(file)
+    out = tmp_path / "out"
+    rows = [json.loads(line) for line in (out / "nan_batch.jsonl").read_text().splitlines()]
+    first, last = rows[0]["step"], rows[-1]["step"]
+    logged = metrics_of(out)
+    assert last == logged[-1]["step"]
+    assert first == (logged[-2]["step"] if len(logged) > 1 else 0) + 1
+    assert {"step", "row", "text", "ids", "scored"} == rows[0].keys()
+    assert "<|im_start|>user" in rows[0]["text"]
+    for _, folder in checkpoints_of(out):
+        saved = load_file(folder / "model.safetensors")
+        assert all(bool(torch.isfinite(value).all()) for value in saved.values())
+
+
+def test_a_loss_above_the_limit_stops_the_run(model_folder, tmp_path):
+    file = write_config(tmp_path, model_folder, loss_watchdog_threshold=0.1, loss_watchdog_patience=2)
+    with pytest.raises(UserError, match="step 2: the loss was above loss_watchdog_threshold"):
+        run(file)
+
+
+def test_the_first_step_is_saved_and_profiled_when_asked(model_folder, tmp_path):
+    run(write_config(tmp_path, model_folder, save_first_step=True, save_strategy="no", max_steps=3, profiler_steps=1,
+                     profiler_steps_start=1))  # fmt: skip
+    assert [step for step, _ in checkpoints_of(tmp_path / "out")] == [1]
+    assert "traceEvents" in json.loads((tmp_path / "out" / "profile.json").read_text())
+
+
+def test_the_best_checkpoint_becomes_the_result(model_folder, tmp_path):
+    """A rate that breaks the model late makes an early checkpoint the best."""
+    file = write_config(tmp_path, model_folder, val_set_size=4, eval_steps=2, save_steps=2, load_best_model_at_end=True,
+                        lr_scheduler="constant", warmup_steps=0, learning_rate=0.3, max_grad_norm=0, optimizer="sgd",
+                        bf16=True, save_total_limit=1)  # fmt: skip
+    run(file)
+    out = tmp_path / "out"
+    scored = {line["step"]: line["eval_loss"] for line in metrics_of(out) if "eval_loss" in line}
+    best = min(scored, key=scored.__getitem__)
+    saved = {step for step, _ in checkpoints_of(out)}
+    assert best in saved
+    result, kept = load_file(out / "model.safetensors"), load_file(out / f"checkpoint-{best}" / "model.safetensors")
+    assert {value.dtype for value in result.values()} == {torch.bfloat16}
+    assert {value.dtype for value in kept.values()} == {torch.float32}
+    assert all(torch.equal(result[name], kept[name].bfloat16()) for name in kept)
+
+
+def test_early_stopping_stops(model_folder, tmp_path):
+    file = write_config(tmp_path, model_folder, val_set_size=4, eval_steps=1, early_stopping_patience=2,
+                        metric_for_best_model="rewards/chosen", greater_is_better=False, learning_rate=1e-2)  # fmt: skip
+    run(file)
+    assert metrics_of(tmp_path / "out")[-1]["step"] < 12
+
+
+def test_evaluate_gives_the_metrics_of_the_held_out_rows(model_folder, tmp_path):
+    metrics = evaluate(load_config(write_config(tmp_path, model_folder, val_set_size=6)))
+    assert metrics["eval_loss"] == pytest.approx(0.6931, abs=1e-4)
+    assert "eval_rewards/accuracies" in metrics
+    with pytest.raises(UserError, match="nothing to evaluate on"):
+        evaluate(load_config(write_config(tmp_path, model_folder)))
+
+
+def test_only_named_parameters_are_trained(model_folder, tmp_path):
+    file = write_config(tmp_path, model_folder, unfrozen_parameters=[r"model.layers.1\.", "lm_head"], max_steps=2)
+    run(file)
+    before, after = load_file(model_folder / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed
+    assert all(name.startswith(("model.layers.1.", "lm_head")) for name in changed)
+    with pytest.raises(UserError, match="'nothing' matches no weight"):
+        freeze_all_but(torch.nn.Linear(2, 2), ["nothing"])
+
+
+def test_a_separate_reference_under_an_adapter_trains_as_the_adapter_switched_off(model_folder, tmp_path):
+    folders = []
+    for separate in (False, True):
+        folder = tmp_path / str(separate)
+        folder.mkdir()
+        run(write_config(folder, model_folder, max_steps=3, rl_adapter_ref_model=separate, **LORA))
+        folders.append(folder)
+    assert metrics_of(folders[0] / "out") == metrics_of(folders[1] / "out")
