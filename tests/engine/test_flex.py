@@ -1,9 +1,9 @@
 import numpy as np
 import pytest
 import torch
-from test_segments import dense_attention, dense_mask
 from torch.nn.attention.flex_attention import flex_attention
 
+from dense_attention import dense_attention, dense_mask
 from tiny_models import gradients, group, plain_statistics, relative_difference, tiny, weighted
 from upweight.engine import Engine
 from upweight.engine.flex import BLOCK, block_tables, flex_tree_attention, tree_block_mask

@@ -158,7 +158,7 @@ def _callbacks(config: Config, trainer: MethodTrainer, stop: StopOnSignal) -> li
     """What watches a run. The order counts: a save is asked for, then logged, then completed, then marked."""
     run, folder = config.run, Path(config.run.output_dir)
     callbacks: list[TrainerCallback] = [stop, *([SaveFirstStep()] if run.save_first_step else [])]
-    callbacks += [StopOnNan(trainer.rows_of_step), MetricsFile(folder), Progress()]
+    callbacks += [MetricsFile(folder), Progress(), StopOnNan(trainer.rows_of_step)]
     if run.loss_limit is not None:
         callbacks.append(LossLimit(run.loss_limit, run.loss_limit_patience))
     if run.patience is not None:

@@ -1,0 +1,95 @@
+import logging
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from upweight import CPOConfig, DPOConfig, KTOConfig, ORPOConfig, PRMConfig, RewardConfig, SFTConfig
+from upweight.errors import UserError
+from upweight.log import _said
+from upweight.methods import DPO, METHODS
+
+CONFIGS = (SFTConfig, DPOConfig, KTOConfig, ORPOConfig, CPOConfig, RewardConfig, PRMConfig)
+
+
+def test_import_stays_light():
+    code = "import sys, upweight; assert 'SFTTrainer' in dir(upweight); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_unknown_names_are_attribute_errors():
+    with pytest.raises(ImportError):
+        from upweight import NothingTrainer  # noqa: F401 # pyright: ignore
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_defaults_are_those_of_the_method(config, tmp_path):
+    args = config(output_dir=tmp_path, max_steps=None)
+    method = METHODS[args.method_class.name]()
+    kept = {"loss_type": "sigmoid"} if config is CPOConfig else {}
+    assert args.method() == method.model_copy(update=kept)
+    assert args.max_steps == -1
+    assert args.max_length == 1024
+    assert args.gradient_checkpointing is False
+    assert args.logging_steps == 10
+
+
+def test_settings_reach_the_method_under_their_own_names(tmp_path):
+    args = DPOConfig(
+        output_dir=tmp_path, loss_type="ipo", f_divergence_type="js_divergence", f_alpha_divergence_coef=0.3, beta=0.5
+    )
+    assert args.method() == DPO(loss_type=("ipo",), divergence="js_divergence", divergence_alpha=0.3, beta=0.5)
+    assert CPOConfig(output_dir=tmp_path, cpo_alpha=0.0).method().nll_weight == 0
+    assert RewardConfig(output_dir=tmp_path, center_rewards_coefficient=None).method().center_rewards_coefficient == 0
+
+
+def test_an_argument_we_lack_is_refused_by_the_dataclass(tmp_path):
+    with pytest.raises(TypeError, match="rpo_alpha"):
+        DPOConfig(output_dir=tmp_path, rpo_alpha=1.0)  # pyright: ignore
+
+
+def test_bad_values_are_named_as_the_script_names_them(tmp_path):
+    with pytest.raises(UserError, match="DPOConfig: f_divergence_type"):
+        DPOConfig(output_dir=tmp_path, f_divergence_type="kl")
+    with pytest.raises(UserError, match="loss_weights"):
+        DPOConfig(output_dir=tmp_path, loss_weights=[1.0, 2.0])
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"truncation_mode": "keep_end"},
+        {"auto_find_batch_size": True},
+        {"label_smoothing_factor": 0.1},
+        {"neftune_noise_alpha": 5.0},
+        {"fp16": True, "bf16": True},
+    ],
+)
+def test_what_would_be_ignored_is_refused(asked, tmp_path):
+    with pytest.raises(UserError, match=next(iter(asked))):
+        SFTConfig(output_dir=tmp_path, **asked)
+
+
+def test_what_holds_by_construction_says_so_once(tmp_path, caplog):
+    _said.clear()
+    with caplog.at_level(logging.WARNING, "upweight"):
+        for _ in range(2):
+            SFTConfig(output_dir=tmp_path, packing=True, packing_strategy="bfd", padding_free=False)
+    assert [record.getMessage().split(":")[1].strip() for record in caplog.records] == ["packing"]
+
+
+def test_the_trainer_sees_one_batch_a_step_and_the_script_what_it_said(tmp_path):
+    args = DPOConfig(output_dir=tmp_path, per_device_train_batch_size=2, gradient_accumulation_steps=4, bf16=True)
+    seen = args.for_loop(lora=False)
+    assert (seen.per_device_train_batch_size, seen.gradient_accumulation_steps) == (8, 1)
+    assert not seen.bf16
+    assert seen.mixed_precision == "no"
+    assert (args.per_device_train_batch_size, args.gradient_accumulation_steps, args.bf16) == (2, 4, True)
+
+
+def test_the_learning_rate_follows_method_and_adapter_unless_set(tmp_path):
+    args = DPOConfig(output_dir=tmp_path)
+    assert [args.for_loop(lora=lora).learning_rate for lora in (False, True)] == [1e-6, 5e-6]
+    assert DPOConfig(output_dir=tmp_path, learning_rate=0.0).for_loop(lora=True).learning_rate == 0
+    assert torch.device("cpu") == DPOConfig(output_dir=tmp_path, use_cpu=True).device

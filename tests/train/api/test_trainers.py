@@ -1,0 +1,246 @@
+import copy
+import math
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, TrainerCallback
+
+import upweight
+from parity_script import GOOD, QUESTIONS, ROWS, TEMPLATE, made_tokenizer, write_model
+from upweight import DPOConfig, DPOTrainer, PRMConfig, PRMTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
+from upweight.errors import UserError
+
+COMMON = {
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": "none",
+    "disable_tqdm": True,
+    "per_device_train_batch_size": 4,
+    "learning_rate": 1e-2,
+}
+LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+IDS = torch.tensor([[40, 41, 42, 43]])
+STEPS = [
+    {"prompt": question, "completions": ["One.", "Two."], "labels": [True, number % 2 == 0]}
+    for number, question in enumerate(QUESTIONS)
+]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    write_model(tmp_path / "model", made_tokenizer(TEMPLATE, bos=False), score_head=False)
+    return tmp_path
+
+
+def dpo(folder, model=None, *, eval_dataset=None, peft_config=None, ref_model=None, **config):
+    return DPOTrainer(
+        model or str(folder / "model"),
+        ref_model=ref_model,
+        args=DPOConfig(output_dir=str(folder / "out"), **{**COMMON, **config}),
+        train_dataset=ROWS["pairs"],
+        eval_dataset=eval_dataset,
+        processing_class=made_tokenizer(TEMPLATE, bos=False),
+        peft_config=peft_config,
+    )
+
+
+def losses(trainer):
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(input_ids=IDS).logits
+
+
+def test_a_lora_script_from_training_to_merged_weights(folder):
+    trainer = dpo(folder, peft_config=LORA, eval_dataset=ROWS["pairs"][:2], eval_strategy="steps", eval_steps=1)
+    result = trainer.train()
+    assert result.global_step == trainer.state.global_step == 6
+    assert {"loss", "grad_norm", "learning_rate", "rewards/margins"} <= trainer.state.log_history[0].keys()
+    assert {"eval_loss", "eval_rewards/accuracies"} <= trainer.state.log_history[1].keys()
+    assert trainer.args.gradient_accumulation_steps == 1
+    trainer.save_model(str(folder / "adapter"))
+    merged = trainer.model.merge_and_unload()
+    base = AutoModelForCausalLM.from_pretrained(folder / "model")
+    start = logits(base)
+    again = PeftModel.from_pretrained(base, folder / "adapter")
+    torch.testing.assert_close(logits(merged), logits(again))
+    assert (logits(merged) - start).abs().max() > 1e-3
+    merged.save_pretrained(folder / "merged")
+    torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(folder / "merged")), logits(merged))
+
+
+def test_a_saved_model_and_tokenizer_load(folder):
+    trainer = dpo(folder, num_train_epochs=1)
+    trainer.train()
+    trainer.save_model()
+    loaded = AutoModelForCausalLM.from_pretrained(folder / "out")
+    torch.testing.assert_close(logits(loaded), logits(trainer.model))
+    assert AutoTokenizer.from_pretrained(folder / "out").chat_template == TEMPLATE
+    assert (
+        loaded.generate(IDS, max_new_tokens=2, do_sample=False).tolist()
+        == trainer.model.generate(IDS, max_new_tokens=2, do_sample=False).tolist()
+    )
+
+
+def test_accumulation_only_fixes_the_batch(folder):
+    whole, cut = dpo(folder), dpo(folder, per_device_train_batch_size=1, gradient_accumulation_steps=4)
+    for trainer in (whole, cut):
+        trainer.train()
+    assert losses(cut) == pytest.approx(losses(whole), abs=1e-6)
+
+
+def test_models_as_objects_and_the_reference_at_their_start(folder):
+    by_name, model = dpo(folder), AutoModelForCausalLM.from_pretrained(folder / "model")
+    by_object = dpo(folder, model)
+    for trainer in (by_name, by_object):
+        trainer.train()
+    assert by_object.model is model
+    assert losses(by_object) == pytest.approx(losses(by_name), abs=1e-6)
+    adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(folder / "model"), LORA)
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    continued = dpo(folder, adapted)
+    continued.train()
+    assert losses(continued)[0] == pytest.approx(math.log(2), abs=1e-6)
+
+
+def test_a_reference_of_its_own(folder):
+    reference = AutoModelForCausalLM.from_pretrained(folder / "model")
+    with torch.no_grad():
+        reference.lm_head.weight.mul_(0.5)
+    trainer = dpo(folder, ref_model=reference)
+    trainer.train()
+    assert abs(losses(trainer)[0] - math.log(2)) > 1e-2
+    model = AutoModelForCausalLM.from_pretrained(folder / "model")
+    with pytest.raises(UserError, match="ref_model"):
+        dpo(folder, model, ref_model=model)
+
+
+def test_in_bfloat16_the_model_is_plain_again_after_training(folder):
+    trainer = dpo(folder, bf16=True, num_train_epochs=1)
+    trainer.train()
+    before = {name: weight.clone() for name, weight in trainer.model.named_parameters()}
+    assert {weight.dtype for weight in before.values()} == {torch.float32}
+    copy.deepcopy(trainer.model)
+    assert logits(trainer.model).dtype == torch.float32
+    trainer.train()
+    assert any((weight != before[name]).any() for name, weight in trainer.model.named_parameters())
+    trainer.save_model(str(folder / "half"))
+    assert AutoModelForCausalLM.from_pretrained(folder / "half").dtype == torch.bfloat16
+
+
+def test_evaluate_takes_raw_rows_and_several_sets(folder):
+    trainer = dpo(folder, eval_dataset={"a": ROWS["pairs"][:3], "b": Dataset.from_list(ROWS["pairs"][3:])})
+    assert {"eval_a_loss", "eval_b_loss"} <= trainer.evaluate().keys()
+    assert trainer.evaluate(ROWS["pairs"])["eval_loss"] == pytest.approx(math.log(2))
+    assert "test_loss" in trainer.evaluate(ROWS["pairs"], metric_key_prefix="test")
+
+
+def test_resume_takes_up_a_reference_that_moves(folder):
+    moving = {"sync_ref_model": True, "ref_model_sync_steps": 1, "max_steps": 4, "save_strategy": "steps"}
+    whole = dpo(folder, save_steps=2, **moving)
+    whole.train()
+    resumed = dpo(folder, save_steps=2, **moving)
+    resumed.train(resume_from_checkpoint=str(folder / "out" / "checkpoint-2"))
+    assert losses(resumed) == pytest.approx(losses(whole), abs=1e-6)
+
+
+def test_callbacks_and_optimizers_are_the_scripts(folder):
+    seen = []
+
+    class Count(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            seen.append(state.global_step)
+
+    model = AutoModelForCausalLM.from_pretrained(folder / "model")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    start = logits(model)
+    args = SFTConfig(output_dir=str(folder / "out"), **COMMON)
+    trainer = SFTTrainer(
+        model,
+        args=args,
+        train_dataset=Dataset.from_list(ROWS["text"]),
+        processing_class=made_tokenizer(TEMPLATE, bos=False),
+        callbacks=[Count()],
+        optimizers=(optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)),
+    )
+    trainer.train()
+    assert seen == [1, 2, 3, 4, 5, 6]
+    torch.testing.assert_close(logits(model), start)
+
+
+def test_formatting_func_writes_the_text(folder):
+    def trained(**rows):
+        args = SFTConfig(output_dir=str(folder / "out"), **COMMON)
+        trainer = SFTTrainer(str(folder / "model"), args=args, **rows)
+        trainer.train()
+        return losses(trainer)
+
+    columns = [{"q": question, "a": good} for question, good in zip(QUESTIONS, GOOD, strict=True)]
+    formatted = trained(train_dataset=columns, formatting_func=lambda row: f"{row['q']} {row['a']}")
+    assert formatted == trained(train_dataset=ROWS["text"])
+
+
+@pytest.mark.parametrize("trainer_class", [RewardTrainer, PRMTrainer])
+def test_a_fresh_head_depends_on_the_seed_alone(trainer_class, folder):
+    config, rows = (RewardConfig, ROWS["pairs"]) if trainer_class is RewardTrainer else (PRMConfig, STEPS)
+
+    def head(seed):
+        args = config(output_dir=str(folder / "out"), seed=seed, **COMMON)
+        trainer = trainer_class(str(folder / "model"), args=args, train_dataset=rows)
+        weight = trainer.model.score.weight.detach().clone()
+        trainer.train()
+        return weight, losses(trainer)
+
+    torch.manual_seed(1)
+    first, curve = head(3)
+    torch.manual_seed(2)
+    again, same_curve = head(3)
+    assert torch.equal(first, again)
+    assert curve == same_curve
+    assert not torch.equal(first, head(4)[0])
+    assert curve[-1] < curve[0]
+
+
+def test_a_saved_reward_model_scores_padded_batches_as_it_was_trained(folder):
+    args = RewardConfig(output_dir=str(folder / "out"), **COMMON)
+    trainer = RewardTrainer(str(folder / "model"), args=args, train_dataset=ROWS["pairs"])
+    trainer.save_model()
+    model = AutoModelForSequenceClassification.from_pretrained(folder / "out")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "out")
+    texts = ["Why?<|im_end|>", "How many of them are there?<|im_end|>"]
+    padded = model(**tokenizer(texts, padding=True, return_tensors="pt")).logits
+    alone = [model(**tokenizer(text, return_tensors="pt")).logits[0] for text in texts]
+    torch.testing.assert_close(padded, torch.stack(alone))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"train_dataset": [{"prompt": "a", "chosen": "b"}]}, "train_dataset, row 0, 'rejected'"),
+        ({"train_dataset": iter([])}, "train_dataset: expected"),
+        ({"train_dataset": ROWS["pairs"], "peft_config": LORA, "adapted": True}, "peft_config"),
+        ({"train_dataset": ROWS["pairs"], "processing_class": "name"}, "processing_class"),
+    ],
+)
+def test_wrong_inputs_are_named(change, message, folder):
+    model = str(folder / "model")
+    if change.pop("adapted", False):
+        model = get_peft_model(AutoModelForCausalLM.from_pretrained(model), LORA)
+    with pytest.raises(UserError, match=message):
+        DPOTrainer(model, args=DPOConfig(output_dir=str(folder / "out"), **COMMON), **change)
+
+
+def test_an_unknown_input_is_a_type_error(folder):
+    with pytest.raises(TypeError, match="data_collator"):
+        DPOTrainer(str(folder / "model"), train_dataset=ROWS["pairs"], data_collator=None)  # pyright: ignore
+
+
+def test_every_exported_trainer_has_its_config():
+    names = {name.removesuffix("Trainer") for name in upweight.__all__ if name.endswith("Trainer")}
+    assert names == {name.removesuffix("Config") for name in upweight.__all__ if name.endswith("Config")}

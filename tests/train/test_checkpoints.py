@@ -1,0 +1,91 @@
+"""A checkpoint counts when all of it is there."""
+
+import json
+
+import pytest
+
+from upweight.errors import UserError
+from upweight.train.checkpoints import (
+    checkpoints_of,
+    is_whole,
+    last_whole_checkpoint,
+    mark_whole,
+    named_checkpoint,
+    set_aside,
+    step_of,
+    write_text,
+)
+
+
+def made(run, step, whole=True):
+    folder = run / f"checkpoint-{step}"
+    (folder / "inner").mkdir(parents=True)
+    (folder / "model.safetensors").write_bytes(b"x" * 50)
+    (folder / "inner" / "state.pt").write_bytes(b"y" * 20)
+    if whole:
+        mark_whole(folder)
+    return folder
+
+
+def test_whole_means_every_file_at_its_size(tmp_path):
+    folder = made(tmp_path, 5)
+    assert is_whole(folder)
+    assert json.loads((folder / "whole.json").read_text()) == {"inner/state.pt": 20, "model.safetensors": 50}
+    (folder / "inner" / "state.pt").write_bytes(b"y" * 19)
+    assert not is_whole(folder)
+    (folder / "inner" / "state.pt").unlink()
+    assert not is_whole(folder)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '["model.safetensors"]', '{"../nowhere": 3}'])
+def test_a_broken_list_is_not_whole(text, tmp_path):
+    folder = made(tmp_path, 5)
+    (folder / "whole.json").write_text(text)
+    assert not is_whole(folder)
+
+
+def test_marking_again_lists_the_same_files(tmp_path):
+    folder = made(tmp_path, 5)
+    mark_whole(folder)
+    assert is_whole(folder)
+
+
+def test_the_newest_whole_one_is_taken_by_number(tmp_path, caplog):
+    for step in (4, 8, 12):
+        made(tmp_path, step)
+    made(tmp_path, 100, whole=False)
+    (tmp_path / "checkpoint-best").mkdir()
+    assert last_whole_checkpoint(tmp_path) == tmp_path / "checkpoint-12"
+    assert [step for step, _ in checkpoints_of(tmp_path)] == [100, 12, 8, 4]
+    assert last_whole_checkpoint(tmp_path / "nowhere") is None
+    assert step_of(tmp_path / "checkpoint-best") is None
+
+
+def test_a_named_checkpoint_must_be_whole(tmp_path):
+    assert named_checkpoint(str(made(tmp_path, 3))) == tmp_path / "checkpoint-3"
+    with pytest.raises(UserError, match="damaged or was cut off"):
+        named_checkpoint(str(made(tmp_path, 4, whole=False)))
+    with pytest.raises(UserError, match="there is no folder"):
+        named_checkpoint(str(tmp_path / "checkpoint-9"))
+    with pytest.raises(UserError, match="is no checkpoint"):
+        named_checkpoint(str(tmp_path))
+
+
+def test_later_checkpoints_are_set_aside_each_time_in_a_new_place(tmp_path):
+    for step in (4, 8, 12):
+        made(tmp_path, step)
+    set_aside(tmp_path, 8)
+    made(tmp_path, 12)
+    set_aside(tmp_path, 4)
+    set_aside(tmp_path, 4)
+    assert [step for step, _ in checkpoints_of(tmp_path)] == [4]
+    assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.glob("superseded-*/*")) == [
+        "superseded-1/checkpoint-12", "superseded-2/checkpoint-12", "superseded-2/checkpoint-8",
+    ]  # fmt: skip
+
+
+def test_text_replaces_what_was_there_at_once(tmp_path):
+    write_text(tmp_path / "a.json", "one")
+    write_text(tmp_path / "a.json", "two")
+    assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
+    assert (tmp_path / "a.json").read_text() == "two"

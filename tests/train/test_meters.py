@@ -1,0 +1,33 @@
+"""Metrics add up exactly and are read once."""
+
+import torch
+from accelerate import Accelerator
+
+from upweight.train.meters import Meters
+from upweight.types import Mean
+
+
+def mean(total, weight):
+    return Mean(torch.tensor(float(total)), torch.tensor(float(weight)))
+
+
+def test_means_are_weighted_and_forgotten_once_read():
+    meters, accelerator = Meters(), Accelerator(cpu=True)
+    meters.add({"a": mean(2, 1), "b": mean(0, 0)})
+    meters.add({"a": mean(10, 3), "c": mean(1, 2)})
+    assert meters.drain(accelerator) == {"a": 3.0, "c": 0.5}
+    assert meters.drain(accelerator) == {}
+
+
+def test_sums_do_not_lose_small_parts():
+    meters = Meters()
+    meters.add({"a": mean(2.0**24, 1)})
+    for _ in range(8):
+        meters.add({"a": mean(1.0, 0)})
+    assert meters.drain(Accelerator(cpu=True)) == {"a": 2.0**24 + 8}
+
+
+def test_gradients_are_not_kept():
+    meters, weight = Meters(), torch.ones((), requires_grad=True)
+    meters.add({"a": Mean(2 * weight, torch.ones(()))})
+    assert not meters._sums["a"].requires_grad

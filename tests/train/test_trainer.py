@@ -1,0 +1,76 @@
+"""What our trainer changes in transformers' Trainer, and nothing else."""
+
+import pytest
+import torch
+from transformers import Trainer
+
+from made_runs import OFFLINE, rows_for, trainer_for, weights_of
+from upweight.errors import UserError
+from upweight.train.trainer import MethodTrainer, out_of_memory
+
+OVERRIDDEN = {
+    "__init__", "create_optimizer", "evaluate", "floating_point_ops", "get_eval_dataloader", "get_train_dataloader",
+    "log", "loss_is_scaled_for_ga", "save_model", "training_step",
+}  # fmt: skip
+
+
+def test_few_and_only_public_names_are_overridden():
+    ours = {name for name in vars(MethodTrainer) if hasattr(Trainer, name) or name == "loss_is_scaled_for_ga"}
+    assert ours - {"__doc__", "__module__"} == OVERRIDDEN
+    assert not any(name.startswith("_") for name in OVERRIDDEN - {"__init__"})
+
+
+def test_gradient_norms_and_losses_are_those_of_the_whole_step(tmp_path):
+    """The Trainer must not divide what is already divided, on any version it comes in."""
+    method, rows = OFFLINE["sft"], rows_for(OFFLINE["sft"], 8)
+    trainer = trainer_for(method, tmp_path, rows=rows, batch=8, max_steps=1, budget=16)
+    loss = trainer.runner.train(trainer.model, trainer.get_train_dataloader().collate_fn(rows)["units"])
+    norm = torch.stack([p.grad.norm() for p in trainer.model.parameters()]).norm()
+    trainer.model.zero_grad()
+    trainer.train()
+    assert trainer.state.log_history[0]["loss"] == pytest.approx(float(loss), rel=1e-5)
+    assert trainer.state.log_history[0]["grad_norm"] == pytest.approx(float(norm), rel=1e-4)
+
+
+def test_evaluation_does_not_mix_with_training(tmp_path):
+    method = OFFLINE["dpo"]
+    rows = rows_for(method, 8)
+    plain = trainer_for(method, tmp_path, rows=rows)
+    plain.train()
+    watched = trainer_for(method, tmp_path, rows=rows, eval_dataset=plain.train_dataset, eval_strategy="steps",
+                          eval_steps=1)  # fmt: skip
+    watched.train()
+    training = [line for line in watched.state.log_history if "loss" in line]
+    assert [{k: v for k, v in line.items() if k != "tokens_per_second"} for line in training] == [
+        {k: v for k, v in line.items() if k != "tokens_per_second"} for line in plain.state.log_history if "loss" in line
+    ]  # fmt: skip
+    whole = [line for line in watched.state.log_history if "eval_loss" in line]
+    assert len(whole) == 3
+    assert whole[0]["eval_rewards/margins"] != 0
+
+
+def test_evaluating_by_smaller_batches_gives_the_same(tmp_path):
+    trainer = trainer_for(OFFLINE["dpo"], tmp_path)
+    trainer.eval_dataset = trainer.train_dataset
+    first = trainer.evaluate()
+    trainer.args.per_device_eval_batch_size = 1
+    assert trainer.evaluate() == pytest.approx(first, rel=1e-5, abs=1e-6)
+
+
+def test_too_few_rows_for_a_batch_are_said_to_be(tmp_path):
+    trainer = trainer_for(OFFLINE["dpo"], tmp_path, batch=64, dataloader_drop_last=True)
+    with pytest.raises(UserError, match="11 rows do not fill one batch of 64"):
+        trainer.train()
+
+
+def test_loader_processes_do_not_change_what_is_trained(tmp_path):
+    weights = []
+    for workers in (0, 2):
+        trainer = trainer_for(OFFLINE["dpo"], tmp_path, dataloader_num_workers=workers)
+        trainer.train()
+        weights.append(weights_of(trainer))
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+def test_running_out_of_memory_names_the_next_things_to_try():
+    assert "set 'token_budget: 2048'; 'gradient_checkpointing: true'" in out_of_memory("while training", 4096)
