@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+JOBS ?= 2
 
 .PHONY: setup test test-slow test-gpu lint format docs bench clean
 
@@ -16,10 +17,10 @@ $(READY): pyproject.toml constraints.txt
 	touch $@
 
 test: $(READY)
-	$(BIN)/python -m pytest -m "not slow and not gpu and not vllm"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m "not slow and not gpu and not vllm"
 
 test-slow: $(READY)
-	$(BIN)/python -m pytest -m "slow and not gpu and not vllm"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m "slow and not gpu and not vllm"
 
 test-gpu: $(READY)
 	$(BIN)/python -m pytest -m gpu

@@ -48,7 +48,7 @@ def main() -> None:
     parser.add_argument("--case", action="append", default=[], help="run this case alone; may be given several times")
     parser.add_argument("--record", action="store_true", help=f"write TRL's numbers to {RECORD.relative_to(ROOT)}")
     options = parser.parse_args()
-    recorded: dict[str, Any] = {}
+    recorded: dict[str, Any] = json.loads(RECORD.read_text()) if options.case else {}
     runs = zip(steps("trl", peer_python(), options.case), steps("upweight", sys.executable, options.case), strict=True)
     for theirs, ours in runs:
         name = theirs.pop("case")

@@ -111,7 +111,7 @@ def write_model(folder: Path) -> Path:
 
 
 def write_pairs(file: Path, count: int) -> Path:
-    words = "the quick brown fox jumps over a lazy dog while others answer questions slowly".split()
+    words = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "while", "others", "answer"]
     rows = [
         {
             "question": " ".join(words[(n + k) % len(words)] for k in range(3 + n % 4)),
@@ -130,7 +130,8 @@ def write_config(folder: Path, model: Path, **keys) -> Path:
     content = {
         "base_model": str(model), "rl": "dpo", "datasets": [{"path": str(rows), "type": "chatml.intel"}],
         "learning_rate": 1e-3, "micro_batch_size": 2, "gradient_accumulation_steps": 2, "num_epochs": 2,
-        "logging_steps": 1, "output_dir": str(folder / "out"), "dataset_prepared_path": str(folder / "prepared"), **keys,
+        "logging_steps": 1, "output_dir": str(folder / "out"), "dataset_prepared_path": str(folder / "prepared"),
+        **keys,
     }  # fmt: skip
     file = folder / "config.yaml"
     file.write_text(yaml.safe_dump(content))

@@ -154,6 +154,7 @@ DIFFERENT: dict[str, dict[str, Any]] = {
     "orpo, cut": case("ORPO", "pairs", **CUT),
     "cpo, cut": case("CPO", "pairs", **CUT),
     "sft newlines": case("SFT", "messages", template=WITH_NEWLINES),
+    "sft messages, bos": case("SFT", "messages", bos=True),
 }
 
 

@@ -198,7 +198,7 @@ def test_quantile_is_the_linear_one(share):
         ({"sampler_correction_floor": 4.0}, "must not be above trl.vllm_importance_sampling_cap"),
         ({"top_entropy_quantile": 0.0}, "greater than 0"),
         ({"loss_type": "ppo"}, "'grpo', 'bnpo'"),
-        ({"epsilon": True}, "true is not a valid value here"),
+        ({"epsilon": True}, "a switch where a value is wanted"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(settings, message):

@@ -63,7 +63,9 @@ def test_a_run_folder_holds_what_it_promises(runs, model_folder):
                                                      "tokenizer.json", "checkpoint-4", "checkpoint-8"}  # fmt: skip
     lines = metrics_of(out)
     assert [line["step"] for line in lines] == list(range(1, 13))
-    assert {"loss", "rewards/margins", "rewards/accuracies", "logps/chosen", "grad_norm", "learning_rate"} <= lines[0].keys()
+    assert {"loss", "rewards/margins", "rewards/accuracies", "logps/chosen", "grad_norm", "learning_rate"} <= lines[
+        0
+    ].keys()
     assert lines[0]["loss"] == pytest.approx(0.6931, abs=1e-3)
     assert lines[-1]["loss"] < 0.6
     again = load_config(out / "config.yaml")
@@ -217,8 +219,16 @@ def test_the_best_checkpoint_becomes_the_result(model_folder, tmp_path):
 
 
 def test_early_stopping_stops(model_folder, tmp_path):
-    file = write_config(tmp_path, model_folder, val_set_size=4, eval_steps=1, early_stopping_patience=2,
-                        metric_for_best_model="rewards/chosen", greater_is_better=False, learning_rate=1e-2)  # fmt: skip
+    file = write_config(
+        tmp_path,
+        model_folder,
+        val_set_size=4,
+        eval_steps=1,
+        early_stopping_patience=2,
+        metric_for_best_model="rewards/chosen",
+        greater_is_better=False,
+        learning_rate=0.01,
+    )
     run(file)
     assert metrics_of(tmp_path / "out")[-1]["step"] < 12
 

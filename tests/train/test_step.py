@@ -169,9 +169,9 @@ def test_precomputed_reference_log_probs_are_used_instead_of_a_forward(tmp_path)
     rows = rows_for(DPO(), 4)
     trainer = trainer_for(DPO(), tmp_path, rows=rows)
     known = [
-        {**row, **{f"ref_{side}_logps": np.zeros(len(row[f"{side}_ids"]), np.float32) for side in ("chosen", "rejected")}}
+        row | {f"ref_{side}_logps": np.zeros(len(row[f"{side}_ids"])) for side in ("chosen", "rejected")}
         for row in rows
-    ]  # fmt: skip
+    ]
     trainer.runner.train(trainer.model, units_of(known, DPO()))
     metrics = trainer.runner.meters.drain(trainer.accelerator)
     assert metrics["rewards/chosen"] == pytest.approx(0.1 * metrics["logps/chosen"], rel=1e-5)

@@ -39,11 +39,12 @@ def build_encoder(  # noqa: PLR0917
     tokenizer: Any,
     cfg: ConfigView,
     folder: Path,
+    classes: int | None = None,
 ) -> "Encoder":
     """What turns the rows of one entry of `datasets` (or `test_datasets`) into records."""
     template = chat_template(data, entry, tokenizer, folder)
     reader = MessageReader(entry, data.default_system_message)
-    setup = Setup(data, entry, method, reader, template)
+    setup = Setup(data, entry, method, reader, template, classes)
     transform = _transform(setup, entry_index, tokenizer, cfg, folder)
     read = UNTYPED[kind_of(method)](setup) if transform else _built_in(setup)
     return Encoder(setup, read, transform, tokenizer)

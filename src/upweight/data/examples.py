@@ -86,6 +86,7 @@ class Setup:
     method: Method
     reader: MessageReader
     template: ChatTemplate
+    classes: int | None = None  # outputs of the score head, where known
 
 
 Format = Callable[[Row], list[Example]]

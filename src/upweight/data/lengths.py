@@ -10,7 +10,7 @@ from upweight.methods.base import Method
 TOO_LONG = "longer than sequence_len"
 TOO_SHORT = "shorter than min_sample_len"
 NO_ROOM = "prompt leaves no room for an answer within sequence_len"
-NOTHING_LEFT = "nothing to train on within sequence_len"
+NOTHING_LEFT = "nothing to train on within the limits of length"
 CUT = "cut to sequence_len"
 PROMPT_CUT = "prompt cut to max_prompt_length"
 

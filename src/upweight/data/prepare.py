@@ -94,7 +94,9 @@ def _open_entries(config: Config, tokenizer: Any) -> tuple[Entry, ...]:
         evaluation = key == "test_datasets"
         for number, row in enumerate(rows):
             opened = open_entry(row, f"{key}[{number}]", config.folder, evaluation=evaluation)
-            encoder = build_encoder(config.data, config.method, row, number, tokenizer, seen, config.folder)
+            encoder = build_encoder(
+                config.data, config.method, row, number, tokenizer, seen, config.folder, config.model.num_labels
+            )
             entries.append(Entry(opened, encoder, evaluation))
     return tuple(entries)
 
@@ -104,6 +106,7 @@ def _shaped_by(config: Config, tokenizer: Any, entries: Sequence[Entry]) -> dict
     shape: dict[str, Any] = {
         "code": [__version__, transformers.__version__, cache.code_digest()],
         "method": [config.method.name, config.method.data, getattr(config.method, "mode", None)],
+        "classes": config.model.num_labels,
         "seed": config.optim.seed,
         "data": config.data.model_dump(mode="json", exclude=set(WITHOUT_EFFECT)),
         "tokenizer": cache.tokenizer_digest(tokenizer),

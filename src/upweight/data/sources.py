@@ -244,9 +244,12 @@ def _options(kind: str, file: Path) -> dict[str, Any]:
     separator = "\t" if ".tsv" in file.suffixes else ","
     opener = COMPRESSED.get(file.suffix.lower(), open)
     with opener(file, "rt", encoding="utf-8-sig", newline="") as content:
-        header = next(csv.reader(content, delimiter=separator), None)
+        lines = csv.reader(content, delimiter=separator)
+        header, first = next(lines, None), next(lines, None)
     if not header:
         raise UserError(f"{file}: is empty. A CSV begins with a line of column names.")
+    if first is None:
+        raise UserError(f"{file}: has no rows.")
     repeated = sorted({name for name in header if header.count(name) > 1})
     if repeated:
         raise UserError(f"{file}:1: the column {repeated[0]!r} is there twice.")

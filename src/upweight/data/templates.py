@@ -22,6 +22,7 @@ REWRITTEN_TURN = (
     "the chat template writes an assistant turn differently when it is not the last one: such turns become samples of "
     "their own, each rendered as the last one"
 )
+OTHER_WORDS = ("\u2021", "\u2020")  # whatever a turn says, it does not begin with both
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ class ChatTemplate:
         for number, message in enumerate(conversation.messages):
             if number not in wanted:
                 continue
-            before = self._opened(conversation.upto(number), message) if number else ""
+            before = self._opened(conversation.upto(number), message)
             upto = text if number == last else self.render(conversation.upto(number + 1)).rstrip()
             turn = Turn(common_length(before, upto), len(upto), number)
             if text.startswith(upto):
@@ -98,8 +99,12 @@ class ChatTemplate:
         return [*alone, (text, turns)] if turns else alone
 
     def _opened(self, conversation: Conversation, message: Message) -> str:
-        """The text before a turn: with the assistant's header, which is given and not written."""
-        return self.render(conversation, ask=message["role"] == "assistant")
+        """Text that goes with a turn's text up to its header, which is given and not written, and no further."""
+        if conversation.messages and message["role"] == "assistant":
+            return self.render(conversation, ask=True)
+        # Nothing opens such a turn, and alone what stands before it may look different: another one parts from it.
+        other = next(mark for mark in OTHER_WORDS if not message["content"].lstrip().startswith(mark))
+        return self.render(conversation.then({**message, "content": other}))
 
     def _alone(self, conversation: Conversation, answer: Sequence[Message]) -> str:
         """An answer rendered after the last message only."""

@@ -13,7 +13,8 @@ from upweight.types import Batch
 
 _SEQUENCES = 4
 _LARGEST_IN_FLOAT32 = 1e-4
-_MEAN_IN_HALF_PRECISION = 0.05
+# A 30-layer model in bfloat16 differs by 0.06 from itself under another kernel; wrong sharing differs by 0.3 and more.
+_MEAN_IN_HALF_PRECISION = 0.15
 
 
 @dataclass(frozen=True)

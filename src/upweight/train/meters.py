@@ -6,6 +6,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
+from upweight.train.ranks import from_all_ranks
 from upweight.types import Mean
 
 
@@ -23,7 +24,7 @@ class Meters:
 
     def drain(self, accelerator: Accelerator) -> dict[str, float]:
         """The means since the last call over all ranks; a metric without weight is left out."""
-        names = union_over_ranks(set(self._sums), accelerator)
+        names = union_over_ranks(set(self._sums))
         if not names:
             return {}
         nothing = torch.zeros(2, dtype=torch.float64, device=accelerator.device)
@@ -33,9 +34,6 @@ class Meters:
         return {name: total / weight for name, (total, weight) in zip(names, table.tolist(), strict=True) if weight}
 
 
-def union_over_ranks(names: set[str], accelerator: Accelerator) -> list[str]:
+def union_over_ranks(names: set[str]) -> list[str]:
     """Names that any rank has, in the same order on all of them."""
-    everyone: list[set[str]] = [names] * accelerator.num_processes
-    if accelerator.num_processes > 1:
-        torch.distributed.all_gather_object(everyone, names)
-    return sorted({name for own in everyone for name in own})
+    return sorted({name for own in from_all_ranks(names) for name in own})

@@ -27,6 +27,14 @@ def as_rank_zero_says(value: Any) -> Any:
     return broadcast_object_list([value])[0] if PartialState().num_processes > 1 else value
 
 
+def from_all_ranks(value: Any) -> list[Any]:
+    """Every rank's value, on every rank."""
+    everyone: list[Any] = [value] * PartialState().num_processes
+    if len(everyone) > 1:
+        dist.all_gather_object(everyone, value)
+    return everyone
+
+
 class LargestOverRanks:
     """The largest of the ranks' numbers, through the CPU: it does not wait for the GPU."""
 

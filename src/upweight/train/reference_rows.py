@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
 from peft import PeftModel
 from torch import nn
@@ -20,7 +19,7 @@ from upweight.log import logger
 from upweight.methods.base import Method
 from upweight.methods.kto import KTO
 from upweight.models.reference import AdapterOff
-from upweight.train.ranks import LargestOverRanks
+from upweight.train.ranks import LargestOverRanks, from_all_ranks
 from upweight.train.step import Row, StepRunner
 from upweight.types import Sample
 
@@ -105,11 +104,8 @@ def _compute(rows: Any, model: nn.Module, runner: StepRunner) -> list[NDArray[np
             each = len(samples) // max(len(row.units), 1)
             for place, unit in enumerate(row.units):
                 found[start + unit] = parts[place * each : (place + 1) * each]
-    if runner.accelerator.num_processes > 1:
-        everyone: list[Any] = [None] * runner.accelerator.num_processes
-        dist.all_gather_object(everyone, found)
-        found = {number: parts for own in everyone for number, parts in own.items()}
-    return [part for number in range(len(rows)) for part in found[number]]
+    everyone = {number: parts for own in from_all_ranks(found) for number, parts in own.items()}
+    return [part for number in range(len(rows)) for part in everyone[number]]
 
 
 def _split(logps_T: NDArray[np.float32], row: Row, samples: Sequence[Sample]) -> list[NDArray[np.float32]]:

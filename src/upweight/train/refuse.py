@@ -37,13 +37,6 @@ UNSUPPORTED: tuple[tuple[str, Callable[[Config], object], str], ...] = (
         lambda c: c.optim.unfrozen and c.adapter.kind,
         "chooses among all weights, but 'adapter' trains its own; use 'lora_modules_to_save'",
     ),
-    (
-        "sync_ref_model",
-        lambda c: (
-            getattr(c.method, "sync_ref_model", False) and getattr(c.method, "precompute_ref_log_probs", False)
-        ),
-        "a reference that moves cannot be computed ahead; drop 'precompute_ref_log_probs'",
-    ),
 )
 
 

@@ -115,7 +115,7 @@ class StepRunner:
         if self.accelerator.num_processes == 1:
             return {name: torch.cat(values) for name, values in collected.items()}
         joined: dict[str, Tensor] = {}
-        for name in union_over_ranks(set(collected), self.accelerator):
+        for name in union_over_ranks(set(collected)):
             own = torch.cat(collected.get(name, [torch.zeros(0, device=self.accelerator.device)]))
             padded = self.accelerator.pad_across_processes(own, pad_index=float("nan"))  # pyright: ignore[reportArgumentType]
             gathered = self.accelerator.gather(padded)

@@ -20,7 +20,6 @@ COMMON = {
     "per_device_train_batch_size": 4,
     "learning_rate": 1e-2,
 }
-LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
 IDS = torch.tensor([[40, 41, 42, 43]])
 STEPS = [
     {"prompt": question, "completions": ["One.", "Two."], "labels": [True, number % 2 == 0]}
@@ -46,6 +45,10 @@ def dpo(folder, model=None, *, eval_dataset=None, peft_config=None, ref_model=No
     )
 
 
+def lora(**options):
+    return LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", **options)
+
+
 def losses(trainer):
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
@@ -56,7 +59,7 @@ def logits(model):
 
 
 def test_a_lora_script_from_training_to_merged_weights(folder):
-    trainer = dpo(folder, peft_config=LORA, eval_dataset=ROWS["pairs"][:2], eval_strategy="steps", eval_steps=1)
+    trainer = dpo(folder, peft_config=lora(), eval_dataset=ROWS["pairs"][:2], eval_strategy="steps", eval_steps=1)
     result = trainer.train()
     assert result.global_step == trainer.state.global_step == 6
     assert {"loss", "grad_norm", "learning_rate", "rewards/margins"} <= trainer.state.log_history[0].keys()
@@ -100,7 +103,7 @@ def test_models_as_objects_and_the_reference_at_their_start(folder):
         trainer.train()
     assert by_object.model is model
     assert losses(by_object) == pytest.approx(losses(by_name), abs=1e-6)
-    adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(folder / "model"), LORA)
+    adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(folder / "model"), lora())
     for name, parameter in adapted.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.1)
@@ -132,6 +135,14 @@ def test_in_bfloat16_the_model_is_plain_again_after_training(folder):
     assert any((weight != before[name]).any() for name, weight in trainer.model.named_parameters())
     trainer.save_model(str(folder / "half"))
     assert AutoModelForCausalLM.from_pretrained(folder / "half").dtype == torch.bfloat16
+
+
+def test_an_adapter_keeps_its_dropout(folder):
+    model = AutoModelForCausalLM.from_pretrained(folder / "model", attention_dropout=0.1)
+    dropouts = {name: m.p for name, m in dpo(folder, model, peft_config=lora(lora_dropout=0.3)).model.named_modules()
+                if isinstance(m, torch.nn.Dropout)}  # fmt: skip
+    assert set(dropouts.values()) == {0.3}
+    assert all(layer.self_attn.attention_dropout == 0 for layer in model.model.layers)
 
 
 def test_evaluate_takes_raw_rows_and_several_sets(folder):
@@ -174,6 +185,29 @@ def test_callbacks_and_optimizers_are_the_scripts(folder):
     torch.testing.assert_close(logits(model), start)
 
 
+def test_bfloat16_follows_an_optimizer_of_the_script(folder):
+    def curve(own):
+        model = AutoModelForCausalLM.from_pretrained(folder / "model")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1) if own else None
+        args = SFTConfig(
+            output_dir=str(folder / "out"),
+            bf16=True,
+            **{**COMMON, "optim": "sgd", "lr_scheduler_type": "constant", "learning_rate": 0.1},
+        )
+        trainer = SFTTrainer(
+            model,
+            args=args,
+            train_dataset=ROWS["text"],
+            processing_class=made_tokenizer(TEMPLATE, bos=False),
+            optimizers=(optimizer, None),
+        )
+        trainer.train()
+        return losses(trainer)
+
+    assert curve(own=True) == curve(own=False)
+    assert curve(own=True)[-1] < curve(own=True)[0]
+
+
 def test_formatting_func_writes_the_text(folder):
     def trained(**rows):
         args = SFTConfig(output_dir=str(folder / "out"), **COMMON)
@@ -182,8 +216,24 @@ def test_formatting_func_writes_the_text(folder):
         return losses(trainer)
 
     columns = [{"q": question, "a": good} for question, good in zip(QUESTIONS, GOOD, strict=True)]
-    formatted = trained(train_dataset=columns, formatting_func=lambda row: f"{row['q']} {row['a']}")
-    assert formatted == trained(train_dataset=ROWS["text"])
+    text = {
+        "train_dataset": columns,
+        "eval_dataset": columns[:2],
+        "formatting_func": lambda row: f"{row['q']} {row['a']}",
+    }
+    assert trained(**text) == trained(train_dataset=ROWS["text"])
+
+
+def test_rows_are_shuffled_only_if_asked(folder):
+    def order(**config):
+        args = SFTConfig(output_dir=str(folder / "out"), train_sampling_strategy="sequential", **config, **COMMON)
+        trainer = SFTTrainer(str(folder / "model"), args=args, train_dataset=ROWS["text"])
+        return [row["ids"] for batch in trainer.get_train_dataloader().batch_sampler for row in
+                [trainer.train_dataset[number] for number in batch]]  # fmt: skip
+
+    rows = order()
+    assert order() == rows != order(shuffle_dataset=True)
+    assert sorted(order(shuffle_dataset=True)) == sorted(rows)
 
 
 @pytest.mark.parametrize("trainer_class", [RewardTrainer, PRMTrainer])
@@ -224,14 +274,14 @@ def test_a_saved_reward_model_scores_padded_batches_as_it_was_trained(folder):
     [
         ({"train_dataset": [{"prompt": "a", "chosen": "b"}]}, "train_dataset, row 0, 'rejected'"),
         ({"train_dataset": iter([])}, "train_dataset: expected"),
-        ({"train_dataset": ROWS["pairs"], "peft_config": LORA, "adapted": True}, "peft_config"),
+        ({"train_dataset": ROWS["pairs"], "peft_config": LoraConfig(), "adapted": True}, "peft_config"),
         ({"train_dataset": ROWS["pairs"], "processing_class": "name"}, "processing_class"),
     ],
 )
 def test_wrong_inputs_are_named(change, message, folder):
     model = str(folder / "model")
     if change.pop("adapted", False):
-        model = get_peft_model(AutoModelForCausalLM.from_pretrained(model), LORA)
+        model = get_peft_model(AutoModelForCausalLM.from_pretrained(model), lora())
     with pytest.raises(UserError, match=message):
         DPOTrainer(model, args=DPOConfig(output_dir=str(folder / "out"), **COMMON), **change)
 

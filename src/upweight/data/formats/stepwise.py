@@ -3,11 +3,12 @@
 from upweight.data.examples import Builder, Example, Format, Setup, Steps
 from upweight.data.rows import Row, RowError, checked_list, checked_text, found, lookup, text_at
 
-MOST_CLASSES = 1000
+MOST_CLASSES = 1000  # where nobody says how many there are
 
 
 def stepwise(setup: Setup) -> Format:
     """`prompt`, `completions` (one text a step) and `labels` (one class a step)."""
+    classes = setup.classes or MOST_CLASSES
 
     def read(row: Row) -> list[Example]:
         steps = checked_list(lookup(row, "completions"), "completions", "steps")
@@ -15,16 +16,16 @@ def stepwise(setup: Setup) -> Format:
         if len(steps) != len(labels):
             raise RowError("labels", f"one label for each of the {len(steps)} steps, found {len(labels)}")
         texts = [checked_text(step, f"completions[{number}]") for number, step in enumerate(steps)]
-        classes = [_class(label, f"labels[{number}]") for number, label in enumerate(labels)]
+        classes = [_class(label, f"labels[{number}]", classes) for number, label in enumerate(labels)]
         return [Steps(text_at(row, "prompt"), texts, classes)]
 
     return read
 
 
-def _class(label: object, key: str) -> int:
-    if isinstance(label, bool | int | float) and 0 <= label < MOST_CLASSES and label == int(label):
+def _class(label: object, key: str, classes: int) -> int:
+    if isinstance(label, bool | int | float) and 0 <= label < classes and label == int(label):
         return int(label)
-    raise RowError(key, f"true, false or a class number, found {found(label)}")
+    raise RowError(key, f"true, false or a class number below {classes} (num_labels), found {found(label)}")
 
 
 FORMATS: dict[str, Builder] = {"stepwise_supervised": stepwise, "stepwise_supervised.default": stepwise}

@@ -78,9 +78,9 @@ class MethodArguments(TrainingArguments):
         if self.max_steps is None:
             self.max_steps = -1  # pyright: ignore[reportIncompatibleVariableOverride]
         # Whether a GPU can autocast is no question here: weights are computed in bfloat16 as they are.
-        wanted, self.bf16 = self.bf16, False  # pyright: ignore[reportIncompatibleVariableOverride]
+        wanted, self.bf16 = self.bf16, False
         super().__post_init__()
-        self.bf16 = wanted
+        self.bf16 = wanted  # pyright: ignore[reportIncompatibleVariableOverride]
         self._refuse()
         for one in dataclasses.fields(self):
             value = getattr(self, one.name)
@@ -111,6 +111,12 @@ class MethodArguments(TrainingArguments):
                 for problem in error.errors()
             ]
             raise UserError(f"{type(self).__name__}: " + "; ".join(problems)) from None
+
+    def checkpointing_options(self) -> dict[str, Any] | None:
+        """Options of gradient checkpointing; None where it is off."""
+        given = self.gradient_checkpointing_kwargs or {}
+        assert not isinstance(given, str), "transformers parses JSON"
+        return given if self.gradient_checkpointing else None
 
     def for_loop(self, *, lora: bool) -> TrainingArguments:
         """The arguments as the Trainer sees them: one batch a step, no autocast; these stay as they are."""

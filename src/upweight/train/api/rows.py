@@ -76,7 +76,7 @@ def longest(*prepared: Dataset | None) -> int:
 
 
 def _lengths(rows: Dataset, name: str) -> Any:
-    return pc.list_value_length(rows.data.column(name)).to_numpy()
+    return pc.call_function("list_value_length", [rows.data.column(name)]).to_numpy()
 
 
 def _entry(args: MethodArguments) -> DatasetRow:

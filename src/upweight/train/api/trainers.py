@@ -54,10 +54,7 @@ class SFTTrainer(MethodTrainer):
         formatting_func: Callable[[Any], str] | None = None,
         **inputs: Unpack[Inputs],
     ) -> None:
-        if formatting_func is not None:
-            rows = as_dataset(inputs.get("train_dataset"), "train_dataset")
-            inputs["train_dataset"] = [{"text": formatting_func(row)} for row in rows]
-        super().__init__(**_parts(model, args or SFTConfig(), **inputs))
+        super().__init__(**_parts(model, args or SFTConfig(), formatting_func=formatting_func, **inputs))
 
 
 class DPOTrainer(MethodTrainer):
@@ -125,24 +122,23 @@ def _parts(
     peft_config: PeftConfig | None = None,
     callbacks: list[TrainerCallback] | None = None,
     optimizers: tuple[Optimizer | None, LRScheduler | None] = (None, None),
+    formatting_func: Callable[[Any], str] | None = None,
 ) -> dict[str, Any]:
     """The arguments of MethodTrainer, from those of a script."""
-    if ref_model is not None and ref_model is model:
-        raise UserError("ref_model: is the model that is trained. Leave it out: the reference is then its start.")
-    if ref_model is not None and getattr(args, "precompute_ref_log_probs", False):
-        raise UserError("precompute_ref_log_probs: is for the policy's own start. Leave out ref_model, or turn it off.")
-    if args.n_gpu > 1:
-        raise UserError(
-            f"{args.n_gpu} GPUs are visible to one process. Start the script with `accelerate launch` to use them all, "
-            "or set CUDA_VISIBLE_DEVICES to one of them."
-        )
+    _refuse(model, args, ref_model)
     method, device = args.method(), args.device
     tokenizer = tokenizer_for(model, args, processing_class)
 
     def encode(rows: Any, where: str = "eval_dataset") -> Dataset:
-        return prepare_rows(as_dataset(rows, where), args, method, tokenizer, where)
+        given = as_dataset(rows, where)
+        if formatting_func is not None:
+            key = getattr(args, "dataset_text_field", "text")
+            given = Dataset.from_list([{key: formatting_func(row)} for row in given])
+        return prepare_rows(given, args, method, tokenizer, where)
 
     train = encode(train_dataset, "train_dataset")
+    if isinstance(args, SFTConfig) and args.shuffle_dataset:
+        train = train.shuffle(seed=args.seed)
     named = eval_dataset if isinstance(eval_dataset, Mapping) else {"eval_dataset": eval_dataset}
     held = {name: encode(rows, name) for name, rows in named.items() if rows is not None}
     policy = policy_for(model, args, method, tokenizer, peft_config)
@@ -154,7 +150,7 @@ def _parts(
         device,
         longest=longest(train, *held.values()),
         budget=args.token_budget,
-        checkpointing=dict(args.gradient_checkpointing_kwargs or {}) if args.gradient_checkpointing else None,
+        checkpointing=args.checkpointing_options(),
         separate_reference=None if ref_model is None else partial(reference_model, ref_model, args, device),
     )
     return {
@@ -165,14 +161,29 @@ def _parts(
         "train_dataset": train,
         "eval_dataset": held if isinstance(eval_dataset, Mapping) else held.get("eval_dataset"),
         "processing_class": tokenizer,
-        "callbacks": [*(callbacks or []), *_own_callbacks(args, parts)],
+        "callbacks": [*(callbacks or []), *_own_callbacks(args, parts, foreign_optimizer=optimizers[0] is not None)],
         "optimizers": optimizers,
         **parts,
     }
 
 
-def _own_callbacks(args: MethodArguments, parts: dict[str, Any]) -> list[TrainerCallback]:
-    callbacks: list[TrainerCallback] = [PlainModelAfterwards(parts["copies"])] if parts["copies"] else []
+def _refuse(model: str | Model, args: MethodArguments, ref_model: str | PreTrainedModel | None) -> None:
+    """Raise for inputs that do not go together."""
+    if ref_model is not None and ref_model is model:
+        raise UserError("ref_model: is the model that is trained. Leave it out: the reference is then its start.")
+    if ref_model is not None and getattr(args, "precompute_ref_log_probs", False):
+        raise UserError("precompute_ref_log_probs: is for the policy's own start. Leave out ref_model, or turn it off.")
+    if args.n_gpu > 1:
+        raise UserError(
+            f"{args.n_gpu} GPUs are visible to one process. Start the script with `accelerate launch` to use them all, "
+            "or set CUDA_VISIBLE_DEVICES to one of them."
+        )
+
+
+def _own_callbacks(args: MethodArguments, parts: dict[str, Any], *, foreign_optimizer: bool) -> list[TrainerCallback]:
+    callbacks: list[TrainerCallback] = []
+    if parts["copies"] is not None:
+        callbacks.append(PlainModelAfterwards(parts["copies"], following=not foreign_optimizer))
     if isinstance(args, DPOConfig) and args.sync_ref_model:
         callbacks.append(SyncReference(parts["reference"], args.ref_model_mixup_alpha, args.ref_model_sync_steps))
     return callbacks
@@ -187,15 +198,15 @@ def _shuffles(args: MethodArguments) -> bool:
 class PlainModelAfterwards(TrainerCallback):
     """Leaves a model that can be merged, moved and copied: after training it reads its masters again."""
 
-    def __init__(self, copies: ComputeCopies) -> None:
-        self.copies, self.removed = copies, False
+    def __init__(self, copies: ComputeCopies, *, following: bool) -> None:
+        self.copies, self.following = copies, following  # the trainer makes copies follow the optimizer it creates
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.removed:
+        if not self.following:
             self.copies.rebuild()
             self.copies.follow(kwargs["optimizer"])
-            self.removed = False
+            self.following = True
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.copies.remove()
-        self.removed = True
+        self.following = False

@@ -1,0 +1,124 @@
+"""Training as a person starts it: one process or several, what is printed, how it exits."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from made_runs import metrics_of, write_config, write_model
+from upweight.train.checkpoints import checkpoints_of, is_whole
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+def command(*arguments):
+    return [sys.executable, "-m", "upweight", *map(str, arguments)]
+
+
+def upweight(*arguments):
+    return subprocess.run(command(*arguments), capture_output=True, text=True, check=False, timeout=200)
+
+
+def test_two_processes_train_what_one_trains_and_print_once(model_folder, tmp_path):
+    results = []
+    for count, micro in ((1, 2), (2, 1)):
+        folder = tmp_path / str(count)
+        folder.mkdir()
+        file = write_config(folder, model_folder, max_steps=3, micro_batch_size=micro, val_set_size=4)
+        done = upweight("train", file, "--num-processes", count)
+        assert (done.returncode, done.stdout) == (0, ""), done.stderr
+        lines = done.stderr.splitlines()
+        assert [line[:8] for line in lines] == [
+            "step 1/3",
+            "step 2/3",
+            "step 3/3",
+            "evaluati",
+            "done: " + str(folder)[:2],
+        ]
+        assert (folder / "out" / "model.safetensors").exists()
+        results.append(metrics_of(folder / "out"))
+    for one, two in zip(*results, strict=True):
+        assert two == pytest.approx(one, rel=1e-3, abs=1e-4)
+
+
+def test_evaluate_prints_one_json_line(model_folder, tmp_path):
+    done = upweight("evaluate", write_config(tmp_path, model_folder, val_set_size=4))
+    assert done.returncode == 0
+    (line,) = done.stdout.splitlines()
+    assert json.loads(line)["eval_loss"] == pytest.approx(0.6931, abs=1e-3)
+    assert "%|" not in done.stderr
+
+
+def test_an_error_of_one_for_all_is_printed_once_and_exits_2(model_folder, tmp_path):
+    file = write_config(tmp_path, model_folder, lora_target_modules=["nowhere"], adapter="lora")
+    done = upweight("train", file, "--num-processes", 2)
+    assert done.returncode == 2
+    assert done.stderr.count("lora_target_modules: 'nowhere' matches nothing in the model") == 1
+    assert "Traceback" not in done.stderr
+
+
+def begun(file, *arguments):
+    """A started training whose first step is done."""
+    process = subprocess.Popen(command("train", file, *arguments), stderr=subprocess.PIPE, text=True)
+    metrics = file.parent / "out" / "metrics.jsonl"
+    while process.poll() is None and not metrics.exists():
+        time.sleep(0.05)
+    return process
+
+
+def children_of(process):
+    return [int(pid) for pid in open(f"/proc/{process.pid}/task/{process.pid}/children").read().split()]
+
+
+def is_running(pid):
+    try:
+        return open(f"/proc/{pid}/stat").read().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_ctrl_c_saves_once_for_all_ranks_and_resume_continues(model_folder, tmp_path):
+    file = write_config(tmp_path, model_folder, num_epochs=40, save_strategy="no")
+    process = begun(file, "--num-processes", 2)
+    os.kill(process.pid, signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "Traceback" not in said
+    assert said.count("SIGINT: saving after this step") == 1
+    ((step, folder),) = checkpoints_of(tmp_path / "out")
+    assert is_whole(folder)
+    assert {"rng_state_0.pth", "rng_state_1.pth"} <= {path.name for path in folder.iterdir()}
+    done = upweight("train", file, "--resume", f"max_steps={step + 1}", "--num-processes", 2)
+    assert done.returncode == 0, done.stderr
+    assert metrics_of(tmp_path / "out")[-1]["step"] == step + 1
+
+
+@pytest.mark.slow
+def test_a_dead_rank_ends_all(model_folder, tmp_path):
+    process = begun(write_config(tmp_path, model_folder, num_epochs=400, save_strategy="no"), "--num-processes", 2)
+    ranks = children_of(process)
+    assert len(ranks) == 2
+    os.kill(ranks[1], signal.SIGKILL)
+    process.communicate(timeout=60)
+    assert process.returncode in (1, 137)
+    assert not any(is_running(rank) for rank in ranks)
+
+
+@pytest.mark.slow
+def test_ranks_do_not_outlive_their_launcher(model_folder, tmp_path):
+    process = begun(write_config(tmp_path, model_folder, num_epochs=4000, save_strategy="no"), "--num-processes", 2)
+    ranks = children_of(process)
+    process.kill()
+    process.communicate(timeout=60)
+    for _ in range(100):
+        if not any(is_running(rank) for rank in ranks):
+            break
+        time.sleep(0.1)
+    assert not any(is_running(rank) for rank in ranks)

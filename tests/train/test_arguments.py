@@ -1,0 +1,80 @@
+"""Every key about optimisation and the run reaches the Trainer."""
+
+import pytest
+
+from upweight.config import parse_config
+from upweight.errors import UserError
+from upweight.train.arguments import training_arguments
+
+BASE = {"base_model": "tiny", "rl": "dpo", "datasets": [{"path": "rows.jsonl", "type": "chatml.intel"}]}
+EVALUATED = {"val_set_size": 8}
+
+
+def arguments(tmp_path, steps_per_epoch=50, **keys):
+    config = parse_config({**BASE, "output_dir": str(tmp_path), **keys}, folder=tmp_path)
+    return training_arguments(config, steps_per_epoch=steps_per_epoch, use_cpu=True)
+
+
+REACHES = [
+    ({"learning_rate": 3e-4}, {"learning_rate": 3e-4}),
+    ({"micro_batch_size": 3, "gradient_accumulation_steps": 5},
+     {"per_device_train_batch_size": 15, "gradient_accumulation_steps": 1, "per_device_eval_batch_size": 15}),
+    ({"micro_batch_size": 2, "batch_size": 8}, {"per_device_train_batch_size": 8}),
+    ({"eval_batch_size": 7}, {"per_device_eval_batch_size": 7}),
+    ({"num_epochs": 2.5}, {"num_train_epochs": 2.5, "max_steps": -1}),
+    ({"max_steps": 9}, {"max_steps": 9}),
+    ({"optimizer": "sgd"}, {"optim": "sgd"}),
+    ({"optim_args": {"a": 1, "b": "x"}}, {"optim_args": "a=1,b=x"}),
+    ({"lr_scheduler": "linear"}, {"lr_scheduler_type": "linear"}),
+    ({"cosine_min_lr_ratio": 0.1},
+     {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.1}}),
+    ({"warmup_steps": 7}, {"warmup_steps": 7}),
+    ({"warmup_ratio": 0.1, "num_epochs": 2}, {"warmup_steps": 10}),
+    ({"num_epochs": 2}, {"warmup_steps": 3}),
+    ({"max_steps": 100_000}, {"warmup_steps": 100}),
+    ({"weight_decay": 0.1}, {"weight_decay": 0.1}),
+    ({"adam_beta1": 0.8, "adam_beta2": 0.95, "adam_epsilon": 1e-6},
+     {"adam_beta1": 0.8, "adam_beta2": 0.95, "adam_epsilon": 1e-6}),
+    ({"max_grad_norm": 0.5}, {"max_grad_norm": 0.5}),
+    ({"seed": 7}, {"seed": 7, "data_seed": 7}),
+    ({"torch_empty_cache_steps": 4}, {"torch_empty_cache_steps": 4}),
+    ({"ddp_timeout": 99}, {"ddp_timeout": 99}),
+    ({"ddp_bucket_cap_mb": 30}, {"ddp_bucket_cap_mb": 30}),
+    ({"dataloader_num_workers": 2, "dataloader_prefetch_factor": 3},
+     {"dataloader_num_workers": 2, "dataloader_prefetch_factor": 3}),
+    ({"dataloader_drop_last": True}, {"dataloader_drop_last": True}),
+    ({"logging_steps": 4}, {"logging_steps": 4}),
+    ({"max_steps": 1000}, {"logging_steps": 5}),
+    ({"max_steps": 100_000}, {"logging_steps": 10}),
+    ({}, {"logging_steps": 1, "save_strategy": "epoch", "eval_strategy": "no", "report_to": [], "bf16": False,
+          "logging_nan_inf_filter": False, "load_best_model_at_end": False, "push_to_hub": False}),
+    ({"save_steps": 5}, {"save_strategy": "steps", "save_steps": 5}),
+    ({"save_steps": 0.25}, {"save_steps": 0.25}),
+    ({"saves_per_epoch": 4}, {"save_strategy": "steps", "save_steps": 12}),
+    ({"save_strategy": "no"}, {"save_strategy": "no"}),
+    ({"save_only_model": True}, {"save_only_model": True}),
+    ({**EVALUATED}, {"eval_strategy": "epoch"}),
+    ({**EVALUATED, "eval_steps": 6}, {"eval_strategy": "steps", "eval_steps": 6}),
+    ({**EVALUATED, "evals_per_epoch": 5}, {"eval_strategy": "steps", "eval_steps": 10}),
+    ({**EVALUATED, "eval_strategy": "no"}, {"eval_strategy": "no"}),
+    ({**EVALUATED, "load_best_model_at_end": True},
+     {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": False}),
+    ({**EVALUATED, "load_best_model_at_end": True, "metric_for_best_model": "rewards/accuracies"},
+     {"metric_for_best_model": "rewards/accuracies", "greater_is_better": True}),
+    ({**EVALUATED, "early_stopping_patience": 2}, {"load_best_model_at_end": False, "metric_for_best_model": "loss"}),
+    ({**EVALUATED, "save_strategy": "best"}, {"save_strategy": "best", "metric_for_best_model": "loss"}),
+    ({"hub_model_id": "me/model", "hub_strategy": "every_save", "hub_revision": "next"},
+     {"push_to_hub": True, "hub_model_id": "me/model", "hub_strategy": "every_save", "hub_revision": "next",
+      "hub_private_repo": True}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("keys", "expected"), REACHES, ids=lambda value: ",".join(value) if value else "nothing")
+def test_a_key_reaches_the_trainer(keys, expected, tmp_path):
+    made = arguments(tmp_path, **keys)
+    assert {name: getattr(made, name) for name in expected} == expected
+
+
+def test_what_the_trainer_refuses_is_a_user_error(tmp_path):
+    with pytest.raises(UserError, match="transformers does not take these settings together"):
+        arguments(tmp_path, **EVALUATED, load_best_model_at_end=True, eval_steps=3, save_strategy="epoch")

@@ -1,0 +1,50 @@
+"""What cannot be done yet is said before anything is loaded, all of it at once."""
+
+import pytest
+
+from upweight.config import parse_config
+from upweight.errors import UserError
+from upweight.train.refuse import UNSUPPORTED, refuse_unsupported
+
+BASE = {"base_model": "tiny", "rl": "dpo", "datasets": [{"path": "rows.jsonl", "type": "chatml.intel"}]}
+ASKED = {
+    "fsdp": {"fsdp": True}, "deepspeed": {"deepspeed": {"zero_optimization": {"stage": 2}}},
+    "context_parallel_size": {"context_parallel_size": 2}, "torch_compile": {"torch_compile": True},
+    "activation_offloading": {"activation_offloading": True}, "neftune_noise_alpha": {"neftune_noise_alpha": 5.0},
+    "fp16": {"fp16": True, "bf16": False},
+    "unfrozen_parameters": {"unfrozen_parameters": ["a"], "adapter": "lora", "lora_target_linear": True},
+}  # fmt: skip
+
+
+def refused(tmp_path, **keys):
+    with pytest.raises(UserError) as error:
+        refuse_unsupported(parse_config({**BASE, **keys}, folder=tmp_path))
+    return str(error.value)
+
+
+@pytest.mark.parametrize("key", ASKED)
+def test_a_key_without_effect_is_refused(key, tmp_path):
+    assert refused(tmp_path, **ASKED[key]).startswith(f"{key}: ")
+
+
+def test_every_refusal_is_tried_here():
+    assert {key for key, *_ in UNSUPPORTED} == ASKED.keys()
+
+
+def test_all_are_named_at_once(tmp_path):
+    text = refused(tmp_path, **ASKED["fsdp"], **ASKED["torch_compile"])
+    assert [line.split(":")[0] for line in text.splitlines()] == ["fsdp", "torch_compile"]
+
+
+def test_a_plain_config_passes_and_online_methods_wait_for_rollouts(tmp_path):
+    refuse_unsupported(parse_config(BASE, folder=tmp_path))
+    online = {
+        "rl": "grpo",
+        "trl": {"reward_funcs": ["rewards.one"]},
+        "datasets": [{"path": "r", "type": "chat_template"}],
+    }
+    assert "rl: grpo trains on its own samples" in refused(tmp_path, **online)
+
+
+def test_kto_cannot_know_its_reference_ahead(tmp_path):
+    assert "apo_zero_unpaired" in refused(tmp_path, rl="kto", precompute_ref_log_probs=True)
