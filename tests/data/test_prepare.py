@@ -281,6 +281,17 @@ def test_a_bad_row_of_a_table_is_named(run, tmp_path):
         run(datasets=[{"path": "rows.parquet", "type": "chatml.prompt_pairs"}])
 
 
+def test_classes_that_the_head_does_not_have_are_refused(run):
+    rows = [{"prompt": "p", "completions": ["a", "b"], "labels": [0, 2]}]
+    keys = {"rl": None, "process_reward_model": True}
+    keys["datasets"] = [{"path": "rows.jsonl", "type": "stepwise_supervised"}]
+    assert len(run(rows, **keys, num_labels=3).train) == 1
+    with pytest.raises(
+        UserError, match=r"row 0 .*'labels\[1\]': expected .* below 2 \(num_labels\), found the number 2"
+    ):
+        run(**keys)
+
+
 def test_margins_are_kept_where_there_are_any(run):
     prepared = run([pair(1), pair(2, margin=0.5)], reward_model=True, rl=None, shuffle_merged_datasets=False)
     assert prepared.train["margin"][:] == [None, 0.5]

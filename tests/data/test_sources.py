@@ -101,7 +101,12 @@ def test_cells_of_a_csv_stay_text(folder):
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [("a,b\n1,2\n3,4,5\n", "line 3"), ("", "is empty"), ("a,a\n1,2\n", "column 'a' is there twice")],
+    [
+        ("a,b\n1,2\n3,4,5\n", "line 3"),
+        ("", "is empty"),
+        ("a,a\n1,2\n", "column 'a' is there twice"),
+        ("a,b\n\n", "has no rows"),
+    ],
 )
 def test_a_bad_csv_is_explained(folder, content, message):
     (folder / "bad.csv").write_text(content)

@@ -158,6 +158,18 @@ def test_a_template_that_rewrites_turns_gives_each_a_text():
     assert [text for text, _ in found] == ["[user]HI;[assistant]yo;", "[user]HI;[assistant]YO;[user]HI;[assistant]yo;"]
 
 
+@pytest.mark.parametrize("source", [OWN, REWRITES])
+def test_headers_and_other_turns_are_outside_a_turn(source):
+    question = {"role": "user", "content": "\u2021 why"}
+    conversation = Conversation([ANSWER, question, ANSWER, {"role": "user", "content": ""}])
+    marked = [
+        text[turn.start : turn.end].lower()
+        for text, turns in template(source).turns(conversation, range(4))
+        for turn in turns
+    ]
+    assert sorted(marked) == [";", "yo;", "yo;", "\u2021 why;"]
+
+
 def test_what_a_template_refuses_is_a_row_error():
     with pytest.raises(RowError, match="never"):
         template("{{ raise_exception('never') }}").render(Conversation([USER]))

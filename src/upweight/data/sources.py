@@ -29,7 +29,7 @@ KINDS = {
 }  # fmt: skip
 ALIASES = {"jsonl": "json", "txt": "text"}
 # What loading fails with when the world, not the program, is at fault.
-LOADING_ERRORS = (OSError, ValueError, RuntimeError, DatasetsError)
+LOADING_ERRORS = (OSError, ValueError, RuntimeError, DatasetsError, csv.Error)
 
 
 class Table:
@@ -244,11 +244,11 @@ def _options(kind: str, file: Path) -> dict[str, Any]:
     separator = "\t" if ".tsv" in file.suffixes else ","
     opener = COMPRESSED.get(file.suffix.lower(), open)
     with opener(file, "rt", encoding="utf-8-sig", newline="") as content:
-        lines = csv.reader(content, delimiter=separator)
-        header, first = next(lines, None), next(lines, None)
+        header = next(csv.reader(content, delimiter=separator), None)
+        has_rows = any(line.strip() for line in content)
     if not header:
         raise UserError(f"{file}: is empty. A CSV begins with a line of column names.")
-    if first is None:
+    if not has_rows:
         raise UserError(f"{file}: has no rows.")
     repeated = sorted({name for name in header if header.count(name) > 1})
     if repeated:

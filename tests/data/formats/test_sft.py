@@ -52,7 +52,7 @@ def test_words_of_the_answer_in_the_question_are_not_trained_on():
 @pytest.mark.parametrize(
     ("entry", "expected"),
     [
-        ({"roles_to_train": ["user"]}, ["<|im_start|>user\none<|im_end|>", "<|im_start|>user\nthree<|im_end|>"]),
+        ({"roles_to_train": ["user"]}, ["one<|im_end|>", "three<|im_end|>"]),
         ({"train_on_eos": "none"}, ["two", "four"]),
         ({"train_on_eos": "last"}, ["two", "four<|im_end|>"]),
         ({"train_on_eos": "all"}, ["<|im_end|>", "<|im_end|>", "two<|im_end|>", "<|im_end|>", "four<|im_end|>"]),

@@ -54,6 +54,7 @@ def test_separator_last_step_and_limit_are_honoured():
         ({"completions": ["a", None]}, "completions[1]"),
         ({"labels": [True, "yes"]}, "labels[1]"),
         ({"labels": [True, -1]}, "labels[1]"),
+        ({"labels": [True, 1000]}, "labels[1]"),
         ({"prompt": [{"role": "user", "content": "x"}]}, "prompt"),
     ],
 )

@@ -8,7 +8,7 @@ MOST_CLASSES = 1000  # where nobody says how many there are
 
 def stepwise(setup: Setup) -> Format:
     """`prompt`, `completions` (one text a step) and `labels` (one class a step)."""
-    classes = setup.classes or MOST_CLASSES
+    count = setup.classes or MOST_CLASSES
 
     def read(row: Row) -> list[Example]:
         steps = checked_list(lookup(row, "completions"), "completions", "steps")
@@ -16,7 +16,7 @@ def stepwise(setup: Setup) -> Format:
         if len(steps) != len(labels):
             raise RowError("labels", f"one label for each of the {len(steps)} steps, found {len(labels)}")
         texts = [checked_text(step, f"completions[{number}]") for number, step in enumerate(steps)]
-        classes = [_class(label, f"labels[{number}]", classes) for number, label in enumerate(labels)]
+        classes = [_class(label, f"labels[{number}]", count) for number, label in enumerate(labels)]
         return [Steps(text_at(row, "prompt"), texts, classes)]
 
     return read
