@@ -11,6 +11,7 @@ ASKED = {
     "fsdp": {"fsdp": True}, "deepspeed": {"deepspeed": {"zero_optimization": {"stage": 2}}},
     "context_parallel_size": {"context_parallel_size": 2}, "torch_compile": {"torch_compile": True},
     "activation_offloading": {"activation_offloading": True}, "neftune_noise_alpha": {"neftune_noise_alpha": 5.0},
+    "gradient_checkpointing_kwargs": {"gradient_checkpointing_kwargs": {"every_n_layers": 2}},
     "fp16": {"fp16": True, "bf16": False},
     "unfrozen_parameters": {"unfrozen_parameters": ["a"], "adapter": "lora", "lora_target_linear": True},
 }  # fmt: skip

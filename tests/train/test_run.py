@@ -10,11 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from made_runs import largest_difference, metrics_of, started, write_config
+from made_runs import largest_difference, metrics_of, on_ranks, started, write_config
 from upweight.config import load_config
 from upweight.errors import UserError
 from upweight.train.checkpoints import checkpoints_of, is_whole
 from upweight.train.run import evaluate, freeze_all_but, train
+from upweight.train.run_folder import changed_keys
 
 LORA = {"adapter": "lora", "lora_target_linear": True, "lora_r": 4, "lora_dropout": 0.1}
 KINDS = {
@@ -90,6 +91,24 @@ def test_resuming_continues_exactly(kind, lost, runs, model_folder, tmp_path):
     assert metrics_of(out) == metrics_of(right / "out")
     assert largest_difference(weights(tmp_path), weights(right)) == 0
     assert (out / "superseded-1").is_dir()
+
+
+def test_resuming_on_two_ranks_continues_exactly(model_folder, tmp_path):
+    file, out = write_config(tmp_path, model_folder, micro_batch_size=1, save_steps=4, **LORA), tmp_path / "out"
+    on_ranks(run, 2, file)
+    right = metrics_of(out)
+    (out / "checkpoint-12" / "whole.json").unlink()
+    on_ranks(run, 2, file, True)
+    assert metrics_of(out) == right
+    assert [line["step"] for line in right] == list(range(1, 13))
+
+
+def test_what_changed_since_a_run_began_is_named_when_it_is_resumed(model_folder, tmp_path):
+    file = write_config(tmp_path, model_folder, max_steps=1)
+    run(file)
+    changed = load_config(file, ["rl_beta=0.3", "learning_rate=0.1", "logging_steps=3"])
+    assert changed_keys(changed, tmp_path / "out") == ["learning_rate", "rl_beta"]
+    assert changed_keys(load_config(file), tmp_path / "out") == []
 
 
 def test_a_damaged_checkpoint_is_passed_over_and_named(runs, model_folder, tmp_path, caplog):

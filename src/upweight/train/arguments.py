@@ -11,7 +11,9 @@ from upweight.errors import UserError
 from upweight.train.trackers import tracking_arguments
 
 
-def training_arguments(config: Config, *, steps_per_epoch: int, use_cpu: bool) -> TrainingArguments:
+def training_arguments(
+    config: Config, *, steps_per_epoch: int, use_cpu: bool, dtype: torch.dtype = torch.float32
+) -> TrainingArguments:
     """The arguments of the loop; accumulation is 1, since a step is cut into forwards by the step runner."""
     optim, run = config.optim, config.run
     total = optim.max_steps or math.ceil(optim.num_epochs * steps_per_epoch)
@@ -36,7 +38,7 @@ def training_arguments(config: Config, *, steps_per_epoch: int, use_cpu: bool) -
         max_grad_norm=optim.max_grad_norm,
         seed=optim.seed,
         data_seed=optim.seed,
-        fp16=config.model.fp16,
+        fp16=dtype == torch.float16,  # brings loss scaling
         bf16=False,  # weights are computed in bfloat16 as they are; autocast would cast them at every use
         tf32=_tf32(config),
         use_cpu=use_cpu,

@@ -9,12 +9,17 @@ from upweight.errors import UserError
 from upweight.train.reference_rows import refuse_inexact
 
 UNSUPPORTED: tuple[tuple[str, Callable[[Config], object], str], ...] = (
-    ("fsdp", lambda c: c.sharding.fsdp, "weights cannot be sharded yet; plain data parallelism starts by itself"),
+    ("fsdp", lambda c: any(path.startswith("fsdp") for path in c.given), "weights cannot be sharded yet; plain data parallelism starts by itself"),
     ("deepspeed", lambda c: c.sharding.deepspeed, "DeepSpeed is not supported yet; drop the key"),
     (
         "context_parallel_size",
         lambda c: c.sharding.context_parallel_size > 1,
         "rows cannot be shared by ranks yet; set it to 1 and lower 'sequence_len'",
+    ),
+    (
+        "gradient_checkpointing_kwargs",
+        lambda c: set(c.optim.checkpointing_args) - {"use_reentrant"},
+        "only 'use_reentrant' is known",
     ),
     ("torch_compile", lambda c: c.optim.torch_compile, "layers are not compiled yet; drop the key"),
     (

@@ -41,7 +41,7 @@ from upweight.train.ranks import as_rank_zero_says, join_ranks
 from upweight.train.rates import rate_rules
 from upweight.train.reference_sync import SyncReference
 from upweight.train.refuse import refuse_unsupported
-from upweight.train.run_folder import MetricsFile, cut_metrics, write_config
+from upweight.train.run_folder import MetricsFile, changed_keys, cut_metrics, write_config
 from upweight.train.trackers import set_variables
 from upweight.train.trainer import MethodTrainer, out_of_memory
 from upweight.train.watch import LossLimit, Progress, StopOnNan, StopOnSignal
@@ -98,7 +98,9 @@ def build(config: Config) -> MethodTrainer:
     model = _model(config, tokenizer, dtype)
     batch = (config.optim.micro_batch_size or 1) * (config.optim.accumulation or 1) * ranks.num_processes
     steps = StepSampler(len(data.train), batch, 0, shuffle=False, drop_last=config.data.drop_last)
-    arguments = training_arguments(config, steps_per_epoch=max(len(steps), 1), use_cpu=device.type == "cpu")
+    arguments = training_arguments(
+        config, steps_per_epoch=max(len(steps), 1), use_cpu=device.type == "cpu", dtype=dtype
+    )
     load_reference = partial(load_model, config.model, dtype, tokenizer=tokenizer, seed=config.optim.seed)
     trainer = MethodTrainer(
         model,
@@ -113,7 +115,7 @@ def build(config: Config) -> MethodTrainer:
             config.method,
             dtype,
             device,
-            longest=config.data.sequence_len,
+            longest=max(config.data.sequence_len, config.data.eval_sequence_len or 0),
             layout=config.model.layout,
             budget=config.optim.token_budget,
             checkpointing=config.optim.checkpointing_args if config.optim.gradient_checkpointing else None,
@@ -141,7 +143,9 @@ def _model(config: Config, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtyp
         disable_dropout(model)
     if config.optim.unfrozen is not None:
         freeze_all_but(model, config.optim.unfrozen)
-    return attach_adapter(model, config.adapter) if config.adapter.kind else model
+    if config.adapter.kind is None:
+        return model
+    return attach_adapter(model, config.adapter, new_tokens=len(config.model.new_tokens))
 
 
 def freeze_all_but(model: nn.Module, patterns: list[str]) -> None:
@@ -181,6 +185,9 @@ def _begin(config: Config, folder: Path, resume: bool) -> Path | None:
         if resume and checkpoint is None:
             logger.warning("warning: %s has no whole checkpoint; starting anew", folder)
     step = (step_of(checkpoint) or 0) if checkpoint else 0
+    changed = changed_keys(config, folder) if checkpoint else []
+    if changed:
+        logger.warning("warning: %s set otherwise than when the run began", ", ".join(changed))
     write_config(config, folder)
     cut_metrics(folder, step if checkpoint else -1)
     set_aside(folder, step)

@@ -10,16 +10,31 @@ import yaml
 from transformers import TrainerCallback
 
 from upweight.config import Config, ConfigView, view
+from upweight.config.run import RunSection, TrackingSection
+from upweight.settings import keys_of
 from upweight.train.checkpoints import write_text
 
-METRICS = "metrics.jsonl"
+METRICS, CONFIG = "metrics.jsonl", "config.yaml"
 
 
 def write_config(config: Config, folder: Path) -> None:
     """The config with every default filled in, as YAML that trains the same run again."""
     folder.mkdir(parents=True, exist_ok=True)
-    content = {key: plain for key, value in view(config).items() if (plain := _plain(value)) not in (None, {}, [])}
-    write_text(folder / "config.yaml", yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
+    write_text(folder / CONFIG, yaml.safe_dump(_content(config), sort_keys=False, allow_unicode=True))
+
+
+def changed_keys(config: Config, folder: Path) -> list[str]:
+    """Keys that shape training and are not what they were when the run in `folder` was started."""
+    if not (folder / CONFIG).exists():
+        return []
+    before = yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8"))
+    now = yaml.safe_load(yaml.safe_dump(_content(config)))
+    paths = [key.path for section in (RunSection, TrackingSection) for key in keys_of(section)]
+    return [key for key in {**before, **now} if before.get(key) != now.get(key) and key not in paths]
+
+
+def _content(config: Config) -> dict[str, Any]:
+    return {key: plain for key, value in view(config).items() if (plain := _plain(value)) not in (None, {}, [])}
 
 
 def _plain(value: Any) -> Any:

@@ -9,7 +9,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from upweight.engine import Engine
-from upweight.engine.check import Check, check_first_batch
+from upweight.engine.check import Check, check_first_batch, gradients_flow, require_gradients
 from upweight.engine.packing import bucketed, build_batch, plan_rows
 from upweight.methods.base import Method
 from upweight.models.reference import Reference
@@ -39,7 +39,8 @@ class StepRunner:
         rows = self.rows(units)
         counts = self._counts(rows, units)
         known, prepared = self._prepare(model, rows)
-        if not self.checked:
+        first, self.checked = not self.checked, True
+        if first:
             self._check(model, rows[0])
         total = torch.zeros((), device=self.accelerator.device)
         metered: list[Mapping[str, Mean]] = []
@@ -50,6 +51,8 @@ class StepRunner:
                 share = self._share(out, row, counts, prepared, metered)
                 self.accelerator.backward(share)
             total += share.detach()
+        if first:
+            self._check_gradients(model, counts)
         for metrics in metered:
             self.meters.add(metrics)
         self.tokens += sum(row.batch.ids_BN.numel() for row in rows if row.real)
@@ -152,11 +155,18 @@ class StepRunner:
 
     def _check(self, model: nn.Module, row: "Row") -> None:
         """The first row against plain forwards, jointly for all ranks."""
-        self.checked = True
         found = check_first_batch(self.engine, model, row.batch, self.dtype)
         worst = self.accelerator.gather(torch.tensor([found.difference], device=self.accelerator.device))
         assert isinstance(worst, Tensor)
         Check(float(worst.max()), found.limit).require()
+
+    def _check_gradients(self, model: nn.Module, counts: dict[str, Tensor]) -> None:
+        """Whether the first step's gradients reach the weights of any rank."""
+        flowing = torch.tensor([float(gradients_flow(model))], device=self.accelerator.device)
+        found = self.accelerator.gather(flowing)
+        assert isinstance(found, Tensor)
+        if all(float(count) > 0 for count in counts.values()):
+            require_gradients(bool(found.any()))
 
 
 @dataclass(frozen=True, eq=False)
