@@ -125,7 +125,7 @@ def write_pairs(file: Path, count: int) -> Path:
 
 
 def write_config(folder: Path, model: Path, **keys) -> Path:
-    """A DPO config on local pairs, in `folder`; its run is written to `folder`/out."""
+    """A DPO config on local pairs that writes to `folder`/out; a key given as None is left out."""
     rows = write_pairs(folder / "pairs.jsonl", keys.pop("rows", 22))
     content = {
         "base_model": str(model), "rl": "dpo", "datasets": [{"path": str(rows), "type": "chatml.intel"}],
@@ -134,7 +134,7 @@ def write_config(folder: Path, model: Path, **keys) -> Path:
         **keys,
     }  # fmt: skip
     file = folder / "config.yaml"
-    file.write_text(yaml.safe_dump(content))
+    file.write_text(yaml.safe_dump({key: value for key, value in content.items() if value is not None}))
     return file
 
 

@@ -1,6 +1,7 @@
 """From config to prepared rows: mixtures, splits, order, limits, errors, and the cache between runs."""
 
 import dataclasses
+import datetime
 import json
 
 import datasets
@@ -315,6 +316,15 @@ def test_rows_of_an_online_method_carry_their_columns(run):
     assert (second["prompt"], second["answer"], second["extra"]) == (rows[1]["prompt"], 42, [True])
     assert TOKENIZER.decode(second["prompt_ids"]).endswith("p2<|im_end|>\n<|im_start|>assistant\n")
     assert prepared.train[:]["answer"] == ["42", 42]
+
+
+def test_columns_that_are_no_json_are_shown_as_text(run, tmp_path):
+    day = datetime.datetime(2026, 1, 2)
+    datasets.Dataset.from_dict({"prompt": ["p"], "day": [day]}).to_parquet(tmp_path / "rows.parquet")
+    keys = {"rl": "grpo", "trl": {"reward_funcs": ["rewards.one"]}, "datasets": [{"path": "rows.parquet"}]}
+    prepared = run(**keys)
+    (shown,) = shown_rows(run.config, prepared, 1, tokens=False)
+    assert shown == {"prompt": "p", "day": prepared.train[0]["day"]} == {"prompt": "p", "day": str(day)}
 
 
 def test_kept_in_memory(run):

@@ -114,6 +114,12 @@ def test_a_bad_csv_is_explained(folder, content, message):
         prompts(folder, path="bad.csv")
 
 
+def test_a_table_without_rows_is_explained(folder):
+    datasets.Dataset.from_dict({"prompt": ["p"]}).select([]).to_parquet(folder / "none.parquet")
+    with pytest.raises(UserError, match="parquet: has no rows"):
+        prompts(folder, path="none.parquet")
+
+
 def test_folders_have_the_splits_that_their_files_name(folder):
     write(folder / "many" / "train.jsonl", ROWS[:15])
     write(folder / "many" / "test.jsonl", ROWS[15:])

@@ -170,6 +170,23 @@ def test_headers_and_other_turns_are_outside_a_turn(source):
     assert sorted(marked) == [";", "yo;", "yo;", "\u2021 why;"]
 
 
+@pytest.mark.parametrize("way", ["turns", "split"])
+@pytest.mark.parametrize(
+    ("said", "warned"),
+    [
+        ({"content": "<think>x</think> yo"}, True),
+        ({"content": "yo", "reasoning_content": "x"}, True),
+        ({"content": " yo\n"}, False),
+    ],
+)
+def test_what_a_template_leaves_out_of_an_answer_is_said(said, warned, way, caplog, monkeypatch):
+    monkeypatch.setattr("upweight.log._said", set())
+    made = template(OWN.replace("{{ m.content }}", "{{ m.content.split('</think>')[-1] | trim }}"))
+    asked, answer = Conversation([USER]), {"role": "assistant", **said}
+    _ = made.turns(asked.then(answer), {1}) if way == "turns" else made.split(asked, [[answer]])
+    assert ("leaves out part" in caplog.text) == warned
+
+
 def test_what_a_template_refuses_is_a_row_error():
     with pytest.raises(RowError, match="never"):
         template("{{ raise_exception('never') }}").render(Conversation([USER]))

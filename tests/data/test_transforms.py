@@ -84,6 +84,12 @@ def test_a_batched_transform_makes_several_rows(write, tmp_path):
     assert [record.columns["prompt"] for record in made({"q": "a"})] == ["a", "a", "a"]
 
 
+def test_what_a_transform_prints_does_not_go_to_stdout(write, tmp_path, capsys):
+    name = write("print('a')\ndef t(cfg):\n print('b')\n return lambda row: print('c') or {'prompt': row['q']}")
+    encoder({"type": f"{name}.t"}, folder=tmp_path, rl="grpo")({"q": "x"})
+    assert capsys.readouterr() == ("", "a\nb\nc\n")
+
+
 def test_pairs_from_a_transform(write, tmp_path):
     name = write("def t(cfg, **kw):\n return lambda r: {'prompt': r['q'], 'chosen': r['a'], 'rejected': r['b']}")
     (record,) = encoder({"type": f"{name}.t"}, folder=tmp_path, rl="dpo")({"q": "x", "a": "y", "b": "z"})

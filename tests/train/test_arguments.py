@@ -36,6 +36,8 @@ REACHES = [
     ({"adam_beta1": 0.8, "adam_beta2": 0.95, "adam_epsilon": 1e-6},
      {"adam_beta1": 0.8, "adam_beta2": 0.95, "adam_epsilon": 1e-6}),
     ({"max_grad_norm": 0.5}, {"max_grad_norm": 0.5}),
+    ({"full_determinism": True}, {"full_determinism": True}),
+    ({**EVALUATED, "eval_on_start": True}, {"eval_on_start": True}),
     ({"seed": 7}, {"seed": 7, "data_seed": 7}),
     ({"torch_empty_cache_steps": 4}, {"torch_empty_cache_steps": 4}),
     ({"ddp_timeout": 99}, {"ddp_timeout": 99}),

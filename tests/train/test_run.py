@@ -24,7 +24,7 @@ KINDS = {
     "adapter": {**LORA, "bf16": True},
     "dropout": {"model_config": {"attention_dropout": 0.2}, "disable_dropout": False},
     "synced reference": {"sync_ref_model": True, "ref_model_sync_steps": 3, "ref_model_mixup_alpha": 0.3},
-    "evaluated": {"val_set_size": 4, "eval_steps": 3, "early_stopping_patience": 30},
+    "evaluated": {"val_set_size": 4, "eval_steps": 3, "early_stopping_patience": 30, "eval_on_start": True},
 }
 
 

@@ -2,9 +2,39 @@
 
 import json
 
+import pytest
 from transformers import TrainerControl, TrainerState
 
-from upweight.train.run_folder import METRICS, MetricsFile, cut_metrics
+from upweight.config import load_config, parse_config
+from upweight.config.config import SECTIONS
+from upweight.train.run_folder import METRICS, MetricsFile, changed_keys, cut_metrics, write_config
+
+PAIRS = {"base_model": "tiny", "datasets": [{"path": "rows.jsonl", "type": "chatml.intel"}]}
+LORA = {"adapter": "lora", "lora_target_modules": ["q_proj"], "peft": {"loftq_config": {"loftq_bits": 4}}}
+GRPO = {"base_model": "tiny", "rl": "grpo", "datasets": [{"path": "rows.jsonl", "type": "chat_template"}],
+        "trl": {"reward_funcs": ["rewards.one"], "beta": 0.1, "num_generations": 4},
+        "vllm": {"port": 8123}}  # fmt: skip
+CONFIGS = {
+    "dpo": {**PAIRS, "rl": "dpo", "rl_beta": 0.3, "batch_size": 8, "micro_batch_size": 2, "val_set_size": 5},
+    "losses": {**PAIRS, "rl": "dpo", "dpo_loss_type": ["sigmoid", "sft"], "dpo_loss_weights": [1.0, 0.5], **LORA},
+    "cosine": {**PAIRS, "rl": "kto", "cosine_min_lr_ratio": 0.1, "warmup_ratio": 0.1, "wandb_project": "p"},
+    "groups": {**PAIRS, "reward_model": True, "lr_groups": [{"name": "a", "modules": ["b"], "lr": 0.1}]},
+    "fsdp": {**PAIRS, "rl": "orpo", "fsdp": True, "fsdp_config": {"offload_params": True}},
+    "grpo": GRPO,
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_written_config_is_the_run_again(name, tmp_path):
+    config = parse_config(CONFIGS[name], folder=tmp_path)
+    write_config(config, tmp_path)
+    again = load_config(tmp_path / "config.yaml")
+    for section in (*SECTIONS, "method"):
+        right = getattr(config, section).model_dump()
+        right.pop("batch_size", None)
+        assert {k: v for k, v in getattr(again, section).model_dump().items() if k in right} == right
+    assert changed_keys(again, tmp_path) == changed_keys(config, tmp_path) == []
+    assert not [notice for notice in again.notices if "no effect" in notice]
 
 
 def written(folder, *logs):
@@ -13,6 +43,13 @@ def written(folder, *logs):
         state.global_step = step
         file.on_log(None, state, TrainerControl(), logs=log)
     return (folder / METRICS).read_text()
+
+
+def test_the_written_config_finds_its_data_from_anywhere(tmp_path):
+    (tmp_path / "rows.jsonl").touch()
+    write_config(parse_config(CONFIGS["dpo"], folder=tmp_path), tmp_path / "out")
+    again = load_config(tmp_path / "out" / "config.yaml")
+    assert again.data.datasets[0].path == str(tmp_path / "rows.jsonl")
 
 
 def test_each_log_is_one_line_that_every_parser_reads(tmp_path):

@@ -1,5 +1,6 @@
 """Prepared rows for people: the text they were made of, and their tokens."""
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,7 +20,9 @@ def shown_rows(config: Config, prepared: Prepared, count: int, *, tokens: bool) 
         made = jobs[job].encoder(jobs[job].rows.take(row, row + 1)[0])[record]
         kept = within_limits(jobs[job], row, made)[0]
         assert kept is not None
-        yield {**kept.text, **(_tokens(prepared.train[number]) if tokens else {})}
+        # What JSON does not know, dates for example, is shown as the text that rewards get too.
+        text = json.loads(json.dumps(kept.text, default=str))
+        yield {**text, **(_tokens(prepared.train[number]) if tokens else {})}
 
 
 def _tokens(row: dict[str, Any]) -> dict[str, Any]:
@@ -27,6 +30,6 @@ def _tokens(row: dict[str, Any]) -> dict[str, Any]:
     if "scored" in row:
         shown["loss_mask"] = [int(mark) for mark in row["scored"]]
     if "ids" in row and "labels" in row:
-        shown["labels"] = row["labels"]
+        shown["token_labels"] = row["labels"]
         shown["loss_mask"] = [int(mark != -100) for mark in row["labels"]]
     return shown

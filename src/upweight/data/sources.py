@@ -12,6 +12,7 @@ from typing import Any
 
 import datasets
 import numpy as np
+import pyarrow.parquet
 from datasets import config as datasets_config
 from datasets.exceptions import DatasetsError
 from numpy.typing import NDArray
@@ -206,6 +207,8 @@ def _files(files: list[Path], kind: str | None) -> dict[str, list[Source]]:
         if found in ("json", "text"):
             sources.append(LineFile(file, "json" if found == "json" else "text"))
         else:
+            if found == "parquet" and not pyarrow.parquet.read_metadata(file).num_rows:
+                raise UserError(f"{file}: has no rows.")
             sources += _tables(found, data_files=str(file), **_options(found, file))["train"]
     return {"train": sources}
 

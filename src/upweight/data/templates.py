@@ -22,6 +22,11 @@ REWRITTEN_TURN = (
     "the chat template writes an assistant turn differently when it is not the last one: such turns become samples of "
     "their own, each rendered as the last one"
 )
+LEFT_OUT = (
+    "the chat template leaves out part of what some answers say, their reasoning perhaps: it is not trained on "
+    "(look at rows with `upweight preprocess CONFIG --show 3`; 'chat_template' names another template)"
+)
+SAID_IN = ("content", "reasoning_content", "thinking")
 OTHER_WORDS = ("\u2021", "\u2020")  # whatever a turn says, it does not begin with both
 
 
@@ -78,6 +83,8 @@ class ChatTemplate:
                 warn_once(REWRITTEN_PROMPT)
                 return prompt, [self._alone(conversation, answer) for answer in answers]
             prompt = shared
+        for text, answer in zip(whole, answers, strict=True):
+            _warn_if_left_out(answer[-1], text[len(prompt) :])
         return prompt, [text[len(prompt) :].rstrip() for text in whole]
 
     def turns(self, conversation: Conversation, wanted: Collection[int]) -> list[tuple[str, list[Turn]]]:
@@ -88,9 +95,10 @@ class ChatTemplate:
         for number, message in enumerate(conversation.messages):
             if number not in wanted:
                 continue
-            before = self._opened(conversation.upto(number), message)
             upto = text if number == last else self.render(conversation.upto(number + 1)).rstrip()
-            turn = Turn(common_length(before, upto), len(upto), number)
+            turn = Turn(self._start(conversation.upto(number), message, upto), len(upto), number)
+            if message["role"] == "assistant":
+                _warn_if_left_out(message, upto[turn.start :])
             if text.startswith(upto):
                 turns.append(turn)
             else:
@@ -98,13 +106,16 @@ class ChatTemplate:
                 alone.append((upto, [turn]))
         return [*alone, (text, turns)] if turns else alone
 
-    def _opened(self, conversation: Conversation, message: Message) -> str:
-        """Text that goes with a turn's text up to its header, which is given and not written, and no further."""
-        if conversation.messages and message["role"] == "assistant":
-            return self.render(conversation, ask=True)
-        # Nothing opens such a turn, and alone what stands before it may look different: another one parts from it.
+    def _start(self, before: Conversation, message: Message, text: str) -> int:
+        """Where in the text that a message ends its turn begins: behind the header, which is given and not written."""
+        if before.messages and message["role"] == "assistant":
+            opened = self.render(before, ask=True)
+            shared = common_length(opened, text)
+            if shared == len(opened) or text.startswith(self.render(before)):
+                return shared
+        # Nothing opens this turn, or earlier ones look different without it: other words in it part from it here.
         other = next(mark for mark in OTHER_WORDS if not message["content"].lstrip().startswith(mark))
-        return self.render(conversation.then({**message, "content": other}))
+        return common_length(self.render(before.then({**message, "content": other})), text)
 
     def _alone(self, conversation: Conversation, answer: Sequence[Message]) -> str:
         """An answer rendered after the last message only."""
@@ -145,6 +156,13 @@ class ChatTemplate:
             return "SYSTEM-PROBE" in self._apply(probe, ask=True)
         except Exception:  # foreign code, and failing is an answer: rows are rendered without that role
             return False
+
+
+def _warn_if_left_out(message: Message, text: str) -> None:
+    """Say so where a template does not write all that an answer says; white space is the template's own affair."""
+    for said in filter(None, map(message.get, SAID_IN)):
+        if isinstance(said, str) and said not in text and "".join(said.split()) not in "".join(text.split()):
+            warn_once(LEFT_OUT)
 
 
 def chat_template(data: DataSection, entry: DatasetRow, tokenizer: Any, folder: Path) -> ChatTemplate:

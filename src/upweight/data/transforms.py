@@ -5,7 +5,7 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -33,7 +33,8 @@ def load_function(path: str, folder: Path, key: str) -> Callable[..., Any]:
     module_name, _, name = path.rpartition(".")
     file = local_file(path, folder)
     try:
-        module = _load_file(module_name, file) if file else importlib.import_module(module_name)
+        with redirect_stdout(sys.stderr):
+            module = _load_file(module_name, file) if file else importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name and (module_name == error.name or module_name.startswith(f"{error.name}.")):
             raise UserError(
@@ -134,7 +135,8 @@ class Transform:
         parameters = inspect.signature(function).parameters.values()
         takes_index = any(p.kind is p.VAR_KEYWORD or p.name == "dataset_idx" for p in parameters)
         try:
-            return function(cfg, dataset_idx=dataset_idx) if takes_index else function(cfg)
+            with redirect_stdout(sys.stderr):
+                return function(cfg, dataset_idx=dataset_idx) if takes_index else function(cfg)
         except Exception as error:  # foreign code
             reason = f"{type(error).__name__}: {error}{_line(error)}"
             raise UserError(f"datasets.type: '{self.name}' failed: {reason}") from error
@@ -143,7 +145,8 @@ class Transform:
         """The rows that a row becomes; none where the transform drops it."""
         given = {key: [value] for key, value in row.items()} if self.batched else dict(row)
         try:
-            made = self.row_function(given, **self.extra)
+            with redirect_stdout(sys.stderr):  # what a user prints must not mix with rows that are shown
+                made = self.row_function(given, **self.extra)
         except Exception as error:  # foreign code
             reason = f"{type(error).__name__}: {error}{_line(error)}"
             raise RowError(self.name, f"a row that this transform can read; it failed with {reason}") from error

@@ -37,6 +37,7 @@ def training_arguments(
         adam_epsilon=optim.adam_epsilon,
         max_grad_norm=optim.max_grad_norm,
         seed=optim.seed,
+        full_determinism=optim.full_determinism,
         data_seed=optim.seed,
         fp16=dtype == torch.float16,  # brings loss scaling
         bf16=False,  # weights are computed in bfloat16 as they are; autocast would cast them at every use
@@ -112,11 +113,12 @@ def _evaluating(config: Config, steps_per_epoch: int) -> dict[str, Any]:
     run = config.run
     if not (config.data.test_datasets or config.data.val_set_size):
         return {"eval_strategy": "no"}
+    options: dict[str, Any] = {"eval_on_start": run.eval_on_start}
     if run.evals_per_epoch:
-        return {"eval_strategy": "steps", "eval_steps": max(steps_per_epoch // run.evals_per_epoch, 1)}
+        return {**options, "eval_strategy": "steps", "eval_steps": max(steps_per_epoch // run.evals_per_epoch, 1)}
     if run.eval_steps:
-        return {"eval_strategy": run.eval_strategy or "steps", "eval_steps": _steps(run.eval_steps)}
-    return {"eval_strategy": run.eval_strategy or "epoch"}
+        return {**options, "eval_strategy": run.eval_strategy or "steps", "eval_steps": _steps(run.eval_steps)}
+    return {**options, "eval_strategy": run.eval_strategy or "epoch"}
 
 
 def _steps(value: float) -> float:

@@ -2,12 +2,15 @@
 
 import datetime
 import os
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
+
+T = TypeVar("T")
 
 
 def join_ranks(timeout_s: int) -> tuple[PartialState, torch.device]:
@@ -20,6 +23,20 @@ def join_ranks(timeout_s: int) -> tuple[PartialState, torch.device]:
     state = PartialState(cpu=True) if on_cpu else PartialState(timeout=timeout)
     assert isinstance(state.device, torch.device)
     return state, state.device
+
+
+def first_here_then_others(work: Callable[[], T]) -> T:
+    """Let one rank of each machine do some work, however long it takes, before the others find it done."""
+    ranks = PartialState()
+    if ranks.num_processes == 1:
+        return work()
+    group = dist.new_group(backend="gloo", timeout=datetime.timedelta(days=7))  # a dead rank is noticed at once
+    if not ranks.is_local_main_process:
+        dist.barrier(group=group)
+        return work()
+    result = work()
+    dist.barrier(group=group)
+    return result
 
 
 def as_rank_zero_says(value: Any) -> Any:

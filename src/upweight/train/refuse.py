@@ -9,7 +9,11 @@ from upweight.errors import UserError
 from upweight.train.reference_rows import refuse_inexact
 
 UNSUPPORTED: tuple[tuple[str, Callable[[Config], object], str], ...] = (
-    ("fsdp", lambda c: any(path.startswith("fsdp") for path in c.given), "weights cannot be sharded yet; plain data parallelism starts by itself"),
+    (
+        "fsdp",
+        lambda c: any(path.startswith("fsdp") for path in c.given),
+        "weights cannot be sharded yet; plain data parallelism starts by itself",
+    ),
     ("deepspeed", lambda c: c.sharding.deepspeed, "DeepSpeed is not supported yet; drop the key"),
     (
         "context_parallel_size",

@@ -37,7 +37,7 @@ from upweight.train.checkpoints import (
 )
 from upweight.train.loader import StepSampler
 from upweight.train.profile import Profiler
-from upweight.train.ranks import as_rank_zero_says, join_ranks
+from upweight.train.ranks import as_rank_zero_says, first_here_then_others, join_ranks
 from upweight.train.rates import rate_rules
 from upweight.train.reference_sync import SyncReference
 from upweight.train.refuse import refuse_unsupported
@@ -55,6 +55,7 @@ def train(config: Config, *, resume: bool = False) -> None:
         trainer.add_callback(callback)
     checkpoint = as_rank_zero_says(_begin(config, folder, resume) if trainer.is_world_process_zero() else None)
     if checkpoint is not None:
+        trainer.args.eval_on_start = False
         for callback in trainer.callback_handler.callbacks:
             if isinstance(callback, SyncReference):
                 callback.restore(checkpoint)
@@ -89,8 +90,7 @@ def build(config: Config) -> MethodTrainer:
     ranks, device = join_ranks(config.sharding.timeout)
     set_seed(config.optim.seed)
     tokenizer = load_tokenizer(config.model)
-    with ranks.main_process_first():
-        data = prepare(config, tokenizer)
+    data = first_here_then_others(partial(prepare, config, tokenizer))
     if not len(data.train):
         raise UserError("\n".join(["datasets: no row is left to train on.", *data.report.lines()]))
 

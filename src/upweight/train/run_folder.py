@@ -9,12 +9,14 @@ from typing import Any
 import yaml
 from transformers import TrainerCallback
 
-from upweight.config import Config, ConfigView, view
+from upweight.config import Config
+from upweight.config.config import SECTIONS
 from upweight.config.run import RunSection, TrackingSection
 from upweight.settings import keys_of
 from upweight.train.checkpoints import write_text
 
 METRICS, CONFIG = "metrics.jsonl", "config.yaml"
+FOLDED = ("batch_size",)  # keys whose value has become that of another
 
 
 def write_config(config: Config, folder: Path) -> None:
@@ -34,15 +36,29 @@ def changed_keys(config: Config, folder: Path) -> list[str]:
 
 
 def _content(config: Config) -> dict[str, Any]:
-    return {key: plain for key, value in view(config).items() if (plain := _plain(value)) not in (None, {}, [])}
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, ConfigView):
-        return {key: plain for key, inner in value.items() if (plain := _plain(inner)) is not None}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return value
+    """Every value that the run reads, under its own key, by YAML name."""
+    off = set() if config.method.online else {"rollout", "vllm", "gym"}
+    content: dict[str, Any] = {}
+    for name, section in (*SECTIONS.items(), ("method", type(config.method))):
+        for key in keys_of(section) if name not in off else ():
+            owner: Any = getattr(config, name)
+            for part in key.where:
+                owner = getattr(owner, part)
+            value = owner.model_dump(mode="json", exclude_none=True, include={key.name}).get(key.name)
+            if key.path == key.canonical and key.path not in FOLDED and value not in (None, {}, []):
+                *blocks, last = key.path.split(".")
+                place = content
+                for block in blocks:
+                    place = place.setdefault(block, {})
+                place[last] = value
+    for row in (*content.get("datasets", ()), *content.get("test_datasets", ())):
+        if row.get("path") and (config.folder / row["path"]).exists():  # the copy lies in another folder
+            row["path"] = str((config.folder / row["path"]).resolve())
+    idle = (
+        *(("lora", "peft") if config.adapter.kind is None else ()),
+        *(("fsdp",) if not config.sharding.fsdp else ()),
+    )
+    return {key: value for key, value in content.items() if not key.startswith(idle)}
 
 
 def cut_metrics(folder: Path, step: int) -> None:

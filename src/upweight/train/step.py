@@ -30,6 +30,7 @@ class StepRunner:
     meters: Meters = field(default_factory=Meters)
     tokens: int = 0  # forwarded by this rank since somebody last set it to zero
     checked: bool = False
+    collects: list[str] = field(default_factory=list)  # names of what the method collects, on any rank
 
     def train(self, model: nn.Module, units: Sequence[Unit]) -> Tensor:
         """Gradients of a step; returns a loss whose mean over ranks is the step's.
@@ -117,8 +118,10 @@ class StepRunner:
         """Values of all rows and ranks, end to end; ranks pad with NaN to the longest."""
         if self.accelerator.num_processes == 1:
             return {name: torch.cat(values) for name, values in collected.items()}
+        if not self.collects:  # the same in every step
+            self.collects = union_over_ranks(set(collected))
         joined: dict[str, Tensor] = {}
-        for name in union_over_ranks(set(collected)):
+        for name in self.collects:
             own = torch.cat(collected.get(name, [torch.zeros(0, device=self.accelerator.device)]))
             padded = self.accelerator.pad_across_processes(own, pad_index=float("nan"))  # pyright: ignore[reportArgumentType]
             gathered = self.accelerator.gather(padded)

@@ -67,7 +67,7 @@ def test_what_is_trained_on_can_be_chosen(entry, expected):
 
 def test_messages_say_themselves_whether_they_are_trained_on():
     marked = [{**message, "train": number in (1, 4)} for number, message in enumerate(TALK)]
-    assert chat({"message_field_training": "train"}, marked)[1] == ["<|im_start|>user\none<|im_end|>", "four<|im_end|>"]
+    assert chat({"message_field_training": "train"}, marked)[1] == ["one<|im_end|>", "four<|im_end|>"]
     detail = [{"begin_offset": 0, "end_offset": 1, "train": False}, {"begin_offset": 2, "end_offset": 3, "train": True}]
     marked = [*TALK[:4], {**TALK[4], "parts": detail}]
     assert chat({"message_field_training_detail": "parts"}, marked)[1] == ["two<|im_end|>", "ur<|im_end|>"]
