@@ -84,6 +84,7 @@ def is_running(pid):
         return False
 
 
+@pytest.mark.slow
 def test_ctrl_c_saves_once_for_all_ranks_and_resume_continues(model_folder, tmp_path):
     file = write_config(tmp_path, model_folder, num_epochs=40, save_strategy="no")
     process = begun(file, "--num-processes", 2)

@@ -30,7 +30,8 @@ def first_here_then_others(work: Callable[[], T]) -> T:
     ranks = PartialState()
     if ranks.num_processes == 1:
         return work()
-    group = dist.new_group(backend="gloo", timeout=datetime.timedelta(days=7))  # a dead rank is noticed at once
+    group: Any = dist.new_group(backend="gloo", timeout=datetime.timedelta(days=7))  # a dead rank is noticed at once
+    assert isinstance(group, dist.ProcessGroup)
     if not ranks.is_local_main_process:
         dist.barrier(group=group)
         return work()
