@@ -189,5 +189,4 @@ class DataSection(Section):
     eot_tokens: list[str] = setting("eot_tokens", [], "Tokens that end a turn, if not the end-of-text token.")
     workers: int = setting("dataloader_num_workers", 0, "Processes that load batches.", ge=0)
     prefetch: PositiveInt | None = setting("dataloader_prefetch_factor", None, "Batches each of them loads ahead.")
-    pin_memory: bool = setting("dataloader_pin_memory", True, "Keep batches in pinned memory.")
     drop_last: bool = setting("dataloader_drop_last", False, "Drop the last, incomplete batch.")

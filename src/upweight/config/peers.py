@@ -20,6 +20,7 @@ SATISFIED: dict[str, str] = {
     "pad_to_multiple_of": PACKED,
     "batch_flattening": PACKED,
     "dpo_padding_free": PACKED,
+    "dataloader_pin_memory": "a step's tokens are a few kilobytes",
     "group_by_length": "batches are balanced by tokens",
     "trl.use_liger_loss": FUSED_HEAD,
     "dpo_use_liger_kernel": FUSED_HEAD,

@@ -28,7 +28,7 @@ from upweight.errors import UserError
 
 # Data settings that change how the work is done and not what comes out.
 WITHOUT_EFFECT = frozenset(
-    {"prepared_path", "skip_prepare", "processes", "in_memory", "workers", "prefetch", "pin_memory", "drop_last"}
+    {"prepared_path", "skip_prepare", "processes", "in_memory", "workers", "prefetch", "drop_last"}
 )
 REPEATED = "repeats an earlier row (dataset_exact_deduplication)"
 
