@@ -42,7 +42,9 @@ class RunSection(Section):
         "auto_resume_from_checkpoints", False, "Continue from the last whole checkpoint, if any."
     )
     loss_limit: float | None = setting("loss_watchdog_threshold", None, "Stop when the loss stays above this.", gt=0)
-    loss_limit_patience: PositiveInt = setting("loss_watchdog_patience", 3, "Logs in a row that the loss may stay above it.")
+    loss_limit_patience: PositiveInt = setting(
+        "loss_watchdog_patience", 3, "Logs in a row that the loss may stay above it."
+    )
     profiler_steps: PositiveInt | None = setting("profiler_steps", None, "Record a profile of so many steps.")
     profiler_start: int = setting("profiler_steps_start", 0, "Step at which the profile begins.", ge=0)
     hub_model_id: str | None = setting("hub_model_id", None, "Repository on the hub to push the result to.")
