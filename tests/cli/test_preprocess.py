@@ -60,6 +60,15 @@ def test_shows_rows_and_nothing_else(preprocess):
     assert set(rows[0]) == {"prompt", "chosen", "rejected", "prompt_ids", "chosen_ids", "rejected_ids"}
 
 
+def test_a_cut_answer_is_shown_as_it_was_cut(preprocess):
+    whole = json.loads(preprocess("--show", "1", "--tokens").stdout)
+    room = len(whole["prompt_ids"]) + 4
+    arguments = ("excess_length_strategy=truncate", f"sequence_len={room}")
+    row = json.loads(preprocess("--show", "1", "--tokens", *arguments).stdout)
+    assert (row["chosen"], row["chosen_ids"]) == ("beca", whole["chosen_ids"][:4])
+    assert row["rejected"] == whole["rejected"]
+
+
 def test_the_loss_mask_is_shown(preprocess, tmp_path):
     (tmp_path / "texts.jsonl").write_text(json.dumps({"instruction": "Add.", "output": "4"}))
     (tmp_path / "config.yaml").write_text(

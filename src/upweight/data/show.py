@@ -20,8 +20,13 @@ def shown_rows(config: Config, prepared: Prepared, count: int, *, tokens: bool) 
         made = jobs[job].encoder(jobs[job].rows.take(row, row + 1)[0])[record]
         kept = within_limits(jobs[job], row, made)[0]
         assert kept is not None
+        cut = {
+            name: jobs[job].encoder.tokens.tokenizer.decode(kept.columns[f"{name}_ids"])
+            for name in kept.text
+            if kept.columns.get(f"{name}_ids") != made.columns.get(f"{name}_ids")
+        }
         # What JSON does not know, dates for example, is shown as the text that rewards get too.
-        text = json.loads(json.dumps(kept.text, default=str))
+        text = json.loads(json.dumps({**kept.text, **cut}, default=str))
         yield {**text, **(_tokens(prepared.train[number]) if tokens else {})}
 
 
