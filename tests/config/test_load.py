@@ -61,6 +61,7 @@ def test_all_errors_come_at_once_with_path_reason_and_suggestion():
         ({"trl": {"learning_rate": 1e-5}}, "trl.learning_rate: belongs at the top level"),
         ({"split": "train"}, "split: belongs under 'datasets[...]'"),
         ({"rl": "dpoo"}, "Did you mean 'dpo'?"),
+        ({"lr": "dpo"}, "lr: unknown key. Did you mean 'rl'?"),
         ({"rl": "reward_trainer"}, "rl: expected one of"),
         ({"bf16": "maybe"}, "bf16: expected true or false or auto, got 'maybe'."),
         ({"micro_batch_size": True}, "micro_batch_size: expected a whole number, got true."),

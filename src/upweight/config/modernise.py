@@ -29,7 +29,8 @@ def modernise(content: dict[Any, Any], findings: Findings) -> dict[Any, Any]:
     content = copy_tree(content)
     _fsdp(content, findings)
     for old, new in RENAMED.items():
-        _rename(content, old, new, findings)
+        if old != "lr" or not isinstance(content.get(old), str):  # `lr: dpo` is a slip for `rl: dpo`
+            _rename(content, old, new, findings)
     for key, values in OFF.items():
         if type(content.get(key)) in (int, float) and content[key] in values:
             del content[key]
