@@ -88,6 +88,11 @@ def test_exclusive_keys(keys):
         parse_config(content, folder=Path())
 
 
+def test_a_server_without_rollouts_is_remarked_on():
+    (notice,) = notices({**WHOLE, "rl": "dpo", "vllm": {"port": 8001}})
+    assert notice == "vllm.port: no effect with rl: dpo: nothing is sampled"
+
+
 def test_groups_that_do_not_fit_are_mended_with_a_word():
     config = parse_config({**GRPO, "micro_batch_size": 4}, folder=Path())
     assert generation_batch(config) == 8

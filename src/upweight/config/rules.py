@@ -228,7 +228,7 @@ def adapter_keys_need_an_adapter(config: Config) -> str | None:
 
 
 def rollout_keys_need_rollouts(config: Config) -> str | None:
-    stray = [path for path in config.given if path.startswith("trl.")]
+    stray = [path for path in config.given if path.startswith(("trl.", "vllm.", "nemo_gym_"))]
     if stray and not config.method.online:
         return f"{', '.join(stray)}: no effect with {how_to_choose(config.method.name)}: nothing is sampled"
     return None
