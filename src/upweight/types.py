@@ -11,7 +11,7 @@ Tensor names end in their axes:
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -129,12 +129,14 @@ class Loss:
 
 @dataclass(frozen=True)
 class Completion:
-    """Tokens that a sampler wrote after a prompt."""
+    """What was written after a prompt: by a sampler, or by a sampler and an environment in turns."""
 
     ids: list[int]
-    logps: list[float]  # of each token under the sampler: temperature applied, nothing truncated
+    logps: list[float]  # of each token under the sampler: temperature applied, nothing truncated; empty: not known
     versions: list[int]  # policy version that sampled each token
     finished: bool  # ended by itself (end token or stop string), not by the length limit
+    sampled: list[bool] | None = None  # False where an environment wrote the token; None: the policy wrote all
+    text: str | None = None  # what rewards read, where a rollout function says so
 
 
 @dataclass
@@ -166,16 +168,18 @@ class Sampling:
 class Generator(Protocol):
     """What every sampling backend offers."""
 
-    def generate(self, prompts: Sequence[Sequence[int]], count: int, sampling: Sampling) -> list[list[Completion]]:
-        """`count` completions for each prompt, in the order of the prompts."""
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        count: int,
+        sampling: Sampling,
+        done: Callable[[int, list[Completion]], None] | None = None,
+    ) -> list[list[Completion]]:
+        """`count` completions for each prompt, in the order of the prompts; `done` hears of each prompt as it ends."""
         ...
 
-    def load_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
-        """Serve these weights as policy `version` from the next request on."""
-        ...
-
-    def load_adapter(self, folder: str, version: int) -> None:
-        """Serve the adapter in `folder` as policy `version` from the next request on."""
+    def sync(self, version: int) -> None:
+        """Sample from the policy's weights as they are now, as `version`, from the next request on."""
         ...
 
     def version(self) -> int:
