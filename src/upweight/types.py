@@ -143,11 +143,13 @@ class Completion:
 class Group:
     """The completions of one prompt, on their way from the sampler to the trainer."""
 
+    number: int  # of the data row the prompt came from
+    row: Mapping[str, Any]  # that row; its columns reach the rewards
     prompt_ids: list[int]
-    row: Mapping[str, Any]  # the data row the prompt came from; its columns reach the rewards
     completions: list[Completion] = field(default_factory=list)
     rewards_SR: Tensor | None = None
     advantage_S: Tensor | None = None
+    extras: dict[str, list[Any]] = field(default_factory=dict)  # further columns, one value for each completion
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ import functools
 import sys
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
@@ -28,6 +29,24 @@ _stock_names: list[str] = []
 _in_tree_forward: ContextVar[bool] = ContextVar("in_tree_forward", default=False)
 
 
+@dataclass(frozen=True, eq=False)
+class Scores:
+    """How a layer attends: what it may see, the scale and soft cap of its scores, each head's logit for nothing."""
+
+    rule: Rule
+    scaling: float
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+
+class Attends(Protocol):
+    """What travels as `tree=`: attends for a layer, whose module tells layers apart."""
+
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, form: Scores) -> Tensor:
+        """Query [B, heads, N, width], key and value with as many or fewer heads -> [B, heads, N, width]."""
+        ...
+
+
 class Tree:
     """The trees of one row; for each rule the plan is made once and kept as long as the forward can be recomputed."""
 
@@ -43,6 +62,12 @@ class Tree:
             make = tree_block_mask if on_gpu else SegmentPlan.of
             self._plans[rule] = make(self.end_N, self.position_N, rule)
         return self._plans[rule]
+
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, form: Scores) -> Tensor:
+        """Attention of one layer over the row."""
+        plan = self.plan(form.rule)
+        attend: Callable[..., Tensor] = flex_tree_attention if isinstance(plan, BlockMask) else segment_attention
+        return attend(query, key, value, plan, scaling=form.scaling, softcap=form.softcap, sinks=form.sinks)
 
 
 @contextlib.contextmanager
@@ -98,18 +123,17 @@ def _attention(
     *,
     stock: str,
     scaling: float | None = None,
-    tree: Tree | None = None,
+    tree: Attends | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention of one layer, [1, heads, N, width] in and [1, N, heads, width] out; stock where there is no rule."""
+    """Attention of one layer, [B, heads, N, width] in and [B, N, heads, width] out; stock where there is no rule."""
     if not isinstance(attention_mask, Rule):
         given = {} if scaling is None else {"scaling": scaling}
         return _stock_attention(stock, module)(module, query, key, value, attention_mask, **given, **kwargs)
     assert tree is not None, f"{type(module).__name__} was not handed the tree: its model drops forward arguments"
-    plan = tree.plan(attention_mask)
-    attend: Callable[..., Tensor] = flex_tree_attention if isinstance(plan, BlockMask) else segment_attention
-    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    out = attend(query, key, value, plan, scaling=scaling, softcap=kwargs.get("softcap"), sinks=kwargs.get("s_aux"))
+    scale = float(query.shape[-1] ** -0.5 if scaling is None else scaling)
+    form = Scores(attention_mask, scale, kwargs.get("softcap"), kwargs.get("s_aux"))
+    out = tree.attend(module, query, key, value, form)
     return out.transpose(1, 2).contiguous(), None
 
 

@@ -6,8 +6,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from upweight.engine.forward import Engine, base_of
+from upweight.engine.keeping import kept_layers
 from upweight.errors import UserError
 from upweight.types import Batch
 
@@ -121,17 +123,22 @@ def dropout_off(model: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
-def enable_checkpointing(model: nn.Module, reentrant: bool = False) -> None:
-    """Recompute activations in backward; frozen embeddings then have to pass gradients on, or adapters get none."""
+def enable_checkpointing(model: nn.Module, reentrant: bool = False, every_layer: bool = False) -> None:
+    """Recompute activations in backward, in `every_layer` or in as many as memory asks for.
+
+    Frozen embeddings then have to pass gradients on, or adapters get none.
+    """
     base = base_of(model)
     base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    base.__dict__["_kept_layers"] = None if every_layer else kept_layers(base)
     if not any(p.requires_grad for p in base.get_input_embeddings().parameters()):
         base.enable_input_require_grads()
 
 
 def gradients_flow(model: nn.Module) -> bool:
     """Whether a backward left something in any trained weight of this rank; ask after a loss that was not zero."""
-    return any(bool(p.grad.any()) for p in model.parameters() if p.requires_grad and p.grad is not None)
+    found = [p.grad for p in model.parameters() if p.requires_grad and p.grad is not None]
+    return any(bool((grad.to_local() if isinstance(grad, DTensor) else grad).any()) for grad in found)
 
 
 def require_gradients(flowing: bool) -> None:

@@ -10,11 +10,13 @@ from transformers import PreTrainedModel
 
 from upweight.engine.attention import Tree, register, stock_of, tree_masks
 from upweight.engine.head import install_head
+from upweight.engine.keeping import KeptLayers
 from upweight.engine.layout import choose_layout
 from upweight.engine.logits import STATISTICS, Ask, LogitForm, logit_form, row_statistics
 from upweight.engine.packing import Layout
 from upweight.errors import UserError
 from upweight.log import warn_once
+from upweight.models.patches import add_adapters_in_place
 from upweight.types import Batch, Outputs
 
 
@@ -36,6 +38,7 @@ class Engine:
         self.layout: Layout = choose_layout(base, layout, longest)
         self.scores = base.get_output_embeddings() is None
         _install(base)
+        add_adapters_in_place(model)
 
     def __call__(
         self,
@@ -132,6 +135,9 @@ def _packed_forward(base: PreTrainedModel, packed: dict[str, Any]) -> dict[str, 
 def _run(call: Any, base: PreTrainedModel, packed: dict[str, Any], **options: Any) -> Any:
     """Call the body (or the whole stock forward) on the rows of a batch."""
     ids_BN, length_B, end_BN = packed["ids_BN"], packed["length_B"], packed["end_BN"]
+    kept: KeptLayers | None = base.__dict__.get("_kept_layers")
+    if kept is not None:
+        kept.choose(ids_BN.numel())
     if end_BN is None:
         mask = torch.arange(ids_BN.shape[1], device=ids_BN.device) < length_B[:, None]
         return call(input_ids=ids_BN, attention_mask=mask.long(), use_cache=False, **options)

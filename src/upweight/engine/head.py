@@ -174,6 +174,8 @@ def _add_product(total_VD: Tensor, slope_TV: Tensor, hidden_TD: Tensor) -> None:
     """total += slope^T hidden, the sum in float32."""
     if total_VD.dtype == slope_TV.dtype:
         total_VD.addmm_(slope_TV.t(), hidden_TD)
+    elif total_VD.is_cuda:
+        torch.addmm(total_VD, slope_TV.t(), hidden_TD, out_dtype=total_VD.dtype, out=total_VD)
     else:
         total_VD += slope_TV.t() @ hidden_TD
 

@@ -155,7 +155,11 @@ def row_gradient(
     slope = p.mul_(weight_T[:, None])
     if extra is not None:
         slope += extra
-    slope.scatter_add_(1, target_T[:, None], to_logp[:, None])
+    if torch.compiler.is_compiling():  # a scatter would not be fused
+        column_V = torch.arange(slope.shape[1], device=slope.device)
+        slope = torch.where(column_V == target_T[:, None], slope + to_logp[:, None], slope)
+    else:
+        slope.scatter_add_(1, target_T[:, None], to_logp[:, None])
     if ask.form.cap is not None:
         slope *= 1 - (capped / ask.form.cap) ** 2
     factor = ask.form.scale / ask.temperature

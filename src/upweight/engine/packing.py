@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -38,24 +38,45 @@ def build_batch(
         units, predict = [Unit((_IDLE,))], False
     samples = [sample for unit in units for sample in unit.samples]
     tokens = _tree_tokens(samples, pad_to) if layout == "tree" else _padded_tokens(samples, pad_to)
-    ids_BN, position_BN, end_BN, length_B, paths = tokens
+    return _batch(units, samples, predict, tokens)
 
+
+def count_batch(units: Sequence[Unit], predict: bool = True) -> Batch:
+    """What a method may count of units before any forward: a batch without the tokens themselves."""
+    samples = [sample for unit in units for sample in unit.samples]
+    nothing = torch.zeros((1, 0), dtype=torch.int64)
+    paths = [np.zeros(len(sample.ids), np.int64) for sample in samples]
+    return _batch(units, samples, predict, _Tokens(nothing, nothing, nothing, None, paths))
+
+
+class _Tokens(NamedTuple):
+    """Tokens laid out for the model, and where each sample's lie."""
+
+    ids_BN: Tensor
+    position_BN: Tensor
+    end_BN: Tensor | None
+    length_B: Tensor | None
+    paths: list[NDArray[np.int64]]
+
+
+def _batch(units: Sequence[Unit], samples: Sequence[Sample], predict: bool, tokens: _Tokens) -> Batch:
+    """Laid out tokens with what is scored in them and known about them."""
     scored = [np.flatnonzero(sample.scored) for sample in samples]
     if predict:
         kept = [slice(int(at[:1].tolist() == [0]), None) for at in scored]
         scored = [at[keep] for at, keep in zip(scored, kept, strict=True)]
-        sources = [path[at - 1] for path, at in zip(paths, scored, strict=True)]
+        sources = [path[at - 1] for path, at in zip(tokens.paths, scored, strict=True)]
         targets = [sample.ids[at] for sample, at in zip(samples, scored, strict=True)]
     else:
         kept = [slice(None)] * len(samples)
-        sources = [path[at] for path, at in zip(paths, scored, strict=True)]
+        sources = [path[at] for path, at in zip(tokens.paths, scored, strict=True)]
         targets = [np.zeros_like(at) if s.labels is None else s.labels for s, at in zip(samples, scored, strict=True)]
 
     return Batch(
-        ids_BN=ids_BN,
-        position_BN=position_BN,
-        end_BN=end_BN,
-        length_B=length_B,
+        ids_BN=tokens.ids_BN,
+        position_BN=tokens.position_BN,
+        end_BN=tokens.end_BN,
+        length_B=tokens.length_B,
         source_T=torch.from_numpy(np.concatenate(sources)),
         target_T=torch.from_numpy(np.concatenate(targets)),
         sequence_T=torch.from_numpy(np.repeat(np.arange(len(samples)), [len(at) for at in scored])),
@@ -98,10 +119,8 @@ def plan_rows(units: Sequence[Unit], budget: int, ranks: int = 1, layout: Layout
 _IDLE = Sample(ids=np.zeros(1, np.int64), scored=np.ones(1, np.bool_))
 
 
-def _tree_tokens(
-    samples: Sequence[Sample], pad_to: Callable[[int], int] | None
-) -> tuple[Tensor, Tensor, Tensor, None, list[NDArray[np.int64]]]:
-    """Samples -> ids, positions, ends, no lengths, and where each sample's tokens lie."""
+def _tree_tokens(samples: Sequence[Sample], pad_to: Callable[[int], int] | None) -> _Tokens:
+    """Samples folded into trees in one row."""
     forest = fold([sample.ids for sample in samples])
     length = len(forest.ids_N)
     width = max(1, length if pad_to is None else pad_to(length))
@@ -109,13 +128,11 @@ def _tree_tokens(
     end = np.arange(1, width + 1)  # a padding token sees itself alone
     ids[:length], position[:length], end[:length] = forest.ids_N, forest.position_N, forest.end_N
     ids_BN, position_BN, end_BN = (torch.from_numpy(row)[None] for row in (ids, position, end))
-    return ids_BN, position_BN, end_BN, None, forest.paths
+    return _Tokens(ids_BN, position_BN, end_BN, None, forest.paths)
 
 
-def _padded_tokens(
-    samples: Sequence[Sample], pad_to: Callable[[int], int] | None
-) -> tuple[Tensor, Tensor, None, Tensor, list[NDArray[np.int64]]]:
-    """Samples -> ids, positions, no ends, lengths, and where each sample's tokens lie."""
+def _padded_tokens(samples: Sequence[Sample], pad_to: Callable[[int], int] | None) -> _Tokens:
+    """Samples in a row each, padded on the right."""
     longest = max(len(sample.ids) for sample in samples)
     width = max(1, longest if pad_to is None else pad_to(longest))
     ids = np.zeros((len(samples), width), np.int64)
@@ -125,7 +142,7 @@ def _padded_tokens(
     # A row without any visible token would give NaN.
     length_B = torch.tensor([max(1, len(sample.ids)) for sample in samples])
     paths = [row * width + np.arange(len(sample.ids)) for row, sample in enumerate(samples)]
-    return torch.from_numpy(ids), position_BN, None, length_B, paths
+    return _Tokens(torch.from_numpy(ids), position_BN, None, length_B, paths)
 
 
 def _joined(arrays: Sequence[NDArray | None], kept: Sequence[slice], dtype: torch.dtype) -> Tensor | None:

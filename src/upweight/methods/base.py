@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from upweight.settings import Section
-from upweight.types import Batch, Loss, Mean, Outputs
+from upweight.types import Batch, Loss, Mean, Outputs, Sample
 
 
 class Method(Section):
@@ -46,6 +46,10 @@ class Method(Section):
         to their own step.
         """
         raise NotImplementedError
+
+    def contributes(self, sample: Sample) -> bool:
+        """Whether a sample can move the gradient; one that cannot need not be forwarded."""
+        return True
 
     def collect(self, out: Outputs, batch: Batch) -> dict[str, Tensor]:
         """Values that `prepare` wants to see for the whole step; they are joined over batches and ranks."""

@@ -11,7 +11,7 @@ from upweight.methods.advantages import leave_one_out, normalised, weighted_rewa
 from upweight.methods.base import Method, given
 from upweight.methods.policy_gradient import PolicyGradient, is_sampled
 from upweight.settings import inline, setting
-from upweight.types import Batch, Loss, Mean, Outputs
+from upweight.types import Batch, Loss, Mean, Outputs, Sample
 
 
 class EBFT(Method):
@@ -96,6 +96,9 @@ class EBFT(Method):
         sampled_T = is_sampled(batch)[batch.sequence_T]
         counts = {"tokens": sampled_T.sum().float()} if self.mode == "strided" else self.policy.count(batch)
         return counts | {"ce_tokens": (~sampled_T).sum().float()} if self.ce_coef else counts
+
+    def contributes(self, sample: Sample) -> bool:
+        return self.policy.contributes(sample)
 
     def collect(self, out: Outputs, batch: Batch) -> dict[str, Tensor]:
         return self.policy.collect(out, batch) if self.needs_preparation else {}

@@ -8,7 +8,7 @@ from torch import Tensor
 from upweight.methods.base import Method
 from upweight.methods.policy_gradient import PolicyGradient
 from upweight.settings import inline, setting
-from upweight.types import Batch, Loss, Outputs
+from upweight.types import Batch, Loss, Outputs, Sample
 
 
 class GDPO(Method):
@@ -51,6 +51,9 @@ class GDPO(Method):
 
     def count(self, batch: Batch) -> dict[str, Tensor]:
         return self.policy.count(batch)
+
+    def contributes(self, sample: Sample) -> bool:
+        return self.policy.contributes(sample)
 
     def collect(self, out: Outputs, batch: Batch) -> dict[str, Tensor]:
         return self.policy.collect(out, batch)

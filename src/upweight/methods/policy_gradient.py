@@ -19,7 +19,7 @@ from upweight.methods.policy_losses import (
     vespo_weight,
 )
 from upweight.settings import Section, setting
-from upweight.types import Batch, Loss, Mean, Outputs
+from upweight.types import Batch, Loss, Mean, Outputs, Sample
 
 Aggregation = Literal["sum_then_normalize", "normalize_then_sum"]
 CorrectionMode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
@@ -195,6 +195,11 @@ class PolicyGradient(Section):
         unit = DIVISOR[self.loss_type]
         counts = {unit: sampled_S.sum().float() if unit == "sequences" else tokens}
         return counts | {"tokens": tokens} if self.entropy_coef else counts
+
+    def contributes(self, sample: Sample) -> bool:
+        """Whether a sample can move the gradient."""
+        pulled = bool(sample.advantage) or self.beta > 0 or self.entropy_coef > 0 or self.needs_preparation
+        return bool(sample.scored.any()) and (pulled or sample.label == 1)
 
     def collect(self, out: Outputs, batch: Batch) -> dict[str, Tensor]:
         """Entropies of the sampled tokens, NaN for all others."""

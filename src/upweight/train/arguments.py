@@ -8,11 +8,17 @@ from transformers import TrainingArguments
 
 from upweight.config import Config
 from upweight.errors import UserError
+from upweight.train.sharding import fsdp_arguments
 from upweight.train.trackers import tracking_arguments
 
 
 def training_arguments(
-    config: Config, *, steps_per_epoch: int, use_cpu: bool, dtype: torch.dtype = torch.float32
+    config: Config,
+    *,
+    steps_per_epoch: int,
+    use_cpu: bool,
+    dtype: torch.dtype = torch.float32,
+    sharded: bool = False,
 ) -> TrainingArguments:
     """The arguments of the loop; accumulation is 1, since a step is cut into forwards by the step runner."""
     optim, run = config.optim, config.run
@@ -48,6 +54,7 @@ def training_arguments(
         dataloader_prefetch_factor=config.data.prefetch if config.data.workers else None,
         dataloader_drop_last=config.data.drop_last,
         remove_unused_columns=False,
+        ignore_data_skip=config.method.online,  # rollouts know themselves where they were
         logging_nan_inf_filter=False,
         logging_steps=run.logging_steps or min(max(total // 200, 1), 10),
         logging_first_step=True,
@@ -60,6 +67,7 @@ def training_arguments(
         **_saving(config, steps_per_epoch),
         **_evaluating(config, steps_per_epoch),
         **_pushing(config),
+        **(fsdp_arguments(config.sharding) if sharded else {}),
         **tracking_arguments(config.tracking),
     )
     try:
@@ -113,7 +121,9 @@ def _evaluating(config: Config, steps_per_epoch: int) -> dict[str, Any]:
     run = config.run
     if not (config.data.test_datasets or config.data.val_set_size):
         return {"eval_strategy": "no"}
-    options: dict[str, Any] = {"eval_on_start": run.eval_on_start}
+    # What an online run has learned shows against what it could do before.
+    unset = "eval_on_start" not in config.given
+    options: dict[str, Any] = {"eval_on_start": run.eval_on_start or (config.method.online and unset)}
     if run.evals_per_epoch:
         return {**options, "eval_strategy": "steps", "eval_steps": max(steps_per_epoch // run.evals_per_epoch, 1)}
     if run.eval_steps:

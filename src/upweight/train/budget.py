@@ -8,11 +8,11 @@ SMALLEST, LARGEST = 2048, 65_536
 SHARE = 0.5  # of the memory that is free once the weights are loaded
 
 
-def token_budget(config: PreTrainedConfig, device: torch.device, *, checkpointing: bool, trained: int) -> int:
-    """Tokens whose activations fit into the device's free memory, beside optimizer states for `trained` weights."""
+def token_budget(config: PreTrainedConfig, device: torch.device, *, checkpointing: bool, reserved: int) -> int:
+    """Tokens whose activations fit into the device's free memory, but for the bytes `reserved`."""
     if device.type != "cuda":
         return ON_CPU
-    free = torch.cuda.mem_get_info(device)[0] - 12 * trained  # two moments and the gradient, in float32
+    free = torch.cuda.mem_get_info(device)[0] - reserved
     per_layer = 2 * (
         20 * config.hidden_size + 6 * (getattr(config, "intermediate_size", None) or 4 * config.hidden_size)
     )

@@ -5,12 +5,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from accelerate import PartialState
 from peft import PeftModel
 from torch import nn
 from transformers import PreTrainedModel
 
 from upweight.engine import Engine
 from upweight.engine.check import enable_checkpointing
+from upweight.engine.noise import add_noise
+from upweight.engine.offload import offload_activations
 from upweight.methods.base import Method
 from upweight.models.precision import set_up_precision
 from upweight.models.reference import Reference, adapter_state, make_reference, reference_kind
@@ -31,14 +34,19 @@ def trainer_parts(
     separate_reference: Callable[[], nn.Module] | None = None,
     layout: Literal["auto", "tree", "padded"] = "auto",
     prepared: Path | None = None,
+    sharded: bool = False,
+    noise: float | None = None,
+    offload: bool = False,
 ) -> dict[str, Any]:
     """The arguments of MethodTrainer that follow from the policy.
 
-    `checkpointing` holds options where it is on; `prepared` is where precomputed log-probs are kept.
+    `checkpointing` holds options where it is on; `prepared` is where precomputed log-probs are kept. A model that
+    will be `sharded` stays where it was loaded, since it need not fit one device. `noise` on embeddings is NEFTune's
+    alpha; `offload` sends activations to host memory.
     """
-    if getattr(model, "hf_device_map", None) is None:  # quantised weights are placed as they are loaded
+    if not sharded and getattr(model, "hf_device_map", None) is None:  # quantised weights are placed as they are loaded
         nn.Module.to(model, device)
-    copies = set_up_precision(model, dtype, pure=pure)
+    copies = set_up_precision(model, dtype, sharding="fsdp" if sharded else "none", pure=pure)
     engine = Engine(model, layout, longest)
     precomputed = bool(getattr(method, "precompute_ref_log_probs", False))
     reference = None
@@ -46,11 +54,18 @@ def trainer_parts(
         reference = _reference(
             model, method, dtype, device, layout=layout, longest=longest, load_separate=separate_reference
         )
+    if noise is not None:
+        add_noise(model, noise)
+    if offload:
+        offload_activations(model)
     if checkpointing is not None:
-        enable_checkpointing(model, bool(checkpointing.get("use_reentrant", False)))
-    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+        reentrant, every_layer = (bool(checkpointing.get(key)) for key in ("use_reentrant", "every_layer"))
+        enable_checkpointing(model, reentrant, every_layer)
     by_memory = token_budget(
-        model.config.get_text_config(), device, checkpointing=checkpointing is not None, trained=trained
+        model.config.get_text_config(),
+        device,
+        checkpointing=checkpointing is not None,
+        reserved=_reserved(model, sharded),
     )
     return {
         "method": method,
@@ -61,6 +76,15 @@ def trainer_parts(
         "precompute": Precompute(separate_reference is not None, prepared) if precomputed else None,
         "copies": copies,
     }
+
+
+def _reserved(model: nn.Module, sharded: bool) -> int:
+    """Bytes that a rank will need for two moments and the gradient in float32, and for its shard of the weights."""
+    states = 12 * sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    if not sharded:
+        return states
+    weights = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    return (states + weights) // PartialState().num_processes
 
 
 def _reference(

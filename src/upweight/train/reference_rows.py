@@ -19,9 +19,8 @@ from upweight.log import logger
 from upweight.methods.base import Method
 from upweight.methods.kto import KTO
 from upweight.models.reference import AdapterOff
-from upweight.train.ranks import LargestOverRanks, from_all_ranks
-from upweight.train.step import Row, StepRunner
-from upweight.types import Sample
+from upweight.train.ranks import LargestOverRanks
+from upweight.train.step import StepRunner
 
 ROWS_AT_A_TIME = 256
 
@@ -92,30 +91,12 @@ def _policy(model: nn.Module, how: Precompute) -> Any:
 def _compute(rows: Any, model: nn.Module, runner: StepRunner) -> list[NDArray[np.float32]]:
     """Log-probs of every sample of every row, in order, on every rank."""
     logger.info("reference log-probs: computing them for %d rows", len(rows))
-    found: dict[int, list[NDArray[np.float32]]] = {}
+    found: list[NDArray[np.float32]] = []
     for start in range(0, len(rows), ROWS_AT_A_TIME):
         numbers = range(start, min(start + ROWS_AT_A_TIME, len(rows)))
         units = units_of([rows[number] for number in numbers], runner.method)
-        for row in runner.rows(units):
-            logps_T = runner.engine(model, row.batch).logps_T
-            assert logps_T is not None
-            samples = [sample for unit in row.units for sample in units[unit].samples]
-            parts = _split(logps_T.float().cpu().numpy(), row, samples)
-            each = len(samples) // max(len(row.units), 1)
-            for place, unit in enumerate(row.units):
-                found[start + unit] = parts[place * each : (place + 1) * each]
-    everyone = {number: parts for own in from_all_ranks(found) for number, parts in own.items()}
-    return [part for number in range(len(rows)) for part in everyone[number]]
-
-
-def _split(logps_T: NDArray[np.float32], row: Row, samples: Sequence[Sample]) -> list[NDArray[np.float32]]:
-    """One array for each sample, with an entry for each scored token; a first token has no log-prob and gets zero."""
-    if not samples:
-        return []
-    counts = np.bincount(row.batch.sequence_T.cpu().numpy(), minlength=len(samples))
-    parts = np.split(logps_T, np.cumsum(counts)[:-1])
-    lacking = [int(sample.scored.sum()) - len(part) for sample, part in zip(samples, parts, strict=True)]
-    return [np.pad(part, (missing, 0)) for part, missing in zip(parts, lacking, strict=True)]
+        found += [part for parts in runner.logps(model, units) for part in parts]
+    return found
 
 
 def _fingerprint(rows: Any, model: nn.Module, runner: StepRunner, how: Precompute) -> str:

@@ -1,18 +1,58 @@
 """What a config may say and a run cannot do yet: named together, before anything is loaded."""
 
 from collections.abc import Callable
+from typing import get_args
 
 import torch
 
 from upweight.config import Config
+from upweight.config.training import OptimizerName
 from upweight.errors import UserError
 from upweight.train.reference_rows import refuse_inexact
+
+FROM_BITSANDBYTES = {"adamw_8bit", "ademamix", "lion", *(name for name in get_args(OptimizerName) if "bnb" in name)}
+FROM_BITSANDBYTES |= {name for name in get_args(OptimizerName) if name.startswith(("paged_", "lion_", "ademamix_"))}
 
 UNSUPPORTED: tuple[tuple[str, Callable[[Config], object], str], ...] = (
     (
         "fsdp",
-        lambda c: any(path.startswith("fsdp") for path in c.given),
-        "weights cannot be sharded yet; plain data parallelism starts by itself",
+        lambda c: c.sharding.fsdp and (c.adapter.load_in_4bit or c.adapter.load_in_8bit),
+        "quantised weights cannot be sharded yet; drop one of fsdp and load_in_4bit or load_in_8bit",
+    ),
+    (
+        "rl",
+        lambda c: c.sharding.fsdp and c.method.online,
+        "completions cannot be sampled from sharded weights yet; drop fsdp",
+    ),
+    (
+        "rl_adapter_ref_model",
+        lambda c: c.sharding.fsdp and c.adapter.separate_reference,
+        "a second model would not be sharded; drop the key: the reference is the adapter switched off",
+    ),
+    (
+        "precompute_ref_log_probs",
+        lambda c: c.sharding.fsdp and getattr(c.method, "precompute_ref_log_probs", False),
+        "weights are sharded only when training begins; drop the key: the reference is sharded too",
+    ),
+    (
+        "fsdp, fp16",
+        lambda c: c.sharding.fsdp and c.model.fp16,
+        "sharded weights are computed in bfloat16 or float32; use 'bf16: true'",
+    ),
+    (
+        "optimizer",
+        lambda c: c.sharding.fsdp and c.optim.optimizer in FROM_BITSANDBYTES,
+        "bitsandbytes does not know shards; use 'adamw_torch_8bit' or 'adamw_torch_fused'",
+    ),
+    (
+        "save_only_model",
+        lambda c: c.sharding.fsdp and c.run.save_only_model and c.sharding.state_dict == "SHARDED_STATE_DICT",
+        "needs whole weights; set 'fsdp_config.state_dict_type: FULL_STATE_DICT'",
+    ),
+    (
+        "fsdp_config.final_state_dict_type",
+        lambda c: c.sharding.fsdp and c.sharding.final_state_dict != "FULL_STATE_DICT",
+        "the result is always written whole; drop the key",
     ),
     ("deepspeed", lambda c: c.sharding.deepspeed, "DeepSpeed is not supported yet; drop the key"),
     (
@@ -22,19 +62,24 @@ UNSUPPORTED: tuple[tuple[str, Callable[[Config], object], str], ...] = (
     ),
     (
         "gradient_checkpointing_kwargs",
-        lambda c: set(c.optim.checkpointing_args) - {"use_reentrant"},
-        "only 'use_reentrant' is known",
+        lambda c: set(c.optim.checkpointing_args) - {"use_reentrant", "every_layer"},
+        "only 'use_reentrant' and 'every_layer' are known",
     ),
-    ("torch_compile", lambda c: c.optim.torch_compile, "layers are not compiled yet; drop the key"),
+    (
+        "torch_compile",
+        lambda c: c.optim.torch_compile,
+        "layers are not compiled, since rows differ in their trees; attention and head are. Drop the key",
+    ),
     (
         "activation_offloading",
-        lambda c: c.optim.activation_offloading,
-        "activations stay on the device; 'gradient_checkpointing: true' saves most of their memory",
+        lambda c: c.optim.activation_offloading and c.sharding.fsdp,
+        "gathered weights would be taken for activations; drop one of it and fsdp",
     ),
     (
         "neftune_noise_alpha",
-        lambda c: c.optim.neftune_alpha,
-        "noise on embeddings is not supported; drop the key",
+        lambda c: c.optim.neftune_alpha and c.method.name != "sft",
+        "noise on embeddings is for supervised fine-tuning: elsewhere it would come between policy and reference. "
+        "Drop the key",
     ),
     (
         "fp16",
@@ -48,12 +93,30 @@ UNSUPPORTED: tuple[tuple[str, Callable[[Config], object], str], ...] = (
     ),
 )
 
+ONLINE: tuple[tuple[str, Callable[[Config], object], str], ...] = (
+    ("rl", lambda c: c.method.name == "ebft", "ebft cannot be trained yet"),
+    (
+        "trl.use_vllm",
+        lambda c: c.method.online and c.rollout.use_vllm,
+        "a vLLM server cannot be used yet; without the key completions are sampled in process",
+    ),
+    ("nemo_gym_enabled", lambda c: c.method.online and c.gym.enabled, "NeMo Gym cannot be used yet"),
+    (
+        "trl.replay_buffer_size, trl.reroll_start_fraction",
+        lambda c: c.method.online and (c.rollout.replay_size or c.rollout.reroll_start < 1),
+        "groups cannot be replayed or rolled again yet; drop the keys",
+    ),
+    (
+        "trl.async_prefetch",
+        lambda c: c.method.online and c.rollout.async_prefetch,
+        "rollouts cannot be produced ahead yet; drop the key",
+    ),
+)
+
 
 def refuse_unsupported(config: Config) -> None:
     """Raise for everything in a config that would otherwise have no effect or fail late."""
-    if config.method.online:
-        raise UserError(f"rl: {config.method.name} trains on its own samples, which `train` cannot produce yet.")
-    refused = [f"{key}: {text}." for key, asked, text in UNSUPPORTED if asked(config)]
+    refused = [f"{key}: {text}." for key, asked, text in (*UNSUPPORTED, *ONLINE) if asked(config)]
     if refused:
         raise UserError("\n".join(refused))
     if getattr(config.method, "precompute_ref_log_probs", False):

@@ -35,13 +35,16 @@ from upweight.train.checkpoints import (
     set_aside,
     step_of,
 )
+from upweight.train.completions import cut_completions
 from upweight.train.loader import StepSampler
+from upweight.train.online import online_callbacks, plan_of, rewards_of, rollouts_of
 from upweight.train.profile import Profiler
 from upweight.train.ranks import as_rank_zero_says, first_here_then_others, join_ranks
 from upweight.train.rates import rate_rules
 from upweight.train.reference_sync import SyncReference
 from upweight.train.refuse import refuse_unsupported
 from upweight.train.run_folder import MetricsFile, changed_keys, cut_metrics, write_config
+from upweight.train.sharding import is_sharded, read_once, refuse_other_layout, shard_alone
 from upweight.train.trackers import set_variables
 from upweight.train.trainer import MethodTrainer, out_of_memory
 from upweight.train.watch import LossLimit, Progress, StopOnNan, StopOnSignal
@@ -55,16 +58,21 @@ def train(config: Config, *, resume: bool = False) -> None:
         trainer.add_callback(callback)
     checkpoint = as_rank_zero_says(_begin(config, folder, resume) if trainer.is_world_process_zero() else None)
     if checkpoint is not None:
+        refuse_other_layout(checkpoint, trainer.is_fsdp_enabled)
         trainer.args.eval_on_start = False
         for callback in trainer.callback_handler.callbacks:
             if isinstance(callback, SyncReference):
                 callback.restore(checkpoint)
+        if trainer.rollouts is not None:
+            trainer.rollouts.restore(checkpoint)
     try:
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     except torch.cuda.OutOfMemoryError as error:
         raise UserError(out_of_memory("while training", trainer.runner.token_budget)) from error
     finally:
         stop.restore()
+        if trainer.rollouts is not None:
+            trainer.rollouts.close()
     if stop.caught and trainer.state.global_step < trainer.state.max_steps:
         logger.warning("stopped at step %d; continue with --resume", trainer.state.global_step)
         sys.exit(128 + stop.caught)
@@ -78,6 +86,7 @@ def evaluate(config: Config) -> dict[str, float]:
     trainer = build(config)
     if trainer.eval_dataset is None:
         raise UserError("there is nothing to evaluate on. Set 'val_set_size' or 'test_datasets'.")
+    shard_alone(trainer)
     metrics = trainer.evaluate()
     PartialState().destroy_process_group()
     return metrics
@@ -93,15 +102,36 @@ def build(config: Config) -> MethodTrainer:
     data = first_here_then_others(partial(prepare, config, tokenizer))
     if not len(data.train):
         raise UserError("\n".join(["datasets: no row is left to train on.", *data.report.lines()]))
+    if data.template is not None:
+        tokenizer.chat_template = data.template  # saved with the model, which knows no other
 
-    dtype = compute_dtype(config.model, device)
-    model = _model(config, tokenizer, dtype)
-    batch = (config.optim.micro_batch_size or 1) * (config.optim.accumulation or 1) * ranks.num_processes
-    steps = StepSampler(len(data.train), batch, 0, shuffle=False, drop_last=config.data.drop_last)
+    rewards = rewards_of(config, device, list(data.train[0])) if config.method.online else []
+    dtype, sharded = compute_dtype(config.model, device), is_sharded(config.sharding, ranks.num_processes)
+    model = _model(config, tokenizer, dtype, sharded)
     arguments = training_arguments(
-        config, steps_per_epoch=max(len(steps), 1), use_cpu=device.type == "cpu", dtype=dtype
+        config,
+        steps_per_epoch=_steps_per_epoch(config, len(data.train), ranks.num_processes),
+        use_cpu=device.type == "cpu",
+        dtype=dtype,
+        sharded=sharded,
     )
     load_reference = partial(load_model, config.model, dtype, tokenizer=tokenizer, seed=config.optim.seed)
+    parts = trainer_parts(
+        model,
+        config.method,
+        dtype,
+        device,
+        longest=max(config.data.sequence_len, config.data.eval_sequence_len or 0),
+        layout=config.model.layout,
+        budget=config.optim.token_budget,
+        checkpointing=config.optim.checkpointing_args if config.optim.gradient_checkpointing else None,
+        pure=config.model.pure_bf16,
+        separate_reference=load_reference if config.adapter.separate_reference else None,
+        prepared=data.folder,
+        sharded=sharded,
+        noise=config.optim.neftune_alpha,
+        offload=config.optim.activation_offloading,
+    )
     trainer = MethodTrainer(
         model,
         arguments,
@@ -110,34 +140,36 @@ def build(config: Config) -> MethodTrainer:
         train_dataset=data.train,
         eval_dataset=data.evaluation,
         processing_class=tokenizer,
-        **trainer_parts(
-            model,
-            config.method,
-            dtype,
-            device,
-            longest=max(config.data.sequence_len, config.data.eval_sequence_len or 0),
-            layout=config.model.layout,
-            budget=config.optim.token_budget,
-            checkpointing=config.optim.checkpointing_args if config.optim.gradient_checkpointing else None,
-            pure=config.model.pure_bf16,
-            separate_reference=load_reference if config.adapter.separate_reference else None,
-            prepared=data.folder,
-        ),
+        rollouts=rollouts_of(config, model, parts["engine"], tokenizer, rows=data.train, rewards=rewards)
+        if config.method.online
+        else None,
+        **parts,
     )
     trainer.remove_callback(PrinterCallback)
     return trainer
 
 
-def _model(config: Config, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype) -> PreTrainedModel | PeftModel:
+def _steps_per_epoch(config: Config, rows: int, ranks: int) -> int:
+    """Optimizer steps in which every row comes up once."""
+    if config.method.online:
+        return plan_of(config, ranks).steps_per_epoch(rows)
+    batch = (config.optim.micro_batch_size or 1) * (config.optim.accumulation or 1) * ranks
+    return max(len(StepSampler(rows, batch, 0, shuffle=False, drop_last=config.data.drop_last)), 1)
+
+
+def _model(
+    config: Config, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype, sharded: bool
+) -> PreTrainedModel | PeftModel:
     """The policy: loaded, dropout as the method wants it, adapted or partly frozen."""
-    model = load_model(
-        config.model,
-        dtype,
-        head=config.method.head,
-        tokenizer=tokenizer,
-        adapter=config.adapter,
-        seed=config.optim.seed,
-    )
+    with read_once(sharded and config.sharding.low_memory_loading):
+        model = load_model(
+            config.model,
+            dtype,
+            head=config.method.head,
+            tokenizer=tokenizer,
+            adapter=config.adapter,
+            seed=config.optim.seed,
+        )
     keeps_dropout = config.method.name in ("sft", "orm", "prm")
     if config.model.disable_dropout or (config.model.disable_dropout is None and not keeps_dropout):
         disable_dropout(model)
@@ -172,6 +204,8 @@ def _callbacks(config: Config, trainer: MethodTrainer, stop: StopOnSignal) -> li
     reference, method = trainer.runner.reference, config.method
     if reference is not None and getattr(method, "sync_ref_model", False):
         callbacks.append(SyncReference(reference, method.ref_model_mixup_alpha, method.ref_model_sync_steps))  # pyright: ignore
+    if trainer.rollouts is not None:
+        callbacks += online_callbacks(config, trainer)
     return [*callbacks, KeepCheckpoints(run.save_total_limit)]
 
 
@@ -190,5 +224,6 @@ def _begin(config: Config, folder: Path, resume: bool) -> Path | None:
         logger.warning("warning: %s set otherwise than when the run began", ", ".join(changed))
     write_config(config, folder)
     cut_metrics(folder, step if checkpoint else -1)
+    cut_completions(folder, step)
     set_aside(folder, step)
     return checkpoint

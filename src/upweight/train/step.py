@@ -3,17 +3,21 @@
 import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
+import numpy as np
 import torch
 from accelerate import Accelerator
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from upweight.engine import Engine
 from upweight.engine.check import Check, check_first_batch, gradients_flow, require_gradients
-from upweight.engine.packing import bucketed, build_batch, plan_rows
+from upweight.engine.packing import bucketed, build_batch, count_batch, plan_rows
 from upweight.methods.base import Method
 from upweight.models.reference import Reference
 from upweight.train.meters import Meters, union_over_ranks
+from upweight.train.ranks import from_all_ranks
 from upweight.types import Batch, Loss, Mean, Outputs, Unit
 
 
@@ -27,27 +31,33 @@ class StepRunner:
     token_budget: int
     reference: Reference | None = None
     dtype: torch.dtype = torch.float32  # what forwards compute in
+    temperature: float = 1.0  # that completions are sampled at; their log-probs are taken at the same
+    skips_idle: bool = False  # leave out samples that cannot contribute to the gradient
     meters: Meters = field(default_factory=Meters)
     tokens: int = 0  # forwarded by this rank since somebody last set it to zero
     checked: bool = False
     collects: list[str] = field(default_factory=list)  # names of what the method collects, on any rank
 
-    def train(self, model: nn.Module, units: Sequence[Unit]) -> Tensor:
+    def train(self, model: nn.Module, units: Sequence[Unit], known_counts: Mapping[str, float] | None = None) -> Tensor:
         """Gradients of a step; returns a loss whose mean over ranks is the step's.
 
-        Nothing is metered before the last backward, so that a step that ran out of memory can be tried again.
+        `known_counts` replaces counts that are not the step's own. Nothing is metered before the last backward, so
+        that a step that ran out of memory can be tried again.
         """
-        rows = self.rows(units)
-        counts = self._counts(rows, units)
+        counts = self._counts(units, known_counts or {})
+        working = [unit for unit in units if not self.skips_idle or any(map(self.method.contributes, unit.samples))]
+        rows = self.rows(working) or [Row(self._batch([]), ())]
         known, prepared = self._prepare(model, rows)
-        first, self.checked = not self.checked, True
+        first = not self.checked and bool(working)
+        self.checked = self.checked or first
         if first:
             self._check(model, rows[0])
         total = torch.zeros((), device=self.accelerator.device)
         metered: list[Mapping[str, Mean]] = []
         for number, row in enumerate(rows):
-            sync = contextlib.nullcontext() if number == len(rows) - 1 else self.accelerator.no_sync(model)
-            with sync:
+            # Where weights are sharded, gradients are too, after each row: a rank may not have room for all of them.
+            at_once = self.accelerator.is_fsdp2 or number == len(rows) - 1
+            with contextlib.nullcontext() if at_once else self.accelerator.no_sync(model):
                 out = self._outputs(model, row.batch, known[number])
                 share = self._share(out, row, counts, prepared, metered)
                 self.accelerator.backward(share)
@@ -56,6 +66,9 @@ class StepRunner:
             self._check_gradients(model, counts)
         for metrics in metered:
             self.meters.add(metrics)
+        if self.skips_idle:
+            forwarded = torch.tensor([len(working), len(units)], dtype=torch.float64)
+            self.meters.add({"forwarded_share": Mean(*forwarded.to(self.accelerator.device))})
         self.tokens += sum(row.batch.ids_BN.numel() for row in rows if row.real)
         return total
 
@@ -63,7 +76,7 @@ class StepRunner:
     def evaluate(self, model: nn.Module, units: Sequence[Unit]) -> tuple[Loss, dict[str, Tensor]]:
         """Sums over all ranks of a step without gradients, and the counts that divide them."""
         rows = self.rows(units)
-        counts = self._counts(rows, units)
+        counts = self._counts(units)
         known, prepared = self._prepare(model, rows)
         sums = {unit: torch.zeros_like(count) for unit, count in counts.items()}
         for number, row in enumerate(rows):
@@ -76,23 +89,41 @@ class StepRunner:
 
     def rows(self, units: Sequence[Unit]) -> list["Row"]:
         """This rank's forwards; every rank has the same number, some of them idle."""
-        ranks, device = self.accelerator.num_processes, self.accelerator.device
-        layout, predict = self.engine.layout, self.method.head == "tokens"
-        plan = plan_rows(units, self.token_budget, ranks, layout)[self.accelerator.process_index]
-        pad_to = bucketed if device.type == "cuda" else None
+        plan = plan_rows(units, self.token_budget, self.accelerator.num_processes, self.engine.layout)
         return [
-            Row(build_batch([units[u] for u in numbers], layout, predict, pad_to).to(device), tuple(numbers))
-            for numbers in plan
+            Row(self._batch([units[number] for number in numbers]), tuple(numbers))
+            for numbers in plan[self.accelerator.process_index]
         ]
 
-    def _counts(self, rows: Sequence["Row"], units: Sequence[Unit]) -> dict[str, Tensor]:
-        """Units of the whole step, by one reduction."""
-        real = [self.method.count(row.batch) for row in rows if row.real]
-        if not real:  # an idle rank learns the names from somebody else's unit
-            layout, predict = self.engine.layout, self.method.head == "tokens"
-            names = self.method.count(build_batch(units[:1], layout, predict).to(self.accelerator.device))
-            real = [{unit: torch.zeros_like(count) for unit, count in names.items()}]
-        return self._reduce({unit: torch.stack([counts[unit] for counts in real]).sum() for unit in real[0]})
+    @torch.no_grad()
+    def logps(self, model: nn.Module, units: Sequence[Unit]) -> list[list[NDArray[np.float32]]]:
+        """Log-probs of each unit's samples under the model as it is, on every rank; one for each scored token.
+
+        A first token has no log-prob and gets zero.
+        """
+        found: dict[int, list[NDArray[np.float32]]] = {}
+        for row in self.rows(units):
+            logps_T = self.engine(model, row.batch, temperature=self.temperature).logps_T
+            assert logps_T is not None
+            samples = [sample for number in row.units for sample in units[number].samples]
+            counts = np.bincount(row.batch.sequence_T.cpu().numpy(), minlength=len(samples))
+            parts = iter(np.split(logps_T.float().cpu().numpy(), np.cumsum(counts)[:-1]))
+            for number in row.units:
+                pairs = [(int(sample.scored.sum()), next(parts)) for sample in units[number].samples]
+                found[number] = [np.pad(part, (scored - len(part), 0)) for scored, part in pairs]
+        everyone = {number: parts for own in from_all_ranks(found) for number, parts in own.items()}
+        return [everyone[number] for number in range(len(units))]
+
+    def _batch(self, units: Sequence[Unit]) -> Batch:
+        device = self.accelerator.device
+        pad_to = bucketed if device.type == "cuda" else None
+        return build_batch(units, self.engine.layout, self.method.head == "tokens", pad_to).to(device)
+
+    def _counts(self, units: Sequence[Unit], known: Mapping[str, float] = MappingProxyType({})) -> dict[str, Tensor]:
+        """Units of the whole step; every rank has all of it before its eyes."""
+        counts = self.method.count(count_batch(units, self.method.head == "tokens"))
+        counts |= {name: torch.tensor(float(known[name])) for name in counts if name in known}
+        return dict(zip(counts, torch.stack(list(counts.values())).to(self.accelerator.device).unbind(), strict=True))
 
     def _reduce(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
         reduced = self.accelerator.reduce(torch.stack(list(values.values())), "sum")
@@ -134,8 +165,8 @@ class StepRunner:
         known = batch.ref_logps_T if batch.ref_logps_T is not None else ref_logps_T
         if known is None and self.reference is not None:
             with torch.no_grad(), self.reference.use(model) as reference:
-                known = self.engine(reference, batch).logps_T
-        out = self.engine(model, batch, self.method.statistics)
+                known = self.engine(reference, batch, temperature=self.temperature).logps_T
+        out = self.engine(model, batch, self.method.statistics, temperature=self.temperature)
         return out if known is None else _with_reference(out, known)
 
     def _share(

@@ -23,13 +23,15 @@ from upweight.train.loader import StepSampler, step_loader
 from upweight.train.meters import Meters
 from upweight.train.rates import RateOf, split_by_rate
 from upweight.train.reference_rows import Precompute, with_reference
+from upweight.train.rollouts import RolloutLoader, Rollouts
+from upweight.train.sharding import set_up_sharding
 from upweight.train.step import StepRunner
 
 SMALLEST_BUDGET = 256
 
 
 class MethodTrainer(Trainer):
-    """Trains any offline method. The Trainer sees one batch a step; `StepRunner` cuts it into forwards."""
+    """Trains any method. The Trainer sees one batch a step; `StepRunner` cuts it into forwards."""
 
     loss_is_scaled_for_ga = True
 
@@ -48,24 +50,33 @@ class MethodTrainer(Trainer):
         shuffle: bool = True,
         rate_of: RateOf | None = None,
         encode: Callable[[Any], Any] | None = None,
+        rollouts: Rollouts | None = None,
         **options: Any,
     ) -> None:
         super().__init__(model=model, args=args, **options)
+        set_up_sharding(self, dtype)
         # before transformers 5.19 this is what keeps the Trainer from dividing the loss again
         self.model_accepts_loss_kwargs = True
         self.method, self.copies, self.shuffle, self.rate_of = method, copies, shuffle, rate_of
         self.encode = encode  # makes prepared rows of those that `evaluate` is handed
         self.runner = StepRunner(method, engine, self.accelerator, token_budget, reference, dtype)
+        self.rollouts = rollouts  # where an online method's steps come from, instead of the rows
+        if rollouts is not None:
+            self.runner.temperature = rollouts.producer.sampling.temperature
+            self.runner.skips_idle = rollouts.skips_idle
         if precompute is not None:
             self.train_dataset = with_reference(self.train_dataset, model, self.runner, precompute)
             self.eval_dataset = _each(
                 self.eval_dataset, lambda rows: with_reference(rows, model, self.runner, precompute)
             )
         self.last_log = time.perf_counter()
-        self.add_callback(_EpochOrder(self))
+        if rollouts is None:
+            self.add_callback(_EpochOrder(self))
 
-    def get_train_dataloader(self) -> DataLoader[Any]:
+    def get_train_dataloader(self) -> Any:
         """Whole steps; not prepared by accelerate, whose loader would split them and run one ahead."""
+        if self.rollouts is not None:
+            return RolloutLoader(self.rollouts, self._next_rollout_step)
         batch = self.args.per_device_train_batch_size * self.accelerator.num_processes
         self.sampler = StepSampler(
             _length(self.train_dataset),
@@ -92,6 +103,12 @@ class MethodTrainer(Trainer):
         ahead = self.args.dataloader_prefetch_factor if workers else None
         return step_loader(rows, self.method, sampler, num_workers=workers, prefetch_factor=ahead)
 
+    def _next_rollout_step(self) -> dict[str, Any]:
+        model = self.model_wrapped
+        assert self.rollouts is not None
+        assert isinstance(model, nn.Module)
+        return self.rollouts.next_step(self.runner, model, self.state)
+
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """The stock optimizer with a rate for each weight; the compute copies of the weights follow its steps."""
         known = self.optimizer
@@ -112,7 +129,7 @@ class MethodTrainer(Trainer):
         if every is not None and self.state.global_step % every == 0:
             torch.cuda.empty_cache()
         try:
-            return self.runner.train(model, inputs["units"])
+            return self.runner.train(model, inputs["units"], inputs.get("counts"))
         except torch.cuda.OutOfMemoryError as error:
             if self.accelerator.num_processes > 1 or self.runner.token_budget <= SMALLEST_BUDGET:
                 raise UserError(out_of_memory("in a training step", self.runner.token_budget)) from error
@@ -122,7 +139,7 @@ class MethodTrainer(Trainer):
         self.runner.token_budget //= 2
         logger.warning("out of GPU memory: token_budget is now %d; trying the step again", self.runner.token_budget)
         try:
-            return self.runner.train(model, inputs["units"])
+            return self.runner.train(model, inputs["units"], inputs.get("counts"))
         except torch.cuda.OutOfMemoryError as error:
             raise UserError(out_of_memory("in a training step", self.runner.token_budget)) from error
 
@@ -139,11 +156,18 @@ class MethodTrainer(Trainer):
         return {name: value for part in parts for name, value in part.items()}
 
     def _measure(self, rows: Any, prefix: str) -> dict[str, float]:
-        """Loss and metrics of one set of rows."""
+        """Loss and metrics of one set of rows; of an online method, the rewards of what it writes for them."""
         model = self.model_wrapped
         assert isinstance(model, nn.Module)
         model.eval()
         self._optimizer_mode("eval")
+        metrics = self._loss_on(model, rows) if self.rollouts is None else self.rollouts.evaluate(rows, self.state)
+        named = {f"{prefix}_{name}": value for name, value in metrics.items()}
+        self.log(dict(named))
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, named)
+        return named
+
+    def _loss_on(self, model: nn.Module, rows: Any) -> dict[str, float]:
         training, self.runner.meters = self.runner.meters, Meters()
         sums: dict[str, Tensor] = {}
         counts: dict[str, Tensor] = {}
@@ -154,10 +178,7 @@ class MethodTrainer(Trainer):
         total = sum(float(sums[unit] / counts[unit].clamp(min=1)) for unit in sums)
         metrics = {"loss": total, **self.runner.meters.drain(self.accelerator)}
         self.runner.meters = training
-        named = {f"{prefix}_{name}": value for name, value in metrics.items()}
-        self.log(dict(named))
-        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, named)
-        return named
+        return metrics
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add what was metered since the last log to a training log."""
@@ -176,12 +197,14 @@ class MethodTrainer(Trainer):
         if step_of(folder) is not None:
             if self.args.should_save:
                 (folder / WHOLE).unlink(missing_ok=True)  # whole again only when all of it is written anew
+                folder.mkdir(parents=True, exist_ok=True)  # what the Trainer asks next is whether it is there
             super().save_model(output_dir, _internal_call)
             return
+        weights = self.accelerator.get_state_dict(self.model) if self.is_fsdp_enabled else None
         if self.args.should_save:
             model: Any = self.accelerator.unwrap_model(self.model)
             tokenizer: Any = self.processing_class
-            save_model(model, folder, self.runner.dtype, tokenizer)
+            save_model(model, folder, self.runner.dtype, tokenizer, weights)
         self.accelerator.wait_for_everyone()
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
@@ -193,6 +216,9 @@ class MethodTrainer(Trainer):
     def rows_of_step(self, step: int) -> Iterator[dict[str, Any]]:
         """What a step, counted from 0, trained on: token ids, which of them were scored, and their text."""
         rows, tokenizer = self.train_dataset, self.processing_class
+        if self.rollouts is not None:
+            yield from self.rollouts.samples_under_way()
+            return
         assert rows is not None
         for number in self.sampler.rows_of(step):
             for sample in units_of([rows[number]], self.method)[0].samples:

@@ -16,7 +16,8 @@ from upweight.errors import UserError
 from upweight.log import logger
 from upweight.train.ranks import LargestOverRanks
 
-SHOWN = ("loss", "rewards/accuracies", "rewards/margins", "accuracy", "mean_token_accuracy", "kl", "grad_norm")
+SHOWN = ("reward", "reward_std", "loss", "rewards/accuracies", "rewards/margins", "accuracy", "mean_token_accuracy",
+         "kl", "entropy", "completions/mean_length", "grad_norm")  # fmt: skip
 NAN_BATCH = "nan_batch.jsonl"
 
 

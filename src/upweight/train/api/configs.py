@@ -22,9 +22,8 @@ COUNTS_EXAMPLES = f"{PACKED}; `per_device_train_batch_size` counts examples, not
 REFUSED = {
     "auto_find_batch_size": "a batch is cut into forwards by `token_budget`; remove it",
     "label_smoothing_factor": "is for classifiers; preference losses have `label_smoothing`",
-    "neftune_noise_alpha": "noise on embeddings is not supported; remove it",
     "torch_compile": "layers are not compiled; remove it",
-    "fsdp": "weights cannot be sharded yet; `accelerate launch` gives plain data parallelism",
+    "fsdp": "is for runs from a config (`upweight train`); `accelerate launch` gives plain data parallelism",
     "deepspeed": "DeepSpeed is not supported yet; remove it",
 }
 
@@ -91,6 +90,8 @@ class MethodArguments(TrainingArguments):
     def _refuse(self) -> None:
         """Name every argument of transformers that this loop would ignore."""
         refused = [f"{name}: {why}." for name, why in REFUSED.items() if asks_for_something(getattr(self, name, None))]
+        if self.neftune_noise_alpha is not None and self.method_class is not SFT:
+            refused.append("neftune_noise_alpha: noise on embeddings is for supervised fine-tuning; remove it.")
         if self.fp16 and self.bf16:
             refused.append("fp16, bf16: choose one of them.")
         if self.truncation_mode != "keep_start":
@@ -127,6 +128,7 @@ class MethodArguments(TrainingArguments):
         seen.per_device_train_batch_size = self.per_device_train_batch_size * self.gradient_accumulation_steps
         seen.gradient_accumulation_steps = 1
         seen.bf16 = seen.gradient_checkpointing = seen.use_liger_kernel = False
+        seen.neftune_noise_alpha = None  # the stock hook would take a packed row for one sequence
         seen.remove_unused_columns = seen.logging_nan_inf_filter = False
         seen.ddp_find_unused_parameters = False
         return seen

@@ -11,7 +11,7 @@ from upweight.config.model import ModelSection
 from upweight.errors import UserError
 from upweight.log import warn_once
 from upweight.methods.base import Method
-from upweight.models.load import compute_dtype, disable_dropout, load_model
+from upweight.models.load import CLASSES, compute_dtype, disable_dropout, load_model
 from upweight.models.tokenizer import choose_padding, load_tokenizer
 from upweight.train.api.configs import MethodArguments
 
@@ -72,6 +72,15 @@ def policy_for(
     return model
 
 
+def classes_for(model: str | Model, args: MethodArguments, method: Method) -> int | None:
+    """Outputs that the score head has, or will have once a model given by name is loaded; None without one."""
+    if method.head == "tokens":
+        return None
+    if isinstance(model, str):
+        return model_section(model, args).num_labels or CLASSES[method.head]
+    return model.config.num_labels
+
+
 def dtype_for(model: nn.Module, args: MethodArguments, device: torch.device) -> torch.dtype:
     """What forwards compute in: half precision where the weights are, else as `bf16` and `fp16` say."""
     own = next((p.dtype for p in model.parameters() if p.dtype in HALF), None)
@@ -94,6 +103,7 @@ def model_section(name: str | None, args: MethodArguments) -> ModelSection:
         warn_once("model_init_kwargs: device_map has no effect: the trainer places the model")
     return ModelSection(
         base_model=name,
+        num_labels=options.pop("num_labels", None),
         revision=options.pop("revision", None),
         trust_remote_code=options.pop("trust_remote_code", args.trust_remote_code),
         load_options=options,

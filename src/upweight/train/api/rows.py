@@ -38,9 +38,18 @@ def as_dataset(rows: Any, where: str) -> Dataset:
 
 
 def prepare_rows(
-    rows: Dataset, args: MethodArguments, method: Method, tokenizer: PreTrainedTokenizerBase, where: str
+    rows: Dataset,
+    args: MethodArguments,
+    method: Method,
+    tokenizer: PreTrainedTokenizerBase,
+    where: str,
+    *,
+    classes: int | None = None,
 ) -> Dataset:
-    """Rows as text or messages -> token ids; what was dropped or cut is logged, a bad row is an error."""
+    """Rows as text or messages -> token ids; what was dropped or cut is logged, a bad row is an error.
+
+    `classes`: outputs of the score head, below which labels have to be.
+    """
     data = DataSection(
         sequence_len=args.max_length or UNLIMITED,
         too_long=args.too_long,
@@ -48,7 +57,7 @@ def prepare_rows(
         train_on_inputs=isinstance(args, SFTConfig) and _trains_on_inputs(args, rows.column_names, where),
     )
     entry = _entry(args)
-    encoder = build_encoder(data, method, entry, 0, tokenizer, ConfigView({}), Path())
+    encoder = build_encoder(data, method, entry, 0, tokenizer, ConfigView({}), Path(), classes)
     job = Job(where, False, Rows.of(Table(rows), np.arange(len(rows))), encoder, data, method)
     batches, names, changed = [], set[str](), Counter[str]()
     for _, _, chunk in encode_all([job], processes=data.processes, digests=False):

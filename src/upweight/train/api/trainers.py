@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 
+from upweight.data.verdicts import require_both_verdicts
 from upweight.errors import UserError
 from upweight.log import warn_once
 from upweight.models.precision import ComputeCopies
@@ -23,7 +24,7 @@ from upweight.train.api.configs import (
     RewardConfig,
     SFTConfig,
 )
-from upweight.train.api.policy import Model, dtype_for, policy_for, reference_model, tokenizer_for
+from upweight.train.api.policy import Model, classes_for, dtype_for, policy_for, reference_model, tokenizer_for
 from upweight.train.api.rows import as_dataset, longest, prepare_rows
 from upweight.train.build import trainer_parts
 from upweight.train.reference_sync import SyncReference
@@ -134,9 +135,10 @@ def _parts(
         if formatting_func is not None:
             key = getattr(args, "dataset_text_field", "text")
             given = Dataset.from_list([{key: formatting_func(row)} for row in given])
-        return prepare_rows(given, args, method, tokenizer, where)
+        return prepare_rows(given, args, method, tokenizer, where, classes=classes_for(model, args, method))
 
     train = encode(train_dataset, "train_dataset")
+    require_both_verdicts(train, method, lambda: "train_dataset, row 0")
     if isinstance(args, SFTConfig) and args.shuffle_dataset:
         train = train.shuffle(seed=args.seed)
     named = eval_dataset if isinstance(eval_dataset, Mapping) else {"eval_dataset": eval_dataset}
@@ -151,6 +153,7 @@ def _parts(
         longest=longest(train, *held.values()),
         budget=args.token_budget,
         checkpointing=args.checkpointing_options(),
+        noise=args.neftune_noise_alpha,
         separate_reference=None if ref_model is None else partial(reference_model, ref_model, args, device),
     )
     return {

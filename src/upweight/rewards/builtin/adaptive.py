@@ -1,0 +1,124 @@
+"""A reward whose weight follows its success, and one that only shows what it is given."""
+
+import inspect
+import math
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from pydantic import ConfigDict, NonNegativeInt, PositiveInt, validate_call
+from pydantic.dataclasses import dataclass
+
+from upweight.errors import UserError
+from upweight.rewards.builtin.text import Scores, texts_of
+
+
+@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
+class DebugReward:
+    """Prints the first completions of each call to stderr and scores every one 1."""
+
+    show: NonNegativeInt = 2
+    width: PositiveInt = 200
+    __name__ = "debug"
+
+    def __call__(self, completions: list[Any], **_: Any) -> Scores:
+        for row, text in enumerate(texts_of(completions)[: self.show]):
+            more = "..." if len(text) > self.width else ""
+            print(f"completion {row}: {_harmless(text[: self.width])}{more}", file=sys.stderr, flush=True)
+        return [1.0] * len(completions)
+
+
+def _harmless(text: str) -> str:
+    """Text -> the same with control characters spelled out: a completion must not drive the terminal."""
+    return "".join(one if one.isprintable() or one == "\n" else repr(one)[1:-1] for one in text)
+
+
+class AdaptiveReward:
+    """Multiplies another reward by a weight that rises while few completions succeed and falls while most do."""
+
+    stateful = True
+    __name__ = "adaptive"
+
+    @validate_call
+    def __init__(
+        self,
+        reward: str | Callable[..., Any],
+        weight: float = 1.0,
+        *,
+        low: float = 0.3,
+        high: float = 0.8,
+        raise_by: float = 1.2,
+        lower_by: float = 0.9,
+        minimum: float = 0.1,
+        maximum: float = 10.0,
+        success: float = 0.5,
+    ) -> None:
+        self.reward = _resolved(reward)
+        self.__name__ = f"adaptive_{getattr(self.reward, '__name__', type(self.reward).__name__)}"
+        if not 0 <= low < high <= 1:
+            raise UserError(f"Reward 'adaptive': low {low} and high {high} must be shares with low below high.")
+        if not (raise_by >= 1 >= lower_by > 0 and math.isfinite(raise_by)):
+            raise UserError(f"Reward 'adaptive': raise_by {raise_by} is at least 1, lower_by {lower_by} in (0, 1].")
+        if not 0 < minimum <= weight <= maximum or not math.isfinite(maximum):
+            raise UserError(f"Reward 'adaptive': weight {weight} must lie from minimum {minimum} to maximum {maximum}.")
+        self.weight = float(weight)
+        self.low, self.high, self.raise_by, self.lower_by = low, high, raise_by, lower_by
+        self.minimum, self.maximum, self.success = minimum, maximum, success
+        self._step: int | None = None
+        self._succeeded = self._scored = 0
+
+    def __call__(self, completions: list[Any], **columns: Any) -> Scores:
+        step = getattr(columns.get("trainer_state"), "global_step", None)
+        # Within a step the weight stands still, however many calls score its groups.
+        if step is not None and step != self._step:
+            self._settle()
+            self._step = step
+        scores = self.reward(completions, **columns)
+        weighted = [None if score is None else score * self.weight for score in scores]
+        known = [score for score in scores if score is not None and not math.isnan(score)]
+        self._scored += len(known)
+        self._succeeded += sum(score >= self.success for score in known)
+        if step is None:
+            self._settle()
+        log_metric = columns.get("log_metric")
+        if log_metric is not None:
+            log_metric(f"{self.__name__}/weight", self.weight)
+        return weighted
+
+    def _settle(self) -> None:
+        if self._scored:
+            self.adjust_weight(self._succeeded / self._scored)
+        self._succeeded = self._scored = 0
+
+    def adjust_weight(self, success_rate: float) -> None:
+        """Move the weight one step: up below `low`, down above `high`, within its bounds."""
+        if success_rate < self.low:
+            self.weight = min(self.weight * self.raise_by, self.maximum)
+        elif success_rate > self.high:
+            self.weight = max(self.weight * self.lower_by, self.minimum)
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint must keep, the wrapped reward's state with it."""
+        inner = self.reward.state() if getattr(self.reward, "stateful", False) else None
+        counts = {"step": self._step, "succeeded": self._succeeded, "scored": self._scored}
+        return {"weight": self.weight, **counts, "inner": inner}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue from a kept state."""
+        self.weight, self._step = state["weight"], state["step"]
+        self._succeeded, self._scored = state["succeeded"], state["scored"]
+        if state["inner"] is not None:
+            self.reward.restore(state["inner"])
+
+
+def _resolved(reward: str | Callable[..., Any]) -> Any:
+    if callable(reward):
+        if inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(type(reward).__call__):
+            raise UserError("Reward 'adaptive' wraps plain functions only; the one it was given is async.")
+        return reward
+    from upweight.rewards.builtin.spec import builtin_reward
+
+    built = builtin_reward(reward)
+    if built is None:
+        raise UserError(f"Reward 'adaptive': reward={reward!r} names no built-in reward.")
+    return built

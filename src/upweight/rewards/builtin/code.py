@@ -1,0 +1,152 @@
+"""A reward for programs: runs the completion's code against the row's tests or expected output."""
+
+import json
+import os
+import re
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import field
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import ConfigDict, Field, PositiveFloat, PositiveInt
+from pydantic.dataclasses import dataclass
+
+from upweight.errors import UserError
+from upweight.log import warn_once
+from upweight.rewards.builtin.sandbox import Limits, SandboxError, run_program
+from upweight.rewards.builtin.text import Scores, between_tags, texts_of
+
+_FENCE = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
+
+
+class Task(NamedTuple):
+    """What a program must do: tests to run after it, or pairs of stdin and the stdout it must give."""
+
+    tests: list[str]
+    cases: list[tuple[str, str]]
+
+
+@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
+class CodeReward:
+    """Scores a completion whose Python code passes the row's tests, or prints the expected output, in a sandbox."""
+
+    tests: str = "tests"
+    stdin: str = "input"
+    output: str = "output"
+    tag: str | None = None
+    block: Literal["last", "first", "all"] = "last"
+    partial: bool = False
+    time_limit: PositiveFloat = 10.0
+    memory_mb: Annotated[int, Field(ge=64)] = 512
+    file_mb: PositiveInt = 16
+    processes: PositiveInt = 16
+    parallel: PositiveInt = field(default_factory=lambda: os.cpu_count() or 1)
+    score: float = 1.0
+    wrong: float = 0.0
+    __name__ = "code"
+
+    def __post_init__(self) -> None:
+        if os.name != "posix":
+            raise UserError("Reward 'code' needs Linux or macOS: it has no way to limit a program on this system.")
+
+    def __call__(self, completions: list[Any], **columns: Any) -> Scores:
+        if not isinstance(columns.get(self.tests), list) and not isinstance(columns.get(self.output), list):
+            raise UserError(
+                f"Reward 'code' reads the column '{self.tests}' (tests) or '{self.output}' (expected output), and the "
+                f"rows have neither. Name yours: code(tests='...') or code(output='...', stdin='...')."
+            )
+        texts = texts_of(completions)
+        tasks = [
+            self._task({name: values[row] for name, values in columns.items() if _is_column(values, len(texts))})
+            for row in range(len(texts))
+        ]
+        with ThreadPoolExecutor(self.parallel) as pool:
+            return list(pool.map(self._score, texts, tasks))
+
+    def _task(self, row: dict[str, Any]) -> Task | None:
+        tests = row.get(self.tests)
+        if isinstance(tests, str) and tests.lstrip()[:1] in ("[", "{"):
+            tests = _read_json(tests)
+        if isinstance(tests, dict):
+            return _cases(tests.get("inputs"), tests.get("outputs"))
+        if tests:
+            texts = [tests] if isinstance(tests, str) else [str(test) for test in tests]
+            entry = row.get("entry_point")
+            checks = f"\ncheck({entry})" if entry else ""
+            return Task([text + checks if "def check(" in text else text for text in texts], [])
+        return _cases(row.get(self.stdin), row.get(self.output))
+
+    def _code(self, text: str) -> str:
+        if self.tag is not None:
+            text = between_tags(text, self.tag) or ""
+        blocks = _FENCE.findall(text)
+        if not blocks:
+            return text
+        return {"last": blocks[-1], "first": blocks[0], "all": "\n".join(blocks)}[self.block]
+
+    def _score(self, text: str, task: Task | None) -> float | None:
+        if task is None:
+            return None
+        code = self._code(text)
+        if not code.strip():
+            return self.wrong
+        try:
+            share = self._share(code, task)
+        except SandboxError as error:
+            warn_once(
+                f"reward 'code': a program could not be isolated, its row does not count: {error}. As root, either "
+                f"namespaces must be allowed or other users must be able to read this Python; or run as another user."
+            )
+            return None
+        if self.partial:
+            return self.wrong + (self.score - self.wrong) * share
+        return self.score if share == 1 else self.wrong
+
+    def _share(self, code: str, task: Task) -> float:
+        """Code and its task -> the share of tests or cases that hold."""
+        if task.tests:
+            held = self._run(code, task.tests, "").held or []
+            return sum(held) / len(task.tests)
+        right = 0
+        for given, wanted in task.cases:
+            outcome = self._run(code, None, given)
+            if outcome.ended_well and _lines(outcome.stdout) == _lines(wanted):
+                right += 1
+            elif not self.partial:
+                return 0.0
+        return right / len(task.cases)
+
+    def _run(self, code: str, tests: list[str] | None, stdin: str) -> Any:
+        limits = Limits(self.time_limit, self.memory_mb * 2**20, self.file_mb * 2**20, processes=self.processes)
+        outcome = run_program(code, tests=tests, stdin=stdin, limits=limits)
+        if "plain" in outcome.isolation:
+            warn_once(
+                "reward 'code': this system allows no namespaces. Programs are limited in time, memory and processes, "
+                "but can reach the network and the files of their user. Run in a container, or allow user namespaces."
+            )
+        return outcome
+
+
+def _is_column(values: Any, count: int) -> bool:
+    return isinstance(values, list | tuple) and len(values) == count
+
+
+def _read_json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _cases(given: Any, wanted: Any) -> Task | None:
+    """One stdin and stdout, or lists of them -> the task; None when nothing is expected."""
+    if wanted is None or wanted == []:
+        return None
+    outputs = wanted if isinstance(wanted, list) else [wanted]
+    inputs = given if isinstance(given, list) else [given] * len(outputs)
+    if len(inputs) != len(outputs):
+        raise UserError(f"Reward 'code': a row has {len(inputs)} inputs for {len(outputs)} outputs.")
+    return Task([], [("" if one is None else str(one), str(two)) for one, two in zip(inputs, outputs, strict=True)])
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.rstrip().splitlines()]

@@ -1,0 +1,74 @@
+"""Penalties for saying the same thing: within a completion, and among the completions of a group."""
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Annotated, Any
+
+from pydantic import ConfigDict, Field, PositiveInt
+from pydantic.dataclasses import dataclass
+
+from upweight.rewards.builtin.text import Scores, Unit, ids_of, texts_of, units_of
+
+STRICT = ConfigDict(extra="forbid")
+Penalty = Annotated[float, Field(le=0)]
+
+
+def ngrams(units: Sequence[Any], size: int) -> list[tuple[Any, ...]]:
+    """Units -> their runs of `size`, in order."""
+    return list(zip(*(units[shift:] for shift in range(size)), strict=False))
+
+
+@dataclass(frozen=True, config=STRICT)
+class RepetitionReward:
+    """Gives the penalty times the share of n-grams that were said before in the same completion."""
+
+    ngram: PositiveInt = 3
+    unit: Unit = "words"
+    penalty: Penalty = -1.0
+    __name__ = "repetition"
+
+    def __call__(self, completions: list[Any], **columns: Any) -> Scores:
+        pairs = zip(texts_of(completions), ids_of(columns, len(completions)), strict=True)
+        return [self._score(text, ids) for text, ids in pairs]
+
+    def _score(self, text: str, ids: Sequence[int] | None) -> float:
+        runs = ngrams(units_of(text.casefold(), self.unit, ids, self.__name__), self.ngram)
+        return self.penalty * (1 - len(set(runs)) / len(runs)) if runs else 0.0
+
+
+@dataclass(frozen=True, config=STRICT)
+class DiversityReward:
+    """Gives the penalty times the mean n-gram similarity to the other completions of the same prompt."""
+
+    ngram: PositiveInt = 2
+    unit: Unit = "words"
+    penalty: Penalty = -1.0
+    __name__ = "diversity"
+
+    def __call__(self, completions: list[Any], **columns: Any) -> Scores:
+        texts, ids = texts_of(completions), ids_of(columns, len(completions))
+        prompts = columns.get("prompts") or [None] * len(texts)
+        scores: Scores = []
+        # groupby compares with ==, which message lists have; hashing them would not work.
+        for _, rows in groupby(range(len(texts)), key=lambda row: prompts[row]):
+            scores += self._group([self._runs(texts[row], ids[row]) for row in rows])
+        return scores
+
+    def _runs(self, text: str, ids: Sequence[int] | None) -> frozenset[Any]:
+        units = units_of(text.casefold(), self.unit, ids, self.__name__)
+        return frozenset(ngrams(units, min(self.ngram, len(units)) or 1))
+
+    def _group(self, group: list[frozenset[Any]]) -> list[float]:
+        others = len(group) - 1
+        if not others:
+            return [0.0]
+        sums = [
+            sum(_similarity(one, two) for at, two in enumerate(group) if at != row) for row, one in enumerate(group)
+        ]
+        return [self.penalty * total / others for total in sums]
+
+
+def _similarity(one: frozenset[Any], two: frozenset[Any]) -> float:
+    """Shared over all n-grams; two empty completions are the same."""
+    together = len(one | two)
+    return len(one & two) / together if together else 1.0

@@ -1,0 +1,99 @@
+"""The table of built-in rewards, and how one is named in YAML: `name` or `name(option=value, ...)`."""
+
+import ast
+import difflib
+import inspect
+import re
+from collections.abc import Callable
+from typing import Any
+
+from pydantic import ValidationError
+
+from upweight.errors import UserError
+from upweight.rewards.builtin.adaptive import AdaptiveReward, DebugReward
+from upweight.rewards.builtin.code import CodeReward
+from upweight.rewards.builtin.correctness import ExactReward, MathReward, NumericReward
+from upweight.rewards.builtin.formats import (
+    FormatReward,
+    IncrementalFormatReward,
+    JsonReward,
+    RegexReward,
+    XmlTagsReward,
+)
+from upweight.rewards.builtin.judge import JudgeReward
+from upweight.rewards.builtin.lengths import CosineLengthReward, LengthReward
+from upweight.rewards.builtin.penalties import DiversityReward, RepetitionReward
+
+BUILTINS: dict[str, Callable[..., Any]] = {
+    "exact": ExactReward,
+    "numeric": NumericReward,
+    "math": MathReward,
+    "format": FormatReward,
+    "incremental_format": IncrementalFormatReward,
+    "xml_tags": XmlTagsReward,
+    "regex": RegexReward,
+    "json": JsonReward,
+    "length": LengthReward,
+    "cosine_length": CosineLengthReward,
+    "repetition": RepetitionReward,
+    "diversity": DiversityReward,
+    "code": CodeReward,
+    "judge": JudgeReward,
+    "adaptive": AdaptiveReward,
+    "debug": DebugReward,
+}
+
+_NAME = re.compile(r"\s*([A-Za-z_]\w*)\s*(?:$|\()")
+
+
+def builtin_reward(spec: str) -> Callable[..., Any] | None:
+    """`name` or `name(option=value, ...)` -> the reward, or None when the name is not a built-in."""
+    named = _NAME.match(spec)
+    if named is None or named[1] not in BUILTINS:
+        return None
+    name = named[1]
+    options = _options(spec, name)
+    known = options_of(name)
+    for option in options:
+        if option not in known:
+            near = difflib.get_close_matches(option, known, n=1)
+            meant = f" Did you mean '{near[0]}'?" if near else ""
+            raise UserError(f"Reward '{name}' has no option '{option}'.{meant} It has: {', '.join(known)}.")
+    missing = [
+        option for option, default in known.items() if default is inspect.Parameter.empty and option not in options
+    ]
+    if missing:
+        raise UserError(f"Reward '{name}' needs {', '.join(missing)}, as in {name}({missing[0]}='...').")
+    try:
+        return BUILTINS[name](**options)
+    except ValidationError as error:
+        raise UserError("\n".join(_sentence(name, options, one) for one in error.errors())) from error
+
+
+def options_of(name: str) -> dict[str, Any]:
+    """A built-in's name -> its options and their defaults (`inspect.Parameter.empty` for one that must be given)."""
+    return {option: given.default for option, given in inspect.signature(BUILTINS[name]).parameters.items()}
+
+
+def _options(spec: str, name: str) -> dict[str, Any]:
+    example = f"{name}(option=value, ...) with plain values: numbers, 'text', [lists], True, None"
+    try:
+        call = ast.parse(spec.strip(), mode="eval").body
+        if isinstance(call, ast.Name):
+            return {}
+        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
+            raise UserError(f"Reward {spec!r}: write {example}.")
+        if call.args or any(keyword.arg is None for keyword in call.keywords):
+            first = next(iter(options_of(name)))
+            raise UserError(f"Reward {spec!r}: options are given by name, as in {name}({first}=...).")
+        return {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
+    except (SyntaxError, ValueError, RecursionError, MemoryError, TypeError) as error:
+        raise UserError(f"Reward {spec!r} cannot be read ({error}): write {example}.") from error
+
+
+def _sentence(name: str, options: dict[str, Any], error: Any) -> str:
+    option = str(error["loc"][0]) if error["loc"] else ""
+    expected = error.get("ctx", {}).get("expected")
+    near = difflib.get_close_matches(str(options.get(option)), re.findall(r"'([^']*)'", str(expected)), n=1)
+    meant = f" Did you mean '{near[0]}'?" if near else ""
+    return f"Reward '{name}': option '{option}' = {options.get(option)!r}: {error['msg']}.{meant}"

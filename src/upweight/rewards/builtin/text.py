@@ -1,0 +1,118 @@
+"""What every built-in reward reads: the text of a completion, a column of the row, the marked answer in a text."""
+
+import re
+import unicodedata
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from upweight.errors import UserError
+
+Scores = list[float | None]
+Extract = Literal["auto", "tag", "boxed", "hash", "phrase", "last", "whole"]
+Unit = Literal["words", "tokens", "characters"]
+
+_PHRASE = re.compile(r"\banswer\s*(?:is|=|:)\s*:?", re.IGNORECASE)
+_SENTENCE_END = re.compile(r"\n|[.!?](?=\s|$)")
+
+
+def texts_of(completions: Sequence[Any]) -> list[str]:
+    """Completions, plain or as message lists -> their text (of the last assistant message)."""
+    return [completion if isinstance(completion, str) else _final_text(completion) for completion in completions]
+
+
+def _final_text(messages: Any) -> str:
+    if isinstance(messages, dict):
+        messages = [messages]
+    spoken = [message for message in messages or () if message.get("role", "assistant") == "assistant"]
+    content = spoken[-1].get("content") if spoken else ""
+    if isinstance(content, list):
+        return "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
+    return content or ""
+
+
+def column_of(columns: dict[str, Any], name: str, reward: str, count: int) -> list[Any]:
+    """The keyword lists of a call and a column's name (or its plural) -> that column, one value a completion."""
+    for spelling in (name, f"{name}s"):
+        values = columns.get(spelling)
+        if isinstance(values, list | tuple):
+            if len(values) != count:
+                raise UserError(f"Reward '{reward}': column '{spelling}' has {len(values)} values for {count} rows.")
+            return list(values)
+    known = sorted(key for key, value in columns.items() if isinstance(value, list | tuple))
+    raise UserError(
+        f"Reward '{reward}' reads the dataset column '{name}', which the rows do not have. "
+        f"There are: {', '.join(known) or 'none'}. Keep that column in the dataset or its transform, "
+        f"or name another one in the options of '{reward}'."
+    )
+
+
+def between_tags(text: str, tag: str) -> str | None:
+    """Text -> what the last closed, innermost `<tag>..</tag>` encloses."""
+    end = text.rfind(f"</{tag}>")
+    start = text.rfind(f"<{tag}>", 0, end) if end >= 0 else -1
+    return text[start + len(tag) + 2 : end] if start >= 0 else None
+
+
+def in_box(text: str) -> str | None:
+    r"""Text -> what the last complete `\boxed{..}` encloses, braces matched."""
+    start = text.rfind("\\boxed{")
+    if start < 0:
+        return None
+    first, depth = start + len("\\boxed{"), 1
+    for place in range(first, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[place], 0)
+        if depth == 0:
+            return text[first:place]
+    return None
+
+
+def after_hash(text: str) -> str | None:
+    """Text -> the rest of the line after the last `####`."""
+    _, mark, rest = text.rpartition("####")
+    lines = rest.strip().splitlines()
+    return lines[0].strip() if mark and lines else None
+
+
+def after_phrase(text: str) -> str | None:
+    """Text -> the rest of the sentence after the last "answer is" or "answer:"."""
+    marks = list(_PHRASE.finditer(text))
+    if not marks:
+        return None
+    rest = text[marks[-1].end() :].strip()
+    stop = _SENTENCE_END.search(rest)
+    return (rest[: stop.start()] if stop else rest).strip(" *_`") or None
+
+
+def marked_answer(text: str, extract: Extract, tag: str | None) -> str | None:
+    """Text -> the part marked as the answer; with "auto" the first mark found of tag, box, hash, phrase."""
+    if extract == "tag" or tag is not None:
+        return between_tags(text, tag or "answer")
+    if extract in ("last", "whole"):
+        return text
+    finders = {"boxed": in_box, "hash": after_hash, "phrase": after_phrase}
+    if extract in finders:
+        return finders[extract](text)
+    marks = (between_tags(text, "answer"), *(finder(text) for finder in finders.values()))
+    return next((mark for mark in marks if mark is not None), None)
+
+
+def normalised(text: str) -> str:
+    """Text -> the same without case, width, outer punctuation, emphasis, or spacing differences."""
+    text = unicodedata.normalize("NFKC", text).casefold()
+    return " ".join(text.split()).strip(" .,;:!?\"'`*_")
+
+
+def units_of(text: str, unit: Unit, ids: Sequence[int] | None, reward: str) -> Sequence[Any]:
+    """A completion -> its words, token ids or characters."""
+    if unit == "characters":
+        return text
+    if unit == "words":
+        return text.split()
+    if ids is None:
+        raise UserError(f"Reward '{reward}': unit 'tokens' needs completion_ids, which were not given. Use 'words'.")
+    return ids
+
+
+def ids_of(columns: dict[str, Any], count: int) -> list[Any]:
+    """The keyword lists of a call -> token ids, one list a completion, or Nones."""
+    return list(columns.get("completion_ids") or [None] * count)

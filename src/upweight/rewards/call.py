@@ -1,0 +1,135 @@
+"""What a reward is called with: whole groups of completions, and what a function's signature takes of them."""
+
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby, pairwise
+from types import SimpleNamespace
+from typing import Any
+
+from upweight.errors import UserError
+
+LOGS = ("log_extra", "log_metric")
+GIVEN = ("prompts", "completions", "completion_ids", "trainer_state", *LOGS)
+HISTORY = 100  # log entries of the trainer's state that travel to worker processes
+
+
+@dataclass(frozen=True)
+class RewardCall:
+    """Everything about some whole groups of completions; groups are consecutive."""
+
+    prompts: list[Any]  # text or messages, as the row had them, one for each completion
+    completions: list[Any]  # text, or one assistant message where the prompt is messages
+    completion_ids: list[list[int]]
+    columns: dict[str, list[Any]]  # every other dataset column, one value for each completion
+    group_S: list[int]
+    trainer_state: Any = None
+
+    def __len__(self) -> int:
+        return len(self.completions)
+
+    def part(self, start: int, stop: int) -> "RewardCall":
+        """The completions from `start` up to `stop`."""
+        return replace(
+            self,
+            prompts=self.prompts[start:stop],
+            completions=self.completions[start:stop],
+            completion_ids=self.completion_ids[start:stop],
+            columns={name: values[start:stop] for name, values in self.columns.items()},
+            group_S=self.group_S[start:stop],
+        )
+
+    def groups(self) -> list[tuple[int, int]]:
+        """Where each group starts and stops."""
+        bounds, start = [], 0
+        for _, members in groupby(self.group_S):
+            stop = start + len(list(members))
+            bounds.append((start, stop))
+            start = stop
+        return bounds
+
+    def shares(self, count: int) -> list[tuple[int, int]]:
+        """Where each of at most `count` shares of whole groups starts and stops, about equal in groups."""
+        groups = self.groups()
+        count = min(count, len(groups))
+        edges = [len(groups) * number // count for number in range(count + 1)] if count else []
+        return [(groups[a][0], groups[b - 1][1]) for a, b in pairwise(edges)]
+
+
+@dataclass(frozen=True)
+class Takes:
+    """The keyword parameters of a reward function."""
+
+    named: tuple[str, ...]
+    required: tuple[str, ...]
+    everything: bool  # has **kwargs
+
+    @property
+    def logs(self) -> tuple[str, ...]:
+        """Which of the logging functions it takes."""
+        return tuple(name for name in LOGS if self.everything or name in self.named)
+
+    def arguments(self, call: RewardCall) -> dict[str, Any]:
+        """What a call gives to this function by name, the logging functions aside."""
+        given = {
+            **call.columns,
+            "prompts": call.prompts,
+            "completions": call.completions,
+            "completion_ids": call.completion_ids,
+            "trainer_state": call.trainer_state,
+        }
+        chosen = {name: value for name, value in given.items() if self.everything or name in self.named}
+        for name in self.named:
+            column = None if name in given else _singular(name, call.columns)
+            if column is not None:
+                chosen[name] = call.columns[column]
+        return {name: value for name, value in chosen.items() if name not in LOGS}
+
+    def lacking(self, columns: Iterable[str]) -> list[str]:
+        """The parameters without a default that these columns do not fill."""
+        columns = set(columns)
+        return [
+            name
+            for name in self.required
+            if name not in GIVEN and name not in columns and _singular(name, columns) is None
+        ]
+
+
+def takes(function: Callable[..., Any], name: str, key: str) -> Takes:
+    """The parameters of a reward function, or a UserError where it cannot be called as one."""
+    example = f"write it as `def {name if name.isidentifier() else 'reward'}(completions, **kwargs)`"
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{key}: the parameters of reward '{name}' cannot be read ({error}); {example}.") from error
+    shown = ", ".join(str(parameter) for parameter in parameters)
+    positional = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY and p.default is p.empty]
+    if positional:
+        raise UserError(
+            f"{key}: reward '{name}' takes ({shown}), but rewards are called by name; remove the '/' after "
+            f"'{positional[-1]}'."
+        )
+    everything = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    by_name = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    named = tuple(p.name for p in by_name)
+    if not everything and not {"completions", "completion_ids"} & set(named):
+        raise UserError(f"{key}: reward '{name}' takes ({shown}) and so never sees the completions; {example}.")
+    return Takes(named, tuple(p.name for p in by_name if p.default is p.empty), everything)
+
+
+def plain_state(state: Any) -> Any:
+    """The trainer's state as a namespace of plain values, which a process without transformers can read."""
+    if state is None:
+        return None
+    plain = bool | int | float | str | list | dict | None
+    values = {name: value for name, value in vars(state).items() if isinstance(value, plain)}
+    if isinstance(values.get("log_history"), list):
+        values["log_history"] = values["log_history"][-HISTORY:]
+    return SimpleNamespace(**values)
+
+
+def _singular(name: str, columns: Iterable[str]) -> str | None:
+    """The column that a parameter named in the plural means."""
+    endings: Sequence[tuple[str, str]] = (("s", ""), ("es", ""), ("ies", "y"))
+    singles = {name.removesuffix(ending) + other for ending, other in endings if name.endswith(ending)}
+    return next((column for column in columns if column in singles), None)

@@ -1,0 +1,137 @@
+"""From what a config or a script names to rewards: functions, built-ins, callable objects, reward models."""
+
+import inspect
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from upweight.config.explain import did_you_mean
+from upweight.data.transforms import load_function, local_file
+from upweight.errors import UserError
+from upweight.rewards.answers import described
+from upweight.rewards.call import takes
+from upweight.rewards.model import ModelOptions, load_model_reward, model_reward
+from upweight.rewards.reward import Reward, unique_names
+from upweight.rewards.worker import BUILTIN, Source
+
+KEY = "trl.reward_funcs"
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where names are looked up, and how reward models are loaded."""
+
+    folder: Path
+    key: str
+    models: ModelOptions
+
+
+def load_rewards(
+    names: Sequence[str],
+    folder: Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    trust_remote_code: bool = False,
+    key: str = KEY,
+) -> list[Reward]:
+    """The rewards that a config in `folder` names; reward models in `dtype` on `device`."""
+    place = _Place(folder, key, ModelOptions(dtype, device, trust_remote_code))
+    return unique_names([_named(name, place) for name in names])
+
+
+def as_rewards(
+    given: Any,
+    tokenizers: Any = None,
+    *,
+    folder: Path | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    trust_remote_code: bool = False,
+    key: str = "reward_funcs",
+) -> list[Reward]:
+    """The rewards that a script gives: names, functions, objects, models or (model, tokenizer), one or a list."""
+    place = _Place(folder or Path.cwd(), key, ModelOptions(dtype, device, trust_remote_code))
+    listed = list(given) if isinstance(given, list) else [given]
+    beside = list(tokenizers) if isinstance(tokenizers, list | tuple) else [tokenizers] * len(listed)
+    if len(beside) != len(listed):
+        raise UserError(f"reward_processing_classes: {len(beside)} given for {len(listed)} rewards; give one for each.")
+    made = []
+    for item, tokenizer in zip(listed, beside, strict=True):
+        if isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], nn.Module):
+            made.append(model_reward(item[0].to(device), item[1], key=key))
+        elif isinstance(item, nn.Module) and hasattr(item, "config"):
+            made.append(model_reward(item.to(device), tokenizer, key=key))
+        elif isinstance(item, str):
+            made.append(_named(item, place))
+        elif callable(item):
+            made.append(_of_function(item, key, _source_of(item)))
+        else:
+            raise UserError(f"{key}: a {type(item).__name__} is no reward; give a function, a name or a model.")
+    return unique_names(made)
+
+
+def _named(name: str, where: _Place) -> Reward:
+    from upweight.rewards.builtin import BUILTINS, builtin_reward
+
+    bare = name.partition("(")[0].strip()
+    if "." not in bare and "/" not in bare:
+        found = builtin_reward(name)
+        if found is not None:
+            return _of_function(found, where.key, (BUILTIN, name, None))
+    folder = next((root / name for root in (Path(), where.folder) if (root / name).is_dir()), None)
+    file = local_file(name, where.folder)
+    if "." in bare and "/" not in bare and (folder is None or file is not None):
+        module, _, attribute = name.rpartition(".")
+        function = load_function(name, where.folder, where.key)
+        return _of_function(function, where.key, (module, attribute, str(file) if file else None))
+    if folder is not None or "/" in name:
+        return load_model_reward(str(folder or name), where.models, where.key)
+    raise UserError(
+        f"{where.key}: there is no reward '{name}': no built-in of that name and no folder with a reward model."
+        f"{did_you_mean(bare, BUILTINS)} A function is named as 'file.function', a model on the hub as 'owner/name'."
+    )
+
+
+def _of_function(function: Callable[..., Any], key: str, source: Source | None) -> Reward:
+    """A reward from a function, from a class (an object of it is made), or from a callable object."""
+    if inspect.isclass(function):
+        function, source = _object_of(function, key), None
+    name = str(getattr(function, "__name__", None) or type(function).__name__)
+    parameters = takes(function, name, key)
+    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None)):  # noqa: B004
+        return Reward(name, function, parameters, "async")
+    is_builtin = source is not None and source[0] == BUILTIN and not getattr(function, "stateful", False)
+    if source is not None and (inspect.isfunction(function) or is_builtin):
+        return Reward(name, function, parameters, "worker", source)
+    return Reward(name, function, parameters)
+
+
+def _object_of(kind: type, key: str) -> Any:
+    try:
+        made: Any = kind()
+    except Exception as error:  # foreign code
+        raise UserError(f"{key}: a {kind.__name__} cannot be made without arguments: {described(error)}") from error
+    if not callable(made):
+        raise UserError(f"{key}: objects of {kind.__name__} cannot be called; give the class a __call__.")
+    return made
+
+
+def _source_of(function: Callable[..., Any]) -> Source | None:
+    """Where another process finds a function; None for closures, lambdas, objects and what the script itself holds."""
+    module = sys.modules.get(getattr(function, "__module__", None) or "")
+    file = getattr(module, "__file__", None)
+    name = getattr(function, "__qualname__", "")
+    if not inspect.isfunction(function) or file is None or "<" in name or function.__module__ == "__main__":
+        return None
+    found: Any = module
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    if found is not function or Path(file).suffix != ".py":
+        return None
+    return function.__module__.removeprefix("upweight_user."), name, str(Path(file).resolve())

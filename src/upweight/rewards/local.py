@@ -1,0 +1,144 @@
+"""Rewards that stay in the main process: objects with state, closures, models, and async functions."""
+
+import asyncio
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import Any
+
+from upweight.rewards.answers import Failure, Logged, Outcome, failed, invoke
+from upweight.rewards.call import RewardCall
+from upweight.rewards.reward import Attempts, Reward, attempts_of
+
+GRACE = 5.0
+
+
+class _TimeIsUp(BaseException):
+    """Raised in the main thread by the alarm; no `except Exception` of a reward catches it."""
+
+
+class Local:
+    """Calls rewards in this process, one at a time."""
+
+    def __init__(self) -> None:
+        self._turn = threading.Lock()
+        self._stuck: dict[str, threading.Thread] = {}
+
+    def run(self, reward: Reward, call: RewardCall, limit: float) -> Attempts:
+        """Call a reward; what raised or took too long is tried again group by group."""
+        with self._turn:
+            return attempts_of(lambda part, limit: self._attempt(reward, part, limit), call, limit)
+
+    def _attempt(self, reward: Reward, call: RewardCall, limit: float) -> Outcome:
+        def work() -> Outcome:
+            return invoke(reward.function, reward.takes.arguments(call), reward.takes.logs, reward.name, len(call))
+
+        if not reward.is_limited:
+            return work()
+        if threading.current_thread() is threading.main_thread():
+            return _with_alarm(work, limit)
+        return self._in_thread(reward, work, limit)
+
+    def _in_thread(self, reward: Reward, work: Callable[[], Outcome], limit: float) -> Outcome:
+        """A call in a thread, which is left behind when the time is up: threads cannot be ended."""
+        before = self._stuck.get(reward.name)
+        if before is not None and before.is_alive():
+            return Failure("stuck", "an earlier call has not come back")
+        done: list[Outcome] = []
+        thread = threading.Thread(target=lambda: done.append(work()), daemon=True)
+        thread.start()
+        thread.join(limit)
+        if done:
+            return done[0]
+        self._stuck[reward.name] = thread
+        return Failure("stuck", f"it took longer than {limit:g} seconds", limit)
+
+
+def _with_alarm(work: Callable[[], Outcome], limit: float) -> Outcome:
+    start = time.perf_counter()
+    try:
+        with _alarm(limit):
+            return work()
+    except _TimeIsUp as error:
+        told = failed(error, time.perf_counter() - start)
+        where = told.reason.removeprefix(type(error).__name__) if isinstance(told, Failure) else ""
+        return Failure("timed out", f"it took longer than {limit:g} seconds{where}", time.perf_counter() - start)
+
+
+@contextmanager
+def _alarm(limit: float) -> Iterator[None]:
+    """Raise in the main thread when the time is up, every second until it is heard; other alarms are kept."""
+
+    def ring(number: int, frame: Any) -> None:
+        raise _TimeIsUp
+
+    handler = signal.signal(signal.SIGALRM, ring)
+    left, interval = signal.setitimer(signal.ITIMER_REAL, limit, 1.0)
+    start = time.monotonic()
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, handler if handler is not None else signal.SIG_DFL)
+        if left:
+            signal.setitimer(signal.ITIMER_REAL, max(left - (time.monotonic() - start), 0.001), interval)
+
+
+class EventLoop:
+    """A thread with an event loop that lives as long as the rewards, so that clients they keep stay usable."""
+
+    def __init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def run(self, reward: Reward, call: RewardCall, limit: float) -> "Future[Attempts]":
+        """Start an async reward; several run together."""
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            threading.Thread(target=self._loop.run_forever, daemon=True).start()
+        result: Future[Attempts] = Future()
+        asyncio.run_coroutine_threadsafe(_run_async(reward, call, limit, result), self._loop)
+        # A function that blocks the loop instead of awaiting cannot be cancelled from inside it.
+        longest = 2 * limit + GRACE
+        blocked = Failure("stuck", f"it took longer than {limit:g} seconds without awaiting anything", longest)
+        watch = threading.Timer(longest, _settle, (result, [((0, len(call)), blocked)]))
+        watch.daemon = True
+        watch.start()
+        result.add_done_callback(lambda _: watch.cancel())
+        return result
+
+    def close(self) -> None:
+        """Stop the loop once it is free."""
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+
+
+def _settle(result: "Future[Attempts]", attempts: Attempts) -> None:
+    if not result.done():
+        result.set_result(attempts)
+
+
+async def _run_async(reward: Reward, call: RewardCall, limit: float, result: "Future[Attempts]") -> None:
+    whole = (0, len(call))
+    outcome = await _attempt_async(reward, call, limit)
+    groups = call.groups()
+    if not isinstance(outcome, Failure) or len(groups) == 1:
+        return _settle(result, [(whole, outcome)])
+    again = await asyncio.gather(*(_attempt_async(reward, call.part(*bounds), limit) for bounds in groups))
+    return _settle(result, list(zip(groups, again, strict=True)))
+
+
+async def _attempt_async(reward: Reward, call: RewardCall, limit: float) -> Outcome:
+    logged, start = Logged(reward.name, len(call)), time.perf_counter()
+    scope = asyncio.timeout(limit)
+    try:
+        async with scope:
+            returned = await reward.function(**reward.takes.arguments(call), **logged.functions(reward.takes.logs))
+    except (Exception, SystemExit) as error:  # foreign code
+        seconds = time.perf_counter() - start
+        if scope.expired():
+            return Failure("timed out", f"it took longer than {limit:g} seconds", seconds)
+        return failed(error, seconds)
+    return logged.answer(returned, time.perf_counter() - start)

@@ -1,0 +1,1 @@
+"""Prompts -> scored groups: sampling backends, the producer, weight sync, replay."""

@@ -1,0 +1,187 @@
+"""Completions from a user's rollout function, in the two forms that people write.
+
+`f(model, processing_class, prompts, generation_config=None) -> list[str]` gets one dict with `messages` (or `prompt`)
+for each completion and answers with text. `f(prompts, trainer) -> dict` gets the prompts of the data rows and answers
+with `prompt_ids`, `completion_ids`, `logprobs` (or None) and maybe `env_mask`; other lists become columns for rewards.
+"""
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import GenerationConfig, PreTrainedTokenizerBase
+
+from upweight.engine.forward import base_of
+from upweight.errors import UserError
+from upweight.rollout.in_process import end_tokens
+from upweight.types import Completion, Group, Sampling
+
+TEXT_PARAMETERS = ("model", "processing_class", "prompts")
+TOKEN_PARAMETERS = ("prompts", "trainer")
+TOKEN_KEYS = ("prompt_ids", "completion_ids", "logprobs")
+
+
+@dataclass
+class CustomRollout:
+    """Fills groups by calling a user's function once for all of them, with each prompt repeated for its completions."""
+
+    function: Callable[..., Any]
+    name: str
+    model: nn.Module
+    tokenizer: PreTrainedTokenizerBase
+    trainer: Any = None  # what token functions are handed; known once the trainer is built
+
+    def __post_init__(self) -> None:
+        self.writes_text = _writes_text(self.function, self.name)
+
+    def __call__(
+        self, groups: Sequence[Group], count: int, sampling: Sampling, done: Callable[[int], None] | None
+    ) -> None:
+        each = [group for group in groups for _ in range(count)]
+        with _sampling_mode(self.model):
+            found = self._texts(each, sampling) if self.writes_text else self._tokens(each)
+        for place, group in enumerate(groups):
+            group.completions = found[place * count : (place + 1) * count]
+            if done is not None:
+                done(place)
+
+    def _texts(self, each: Sequence[Group], sampling: Sampling) -> list[Completion]:
+        prompts = [_prompt_dict(group) for group in each]
+        torch.manual_seed(sampling.seed or 0)
+        takes_config = "generation_config" in inspect.signature(self.function).parameters
+        options = {"generation_config": _generation_config(sampling, self.tokenizer)} if takes_config else {}
+        texts = self._call(self.model, RolloutTokenizer(self.tokenizer), prompts, **options)
+        if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
+            raise UserError(f"trl.rollout_func: '{self.name}' must return a list of strings, got {_kind(texts)}.")
+        if len(texts) != len(each):
+            raise UserError(f"trl.rollout_func: '{self.name}' returned {len(texts)} texts for {len(each)} prompts.")
+        return [self._from_text(text) for text in texts]
+
+    def _from_text(self, text: str) -> Completion:
+        ids = self.tokenizer.encode(text, add_special_tokens=False)
+        if self.tokenizer.eos_token_id is not None:
+            ids = [*ids, self.tokenizer.eos_token_id]
+        return Completion(ids, [], [], finished=True, text=text)
+
+    def _tokens(self, each: Sequence[Group]) -> list[Completion]:
+        found = self._call([group.row.get("prompt") for group in each], self.trainer)
+        if not isinstance(found, Mapping) or not {"prompt_ids", "completion_ids"} <= set(found):
+            raise UserError(
+                f"trl.rollout_func: '{self.name}' must return a dict with {', '.join(TOKEN_KEYS)}, got {_kind(found)}."
+            )
+        for key, values in found.items():
+            if values is not None and len(values) != len(each):
+                raise UserError(
+                    f"trl.rollout_func: '{self.name}' returned {len(values)} '{key}' for {len(each)} prompts."
+                )
+        extras = [key for key in found if key not in (*TOKEN_KEYS, "env_mask") and found[key] is not None]
+        completions = []
+        for number, group in enumerate(each):
+            group.prompt_ids = [int(token) for token in found["prompt_ids"][number]]
+            for key in extras:
+                group.extras.setdefault(key, []).append(found[key][number])
+            completions.append(self._from_tokens(found, number))
+        return completions
+
+    def _from_tokens(self, found: Mapping[str, Any], number: int) -> Completion:
+        ids = [int(token) for token in found["completion_ids"][number]]
+        logps, mask = found.get("logprobs"), found.get("env_mask")
+        logps = [] if logps is None else [float(logp) for logp in logps[number]]
+        sampled = None if mask is None else [bool(flag) for flag in mask[number]]
+        for key, values in (("logprobs", logps or ids), ("env_mask", ids if sampled is None else sampled)):
+            if len(values) != len(ids):
+                raise UserError(
+                    f"trl.rollout_func: '{self.name}', completion {number}: {len(values)} '{key}' for "
+                    f"{len(ids)} tokens."
+                )
+        return Completion(
+            ids, logps, [], finished=bool(ids) and ids[-1] in end_tokens(base_of(self.model), self.tokenizer), sampled=sampled
+        )
+
+    def _call(self, *arguments: Any, **options: Any) -> Any:
+        try:
+            return self.function(*arguments, **options)
+        except UserError:
+            raise
+        except Exception as error:  # foreign code
+            raise UserError(f"trl.rollout_func: '{self.name}' failed: {type(error).__name__}: {error}") from error
+
+
+class RolloutTokenizer:
+    """A tokenizer that takes `processing_class=False` in `apply_chat_template` for "give me text"."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._tokenizer(*args, **kwargs)
+
+    def __len__(self) -> int:
+        return len(self._tokenizer)
+
+    def apply_chat_template(self, *args: Any, **kwargs: Any) -> Any:
+        """As the tokenizer's own, with `processing_class` as another word for `tokenize`."""
+        if "processing_class" in kwargs:
+            kwargs["tokenize"] = bool(kwargs.pop("processing_class"))
+        return self._tokenizer.apply_chat_template(*args, **kwargs)
+
+
+def _writes_text(function: Callable[..., Any], name: str) -> bool:
+    """Which of the two forms a function has, by the names of its parameters, else by their number."""
+    parameters = inspect.signature(function).parameters
+    needed = [
+        p.name for p in parameters.values() if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
+    ]
+    if set(TEXT_PARAMETERS) <= set(parameters) or len(needed) == 3:
+        return True
+    if set(TOKEN_PARAMETERS) <= set(parameters) or len(needed) == 2:
+        return False
+    raise UserError(
+        f"trl.rollout_func: '{name}' takes ({', '.join(parameters)}). Write it as "
+        "f(model, processing_class, prompts, generation_config=None) -> list of texts, or as "
+        "f(prompts, trainer) -> dict."
+    )
+
+
+def _prompt_dict(group: Group) -> dict[str, Any]:
+    columns = {name: value for name, value in group.row.items() if name != "prompt_ids"}
+    prompt = columns.get("prompt")
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    return {**columns, "messages": messages}
+
+
+def _generation_config(sampling: Sampling, tokenizer: PreTrainedTokenizerBase) -> GenerationConfig:
+    return GenerationConfig(
+        do_sample=True,
+        max_new_tokens=sampling.max_new_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p or None,
+        repetition_penalty=sampling.repetition_penalty,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+
+
+@contextlib.contextmanager
+def _sampling_mode(model: nn.Module) -> Iterator[None]:
+    """The model without dropout or gradients, and back as it was."""
+    trained = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(trained)
+
+
+def _kind(value: Any) -> str:
+    return f"keys {sorted(map(str, value))}" if isinstance(value, Mapping) else type(value).__name__

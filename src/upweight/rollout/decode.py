@@ -1,0 +1,298 @@
+"""Decoding on the device: a prompt's keys and values are kept once for all its completions, each completion's beside.
+
+The model's own modules run; only attention is ours, and it travels as a forward argument (`tree=`) through the same
+interface as in training. A grid holds `groups` prompts with `members` completions each, in slots `group * members +
+member`; all completions of a grid have the same number of tokens.
+"""
+
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from upweight.engine.attention import Scores, tree_masks
+from upweight.engine.forward import body_of
+from upweight.engine.rules import Rule
+from upweight.engine.segments import SegmentPlan, segment_attention
+from upweight.engine.trees import fold
+from upweight.rollout.cascade import cascade_attention
+from upweight.rollout.sampling import draw
+from upweight.types import Sampling
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The shape of what is decoded together: prompts of up to `prompt` tokens, completions of up to `room`."""
+
+    groups: int
+    members: int
+    prompt: int
+    room: int
+
+    @property
+    def slots(self) -> int:
+        return self.groups * self.members
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """What one attention layer keeps of a token."""
+
+    number: int
+    heads: int
+    key_width: int
+    value_width: int
+    dtype: torch.dtype
+
+    @property
+    def token_bytes(self) -> int:
+        return self.heads * (self.key_width + self.value_width) * self.dtype.itemsize
+
+
+class Arena:
+    """Named buffers handed out as views of any shape; a view keeps its address until more is asked for than ever."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.moved = 0  # counts changes of address
+        self._buffers: dict[Any, Tensor] = {}
+
+    def view(self, name: Any, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A view of the buffer's beginning; what it holds is left over from earlier uses, or zeros."""
+        size = math.prod(shape)
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.numel() < size or buffer.dtype != dtype:
+            self.moved += 1
+            self._buffers.pop(name, None)
+            buffer = self._buffers[name] = torch.zeros(size, dtype=dtype, device=self.device)
+        return buffer[:size].view(*shape)
+
+    def bytes(self) -> int:
+        """What the buffers hold."""
+        return sum(buffer.nbytes for buffer in self._buffers.values())
+
+    def clear(self) -> None:
+        """Free everything."""
+        self._buffers.clear()
+        self.moved += 1
+
+
+class _Shapes:
+    """Attends to nothing, and notes what each layer would keep."""
+
+    def __init__(self) -> None:
+        self.layers: dict[nn.Module, LayerShape] = {}
+
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, form: Scores) -> Tensor:
+        shape = LayerShape(len(self.layers), key.shape[1], key.shape[-1], value.shape[-1], key.dtype)
+        self.layers.setdefault(module, shape)
+        return value.repeat_interleave(query.shape[1] // value.shape[1], 1)
+
+
+class _Prefill:
+    """Attends over packed prompts, and keeps their keys and values in the grid."""
+
+    def __init__(self, decoder: "Decoder", end_N: Tensor, position_N: Tensor, groups: slice, index_GP: Tensor) -> None:
+        self._decoder, self._end_N, self._position_N = decoder, end_N, position_N
+        self._groups, self._index_GP = groups, index_GP
+        self._plans: dict[Rule, SegmentPlan] = {}
+
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, form: Scores) -> Tensor:
+        rule = form.rule
+        if rule not in self._plans:
+            self._plans[rule] = SegmentPlan.of(self._end_N, self._position_N, rule)
+        kept_key, kept_value = self._decoder.caches[module][:2]
+        width = self._index_GP.shape[1]
+        for kept, new in ((kept_key, key), (kept_value, value)):
+            kept[self._groups, :, :width] = new[0][:, self._index_GP].transpose(0, 1)
+        plan = self._plans[rule]
+        return segment_attention(query, key, value, plan, scaling=form.scaling, softcap=form.softcap, sinks=form.sinks)
+
+
+class _Step:
+    """One token of every slot: its key and value join its completion's, and it attends to prompt and completion."""
+
+    def __init__(self, decoder: "Decoder", width: int) -> None:
+        self._decoder, self._width = decoder, width
+        self._bias: dict[Rule, Tensor] = {}
+
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, form: Scores) -> Tensor:
+        decoder = self._decoder
+        prompt_key, prompt_value, new_key, new_value = decoder.caches[module]
+        new_key.index_copy_(2, decoder.step_1, key)
+        new_value.index_copy_(2, decoder.step_1, value)
+        rule = form.rule
+        if rule not in self._bias:
+            self._bias[rule] = decoder.bias(rule, self._width)
+        new_key, new_value = new_key[:, :, : self._width], new_value[:, :, : self._width]
+        return cascade_attention(query, (prompt_key, prompt_value), (new_key, new_value), self._bias[rule], form)
+
+
+class Decoder:
+    """The state of one grid on the device, and the steps that change it."""
+
+    def __init__(self, base: PreTrainedModel, device: torch.device) -> None:
+        self.base, self.device = base, device
+        self.arena = Arena(device)
+        self.body: Callable[..., Any] = body_of(base)
+        self.grid = Grid(0, 0, 0, 0)
+        self.sampling = Sampling(max_new_tokens=0)  # of these only what shapes the draw of a token
+        self.caches: dict[nn.Module, tuple[Tensor, Tensor, Tensor, Tensor]] = {}
+        self.layers: dict[nn.Module, LayerShape] = {}
+
+    def token_bytes(self) -> int:
+        """What one token keeps over all layers."""
+        if not self.layers:
+            shapes = _Shapes()
+            one = torch.zeros(1, 1, dtype=torch.long, device=self.device)
+            self._logits(one, one, shapes, None)
+            self.layers = shapes.layers
+        return sum(layer.token_bytes for layer in self.layers.values())
+
+    def open(self, grid: Grid, sampling: Sampling) -> None:
+        """Take a grid's room in the buffers."""
+        self.token_bytes()
+        self.grid = grid
+        self.sampling = replace(sampling, max_new_tokens=0, stop_ids=(), stop_strings=(), seed=None)
+        view, slots = self.arena.view, grid.slots
+        for module, layer in self.layers.items():
+            shapes = [
+                (count, layer.heads, length, width)
+                for count, length in ((grid.groups, grid.prompt), (slots, grid.room))
+                for width in (layer.key_width, layer.value_width)
+            ]
+            kept = [view((layer.number, part), shape, layer.dtype) for part, shape in enumerate(shapes)]
+            self.caches[module] = (kept[0], kept[1], kept[2], kept[3])
+        self.length_G1 = view("length", (grid.groups, 1), torch.long)
+        self.step_1 = view("step", (1,), torch.long)
+        self.token_B1 = view("token", (slots, 1), torch.long)
+        self.uniform_BN = view("uniform", (slots, grid.room), torch.float64)
+        self.ids_NB = view("ids", (grid.room, slots), torch.long)
+        self.logps_NB = view("logps", (grid.room, slots), torch.float32)
+        self.seen_BV = None
+        if sampling.repetition_penalty != 1:
+            vocabulary = self.base.config.get_text_config().vocab_size
+            self.seen_BV = view("seen", (slots, vocabulary), torch.bool)
+
+    def release(self) -> None:
+        """Let go of the grid and its buffers."""
+        self.caches.clear()
+        self.arena.clear()
+        self.open(Grid(0, 0, 0, 0), self.sampling)
+
+    def prefill(self, prompts: Sequence[Sequence[int]], uniform_BN: Tensor, budget: int) -> None:
+        """Fill the opened grid with prompts, chunks of at most `budget` tokens at a time, and draw the first tokens.
+
+        There may be fewer prompts than groups; what the last groups then write means nothing.
+        """
+        arrays = [np.asarray(prompt, dtype=np.int64) for prompt in prompts]
+        self.length_G1.fill_(1)
+        self.length_G1[: len(prompts), 0] = torch.tensor([len(prompt) for prompt in prompts])
+        self.uniform_BN.zero_()
+        self.uniform_BN[: len(uniform_BN), : uniform_BN.shape[1]] = uniform_BN
+        self.step_1.fill_(-1)
+        logits = []
+        start = 0
+        while start < len(arrays):
+            stop, tokens = start, 0
+            while stop < len(arrays) and (stop == start or tokens + len(arrays[stop]) <= budget):
+                tokens += len(arrays[stop])
+                stop += 1
+            logits.append(self._prefill_chunk(arrays[start:stop], start))
+            start = stop
+        logits_GV = torch.cat(logits)
+        missing = self.grid.groups - len(logits_GV)
+        if missing:
+            logits_GV = torch.cat([logits_GV, logits_GV[:1].expand(missing, -1)])
+        if self.seen_BV is not None:
+            seen = self.seen_BV.zero_().view(self.grid.groups, self.grid.members, -1)
+            for group, ids in enumerate(arrays):
+                seen[group, :, torch.from_numpy(ids).to(self.device)] = True
+        self._draw(logits_GV.repeat_interleave(self.grid.members, 0))
+
+    def _prefill_chunk(self, prompts: list[Any], start: int) -> Tensor:
+        """Keys and values of some prompts into the grid; the logits after each."""
+        forest = fold(prompts)
+        longest = max(len(ids) for ids in prompts)
+        index = np.zeros((len(prompts), longest), np.int64)
+        for row, path in zip(index, forest.paths, strict=True):
+            row[: len(path)] = path
+        ids_N, position_N, end_N, index_GP = (
+            torch.from_numpy(x).to(self.device) for x in (forest.ids_N, forest.position_N, forest.end_N, index)
+        )
+        last_G = torch.tensor([int(path[-1]) for path in forest.paths], device=self.device)
+        context = _Prefill(self, end_N, position_N, slice(start, start + len(prompts)), index_GP)
+        return self._logits(ids_N[None], position_N[None], context, last_G)
+
+    def advance(self, width: int) -> None:
+        """One more token for every slot; `width` bounds the tokens a completion has."""
+        position_B1 = (self.length_G1 + self.step_1).repeat_interleave(self.grid.members, 0)
+        self._draw(self._logits(self.token_B1, position_B1, _Step(self, width), None))
+
+    def _draw(self, logits_BV: Tensor) -> None:
+        """Draw a token for every slot, note it, and go on to the next column."""
+        self.step_1.add_(1)
+        uniform_B = self.uniform_BN.index_select(1, self.step_1)[:, 0]
+        token_B, logp_B = draw(logits_BV, uniform_B, self.sampling, self.seen_BV)
+        self.token_B1.copy_(token_B[:, None])
+        self.ids_NB.index_copy_(0, self.step_1, token_B[None])
+        self.logps_NB.index_copy_(0, self.step_1, logp_B[None])
+        if self.seen_BV is not None:
+            self.seen_BV.scatter_(1, self.token_B1, True)
+
+    def _logits(self, ids_BN: Tensor, position_BN: Tensor, context: Any, at: Tensor | None) -> Tensor:
+        """Logits in float32 at flat positions, or at all: the head's own forward and form, as the engine uses them."""
+        inputs = {
+            "input_ids": ids_BN,
+            "attention_mask": torch.ones_like(ids_BN),
+            "position_ids": position_BN,
+            "tree": context,
+            "use_cache": False,
+        }
+        form = self.base.__dict__["_logit_form"]
+        with tree_masks():
+            if form is None:
+                stock = self.base.__dict__["_stock_forward"]
+                fewer = "logits_to_keep" in inspect.signature(type(self.base).forward).parameters
+                kept = {"logits_to_keep": at} if fewer and at is not None else {}
+                found = stock(**inputs, **kept).logits.flatten(0, 1)
+                return (found if fewer or at is None else found[at]).float()
+            hidden = self.body(**inputs)[0].flatten(0, 1)
+        head: Any = self.base.get_output_embeddings()
+        return form(head(hidden if at is None else hidden[at]).float())
+
+    def bias(self, rule: Rule, width: int) -> Tensor:
+        """What to add to the scores of each group: 0 for the columns its newest tokens see, minus infinity else."""
+        column_K = torch.arange(self.grid.prompt + width, device=self.device)
+        new_K = column_K - self.grid.prompt
+        is_new_K = new_K >= 0
+        position_GK = torch.where(is_new_K, self.length_G1 + new_K, column_K)
+        at_G1 = self.length_G1 + self.step_1
+        seen_GK = torch.where(is_new_K, new_K <= self.step_1, column_K < self.length_G1)
+        if rule.window is not None:
+            seen_GK &= at_G1 - position_GK < rule.window
+        if rule.chunk is not None:
+            seen_GK &= at_G1 // rule.chunk == position_GK // rule.chunk
+        return torch.zeros(seen_GK.shape, device=self.device).masked_fill_(~seen_GK, -torch.inf)
+
+    def keep(self, groups: Tensor, slots: Tensor) -> None:
+        """Shrink the grid to some of its groups, and for each of them to some slots, in the new order."""
+        old = self.grid
+        caches, length, token, uniform, seen = (
+            self.caches.copy(), self.length_G1, self.token_B1, self.uniform_BN, self.seen_BV
+        )  # fmt: skip
+        self.open(Grid(len(groups), len(slots) // len(groups), old.prompt, old.room), self.sampling)
+        for module, new in self.caches.items():
+            for part, index in enumerate((groups, groups, slots, slots)):
+                new[part].copy_(caches[module][part].index_select(0, index))
+        self.length_G1.copy_(length[groups])
+        self.token_B1.copy_(token[slots])
+        self.uniform_BN.copy_(uniform[slots])
+        if seen is not None and self.seen_BV is not None:
+            self.seen_BV.copy_(seen[slots])

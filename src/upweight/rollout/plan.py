@@ -1,0 +1,63 @@
+"""Sizes of a rollout, and the order in which prompts come up."""
+
+from dataclasses import dataclass
+from fractions import Fraction
+from math import ceil, lcm
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How many completions are sampled together and trained on together, over all ranks."""
+
+    groups: int  # prompts of a rollout
+    size: int  # completions of a prompt
+    step: int  # completions that one optimizer step trains on
+    iterations: int = 1  # passes over a rollout
+
+    @staticmethod
+    def fitting(wanted: int, size: int, step: int, iterations: int = 1) -> "Plan":
+        """The smallest rollout of at least `wanted` completions' kind that holds whole groups and whole steps."""
+        return Plan(lcm(wanted, size, step) // size, size, step, iterations)
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps of one pass over a rollout."""
+        return self.groups * self.size // self.step
+
+    @property
+    def updates(self) -> int:
+        """Optimizer steps that one rollout feeds."""
+        return self.steps * self.iterations
+
+    def steps_per_epoch(self, prompts: int) -> int:
+        """Optimizer steps after which every prompt has come up once."""
+        return max(1, ceil(Fraction(prompts * self.size * self.iterations, self.step)))
+
+
+class PromptOrder:
+    """An endless order of row numbers: each epoch has every row once, shuffled by the seed and the epoch."""
+
+    def __init__(self, rows: int, seed: int, *, shuffle: bool = True) -> None:
+        self.rows, self.seed, self.shuffle = rows, seed, shuffle
+        self.position = 0  # rows taken so far, over all epochs
+        self._epoch, self._order = -1, np.zeros(0, np.int64)
+
+    def take(self, count: int) -> list[int]:
+        """The next rows."""
+        taken: list[int] = []
+        while len(taken) < count:
+            epoch, start = divmod(self.position, self.rows)
+            part = self._of(epoch)[start : start + count - len(taken)].tolist()
+            taken += part
+            self.position += len(part)
+        return taken
+
+    def _of(self, epoch: int) -> NDArray[np.int64]:
+        if epoch != self._epoch:
+            self._epoch, self._order = epoch, np.arange(self.rows)
+            if self.shuffle:
+                np.random.default_rng((self.seed, epoch)).shuffle(self._order)
+        return self._order

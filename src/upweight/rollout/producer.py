@@ -1,0 +1,242 @@
+"""Prompts in, scored groups out, one rollout at a time."""
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from upweight.methods.base import Method
+from upweight.rewards.call import RewardCall
+from upweight.rewards.scorer import Scorer, Scores
+from upweight.rollout.plan import Plan, PromptOrder
+from upweight.rollout.summary import has_signal, summary
+from upweight.types import Completion, Group, Sampling
+
+OWN_COLUMNS = ("prompt", "prompt_ids")
+
+
+class Rows(Protocol):
+    """Prepared data rows by number."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, number: int, /) -> Mapping[str, Any]: ...
+
+
+class Roll(Protocol):
+    """Writes the completions of prompts: a sampling backend, a user's function or an environment."""
+
+    def __call__(
+        self, groups: Sequence[Group], count: int, sampling: Sampling, done: Callable[[int], None] | None
+    ) -> None:
+        """Give every group `count` completions; `done` hears of each group as it ends."""
+        ...
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among those that produce a rollout together."""
+
+    rank: int = 0
+    count: int = 1
+    gather: Callable[[Any], list[Any]] = field(default=lambda value: [value])  # every rank's value, on every rank
+
+
+@dataclass
+class Rollout:
+    """Scored groups of one rollout over all ranks, and what is to be logged about them."""
+
+    number: int
+    version: int  # policy that wrote it
+    groups: list[Group]
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class Producer:
+    """Everything between the prompts and the trainer. All ranks call it alike and get the same rollouts."""
+
+    method: Method
+    plan: Plan
+    rows: Rows
+    order: PromptOrder
+    roll: Roll
+    scorer: Scorer
+    sampling: Sampling
+    decode: Callable[[list[int]], str]
+    seed: int = 0
+    extra_rounds: int = 0  # of sampling anew what came out without signal
+    streaming_groups: int | None = None  # groups scored together while others are still being written
+    ranks: Ranks = field(default_factory=Ranks)
+    rollouts: int = 0
+    tokens: int = 0  # of prompts and completions so far
+
+    def produce(self, version: int, trainer_state: Any = None) -> Rollout:
+        """The next rollout, written by policy `version`."""
+        began = time.perf_counter()
+        number, self.rollouts = self.rollouts, self.rollouts + 1
+        groups, metrics = self._scored(self.order.take(self.plan.groups), (number, 0), trainer_state)
+        again = 0
+        for attempt in range(1, self.extra_rounds + 1):
+            dull = [place for place, group in enumerate(groups) if not has_signal(group)]
+            if not dull:
+                break
+            fresh, _ = self._scored(self.order.take(len(dull)), (number, attempt), trainer_state)
+            again += len(dull)
+            for place, group in zip(dull, fresh, strict=True):
+                if has_signal(group):
+                    groups[place] = group
+        self._add_advantages(groups)
+        lengths = [len(group.prompt_ids) + len(one.ids) for group in groups for one in group.completions]
+        self.tokens += sum(lengths)
+        metrics |= summary(groups, self.scorer.names, self.method)
+        metrics |= {"num_tokens": float(self.tokens), "rollout/seconds": time.perf_counter() - began}
+        if self.extra_rounds:
+            metrics["rollout/sampled_again"] = float(again)
+        return Rollout(number, version, groups, metrics)
+
+    def evaluate(self, rows: Rows, count: int, trainer_state: Any = None) -> list[Group]:
+        """Scored groups of `count` completions for rows of an evaluation; the state of training stays as it was."""
+        found: list[Group] = []
+        for start in range(0, len(rows), self.plan.groups):
+            groups = [_group(number, rows[number]) for number in range(start, min(start + self.plan.groups, len(rows)))]
+            scored, _ = self._share(groups, count, (2**31, start), trainer_state)
+            found += scored
+        return found
+
+    def state(self) -> dict[str, Any]:
+        """What a later run needs to go on from here, as plain values."""
+        return {
+            "position": self.order.position,
+            "rollouts": self.rollouts,
+            "tokens": self.tokens,
+            "rewards": self.scorer.state(),
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from where `state` was taken."""
+        self.order.position, self.rollouts, self.tokens = state["position"], state["rollouts"], state["tokens"]
+        self.scorer.restore(state["rewards"])
+
+    def _scored(
+        self, numbers: Sequence[int], round_: tuple[int, int], trainer_state: Any
+    ) -> tuple[list[Group], dict[str, float]]:
+        groups = [_group(number, self.rows[number]) for number in numbers]
+        return self._share(groups, self.plan.size, round_, trainer_state)
+
+    def _share(
+        self, groups: list[Group], count: int, round_: tuple[int, int], trainer_state: Any
+    ) -> tuple[list[Group], dict[str, float]]:
+        """Every rank writes and scores its share of the groups; all of them come back in order."""
+        rank, ranks = self.ranks.rank, self.ranks.count
+        own = groups[rank::ranks]
+        seeds = np.random.SeedSequence((self.seed, *round_, rank)).generate_state(1)
+        sampling = dataclasses.replace(self.sampling, seed=int(seeds[0]))
+        metrics = self._write_and_score(own, count, sampling, trainer_state)
+        shares = self.ranks.gather((own, metrics))
+        for share, (theirs, _) in enumerate(shares):
+            groups[share::ranks] = theirs
+        names = {name for _, found in shares for name in found}
+        known = {name: [found[name] for _, found in shares if name in found] for name in sorted(names)}
+        return groups, {name: sum(values) / len(values) for name, values in known.items()}
+
+    def _write_and_score(
+        self, groups: list[Group], count: int, sampling: Sampling, trainer_state: Any
+    ) -> dict[str, float]:
+        """Completions and rewards of this rank's groups; scoring runs beside the writing where streaming is on."""
+        if not groups:
+            return {}
+        pending: list[tuple[list[Group], Future[Scores]]] = []
+        waiting: list[Group] = []
+
+        def hand_over() -> None:
+            if waiting:
+                call = self._call(waiting, trainer_state)
+                pending.append((list(waiting), self.scorer.submit(call)))
+                waiting.clear()
+
+        def done(place: int) -> None:
+            waiting.append(groups[place])
+            if len(waiting) >= (self.streaming_groups or len(groups)):
+                hand_over()
+
+        began = time.perf_counter()
+        self.roll(groups, count, sampling, done if self.streaming_groups else None)
+        written = time.perf_counter() - began
+        if not self.streaming_groups:
+            waiting += groups
+        hand_over()
+        metrics = _collect(pending)
+        tokens = sum(len(one.ids) for group in groups for one in group.completions)
+        return metrics | {
+            "rollout/generation_seconds": written,
+            "rollout/tokens_per_second": tokens / max(written, 1e-9),
+        }
+
+    def _call(self, groups: Sequence[Group], trainer_state: Any) -> RewardCall:
+        """What reward functions are handed for these groups."""
+        each = [(group, one) for group in groups for one in group.completions]
+        names = dict.fromkeys(name for group in groups for name in group.row if name not in OWN_COLUMNS)
+        columns = {name: [group.row.get(name) for group, _ in each] for name in names}
+        for name in dict.fromkeys(name for group in groups for name in group.extras):
+            columns[name] = [value for group in groups for value in _extra(group, name)]
+        return RewardCall(
+            prompts=[group.row.get("prompt") for group, _ in each],
+            completions=[self._answer(group, one) for group, one in each],
+            completion_ids=[list(one.ids) for _, one in each],
+            columns=columns,
+            group_S=[place for place, group in enumerate(groups) for _ in group.completions],
+            trainer_state=trainer_state,
+        )
+
+    def _answer(self, group: Group, completion: Completion) -> Any:
+        """A completion as rewards read it: messages where the prompt is, unless a rollout function wrote text."""
+        if completion.text is not None:
+            return completion.text
+        text = self.decode(completion.ids)
+        return text if isinstance(group.row.get("prompt"), str) else [{"role": "assistant", "content": text}]
+
+    def _add_advantages(self, groups: Sequence[Group]) -> None:
+        rewards_SR = torch.cat([_rewards(group) for group in groups])
+        sizes = torch.tensor([len(group.completions) for group in groups])
+        group_S = torch.repeat_interleave(torch.arange(len(groups)), sizes)
+        advantage_S = self.method.advantages(rewards_SR, group_S)
+        for group, own_S in zip(groups, advantage_S.split(sizes.tolist()), strict=True):
+            group.advantage_S = own_S
+
+
+def _group(number: int, row: Mapping[str, Any]) -> Group:
+    return Group(number, row, list(row["prompt_ids"]))
+
+
+def _rewards(group: Group) -> Tensor:
+    assert group.rewards_SR is not None, "a group reached the trainer without rewards"
+    return group.rewards_SR
+
+
+def _extra(group: Group, name: str) -> list[Any]:
+    return group.extras.get(name) or [None] * len(group.completions)
+
+
+def _collect(pending: Sequence[tuple[list[Group], Future[Scores]]]) -> dict[str, float]:
+    """Rewards into their groups; metrics that user functions logged, averaged over the calls."""
+    logged: dict[str, list[float]] = {}
+    for groups, future in pending:
+        scores = future.result()
+        start = 0
+        for group in groups:
+            stop = start + len(group.completions)
+            group.rewards_SR = scores.rewards_SR[start:stop]
+            group.extras |= {name: values[start:stop] for name, values in scores.extras.items()}
+            start = stop
+        for name, value in scores.metrics.items():
+            logged.setdefault(name, []).append(value)
+    return {
+        name: sum(values) if name.endswith("/failed") else sum(values) / len(values) for name, values in logged.items()
+    }

@@ -1,0 +1,120 @@
+"""The host's side of sampling: tokens as they arrive, where each completion ends, and which prompts are done."""
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from upweight.types import Completion
+
+_SLACK = 8  # tokens decoded before the longest stop string could begin: a first token may lose a space or half a letter
+
+
+class StopStrings:
+    """Finds stop strings in decoded text, also where they lie across the borders of tokens."""
+
+    def __init__(self, tokenizer: Any, strings: Sequence[str]) -> None:
+        self._tokenizer = tokenizer
+        self._strings = [string for string in strings if string]
+        self._reach = max((len(string.encode()) for string in self._strings), default=0) + _SLACK
+
+    def __bool__(self) -> bool:
+        return bool(self._strings)
+
+    def first(self, ids: Sequence[int], known: int) -> int | None:
+        """The number of tokens after which a stop string is complete, when none was within the first `known`."""
+        if not self._within(ids, known, len(ids)):
+            return None
+        return next((count for count in range(known + 1, len(ids)) if self._within(ids, count - 1, count)), len(ids))
+
+    def _within(self, ids: Sequence[int], known: int, count: int) -> bool:
+        """Whether the first `count` tokens hold a stop string that the first `known` do not hold."""
+        text = self._tokenizer.decode(ids[max(0, known - self._reach) : count], skip_special_tokens=False)
+        return any(string in text for string in self._strings)
+
+
+class Rows:
+    """All completions of one call; row `prompt * count + member`."""
+
+    def __init__(
+        self,
+        prompts: int,
+        count: int,
+        room: int,
+        *,
+        ends: Collection[int],
+        stops: StopStrings,
+        version: int,
+        done: Callable[[int, list[Completion]], None] | None,
+    ) -> None:
+        self.count, self._room, self._version = count, room, version
+        self.ends = np.fromiter(sorted(ends), np.int64, len(ends))
+        self.stops, self._done = stops, done
+        self._ids_SN = np.zeros((prompts * count, room), np.int64)
+        self._logps_SN = np.zeros((prompts * count, room), np.float32)
+        self._length_S = np.zeros(prompts * count, np.int64)
+        self._finished_S = np.zeros(prompts * count, np.bool_)
+        self.alive_S = np.ones(prompts * count, np.bool_)
+        self._left_P = np.full(prompts, count)
+
+    def take(
+        self, start: int, ids_KB: NDArray[np.int64], logps_KB: NDArray[np.float32], slots: NDArray[np.int64]
+    ) -> None:
+        """Tokens number `start` and on of the rows in `slots` (-1: none); those of rows that have ended are dropped."""
+        flat = slots.reshape(-1)
+        used = np.flatnonzero((flat >= 0) & self.alive_S[flat])
+        rows, stop = flat[used], start + len(ids_KB)
+        self._ids_SN[rows, start:stop] = ids_KB[:, used].T
+        self._logps_SN[rows, start:stop] = logps_KB[:, used].T
+        is_end = np.isin(self._ids_SN[rows, start:stop], self.ends)
+        ended = np.logical_or.reduce(is_end, 1)
+        length = np.where(ended, start + is_end.argmax(1) + 1, stop)
+        if self.stops:
+            for at, row in enumerate(rows.tolist()):
+                found = self.stops.first(self._ids_SN[row, : length[at]].tolist(), start)
+                if found is not None:
+                    ended[at], length[at] = True, found
+        self._length_S[rows], self._finished_S[rows] = length, ended
+        over = rows[ended | (stop >= self._room)]
+        self.alive_S[over] = False
+        np.subtract.at(self._left_P, over // self.count, 1)
+        for prompt in np.unique(over // self.count).tolist():
+            if self._left_P[prompt] == 0 and self._done is not None:
+                self._done(prompt, self.completions(prompt))
+
+    def completions(self, prompt: int) -> list[Completion]:
+        """The completions of a prompt that is done."""
+        rows = range(prompt * self.count, (prompt + 1) * self.count)
+        return [self._completion(row) for row in rows]
+
+    def _completion(self, row: int) -> Completion:
+        length = int(self._length_S[row])
+        return Completion(
+            ids=self._ids_SN[row, :length].tolist(),
+            logps=self._logps_SN[row, :length].tolist(),
+            versions=[self._version] * length,
+            finished=bool(self._finished_S[row]),
+        )
+
+
+def smaller_grid(
+    slots: NDArray[np.int64], alive_S: NDArray[np.bool_], share: float, rounded: Callable[[int], int]
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]] | None:
+    """Rows by (group, member) and which still run -> groups to keep, for each the slots to keep, and the new rows.
+
+    Groups that have ended go; members shrink to the most that run in any group. None unless at most `share` of the
+    slots remain. `rounded` gives the sizes that grids may have; what fills a grid up has row -1.
+    """
+    runs = (slots >= 0) & alive_S[slots]
+    by_group = runs.sum(1)
+    kept = np.flatnonzero(by_group)
+    groups, members = rounded(len(kept)), rounded(int(by_group.max()))
+    groups, members = min(groups, slots.shape[0]), min(members, slots.shape[1])
+    if groups * members > share * slots.size:
+        return None
+    filled = np.concatenate([kept, np.repeat(kept[:1], groups - len(kept))])
+    order = np.argsort(~runs[filled], axis=1, kind="stable")[:, :members]
+    rows = np.take_along_axis(np.where(runs, slots, -1)[filled], order, 1)
+    rows[len(kept) :] = -1
+    return filled, (filled[:, None] * slots.shape[1] + order).reshape(-1), rows

@@ -1,0 +1,71 @@
+"""The sampling that a config asks for."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from upweight.config.explain import did_you_mean
+from upweight.config.rollout import RolloutSection
+from upweight.errors import UserError
+from upweight.types import Sampling
+
+# What other programs call a field of Sampling.
+SPELLINGS = {
+    "max_tokens": "max_new_tokens",
+    "max_completion_length": "max_new_tokens",
+    "stop": "stop_strings",
+    "stop_token_ids": "stop_ids",
+    "eos_token_id": "stop_ids",
+}
+SAMPLED = ("do_sample",)  # completions of a group must differ: sampling is always on
+FIELDS = {
+    "max_new_tokens": int,
+    "temperature": float,
+    "top_p": float,
+    "top_k": int,
+    "min_p": float,
+    "repetition_penalty": float,
+    "stop_ids": int,
+    "stop_strings": str,
+}
+
+
+def sampling_of(section: RolloutSection, max_new_tokens: int) -> Sampling:
+    """How completions are drawn; `generation_kwargs` has the last word."""
+    plain = Sampling(
+        max_new_tokens,
+        temperature=section.temperature,
+        top_p=section.top_p,
+        top_k=section.top_k,
+        min_p=section.min_p or 0.0,
+        repetition_penalty=section.repetition_penalty,
+    )
+    return Sampling(**{**vars(plain), **_options(section.generation_args)})
+
+
+def _options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Sampling options by our names; an unknown one is an error."""
+    found: dict[str, Any] = {}
+    for key, value in given.items():
+        name = SPELLINGS.get(key, key)
+        if key in SAMPLED and value is True:
+            continue
+        if key in SAMPLED:
+            raise UserError(f"trl.generation_kwargs: {key}: false makes all completions of a group alike: drop it.")
+        if name not in FIELDS:
+            known = [*FIELDS, *SPELLINGS]
+            raise UserError(
+                f"trl.generation_kwargs: '{key}' is not an option of the in-process sampler."
+                f"{did_you_mean(key, known)} It knows {', '.join(known)}."
+            )
+        found[name] = _value(key, name, value)
+    return found
+
+
+def _value(key: str, name: str, value: Any) -> Any:
+    kind = FIELDS[name]
+    many = name in ("stop_ids", "stop_strings")
+    values = value if many and isinstance(value, list | tuple) else [value]
+    wanted = (int, float) if kind is float else kind
+    if any(not isinstance(one, wanted) or isinstance(one, bool) for one in values):
+        raise UserError(f"trl.generation_kwargs: '{key}' must be {kind.__name__}{' or a list' if many else ''}.")
+    return tuple(values) if many else kind(values[0])

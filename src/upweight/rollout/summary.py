@@ -1,0 +1,82 @@
+"""What a rollout looks like in numbers, under the names people know."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from upweight.methods.advantages import weighted_reward
+from upweight.methods.base import Method
+from upweight.types import Group
+
+
+def has_signal(group: Group) -> bool:
+    """Whether some reward tells a group's completions apart."""
+    assert group.rewards_SR is not None
+    return any(
+        len(known := column[~column.isnan()]) and bool(known.max() > known.min()) for column in group.rewards_SR.T
+    )
+
+
+def summary(groups: Sequence[Group], names: Sequence[str], method: Method) -> dict[str, float]:
+    """Metrics of scored groups: rewards, their spread, lengths of completions."""
+    rewards_SR = torch.cat([group.rewards_SR for group in groups if group.rewards_SR is not None])
+    policy = getattr(method, "policy", None)
+    weights = getattr(policy, "reward_weights", None)
+    reward_S = weighted_reward(rewards_SR, weights)
+    flat = [not has_signal(group) for group in groups]
+    found = {
+        "reward": _mean(reward_S),
+        "reward_std": _std(reward_S),
+        "frac_reward_zero_std": sum(flat) / len(flat),
+    }
+    for name, column_S in zip(names, rewards_SR.T, strict=True):
+        found |= {f"rewards/{name}/mean": _mean(column_S), f"rewards/{name}/std": _std(column_S)}
+    return {name: value for name, value in (found | _lengths(groups)).items() if not math.isnan(value)}
+
+
+def pass_rates(groups: Sequence[Group], names: Sequence[str]) -> dict[str, float]:
+    """For each reward, the share of completions that earn any, and of prompts of which one completion does."""
+    found: dict[str, float] = {}
+    for place, name in enumerate(names):
+        known = [column[~column.isnan()] for group in groups if (column := _column(group, place)) is not None]
+        known = [column for column in known if len(column)]
+        if known:
+            most = max(len(column) for column in known)
+            found[f"rewards/{name}/pass@1"] = float(
+                torch.stack([(column > 0).float().mean() for column in known]).mean()
+            )
+            found[f"rewards/{name}/pass@{most}"] = sum(bool((column > 0).any()) for column in known) / len(known)
+    return found
+
+
+def _column(group: Group, place: int) -> Tensor | None:
+    return None if group.rewards_SR is None else group.rewards_SR[:, place]
+
+
+def _lengths(groups: Sequence[Group]) -> dict[str, float]:
+    completions = [one for group in groups for one in group.completions]
+    lengths = torch.tensor([len(one.ids) for one in completions], dtype=torch.float64)
+    ended = torch.tensor([one.finished for one in completions])
+    found = {"completions/clipped_ratio": float(1 - ended.double().mean())}
+    for kind, values in (("", lengths), ("terminated_", lengths[ended])):
+        if len(values):
+            found |= {
+                f"completions/mean_{kind}length": float(values.mean()),
+                f"completions/min_{kind}length": float(values.min()),
+                f"completions/max_{kind}length": float(values.max()),
+            }
+    logps = torch.tensor([logp for one in completions for logp in one.logps], dtype=torch.float64)
+    if len(logps):
+        found["sampling/entropy"] = -float(logps.mean())
+    return found
+
+
+def _mean(values_S: Tensor) -> float:
+    return float(values_S.double().nanmean())
+
+
+def _std(values_S: Tensor) -> float:
+    known = values_S[~values_S.isnan()].double()
+    return float(known.std()) if len(known) > 1 else float("nan") if not len(known) else 0.0
