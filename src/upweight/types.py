@@ -165,6 +165,7 @@ class Sampling:
     stop_ids: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
     seed: int | None = None
+    first: int = 0  # number of the first prompt, where several processes share the prompts of one seed
 
 
 class Generator(Protocol):

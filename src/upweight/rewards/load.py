@@ -57,7 +57,8 @@ def as_rewards(
 ) -> list[Reward]:
     """The rewards that a script gives: names, functions, objects, models or (model, tokenizer), one or a list."""
     place = _Place(folder or Path.cwd(), key, ModelOptions(dtype, device, trust_remote_code))
-    listed = list(given) if isinstance(given, list) else [given]
+    is_pair = isinstance(given, tuple) and len(given) == 2 and isinstance(given[0], nn.Module)
+    listed = list(given) if isinstance(given, list | tuple) and not is_pair else [given]
     beside = list(tokenizers) if isinstance(tokenizers, list | tuple) else [tokenizers] * len(listed)
     if len(beside) != len(listed):
         raise UserError(f"reward_processing_classes: {len(beside)} given for {len(listed)} rewards; give one for each.")

@@ -111,7 +111,7 @@ class EventLoop:
 
     def close(self) -> None:
         """Stop the loop once it is free."""
-        if self._loop is not None:
+        if self._loop is not None and self._loop.is_running():
             self._loop.call_soon_threadsafe(self._loop.stop)
 
 

@@ -7,6 +7,7 @@ import queue
 import re
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -23,6 +24,7 @@ from upweight.rewards.worker import Source
 
 GRACE = 5.0  # seconds beyond its limit after which a process that did not end itself is ended
 START_LIMIT = 300.0  # seconds for a process to start and import a function's module
+STALLED = 60  # seconds that one message may stand still half sent
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
 FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 
@@ -79,6 +81,8 @@ class Worker:
 
     def _start(self) -> Connection:
         ours, theirs = socket.socketpair()
+        for direction in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+            ours.setsockopt(socket.SOL_SOCKET, direction, struct.pack("ll", STALLED, 0))
         os.ftruncate(self._trace.fileno(), 0)
         paths = [*sys.path, *([] if os.getcwd() in sys.path else [os.getcwd()])]
         code = (
@@ -155,7 +159,9 @@ class Lanes:
     """Threads that take work in the order it came, each with a worker process to do it in."""
 
     def __init__(self, count: int) -> None:
-        self.workers = [Worker(number) for number in range(count)]
+        rank = int(os.environ.get("RANK", "0"))
+        self.workers = [Worker(1000 * rank + number) for number in range(count)]
+        self._owner = os.getpid()
         self._queue: queue.SimpleQueue[tuple[Work, Future[Any]] | None] = queue.SimpleQueue()
         self._threads = [
             threading.Thread(target=_run, args=(self._queue, worker), daemon=True) for worker in self.workers
@@ -171,6 +177,8 @@ class Lanes:
 
     def close(self) -> None:
         """End the threads and their processes; work that nobody began is cancelled."""
+        if os.getpid() != self._owner:
+            return  # a fork of the main process, which has neither
         with contextlib.suppress(queue.Empty):
             while (item := self._queue.get_nowait()) is not None:
                 item[1].cancel()
@@ -189,4 +197,5 @@ def _run(work: "queue.SimpleQueue[tuple[Work, Future[Any]] | None]", worker: Wor
             future.set_result(todo(worker))
         except BaseException as error:  # handed to whoever asked for the result
             future.set_exception(error)
+        del item, todo, future  # else an idle lane would keep alive what it last worked for
     worker.clean()

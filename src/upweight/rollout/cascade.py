@@ -1,37 +1,79 @@
 """Attention of the newest token of each completion: one softmax over the keys of its prompt and its own."""
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from upweight.engine.attention import Scores
+from upweight.engine.rules import Rule
 
 
-def cascade_attention(
-    query: Tensor, prompt: tuple[Tensor, Tensor], new: tuple[Tensor, Tensor], bias_GK: Tensor, form: Scores
-) -> Tensor:
-    """Query [slots, heads, 1, width]; keys and values of prompts [groups, key heads, P, width] and of completions
-    [slots, key heads, L, width]; what to add to the scores of a group's P + L columns -> [slots, heads, 1, width].
+@dataclass(frozen=True, eq=False)
+class Cascade:
+    """Keys and values of prompts [groups, key heads, P, width] and of completions [slots, key heads, L, width], and
+    what to add to the scores of a group's P + L columns. Slots of one group lie together."""
+
+    prompt_key: Tensor
+    prompt_value: Tensor
+    new_key: Tensor
+    new_value: Tensor
+    bias_GK: Tensor
+
+
+def cascade_attention(query: Tensor, kept: Cascade, form: Scores) -> Tensor:
+    """Query [slots, heads, 1, width] -> [slots, heads, 1, width].
 
     The members of a group stand along the query axis of one product with their prompt's keys: nothing is copied.
     """
+    plain = form.rule == Rule() and form.softcap is None and form.sinks is None
+    return _merged(query, kept, form.scaling) if plain and not query.is_cuda else _explicit(query, kept, form)
+
+
+def _merged(query: Tensor, kept: Cascade, scaling: float) -> Tensor:
+    """Two calls of the CPU's fused attention, put together by their log-sum-exps."""
     slots, heads, _, _ = query.shape
-    groups, key_heads, length, _ = prompt[0].shape
+    groups, key_heads, length, _ = kept.prompt_key.shape
+    members, repeat = slots // groups, heads // key_heads
+    by_head = (groups, key_heads, members, repeat, -1)
+    attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    shared = query.view(groups, members, key_heads, repeat, -1).transpose(1, 2)
+    on_prompt, log_prompt = attend(
+        shared.reshape(groups, key_heads, members * repeat, -1),
+        kept.prompt_key,
+        kept.prompt_value,
+        attn_mask=kept.bias_GK[:, None, None, :length].to(query.dtype),
+        scale=scaling,
+    )
+    own = query.view(slots, key_heads, repeat, -1)
+    on_new, log_new = attend(own, kept.new_key, kept.new_value, scale=scaling)
+    on_prompt, log_prompt = (
+        x.reshape(by_head).transpose(1, 2).reshape(slots, key_heads, repeat, -1) for x in (on_prompt, log_prompt)
+    )
+    share = torch.sigmoid(log_new[..., None] - log_prompt).to(query.dtype)
+    return torch.lerp(on_prompt, on_new, share).reshape(slots, heads, 1, -1)
+
+
+def _explicit(query: Tensor, kept: Cascade, form: Scores) -> Tensor:
+    """The softmax written out: for windows, capped scores and attention sinks."""
+    slots, heads, _, _ = query.shape
+    groups, key_heads, length, _ = kept.prompt_key.shape
     members, repeat = slots // groups, heads // key_heads
     by_member = (groups, members, key_heads, repeat, -1)
     by_head = (groups, key_heads, members, repeat, -1)
     shared = query.view(by_member).transpose(1, 2).reshape(groups, key_heads, members * repeat, -1)
-    to_prompt = (shared @ prompt[0].transpose(-1, -2)).view(by_head).transpose(1, 2)
-    to_new = (query.view(slots, key_heads, repeat, -1) @ new[0].transpose(-1, -2)).view(by_member)
+    to_prompt = (shared @ kept.prompt_key.transpose(-1, -2)).view(by_head).transpose(1, 2)
+    to_new = (query.view(slots, key_heads, repeat, -1) @ kept.new_key.transpose(-1, -2)).view(by_member)
     scores = torch.cat([to_prompt, to_new], -1).float().mul_(form.scaling)
     if form.softcap is not None:
         scores = torch.tanh(scores / form.softcap) * form.softcap
-    scores += bias_GK[:, None, None, None]
+    scores += kept.bias_GK[:, None, None, None]
     if form.sinks is not None:
         column = form.sinks.float().view(1, 1, key_heads, repeat, 1).expand(groups, members, -1, -1, -1)
         scores = torch.cat([scores, column], -1)
     share = scores.softmax(-1).to(query.dtype)
-    end = length + new[0].shape[2]
-    on_prompt = share[..., :length].transpose(1, 2).reshape(groups, key_heads, members * repeat, length) @ prompt[1]
-    on_new = share[..., length:end].reshape(slots, key_heads, repeat, -1) @ new[1]
+    on_prompt = share[..., :length].transpose(1, 2).reshape(groups, key_heads, -1, length) @ kept.prompt_value
+    end = length + kept.new_key.shape[2]
+    on_new = share[..., length:end].reshape(slots, key_heads, repeat, -1) @ kept.new_value
     out = on_prompt.view(by_head).transpose(1, 2) + on_new.view(by_member)
     return out.reshape(slots, heads, 1, -1)

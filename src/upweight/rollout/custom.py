@@ -17,6 +17,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from upweight.engine.forward import base_of
 from upweight.errors import UserError
+from upweight.rewards.answers import described
 from upweight.rollout.in_process import end_tokens
 from upweight.types import Completion, Group, Sampling
 
@@ -108,7 +109,7 @@ class CustomRollout:
         except UserError:
             raise
         except Exception as error:  # foreign code
-            raise UserError(f"trl.rollout_func: '{self.name}' failed: {type(error).__name__}: {error}") from error
+            raise UserError(f"trl.rollout_func: '{self.name}' failed: {described(error)}") from error
 
 
 class RolloutTokenizer:

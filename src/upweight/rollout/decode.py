@@ -9,6 +9,7 @@ import inspect
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -21,9 +22,14 @@ from upweight.engine.forward import body_of
 from upweight.engine.rules import Rule
 from upweight.engine.segments import SegmentPlan, segment_attention
 from upweight.engine.trees import fold
-from upweight.rollout.cascade import cascade_attention
+from upweight.rollout.cascade import Cascade, cascade_attention
 from upweight.rollout.sampling import draw
 from upweight.types import Sampling
+
+if torch.cuda.is_available() and find_spec("triton"):
+    from upweight.rollout.cascade_kernel import cascade_step
+else:
+    cascade_step = None
 
 
 @dataclass(frozen=True)
@@ -124,14 +130,17 @@ class _Step:
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, form: Scores) -> Tensor:
         decoder = self._decoder
-        prompt_key, prompt_value, new_key, new_value = decoder.caches[module]
+        prompt_key, prompt_value, new_key, new_value = caches = decoder.caches[module]
+        if cascade_step is not None and query.is_cuda:
+            return cascade_step(query, key, value, caches, (decoder.length_G1, decoder.step_1), form)
         new_key.index_copy_(2, decoder.step_1, key)
         new_value.index_copy_(2, decoder.step_1, value)
         rule = form.rule
         if rule not in self._bias:
             self._bias[rule] = decoder.bias(rule, self._width)
         new_key, new_value = new_key[:, :, : self._width], new_value[:, :, : self._width]
-        return cascade_attention(query, (prompt_key, prompt_value), (new_key, new_value), self._bias[rule], form)
+        kept = Cascade(prompt_key, prompt_value, new_key, new_value, self._bias[rule])
+        return cascade_attention(query, kept, form)
 
 
 class Decoder:
@@ -140,7 +149,7 @@ class Decoder:
     def __init__(self, base: PreTrainedModel, device: torch.device) -> None:
         self.base, self.device = base, device
         self.arena = Arena(device)
-        self.body: Callable[..., Any] = body_of(base)
+        self.step_body: Callable[..., Any] = body_of(base)
         self.grid = Grid(0, 0, 0, 0)
         self.sampling = Sampling(max_new_tokens=0)  # of these only what shapes the draw of a token
         self.caches: dict[nn.Module, tuple[Tensor, Tensor, Tensor, Tensor]] = {}
@@ -263,7 +272,8 @@ class Decoder:
                 kept = {"logits_to_keep": at} if fewer and at is not None else {}
                 found = stock(**inputs, **kept).logits.flatten(0, 1)
                 return (found if fewer or at is None else found[at]).float()
-            hidden = self.body(**inputs)[0].flatten(0, 1)
+            body = self.step_body if isinstance(context, _Step) else body_of(self.base)
+            hidden = body(**inputs)[0].flatten(0, 1)
         head: Any = self.base.get_output_embeddings()
         return form(head(hidden if at is None else hidden[at]).float())
 

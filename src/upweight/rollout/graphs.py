@@ -1,13 +1,14 @@
 """How decoding steps are launched: one by one, or replayed as CUDA graphs."""
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import Tensor, nn
 
 from upweight.engine.packing import bucketed
 from upweight.log import warn_once
@@ -16,7 +17,6 @@ from upweight.rollout.decode import Decoder
 Arrived = Callable[[], tuple[NDArray[np.int64], NDArray[np.float32]]]
 
 _BLOCK = 16  # steps launched before the host looks at what arrived
-_NARROWEST = 128  # attention covers at least so many columns of a completion
 _MOST_GRAPHS = 64
 
 
@@ -26,6 +26,7 @@ class PlainSteps:
     block = 1
     lag = 0
     shrink_below = 0.9
+    smallest = 1
 
     def __init__(self, decoder: Decoder) -> None:
         self._decoder = decoder
@@ -41,6 +42,9 @@ class PlainSteps:
     def rounded_prompt(self, tokens: int) -> int:
         """The columns kept for prompts of up to `tokens`."""
         return tokens
+
+    def begin(self) -> None:
+        """A grid was opened."""
 
     def advance(self, column: int) -> None:
         """Sample the tokens of a column, those before it being there."""
@@ -59,21 +63,23 @@ class GraphSteps:
     """Steps on a GPU: captured once for each shape, then replayed; the host looks one block behind.
 
     Sides of grids, lengths and widths take few values, so that graphs serve again over calls and training steps.
-    Weights are read where they lie: whoever changes them in place needs no new graph.
+    Weights are read where they lie: whoever changes them in place needs no new graph, and whoever moves them, or
+    switches adapters, is noticed at the next call.
     """
 
     block = _BLOCK
     lag = 1
     shrink_below = 0.5
+    smallest = 32  # slots; a step with fewer takes as long
 
     def __init__(self, decoder: Decoder, compiled: bool) -> None:
         self._decoder = decoder
         self._graphs: OrderedDict[Any, torch.cuda.CUDAGraph] = OrderedDict()
-        self._moved = decoder.arena.moved
+        self._recorded: Any = None
         self._pool: Any = None
         self._capturable = True
         if compiled:
-            decoder.body = torch.compile(decoder.body, dynamic=False)
+            decoder.step_body = torch.compile(decoder.step_body, dynamic=False)
 
     def rounded(self, count: int) -> int:
         """1, 2, 3, 4, 6, 8, 12, 16, ...: at most half more than asked for."""
@@ -88,31 +94,33 @@ class GraphSteps:
         """The columns kept for prompts of up to `tokens`."""
         return bucketed(tokens)
 
+    def begin(self) -> None:
+        """A grid was opened: graphs of what lies elsewhere now are forgotten."""
+        recorded = (self._decoder.arena.moved, *_addresses(self._decoder.base))
+        if recorded != self._recorded:
+            self._graphs.clear()
+            self._recorded = recorded
+
     def advance(self, column: int) -> None:
         """Sample the tokens of a column, those before it being there."""
         decoder = self._decoder
-        width = min(decoder.grid.room, max(_NARROWEST, 1 << (column - 1).bit_length()))
-        if not self._capturable:
-            decoder.advance(width)
+        key = (decoder.grid, decoder.sampling)
+        if key in self._graphs:
+            self._graphs.move_to_end(key)
+            self._graphs[key].replay()
             return
-        if self._moved != decoder.arena.moved:
-            self._graphs.clear()
-            self._moved = decoder.arena.moved
-        key = (decoder.grid, width, decoder.sampling)
-        if key not in self._graphs:
-            self._capture(key, width)
-            return
-        self._graphs.move_to_end(key)
-        self._graphs[key].replay()
+        decoder.advance(decoder.grid.room)  # as it is, which also warms kernels up
+        if self._capturable:
+            self._capture(key)
 
-    def _capture(self, key: Any, width: int) -> None:
-        """Run a step as it is, which also warms kernels up, then record the same step for later."""
-        self._decoder.advance(width)
+    def _capture(self, key: Any) -> None:
+        """Record a step for later."""
         graph = torch.cuda.CUDAGraph()
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         try:
-            with torch.cuda.graph(graph, pool=self._pool):
-                self._decoder.advance(width)
+            # other threads may go on using the GPU meanwhile
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                self._decoder.advance(self._decoder.grid.room)
         except RuntimeError as error:
             self._capturable = False
             warn_once(
@@ -140,6 +148,16 @@ class GraphSteps:
         """Forget all graphs."""
         self._graphs.clear()
         self._pool = None
+
+
+def _addresses(base: nn.Module) -> Iterator[Any]:
+    """Where a forward would read each weight, and which adapters it would apply."""
+    for module in base.modules():
+        for name, weight in module._parameters.items():
+            if weight is not None:
+                yield vars(module).get(name, weight).data_ptr()
+        if isinstance(module, BaseTunerLayer):
+            yield module.disable_adapters, tuple(module.active_adapters), tuple(module.merged_adapters)
 
 
 def _to_host(values: Tensor) -> Tensor:

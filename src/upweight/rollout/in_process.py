@@ -88,8 +88,8 @@ class InProcess:
                 stock_generate(self._model, self._engine, prompts, rows, sampling=sampling, seed=seed)
             else:
                 generator = torch.Generator().manual_seed(seed)
-                shape = (len(prompts) * count, sampling.max_new_tokens)
-                uniform_SN = torch.rand(shape, generator=generator, dtype=torch.float64)
+                shape = (sampling.first + len(prompts), count, sampling.max_new_tokens)
+                uniform_SN = torch.rand(shape, generator=generator, dtype=torch.float64)[sampling.first :].flatten(0, 1)
                 for wave in self._waves(prompts, count, sampling):
                     self._decode(prompts, wave, sampling, uniform_SN, rows)
         return [rows.completions(prompt) for prompt in range(len(prompts))]
@@ -164,6 +164,7 @@ class InProcess:
         self._decoder.open(Grid(groups, members, prompt_room, room), sampling)
         # -1 reads the last row's numbers, for slots nobody looks at
         self._decoder.prefill(chosen, uniform_SN[torch.from_numpy(slots.reshape(-1))], self._prefill_tokens)
+        steps.begin()
         queue = deque([(0, steps.read(0, 1), slots)])
         sampled = 1
         while True:
@@ -181,6 +182,8 @@ class InProcess:
 
     def _shrunk(self, slots: NDArray[np.int64], rows: Rows) -> NDArray[np.int64]:
         """Drop finished groups and members from the grid where that pays; the rows in its slots."""
+        if slots.size <= self._steps.smallest:
+            return slots
         smaller = smaller_grid(slots, rows.alive_S, self._steps.shrink_below, self._steps.rounded)
         if smaller is None:
             return slots

@@ -134,17 +134,17 @@ class Producer:
         self, groups: list[Group], count: int, round_: tuple[int, int], trainer_state: Any
     ) -> tuple[list[Group], dict[str, float]]:
         """Every rank writes and scores its share of the groups; all of them come back in order."""
-        rank, ranks = self.ranks.rank, self.ranks.count
-        own = groups[rank::ranks]
-        seeds = np.random.SeedSequence((self.seed, *round_, rank)).generate_state(1)
-        sampling = dataclasses.replace(self.sampling, seed=int(seeds[0]))
-        metrics = self._write_and_score(own, count, sampling, trainer_state)
-        shares = self.ranks.gather((own, metrics))
-        for share, (theirs, _) in enumerate(shares):
-            groups[share::ranks] = theirs
+        bounds = [len(groups) * number // self.ranks.count for number in range(self.ranks.count + 1)]
+        first, stop = bounds[self.ranks.rank], bounds[self.ranks.rank + 1]
+        # One seed for all ranks, and the place of this rank's share: the same is sampled on any number of ranks.
+        seed = int(np.random.SeedSequence((self.seed, *round_)).generate_state(1)[0])
+        sampling = dataclasses.replace(self.sampling, seed=seed, first=first)
+        metrics = self._write_and_score(groups[first:stop], count, sampling, trainer_state)
+        shares = self.ranks.gather((groups[first:stop], metrics))
+        groups = [group for theirs, _ in shares for group in theirs]
         names = {name for _, found in shares for name in found}
         known = {name: [found[name] for _, found in shares if name in found] for name in sorted(names)}
-        return groups, {name: sum(values) / len(values) for name, values in known.items()}
+        return groups, {name: _joined(name, values) for name, values in known.items()}
 
     def _write_and_score(
         self, groups: list[Group], count: int, sampling: Sampling, trainer_state: Any
@@ -152,34 +152,28 @@ class Producer:
         """Completions and rewards of this rank's groups; scoring runs beside the writing where streaming is on."""
         if not groups:
             return {}
-        pending: list[tuple[list[Group], Future[Scores]]] = []
+        began = time.perf_counter()
+        streamed: list[tuple[list[Group], Future[Scores]]] = []
         waiting: list[Group] = []
-
-        def hand_over() -> None:
-            if waiting:
-                call = self._call(waiting, trainer_state)
-                pending.append((list(waiting), self.scorer.submit(call)))
-                waiting.clear()
 
         def done(place: int) -> None:
             waiting.append(groups[place])
-            if len(waiting) >= (self.streaming_groups or len(groups)):
-                hand_over()
+            if len(waiting) >= (self.streaming_groups or 1):
+                streamed.append((list(waiting), self.scorer.submit(self.reward_call(waiting, trainer_state))))
+                waiting.clear()
 
-        began = time.perf_counter()
         self.roll(groups, count, sampling, done if self.streaming_groups else None)
         written = time.perf_counter() - began
-        if not self.streaming_groups:
-            waiting += groups
-        hand_over()
-        metrics = _collect(pending)
+        rest = waiting if self.streaming_groups else groups
+        scored = [(rest, self.scorer.score(self.reward_call(rest, trainer_state)))] if rest else []
+        metrics = _collect([*((part, future.result()) for part, future in streamed), *scored])
         tokens = sum(len(one.ids) for group in groups for one in group.completions)
         return metrics | {
             "rollout/generation_seconds": written,
             "rollout/tokens_per_second": tokens / max(written, 1e-9),
         }
 
-    def _call(self, groups: Sequence[Group], trainer_state: Any) -> RewardCall:
+    def reward_call(self, groups: Sequence[Group], trainer_state: Any = None) -> RewardCall:
         """What reward functions are handed for these groups."""
         each = [(group, one) for group in groups for one in group.completions]
         names = dict.fromkeys(name for group in groups for name in group.row if name not in OWN_COLUMNS)
@@ -224,11 +218,10 @@ def _extra(group: Group, name: str) -> list[Any]:
     return group.extras.get(name) or [None] * len(group.completions)
 
 
-def _collect(pending: Sequence[tuple[list[Group], Future[Scores]]]) -> dict[str, float]:
-    """Rewards into their groups; metrics that user functions logged, averaged over the calls."""
+def _collect(scored: Sequence[tuple[list[Group], Scores]]) -> dict[str, float]:
+    """Rewards into their groups; metrics of all calls together."""
     logged: dict[str, list[float]] = {}
-    for groups, future in pending:
-        scores = future.result()
+    for groups, scores in scored:
         start = 0
         for group in groups:
             stop = start + len(group.completions)
@@ -237,6 +230,9 @@ def _collect(pending: Sequence[tuple[list[Group], Future[Scores]]]) -> dict[str,
             start = stop
         for name, value in scores.metrics.items():
             logged.setdefault(name, []).append(value)
-    return {
-        name: sum(values) if name.endswith("/failed") else sum(values) / len(values) for name, values in logged.items()
-    }
+    return {name: _joined(name, values) for name, values in logged.items()}
+
+
+def _joined(name: str, values: Sequence[float]) -> float:
+    """One value of what several calls or ranks logged: failures and seconds add up, all else is averaged."""
+    return sum(values) / (1 if name.endswith(("/failed", "/seconds")) else len(values))

@@ -18,6 +18,7 @@ def to_plain(rollout: Rollout) -> dict[str, Any]:
         "groups": [
             {
                 "row": group.number,
+                "prompt_ids": group.prompt_ids,
                 "completions": [vars(one) for one in group.completions],
                 "rewards": None if group.rewards_SR is None else group.rewards_SR.tolist(),
                 "advantages": None if group.advantage_S is None else group.advantage_S.tolist(),
@@ -31,12 +32,11 @@ def from_plain(plain: Mapping[str, Any], rows: Rows) -> Rollout:
     """The rollout that `to_plain` was given; what was logged about it has been logged."""
     groups = []
     for one in plain["groups"]:
-        row = rows[one["row"]]
         groups.append(
             Group(
                 one["row"],
-                row,
-                list(row["prompt_ids"]),
+                rows[one["row"]],
+                one["prompt_ids"],
                 [Completion(**completion) for completion in one["completions"]],
                 None if one["rewards"] is None else torch.tensor(one["rewards"]),
                 None if one["advantages"] is None else torch.tensor(one["advantages"]),

@@ -59,7 +59,11 @@ def _lengths(groups: Sequence[Group]) -> dict[str, float]:
     completions = [one for group in groups for one in group.completions]
     lengths = torch.tensor([len(one.ids) for one in completions], dtype=torch.float64)
     ended = torch.tensor([one.finished for one in completions])
-    found = {"completions/clipped_ratio": float(1 - ended.double().mean())}
+    distinct = [len({tuple(one.ids) for one in group.completions}) / len(group.completions) for group in groups]
+    found = {
+        "completions/clipped_ratio": float(1 - ended.double().mean()),
+        "completions/distinct_share": sum(distinct) / len(distinct),
+    }
     for kind, values in (("", lengths), ("terminated_", lengths[ended])):
         if len(values):
             found |= {

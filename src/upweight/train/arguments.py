@@ -60,14 +60,10 @@ def training_arguments(
         logging_first_step=True,
         disable_tqdm=True,
         torch_empty_cache_steps=optim.empty_cache_steps,
-        ddp_timeout=config.sharding.timeout,
-        ddp_bucket_cap_mb=config.sharding.bucket_mb,
-        ddp_broadcast_buffers=config.sharding.broadcast_buffers,
-        ddp_find_unused_parameters=False,
         **_saving(config, steps_per_epoch),
         **_evaluating(config, steps_per_epoch),
         **_pushing(config),
-        **(fsdp_arguments(config.sharding) if sharded else {}),
+        **_spreading(config, sharded),
         **tracking_arguments(config.tracking),
     )
     try:
@@ -134,6 +130,16 @@ def _evaluating(config: Config, steps_per_epoch: int) -> dict[str, Any]:
 def _steps(value: float) -> float:
     """A share of all steps below 1, else a whole number of steps."""
     return value if value < 1 else int(value)
+
+
+def _spreading(config: Config, sharded: bool) -> dict[str, Any]:
+    options: dict[str, Any] = {
+        "ddp_timeout": config.sharding.timeout,
+        "ddp_bucket_cap_mb": config.sharding.bucket_mb,
+        "ddp_broadcast_buffers": config.sharding.broadcast_buffers,
+        "ddp_find_unused_parameters": False,
+    }
+    return options | (fsdp_arguments(config.sharding) if sharded else {})
 
 
 def _pushing(config: Config) -> dict[str, Any]:

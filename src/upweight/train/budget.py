@@ -3,6 +3,8 @@
 import torch
 from transformers import PreTrainedConfig
 
+from upweight.models.memory import activation_bytes
+
 ON_CPU = 4096
 SMALLEST, LARGEST = 2048, 65_536
 SHARE = 0.5  # of the memory that is free once the weights are loaded
@@ -13,10 +15,5 @@ def token_budget(config: PreTrainedConfig, device: torch.device, *, checkpointin
     if device.type != "cuda":
         return ON_CPU
     free = torch.cuda.mem_get_info(device)[0] - reserved
-    per_layer = 2 * (
-        20 * config.hidden_size + 6 * (getattr(config, "intermediate_size", None) or 4 * config.hidden_size)
-    )
-    layers = config.num_hidden_layers
-    per_token = 2 * layers * config.hidden_size + per_layer if checkpointing else layers * per_layer
-    tokens = int(SHARE * free / per_token)
+    tokens = int(SHARE * free / activation_bytes(config, checkpointing=checkpointing))
     return min(max(tokens // 128 * 128, SMALLEST), LARGEST)

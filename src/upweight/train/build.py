@@ -19,6 +19,7 @@ from upweight.models.precision import set_up_precision
 from upweight.models.reference import Reference, adapter_state, make_reference, reference_kind
 from upweight.train.budget import token_budget
 from upweight.train.reference_rows import Precompute
+from upweight.train.reference_sync import sync_settings
 
 
 def trainer_parts(
@@ -98,7 +99,7 @@ def _reference(
     load_separate: Callable[[], nn.Module] | None,
 ) -> Reference | None:
     """The policy as it is now, or the model that `load_separate` gives, if the method compares with it."""
-    synced = bool(getattr(method, "sync_ref_model", False))
+    synced = sync_settings(method) is not None
     kind = reference_kind(
         needed=method.needs_reference,
         adapter=adapter_state(policy),

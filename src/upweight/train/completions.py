@@ -24,10 +24,17 @@ class CompletionFiles:
         self.folder, self.names, self.decode = run_folder / FOLDER, names, decode
 
     def __call__(self, rollout: Rollout, step: int) -> None:
+        self._write(rollout, step, "step")
+
+    def of_evaluation(self, rollout: Rollout, step: int, name: str) -> None:
+        """Write what an evaluation after `step` steps saw to `completions/<name>_step_NNNNN.jsonl`."""
+        self._write(rollout, step, f"{name}_step")
+
+    def _write(self, rollout: Rollout, step: int, name: str) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         rows = [{"step": step, **row} for row in readable(rollout, self.names, self.decode)]
         text = "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
-        write_text(self.folder / f"step_{step:05d}.jsonl", text)
+        write_text(self.folder / f"{name}_{step:05d}.jsonl", text)
 
 
 class ShownCompletions:
@@ -54,9 +61,9 @@ class ShownCompletions:
 
 
 def cut_completions(run_folder: Path, step: int) -> None:
-    """Drop files of rollouts that began after `step`."""
-    for file in (run_folder / FOLDER).glob("step_*.jsonl"):
-        match = re.fullmatch(r"step_(\d+)\.jsonl", file.name)
+    """Drop files of rollouts and evaluations after `step`."""
+    for file in (run_folder / FOLDER).glob("*step_*.jsonl"):
+        match = re.fullmatch(r"(?:.+_)?step_(\d+)\.jsonl", file.name)
         if match and int(match[1]) > step:
             file.unlink()
 

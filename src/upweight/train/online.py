@@ -56,10 +56,6 @@ def rollouts_of(
 ) -> Rollouts:
     """The rollouts that a config describes."""
     path = config.rollout.rollout_func
-    warn_once(
-        f"rl: {config.method.name}: the loss is near 0 and may rise while the policy learns; "
-        "it is no measure of progress: watch reward, reward_std and kl"
-    )
     return make_rollouts(
         model,
         engine,
@@ -75,20 +71,25 @@ def rollouts_of(
     )
 
 
-def online_callbacks(config: Config, trainer: MethodTrainer) -> list[TrainerCallback]:
-    """What watches and keeps rollouts while a config's run goes on."""
-    rollouts, folder = trainer.rollouts, Path(config.run.output_dir)
+def watch_rollouts(
+    trainer: MethodTrainer, section: RolloutSection, folder: Path, *, writes: bool = True
+) -> TrainerCallback:
+    """Have completions shown, and written to the run's folder; the callback that keeps rollouts in checkpoints."""
+    rollouts = trainer.rollouts
     assert rollouts is not None
-    producer, section = rollouts.producer, config.rollout
+    producer = rollouts.producer
     if isinstance(producer.roll, CustomRollout):
         producer.roll.trainer = trainer
     if trainer.is_world_process_zero():
         names, decode = producer.scorer.names, producer.decode
-        rollouts.written.append(CompletionFiles(folder, names, decode))
+        if writes:
+            files = CompletionFiles(folder, names, decode)
+            rollouts.written.append(files)
+            rollouts.evaluated.append(files.of_evaluation)
         if section.log_completions:
             every = int(trainer.args.logging_steps)
             rollouts.written.append(ShownCompletions(every, section.completions_shown or 4, names, decode))
-    return [KeepRollouts(rollouts)]
+    return KeepRollouts(rollouts)
 
 
 def make_rollouts(
@@ -106,6 +107,10 @@ def make_rollouts(
     rollout_func: Callable[..., Any] | None = None,
 ) -> Rollouts:
     """Prompts, sampler, rewards and method, put together."""
+    warn_once(
+        f"{method.name}: the loss is near 0 and may rise while the policy learns; "
+        "it is no measure of progress: watch reward, reward_std and kl"
+    )
     policy = getattr(method, "policy")  # noqa: B009 - online methods have one
     ranks = PartialState()
     scorer = Scorer(rewards, workers=section.reward_workers, timeout=section.reward_timeout)

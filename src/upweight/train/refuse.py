@@ -50,6 +50,11 @@ UNSUPPORTED: tuple[tuple[str, Callable[[Config], object], str], ...] = (
         "needs whole weights; set 'fsdp_config.state_dict_type: FULL_STATE_DICT'",
     ),
     (
+        "fsdp_config.auto_wrap_policy",
+        lambda c: c.sharding.fsdp and c.sharding.wrap_policy == "SIZE_BASED_WRAP",
+        "accelerate does not shard by size under FSDP2; use TRANSFORMER_BASED_WRAP, or drop the key",
+    ),
+    (
         "fsdp_config.final_state_dict_type",
         lambda c: c.sharding.fsdp and c.sharding.final_state_dict != "FULL_STATE_DICT",
         "the result is always written whole; drop the key",
@@ -93,12 +98,13 @@ UNSUPPORTED: tuple[tuple[str, Callable[[Config], object], str], ...] = (
     ),
 )
 
+NO_SERVER = "a vLLM server cannot be used yet; without the key completions are sampled in process"
 ONLINE: tuple[tuple[str, Callable[[Config], object], str], ...] = (
     ("rl", lambda c: c.method.name == "ebft", "ebft cannot be trained yet"),
     (
         "trl.use_vllm",
         lambda c: c.method.online and c.rollout.use_vllm,
-        "a vLLM server cannot be used yet; without the key completions are sampled in process",
+        NO_SERVER,
     ),
     ("nemo_gym_enabled", lambda c: c.method.online and c.gym.enabled, "NeMo Gym cannot be used yet"),
     (

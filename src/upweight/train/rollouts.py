@@ -37,10 +37,16 @@ class Rollouts:
     sampler_logps: bool = False  # train against what the sampler said of its tokens
     skips_idle: bool = True  # leave out completions that cannot contribute
     written: list[Callable[[Rollout, int], None]] = field(default_factory=list)  # told of each rollout and its step
+    evaluated: list[Callable[[Rollout, int, str], None]] = field(default_factory=list)  # the same, and the set's name
     current: Rollout | None = None
     trained: int = 0  # steps taken on the current rollout
     units: list[Unit] = field(default_factory=list)
     counts: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Optimizer steps in which every prompt comes up once."""
+        return self.producer.plan.steps_per_epoch(len(self.producer.rows))
 
     def next_step(self, runner: StepRunner, model: nn.Module, state: Any) -> dict[str, Any]:
         """What the next optimizer step trains on, over all ranks."""
@@ -57,12 +63,14 @@ class Rollouts:
         self.trained += 1
         return {"units": self.units[start : start + plan.step], "counts": self.counts}
 
-    def evaluate(self, rows: Rows, state: Any) -> dict[str, float]:
+    def evaluate(self, rows: Rows, state: Any, name: str = "eval") -> dict[str, float]:
         """Rewards, pass rates and lengths on held-out prompts."""
         if self.generator is not None:
             self.generator.sync(state.global_step)
         groups = self.producer.evaluate(rows, self.eval_size, state)
         names = self.producer.scorer.names
+        for hear in self.evaluated:
+            hear(Rollout(self.producer.rollouts, state.global_step, groups), state.global_step, name)
         return summary(groups, names, self.method) | pass_rates(groups, names)
 
     def save(self, folder: Path) -> None:
@@ -121,18 +129,18 @@ class Rollouts:
 
 
 class RolloutLoader:
-    """What the Trainer iterates over: an epoch's steps, each fetched when it is asked for and not before."""
+    """What the Trainer iterates over: what is left of an epoch's steps, each fetched when it is asked for."""
 
-    def __init__(self, rollouts: Rollouts, next_step: Callable[[], dict[str, Any]]) -> None:
+    def __init__(self, rollouts: Rollouts, next_step: Callable[[], dict[str, Any]], done: Callable[[], int]) -> None:
         self.dataset = rollouts.producer.rows
-        self._length = rollouts.producer.plan.steps_per_epoch(len(self.dataset))
-        self._next = next_step
+        self._length = rollouts.steps_per_epoch
+        self._next, self._done = next_step, done
 
     def __len__(self) -> int:
         return self._length
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        for _ in range(self._length):
+        for _ in range(self._done() % self._length, self._length):
             yield self._next()
 
 

@@ -26,6 +26,7 @@ from upweight.models.adapters import attach_adapter
 from upweight.models.load import compute_dtype, disable_dropout, load_model
 from upweight.models.tokenizer import load_tokenizer
 from upweight.train.arguments import training_arguments
+from upweight.train.before_after import BeforeAndAfter
 from upweight.train.build import trainer_parts
 from upweight.train.checkpoints import (
     KeepCheckpoints,
@@ -36,12 +37,14 @@ from upweight.train.checkpoints import (
     step_of,
 )
 from upweight.train.completions import cut_completions
+from upweight.train.health import HealthWatch
 from upweight.train.loader import StepSampler
-from upweight.train.online import online_callbacks, plan_of, rewards_of, rollouts_of
+from upweight.train.model_card import model_card
+from upweight.train.online import plan_of, rewards_of, rollouts_of, watch_rollouts
 from upweight.train.profile import Profiler
 from upweight.train.ranks import as_rank_zero_says, first_here_then_others, join_ranks
 from upweight.train.rates import rate_rules
-from upweight.train.reference_sync import SyncReference
+from upweight.train.reference_sync import SyncReference, sync_settings
 from upweight.train.refuse import refuse_unsupported
 from upweight.train.run_folder import MetricsFile, changed_keys, cut_metrics, write_config
 from upweight.train.sharding import is_sharded, read_once, refuse_other_layout, shard_alone
@@ -76,7 +79,9 @@ def train(config: Config, *, resume: bool = False) -> None:
     if stop.caught and trainer.state.global_step < trainer.state.max_steps:
         logger.warning("stopped at step %d; continue with --resume", trainer.state.global_step)
         sys.exit(128 + stop.caught)
+    trainer.card = lambda: model_card(config, trainer.state.log_history, len(trainer.train_dataset))  # pyright: ignore[reportArgumentType]
     trainer.save_model()
+    trainer.create_model_card()
     logger.info("done: %s", folder)
     PartialState().destroy_process_group()
 
@@ -194,18 +199,18 @@ def _callbacks(config: Config, trainer: MethodTrainer, stop: StopOnSignal) -> li
     """What watches a run. The order counts: a save is asked for, then logged, then completed, then marked."""
     run, folder = config.run, Path(config.run.output_dir)
     callbacks: list[TrainerCallback] = [stop, *([SaveFirstStep()] if run.save_first_step else [])]
-    callbacks += [MetricsFile(folder), Progress(), StopOnNan(trainer.rows_of_step)]
+    callbacks += [MetricsFile(folder), Progress(), HealthWatch(folder), StopOnNan(trainer.rows_of_step)]
     if run.loss_limit is not None:
         callbacks.append(LossLimit(run.loss_limit, run.loss_limit_patience))
     if run.patience is not None:
         callbacks.append(EarlyStoppingCallback(run.patience))
     if run.profiler_steps is not None:
         callbacks.append(Profiler(folder, run.profiler_steps, run.profiler_start))
-    reference, method = trainer.runner.reference, config.method
-    if reference is not None and getattr(method, "sync_ref_model", False):
-        callbacks.append(SyncReference(reference, method.ref_model_mixup_alpha, method.ref_model_sync_steps))  # pyright: ignore
+    reference, synced = trainer.runner.reference, sync_settings(config.method)
+    if reference is not None and synced is not None:
+        callbacks.append(SyncReference(reference, synced))
     if trainer.rollouts is not None:
-        callbacks += online_callbacks(config, trainer)
+        callbacks += [watch_rollouts(trainer, config.rollout, folder), BeforeAndAfter(folder)]
     return [*callbacks, KeepCheckpoints(run.save_total_limit)]
 
 
@@ -224,6 +229,6 @@ def _begin(config: Config, folder: Path, resume: bool) -> Path | None:
         logger.warning("warning: %s set otherwise than when the run began", ", ".join(changed))
     write_config(config, folder)
     cut_metrics(folder, step if checkpoint else -1)
-    cut_completions(folder, step)
+    cut_completions(folder, step if checkpoint else -1)
     set_aside(folder, step)
     return checkpoint

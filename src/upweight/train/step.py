@@ -1,6 +1,7 @@
 """One optimizer step: units of all ranks in, this rank's gradients and metrics out."""
 
 import contextlib
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -12,13 +13,15 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from upweight.engine import Engine
-from upweight.engine.check import Check, check_first_batch, gradients_flow, require_gradients
-from upweight.engine.packing import bucketed, build_batch, count_batch, plan_rows
+from upweight.engine.check import check_first_batch, check_first_gradients, gradients_flow, require_gradients
+from upweight.engine.packing import build_batch, count_batch, plan_rows, whole_blocks
 from upweight.methods.base import Method
 from upweight.models.reference import Reference
 from upweight.train.meters import Meters, union_over_ranks
 from upweight.train.ranks import from_all_ranks
 from upweight.types import Batch, Loss, Mean, Outputs, Unit
+
+SHORT = 1024  # tokens of a unit whose activations are kept to check its gradients
 
 
 @dataclass
@@ -45,13 +48,14 @@ class StepRunner:
         that a step that ran out of memory can be tried again.
         """
         counts = self._counts(units, known_counts or {})
-        working = [unit for unit in units if not self.skips_idle or any(map(self.method.contributes, unit.samples))]
+        pulling = [unit for unit in units if any(map(self.method.contributes, unit.samples))]
+        working = pulling if self.skips_idle else units
         rows = self.rows(working) or [Row(self._batch([]), ())]
         known, prepared = self._prepare(model, rows)
-        first = not self.checked and bool(working)
+        first = not self.checked and bool(pulling)
         self.checked = self.checked or first
         if first:
-            self._check(model, rows[0])
+            self._check(model, rows[0], working)
         total = torch.zeros((), device=self.accelerator.device)
         metered: list[Mapping[str, Mean]] = []
         for number, row in enumerate(rows):
@@ -116,7 +120,7 @@ class StepRunner:
 
     def _batch(self, units: Sequence[Unit]) -> Batch:
         device = self.accelerator.device
-        pad_to = bucketed if device.type == "cuda" else None
+        pad_to = whole_blocks if device.type == "cuda" else None
         return build_batch(units, self.engine.layout, self.method.head == "tokens", pad_to).to(device)
 
     def _counts(self, units: Sequence[Unit], known: Mapping[str, float] = MappingProxyType({})) -> dict[str, Tensor]:
@@ -187,12 +191,20 @@ class StepRunner:
         parts = [total / counts[unit].clamp(min=1) for unit, total in loss.sums.items()]
         return torch.stack(parts).sum() * self.accelerator.num_processes
 
-    def _check(self, model: nn.Module, row: "Row") -> None:
-        """The first row against plain forwards, jointly for all ranks."""
-        found = check_first_batch(self.engine, model, row.batch, self.dtype)
-        worst = self.accelerator.gather(torch.tensor([found.difference], device=self.accelerator.device))
+    def _check(self, model: nn.Module, row: "Row", units: Sequence[Unit]) -> None:
+        """The first row against plain forwards, jointly for all ranks; gradients too, of a short unit of whole weights."""
+        found = [check_first_batch(self.engine, model, row.batch, self.dtype)]
+        if not self.accelerator.is_fsdp2:
+            short = [u for u in row.units if sum(len(sample.ids) for sample in units[u].samples) <= SHORT]
+            batch = self._batch([units[short[0]]] if short else [])
+            plain = self.accelerator.unwrap_model(model)
+            found.append(check_first_gradients(self.engine, plain, batch, self.dtype))
+        worst = self.accelerator.gather(
+            torch.tensor([[check.difference for check in found]], device=self.accelerator.device)
+        )
         assert isinstance(worst, Tensor)
-        Check(float(worst.max()), found.limit).require()
+        for check, difference in zip(found, worst.amax(0).tolist(), strict=True):
+            dataclasses.replace(check, difference=difference).require()
 
     def _check_gradients(self, model: nn.Module, counts: dict[str, Tensor]) -> None:
         """Whether the first step's gradients reach the weights of any rank."""

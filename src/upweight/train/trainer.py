@@ -12,13 +12,15 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from upweight.data.units import units_of
 from upweight.engine import Engine
+from upweight.engine.forward import base_of
+from upweight.engine.keeping import recompute_every_layer
 from upweight.errors import UserError
 from upweight.log import logger
 from upweight.methods.base import Method
 from upweight.models.precision import ComputeCopies
 from upweight.models.reference import Reference
 from upweight.models.save import save_model
-from upweight.train.checkpoints import WHOLE, step_of
+from upweight.train.checkpoints import WHOLE, step_of, write_text
 from upweight.train.loader import StepSampler, step_loader
 from upweight.train.meters import Meters
 from upweight.train.rates import RateOf, split_by_rate
@@ -49,7 +51,7 @@ class MethodTrainer(Trainer):
         copies: ComputeCopies | None = None,
         shuffle: bool = True,
         rate_of: RateOf | None = None,
-        encode: Callable[[Any], Any] | None = None,
+        encode: Callable[..., Any] | None = None,
         rollouts: Rollouts | None = None,
         **options: Any,
     ) -> None:
@@ -58,6 +60,7 @@ class MethodTrainer(Trainer):
         # before transformers 5.19 this is what keeps the Trainer from dividing the loss again
         self.model_accepts_loss_kwargs = True
         self.method, self.copies, self.shuffle, self.rate_of = method, copies, shuffle, rate_of
+        self.card: Callable[[], str] | None = None  # text of the model's card
         self.encode = encode  # makes prepared rows of those that `evaluate` is handed
         self.runner = StepRunner(method, engine, self.accelerator, token_budget, reference, dtype)
         self.rollouts = rollouts  # where an online method's steps come from, instead of the rows
@@ -76,7 +79,7 @@ class MethodTrainer(Trainer):
     def get_train_dataloader(self) -> Any:
         """Whole steps; not prepared by accelerate, whose loader would split them and run one ahead."""
         if self.rollouts is not None:
-            return RolloutLoader(self.rollouts, self._next_rollout_step)
+            return RolloutLoader(self.rollouts, self._next_rollout_step, lambda: self.state.global_step)
         batch = self.args.per_device_train_batch_size * self.accelerator.num_processes
         self.sampler = StepSampler(
             _length(self.train_dataset),
@@ -136,6 +139,7 @@ class MethodTrainer(Trainer):
         # Nothing of the failed try is kept, so the second one is exact.
         model.zero_grad()
         torch.cuda.empty_cache()
+        recompute_every_layer(base_of(self.accelerator.unwrap_model(model)))
         self.runner.token_budget //= 2
         logger.warning("out of GPU memory: token_budget is now %d; trying the step again", self.runner.token_budget)
         try:
@@ -161,7 +165,8 @@ class MethodTrainer(Trainer):
         assert isinstance(model, nn.Module)
         model.eval()
         self._optimizer_mode("eval")
-        metrics = self._loss_on(model, rows) if self.rollouts is None else self.rollouts.evaluate(rows, self.state)
+        online = self.rollouts
+        metrics = self._loss_on(model, rows) if online is None else online.evaluate(rows, self.state, prefix)
         named = {f"{prefix}_{name}": value for name, value in metrics.items()}
         self.log(dict(named))
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, named)
@@ -182,6 +187,8 @@ class MethodTrainer(Trainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add what was metered since the last log to a training log."""
+        if self.rollouts is not None:  # the Trainer does not know how much of an epoch was trained before a resume
+            self.state.epoch = self.state.global_step / self.rollouts.steps_per_epoch
         if "loss" in logs:
             logs |= self.runner.meters.drain(self.accelerator)
             now = time.perf_counter()
@@ -208,6 +215,13 @@ class MethodTrainer(Trainer):
         self.accelerator.wait_for_everyone()
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """Write README.md to the run folder: the run's own card where it has one, else the stock one."""
+        if self.card is None:
+            super().create_model_card(*args, **kwargs)
+        elif self.is_world_process_zero():
+            write_text(Path(self.args.output_dir or ".") / "README.md", self.card())
 
     def floating_point_ops(self, inputs: Any) -> int:
         """Not counted: the stock estimate assumes padded rows."""

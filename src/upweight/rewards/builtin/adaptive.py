@@ -6,14 +6,14 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from pydantic import ConfigDict, NonNegativeInt, PositiveInt, validate_call
+from pydantic import NonNegativeInt, PositiveInt, validate_call
 from pydantic.dataclasses import dataclass
 
 from upweight.errors import UserError
-from upweight.rewards.builtin.text import Scores, texts_of
+from upweight.rewards.builtin.text import STRICT, Scores, texts_of
 
 
-@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
+@dataclass(frozen=True, config=STRICT)
 class DebugReward:
     """Prints the first completions of each call to stderr and scores every one 1."""
 

@@ -2,20 +2,19 @@
 
 import json
 import os
-import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import field
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import ConfigDict, Field, PositiveFloat, PositiveInt
+from pydantic import Field, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from upweight.errors import UserError
 from upweight.log import warn_once
 from upweight.rewards.builtin.sandbox import Limits, SandboxError, run_program
-from upweight.rewards.builtin.text import Scores, between_tags, texts_of
+from upweight.rewards.builtin.text import STRICT, Scores, between_tags, fenced_blocks, texts_of
 
-_FENCE = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
+_ISOLATION = {"read-only": "files that cannot be written", "hidden": "hidden home folders and sockets"}
 
 
 class Task(NamedTuple):
@@ -25,7 +24,7 @@ class Task(NamedTuple):
     cases: list[tuple[str, str]]
 
 
-@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
+@dataclass(frozen=True, config=STRICT)
 class CodeReward:
     """Scores a completion whose Python code passes the row's tests, or prints the expected output, in a sandbox."""
 
@@ -78,7 +77,7 @@ class CodeReward:
     def _code(self, text: str) -> str:
         if self.tag is not None:
             text = between_tags(text, self.tag) or ""
-        blocks = _FENCE.findall(text)
+        blocks = fenced_blocks(text)
         if not blocks:
             return text
         return {"last": blocks[-1], "first": blocks[0], "all": "\n".join(blocks)}[self.block]
@@ -118,10 +117,13 @@ class CodeReward:
     def _run(self, code: str, tests: list[str] | None, stdin: str) -> Any:
         limits = Limits(self.time_limit, self.memory_mb * 2**20, self.file_mb * 2**20, processes=self.processes)
         outcome = run_program(code, tests=tests, stdin=stdin, limits=limits)
+        missing = [what for name, what in _ISOLATION.items() if name not in outcome.isolation]
         if "plain" in outcome.isolation:
+            missing = ["no network", "no sight of other processes", *missing]
+        if missing:
             warn_once(
-                "reward 'code': this system allows no namespaces. Programs are limited in time, memory and processes, "
-                "but can reach the network and the files of their user. Run in a container, or allow user namespaces."
+                f"reward 'code': this system does not allow all of the isolation; missing: {', '.join(missing)}. "
+                f"Run in a container, or allow user namespaces."
             )
         return outcome
 

@@ -5,15 +5,13 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-from pydantic import ConfigDict, NonNegativeFloat
+from pydantic import NonNegativeFloat
 from pydantic.dataclasses import dataclass
 
 from upweight.errors import UserError
 from upweight.log import warn_once
 from upweight.rewards.builtin.numbers import last_number, same_number
-from upweight.rewards.builtin.text import Extract, Scores, column_of, marked_answer, normalised, texts_of
-
-STRICT = ConfigDict(extra="forbid")
+from upweight.rewards.builtin.text import STRICT, Extract, Scores, column_of, marked_answer, normalised, texts_of
 
 
 @dataclass(frozen=True, config=STRICT)

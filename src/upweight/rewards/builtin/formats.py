@@ -4,17 +4,14 @@ import json
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, NonNegativeFloat
+from pydantic import Field, NonNegativeFloat
 from pydantic.dataclasses import dataclass
 
 from upweight.errors import UserError
-from upweight.rewards.builtin.text import Scores, texts_of
+from upweight.rewards.builtin.text import STRICT, Scores, fenced_blocks, texts_of
 
-STRICT = ConfigDict(extra="forbid")
 Tags = Annotated[list[Annotated[str, Field(pattern=r"^[^<>\s/]+$")]], Field(min_length=1)]
 JsonType = Literal["string", "number", "integer", "boolean", "array", "object", "null"]
-
-_FENCE = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -153,7 +150,7 @@ class JsonReward:
     def _body(self, text: str) -> str:
         if self.fenced == "forbid":
             return text
-        blocks = _FENCE.findall(text)
+        blocks = fenced_blocks(text)
         if blocks:
             return blocks[-1]
         return "" if self.fenced == "require" else text

@@ -8,12 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, Any
 
 import httpx
-from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from upweight.errors import UserError
 from upweight.log import warn_once
-from upweight.rewards.builtin.text import Scores, texts_of
+from upweight.rewards.builtin.text import STRICT, Scores, texts_of
 
 _TEMPLATE = """You grade the response of an assistant. {rubric}
 
@@ -53,7 +53,7 @@ def score_in(reply: str, lowest: float, highest: float) -> float | None:
     return value if value is not None and lowest <= value <= highest else None
 
 
-@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
+@dataclass(frozen=True, config=STRICT)
 class JudgeReward:
     """Scores a completion from 0 to 1 by a judge model's mark on a scale; None when the judge gives none."""
 

@@ -3,13 +3,11 @@
 import math
 from typing import Any
 
-from pydantic import ConfigDict, NonNegativeInt, PositiveInt
+from pydantic import NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from upweight.errors import UserError
-from upweight.rewards.builtin.text import Scores, Unit, ids_of, texts_of, units_of
-
-STRICT = ConfigDict(extra="forbid")
+from upweight.rewards.builtin.text import STRICT, Scores, Unit, ids_of, texts_of, units_of
 
 
 def _lengths(completions: list[Any], columns: dict[str, Any], unit: Unit, reward: str) -> list[int]:

@@ -4,12 +4,11 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import Annotated, Any
 
-from pydantic import ConfigDict, Field, PositiveInt
+from pydantic import Field, PositiveInt
 from pydantic.dataclasses import dataclass
 
-from upweight.rewards.builtin.text import Scores, Unit, ids_of, texts_of, units_of
+from upweight.rewards.builtin.text import STRICT, Scores, Unit, ids_of, texts_of, units_of
 
-STRICT = ConfigDict(extra="forbid")
 Penalty = Annotated[float, Field(le=0)]
 
 

@@ -85,7 +85,7 @@ def _remove(folder: str) -> None:
 
 def _interpreter_folders() -> list[str]:
     """The folders the program needs to see: this interpreter, each link on the way to it, its packages, this one."""
-    folders = {sys.prefix, sys.base_prefix, str(_HERE)}
+    folders = {sys.prefix, sys.base_prefix, os.path.dirname(sys.executable), str(_HERE)}
     path = sys.executable
     while os.path.islink(path):
         path = os.path.join(os.path.dirname(path), os.readlink(path))

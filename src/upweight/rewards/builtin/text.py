@@ -5,14 +5,18 @@ import unicodedata
 from collections.abc import Sequence
 from typing import Any, Literal
 
+from pydantic import ConfigDict
+
 from upweight.errors import UserError
 
+STRICT = ConfigDict(extra="forbid")  # an option that does not exist is an error in Python too
 Scores = list[float | None]
 Extract = Literal["auto", "tag", "boxed", "hash", "phrase", "last", "whole"]
 Unit = Literal["words", "tokens", "characters"]
 
 _PHRASE = re.compile(r"\banswer\s*(?:is|=|:)\s*:?", re.IGNORECASE)
 _SENTENCE_END = re.compile(r"\n|[.!?](?=\s|$)")
+_FENCE = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
 
 
 def texts_of(completions: Sequence[Any]) -> list[str]:
@@ -44,6 +48,11 @@ def column_of(columns: dict[str, Any], name: str, reward: str, count: int) -> li
         f"There are: {', '.join(known) or 'none'}. Keep that column in the dataset or its transform, "
         f"or name another one in the options of '{reward}'."
     )
+
+
+def fenced_blocks(text: str) -> list[str]:
+    """Text -> what its closed ``` blocks hold, in order."""
+    return _FENCE.findall(text)
 
 
 def between_tags(text: str, tag: str) -> str | None:

@@ -9,6 +9,8 @@ from upweight.train.api.configs import (
     RewardConfig,
     SFTConfig,
 )
+from upweight.train.api.grpo import GRPOTrainer
+from upweight.train.api.grpo_config import GRPOConfig
 from upweight.train.api.trainers import (
     CPOTrainer,
     DPOTrainer,
@@ -24,6 +26,8 @@ __all__ = [
     "CPOTrainer",
     "DPOConfig",
     "DPOTrainer",
+    "GRPOConfig",
+    "GRPOTrainer",
     "KTOConfig",
     "KTOTrainer",
     "ORPOConfig",

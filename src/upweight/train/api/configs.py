@@ -2,8 +2,10 @@
 
 import copy
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from types import MappingProxyType
+from typing import Any, ClassVar, Literal, TypeVar
 
 from pydantic import ValidationError
 from transformers import TrainingArguments
@@ -14,7 +16,9 @@ from upweight.errors import UserError
 from upweight.log import warn_once
 from upweight.methods import DPO, KTO, ORM, ORPO, PRM, SFT, SimPO
 from upweight.methods.base import Method
+from upweight.settings import Key, Section, keys_of
 
+AnySection = TypeVar("AnySection", bound=Section)
 BUDGET = "rows are cut by `token_budget`, whatever is computed on them"
 DROPOUT = "Switch the model's dropout off; an adapter keeps its own."
 COUNTS_EXAMPLES = f"{PACKED}; `per_device_train_batch_size` counts examples, not packs"
@@ -28,11 +32,11 @@ REFUSED = {
 }
 
 
-def of(method: type[Method], name: str, **changed: Any) -> Any:
-    """A field that is handed to a method's setting, with its default and help; lists where the method has tuples."""
-    setting = method.model_fields[name]
-    default = changed.get("default", setting.default)
-    metadata = {"help": setting.description, "setting": name}
+def of(section: type[Section], name: str, **changed: Any) -> Any:
+    """A field that is handed to a section's setting, with its default and help; lists where the section has tuples."""
+    key = next(key for key in keys_of(section) if key.name == name)
+    default = changed.get("default", key.field.default)
+    metadata = {"help": key.field.description, "section": section, "setting": key}
     if isinstance(default, tuple):
         return field(default_factory=lambda: list(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -53,9 +57,11 @@ class MethodArguments(TrainingArguments):
 
     method_class: ClassVar[type[Method]]
     too_long: ClassVar[Literal["drop", "truncate"]] = "truncate"
+    refused: ClassVar[Mapping[str, str]] = MappingProxyType({})  # the method's own, and why
 
     learning_rate: float | None = with_help(None, "Peak learning rate; unset, the method's own, higher with LoRA.")  # pyright: ignore[reportIncompatibleVariableOverride]
     max_steps: int | None = with_help(-1, "Optimizer steps; -1 or None: by `num_train_epochs`.")
+    warmup_ratio: float | None = with_help(None, "Share of the steps with a rising learning rate, for `warmup_steps`.")
     logging_steps: float = with_help(10, "Log every so many steps.")
     bf16: bool | None = with_help(None, "Compute in bfloat16 with float32 masters; unset: where the device can.")
     model_init_kwargs: dict[str, Any] | None = with_help(  # noqa: RUF009
@@ -76,6 +82,8 @@ class MethodArguments(TrainingArguments):
     def __post_init__(self) -> None:
         if self.max_steps is None:
             self.max_steps = -1  # pyright: ignore[reportIncompatibleVariableOverride]
+        if self.warmup_ratio is not None:
+            self._take_warmup_ratio(self.warmup_ratio)
         # Whether a GPU can autocast is no question here: weights are computed in bfloat16 as they are.
         wanted, self.bf16 = self.bf16, False
         super().__post_init__()
@@ -89,7 +97,8 @@ class MethodArguments(TrainingArguments):
 
     def _refuse(self) -> None:
         """Name every argument of transformers that this loop would ignore."""
-        refused = [f"{name}: {why}." for name, why in REFUSED.items() if asks_for_something(getattr(self, name, None))]
+        unknown = {**REFUSED, **self.refused}
+        refused = [f"{name}: {why}." for name, why in unknown.items() if asks_for_something(getattr(self, name, None))]
         if self.neftune_noise_alpha is not None and self.method_class is not SFT:
             refused.append("neftune_noise_alpha: noise on embeddings is for supervised fine-tuning; remove it.")
         if self.fp16 and self.bf16:
@@ -101,17 +110,38 @@ class MethodArguments(TrainingArguments):
 
     def method(self) -> Method:
         """The method with these settings; None leaves a setting at its default."""
-        named = [(one.metadata["setting"], one.name) for one in dataclasses.fields(self) if "setting" in one.metadata]
-        values = {setting: value for setting, name in named if (value := getattr(self, name)) is not None}
+        return self.section(self.method_class)
+
+    def section(self, kind: type[AnySection]) -> AnySection:
+        """The settings of one section, from the arguments that are handed to it."""
+        names: dict[str, str] = {}
+        values: dict[str, Any] = {}
+        for one in dataclasses.fields(self):
+            if one.metadata.get("section") is not kind or (value := getattr(self, one.name)) is None:
+                continue
+            key: Key = one.metadata["setting"]
+            place, names[key.name] = values, one.name
+            for inner in key.where:
+                place = place.setdefault(inner, {})
+            place[key.name] = value
         try:
-            return self.method_class(**values)
+            return kind(**values)
         except ValidationError as error:
-            arguments = dict(named)
-            problems = [
-                ".".join(map(str, (arguments.get(str(part), part) for part in problem["loc"]))) + f": {problem['msg']}"
-                for problem in error.errors()
-            ]
+            inlined = {name for name, one in kind.model_fields.items() if one.default_factory and name in values}
+            problems = []
+            for problem in error.errors():
+                parts = [names.get(str(part), str(part)) for part in problem["loc"] if part not in inlined]
+                text = problem["msg"].removeprefix("Value error, ").replace("trl.", "")
+                problems.append(f"{'.'.join(parts)}: {text}" if parts else text)
             raise UserError(f"{type(self).__name__}: " + "; ".join(problems)) from None
+
+    def _take_warmup_ratio(self, ratio: float) -> None:
+        """Write the share where transformers looks for it: below 1, `warmup_steps` is one."""
+        if self.warmup_steps:
+            raise UserError("warmup_ratio: cannot be used with 'warmup_steps'. Keep one.")
+        if not 0 <= ratio < 1:
+            raise UserError(f"warmup_ratio: a share below 1, not {ratio}; `warmup_steps` counts steps.")
+        self.warmup_steps, self.warmup_ratio = ratio, None
 
     def checkpointing_options(self) -> dict[str, Any] | None:
         """Options of gradient checkpointing; None where it is off."""

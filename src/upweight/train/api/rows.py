@@ -13,13 +13,14 @@ from transformers import PreTrainedTokenizerBase
 
 from upweight.config import ConfigView
 from upweight.config.data import DataSection, DatasetRow
-from upweight.data.chunks import Job, encode_all, schema_of
+from upweight.data.chunks import Job, encode_all, schema_of, with_columns
 from upweight.data.encode import build_encoder
 from upweight.data.sources import Rows, Table
 from upweight.errors import UserError
 from upweight.log import logger
 from upweight.methods.base import Method
 from upweight.train.api.configs import MethodArguments, PRMConfig, SFTConfig
+from upweight.train.api.grpo_config import GRPOConfig
 
 UNLIMITED = 2**31 - 1
 Given = Dataset | Sequence[Mapping[str, Any]]
@@ -55,6 +56,7 @@ def prepare_rows(
         too_long=args.too_long,
         processes=args.dataset_num_proc,
         train_on_inputs=isinstance(args, SFTConfig) and _trains_on_inputs(args, rows.column_names, where),
+        **_about_prompts(args),
     )
     entry = _entry(args)
     encoder = build_encoder(data, method, entry, 0, tokenizer, ConfigView({}), Path(), classes)
@@ -69,7 +71,7 @@ def prepare_rows(
     prepared = Dataset(pa.Table.from_batches(batches, pa.schema(list(schema_of(method).items()))))
     if not len(prepared):
         raise UserError(f"{where}: no rows are left to train on.")
-    return prepared.select_columns([name for name in prepared.column_names if name in names])
+    return with_columns(prepared, names)
 
 
 def longest(*prepared: Dataset | None) -> int:
@@ -80,12 +82,18 @@ def longest(*prepared: Dataset | None) -> int:
             continue
         sizes = {name: _lengths(rows, name) for name in rows.column_names if name == "ids" or name.endswith("_ids")}
         prompt = sizes.pop("prompt_ids", 0)
-        lengths += [int((prompt + size).max()) for size in sizes.values()]
+        lengths += [int((prompt + size).max()) for size in sizes.values() or [0]]
     return max(lengths)
 
 
 def _lengths(rows: Dataset, name: str) -> Any:
     return pc.call_function("list_value_length", [rows.data.column(name)]).to_numpy()
+
+
+def _about_prompts(args: MethodArguments) -> dict[str, Any]:
+    if not isinstance(args, GRPOConfig):
+        return {}
+    return {"max_prompt_length": args.max_prompt_length, "template_args": args.chat_template_kwargs or {}}
 
 
 def _entry(args: MethodArguments) -> DatasetRow:

@@ -24,10 +24,11 @@ from upweight.train.api.configs import (
     RewardConfig,
     SFTConfig,
 )
+from upweight.train.api.grpo_config import GRPOConfig
 from upweight.train.api.policy import Model, classes_for, dtype_for, policy_for, reference_model, tokenizer_for
 from upweight.train.api.rows import as_dataset, longest, prepare_rows
 from upweight.train.build import trainer_parts
-from upweight.train.reference_sync import SyncReference
+from upweight.train.reference_sync import SyncReference, sync_settings
 from upweight.train.trainer import MethodTrainer
 
 GivenRows = Dataset | Sequence[Mapping[str, Any]]
@@ -55,7 +56,7 @@ class SFTTrainer(MethodTrainer):
         formatting_func: Callable[[Any], str] | None = None,
         **inputs: Unpack[Inputs],
     ) -> None:
-        super().__init__(**_parts(model, args or SFTConfig(), formatting_func=formatting_func, **inputs))
+        super().__init__(**parts_for(model, args or SFTConfig(), formatting_func=formatting_func, **inputs))
 
 
 class DPOTrainer(MethodTrainer):
@@ -68,7 +69,7 @@ class DPOTrainer(MethodTrainer):
         args: DPOConfig | None = None,
         **inputs: Unpack[Inputs],
     ) -> None:
-        super().__init__(**_parts(model, args or DPOConfig(), ref_model, **inputs))
+        super().__init__(**parts_for(model, args or DPOConfig(), ref_model, **inputs))
 
 
 class KTOTrainer(MethodTrainer):
@@ -81,38 +82,38 @@ class KTOTrainer(MethodTrainer):
         args: KTOConfig | None = None,
         **inputs: Unpack[Inputs],
     ) -> None:
-        super().__init__(**_parts(model, args or KTOConfig(), ref_model, **inputs))
+        super().__init__(**parts_for(model, args or KTOConfig(), ref_model, **inputs))
 
 
 class ORPOTrainer(MethodTrainer):
     """Likelihood and odds ratio of preference pairs, without a reference."""
 
     def __init__(self, model: str | Model, args: ORPOConfig | None = None, **inputs: Unpack[Inputs]) -> None:
-        super().__init__(**_parts(model, args or ORPOConfig(), **inputs))
+        super().__init__(**parts_for(model, args or ORPOConfig(), **inputs))
 
 
 class CPOTrainer(MethodTrainer):
     """CPO and SimPO on preference pairs, without a reference."""
 
     def __init__(self, model: str | Model, args: CPOConfig | None = None, **inputs: Unpack[Inputs]) -> None:
-        super().__init__(**_parts(model, args or CPOConfig(), **inputs))
+        super().__init__(**parts_for(model, args or CPOConfig(), **inputs))
 
 
 class RewardTrainer(MethodTrainer):
     """An outcome reward model from preference pairs."""
 
     def __init__(self, model: str | Model, args: RewardConfig | None = None, **inputs: Unpack[Inputs]) -> None:
-        super().__init__(**_parts(model, args or RewardConfig(), **inputs))
+        super().__init__(**parts_for(model, args or RewardConfig(), **inputs))
 
 
 class PRMTrainer(MethodTrainer):
     """A process reward model from labelled steps."""
 
     def __init__(self, model: str | Model, args: PRMConfig | None = None, **inputs: Unpack[Inputs]) -> None:
-        super().__init__(**_parts(model, args or PRMConfig(), **inputs))
+        super().__init__(**parts_for(model, args or PRMConfig(), **inputs))
 
 
-def _parts(
+def parts_for(
     model: str | Model,
     args: MethodArguments,
     ref_model: str | PreTrainedModel | None = None,
@@ -150,7 +151,7 @@ def _parts(
         method,
         dtype,
         device,
-        longest=longest(train, *held.values()),
+        longest=longest(train, *held.values()) + (args.max_completion_length if isinstance(args, GRPOConfig) else 0),
         budget=args.token_budget,
         checkpointing=args.checkpointing_options(),
         noise=args.neftune_noise_alpha,
@@ -187,8 +188,9 @@ def _own_callbacks(args: MethodArguments, parts: dict[str, Any], *, foreign_opti
     callbacks: list[TrainerCallback] = []
     if parts["copies"] is not None:
         callbacks.append(PlainModelAfterwards(parts["copies"], following=not foreign_optimizer))
-    if isinstance(args, DPOConfig) and args.sync_ref_model:
-        callbacks.append(SyncReference(parts["reference"], args.ref_model_mixup_alpha, args.ref_model_sync_steps))
+    synced = sync_settings(parts["method"])
+    if synced is not None:
+        callbacks.append(SyncReference(parts["reference"], synced))
     return callbacks
 
 

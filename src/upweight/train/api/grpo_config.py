@@ -1,0 +1,167 @@
+"""Settings of GRPO for Python scripts: TRL's names, each handed to the method or to the rollouts."""
+
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, ClassVar
+
+from transformers import TrainingArguments
+
+from upweight.config.peers import FUSED_HEAD, OWN_SERVER
+from upweight.config.rollout import RolloutSection
+from upweight.errors import UserError
+from upweight.log import warn_once
+from upweight.methods import GRPO
+from upweight.rollout.plan import Plan
+from upweight.rollout.settings import sampling_of
+from upweight.train.api.configs import MethodArguments, holds, of, with_help
+from upweight.train.refuse import NO_SERVER
+
+SAMPLER = "the sampler keeps each prompt once for all its completions, and drops rows as they end"
+ADAPTIVE = "With `use_adaptive_entropy`, which is not supported."
+REFUSED = {
+    "use_vllm": NO_SERVER,
+    "vllm_structured_outputs_regex": "the sampler cannot be held to a pattern; reward the format instead",
+    "use_adaptive_entropy": "not supported; `entropy_coef` is a fixed weight",
+    "router_aux_loss_coef": "the routers' balance is not trained; remove it",
+    "cast_lm_head_to_fp32": "logits are in float32 already, the head's weights as the model's; remove it",
+    "max_tool_calling_iterations": "tools are not supported; write a `rollout_func` that calls them",
+    "log_completions_hub_repo": "completions are written to `output_dir/completions`; remove it",
+    "max_length": "prompts are bounded by `max_prompt_length`, completions by `max_completion_length`; remove it",
+}
+
+
+@dataclass
+class GRPOConfig(MethodArguments):
+    """Settings of GRPO and the losses that grew from it; a batch counts completions."""
+
+    method_class: ClassVar = GRPO
+    refused: ClassVar = MappingProxyType(REFUSED)
+
+    max_length: int | None = with_help(None, "Not used: see `max_prompt_length` and `max_completion_length`.")
+
+    num_generations: int = of(GRPO, "num_generations")
+    num_generations_eval: int | None = of(RolloutSection, "num_generations_eval")
+    max_completion_length: int = of(GRPO, "max_completion_length")
+    max_prompt_length: int | None = with_help(None, "Longest prompt in tokens; longer ones lose their beginning.")
+    shuffle_dataset: bool = with_help(True, "Take prompts in a new order in each epoch.")
+    ds3_gather_for_generation: bool = holds(True, "weights are whole where completions are sampled")
+
+    generation_batch_size: int | None = of(RolloutSection, "generation_batch_size")
+    steps_per_generation: int | None = of(RolloutSection, "steps_per_generation")
+    num_iterations: int = of(RolloutSection, "num_iterations")
+    temperature: float = of(RolloutSection, "temperature")
+    top_p: float = of(RolloutSection, "top_p")
+    top_k: int = of(RolloutSection, "top_k")
+    min_p: float | None = of(RolloutSection, "min_p")
+    repetition_penalty: float = of(RolloutSection, "repetition_penalty")
+    generation_kwargs: dict[str, Any] | None = of(RolloutSection, "generation_args", default=None)  # noqa: RUF009
+    chat_template_kwargs: dict[str, Any] | None = with_help(None, "Variables of the chat template.")  # noqa: RUF009
+    cache_implementation: str | None = holds(None, SAMPLER)
+    use_transformers_paged: bool = holds(False, SAMPLER)
+    use_transformers_continuous_batching: bool = holds(False, SAMPLER)
+    transformers_continuous_batching_config: dict[str, Any] | None = holds(None, SAMPLER)  # noqa: RUF009
+
+    use_vllm: bool = of(RolloutSection, "use_vllm")
+    vllm_mode: str = of(RolloutSection, "vllm_mode")
+    vllm_server_base_url: str | None = of(RolloutSection, "server_url")
+    vllm_server_host: str | None = of(RolloutSection, "server_host")
+    vllm_server_port: int | None = of(RolloutSection, "server_port")
+    vllm_server_timeout: float = of(RolloutSection, "server_timeout")
+    vllm_group_port: int = holds(51216, OWN_SERVER)
+    vllm_model_impl: str = holds("vllm", OWN_SERVER)
+    vllm_structured_outputs_regex: str | None = of(RolloutSection, "regex")
+    vllm_enable_sleep_mode: bool = of(RolloutSection, "sleep_mode")
+    vllm_gpu_memory_utilization: float = of(RolloutSection, "colocate_memory")
+    vllm_max_model_length: int | None = of(RolloutSection, "colocate_length")
+    vllm_tensor_parallel_size: int = of(RolloutSection, "colocate_parallel")
+    vllm_importance_sampling_correction: bool | None = of(GRPO, "sampler_correction")
+    vllm_importance_sampling_mode: str | None = of(GRPO, "sampler_correction_mode")
+    vllm_importance_sampling_clip_max: float = of(GRPO, "sampler_correction_cap")
+    vllm_importance_sampling_cap: float | None = of(GRPO, "sampler_correction_cap", default=None)
+    vllm_importance_sampling_clip_min: float | None = of(GRPO, "sampler_correction_floor")
+
+    beta: float = of(GRPO, "beta")
+    loss_type: str = of(GRPO, "loss_type")
+    epsilon: float = of(GRPO, "epsilon")
+    epsilon_high: float | None = of(GRPO, "epsilon_high")
+    delta: float | None = of(GRPO, "delta")
+    importance_sampling_level: str = of(GRPO, "importance_sampling_level")
+    advantage_estimator: str = of(GRPO, "advantage_estimator")
+    scale_rewards: str | bool = of(GRPO, "scale_rewards")
+    reward_weights: list[float] | None = of(GRPO, "reward_weights")  # noqa: RUF009
+    multi_objective_aggregation: str = of(GRPO, "aggregation")
+    mask_truncated_completions: bool = of(GRPO, "mask_truncated_completions")
+    use_bias_correction_kl: bool = of(GRPO, "use_bias_correction_kl")
+    off_policy_mask_threshold: float | None = of(GRPO, "off_policy_mask_threshold")
+    top_entropy_quantile: float = of(GRPO, "top_entropy_quantile")
+    sapo_temperature_pos: float = of(GRPO, "sapo_temperature_pos")
+    sapo_temperature_neg: float = of(GRPO, "sapo_temperature_neg")
+    vespo_k_pos: float = of(GRPO, "vespo_k_pos")
+    vespo_lambda_pos: float = of(GRPO, "vespo_lambda_pos")
+    vespo_k_neg: float = of(GRPO, "vespo_k_neg")
+    vespo_lambda_neg: float = of(GRPO, "vespo_lambda_neg")
+    sync_ref_model: bool = of(GRPO, "sync_ref_model")
+    ref_model_mixup_alpha: float = of(GRPO, "ref_model_mixup_alpha")
+    ref_model_sync_steps: int = of(GRPO, "ref_model_sync_steps")
+    entropy_coef: float = of(GRPO, "entropy_coef")
+    use_adaptive_entropy: bool = with_help(False, "Not supported.")
+    entropy_coef_min: float = with_help(0.0, ADAPTIVE)
+    entropy_coef_max: float = with_help(1.0, ADAPTIVE)
+    entropy_coef_delta: float = with_help(0.005, ADAPTIVE)
+    entropy_target: float = with_help(0.2, ADAPTIVE)
+    router_aux_loss_coef: float | None = with_help(None, "Not supported.")
+    cast_lm_head_to_fp32: bool = with_help(False, "Not supported.")
+    max_tool_calling_iterations: int | None = with_help(None, "Not supported.")
+    use_liger_loss: bool = holds(False, FUSED_HEAD)
+
+    reward_num_workers: int = of(RolloutSection, "reward_workers")
+    reward_timeout: float = of(RolloutSection, "reward_timeout")
+    dynamic_sampling_max_rounds: int = of(RolloutSection, "dynamic_sampling")
+    skip_zero_advantage_batches: bool = of(RolloutSection, "skip_zero_advantage")
+    streaming_partial_batch: bool = of(RolloutSection, "streaming")
+    streaming_min_groups: int = of(RolloutSection, "streaming_groups")
+
+    log_completions: bool = of(RolloutSection, "log_completions")
+    num_completions_to_print: int | None = of(RolloutSection, "completions_shown")
+    log_unique_prompts: bool = holds(False, "what is shown is spread over the prompts")
+    log_multimodal: bool = holds(True, "there are no images")
+    log_completions_hub_repo: str | None = with_help(None, "Not supported.")
+
+    def __post_init__(self) -> None:
+        if self.load_best_model_at_end and self.metric_for_best_model is None:
+            self.metric_for_best_model = "reward"  # an evaluation of what the policy writes has no loss
+        super().__post_init__()
+        if self.generation_batch_size is not None and self.steps_per_generation is not None:
+            raise UserError("steps_per_generation: cannot be used with 'generation_batch_size'. Keep one.")
+        sampling_of(self.rollout(), self.max_completion_length)
+
+    def rollout(self) -> RolloutSection:
+        """How completions are produced and scored."""
+        return self.section(RolloutSection)
+
+    def plan(self) -> Plan:
+        """Sizes of the rollouts over all ranks; a batch that does not hold whole groups gets a warning."""
+        micro = self.per_device_train_batch_size * self.world_size
+        group, accumulation = self.num_generations, self.gradient_accumulation_steps
+        wanted = self.generation_batch_size or micro * (self.steps_per_generation or accumulation)
+        plan = Plan.fitting(wanted, group, micro * accumulation, self.num_iterations)
+        generated = plan.groups * group
+        if wanted % group == 0 and generated not in (wanted, plan.step):
+            warn_once(
+                f"generation_batch_size: {wanted} completions do not make whole optimizer batches of {plan.step}; "
+                f"{generated} are generated at a time"
+            )
+        elif wanted % group:
+            fitting = next(steps for steps in range(accumulation, accumulation + group) if micro * steps % group == 0)
+            warn_once(
+                f"num_generations: a batch of {wanted} does not hold whole groups of {group}; "
+                f"{generated} completions are generated at a time. "
+                f"'gradient_accumulation_steps={fitting}' would fit."
+            )
+        return plan
+
+    def for_loop(self, *, lora: bool) -> TrainingArguments:
+        """The arguments as the Trainer sees them."""
+        seen = super().for_loop(lora=lora)
+        seen.ignore_data_skip = True  # rollouts know themselves where they were
+        return seen

@@ -1,0 +1,216 @@
+"""Health verdicts: the rows of metrics.jsonl against the rules, each verdict once, in words, with its remedy."""
+
+import json
+import math
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from fnmatch import fnmatchcase
+from itertools import islice, takewhile
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback
+
+from upweight.log import logger
+from upweight.train.checkpoints import write_text
+from upweight.train.health_rules import RULES, Relation, Rule, Sign
+from upweight.train.run_folder import METRICS
+
+FILE = "health.jsonl"
+START_ROWS, START_STEPS = 5, 20  # at most so many logs of the first steps say where a run began
+FEWEST_ROWS = 3  # logs that a verdict needs, however many steps each covers
+AGAIN = 100  # steps a verdict must have been away to be said again
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What is wrong, since when and by which evidence, what it means, what to do."""
+
+    name: str
+    level: str
+    step: int
+    metric: str
+    value: float
+    relation: Relation
+    threshold: float
+    steps: int  # for how many it has held
+    meaning: str
+    remedy: str
+
+    def line(self) -> str:
+        """The verdict for the terminal."""
+        sign = {"above": ">", "below": "<", "near": "within"}[self.relation]
+        limit = f"{sign} {self.threshold:g}" + (" of 0" if self.relation == "near" else "")
+        return (
+            f"{self.level}: {self.name} at step {self.step}: {self.meaning} ({self.metric} {self.value:.4g}, {limit}, "
+            f"for {self.steps} steps). Remedy: {self.remedy}."
+        )
+
+
+class Health:
+    """Takes the rows of a run in order and says which verdicts each of them brings."""
+
+    def __init__(self) -> None:
+        self.rows: dict[bool, deque[Row]] = {False: deque(), True: deque()}  # of training, of evaluations
+        self.start: list[Row] = []
+        self.lowest: dict[str, float] = {}
+        self.held_at: dict[tuple[str, str], int] = {}  # last step at which a verdict held
+        self.keeps = max(rule.steps for rule in RULES)
+
+    def take(self, row: Row) -> list[Verdict]:
+        """What became true with this row."""
+        evaluation = any(name.startswith("eval_") for name in row)
+        if not evaluation and "loss" not in row:
+            return []
+        self._remember(row, evaluation)
+        kinds = self._kinds()
+        holding = [
+            verdict
+            for rule in RULES
+            if rule.kind in kinds
+            for verdict in self._verdicts(rule, row, self.rows[evaluation])
+        ]
+        names = {verdict.name for verdict in holding}
+        hidden_by = {rule.name: set(rule.hidden_by) for rule in RULES}
+        fresh = []
+        for verdict in holding:
+            if hidden_by[verdict.name] & names:
+                continue
+            of = verdict.metric if verdict.metric.startswith("rewards/") else ""  # each reward is judged by itself
+            key, step = (verdict.name, of), verdict.step
+            known = self.held_at.get(key)
+            self.held_at[key] = step
+            if known is None or step - known >= AGAIN:
+                fresh.append(verdict)
+        return fresh
+
+    def _remember(self, row: Row, evaluation: bool) -> None:
+        rows = self.rows[evaluation]
+        rows.append(row)
+        while len(rows) > FEWEST_ROWS and rows[0]["step"] <= row["step"] - self.keeps:
+            rows.popleft()
+        if evaluation:
+            for name in row:
+                if name.endswith("loss") and (value := _number(row[name])) is not None:
+                    self.lowest[name] = min(value, self.lowest.get(name, math.inf))
+        elif not self.start or (len(self.start) < START_ROWS and row["step"] <= START_STEPS):
+            self.start.append(row)
+
+    def _kinds(self) -> set[str]:
+        """Which rules apply, by what the run logs."""
+        first = self.start[0] if self.start else {}
+        if "frac_reward_zero_std" in first:
+            return {"online"}
+        return {"offline", "pairs"} if "rewards/margins" in first else {"offline"}
+
+    def _verdicts(self, rule: Rule, row: Row, rows: deque[Row]) -> Iterable[Verdict]:
+        metrics, step = _fitting(rule.sign.metric, row), row["step"]
+        fewest = min(FEWEST_ROWS, rule.steps)
+        if not metrics or step - rule.after < rule.steps or len(rows) < fewest:
+            return
+        window = list(takewhile(lambda known: known["step"] > step - rule.steps, reversed(rows)))
+        window = window if len(window) >= fewest else list(islice(reversed(rows), fewest))
+        for metric in metrics:
+            value = self._holds(metric, rule.sign, window, rule.averaged)
+            if value is not None and all(
+                any(self._holds(other, sign, window, rule.averaged) is not None for other in _fitting(sign.metric, row))
+                for sign in rule.also
+            ):
+                covered = max(rule.steps, step - window[-1]["step"] + 1)
+                sign = rule.sign
+                yield Verdict(
+                    rule.name, rule.level, step, metric, value, sign.relation, sign.threshold, covered, rule.meaning,
+                    rule.remedy,
+                )  # fmt: skip
+
+    def _holds(self, metric: str, sign: Sign, window: list[Row], averaged: bool) -> float | None:
+        """The value by which a sign holds over a window of rows, newest first, or None."""
+        values: list[float] = []
+        for row in window:
+            value = self._value(metric, row)
+            if value is not None:
+                values.append(value)
+            if not averaged and (value is None or not _compares(value, sign)):
+                return None
+        if not averaged:
+            return values[0]
+        if 2 * len(values) < len(window):
+            return None
+        mean = sum(values) / len(values)
+        return mean if _compares(mean, sign) else None
+
+    def _value(self, metric: str, row: Row) -> float | None:
+        """A metric of a row, or what it is measured against its own past."""
+        name, _, against = metric.partition(":")
+        value = _number(row.get(name))
+        if value is None:
+            return None
+        if against == "worse":
+            return value / self.lowest[name] if self.lowest.get(name, 0) > 0 else None
+        if not against:
+            return value
+        began = self._began(name)
+        if began is None:
+            return None
+        if against == "growth":
+            return value / began if began > 0 else None
+        spread = self._began(f"{name}_std")
+        return None if spread is None else (value - began) / max(spread, 1e-6)
+
+    def _began(self, name: str) -> float | None:
+        values = [value for row in self.start if (value := _number(row.get(name))) is not None]
+        return sum(values) / len(values) if values and len(values) == len(self.start) else None
+
+
+def verdicts(rows: Iterable[Row]) -> list[Verdict]:
+    """Every verdict on a run, from the rows of its metrics.jsonl."""
+    health = Health()
+    return [verdict for row in rows for verdict in health.take(row)]
+
+
+class HealthWatch(TrainerCallback):
+    """Says verdicts while a run goes on, and keeps them in `health.jsonl`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.health = folder, Health()
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """What a resumed run has seen before is not said again."""
+        metrics = self.folder / METRICS
+        if state.is_world_process_zero:
+            known = metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else []
+            found = [verdict for line in known for verdict in self.health.take(json.loads(line))]
+            write_text(self.folder / FILE, "".join(_as_line(verdict) for verdict in found))
+
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if not state.is_world_process_zero:
+            return
+        for verdict in self.health.take({**kwargs["logs"], "step": state.global_step}):
+            logger.warning("%s", verdict.line())
+            with (self.folder / FILE).open("a", encoding="utf-8") as file:
+                file.write(_as_line(verdict))
+
+
+def _as_line(verdict: Verdict) -> str:
+    return json.dumps(asdict(verdict)) + "\n"
+
+
+def _fitting(pattern: str, row: Row) -> list[str]:
+    """The metrics of a row that a sign means: the first that is there of several, or all that fit a `*`."""
+    names, colon, against = pattern.partition(":")
+    if "*" in names:
+        return [name + colon + against for name in row if fnmatchcase(name, names)]
+    return [name + colon + against for name in names.split("|") if name in row][:1]
+
+
+def _compares(value: float, sign: Sign) -> bool:
+    if sign.relation == "near":
+        return abs(value) <= sign.threshold
+    return value > sign.threshold if sign.relation == "above" else value < sign.threshold
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None

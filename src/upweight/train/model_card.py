@@ -1,0 +1,116 @@
+"""The README.md of a trained model: what it was made from, how, and what came of it."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+import transformers
+import yaml
+
+from upweight import __version__
+from upweight.config import Config
+from upweight.config.config import general_keys
+
+PRIVATE_SECTIONS = ("run", "tracking")  # folders and accounts are nobody's business
+SHOWN_ENDINGS = ("loss", "accuracy", "accuracies", "margins", "margin", "reward", "kl", "entropy")
+
+
+def model_card(config: Config, history: Sequence[Mapping[str, Any]], rows: int) -> str:
+    """The card of a run from its config, the Trainer's log history and the number of rows trained on."""
+    adapted = config.adapter.kind is not None
+    base, method = _shared(config.model.base_model), config.method.name
+    head = {
+        "base_model": base,
+        "library_name": "peft" if adapted else "transformers",
+        "tags": ["upweight", method, *(["lora"] if adapted else [])],
+        "datasets": [row.path for row in config.data.datasets if _is_hub_id(row.path)],
+    }
+    what = f"{'An adapter for' if adapted else 'Trained from'} `{base}`, by {method.upper()}"
+    data = [
+        f"- `{_shared(row.path)}`" + (f" ({row.type})" if isinstance(row.type, str) else "")
+        for row in config.data.datasets
+    ]
+    versions = f"Upweight {__version__}, torch {torch.__version__}, transformers {transformers.__version__}"
+    return "\n".join([
+        "---",
+        yaml.safe_dump({key: value for key, value in head.items() if value}, sort_keys=False).rstrip(),
+        "---",
+        "",
+        f"# {Path(config.run.hub_model_id or config.run.output_dir).name}",
+        "",
+        f"{what}, {_last(history, 'step') or 0} steps on {rows} rows.",
+        "",
+        "## Data",
+        "",
+        *data,
+        "",
+        "## Metrics",
+        "",
+        *_metrics(history),
+        "",
+        "## Config",
+        "",
+        "```yaml",
+        yaml.safe_dump(_given(config), sort_keys=False, allow_unicode=True).rstrip(),
+        "```",
+        "",
+        f"{versions}{f', peft {peft.__version__}' if adapted else ''}.",
+        "",
+    ])  # fmt: skip
+
+
+def _metrics(history: Sequence[Mapping[str, Any]]) -> list[str]:
+    """First and last value of what says how training went."""
+    names = dict.fromkeys(name for entry in history for name in entry if name.split("/")[-1].endswith(SHOWN_ENDINGS))
+    lines = [
+        f"| {name} | {_first(history, name):.4g} | {_last(history, name):.4g} |"
+        for name in names
+        if name != "train_loss"
+    ]
+    return ["| metric | first | last |", "|---|---|---|", *lines] if lines else ["None were logged."]
+
+
+def _first(history: Sequence[Mapping[str, Any]], name: str) -> Any:
+    return next((entry[name] for entry in history if name in entry), None)
+
+
+def _last(history: Sequence[Mapping[str, Any]], name: str) -> Any:
+    return _first(list(reversed(history)), name)
+
+
+def _given(config: Config) -> dict[str, Any]:
+    """The keys that were set and shape the model, by their YAML names."""
+    content: dict[str, Any] = {}
+    for path, value in config.given.items():
+        if general_keys().get(path, ("", None))[0] in PRIVATE_SECTIONS:
+            continue
+        block, _, name = path.rpartition(".")
+        place = content.setdefault(block, {}) if block else content
+        place[name] = _without_folders(value)
+    return content
+
+
+def _without_folders(value: Any) -> Any:
+    """Values with absolute paths cut to their last name."""
+    if isinstance(value, Mapping):
+        return {key: _without_folders(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_without_folders(inner) for inner in value]
+    return _shared(value) if isinstance(value, str) else value
+
+
+def _shared(place: str | None) -> str:
+    """A hub id or relative path as it is, an absolute path by its last name."""
+    path = Path(place or "")
+    return path.name if path.is_absolute() or str(place).startswith("~") else str(place or "")
+
+
+def _is_hub_id(place: str | None) -> bool:
+    return (
+        place is not None
+        and place.count("/") == 1
+        and not place.startswith((".", "/", "~"))
+        and not Path(place).exists()
+    )

@@ -1,0 +1,84 @@
+"""Stages of one config, one after the other, and one report on all of them."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from upweight.config import Config
+from upweight.errors import UserError
+from upweight.log import logger
+from upweight.models.merge import Adapted, merge_adapter
+from upweight.train.checkpoints import write_text
+from upweight.train.run_folder import METRICS
+
+DONE, REPORT = "stage.json", "stages.md"
+HEADINGS = ("stage", "method", "steps", "metric", "first", "last")
+
+
+def train_stages(config: Config, run_stage: Callable[[int, bool], None], *, resume: bool = False) -> None:
+    """Train every stage with `run_stage(number, resume)`; a resumed run passes over those that are done."""
+    folders = [Path(stage.run.output_dir) for stage in config.stages]
+    finished = _finished(folders) if resume else 0
+    for folder in folders[finished:]:
+        (folder / DONE).unlink(missing_ok=True)
+    for number, stage in enumerate(config.stages):
+        if number < finished:
+            logger.info("%s is done", folders[number].name)
+            continue
+        logger.info("%s (%d of %d)", folders[number].name, number + 1, len(folders))
+        if number and stage.model.base_model == str(folders[number - 1] / "merged"):
+            _merged(config.stages[number - 1])
+        run_stage(number, resume and number == finished)
+        write_text(folders[number] / DONE, json.dumps(summary(stage)))
+    write_text(Path(config.run.output_dir) / REPORT, report(folders))
+    for line in table(folders):
+        logger.info("%s", line)
+
+
+def _finished(folders: list[Path]) -> int:
+    """How many stages, from the first on, are done."""
+    return next((number for number, folder in enumerate(folders) if not (folder / DONE).is_file()), len(folders))
+
+
+def _merged(before: Config) -> None:
+    """The result of a stage that trained an adapter, as whole weights for the next one."""
+    folder = Path(before.run.output_dir)
+    if not (folder / "merged").exists():
+        merge_adapter(Adapted(before.model, folder), folder / "merged")
+
+
+def summary(stage: Config) -> dict[str, Any]:
+    """What a finished stage comes to: steps, and the first and last of the number that its method works on."""
+    folder = Path(stage.run.output_dir)
+    file = folder / METRICS
+    if not file.is_file():
+        raise UserError(f"{folder}: the stage left no {METRICS}")
+    rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    metric = "reward" if any("reward" in row for row in rows) else "loss"
+    values = [row[metric] for row in rows if metric in row]
+    last = max((row["step"] for row in rows), default=0)
+    first_value, last_value = (values[0], values[-1]) if values else (None, None)
+    return {
+        "stage": folder.name,
+        "method": stage.method.name,
+        "steps": last,
+        "metric": metric,
+        "first": first_value,
+        "last": last_value,
+    }
+
+
+def table(folders: list[Path]) -> list[str]:
+    """One line for each stage, as Markdown."""
+    lines = [f"| {' | '.join(HEADINGS)} |", "|---" * len(HEADINGS) + "|"]
+    for folder in folders:
+        found = json.loads((folder / DONE).read_text(encoding="utf-8"))
+        cells = [found[name] for name in HEADINGS]
+        lines.append(f"| {' | '.join(f'{cell:.4g}' if isinstance(cell, float) else str(cell) for cell in cells)} |")
+    return lines
+
+
+def report(folders: list[Path]) -> str:
+    """The table with where the result lies."""
+    return "\n".join(["# Stages", "", *table(folders), "", f"The result is in `{folders[-1].name}`.", ""])

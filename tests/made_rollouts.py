@@ -1,0 +1,126 @@
+"""Online trainers around tiny models, for tests of rollouts in the loop."""
+
+import functools
+
+import torch
+from datasets import Dataset
+from transformers import TrainingArguments
+
+from made_tokenizers import byte_tokenizer
+from tiny_models import tiny
+from upweight.config.rollout import RolloutSection
+from upweight.methods import GRPO
+from upweight.models.load import disable_dropout
+from upweight.rewards.load import as_rewards
+from upweight.rollout.plan import Plan
+from upweight.train.build import trainer_parts
+from upweight.train.online import make_rollouts
+from upweight.train.rollouts import KeepRollouts
+from upweight.train.trainer import MethodTrainer
+
+WORDS = ("a", "be", "cat", "dogs", "zebra")
+
+
+def prompts(tokenizer, count: int = 5) -> Dataset:
+    """Prompt rows as prepared data has them, with an answer column."""
+    return Dataset.from_list(
+        [
+            {
+                "prompt_ids": tokenizer.encode(f"say {WORDS[n % 5]}{'!' * (n // 5)} ", add_special_tokens=False),
+                "prompt": f"say {WORDS[n % 5]}{'!' * (n // 5)} ",
+                "answer": WORDS[n % 5],
+            }
+            for n in range(count)
+        ]
+    )
+
+
+def even_tokens(completion_ids, **kwargs):
+    """Share of tokens with an even id: nearly always told apart."""
+    return [sum(token % 2 == 0 for token in ids) / len(ids) for ids in completion_ids]
+
+
+def short(completions, **kwargs):
+    """Shorter text is better; ties happen."""
+    return [-round(len(text) / 8) / 4 for text in completions]
+
+
+def online_trainer(
+    folder,
+    *,
+    method=None,
+    rewards=(even_tokens, short),
+    section=None,
+    rows: int = 5,
+    step: int = 8,
+    wanted: int | None = None,
+    iterations: int = 1,
+    adapter: bool = False,
+    rollout_func=None,
+    evaluation: int = 0,
+    budget: int = 4096,
+    world: int = 1,
+    seed: int = 5,
+    **options,
+):
+    """A trainer of a tiny model with plain SGD; `options` are those of TrainingArguments."""
+    method = method or GRPO(policy={"num_generations": 4, "max_completion_length": 6})
+    tokenizer = byte_tokenizer("chatml")
+    torch.manual_seed(seed)
+    model = tiny("llama", vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id,
+                 eos_token_id=tokenizer.eos_token_id, bos_token_id=None)  # fmt: skip
+    disable_dropout(model)
+    model = adapted(model) if adapter else model
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        **{
+            "use_cpu": True, "per_device_train_batch_size": step, "per_device_eval_batch_size": step,
+            "optim": "sgd", "learning_rate": 0.5, "lr_scheduler_type": "constant", "max_grad_norm": 0.0,
+            "max_steps": 3, "logging_steps": 1, "logging_nan_inf_filter": False, "disable_tqdm": True,
+            "report_to": "none", "save_strategy": "no", "remove_unused_columns": False, "seed": seed,
+            "ignore_data_skip": True, **options,
+        },
+    )  # fmt: skip
+    parts = trainer_parts(model, method, torch.float32, torch.device("cpu"), longest=64, budget=budget)
+    rollouts = make_rollouts(
+        model,
+        parts["engine"],
+        tokenizer,
+        method,
+        rows=prompts(tokenizer, rows),
+        plan=Plan.fitting((wanted or step) * world, method.group_size, step * world, iterations),
+        section=RolloutSection(**(section or {})),
+        rewards=as_rewards([_here(reward) for reward in rewards]),
+        seed=seed,
+        rollout_func=rollout_func,
+    )
+    trainer = MethodTrainer(
+        model,
+        arguments,
+        train_dataset=rollouts.producer.rows,
+        eval_dataset=prompts(tokenizer, evaluation) if evaluation else None,
+        processing_class=tokenizer,
+        rollouts=rollouts,
+        **parts,
+    )
+    trainer.add_callback(KeepRollouts(rollouts))
+    return trainer
+
+
+def adapted(model):
+    """The model under a LoRA adapter that is not zero."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(3)
+    return get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+
+
+def _here(reward):
+    """A reward that runs in this process, which starts sooner than a worker that imports this file."""
+
+    @functools.wraps(reward)
+    def call(**given):
+        return reward(**given)
+
+    call.__module__ = "__main__"
+    return call

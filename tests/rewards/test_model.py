@@ -1,0 +1,107 @@
+import pytest
+import torch
+import transformers
+from peft import LoraConfig, TaskType, get_peft_model
+
+from made_rewards import reward_call
+from made_tokenizers import byte_tokenizer
+from tiny_models import tiny
+from upweight.errors import UserError
+from upweight.rewards import RewardCall, Scorer, as_rewards, load_rewards
+
+TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return byte_tokenizer("chatml", TEMPLATE)
+
+
+def classifier(tokenizer, **changes):
+    auto = transformers.AutoModelForSequenceClassification
+    return tiny("llama", auto, vocab_size=len(tokenizer), num_labels=1, **changes)
+
+
+def alone(model, tokenizer, text: str) -> float:
+    """The score of one text, forwarded without padding and read at its last token by hand."""
+    ids = torch.tensor([tokenizer(text, add_special_tokens=False)["input_ids"]])
+    with torch.no_grad():
+        hidden = model.model(input_ids=ids).last_hidden_state
+        return model.score(hidden)[0, -1, 0].item()
+
+
+def test_texts_are_scored_at_their_end_token(tokenizer):
+    model = classifier(tokenizer)
+    call = reward_call(["short", "a much longer completion than the others"], ["middle one"])
+    texts = [f"{p}{c}<|im_end|>" for p, c in zip(call.prompts, call.completions, strict=True)]
+    with Scorer(as_rewards((model, tokenizer))) as scorer:
+        found = scorer.score(call).rewards_SR[:, 0]
+    torch.testing.assert_close(found, torch.tensor([alone(model, tokenizer, text) for text in texts]))
+    assert len({round(value, 4) for value in found.tolist()}) == 3
+
+
+@pytest.mark.parametrize("padding", ["<|im_end|>", None])
+def test_a_padding_token_that_texts_end_in_is_no_trap(tokenizer, padding):
+    model = classifier(tokenizer)
+    other = byte_tokenizer("chatml", TEMPLATE)
+    other.pad_token = padding
+    call = reward_call(["short", "a much longer completion"])
+    before = model.config.pad_token_id
+    with Scorer(as_rewards([model], [other])) as scorer:
+        found = scorer.score(call).rewards_SR[:, 0].tolist()
+    expected = [alone(model, tokenizer, f"prompt 0{text}<|im_end|>") for text in call.completions]
+    assert found == pytest.approx(expected, abs=1e-4)
+    assert model.config.pad_token_id == before
+
+
+def chat_call() -> RewardCall:
+    prompt = [{"role": "user", "content": "Two and two?"}]
+    answers = [[{"role": "assistant", "content": text}] for text in ("four", "not sure at all")]
+    return RewardCall([prompt] * 2, answers, [[1], [2]], {}, [0, 0])
+
+
+def test_messages_go_through_the_models_own_template_from_a_folder(tokenizer, tmp_path):
+    model = classifier(tokenizer)
+    folder = tmp_path / "my-reward-model"
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    call = chat_call()
+    texts = [tokenizer.apply_chat_template(call.prompts[0] + answer, tokenize=False) for answer in call.completions]
+    with Scorer(load_rewards(["./my-reward-model"], tmp_path)) as scorer:
+        assert scorer.names == ["my-reward-model"]
+        found = scorer.score(call).rewards_SR[:, 0].tolist()
+    assert found == pytest.approx([alone(model, tokenizer, text) for text in texts], abs=1e-4)
+    # A model trained here saw no space after the last turn.
+    (folder / "config.yaml").write_text("reward_model: true\n")
+    with Scorer(load_rewards([str(folder)], tmp_path)) as scorer:
+        found = scorer.score(call).rewards_SR[:, 0].tolist()
+    assert found == pytest.approx([alone(model, tokenizer, text.rstrip()) for text in texts], abs=1e-4)
+
+
+def test_an_adapter_folder_brings_its_base_model(tokenizer, tmp_path):
+    base = tmp_path / "base"
+    tiny("llama", vocab_size=len(tokenizer)).save_pretrained(base)
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(base, num_labels=1, pad_token_id=0)
+    adapted = get_peft_model(model, LoraConfig(task_type=TaskType.SEQ_CLS, target_modules=["q_proj"], r=4))
+    with torch.no_grad():
+        for name, weight in adapted.named_parameters():
+            if "lora_B" in name or "score" in name:
+                weight.normal_()
+    adapted.save_pretrained(tmp_path / "adapter")
+    tokenizer.save_pretrained(tmp_path / "adapter")
+    with Scorer(load_rewards([str(tmp_path / "adapter")], tmp_path)) as scorer:
+        found = scorer.score(reward_call(["short"])).rewards_SR.item()
+    merged = adapted.eval().merge_and_unload()
+    assert found == pytest.approx(alone(merged, tokenizer, "prompt 0short<|im_end|>"), abs=1e-3)
+
+
+def test_a_model_without_a_score_head_is_refused(tokenizer, tmp_path):
+    tiny("llama", vocab_size=len(tokenizer)).save_pretrained(tmp_path / "plain")
+    tokenizer.save_pretrained(tmp_path / "plain")
+    with pytest.raises(UserError, match=r"is no reward model: its files lack score.weight"):
+        load_rewards([str(tmp_path / "plain")], tmp_path)
+
+
+def test_a_model_built_in_code_needs_its_tokenizer(tokenizer):
+    with pytest.raises(UserError, match=r"give \(model, tokenizer\)"):
+        as_rewards(classifier(tokenizer))

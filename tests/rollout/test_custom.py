@@ -1,0 +1,115 @@
+"""Rollout functions that users write."""
+
+import pytest
+import torch
+
+from made_rollouts import online_trainer
+from upweight.errors import UserError
+from upweight.rollout.custom import CustomRollout
+
+
+def text_rollout(model, processing_class, prompts, generation_config=None):
+    texts = []
+    for prompt in prompts:
+        text = processing_class.apply_chat_template(
+            prompt.get("messages", []), processing_class=False, add_generation_prompt=True
+        )
+        assert isinstance(text, str)
+        inputs = processing_class(text, return_tensors="pt").to(model.device)
+        outputs = model.generate(**inputs, max_new_tokens=3, generation_config=generation_config)
+        texts.append("so " + processing_class.decode(outputs[0][inputs.input_ids.shape[1] :], skip_special_tokens=True))
+    return texts
+
+
+def token_rollout(prompts, trainer):
+    ids = [[10 + n % 3, 11, 12] for n, _ in enumerate(prompts)]
+    return {
+        "prompt_ids": [[1, 2]] * len(prompts),
+        "completion_ids": ids,
+        "logprobs": [[-1.0] * 3 for _ in ids],
+        "env_mask": [[1, 0, 1] for _ in ids],
+        "seen": [trainer is not None] * len(prompts),
+    }
+
+
+def texts_are_text(completions, **_):
+    assert all(isinstance(text, str) and text.startswith("so ") for text in completions)
+    return [float(len(set(text))) for text in completions]
+
+
+def test_a_text_function_writes_what_rewards_read_and_training_learns(tmp_path):
+    trainer = online_trainer(tmp_path, rollout_func=text_rollout, rewards=[texts_are_text], max_steps=2)
+    trainer.processing_class.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }} {% endfor %}"
+    trainer.train()
+    (group, *_) = trainer.rollouts.current.groups
+    assert len(group.completions) == 4
+    assert len({one.text for one in group.completions}) > 1
+    end = trainer.processing_class.eos_token_id
+    assert all(one.ids[-1] == end and one.finished for one in group.completions)
+
+
+def test_a_token_function_says_what_is_trained_on(tmp_path):
+    def extra(completion_ids, seen, **_):
+        assert all(seen)
+        return [float(ids[0]) for ids in completion_ids]
+
+    trainer = online_trainer(tmp_path, rollout_func=token_rollout, rewards=[extra], max_steps=1)
+    trainer.rollouts.producer.roll.trainer = trainer
+    trainer.train()
+    sample = trainer.rollouts.units[0].samples[0]
+    assert sample.ids.tolist() == [1, 2, 10, 11, 12]
+    assert sample.scored.tolist() == [False, False, True, False, True]
+
+
+def test_a_run_with_a_rollout_function_resumes(tmp_path):
+    options = {"rollout_func": token_rollout, "rewards": [lambda completion_ids, **_: [float(i[0]) for i in completion_ids]],
+               "wanted": 16, "save_strategy": "steps", "save_steps": 1}  # fmt: skip
+    trainer = online_trainer(tmp_path, max_steps=1, **options)
+    trainer.train()
+    later = online_trainer(tmp_path, max_steps=2, **options)
+    later.rollouts.restore(tmp_path / "checkpoint-1")
+    assert [unit.samples[0].ids.tolist() for unit in later.rollouts.units] == [
+        unit.samples[0].ids.tolist() for unit in trainer.rollouts.units
+    ]
+
+
+def ran(folder, function):
+    online_trainer(folder, rollout_func=function, max_steps=1).train()
+
+
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        ("text", "must return a list of strings, got str"),
+        ([1, 2], "must return a list of strings"),
+        (["one"], "returned 1 texts for 8 prompts"),
+    ],
+)
+def test_wrong_texts_are_named(tmp_path, answer, says):
+    with pytest.raises(UserError, match=says):
+        ran(tmp_path, lambda model, processing_class, prompts: answer)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda found: ["text"], "must return a dict with prompt_ids, completion_ids, logprobs, got list"),
+        (lambda found: {"completion_ids": []}, "got keys"),
+        (lambda found: {**found, "completion_ids": [[1]]}, "returned 1 'completion_ids' for 8 prompts"),
+        (lambda found: {**found, "env_mask": [[1]] * 8}, "completion 0: 1 'env_mask' for 3 tokens"),
+        (lambda found: {**found, "logprobs": [[-1.0]] * 8}, "completion 0: 1 'logprobs' for 3 tokens"),
+    ],
+)
+def test_wrong_tokens_are_named(tmp_path, change, says):
+    with pytest.raises(UserError, match=says):
+        ran(tmp_path, lambda prompts, trainer: change(token_rollout(prompts, trainer)))
+
+
+def test_errors_and_other_signatures_are_named(tmp_path):
+    def failing(prompts, trainer):
+        raise RuntimeError("no server")
+
+    with pytest.raises(UserError, match="'failing' failed: RuntimeError: no server"):
+        ran(tmp_path, failing)
+    with pytest.raises(UserError, match="takes \\(a\\). Write it as"):
+        CustomRollout(lambda a: a, "mine", torch.nn.Linear(1, 1), None)

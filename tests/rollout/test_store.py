@@ -1,0 +1,41 @@
+"""Rollouts as plain values."""
+
+import json
+
+import torch
+
+from upweight.rollout.producer import Rollout
+from upweight.rollout.store import from_plain, readable, to_plain
+from upweight.types import Completion, Group
+
+ROWS = [{"prompt_ids": [1], "prompt": "a"}, {"prompt_ids": [2, 3], "prompt": "b", "answer": "c"}]
+
+
+def rollout():
+    completions = [
+        Completion([4, 5], [-0.123456789, -2.0], [3, 3], True),
+        Completion([6], [], [], False, sampled=[True], text="six"),
+    ]
+    rewards = torch.tensor([[0.1, float("nan")], [0.3, 1.0]])
+    group = Group(1, ROWS[1], [2, 3], completions, rewards, torch.tensor([0.7, -0.7]), {"seen": ["x", "y"]})
+    return Rollout(2, 9, [group])
+
+
+def test_a_rollout_survives_json_bit_by_bit():
+    before = rollout()
+    after = from_plain(json.loads(json.dumps(to_plain(before))), ROWS)
+    assert (after.number, after.version) == (2, 9)
+    (group,) = after.groups
+    assert group.completions == before.groups[0].completions
+    assert group.prompt_ids == [2, 3]
+    assert group.row is ROWS[1]
+    assert torch.equal(group.advantage_S, before.groups[0].advantage_S)
+    assert torch.equal(group.rewards_SR.nan_to_num(5), before.groups[0].rewards_SR.nan_to_num(5))
+
+
+def test_people_read_one_object_for_each_completion():
+    first, second = readable(rollout(), ["a", "b"], lambda ids: " ".join(map(str, ids)))
+    assert first["completion"] == "4 5"
+    assert first["rewards"]["b"] is None
+    assert second["completion"] == "six"
+    assert (second["seen"], second["prompt"], second["tokens"]) == ("y", "b", 1)
