@@ -50,7 +50,7 @@ class Worker:
             )
 
     def step(self) -> dict[str, float]:
-        """Seconds, loss and gradient norm of one more step."""
+        """Seconds, loss, gradient norm and peak memory of one more step."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.write("step\n")
@@ -98,6 +98,8 @@ def measure(case: Case, threads: int, repeats: int) -> dict[str, Any]:
         "peer_loss": middle("peer", "loss"),
         "ours_grad_norm": middle("ours", "grad_norm"),
         "peer_grad_norm": middle("peer", "grad_norm"),
+        "ours_peak_mb": round(middle("ours", "peak_mb")),
+        "peer_peak_mb": round(middle("peer", "peak_mb")),
         "peer": PEER,
         "threads": threads,
         "repeats": repeats,

@@ -24,7 +24,7 @@ class Case:
 
     name: str
     rows: Callable[[random.Random], list[dict[str, Any]]]
-    micro_batch: int  # TRL: sequences (GRPO) or pairs (DPO) in a forward
+    micro_batch: int  # TRL: sequences (GRPO, KTO) or pairs in a forward
     budget: int  # ours: distinct tokens in a forward, about what TRL's micro-batch holds with padding
 
 
@@ -33,7 +33,7 @@ def write_case(case: Case, folder: Path, seed: int) -> None:
     rows = case.rows(random.Random(seed))
     work = {"name": case.name, "rows": rows, "micro_batch": case.micro_batch, "budget": case.budget}
     (folder / "work.json").write_text(json.dumps(work))
-    _write_model(folder / "model", seed)
+    _write_model(folder / "model", seed, score_head=case.name == "reward_step")
 
 
 def _groups(rng: random.Random) -> list[dict[str, Any]]:
@@ -48,21 +48,34 @@ def _groups(rng: random.Random) -> list[dict[str, Any]]:
     ]
 
 
-def _pairs(rng: random.Random) -> list[dict[str, Any]]:
-    """Eight prompts of 64 to 256 tokens with two completions of 16 to 128 tokens."""
+def _pairs(rng: random.Random, count: int = 8) -> list[dict[str, Any]]:
+    """Prompts of 64 to 256 tokens with two completions of 16 to 128 tokens."""
     return [
         {
             "prompt": _words(rng, rng.randint(64, 256)),
             "chosen": [*_words(rng, rng.randint(15, 127)), END],
             "rejected": [*_words(rng, rng.randint(15, 127)), END],
         }
-        for _ in range(8)
+        for _ in range(count)
+    ]
+
+
+def _labelled(rng: random.Random) -> list[dict[str, Any]]:
+    """Eight prompts of 64 to 256 tokens with a completion of 16 to 128 tokens, every second one wanted."""
+    return [
+        {"prompt": row["prompt"], "completion": row["chosen"], "label": number % 2 == 0}
+        for number, row in enumerate(_pairs(rng))
     ]
 
 
 CASES = [
     Case("grpo_step", _groups, micro_batch=8, budget=3072),
     Case("dpo_step", _pairs, micro_batch=4, budget=3072),
+    # TRL takes ORPO's likelihood and KTO's KL over a micro-batch, we over the step: the same where there is one.
+    Case("kto_step", _labelled, micro_batch=8, budget=3072),
+    Case("orpo_step", lambda rng: _pairs(rng, 4), micro_batch=4, budget=3072),
+    Case("simpo_step", _pairs, micro_batch=4, budget=3072),
+    Case("reward_step", _pairs, micro_batch=4, budget=3072),
 ]
 
 
@@ -70,17 +83,23 @@ def _words(rng: random.Random, length: int) -> list[int]:
     return [rng.randrange(2, VOCABULARY) for _ in range(length)]
 
 
-def _write_model(folder: Path, seed: int) -> None:
+def _write_model(folder: Path, seed: int, *, score_head: bool) -> None:
     """A random Qwen2 and a tokenizer whose word `t7` is token 7, so that TRL's own tokenisation gives our tokens."""
     import torch
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import WhitespaceSplit
-    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+    from transformers import (
+        PreTrainedTokenizerFast,
+        Qwen2Config,
+        Qwen2ForCausalLM,
+        Qwen2ForSequenceClassification,
+    )
 
     torch.manual_seed(seed)
     config = Qwen2Config(vocab_size=VOCABULARY, eos_token_id=END, pad_token_id=1, bos_token_id=None, **SHAPE)
-    Qwen2ForCausalLM(config).save_pretrained(folder)
+    config.num_labels = 1
+    (Qwen2ForSequenceClassification if score_head else Qwen2ForCausalLM)(config).save_pretrained(folder)
     vocabulary = {"</s>": END, "<pad>": 1} | {f"t{n}": n for n in range(2, VOCABULARY)}
     tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="<pad>"))
     tokenizer.pre_tokenizer = WhitespaceSplit()

@@ -11,23 +11,21 @@ import torch
 from accelerate import Accelerator
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from bench.ours import dpo_units, grpo_units
+from bench.ours import METHODS, grpo_units
 from upweight.config.model import AdapterSection
-from upweight.engine import Engine
-from upweight.engine.check import enable_checkpointing
-from upweight.methods.dpo import DPO
-from upweight.methods.grpo import GRPO
+from upweight.data.units import units_of
 from upweight.models.adapters import attach_adapter
-from upweight.models.precision import set_up_precision
-from upweight.models.reference import adapter_state, make_reference, reference_kind
+from upweight.train.build import trainer_parts
 from upweight.train.step import StepRunner
 
 
 def runner_of(work: dict[str, Any]) -> tuple[Any, StepRunner, list[Any]]:
     """Model, step runner and units of a case."""
-    grpo = work["name"] == "grpo_step"
-    method = GRPO() if grpo else DPO()
-    units = grpo_units(work["rows"], GRPO()) if grpo else dpo_units(work["rows"])
+    method = METHODS[work["name"]]
+    if method.online:
+        units = grpo_units(work["rows"], method)
+    else:
+        units = units_of([{f"{key}_ids": row[key] for key in row} for row in work["rows"]], method)
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
     with torch.device("cuda"):
@@ -35,13 +33,13 @@ def runner_of(work: dict[str, Any]) -> tuple[Any, StepRunner, list[Any]]:
     torch.set_default_dtype(torch.float32)
     section = AdapterSection(kind="lora", rank=work["lora_r"], alpha=32, target_linear=True) if work["lora_r"] else None
     model = attach_adapter(base, section) if section else base
-    set_up_precision(model, torch.bfloat16)
-    engine = Engine(model)
-    kind = reference_kind(needed=method.needs_reference, adapter=adapter_state(model))
-    reference = make_reference(kind, model, torch.bfloat16)
-    enable_checkpointing(model)
     model.train()
-    runner = StepRunner(method, engine, Accelerator(), work["budget"], reference, torch.bfloat16)
+    parts = trainer_parts(
+        model, method, torch.bfloat16, torch.device("cuda"), longest=4096, budget=work["budget"], checkpointing={}
+    )
+    runner = StepRunner(
+        method, parts["engine"], Accelerator(), parts["token_budget"], parts["reference"], torch.bfloat16
+    )
     return model, runner, units
 
 

@@ -21,16 +21,17 @@ from upweight.train.trainer import MethodTrainer
 WORDS = ("a", "be", "cat", "dogs", "zebra")
 
 
-def prompts(tokenizer, count: int = 5) -> Dataset:
+def prompts(tokenizer, count: int = 5, words=WORDS) -> Dataset:
     """Prompt rows as prepared data has them, with an answer column."""
+    texts = [f"say {words[n % len(words)]}{'!' * (n // len(words))} " for n in range(count)]
     return Dataset.from_list(
         [
             {
-                "prompt_ids": tokenizer.encode(f"say {WORDS[n % 5]}{'!' * (n // 5)} ", add_special_tokens=False),
-                "prompt": f"say {WORDS[n % 5]}{'!' * (n // 5)} ",
-                "answer": WORDS[n % 5],
+                "prompt_ids": tokenizer.encode(text, add_special_tokens=False),
+                "prompt": text,
+                "answer": words[n % len(words)],
             }
-            for n in range(count)
+            for n, text in enumerate(texts)
         ]
     )
 
@@ -45,6 +46,14 @@ def short(completions, **kwargs):
     return [-round(len(text) / 8) / 4 for text in completions]
 
 
+def chat_model(tokenizer, **options):
+    """A tiny model for the tokenizer."""
+    model = tiny("llama", vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id,
+                 eos_token_id=tokenizer.eos_token_id, bos_token_id=None, **options)  # fmt: skip
+    disable_dropout(model)
+    return model
+
+
 def online_trainer(
     folder,
     *,
@@ -56,6 +65,8 @@ def online_trainer(
     wanted: int | None = None,
     iterations: int = 1,
     adapter: bool = False,
+    model=None,
+    words=WORDS,
     rollout_func=None,
     evaluation: int = 0,
     budget: int = 4096,
@@ -66,10 +77,7 @@ def online_trainer(
     """A trainer of a tiny model with plain SGD; `options` are those of TrainingArguments."""
     method = method or GRPO(policy={"num_generations": 4, "max_completion_length": 6})
     tokenizer = byte_tokenizer("chatml")
-    torch.manual_seed(seed)
-    model = tiny("llama", vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id,
-                 eos_token_id=tokenizer.eos_token_id, bos_token_id=None)  # fmt: skip
-    disable_dropout(model)
+    model = chat_model(tokenizer) if model is None else model
     model = adapted(model) if adapter else model
     arguments = TrainingArguments(
         output_dir=str(folder),
@@ -87,7 +95,7 @@ def online_trainer(
         parts["engine"],
         tokenizer,
         method,
-        rows=prompts(tokenizer, rows),
+        rows=prompts(tokenizer, rows, words),
         plan=Plan.fitting((wanted or step) * world, method.group_size, step * world, iterations),
         section=RolloutSection(**(section or {})),
         rewards=as_rewards([_here(reward) for reward in rewards]),

@@ -35,6 +35,11 @@ OFFLINE = {
     "orm": ORM(center_rewards_coefficient=0.1),
     "prm": PRM(),
 }
+VOWELS = """
+def vowels(completions):
+    texts = [one if isinstance(one, str) else one[0]["content"] for one in completions]
+    return [sum(letter in "aeiou" for letter in text) / (len(text) + 1) for text in texts]
+"""
 AUTO = {"sequence_score": AutoModelForSequenceClassification, "step_score": AutoModelForTokenClassification}
 SCORES = {"sequence_score": 1, "step_score": 2}
 
@@ -87,7 +92,9 @@ def trainer_for(method, folder, *, rows=None, batch=4, budget=4096, adapter=Fals
         arguments,
         train_dataset=Dataset.from_list(rows or rows_for(method)),
         **own,
-        **trainer_parts(model, method, dtype, torch.device("cpu"), longest=64, budget=budget),
+        **trainer_parts(
+            model, method, dtype, torch.device("cpu"), longest=64, budget=budget, sharded=bool(arguments.fsdp)
+        ),
     )
 
 
@@ -101,12 +108,12 @@ def largest_difference(found, right) -> float:
     return max(float((found[name] - right[name]).abs().max()) for name in right)
 
 
-def write_model(folder: Path) -> Path:
+def write_model(folder: Path, **changes) -> Path:
     """A tiny chat model with its tokenizer."""
     tokenizer = byte_tokenizer("chatml")
     tokenizer.save_pretrained(folder)
     tiny("llama", vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id,
-         bos_token_id=None).save_pretrained(folder)  # fmt: skip
+         bos_token_id=None, **changes).save_pretrained(folder)  # fmt: skip
     return folder
 
 
@@ -132,6 +139,23 @@ def write_config(folder: Path, model: Path, **keys) -> Path:
         "learning_rate": 1e-3, "micro_batch_size": 2, "gradient_accumulation_steps": 2, "num_epochs": 2,
         "logging_steps": 1, "output_dir": str(folder / "out"), "dataset_prepared_path": str(folder / "prepared"),
         **keys,
+    }  # fmt: skip
+    file = folder / "config.yaml"
+    file.write_text(yaml.safe_dump({key: value for key, value in content.items() if value is not None}))
+    return file
+
+
+def write_online(folder: Path, model: Path, *, rewards: list[str] | None = None, **keys) -> Path:
+    """A GRPO config on local chat prompts that writes to `folder`/out; a key given as None is left out."""
+    rows = [{"prompt": [{"role": "user", "content": f"say {word}"}], "answer": word} for word in "abcdefgh"]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    module = f"rewards_{folder.name}".replace("-", "_")  # modules of users are kept by name
+    (folder / f"{module}.py").write_text(VOWELS)
+    content = {
+        "base_model": str(model), "rl": "grpo", "datasets": [{"path": str(folder / "prompts.jsonl")}],
+        "chat_template": "chatml", "learning_rate": 1e-3, "micro_batch_size": 8, "max_steps": 2, "logging_steps": 1,
+        "trl": {"num_generations": 4, "max_completion_length": 6, "reward_funcs": rewards or [f"{module}.vowels"]},
+        "output_dir": str(folder / "out"), "dataset_prepared_path": str(folder / "prepared"), **keys,
     }  # fmt: skip
     file = folder / "config.yaml"
     file.write_text(yaml.safe_dump({key: value for key, value in content.items() if value is not None}))

@@ -18,6 +18,8 @@ from datasets import Dataset
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification
 
+from parity_grpo import GRPO_CASES, GRPO_DIFFERENT, replaying
+
 TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}"
     "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}"
@@ -60,6 +62,7 @@ ROWS: dict[str, list[dict[str, Any]]] = {
         {"chosen": f"{question} Many {good}", "rejected": f"{question} May {bad}"}
         for question, good, bad in zip(QUESTIONS, GOOD, BAD, strict=True)
     ],
+    "prompts": [{"prompt": question} for question in QUESTIONS],
     "text": [{"text": f"{question} {good}"} for question, good in zip(QUESTIONS, GOOD, strict=True)],
     "completions": [
         {"prompt": question, "completion": f" {good}"} for question, good in zip(QUESTIONS, GOOD, strict=True)
@@ -142,6 +145,7 @@ CASES: dict[str, dict[str, Any]] = {
     "simpo with likelihood": case("CPO", "pairs", loss_type="simpo", beta=2.0),
     "reward": case("Reward", "pairs"),
     "reward margins": case("Reward", "margins", center_rewards_coefficient=0.01, **CUT),
+    **GRPO_CASES,
 }  # fmt: skip
 # Where the numbers differ on purpose; docs/differences.md says why.
 DIFFERENT: dict[str, dict[str, Any]] = {
@@ -155,6 +159,7 @@ DIFFERENT: dict[str, dict[str, Any]] = {
     "cpo, cut": case("CPO", "pairs", **CUT),
     "sft newlines": case("SFT", "messages", template=WITH_NEWLINES),
     "sft messages, bos": case("SFT", "messages", bos=True),
+    **GRPO_DIFFERENT,
 }
 
 
@@ -207,7 +212,7 @@ def classes(library: str, trainer: str) -> tuple[Any, Any]:
 
 def run(library: str, case: dict[str, Any], folder: Path, epochs: int = 2) -> dict[str, list[float]]:
     """Loss and gradient norm of each step of a case."""
-    tokenizer = made_tokenizer(case["template"], case["bos"])
+    tokenizer = made_tokenizer(case.get("template", TEMPLATE), case.get("bos", False))
     write_model(folder / "model", tokenizer, case["trainer"] == "Reward")
     config_class, trainer_class = classes(library, case["trainer"])
     settings = {
@@ -216,7 +221,8 @@ def run(library: str, case: dict[str, Any], folder: Path, epochs: int = 2) -> di
         "disable_tqdm": True, "use_cpu": True, "bf16": False, "gradient_checkpointing": False, "seed": 0,
         "train_sampling_strategy": "sequential",
     }  # fmt: skip
-    args = config_class(output_dir=str(folder / "out"), **{**settings, **case["config"]})
+    settings |= case["config"] | (case.get("ours", {}) if library == "upweight" else {})
+    args = config_class(output_dir=str(folder / "out"), **settings)
     adapter = None
     if case["lora"]:
         from peft import LoraConfig
@@ -228,6 +234,7 @@ def run(library: str, case: dict[str, Any], folder: Path, epochs: int = 2) -> di
         train_dataset=Dataset.from_list(ROWS[case["rows"]]),
         processing_class=tokenizer,
         peft_config=adapter,
+        **(replaying(case, tokenizer.eos_token_id) if case["trainer"] == "GRPO" else {}),
     )
     fill(trainer.model, only="lora_A")
     trainer.train()

@@ -4,8 +4,10 @@ The clock runs over `training_step` (forward, loss, backward), less the replayed
 is zero: every step sees the same weights, and reports the same loss and gradient norm.
 """
 
+import importlib
 import json
 import os
+import resource
 import sys
 import time
 from pathlib import Path
@@ -49,6 +51,7 @@ class OnDemand(TrainerCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         metrics = {key: kwargs["logs"][key] for key in ("loss", "grad_norm")}
+        metrics["peak_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         print(json.dumps({"wall_s": self.wall_s, "cpu_s": self.cpu_s} | metrics), file=ANSWERS, flush=True)
 
 
@@ -103,20 +106,35 @@ def grpo_trainer() -> Any:
     return GRPOTrainer(str(FOLDER / "model"), reward, args=config, train_dataset=prompts, rollout_func=replay)
 
 
-def dpo_trainer() -> Any:
-    """A DPOTrainer on the case's pairs, in their order."""
-    from trl import DPOConfig, DPOTrainer  # pyright: ignore[reportMissingImports]
+OFFLINE: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "dpo_step": ("trl", "DPO", {}),
+    "kto_step": ("trl", "KTO", {}),
+    "orpo_step": ("trl.experimental.orpo", "ORPO", {}),
+    "simpo_step": ("trl.experimental.cpo", "CPO", {"loss_type": "simpo", "cpo_alpha": 0.0}),
+    "reward_step": ("trl", "Reward", {}),
+}
 
-    rows = [{key: text(ids) + " " * (key == "prompt") for key, ids in row.items()} for row in WORK["rows"]]
-    config = DPOConfig(**settings(len(rows)), train_sampling_strategy="sequential")
+
+def offline_trainer() -> Any:
+    """A trainer on the case's rows, in their order."""
+    module, name, options = OFFLINE[WORK["name"]]
+    library = importlib.import_module(module)
+    rows = [
+        {key: ids if key == "label" else text(ids) + " " * (key == "prompt") for key, ids in row.items()}
+        for row in WORK["rows"]
+    ]
+    config = getattr(library, f"{name}Config")(
+        **settings(len(rows)), train_sampling_strategy="sequential", disable_dropout=True, **options
+    )
     # AutoTokenizer would take the model's kind for the tokenizer's.
     tokenizer = PreTrainedTokenizerFast.from_pretrained(FOLDER / "model")
-    dataset = Dataset.from_list(rows)
-    return DPOTrainer(str(FOLDER / "model"), args=config, train_dataset=dataset, processing_class=tokenizer)
+    return getattr(library, f"{name}Trainer")(
+        str(FOLDER / "model"), args=config, train_dataset=Dataset.from_list(rows), processing_class=tokenizer
+    )
 
 
 def main() -> None:
-    trainer = {"grpo_step": grpo_trainer, "dpo_step": dpo_trainer}[WORK["name"]]()
+    trainer = grpo_trainer() if WORK["name"] == "grpo_step" else offline_trainer()
     on_demand = OnDemand()
     on_demand.clock(trainer, "training_step", 1)
     if WORK["name"] == "grpo_step":

@@ -331,3 +331,24 @@ def test_kept_in_memory(run):
     rows = [pair(number) for number in range(3)]
     assert run(rows, dataset_keep_in_memory=True).train.cache_files == []
     assert run(rows, dataset_keep_in_memory=False).train.cache_files != []
+
+
+LABELLED = {"prompt": "p", "completion": "c", "label": True}
+PROCESS = {"process_reward_model": True}
+STEPWISE = {"prompt": "p", "completions": ["a", "b"], "labels": [1, 0]}
+
+
+@pytest.mark.parametrize(
+    ("rows", "keys", "message"),
+    [
+        ([LABELLED, LABELLED], {"rl": "kto"}, r"row 0 \(rows.jsonl:1\), 'label': it and all other rows \(2\)"),
+        ([LABELLED, {**LABELLED, "completion": ""}], {"rl": "kto"}, r"row 1 \(rows.jsonl:2\), 'completion': expected"),
+        ([pair(0), pair(1, rejected="")], {"rl": "orpo"}, r"row 1 \(rows.jsonl:2\), 'rejected': expected text"),
+        ([STEPWISE, {**STEPWISE, "labels": [1]}], PROCESS, r"row 1 .*'labels': expected one label"),
+        ([STEPWISE, {**STEPWISE, "completions": ["a", ""]}], PROCESS, r"row 1 .*'completions\[1\]'"),
+    ],
+)  # fmt: skip
+def test_what_a_method_cannot_learn_from_stops_before_training_with_its_row(run, rows, keys, message):
+    kind = {"type": "stepwise_supervised"} if "process_reward_model" in keys else {}
+    with pytest.raises(UserError, match=rf"datasets\[0\] \(rows.jsonl\), {message}"):
+        run(rows, **{"rl": None, **keys}, datasets=[{"path": "rows.jsonl", **kind}])

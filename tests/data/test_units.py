@@ -34,6 +34,14 @@ def test_a_pair_scores_its_answers(method):
     assert scored(unit) == [[False] * 2 + [True] * 3, [False] * 2 + [True]]
 
 
+def test_orpo_may_score_answers_alone():
+    (unit,) = units_of([PAIR], ORPO(likelihood_of_prompt=False))
+    (plain,) = units_of([PAIR], DPO())
+    for sample, other in zip(unit.samples, plain.samples, strict=True):
+        assert sample.scored.tolist() == other.scored.tolist()
+        assert not sample.prompt.any()
+
+
 def test_orpo_scores_the_prompt_of_the_chosen_side_too_and_says_which_it_is():
     (unit,) = units_of([PAIR], ORPO())
     chosen, rejected = unit.samples

@@ -7,7 +7,14 @@ from peft import LoraConfig, get_peft_model
 
 from tiny_models import PADDED, group, identical, three_levels, tiny
 from upweight.engine import Engine
-from upweight.engine.check import Check, check_first_batch, enable_checkpointing, gradients_flow, require_gradients
+from upweight.engine.check import (
+    Check,
+    check_first_batch,
+    check_first_gradients,
+    enable_checkpointing,
+    gradients_flow,
+    require_gradients,
+)
 from upweight.engine.packing import build_batch
 from upweight.errors import UserError
 
@@ -53,6 +60,36 @@ def test_half_precision_is_judged_by_the_mean():
     assert check_first_batch(engine, model, build_batch(group())).limit == 0.15
     assert check_first_batch(engine, model, build_batch(group()), torch.float32).limit == 1e-4
     assert not Check(float("nan"), 0.05).passed
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["llama", "adapter", "mamba", "scores"])
+def test_gradients_are_those_of_plain_forwards_and_nothing_is_left_behind(kind, dtype):
+    auto = {"auto": hf.AutoModelForTokenClassification, "num_labels": 2} if kind == "scores" else {}
+    model = tiny({"adapter": "llama", "scores": "llama"}.get(kind, kind), **auto).train().to(dtype)
+    if kind == "adapter":
+        model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    engine = Engine(model)
+    batch = build_batch(three_levels(), engine.layout, predict=kind != "scores")
+    check = check_first_gradients(engine, model, batch, dtype)
+    assert check.difference < (1e-5 if dtype == torch.float32 else 0.05)
+    check.require()
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert model.training
+
+
+def test_a_backward_that_is_cut_is_caught():
+    model = tiny("llama")
+    engine = Engine(model)
+    for layer in model.model.layers[1:2]:
+        stock = layer.forward
+        layer.forward = lambda hidden, stock=stock, **kwargs: (  # only where rows are packed
+            stock(hidden.detach() if "tree" in kwargs else hidden, **kwargs)
+        )
+    assert check_first_batch(engine, model, build_batch(group())).passed
+    check = check_first_gradients(engine, model, build_batch(group()), torch.float32)
+    with pytest.raises(UserError, match="gradients of the first batch"):
+        check.require()
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

@@ -7,7 +7,7 @@ from dense_attention import dense_attention, dense_mask
 from tiny_models import gradients, group, plain_statistics, relative_difference, tiny, weighted
 from upweight.engine import Engine
 from upweight.engine.flex import BLOCK, block_tables, flex_tree_attention, tree_block_mask
-from upweight.engine.packing import bucketed, build_batch
+from upweight.engine.packing import build_batch, whole_blocks
 from upweight.engine.rules import Rule
 from upweight.types import Sample, Unit
 
@@ -23,7 +23,7 @@ def forest(seed, length=None):
         for _ in range(rng.integers(1, 4)):
             ids = np.concatenate([prompt, rng.integers(3, 80, rng.integers(1, 200))])
             units.append(Unit((Sample(ids=ids, scored=np.ones(len(ids), bool)),)))
-    batch = build_batch(units, pad_to=bucketed if length is None else lambda n: n + length)
+    batch = build_batch(units, pad_to=whole_blocks if length is None else lambda n: n + length)
     return batch.end_BN[0], batch.position_BN[0]
 
 
@@ -78,16 +78,18 @@ def test_the_block_mask_attends_as_the_dense_mask_does(rule):
     torch.testing.assert_close(ours, dense, atol=1e-5, rtol=1e-5)
 
 
-def test_a_new_tree_of_the_same_length_is_not_compiled_again():
-    compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True, backend="eager")
+def test_two_lengths_are_compiled_for_each_rule_and_then_none():
+    compiled = torch.compile(flex_attention, fullgraph=True, backend="eager")
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    q = torch.randn(1, 2, 1024, 16)
-    for prompt in (100, 130, 300):
-        batch = build_batch(long_group(0, prompt), pad_to=lambda n: 1024)
+    graphs = []
+    for length, prompt in [(1024, 100), (1024, 130), (1152, 300), (896, 100), (2048, 500), (896, 101)]:
+        batch = build_batch(long_group(0, prompt), pad_to=lambda n, length=length: length)
+        q = torch.randn(1, 2, length, 16)
         for rule in (Rule(), Rule(window=40)):
             compiled(q, q, q, block_mask=tree_block_mask(batch.end_BN[0], batch.position_BN[0], rule))
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert graphs == [2, 2, 4, 4, 4, 4]
 
 
 @pytest.mark.gpu
@@ -122,7 +124,7 @@ def test_trees_on_a_gpu_equal_sequences(kind):
     sizes = {"hidden_size": 64, "head_dim": 16, "max_position_embeddings": 1024}
     model = tiny(kind, **sizes).cuda()
     units = long_group(0)
-    batch = build_batch(units, pad_to=bucketed).to("cuda")
+    batch = build_batch(units, pad_to=whole_blocks).to("cuda")
     plain = {name: value.cpu() for name, value in plain_statistics(model, units).items()}
     right = gradients(model, weighted(plain))
     engine = Engine(model)
@@ -139,7 +141,7 @@ def test_bfloat16_stays_near_float32():
     units = long_group(0)
     plain = plain_statistics(model, units)["logps_T"]
     engine = Engine(model.bfloat16())
-    out = engine(model, build_batch(units, pad_to=bucketed).to("cuda"))
+    out = engine(model, build_batch(units, pad_to=whole_blocks).to("cuda"))
     own = plain_statistics(model, units)["logps_T"]
     assert float((out.logps_T - plain).abs().mean()) < 1.5 * float((own - plain).abs().mean()) + 1e-3
 
@@ -150,16 +152,21 @@ def test_nothing_is_compiled_after_warm_up(kind):
     model = tiny(kind, hidden_size=64, head_dim=16, max_position_embeddings=4096).cuda().train()
     engine = Engine(model)
 
+    lengths = set()
+
     def step(seed):
-        batch = build_batch(long_group(seed), pad_to=lambda n: 1024).to("cuda")
-        assert batch.ids_BN.shape[1] == 1024
+        batch = build_batch(long_group(seed), pad_to=whole_blocks).to("cuda")
+        lengths.add(batch.ids_BN.shape[1])
         out = engine(model, batch, frozenset({"entropy_T"}), temperature=0.7)
         (out.logps_T.sum() + out.entropy_T.sum()).backward()
 
     step(0)
-    step(1)
+    step(30)
+    step(60)
+    assert len(lengths) > 1
     compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     assert compiled > 0
-    for seed in range(2, 12):
-        step(3 * seed)
+    for seed in range(70, 200, 13):
+        step(seed)
+    assert len(lengths) > 4
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == compiled

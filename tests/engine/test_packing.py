@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from upweight.engine.packing import bucketed, build_batch, plan_rows
+from upweight.engine.packing import bucketed, build_batch, plan_rows, whole_blocks
 from upweight.types import Sample, Unit
 
 Layout = Literal["tree", "padded"]
@@ -150,6 +150,12 @@ def test_buckets_are_few_and_close(length):
     assert bucket % 128 == 0
     assert length <= bucket < length + max(128, length / 8 + 1)
     assert bucketed(bucket) == bucket
+
+
+@given(st.integers(0, 200_000))
+def test_rows_are_filled_to_whole_blocks(length):
+    assert whole_blocks(length) % 128 == 0
+    assert max(1, length) <= whole_blocks(length) < max(1, length) + 128
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -8,6 +8,7 @@ from tokenizers import Tokenizer, models
 from torch import nn
 from transformers import AutoConfig, AutoModelForSequenceClassification, LlamaConfig, PreTrainedTokenizerFast
 
+from made_gguf import write_gguf
 from tiny_models import VOCABULARY, tiny
 from upweight.config.model import AdapterSection, ModelSection
 from upweight.errors import UserError
@@ -178,40 +179,10 @@ def test_dropout_is_off_everywhere():
 
 
 def test_a_gguf_file_is_unpacked_into_plain_weights(tmp_path):
-    gguf = pytest.importorskip("gguf")
+    pytest.importorskip("gguf")
     source = tiny("llama", tie_word_embeddings=False)
-    names = {
-        "attn_q": "self_attn.q_proj",
-        "attn_k": "self_attn.k_proj",
-        "attn_v": "self_attn.v_proj",
-        "attn_output": "self_attn.o_proj",
-        "ffn_gate": "mlp.gate_proj",
-        "ffn_up": "mlp.up_proj",
-        "ffn_down": "mlp.down_proj",
-        "attn_norm": "input_layernorm",
-        "ffn_norm": "post_attention_layernorm",
-    }
-    outer = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
     weights = source.state_dict()
-    writer = gguf.GGUFWriter(tmp_path / "tiny.gguf", "llama")
-    writer.add_block_count(3)
-    writer.add_context_length(256)
-    writer.add_embedding_length(32)
-    writer.add_feed_forward_length(48)
-    writer.add_head_count(4)
-    writer.add_head_count_kv(2)
-    writer.add_layer_norm_rms_eps(1e-6)
-    writer.add_vocab_size(VOCABULARY)
-    blocks = {f"blk.{n}.{short}": f"model.layers.{n}.{long}" for n in range(3) for short, long in names.items()}
-    for short, long in {**outer, **blocks}.items():
-        writer.add_tensor(f"{short}.weight", weights[f"{long}.weight"].numpy())
-    for finish in (
-        writer.write_header_to_file,
-        writer.write_kv_data_to_file,
-        writer.write_tensors_to_file,
-        writer.close,
-    ):
-        finish()
+    write_gguf(source, tmp_path / "tiny.gguf")
     for section in (
         ModelSection(base_model=str(tmp_path), gguf_file="tiny.gguf"),
         ModelSection(base_model=str(tmp_path / "tiny.gguf")),

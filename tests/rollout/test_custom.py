@@ -62,8 +62,7 @@ def test_a_token_function_says_what_is_trained_on(tmp_path):
 
 
 def test_a_run_with_a_rollout_function_resumes(tmp_path):
-    options = {"rollout_func": token_rollout, "rewards": [lambda completion_ids, **_: [float(i[0]) for i in completion_ids]],
-               "wanted": 16, "save_strategy": "steps", "save_steps": 1}  # fmt: skip
+    options = {"rollout_func": token_rollout, "wanted": 16, "save_strategy": "steps", "save_steps": 1}
     trainer = online_trainer(tmp_path, max_steps=1, **options)
     trainer.train()
     later = online_trainer(tmp_path, max_steps=2, **options)
@@ -111,5 +110,5 @@ def test_errors_and_other_signatures_are_named(tmp_path):
 
     with pytest.raises(UserError, match="'failing' failed: RuntimeError: no server"):
         ran(tmp_path, failing)
-    with pytest.raises(UserError, match="takes \\(a\\). Write it as"):
+    with pytest.raises(UserError, match=r"takes \(a\)\. Write it as"):
         CustomRollout(lambda a: a, "mine", torch.nn.Linear(1, 1), None)

@@ -10,7 +10,7 @@ from peft import LoraConfig, get_peft_model
 from made_tokenizers import byte_tokenizer
 from tiny_models import PADDED, TREES, TREES_TOO, VOCABULARY, drawn, sample, tiny
 from upweight.engine import Engine
-from upweight.engine.check import enable_checkpointing
+from upweight.engine.check import dropout_off, enable_checkpointing
 from upweight.engine.packing import build_batch
 from upweight.errors import UserError
 from upweight.models.precision import set_up_precision
@@ -41,11 +41,11 @@ def trained_logps(engine: Engine, model, prompts, out, temperature: float) -> to
         for prompt, group in zip(prompts, out, strict=True)
         for completion in group
     ]
-    model.eval()
-    with torch.no_grad():
-        found = engine(model, build_batch(units, engine.layout), temperature=temperature).logps_T
+    with torch.no_grad(), dropout_off(model):
+        batch = build_batch(units, engine.layout).to(next(model.parameters()).device)
+        found = engine(model, batch, temperature=temperature).logps_T
     assert found is not None
-    return found
+    return found.cpu()
 
 
 def largest_difference(engine: Engine, model, prompts, out, temperature: float = 0.8) -> float:
@@ -60,7 +60,7 @@ def test_log_probs_equal_the_training_forward(kind: str, adapted: bool):
     engine = Engine(model)
     model.train()
     out = InProcess(model, engine=engine).generate(PROMPTS, 3, SAMPLING)
-    assert model.training
+    assert all(module.training for module in model.modules())
     assert [len(group) for group in out] == [3] * 4
     assert largest_difference(engine, model, PROMPTS, out) < 1e-4
     assert len({tuple(completion.ids) for completion in flat(out)}) > 8
@@ -230,16 +230,9 @@ def test_graphs_sample_what_the_training_forward_says(adapted: bool):
     sampler = InProcess(model, engine=engine, end_ids=range(3, 5))
     settings = dataclasses.replace(SAMPLING, max_new_tokens=200)
     out = sampler.generate(PROMPTS, 5, settings)
-    units = [
-        Unit((sample(np.array(prompt), np.array(completion.ids), prompt=len(prompt)),))
-        for prompt, group in zip(PROMPTS, out, strict=True)
-        for completion in group
-    ]
-    with torch.no_grad():
-        found = engine(model, build_batch(units).to("cuda"), temperature=0.8).logps_T
-    assert found is not None
     sampled = torch.tensor([logp for completion in flat(out) for logp in completion.logps])
-    assert float((sampled - found.cpu()).abs().max()) < 2e-2
-    assert float((sampled - found.cpu()).abs().mean()) < 1e-3
+    difference = (sampled - trained_logps(engine, model, PROMPTS, out, 0.8)).abs()
+    assert difference.max() < 2e-2
+    assert difference.mean() < 1e-3
     again = sampler.generate(PROMPTS, 5, settings)
     assert [c.ids for c in flat(again)] == [c.ids for c in flat(out)]

@@ -21,7 +21,7 @@ def tokens_of(rollout):
 def test_rewards_see_prompts_completions_and_columns(tmp_path):
     seen = {}
 
-    def look(prompts, completions, completion_ids, answers, trainer_state, log_extra, log_metric, **columns):
+    def look(*, prompts, completions, completion_ids, answers, trainer_state, log_extra, log_metric, **columns):
         seen.update(locals())
         log_extra("words", [len(text) for text in completions])
         log_metric("mine", 3.0)
@@ -121,7 +121,7 @@ def test_a_reward_that_fails_on_everything_stops_the_run(tmp_path):
     def broken(completions, **_):
         raise ValueError("no such thing")
 
-    with pytest.raises(UserError, match="broken.*no such thing"):
+    with pytest.raises(UserError, match=r"broken.*no such thing"):
         producer_of(tmp_path, rewards=[broken]).produce(0)
 
 

@@ -9,12 +9,13 @@ import time
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoTokenizer
 
 from made_runs import largest_difference, metrics_of, on_ranks, started, write_config
 from upweight.config import load_config
 from upweight.errors import UserError
 from upweight.train.checkpoints import checkpoints_of, is_whole
-from upweight.train.run import evaluate, freeze_all_but, train
+from upweight.train.run import build, evaluate, freeze_all_but, train
 from upweight.train.run_folder import changed_keys
 
 LORA = {"adapter": "lora", "lora_target_linear": True, "lora_r": 4, "lora_dropout": 0.1}
@@ -258,6 +259,40 @@ def test_evaluate_gives_the_metrics_of_the_held_out_rows(model_folder, tmp_path)
     assert "eval_rewards/accuracies" in metrics
     with pytest.raises(UserError, match="nothing to evaluate on"):
         evaluate(load_config(write_config(tmp_path, model_folder)))
+
+
+@pytest.mark.parametrize("entry", [False, True])
+def test_the_saved_tokenizer_writes_prompts_as_training_did(entry, model_folder, tmp_path):
+    rows = tmp_path / "chats.jsonl"
+    turns = [{"role": "user", "content": "the quick brown fox?"}, {"role": "assistant", "content": "over the dog"}]
+    rows.write_text((json.dumps({"messages": turns}) + "\n") * 4)
+    named = {"chat_template": "gemma"}
+    dataset = {"path": str(rows), "type": "chat_template", **(named if entry else {})}
+    file = write_config(tmp_path, model_folder, rl=None, max_steps=1, datasets=[dataset], **({} if entry else named))
+    trainer = build(load_config(file))
+    trainer.save_model()
+    again = AutoTokenizer.from_pretrained(tmp_path / "out")
+    prompt = again.apply_chat_template(turns[:1], tokenize=False, add_generation_prompt=True)
+    assert "<start_of_turn>model" in prompt
+    row = trainer.train_dataset[0]
+    assert row["ids"][: row["scored"].index(True)] == again(prompt, add_special_tokens=False)["input_ids"]
+
+
+def test_noise_on_embeddings_changes_training_and_not_evaluation(model_folder, tmp_path):
+    made = []
+    for keys in ({}, {"neftune_noise_alpha": 20.0}, {"activation_offloading": True, "gradient_checkpointing": True}):
+        folder = tmp_path / str(len(made))
+        folder.mkdir()
+        rows = folder / "texts.jsonl"
+        rows.write_text("".join(json.dumps({"text": f"the quick brown fox {n}"}) + "\n" for n in range(8)))
+        run(write_config(folder, model_folder, rl=None, max_steps=1, val_set_size=4, eval_on_start=True, **keys,
+                         datasets=[{"path": str(rows), "type": "completion", "field": "text"}]))  # fmt: skip
+        made.append(metrics_of(folder / "out"))
+    plain, noisy, offloaded = made
+    start, trained = (next(n for n, line in enumerate(plain) if key in line) for key in ("eval_loss", "loss"))
+    assert noisy[start]["eval_loss"] == plain[start]["eval_loss"]
+    assert noisy[trained]["loss"] != pytest.approx(plain[trained]["loss"], rel=1e-3)
+    assert [line.get("loss") for line in offloaded] == [line.get("loss") for line in plain]
 
 
 def test_only_named_parameters_are_trained(model_folder, tmp_path):

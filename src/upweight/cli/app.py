@@ -22,6 +22,10 @@ Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys to set, such as trl.beta=0.01.")
 ]
 
+TrainedModel = Annotated[
+    str, typer.Argument(metavar="CONFIG|FOLDER", help="Config that trained it, or folder of the adapter or model.")
+]
+
 Processes = Annotated[
     int | None,
     typer.Option("--num-processes", min=1, help="Ranks to start on this machine; all visible GPUs when left out."),
@@ -62,11 +66,12 @@ def train(
     overrides: Overrides = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the last whole checkpoint.")] = False,
     num_processes: Processes = None,
+    stage: Annotated[int | None, typer.Option(hidden=True, help="Train this stage alone, counted from 0.")] = None,
 ) -> None:
     """Train what a config describes."""
     from upweight.cli.train import run_train
 
-    run_train(config, overrides or [], resume=resume, processes=num_processes)
+    run_train(config, overrides or [], resume=resume, processes=num_processes, stage=stage)
 
 
 @app.command(**TAKES_OVERRIDES)
@@ -75,6 +80,65 @@ def evaluate(config: ConfigFile, overrides: Overrides = None, num_processes: Pro
     from upweight.cli.train import run_evaluate
 
     run_evaluate(config, overrides or [], processes=num_processes)
+
+
+@app.command(**TAKES_OVERRIDES)
+def fits(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    memory: Annotated[
+        float | None, typer.Option(min=1, help="GiB of the card; that of the GPU here otherwise.")
+    ] = None,
+) -> None:
+    """Estimate which ways of training a config's model fit on a card."""
+    from upweight.cli.fits import run
+
+    run(config, overrides or [], memory=memory)
+
+
+@app.command(**TAKES_OVERRIDES)
+def rewards(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    *,
+    completions: Annotated[
+        Path | None, typer.Option(help="JSON lines of prompt, completion and columns, instead of sampling.")
+    ] = None,
+    prompts: Annotated[int, typer.Option(min=1, help="Prompts to sample for.")] = 4,
+    count: Annotated[int | None, typer.Option(min=1, help="Completions of each; as in training otherwise.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Try the rewards of a config without training."""
+    from upweight.cli.rewards import run
+
+    run(config, overrides or [], completions=completions, prompts=prompts, count=count, as_json=as_json)
+
+
+@app.command("merge-lora", **TAKES_OVERRIDES)
+def merge_lora(
+    trained: TrainedModel,
+    overrides: Overrides = None,
+    output: Annotated[Path | None, typer.Option(help="Folder to write; `merged` beside the adapter otherwise.")] = None,
+    check: Annotated[bool, typer.Option(help="Compare log-probs before and after, with the model in memory.")] = True,
+) -> None:
+    """Fold a trained adapter into its base model."""
+    from upweight.cli.merge_lora import run
+
+    run(trained, overrides or [], output=output, check=check)
+
+
+@app.command(**TAKES_OVERRIDES)
+def score(
+    trained: TrainedModel,
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="JSON lines: prompt and completion, or messages.")],
+    overrides: Overrides = None,
+    output: Annotated[Path | None, typer.Option(help="File to write instead of standard output.")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Put plain texts into the chat template.")] = False,
+) -> None:
+    """Score completions with a trained reward model."""
+    from upweight.cli.score import run
+
+    run(trained, file, overrides or [], output=output, chat=chat)
 
 
 @app.command()

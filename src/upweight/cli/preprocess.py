@@ -14,8 +14,10 @@ def run(path: Path, overrides: list[str], *, show: int, tokens: bool) -> None:
     config = load_config(path, overrides)
     for notice in config.notices:
         warn_once(notice)
-    prepared = prepare(config, load_tokenizer(config.model))
-    for line in prepared.report.lines():
-        logger.info("%s", line)
-    for row in shown_rows(config, prepared, show, tokens=tokens):
-        print(json.dumps(row, ensure_ascii=False))
+    tokenizer = load_tokenizer((config.stages or (config,))[0].model)  # later stages have it from the first
+    for stage in config.stages or (config,):
+        prepared = prepare(stage, tokenizer)
+        for line in prepared.report.lines():
+            logger.info("%s", line)
+        for row in shown_rows(stage, prepared, show, tokens=tokens):
+            print(json.dumps(row, ensure_ascii=False))

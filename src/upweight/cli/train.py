@@ -1,6 +1,7 @@
 """`upweight train` and `upweight evaluate`: alone, as the launcher of several ranks, or as one of them."""
 
 import contextlib
+import gc
 import json
 import logging
 import os
@@ -15,14 +16,43 @@ from upweight.log import logger, warn_once
 from upweight.train.launch import end_with_launcher, is_rank, launch, say_through_launcher
 
 
-def run_train(path: Path, overrides: list[str], *, resume: bool, processes: int | None) -> None:
-    """Train what a config describes."""
+def run_train(
+    path: Path, overrides: list[str], *, resume: bool, processes: int | None, stage: int | None = None
+) -> None:
+    """Train what a config describes; where it has stages, all of them or the one with that number."""
     config = _config(path, overrides)
-    _launch(["train", str(path), *overrides, *(["--resume"] if resume else [])], processes)
+    arguments = ["train", str(path), *overrides]
+    if config.stages and stage is None:
+        _train_stages(config, arguments, resume or config.run.auto_resume, processes)
+        return
+    if stage is not None:
+        config, arguments = config.stages[stage], [*arguments, "--stage", str(stage)]
+    _launch([*arguments, *(["--resume"] if resume else [])], processes)
+    _train(config, resume=resume)
+
+
+def _train(config: Config, *, resume: bool) -> None:
     with _as_one_of_many():
         from upweight.train.run import train
 
         train(config, resume=resume)
+
+
+def _train_stages(config: Config, arguments: list[str], resume: bool, processes: int | None) -> None:
+    """Every stage with ranks of its own, or in this process where one is enough."""
+    if is_rank():
+        raise UserError("stages: start the command by itself; it starts the ranks of each stage (--num-processes).")
+    from upweight.train.stages import train_stages
+
+    def run_stage(number: int, again: bool) -> None:
+        code = _launched([*arguments, "--stage", str(number), *(["--resume"] if again else [])], processes)
+        if code is None:
+            _train(config.stages[number], resume=again)
+            gc.collect()  # the next stage's model needs the memory of this one's
+        elif code:
+            sys.exit(code)
+
+    train_stages(config, run_stage, resume=resume)
 
 
 def run_evaluate(path: Path, overrides: list[str], *, processes: int | None) -> None:
@@ -48,8 +78,15 @@ def _config(path: Path, overrides: list[str]) -> Config:
 
 def _launch(arguments: Sequence[str], processes: int | None) -> None:
     """Start so many ranks and end with their exit code; return where one process, this one, is enough."""
+    code = _launched(arguments, processes)
+    if code is not None:
+        sys.exit(code)
+
+
+def _launched(arguments: Sequence[str], processes: int | None) -> int | None:
+    """The exit code of so many ranks; None where one process, this one, is enough."""
     if is_rank():
-        return
+        return None
     import torch
 
     gpus = torch.cuda.device_count()
@@ -57,9 +94,10 @@ def _launch(arguments: Sequence[str], processes: int | None) -> None:
     if gpus and processes > gpus:
         raise UserError(f"--num-processes {processes}: only {gpus} GPUs are visible, and each process needs its own.")
     if processes > 1:
-        sys.exit(launch(arguments, processes))
+        return launch(arguments, processes)
     if gpus > 1:  # the Trainer would spread one process over all it sees
         os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    return None
 
 
 @contextlib.contextmanager

@@ -24,6 +24,11 @@ class ChoiceSection(Section):
     )
     reward_model: bool = setting("reward_model", False, "Train an outcome reward model.")
     process_reward_model: bool = setting("process_reward_model", False, "Train a process reward model.")
+    stages: list[dict[str, Any]] = setting(
+        "stages",
+        [],
+        "Trainings one after the other, each going on from the last: its `name`, and keys on top of the common ones.",
+    )
     plugins: list[str] = setting("plugins", [], "Plugins of other trainers whose work is built in here.")
 
 
@@ -61,6 +66,7 @@ class Config:
     given: Mapping[str, Any]  # YAML path -> value, for every key that was set
     folder: Path  # of the file: relative paths in it may start here
     notices: tuple[str, ...] = ()
+    stages: tuple["Config", ...] = ()  # where there are several; this config is then the last one's
 
 
 @cache

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from upweight.config.modernise import Findings, asks_for_something, modernise
 from upweight.config.peers import ATTENTION_SWITCHES, SATISFIED, why_refused
 from upweight.config.resolve import resolve
 from upweight.config.rules import check
+from upweight.config.stages import parse_stages
 from upweight.config.yaml_file import apply_overrides, read_yaml
 from upweight.errors import UserError
 from upweight.methods import METHODS
@@ -38,6 +40,9 @@ def load_config(path: Path, overrides: Sequence[str] = (), *, fragment: bool = F
 
 def parse_config(content: dict[Any, Any], *, folder: Path, fragment: bool = False) -> Config:
     """The config that a mapping of YAML keys describes."""
+    if content.get("stages") is not None:
+        parse = partial(parse_config, folder=folder, fragment=fragment)
+        return parse_stages(content, parse, lambda stage: _method_name(stage, fragment=False))
     findings = Findings()
     flat = _flatten(modernise(content, findings), findings)
     draft = _Draft(_method_name(flat, fragment), findings)

@@ -11,8 +11,14 @@ def resolve(config: Config) -> Config:
     return dataclasses.replace(
         config,
         optim=config.optim.model_copy(
-            update={"learning_rate": _learning_rate(config), **_batch(config), **_schedule(config)}
+            update={
+                "learning_rate": _learning_rate(config),
+                "gradient_checkpointing": config.optim.gradient_checkpointing or config.sharding.fsdp_checkpointing,
+                **_batch(config),
+                **_schedule(config),
+            }
         ),
+        sharding=config.sharding.model_copy(update=_sharding(config)),
         model=config.model.model_copy(update={"num_labels": _num_labels(config)}),
         rollout=config.rollout.model_copy(
             update={
@@ -62,6 +68,21 @@ def _schedule(config: Config) -> dict[str, object]:
         return {}
     args = {**optim.scheduler_args, "min_lr_rate": optim.cosine_min_ratio}
     return {"scheduler": "cosine_with_min_lr", "scheduler_args": args}
+
+
+def _sharding(config: Config) -> dict[str, bool]:
+    section = config.sharding
+    words = section.fsdp if isinstance(section.fsdp, list) else []
+    on = any(path.startswith("fsdp") for path in config.given) if section.fsdp is None else bool(section.fsdp)
+    # An adapter made from the weights, copies of modules and GGUF files need the weights on every rank.
+    adapter = config.adapter
+    from_weights = adapter.init is not True or adapter.peft.loftq_config or adapter.modules_to_save
+    return {
+        "fsdp": on,
+        "low_memory_loading": section.low_memory_loading and not (from_weights or config.model.gguf_file),
+        "offload": section.offload or "offload" in words,
+        "reshard": section.reshard and not {"shard_grad_op", "no_shard", "hybrid_shard_zero2"}.intersection(words),
+    }
 
 
 def _num_labels(config: Config) -> int | None:

@@ -19,6 +19,10 @@ SchedulerName = Literal[
     "polynomial", "inverse_sqrt", "reduce_lr_on_plateau", "warmup_stable_decay",
 ]  # fmt: skip
 
+FsdpWord = Literal[
+    "full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2", "auto_wrap", "offload",
+]  # fmt: skip
+
 
 class RateGroup(Strict):
     """A learning rate for some modules."""
@@ -93,8 +97,8 @@ class ShardingSection(Section):
     """How a run spreads over devices."""
 
     deepspeed: str | dict[str, Any] | None = setting("deepspeed", None, "DeepSpeed config: a path or the options.")
-    fsdp: list[str] | bool | None = setting(
-        "fsdp", None, "Turn on FSDP; a list of words of the first version is taken."
+    fsdp: list[FsdpWord] | bool | None = setting(
+        "fsdp", None, "Shard weights, gradients and optimizer states over the ranks; on when `fsdp_config` is there."
     )
     fsdp_version: Literal[1, 2] = setting(
         "fsdp_version", 2, "FSDP version; 1 is mapped to 2.", also=("fsdp_config.version",)
@@ -120,7 +124,7 @@ class ShardingSection(Section):
         "fsdp_config.cpu_ram_efficient_loading", True, "Load weights on one rank and send them to the others."
     )
     fsdp_checkpointing: bool = setting(
-        "fsdp_config.activation_checkpointing", False, "FSDP's own gradient checkpointing."
+        "fsdp_config.activation_checkpointing", False, "The same as `gradient_checkpointing: true`."
     )
     context_parallel_size: PositiveInt = setting("context_parallel_size", 1, "Ranks that share one long row.")
     timeout: PositiveInt = setting("ddp_timeout", 1800, "Seconds a collective may take before the run is stopped.")

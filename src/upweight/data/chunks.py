@@ -5,7 +5,7 @@ import json
 import multiprocessing
 import os
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+from datasets import Dataset
 from numpy.typing import NDArray
 
 from upweight.config.data import DataSection
@@ -192,6 +193,13 @@ def _append(columns: dict[str, list[Any]], record: dict[str, Any], names: set[st
             values.append(record.get(name))
     if OTHERS in columns:
         columns[OTHERS].append(json.dumps({k: v for k, v in record.items() if k not in columns}, default=str))
+
+
+def with_columns(stored: Dataset, names: Collection[str]) -> Dataset:
+    """Stored rows with those of `names` that any of them has as columns of their own."""
+    kept = [name for name in stored.column_names if name in names or name == OTHERS]
+    rows = stored.select_columns(kept)
+    return rows.with_transform(Unfold(sorted(set(names) - set(kept)))) if OTHERS in kept else rows
 
 
 class Unfold:

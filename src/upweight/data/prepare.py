@@ -19,11 +19,12 @@ from upweight import __version__
 from upweight.config import Config, view
 from upweight.config.config import general_keys
 from upweight.data import cache
-from upweight.data.chunks import OTHERS, Chunk, Job, Unfold, encode_all, schema_of
+from upweight.data.chunks import Chunk, Job, encode_all, schema_of, with_columns
 from upweight.data.encode import Encoder, build_encoder
 from upweight.data.progress import progress
 from upweight.data.report import Part, Report, measure
 from upweight.data.sources import Opened, Rows, open_entry
+from upweight.data.verdicts import require_both_verdicts
 from upweight.errors import UserError
 
 # Data settings that change how the work is done and not what comes out.
@@ -52,6 +53,12 @@ class Prepared:
     folder: Path  # where the prepared rows are
     entries: tuple[Entry, ...]
 
+    @property
+    def template(self) -> str | None:
+        """Text of the chat template that all training rows share; None if it is the tokenizer's own, or they differ."""
+        texts = {entry.encoder.setup.template.source for entry in self.entries if not entry.evaluation}
+        return texts.pop() if len(texts) == 1 else None
+
 
 def prepare(config: Config, tokenizer: Any) -> Prepared:
     """Prepare a config's data, or read it from the cache if nothing that shapes it has changed."""
@@ -66,9 +73,15 @@ def prepare(config: Config, tokenizer: Any) -> Prepared:
     saved = json.loads((folder / "report.json").read_text(encoding="utf-8"))
     report = dataclasses.replace(Report.from_json(saved["report"]), cached=cached)
     train = _read(folder / "train.arrow", saved["columns"], config.data.in_memory).select(np.load(folder / "order.npy"))
+    require_both_verdicts(train, config.method, lambda: _first_row(entries))
     held = folder / "eval.arrow"
     evaluation = _read(held, saved["columns"], config.data.in_memory) if held.exists() else None
     return Prepared(train, evaluation, report, folder, entries)
+
+
+def _first_row(entries: Sequence[Entry]) -> str:
+    opened = next(entry.opened for entry in entries if not entry.evaluation)
+    return f"{opened.where}, {opened.rows().place(0)}"
 
 
 def jobs_of(config: Config, entries: Sequence[Entry]) -> list[Job]:
@@ -246,9 +259,4 @@ def _order(config: Config, kept: Sequence[int]) -> NDArray[np.int64]:
 
 def _read(file: Path, columns: Sequence[str], in_memory: bool) -> Dataset:
     """Prepared rows by their column names; columns that no row has are left out."""
-    dataset = Dataset.from_file(str(file), in_memory=in_memory)
-    stored = [name for name in dataset.column_names if name in columns or name == OTHERS]
-    dataset = dataset.select_columns(stored)
-    if OTHERS not in stored:
-        return dataset
-    return dataset.with_transform(Unfold([name for name in columns if name not in stored]))
+    return with_columns(Dataset.from_file(str(file), in_memory=in_memory), columns)

@@ -45,7 +45,7 @@ def _pair(row: Mapping[str, Any], number: int, method: Method) -> Unit:
         if method.head == "sequence_score":
             sides.append(_last_position(np.concatenate([prompt, answer])))
         else:
-            with_prompt = isinstance(method, ORPO) and side == "chosen"
+            with_prompt = isinstance(method, ORPO) and method.likelihood_of_prompt and side == "chosen"
             sides.append(_completion(prompt, answer, with_prompt, row.get(f"ref_{side}_logps")))
     return Unit(tuple(sides), number, margin=row.get("margin"))
 

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -89,6 +89,13 @@ def register(stock: str) -> str:
     AttentionInterface.register(name, functools.partial(_attention, stock=stock))
     AttentionMaskInterface.register(name, functools.partial(_mask, stock=stock))
     return name
+
+
+def use_tree_attention(base: PreTrainedModel) -> None:
+    """See to it that a model attends through these functions, whatever was set since."""
+    current = base.config.get_text_config()._attn_implementation or "eager"
+    if current != (name := register(stock_of(current))):
+        base.set_attn_implementation(name)
 
 
 def stock_of(name: str) -> str:

@@ -17,14 +17,17 @@ _SEQUENCES = 4
 _LARGEST_IN_FLOAT32 = 1e-4
 # A 30-layer model in bfloat16 differs by 0.06 from itself under another kernel; wrong sharing differs by 0.3 and more.
 _MEAN_IN_HALF_PRECISION = 0.15
+_COMPARED, _LARGEST_COMPARED = 8, 1 << 25  # weights whose gradients are compared, and how many elements each may have
+_TURN_IN_FLOAT32, _TURN_IN_HALF_PRECISION = 1e-4, 0.1  # 1 - cosine
 
 
 @dataclass(frozen=True)
 class Check:
-    """How far the engine's log-probs (or scores) lie from those of plain forwards, and how far they may."""
+    """How far the engine's log-probs (scores, gradients) lie from those of plain forwards, and how far they may."""
 
     difference: float
     limit: float
+    what: str = "log-probs"
 
     @property
     def passed(self) -> bool:
@@ -34,7 +37,7 @@ class Check:
         """Raise when the difference is too large; for several ranks, on a Check that holds the largest of all."""
         if not self.passed:
             raise UserError(
-                f"log-probs of the first batch differ by {self.difference:.3g} (limit {self.limit:g}) from a plain "
+                f"{self.what} of the first batch differ by {self.difference:.3g} (limit {self.limit:g}) from a plain "
                 "forward of the same sequences: this architecture does not share prefixes correctly. "
                 "Set `layout: padded` to train it on padded rows."
             )
@@ -60,6 +63,37 @@ def check_first_batch(engine: Engine, model: nn.Module, batch: Batch, dtype: tor
     if (dtype or next(iter(model.parameters())).dtype) in (torch.float32, torch.float64):
         return Check(float(joined.max()), _LARGEST_IN_FLOAT32)
     return Check(float(joined.mean()), _MEAN_IN_HALF_PRECISION)
+
+
+def check_first_gradients(engine: Engine, model: nn.Module, batch: Batch, dtype: torch.dtype) -> Check:
+    """Compare gradients of a few of the lowest trained weights with those through plain forwards, dropout off.
+
+    `model` is not wrapped, and `batch` is small: nothing is recomputed. No weight's `grad` is touched. Whatever lies
+    between these weights and the log-probs is part of their gradients, so a few of them tell for all layers.
+    """
+    weights = [p for p in model.parameters() if p.requires_grad and p.numel() <= _LARGEST_COMPARED][:_COMPARED]
+    limit = _TURN_IN_FLOAT32 if dtype in (torch.float32, torch.float64) else _TURN_IN_HALF_PRECISION
+    if not weights:
+        return Check(0.0, limit, "gradients")
+    sequences = _sequences(batch)
+    with torch.enable_grad(), dropout_off(model):
+        out = engine(model, batch)
+        found = out.scores_TC if engine.scores else out.logps_T
+        assert found is not None
+        ours = _gradient(torch.cat([found[sequence.where_T].flatten() for sequence in sequences]).sum(), weights)
+        plain = torch.zeros_like(ours)
+        for sequence in sequences:
+            alone = _plain_scores(engine, model, sequence) if engine.scores else _plain_logps(model, sequence)
+            plain += _gradient(alone.float().sum(), weights)
+    if not bool(plain.any()) and not bool(ours.any()):
+        return Check(0.0, limit, "gradients")
+    return Check(1 - float(torch.cosine_similarity(ours, plain, dim=0)), limit, "gradients")
+
+
+def _gradient(total: Tensor, weights: list[nn.Parameter]) -> Tensor:
+    """The gradients of a sum with respect to some weights, laid end to end."""
+    found = torch.autograd.grad(total, weights, allow_unused=True, materialize_grads=True)
+    return torch.cat([grad.float().flatten() for grad in found])
 
 
 @dataclass(frozen=True, eq=False)

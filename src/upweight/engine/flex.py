@@ -11,7 +11,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 from upweight.engine.rules import Rule
 
 BLOCK = 128
-_SHAPES = 64  # row lengths times layer rules times modes that may each be compiled once
+_FORMS = 64  # layer rules times modes times the two below, each compiled once
 
 
 def block_tables(end_N: Tensor, position_N: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
@@ -91,6 +91,8 @@ def flex_tree_attention(
 ) -> Tensor:
     """Attention of a row of trees on a GPU; query [1, heads, N, width], key and value with as many or fewer heads."""
     options: dict[str, Any] = {"block_mask": mask, "scale": scaling, "enable_gqa": query.shape[1] != key.shape[1]}
+    if query.shape[2] % BLOCK == 0:  # the compiler cannot know it of a length that varies, and checks bounds
+        options["kernel_options"] = {"IS_DIVISIBLE": True}
     if softcap is not None:
         options["score_mod"] = _capped(softcap)
     if sinks is None:
@@ -113,7 +115,10 @@ def _capped(softcap: float) -> Callable[..., Tensor]:
 
 @functools.cache
 def compiled_flex_attention() -> Callable[..., Any]:
-    """FlexAttention compiled once; `fullgraph` makes it an error, not a crawl, to run out of compiled shapes."""
+    """FlexAttention compiled for the first row length, and at the second one for all.
+
+    `fullgraph` makes it an error, not a crawl, to run out of compiled forms.
+    """
     limits: Any = torch._dynamo.config
-    limits.recompile_limit = max(limits.recompile_limit, _SHAPES)
-    return torch.compile(flex_attention, dynamic=False, fullgraph=True)
+    limits.recompile_limit = max(limits.recompile_limit, _FORMS)
+    return torch.compile(flex_attention, fullgraph=True)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from upweight.engine.attention import Tree, register, stock_of, tree_masks
+from upweight.engine.attention import Tree, tree_masks, use_tree_attention
 from upweight.engine.head import install_head
 from upweight.engine.keeping import KeptLayers
 from upweight.engine.layout import choose_layout
@@ -141,10 +141,7 @@ def _run(call: Any, base: PreTrainedModel, packed: dict[str, Any], **options: An
     if end_BN is None:
         mask = torch.arange(ids_BN.shape[1], device=ids_BN.device) < length_B[:, None]
         return call(input_ids=ids_BN, attention_mask=mask.long(), use_cache=False, **options)
-    config = base.config.get_text_config()
-    name = register(stock_of(config._attn_implementation or "eager"))
-    if config._attn_implementation != name:
-        base.set_attn_implementation(name)
+    use_tree_attention(base)
     # A mask of ones, since without one transformers looks for packed sequences in the positions, and waits for the GPU.
     with tree_masks():
         return call(

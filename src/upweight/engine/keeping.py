@@ -72,14 +72,23 @@ class KeptLayers:
 
 
 def fitting(room: float, each: float, layers: int) -> int:
-    """How many layers of `each` bytes fit into `room`."""
-    return min(layers, max(0, int(room // each)))
+    """How many layers of `each` bytes fit into `room`: all, or fewer and twice the space to recompute another in."""
+    count = int(room // each)
+    return layers if count >= layers else max(0, count - 2)
 
 
 def _unused(device: torch.device) -> float:
     """Bytes that this process could still allocate."""
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return torch.cuda.mem_get_info(device)[0] + cached
+
+
+def recompute_every_layer(base: nn.Module) -> None:
+    """Keep nothing from now on: memory was shorter than it looked."""
+    keeper: KeptLayers | None = base.__dict__.get("_kept_layers")
+    if keeper is not None:
+        keeper.apply(0)
+        base.__dict__["_kept_layers"] = None
 
 
 def kept_layers(base: nn.Module) -> KeptLayers | None:

@@ -21,6 +21,11 @@ def bucketed(length: int) -> int:
     return max(1, math.ceil(length / step)) * step
 
 
+def whole_blocks(length: int) -> int:
+    """The next multiple of 128, the block of the attention kernel, which is compiled for any number of blocks."""
+    return max(1, math.ceil(length / 128)) * 128
+
+
 def build_batch(
     units: Sequence[Unit],
     layout: Layout = "tree",

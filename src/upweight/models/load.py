@@ -46,9 +46,7 @@ def load_model(
 ) -> PreTrainedModel:
     """The model in `dtype` on the CPU, its vocabulary fitted to `tokenizer`; fresh weights depend on `seed` alone."""
     place, gguf_file = source_of(section.base_model, section.gguf_file)
-    config = load_config(section)
-    if head != "tokens":
-        config.num_labels = section.num_labels or CLASSES[head]
+    config = config_with_head(section, head)
     if tokenizer is not None:
         config.get_text_config().pad_token_id = tokenizer.pad_token_id
     options: dict[str, Any] = {**_hub_options(section), **section.load_options}
@@ -60,7 +58,7 @@ def load_model(
         options |= _quantised(adapter, dtype)
     set_seed(seed)
     with load_failures("base_model", place, "weights"):
-        model, report = _model_class(section, head).from_pretrained(
+        model, report = model_class(section, head).from_pretrained(
             place, config=config, dtype=dtype, output_loading_info=True, **options
         )
     _refuse_missing(report, place, head)
@@ -89,6 +87,14 @@ def load_config(section: ModelSection) -> PreTrainedConfig:
             meant = f"; did you mean {close[0]!r}?" if close else ""
             raise UserError(f"model_config: {name!r} is no field of a {config.model_type} config{meant}")
         setattr(config, name, value)
+    return config
+
+
+def config_with_head(section: ModelSection, head: Head) -> PreTrainedConfig:
+    """The model's config with the outputs that a head of this kind has."""
+    config = load_config(section)
+    if head != "tokens":
+        config.num_labels = section.num_labels or CLASSES[head]
     return config
 
 
@@ -124,7 +130,8 @@ def _hub_options(section: ModelSection) -> dict[str, Any]:
     return options
 
 
-def _model_class(section: ModelSection, head: Head) -> Any:
+def model_class(section: ModelSection, head: Head) -> Any:
+    """The class of transformers that loads the model with this head."""
     default = AUTO_CLASSES[head]
     name = section.model_class or default
     ending = default.removeprefix("AutoModel")

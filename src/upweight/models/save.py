@@ -25,6 +25,8 @@ def save_model(
         model.save_pretrained(str(folder), state_dict=state_dict, selected_adapters=list(model.active_adapters))
     else:
         weights = dict(computed_weights(model, state_dict or model.state_dict(), dtype))
+        if state_dict is not None:  # gathered weights share no memory, by which tied ones would be told
+            weights = {name: value for name, value in weights.items() if name not in model.all_tied_weights_keys}
         model.save_pretrained(str(folder), state_dict=weights)
         # save_pretrained notes the dtype of the masters, which `dtype="auto"` would then load.
         model.config.dtype = dtype

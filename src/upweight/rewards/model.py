@@ -15,6 +15,7 @@ from upweight.errors import UserError
 from upweight.log import warn_once
 from upweight.models.source import load_failures, source_of
 from upweight.rewards.call import takes
+from upweight.rewards.process import is_process_model, load_process_reward
 from upweight.rewards.reward import Reward
 
 TOKENS_AT_ONCE = 16384  # of a batch, padding included
@@ -119,6 +120,8 @@ def model_reward(
 def load_model_reward(place: str, options: ModelOptions, key: str) -> Reward:
     """The reward model in a folder or on the hub, or an adapter folder with the base model it names."""
     place, _ = source_of(place, None, key)
+    if is_process_model(place):
+        return load_process_reward(place, key, trust_remote_code=options.trust_remote_code)
     is_adapter = (Path(place) / "adapter_config.json").is_file()
     model = _adapted(place, options, key) if is_adapter else _loaded(place, options, key)
     with load_failures(key, place, "tokenizer"):

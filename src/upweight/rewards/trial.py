@@ -125,6 +125,7 @@ def remarks(trials: Sequence[Trial], weights: Sequence[float] | None = None, *, 
 def _remarks(trial: Trial) -> list[str]:
     if trial.failure is not None:
         reason = trial.failure.partition("' failed on all ")[2].partition(": ")[2] or trial.failure
+        reason = reason.replace(f"reward '{trial.name}' must", "it must")
         return [f"always fails: {reason}"]
     said = []
     if trial.failed:

@@ -27,7 +27,8 @@ def cascade_attention(query: Tensor, kept: Cascade, form: Scores) -> Tensor:
     The members of a group stand along the query axis of one product with their prompt's keys: nothing is copied.
     """
     plain = form.rule == Rule() and form.softcap is None and form.sinks is None
-    return _merged(query, kept, form.scaling) if plain and not query.is_cuda else _explicit(query, kept, form)
+    fused = plain and not query.is_cuda and kept.prompt_key.shape[-1] == kept.prompt_value.shape[-1]
+    return _merged(query, kept, form.scaling) if fused else _explicit(query, kept, form)
 
 
 def _merged(query: Tensor, kept: Cascade, scaling: float) -> Tensor:
@@ -37,7 +38,7 @@ def _merged(query: Tensor, kept: Cascade, scaling: float) -> Tensor:
     members, repeat = slots // groups, heads // key_heads
     by_head = (groups, key_heads, members, repeat, -1)
     attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    shared = query.view(groups, members, key_heads, repeat, -1).transpose(1, 2)
+    shared = query.reshape(groups, members, key_heads, repeat, -1).transpose(1, 2)
     on_prompt, log_prompt = attend(
         shared.reshape(groups, key_heads, members * repeat, -1),
         kept.prompt_key,
@@ -45,7 +46,7 @@ def _merged(query: Tensor, kept: Cascade, scaling: float) -> Tensor:
         attn_mask=kept.bias_GK[:, None, None, :length].to(query.dtype),
         scale=scaling,
     )
-    own = query.view(slots, key_heads, repeat, -1)
+    own = query.reshape(slots, key_heads, repeat, -1)
     on_new, log_new = attend(own, kept.new_key, kept.new_value, scale=scaling)
     on_prompt, log_prompt = (
         x.reshape(by_head).transpose(1, 2).reshape(slots, key_heads, repeat, -1) for x in (on_prompt, log_prompt)
@@ -61,9 +62,9 @@ def _explicit(query: Tensor, kept: Cascade, form: Scores) -> Tensor:
     members, repeat = slots // groups, heads // key_heads
     by_member = (groups, members, key_heads, repeat, -1)
     by_head = (groups, key_heads, members, repeat, -1)
-    shared = query.view(by_member).transpose(1, 2).reshape(groups, key_heads, members * repeat, -1)
+    shared = query.reshape(by_member).transpose(1, 2).reshape(groups, key_heads, members * repeat, -1)
     to_prompt = (shared @ kept.prompt_key.transpose(-1, -2)).view(by_head).transpose(1, 2)
-    to_new = (query.view(slots, key_heads, repeat, -1) @ kept.new_key.transpose(-1, -2)).view(by_member)
+    to_new = (query.reshape(slots, key_heads, repeat, -1) @ kept.new_key.transpose(-1, -2)).view(by_member)
     scores = torch.cat([to_prompt, to_new], -1).float().mul_(form.scaling)
     if form.softcap is not None:
         scores = torch.tanh(scores / form.softcap) * form.softcap

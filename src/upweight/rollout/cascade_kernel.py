@@ -1,9 +1,12 @@
+# ruff: noqa: ANN001, ANN202, PLR0917  (a kernel takes pointers and numbers, each by its place)
 """The attention of `cascade.py` as one Triton kernel, which also stores the newest key and value.
 
 A program serves the query heads of one slot that share a key head. It begins with the newest token, which it holds
 in registers, and goes over the prompt's keys and the completion's block by block with a running softmax. Members of
 a group read their prompt's keys at the same time, so that all but the first find them in the cache.
 """
+
+from typing import Any
 
 import torch
 import triton  # pyright: ignore[reportMissingImports]
@@ -36,7 +39,8 @@ def cascade_step(
     key_heads, value_width = key.shape[1], value.shape[-1]
     out = torch.empty(slots, heads, 1, value_width, dtype=query.dtype, device=query.device)
     repeat = heads // key_heads
-    _kernel[(slots, key_heads)](
+    launch: Any = _kernel
+    launch[(slots, key_heads)](
         query, key, value, prompt_key, prompt_value, new_key, new_value, lengths, step,
         form.sinks if form.sinks is not None else lengths, out,
         form.scaling, form.softcap or 0.0, slots // lengths.shape[0], prompt_key.shape[2], new_key.shape[2],
@@ -55,7 +59,7 @@ def _side(size: int) -> int:
 
 
 @triton.jit
-def _capped(scores, softcap, CAPPED: tl.constexpr):  # noqa: ANN001, ANN202
+def _capped(scores, softcap, CAPPED: tl.constexpr):
     if CAPPED:
         # tanh by the exponential of a negative number, which cannot overflow
         small = tl.exp(-2 * tl.abs(scores) / softcap)
@@ -65,10 +69,10 @@ def _capped(scores, softcap, CAPPED: tl.constexpr):  # noqa: ANN001, ANN202
 
 
 @triton.jit
-def _over(  # noqa: ANN202
-    keys, values, first, count, at, offset,  # noqa: ANN001
-    query, largest, total, mean,  # noqa: ANN001
-    scaling, softcap,  # noqa: ANN001
+def _over(
+    keys, values, first, count, at, offset,
+    query, largest, total, mean,
+    scaling, softcap,
     COLUMNS: tl.constexpr, WIDTH: tl.constexpr, WIDTH_UP: tl.constexpr,
     VALUE_WIDTH: tl.constexpr, VALUE_WIDTH_UP: tl.constexpr,
     WINDOW: tl.constexpr, CHUNK: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
@@ -105,10 +109,10 @@ def _over(  # noqa: ANN202
 
 
 @triton.jit
-def _kernel(  # noqa: ANN202
-    query_at, key_at, value_at, prompt_keys, prompt_values, new_keys, new_values, lengths, steps, sinks, out,  # noqa: ANN001
-    scaling, softcap, members, prompt_room, new_room,  # noqa: ANN001
-    query_by_slot, query_by_head, key_by_slot, key_by_head, value_by_slot, value_by_head,  # noqa: ANN001
+def _kernel(
+    query_at, key_at, value_at, prompt_keys, prompt_values, new_keys, new_values, lengths, steps, sinks, out,
+    scaling, softcap, members, prompt_room, new_room,
+    query_by_slot, query_by_head, key_by_slot, key_by_head, value_by_slot, value_by_head,
     REPEAT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     WIDTH: tl.constexpr, WIDTH_UP: tl.constexpr, VALUE_WIDTH: tl.constexpr, VALUE_WIDTH_UP: tl.constexpr,
     WINDOW: tl.constexpr, CHUNK: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, PRECISION: tl.constexpr,

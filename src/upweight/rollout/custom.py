@@ -99,9 +99,8 @@ class CustomRollout:
                     f"trl.rollout_func: '{self.name}', completion {number}: {len(values)} '{key}' for "
                     f"{len(ids)} tokens."
                 )
-        return Completion(
-            ids, logps, [], finished=bool(ids) and ids[-1] in end_tokens(base_of(self.model), self.tokenizer), sampled=sampled
-        )
+        ended = bool(ids) and ids[-1] in end_tokens(base_of(self.model), self.tokenizer)
+        return Completion(ids, logps, [], finished=ended, sampled=sampled)
 
     def _call(self, *arguments: Any, **options: Any) -> Any:
         try:

@@ -7,7 +7,7 @@ member`; all completions of a grid have the same number of tokens.
 
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from upweight.engine.attention import Scores, tree_masks
+from upweight.engine.attention import Scores, tree_masks, use_tree_attention
 from upweight.engine.forward import body_of
 from upweight.engine.rules import Rule
 from upweight.engine.segments import SegmentPlan, segment_attention
@@ -128,6 +128,7 @@ class _Step:
         self._decoder, self._width = decoder, width
         self._bias: dict[Rule, Tensor] = {}
 
+    @torch.compiler.disable  # compiled layers are the same code for all, but each has its own caches
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, form: Scores) -> Tensor:
         decoder = self._decoder
         prompt_key, prompt_value, new_key, new_value = caches = decoder.caches[module]
@@ -149,7 +150,7 @@ class Decoder:
     def __init__(self, base: PreTrainedModel, device: torch.device) -> None:
         self.base, self.device = base, device
         self.arena = Arena(device)
-        self.step_body: Callable[..., Any] = body_of(base)
+        self.draw = draw
         self.grid = Grid(0, 0, 0, 0)
         self.sampling = Sampling(max_new_tokens=0)  # of these only what shapes the draw of a token
         self.caches: dict[nn.Module, tuple[Tensor, Tensor, Tensor, Tensor]] = {}
@@ -158,6 +159,7 @@ class Decoder:
     def token_bytes(self) -> int:
         """What one token keeps over all layers."""
         if not self.layers:
+            use_tree_attention(self.base)
             shapes = _Shapes()
             one = torch.zeros(1, 1, dtype=torch.long, device=self.device)
             self._logits(one, one, shapes, None)
@@ -166,6 +168,7 @@ class Decoder:
 
     def open(self, grid: Grid, sampling: Sampling) -> None:
         """Take a grid's room in the buffers."""
+        use_tree_attention(self.base)
         self.token_bytes()
         self.grid = grid
         self.sampling = replace(sampling, max_new_tokens=0, stop_ids=(), stop_strings=(), seed=None)
@@ -248,7 +251,7 @@ class Decoder:
         """Draw a token for every slot, note it, and go on to the next column."""
         self.step_1.add_(1)
         uniform_B = self.uniform_BN.index_select(1, self.step_1)[:, 0]
-        token_B, logp_B = draw(logits_BV, uniform_B, self.sampling, self.seen_BV)
+        token_B, logp_B = self.draw(logits_BV, uniform_B, self.sampling, self.seen_BV)
         self.token_B1.copy_(token_B[:, None])
         self.ids_NB.index_copy_(0, self.step_1, token_B[None])
         self.logps_NB.index_copy_(0, self.step_1, logp_B[None])
@@ -272,8 +275,7 @@ class Decoder:
                 kept = {"logits_to_keep": at} if fewer and at is not None else {}
                 found = stock(**inputs, **kept).logits.flatten(0, 1)
                 return (found if fewer or at is None else found[at]).float()
-            body = self.step_body if isinstance(context, _Step) else body_of(self.base)
-            hidden = body(**inputs)[0].flatten(0, 1)
+            hidden = body_of(self.base)(**inputs)[0].flatten(0, 1)
         head: Any = self.base.get_output_embeddings()
         return form(head(hidden if at is None else hidden[at]).float())
 

@@ -1,7 +1,9 @@
 """How decoding steps are launched: one by one, or replayed as CUDA graphs."""
 
+import contextlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from types import MethodType
 from typing import Any
 
 import numpy as np
@@ -78,8 +80,10 @@ class GraphSteps:
         self._recorded: Any = None
         self._pool: Any = None
         self._capturable = True
+        self._layers: dict[nn.Module, Callable[..., Any]] | None = None
+        self._compiled = compiled
         if compiled:
-            decoder.step_body = torch.compile(decoder.step_body, dynamic=False)
+            decoder.draw = torch.compile(decoder.draw)
 
     def rounded(self, count: int) -> int:
         """1, 2, 3, 4, 6, 8, 12, 16, ...: at most half more than asked for."""
@@ -109,9 +113,23 @@ class GraphSteps:
             self._graphs.move_to_end(key)
             self._graphs[key].replay()
             return
-        decoder.advance(decoder.grid.room)  # as it is, which also warms kernels up
-        if self._capturable:
-            self._capture(key)
+        with self._fused_layers():
+            decoder.advance(decoder.grid.room)  # as it is, which also warms kernels up
+            if self._capturable:
+                self._capture(key)
+
+    @contextlib.contextmanager
+    def _fused_layers(self) -> Iterator[None]:
+        """Layers run through the compiler inside, when that is asked for; one compiled forward serves all alike."""
+        if self._layers is None:
+            self._layers = _compiled_layers(self._decoder) if self._compiled else {}
+        for layer, forward in self._layers.items():
+            layer.forward = MethodType(forward, layer)
+        try:
+            yield
+        finally:
+            for layer in self._layers:
+                del layer.forward
 
     def _capture(self, key: Any) -> None:
         """Record a step for later."""
@@ -148,6 +166,15 @@ class GraphSteps:
         """Forget all graphs."""
         self._graphs.clear()
         self._pool = None
+
+
+def _compiled_layers(decoder: Decoder) -> dict[nn.Module, Callable[..., Any]]:
+    """The layers around each attention, and the compiled forward of their class."""
+    modules = dict(decoder.base.named_modules())
+    around = [modules[name.rpartition(".")[0]] for name, module in modules.items() if module in decoder.layers]
+    plain = [layer for layer in around if "forward" not in vars(layer)]
+    forwards = {kind: torch.compile(kind.forward) for kind in {type(layer) for layer in plain}}
+    return {layer: forwards[type(layer)] for layer in plain}
 
 
 def _addresses(base: nn.Module) -> Iterator[Any]:

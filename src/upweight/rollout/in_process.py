@@ -1,5 +1,6 @@
 """Sampling with the very weights that are being trained: no second copy, no service, no sync."""
 
+import math
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -46,7 +47,7 @@ class InProcess:
         """`model`: as trained, not wrapped, or a PeftModel. `end_ids`: instead of the tokenizer's and the model's.
 
         `cache_bytes` bounds the keys and values kept at a time (more prompts are taken in turns); on a GPU half of
-        the free memory when left out. `compile` fuses the steps by torch.compile, which takes a minute at first.
+        the free memory when left out. `compile` fuses the layers' kernels on a GPU, which takes some seconds at first.
         """
         self._model, self._base = model, base_of(model)
         self._tokenizer = tokenizer
@@ -133,8 +134,8 @@ class InProcess:
         longest = self._steps.rounded_prompt(max(len(prompt) for prompt in prompts))
         tokens = longest + room * self._steps.rounded(count)
         most = max(1, self._memory() // (self._decoder.token_bytes() * tokens))
-        order = list(range(len(prompts)))
-        return [order[start : start + most] for start in range(0, len(order), most)]
+        turns = math.ceil(len(prompts) / most)
+        return [wave.tolist() for wave in np.array_split(np.arange(len(prompts)), turns)]
 
     def _memory(self) -> int:
         """Bytes that keys and values may take."""
@@ -143,7 +144,8 @@ class InProcess:
         if self._device.type != "cuda":
             return _CACHE_ON_CPU
         free, _ = torch.cuda.mem_get_info(self._device)
-        return (free + self._decoder.arena.bytes()) // 2
+        idle = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
+        return (free + idle + self._decoder.arena.bytes()) // 2
 
     def _decode(
         self,

@@ -30,18 +30,17 @@ def to_plain(rollout: Rollout) -> dict[str, Any]:
 
 def from_plain(plain: Mapping[str, Any], rows: Rows) -> Rollout:
     """The rollout that `to_plain` was given; what was logged about it has been logged."""
-    groups = []
-    for one in plain["groups"]:
-        groups.append(
-            Group(
-                one["row"],
-                rows[one["row"]],
-                one["prompt_ids"],
-                [Completion(**completion) for completion in one["completions"]],
-                None if one["rewards"] is None else torch.tensor(one["rewards"]),
-                None if one["advantages"] is None else torch.tensor(one["advantages"]),
-            )
+    groups = [
+        Group(
+            one["row"],
+            rows[one["row"]],
+            one["prompt_ids"],
+            [Completion(**completion) for completion in one["completions"]],
+            None if one["rewards"] is None else torch.tensor(one["rewards"]),
+            None if one["advantages"] is None else torch.tensor(one["advantages"]),
         )
+        for one in plain["groups"]
+    ]
     return Rollout(plain["number"], plain["version"], groups)
 
 

@@ -28,7 +28,7 @@ class CompletionFiles:
 
     def of_evaluation(self, rollout: Rollout, step: int, name: str) -> None:
         """Write what an evaluation after `step` steps saw to `completions/<name>_step_NNNNN.jsonl`."""
-        self._write(rollout, step, f"{name}_step")
+        self._write(rollout, step, f"{re.sub(r'[^0-9A-Za-z_.-]', '_', name)}_step")
 
     def _write(self, rollout: Rollout, step: int, name: str) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)

@@ -56,6 +56,7 @@ class Health:
     def __init__(self) -> None:
         self.rows: dict[bool, deque[Row]] = {False: deque(), True: deque()}  # of training, of evaluations
         self.start: list[Row] = []
+        self.began: dict[str, float | None] = {}  # means of `start`
         self.lowest: dict[str, float] = {}
         self.held_at: dict[tuple[str, str], int] = {}  # last step at which a verdict held
         self.keeps = max(rule.steps for rule in RULES)
@@ -98,6 +99,7 @@ class Health:
                     self.lowest[name] = min(value, self.lowest.get(name, math.inf))
         elif not self.start or (len(self.start) < START_ROWS and row["step"] <= START_STEPS):
             self.start.append(row)
+            self.began = {}
 
     def _kinds(self) -> set[str]:
         """Which rules apply, by what the run logs."""
@@ -161,8 +163,10 @@ class Health:
         return None if spread is None else (value - began) / max(spread, 1e-6)
 
     def _began(self, name: str) -> float | None:
-        values = [value for row in self.start if (value := _number(row.get(name))) is not None]
-        return sum(values) / len(values) if values and len(values) == len(self.start) else None
+        if name not in self.began:
+            values = [value for row in self.start if (value := _number(row.get(name))) is not None]
+            self.began[name] = sum(values) / len(values) if values and len(values) == len(self.start) else None
+        return self.began[name]
 
 
 def verdicts(rows: Iterable[Row]) -> list[Verdict]:

@@ -13,7 +13,7 @@ from upweight.config.resolve import generation_batch
 from upweight.config.rollout import RolloutSection
 from upweight.data.transforms import load_function
 from upweight.engine import Engine
-from upweight.log import warn_once
+from upweight.log import logger
 from upweight.methods.base import Method
 from upweight.models.load import compute_dtype
 from upweight.rewards.load import load_rewards
@@ -107,9 +107,10 @@ def make_rollouts(
     rollout_func: Callable[..., Any] | None = None,
 ) -> Rollouts:
     """Prompts, sampler, rewards and method, put together."""
-    warn_once(
-        f"{method.name}: the loss is near 0 and may rise while the policy learns; "
-        "it is no measure of progress: watch reward, reward_std and kl"
+    logger.info(
+        "%s: the loss is near 0 and may rise while the policy learns; it is no measure of progress: watch reward, "
+        "reward_std and kl",
+        method.name,
     )
     policy = getattr(method, "policy")  # noqa: B009 - online methods have one
     ranks = PartialState()

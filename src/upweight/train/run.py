@@ -79,7 +79,7 @@ def train(config: Config, *, resume: bool = False) -> None:
     if stop.caught and trainer.state.global_step < trainer.state.max_steps:
         logger.warning("stopped at step %d; continue with --resume", trainer.state.global_step)
         sys.exit(128 + stop.caught)
-    trainer.card = lambda: model_card(config, trainer.state.log_history, len(trainer.train_dataset))  # pyright: ignore[reportArgumentType]
+    trainer.card = lambda: model_card(config, trainer.state.log_history, len(trainer.train_dataset))
     trainer.save_model()
     trainer.create_model_card()
     logger.info("done: %s", folder)

@@ -23,6 +23,8 @@ def is_sharded(section: ShardingSection, ranks: int) -> bool:
     """Whether a run's weights are sharded; one rank holds all of them anyway."""
     if section.fsdp and ranks == 1:
         warn_once("fsdp: there is one process, and nothing is sharded; --num-processes starts more")
+    if section.fsdp and section.fsdp_version == 1:
+        warn_once("fsdp_version: 1 is old; FSDP2 is taken, and trains the same")
     return bool(section.fsdp) and ranks > 1
 
 
@@ -46,7 +48,8 @@ def fsdp_arguments(section: ShardingSection) -> dict[str, Any]:
 @contextlib.contextmanager
 def read_once(on: bool) -> Iterator[None]:
     """Where `on`, only the first rank of each machine reads weights inside; sharding gives the others rank 0's."""
-    asked = dict.fromkeys(("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING"), "true") if on else {}
+    names = ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING") if on else ()
+    asked: dict[str, str] = dict.fromkeys(names, "true")
     before = {name: os.environ.get(name) for name in asked}
     os.environ.update(asked)
     try:
@@ -58,13 +61,15 @@ def read_once(on: bool) -> Iterator[None]:
 
 def set_up_sharding(trainer: Trainer, dtype: torch.dtype) -> None:
     """Before a sharded model is prepared: the accelerator's plugin, with float32 shards that compute in `dtype`."""
-    if not trainer.args.fsdp:
+    options: dict[str, Any] | None = trainer.args.fsdp_plugin_args
+    if not trainer.args.fsdp or options is None:
         return
     state = trainer.accelerator.state
     if state.distributed_type == DistributedType.MULTI_CPU:
-        shard_on_cpu(state, FullyShardedDataParallelPlugin(**trainer.args.fsdp_plugin_args))
+        shard_on_cpu(state, FullyShardedDataParallelPlugin(**options))
         trainer.is_fsdp_enabled = True
     if dtype in HALF:
+        assert state.fsdp_plugin is not None
         state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
 
 

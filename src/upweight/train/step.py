@@ -48,11 +48,13 @@ class StepRunner:
         that a step that ran out of memory can be tried again.
         """
         counts = self._counts(units, known_counts or {})
-        pulling = [unit for unit in units if any(map(self.method.contributes, unit.samples))]
-        working = pulling if self.skips_idle else units
+        working = units
+        if self.skips_idle:
+            working = [unit for unit in units if any(map(self.method.contributes, unit.samples))]
         rows = self.rows(working) or [Row(self._batch([]), ())]
         known, prepared = self._prepare(model, rows)
-        first = not self.checked and bool(pulling)
+        # Without an advantage there may be no gradient to check: at the start the KL has none either.
+        first = not self.checked and any(sample.advantage != 0 for unit in working for sample in unit.samples)
         self.checked = self.checked or first
         if first:
             self._check(model, rows[0], working)
@@ -192,7 +194,7 @@ class StepRunner:
         return torch.stack(parts).sum() * self.accelerator.num_processes
 
     def _check(self, model: nn.Module, row: "Row", units: Sequence[Unit]) -> None:
-        """The first row against plain forwards, jointly for all ranks; gradients too, of a short unit of whole weights."""
+        """The first row against plain forwards, jointly for all ranks; a short unit of it by gradients too."""
         found = [check_first_batch(self.engine, model, row.batch, self.dtype)]
         if not self.accelerator.is_fsdp2:
             short = [u for u in row.units if sum(len(sample.ids) for sample in units[u].samples) <= SHORT]

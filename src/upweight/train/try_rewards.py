@@ -8,9 +8,11 @@ import torch
 
 from upweight.config import Config
 from upweight.errors import UserError
+from upweight.log import warn_once
 from upweight.models.tokenizer import load_tokenizer
 from upweight.rewards.builtin.text import texts_of
 from upweight.rewards.call import RewardCall
+from upweight.rewards.reward import Reward
 from upweight.rewards.trial import Trial, remarks, try_rewards
 from upweight.rollout.plan import PromptOrder
 from upweight.train.online import rewards_of
@@ -75,16 +77,27 @@ def try_on_rows(config: Config, rows: Sequence[Mapping[str, Any]]) -> TriedRewar
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     rewards = rewards_of(config, device, columns)
     completions = [_as_prompted(row) for row in rows]
-    ids: list[list[int]] = [[] for _ in rows]
-    if any("completion_ids" in reward.takes.named for reward in rewards):
-        tokenizer = load_tokenizer(config.model)
-        ids = [list(tokenizer.encode(text, add_special_tokens=False)) for text in texts_of(completions)]
+    ids = _tokens(config, rewards, texts_of(completions))
     group, group_S = -1, []
     for number, row in enumerate(rows):
         group += number == 0 or row.get("prompt") != rows[number - 1].get("prompt")
         group_S.append(group)
     given = {name: [row.get(name) for row in rows] for name in columns}
     return _try(config, rewards, RewardCall([row.get("prompt") for row in rows], completions, ids, given, group_S))
+
+
+def _tokens(config: Config, rewards: Sequence[Reward], texts: Sequence[str]) -> list[list[int]]:
+    """The token ids of completions, where a reward may read them."""
+    must = any("completion_ids" in reward.takes.named for reward in rewards)
+    may = any(reward.takes.everything for reward in rewards)
+    try:
+        tokenizer = load_tokenizer(config.model) if must or may else None
+    except UserError as error:
+        if must:
+            raise
+        warn_once(f"rewards get no completion_ids: {error}")
+        tokenizer = None
+    return [list(tokenizer.encode(text, add_special_tokens=False)) if tokenizer else [] for text in texts]
 
 
 def _with_rewards(config: Config) -> Config:
@@ -103,7 +116,7 @@ def _as_prompted(row: Mapping[str, Any]) -> Any:
     return completion
 
 
-def _try(config: Config, rewards: Sequence[Any], call: RewardCall) -> TriedRewards:
+def _try(config: Config, rewards: Sequence[Reward], call: RewardCall) -> TriedRewards:
     section, method = config.rollout, config.method
     trials = try_rewards(rewards, call, workers=section.reward_workers, timeout=section.reward_timeout)
     policy = getattr(method, "policy", None)

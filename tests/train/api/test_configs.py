@@ -62,13 +62,19 @@ def test_bad_values_are_named_as_the_script_names_them(tmp_path):
         {"truncation_mode": "keep_end"},
         {"auto_find_batch_size": True},
         {"label_smoothing_factor": 0.1},
-        {"neftune_noise_alpha": 5.0},
         {"fp16": True, "bf16": True},
     ],
 )
 def test_what_would_be_ignored_is_refused(asked, tmp_path):
     with pytest.raises(UserError, match=next(iter(asked))):
-        SFTConfig(output_dir=tmp_path, **asked)
+        DPOConfig(output_dir=tmp_path, **asked)
+
+
+def test_noise_on_embeddings_is_for_sft(tmp_path):
+    args = SFTConfig(output_dir=tmp_path, neftune_noise_alpha=5.0)
+    assert args.for_loop(lora=False).neftune_noise_alpha is None  # the stock hook would come on top
+    with pytest.raises(UserError, match="neftune_noise_alpha"):
+        DPOConfig(output_dir=tmp_path, neftune_noise_alpha=5.0)
 
 
 def test_what_holds_by_construction_says_so_once(tmp_path, caplog):

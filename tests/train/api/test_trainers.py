@@ -5,7 +5,13 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, TrainerCallback
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+    TrainerCallback,
+)
 
 import upweight
 from parity_script import GOOD, QUESTIONS, ROWS, TEMPLATE, made_tokenizer, write_model
@@ -255,6 +261,23 @@ def test_a_fresh_head_depends_on_the_seed_alone(trainer_class, folder):
     assert curve == same_curve
     assert not torch.equal(first, head(4)[0])
     assert curve[-1] < curve[0]
+
+
+@pytest.mark.parametrize("given", ["name", "object"])
+def test_step_labels_have_to_fit_the_head(given, folder):
+    rows = [{**row, "labels": [2 for _ in row["labels"]]} for row in STEPS]
+    options = {"num_labels": 3} if given == "name" else None
+    args = PRMConfig(output_dir=str(folder / "out"), model_init_kwargs=options, **COMMON)
+    model = str(folder / "model")
+    if given == "object":
+        model = AutoModelForTokenClassification.from_pretrained(model, num_labels=3)
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    trainer = PRMTrainer(model, args=args, train_dataset=rows, processing_class=tokenizer)
+    trainer.train()
+    assert trainer.model.score.out_features == 3
+    plain = PRMConfig(output_dir=str(folder / "out"), **COMMON)
+    with pytest.raises(UserError, match=r"class number below 2 \(num_labels\)"):
+        PRMTrainer(str(folder / "model"), args=plain, train_dataset=rows)
 
 
 def test_a_saved_reward_model_scores_padded_batches_as_it_was_trained(folder):

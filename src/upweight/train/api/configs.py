@@ -226,6 +226,7 @@ class ORPOConfig(MethodArguments):
     method_class: ClassVar = ORPO
 
     beta: float = of(ORPO, "alpha")
+    nll_on_prompt: bool = of(ORPO, "likelihood_of_prompt")
 
 
 @dataclass

@@ -1,0 +1,112 @@
+"""Sampling in process on a GPU: random weights of Qwen2.5-1.5B's shape, one JSON line a case.
+
+python -m bench.gpu_generate [CASE ...]
+"""
+
+import dataclasses
+import json
+import sys
+import time
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from upweight.config.model import AdapterSection
+from upweight.engine import Engine
+from upweight.engine.packing import bucketed, build_batch
+from upweight.models.adapters import attach_adapter
+from upweight.models.precision import set_up_precision
+from upweight.rollout.in_process import InProcess
+from upweight.types import Completion, Sample, Sampling, Unit
+
+SHAPE = {
+    "vocab_size": 151936,
+    "hidden_size": 1536,
+    "intermediate_size": 8960,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32768,
+    "tie_word_embeddings": True,
+}
+PROMPT, NEW = 256, 256
+CASES = {  # prompts, completions of each, LoRA, torch.compile
+    "64": (4, 16, False, False),
+    "256": (16, 16, False, False),
+    "64_lora": (4, 16, True, False),
+    "32_lora": (4, 8, True, False),
+    "256_lora": (16, 16, True, False),
+    "64_compiled": (4, 16, False, True),
+    "256_compiled": (16, 16, False, True),
+    "32_lora_compiled": (4, 8, True, True),
+}
+
+
+def policy(lora: bool) -> torch.nn.Module:
+    """The model as a trainer holds it: bfloat16, float32 masters of what is trained."""
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device("cuda"):
+        base = Qwen2ForCausalLM(Qwen2Config(**SHAPE))
+    torch.set_default_dtype(torch.float32)
+    if not lora:
+        return base.requires_grad_(False)
+    model = attach_adapter(base, AdapterSection(kind="lora", rank=16, alpha=32, target_linear=True))
+    set_up_precision(model, torch.bfloat16)
+    return model
+
+
+def difference(engine: Engine, model: Any, prompt: list[int], group: list[Completion]) -> float:
+    """Mean distance of one group's log-probs from the training forward's."""
+    units = [
+        Unit((Sample(np.array(prompt + c.ids), np.arange(len(prompt) + len(c.ids)) >= len(prompt)),)) for c in group
+    ]
+    with torch.no_grad():
+        logps_T = engine(model, build_batch(units, pad_to=bucketed).to("cuda")).logps_T
+    assert logps_T is not None
+    return float((logps_T.cpu() - torch.tensor([x for c in group for x in c.logps])).abs().mean())
+
+
+def measure(name: str, models: dict[bool, tuple[Any, Engine]]) -> dict[str, Any]:
+    """Speed, memory and agreement of one case."""
+    prompts, count, lora, compiled = CASES[name]
+    if lora not in models:
+        models.clear()
+        torch.cuda.empty_cache()
+        model = policy(lora)
+        models[lora] = model, Engine(model)
+    model, engine = models[lora]
+    drawn = np.random.default_rng(0).integers(0, SHAPE["vocab_size"], (prompts, PROMPT)).tolist()
+    sampler = InProcess(model, engine=engine, end_ids=(), compile=compiled)
+    sampling = Sampling(max_new_tokens=NEW, seed=0)
+    torch.cuda.reset_peak_memory_stats()
+
+    def seconds(sampling: Sampling) -> tuple[float, list[list[Completion]]]:
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        out = sampler.generate(drawn, count, sampling)
+        return time.perf_counter() - start, out
+
+    first, _ = seconds(sampling)
+    total, out = min((seconds(sampling) for _ in range(3)), key=lambda found: found[0])
+    prefill = min(seconds(dataclasses.replace(sampling, max_new_tokens=1))[0] for _ in range(2))
+    memory = torch.cuda.max_memory_allocated() / 2**30
+    sampler.release()
+    return {
+        "name": name,
+        "tokens_s": round(prompts * count * NEW / total),
+        "total_s": round(total, 3),
+        "ms_step": round((total - prefill) / (NEW - 1) * 1e3, 2),
+        "prefill_s": round(prefill, 3),
+        "capture_s": round(first - total, 2),
+        "difference": round(difference(engine, model, drawn[0], out[0]), 4),
+        "gib": round(memory, 1),
+    }
+
+
+if __name__ == "__main__":
+    kept: dict[bool, tuple[Any, Engine]] = {}
+    for case in sys.argv[1:] or CASES:
+        print(json.dumps(measure(case, kept)), flush=True)

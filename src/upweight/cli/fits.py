@@ -1,0 +1,54 @@
+"""`upweight fits`: which ways of training a config's model fit on a card."""
+
+from pathlib import Path
+
+from upweight.config import Config, load_config
+from upweight.errors import UserError
+from upweight.models.memory import GIB, USABLE, Trained, estimate, longest, shape_of
+
+WAYS: tuple[Trained, ...] = ("all", "lora", "qlora")
+HEADINGS = ("trained", "recompute", "weights", "training", "activations", "total", "fits", "longest")
+
+
+def run(path: Path, overrides: list[str], *, memory: float | None) -> None:
+    """Print one line for each way of training: GiB by part, the verdict, and the longest sequence that fits."""
+    config = load_config(path, overrides)
+    for line in table(config, (memory or _visible_memory()) * GIB):
+        print(line)
+
+
+def table(config: Config, card: float) -> list[str]:
+    """The estimates as lines; the config's own way is marked."""
+    shape = shape_of(config.model, config.method.head)
+    sequences = 2 if config.method.data == "pairs" else 1
+    tokens = config.data.sequence_len * sequences
+    own = (config.adapter.kind or "all", config.optim.gradient_checkpointing)
+    rows: list[tuple[str, ...]] = [HEADINGS]
+    for trained in WAYS:
+        for again in (False, True):
+            need = estimate(
+                shape,
+                trained,
+                config.adapter,
+                optimizer=config.optim.optimizer,
+                reference=config.method.needs_reference,
+                checkpointing=again,
+                tokens=tokens,
+            )
+            parts = [f"{part / GIB:.1f}" for part in (need.weights, need.training, need.activations, need.total)]
+            verdict = "yes" if need.total <= USABLE * card else "no"
+            most = longest(shape, need, card, checkpointing=again, sequences=sequences)
+            mark = "* " if (trained, again) == own else ""
+            rows.append((mark + trained, "yes" if again else "no", *parts, verdict, str(most)))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(HEADINGS))]
+    what = f"{shape.parameters / 1e9:.2f} billion weights, {config.method.name}, {config.data.sequence_len} tokens"
+    about = f"{what}, {sequences} in a row; GiB of {card / GIB:.0f}, bfloat16; * is this config"
+    return [about, *("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)]
+
+
+def _visible_memory() -> float:
+    import torch
+
+    if not torch.cuda.is_available():
+        raise UserError("no GPU is visible here; say how much memory the card has, in GiB: --memory 24")
+    return torch.cuda.mem_get_info()[1] / GIB

@@ -1,0 +1,67 @@
+"""`upweight rewards`: a config's rewards tried without training."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from upweight.config import load_config
+from upweight.log import warn_once
+
+LONGEST_SHOWN = 240  # characters of an example
+WIDTH = 120  # of the table where there is no terminal
+
+
+def run(
+    path: Path, overrides: list[str], *, completions: Path | None, prompts: int, count: int | None, as_json: bool
+) -> None:
+    """Print what each reward gives, as tables and remarks or as one JSON object."""
+    config = load_config(path, overrides)
+    for notice in config.notices:
+        warn_once(notice)
+    from transformers.utils import logging as transformers_logging
+
+    from upweight.cli.score import read_rows
+    from upweight.train.try_rewards import try_on_rows, try_on_samples
+
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    tried = try_on_rows(config, read_rows(completions)) if completions else try_on_samples(config, prompts, count)
+    plain = tried.as_plain()
+    if as_json:
+        print(json.dumps(plain, ensure_ascii=False))
+        return
+    console = Console()
+    _show(plain, console if console.is_terminal else Console(width=WIDTH))
+
+
+def _show(plain: dict[str, Any], console: Console) -> None:
+    table = Table(title=f"{plain['completions']} completions of {plain['prompts']} prompts")
+    for column in ("reward", "mean", "lowest", "highest", "spread in groups", "None", "failed", "seconds"):
+        table.add_column(column, justify="left" if column == "reward" else "right")
+    total = plain["completions"]
+    for reward in plain["rewards"]:
+        figures = [reward[name] for name in ("mean", "lowest", "highest", "spread_within_groups")]
+        shares = [f"{reward[name] / total:.0%}" for name in ("does_not_apply", "failed")]
+        table.add_row(reward["name"], *map(_number, figures), *shares, f"{reward['seconds']:.3g}")
+    console.print(table)
+    for reward in plain["rewards"]:
+        for kind in ("best", "worst"):
+            for example in reward[kind]:
+                text = _short(example["completion"])
+                console.print(f"{reward['name']}, {kind} {example['score']:.4g}: {text}", markup=False, highlight=False)
+    for remark in plain["remarks"]:
+        console.print(f"- {remark}", markup=False, highlight=False)
+    if not plain["remarks"]:
+        console.print("Every reward separates completions.")
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"
+
+
+def _short(text: str) -> str:
+    shown = json.dumps(text, ensure_ascii=False)
+    return shown if len(shown) <= LONGEST_SHOWN else shown[:LONGEST_SHOWN] + ' ..."'

@@ -1,0 +1,73 @@
+"""`upweight score`: a file of completions under a trained reward model."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any, TextIO
+
+from upweight.cli.trained import Trained, trained
+from upweight.config.data import DataSection, DatasetRow
+from upweight.data.scoring import ScoreModel, load_score_model
+from upweight.errors import UserError
+
+AT_ONCE = 64  # rows between two writes
+
+
+def run(place: str, file: Path, overrides: list[str], *, output: Path | None, chat: bool) -> None:
+    """Every row with its score (and those of its steps), as JSON lines on stdout or in `output`."""
+    rows = read_rows(file)
+    found = trained(place, overrides)
+    data, entry, templated = _as_trained(found)
+    scorer = load_score_model(found.model, found.adapter, data=data, entry=entry, chat=chat or templated)
+    if output is None:
+        _write(scorer, rows, sys.stdout)
+        return
+    part = output.with_name(output.name + ".partial")
+    with part.open("w", encoding="utf-8") as opened:
+        _write(scorer, rows, opened)
+    part.replace(output)
+
+
+def read_rows(file: Path) -> list[dict[str, Any]]:
+    """The rows of a JSON lines file."""
+    if not file.is_file():
+        raise UserError(f"{file}: there is no such file")
+    rows = []
+    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+        if line.strip():
+            try:
+                rows.append(json.loads(line))
+            except ValueError as error:
+                raise UserError(f"{file}:{number}: not JSON: {error}") from error
+    if not rows or not all(isinstance(row, dict) for row in rows):
+        raise UserError(f"{file}: expected one JSON object on each line")
+    return rows
+
+
+def _as_trained(found: Trained) -> tuple[DataSection | None, DatasetRow | None, bool]:
+    """How the run that trained the model put text together: templates, step separator, and whether as chat turns."""
+    if found.config is None or not found.config.data.datasets:
+        return None, None, False
+    data, first = found.config.data, found.config.data.datasets[0]
+    kind = first.type if isinstance(first.type, str) else ""
+    family = next((name for name in ("chatml", "llama3", "zephyr") if kind.split(".")[0] == name), None)
+    entry = DatasetRow(
+        step_separator=first.step_separator,
+        chat_template=first.chat_template or (family if data.chat_template is None else None),
+        chat_template_jinja=first.chat_template_jinja,
+    )
+    return data, entry, family is not None or "chat_template" in kind
+
+
+def _write(scorer: ScoreModel, rows: list[dict[str, Any]], out: TextIO) -> None:
+    for start in range(0, len(rows), AT_ONCE):
+        some = rows[start : start + AT_ONCE]
+        for row, scores in zip(some, scorer(some, first=start), strict=True):
+            out.write(json.dumps({**row, **_summary(scorer, scores)}, ensure_ascii=False) + "\n")
+        out.flush()
+
+
+def _summary(scorer: ScoreModel, scores: list[float]) -> dict[str, Any]:
+    if scorer.head == "sequence_score":
+        return {"score": scores[0]}
+    return {"step_scores": scores, "mean": sum(scores) / len(scores), "min": min(scores)}

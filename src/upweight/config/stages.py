@@ -1,0 +1,138 @@
+"""Several trainings in one config: each stage is the common keys with its own on top, and goes on from the last."""
+
+import dataclasses
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from upweight.config.config import Config, blocks, general_keys, method_keys
+from upweight.config.explain import brief
+from upweight.config.yaml_file import copy_tree
+from upweight.errors import UserError
+from upweight.methods import METHODS
+
+ROLLOUT_SECTIONS = ("rollout", "vllm", "gym")
+STARTING_POINT = ("base_model", "lora_model_dir")
+
+
+def parse_stages(
+    content: dict[Any, Any], parse: Callable[[dict[Any, Any]], Config], method_of: Callable[[dict[Any, Any]], str]
+) -> Config:
+    """The last stage's config with all of them in `stages`; `parse` reads one, `method_of` names its method."""
+    stages = _checked(content["stages"])
+    common = {key: value for key, value in content.items() if key != "stages"}
+    merged = [_over(common, {key: value for key, value in stage.items() if key != "name"}) for stage in stages]
+    methods = [method_of(one) for one in merged]
+    errors: list[str] = []
+    configs: list[Config] = []
+    for number, (stage, whole) in enumerate(zip(stages, merged, strict=True)):
+        _drop_what_others_read(whole, stage, methods[number], methods)
+        try:
+            configs.append(parse(whole))
+        except UserError as error:
+            errors += [_placed(line, number, stage, common) for line in str(error).splitlines()]
+    errors += _misfits(stages, configs) if not errors else []
+    if errors:
+        raise UserError("\n".join(dict.fromkeys(errors)))
+    return _chained(stages, configs)
+
+
+def _checked(stages: Any) -> list[dict[str, Any]]:
+    if not isinstance(stages, list) or not stages:
+        raise UserError(f"stages: expected a list of stages, each a mapping of keys, got {brief(stages)}")
+    for number, stage in enumerate(stages):
+        if not isinstance(stage, dict):
+            raise UserError(f"stages[{number}]: expected a mapping of keys, got {brief(stage)}")
+        if "stages" in stage:
+            raise UserError(f"stages[{number}].stages: stages cannot hold stages")
+        if "output_dir" in stage:
+            raise UserError(f"stages[{number}].output_dir: every stage writes to its own folder in the common one")
+        name = stage.get("name")
+        if name is not None and not re.fullmatch(r"[A-Za-z0-9._-]+", str(name)):
+            raise UserError(f"stages[{number}].name: names a folder: letters, digits, '.', '-' and '_' only")
+    return stages
+
+
+def _over(common: dict[Any, Any], stage: dict[Any, Any]) -> dict[Any, Any]:
+    """The common keys with a stage's on top; blocks such as `trl` are merged key by key."""
+    whole = copy_tree(common)
+    for key, value in stage.items():
+        both = key in blocks() and isinstance(whole.get(key), dict) and isinstance(value, dict)
+        whole[key] = {**whole[key], **value} if both else value
+    return whole
+
+
+def _drop_what_others_read(whole: dict[Any, Any], stage: dict[Any, Any], method: str, methods: Sequence[str]) -> None:
+    """Leave out common keys that only other stages' methods have a use for."""
+    for path, owners in method_keys().items():
+        if path not in general_keys() and method not in owners and any(other in owners for other in methods):
+            _drop(whole, stage, path)
+    for path, (section, _) in general_keys().items():
+        if section in ROLLOUT_SECTIONS and not _is_online(method) and any(_is_online(other) for other in methods):
+            _drop(whole, stage, path)
+
+
+def _drop(whole: dict[Any, Any], stage: dict[Any, Any], path: str) -> None:
+    block, _, name = path.rpartition(".")
+    inside, own = (whole.get(block), stage.get(block)) if block else (whole, stage)
+    if isinstance(inside, dict) and not (isinstance(own, dict) and name in own):
+        inside.pop(name, None)
+
+
+def _is_online(method: str) -> bool:
+    return METHODS[method].online
+
+
+def _placed(line: str, number: int, stage: dict[Any, Any], common: dict[Any, Any]) -> str:
+    """An error with its stage before it, unless it is about a key that all stages share."""
+    path = re.split(r"[:,]", line, maxsplit=1)[0]
+    root, _, rest = path.partition(".")
+    root, rest = root.split("[")[0], rest.split("[")[0]
+    own = stage.get(root) if root in stage else None
+    in_stage = root in stage and not (isinstance(own, dict) and root in blocks() and rest and rest not in own)
+    return line if root in common and not in_stage else f"stages[{number}].{line}"
+
+
+def _misfits(stages: Sequence[dict[str, Any]], configs: Sequence[Config]) -> list[str]:
+    """Stages that cannot go on from the one before."""
+    return [
+        f"stages[{number}]: a new score head cannot be trained on the adapter of the stage before; "
+        f"train this stage with 'adapter: null', which merges it first"
+        for number in range(1, len(configs))
+        if configs[number].adapter.kind
+        and configs[number - 1].adapter.kind
+        and configs[number].method.head != configs[number - 1].method.head
+        and not any(key in stages[number] for key in STARTING_POINT)
+    ]
+
+
+def _chained(stages: Sequence[dict[str, Any]], configs: Sequence[Config]) -> Config:
+    """Each stage in a folder of its own, beginning where the one before ends."""
+    top = Path(configs[-1].run.output_dir)
+    chained: list[Config] = []
+    for number, (stage, config) in enumerate(zip(stages, configs, strict=True)):
+        folder = top / f"stage-{number + 1}-{stage.get('name') or config.method.name}"
+        placed = dataclasses.replace(config, run=config.run.model_copy(update={"output_dir": str(folder)}))
+        explicit = any(stage.get(key) is not None for key in STARTING_POINT)
+        chained.append(placed if number == 0 or explicit else continued(chained[-1], placed))
+    notices = tuple(dict.fromkeys(notice for config in chained for notice in config.notices))
+    whole = chained[-1].run.model_copy(update={"output_dir": str(top)})
+    return dataclasses.replace(chained[-1], run=whole, stages=tuple(chained), notices=notices)
+
+
+def continued(before: Config, stage: Config) -> Config:
+    """A stage's config that starts from what the stage before leaves."""
+    folder = Path(before.run.output_dir)
+    if before.adapter.kind and stage.adapter.kind:
+        adapter = stage.adapter.model_copy(update={"folder": str(folder)})
+        return dataclasses.replace(stage, model=_from(stage, before.model.base_model, before), adapter=adapter)
+    result = folder / "merged" if before.adapter.kind else folder
+    return dataclasses.replace(stage, model=_from(stage, str(result), None))
+
+
+def _from(stage: Config, base_model: str | None, like: Config | None) -> Any:
+    """The model section with another starting point: a folder that holds all it needs, or what `like` started from."""
+    names = ("gguf_file", "revision", "config_source", "tokenizer", "tokenizer_class")
+    taken = {name: getattr(like.model, name) if like else None for name in names}
+    return stage.model.model_copy(update={"base_model": base_model, **taken})

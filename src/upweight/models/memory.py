@@ -1,0 +1,117 @@
+"""What training would take of a card's memory: arithmetic on the shape of a model, nothing is loaded."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig
+
+from upweight.config.model import AdapterSection, ModelSection
+from upweight.models.adapters import linear_names
+from upweight.models.load import Head, config_with_head, model_class
+
+GIB = 2**30
+USABLE = 0.9  # of a card: the rest is the driver's, and lost between blocks
+HALF, SINGLE = 2, 4
+Trained = Literal["all", "lora", "qlora"]
+QUANTISED = {"load_in_4bit": 0.53, "load_in_8bit": 1.02}  # bytes of a weight with its share of the scales
+HEAD_CHUNK = 2**27 * 2 * SINGLE  # projections of one chunk and their gradients: logits are never built as a whole
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of a model that memory depends on."""
+
+    parameters: int
+    largest: int  # numbers in its largest weight
+    linear: dict[str, int]  # inputs plus outputs, summed over the linear layers of a name
+    linear_parameters: int
+    activation_bytes: dict[bool, int]  # of a token, by whether layers are recomputed
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes by what they are for."""
+
+    weights: float
+    training: float  # masters, gradients, optimizer, the reference
+    activations: float
+
+    @property
+    def total(self) -> float:
+        return self.weights + self.training + self.activations
+
+
+def shape_of(section: ModelSection, head: Head) -> Shape:
+    """A model's sizes, from its config alone."""
+    config = config_with_head(section, head)
+    with torch.device("meta"):
+        model = model_class(section, head).from_config(config)
+    names = set(linear_names(model))
+    linear: dict[str, int] = {}
+    inside = 0
+    for name, module in model.named_modules():
+        last = name.rpartition(".")[2]
+        weight = getattr(module, "weight", None)
+        if last in names and isinstance(weight, nn.Parameter):
+            linear[last] = linear.get(last, 0) + sum(weight.shape)
+            inside += weight.numel()
+    sizes = [weight.numel() for weight in model.parameters()]
+    text = config.get_text_config()
+    by_token = {again: activation_bytes(text, checkpointing=again) for again in (False, True)}
+    return Shape(sum(sizes), max(sizes), linear, inside, by_token)
+
+
+def activation_bytes(config: PreTrainedConfig, *, checkpointing: bool) -> int:
+    """Bytes that a token's activations take in half precision; recomputed, one layer's and the others' inputs."""
+    wide = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    per_layer = HALF * (20 * config.hidden_size + 6 * wide)
+    layers = config.num_hidden_layers
+    return HALF * layers * config.hidden_size + per_layer if checkpointing else layers * per_layer
+
+
+def adapter_parameters(shape: Shape, adapter: AdapterSection) -> int:
+    """Numbers in an adapter with the config's rank on the layers it names, or on all linear ones."""
+    named = [adapter.targets] if isinstance(adapter.targets, str) else adapter.targets or []
+    chosen = [name for name in shape.linear if name in named]
+    sizes = [shape.linear[name] for name in (chosen if chosen and not adapter.target_linear else shape.linear)]
+    return adapter.rank * sum(sizes)
+
+
+def optimizer_bytes(name: str) -> int:
+    """Bytes of optimizer state for each trained number."""
+    if "8bit" in name:
+        return 2
+    if "adafactor" in name or name.startswith("sgd"):
+        return 0
+    return SINGLE if name.startswith("lion") else 2 * SINGLE
+
+
+def estimate(
+    shape: Shape,
+    trained: Trained,
+    adapter: AdapterSection,
+    *,
+    optimizer: str,
+    reference: bool,
+    checkpointing: bool,
+    tokens: int,
+) -> Memory:
+    """The most memory that a step of one forward of `tokens` takes, computing in half precision."""
+    weight = HALF
+    if trained == "qlora":
+        weight = QUANTISED["load_in_8bit" if adapter.load_in_8bit else "load_in_4bit"]
+    weights = weight * shape.linear_parameters + HALF * (shape.parameters - shape.linear_parameters)
+    count = shape.parameters if trained == "all" else adapter_parameters(shape, adapter)
+    # A float32 master and its gradient, the optimizer's state, and for adapters the copy that forwards read.
+    training = count * (2 * SINGLE + optimizer_bytes(optimizer) + (0 if trained == "all" else HALF))
+    if trained == "all":
+        training += 3 * SINGLE * shape.largest + (HALF * shape.parameters if reference else 0)
+    return Memory(weights, training, max(tokens * shape.activation_bytes[checkpointing], HEAD_CHUNK))
+
+
+def longest(shape: Shape, memory: Memory, card: float, *, checkpointing: bool, sequences: int) -> int:
+    """Tokens that `sequences` sequences of one forward may each have on a card of so many bytes."""
+    free = USABLE * card - memory.weights - memory.training
+    return max(int(free / shape.activation_bytes[checkpointing] / sequences), 0) if free > HEAD_CHUNK else 0

@@ -1,0 +1,77 @@
+"""What foreign code is made to do differently; each patch has a test that says when it can go."""
+
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from accelerate import PartialState
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from peft.tuners.lora import Linear as LoraLinear
+from torch import Tensor, nn
+
+
+def shard_on_cpu(state: AcceleratorState, plugin: FullyShardedDataParallelPlugin) -> None:
+    """Make accelerate shard over CPU ranks: there it drops the plugin without a word and takes DDP."""
+    state.fsdp_plugin = plugin
+    state.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+
+
+def add_adapters_in_place(model: nn.Module) -> None:
+    """Let plain LoRA layers add their term inside the matrix product, where PEFT takes three passes over the output."""
+    for module in model.modules():
+        if type(module) is LoraLinear and "_stock_forward" not in module.__dict__:
+            vars(module)["_stock_forward"] = module.forward
+            module.forward = MethodType(_lora_forward, module)
+
+
+def _lora_forward(self: LoraLinear, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """The base layer's output with the active adapter's term; whatever is not plain goes through PEFT's own forward."""
+    found = None if args or kwargs else _plain_adapter(self, x)
+    if found is None:
+        return self.__dict__["_stock_forward"](x, *args, **kwargs)
+    weight, bias, down, up, scaling = found
+    out = _LowRankLinear.apply(scaling, bias, x.reshape(-1, x.shape[-1]), weight, down, up)
+    assert isinstance(out, Tensor)
+    return out.view(*x.shape[:-1], out.shape[-1])
+
+
+def _plain_adapter(layer: Any, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor, Tensor, float] | None:
+    """Weight and bias of the layer, weights and scaling of its adapter, if all that does is add a low-rank product."""
+    active = [name for name in layer.active_adapters if name in layer.lora_A]
+    if layer.disable_adapters or layer.merged or layer.lora_variant or len(active) != 1 or layer.fan_in_fan_out:
+        return None
+    (name,) = active
+    base, down, up, dropout = layer.base_layer, layer.lora_A[name], layer.lora_B[name], layer.lora_dropout[name]
+    plain = all(type(linear) is nn.Linear for linear in (base, down, up)) and up.bias is None
+    idle = isinstance(dropout, nn.Identity) or not dropout.training
+    if not (plain and idle) or torch.is_autocast_enabled(x.device.type):
+        return None
+    weights: list[Tensor] = [base.weight, down.weight, up.weight]
+    frozen = not (base.weight.requires_grad or (base.bias is not None and base.bias.requires_grad))
+    alike = all(type(w) in (Tensor, nn.Parameter) and w.dtype == x.dtype for w in weights)
+    return (base.weight, base.bias, down.weight, up.weight, float(layer.scaling[name])) if frozen and alike else None
+
+
+class _LowRankLinear(torch.autograd.Function):
+    """x W' + b + s (x A') B' for frozen W and b: the low-rank terms are added by the products themselves."""
+
+    @staticmethod
+    def forward(ctx: Any, scaling: float, bias: Tensor | None, *tensors: Tensor) -> Tensor:
+        x_ND, weight, down, up = tensors
+        narrow = F.linear(x_ND, down)
+        out = F.linear(x_ND, weight, bias).addmm_(narrow, up.t(), alpha=scaling)
+        ctx.save_for_backward(x_ND, narrow, weight, down, up)
+        ctx.scaling = scaling
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
+        (grad,) = grad_outputs
+        x_ND, narrow, weight, down, up = ctx.saved_tensors
+        grad_narrow = (grad @ up).mul_(ctx.scaling)
+        grad_x = (grad @ weight).addmm_(grad_narrow, down) if ctx.needs_input_grad[2] else None
+        grad_down = grad_narrow.t() @ x_ND if ctx.needs_input_grad[4] else None
+        grad_up = (grad.t() @ narrow).mul_(ctx.scaling) if ctx.needs_input_grad[5] else None
+        return None, None, grad_x, None, grad_down, grad_up

@@ -1,0 +1,65 @@
+"""Process reward models as rewards: the lowest score among the steps of a completion."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from upweight.config.data import DatasetRow
+from upweight.config.model import ModelSection
+from upweight.data.scoring import ScoreModel, load_score_model
+from upweight.rewards.call import takes
+from upweight.rewards.reward import Reward
+
+
+class ProcessReward:
+    """Prompts and completions in, for each the probability that its weakest step is right; none where it is empty."""
+
+    def __init__(self, model: ScoreModel) -> None:
+        self.model = model
+
+    def __call__(self, prompts: list[Any], completions: list[Any]) -> list[float | None]:
+        """One score for each completion."""
+        rows = [
+            {"prompt": _text(prompt), "completion": _text(completion)}
+            for prompt, completion in zip(prompts, completions, strict=True)
+        ]
+        said = [number for number, row in enumerate(rows) if row["completion"].strip()]
+        scores: list[float | None] = [None] * len(rows)
+        for number, steps in zip(said, self.model([rows[number] for number in said]), strict=True):
+            scores[number] = min(steps)
+        return scores
+
+
+def is_process_model(place: str) -> bool:
+    """Whether a folder holds a process reward model, or an adapter of one."""
+    adapter, config = Path(place) / "adapter_config.json", Path(place) / "config.json"
+    if adapter.is_file():
+        return json.loads(adapter.read_text(encoding="utf-8")).get("task_type") == "TOKEN_CLS"
+    names = json.loads(config.read_text(encoding="utf-8")).get("architectures") if config.is_file() else None
+    return bool(names) and names[0].endswith("ForTokenClassification")
+
+
+def load_process_reward(place: str, key: str, *, trust_remote_code: bool = False) -> Reward:
+    """The process reward model in a folder; steps are cut as in the run that trained it, else by lines."""
+    folder = Path(place)
+    adapter, base = None, place
+    if (folder / "adapter_config.json").is_file():
+        named = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+        adapter, base = folder, named["base_model_name_or_path"]
+    section = ModelSection(base_model=base, trust_remote_code=trust_remote_code)
+    function = ProcessReward(load_score_model(section, adapter, entry=DatasetRow(step_separator=_separator(folder))))
+    return Reward(folder.name, function, takes(function, folder.name, key), is_limited=False)
+
+
+def _separator(folder: Path) -> str | None:
+    file = next((file for file in (folder / "config.yaml", folder.parent / "config.yaml") if file.is_file()), None)
+    content = yaml.safe_load(file.read_text(encoding="utf-8")) if file else None
+    rows = content.get("datasets") if isinstance(content, dict) else None
+    return rows[0].get("step_separator") if rows else None
+
+
+def _text(said: Any) -> str:
+    """A text as it is; of messages what the last one says, since steps are judged without a chat template."""
+    return said if isinstance(said, str) else str(said[-1].get("content") or "") if said else ""

@@ -1,0 +1,1 @@
+"""Starting and describing a vLLM server."""

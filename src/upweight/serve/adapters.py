@@ -1,0 +1,59 @@
+"""What vLLM can load of an adapter."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from upweight.config.model import AdapterSection
+from upweight.errors import UserError
+
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+
+
+def allowed_rank(rank: int) -> int:
+    """The smallest rank that vLLM has room for and that holds `rank`."""
+    found = next((size for size in RANKS if size >= rank), None)
+    if found is None:
+        raise UserError(f"lora_r: vLLM serves adapters up to rank {RANKS[-1]}, not {rank}; lower it.")
+    return found
+
+
+def largest_rank(section: AdapterSection) -> int:
+    """The largest rank in the adapter that a config describes or continues."""
+    kept = Path(section.folder) / "adapter_config.json" if section.folder else None
+    if kept is not None and kept.is_file():
+        stored: dict[str, Any] = json.loads(kept.read_text(encoding="utf-8"))
+        return max([int(stored["r"]), *map(int, (stored.get("rank_pattern") or {}).values())])
+    return max([section.rank, *section.rank_pattern.values()])
+
+
+def not_loadable(
+    *, dora: bool = False, bias: bool = False, modules_to_save: object = None, target_parameters: object = None
+) -> str | None:
+    """The key of what vLLM cannot load in an adapter with these features; None when it can load all of it."""
+    found = {
+        "peft_use_dora": dora,
+        "bias": bias,
+        "lora_modules_to_save": bool(modules_to_save),
+        "lora_target_parameters": bool(target_parameters),
+    }
+    return next((key for key, asked in found.items() if asked), None)
+
+
+def adapter_alone(section: AdapterSection, lora_sync: bool | None) -> bool:
+    """Whether the adapter is sent by itself: asked for, or left open and possible."""
+    key = not_loadable(
+        dora=section.dora, modules_to_save=section.modules_to_save, target_parameters=section.target_parameters
+    )
+    if section.kind is None or lora_sync is False:
+        return False
+    if lora_sync and key is not None:
+        raise UserError(refusal(key))
+    return key is None
+
+
+def refusal(key: str) -> str:
+    """Why an adapter with this feature cannot be sent by itself, and what to do."""
+    return (
+        f"{key}: vLLM cannot load such an adapter; drop the key, or set 'trl.vllm_lora_sync: false' to send merged weights."
+    )

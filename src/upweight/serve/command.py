@@ -1,0 +1,115 @@
+"""A config as the command line and environment of a vLLM OpenAI server."""
+
+import json
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from upweight.config import Config
+from upweight.errors import UserError
+from upweight.log import warn_once
+from upweight.serve.adapters import adapter_alone, allowed_rank, largest_rank
+
+TESTED = ("0.26", "0.32")
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+# Adapters that share a batch: the version in use, and the one before while its last requests end.
+LIVE_ADAPTERS = 2
+# Further versions lie in host memory. vLLM reads an evicted one from disk again, and dies where the folder is gone.
+KEPT_ADAPTERS = 8
+
+
+@dataclass(frozen=True)
+class Command:
+    """What to run, and what to add to the environment."""
+
+    argv: tuple[str, ...]
+    env: dict[str, str] = field(default_factory=dict)
+
+
+def serve_command(config: Config, *, python: str = sys.executable) -> Command:
+    """The server that training with `config` needs; `python` belongs to the environment that vLLM is installed in."""
+    # The module and not the `vllm` script: packages of vLLM for CPUs have another name, which the script stumbles over.
+    argv = [python, "-m", "vllm.entrypoints.openai.api_server"]
+    for flag, value in _flags(config):
+        argv += [flag] if value is None else [flag, value]
+    return Command(tuple(argv), _environment(config))
+
+
+def warnings_of(config: Config, version: str) -> list[str]:
+    """What a person should know before the server starts."""
+    found = []
+    if config.vllm.host not in LOOPBACK:
+        found.append(
+            f"vllm.host: {config.vllm.host} can be reached from other machines, and the routes that change weights "
+            "are not protected; use 127.0.0.1, or a network that only you can reach"
+        )
+    if not any(version == known or version.startswith(f"{known}.") for known in TESTED):
+        found.append(f"vLLM {version} is not tested; {' and '.join(TESTED)} are")
+    return found
+
+
+def _flags(config: Config) -> Iterator[tuple[str, str | None]]:
+    """Flags with their values; None for those without one."""
+    model, vllm = config.model, config.vllm
+    if model.base_model is None:
+        raise UserError("base_model: missing. Name the model to serve: a hub id or a folder.")
+    if model.gguf_file is not None or model.base_model.endswith(".gguf"):
+        raise UserError("gguf_file: vLLM does not serve it; save the model unpacked, and name its folder as base_model.")
+    yield "--model", model.base_model
+    yield "--served-model-name", model.base_model
+    if model.tokenizer is not None:
+        yield "--tokenizer", model.tokenizer
+    if model.revision is not None:
+        yield "--revision", model.revision
+    if model.trust_remote_code:
+        yield "--trust-remote-code", None
+    yield "--host", vllm.host
+    yield "--port", str(vllm.port)
+    yield "--dtype", vllm.dtype
+    yield "--gpu-memory-utilization", str(vllm.memory)
+    yield "--tensor-parallel-size", str(vllm.tensor_parallel_size)
+    yield "--data-parallel-size", str(vllm.data_parallel_size)
+    if vllm.max_model_len is not None:
+        yield "--max-model-len", str(vllm.max_model_len)
+    if vllm.enforce_eager:
+        yield "--enforce-eager", None
+    if vllm.prefix_caching is not None:
+        yield "--enable-prefix-caching" if vllm.prefix_caching else "--no-enable-prefix-caching", None
+    if vllm.reasoning_parser is not None:
+        yield "--reasoning-parser", vllm.reasoning_parser
+    if vllm.tool_call_parser is not None:
+        yield "--enable-auto-tool-choice", None
+        yield "--tool-call-parser", vllm.tool_call_parser
+    # Log-probs at the sampling temperature, and no sampling defaults of the model's own.
+    yield "--logprobs-mode", "processed_logprobs"
+    yield "--generation-config", "vllm"
+    yield from _sync_flags(config)
+
+
+def _sync_flags(config: Config) -> Iterator[tuple[str, str | None]]:
+    """What the server needs to take new weights."""
+    if adapter_alone(config.adapter, config.rollout.lora_sync):
+        rank = config.vllm.max_lora_rank or largest_rank(config.adapter)
+        yield "--enable-lora", None
+        yield "--max-lora-rank", str(allowed_rank(rank))
+        yield "--max-loras", str(LIVE_ADAPTERS)
+        yield "--max-cpu-loras", str(KEPT_ADAPTERS)
+    else:
+        yield "--weight-transfer-config", json.dumps({"backend": "nccl"})
+
+
+def _environment(config: Config) -> dict[str, str]:
+    env = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    if adapter_alone(config.adapter, config.rollout.lora_sync):
+        env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
+    if config.vllm.host in LOOPBACK:
+        env["VLLM_HOST_IP"] = "127.0.0.1"
+    device = config.vllm.device
+    if numbered := re.fullmatch(r"cuda:(\d+(?:,\d+)*)", device):
+        env["CUDA_VISIBLE_DEVICES"] = numbered[1]
+    elif device not in ("auto", "cuda", "cpu"):
+        raise UserError(f"vllm.device: '{device}' is not known. Use auto, cpu, cuda, or a number: cuda:1.")
+    elif device != "auto":
+        warn_once(f"vllm.device: no effect: vLLM serves on what it was built for; '{device}' is not chosen at start")
+    return env

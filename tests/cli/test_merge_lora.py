@@ -1,0 +1,68 @@
+"""An adapter from its training to a merged model, by config and by folder."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from made_runs import write_config, write_model
+from upweight.cli.merge_lora import run
+from upweight.config import load_config
+from upweight.errors import UserError
+from upweight.train.run import train
+
+LORA = {"adapter": "lora", "lora_target_linear": True, "lora_r": 4, "max_steps": 2, "learning_rate": 0.05}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    file = write_config(folder, write_model(folder / "model"), **LORA)
+    train(load_config(file))
+    return file
+
+
+def test_by_config_and_by_folder(trained, tmp_path, capsys):
+    out = trained.parent / "out"
+    run(str(trained), [], output=None, check=True)
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0] == str(out / "merged")
+    assert "before and after, in float32" in printed[1]
+    assert float(printed[1].split()[-1]) < 1e-3
+    run(str(out), [], output=tmp_path / "again", check=False)
+    (out / "config.yaml").rename(out / "config.aside")
+    run(str(out), [f"base_model={trained.parent / 'model'}"], output=tmp_path / "alone", check=False)
+    (out / "config.aside").rename(out / "config.yaml")
+    models = [
+        AutoModelForCausalLM.from_pretrained(place)
+        for place in (out / "merged", tmp_path / "again", tmp_path / "alone")
+    ]
+    base = AutoModelForCausalLM.from_pretrained(trained.parent / "model")
+    ids = torch.arange(5, 15).view(1, -1)
+    with torch.no_grad():
+        first, *others = (model(input_ids=ids).logits for model in (*models, base))
+    assert torch.equal(first, others[0])
+    assert torch.equal(first, others[1])
+    assert not torch.allclose(first, others[2], atol=1e-3)
+
+
+def test_nothing_to_merge(trained, tmp_path):
+    with pytest.raises(UserError, match="whole model"):
+        run(str(trained.parent / "model"), [], output=None, check=False)
+    with pytest.raises(UserError, match="holds no trained model"):
+        run(str(trained), [f"output_dir={tmp_path}"], output=None, check=False)
+    with pytest.raises(UserError, match="neither a config nor a folder"):
+        run("./nowhere.yaml", [], output=None, check=False)
+
+
+def test_an_adapter_of_a_quantised_run_is_merged_into_the_weights_as_stored(trained, tmp_path):
+    """`load_in_4bit` says how training holds the base; merging reads the files."""
+    out = trained.parent / "out"
+    content = json.loads(json.dumps({"base_model": str(trained.parent / "model")}))
+    qlora = tmp_path / "qlora.yaml"
+    keys = {**content, "rl": "dpo", "datasets": [{"path": "x.jsonl", "type": "chatml.intel"}], "adapter": "qlora",
+            "load_in_4bit": True, "output_dir": str(out)}  # fmt: skip
+    qlora.write_text(json.dumps(keys))
+    run(str(qlora), [], output=tmp_path / "merged", check=True)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "merged").dtype == torch.float32

@@ -1,0 +1,64 @@
+import pytest
+import torch
+from transformers import Qwen2Config
+
+from tiny_models import tiny
+from upweight.config.model import AdapterSection, ModelSection
+from upweight.models.memory import GIB, adapter_parameters, estimate, longest, optimizer_bytes, shape_of
+
+LORA = AdapterSection(kind="lora", rank=16, target_linear=True)
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory):
+    """The shape that docs/performance.md measures."""
+    folder = tmp_path_factory.mktemp("qwen")
+    sizes = {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12}
+    Qwen2Config(vocab_size=151_936, num_key_value_heads=2, tie_word_embeddings=True, **sizes).save_pretrained(folder)
+    return shape_of(ModelSection(base_model=str(folder)), "tokens")
+
+
+def need(shape, trained, **changes):
+    options = {"optimizer": "sgd", "reference": False, "checkpointing": True, "tokens": 10_240, **changes}
+    return estimate(shape, trained, options.pop("adapter", LORA), **options)
+
+
+def test_measured_peaks_are_met_within_a_tenth(qwen):
+    """One H200, GRPO on rows of 10,240 tokens, forward and backward without an optimizer: 5.2 and 20.7 GiB."""
+    assert need(qwen, "lora").total / GIB == pytest.approx(5.2, rel=0.1)
+    assert need(qwen, "all").total / GIB == pytest.approx(20.7, rel=0.1)
+
+
+def test_sizes_are_counted_on_the_model(tmp_path):
+    model = tiny("llama")
+    model.save_pretrained(tmp_path)
+    shape = shape_of(ModelSection(base_model=str(tmp_path)), "tokens")
+    assert shape.parameters == sum(weight.numel() for weight in model.parameters())
+    one = AdapterSection(kind="lora", rank=3, targets=["q_proj"])
+    right = sum(3 * sum(m.weight.shape) for n, m in model.named_modules() if n.endswith("q_proj"))
+    assert adapter_parameters(shape, one) == right
+    every = sum(
+        3 * sum(m.weight.shape) for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and n != "lm_head"
+    )
+    assert adapter_parameters(shape, AdapterSection(kind="lora", rank=3)) == every
+
+
+def test_every_saving_saves(qwen):
+    plain = need(qwen, "all", optimizer="adamw_torch_fused", reference=True, checkpointing=False)
+    assert need(qwen, "all", optimizer="adamw_torch_fused", checkpointing=False).total < plain.total
+    assert need(qwen, "all", optimizer="adamw_torch_fused", reference=True).activations < plain.activations
+    assert need(qwen, "lora").training < need(qwen, "all").training / 20
+    four = AdapterSection(kind="qlora", load_in_4bit=True)
+    eight = AdapterSection(kind="lora", load_in_8bit=True)
+    weights = [need(qwen, way, adapter=a).weights for way, a in (("qlora", four), ("qlora", eight), ("lora", LORA))]
+    assert weights == sorted(weights)
+    assert optimizer_bytes("adamw_bnb_8bit") < optimizer_bytes("lion_32bit") < optimizer_bytes("adamw_torch")
+
+
+def test_the_longest_sequence_fits_and_one_more_half_does_not(qwen):
+    card = 24 * GIB
+    fixed = need(qwen, "lora")
+    most = longest(qwen, fixed, card, checkpointing=True, sequences=2)
+    assert need(qwen, "lora", tokens=2 * most).total <= 0.9 * card
+    assert need(qwen, "lora", tokens=3 * most).total > 0.9 * card
+    assert longest(qwen, need(qwen, "all"), 8 * GIB, checkpointing=True, sequences=1) == 0

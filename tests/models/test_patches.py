@@ -1,0 +1,92 @@
+import copy
+import inspect
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from peft.tuners.lora import Linear as LoraLinear
+
+from tiny_models import gradients, relative_difference, tiny
+from upweight.models.patches import add_adapters_in_place
+
+LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+def adapted(kind="qwen2", **settings):
+    """A model with an adapter that changes what it computes."""
+    model = get_peft_model(tiny(kind), LoraConfig(r=4, lora_alpha=12, target_modules=LINEAR, **settings))
+    torch.manual_seed(1)
+    for name, weight in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weight, std=0.3)
+    return model
+
+
+def outcome(model, **arguments):
+    """Logits and gradients of a fixed loss; dropout draws the same numbers each time."""
+    torch.manual_seed(2)
+    ids = torch.randint(0, 60, (2, 9))
+    logits = model(input_ids=ids, **arguments).logits
+    return logits, gradients(model, (logits * torch.randn(logits.shape)).sum())
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"lora_dropout": 0.3}, {"use_dora": True}, {"use_rslora": True}, {"lora_bias": True}], ids=str
+)
+def test_the_sum_stays_the_same(settings):
+    model = adapted(**settings).train()
+    logits, right = outcome(model)
+    add_adapters_in_place(model)
+    found, grads = outcome(model)
+    torch.testing.assert_close(found, logits, atol=1e-4, rtol=1e-4)
+    assert relative_difference(grads, right) < 1e-5
+
+
+def test_the_low_rank_product_is_what_runs(monkeypatch):
+    model = adapted(lora_dropout=0.3)
+    add_adapters_in_place(model)
+    layer = next(module for module in model.modules() if isinstance(module, LoraLinear))
+    calls = []
+    monkeypatch.setitem(layer.__dict__, "_stock_forward", lambda x: calls.append(x) or torch.zeros(2, 3, 64))
+    x = torch.randn(2, 3, layer.in_features)
+    layer.eval()(x)
+    assert not calls
+    layer.train()(x)  # dropout comes between
+    with model.disable_adapter():
+        layer.eval()(x)
+    assert len(calls) == 2
+
+
+def test_frozen_adapters_and_inputs_without_gradient():
+    model = adapted()
+    add_adapters_in_place(model)
+    model.requires_grad_(False)
+    assert not model(input_ids=torch.tensor([[1, 2, 3]])).logits.requires_grad
+
+
+def test_adapters_merge_switch_off_and_are_copied_as_before():
+    model = adapted()
+    with model.disable_adapter():
+        off = outcome_without_gradient(model)
+    right = outcome_without_gradient(model)
+    add_adapters_in_place(model)
+    add_adapters_in_place(model)
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.zero_()
+    torch.testing.assert_close(outcome_without_gradient(twin), right, atol=1e-4, rtol=1e-4)
+    with twin.disable_adapter():
+        torch.testing.assert_close(outcome_without_gradient(twin), off)
+    merged = twin.merge_and_unload()
+    torch.testing.assert_close(outcome_without_gradient(merged), right, atol=1e-3, rtol=1e-3)
+
+
+def outcome_without_gradient(model):
+    with torch.no_grad():
+        return model(input_ids=torch.arange(1, 9)[None]).logits
+
+
+def test_peft_still_adds_the_term_by_itself():
+    """When PEFT scales and adds inside the product, `add_adapters_in_place` can go."""
+    assert "result = result + lora_B(lora_A(dropout(x))) * scaling" in inspect.getsource(LoraLinear.forward)

@@ -1,0 +1,62 @@
+"""It learns: a tiny model goes from chance to nearly always right."""
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+
+from made_rollouts import chat_model, online_trainer, prompts
+from made_tokenizers import byte_tokenizer
+from upweight.methods import GDPO, GRPO
+
+LETTERS = "abcd"
+
+
+def taught_letters(tokenizer, steps=60):
+    """A model that likes random letters, so that sampling starts at chance and not in the whole vocabulary."""
+    model, rows = chat_model(tokenizer), prompts(tokenizer, len(LETTERS), LETTERS)
+    letters = [tokenizer.encode(letter, add_special_tokens=False)[0] for letter in LETTERS]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(steps):
+        loss = torch.zeros(())
+        for prompt in rows["prompt_ids"]:
+            drawn = torch.randint(len(letters), (8, 3), generator=generator)
+            answer = torch.tensor(letters)[drawn]
+            end = torch.full((8, 1), tokenizer.eos_token_id)
+            ids = torch.cat([torch.tensor(prompt).expand(8, -1), answer, end], 1)
+            logits = model(input_ids=ids).logits[:, len(prompt) - 1 : -1]
+            loss = loss + torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, len(prompt) :].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return model
+
+
+def same_letter(completions, answer, **_):
+    """Share of the letters that are the one asked for."""
+    told = zip(completions, answer, strict=True)
+    return [sum(letter == wanted for letter in text[:3]) / 3 for text, wanted in told]
+
+
+def right_length(completions, **_):
+    return [float(len(text) == 3) for text in completions]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("method", "adapter"), [(GRPO, False), (GRPO, True), (GDPO, False)], ids=["grpo", "grpo-lora", "gdpo"]
+)
+def test_from_chance_to_nearly_always_right(tmp_path, method, adapter):
+    model = taught_letters(byte_tokenizer("chatml"))
+    if adapter:
+        model = get_peft_model(model, LoraConfig(r=16, target_modules="all-linear"))
+    policy = {"num_generations": 16, "max_completion_length": 4}
+    trainer = online_trainer(
+        tmp_path, method=method(policy=policy), rewards=[same_letter, right_length], model=model, rows=4,
+        words=LETTERS, step=64, max_steps=150, optim="adamw_torch", learning_rate=1e-2 if adapter else 2e-3,
+        max_grad_norm=1.0,
+    )  # fmt: skip
+    trainer.train()
+    curve = [row["rewards/same_letter/mean"] for row in trainer.state.log_history if "rewards/same_letter/mean" in row]
+    assert sum(curve[:3]) / 3 < 0.3
+    assert sum(curve[-10:]) / 10 > 0.9
