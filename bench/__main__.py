@@ -50,7 +50,7 @@ class Worker:
             )
 
     def step(self) -> dict[str, float]:
-        """Seconds, loss, gradient norm and peak memory of one more step."""
+        """Seconds, loss, gradient norm and peak memory of one more step; of a whole step also its parts."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.write("step\n")
@@ -88,6 +88,8 @@ def measure(case: Case, threads: int, repeats: int) -> dict[str, Any]:
     def middle(side: str, key: str) -> float:
         return median(step[side][key] for step in steps)
 
+    parts = [key for key in ("rollout_s", "training_s", "tokens") if key in steps[0]["ours"]]
+
     return {
         "name": case.name,
         "ours_s": round(middle("ours", "wall_s"), 3),
@@ -100,6 +102,7 @@ def measure(case: Case, threads: int, repeats: int) -> dict[str, Any]:
         "peer_grad_norm": middle("peer", "grad_norm"),
         "ours_peak_mb": round(middle("ours", "peak_mb")),
         "peer_peak_mb": round(middle("peer", "peak_mb")),
+        **{f"{side}_{key}": round(middle(side, key), 3) for key in parts for side in ("ours", "peer")},
         "peer": PEER,
         "threads": threads,
         "repeats": repeats,

@@ -3,7 +3,7 @@
 import json
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +26,16 @@ class Case:
     rows: Callable[[random.Random], list[dict[str, Any]]]
     micro_batch: int  # TRL: sequences (GRPO, KTO) or pairs in a forward
     budget: int  # ours: distinct tokens in a forward, about what TRL's micro-batch holds with padding
+    completions: int = 0  # to sample for each prompt
+    new_tokens: int = 0  # of each of them: the end is a token that the model does not have
 
 
 def write_case(case: Case, folder: Path, seed: int) -> None:
     """The case's rows, model and tokenizer as files in `folder`."""
-    rows = case.rows(random.Random(seed))
-    work = {"name": case.name, "rows": rows, "micro_batch": case.micro_batch, "budget": case.budget}
+    work = asdict(case) | {"rows": case.rows(random.Random(seed))}
     (folder / "work.json").write_text(json.dumps(work))
-    _write_model(folder / "model", seed, score_head=case.name == "reward_step")
+    end = VOCABULARY if case.new_tokens else END
+    _write_model(folder / "model", seed, score_head=case.name == "reward_step", end=end)
 
 
 def _groups(rng: random.Random) -> list[dict[str, Any]]:
@@ -68,8 +70,14 @@ def _labelled(rng: random.Random) -> list[dict[str, Any]]:
     ]
 
 
+def _prompts(rng: random.Random) -> list[dict[str, Any]]:
+    """Four prompts of 128 to 256 tokens."""
+    return [{"prompt": _words(rng, rng.randint(128, 256))} for _ in range(4)]
+
+
 CASES = [
     Case("grpo_step", _groups, micro_batch=8, budget=3072),
+    Case("grpo_whole_step", _prompts, micro_batch=8, budget=2560, completions=8, new_tokens=64),
     Case("dpo_step", _pairs, micro_batch=4, budget=3072),
     # TRL takes ORPO's likelihood and KTO's KL over a micro-batch, we over the step: the same where there is one.
     Case("kto_step", _labelled, micro_batch=8, budget=3072),
@@ -83,7 +91,7 @@ def _words(rng: random.Random, length: int) -> list[int]:
     return [rng.randrange(2, VOCABULARY) for _ in range(length)]
 
 
-def _write_model(folder: Path, seed: int, *, score_head: bool) -> None:
+def _write_model(folder: Path, seed: int, *, score_head: bool, end: int) -> None:
     """A random Qwen2 and a tokenizer whose word `t7` is token 7, so that TRL's own tokenisation gives our tokens."""
     import torch
     from tokenizers import Tokenizer
@@ -97,10 +105,11 @@ def _write_model(folder: Path, seed: int, *, score_head: bool) -> None:
     )
 
     torch.manual_seed(seed)
-    config = Qwen2Config(vocab_size=VOCABULARY, eos_token_id=END, pad_token_id=1, bos_token_id=None, **SHAPE)
+    own_end = end if end < VOCABULARY else None
+    config = Qwen2Config(vocab_size=VOCABULARY, eos_token_id=own_end, pad_token_id=1, bos_token_id=None, **SHAPE)
     config.num_labels = 1
     (Qwen2ForSequenceClassification if score_head else Qwen2ForCausalLM)(config).save_pretrained(folder)
-    vocabulary = {"</s>": END, "<pad>": 1} | {f"t{n}": n for n in range(2, VOCABULARY)}
+    vocabulary = {f"t{n}": n for n in range(VOCABULARY) if n not in (end, 1)} | {"</s>": end, "<pad>": 1}
     tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="<pad>"))
     tokenizer.pre_tokenizer = WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", pad_token="<pad>").save_pretrained(folder)

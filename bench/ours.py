@@ -1,18 +1,21 @@
-"""Our side of a case: one training step for each line on stdin, one JSON line on stdout."""
+"""Our side of a case: one step for each line on stdin, one JSON line on stdout."""
 
 import json
 import os
 import resource
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TextIO
 
 import numpy as np
 import torch
 from accelerate import Accelerator
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
+from upweight import GRPOConfig, GRPOTrainer
 from upweight.data.units import units_of
 from upweight.methods import DPO, GRPO, KTO, ORM, ORPO, SimPO
 from upweight.methods.base import Method
@@ -48,8 +51,10 @@ def _completed(prompt: list[int], completion: list[int], advantage: float) -> Sa
     return Sample(np.array(prompt + completion, np.int64), scored, advantage=advantage)
 
 
-class Side:
-    """A model, its reference if the method has one, and the step that is measured."""
+class TrainingPart:
+    """A model, its reference if the method has one, and the training part of a step."""
+
+    more: Mapping[str, float] = MappingProxyType({})
 
     def __init__(self, folder: Path, work: dict[str, Any]) -> None:
         method = METHODS[work["name"]]
@@ -72,10 +77,52 @@ class Side:
         return self.runner.train(self.model, self.units).item()
 
 
+class WholeStep:
+    """A GRPOTrainer that samples completions, scores them and trains on them."""
+
+    def __init__(self, folder: Path, work: dict[str, Any]) -> None:
+        rows, size = work["rows"], work["completions"]
+        prompts = [{"prompt": " ".join(f"t{token}" for token in row["prompt"])} for row in rows]
+        config = GRPOConfig(
+            output_dir=str(folder / "ours"),
+            per_device_train_batch_size=work["micro_batch"],
+            gradient_accumulation_steps=len(rows) * size // work["micro_batch"],
+            num_generations=size,
+            max_completion_length=work["new_tokens"],
+            token_budget=work["budget"],
+            use_cpu=True,
+            bf16=False,
+        )
+
+        def reward(completion_ids: list[list[int]], **columns: Any) -> list[float]:
+            return [sum(ids) % 101 / 100 for ids in completion_ids]
+
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / "model")
+        self.trainer = GRPOTrainer(
+            str(folder / "model"), reward, args=config, train_dataset=prompts, processing_class=tokenizer
+        )
+        self.model: Any = self.trainer.model
+        self.more: dict[str, float] = {}
+
+    def step(self) -> float:
+        """Completions, rewards, forward, loss and backward of one optimizer step -> the loss."""
+        rollouts, runner = self.trainer.rollouts, self.trainer.runner
+        assert rollouts is not None
+        start = time.perf_counter()
+        inputs = rollouts.next_step(runner, self.model, self.trainer.state)
+        rolled = time.perf_counter()
+        loss = runner.train(self.model, inputs["units"], inputs["counts"]).item()
+        assert rollouts.current is not None
+        tokens = sum(len(one.ids) for group in rollouts.current.groups for one in group.completions)
+        self.more = {"rollout_s": rolled - start, "training_s": time.perf_counter() - rolled, "tokens": tokens}
+        return loss
+
+
 def main(folder: Path, threads: int, answers: TextIO) -> None:
     """Answer every line on stdin with a step's seconds, loss and gradient norm."""
     torch.set_num_threads(threads)
-    side = Side(folder, json.loads((folder / "work.json").read_text()))
+    work = json.loads((folder / "work.json").read_text())
+    side = (WholeStep if work["new_tokens"] else TrainingPart)(folder, work)
     for _ in sys.stdin:
         side.model.zero_grad()
         wall, cpu = time.perf_counter(), time.process_time()
@@ -84,7 +131,8 @@ def main(folder: Path, threads: int, answers: TextIO) -> None:
         gradients = [weight.grad for weight in side.model.parameters() if weight.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients).item()
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-        print(json.dumps(seconds | {"loss": loss, "grad_norm": norm, "peak_mb": peak}), file=answers, flush=True)
+        answer = {"loss": loss, "grad_norm": norm, "peak_mb": peak} | seconds | dict(side.more)
+        print(json.dumps(answer), file=answers, flush=True)
 
 
 if __name__ == "__main__":

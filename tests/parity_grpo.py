@@ -85,11 +85,12 @@ GRPO_DIFFERENT: dict[str, dict[str, Any]] = {
     "grpo cispo, the same cap": one(loss_type="cispo"),
     "grpo bnpo, cut": one(loss_type="bnpo", **CUT),
     "grpo top entropy, cut": one(top_entropy_quantile=0.4, **CUT),
-    "grpo entropy bonus, cut": one(entropy_coef=0.2, **CUT),
+    "grpo entropy bonus, cut": one(entropy_coef=2.0, **CUT),
+    "grpo off-policy mask, correction unset": one(off_policy_mask_threshold=0.05),
 }
 
 
-def replaying(case: dict[str, Any], end: int) -> dict[str, Any]:
+def replaying(case: dict[str, Any], end: Any) -> dict[str, Any]:
     """The trainer's `rollout_func` and `reward_funcs`."""
     rollouts = itertools.count()
 

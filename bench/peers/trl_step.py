@@ -1,7 +1,7 @@
 """TRL's side of a case, run by TRL's own Python: one trainer step for each line on stdin, one JSON line on stdout.
 
-The clock runs over `training_step` (forward, loss, backward), less the replayed rollout inside it. The learning rate
-is zero: every step sees the same weights, and reports the same loss and gradient norm.
+The clock runs over `training_step` (forward, loss, backward), less the replayed rollout inside it; in a whole step the
+rollout is sampled, and counts. The learning rate is zero: every step sees the same weights.
 """
 
 import importlib
@@ -23,16 +23,17 @@ from datasets import Dataset  # noqa: E402
 from transformers import PreTrainedTokenizerFast, TrainerCallback  # noqa: E402
 
 torch.set_num_threads(int(sys.argv[2]))
+ROLLOUT = "_generate_and_score_completions"
 
 
 class OnDemand(TrainerCallback):
     """Starts a step when a line comes in; answers with its seconds when its metrics are logged."""
 
     def __init__(self) -> None:
-        self.wall_s = self.cpu_s = 0.0
+        self.wall_s = self.cpu_s = self.rollout_s = 0.0
 
     def clock(self, trainer: Any, method: str, sign: int) -> None:
-        """Count (sign 1) or discount (sign -1) the time that a method of the trainer takes."""
+        """Count (sign 1) or discount (sign -1) the time that a method of the trainer takes; 0: it is counted."""
         inner = getattr(trainer, method)
 
         def timed(*args: Any, **kwargs: Any) -> Any:
@@ -40,6 +41,8 @@ class OnDemand(TrainerCallback):
             result = inner(*args, **kwargs)
             self.wall_s += sign * (time.perf_counter() - wall)
             self.cpu_s += sign * (time.process_time() - cpu)
+            if method == ROLLOUT:
+                self.rollout_s += time.perf_counter() - wall
             return result
 
         setattr(trainer, method, timed)
@@ -47,11 +50,14 @@ class OnDemand(TrainerCallback):
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if not sys.stdin.readline():
             sys.exit(0)
-        self.wall_s = self.cpu_s = 0.0
+        self.wall_s = self.cpu_s = self.rollout_s = 0.0
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         metrics = {key: kwargs["logs"][key] for key in ("loss", "grad_norm")}
         metrics["peak_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        if WORK["new_tokens"]:
+            tokens = kwargs["logs"]["completions/mean_length"] * len(WORK["rows"]) * WORK["completions"]
+            metrics |= {"rollout_s": self.rollout_s, "training_s": self.wall_s - self.rollout_s, "tokens": tokens}
         print(json.dumps({"wall_s": self.wall_s, "cpu_s": self.cpu_s} | metrics), file=ANSWERS, flush=True)
 
 
@@ -106,6 +112,23 @@ def grpo_trainer() -> Any:
     return GRPOTrainer(str(FOLDER / "model"), reward, args=config, train_dataset=prompts, rollout_func=replay)
 
 
+def sampling_trainer() -> Any:
+    """A GRPOTrainer that samples with `generate`; completions go on to the longest length, as on our side."""
+    from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
+
+    def reward(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
+        return [sum(ids) % 101 / 100 for ids in completion_ids]
+
+    config = GRPOConfig(
+        **settings(WORK["completions"] * len(WORK["rows"])),
+        num_generations=WORK["completions"],
+        max_completion_length=WORK["new_tokens"],
+    )
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(FOLDER / "model", padding_side="left")
+    prompts = Dataset.from_list([{"prompt": text(row["prompt"])} for row in WORK["rows"]])
+    return GRPOTrainer(str(FOLDER / "model"), reward, args=config, train_dataset=prompts, processing_class=tokenizer)
+
+
 OFFLINE: dict[str, tuple[str, str, dict[str, Any]]] = {
     "dpo_step": ("trl", "DPO", {}),
     "kto_step": ("trl", "KTO", {}),
@@ -134,11 +157,12 @@ def offline_trainer() -> Any:
 
 
 def main() -> None:
-    trainer = grpo_trainer() if WORK["name"] == "grpo_step" else offline_trainer()
+    online = {"grpo_step": grpo_trainer, "grpo_whole_step": sampling_trainer}
+    trainer = online.get(WORK["name"], offline_trainer)()
     on_demand = OnDemand()
     on_demand.clock(trainer, "training_step", 1)
-    if WORK["name"] == "grpo_step":
-        on_demand.clock(trainer, "_generate_and_score_completions", -1)
+    if WORK["name"] in online:
+        on_demand.clock(trainer, ROLLOUT, 0 if WORK["new_tokens"] else -1)
     trainer.add_callback(on_demand)
     trainer.train()
 

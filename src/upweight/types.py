@@ -150,6 +150,8 @@ class Group:
     rewards_SR: Tensor | None = None
     advantage_S: Tensor | None = None
     extras: dict[str, list[Any]] = field(default_factory=dict)  # further columns, one value for each completion
+    version: int = 0  # policy that the oldest of its tokens was sampled from
+    replayed: bool = False  # was trained on before
 
 
 @dataclass(frozen=True)
@@ -191,4 +193,8 @@ class Generator(Protocol):
 
     def health(self) -> str | None:
         """None when all is well, else what is wrong."""
+        ...
+
+    def close(self) -> None:
+        """Give back what is held; a later call makes it anew."""
         ...

@@ -7,6 +7,7 @@ import pytest
 
 from parity_script import CASES, DIFFERENT, run
 from upweight.methods.dpo import LossType
+from upweight.methods.policy_gradient import LossType as PolicyLossType
 
 RECORD = json.loads((Path(__file__).parent / "trl_1_16.json").read_text())
 
@@ -22,7 +23,9 @@ def differences(name, case, folder):
 
 def test_every_case_is_recorded():
     assert RECORD.keys() == CASES.keys() | DIFFERENT.keys()
-    assert {name for case in CASES.values() for name in case["config"].get("loss_type", [])} >= set(LossType.__args__)
+    losses = [case["config"].get("loss_type", []) for case in CASES.values()]
+    assert {name for named in losses if isinstance(named, list) for name in named} == set(LossType.__args__)
+    assert set(PolicyLossType.__args__) <= {name for name in losses if isinstance(name, str)}
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -5,6 +5,7 @@ import torch
 
 from made_rollouts import online_trainer
 from upweight.errors import UserError
+from upweight.methods import GRPO
 from upweight.rollout.custom import CustomRollout
 
 
@@ -59,6 +60,15 @@ def test_a_token_function_says_what_is_trained_on(tmp_path):
     sample = trainer.rollouts.units[0].samples[0]
     assert sample.ids.tolist() == [1, 2, 10, 11, 12]
     assert sample.scored.tolist() == [False, False, True, False, True]
+
+
+@pytest.mark.parametrize(("threshold", "kept"), [(None, None), (0.1, [-1.0, -1.0])])
+def test_log_probs_of_a_token_function_say_how_far_a_sequence_drifted(tmp_path, threshold, kept):
+    method = GRPO(policy={"num_generations": 4, "max_completion_length": 6, "off_policy_mask_threshold": threshold})
+    trainer = online_trainer(tmp_path, method=method, rollout_func=token_rollout, max_steps=1)
+    trainer.train()
+    sampler_logps = trainer.rollouts.units[0].samples[0].sampler_logps
+    assert (sampler_logps if kept is None else sampler_logps.tolist()) == kept
 
 
 def test_a_run_with_a_rollout_function_resumes(tmp_path):

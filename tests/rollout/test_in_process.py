@@ -217,7 +217,7 @@ def test_one_token_and_released_memory():
     out = sampler.generate(PROMPTS, 2, dataclasses.replace(SAMPLING, max_new_tokens=1))
     assert [len(completion.ids) for completion in flat(out)] == [1] * 8
     first = sampler.generate(PROMPTS, 2, SAMPLING)
-    sampler.release()
+    sampler.close()
     assert flat(sampler.generate(PROMPTS, 2, SAMPLING)) == flat(first)
 
 

@@ -4,8 +4,7 @@ import json
 
 import torch
 
-from upweight.rollout.producer import Rollout
-from upweight.rollout.store import from_plain, readable, to_plain
+from upweight.rollout.store import Rollout, from_plain, readable, to_plain
 from upweight.types import Completion, Group
 
 ROWS = [{"prompt_ids": [1], "prompt": "a"}, {"prompt_ids": [2, 3], "prompt": "b", "answer": "c"}]

@@ -114,6 +114,21 @@ def rewards(
     run(config, overrides or [], completions=completions, prompts=prompts, count=count, as_json=as_json)
 
 
+@app.command("vllm-serve", **TAKES_OVERRIDES)
+def vllm_serve(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    python: Annotated[
+        str | None, typer.Option(help="Interpreter of the environment that has vLLM; this one otherwise.")
+    ] = None,
+    show: Annotated[bool, typer.Option("--show", help="Print the command line instead of running it.")] = False,
+) -> None:
+    """Start the vLLM server that a config's training samples from."""
+    from upweight.cli.vllm_serve import run
+
+    raise typer.Exit(run(config, overrides or [], python=python, show=show))
+
+
 @app.command("merge-lora", **TAKES_OVERRIDES)
 def merge_lora(
     trained: TrainedModel,

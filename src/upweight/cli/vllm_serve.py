@@ -13,7 +13,7 @@ from upweight.serve.process import installed_version, run_server
 
 def run(path: Path, overrides: list[str], *, python: str | None, show: bool) -> int:
     """Start the server and stay until it ends; or print its command line."""
-    config = load_config(path, overrides)
+    config = load_config(path, overrides, fragment=True)
     for notice in config.notices:
         warn_once(notice)
     command = serve_command(config, python=python or sys.executable)

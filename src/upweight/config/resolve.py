@@ -24,9 +24,6 @@ def resolve(config: Config) -> Config:
             update={
                 "server_host": config.rollout.server_host or config.vllm.host,
                 "server_port": config.rollout.server_port or config.vllm.port,
-                "lora_sync": config.adapter.kind is not None
-                if config.rollout.lora_sync is None
-                else config.rollout.lora_sync,
             }
         ),
     )

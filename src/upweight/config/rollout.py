@@ -34,7 +34,7 @@ class RolloutSection(Section):
     colocate_parallel: PositiveInt = setting("trl.vllm_tensor_parallel_size", 1, "GPUs that share colocated vLLM.")
     sync_interval: PositiveInt = setting("trl.vllm_sync_interval", 1, "Optimizer steps between weight syncs.")
     lora_sync: bool | None = setting(
-        "trl.vllm_lora_sync", None, "Send the adapter alone; on with an adapter when left out."
+        "trl.vllm_lora_sync", None, "Send the adapter alone; when left out, on with an adapter that vLLM can load."
     )
     reward_funcs: list[str] = setting(
         "trl.reward_funcs", [], "Reward functions by dotted path, built-in name, or model."
@@ -77,6 +77,9 @@ class RolloutSection(Section):
     )
     replay_recompute: bool = setting(
         "trl.replay_recompute_logps", True, "Recompute log-probs of replayed groups under the current policy."
+    )
+    replay_max_age: PositiveInt = setting(
+        "trl.replay_max_age", 64, "Optimizer steps after which a kept group is dropped."
     )
     reroll_start: float = setting(
         "trl.reroll_start_fraction",

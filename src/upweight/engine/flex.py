@@ -61,7 +61,8 @@ def _ordered(table: Tensor) -> tuple[Tensor, Tensor]:
 
 def _visibility(end_N: Tensor, position_N: Tensor, rule: Rule) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
     """The token-by-token test of a rule."""
-    window, chunk = rule.window, rule.chunk
+    # Sizes as tensors: a number that differs between two rules would make the compiler take it for a variable shape.
+    window, chunk = (None if size is None else end_N.new_full((), size) for size in (rule.window, rule.chunk))
 
     def sees(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return (k <= q) & (q < end_N[k])

@@ -69,6 +69,22 @@ def _capped(scores, softcap, CAPPED: tl.constexpr):
 
 
 @triton.jit
+def _moved(source, target, WIDTH: tl.constexpr, WIDTH_UP: tl.constexpr):
+    """Copy a row, and return it."""
+    column = tl.arange(0, WIDTH_UP)
+    row = tl.load(source + column, mask=column < WIDTH, other=0.0)
+    tl.store(target + column, row, mask=column < WIDTH)
+    return row
+
+
+@triton.jit
+def _with_sinks(largest, total, mean, sinks):
+    """The running softmax with one more logit for each row, which stands for seeing nothing."""
+    larger = tl.maximum(largest, sinks)
+    return total * tl.exp(largest - larger) + tl.exp(sinks - larger), mean * tl.exp(largest - larger)[:, None]
+
+
+@triton.jit
 def _over(
     keys, values, first, count, at, offset,
     query, largest, total, mean,
@@ -126,15 +142,13 @@ def _kernel(
     in_width, in_value = tl.arange(0, WIDTH_UP), tl.arange(0, VALUE_WIDTH_UP)
     row = tl.arange(0, ROWS)
 
-    key = tl.load(key_at + slot * key_by_slot + head * key_by_head + in_width, mask=in_width < WIDTH, other=0.0)
-    value = tl.load(
-        value_at + slot * value_by_slot + head * value_by_head + in_value, mask=in_value < VALUE_WIDTH, other=0.0
-    )
     new_keys += (slot * key_heads + head) * new_room * WIDTH
     new_values += (slot * key_heads + head) * new_room * VALUE_WIDTH
-    tl.store(new_keys + step * WIDTH + in_width, key, mask=in_width < WIDTH)
-    tl.store(new_values + step * VALUE_WIDTH + in_value, value, mask=in_value < VALUE_WIDTH)
-
+    key = _moved(key_at + slot * key_by_slot + head * key_by_head, new_keys + step * WIDTH, WIDTH, WIDTH_UP)
+    value = _moved(
+        value_at + slot * value_by_slot + head * value_by_head, new_values + step * VALUE_WIDTH,
+        VALUE_WIDTH, VALUE_WIDTH_UP,
+    )  # fmt: skip
     query = tl.load(
         query_at + slot * query_by_slot + (head * REPEAT + row)[:, None] * query_by_head + in_width[None, :],
         mask=(row[:, None] < REPEAT) & (in_width[None, :] < WIDTH), other=0.0,
@@ -163,9 +177,7 @@ def _kernel(
     )  # fmt: skip
     if SINKS:
         sink = tl.load(sinks + head * REPEAT + row, mask=row < REPEAT, other=0.0).to(tl.float32)
-        larger = tl.maximum(largest, sink)
-        mean = mean * tl.exp(largest - larger)[:, None]
-        total = total * tl.exp(largest - larger) + tl.exp(sink - larger)
+        total, mean = _with_sinks(largest, total, mean, sink)
     mean = mean / total[:, None]
     tl.store(
         out + ((slot * key_heads + head) * REPEAT + row)[:, None] * VALUE_WIDTH + in_value[None, :],

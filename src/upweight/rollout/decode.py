@@ -171,7 +171,7 @@ class Decoder:
         use_tree_attention(self.base)
         self.token_bytes()
         self.grid = grid
-        self.sampling = replace(sampling, max_new_tokens=0, stop_ids=(), stop_strings=(), seed=None)
+        self.sampling = replace(sampling, max_new_tokens=0, stop_ids=(), stop_strings=(), seed=None, first=0)
         view, slots = self.arena.view, grid.slots
         for module, layer in self.layers.items():
             shapes = [

@@ -102,7 +102,7 @@ class GraphSteps:
         """A grid was opened: graphs of what lies elsewhere now are forgotten."""
         recorded = (self._decoder.arena.moved, *_addresses(self._decoder.base))
         if recorded != self._recorded:
-            self._graphs.clear()
+            self.release()
             self._recorded = recorded
 
     def advance(self, column: int) -> None:
@@ -163,7 +163,7 @@ class GraphSteps:
         return arrived
 
     def release(self) -> None:
-        """Forget all graphs."""
+        """Forget all graphs, and their memory: a pool that no graph uses any more cannot be captured into."""
         self._graphs.clear()
         self._pool = None
 

@@ -107,7 +107,7 @@ class InProcess:
         """Nothing can be out of order that a call would not say."""
         return None
 
-    def release(self) -> None:
+    def close(self) -> None:
         """Free caches and graphs; the next call makes them anew."""
         self._steps.release()
         self._decoder.release()

@@ -15,18 +15,13 @@ from upweight.methods.base import Method
 from upweight.rewards.call import RewardCall
 from upweight.rewards.scorer import Scorer, Scores
 from upweight.rollout.plan import Plan, PromptOrder
+from upweight.rollout.replay import ReplayBuffer
+from upweight.rollout.reroll import Reroll
+from upweight.rollout.store import Rollout, Rows
 from upweight.rollout.summary import has_signal, summary
 from upweight.types import Completion, Group, Sampling
 
 OWN_COLUMNS = ("prompt", "prompt_ids")
-
-
-class Rows(Protocol):
-    """Prepared data rows by number."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, number: int, /) -> Mapping[str, Any]: ...
 
 
 class Roll(Protocol):
@@ -49,16 +44,6 @@ class Ranks:
 
 
 @dataclass
-class Rollout:
-    """Scored groups of one rollout over all ranks, and what is to be logged about them."""
-
-    number: int
-    version: int  # policy that wrote it
-    groups: list[Group]
-    metrics: dict[str, float] = field(default_factory=dict)
-
-
-@dataclass
 class Producer:
     """Everything between the prompts and the trainer. All ranks call it alike and get the same rollouts."""
 
@@ -74,14 +59,36 @@ class Producer:
     extra_rounds: int = 0  # of sampling anew what came out without signal
     streaming_groups: int | None = None  # groups scored together while others are still being written
     ranks: Ranks = field(default_factory=Ranks)
+    replay: ReplayBuffer | None = None
+    reroll: Reroll | None = None
     rollouts: int = 0
     tokens: int = 0  # of prompts and completions so far
 
     def produce(self, version: int, trainer_state: Any = None) -> Rollout:
-        """The next rollout, written by policy `version`."""
+        """The next rollout, written by policy `version` or, where tokens say so themselves, later ones."""
         began = time.perf_counter()
         number, self.rollouts = self.rollouts, self.rollouts + 1
-        groups, metrics = self._scored(self.order.take(self.plan.groups), (number, 0), trainer_state)
+        again = [] if self.reroll is None else self.reroll.take(_progress(trainer_state))[: self.plan.groups]
+        fresh = self.order.take(self.plan.groups - len(again))
+        groups, metrics = self._scored([*fresh, *again], (number, 0), trainer_state)
+        if self.extra_rounds:
+            metrics["rollout/sampled_again"] = float(self._resample(groups, number, trainer_state))
+        for group in groups:
+            group.version = min((one for each in group.completions for one in each.versions), default=version)
+        self._add_advantages(groups)
+        self.tokens += sum(len(group.prompt_ids) + len(one.ids) for group in groups for one in group.completions)
+        metrics |= summary(groups, self.scorer.names, self.method)
+        if self.reroll is not None:
+            self.reroll.note(groups)
+            metrics |= {"reroll/waiting": float(len(self.reroll.waiting)), "reroll/tried_again": float(len(again))}
+        if self.replay is not None:
+            groups, logged = self.replay.fill(groups, version, (self.seed, number))
+            metrics |= logged
+        metrics |= {"num_tokens": float(self.tokens), "rollout/seconds": time.perf_counter() - began}
+        return Rollout(number, version, groups, metrics)
+
+    def _resample(self, groups: list[Group], number: int, trainer_state: Any) -> int:
+        """Replace groups without signal by those of further prompts, within bounds; how many were sampled."""
         again = 0
         for attempt in range(1, self.extra_rounds + 1):
             dull = [place for place, group in enumerate(groups) if not has_signal(group)]
@@ -92,14 +99,7 @@ class Producer:
             for place, group in zip(dull, fresh, strict=True):
                 if has_signal(group):
                     groups[place] = group
-        self._add_advantages(groups)
-        lengths = [len(group.prompt_ids) + len(one.ids) for group in groups for one in group.completions]
-        self.tokens += sum(lengths)
-        metrics |= summary(groups, self.scorer.names, self.method)
-        metrics |= {"num_tokens": float(self.tokens), "rollout/seconds": time.perf_counter() - began}
-        if self.extra_rounds:
-            metrics["rollout/sampled_again"] = float(again)
-        return Rollout(number, version, groups, metrics)
+        return again
 
     def evaluate(self, rows: Rows, count: int, trainer_state: Any = None) -> list[Group]:
         """Scored groups of `count` completions for rows of an evaluation; the state of training stays as it was."""
@@ -117,12 +117,18 @@ class Producer:
             "rollouts": self.rollouts,
             "tokens": self.tokens,
             "rewards": self.scorer.state(),
+            "replay": None if self.replay is None else self.replay.state(),
+            "reroll": None if self.reroll is None else list(self.reroll.waiting),
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from where `state` was taken."""
         self.order.position, self.rollouts, self.tokens = state["position"], state["rollouts"], state["tokens"]
         self.scorer.restore(state["rewards"])
+        if self.replay is not None:
+            self.replay.restore(state.get("replay") or [], self.rows)
+        if self.reroll is not None:
+            self.reroll.waiting.extend(state.get("reroll") or [])
 
     def _scored(
         self, numbers: Sequence[int], round_: tuple[int, int], trainer_state: Any
@@ -207,6 +213,11 @@ class Producer:
 
 def _group(number: int, row: Mapping[str, Any]) -> Group:
     return Group(number, row, list(row["prompt_ids"]))
+
+
+def _progress(trainer_state: Any) -> float:
+    """Share of training that is done."""
+    return trainer_state.global_step / trainer_state.max_steps if getattr(trainer_state, "max_steps", 0) else 0.0
 
 
 def _rewards(group: Group) -> Tensor:

@@ -10,7 +10,7 @@ from upweight.types import Completion, Generator, Group, Sampling
 class SingleTurn:
     """Fills groups from a backend."""
 
-    generator: Generator
+    generator: Generator | None  # None where another process samples
 
     def __call__(
         self, groups: Sequence[Group], count: int, sampling: Sampling, done: Callable[[int], None] | None
@@ -20,6 +20,7 @@ class SingleTurn:
             if done is not None:
                 done(place)
 
+        assert self.generator is not None, "this process does not sample"
         prompts = [group.prompt_ids for group in groups]
         found = self.generator.generate(prompts, count, sampling, take if done is not None else None)
         if done is None:

@@ -39,11 +39,20 @@ def sampling_of(section: RolloutSection, max_new_tokens: int) -> Sampling:
         min_p=section.min_p or 0.0,
         repetition_penalty=section.repetition_penalty,
     )
-    return Sampling(**{**vars(plain), **_options(section.generation_args)})
+    return Sampling(**{**vars(plain), **_options(section.generation_args, others=section.use_vllm)})
 
 
-def _options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Sampling options by our names; an unknown one is an error."""
+def request_options(section: RolloutSection) -> dict[str, Any]:
+    """Fields of requests to a vLLM server beyond the sampling: structured outputs, and what only vLLM knows."""
+    given = {key: value for key, value in section.generation_args.items() if key not in SAMPLED}
+    options = {key: value for key, value in given.items() if SPELLINGS.get(key, key) not in FIELDS}
+    if section.regex is not None:
+        options["structured_outputs"] = {"regex": section.regex}
+    return options
+
+
+def _options(given: Mapping[str, Any], *, others: bool) -> dict[str, Any]:
+    """Sampling options by our names; an unknown one is an error unless `others` are somebody else's matter."""
     found: dict[str, Any] = {}
     for key, value in given.items():
         name = SPELLINGS.get(key, key)
@@ -51,6 +60,8 @@ def _options(given: Mapping[str, Any]) -> dict[str, Any]:
             continue
         if key in SAMPLED:
             raise UserError(f"trl.generation_kwargs: {key}: false makes all completions of a group alike: drop it.")
+        if name not in FIELDS and others:
+            continue
         if name not in FIELDS:
             known = [*FIELDS, *SPELLINGS]
             raise UserError(

@@ -1,13 +1,31 @@
-"""A rollout as plain values, for checkpoints and for people to read."""
+"""A rollout, also as plain values: for checkpoints and for people to read."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 
-from upweight.rollout.producer import Rollout, Rows
 from upweight.types import Completion, Group
+
+
+class Rows(Protocol):
+    """Prepared data rows by number."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, number: int, /) -> Mapping[str, Any]: ...
+
+
+@dataclass
+class Rollout:
+    """Scored groups of one rollout over all ranks, and what is to be logged about them."""
+
+    number: int
+    version: int  # policy that wrote it
+    groups: list[Group]
+    metrics: dict[str, float] = field(default_factory=dict)
 
 
 def to_plain(rollout: Rollout) -> dict[str, Any]:
@@ -15,33 +33,42 @@ def to_plain(rollout: Rollout) -> dict[str, Any]:
     return {
         "number": rollout.number,
         "version": rollout.version,
-        "groups": [
-            {
-                "row": group.number,
-                "prompt_ids": group.prompt_ids,
-                "completions": [vars(one) for one in group.completions],
-                "rewards": None if group.rewards_SR is None else group.rewards_SR.tolist(),
-                "advantages": None if group.advantage_S is None else group.advantage_S.tolist(),
-            }
-            for group in rollout.groups
-        ],
+        "groups": [group_to_plain(group) for group in rollout.groups],
+        "metrics": rollout.metrics,
     }
 
 
 def from_plain(plain: Mapping[str, Any], rows: Rows) -> Rollout:
-    """The rollout that `to_plain` was given; what was logged about it has been logged."""
-    groups = [
-        Group(
-            one["row"],
-            rows[one["row"]],
-            one["prompt_ids"],
-            [Completion(**completion) for completion in one["completions"]],
-            None if one["rewards"] is None else torch.tensor(one["rewards"]),
-            None if one["advantages"] is None else torch.tensor(one["advantages"]),
-        )
-        for one in plain["groups"]
-    ]
-    return Rollout(plain["number"], plain["version"], groups)
+    """The rollout that `to_plain` was given."""
+    groups = [group_from_plain(group, rows) for group in plain["groups"]]
+    return Rollout(plain["number"], plain["version"], groups, plain["metrics"])
+
+
+def group_to_plain(group: Group) -> dict[str, Any]:
+    """A group without its data row."""
+    return {
+        "row": group.number,
+        "version": group.version,
+        "replayed": group.replayed,
+        "prompt_ids": group.prompt_ids,
+        "completions": [vars(one) for one in group.completions],
+        "rewards": None if group.rewards_SR is None else group.rewards_SR.tolist(),
+        "advantages": None if group.advantage_S is None else group.advantage_S.tolist(),
+    }
+
+
+def group_from_plain(plain: Mapping[str, Any], rows: Rows) -> Group:
+    """The group that `group_to_plain` was given."""
+    return Group(
+        plain["row"],
+        rows[plain["row"]],
+        plain["prompt_ids"],
+        [Completion(**completion) for completion in plain["completions"]],
+        None if plain["rewards"] is None else torch.tensor(plain["rewards"]),
+        None if plain["advantages"] is None else torch.tensor(plain["advantages"]),
+        version=plain["version"],
+        replayed=plain["replayed"],
+    )
 
 
 def readable(rollout: Rollout, names: Sequence[str], decode: Callable[[list[int]], str]) -> Iterator[dict[str, Any]]:

@@ -19,6 +19,13 @@ def has_signal(group: Group) -> bool:
     )
 
 
+def spread(group: Group) -> float:
+    """Standard deviations of a group's rewards, summed over the rewards."""
+    assert group.rewards_SR is not None
+    columns = [column[~column.isnan()] for column in group.rewards_SR.T]
+    return sum(float(column.std()) for column in columns if len(column) > 1)
+
+
 def summary(groups: Sequence[Group], names: Sequence[str], method: Method) -> dict[str, float]:
     """Metrics of scored groups: rewards, their spread, lengths of completions."""
     rewards_SR = torch.cat([group.rewards_SR for group in groups if group.rewards_SR is not None])

@@ -54,6 +54,5 @@ def adapter_alone(section: AdapterSection, lora_sync: bool | None) -> bool:
 
 def refusal(key: str) -> str:
     """Why an adapter with this feature cannot be sent by itself, and what to do."""
-    return (
-        f"{key}: vLLM cannot load such an adapter; drop the key, or set 'trl.vllm_lora_sync: false' to send merged weights."
-    )
+    way_out = "drop the key, or set 'trl.vllm_lora_sync: false' to send merged weights"
+    return f"{key}: vLLM cannot load such an adapter; {way_out}."

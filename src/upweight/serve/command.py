@@ -55,7 +55,9 @@ def _flags(config: Config) -> Iterator[tuple[str, str | None]]:
     if model.base_model is None:
         raise UserError("base_model: missing. Name the model to serve: a hub id or a folder.")
     if model.gguf_file is not None or model.base_model.endswith(".gguf"):
-        raise UserError("gguf_file: vLLM does not serve it; save the model unpacked, and name its folder as base_model.")
+        raise UserError(
+            "gguf_file: vLLM does not serve it; save the model unpacked, and name its folder as base_model."
+        )
     yield "--model", model.base_model
     yield "--served-model-name", model.base_model
     if model.tokenizer is not None:

@@ -9,8 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from upweight.rollout.producer import Rollout
-from upweight.rollout.store import readable
+from upweight.rollout.store import Rollout, readable
 from upweight.train.checkpoints import write_text
 
 FOLDER = "completions"

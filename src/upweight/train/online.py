@@ -19,16 +19,24 @@ from upweight.models.load import compute_dtype
 from upweight.rewards.load import load_rewards
 from upweight.rewards.reward import Reward, check_columns
 from upweight.rewards.scorer import Scorer
+from upweight.rollout.ahead import depth_within
 from upweight.rollout.custom import CustomRollout
 from upweight.rollout.in_process import InProcess
 from upweight.rollout.plan import Plan, PromptOrder
-from upweight.rollout.producer import OWN_COLUMNS, Producer, Ranks, Rows
+from upweight.rollout.producer import OWN_COLUMNS, Producer, Ranks
+from upweight.rollout.replay import ReplayBuffer
+from upweight.rollout.reroll import Reroll
 from upweight.rollout.sampled import SingleTurn
 from upweight.rollout.settings import sampling_of
+from upweight.rollout.store import Rows
 from upweight.train.completions import CompletionFiles, ShownCompletions
-from upweight.train.ranks import from_all_ranks
+from upweight.train.ranks import as_rank_zero_says, from_all_ranks
 from upweight.train.rollouts import KeepRollouts, Rollouts
+from upweight.train.server import server_for
 from upweight.train.trainer import MethodTrainer
+from upweight.types import Generator
+
+REROLL_CAPACITY = 1024  # failed prompts remembered
 
 
 def plan_of(config: Config, ranks: int) -> Plan:
@@ -53,9 +61,19 @@ def rollouts_of(
     *,
     rows: Rows,
     rewards: Sequence[Reward],
+    dtype: torch.dtype,
 ) -> Rollouts:
-    """The rollouts that a config describes."""
+    """The rollouts that a config describes; `dtype` is what the policy computes in."""
     path = config.rollout.rollout_func
+    server = server_for(
+        config.rollout,
+        model,
+        tokenizer,
+        dtype=dtype,
+        folder=Path(config.run.output_dir),
+        rows=rows,
+        max_new_tokens=getattr(config.method, "policy").max_completion_length,  # noqa: B009 - online methods have one
+    )
     return make_rollouts(
         model,
         engine,
@@ -68,6 +86,7 @@ def rollouts_of(
         seed=config.optim.seed,
         shuffle=not config.data.curriculum,
         rollout_func=None if path is None else load_function(path, config.folder, "trl.rollout_func"),
+        server=server,
     )
 
 
@@ -105,8 +124,9 @@ def make_rollouts(
     seed: int,
     shuffle: bool = True,
     rollout_func: Callable[..., Any] | None = None,
+    server: Generator | None = None,
 ) -> Rollouts:
-    """Prompts, sampler, rewards and method, put together."""
+    """Prompts, sampler, rewards and method, put together; `server` is the one that `section` asks for, on rank 0."""
     logger.info(
         "%s: the loss is near 0 and may rise while the policy learns; it is no measure of progress: watch reward, "
         "reward_std and kl",
@@ -115,33 +135,59 @@ def make_rollouts(
     policy = getattr(method, "policy")  # noqa: B009 - online methods have one
     ranks = PartialState()
     scorer = Scorer(rewards, workers=section.reward_workers, timeout=section.reward_timeout)
-    generator = None if rollout_func is not None else InProcess(model, tokenizer, engine=engine)
-    if rollout_func is not None:
-        name = getattr(rollout_func, "__name__", type(rollout_func).__name__)
-        roll: Any = CustomRollout(rollout_func, name, model, tokenizer)
-    else:
-        assert generator is not None
-        roll = SingleTurn(generator)
+    generator = server
+    if rollout_func is None and not section.use_vllm:
+        generator = InProcess(model, tokenizer, engine=engine)
     producer = Producer(
         method=method,
         plan=plan,
         rows=rows,
         order=PromptOrder(len(rows), seed, shuffle=shuffle),
-        roll=roll,
+        roll=SingleTurn(generator) if rollout_func is None else _custom(rollout_func, model, tokenizer),
         scorer=scorer,
         sampling=sampling_of(section, policy.max_completion_length),
         decode=lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)),
         seed=seed,
         extra_rounds=section.dynamic_sampling,
         streaming_groups=section.streaming_groups if section.streaming else None,
-        ranks=Ranks(ranks.process_index, ranks.num_processes, from_all_ranks),
+        ranks=Ranks() if section.use_vllm else Ranks(ranks.process_index, ranks.num_processes, from_all_ranks),
+        replay=ReplayBuffer(section.replay_size, section.replay_max_age) if section.replay_size else None,
+        reroll=Reroll(section.reroll_start, section.reroll_groups, REROLL_CAPACITY)
+        if section.reroll_start < 1
+        else None,
     )
+    timing = _timing(section, plan)
     return Rollouts(
         producer,
         method,
         generator,
         eval_size=section.num_generations_eval or method.group_size,
         mask_truncated=policy.mask_truncated_completions,
-        sampler_logps=bool(policy.sampler_correction),
+        # What a rollout function says of its tokens may be another program's word; in process it is the policy's own.
+        sampler_logps=bool(policy.sampler_correction)
+        or section.use_vllm
+        or timing["depth"] > 0
+        or section.replay_size > 0
+        or (rollout_func is not None and policy.off_policy_mask_threshold is not None),
         skips_idle=section.skip_zero_advantage,
+        recompute_replayed=section.replay_recompute,
+        **timing,
     )
+
+
+def _custom(function: Callable[..., Any], model: Any, tokenizer: PreTrainedTokenizerBase) -> CustomRollout:
+    return CustomRollout(function, getattr(function, "__name__", type(function).__name__), model, tokenizer)
+
+
+def _timing(section: RolloutSection, plan: Plan) -> dict[str, Any]:
+    """How far rollouts run ahead, how often the sampler follows, and who drives it: with a server, rank 0 alone."""
+    ranks = PartialState()
+    interval = section.sync_interval if section.use_vllm else 1
+    depth = depth_within(plan, section.prefetch_depth if section.async_prefetch else 0, interval, section.max_staleness)
+    return {
+        "depth": depth,
+        "threaded": section.use_vllm and depth > 0,
+        "sync_interval": interval,
+        "shared": as_rank_zero_says if section.use_vllm and ranks.num_processes > 1 else None,
+        "drives": not section.use_vllm or ranks.process_index == 0,
+    }

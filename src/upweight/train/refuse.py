@@ -9,6 +9,7 @@ from upweight.config import Config
 from upweight.config.training import OptimizerName
 from upweight.errors import UserError
 from upweight.train.reference_rows import refuse_inexact
+from upweight.train.server import NO_COLOCATE, NO_PATTERN
 
 FROM_BITSANDBYTES = {"adamw_8bit", "ademamix", "lion", *(name for name in get_args(OptimizerName) if "bnb" in name)}
 FROM_BITSANDBYTES |= {name for name in get_args(OptimizerName) if name.startswith(("paged_", "lion_", "ademamix_"))}
@@ -98,25 +99,19 @@ UNSUPPORTED: tuple[tuple[str, Callable[[Config], object], str], ...] = (
     ),
 )
 
-NO_SERVER = "a vLLM server cannot be used yet; without the key completions are sampled in process"
 ONLINE: tuple[tuple[str, Callable[[Config], object], str], ...] = (
     ("rl", lambda c: c.method.name == "ebft", "ebft cannot be trained yet"),
     (
-        "trl.use_vllm",
-        lambda c: c.method.online and c.rollout.use_vllm,
-        NO_SERVER,
+        "trl.vllm_mode",
+        lambda c: c.method.online and c.rollout.use_vllm and c.rollout.vllm_mode == "colocate",
+        NO_COLOCATE,
+    ),
+    (
+        "trl.vllm_structured_outputs_regex",
+        lambda c: c.method.online and c.rollout.regex is not None and not c.rollout.use_vllm,
+        NO_PATTERN,
     ),
     ("nemo_gym_enabled", lambda c: c.method.online and c.gym.enabled, "NeMo Gym cannot be used yet"),
-    (
-        "trl.replay_buffer_size, trl.reroll_start_fraction",
-        lambda c: c.method.online and (c.rollout.replay_size or c.rollout.reroll_start < 1),
-        "groups cannot be replayed or rolled again yet; drop the keys",
-    ),
-    (
-        "trl.async_prefetch",
-        lambda c: c.method.online and c.rollout.async_prefetch,
-        "rollouts cannot be produced ahead yet; drop the key",
-    ),
 )
 
 

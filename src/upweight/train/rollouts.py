@@ -1,7 +1,9 @@
 """The loader of online runs: asks for rollouts and cuts them into steps."""
 
+import copy
 import dataclasses
 import json
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,9 +16,10 @@ from transformers import TrainerCallback
 from upweight.engine.check import dropout_off
 from upweight.engine.packing import count_batch
 from upweight.methods.base import Method
-from upweight.rollout.producer import Producer, Rollout, Rows
+from upweight.rollout.ahead import Ahead
+from upweight.rollout.producer import Producer
 from upweight.rollout.samples import units_of_groups
-from upweight.rollout.store import from_plain, to_plain
+from upweight.rollout.store import Rollout, Rows, from_plain, to_plain
 from upweight.rollout.summary import pass_rates, summary
 from upweight.train.checkpoints import write_text
 from upweight.train.step import StepRunner
@@ -36,12 +39,22 @@ class Rollouts:
     mask_truncated: bool = False
     sampler_logps: bool = False  # train against what the sampler said of its tokens
     skips_idle: bool = True  # leave out completions that cannot contribute
+    depth: int = 0  # rollouts that may be under way before they are needed
+    threaded: bool = False  # write them while the trainer works
+    sync_interval: int = 1  # optimizer steps between two syncs of the sampler
+    recompute_replayed: bool = True  # compare replayed groups with the policy as it is now, not as it was
+    shared: Callable[[Rollout | None], Rollout] | None = None  # rank 0's rollout on every rank, where it alone drives
+    drives: bool = True  # this rank produces
     written: list[Callable[[Rollout, int], None]] = field(default_factory=list)  # told of each rollout and its step
     evaluated: list[Callable[[Rollout, int, str], None]] = field(default_factory=list)  # the same, and the set's name
     current: Rollout | None = None
     trained: int = 0  # steps taken on the current rollout
     units: list[Unit] = field(default_factory=list)
     counts: dict[str, float] = field(default_factory=dict)
+    synced: int | None = None  # step of the last sync
+
+    def __post_init__(self) -> None:
+        self.ahead = Ahead(self._produce, threaded=self.threaded)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -51,27 +64,65 @@ class Rollouts:
     def next_step(self, runner: StepRunner, model: nn.Module, state: Any) -> dict[str, Any]:
         """What the next optimizer step trains on, over all ranks."""
         plan = self.producer.plan
+        self._sync(state.global_step)
         if self.current is None or self.trained >= plan.updates:
-            if self.generator is not None:
-                self.generator.sync(state.global_step)
-            rollout = self.producer.produce(state.global_step, state)
-            runner.meters.add(_means(rollout.metrics, runner.accelerator.device))
+            began = time.perf_counter()
+            rollout = self._receive(state)
+            oldest = min(group.version for group in rollout.groups)
+            waited = {"rollout/wait_seconds": time.perf_counter() - began, "rollout/lag": state.global_step - oldest}
+            runner.meters.add(_means(rollout.metrics | waited, runner.accelerator.device))
             for hear in self.written:
                 hear(rollout, state.global_step + 1)
             self._take(rollout, 0, runner, model)
         start = self.trained % plan.steps * plan.step
         self.trained += 1
+        self._run_ahead(state)
         return {"units": self.units[start : start + plan.step], "counts": self.counts}
+
+    def _sync(self, step: int) -> None:
+        """Let the sampler follow the policy, every so many steps exactly."""
+        due = self.synced is None or (step != self.synced and step % self.sync_interval == 0)
+        if self.generator is not None and self.drives and due:
+            self.generator.sync(step)
+            self.synced = step
+
+    def _produce(self, state: Any) -> Rollout:
+        version = state.global_step if self.generator is None else self.generator.version()
+        return self.producer.produce(version, state)
+
+    def _receive(self, state: Any) -> Rollout:
+        """The next rollout, on every rank."""
+        return self._everywhere(self.ahead.take(state) if self.drives else None)
+
+    def _everywhere(self, own: Rollout | None) -> Rollout:
+        """The rollout of the rank that drives."""
+        if self.shared is not None:
+            return self.shared(own)
+        assert own is not None
+        return own
+
+    def _run_ahead(self, state: Any) -> None:
+        """Ask for rollouts so early that each is begun at most `depth` passes of steps before it is needed."""
+        plan = self.producer.plan
+        while self.drives and self.depth:
+            until_needed = plan.updates - self.trained + 1 + plan.updates * len(self.ahead)
+            if len(self.ahead) >= self.depth or until_needed > self.depth * plan.steps:
+                return
+            self.ahead.submit(copy.copy(state))
 
     def evaluate(self, rows: Rows, state: Any, name: str = "eval") -> dict[str, float]:
         """Rewards, pass rates and lengths on held-out prompts."""
-        if self.generator is not None:
+        if self.generator is not None and self.drives and self.synced != state.global_step:
             self.generator.sync(state.global_step)
-        groups = self.producer.evaluate(rows, self.eval_size, state)
-        names = self.producer.scorer.names
+            self.synced = state.global_step
+        step, names = state.global_step, self.producer.scorer.names
+        own = None
+        if self.drives:
+            own = Rollout(self.producer.rollouts, step, self.producer.evaluate(rows, self.eval_size, state))
+        rollout = self._everywhere(own)
         for hear in self.evaluated:
-            hear(Rollout(self.producer.rollouts, state.global_step, groups), state.global_step, name)
-        return summary(groups, names, self.method) | pass_rates(groups, names)
+            hear(rollout, step, name)
+        return summary(rollout.groups, names, self.method) | pass_rates(rollout.groups, names)
 
     def save(self, folder: Path) -> None:
         """Write to a checkpoint what shapes the steps after it."""
@@ -81,13 +132,15 @@ class Rollouts:
             plain["old_logps"] = [
                 None if (old := unit.samples[0].old_logps) is None else old.tolist() for unit in self.units
             ]
-        state = {"producer": self.producer.state(), "trained": self.trained, "current": plain}
+        ahead = [to_plain(rollout) for rollout in self.ahead.wait()]  # nothing that was sampled is lost
+        state = {"producer": self.producer.state(), "trained": self.trained, "current": plain, "ahead": ahead}
         write_text(folder / STATE, json.dumps(state))
 
     def restore(self, folder: Path) -> None:
         """Go on from a checkpoint."""
         state = json.loads((folder / STATE).read_text(encoding="utf-8"))
         self.producer.restore(state["producer"])
+        self.ahead.put(from_plain(plain, self.producer.rows) for plain in state["ahead"])
         if state["current"] is None:
             self.current = None
             return
@@ -99,8 +152,12 @@ class Rollouts:
         ]
 
     def close(self) -> None:
-        """End the processes that compute rewards."""
+        """End the thread that produces and the processes that compute rewards."""
+        self.ahead.close()
         self.producer.scorer.close()
+        if self.generator is not None:
+            self.generator.close()
+            self.synced = None
 
     def samples_under_way(self) -> Iterator[dict[str, Any]]:
         """What the rollout under way trains on, for study."""
@@ -122,10 +179,19 @@ class Rollouts:
         )
         totals = self.method.count(count_batch(self.units))
         self.counts = {name: float(total) / plan.steps for name, total in totals.items() if name.startswith("rollout_")}
-        if runner is not None and plan.updates > 1:
+        keeps_old = not self.recompute_replayed and any(group.replayed for group in rollout.groups)
+        if runner is not None and (plan.updates > 1 or keeps_old):
             with dropout_off(model):
                 logps = runner.logps(model, self.units)
-            self.units = [_with_old(unit, own[0]) for unit, own in zip(self.units, logps, strict=True)]
+            self.units = [
+                _with_old(unit, unit.samples[0].sampler_logps if self._as_sampled(rollout, unit) else own[0])
+                for unit, own in zip(self.units, logps, strict=True)
+            ]
+
+    def _as_sampled(self, rollout: Rollout, unit: Unit) -> bool:
+        """Whether a sample is compared with the policy that wrote it, long ago."""
+        kept = rollout.groups[unit.group].replayed and not self.recompute_replayed
+        return kept and unit.samples[0].sampler_logps is not None
 
 
 class RolloutLoader:

@@ -145,7 +145,7 @@ def build(config: Config) -> MethodTrainer:
         train_dataset=data.train,
         eval_dataset=data.evaluation,
         processing_class=tokenizer,
-        rollouts=rollouts_of(config, model, parts["engine"], tokenizer, rows=data.train, rewards=rewards)
+        rollouts=rollouts_of(config, model, parts["engine"], tokenizer, rows=data.train, rewards=rewards, dtype=dtype)
         if config.method.online
         else None,
         **parts,

@@ -107,7 +107,7 @@ def test_a_batch_that_does_not_fit_names_the_smallest_change(given, words, tmp_p
 @pytest.mark.parametrize(
     ("asked", "words"),
     [
-        ({"use_vllm": True}, "use_vllm: a vLLM server cannot be used yet"),
+        ({"use_vllm": True, "vllm_mode": "colocate"}, "vllm_mode: vLLM inside the training process"),
         ({"vllm_structured_outputs_regex": "a+"}, "vllm_structured_outputs_regex"),
         ({"use_adaptive_entropy": True}, "use_adaptive_entropy"),
         ({"router_aux_loss_coef": 0.1}, "router_aux_loss_coef"),

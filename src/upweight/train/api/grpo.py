@@ -18,9 +18,9 @@ from upweight.rewards.load import as_rewards
 from upweight.rewards.reward import Reward, check_columns
 from upweight.rewards.scorer import Scorer
 from upweight.rollout.in_process import InProcess
-from upweight.rollout.producer import OWN_COLUMNS, Rollout
+from upweight.rollout.producer import OWN_COLUMNS
 from upweight.rollout.sampled import SingleTurn
-from upweight.rollout.store import readable
+from upweight.rollout.store import Rollout, readable
 from upweight.train.api.grpo_config import GRPOConfig
 from upweight.train.api.policy import Model, model_section
 from upweight.train.api.rows import as_dataset
@@ -28,6 +28,7 @@ from upweight.train.api.trainers import GivenRows, parts_for
 from upweight.train.completions import ShownCompletions
 from upweight.train.online import make_rollouts, watch_rollouts
 from upweight.train.rollouts import STATE, Rollouts
+from upweight.train.server import server_for
 from upweight.train.trainer import MethodTrainer
 
 NOT_HERE = "{}: not supported; write a `rollout_func` that plays whole episodes."
@@ -81,6 +82,15 @@ class GRPOTrainer(MethodTrainer):
             seed=args.seed,
             shuffle=args.shuffle_dataset and parts["shuffle"],
             rollout_func=rollout_func,
+            server=server_for(
+                args.rollout(),
+                parts["model"],
+                parts["processing_class"],
+                dtype=parts["dtype"],
+                folder=Path(args.output_dir or "."),
+                rows=parts["train_dataset"],
+                max_new_tokens=args.max_completion_length,
+            ),
         )
         super().__init__(rollouts=rollouts, **parts)
         folder = Path(self.args.output_dir or ".")
@@ -140,7 +150,7 @@ class GRPOTrainer(MethodTrainer):
         rollouts.close()
         rollouts.current, rollouts.units = None, []
         producer.scorer = Scorer(old.rewards, workers=old.num_workers, timeout=old.timeout)
-        if rollouts.generator is not None:
+        if isinstance(rollouts.generator, InProcess):
             model: Any = self.model
             rollouts.generator = InProcess(model, self.processing_class, engine=self.runner.engine)
             producer.roll = SingleTurn(rollouts.generator)

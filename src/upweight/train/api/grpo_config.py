@@ -14,13 +14,11 @@ from upweight.methods import GRPO
 from upweight.rollout.plan import Plan
 from upweight.rollout.settings import sampling_of
 from upweight.train.api.configs import MethodArguments, holds, of, with_help
-from upweight.train.refuse import NO_SERVER
+from upweight.train.server import NO_COLOCATE, NO_PATTERN
 
 SAMPLER = "the sampler keeps each prompt once for all its completions, and drops rows as they end"
 ADAPTIVE = "With `use_adaptive_entropy`, which is not supported."
 REFUSED = {
-    "use_vllm": NO_SERVER,
-    "vllm_structured_outputs_regex": "the sampler cannot be held to a pattern; reward the format instead",
     "use_adaptive_entropy": "not supported; `entropy_coef` is a fixed weight",
     "router_aux_loss_coef": "the routers' balance is not trained; remove it",
     "cast_lm_head_to_fp32": "logits are in float32 already, the head's weights as the model's; remove it",
@@ -133,6 +131,10 @@ class GRPOConfig(MethodArguments):
         super().__post_init__()
         if self.generation_batch_size is not None and self.steps_per_generation is not None:
             raise UserError("steps_per_generation: cannot be used with 'generation_batch_size'. Keep one.")
+        if self.use_vllm and self.vllm_mode == "colocate":
+            raise UserError(f"vllm_mode: {NO_COLOCATE}.")
+        if self.vllm_structured_outputs_regex is not None and not self.use_vllm:
+            raise UserError(f"vllm_structured_outputs_regex: {NO_PATTERN}.")
         sampling_of(self.rollout(), self.max_completion_length)
 
     def rollout(self) -> RolloutSection:

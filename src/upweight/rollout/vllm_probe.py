@@ -1,0 +1,114 @@
+"""Whether a server serves the model that is trained: its name, its vocabulary, what it says of tokens."""
+
+import contextlib
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from peft import PeftModel
+from torch import nn
+
+from upweight.engine.check import dropout_off
+from upweight.engine.forward import base_of
+from upweight.errors import UserError
+from upweight.rollout.vllm_client import Link, Refused
+
+OUTLOOK = 5  # most likely tokens that are compared
+LENGTH, PROMPT = 24, 8  # tokens of a probe, and how many of them are given
+EXACT = 1e-3  # largest difference in float32; kernels differ by 5e-5
+# Mean difference in half precision: a bfloat16 server differs by 0.05 from itself, another model by 1 and more.
+LOOSE = 0.25
+
+
+async def served_base(link: Link, model_name: str | None) -> tuple[str, int | None]:
+    """The name that the server has for the model that is trained, and its longest sequence."""
+    entries = (await link.ask("/v1/models"))["data"]
+    bases = [entry for entry in entries if entry.get("parent") is None]
+    for entry in bases:
+        if any(same_model(model_name or "", str(entry.get(key) or "")) for key in ("id", "root")):
+            return entry["id"], entry.get("max_model_len")
+    names = ", ".join(repr(entry["id"]) for entry in bases)
+    raise UserError(
+        f"the server at {link.url} serves {names}, but base_model is {model_name!r}. Serve that, or mend the address."
+    )
+
+
+def same_model(one: str, other: str) -> bool:
+    """Whether two names mean one model: alike, one folder, or one last name (a hub id and where it was stored)."""
+    if not one or not other:
+        return False
+    if one == other or (Path(one).is_dir() and Path(other).is_dir() and Path(one).resolve() == Path(other).resolve()):
+        return True
+    is_path = Path(one).is_dir() and Path(other).is_dir()
+    return not is_path and _last_name(one) == _last_name(other)
+
+
+def _last_name(name: str) -> str:
+    stored = re.search(r"models--[^/]+--([^/]+)/snapshots/", name)
+    return (stored[1] if stored else name.rstrip("/").rpartition("/")[2]).lower()
+
+
+async def check_vocabulary(link: Link, name: str, size: int) -> None:
+    """Refuse a server that knows fewer or more tokens than the model; servers reject ids beyond their vocabulary."""
+    for token, known in ((size - 1, True), (size, False)):
+        try:
+            await link.ask("/v1/completions", {"model": name, "prompt": [token], "max_tokens": 1}, seconds=None)
+            accepted = True
+        except Refused as error:
+            if "vocabulary" not in str(error):
+                raise UserError(f"the server at {link.url} refuses to write: {error}") from None
+            accepted = False
+        if accepted != known:
+            raise UserError(
+                f"the server at {link.url} knows {'more' if accepted else 'fewer'} tokens than the {size} of the "
+                "model: serve the vocabulary that is trained (with new `tokens`, save the model with them first)."
+            )
+
+
+async def ask_probe(link: Link, name: str, size: int, temperature: float) -> tuple[list[int], list[float]]:
+    """A few given tokens with those that the server writes after them, and the log-probs it reports of the latter."""
+    prompt = np.random.default_rng(7).integers(0, size, PROMPT).tolist()
+    body = {"model": name, "prompt": prompt, "max_tokens": LENGTH - PROMPT, "temperature": temperature, "top_p": 1.0}
+    body |= {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "logprobs": 0, "return_token_ids": True}
+    choice = (await link.ask("/v1/completions", body | {"ignore_eos": True}, seconds=None))["choices"][0]
+    if choice.get("token_ids") is None or choice.get("logprobs") is None:
+        raise UserError(f"the server at {link.url} does not return token ids and log-probs; use vLLM 0.26 or later.")
+    return [*prompt, *choice["token_ids"]], choice["logprobs"]["token_logprobs"]
+
+
+def difference(
+    model: nn.Module, ids: Sequence[int], said: Sequence[float], temperature: float, *, adapted: bool
+) -> tuple[float, float]:
+    """Mean and largest difference of the server's log-probs from those of the model, with or without its adapter."""
+    base = base_of(model)
+    if max(ids) >= base.config.get_text_config().vocab_size or len(said) != len(ids) - PROMPT:
+        return float("inf"), float("inf")
+    off: Any = contextlib.nullcontext()
+    if isinstance(model, PeftModel) and not adapted:
+        off = model.disable_adapter()
+    with torch.no_grad(), dropout_off(model), off:
+        given = torch.tensor([list(ids)], device=base.device)
+        logits_NV = model(input_ids=given, use_cache=False).logits[0, PROMPT - 1 : -1].float() / temperature
+        own = logits_NV.log_softmax(-1).gather(1, given[0, PROMPT:, None])[:, 0].cpu()
+    apart = (own - torch.tensor(said)).abs()
+    return float(apart.mean()), float(apart.max())
+
+
+def agrees(mean: float, largest: float, *, exact: bool) -> bool:
+    """Whether server and trainer hold the same weights; `exact` where both compute in float32. NaN never agrees."""
+    return largest <= EXACT if exact else mean <= LOOSE
+
+
+async def outlook_of(link: Link, name: str, ids: Sequence[int]) -> list[float]:
+    """The log-probs of the most likely tokens after given ones, best first: the same whenever weights are the same.
+
+    Not by `prompt_logprobs`: asked of an adapter while other requests are under way, they bring vLLM 0.32 down.
+    """
+    body = {"model": name, "prompt": list(ids), "max_tokens": 1, "temperature": 1.0, "logprobs": OUTLOOK}
+    choice = (await link.ask("/v1/completions", body | {"return_tokens_as_token_ids": True}, seconds=None))["choices"][
+        0
+    ]
+    return sorted(choice["logprobs"]["top_logprobs"][0].values(), reverse=True)[:OUTLOOK]

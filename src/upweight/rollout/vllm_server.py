@@ -1,0 +1,233 @@
+"""Completions from a vLLM server that is told of new weights; see `types.Generator`."""
+
+import asyncio
+import queue
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel
+from transformers import PreTrainedModel
+
+from upweight.engine.forward import base_of
+from upweight.errors import UserError
+from upweight.rollout.in_process import end_tokens
+from upweight.rollout.vllm_client import Failed, Link, Refused, lost, pause
+from upweight.rollout.vllm_probe import check_vocabulary, served_base
+from upweight.rollout.vllm_sync import transport_for
+from upweight.rollout.vllm_weights import ServedWeights
+from upweight.types import Completion, Sampling
+
+IN_FLIGHT = 512  # requests at a time; each has all completions of its prompt
+STALLED = 120.0  # seconds without a token after which a server hangs, at least
+WATCH = 5.0  # seconds between looks
+
+
+class VllmServer:
+    """Talks to a server; new weights are written to folders in `folder`, which the server has to see too.
+
+    One process drives it. Requests carry the version that they began with.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        model: PreTrainedModel | PeftModel,
+        tokenizer: Any,
+        *,
+        dtype: torch.dtype,
+        folder: Path,
+        timeout: float = 240.0,
+        lora_sync: bool | None = None,
+        temperature: float = 1.0,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        """`options`: further fields of every request, such as `structured_outputs`. `timeout`: how long to wait."""
+        base = base_of(model)
+        self._options, self._ends = dict(options or {}), sorted(end_tokens(base, tokenizer))
+        self._finished = 0
+        self._link = link = Link(url, timeout)
+        name, self._longest = self._meet(base)
+        self._weights = ServedWeights(
+            link,
+            model,
+            transport_for(model, lora_sync, dtype, name),
+            dtype=dtype,
+            folder=folder.resolve(),
+            temperature=temperature,
+        )
+        self._weights.check_base(name)
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        count: int,
+        sampling: Sampling,
+        done: Callable[[int, list[Completion]], None] | None = None,
+    ) -> list[list[Completion]]:
+        """`count` completions for each prompt, in the order of the prompts; `done` hears of each prompt as it ends."""
+        if not prompts:
+            return []
+        self.require_room(max(map(len, prompts)), sampling.max_new_tokens)
+        arrived: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        found: list[list[Completion]] = [[] for _ in prompts]
+        work = self._link.start(self._all(prompts, self._body(count, sampling), found, arrived.put))
+        work.add_done_callback(lambda _: arrived.put(None))
+        try:
+            while (place := arrived.get()) is not None:
+                if done is not None:
+                    done(place, found[place])
+            work.result()
+        finally:
+            work.cancel()
+        return found
+
+    def sync(self, version: int) -> None:
+        """Have the server sample from the policy's weights as they are now, as `version`; returns when it does."""
+        if self.version() != version:
+            self._weights.publish(version)
+
+    def version(self) -> int:
+        """The policy version that the next request would be sampled from; -1 before the first sync."""
+        return -1 if self._weights.now is None else self._weights.now.version
+
+    def health(self) -> str | None:
+        """None when the server is well, else what is wrong."""
+        try:
+            self._link.run(self._link.ask("/health"))
+        except (Failed, Refused) as error:
+            return f"the vLLM server at {self._link.url}: {error}"
+        return None
+
+    def require_room(self, prompt: int, new: int) -> None:
+        """Raise where a prompt of so many tokens with so many new ones is longer than the server takes."""
+        if self._longest is not None and prompt + new > self._longest:
+            raise UserError(
+                f"a prompt of {prompt} tokens with {new} new ones exceeds the {self._longest} that the server at "
+                f"{self._link.url} takes: raise vllm.max_model_len, or shorten prompts or completions"
+            )
+
+    def close(self) -> None:
+        """Have the server forget what it was sent; a later sync sends anew."""
+        self._weights.close()
+
+    def _meet(self, base: PreTrainedModel) -> tuple[str, int | None]:
+        """Wait for the server; the name of the model there and its longest sequence, if it is the right one."""
+        link = self._link
+
+        async def meet() -> tuple[str, int | None]:
+            name, longest = await served_base(link, base.config.name_or_path)
+            await check_vocabulary(link, name, base.config.get_text_config().vocab_size)
+            return name, longest
+
+        return link.run(link.answered(meet))
+
+    async def _all(
+        self,
+        prompts: Sequence[Sequence[int]],
+        body: dict[str, Any],
+        found: list[list[Completion]],
+        done: Callable[[int], None],
+    ) -> None:
+        """Every prompt's completions, many prompts at a time; the first failure ends the rest."""
+        limit = asyncio.Semaphore(IN_FLIGHT)
+        await self._weights.mended(None)
+
+        async def one(place: int) -> None:
+            async with limit:
+                found[place] = await self._one(prompts[place], body)
+            self._finished += 1
+            done(place)
+
+        pending = {asyncio.ensure_future(one(place)) for place in range(len(prompts))}
+        work = [*pending, asyncio.ensure_future(self._watch())]
+        try:
+            while pending:
+                ended, _ = await asyncio.wait({*pending, work[-1]}, return_when=asyncio.FIRST_COMPLETED)
+                for task in ended:
+                    task.result()
+                pending -= ended
+        finally:
+            for task in work:
+                task.cancel()
+            await asyncio.gather(*work, return_exceptions=True)
+
+    async def _one(self, prompt: Sequence[int], body: dict[str, Any]) -> list[Completion]:
+        """One prompt's completions, asked for until they come or the time is up."""
+        clock = asyncio.get_running_loop().time
+        failing, attempt = 0.0, 0
+        while True:
+            served = await self._weights.enter()
+            try:
+                request = {**body, "model": served.name, "prompt": list(prompt)}
+                answer = await self._link.ask("/v1/completions", request, seconds=None)
+                return completions_of(answer, prompt, body["n"], served.version)
+            except Refused as error:
+                if error.status != 404:  # the name of an adapter that the server has lost
+                    raise UserError(f"the vLLM server at {self._link.url} refuses a request: {error}") from None
+                problem: Exception = error
+            except Failed as error:
+                problem = error
+            finally:
+                self._weights.leave(served)
+            failing = failing or clock()
+            if clock() - failing > self._link.timeout:
+                raise UserError(lost(self._link.url, self._link.timeout, problem))
+            await asyncio.sleep(pause(attempt))
+            attempt += 1
+            await self._weights.mended(failing)
+
+    async def _watch(self) -> None:
+        """Raise when requests are under way and no token is written for too long."""
+        clock = asyncio.get_running_loop().time
+        patience = max(self._link.timeout, STALLED)
+        seen, since = None, clock()
+        while True:
+            await asyncio.sleep(WATCH)
+            limit, problem = patience, "it answers, but writes no tokens"
+            try:
+                life = await self._link.life()
+                state = (self._finished, life)
+                limit *= 1 if life.tokens is not None else 10  # without a count only whole requests tell
+            except Failed as error:
+                state, problem = seen, str(error)
+            if state != seen or not self._weights.open.is_set():
+                seen, since = state, clock()
+            elif clock() - since > limit:
+                raise UserError(lost(self._link.url, limit, problem))
+
+    def _body(self, count: int, sampling: Sampling) -> dict[str, Any]:
+        """What every request of a call says; nothing is left to the server's defaults."""
+        return {
+            "n": count,
+            "max_tokens": sampling.max_new_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "min_p": sampling.min_p,
+            "repetition_penalty": sampling.repetition_penalty,
+            "stop_token_ids": sorted({*self._ends, *sampling.stop_ids}),
+            "stop": list(sampling.stop_strings),
+            "logprobs": 0,
+            "return_token_ids": True,
+            "skip_special_tokens": False,
+            **self._options,
+        }
+
+
+def completions_of(answer: Any, prompt: Sequence[int], count: int, version: int) -> list[Completion]:
+    """The completions in a server's answer, in its order."""
+    choices = sorted(answer["choices"], key=lambda choice: choice["index"])
+    if len(choices) != count or any(choice["finish_reason"] not in ("stop", "length") for choice in choices):
+        ends = {choice["finish_reason"] for choice in choices}
+        raise Failed(f"{len(choices)} of {count} completions came back, ended by {', '.join(map(str, ends))}")
+    found = []
+    for choice in choices:
+        ids, logps = choice["token_ids"], choice["logprobs"]["token_logprobs"]
+        if choice["prompt_token_ids"] != list(prompt) or len(ids) != len(logps):
+            raise UserError(
+                "the vLLM server did not continue the prompt's tokens as they were sent; use vLLM 0.26 or later"
+            )
+        found.append(Completion(ids, logps, [version] * len(ids), choice["finish_reason"] == "stop"))
+    return found

@@ -1,0 +1,190 @@
+"""Two ways for weights to reach a server: an adapter that it loads by name, or all weights read anew from a folder.
+
+Both go through folders that the server can read: on its machine, or on storage that both see.
+"""
+
+import contextlib
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from peft import LoraConfig, PeftModel
+from transformers import PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from upweight.errors import UserError
+from upweight.models.served import refuse_unmergeable, write_adapter, write_weights
+from upweight.rollout.vllm_client import LOAD, Link, Refused
+from upweight.serve.adapters import not_loadable, refusal
+
+
+@dataclass(eq=False)
+class Served:
+    """A version of the policy as the server has it."""
+
+    name: str  # that requests ask for
+    version: int
+    folder: Path
+    began: float | None = None  # the run of the server that took it
+    users: int = 0  # requests under way
+    outlook: tuple[list[int], list[float]] = field(default_factory=lambda: ([], []))  # tokens; what may come after them
+
+
+class Transport(Protocol):
+    """Writes the policy to a folder, and has the server take it from there."""
+
+    drains: bool  # whether requests under way must end before new weights are taken
+
+    def name(self, folder: Path) -> str:
+        """What requests ask for to be served from the weights of `folder`."""
+        ...
+
+    def write(self, folder: Path) -> None:
+        """The policy as it is now."""
+        ...
+
+    async def put(self, link: Link, served: Served) -> None:
+        """Have the server take it; returns when it has."""
+        ...
+
+    async def holds(self, link: Link, served: Served) -> bool:
+        """Whether the server has it still."""
+        ...
+
+    async def drop(self, link: Link, served: Served) -> None:
+        """Have the server forget it, so that its folder may go."""
+        ...
+
+
+@dataclass
+class AdapterTransport:
+    """A new name for each version: requests under way go on with theirs."""
+
+    model: PeftModel
+    drains = False
+
+    def name(self, folder: Path) -> str:
+        return folder.name
+
+    def write(self, folder: Path) -> None:
+        write_adapter(self.model, folder)
+
+    async def put(self, link: Link, served: Served) -> None:
+        body = {"lora_name": served.name, "lora_path": str(served.folder)}
+        try:
+            await link.ask("/v1/load_lora_adapter", body, seconds=LOAD)
+        except Refused as error:
+            if "already been loaded" not in str(error):
+                raise UserError(_adapter_refused(link.url, error)) from None
+
+    async def holds(self, link: Link, served: Served) -> bool:
+        return any(entry["id"] == served.name for entry in (await link.ask("/v1/models"))["data"])
+
+    async def drop(self, link: Link, served: Served) -> None:
+        with contextlib.suppress(Refused):  # a server that was started anew does not know it
+            await link.ask("/v1/unload_lora_adapter", {"lora_name": served.name}, seconds=LOAD)
+
+
+@dataclass
+class WeightTransport:
+    """All weights, an adapter merged into them, under the name of the base."""
+
+    model: PreTrainedModel | PeftModel
+    dtype: torch.dtype
+    base: str
+    drains = True
+
+    def name(self, folder: Path) -> str:
+        return self.base
+
+    def write(self, folder: Path) -> None:
+        with _no_progress_bar():
+            write_weights(self.model, folder, self.dtype)
+
+    async def put(self, link: Link, served: Served) -> None:
+        call = {"method": "reload_weights", "kwargs": {"weights_path": str(served.folder)}}
+        try:
+            await link.ask("/collective_rpc", call, seconds=LOAD)
+            await link.ask("/reset_prefix_cache", {})  # else the beginnings of prompts stay those of the old weights
+        except Refused as error:
+            raise UserError(
+                f"the server at {link.url} takes no weights ({error}): start it with `upweight vllm-serve`, which sets "
+                "VLLM_SERVER_DEV_MODE=1"
+            ) from None
+        served.began = (await link.life()).began
+
+    async def holds(self, link: Link, served: Served) -> bool:
+        return served.began is None or (await link.life()).began == served.began
+
+    async def drop(self, link: Link, served: Served) -> None:
+        """Nothing: weights are replaced, never forgotten."""
+
+
+def transport_for(
+    model: PreTrainedModel | PeftModel, lora_sync: bool | None, dtype: torch.dtype, base: str
+) -> AdapterTransport | WeightTransport:
+    """How this policy is sent: the adapter alone where it was asked for or left open, if vLLM can load it."""
+    if not isinstance(model, PeftModel):
+        return WeightTransport(model, dtype, base)
+    config = model.peft_config[model.active_adapters[0]]
+    if not isinstance(config, LoraConfig):
+        raise UserError(f"adapter: only LoRA can be sent to a vLLM server, not {type(config).__name__}.")
+    key = not_loadable(
+        dora=config.use_dora,
+        bias=config.bias != "none" or config.lora_bias,
+        modules_to_save=config.modules_to_save,
+        target_parameters=config.target_parameters,
+    )
+    if lora_sync and key is not None:
+        raise UserError(refusal(key))
+    if lora_sync is not False and key is None:
+        return AdapterTransport(model)
+    refuse_unmergeable(model)
+    return WeightTransport(model, dtype, base)
+
+
+def write_aside(transport: Transport, folder: Path) -> None:
+    """Write to a temporary name beside `folder` and rename, so that a server never sees half of it."""
+    part = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir(parents=True)
+    try:
+        transport.write(part)
+        part.rename(folder)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+async def forget_leftovers(link: Link, folder: Path) -> None:
+    """Have the server forget adapters that an earlier run left in this folder, and remove them."""
+    for entry in (await link.ask("/v1/models"))["data"]:
+        if entry.get("parent") is not None and Path(str(entry.get("root"))).parent == folder:
+            with contextlib.suppress(Refused):
+                await link.ask("/v1/unload_lora_adapter", {"lora_name": entry["id"]}, seconds=LOAD)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _adapter_refused(url: str, error: Any) -> str:
+    if error.status == 404 and "adapter" not in str(error).lower():
+        return (
+            f"the server at {url} cannot load adapters while it runs: start it with `upweight vllm-serve`, which sets "
+            "--enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, or set 'trl.vllm_lora_sync: false'"
+        )
+    return (
+        f"the server at {url} does not load the adapter ({error}): it has to see the run's folder under the same path"
+    )
+
+
+@contextlib.contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    """Weights are written at every sync: a bar for each would bury the log."""
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()

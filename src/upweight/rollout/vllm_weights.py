@@ -1,0 +1,207 @@
+"""The versions of the policy on a server: sent, verified, kept while in use, sent again after a restart."""
+
+import asyncio
+import shutil
+import time
+import uuid
+from functools import partial
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from torch import nn
+
+from upweight.engine.forward import base_of
+from upweight.errors import UserError
+from upweight.log import logger, warn_once
+from upweight.rollout.vllm_client import Failed, Link, Refused, lost, pause
+from upweight.rollout.vllm_probe import agrees, ask_probe, difference, outlook_of, served_base
+from upweight.rollout.vllm_sync import Served, Transport, forget_leftovers, write_aside
+
+ATTEMPTS = 4  # at sending weights
+
+
+class ServedWeights:
+    """What a server samples from. State is touched on the link's thread only, weights on the caller's only."""
+
+    def __init__(
+        self,
+        link: Link,
+        model: nn.Module,
+        transport: Transport,
+        *,
+        dtype: torch.dtype,
+        folder: Path,
+        temperature: float,
+    ) -> None:
+        self.link, self.transport = link, transport
+        self.now: Served | None = None
+        self.open = asyncio.Event()  # clear while weights are replaced under the name that requests ask for
+        self._model, self._base = model, base_of(model)
+        self._dtype, self._folder, self._temperature = dtype, folder, temperature
+        self._vocabulary: int = self._base.config.get_text_config().vocab_size
+        self._quantised = bool(getattr(self._base, "is_quantized", False))
+        self._run = uuid.uuid4().hex[:8]
+        self._old: list[Served] = []
+        self._fault: str | None = None
+        self._exact: bool | None = None  # whether server and trainer agree to the last digits, as in float32
+        self._mending = asyncio.Lock()
+        self._drops: set[asyncio.Task[None]] = set()
+
+    def check_base(self, name: str) -> None:
+        """Compare what server and trainer say of tokens, where the server goes on with the base it has."""
+        self.link.run(self.link.answered(partial(forget_leftovers, self.link, self._folder)))
+        if self.transport.drains:
+            return
+        probe = partial(ask_probe, self.link, name, self._vocabulary, self._temperature)
+        ids, said = self.link.run(self.link.answered(probe))
+        mean, largest = difference(self._model, ids, said, self._temperature, adapted=False)
+        if not self._agrees(mean, largest):
+            raise UserError(self._other_weights(mean))
+
+    def publish(self, version: int) -> Served:
+        """Send the weights as they are now, tried several times; returns when the server samples from them."""
+        problem: Exception | None = None
+        for attempt in range(ATTEMPTS):
+            if attempt:
+                logger.warning("warning: sending the weights of step %d again: %s", version, problem)
+                time.sleep(pause(attempt + 1))
+            folder = self._folder / f"{self._run}-v{version}{f'-{attempt}' if attempt else ''}"
+            served = Served(self.transport.name(folder), version, folder)
+            try:
+                write_aside(self.transport, folder)
+                probe = self.link.run(self._put(served))
+                mean, largest = difference(self._model, *probe, self._temperature, adapted=True)
+                if not self._agrees(mean, largest):
+                    raise Failed(f"log-probs after the sync differ by {mean:.3g} on average from the trainer's")
+                self.link.run(self._serve_from(served))
+                return served
+            except (OSError, SafetensorError, Failed, Refused) as error:
+                problem = error
+                self.link.run(self._drop(served))
+            except UserError as error:
+                self.link.run(self._give_up(str(error)))
+                raise
+        fault = (
+            f"the weights of step {version} could not be sent to the vLLM server at {self.link.url}: {problem}. "
+            "Mend that and go on with --resume."
+        )
+        self.link.run(self._give_up(fault))
+        raise UserError(fault)
+
+    def close(self) -> None:
+        """Have the server forget what it was sent, and remove it."""
+        self.link.run(self._retire(None))
+        if self._folder.is_dir() and not any(self._folder.iterdir()):
+            self._folder.rmdir()
+
+    async def enter(self) -> Served:
+        """The version that a request is to be sampled from; waits while weights are replaced."""
+        await self.open.wait()
+        if self._fault is not None or self.now is None:
+            raise UserError(self._fault or "the server was sent no weights yet")
+        self.now.users += 1
+        return self.now
+
+    def leave(self, served: Served) -> None:
+        """A request has ended; with the last one of an old version the version goes."""
+        served.users -= 1
+        if served in self._old and not served.users:
+            self._old.remove(served)
+            task = asyncio.ensure_future(self._drop(served))
+            self._drops.add(task)
+            task.add_done_callback(self._drops.discard)
+
+    async def _serve_from(self, served: Served) -> None:
+        """Sample from these weights from now on."""
+        await self._retire(served)
+        self.open.set()
+
+    async def mended(self, since: float | None) -> None:
+        """Wait for a server that is well and holds the present version, which one that was started anew does not."""
+        clock = asyncio.get_running_loop().time
+        async with self._mending:
+            stop = (clock() if since is None else since) + self.link.timeout
+            while True:
+                await self.link.until_healthy(since)
+                try:
+                    await self._hold()
+                    return
+                except Failed as error:
+                    if clock() > stop:
+                        raise UserError(lost(self.link.url, self.link.timeout, error)) from None
+                await asyncio.sleep(1.0)
+
+    async def _put(self, served: Served) -> tuple[list[int], list[float]]:
+        """Have the server take new weights; what it writes with them."""
+        await self.link.until_healthy()
+        if self.transport.drains:
+            self.open.clear()
+            while self.now is not None and self.now.users:
+                await asyncio.sleep(0.02)
+        await self.transport.put(self.link, served)
+        if not await self.transport.holds(self.link, served):
+            raise Failed("the server does not list the weights that it took")
+        ids, said = await ask_probe(self.link, served.name, self._vocabulary, self._temperature)
+        served.outlook = ids, await outlook_of(self.link, served.name, ids)
+        return ids, said
+
+    async def _hold(self) -> None:
+        """Send the present version again where the server has lost it."""
+        served = self.now
+        if served is None or not self.open.is_set() or await self.transport.holds(self.link, served):
+            return
+        logger.warning("warning: %s was started anew; sending version %d again", self.link.url, served.version)
+        await served_base(self.link, self._base.config.name_or_path)
+        await self.transport.put(self.link, served)
+        ids, before = served.outlook
+        apart = (torch.tensor(await outlook_of(self.link, served.name, ids)) - torch.tensor(before)).abs()
+        if not agrees(float(apart.mean()), float(apart.max()), exact=bool(self._exact)):
+            raise UserError(self._other_weights(float(apart.mean())))
+
+    async def _retire(self, new: Served | None) -> None:
+        """Put a version in the place of the present one, and drop those that nobody uses."""
+        if self.now is not None:
+            self._old.append(self.now)
+        self.now = new
+        for served in [one for one in self._old if not one.users]:
+            self._old.remove(served)
+            await self._drop(served)
+
+    async def _drop(self, served: Served) -> None:
+        """Have the server forget a version; only then is its folder removed: a server may read it again until then."""
+        if not served.folder.exists():
+            return
+        try:
+            await self.transport.drop(self.link, served)
+        except Failed as error:
+            logger.warning("warning: %s is left behind: %s", served.folder, error)
+            return
+        shutil.rmtree(served.folder, ignore_errors=True)
+
+    async def _give_up(self, fault: str) -> None:
+        """Let requests that wait for weights hear that none will come."""
+        self._fault = fault
+        self.open.set()
+
+    def _agrees(self, mean: float, largest: float) -> bool:
+        """Whether a difference is as small as it should be; the first one says how small later ones have to be."""
+        if self._exact is None:
+            self._exact = self._dtype == torch.float32 and agrees(mean, largest, exact=True)
+            if self._dtype == torch.float32 and not self._exact and agrees(mean, largest, exact=False):
+                warn_once(
+                    f"the server's log-probs differ by up to {largest:.2g} from the trainer's, which computes in "
+                    "float32: it serves in another precision; vllm.dtype: float32 would make them equal"
+                )
+        if agrees(mean, largest, exact=self._exact):
+            return True
+        if self._quantised:
+            warn_once(f"log-probs of the server differ by {mean:.2g} on average from those of the quantised base here")
+        return self._quantised
+
+    def _other_weights(self, mean: float) -> str:
+        raw = "" if self._temperature == 1 else ", or without --logprobs-mode processed_logprobs"
+        return (
+            f"the server at {self.link.url} computes with other weights{raw}: its log-probs differ by {mean:.3g} on "
+            "average from those of base_model. Start it anew with `upweight vllm-serve`."
+        )

@@ -1,0 +1,148 @@
+"""A small HTTP server that speaks the routes of vLLM that training uses, with a tiny model behind them."""
+
+import contextlib
+import json
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+
+class FakeVllm:
+    """Serves the model of a folder; `faults` are answers to give instead: {path: [status, ...]}, taken in turn."""
+
+    def __init__(self, folder: Path, *, adapters: bool = True, longest: int = 256) -> None:
+        self.folder, self.adapters, self.longest = folder, adapters, longest
+        self.faults: dict[str, list[int]] = {}
+        self.requests: list[tuple[str, dict]] = []
+        self.delay = 0.0
+        self.held: set[str] = set()  # names whose requests wait
+        self.well = True
+        self._lock = threading.RLock()
+        self.restart()
+        fake = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self):
+                fake.answer(self, None)
+
+            def do_POST(self):
+                length = int(self.headers.get("content-length", 0))
+                fake.answer(self, json.loads(self.rfile.read(length) or b"{}"))
+
+            def log_message(self, *_):
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+
+    def restart(self) -> None:
+        """As after a restart: the weights of the folder, no adapters."""
+        with self._lock:
+            self.began = time.time()
+            self.model = AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32).eval()
+            self.loaded: dict[str, tuple[str, torch.nn.Module]] = {}
+            self.tokens = 0
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+    def asked(self, path: str) -> list[dict]:
+        return [body for where, body in self.requests if where == path]
+
+    def answer(self, handler: BaseHTTPRequestHandler, body: dict | None) -> None:
+        path = handler.path
+        self.requests.append((path, body or {}))
+        status, reply = (500, "down") if not self.well else (200, None)
+        if self.well and self.faults.get(path):
+            status, reply = self.faults[path].pop(0), "as was asked"
+        if status == 200:
+            if path == "/v1/completions":
+                time.sleep(self.delay)
+                while body["model"] in self.held:
+                    time.sleep(0.01)
+            with self._lock:
+                status, reply = self.respond(path, body)
+        if status >= 400:
+            reply = {"error": {"message": reply, "type": "Error", "param": None, "code": status}}
+        text = reply.encode() if isinstance(reply, str) else json.dumps(reply).encode()
+        with contextlib.suppress(ConnectionError):
+            handler.send_response(status)
+            handler.send_header("content-type", "text/plain" if isinstance(reply, str) else "application/json")
+            handler.send_header("content-length", str(len(text)))
+            handler.end_headers()
+            handler.wfile.write(text)
+
+    def respond(self, path: str, body):
+        base = str(self.folder)
+        if path in ("/health", "/reset_prefix_cache"):
+            return 200, ""
+        if path == "/metrics":
+            return (
+                200,
+                f'process_start_time_seconds {self.began}\nvllm:generation_tokens_total{{engine="0"}} {self.tokens}\n',
+            )
+        if path == "/v1/models":
+            entries = [{"id": base, "root": base, "parent": None, "max_model_len": self.longest}]
+            entries += [{"id": name, "root": root, "parent": base} for name, (root, _) in self.loaded.items()]
+            return 200, {"data": entries}
+        if path == "/v1/load_lora_adapter" and self.adapters:
+            if body["lora_name"] in self.loaded:
+                return 400, "The lora adapter has already been loaded."
+            if not Path(body["lora_path"]).is_dir():
+                return 404, f"No adapter found for {body['lora_path']}"
+            fresh = AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32)
+            adapted = PeftModel.from_pretrained(fresh, body["lora_path"]).eval()
+            self.loaded[body["lora_name"]] = (body["lora_path"], adapted)
+            return 200, "Success: LoRA adapter added."
+        if path == "/v1/unload_lora_adapter" and self.adapters:
+            found = self.loaded.pop(body["lora_name"], None)
+            return (200, "Success") if found else (404, "The lora adapter cannot be found.")
+        if path == "/collective_rpc":
+            self.model = AutoModelForCausalLM.from_pretrained(
+                body["kwargs"]["weights_path"], dtype=torch.float32
+            ).eval()
+            return 200, {"results": [None]}
+        if path == "/v1/completions":
+            return self.complete(body)
+        return 404, "Not Found"
+
+    def complete(self, body):
+        name, prompt = body["model"], body["prompt"]
+        if name != str(self.folder) and name not in self.loaded:
+            return 404, f"The model `{name}` does not exist."
+        model = self.model if name == str(self.folder) else self.loaded[name][1]
+        if max(prompt) >= self.model.config.vocab_size:
+            return 400, f"Token id {max(prompt)} is out of vocabulary"
+        ends = [] if body.get("ignore_eos") else body.get("stop_token_ids", [])
+        choices = [
+            {"index": n, "prompt_token_ids": prompt, **self.written(model, prompt, body, ends)}
+            for n in range(body.get("n", 1))
+        ]
+        if body.get("logprobs"):
+            best = _logps(model, prompt)[-1].topk(body["logprobs"])
+            top = {f"token_id:{token}": logp for logp, token in zip(*(part.tolist() for part in best), strict=True)}
+            choices[0]["logprobs"]["top_logprobs"] = [top]
+        return 200, {"choices": choices[::-1]}
+
+    def written(self, model, prompt, body, ends):
+        ids, said = [], []
+        while len(ids) < body["max_tokens"] and not (ids and ids[-1] in ends):
+            log_p = _logps(model, [*prompt, *ids], body.get("temperature", 1.0))[-1]
+            ids.append(int(torch.multinomial(log_p.exp(), 1)))
+            said.append(float(log_p[ids[-1]]))
+        self.tokens += len(ids)
+        reason = "stop" if ids[-1] in ends else "length"
+        return {"token_ids": ids, "logprobs": {"token_logprobs": said}, "finish_reason": reason}
+
+
+@torch.no_grad()
+def _logps(model, ids, temperature=1.0):
+    return (model(input_ids=torch.tensor([ids])).logits[0].float() / (temperature or 1.0)).log_softmax(-1)

@@ -1,0 +1,56 @@
+"""Failed prompts that are tried again."""
+
+import json
+
+import torch
+
+from made_rollouts import online_trainer
+from upweight.rollout.reroll import Reroll, failed
+from upweight.types import Group
+
+NAN = float("nan")
+
+
+def group(number, *rewards):
+    return Group(number, {}, [1], rewards_SR=torch.tensor(rewards))
+
+
+def test_a_group_fails_when_nothing_earned_anything():
+    assert failed(group(0, [0.0, 0.0], [0.0, NAN]))
+    assert not failed(group(0, [0.0, 0.0], [0.0, 0.1]))
+    assert not failed(group(0, [NAN], [NAN]))
+    assert not failed(group(0, [1.0], [1.0]))  # solved by all: no signal, but nothing to try again
+
+
+def test_failed_prompts_come_up_again_after_the_start_and_within_bounds():
+    reroll = Reroll(start=0.5, most=2, capacity=3)
+    reroll.note([group(n, [0.0], [0.0]) for n in (1, 2, 2, 3, 4)])
+    assert list(reroll.waiting) == [2, 3, 4]
+    assert reroll.take(0.4) == []
+    assert reroll.take(0.5) == [2, 3]
+    assert reroll.take(0.9) == [4]
+    assert reroll.take(1.0) == []
+
+
+def never_dogs(prompts, completion_ids, **_):
+    told = zip(prompts, completion_ids, strict=True)
+    return [0.0 if "dogs" in prompt else float(sum(ids) % 5 + 1) for prompt, ids in told]
+
+
+def test_a_run_tries_failed_prompts_again_and_remembers_them_over_a_resume(tmp_path):
+    section = {"reroll_start": 0.25, "reroll_groups": 1}
+    options = {"rewards": [never_dogs], "section": section, "save_strategy": "steps", "save_steps": 6}
+    trainer = online_trainer(tmp_path, max_steps=12, **options)
+    numbers = []
+    trainer.rollouts.written.append(lambda rollout, step: numbers.append([g.row["answer"] for g in rollout.groups]))
+    trainer.train()
+    dogs = sum("dogs" in words for words in numbers)
+    plain = online_trainer(tmp_path / "plain", rewards=[never_dogs], max_steps=12)
+    unrolled = []
+    plain.rollouts.written.append(lambda rollout, step: unrolled.append([g.row["answer"] for g in rollout.groups]))
+    plain.train()
+    assert dogs > sum("dogs" in words for words in unrolled)
+    later = online_trainer(tmp_path, max_steps=12, **options)
+    later.rollouts.restore(tmp_path / "checkpoint-6")
+    saved = json.loads((tmp_path / "checkpoint-6" / "rollouts.json").read_text())["producer"]["reroll"]
+    assert list(later.rollouts.producer.reroll.waiting) == saved

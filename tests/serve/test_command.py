@@ -1,0 +1,143 @@
+"""A config as the command line of a server."""
+
+import json
+
+import pytest
+
+from upweight.config.load import parse_config
+from upweight.errors import UserError
+from upweight.serve.command import serve_command, warnings_of
+
+GRPO = {"base_model": "some/model", "rl": "grpo", "trl": {"use_vllm": True, "reward_funcs": ["r.f"]}}
+LORA = {"adapter": "lora", "lora_r": 24}
+
+
+def command(tmp_path, **keys):
+    return serve_command(parse_config({**GRPO, **keys}, folder=tmp_path, fragment=True), python="python")
+
+
+def flags(tmp_path, **keys) -> dict[str, str | None]:
+    """Flags of the command with their values; None for those without one."""
+    argv = command(tmp_path, **keys).argv
+    assert argv[:3] == ("python", "-m", "vllm.entrypoints.openai.api_server")
+    found: dict[str, str | None] = {}
+    for word in argv[3:]:
+        if word.startswith("--"):
+            found[word] = None
+        else:
+            found[list(found)[-1]] = word
+    return found
+
+
+def test_defaults(tmp_path):
+    found = flags(tmp_path)
+    assert found["--model"] == found["--served-model-name"] == "some/model"
+    assert (found["--host"], found["--port"], found["--dtype"]) == ("127.0.0.1", "8000", "auto")
+    assert found["--logprobs-mode"] == "processed_logprobs"
+    assert found["--generation-config"] == "vllm"
+    assert json.loads(found["--weight-transfer-config"] or "") == {"backend": "nccl"}
+    assert not {"--enable-lora", "--enforce-eager", "--max-model-len", "--enable-prefix-caching"} & set(found)
+    assert command(tmp_path).env == {
+        "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_HOST_IP": "127.0.0.1",
+    }
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "flag", "word"),
+    [
+        ("host", "0.0.0.0", "--host", "0.0.0.0"),
+        ("port", 8123, "--port", "8123"),
+        ("tensor_parallel_size", 2, "--tensor-parallel-size", "2"),
+        ("data_parallel_size", 3, "--data-parallel-size", "3"),
+        ("gpu_memory_utilization", 0.35, "--gpu-memory-utilization", "0.35"),
+        ("dtype", "bfloat16", "--dtype", "bfloat16"),
+        ("max_model_len", 2048, "--max-model-len", "2048"),
+        ("enable_prefix_caching", True, "--enable-prefix-caching", None),
+        ("enable_prefix_caching", False, "--no-enable-prefix-caching", None),
+        ("enforce_eager", True, "--enforce-eager", None),
+        ("tool_call_parser", "hermes", "--tool-call-parser", "hermes"),
+        ("reasoning_parser", "qwen3", "--reasoning-parser", "qwen3"),
+    ],
+)
+def test_every_key_of_the_block_reaches_the_server(tmp_path, key, value, flag, word):
+    found = flags(tmp_path, vllm={key: value})
+    assert flag in found
+    assert found[flag] == word
+
+
+def test_tool_calls_are_switched_on_with_their_parser(tmp_path):
+    assert "--enable-auto-tool-choice" in flags(tmp_path, vllm={"tool_call_parser": "hermes"})
+
+
+def test_keys_of_the_model_reach_the_server(tmp_path):
+    found = flags(tmp_path, model_revision="abc", trust_remote_code=True, tokenizer_config="other/words")
+    assert (found["--revision"], found["--tokenizer"]) == ("abc", "other/words")
+    assert "--trust-remote-code" in found
+
+
+def test_an_adapter_switches_runtime_loading_on(tmp_path):
+    found = flags(tmp_path, **LORA)
+    assert found["--max-lora-rank"] == "32"  # the next size that vLLM allows
+    assert int(found["--max-loras"] or 0) >= 2
+    assert int(found["--max-cpu-loras"] or 0) >= 2
+    assert "--weight-transfer-config" not in found
+    assert command(tmp_path, **LORA).env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("keys", "rank"),
+    [
+        ({"lora_r": 8}, "8"),
+        ({"lora_r": 9}, "16"),
+        ({"lora_r": 300}, "320"),
+        ({"lora_r": 8, "lora_rank_pattern": {"q_proj": 40}}, "64"),
+        ({"lora_r": 8, "vllm": {"max_lora_rank": 100}}, "128"),
+    ],
+)
+def test_ranks_are_rounded_up(tmp_path, keys, rank):
+    assert flags(tmp_path, adapter="lora", **keys)["--max-lora-rank"] == rank
+
+
+def test_the_rank_of_a_continued_adapter_is_its_own(tmp_path):
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"r": 60, "rank_pattern": {"v_proj": 70}}))
+    assert flags(tmp_path, adapter="lora", lora_r=8, lora_model_dir=str(tmp_path))["--max-lora-rank"] == "128"
+
+
+@pytest.mark.parametrize("keys", [{"peft_use_dora": True}, {"lora_modules_to_save": ["lm_head"]}])
+def test_adapters_that_vllm_cannot_load_are_sent_merged_or_refused(tmp_path, keys):
+    assert "--enable-lora" not in flags(tmp_path, **LORA, **keys)
+    with pytest.raises(UserError, match="vLLM cannot load such an adapter"):
+        flags(tmp_path, **LORA, **keys, trl={**GRPO["trl"], "vllm_lora_sync": True})
+
+
+def test_without_adapter_sync_weights_are_sent_whole(tmp_path):
+    found = flags(tmp_path, **LORA, trl={**GRPO["trl"], "vllm_lora_sync": False})
+    assert "--enable-lora" not in found
+    assert "--weight-transfer-config" in found
+
+
+def test_devices(tmp_path):
+    assert command(tmp_path, vllm={"device": "cuda:1"}).env["CUDA_VISIBLE_DEVICES"] == "1"
+    assert "CUDA_VISIBLE_DEVICES" not in command(tmp_path, vllm={"device": "cuda"}).env
+    with pytest.raises(UserError, match=r"vllm\.device: 'gpu7' is not known"):
+        command(tmp_path, vllm={"device": "gpu7"})
+
+
+@pytest.mark.parametrize(
+    "keys", [{"lora_r": 513, "adapter": "lora"}, {"gguf_file": "model.gguf"}, {"base_model": None}]
+)
+def test_what_cannot_be_served_is_refused(tmp_path, keys):
+    with pytest.raises(UserError):
+        flags(tmp_path, **keys)
+
+
+def test_warnings(tmp_path):
+    plain = parse_config(GRPO, folder=tmp_path, fragment=True)
+    assert warnings_of(plain, "0.32.0") == warnings_of(plain, "0.26.1+cpu") == []
+    assert "0.31.0 is not tested" in warnings_of(plain, "0.31.0")[0]
+    assert "0.3 is not tested" in warnings_of(plain, "0.3")[0]
+    everywhere = parse_config({**GRPO, "vllm": {"host": "0.0.0.0"}}, folder=tmp_path, fragment=True)
+    (words,) = warnings_of(everywhere, "0.32.0")
+    assert "not protected" in words
