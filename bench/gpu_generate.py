@@ -93,7 +93,7 @@ def measure(name: str, models: dict[bool, tuple[Any, Engine]]) -> dict[str, Any]
     total, out = min((seconds(sampling) for _ in range(3)), key=lambda found: found[0])
     prefill = min(seconds(dataclasses.replace(sampling, max_new_tokens=1))[0] for _ in range(2))
     memory = torch.cuda.max_memory_allocated() / 2**30
-    sampler.release()
+    sampler.close()
     return {
         "name": name,
         "tokens_s": round(prompts * count * NEW / total),

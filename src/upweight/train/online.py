@@ -15,6 +15,7 @@ from upweight.data.transforms import load_function
 from upweight.engine import Engine
 from upweight.log import logger
 from upweight.methods.base import Method
+from upweight.methods.policy_gradient import PolicyGradient
 from upweight.models.load import compute_dtype
 from upweight.rewards.load import load_rewards
 from upweight.rewards.reward import Reward, check_columns
@@ -134,7 +135,6 @@ def make_rollouts(
     )
     policy = getattr(method, "policy")  # noqa: B009 - online methods have one
     ranks = PartialState()
-    scorer = Scorer(rewards, workers=section.reward_workers, timeout=section.reward_timeout)
     generator = server
     if rollout_func is None and not section.use_vllm:
         generator = InProcess(model, tokenizer, engine=engine)
@@ -144,17 +144,14 @@ def make_rollouts(
         rows=rows,
         order=PromptOrder(len(rows), seed, shuffle=shuffle),
         roll=SingleTurn(generator) if rollout_func is None else _custom(rollout_func, model, tokenizer),
-        scorer=scorer,
+        scorer=Scorer(rewards, workers=section.reward_workers, timeout=section.reward_timeout),
         sampling=sampling_of(section, policy.max_completion_length),
         decode=lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)),
         seed=seed,
         extra_rounds=section.dynamic_sampling,
         streaming_groups=section.streaming_groups if section.streaming else None,
         ranks=Ranks() if section.use_vllm else Ranks(ranks.process_index, ranks.num_processes, from_all_ranks),
-        replay=ReplayBuffer(section.replay_size, section.replay_max_age) if section.replay_size else None,
-        reroll=Reroll(section.reroll_start, section.reroll_groups, REROLL_CAPACITY)
-        if section.reroll_start < 1
-        else None,
+        **_second_chances(section),
     )
     timing = _timing(section, plan)
     return Rollouts(
@@ -163,20 +160,32 @@ def make_rollouts(
         generator,
         eval_size=section.num_generations_eval or method.group_size,
         mask_truncated=policy.mask_truncated_completions,
-        # What a rollout function says of its tokens may be another program's word; in process it is the policy's own.
-        sampler_logps=bool(policy.sampler_correction)
-        or section.use_vllm
-        or timing["depth"] > 0
-        or section.replay_size > 0
-        or (rollout_func is not None and policy.off_policy_mask_threshold is not None),
+        sampler_logps=_sampler_counts(policy, section, timing["depth"], custom=rollout_func is not None),
         skips_idle=section.skip_zero_advantage,
         recompute_replayed=section.replay_recompute,
         **timing,
     )
 
 
+def _sampler_counts(policy: PolicyGradient, section: RolloutSection, depth: int, *, custom: bool) -> bool:
+    """Whether the sampler is another policy than the one that trains: an older one, or another program's."""
+    if policy.sampler_correction or section.use_vllm or depth or section.replay_size:
+        return True
+    return custom and policy.off_policy_mask_threshold is not None
+
+
 def _custom(function: Callable[..., Any], model: Any, tokenizer: PreTrainedTokenizerBase) -> CustomRollout:
     return CustomRollout(function, getattr(function, "__name__", type(function).__name__), model, tokenizer)
+
+
+def _second_chances(section: RolloutSection) -> dict[str, Any]:
+    """What remembers groups and prompts, where it is asked for."""
+    found: dict[str, Any] = {}
+    if section.replay_size:
+        found["replay"] = ReplayBuffer(section.replay_size, section.replay_max_age)
+    if section.reroll_start < 1:
+        found["reroll"] = Reroll(section.reroll_start, section.reroll_groups, REROLL_CAPACITY)
+    return found
 
 
 def _timing(section: RolloutSection, plan: Plan) -> dict[str, Any]:
