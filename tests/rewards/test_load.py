@@ -85,6 +85,8 @@ def test_built_ins_by_name_and_with_options(tmp_path):
     ("name", "said"),
     [
         ("lenght", r"there is no reward 'lenght'.*Did you mean 'length'\?"),
+        ("length(5)", r"options are given by name, as in length\(minimum=\.\.\.\)"),
+        ("adaptive(reward='load_wrong.reward')", "To wrap a function of your own"),
         ("no_such_file.reward", "no no_such_file.py in"),
         ("load_wrong.reword", r"Did you mean 'reward'\?"),
         ("load_wrong.arity", "never sees the completions"),
@@ -106,3 +108,15 @@ def test_other_things_are_no_rewards():
         as_rewards([3])
     with pytest.raises(UserError, match="2 given for 1 rewards"):
         as_rewards(lambda completions: [], [None, None])
+
+
+def test_a_wrapped_function_of_a_file_is_named_as_an_object(tmp_path):
+    code = """
+from upweight.rewards.builtin.adaptive import AdaptiveReward
+def words(completions, **_):
+    return [float(len(text.split())) for text in completions]
+mine = AdaptiveReward(words)
+"""
+    write(tmp_path, "load_adaptive", code)
+    with Scorer(load_rewards(["load_adaptive.mine"], tmp_path)) as scorer:
+        assert scorer.score(reward_call(["one two", "one"])).rewards_SR.tolist() == [[2.0], [1.0]]

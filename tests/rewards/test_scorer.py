@@ -120,3 +120,13 @@ def faulty(completions, answers, **kwargs):
     said = r"'faulty' failed on all 2 .*NameError: name 'score' .*line 5\)"
     with file_scorer(tmp_path, code, "right", "faulty") as scorer, pytest.raises(UserError, match=said):
         scorer.submit(call).result(timeout=60)
+
+
+@pytest.mark.parametrize("calls", [1, 200])
+def test_a_reward_that_never_applies_is_told_of_once(caplog, calls):
+    with Scorer(as_rewards([lambda completions: [None, None], lambda completions: [None, 1.0]])) as scorer:
+        for _ in range(calls):
+            scorer.score(reward_call(["a", "b"]))
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 1
+    assert "reward '<lambda>' returned None for each of" in said[0]

@@ -149,6 +149,15 @@ def test_a_reward_that_hangs_is_ended(tmp_path, body):
         scorer.score(reward_call(["a", "b"]))
 
 
+def test_the_limit_that_is_told_of_is_the_one_that_was_set(tmp_path):
+    code = "\nimport time\ndef reward(completions):\n    time.sleep(1000)\n"
+    with (
+        file_scorer(tmp_path, code, "reward", timeout=0.5) as scorer,
+        pytest.raises(UserError, match="failed on all 2 completions: it took longer than 0.5 seconds"),
+    ):
+        scorer.score(reward_call(["a"], ["b"]))
+
+
 def test_a_completion_that_hangs_costs_its_group_alone(tmp_path):
     code = """
 import time

@@ -30,6 +30,9 @@ def test_generation_kwargs_have_the_last_word_under_any_spelling():
         ({"do_sample": False}, "makes all completions of a group alike"),
         ({"stop": [1]}, "'stop' must be str or a list"),
         ({"top_k": "many"}, "'top_k' must be int"),
+        ({"temperature": 0}, "'temperature': Input should be greater than 0, got 0"),
+        ({"top_p": 2.0}, "'top_p': Input should be less than or equal to 1"),
+        ({"min_p": -0.1}, "'min_p': Input should be greater than or equal to 0"),
     ],
 )
 def test_what_the_sampler_does_not_know_is_refused(given, says):

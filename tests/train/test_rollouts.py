@@ -8,6 +8,7 @@ import torch
 
 from made_rollouts import even_tokens, online_trainer, short
 from made_runs import largest_difference, on_ranks, weights_of
+from upweight.errors import UserError
 from upweight.methods import GDPO, GRPO
 from upweight.rollout.in_process import InProcess
 from upweight.train.ranks import join_ranks
@@ -185,3 +186,8 @@ def test_two_ranks_sample_and_learn_what_one_does(tmp_path):
         for row, other in zip(logs, others, strict=True):
             assert row.keys() == other.keys()
             assert other == pytest.approx(row, abs=1e-4), row
+
+
+def test_a_prompt_that_the_model_cannot_hold_is_told_of_before_training(tmp_path):
+    with pytest.raises(UserError, match="with 6 new ones exceeds the 256 positions of the model"):
+        online_trainer(tmp_path, rows=5, words=("a", "be", "cat", "dogs", "zebra" * 80))

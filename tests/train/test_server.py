@@ -5,11 +5,12 @@ import json
 import pytest
 import yaml
 
-from made_runs import write_model, write_online
+from made_runs import on_ranks, write_model, write_online
 from made_vllm import FakeVllm
 from upweight.config import load_config
 from upweight.errors import UserError
 from upweight.train.run import train
+from upweight.train.try_rewards import try_on_samples
 
 LORA = {"adapter": "lora", "lora_r": 4, "lora_target_linear": True}
 
@@ -82,6 +83,12 @@ def test_a_pattern_and_further_options_reach_the_server(tmp_path, model, fake):
     assert (body["frequency_penalty"], body["stop"]) == (0.1, ["x"])
 
 
+def test_rewards_are_tried_on_what_the_server_writes(tmp_path, model, fake):
+    tried = try_on_samples(config(tmp_path, model, fake, **LORA), prompts=2)
+    assert len(tried.call) == 8
+    assert not fake.loaded
+
+
 def test_a_server_without_room_is_refused_before_training(tmp_path, model, fake):
     fake.longest = 10
     with pytest.raises(UserError, match="exceeds the 10 that the server"):
@@ -97,3 +104,20 @@ def test_vllm_in_the_training_process_is_refused(tmp_path, model, fake):
 def test_a_pattern_without_a_server_is_refused(tmp_path, model, fake):
     with pytest.raises(UserError, match="cannot be held to a pattern"):
         train(config(tmp_path, model, fake, {"use_vllm": False, "vllm_structured_outputs_regex": "a+"}))
+
+
+def _train(path) -> None:
+    train(load_config(path))
+
+
+def test_rank_zero_alone_talks_to_the_server(tmp_path, model, fake):
+    keys = {"micro_batch_size": 4, "val_set_size": 2, **LORA}
+    file = config(tmp_path, model, fake, **keys).folder / "config.yaml"
+    on_ranks(_train, 2, file)
+    assert len(steps_of(tmp_path)) == 4
+    evaluated = [
+        line for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines() if "eval_reward" in line
+    ]
+    assert evaluated
+    prompts = [json.dumps(body["prompt"]) for body in fake.asked("/v1/completions") if body.get("n") == 4]
+    assert len(prompts) == 4 * 2 + 2 * len(evaluated)  # two groups a step, two held-out prompts

@@ -156,6 +156,32 @@ def score(
     run(trained, file, overrides or [], output=output, chat=chat)
 
 
+@app.command(**TAKES_OVERRIDES)
+def inference(
+    trained: TrainedModel,
+    overrides: Overrides = None,
+    *,
+    prompt: Annotated[str | None, typer.Option(help="Text to answer; lines of standard input otherwise.")] = None,
+    file: Annotated[Path | None, typer.Option(help="Prompts: JSON lines with `prompt`, or plain lines.")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Talk; /reset forgets, Ctrl-D ends.")] = False,
+    system: Annotated[str | None, typer.Option(help="System text of prompts that have none.")] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue texts as they are, without the chat template.")] = False,
+    max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Up to 512 where there is room otherwise.")] = None,
+    temperature: Annotated[float, typer.Option(min=0, help="0 takes the likeliest token.")] = 0.7,
+    top_p: Annotated[float, typer.Option(min=1e-6, max=1, help="Keep the likeliest tokens up to this share.")] = 1.0,
+    seed: Annotated[int | None, typer.Option(min=0, max=2**31, help="Makes sampling repeatable.")] = None,
+    count: Annotated[int, typer.Option(min=1, help="Answers to each prompt.")] = 1,
+    as_json: Annotated[bool, typer.Option("--json", help="JSON lines for --prompt too.")] = False,
+) -> None:
+    """Let a trained model answer a prompt, a file of prompts, or you."""
+    from upweight.cli.inference import run
+
+    sampling = {"temperature": temperature, "top_p": top_p, "seed": seed}
+    writer = {"system": system, "raw": raw, "new_tokens": max_new_tokens}
+    asked = {"prompt": prompt, "file": file, "chat": chat, "count": count, "as_json": as_json}
+    run(trained, overrides or [], sampling=sampling, **asked, **writer)
+
+
 @app.command()
 def schema(
     markdown: Annotated[bool, typer.Option("--markdown", help="Print the reference page instead.")] = False,

@@ -5,8 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any, TextIO
 
-from upweight.cli.trained import Trained, trained
-from upweight.config.data import DataSection, DatasetRow
+from upweight.cli.trained import as_trained, trained
 from upweight.data.scoring import ScoreModel, load_score_model
 from upweight.errors import UserError
 
@@ -17,7 +16,7 @@ def run(place: str, file: Path, overrides: list[str], *, output: Path | None, ch
     """Every row with its score (and those of its steps), as JSON lines on stdout or in `output`."""
     rows = read_rows(file)
     found = trained(place, overrides)
-    data, entry, templated = _as_trained(found)
+    data, entry, templated = as_trained(found)
     scorer = load_score_model(found.model, found.adapter, data=data, entry=entry, chat=chat or templated)
     if output is None:
         _write(scorer, rows, sys.stdout)
@@ -42,21 +41,6 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
     if not rows or not all(isinstance(row, dict) for row in rows):
         raise UserError(f"{file}: expected one JSON object on each line")
     return rows
-
-
-def _as_trained(found: Trained) -> tuple[DataSection | None, DatasetRow | None, bool]:
-    """How the run that trained the model put text together: templates, step separator, and whether as chat turns."""
-    if found.config is None or not found.config.data.datasets:
-        return None, None, False
-    data, first = found.config.data, found.config.data.datasets[0]
-    kind = first.type if isinstance(first.type, str) else ""
-    family = next((name for name in ("chatml", "llama3", "zephyr") if kind.split(".")[0] == name), None)
-    entry = DatasetRow(
-        step_separator=first.step_separator,
-        chat_template=first.chat_template or (family if data.chat_template is None else None),
-        chat_template_jinja=first.chat_template_jinja,
-    )
-    return data, entry, family is not None or "chat_template" in kind
 
 
 def _write(scorer: ScoreModel, rows: list[dict[str, Any]], out: TextIO) -> None:

@@ -25,11 +25,12 @@ PADDING_NAMES = (
 
 def load_tokenizer(section: ModelSection) -> PreTrainedTokenizerBase:
     """The model's tokenizer with the tokens that the settings set and add, and a padding token."""
-    place, gguf_file = source_of(section.tokenizer or section.base_model, section.gguf_file, "tokenizer_config")
+    packed = section.gguf_file if section.tokenizer is None else None  # it lies in `base_model`
+    place, gguf_file = source_of(section.tokenizer or section.base_model, packed, "tokenizer_config")
     options: dict[str, Any] = {"use_fast": section.tokenizer_use_fast, "trust_remote_code": section.trust_remote_code}
     if section.tokenizer_legacy is not None:
         options["legacy"] = section.tokenizer_legacy
-    if gguf_file is not None and section.tokenizer is None:
+    if gguf_file is not None:
         options["gguf_file"] = gguf_file
     if section.tokenizer is None and section.revision is not None:
         options["revision"] = section.revision

@@ -82,7 +82,10 @@ def _named(name: str, where: _Place) -> Reward:
 
     bare = name.partition("(")[0].strip()
     if "." not in bare and "/" not in bare:
-        found = builtin_reward(name)
+        try:
+            found = builtin_reward(name)
+        except UserError as error:
+            raise UserError(f"{where.key}: {error}") from error
         if found is not None:
             return _of_function(found, where.key, (BUILTIN, name, None))
     folder = next((root / name for root in (Path(), where.folder) if (root / name).is_dir()), None)

@@ -83,4 +83,7 @@ def attempts_of(attempt: Callable[[RewardCall, float], Outcome], call: RewardCal
     if not isinstance(first, Failure) or first.kind == "stuck" or (len(groups) == 1 and first.kind != "died"):
         return [((0, len(call)), first)]
     limit = limit / len(groups) if first.kind == "timed out" else limit
-    return [((start, stop), attempt(call.part(start, stop), limit)) for start, stop in groups]
+    again: Attempts = [((start, stop), attempt(call.part(start, stop), limit)) for start, stop in groups]
+    if first.kind == "timed out" and all(isinstance(one, Failure) and one.kind == "timed out" for _, one in again):
+        return [((0, len(call)), first)]  # the first names the limit that the user set
+    return again

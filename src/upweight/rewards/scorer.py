@@ -22,6 +22,8 @@ from upweight.rewards.reward import Attempts, Reward, attempts_of
 from upweight.rewards.workers import Lanes, Worker
 
 NOT_FINITE = "it returned NaN or infinity; return None where a reward does not apply"
+SILENT = 256  # completions without a value after which a reward is told of
+NEVER_APPLIES = "warning: reward '%s' returned None for each of %d completions: it applies to none and teaches nothing"
 STATE_METHODS = (("state", "restore"), ("state_dict", "load_state_dict"))
 
 
@@ -39,6 +41,7 @@ class _History:
     """How a reward has done so far."""
 
     scored: int = 0
+    applied: int = 0
     failed: int = 0
     warned_at: int = 0
     failed_last: bool = False
@@ -100,6 +103,8 @@ class Scorer:
         for name, history in self._history.items():
             if history.failed:
                 logger.warning("reward '%s' failed on %d of %d completions", name, history.failed, history.scored)
+            elif 0 < history.scored < SILENT and not history.applied:
+                logger.warning(NEVER_APPLIES, name, history.scored)
 
     def _start(self, call: RewardCall, *, in_lane: bool) -> "Future[Scores]":
         result: Future[Scores] = Future()
@@ -175,11 +180,12 @@ class Scorer:
             scores.metrics[f"rewards/{reward.name}/seconds"] = seconds
             if reasons:
                 scores.metrics[f"rewards/{reward.name}/failed"] = float(reasons.total())
-            self._note(reward, call, reasons)
+            applied = int((~scores.rewards_SR[:, number].isnan()).sum())
+            self._note(reward, call, reasons, applied)
         scores.metrics |= {name: sum(values) / len(values) for name, values in logged.items()}
         return scores
 
-    def _note(self, reward: Reward, call: RewardCall, reasons: "Counter[str]") -> None:
+    def _note(self, reward: Reward, call: RewardCall, reasons: "Counter[str]", applied: int) -> None:
         """Count failures; warn of them each time they have doubled, and stop when nothing is left."""
         count, failed = len(call), reasons.total()
         with self._merging:
@@ -187,12 +193,17 @@ class Scorer:
             all_failed = bool(count) and failed == count
             # One group alone can be bad luck where the reward has worked before.
             forgiven = len(call.groups()) == 1 and history.failed < history.scored and not history.failed_last
+            was_short = history.scored < SILENT
             history.scored += count
             history.failed += failed
+            history.applied += applied
+            silent = was_short and history.scored >= SILENT and not history.applied and not history.failed
             history.failed_last = all_failed
             warns = failed > 0 and history.failed >= 2 * history.warned_at
             if warns:
                 history.warned_at = history.failed
+        if silent:
+            logger.warning(NEVER_APPLIES, reward.name, history.scored)
         if not failed:
             return
         reason = reasons.most_common(1)[0][0]

@@ -65,8 +65,12 @@ class InProcess:
         count: int,
         sampling: Sampling,
         done: Callable[[int, list[Completion]], None] | None = None,
+        heard: Callable[[int, list[int]], None] | None = None,
     ) -> list[list[Completion]]:
-        """`count` completions for each prompt, in the order of the prompts; `done` hears of each prompt as it ends."""
+        """`count` completions for each prompt, in the order of the prompts; `done` hears of each prompt as it ends.
+
+        `heard` gets tokens as they arrive, with the number of their completion: `prompt * count + member`.
+        """
         self._check(prompts, count, sampling)
         if not prompts:
             return []
@@ -79,6 +83,7 @@ class InProcess:
             stops=StopStrings(self._tokenizer, sampling.stop_strings),
             version=self._version,
             done=done,
+            heard=heard,
         )
         with torch.no_grad(), dropout_off(self._model):
             if self._engine.layout == "padded":
@@ -120,12 +125,15 @@ class InProcess:
             raise UserError(f"prompt {empty[0]} has no tokens: nothing to continue")
         if sampling.stop_strings and self._tokenizer is None:
             raise UserError("stop strings need a tokenizer")
+        self.require_room(max((len(prompt) for prompt in prompts), default=0), sampling.max_new_tokens)
+
+    def require_room(self, prompt: int, new: int) -> None:
+        """Raise where a prompt of so many tokens with so many new ones is longer than the model's positions."""
         limit = getattr(self._base.config.get_text_config(), "max_position_embeddings", None)
-        longest = max((len(prompt) for prompt in prompts), default=0)
-        if limit and longest + sampling.max_new_tokens > limit:
+        if limit and prompt + new > limit:
             raise UserError(
-                f"a prompt of {longest} tokens with {sampling.max_new_tokens} new ones exceeds the {limit} positions "
-                "of the model: shorten the prompts (`max_prompt_length`) or the completions (`max_completion_length`)"
+                f"a prompt of {prompt} tokens with {new} new ones exceeds the {limit} positions of the model: shorten "
+                "the prompts (`max_prompt_length`) or the completions (`max_completion_length`)"
             )
 
     def _waves(self, prompts: Sequence[Sequence[int]], count: int, sampling: Sampling) -> list[list[int]]:

@@ -47,10 +47,11 @@ class Rows:
         stops: StopStrings,
         version: int,
         done: Callable[[int, list[Completion]], None] | None,
+        heard: Callable[[int, list[int]], None] | None = None,
     ) -> None:
         self.count, self._room, self._version = count, room, version
         self.ends = np.fromiter(sorted(ends), np.int64, len(ends))
-        self.stops, self._done = stops, done
+        self.stops, self._done, self._heard = stops, done, heard
         self._ids_SN = np.zeros((prompts * count, room), np.int64)
         self._logps_SN = np.zeros((prompts * count, room), np.float32)
         self._length_S = np.zeros(prompts * count, np.int64)
@@ -76,6 +77,9 @@ class Rows:
                 if found is not None:
                     ended[at], length[at] = True, found
         self._length_S[rows], self._finished_S[rows] = length, ended
+        if self._heard is not None:
+            for row, end in zip(rows.tolist(), length.tolist(), strict=True):
+                self._heard(row, self._ids_SN[row, start:end].tolist())
         over = rows[ended | (stop >= self._room)]
         self.alive_S[over] = False
         np.subtract.at(self._left_P, over // self.count, 1)

@@ -127,7 +127,7 @@ class ServedWeights:
                 try:
                     await self._hold()
                     return
-                except Failed as error:
+                except (Failed, Refused) as error:  # refused: started anew once more since it took the version
                     if clock() > stop:
                         raise UserError(lost(self.link.url, self.link.timeout, error)) from None
                 await asyncio.sleep(1.0)

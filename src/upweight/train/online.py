@@ -49,7 +49,13 @@ def plan_of(config: Config, ranks: int) -> Plan:
 def rewards_of(config: Config, device: torch.device, columns: Sequence[str]) -> list[Reward]:
     """The rewards that a config names, able to read the data's columns."""
     dtype = compute_dtype(config.model, device)
-    rewards = load_rewards(config.rollout.reward_funcs, config.folder, dtype=dtype, device=device)
+    rewards = load_rewards(
+        config.rollout.reward_funcs,
+        config.folder,
+        dtype=dtype,
+        device=device,
+        trust_remote_code=config.model.trust_remote_code,
+    )
     check_columns(rewards, [name for name in columns if name not in OWN_COLUMNS])
     return rewards
 
@@ -136,8 +142,12 @@ def make_rollouts(
     policy = getattr(method, "policy")  # noqa: B009 - online methods have one
     ranks = PartialState()
     generator = server
+    sampling = sampling_of(section, policy.max_completion_length)
     if rollout_func is None and not section.use_vllm:
         generator = InProcess(model, tokenizer, engine=engine)
+        # Known now, not hours later when such a prompt comes up.
+        longest = max((len(rows[number]["prompt_ids"]) for number in range(len(rows))), default=0)
+        generator.require_room(longest, sampling.max_new_tokens)
     producer = Producer(
         method=method,
         plan=plan,
@@ -145,7 +155,7 @@ def make_rollouts(
         order=PromptOrder(len(rows), seed, shuffle=shuffle),
         roll=SingleTurn(generator) if rollout_func is None else _custom(rollout_func, model, tokenizer),
         scorer=Scorer(rewards, workers=section.reward_workers, timeout=section.reward_timeout),
-        sampling=sampling_of(section, policy.max_completion_length),
+        sampling=sampling,
         decode=lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)),
         seed=seed,
         extra_rounds=section.dynamic_sampling,

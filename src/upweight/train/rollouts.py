@@ -64,7 +64,7 @@ class Rollouts:
     def next_step(self, runner: StepRunner, model: nn.Module, state: Any) -> dict[str, Any]:
         """What the next optimizer step trains on, over all ranks."""
         plan = self.producer.plan
-        self._sync(state.global_step)
+        runner.meters.add(_means(self._sync(state.global_step), runner.accelerator.device))
         if self.current is None or self.trained >= plan.updates:
             began = time.perf_counter()
             rollout = self._receive(state)
@@ -79,12 +79,15 @@ class Rollouts:
         self._run_ahead(state)
         return {"units": self.units[start : start + plan.step], "counts": self.counts}
 
-    def _sync(self, step: int) -> None:
-        """Let the sampler follow the policy, every so many steps exactly."""
+    def _sync(self, step: int) -> dict[str, float]:
+        """Let the sampler follow the policy, every so many steps exactly; how long that took."""
         due = self.synced is None or (step != self.synced and step % self.sync_interval == 0)
-        if self.generator is not None and self.drives and due:
-            self.generator.sync(step)
-            self.synced = step
+        if self.generator is None or not self.drives or not due:
+            return {}
+        began = time.perf_counter()
+        self.generator.sync(step)
+        self.synced = step
+        return {"rollout/sync_seconds": time.perf_counter() - began}
 
     def _produce(self, state: Any) -> Rollout:
         version = state.global_step if self.generator is None else self.generator.version()

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from upweight.config import Config
-from upweight.data.prepare import prepare
+from upweight.data.prepare import Prepared, prepare
 from upweight.errors import UserError
 from upweight.log import logger
 from upweight.models.adapters import attach_adapter
@@ -93,6 +93,8 @@ def evaluate(config: Config) -> dict[str, float]:
         raise UserError("there is nothing to evaluate on. Set 'val_set_size' or 'test_datasets'.")
     shard_alone(trainer)
     metrics = trainer.evaluate()
+    if trainer.rollouts is not None:
+        trainer.rollouts.close()
     PartialState().destroy_process_group()
     return metrics
 
@@ -107,6 +109,8 @@ def build(config: Config) -> MethodTrainer:
     data = first_here_then_others(partial(prepare, config, tokenizer))
     if not len(data.train):
         raise UserError("\n".join(["datasets: no row is left to train on.", *data.report.lines()]))
+    if ranks.is_main_process:
+        _say_what_became_of_rows(data)
     if data.template is not None:
         tokenizer.chat_template = data.template  # saved with the model, which knows no other
 
@@ -152,6 +156,13 @@ def build(config: Config) -> MethodTrainer:
     )
     trainer.remove_callback(PrinterCallback)
     return trainer
+
+
+def _say_what_became_of_rows(data: Prepared) -> None:
+    """Say which entries lost rows or had rows cut: a run on less than its data must not look like one on all of it."""
+    for part, line in zip(data.report.parts, data.report.lines(), strict=False):  # its first lines are the parts
+        if part.dropped or part.notes:
+            logger.warning("%s", line)
 
 
 def _steps_per_epoch(config: Config, rows: int, ranks: int) -> int:

@@ -62,6 +62,8 @@ def try_on_samples(config: Config, prompts: int, count: int | None = None) -> Tr
     groups = [Group(number, rows[number], list(rows[number]["prompt_ids"])) for number in numbers]
     assert isinstance(trainer.model, torch.nn.Module)
     trainer.model.eval()
+    if rollouts.generator is not None:
+        rollouts.generator.sync(0)
     producer.roll(groups, count or producer.plan.size, producer.sampling, None)
     rollouts.close()
     return _try(config, producer.scorer.rewards, producer.reward_call(groups))

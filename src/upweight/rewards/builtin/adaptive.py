@@ -120,5 +120,9 @@ def _resolved(reward: str | Callable[..., Any]) -> Any:
 
     built = builtin_reward(reward)
     if built is None:
-        raise UserError(f"Reward 'adaptive': reward={reward!r} names no built-in reward.")
+        raise UserError(
+            f"Reward 'adaptive': reward={reward!r} names no built-in reward. To wrap a function of your own, put "
+            "`mine = AdaptiveReward(function)` (from upweight.rewards.builtin.adaptive) into your file and name "
+            "'file.mine'."
+        )
     return built

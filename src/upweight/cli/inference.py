@@ -1,0 +1,140 @@
+"""`upweight inference`: what a trained model answers."""
+
+import dataclasses
+import json
+import secrets
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers.utils import logging as transformers_logging
+
+from upweight.cli.trained import as_trained, trained
+from upweight.data.rows import RowError
+from upweight.errors import UserError
+from upweight.rollout.inference import Writer, load_writer
+from upweight.types import Sampling
+
+AT_ONCE = 64  # prompts between two writes
+
+
+def run(
+    place: str,
+    overrides: list[str],
+    *,
+    prompt: str | None,
+    file: Path | None,
+    chat: bool,
+    sampling: Mapping[str, Any],
+    count: int,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Print answers: to one prompt as text, to many as JSON lines, or talk; `options` are those of Writer."""
+    if sum((prompt is not None, file is not None, chat)) > 1:
+        raise UserError("--prompt, --file and --chat exclude each other")
+    if chat and (options.get("raw") or count > 1 or as_json):
+        raise UserError("--chat goes with none of --raw, --count and --json")
+    if count > 1 and sampling["temperature"] == 0:
+        raise UserError("--temperature 0 always writes the same: raise it, or leave --count out")
+    rows = {"--prompt": {"prompt": prompt}} if prompt is not None else {} if chat else _read(file)
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    found = trained(place, overrides, or_base=True)
+    data, entry, _ = as_trained(found)
+    kept = {"data": data, "entry": entry, "folder": found.config.folder}
+    writer = load_writer(found.model, found.adapter, **kept, **options)
+    # Loading sets the seed of torch's own generator: left to it, every call would write the same.
+    seed = secrets.randbits(31) if sampling["seed"] is None else sampling["seed"]
+    drawn = Sampling(1, **{**sampling, "seed": seed})
+    if chat:
+        _chat(writer, drawn, seed)
+        return
+    prompts = [_encoded(writer, row, at) for at, row in rows.items()]
+    if prompt is None or as_json:
+        _write(writer, list(rows.values()), prompts, drawn, seed, count)
+    elif count == 1:
+        writer(prompts, drawn, heard=_say)
+        print()
+    else:
+        for number, answer in enumerate(writer(prompts, drawn, count)[0], 1):
+            print(f"--- {number} of {count}\n{answer.text}")
+
+
+def _read(file: Path | None) -> dict[str, dict[str, Any]]:
+    """Rows of a file or of standard input by their places: each line a JSON object, or each the text of a prompt."""
+    if file is not None and not file.is_file():
+        raise UserError(f"{file}: there is no such file")
+    if file is None and sys.stdin.isatty():
+        print("Prompts, one on each line; Ctrl-D ends.", file=sys.stderr)
+    text = sys.stdin.read() if file is None else file.read_text(encoding="utf-8")
+    name = file or "stdin"
+    lines = {f"{name}:{n}": line.rstrip("\r") for n, line in enumerate(text.split("\n"), 1) if line.strip()}
+    if not lines:
+        raise UserError(f"{name}: there is no prompt in it")
+    if not next(iter(lines.values())).lstrip().startswith("{"):
+        return {place: {"prompt": line} for place, line in lines.items()}
+    return {place: _row(line, place) for place, line in lines.items()}
+
+
+def _row(line: str, place: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise UserError(f"{place}: not JSON, as the first line seems to be: {error}") from error
+    if not isinstance(row, dict):
+        raise UserError(f"{place}: expected a JSON object with a prompt")
+    return row
+
+
+def _encoded(writer: Writer, row: Mapping[str, Any], place: str) -> list[int]:
+    try:
+        return writer.encode(row)
+    except RowError as error:
+        raise UserError(f"{place}: {error}") from error
+
+
+def _write(  # noqa: PLR0917
+    writer: Writer, rows: list[dict[str, Any]], prompts: list[list[int]], sampling: Sampling, seed: int, count: int
+) -> None:
+    """A JSON line for each answer with the columns of its row, as `upweight score` and `upweight rewards` read it."""
+    for start in range(0, len(rows), AT_ONCE):
+        drawn = dataclasses.replace(sampling, seed=seed + start)
+        groups = writer(prompts[start : start + AT_ONCE], drawn, count)
+        for row, group in zip(rows[start : start + AT_ONCE], groups, strict=True):
+            for answer in group:
+                shown = {**row, "completion": answer.text, "finished": answer.finished}
+                print(json.dumps(shown, ensure_ascii=False), flush=True)
+
+
+def _chat(writer: Writer, sampling: Sampling, seed: int) -> None:
+    """Turn by turn, until the input ends."""
+    if not writer.templated:
+        raise UserError("--chat needs a chat template, and the tokenizer has none: name one, `chat_template: chatml`")
+    print("/reset forgets what was said; Ctrl-D ends.", file=sys.stderr)
+    messages: list[dict[str, str]] = []
+    for turn, line in enumerate(iter(_line, None)):
+        if line.strip() == "/reset":
+            messages = []
+        elif line.strip():
+            said = [*messages, {"role": "user", "content": line}]
+            try:
+                ids = _encoded(writer, {"prompt": said}, "chat")
+            except UserError as error:
+                print(f"{error}; /reset begins anew", file=sys.stderr)
+                continue
+            ((answer,),) = writer([ids], dataclasses.replace(sampling, seed=seed + turn), heard=_say)
+            print()
+            messages = [*said, {"role": "assistant", "content": str(answer.text)}]
+
+
+def _line() -> str | None:
+    try:
+        return input("> " if sys.stdin.isatty() else "")
+    except EOFError:
+        return None
+
+
+def _say(text: str) -> None:
+    print(text, end="", flush=True)

@@ -1,0 +1,128 @@
+"""What the command prints for a prompt, a file, standard input and a conversation."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from made_gguf import write_gguf
+from made_runs import write_config, write_model
+from made_tokenizers import byte_tokenizer
+from tiny_models import tiny
+from upweight.cli.app import app
+from upweight.config import load_config
+from upweight.errors import UserError
+from upweight.train.run import train
+
+LORA = {"adapter": "lora", "lora_target_linear": True, "lora_r": 4, "max_steps": 2, "learning_rate": 0.05}
+FEW = ("--max-new-tokens", "8", "--seed", "1")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+def inference(place, *options, given: str | None = None) -> str:
+    """Standard output; what goes wrong is raised."""
+    done = CliRunner().invoke(
+        app, ["inference", str(place), *map(str, options)], input=given, catch_exceptions=False, standalone_mode=False
+    )
+    if done.exception is not None:
+        raise done.exception
+    return done.stdout
+
+
+def rows_of(text: str) -> list[dict]:
+    return [json.loads(line) for line in text.split("\n") if line]
+
+
+def test_one_prompt_is_answered_as_text_or_json(model):
+    said = inference(model, "chat_template=chatml", "--prompt", "hello", *FEW)
+    (row,) = rows_of(inference(model, "chat_template=chatml", "--prompt", "hello", "--json", *FEW))
+    assert said == row["completion"] + "\n"
+    assert row.keys() == {"prompt", "completion", "finished"}
+    assert inference(model, "--prompt", "hello", *FEW) != said, "without a template the text itself goes on"
+    several = inference(model, "--prompt", "hello", "--count", 3, *FEW)
+    assert [f"--- {n} of 3" in several for n in (1, 2, 3, 4)] == [True, True, True, False]
+
+
+def test_without_a_seed_answers_differ(model):
+    assert len({inference(model, "--prompt", "hello", "--max-new-tokens", 20) for _ in range(3)}) > 1
+
+
+def test_a_file_and_stdin_give_json_lines(model, tmp_path):
+    asked = [
+        {"prompt": "hello", "answer": 3},
+        {"prompt": [{"role": "user", "content": "good\u2028day"}], "answer": 4},
+    ]
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n\n" for row in asked)
+    (tmp_path / "asked.jsonl").write_text(text, encoding="utf-8")
+    template = "chat_template=chatml"
+    printed = inference(model, template, "--file", tmp_path / "asked.jsonl", "--count", 2, *FEW)
+    assert [(row["prompt"], row["answer"]) for row in rows_of(printed)] == [
+        (row["prompt"], row["answer"]) for row in asked for _ in range(2)
+    ]
+    assert inference(model, template, "--count", 2, *FEW, given=text) == printed
+    plain = rows_of(inference(model, template, *FEW, given="hello\r\n\nand {you}?\n"))
+    assert [row["prompt"] for row in plain] == ["hello", "and {you}?"]
+
+
+def test_a_conversation_is_kept_until_reset(model):
+    turns = "hello\n\nand you?\n/reset\nhello\n" + "x" * 300 + "\nhello\n"
+    template = "chat_template=chatml"
+    greedy = ("--temperature", 0, "--max-new-tokens", 8)
+    first, second, again, after = inference(model, template, "--chat", *greedy, given=turns).split("\n")[:4]
+    alone = inference(model, template, "--prompt", "hello", *greedy).rstrip("\n")
+    assert (first, again) == (alone, alone)
+    talk = [("user", "hello"), ("assistant", first), ("user", "and you?")]
+    for messages, answer in ((talk, second), ([*talk[:1], ("assistant", first), ("user", "hello")], after)):
+        row = {"prompt": [{"role": role, "content": said} for role, said in messages]}
+        (found,) = rows_of(inference(model, template, *greedy, given=json.dumps(row)))
+        assert found["completion"] == answer
+
+
+def test_a_config_means_what_it_trained_or_its_base(model, tmp_path):
+    config = write_config(tmp_path, model, **LORA)
+    few = ("--prompt", "the quick brown", "--temperature", 0, "--max-new-tokens", 12)
+    base = inference(config, *few)
+    assert base == inference(model, "chat_template=chatml", *few)
+    train(load_config(config))
+    trained = inference(config, *few)
+    assert trained != base
+    assert inference(tmp_path / "out", *few) == trained
+    assert inference(config, f"output_dir={tmp_path / 'none'}", *few) == base
+
+
+def test_gguf_files_are_read(tmp_path):
+    pytest.importorskip("gguf")
+    tokenizer = byte_tokenizer()
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    made = tiny("llama", vocab_size=len(tokenizer), tie_word_embeddings=False)
+    (tmp_path / "model").mkdir()
+    write_gguf(made, tmp_path / "model" / "tiny.gguf")
+    words = f"tokenizer_config={tmp_path / 'tokenizer'}"
+    by_file = inference(tmp_path / "model" / "tiny.gguf", words, "--prompt", "hello", *FEW)
+    assert by_file == inference(tmp_path / "model", words, "gguf_file=tiny.gguf", "--prompt", "hello", *FEW)
+    assert by_file.strip()
+
+
+def test_what_is_wrong_is_said(model, tmp_path):
+    for options, given, said in (
+        (("--prompt", " "), None, "--prompt: 'prompt': expected text, found an empty one"),
+        (("--prompt", "x" * 300), None, "at most 255 tokens"),
+        (("--prompt", "a", "--chat"), None, "exclude each other"),
+        (("--chat", "--raw"), None, "goes with none of"),
+        (("--chat",), "hello\n", "--chat needs a chat template"),
+        (("--prompt", "a", "--count", 2, "--temperature", 0), None, "always writes the same"),
+        (("--prompt", "a", "--system", "b"), None, "needs a chat template"),
+        (("--file", tmp_path / "none"), None, "there is no such file"),
+        ((), "\n", "stdin: there is no prompt in it"),
+        ((), '{"prompt": "a"}\n\nb\n', "stdin:3: not JSON"),
+        ((), '{"prompt": "a"}\n[1]\n', "stdin:2: expected a JSON object"),
+        ((), '{"prompt": "a"}\n{"text": "b"}\n', "stdin:2: 'prompt'"),
+    ):
+        with pytest.raises(UserError, match=said.replace("(", r"\(")):
+            inference(model, *options, given=given)
+    with pytest.raises(UserError, match="neither a config nor a folder"):
+        inference("./nowhere", "--prompt", "a")
