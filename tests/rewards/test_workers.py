@@ -153,7 +153,7 @@ def test_the_limit_that_is_told_of_is_the_one_that_was_set(tmp_path):
     code = "\nimport time\ndef reward(completions):\n    time.sleep(1000)\n"
     with (
         file_scorer(tmp_path, code, "reward", timeout=0.5) as scorer,
-        pytest.raises(UserError, match="failed on all 2 completions: it took longer than 0.5 seconds"),
+        pytest.raises(UserError, match=r"failed on all 2 completions: it took longer than 0.5 seconds"),
     ):
         scorer.score(reward_call(["a"], ["b"]))
 

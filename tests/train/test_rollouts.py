@@ -190,4 +190,4 @@ def test_two_ranks_sample_and_learn_what_one_does(tmp_path):
 
 def test_a_prompt_that_the_model_cannot_hold_is_told_of_before_training(tmp_path):
     with pytest.raises(UserError, match="with 6 new ones exceeds the 256 positions of the model"):
-        online_trainer(tmp_path, rows=5, words=("a", "be", "cat", "dogs", "zebra" * 80))
+        online_trainer(tmp_path, rows=5, words=("a", "be", "cat", "dogs", "zq" * 400))

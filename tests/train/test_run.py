@@ -317,7 +317,7 @@ def test_a_separate_reference_under_an_adapter_trains_as_the_adapter_switched_of
 
 
 def test_rows_that_were_dropped_are_told_of(model_folder, tmp_path, caplog):
-    build(load_config(write_config(tmp_path, model_folder, sequence_len=40)))
+    build(load_config(write_config(tmp_path, model_folder, sequence_len=30)))
     said = [record.getMessage() for record in caplog.records if "rows read" in record.getMessage()]
     assert len(said) == 1
     assert "dropped: longer than sequence_len" in said[0]

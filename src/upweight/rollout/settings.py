@@ -1,9 +1,9 @@
 """The sampling that a config asks for."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 
 from upweight.config.explain import did_you_mean
 from upweight.config.rollout import RolloutSection
@@ -81,10 +81,9 @@ def _value(key: str, name: str, value: Any) -> Any:
     wanted = (int, float) if kind is float else kind
     if any(not isinstance(one, wanted) or isinstance(one, bool) for one in values):
         raise UserError(f"trl.generation_kwargs: '{key}' must be {kind.__name__}{' or a list' if many else ''}.")
-    field = RolloutSection.model_fields.get(name)
-    if field is not None:
+    if name in RolloutSection.model_fields:
         try:
-            TypeAdapter(Annotated[field.annotation, *field.metadata]).validate_python(values[0])
+            RolloutSection(**{name: values[0]})  # holds to the limits of the key of that name
         except ValidationError as error:
             raise UserError(f"trl.generation_kwargs: '{key}': {error.errors()[0]['msg']}, got {value}.") from error
     return tuple(values) if many else kind(values[0])
