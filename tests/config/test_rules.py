@@ -101,6 +101,23 @@ def test_groups_that_do_not_fit_are_mended_with_a_word():
     assert generation_batch(config, ranks=3) == 24
 
 
+@pytest.mark.parametrize(
+    ("sizes", "made", "says"),
+    [
+        ({"generation_batch_size": 10}, 40, "trl.generation_batch_size: 40"),
+        ({"steps_per_generation": 3}, 24, "trl.steps_per_generation: 6"),
+        ({"generation_batch_size": 16}, 16, None),
+        ({"steps_per_generation": 1}, 8, None),  # within an accumulation, for all of it
+    ],
+)
+def test_a_rollout_that_does_not_fit_names_the_key_that_would(sizes, made, says):
+    content = {**GRPO, "micro_batch_size": 4, "gradient_accumulation_steps": 2}
+    config = parse_config({**content, "trl": {**GRPO["trl"], "num_generations": 4, **sizes}}, folder=Path())
+    assert generation_batch(config) == made
+    notices = [notice for notice in config.notices if "whole groups" in notice]
+    assert notices == [] if says is None else says in notices[0]
+
+
 def test_an_online_batch_is_one_group_when_nothing_is_said():
     config = parse_config({**GRPO, "trl": {"reward_funcs": ["r.f"], "num_generations": 4}}, folder=Path())
     assert (config.optim.micro_batch_size, config.optim.accumulation, generation_batch(config)) == (4, 1, 4)

@@ -38,3 +38,5 @@ def test_people_read_one_object_for_each_completion():
     assert first["rewards"]["b"] is None
     assert second["completion"] == "six"
     assert (second["seen"], second["prompt"], second["tokens"]) == ("y", "b", 1)
+    assert second["answer"] == "c"  # what rewards read, so that they can be tried on the file
+    assert "prompt_ids" not in second

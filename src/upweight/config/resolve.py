@@ -40,7 +40,7 @@ def generation_batch(config: Config, ranks: int = 1) -> int:
     wanted = config.rollout.generation_batch_size or micro * ranks * (
         config.rollout.steps_per_generation or accumulation
     )
-    return lcm(wanted, group_size(config))
+    return lcm(wanted, group_size(config), micro * accumulation * ranks)
 
 
 def _learning_rate(config: Config) -> float:

@@ -208,14 +208,22 @@ def groups_fit_the_batch(config: Config) -> str | None:
     group = group_size(config)
     micro, accumulation = config.optim.micro_batch_size or 1, config.optim.accumulation or 1
     wanted = config.rollout.generation_batch_size or micro * (config.rollout.steps_per_generation or accumulation)
-    if wanted % group == 0:
+    step, made = micro * accumulation, generation_batch(config)
+    if wanted % group == 0 and (made == wanted or step % wanted == 0):
         return None
+    for key in ("trl.generation_batch_size", "trl.steps_per_generation"):
+        if key in config.given:
+            right = made if key == "trl.generation_batch_size" else made // micro
+            return (
+                f"{key}: {wanted} completions do not hold whole groups of {group} and whole batches of {step}; "
+                f"{made} are generated at a time, as by '{key}: {right}'."
+            )
     strided = config.method.name == "ebft" and "ebft.n_samples_per_prompt" in config.given
     key = "ebft.n_samples_per_prompt" if strided else "trl.num_generations"
     smallest = next(steps for steps in range(accumulation, accumulation + group + 1) if micro * steps % group == 0)
     return (
         f"{key}: a batch of {wanted} does not hold whole groups of {group}; "
-        f"{generation_batch(config)} completions are generated at a time. "
+        f"{made} completions are generated at a time. "
         f"'gradient_accumulation_steps: {smallest}' would fit."
     )
 

@@ -72,12 +72,13 @@ def group_from_plain(plain: Mapping[str, Any], rows: Rows) -> Group:
 
 
 def readable(rollout: Rollout, names: Sequence[str], decode: Callable[[list[int]], str]) -> Iterator[dict[str, Any]]:
-    """One flat object for each completion: prompt, text, rewards, advantage."""
+    """One flat object for each completion: the columns of its row, text, rewards, advantage."""
     for group in rollout.groups:
         rewards = [] if group.rewards_SR is None else group.rewards_SR.tolist()
         advantages = [] if group.advantage_S is None else group.advantage_S.tolist()
         for place, one in enumerate(group.completions):
             yield {
+                **{name: value for name, value in group.row.items() if name != "prompt_ids"},
                 "rollout": rollout.number,
                 "version": rollout.version,
                 "row": group.number,
