@@ -38,6 +38,7 @@ BROKEN = {
 ODD = {
     "evaluation_has_data": {**WHOLE, "eval_steps": 5},
     "groups_fit_the_batch": {**GRPO, "micro_batch_size": 4},
+    "sequences_are_not_cut_online": {**GRPO, "sequence_len": 64},
     "adapter_keys_need_an_adapter": {**WHOLE, "lora_r": 4},
     "rollout_keys_need_rollouts": {**WHOLE, "rl": "dpo", "trl": {"temperature": 0.5}},
     "run_ahead_needs_a_server": {**GRPO, "trl": {"reward_funcs": ["r.f"], "async_prefetch": True}},

@@ -228,6 +228,13 @@ def groups_fit_the_batch(config: Config) -> str | None:
     )
 
 
+def sequences_are_not_cut_online(config: Config) -> str | None:
+    strided = getattr(config.method, "mode", None) == "strided"
+    if config.method.online and not strided and "sequence_len" in config.given:
+        return "sequence_len: no effect on prompts; 'max_prompt_length' and 'trl.max_completion_length' bound them"
+    return None
+
+
 def adapter_keys_need_an_adapter(config: Config) -> str | None:
     stray = [path for path in config.given if path.startswith(("lora_", "peft")) and path != "lora_model_dir"]
     if stray and config.adapter.kind is None:
@@ -297,6 +304,7 @@ WHOLE_CONFIG: tuple[Rule, ...] = (
 )
 WARNINGS: tuple[Rule, ...] = (
     groups_fit_the_batch,
+    sequences_are_not_cut_online,
     adapter_keys_need_an_adapter,
     run_ahead_needs_a_server,
     adapter_sync_needs_an_adapter,
