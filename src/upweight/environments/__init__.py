@@ -1,0 +1,1 @@
+"""Rollouts that act: tools, environment classes, OpenEnv, NeMo Gym."""
