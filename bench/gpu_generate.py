@@ -1,11 +1,11 @@
 """Sampling in process on a GPU: random weights of Qwen2.5-1.5B's shape, one JSON line a case.
 
-python -m bench.gpu_generate [CASE ...]
+python -m bench.gpu_generate [CASE ...] [--peer]: with transformers' own `generate` on the same model beside it.
 """
 
+import argparse
 import dataclasses
 import json
-import sys
 import time
 from typing import Any
 
@@ -106,7 +106,43 @@ def measure(name: str, models: dict[bool, tuple[Any, Engine]]) -> dict[str, Any]
     }
 
 
-if __name__ == "__main__":
+def plain_generate(name: str, models: dict[bool, tuple[Any, Engine]]) -> float:
+    """Tokens a second of transformers' `generate`, every completion with its prompt, on the same model."""
+    prompts, count, lora, _ = CASES[name]
+    model, _ = models[lora]
+    drawn = np.random.default_rng(0).integers(0, SHAPE["vocab_size"], (prompts, PROMPT))
+    ids = torch.tensor(drawn, device="cuda").repeat_interleave(count, 0)
+    best = 0.0
+    with torch.no_grad():
+        for _ in range(2):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            model.generate(
+                input_ids=ids,
+                attention_mask=torch.ones_like(ids),
+                do_sample=True,
+                max_new_tokens=NEW,
+                min_new_tokens=NEW,
+                pad_token_id=0,
+            )
+            torch.cuda.synchronize()
+            best = max(best, prompts * count * NEW / (time.perf_counter() - start))
+    return best
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.gpu_generate", description=__doc__)
+    parser.add_argument("cases", nargs="*", metavar="CASE", help=", ".join(CASES))
+    parser.add_argument("--peer", action="store_true")
+    options = parser.parse_args()
     kept: dict[bool, tuple[Any, Engine]] = {}
-    for case in sys.argv[1:] or CASES:
-        print(json.dumps(measure(case, kept)), flush=True)
+    for case in options.cases or CASES:
+        line = measure(case, kept)
+        if options.peer:
+            theirs = plain_generate(case, kept)
+            line |= {"generate_tokens_s": round(theirs), "ratio": round(line["tokens_s"] / theirs, 2)}
+        print(json.dumps(line), flush=True)
+
+
+if __name__ == "__main__":
+    main()

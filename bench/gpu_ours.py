@@ -4,33 +4,47 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from peft import LoraConfig
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from bench.ours import METHODS, grpo_units
+from upweight import GRPOConfig, GRPOTrainer
 from upweight.config.model import AdapterSection
 from upweight.data.units import units_of
+from upweight.methods import SFT
 from upweight.models.adapters import attach_adapter
 from upweight.train.build import trainer_parts
 from upweight.train.step import StepRunner
 
 
-def runner_of(work: dict[str, Any]) -> tuple[Any, StepRunner, list[Any]]:
-    """Model, step runner and units of a case."""
-    method = METHODS[work["name"]]
-    if method.online:
-        units = grpo_units(work["rows"], method)
-    else:
-        units = units_of([{f"{key}_ids": row[key] for key in row} for row in work["rows"]], method)
+def random_base(work: dict[str, Any]) -> Any:
+    """The case's model in bfloat16."""
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
     with torch.device("cuda"):
         base = Qwen2ForCausalLM(Qwen2Config(vocab_size=work["vocabulary"], **work["shape"]))
     torch.set_default_dtype(torch.float32)
+    return base
+
+
+def runner_of(work: dict[str, Any]) -> tuple[Any, StepRunner, list[Any]]:
+    """Model, step runner and units of a case."""
+    method = SFT() if work["name"] == "sft_step" else METHODS[work["name"]]
+    if method.online:
+        units = grpo_units(work["rows"], method)
+    else:
+        units = units_of([{f"{key}_ids": row[key] for key in row} for row in work["rows"]], method)
+    base = random_base(work)
     section = AdapterSection(kind="lora", rank=work["lora_r"], alpha=32, target_linear=True) if work["lora_r"] else None
     model = attach_adapter(base, section) if section else base
     model.train()
@@ -43,18 +57,65 @@ def runner_of(work: dict[str, Any]) -> tuple[Any, StepRunner, list[Any]]:
     return model, runner, units
 
 
+def whole_step_of(work: dict[str, Any], folder: Path) -> tuple[Any, StepRunner, Callable[[], Tensor]]:
+    """Model, step runner and a step that samples, scores and trains."""
+    prompts = [{"prompt": " ".join(f"t{token}" for token in row["prompt"])} for row in work["rows"]]
+    vocabulary = {"</s>": work["vocabulary"], "<pad>": 1} | {f"t{n}": n for n in range(2, work["vocabulary"])}
+    words = Tokenizer(WordLevel(vocabulary, unk_token="<pad>"))
+    words.pre_tokenizer = WhitespaceSplit()
+    config = GRPOConfig(
+        output_dir=str(folder / "ours"),
+        per_device_train_batch_size=work["micro_batch"],
+        gradient_accumulation_steps=len(prompts) * work["completions"] // work["micro_batch"],
+        num_generations=work["completions"],
+        max_completion_length=work["new_tokens"],
+        token_budget=work["budget"],
+        gradient_checkpointing=True,
+        bf16=True,
+    )
+
+    def reward(completion_ids: list[list[int]], **columns: Any) -> list[float]:
+        return [sum(ids) % 101 / 100 for ids in completion_ids]
+
+    adapter = LoraConfig(r=work["lora_r"], lora_alpha=32, target_modules="all-linear")
+    trainer = GRPOTrainer(
+        random_base(work),
+        reward,
+        args=config,
+        train_dataset=prompts,
+        processing_class=PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>", pad_token="<pad>"),
+        peft_config=adapter if work["lora_r"] else None,
+    )
+    model: Any = trainer.model
+    rollouts, runner = trainer.rollouts, trainer.runner
+    assert rollouts is not None
+
+    def step() -> Tensor:
+        inputs = rollouts.next_step(runner, model, trainer.state)
+        return runner.train(model, inputs["units"], inputs["counts"])
+
+    return model, runner, step
+
+
 def main(folder: Path) -> None:
     """Answer every line on stdin with the seconds, memory, loss and gradient norm of a step."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is not an answer
     work = json.loads((folder / "work.json").read_text())
-    model, runner, units = runner_of(work)
+    if work["name"] == "grpo_whole_step":
+        model, runner, step = whole_step_of(work, folder)
+    else:
+        model, runner, units = runner_of(work)
+
+        def step() -> Tensor:
+            return runner.train(model, units)
+
     for _ in sys.stdin:
         model.zero_grad()
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         start = time.perf_counter()
-        loss = runner.train(model, units)
+        loss = step()
         torch.cuda.synchronize()
         seconds = time.perf_counter() - start
         grads = [weight.grad for weight in model.parameters() if weight.grad is not None]

@@ -12,6 +12,7 @@ import random
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -62,6 +63,8 @@ CASES: dict[str, tuple[str, Any]] = {
     "grpo_280": ("grpo_step", lambda rng: groups(rng, 280, 256)),
     "grpo_2048": ("grpo_step", lambda rng: groups(rng, 2048, 256)),
     "dpo": ("dpo_step", pairs),
+    # Sampled too: 4 x 8 completions of 256 tokens, whose end is a token that the model does not have.
+    "grpo_whole": ("grpo_whole_step", lambda rng: [{"prompt": words(rng, 280)} for _ in range(4)]),
 }
 
 
@@ -76,6 +79,8 @@ def write_work(case: str, lora: bool, folder: Path) -> None:
         "lora_r": 16 if lora else 0,
         "shape": SHAPE,
         "vocabulary": VOCABULARY,
+        "completions": 8,
+        "new_tokens": 256,
     }
     (folder / "work.json").write_text(json.dumps(work))
 
@@ -92,30 +97,34 @@ def run(command: list[Any], steps: int) -> dict[str, float]:
     return {key: median(line[key] for line in lines[3:]) for key in lines[0]}
 
 
+def measure(case: str, what: str, steps: int, peers: Sequence[str]) -> dict[str, Any]:
+    """Our step and TRL's with weights in each of the dtypes `peers`, one after the other, on the same tokens."""
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        write_work(case, what == "lora", folder)
+        line: dict[str, Any] = {"name": f"gpu_{case}", "train": what}
+        ours = run([sys.executable, "-m", "bench.gpu_ours", folder], steps)
+        line |= {f"ours_{key}": value for key, value in ours.items()}
+        for dtype in peers:
+            theirs = run([sys.executable, ROOT / "bench" / "peers" / "trl_gpu_step.py", folder, dtype], steps)
+            line |= {f"trl_{dtype}_{key}": value for key, value in theirs.items()}
+            if "s" in theirs and "s" in ours:
+                line[f"ratio_{dtype}"] = round(theirs["s"] / ours["s"], 2)
+    return line
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.gpu_step", description=__doc__)
     parser.add_argument("--only", choices=list(CASES), action="append", help="measure these cases")
     parser.add_argument("--train", choices=["lora", "full"], action="append", help="what is trained (default: both)")
     parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--no-peer", action="store_true")
-    parser.add_argument("--peer-dtype", default="bfloat16", help="TRL's weights; its default is float32")
+    parser.add_argument(
+        "--peer", choices=["float32", "bfloat16"], action="append", help="TRL's weights; its default is float32"
+    )
     options = parser.parse_args()
     for case in options.only or CASES:
         for what in options.train or ["lora", "full"]:
-            with tempfile.TemporaryDirectory() as temporary:
-                folder = Path(temporary)
-                write_work(case, what == "lora", folder)
-                sides = {"ours": [sys.executable, "-m", "bench.gpu_ours", folder]}
-                if not options.no_peer:
-                    peer = ROOT / "bench" / "peers" / "trl_gpu_step.py"
-                    sides["peer"] = [sys.executable, peer, folder, options.peer_dtype]
-                found = {name: run(command, options.steps) for name, command in sides.items()}
-            line: dict[str, Any] = {"name": f"gpu_{case}", "train": what}
-            for side, values in found.items():
-                line |= {f"{side}_{key}": value for key, value in values.items()}
-            if "peer_s" in line and "ours_s" in line:
-                line["ratio"] = round(line["peer_s"] / line["ours_s"], 2)
-            print(json.dumps(line), flush=True)
+            print(json.dumps(measure(case, what, options.steps, options.peer or [])), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """TRL's side of a GPU case: its trainer's own `training_step` on replayed tokens; a line in, a JSON line out.
 
-argv: the folder of the case, and the dtype of the weights. The rollout and its scoring are not counted.
+argv: the folder of the case, and the dtype of the weights. The rollout and its scoring count in a whole step only.
 """
 
 import json
@@ -12,6 +12,7 @@ from typing import Any
 
 FOLDER = Path(sys.argv[1])
 WORK = json.loads((FOLDER / "work.json").read_text())
+WHOLE = WORK["name"] == "grpo_whole_step"  # completions are sampled, and go on to the longest length
 ANSWERS = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)  # what the trainer prints is not an answer
 
@@ -29,7 +30,8 @@ def model() -> Any:
     dtype = getattr(torch, sys.argv[2])
     torch.set_default_dtype(dtype)
     with torch.device("cuda"):
-        made = Qwen2ForCausalLM(Qwen2Config(vocab_size=WORK["vocabulary"], eos_token_id=0, **WORK["shape"]))
+        end = None if WHOLE else 0
+        made = Qwen2ForCausalLM(Qwen2Config(vocab_size=WORK["vocabulary"], eos_token_id=end, **WORK["shape"]))
     torch.set_default_dtype(torch.float32)
     made.save_pretrained(FOLDER / "model")  # DPO loads its reference by the model's name
     made.config._name_or_path = str(FOLDER / "model")
@@ -38,7 +40,9 @@ def model() -> Any:
 
 def tokenizer() -> PreTrainedTokenizerFast:
     """The word `t7` is token 7."""
-    vocabulary = {"</s>": 0, "<pad>": 1} | {f"t{n}": n for n in range(2, WORK["vocabulary"])}
+    vocabulary = {"</s>": WORK["vocabulary"] if WHOLE else 0, "<pad>": 1} | {
+        f"t{n}": n for n in range(2, WORK["vocabulary"])
+    }
     words = Tokenizer(WordLevel(vocabulary, unk_token="<pad>"))
     words.pre_tokenizer = WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>", pad_token="<pad>")
@@ -98,6 +102,22 @@ def grpo_trainer() -> Any:
     )  # fmt: skip
 
 
+def whole_trainer() -> Any:
+    from trl import GRPOConfig, GRPOTrainer
+
+    def reward(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
+        return [sum(ids) % 101 / 100 for ids in completion_ids]
+
+    size = WORK["completions"]
+    config = GRPOConfig(
+        **settings(size * len(WORK["rows"])), num_generations=size, max_completion_length=WORK["new_tokens"]
+    )
+    prompts = Dataset.from_list([{"prompt": " ".join(f"t{token}" for token in row["prompt"])} for row in WORK["rows"]])
+    return GRPOTrainer(
+        model(), reward, args=config, train_dataset=prompts, processing_class=tokenizer(), peft_config=lora()
+    )
+
+
 def dpo_trainer() -> Any:
     from trl import DPOConfig, DPOTrainer
 
@@ -148,9 +168,9 @@ def clock(trainer: Any, method: str, sign: int) -> None:
 
 
 def main() -> None:
-    trainer = {"grpo_step": grpo_trainer, "dpo_step": dpo_trainer}[WORK["name"]]()
+    trainer = {"grpo_step": grpo_trainer, "dpo_step": dpo_trainer, "grpo_whole_step": whole_trainer}[WORK["name"]]()
     clock(trainer, "training_step", 1)
-    if hasattr(trainer, "_generate_and_score_completions"):
+    if WORK["name"] == "grpo_step":
         clock(trainer, "_generate_and_score_completions", -1)
     trainer.add_callback(OnDemand())
     trainer.train()
