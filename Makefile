@@ -4,9 +4,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 VLLM := .cache/vllm-env
+OPENENV := .cache/openenv-env
+DOCS := .cache/docs-env
+GYM := .cache/gym-env
+GYM_PYTHON ?= $(or $(wildcard $(HOME)/.pyenv/versions/3.12.*/bin/python),python3.12)
 JOBS ?= 2
 
-.PHONY: setup test test-slow test-gpu test-vllm lint format docs bench demo clean
+.PHONY: setup test test-slow test-gpu test-vllm test-openenv test-gym lint format docs dist bench demo clean
 
 setup: $(READY)
 
@@ -18,10 +22,10 @@ $(READY): pyproject.toml constraints.txt
 	touch $@
 
 test: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m "not slow and not gpu and not vllm"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m "not slow and not gpu and not vllm and not openenv and not gym"
 
 test-slow: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m "slow and not gpu and not vllm"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m "slow and not gpu and not vllm and not openenv and not gym"
 
 test-gpu: $(READY)
 	$(BIN)/python -m pytest -m gpu
@@ -39,6 +43,24 @@ $(VLLM)/.ready: tests/with_vllm/requirements.txt
 test-vllm: $(READY) $(VLLM)/.ready
 	OMP_NUM_THREADS=1 UPWEIGHT_VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python $(BIN)/python -m pytest -m vllm
 
+# Real OpenEnv servers, in an environment of their own: the package brings 300 MB that a client does not need.
+$(OPENENV)/.ready: tests/with_openenv/requirements.txt
+	test -x $(OPENENV)/bin/python || $(PYTHON) -m venv $(OPENENV)
+	$(OPENENV)/bin/python -m pip install -q -r tests/with_openenv/requirements.txt
+	touch $@
+
+test-openenv: $(READY) $(OPENENV)/.ready
+	OMP_NUM_THREADS=1 UPWEIGHT_OPENENV_PYTHON=$(CURDIR)/$(OPENENV)/bin/python $(BIN)/python -m pytest -m openenv
+
+# NeMo Gym with two of its servers: it needs Python 3.12, and its pins are not ours.
+$(GYM)/.ready: tests/with_gym/requirements.txt
+	test -x $(GYM)/bin/python || $(firstword $(GYM_PYTHON)) -m venv $(GYM)
+	$(GYM)/bin/python -m pip install -q -r tests/with_gym/requirements.txt
+	touch $@
+
+test-gym: $(READY) $(GYM)/.ready
+	OMP_NUM_THREADS=1 UPWEIGHT_GYM_ENV=$(CURDIR)/$(GYM) $(BIN)/python -m pytest -m gym
+
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -48,8 +70,21 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: $(READY)
-	$(BIN)/upweight schema --markdown > docs/config.md
+# The pages that come from the code, then the site, in build/site; mkdocs has an environment of its own.
+$(DOCS)/.ready: pyproject.toml
+	test -x $(DOCS)/bin/python || $(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install -q "mkdocs>=1.6,<2"
+	touch $@
+
+docs: $(READY) $(DOCS)/.ready
+	$(BIN)/python -m upweight.cli.pages docs
+	$(DOCS)/bin/mkdocs build --strict --quiet
+	cp -r examples build/site/
+	@echo "build/site/docs/index.html"
+
+# What `pip install` takes: a wheel and the sources.
+dist: $(READY)
+	$(BIN)/python -m hatchling build -d dist
 
 bench: $(READY)
 	$(BIN)/python -m bench

@@ -10,6 +10,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from bench import strided
 from bench.cases import CASES, Case, write_case
 
 ROOT = Path(__file__).parent.parent
@@ -111,13 +112,17 @@ def measure(case: Case, threads: int, repeats: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
-    parser.add_argument("--only", choices=[case.name for case in CASES], help="measure this case alone")
+    parser.add_argument(
+        "--only", choices=[*(case.name for case in CASES), strided.NAME], help="measure this case alone"
+    )
     parser.add_argument("--threads", type=int, default=1, help="threads of each side (default: 1)")
     parser.add_argument("--repeats", type=int, default=3, help="measured steps of each side (default: 3)")
     options = parser.parse_args()
     for case in CASES:
         if options.only in (None, case.name):
             print(json.dumps(measure(case, options.threads, options.repeats)), flush=True)
+    if options.only in (None, strided.NAME):
+        print(json.dumps(strided.measure(options.threads, options.repeats)), flush=True)
 
 
 if __name__ == "__main__":

@@ -72,11 +72,16 @@ def online_trainer(
     budget: int = 4096,
     world: int = 1,
     seed: int = 5,
+    context=None,
+    acting=None,
+    template: str | None = None,
+    tokenizer=None,
+    data=None,
     **options,
 ):
     """A trainer of a tiny model with plain SGD; `options` are those of TrainingArguments."""
     method = method or GRPO(policy={"num_generations": 4, "max_completion_length": 6})
-    tokenizer = byte_tokenizer("chatml")
+    tokenizer = tokenizer or byte_tokenizer("chatml", template)
     model = chat_model(tokenizer) if model is None else model
     model = adapted(model) if adapter else model
     arguments = TrainingArguments(
@@ -89,18 +94,25 @@ def online_trainer(
             "ignore_data_skip": True, **options,
         },
     )  # fmt: skip
-    parts = trainer_parts(model, method, torch.float32, torch.device("cpu"), longest=64, budget=budget)
+    sharding = "fsdp" if arguments.fsdp else "deepspeed" if arguments.deepspeed else "none"
+    parts = trainer_parts(
+        model, method, torch.float32, torch.device("cpu"), longest=64, budget=budget, context=context, sharding=sharding
+    )
     rollouts = make_rollouts(
         model,
         parts["engine"],
         tokenizer,
         method,
-        rows=prompts(tokenizer, rows, words),
+        rows=prompts(tokenizer, rows, words) if data is None else data,
         plan=Plan.fitting((wanted or step) * world, method.group_size, step * world, iterations),
         section=RolloutSection(**(section or {})),
-        rewards=as_rewards([_here(reward) for reward in rewards]),
+        rewards=as_rewards(
+            [_here(reward) for reward in rewards], environment=acting.environment.reward_names if acting else ()
+        ),
         seed=seed,
         rollout_func=rollout_func,
+        acting=acting,
+        sharded=sharding != "none",
     )
     trainer = MethodTrainer(
         model,

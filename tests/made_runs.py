@@ -75,8 +75,11 @@ def policy_for(method, adapter: bool = False):
 
 
 def trainer_for(method, folder, *, rows=None, batch=4, budget=4096, adapter=False, dtype=torch.float32, **options):
-    """A trainer of a tiny model with plain SGD; `options` are those of TrainingArguments and of MethodTrainer."""
-    model = policy_for(method, adapter)
+    """A trainer of a tiny model with plain SGD; `options` are those of TrainingArguments and of MethodTrainer.
+
+    Its `parts` are further options of `trainer_parts`.
+    """
+    model, parts = policy_for(method, adapter), options.pop("parts", {})
     own = {name: options.pop(name) for name in ("eval_dataset", "callbacks", "rate_of", "shuffle") if name in options}
     arguments = TrainingArguments(
         output_dir=str(folder),
@@ -87,13 +90,21 @@ def trainer_for(method, folder, *, rows=None, batch=4, budget=4096, adapter=Fals
             "report_to": "none", "save_strategy": "no", "remove_unused_columns": False, "seed": 5, **options,
         },
     )  # fmt: skip
+    sharding = "fsdp" if arguments.fsdp else "deepspeed" if arguments.deepspeed else "none"
     return MethodTrainer(
         model,
         arguments,
         train_dataset=Dataset.from_list(rows or rows_for(method)),
         **own,
         **trainer_parts(
-            model, method, dtype, torch.device("cpu"), longest=64, budget=budget, sharded=bool(arguments.fsdp)
+            model,
+            method,
+            dtype,
+            torch.device("cpu"),
+            longest=64,
+            budget=budget,
+            sharding=sharding,
+            **parts,
         ),
     )
 
@@ -187,7 +198,7 @@ def on_ranks(function, world: int, *arguments) -> None:
     shared = {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     ranks = [started(function, *arguments, RANK=rank, LOCAL_RANK=rank, **shared) for rank in range(world)]
     for rank in ranks:
-        rank.join(120)
+        rank.join(240)  # long when the machine is busy; a dead rank ends the others at once
     codes = [rank.exitcode for rank in ranks]
     for rank in ranks:
         rank.kill()

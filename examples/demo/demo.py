@@ -55,13 +55,13 @@ def downloaded(console):
 
 def upweight_train(config, overrides):
     """What `upweight train CONFIG KEY=VALUE...` does."""
-    from upweight.cli.train import run_train
+    from upweight.cli.train import run_train, start_of
     from upweight.errors import UserError
     from upweight.log import set_up_logging
 
     set_up_logging()
     try:
-        run_train(config, overrides, resume=False, processes=1)
+        run_train(config, overrides, resume=False, start=start_of(1))
     except UserError as error:
         sys.exit(f"error: {error}")
 
@@ -74,7 +74,7 @@ def rows_of(file):
 
 
 def show(console, seconds):
-    """Held-out answers side by side, the reward of each step, and where everything is."""
+    """Held-out answers side by side, the reward of each step, the page to look at, and where everything is."""
     metrics = rows_of(RUN / "metrics.jsonl")
     steps = [row for row in metrics if "reward" in row]
     before, *_, after = (row for row in metrics if "eval_reward" in row)
@@ -93,7 +93,8 @@ def show(console, seconds):
         console.print(f"  {shown:<14}{before['eval_' + name]:.2f} -> {after['eval_' + name]:.2f}")
     here = os.path.relpath(HERE)
     lines = [
-        f"\nEvery metric of every step: {RUN / 'metrics.jsonl'}    Everything the model wrote: {RUN / 'completions'}",
+        f"\nThe run on one page, for your browser: {RUN / 'report.html'}",
+        f"Every metric of every step: {RUN / 'metrics.jsonl'}    Everything the model wrote: {RUN / 'completions'}",
         f"Now with questions of your own, in the form of {here}/questions.jsonl:",
         f"  .venv/bin/upweight train {here}/config.yaml datasets.0.path=my.jsonl output_dir=outputs/mine",
     ]

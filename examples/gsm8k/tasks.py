@@ -21,6 +21,18 @@ def transform(cfg, *args, **kwargs):
     return row, {"remove_columns": ["question"]}
 
 
+def demonstrations(cfg, *args, **kwargs):
+    """A row of GSM8K -> a conversation to imitate: its worked answer, in the format."""
+
+    def row(example, tokenizer=None):
+        steps, _, number = example["answer"].partition("####")
+        answer = f"<reasoning>\n{steps.strip()}\n</reasoning>\n<answer>\n{number.strip()}\n</answer>"
+        asked = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": example["question"]}]
+        return {"messages": [*asked, {"role": "assistant", "content": answer}]}
+
+    return row, {"remove_columns": ["question", "answer"]}
+
+
 def tags(completions, **kwargs) -> list[float]:
     """A quarter for each of the four tags that is there exactly once."""
     wanted = ("<reasoning>", "</reasoning>", "<answer>", "</answer>")

@@ -2,18 +2,49 @@
 
 import logging
 import sys
+from typing import TextIO
 
 logger = logging.getLogger("upweight")
 _said: set[str] = set()
+_passing: list[str] = []  # the line that is shown for now
 
 
 def set_up_logging(level: int = logging.INFO) -> None:
     """Send the package's log to stderr as plain lines; stdout is for results only."""
-    handler = logging.StreamHandler(sys.stderr)
+    handler = _AfterStatus(sys.stderr)
     handler.setFormatter(logging.Formatter("%(levelname)s %(message)s" if level < logging.INFO else "%(message)s"))
     logger.handlers = [handler]
     logger.setLevel(level)
     logger.propagate = False
+
+
+def is_seen() -> bool:
+    """Whether somebody watches: stderr is a terminal, and more than warnings is wanted."""
+    return sys.stderr.isatty() and logger.isEnabledFor(logging.INFO)
+
+
+class _AfterStatus(logging.StreamHandler[TextIO]):
+    """Writes lines where a passing one stands."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        clear_status()
+        super().emit(record)
+
+
+def show_status(text: str) -> None:
+    """Show a passing line on stderr, a terminal: whatever is written next takes its place."""
+    clear_status()
+    sys.stderr.write(text)
+    sys.stderr.flush()
+    _passing.append(text)
+
+
+def clear_status() -> None:
+    """Take a passing line away, for what does not go through the logger."""
+    if _passing:
+        _passing.clear()
+        sys.stderr.write("\r\x1b[2K")
+        sys.stderr.flush()
 
 
 def warn_once(message: str) -> None:

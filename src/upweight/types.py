@@ -137,6 +137,10 @@ class Completion:
     finished: bool  # ended by itself (end token or stop string), not by the length limit
     sampled: list[bool] | None = None  # False where an environment wrote the token; None: the policy wrote all
     text: str | None = None  # what rewards read, where a rollout function says so
+    messages: list[Mapping[str, Any]] | None = None  # the conversation after the prompt, where an environment took part
+    # Stretches before this one, each up to where the chat template wrote the history anew: sequences of their own.
+    earlier: list["Completion"] = field(default_factory=list)
+    failure: str | None = None  # why nothing is to be learned from it: its environment broke
 
 
 @dataclass
@@ -168,6 +172,7 @@ class Sampling:
     stop_strings: tuple[str, ...] = ()
     seed: int | None = None
     first: int = 0  # number of the first prompt, where several processes share the prompts of one seed
+    seeds: tuple[int, ...] | None = None  # one for each completion, prompt by prompt, instead of `seed` and `first`
 
 
 class Generator(Protocol):

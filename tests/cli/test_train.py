@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -10,6 +11,7 @@ import time
 import pytest
 
 from made_runs import metrics_of, write_config, write_model
+from upweight.cli.app import main
 from upweight.train.checkpoints import checkpoints_of, is_whole
 
 
@@ -46,6 +48,17 @@ def test_two_processes_train_what_one_trains_and_print_once(model_folder, tmp_pa
         results.append(metrics_of(folder / "out"))
     for one, two in zip(*results, strict=True):
         assert two == pytest.approx(one, rel=1e-3, abs=1e-4)
+
+
+def test_json_writes_every_log_to_stdout_and_quiet_nothing(model_folder, tmp_path):
+    file = write_config(tmp_path, model_folder, max_steps=2, save_strategy="no")
+    done = upweight("train", file, "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert rows == [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2]
+    done = upweight("train", file, "--quiet")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 def test_evaluate_prints_one_json_line(model_folder, tmp_path):
@@ -102,14 +115,23 @@ def test_ctrl_c_saves_once_for_all_ranks_and_resume_continues(model_folder, tmp_
 
 
 @pytest.mark.slow
-def test_a_dead_rank_ends_all(model_folder, tmp_path):
-    process = begun(write_config(tmp_path, model_folder, num_epochs=400, save_strategy="no"), "--num-processes", 2)
+@pytest.mark.parametrize("fsdp", [None, True])
+def test_a_dead_rank_ends_all_and_resume_continues(fsdp, model_folder, tmp_path):
+    file = write_config(tmp_path, model_folder, num_epochs=400, save_steps=1, save_total_limit=2, fsdp=fsdp)
+    process = begun(file, "--num-processes", 2)
     ranks = children_of(process)
     assert len(ranks) == 2
+    while not any(is_whole(folder) for _, folder in checkpoints_of(tmp_path / "out")) and process.poll() is None:
+        time.sleep(0.05)
     os.kill(ranks[1], signal.SIGKILL)
-    process.communicate(timeout=60)
+    _, said = process.communicate(timeout=60)
     assert process.returncode in (1, 137)
     assert not any(is_running(rank) for rank in ranks)
+    assert "process 1 of 2 was ended by SIGKILL (out of host memory?), and the run with it; go on" in said
+    whole = [step for step, folder in checkpoints_of(tmp_path / "out") if is_whole(folder)]
+    done = upweight("train", file, "--resume", f"max_steps={max(whole) + 1}", "--num-processes", 2)
+    assert done.returncode == 0, done.stderr
+    assert metrics_of(tmp_path / "out")[-1]["step"] == max(whole) + 1
 
 
 @pytest.mark.slow
@@ -123,3 +145,47 @@ def test_ranks_do_not_outlive_their_launcher(model_folder, tmp_path):
             break
         time.sleep(0.1)
     assert not any(is_running(rank) for rank in ranks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
+def test_other_launchers_train_the_same(launcher, model_folder, tmp_path):
+    file = write_config(tmp_path, model_folder, max_steps=2, micro_batch_size=1)
+    extra = ["--", "--max-restarts", 0] if launcher == "torchrun" else []
+    done = upweight("train", file, "--num-processes", 2, "--launcher", launcher, *extra)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("step 2/2") == 1
+    assert metrics_of(tmp_path / "out")[-1]["step"] == 2
+
+
+@pytest.mark.slow
+def test_two_nodes_on_one_machine_meet(model_folder, tmp_path):
+    file = write_config(tmp_path, model_folder, max_steps=1, micro_batch_size=1)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    where = ["--num-processes", 1, "--nodes", 2, "--master-address", "127.0.0.1", "--master-port", port]
+    nodes = [
+        subprocess.Popen(command("train", file, *where, "--node-rank", rank), stderr=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    said = [node.communicate(timeout=120)[1] for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], said
+    assert ["step 1/1" in text for text in said] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--nodes", 2], "add --master-address"),
+        (["--nodes", 2, "--master-address", "a", "--node-rank", 2], "has to be below --nodes 2"),
+        (["--launcher", "mpirun"], "is one of torchrun, accelerate, none"),
+        (["--launcher", "none", "--num-processes", 2], "starts no processes"),
+        (["--", "--rdzv-backend", "c10d"], "name one of them"),
+    ],
+)
+def test_starts_that_cannot_be_are_refused(arguments, text, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["upweight", "train", "nothing.yaml", *map(str, arguments)])
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    assert text in capsys.readouterr().err

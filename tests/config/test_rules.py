@@ -14,6 +14,10 @@ LORA = {"adapter": "lora", "lora_target_linear": True}
 GRPO = {**WHOLE, "rl": "grpo", "trl": {"reward_funcs": ["r.f"]}}
 
 BROKEN = {
+    "colocated_vllm_sleeps_while_training": {
+        **GRPO,
+        "trl": {**GRPO["trl"], "use_vllm": True, "vllm_mode": "colocate", "async_prefetch": True},
+    },
     "model_is_named": {"datasets": [{"path": "d"}]},
     "data_is_named": {"base_model": "m"},
     "rewards_are_named": {**WHOLE, "rl": "gdpo"},
@@ -34,6 +38,10 @@ BROKEN = {
     "datasets_have_a_source": {**WHOLE, "datasets": [{"type": "alpaca"}]},
     "formats_are_known": {**WHOLE, "rl": "dpo", "datasets": [{"path": "d", "type": "chat_templat"}]},
     "templates_are_known": {**WHOLE, "chat_template": "chatlm"},
+    "features_are_what_rewards": {**WHOLE, "rl": "ebft", "ebft": {"mode": "strided"}, "trl": {"use_vllm": True}},
+    "environment_is_complete": {**GRPO, "environment": {"type": "python"}},
+    "one_thing_answers_to_turns": {**GRPO, "tools": ["t.f"], "environment": {"type": "openenv", "url": "u"}},
+    "environment_reward_has_a_source": {**GRPO, "trl": {"reward_funcs": ["reward_env"]}},
 }
 ODD = {
     "evaluation_has_data": {**WHOLE, "eval_steps": 5},
@@ -45,6 +53,8 @@ ODD = {
     "adapter_sync_needs_an_adapter": {**GRPO, "trl": {"reward_funcs": ["r.f"], "vllm_lora_sync": True}},
     "truncated_sampling_is_not_comparable": {**GRPO, "trl": {"reward_funcs": ["r.f"], "use_vllm": True, "top_p": 0.9}},
     "pure_bf16_loses_updates": {**WHOLE, "bfloat16": True},
+    "keys_of_the_other_mode": {**WHOLE, "rl": "ebft", "ebft": {"stride": 4}},
+    "whitened_samples_are_orthogonal": {**WHOLE, "rl": "ebft", "ebft": {"use_whitening": True, "diversity_coef": 1.0}},
 }
 
 
@@ -127,3 +137,19 @@ def test_an_online_batch_is_one_group_when_nothing_is_said():
 def test_batch_size_stands_for_accumulation():
     config = parse_config({**WHOLE, "batch_size": 8, "micro_batch_size": 2}, folder=Path())
     assert (config.optim.micro_batch_size, config.optim.accumulation) == (2, 4)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({}, "nemo_gym_datasets: missing"),
+        ({"nemo_gym_datasets": [{"path": "x"}]}, "nemo_gym_config_paths: needed"),
+        (
+            {"nemo_gym_datasets": [{"path": "x"}], "nemo_gym_auto_start": False, "nemo_gym_multi_turn": True},
+            "nemo_gym_multi_turn: needs 'trl.use_vllm: true'",
+        ),
+    ],
+)
+def test_a_gym_needs_rows_servers_and_for_agents_a_server_of_turns(keys, message):
+    with pytest.raises(UserError, match=message):
+        parse_config({**GRPO, "nemo_gym_enabled": True, **keys}, folder=Path())

@@ -24,6 +24,8 @@ def test_a_tiny_model_stands_in_without_a_network(tmp_path, monkeypatch, capsys)
     assert "cannot be had" in shown
     assert "Reward of the 2 training steps" in shown
     assert str(demo.RUN / "metrics.jsonl") in shown
+    assert str(demo.RUN / "report.html") in shown
+    assert (tmp_path / demo.RUN / "report.html").is_file()
     asked = [json.loads(line)["prompt"][-1]["content"] for line in (DEMO / "held_out.jsonl").read_text().splitlines()]
     assert all(question in shown for question in asked)
     newest = max(tmp_path.rglob("metrics.jsonl"), key=lambda file: file.stat().st_mtime_ns)

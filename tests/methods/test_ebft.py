@@ -1,10 +1,12 @@
+from dataclasses import replace
+
+import numpy as np
 import pytest
-import torch
 from pydantic import ValidationError
 
-from made_batches import made_batch, made_outputs, metrics_of, tensor, total_loss
+from made_batches import made_batch, made_outputs, metrics_of, total_loss
 from upweight.methods import EBFT, GRPO, PolicyGradient
-from upweight.methods.ebft import ebft_reward, feature_crowding
+from upweight.types import Sample
 
 # Two samples and one demonstration.
 LOGPS = [[-1.0, -0.5], [-2.0], [-3.0, -0.6]]
@@ -37,14 +39,15 @@ def test_cross_entropy_is_left_out_when_it_weighs_nothing():
     assert "ce_tokens" not in EBFT(mode="strided").count(batch())
 
 
-def test_reward_pulls_to_the_target_and_away_from_the_group():
-    feature_SF = tensor([[1.0, 0.0], [0.6, 0.8], [0.0, 1.0], [2.0, 0.0]])
-    target_SF = tensor([[2.0, 0.0], [2.0, 0.0], [2.0, 0.0], [1.0, 1.0]])
-    reward_S = ebft_reward(feature_SF, target_SF, torch.tensor([0, 0, 0, 1]), 1.0, 0.5)
-    crowding = [0.6 / 2, (0.6 + 0.8) / 2, 0.8 / 2, 0.0]
-    expected = [2 * cosine - crowd for cosine, crowd in zip([1.0, 0.6, 0.0, 0.5**0.5], crowding, strict=True)]
-    assert reward_S.tolist() == pytest.approx(expected)
-    assert feature_crowding(feature_SF, torch.tensor([0, 0, 0, 1])).tolist() == pytest.approx(crowding)
+def test_what_cannot_move_the_gradient_is_not_forwarded():
+    scored = np.ones(2, np.bool_)
+    sampled = Sample(np.array([3, 4]), scored, advantage=0.5, label=0)
+    idle, shown = replace(sampled, advantage=0.0), replace(sampled, advantage=0.0, label=1)
+    for mode in ("structured", "strided"):
+        method = EBFT(mode=mode, ce_coef=0.1)
+        assert [method.contributes(one) for one in (sampled, idle, shown)] == [True, False, True]
+        assert not EBFT(mode=mode).contributes(shown)
+        assert not EBFT(mode=mode, rl_coef=0.0).contributes(sampled)
 
 
 def test_settings_out_of_bounds_are_refused():
@@ -52,3 +55,6 @@ def test_settings_out_of_bounds_are_refused():
         EBFT(feature_layers=[0.5, 1.5])
     with pytest.raises(ValidationError, match="'rloo', 'group_norm' or 'reinforce'"):
         EBFT(advantage_estimator="gae")
+    for key in ("temperature", "top_p"):
+        with pytest.raises(ValidationError, match=f"ebft.{key}: at 0 all samples of a block are alike"):
+            EBFT(mode="strided", **{key: 0})

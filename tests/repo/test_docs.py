@@ -8,14 +8,14 @@ from typer.main import get_command
 
 from upweight.cli.app import app
 from upweight.config import load_config
-from upweight.config.schema import markdown
+from upweight.config.config import blocks, general_keys, method_keys
+from upweight.config.peers import REASONS, RENAMED, SATISFIED
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "AGENTS.md", *sorted((ROOT / "docs").glob("*.md"))]
-
-
-def test_the_key_reference_is_current():
-    assert (ROOT / "docs" / "config.md").read_text() == markdown(), "run `make docs`"
+PAGES = [
+    *(ROOT / name for name in ("README.md", "AGENTS.md", "examples/README.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
@@ -31,9 +31,34 @@ def test_make_targets_in_the_docs_exist(page):
     assert not set(re.findall(r"`make ([a-z-]+)`", page.read_text())) - targets
 
 
-@pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.yaml")), ids=lambda path: path.name)
+@pytest.mark.parametrize("example", sorted((ROOT / "examples").rglob("*.yaml")), ids=lambda path: str(path)[-40:])
 def test_every_example_validates(example):
     load_config(example)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_links_lead_somewhere(page):
+    links = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text())
+    inside = [link for link in links if "://" not in link]
+    assert not [link for link in inside if not (page.parent / link).exists()]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_keys_in_the_docs_exist(page):
+    known = {*general_keys(), *method_keys(), *SATISFIED, *REASONS, *RENAMED}
+    starts = tuple(f"{block}." for block in blocks())
+    named = re.findall(r"`([a-z_]+\.[a-z_]+)(?::[^`]*)?`", page.read_text())
+    assert not {key for key in named if key.startswith(starts)} - known
+
+
+def test_every_example_is_listed():
+    listed = (ROOT / "examples" / "README.md").read_text()
+    assert not [path.name for path in (ROOT / "examples").rglob("*.yaml") if path.name not in listed]
+
+
+def test_every_page_has_a_place_on_the_site():
+    nav = (ROOT / "mkdocs.yml").read_text()
+    assert not [page.name for page in (ROOT / "docs").glob("*.md") if f"- {page.name}\n" not in nav]
 
 
 def test_agents_page_stays_short():

@@ -1,6 +1,7 @@
 """Rollouts that are produced before they are needed."""
 
 import threading
+import time
 
 import pytest
 
@@ -39,6 +40,37 @@ def test_a_thread_writes_while_others_work():
     may_end.set()
     assert ahead.take(None).number == 7
     ahead.close()
+
+
+def test_each_side_is_told_how_long_it_waited_for_the_other():
+    ahead = Ahead(numbered(), threaded=False)
+    ahead.submit(None)
+    first = ahead.take(None).metrics
+    assert "rollout/trainer_idle" not in first  # there is nothing to compare with yet
+    assert first["rollout/queued_seconds"] >= 0
+    then = ahead.take(None).metrics
+    assert 0 <= then["rollout/trainer_idle"] <= 1
+    assert 0 <= then["rollout/sampler_idle"] <= 1
+
+
+def test_a_sampler_that_is_always_waited_for_does_not_idle():
+    may_go = threading.Barrier(2)
+
+    def produce(state):
+        may_go.wait(10)
+        time.sleep(0.05)
+        return Rollout(0, 0, [])
+
+    ahead = Ahead(produce, threaded=True)
+    found = []
+    for _ in range(3):
+        ahead.submit(None)
+        may_go.wait(10)
+        found.append(ahead.take(None).metrics)
+    ahead.close()
+    assert ahead.blocked > 0
+    assert found[-1]["rollout/queued_seconds"] == 0
+    assert found[-1]["rollout/sampler_idle"] < found[-1]["rollout/trainer_idle"]
 
 
 def test_an_error_reaches_whoever_takes():

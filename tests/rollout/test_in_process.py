@@ -90,6 +90,17 @@ def test_equal_seeds_give_equal_completions_whatever_else_is_sampled():
     assert [c.ids for c in flat(other)] != [c.ids for c in flat(first)]
 
 
+def test_a_completions_own_seed_decides_alone_what_is_sampled():
+    sampler = InProcess(tiny("llama"), end_ids=[])
+    seeds = tuple(range(20, 28))
+    whole = flat(sampler.generate(PROMPTS, 2, dataclasses.replace(SAMPLING, seeds=seeds)))
+    short = dataclasses.replace(SAMPLING, max_new_tokens=5, seeds=(seeds[5],))
+    (alone,) = flat(sampler.generate([PROMPTS[2]], 1, short))
+    assert alone.ids == whole[5].ids[:5]
+    others = flat(sampler.generate(PROMPTS, 2, dataclasses.replace(SAMPLING, seeds=seeds[::-1])))
+    assert [one.ids for one in whole] != [one.ids for one in others]
+
+
 def test_without_a_seed_the_global_generator_decides():
     sampler = InProcess(tiny("llama"))
     free = dataclasses.replace(SAMPLING, seed=None)

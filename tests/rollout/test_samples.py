@@ -1,8 +1,11 @@
 """Scored groups as training samples."""
 
 import numpy as np
+import pytest
 import torch
 
+from upweight.engine.packing import build_batch, count_batch
+from upweight.methods import GRPO
 from upweight.rollout.samples import units_of_groups
 from upweight.types import Completion, Group
 
@@ -49,3 +52,25 @@ def test_unknown_log_probs_stay_unknown():
     sample = units(group(Completion([1], [], [], finished=True)), sampler_logps=True)[0].samples[0]
     assert sample.sampler_logps is None
     assert sample.ids.dtype == np.int64
+
+
+def test_a_rollout_in_stretches_is_a_unit_of_several_samples():
+    early = Completion([4, 5], [-0.4, -0.5], [0, 0], finished=True, sampled=[True, True])
+    late = Completion([6, 1], [0.0, -0.1], [0, 0], finished=True, sampled=[False, True], earlier=[early])
+    unit, other = units(group(late, ENDED), sampler_logps=True)
+    assert [sample.ids.tolist() for sample in unit.samples] == [[7, 8, 6, 1], [7, 8, 4, 5]]
+    assert [sample.advantage for sample in unit.samples] == [0.5, 0.5]
+    counts = GRPO(policy={"loss_type": "dapo"}).count(count_batch([unit, other]))
+    assert float(counts["rollout_tokens"]) == 1 + 2 + 2
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "bnpo", "dr_grpo"])
+def test_a_failed_completion_is_counted_nowhere(loss_type):
+    failed = Completion([], [], [], finished=False, sampled=[], failure="broken")
+    method = GRPO(policy={"loss_type": loss_type})
+    with_failed, without = units(group(failed, ENDED), sampler_logps=True), units(group(ENDED), sampler_logps=True)
+    assert method.count(count_batch(with_failed)) == method.count(count_batch(without))
+    assert not method.contributes(with_failed[0].samples[0])
+    batch = build_batch(with_failed)
+    assert batch.sampler_logps_T is not None
+    assert len(batch.source_T) == 2

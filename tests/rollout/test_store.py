@@ -40,3 +40,17 @@ def test_people_read_one_object_for_each_completion():
     assert (second["seen"], second["prompt"], second["tokens"]) == ("y", "b", 1)
     assert second["answer"] == "c"  # what rewards read, so that they can be tried on the file
     assert "prompt_ids" not in second
+
+
+def test_conversations_in_stretches_survive_a_checkpoint():
+    early = Completion([4], [-0.4], [1], finished=True, sampled=[True])
+    said = [{"role": "assistant", "content": "a"}, {"role": "tool", "content": "b"}]
+    late = Completion([6], [-0.1], [2], finished=True, sampled=[True], earlier=[early], messages=said)
+    failed = Completion([], [], [], finished=False, failure="broken", messages=[])
+    group = Group(0, {"prompt": "p"}, [7], [late, failed], torch.tensor([[1.0], [torch.nan]]), torch.zeros(2))
+    rollout = Rollout(0, 2, [group])
+    again = from_plain(json.loads(json.dumps(to_plain(rollout))), [{"prompt": "p"}])
+    assert again.groups[0].completions == [late, failed]
+    shown = list(readable(rollout, ["r"], str))
+    assert shown[0]["completion"] == said
+    assert (shown[1]["failure"], shown[1]["rewards"]) == ("broken", {"r": None})

@@ -55,3 +55,21 @@ def test_a_prompt_passes_when_one_of_its_completions_earns_something():
     groups = [group([0.0], [1.0]), group([0.0], [0.0]), group([NAN], [0.5])]
     found = pass_rates(groups, ["right"])
     assert found == {"rewards/right/pass@1": pytest.approx(0.5), "rewards/right/pass@2": pytest.approx(2 / 3)}
+
+
+def test_episodes_in_numbers():
+    played = group([1.0], [0.0], [NAN], finished=[True, False, False])
+    played.completions[2] = Completion([], [], [], False, failure="broken")
+    known = {"turns": 2, "tool_calls": 3, "tool_failures": 1, "seconds": 0.5, "splits": 1, "rewards": {}}
+    played.extras["episode"] = [known, known | {"turns": 4, "tool_calls": 0, "tool_failures": 0}, known | {"turns": 0}]
+    found = summary([played], ["a"], GRPO())
+    assert found["environment/turns_mean"] == 2
+    assert found["environment/turns_max"] == 4
+    assert found["environment/masked"] == 1
+    assert found["environment/truncated"] == 1
+    assert found["environment/seconds"] == 1.5
+    assert found["tools/call_frequency"] == 2
+    assert found["tools/failure_frequency"] == pytest.approx(1 / 3)
+    assert found["completions/clipped_ratio"] == 0.5
+    assert found["completions/min_length"] == 3
+    assert not any(name.startswith(("environment/", "tools/")) for name in summary([group([1.0])], ["a"], GRPO()))

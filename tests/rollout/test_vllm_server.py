@@ -237,10 +237,11 @@ def test_a_prompt_that_does_not_fit_is_refused(fake, folder, tmp_path):
 
 @pytest.mark.parametrize("path", ["/v1/load_lora_adapter", "/v1/completions"])
 def test_a_failed_sync_is_tried_again(fake, folder, tmp_path, path):
-    server = backend(fake, policy(folder), tmp_path)
+    model = policy(folder)
+    server = backend(fake, model, tmp_path)
     fake.faults[path] = [500, 500]
     server.sync(0)
-    assert largest_difference(server._weights._model, server.generate(PROMPTS, 1, Sampling(3))) < 1e-4
+    assert largest_difference(model, server.generate(PROMPTS, 1, Sampling(3))) < 1e-4
     assert len(fake.loaded) == 1
 
 

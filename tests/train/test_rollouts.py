@@ -14,7 +14,7 @@ from upweight.rollout.in_process import InProcess
 from upweight.train.ranks import join_ranks
 from upweight.types import Sampling
 
-STILL = ("tokens_per_second", "seconds", "runtime", "per_second")
+STILL = ("tokens_per_second", "seconds", "runtime", "per_second", "_idle")
 
 
 def logged(trainer):

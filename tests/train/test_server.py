@@ -9,6 +9,7 @@ from made_runs import on_ranks, write_model, write_online
 from made_vllm import FakeVllm
 from upweight.config import load_config
 from upweight.errors import UserError
+from upweight.rollout import vllm_servers
 from upweight.train.run import train
 from upweight.train.try_rewards import try_on_samples
 
@@ -96,8 +97,8 @@ def test_a_server_without_room_is_refused_before_training(tmp_path, model, fake)
     assert not (tmp_path / "out" / "metrics.jsonl").exists()
 
 
-def test_vllm_in_the_training_process_is_refused(tmp_path, model, fake):
-    with pytest.raises(UserError, match="vLLM inside the training process"):
+def test_vllm_beside_the_trainer_needs_vllm_here(tmp_path, model, fake):
+    with pytest.raises(UserError, match="colocate needs vLLM in this Python environment"):
         train(config(tmp_path, model, fake, {"vllm_mode": "colocate"}))
 
 
@@ -106,15 +107,52 @@ def test_a_pattern_without_a_server_is_refused(tmp_path, model, fake):
         train(config(tmp_path, model, fake, {"use_vllm": False, "vllm_structured_outputs_regex": "a+"}))
 
 
+def test_prompts_go_on_with_the_other_server_when_one_dies_and_it_comes_back(tmp_path, model, fake, monkeypatch):
+    monkeypatch.setattr(vllm_servers, "PATIENCE", 1.0)
+    other = FakeVllm(model)
+    written = other.written
+
+    def groups(server):
+        return sum(one.get("n") == 4 for one in server.asked("/v1/completions"))
+
+    def dies_once(served, prompt, body, ends):
+        if body.get("n") == 4 and groups(other) == 2:
+            other.well = False
+        return written(served, prompt, body, ends)
+
+    def comes_back(served, prompt, body, ends):
+        if body.get("n") == 4 and groups(fake) == 6 and not other.well:
+            other.restart()
+            other.well = True
+        return alive(served, prompt, body, ends)
+
+    alive, fake.written, other.written = fake.written, comes_back, dies_once
+    urls = {"vllm_server_base_url": None, "vllm_server_base_urls": [fake.url, other.url]}
+    train(config(tmp_path, model, fake, urls, max_steps=6, **LORA))
+    other.close()
+    files = sorted((tmp_path / "out" / "completions").glob("step_*.jsonl"))
+    rows = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    prompts = [str(row["prompt"]) for row in rows]
+    assert sorted(prompts.count(prompt) for prompt in set(prompts)) == [4] * 4 + [8] * 4  # 12 groups of 8 prompts
+    loaded = [len(one.asked("/v1/load_lora_adapter")) for one in (fake, other)]
+    assert loaded[0] == 6
+    assert 3 <= loaded[1] < 6  # each time it is there
+    assert groups(fake) > groups(other) >= 3
+    assert max(line["sampling/sampling_logp_difference/mean"] for line in steps_of(tmp_path)) < 1e-4
+    assert not (tmp_path / "out" / "vllm-0").exists()
+
+
 def _train(path) -> None:
     train(load_config(path))
 
 
-def test_rank_zero_alone_talks_to_the_server(tmp_path, model, fake):
-    keys = {"micro_batch_size": 4, "val_set_size": 2, **LORA}
+@pytest.mark.parametrize("shards", [{}, {"fsdp": True}, {"fsdp": True, **dict.fromkeys(LORA)}])
+def test_rank_zero_alone_talks_to_the_server(shards, tmp_path, model, fake):
+    keys = {"micro_batch_size": 4, "val_set_size": 2, **LORA, **shards}
     file = config(tmp_path, model, fake, **keys).folder / "config.yaml"
     on_ranks(_train, 2, file)
     assert len(steps_of(tmp_path)) == 4
+    assert max(line["sampling/sampling_logp_difference/mean"] for line in steps_of(tmp_path)) < 1e-4
     evaluated = [
         line for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines() if "eval_reward" in line
     ]

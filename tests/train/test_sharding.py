@@ -14,12 +14,14 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
+from made_rollouts import online_trainer
 from made_runs import (
     OFFLINE,
     largest_difference,
     metrics_of,
     on_ranks,
     rows_for,
+    started,
     trainer_for,
     weights_of,
     write_config,
@@ -27,10 +29,11 @@ from made_runs import (
 )
 from upweight.config import load_config, parse_config
 from upweight.errors import UserError
+from upweight.methods import GDPO, GRPO
 from upweight.models.patches import shard_on_cpu
 from upweight.train.ranks import join_ranks
 from upweight.train.run import evaluate, train
-from upweight.train.sharding import fsdp_arguments, is_sharded
+from upweight.train.sharding import fsdp_arguments, sharding_of
 
 WORLD = 2
 ROWS = [{"path": "rows.jsonl", "type": "chatml.intel"}]
@@ -38,25 +41,53 @@ CASES = {
     "sft adapter": {"adapter": True},
     "dpo": {"max_grad_norm": 0.05},
     "dpo adapter": {"adapter": True},
+    "kto": {},
     "kto bf16": {"dtype": torch.bfloat16},
+    "orpo": {},
+    "orm": {},
+    "grpo": {},
+    "grpo adapter": {"adapter": True},
+    "gdpo": {},
+    "gdpo gathered": {"fsdp_config": {"reshard_after_forward": False}},
 }
+WRITES = {"num_generations": 4, "max_completion_length": 6}
+ONLINE = {"grpo": GRPO(policy={**WRITES, "beta": 0.1}), "gdpo": GDPO(policy=WRITES)}
 LORA = {"adapter": "lora", "lora_target_linear": True, "lora_r": 4}
 
 
 def trained(case, folder, ranks, **options):
-    method = OFFLINE[case.split()[0]]
-    rows = rows_for(method, 9)
-    trainer = trainer_for(method, folder, rows=rows, batch=4 // ranks, budget=64, **CASES[case], **options)
+    name, given = case.split()[0], {**CASES[case]}
+    sharded = options and {**options, "fsdp_config": {"version": 2, **given.pop("fsdp_config", {})}}
+    given.pop("fsdp_config", None)
+    if name in ONLINE:
+        trainer = online_trainer(folder, method=ONLINE[name], step=8 // ranks, wanted=12 // ranks, world=ranks,
+                                 evaluation=3, **given, **sharded)  # fmt: skip
+    else:
+        method = OFFLINE[name]
+        rows = rows_for(method, 9)
+        trainer = trainer_for(method, folder, rows=rows, batch=4 // ranks, budget=64, **given, **sharded)
     trainer.train()
+    if name in ONLINE:
+        trainer.evaluate()
     return trainer
+
+
+def gathers_of_a_rollout(trainer):
+    """Collectives by which weights are gathered while completions of several tokens are written."""
+    with torch.profiler.profile() as seen:
+        trainer.evaluate()
+    return sum(event.count for event in seen.key_averages() if event.key == "c10d::_allgather_base_")
 
 
 def run_rank(folder):
     join_ranks(60)
     for case in CASES:
-        trainer = trained(case, folder, WORLD, fsdp=True, fsdp_config={"version": 2})
+        trainer = trained(case, folder, WORLD, fsdp=True)
         assert isinstance(trainer.model, FSDPModule)
         assert all(isinstance(parameter, DTensor) for parameter in trainer.model.parameters())
+        if case.split()[0] in ONLINE:
+            units = sum(isinstance(module, FSDPModule) for module in trainer.model.modules())
+            assert 0 < gathers_of_a_rollout(trainer) <= units
         weights = {name: value.full_tensor() for name, value in weights_of(trainer).items()}
         if trainer.is_world_process_zero():
             torch.save([weights, trainer.state.log_history], f"{folder}/{case}.pt")
@@ -77,9 +108,11 @@ def test_shards_on_two_ranks_train_the_weights_of_one(on_two_ranks, case, tmp_pa
     half = "bf16" in case
     near = partial(pytest.approx, rel=2e-2, abs=1e-2) if half else partial(pytest.approx, rel=1e-5, abs=1e-5)
     assert {value.dtype for value in found.values()} == {torch.float32}
-    assert largest_difference(found, weights_of(trainer)) < (1e-3 if half else 1e-6)
+    assert largest_difference(found, weights_of(trainer)) < (
+        1e-3 if half else 1e-5 if case.split()[0] in ONLINE else 1e-6
+    )
     for line, right in zip(log[:3], trainer.state.log_history[:3], strict=True):
-        timeless = {k: v for k, v in right.items() if k != "tokens_per_second"}
+        timeless = {k: v for k, v in right.items() if "second" not in k}
         assert {k: line[k] for k in timeless} == near(timeless)
 
 
@@ -109,8 +142,8 @@ def test_a_sharded_run_resumes_exactly_and_leaves_a_whole_model(kind, model_fold
     on_ranks(run, WORLD, file, True)
     assert metrics_of(out) == right
     assert largest_difference(load_file(out / name), result) == 0
-    with pytest.raises(UserError, match="are sharded"):
-        run(file, resume=True)
+    with pytest.raises(UserError, match="are sharded by FSDP; to go on from there, set 'fsdp: true'"):
+        train(load_config(file, ["fsdp=false"]), resume=True)
     if kind == "full":
         assert "lm_head.weight" not in result
         model = AutoModelForCausalLM.from_pretrained(out)
@@ -119,6 +152,23 @@ def test_a_sharded_run_resumes_exactly_and_leaves_a_whole_model(kind, model_fold
     else:
         assert any(bool(value.any()) for key, value in result.items() if "lora_B" in key)
         PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model_folder), out)
+    on_fewer_ranks(file, out, right, name)
+
+
+def run_alone(file):
+    train(load_config(file, ["micro_batch_size=2"]), resume=True)
+
+
+def on_fewer_ranks(file, out, right, name):
+    """One process, which no launcher starts, goes on from the shards of two."""
+    result = load_file(out / name)
+    (out / "checkpoint-4" / "whole.json").unlink()
+    alone = started(run_alone, file)
+    alone.join(120)
+    assert alone.exitcode == 0
+    for line, expected in zip(metrics_of(out), right, strict=True):
+        assert line == pytest.approx(expected, rel=1e-4, abs=1e-5)
+    assert largest_difference(load_file(out / name), result) < 1e-5
 
 
 def measure(file, result):
@@ -161,8 +211,8 @@ def test_accelerate_still_drops_fsdp_on_cpu_ranks():
 def test_both_versions_keys_are_read(keys, on, reshard, offload):
     section = parse_config({"base_model": "tiny", "rl": "dpo", "datasets": ROWS, **keys}, folder=Path()).sharding
     assert (bool(section.fsdp), section.reshard, section.offload) == (on, reshard, offload)
-    assert not is_sharded(section, ranks=1)
-    assert is_sharded(section, ranks=2) == on
+    assert sharding_of(section, ranks=1) == "none"
+    assert sharding_of(section, ranks=2) == ("fsdp" if on else "none")
     assert fsdp_arguments(section)["fsdp_config"]["reshard_after_forward"] == reshard
 
 

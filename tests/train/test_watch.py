@@ -10,7 +10,7 @@ import pytest
 from transformers import TrainerControl, TrainerState
 
 from upweight.errors import UserError
-from upweight.log import logger
+from upweight.log import logger, set_up_logging
 from upweight.train.watch import LossLimit, Progress, StopOnNan, StopOnSignal, duration
 
 
@@ -103,13 +103,39 @@ def test_a_loss_that_stays_high_ends_the_run():
 def test_the_line_shows_what_matters(said):
     line = Progress()
     line.on_train_begin(None, state(0), None)
-    line.on_log(
-        None, state(2), None, logs={"loss": 0.51234, "rewards/margins": 1.0, "x": 3.0, "tokens_per_second": 9.0}
-    )
+    logs = {"loss": 0.51234, "rewards/margins": 1.0, "x": 3.0, "tokens_per_second": 9.0}
+    line.on_step_end(None, state(1), None)
+    line.on_log(None, state(1), None, logs=logs)
+    line.on_step_end(None, state(2), None)
+    line.on_log(None, state(2), None, logs=logs)
     line.on_log(None, state(2), None, logs={"eval_loss": 0.25})
     line.on_log(None, state(2), None, logs={"train_runtime": 0.25})
-    assert said[0].startswith("step 2/10  loss 0.5123  margins 1  9 tokens/s  ")
-    assert said[1:] == ["evaluation 2/10  loss 0.25"]
+    assert said[0] == "step 1/10  loss 0.5123  margins 1  9 tokens/s"
+    assert said[1].startswith("step 2/10  loss 0.5123  margins 1  9 tokens/s  ")
+    assert said[2:] == ["evaluation 2/10  loss 0.25"]
+
+
+def test_time_left_is_that_of_the_steps_after_the_first(monkeypatch):
+    clock = iter([1000.0, 1010.0, 1030.0])  # the first step took long, and does not count
+    monkeypatch.setattr("upweight.train.watch.time.perf_counter", lambda: next(clock))
+    line = Progress()
+    line.on_train_begin(None, state(4), None)  # resumed
+    line.on_step_end(None, state(5), None)
+    assert line._left(5, 10) == []
+    assert line._left(6, 10) == ["40 s left"]
+    assert line._left(8, 10) == ["20 s left"]
+
+
+def test_a_bar_passes_and_lines_stay(capsys):
+    set_up_logging()
+    line = Progress(bar=True)
+    line.on_train_begin(None, state(0), None)
+    line.on_step_end(None, state(5), None)
+    logger.info("a line")
+    line.on_train_end(None, state(5), None)
+    shown = capsys.readouterr().err
+    assert shown.startswith("[############------------]  5/10")
+    assert shown.endswith("\r\x1b[2Ka line\n")
 
 
 def test_durations_read_well():

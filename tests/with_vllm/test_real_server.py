@@ -19,7 +19,7 @@ from made_runs import write_model, write_online
 from upweight.errors import UserError
 from upweight.rollout.vllm_server import VllmServer
 from upweight.types import Sampling
-from with_vllm.real_server import group_is_empty, proxy, running
+from with_vllm.real_server import ON_CPU, PYTHON, ROOT, group_is_empty, proxy, running
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
@@ -231,3 +231,20 @@ def test_a_server_killed_in_the_middle_and_started_again_is_waited_for(lora_serv
     server.close()
     os.kill(lora_server.vllm(), signal.SIGTERM)  # ended by somebody else
     assert lora_server.process.wait(60) is not None
+
+
+@pytest.mark.parametrize("kind", ["lora", "full"])
+def test_an_engine_beside_the_trainer_follows_the_policy(kind, served_model, tmp_path):
+    # vLLM's environment lacks what the project has: that is put after its own.
+    site = next(path for path in sys.path if path.endswith("site-packages"))
+    env = {**os.environ, **ON_CPU, "UPWEIGHT_SITE": site, "PYTHONPATH": str(ROOT / "src")}
+    command = [PYTHON, str(ROOT / "tests" / "with_vllm" / "colocated.py"), str(served_model), str(tmp_path), kind]
+    ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600, check=False)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    rounds = json.loads(ended.stdout.splitlines()[-1])
+    assert [one["version"] for one in rounds] == [0, 3, 4]
+    assert all(one["versions"] == [one["version"]] for one in rounds)
+    assert all(one["difference"] < 1e-4 for one in rounds)
+    assert all(one["completions"] == [3] * 6 and one["heard"] == list(range(6)) for one in rounds)
+    assert all(one["folders"] == 1 for one in rounds)
+    assert not (tmp_path / "vllm").exists()

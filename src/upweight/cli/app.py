@@ -31,6 +31,16 @@ Processes = Annotated[
     typer.Option("--num-processes", min=1, help="Ranks to start on this machine; all visible GPUs when left out."),
 ]
 
+Launcher = Annotated[
+    str | None,
+    typer.Option(help="torchrun or accelerate (arguments after -- are theirs), or none; our own when left out."),
+]
+Nodes = Annotated[int, typer.Option(min=1, help="Machines; start the command on each of them.")]
+NodeRank = Annotated[int, typer.Option(min=0, help="Number of this machine, counted from 0.")]
+MasterAddress = Annotated[str | None, typer.Option(help="Address of machine 0.")]
+MasterPort = Annotated[int | None, typer.Option(min=1, max=65535, help="Port there; 29500 when left out.")]
+LauncherArguments = Annotated[list[str] | None, typer.Option("--launcher-argument", hidden=True)]
+
 # `--trl.beta 0.1`, as other trainers write it, is an override too.
 TAKES_OVERRIDES: dict[str, Any] = {"context_settings": {"ignore_unknown_options": True}}
 
@@ -64,22 +74,32 @@ def preprocess(
 def train(
     config: ConfigFile,
     overrides: Overrides = None,
+    *,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the last whole checkpoint.")] = False,
     num_processes: Processes = None,
+    launcher: Launcher = None,
+    nodes: Nodes = 1,
+    node_rank: NodeRank = 0,
+    master_address: MasterAddress = None,
+    master_port: MasterPort = None,
+    launcher_arguments: LauncherArguments = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Say warnings only.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print each log as a JSON object, nothing else.")] = False,
     stage: Annotated[int | None, typer.Option(hidden=True, help="Train this stage alone, counted from 0.")] = None,
 ) -> None:
     """Train what a config describes."""
-    from upweight.cli.train import run_train
+    from upweight.cli.train import run_train, start_of
 
-    run_train(config, overrides or [], resume=resume, processes=num_processes, stage=stage)
+    start = start_of(num_processes, launcher, (nodes, node_rank, master_address, master_port), launcher_arguments)
+    run_train(config, overrides or [], resume=resume, start=start, stage=stage, quiet=quiet, as_json=as_json)
 
 
 @app.command(**TAKES_OVERRIDES)
 def evaluate(config: ConfigFile, overrides: Overrides = None, num_processes: Processes = None) -> None:
     """Print the metrics of a config's model on its evaluation data as one JSON object."""
-    from upweight.cli.train import run_evaluate
+    from upweight.cli.train import run_evaluate, start_of
 
-    run_evaluate(config, overrides or [], processes=num_processes)
+    run_evaluate(config, overrides or [], start=start_of(num_processes))
 
 
 @app.command(**TAKES_OVERRIDES)
@@ -183,6 +203,87 @@ def inference(
 
 
 @app.command()
+def init(
+    method: Annotated[
+        str | None,
+        typer.Argument(metavar="METHOD", help="As `rl` names it, or sft, reward, prm, gym; listed else."),
+    ] = None,
+    folder: Annotated[Path | None, typer.Argument(help="Folder to write; named after the method otherwise.")] = None,
+) -> None:
+    """Write a starter: a commented config, sample rows, rewards."""
+    from upweight.cli.init import run
+
+    run(method, folder)
+
+
+@app.command()
+def choose(
+    have: Annotated[str | None, typer.Option(help="What you have; asked otherwise.")] = None,
+    want: Annotated[str | None, typer.Option(help="What should come of it; asked otherwise.")] = None,
+) -> None:
+    """Find the method that learns from what you have."""
+    from upweight.cli.choose import run
+
+    run({"--have": have, "--want": want})
+
+
+@app.command(**TAKES_OVERRIDES)
+def doctor(
+    place: Annotated[
+        str | None, typer.Argument(metavar="[CONFIG|RUN]", help="Config, or folder of a run; this machine otherwise.")
+    ] = None,
+    overrides: Overrides = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Find what is wrong before or after a run.
+
+    Exits with 1 where something wants to be done.
+    """
+    from upweight.cli.doctor import run
+
+    raise typer.Exit(run(place, overrides or [], as_json=as_json))
+
+
+Runs = Annotated[
+    list[Path], typer.Argument(metavar="RUN...", help="Folder of a run, or its config; several are compared.")
+]
+
+
+@app.command()
+def report(
+    runs: Runs,
+    output: Annotated[Path | None, typer.Option(help="File to write; report.html in the folder otherwise.")] = None,
+    open_it: Annotated[bool, typer.Option("--open", help="Show it in the browser.")] = False,
+) -> None:
+    """Write a run's page: curves, completions, verdicts; or compare runs."""
+    from upweight.cli.report import run_report
+
+    run_report(runs, output=output, open_it=open_it)
+
+
+@app.command()
+def watch(
+    runs: Runs,
+    port: Annotated[int | None, typer.Option(min=0, max=65535, help="Port on 127.0.0.1; a free one otherwise.")] = None,
+    open_it: Annotated[bool, typer.Option("--open/--no-open", help="Show it in the browser.")] = True,
+) -> None:
+    """Serve a run's page while it trains, on this machine only."""
+    from upweight.cli.report import run_watch
+
+    run_watch(runs, port=port, open_it=open_it)
+
+
+@app.command("agent-docs")
+def agent_docs(
+    topic: Annotated[str | None, typer.Argument(help="One of those that are listed without it.")] = None,
+) -> None:
+    """Print a reference page for coding agents."""
+    from upweight.cli.agent_docs import run
+
+    run(topic)
+
+
+@app.command()
 def schema(
     markdown: Annotated[bool, typer.Option("--markdown", help="Print the reference page instead.")] = False,
 ) -> None:
@@ -202,11 +303,19 @@ def root(version: Annotated[bool, typer.Option("--version", help="Print the vers
         raise typer.Exit
 
 
+def _with_launcher_arguments(arguments: list[str]) -> list[str]:
+    """What follows `--` after `train` is for the launcher; without this it would be taken for overrides."""
+    if arguments[:1] != ["train"] or "--" not in arguments:
+        return arguments
+    cut = arguments.index("--")
+    return [*arguments[:cut], *(f"--launcher-argument={one}" for one in arguments[cut + 1 :])]
+
+
 def main() -> None:
     """Run a command; what a user can mend is printed without a traceback and exits 2."""
     set_up_logging()
     try:
-        app()
+        app(args=_with_launcher_arguments(sys.argv[1:]))
     except UserError as error:
         print(error, file=sys.stderr)
         sys.exit(2)

@@ -21,7 +21,8 @@ def table(config: Config, card: float) -> list[str]:
     """The estimates as lines; the config's own way is marked."""
     shape = shape_of(config.model, config.method.head)
     sequences = 2 if config.method.data == "pairs" else 1
-    tokens = config.data.sequence_len * sequences
+    sharing = config.sharding.context_parallel_size
+    tokens = -(-config.data.sequence_len * sequences // sharing)
     own = (config.adapter.kind or "all", config.optim.gradient_checkpointing)
     rows: list[tuple[str, ...]] = [HEADINGS]
     for trained in WAYS:
@@ -37,7 +38,7 @@ def table(config: Config, card: float) -> list[str]:
             )
             parts = [f"{part / GIB:.1f}" for part in (need.weights, need.training, need.activations, need.total)]
             verdict = "yes" if need.total <= USABLE * card else "no"
-            most = longest(shape, need, card, checkpointing=again, sequences=sequences)
+            most = longest(shape, need, card, checkpointing=again, sequences=sequences) * sharing
             mark = "* " if (trained, again) == own else ""
             rows.append((mark + trained, "yes" if again else "no", *parts, verdict, str(most)))
     widths = [max(len(row[column]) for row in rows) for column in range(len(HEADINGS))]

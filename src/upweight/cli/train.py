@@ -9,45 +9,72 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import cast, get_args
 
 from upweight.config import Config, load_config
 from upweight.errors import UserError
 from upweight.log import logger, warn_once
-from upweight.train.launch import end_with_launcher, is_rank, launch, say_through_launcher
+from upweight.train.launch import Launcher, Start, end_with_launcher, is_rank, launch, say_through_launcher
+
+
+def start_of(
+    processes: int | None,
+    launcher: str | None = None,
+    nodes: tuple[int, int, str | None, int | None] = (1, 0, None, None),
+    extra: Sequence[str] | None = None,
+) -> Start:
+    """How ranks are to be started, from the options of a command; `nodes`: how many, which, address, port."""
+    if launcher is not None and launcher not in get_args(Launcher):
+        raise UserError(f"--launcher {launcher}: is one of {', '.join(get_args(Launcher))}.")
+    return Start(processes, cast(Launcher | None, launcher), *nodes, tuple(extra or ()))
 
 
 def run_train(
-    path: Path, overrides: list[str], *, resume: bool, processes: int | None, stage: int | None = None
+    path: Path,
+    overrides: list[str],
+    *,
+    resume: bool,
+    start: Start,
+    stage: int | None = None,
+    quiet: bool = False,
+    as_json: bool = False,
 ) -> None:
-    """Train what a config describes; where it has stages, all of them or the one with that number."""
+    """Train what a config describes; where it has stages, all of them or the one with that number.
+
+    `quiet` leaves only warnings on stderr; `as_json` does too, and writes every log to stdout.
+    """
+    if quiet or as_json:
+        logger.setLevel(logging.WARNING)
     config = _config(path, overrides)
-    arguments = ["train", str(path), *overrides]
+    said = [option for option, wanted in (("--quiet", quiet), ("--json", as_json)) if wanted]
+    arguments = ["train", str(path), *overrides, *said]
     if config.stages and stage is None:
-        _train_stages(config, arguments, resume or config.run.auto_resume, processes)
+        _train_stages(config, arguments, resume or config.run.auto_resume, start, as_json=as_json)
         return
     if stage is not None:
         config, arguments = config.stages[stage], [*arguments, "--stage", str(stage)]
-    _launch([*arguments, *(["--resume"] if resume else [])], processes)
-    _train(config, resume=resume)
+    _launch([*arguments, *(["--resume"] if resume else [])], start)
+    _train(config, resume=resume, as_json=as_json)
 
 
-def _train(config: Config, *, resume: bool) -> None:
+def _train(config: Config, *, resume: bool, as_json: bool) -> None:
     with _as_one_of_many():
         from upweight.train.run import train
+        from upweight.train.run_folder import MetricsOut
 
-        train(config, resume=resume)
+        train(config, resume=resume, watchers=[MetricsOut()] if as_json else [])
 
 
-def _train_stages(config: Config, arguments: list[str], resume: bool, processes: int | None) -> None:
+def _train_stages(config: Config, arguments: list[str], resume: bool, start: Start, *, as_json: bool) -> None:
     """Every stage with ranks of its own, or in this process where one is enough."""
     if is_rank():
         raise UserError("stages: start the command by itself; it starts the ranks of each stage (--num-processes).")
     from upweight.train.stages import train_stages
 
     def run_stage(number: int, again: bool) -> None:
-        code = _launched([*arguments, "--stage", str(number), *(["--resume"] if again else [])], processes)
+        code = _launched([*arguments, "--stage", str(number), *(["--resume"] if again else [])], start)
         if code is None:
-            _train(config.stages[number], resume=again)
+            _train(config.stages[number], resume=again, as_json=as_json)
             gc.collect()  # the next stage's model needs the memory of this one's
         elif code:
             sys.exit(code)
@@ -55,10 +82,10 @@ def _train_stages(config: Config, arguments: list[str], resume: bool, processes:
     train_stages(config, run_stage, resume=resume)
 
 
-def run_evaluate(path: Path, overrides: list[str], *, processes: int | None) -> None:
+def run_evaluate(path: Path, overrides: list[str], *, start: Start) -> None:
     """Print the metrics of a config's model on its evaluation data as one JSON object."""
     config = _config(path, overrides)
-    _launch(["evaluate", str(path), *overrides], processes)
+    _launch(["evaluate", str(path), *overrides], start)
     with _as_one_of_many():
         from upweight.train.run import evaluate
 
@@ -76,25 +103,25 @@ def _config(path: Path, overrides: list[str]) -> Config:
     return config
 
 
-def _launch(arguments: Sequence[str], processes: int | None) -> None:
-    """Start so many ranks and end with their exit code; return where one process, this one, is enough."""
-    code = _launched(arguments, processes)
+def _launch(arguments: Sequence[str], start: Start) -> None:
+    """Start ranks and end with their exit code; return where one process, this one, is enough."""
+    code = _launched(arguments, start)
     if code is not None:
         sys.exit(code)
 
 
-def _launched(arguments: Sequence[str], processes: int | None) -> int | None:
-    """The exit code of so many ranks; None where one process, this one, is enough."""
+def _launched(arguments: Sequence[str], start: Start) -> int | None:
+    """The exit code of ranks; None where one process, this one, is enough."""
     if is_rank():
         return None
     import torch
 
     gpus = torch.cuda.device_count()
-    processes = processes or max(gpus, 1)
+    processes = start.processes or (1 if start.launcher == "none" else max(gpus, 1))
     if gpus and processes > gpus:
         raise UserError(f"--num-processes {processes}: only {gpus} GPUs are visible, and each process needs its own.")
-    if processes > 1:
-        return launch(arguments, processes)
+    if processes > 1 or start.nodes > 1 or start.launcher in ("torchrun", "accelerate"):
+        return launch(arguments, start, processes)
     if gpus > 1:  # the Trainer would spread one process over all it sees
         os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     return None

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from upweight.config.data import DataSection
+from upweight.config.environment import EnvironmentSection
 from upweight.config.model import AdapterSection, ModelSection
 from upweight.config.rollout import GymSection, RolloutSection, VllmSection
 from upweight.config.run import RunSection, TrackingSection
@@ -42,6 +43,7 @@ SECTIONS: dict[str, type[Section]] = {
     "run": RunSection,
     "tracking": TrackingSection,
     "rollout": RolloutSection,
+    "environment": EnvironmentSection,
     "vllm": VllmSection,
     "gym": GymSection,
 }
@@ -60,6 +62,7 @@ class Config:
     run: RunSection
     tracking: TrackingSection
     rollout: RolloutSection
+    environment: EnvironmentSection
     vllm: VllmSection
     gym: GymSection
     method: Method

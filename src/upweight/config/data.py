@@ -25,7 +25,9 @@ FORMAT_NAMES: dict[str, tuple[str, ...]] = {
     "text": (
         "chat_template", "chat_template.default", "sharegpt", "alpaca", "completion", "user_defined", "passthrough",
     ),
-    "prompts": ("chat_template", "chat_template.default", "user_defined", "user_defined.default", "passthrough"),
+    "prompts": (
+        "chat_template", "chat_template.default", "user_defined", "user_defined.default", "passthrough", "nemo_gym",
+    ),
     "ebft": (
         "ebft_opencode.transform", "ebft_chat_multiturn.transform", "ebft_chat_multiturn.transform_last_turn",
         "ebft_chat_multiturn.transform_all_turns", "ebft_reasoning.transform",
@@ -87,6 +89,7 @@ class DatasetRow(Strict):
     )
     revision: str | None = Field(default=None, description="Branch, tag or commit on the hub.")
     trust_remote_code: bool = Field(default=False, description="Whether code from the dataset's repository may run.")
+    max_samples: PositiveInt | None = Field(default=None, description="Take so many rows at random.")
     shards: PositiveInt | None = Field(default=None, description="Cut the rows into so many shards and keep one.")
     shards_idx: Annotated[int, Field(ge=0)] = Field(default=0, description="Which shard is kept.")
     chat_template: str | None = Field(default=None, description="Chat template for these rows.")
@@ -135,6 +138,7 @@ class DatasetRow(Strict):
     step_separator: str | None = Field(
         default=None, description="Text between reasoning steps, for process reward models."
     )
+    server_name: str | None = Field(default=None, description="NeMo Gym server that verifies these rows.")
     max_completion_length: PositiveInt | None = Field(
         default=None, description="Longest completion, for process reward models."
     )

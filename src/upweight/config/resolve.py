@@ -4,6 +4,8 @@ import dataclasses
 from math import lcm
 
 from upweight.config.config import Config
+from upweight.methods import EBFT
+from upweight.methods.base import Method
 
 
 def resolve(config: Config) -> Config:
@@ -20,6 +22,7 @@ def resolve(config: Config) -> Config:
         ),
         sharding=config.sharding.model_copy(update=_sharding(config)),
         model=config.model.model_copy(update={"num_labels": _num_labels(config)}),
+        method=_method(config),
         rollout=config.rollout.model_copy(
             update={
                 "server_host": config.rollout.server_host or config.vllm.host,
@@ -41,6 +44,16 @@ def generation_batch(config: Config, ranks: int = 1) -> int:
         config.rollout.steps_per_generation or accumulation
     )
     return lcm(wanted, group_size(config), micro * accumulation * ranks)
+
+
+def _method(config: Config) -> Method:
+    """The method with EBFT's baseline in place, which keys of GRPO may choose too."""
+    method, given = config.method, config.given
+    if not isinstance(method, EBFT) or method.advantage_estimator is not None:
+        return method
+    scales = method.policy.reward_scale != "none" and "trl.scale_rewards" in given
+    by_group = given.get("trl.advantage_estimator", "group" if scales else "rloo") == "group"
+    return method.model_copy(update={"advantage_estimator": "group_norm" if by_group else "rloo"})
 
 
 def _learning_rate(config: Config) -> float:

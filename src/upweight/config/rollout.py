@@ -18,6 +18,9 @@ class RolloutSection(Section):
     server_url: str | None = setting(
         "trl.vllm_server_base_url", None, "Address of the server, instead of host and port."
     )
+    server_urls: list[str] = setting(
+        "trl.vllm_server_base_urls", [], "Addresses of several servers, which share the prompts."
+    )
     server_host: str | None = setting("trl.vllm_server_host", None, "Host of the server; `vllm.host` when left out.")
     server_port: int | None = setting(
         "trl.vllm_server_port", None, "Port of the server; `vllm.port` when left out.", ge=1, le=65535
@@ -144,4 +147,15 @@ class GymSection(Section):
         "nemo_gym_model_name", None, "Model name the Gym asks for; `base_model` when left out."
     )
     multi_turn: bool = setting("nemo_gym_multi_turn", False, "Roll out through the Gym's agents.")
+    reward_components: list[str] = setting(
+        "nemo_gym_reward_components", [], "Components of the verdict that become rewards of their own; its sum else."
+    )
+    policy_port: int = setting(
+        "nemo_gym_policy_port", 11001, "Port at which the Gym's agents reach the policy.", ge=1, le=65535
+    )
+    isolate: bool | None = setting(
+        "nemo_gym_isolate",
+        None,
+        "Started servers have no network and cannot write; when left out, wherever the system and their work allow it.",
+    )
     max_turns: PositiveInt | None = setting("nemo_gym_max_turns", None, "Turns a multi-turn rollout may take.")

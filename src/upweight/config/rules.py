@@ -5,6 +5,13 @@ from itertools import combinations
 
 from upweight.config.config import Config, how_to_choose
 from upweight.config.data import FALLBACK_PREFIX, FORMAT_NAMES, TEMPLATE_ALIASES, TEMPLATE_NAMES
+from upweight.config.ebft_rules import (
+    ebft_has_its_block,
+    features_are_what_rewards,
+    keys_of_the_other_mode,
+    whitened_samples_are_orthogonal,
+)
+from upweight.config.environment import is_environment_reward
 from upweight.config.explain import did_you_mean
 from upweight.config.resolve import generation_batch, group_size
 
@@ -28,6 +35,7 @@ EXCLUSIVE: tuple[tuple[str, ...], ...] = (
     ("embedding_lr", "embedding_lr_scale"),
     ("trl.generation_batch_size", "trl.steps_per_generation"),
     ("deepspeed", "fsdp"),
+    ("trl.vllm_server_base_url", "trl.vllm_server_base_urls"),
     ("load_in_4bit", "load_in_8bit"),
     ("test_datasets", "val_set_size"),
     ("fp16", "bfloat16"),
@@ -58,15 +66,9 @@ def data_is_named(config: Config) -> str | None:
 
 
 def rewards_are_named(config: Config) -> str | None:
-    rewarded = config.given.get("trl.reward_funcs") or config.gym.enabled
+    rewarded = config.given.get("trl.reward_funcs") or config.gym.enabled or config.environment.kind
     if config.method.name in ("grpo", "gdpo") and not rewarded:
         return "trl.reward_funcs: missing. A group of completions is compared by rewards: name at least one."
-    return None
-
-
-def ebft_has_its_block(config: Config) -> str | None:
-    if config.method.name == "ebft" and not any(path.startswith("ebft.") for path in config.given):
-        return "ebft: missing. `rl: ebft` needs its block; `ebft: {mode: structured}` takes every default."
     return None
 
 
@@ -105,6 +107,8 @@ def batch_size_divides(config: Config) -> str | None:
 
 def weights_match_rewards(config: Config) -> str | None:
     weights, rewards = config.given.get("trl.reward_weights"), config.rollout.reward_funcs
+    if any(map(is_environment_reward, rewards)):
+        return None  # how many rewards an environment gives is known when it is there
     if isinstance(weights, list) and rewards and len(weights) != len(rewards):
         return f"trl.reward_weights: {len(weights)} weights for {len(rewards)} rewards. Give one for each."
     return None
@@ -149,6 +153,47 @@ def gym_is_complete(config: Config) -> str | None:
         return (
             "nemo_gym_config_paths: needed to start the Gym; or set 'nemo_gym_auto_start: false' and start it yourself."
         )
+    if gym.enabled and gym.multi_turn and not config.rollout.use_vllm:
+        return (
+            "nemo_gym_multi_turn: needs 'trl.use_vllm: true': the Gym's agents ask a server for turns. Without the key "
+            "rows with tools are played here, with any sampler."
+        )
+    if gym.enabled and config.rollout.rollout_func is not None:
+        return "trl.rollout_func: cannot be used with 'nemo_gym_enabled'. Keep one."
+    return None
+
+
+def environment_is_complete(config: Config) -> str | None:
+    section, given = config.environment, config.given
+    if section.kind == "python" and section.class_path is None:
+        return "environment.class: missing. Name the class as 'file.Class'."
+    if section.kind == "openenv" and section.url is None:
+        return "environment.url: missing. Name the server, such as 'http://127.0.0.1:8000'."
+    needs = {"python": ("class",), "openenv": ("url", "reward", "columns", "text_field", "observation", "wait")}
+    for kind, names in needs.items():
+        stray = [f"environment.{name}" for name in names if f"environment.{name}" in given]
+        if stray and section.kind != kind:
+            return f"{', '.join(stray)}: needs 'environment.type: {kind}'."
+    return None
+
+
+def one_thing_answers_to_turns(config: Config) -> str | None:
+    if config.environment.tools and config.environment.kind == "openenv":
+        return "tools: an OpenEnv server brings its own. Drop one of 'tools' and 'environment.type: openenv'."
+    acts = "environment.type" if config.environment.kind else "tools"
+    if config.environment.acts and config.rollout.rollout_func is not None:
+        return f"trl.rollout_func: cannot be used with '{acts}'. Keep one."
+    if config.environment.acts and config.gym.enabled:
+        return f"nemo_gym_enabled: cannot be used with '{acts}'. Keep one."
+    if config.environment.acts and config.method.name == "ebft":
+        return f"{acts}: needs rl: grpo or rl: gdpo; ebft compares completions with the data's own answers."
+    return None
+
+
+def environment_reward_has_a_source(config: Config) -> str | None:
+    named = [name for name in config.rollout.reward_funcs if is_environment_reward(name)]
+    if named and not config.environment.kind and not config.gym.enabled:
+        return f"trl.reward_funcs: '{named[0]}' is what an environment says: set 'environment.type' or use another."
     return None
 
 
@@ -243,15 +288,22 @@ def adapter_keys_need_an_adapter(config: Config) -> str | None:
 
 
 def rollout_keys_need_rollouts(config: Config) -> str | None:
-    stray = [path for path in config.given if path.startswith(("trl.", "vllm.", "nemo_gym_"))]
+    stray = [path for path in config.given if path.startswith(("trl.", "vllm.", "nemo_gym_", "environment.", "tool"))]
     if stray and not config.method.online:
         return f"{', '.join(stray)}: no effect with {how_to_choose(config.method.name)}: nothing is sampled"
     return None
 
 
+def colocated_vllm_sleeps_while_training(config: Config) -> str | None:
+    rollout = config.rollout
+    if rollout.async_prefetch and rollout.use_vllm and rollout.vllm_mode == "colocate" and config.method.online:
+        return "trl.async_prefetch: colocated vLLM sleeps while the trainer works. Use 'vllm_mode: server', or drop it."
+    return None
+
+
 def run_ahead_needs_a_server(config: Config) -> str | None:
     rollout = config.rollout
-    if rollout.async_prefetch and (not rollout.use_vllm or rollout.vllm_mode == "colocate") and config.method.online:
+    if rollout.async_prefetch and not rollout.use_vllm and config.method.online:
         return "trl.async_prefetch: without a vLLM server rollouts are produced ahead of training, not beside it"
     return None
 
@@ -280,6 +332,7 @@ def pure_bf16_loses_updates(config: Config) -> str | None:
 
 ERRORS: tuple[Rule, ...] = (
     half_precisions_exclude_each_other,
+    features_are_what_rewards,
     quantised_weights_need_an_adapter,
     qlora_needs_4_bits,
     adapter_folder_needs_an_adapter,
@@ -288,10 +341,14 @@ ERRORS: tuple[Rule, ...] = (
     labels_match_the_head,
     template_text_is_given,
     templates_are_known,
+    environment_is_complete,
+    one_thing_answers_to_turns,
+    environment_reward_has_a_source,
     held_out_rows_are_whole,
     reasoning_names_its_parser,
     shard_exists,
     datasets_have_a_source,
+    colocated_vllm_sleeps_while_training,
 )
 WHOLE_CONFIG: tuple[Rule, ...] = (
     model_is_named,
@@ -310,5 +367,7 @@ WARNINGS: tuple[Rule, ...] = (
     adapter_sync_needs_an_adapter,
     truncated_sampling_is_not_comparable,
     pure_bf16_loses_updates,
+    keys_of_the_other_mode,
+    whitened_samples_are_orthogonal,
 )
 WHOLE_CONFIG_WARNINGS: tuple[Rule, ...] = (rollout_keys_need_rollouts, evaluation_has_data)

@@ -24,6 +24,7 @@ TITLES = {
     "run": "Output, saving, evaluating",
     "tracking": "Trackers",
     "rollout": "Rollouts (`trl:`)",
+    "environment": "Tools and environments",
     "vllm": "vLLM server (`vllm:`)",
     "gym": "NeMo Gym",
 }

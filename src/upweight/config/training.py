@@ -126,7 +126,11 @@ class ShardingSection(Section):
     fsdp_checkpointing: bool = setting(
         "fsdp_config.activation_checkpointing", False, "The same as `gradient_checkpointing: true`."
     )
-    context_parallel_size: PositiveInt = setting("context_parallel_size", 1, "Ranks that share one long row.")
+    context_parallel_size: PositiveInt = setting(
+        "context_parallel_size",
+        1,
+        "Consecutive ranks that share each row, and count as one device; must divide the attention heads.",
+    )
     timeout: PositiveInt = setting("ddp_timeout", 1800, "Seconds a collective may take before the run is stopped.")
     bucket_mb: PositiveInt | None = setting("ddp_bucket_cap_mb", None, "Size of DDP's gradient buckets.")
     broadcast_buffers: bool = setting("ddp_broadcast_buffers", False, "Whether DDP sends buffers at every step.")

@@ -4,8 +4,9 @@ import hashlib
 import json
 import multiprocessing
 import os
+import re
 from collections import Counter, deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from datasets import Dataset
 from numpy.typing import NDArray
 
 from upweight.config.data import DataSection
+from upweight.config.explain import did_you_mean
 from upweight.data.encode import Encoder
 from upweight.data.lengths import apply_length_rules
 from upweight.data.report import lengths_of
@@ -168,13 +170,16 @@ def _encode(job: Job, start: int, stop: int) -> list[list[Record]]:
             try:
                 job.encoder(row)
             except RowError as error:
-                raise bad_row(job, number, error) from error
+                raise bad_row(job, number, error, row) from error
         raise
 
 
-def bad_row(job: Job, row: int, error: RowError) -> UserError:
-    """The message about a row that cannot be used: dataset, row, key, what was expected."""
-    return UserError(f"{job.where}, {job.rows.place(row)}, '{error.key}': expected {error.expected}")
+def bad_row(job: Job, row: int, error: RowError, given: Any = None) -> UserError:
+    """The message about a row that cannot be used: dataset, row, key, what was expected, which columns there are."""
+    columns, key = "", re.split(r"[.[]", error.key)[0]
+    if isinstance(given, Mapping) and key not in given and job.encoder.transform is None:
+        columns = f".{did_you_mean(key, list(given))} The row has {', '.join(map(str, given)) or 'no columns'}"
+    return UserError(f"{job.where}, {job.rows.place(row)}, '{error.key}': expected {error.expected}{columns}")
 
 
 def within_limits(job: Job, row: int, record: Record) -> tuple[Record | None, str | None]:

@@ -67,11 +67,13 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt as the row gave it, its text, and the columns that rewards will see."""
+    """A prompt as the row gave it, its text, the columns that rewards will see, and what is known to follow."""
 
     prompt: str | list[dict[str, Any]]
     text: str
     columns: dict[str, Any] = field(default_factory=dict)
+    # The true answer as the template writes it; then, in turn, what others said up to the next answer, and that answer.
+    truth: tuple[str, ...] = ()
 
 
 Example = Pair | Labelled | Steps | Text | Tokens | Prompt

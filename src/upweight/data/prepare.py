@@ -21,6 +21,7 @@ from upweight.config.config import general_keys
 from upweight.data import cache
 from upweight.data.chunks import Chunk, Job, encode_all, schema_of, with_columns
 from upweight.data.encode import Encoder, build_encoder
+from upweight.data.listed import listed
 from upweight.data.progress import progress
 from upweight.data.report import Part, Report, measure
 from upweight.data.sources import Opened, Rows, open_entry
@@ -62,7 +63,7 @@ class Prepared:
 
 def prepare(config: Config, tokenizer: Any) -> Prepared:
     """Prepare a config's data, or read it from the cache if nothing that shapes it has changed."""
-    if not config.data.datasets:
+    if not config.data.datasets and not config.gym.datasets:
         raise UserError("datasets: missing. List what to train on.")
     entries = _open_entries(config, tokenizer)
     key = cache.digest(_shaped_by(config, tokenizer, entries))
@@ -103,14 +104,14 @@ def jobs_of(config: Config, entries: Sequence[Entry]) -> list[Job]:
 
 def _open_entries(config: Config, tokenizer: Any) -> tuple[Entry, ...]:
     entries, seen = [], view(config)
-    for key, rows in (("datasets", config.data.datasets), ("test_datasets", config.data.test_datasets)):
+    for key, number, row in listed(config):
         evaluation = key == "test_datasets"
-        for number, row in enumerate(rows):
-            opened = open_entry(row, f"{key}[{number}]", config.folder, evaluation=evaluation)
-            encoder = build_encoder(
-                config.data, config.method, row, number, tokenizer, seen, config.folder, config.model.num_labels
-            )
-            entries.append(Entry(opened, encoder, evaluation))
+        place = f"{key}[{number}]"
+        opened = open_entry(row, place, config.folder, evaluation=evaluation, seed=config.optim.seed)
+        encoder = build_encoder(
+            config.data, config.method, row, number, tokenizer, seen, config.folder, config.model.num_labels
+        )
+        entries.append(Entry(opened, encoder, evaluation))
     return tuple(entries)
 
 
@@ -123,7 +124,10 @@ def _shaped_by(config: Config, tokenizer: Any, entries: Sequence[Entry]) -> dict
         "seed": config.optim.seed,
         "data": config.data.model_dump(mode="json", exclude=set(WITHOUT_EFFECT)),
         "tokenizer": cache.tokenizer_digest(tokenizer),
-        "entries": [[entry.opened.identity(), entry.encoder.source_text] for entry in entries],
+        "entries": [
+            [entry.opened.identity(), entry.encoder.source_text, entry.opened.entry.model_dump(mode="json")]
+            for entry in entries
+        ],
     }
     if any(entry.encoder.transform for entry in entries):
         shape["keys"] = _seen_by_transforms(config)

@@ -31,7 +31,7 @@ class RecordMaker:
                 return [example.prompt, separator, *example.completions]
             case Prompt():
                 check_all_text(example.columns, "row")
-                return [example.text]
+                return [example.text, *example.truth]
             case Text():
                 return [example.text, *(example.text[:place] for place in _places(example))]
             case Tokens():
@@ -102,6 +102,9 @@ class RecordMaker:
         if not prompt:
             raise RowError("prompt", "text that makes at least one token")
         columns = {**example.columns, "prompt": example.prompt, "prompt_ids": prompt}
+        if example.truth:
+            answers, given = [self.tokens.ended(turn) for turn in ids[1::2]], ids[2::2]
+            columns["truth_ids"] = [turn for pair in zip(answers, [*given, []], strict=True) for turn in pair][:-1]
         return Record({**example.columns, "prompt": example.text}, columns, self.tokens.pinned(prompt))
 
     def _text(self, ids: list[int], scored: list[bool], shown: dict[str, Any]) -> Record:

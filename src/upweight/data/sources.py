@@ -112,6 +112,7 @@ class Opened:
     where: str  # `datasets[0] (path)`, for messages
     parts: tuple[dict[str, list[Source]], ...]  # one for each `name`: split -> sources
     evaluation: bool
+    seed: int = 0  # of `max_samples`
 
     def identity(self) -> list[Any]:
         """What tells the content behind this entry from any other."""
@@ -126,6 +127,9 @@ class Opened:
             raise UserError(f"{self.where}: has no rows.")
         if self.entry.shards:
             rows = rows.select(slice(self.entry.shards_idx, None, self.entry.shards))
+        if self.entry.max_samples and self.entry.max_samples < len(rows):
+            picked = np.random.default_rng(self.seed).permutation(len(rows))[: self.entry.max_samples]
+            rows = rows.select(np.sort(picked))
         return rows
 
     def _picked(self, part: dict[str, list[Source]]) -> Rows:
@@ -156,7 +160,7 @@ def load_rows(entry: DatasetRow, data: DataSection, folder: Path) -> Rows:
     return open_entry(entry, f"{key}[{number}]", folder, evaluation=key == "test_datasets").rows()
 
 
-def open_entry(entry: DatasetRow, key: str, folder: Path, *, evaluation: bool = False) -> Opened:
+def open_entry(entry: DatasetRow, key: str, folder: Path, *, evaluation: bool = False, seed: int = 0) -> Opened:
     """Find what an entry names; fails with the places that were tried."""
     where = f"{key} ({entry.path or _shown_files(entry)})"
     names = entry.name if isinstance(entry.name, list) else [entry.name]
@@ -167,7 +171,7 @@ def open_entry(entry: DatasetRow, key: str, folder: Path, *, evaluation: bool = 
             parts = tuple(_open(entry, name, where, folder) for name in names)
     except LOADING_ERRORS as error:
         raise UserError(f"{where}: cannot be loaded: {_reason(error)}") from error
-    return Opened(entry, where, parts, evaluation)
+    return Opened(entry, where, parts, evaluation, seed)
 
 
 def _open(entry: DatasetRow, name: str | None, where: str, folder: Path) -> dict[str, list[Source]]:

@@ -63,6 +63,10 @@ class Tree:
             self._plans[rule] = make(self.end_N, self.position_N, rule)
         return self._plans[rule]
 
+    def own(self, values_XN: Tensor) -> Tensor:
+        """What this process forwards of a row's values: all of them."""
+        return values_XN
+
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, form: Scores) -> Tensor:
         """Attention of one layer over the row."""
         plan = self.plan(form.rule)

@@ -81,6 +81,8 @@ def check_first_gradients(engine: Engine, model: nn.Module, batch: Batch, dtype:
         found = out.scores_TC if engine.scores else out.logps_T
         assert found is not None
         ours = _gradient(torch.cat([found[sequence.where_T].flatten() for sequence in sequences]).sum(), weights)
+        if engine.context is not None:
+            ours = engine.context.summed(ours)
         plain = torch.zeros_like(ours)
         for sequence in sequences:
             alone = _plain_scores(engine, model, sequence) if engine.scores else _plain_logps(model, sequence)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from upweight.engine.attention import Tree, tree_masks, use_tree_attention
+from upweight.engine.context import Context, SharedTree, require_shareable
 from upweight.engine.head import install_head
 from upweight.engine.keeping import KeptLayers
 from upweight.engine.layout import choose_layout
@@ -32,10 +33,22 @@ class Engine:
         model: nn.Module,
         layout: Literal["auto", "tree", "padded"] = "auto",
         longest: int | None = None,
+        context: Context | None = None,
     ) -> None:
-        """`model`: a causal language model or classifier, or a PeftModel around one; `longest`: longest sequence."""
+        """`model`: a causal language model or classifier, or a PeftModel around one; `longest`: longest sequence.
+
+        `context`: the ranks that share each row of trees with this one.
+        """
         base = base_of(model)
         self.layout: Layout = choose_layout(base, layout, longest)
+        self.context = context
+        if context is not None:
+            require_shareable(base.config, context.size)
+            if self.layout != "tree":
+                raise UserError(
+                    f"context_parallel_size: ranks cannot share a row of {type(base).__name__}, whose rows are padded; "
+                    "set it to 1"
+                )
         self.scores = base.get_output_embeddings() is None
         _install(base)
         add_adapters_in_place(model)
@@ -63,6 +76,7 @@ class Engine:
             "position_BN": batch.position_BN,
             "end_BN": batch.end_BN,
             "length_B": batch.length_B,
+            "context": None if batch.end_BN is None else self.context,
             "source_T": batch.source_T,
             "target_T": batch.target_T,
             "statistics": tuple(sorted(statistics)),
@@ -112,6 +126,23 @@ def _install(base: PreTrainedModel) -> None:
 
 def _packed_forward(base: PreTrainedModel, packed: dict[str, Any]) -> dict[str, Tensor]:
     """A packed batch -> outputs by name: plain tensors in a dict, which is where wrappers look for them."""
+    context: Context | None = packed["context"]
+    if context is None:
+        return _outputs(base, packed)
+    length = packed["ids_BN"].shape[1]
+    scored = context.share(packed["source_T"], length)
+    featured = context.share(packed["feature_positions_T"], length) if packed["depths"] else scored
+    own = {
+        "source_T": scored.positions(),
+        "target_T": scored.of(packed["target_T"]),
+        "feature_positions_T": featured.positions(),
+    }
+    out = _outputs(base, packed | own)
+    return {name: (featured if name == "features_TF" else scored).joined(value) for name, value in out.items()}
+
+
+def _outputs(base: PreTrainedModel, packed: dict[str, Any]) -> dict[str, Tensor]:
+    """What this process computes of a packed batch."""
     head = base.get_output_embeddings()
     form: LogitForm | None = base.__dict__.get("_logit_form")
     ask = Ask(form or LogitForm(), packed["temperature"], frozenset(packed["statistics"]))
@@ -135,20 +166,25 @@ def _packed_forward(base: PreTrainedModel, packed: dict[str, Any]) -> dict[str, 
 def _run(call: Any, base: PreTrainedModel, packed: dict[str, Any], **options: Any) -> Any:
     """Call the body (or the whole stock forward) on the rows of a batch."""
     ids_BN, length_B, end_BN = packed["ids_BN"], packed["length_B"], packed["end_BN"]
+    context: Context | None = packed["context"]
     kept: KeptLayers | None = base.__dict__.get("_kept_layers")
-    if kept is not None:
+    # Recomputing exchanges heads again, and ranks that share a row must do that equally often.
+    if kept is not None and context is None:
         kept.choose(ids_BN.numel())
     if end_BN is None:
         mask = torch.arange(ids_BN.shape[1], device=ids_BN.device) < length_B[:, None]
         return call(input_ids=ids_BN, attention_mask=mask.long(), use_cache=False, **options)
     use_tree_attention(base)
+    position_BN = packed["position_BN"]
+    tree = Tree(end_BN, position_BN) if context is None else SharedTree(end_BN, position_BN, context)
+    ids_BN = tree.own(ids_BN)
     # A mask of ones, since without one transformers looks for packed sequences in the positions, and waits for the GPU.
     with tree_masks():
         return call(
             input_ids=ids_BN,
             attention_mask=torch.ones_like(ids_BN),
-            position_ids=packed["position_BN"],
-            tree=Tree(end_BN, packed["position_BN"]),
+            position_ids=tree.own(position_BN),
+            tree=tree,
             use_cache=False,
             **options,
         )

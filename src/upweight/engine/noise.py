@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from upweight.engine.attention import Tree
 from upweight.engine.forward import base_of, body_of
 
 
@@ -20,7 +21,8 @@ def add_noise(model: nn.Module, alpha: float) -> None:
     def measure(body: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         nonlocal size_BN
         if body.training and "tree" in kwargs:
-            size_BN = longest_through(kwargs["tree"].end_N, kwargs["tree"].position_N)[None]
+            tree: Tree = kwargs["tree"]
+            size_BN = tree.own(longest_through(tree.end_N, tree.position_N))[None]
         elif body.training:
             size_BN = kwargs["attention_mask"].sum(1, keepdim=True)
 

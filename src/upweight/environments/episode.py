@@ -40,6 +40,7 @@ class Reply:
     """What the policy reads next; no messages: the episode is over."""
 
     messages: Sequence[Message] = ()
+    failed: int = 0  # calls of the turn that went wrong
 
 
 @dataclass(frozen=True)

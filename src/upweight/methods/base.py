@@ -16,6 +16,7 @@ class Method(Section):
     head: ClassVar[Literal["tokens", "sequence_score", "step_score"]] = "tokens"
     data: ClassVar[Literal["text", "pairs", "labelled", "steps", "prompts"]]
     online: ClassVar[bool] = False
+    reward_names: ClassVar[tuple[str, ...]] = ()  # of rewards that the method makes itself, from features
     learning_rate: ClassVar[float]
     lora_learning_rate: ClassVar[float | None] = None  # None: the same as without LoRA
 

@@ -3,12 +3,12 @@
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
-import torch.nn.functional as F
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 from torch import Tensor
 
 from upweight.methods.advantages import leave_one_out, normalised, weighted_reward
 from upweight.methods.base import Method, given
+from upweight.methods.features import Pooling, alignment, crowding, distance, leave_one_out_crowding, whitened
 from upweight.methods.policy_gradient import PolicyGradient, is_sampled
 from upweight.settings import inline, setting
 from upweight.types import Batch, Loss, Mean, Outputs, Sample
@@ -18,6 +18,7 @@ class EBFT(Method):
     """Feature matching by policy gradient, with an optional likelihood term on the demonstrations."""
 
     name: ClassVar[str] = "ebft"
+    reward_names: ClassVar[tuple[str, ...]] = ("alignment", "diversity")
     data: ClassVar = "prompts"
     online: ClassVar[bool] = True
     learning_rate: ClassVar[float] = 1e-6
@@ -29,7 +30,7 @@ class EBFT(Method):
         "Depths, as fractions of the layers, whose hidden states make up the features.",
         min_length=1,
     )
-    embed_method: Literal["last_token", "mean_pooling", "completion_mean", "concat"] = setting(
+    embed_method: Pooling = setting(
         "ebft.embed_method", "last_token", "How the hidden states of a text become one feature vector."
     )
     use_whitening: bool = setting(
@@ -65,16 +66,23 @@ class EBFT(Method):
     min_completion_prefix: int = setting(
         "ebft.min_completion_prefix", 0, "Completion tokens before the first block (strided mode).", ge=0
     )
-    advantage_estimator: Literal["rloo", "group_norm", "reinforce"] = setting(
+    advantage_estimator: Literal["rloo", "group_norm", "reinforce"] | None = setting(
         "ebft.advantage_estimator",
-        "rloo",
-        "Baseline of strided mode: mean of the other samples, group mean and deviation (also spelled grpo), or none.",
+        None,
+        "Baseline of rewards; unset means rloo, or group_norm (also spelled grpo) where `trl.scale_rewards` is set.",
     )
 
     @field_validator("advantage_estimator", mode="before")
     @classmethod
     def _grpo_is_group_norm(cls, value: Any) -> Any:
         return "group_norm" if value == "grpo" else value
+
+    @model_validator(mode="after")
+    def _samples_can_differ(self) -> "EBFT":
+        if self.mode == "strided" and self.n_samples_per_prompt > 1 and 0 in (self.temperature, self.top_p):
+            key = "temperature" if self.temperature == 0 else "top_p"
+            raise ValueError(f"ebft.{key}: at 0 all samples of a block are alike, and nothing is learned from them")
+        return self
 
     @property
     def needs_reference(self) -> bool:
@@ -98,7 +106,10 @@ class EBFT(Method):
         return counts | {"ce_tokens": (~sampled_T).sum().float()} if self.ce_coef else counts
 
     def contributes(self, sample: Sample) -> bool:
-        return self.policy.contributes(sample)
+        if sample.label == 1:
+            return self.ce_coef > 0
+        strided = bool(sample.advantage) and bool(sample.scored.any())
+        return self.rl_coef > 0 and (strided if self.mode == "strided" else self.policy.contributes(sample))
 
     def collect(self, out: Outputs, batch: Batch) -> dict[str, Tensor]:
         return self.policy.collect(out, batch) if self.needs_preparation else {}
@@ -127,33 +138,19 @@ class EBFT(Method):
         return Loss({"tokens": loss_T.sum()}, metrics)
 
     def advantages(self, rewards_SR: Tensor, group_S: Tensor) -> Tensor:
-        if self.mode == "structured":
-            return self.policy.advantages(rewards_SR, group_S, "sum_then_normalize")
-        reward_S = weighted_reward(rewards_SR, self.policy.reward_weights)
-        if self.advantage_estimator == "rloo":
-            return leave_one_out(reward_S, group_S)
+        reward_S = weighted_reward(rewards_SR, None)
         if self.advantage_estimator == "group_norm":
-            return normalised(reward_S, group_S, "group")
-        return reward_S.nan_to_num(0.0)
+            return normalised(reward_S, group_S, self.policy.reward_scale)
+        if self.advantage_estimator == "reinforce":
+            return reward_S.nan_to_num(0.0)
+        return leave_one_out(rewards_SR[:, 0], group_S) + leave_one_out_crowding(rewards_SR[:, 1], group_S)
 
-
-def ebft_reward(
-    feature_SF: Tensor, target_SF: Tensor, group_S: Tensor, alignment_coef: float, diversity_coef: float
-) -> Tensor:
-    """Reward of each sample from its features, those of its true completion, and those of its group."""
-    alignment_S = feature_alignment(feature_SF, target_SF)
-    return 2 * alignment_coef * alignment_S - 2 * diversity_coef * feature_crowding(feature_SF, group_S)
-
-
-def feature_alignment(feature_SF: Tensor, target_SF: Tensor) -> Tensor:
-    """Cosine between each sample's features and those of its true completion."""
-    return F.cosine_similarity(feature_SF, target_SF, dim=1)
-
-
-def feature_crowding(feature_SF: Tensor, group_S: Tensor) -> Tensor:
-    """Mean inner product of each sample's features with those of the other samples of its group; 0 for a lone one."""
-    groups = int(group_S.max()) + 1 if len(group_S) else 0
-    total_GF = feature_SF.new_zeros(groups, feature_SF.shape[1]).index_add(0, group_S, feature_SF)
-    others_S = torch.bincount(group_S, minlength=groups)[group_S] - 1
-    product_S = (feature_SF * (total_GF[group_S] - feature_SF)).sum(1)
-    return product_S / others_S.clamp(min=1)
+    def feature_rewards(self, feature_SF: Tensor, target_GF: Tensor, size: int) -> tuple[Tensor, dict[str, Tensor]]:
+        """Rewards of groups of `size` samples, alignment and diversity apart, and what is to be logged of them."""
+        metrics = {"ebft/cfm_loss": distance(feature_SF, target_GF, size)}
+        if self.use_whitening:
+            feature_SF, target_GF = whitened(feature_SF, target_GF, size)
+        alignment_S, crowding_S = alignment(feature_SF, target_GF, size), crowding(feature_SF, size)
+        metrics |= {"ebft/alignment": alignment_S, "ebft/diversity": crowding_S}
+        rewards = [2 * self.alignment_coef * alignment_S, -2 * self.diversity_coef * crowding_S]
+        return torch.stack(rewards, 1), metrics

@@ -70,7 +70,7 @@ class KTO(Method):
         weight_S = self.desirable_weight * good_S + self.undesirable_weight * bad_S
         metrics = self._metrics(out, batch, ratio_S, good_S, bad_S)
         if self.loss_type == "kto":
-            metrics["kl"] = Mean.of(prepared["kl"])
+            metrics["kl"] = Mean.of(prepared["kl"].expand_as(ratio_S))  # weighs as much however a step is cut
         return Loss({"sequences": (weight_S * (1 - value_S)).sum()}, metrics)
 
     def _metrics(self, out: Outputs, batch: Batch, ratio_S: Tensor, good_S: Tensor, bad_S: Tensor) -> dict[str, Mean]:

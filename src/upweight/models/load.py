@@ -11,7 +11,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrain
 
 from upweight.config.model import AdapterSection, ModelSection
 from upweight.errors import UserError
-from upweight.log import logger
+from upweight.log import logger, warn_once
 from upweight.models.source import load_failures, source_of
 
 Head = Literal["tokens", "sequence_score", "step_score"]
@@ -52,7 +52,9 @@ def load_model(
     options: dict[str, Any] = {**_hub_options(section), **section.load_options}
     if gguf_file is not None:
         options |= _dequantised(gguf_file)
-    if section.attention is not None:
+    if section.attention == "flex_attention" and not torch.cuda.is_available():
+        warn_once("attn_implementation: flex_attention needs a GPU, and none is visible; sdpa serves in its place")
+    elif section.attention is not None:
         options["attn_implementation"] = section.attention
     if adapter is not None and (adapter.load_in_4bit or adapter.load_in_8bit):
         options |= _quantised(adapter, dtype)

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from upweight.errors import UserError
+from upweight.models.pieces import drop_zero_gathered, is_piece, own_piece, zero_piece
 from upweight.models.precision import TrainedWeight, trained_weights
 
 AdapterState = Literal["none", "identity", "changed"]
@@ -167,11 +168,6 @@ class FrozenWeights:
         self._averages: dict[str, Tensor] = {}  # float32: small alphas vanish in the rounding of half precision
         for weight in trained_weights(policy, dtype):
             name, parameter = names[weight.parameter], weight.parameter
-            if hasattr(parameter, "ds_id"):
-                raise UserError(
-                    "the reference cannot be a copy of the trained weights under DeepSpeed ZeRO-3; "
-                    "set precompute_ref_log_probs: true, or use FSDP"
-                )
             self._weights[name] = weight
             self._values[name] = parameter.detach().to(weight.dtype, copy=True)
             if synced:
@@ -180,7 +176,7 @@ class FrozenWeights:
     @contextmanager
     def use(self, wrapped: nn.Module) -> Iterator[nn.Module]:
         self._place_all()
-        in_place = any(isinstance(value, DTensor) for value in self._values.values())
+        in_place = any(is_piece(weight.parameter) for weight in self._weights.values())
         with self._exchanged_shards() if in_place else self._shadowed(), torch.no_grad(), _evaluating(wrapped):
             yield wrapped
 
@@ -212,6 +208,8 @@ class FrozenWeights:
                 if isinstance(parameter, DTensor) and not isinstance(tensor, DTensor):
                     whole = tensor.to(parameter.device)
                     tensors[name] = distribute_tensor(whole, parameter.device_mesh, parameter.placements)
+                elif hasattr(parameter, "ds_id"):
+                    tensors[name] = zero_piece(tensor, parameter)
                 elif tensor.device != parameter.device:
                     tensors[name] = tensor.to(parameter.device)
 
@@ -232,8 +230,8 @@ class FrozenWeights:
 
     @contextmanager
     def _exchanged_shards(self) -> Iterator[None]:
-        """FSDP gathers from its shards, so their values are exchanged and nothing gathered earlier is used."""
-        shards = [weight.parameter.detach() for weight in self._weights.values()]
+        """Ranks gather from their pieces, so these are exchanged and nothing gathered earlier is used."""
+        shards = [own_piece(weight.parameter) for weight in self._weights.values()]
         kept = [shard.clone() for shard in shards]
         _copy_all(shards, list(self._values.values()))
         _drop_gathered(self._policy)
@@ -297,3 +295,4 @@ def _drop_gathered(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+    drop_zero_gathered(model)

@@ -12,20 +12,23 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from upweight.errors import UserError
+from upweight.models.pieces import gathered_weights, lies_in_pieces
 from upweight.models.precision import computed_weights
 from upweight.models.save import save_model
 
 
 def write_adapter(model: PeftModel, folder: Path) -> None:
     """The adapter alone, in float32, with the config that says how to apply it."""
-    save_model(model, folder, torch.float32)
+    _write(model, folder, torch.float32)
 
 
 def write_weights(model: PreTrainedModel | PeftModel, folder: Path, dtype: torch.dtype) -> None:
     """All weights as safetensors in `dtype`, an adapter merged into them."""
     if not isinstance(model, PeftModel):
-        save_model(model, folder, dtype)
+        _write(model, folder, dtype)
         return
+    if lies_in_pieces(model):
+        raise UserError("adapter: an adapter cannot be merged into sharded weights; use one that vLLM can load itself.")
     base = model.get_base_model()
     assert isinstance(base, PreTrainedModel)
     weights = dict(_merged(model, dtype))
@@ -34,6 +37,16 @@ def write_weights(model: PreTrainedModel | PeftModel, folder: Path, dtype: torch
         if torch.equal(weights[name], weights[source]):
             del weights[name]
     base.save_pretrained(str(folder), state_dict=weights)
+
+
+def _write(model: PreTrainedModel | PeftModel, folder: Path, dtype: torch.dtype) -> None:
+    """Save on rank 0; where weights lie in pieces, every rank calls this and gives its own."""
+    if not lies_in_pieces(model):
+        save_model(model, folder, dtype)
+        return
+    weights = gathered_weights(model, None if isinstance(model, PeftModel) else dtype)
+    if weights:
+        save_model(model, folder, dtype, state_dict=weights)
 
 
 def refuse_unmergeable(model: PeftModel) -> None:

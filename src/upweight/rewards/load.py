@@ -10,11 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from upweight.config.environment import is_environment_reward
 from upweight.config.explain import did_you_mean
 from upweight.data.transforms import load_function, local_file
 from upweight.errors import UserError
 from upweight.rewards.answers import described
 from upweight.rewards.call import takes
+from upweight.rewards.environment import EpisodeReward, environment_rewards
 from upweight.rewards.model import ModelOptions, load_model_reward, model_reward
 from upweight.rewards.reward import Reward, unique_names
 from upweight.rewards.worker import BUILTIN, Source
@@ -39,10 +41,31 @@ def load_rewards(
     device: torch.device | str = "cpu",
     trust_remote_code: bool = False,
     key: str = KEY,
+    environment: Sequence[str] = (),
 ) -> list[Reward]:
-    """The rewards that a config in `folder` names; reward models in `dtype` on `device`."""
+    """The rewards that a config in `folder` names; reward models in `dtype` on `device`.
+
+    `environment`: names of the rewards that the environment gives. They stand, once, where the first name that means
+    them does; where nothing is named they are all there is.
+    """
     place = _Place(folder, key, ModelOptions(dtype, device, trust_remote_code))
-    return unique_names([_named(name, place) for name in names])
+    made = [] if names else environment_rewards(environment)
+    for name in names:
+        if not is_environment_reward(name):
+            made.append(_named(name, place))
+        elif not _has_episodes(made):
+            made += _given_by(environment, name, key)
+    return unique_names(made)
+
+
+def _has_episodes(rewards: Sequence[Reward]) -> bool:
+    return any(isinstance(reward.function, EpisodeReward) for reward in rewards)
+
+
+def _given_by(environment: Sequence[str], name: str, key: str) -> list[Reward]:
+    if not environment:
+        raise UserError(f"{key}: '{name}' is what an environment says of an episode, and there is none that says any.")
+    return environment_rewards(environment)
 
 
 def as_rewards(
@@ -54,11 +77,15 @@ def as_rewards(
     device: torch.device | str = "cpu",
     trust_remote_code: bool = False,
     key: str = "reward_funcs",
+    environment: Sequence[str] = (),
 ) -> list[Reward]:
-    """The rewards that a script gives: names, functions, objects, models or (model, tokenizer), one or a list."""
+    """The rewards that a script gives: names, functions, objects, models or (model, tokenizer), one or a list.
+
+    `environment`: names of the rewards that the environment gives; they come last where they are not named.
+    """
     place = _Place(folder or Path.cwd(), key, ModelOptions(dtype, device, trust_remote_code))
     is_pair = isinstance(given, tuple) and len(given) == 2 and isinstance(given[0], nn.Module)
-    listed = list(given) if isinstance(given, list | tuple) and not is_pair else [given]
+    listed = list(given) if isinstance(given, list | tuple) and not is_pair else [] if given is None else [given]
     beside = list(tokenizers) if isinstance(tokenizers, list | tuple) else [tokenizers] * len(listed)
     if len(beside) != len(listed):
         raise UserError(f"reward_processing_classes: {len(beside)} given for {len(listed)} rewards; give one for each.")
@@ -68,13 +95,15 @@ def as_rewards(
             made.append(model_reward(item[0].to(device), item[1], key=key))
         elif isinstance(item, nn.Module) and hasattr(item, "config"):
             made.append(model_reward(item.to(device), tokenizer, key=key))
+        elif isinstance(item, str) and is_environment_reward(item):
+            made += _given_by(environment, item, key) if not _has_episodes(made) else []
         elif isinstance(item, str):
             made.append(_named(item, place))
         elif callable(item):
             made.append(_of_function(item, key, _source_of(item)))
         else:
             raise UserError(f"{key}: a {type(item).__name__} is no reward; give a function, a name or a model.")
-    return unique_names(made)
+    return unique_names(made if _has_episodes(made) else [*made, *environment_rewards(environment)])
 
 
 def _named(name: str, where: _Place) -> Reward:

@@ -108,6 +108,9 @@ class Scorer:
 
     def _start(self, call: RewardCall, *, in_lane: bool) -> "Future[Scores]":
         result: Future[Scores] = Future()
+        if not len(call):  # every completion failed: there is nothing to ask
+            result.set_result(Scores(torch.zeros(0, len(self.rewards))))
+            return result
         parts: list[list[tuple[int, Future[Attempts]]]] = [[] for _ in self.rewards]
         here = [number for number, reward in enumerate(self.rewards) if reward.runs == "here"]
         for number, reward in enumerate(self.rewards):

@@ -1,5 +1,6 @@
 """Rollouts that are produced before they are needed, in the order they were asked for."""
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -28,6 +29,10 @@ class Ahead:
         self._produce = produce
         self._pool = ThreadPoolExecutor(1, "rollouts") if threaded else None
         self._pending: deque[Future[Rollout]] = deque()
+        self.blocked = 0.0  # seconds that whoever takes has spent waiting in all
+        self._busy = 0.0  # seconds that rollouts have been produced for
+        self._ready: dict[int, float] = {}  # when each rollout was finished
+        self._last: tuple[float, float, float] | None = None  # time of the last take; blocked and busy by then
 
     def __len__(self) -> int:
         return len(self._pending)
@@ -35,15 +40,28 @@ class Ahead:
     def submit(self, state: Any) -> None:
         """Have one more rollout produced."""
         if self._pool is not None:
-            self._pending.append(self._pool.submit(self._produce, state))
+            self._pending.append(self._pool.submit(self._timed, state))
         else:
-            self._pending.append(_done(self._produce(state)))
+            began = time.perf_counter()
+            self._pending.append(_done(self._timed(state)))
+            self.blocked += time.perf_counter() - began
 
     def take(self, state: Any) -> Rollout:
-        """The oldest rollout; a new one where none is under way."""
+        """The oldest rollout, with how long each side waited for the other; a new one where none is under way."""
         if not self._pending:
             self.submit(state)
-        return self._pending.popleft().result()
+        began = time.perf_counter()
+        rollout = self._pending.popleft().result()
+        now = time.perf_counter()
+        self.blocked += now - began
+        rollout.metrics["rollout/queued_seconds"] = began - min(self._ready.pop(rollout.number, began), began)
+        if self._last is not None:
+            then, blocked, busy = self._last
+            span = now - then
+            rollout.metrics["rollout/trainer_idle"] = min((self.blocked - blocked) / span, 1.0)
+            rollout.metrics["rollout/sampler_idle"] = max(1 - (self._busy - busy) / span, 0.0)
+        self._last = now, self.blocked, self._busy
+        return rollout
 
     def wait(self) -> list[Rollout]:
         """All rollouts that are under way, finished; they stay in the queue."""
@@ -52,6 +70,13 @@ class Ahead:
     def put(self, rollouts: Iterable[Rollout]) -> None:
         """Queue rollouts that are finished already."""
         self._pending.extend(_done(rollout) for rollout in rollouts)
+
+    def _timed(self, state: Any) -> Rollout:
+        began = time.perf_counter()
+        rollout = self._produce(state)
+        self._ready[rollout.number] = time.perf_counter()
+        self._busy += self._ready[rollout.number] - began
+        return rollout
 
     def close(self) -> None:
         """Forget what was not begun, and wait for what was."""

@@ -12,13 +12,14 @@ from upweight.engine.rules import Rule
 @dataclass(frozen=True, eq=False)
 class Cascade:
     """Keys and values of prompts [groups, key heads, P, width] and of completions [slots, key heads, L, width], and
-    what to add to the scores of a group's P + L columns. Slots of one group lie together."""
+    what to add to the scores of the P + L columns of a group, or of each of its members. Slots of a group lie together.
+    """
 
     prompt_key: Tensor
     prompt_value: Tensor
     new_key: Tensor
     new_value: Tensor
-    bias_GK: Tensor
+    bias_GMK: Tensor  # one member stands for all where they see the same
 
 
 def cascade_attention(query: Tensor, kept: Cascade, form: Scores) -> Tensor:
@@ -38,12 +39,15 @@ def _merged(query: Tensor, kept: Cascade, scaling: float) -> Tensor:
     members, repeat = slots // groups, heads // key_heads
     by_head = (groups, key_heads, members, repeat, -1)
     attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    bias_GMP = kept.bias_GMK[:, :, :length].to(query.dtype)
+    if bias_GMP.shape[1] > 1:
+        bias_GMP = bias_GMP.repeat_interleave(repeat, 1)
     shared = query.reshape(groups, members, key_heads, repeat, -1).transpose(1, 2)
     on_prompt, log_prompt = attend(
         shared.reshape(groups, key_heads, members * repeat, -1),
         kept.prompt_key,
         kept.prompt_value,
-        attn_mask=kept.bias_GK[:, None, None, :length].to(query.dtype),
+        attn_mask=bias_GMP[:, None],
         scale=scaling,
     )
     own = query.reshape(slots, key_heads, repeat, -1)
@@ -68,7 +72,7 @@ def _explicit(query: Tensor, kept: Cascade, form: Scores) -> Tensor:
     scores = torch.cat([to_prompt, to_new], -1).float().mul_(form.scaling)
     if form.softcap is not None:
         scores = torch.tanh(scores / form.softcap) * form.softcap
-    scores += kept.bias_GK[:, None, None, None]
+    scores += kept.bias_GMK[:, :, None, None]
     if form.sinks is not None:
         column = form.sinks.float().view(1, 1, key_heads, repeat, 1).expand(groups, members, -1, -1, -1)
         scores = torch.cat([scores, column], -1)

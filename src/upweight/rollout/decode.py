@@ -132,7 +132,7 @@ class _Step:
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, form: Scores) -> Tensor:
         decoder = self._decoder
         prompt_key, prompt_value, new_key, new_value = caches = decoder.caches[module]
-        if cascade_step is not None and query.is_cuda:
+        if cascade_step is not None and query.is_cuda and decoder.anchor_GM1 is None:
             return cascade_step(query, key, value, caches, (decoder.length_G1, decoder.step_1), form)
         new_key.index_copy_(2, decoder.step_1, key)
         new_value.index_copy_(2, decoder.step_1, value)
@@ -146,6 +146,8 @@ class _Step:
 
 class Decoder:
     """The state of one grid on the device, and the steps that change it."""
+
+    anchor_GM1: Tensor | None = None  # tokens of its prompt that each member sees; None: all of them
 
     def __init__(self, base: PreTrainedModel, device: torch.device) -> None:
         self.base, self.device = base, device
@@ -170,7 +172,7 @@ class Decoder:
         """Take a grid's room in the buffers."""
         use_tree_attention(self.base)
         self.token_bytes()
-        self.grid = grid
+        self.grid, self.anchor_GM1 = grid, None
         self.sampling = replace(sampling, max_new_tokens=0, stop_ids=(), stop_strings=(), seed=None, first=0)
         view, slots = self.arena.view, grid.slots
         for module, layer in self.layers.items():
@@ -216,7 +218,8 @@ class Decoder:
             while stop < len(arrays) and (stop == start or tokens + len(arrays[stop]) <= budget):
                 tokens += len(arrays[stop])
                 stop += 1
-            logits.append(self._prefill_chunk(arrays[start:stop], start))
+            lasts = [np.array([len(ids) - 1]) for ids in arrays[start:stop]]
+            logits.append(self._prefill_chunk(arrays[start:stop], start, lasts))
             start = stop
         logits_GV = torch.cat(logits)
         missing = self.grid.groups - len(logits_GV)
@@ -228,8 +231,19 @@ class Decoder:
                 seen[group, :, torch.from_numpy(ids).to(self.device)] = True
         self._draw(logits_GV.repeat_interleave(self.grid.members, 0))
 
-    def _prefill_chunk(self, prompts: list[Any], start: int) -> Tensor:
-        """Keys and values of some prompts into the grid; the logits after each."""
+    def prefill_branches(self, documents: Sequence[Sequence[int]], anchor_GM: Tensor, uniform_BN: Tensor) -> None:
+        """Fill the opened grid with documents, one at a time, and draw each member's first token behind its anchor."""
+        self.anchor_GM1 = anchor_GM.to(self.device)[:, :, None]
+        self.uniform_BN.copy_(uniform_BN)
+        self.step_1.fill_(-1)
+        logits = [
+            self._prefill_chunk([np.asarray(ids, np.int64)], place, [anchor_M.numpy() - 1])
+            for place, (ids, anchor_M) in enumerate(zip(documents, anchor_GM, strict=True))
+        ]
+        self._draw(torch.cat(logits))
+
+    def _prefill_chunk(self, prompts: list[Any], start: int, wanted: list[Any]) -> Tensor:
+        """Keys and values of some prompts into the grid; the logits at the wanted positions of each."""
         forest = fold(prompts)
         longest = max(len(ids) for ids in prompts)
         index = np.zeros((len(prompts), longest), np.int64)
@@ -238,13 +252,14 @@ class Decoder:
         ids_N, position_N, end_N, index_GP = (
             torch.from_numpy(x).to(self.device) for x in (forest.ids_N, forest.position_N, forest.end_N, index)
         )
-        last_G = torch.tensor([int(path[-1]) for path in forest.paths], device=self.device)
+        at = np.concatenate([path[places] for path, places in zip(forest.paths, wanted, strict=True)])
         context = _Prefill(self, end_N, position_N, slice(start, start + len(prompts)), index_GP)
-        return self._logits(ids_N[None], position_N[None], context, last_G)
+        return self._logits(ids_N[None], position_N[None], context, torch.from_numpy(at).to(self.device))
 
     def advance(self, width: int) -> None:
         """One more token for every slot; `width` bounds the tokens a completion has."""
-        position_B1 = (self.length_G1 + self.step_1).repeat_interleave(self.grid.members, 0)
+        before_GM1 = self._before().expand(-1, self.grid.members, -1)
+        position_B1 = (before_GM1 + self.step_1).reshape(-1, 1)
         self._draw(self._logits(self.token_B1, position_B1, _Step(self, width), None))
 
     def _draw(self, logits_BV: Tensor) -> None:
@@ -279,19 +294,24 @@ class Decoder:
         head: Any = self.base.get_output_embeddings()
         return form(head(hidden if at is None else hidden[at]).float())
 
+    def _before(self) -> Tensor:
+        """Tokens before each completion, [groups, members, 1], or for all members of a group at once."""
+        return self.length_G1[:, None] if self.anchor_GM1 is None else self.anchor_GM1
+
     def bias(self, rule: Rule, width: int) -> Tensor:
         """What to add to the scores of each group: 0 for the columns its newest tokens see, minus infinity else."""
+        before = self._before()
         column_K = torch.arange(self.grid.prompt + width, device=self.device)
         new_K = column_K - self.grid.prompt
         is_new_K = new_K >= 0
-        position_GK = torch.where(is_new_K, self.length_G1 + new_K, column_K)
-        at_G1 = self.length_G1 + self.step_1
-        seen_GK = torch.where(is_new_K, new_K <= self.step_1, column_K < self.length_G1)
+        position_GMK = torch.where(is_new_K, before + new_K, column_K)
+        at_GM1 = before + self.step_1
+        seen_GMK = torch.where(is_new_K, new_K <= self.step_1, column_K < before)
         if rule.window is not None:
-            seen_GK &= at_G1 - position_GK < rule.window
+            seen_GMK &= at_GM1 - position_GMK < rule.window
         if rule.chunk is not None:
-            seen_GK &= at_G1 // rule.chunk == position_GK // rule.chunk
-        return torch.zeros(seen_GK.shape, device=self.device).masked_fill_(~seen_GK, -torch.inf)
+            seen_GMK &= at_GM1 // rule.chunk == position_GMK // rule.chunk
+        return torch.zeros(seen_GMK.shape, device=self.device).masked_fill_(~seen_GMK, -torch.inf)
 
     def keep(self, groups: Tensor, slots: Tensor) -> None:
         """Shrink the grid to some of its groups, and for each of them to some slots, in the new order."""

@@ -74,7 +74,8 @@ class InProcess:
         self._check(prompts, count, sampling)
         if not prompts:
             return []
-        seed = int(torch.randint(1 << 62, ())) if sampling.seed is None else sampling.seed
+        given = sampling.seeds[0] if sampling.seeds else sampling.seed
+        seed = int(torch.randint(1 << 62, ())) if given is None else given
         rows = Rows(
             len(prompts),
             count,
@@ -93,9 +94,7 @@ class InProcess:
                 )
                 stock_generate(self._model, self._engine, prompts, rows, sampling=sampling, seed=seed)
             else:
-                generator = torch.Generator().manual_seed(seed)
-                shape = (sampling.first + len(prompts), count, sampling.max_new_tokens)
-                uniform_SN = torch.rand(shape, generator=generator, dtype=torch.float64)[sampling.first :].flatten(0, 1)
+                uniform_SN = _uniform(len(prompts), count, sampling, seed)
                 for wave in self._waves(prompts, count, sampling):
                     self._decode(prompts, wave, sampling, uniform_SN, rows)
         return [rows.completions(prompt) for prompt in range(len(prompts))]
@@ -200,6 +199,17 @@ class InProcess:
         groups, kept, slots = smaller
         self._decoder.keep(*(torch.from_numpy(index).to(self._device) for index in (groups, kept)))
         return slots
+
+
+def _uniform(prompts: int, count: int, sampling: Sampling, seed: int) -> Tensor:
+    """Random numbers for each token of each completion."""
+    length = sampling.max_new_tokens
+    if sampling.seeds is not None:
+        each = [torch.Generator().manual_seed(own) for own in sampling.seeds]
+        return torch.stack([torch.rand(length, generator=own, dtype=torch.float64) for own in each])
+    generator = torch.Generator().manual_seed(seed)
+    shape = (sampling.first + prompts, count, length)
+    return torch.rand(shape, generator=generator, dtype=torch.float64)[sampling.first :].flatten(0, 1)
 
 
 def end_tokens(base: PreTrainedModel, tokenizer: Any) -> frozenset[int]:

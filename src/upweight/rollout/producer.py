@@ -2,15 +2,19 @@
 
 import dataclasses
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from upweight.errors import UserError
+from upweight.log import logger
 from upweight.methods.base import Method
 from upweight.rewards.call import RewardCall
 from upweight.rewards.scorer import Scorer, Scores
@@ -61,6 +65,7 @@ class Producer:
     ranks: Ranks = field(default_factory=Ranks)
     replay: ReplayBuffer | None = None
     reroll: Reroll | None = None
+    longest: Callable[[Sequence[Group]], int] | None = None  # tokens that completions of these prompts may have
     rollouts: int = 0
     tokens: int = 0  # of prompts and completions so far
 
@@ -71,21 +76,44 @@ class Producer:
         again = [] if self.reroll is None else self.reroll.take(_progress(trainer_state))[: self.plan.groups]
         fresh = self.order.take(self.plan.groups - len(again))
         groups, metrics = self._scored([*fresh, *again], (number, 0), trainer_state)
+        if reason := _failed_throughout(groups):  # a server that was started anew took all of them with it
+            logger.warning("warning: %s; they are played again", reason)
+            groups, metrics = self._scored([*fresh, *again], (number, 0), trainer_state)
+            metrics["rollout/played_again"] = 1.0
+        _require_some(groups)
         if self.extra_rounds:
             metrics["rollout/sampled_again"] = float(self._resample(groups, number, trainer_state))
         for group in groups:
-            group.version = min((one for each in group.completions for one in each.versions), default=version)
-        self._add_advantages(groups)
+            written = [part for one in group.completions for part in (one, *one.earlier)]
+            group.version = min((one for each in written for one in each.versions), default=version)
         self.tokens += sum(len(group.prompt_ids) + len(one.ids) for group in groups for one in group.completions)
-        metrics |= summary(groups, self.scorer.names, self.method)
+        if self.reroll is not None:
+            metrics["reroll/tried_again"] = float(len(again))
+        metrics |= {"num_tokens": float(self.tokens), "rollout/seconds": time.perf_counter() - began}
+        rollout = Rollout(number, version, groups, metrics)
+        return rollout if self.method.reward_names else self.finish(rollout)
+
+    def finish(self, rollout: Rollout, compared: int | None = None) -> Rollout:
+        """A scored rollout with advantages, and with what is known of it.
+
+        `compared`: how many completions that follow each other are compared, where that is not the whole group. A
+        method that scores by features has whoever holds the model do that, and call this afterwards.
+        """
+        groups = rollout.groups
+        self._add_advantages(groups, compared)
+        rollout.metrics |= summary(groups, self.names, self.method)
         if self.reroll is not None:
             self.reroll.note(groups)
-            metrics |= {"reroll/waiting": float(len(self.reroll.waiting)), "reroll/tried_again": float(len(again))}
+            rollout.metrics["reroll/waiting"] = float(len(self.reroll.waiting))
         if self.replay is not None:
-            groups, logged = self.replay.fill(groups, version, (self.seed, number))
-            metrics |= logged
-        metrics |= {"num_tokens": float(self.tokens), "rollout/seconds": time.perf_counter() - began}
-        return Rollout(number, version, groups, metrics)
+            rollout.groups, logged = self.replay.fill(groups, rollout.version, (self.seed, rollout.number))
+            rollout.metrics |= logged
+        return rollout
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Names of the rewards."""
+        return self.method.reward_names or self.scorer.names
 
     def _resample(self, groups: list[Group], number: int, trainer_state: Any) -> int:
         """Replace groups without signal by those of further prompts, within bounds; how many were sampled."""
@@ -108,6 +136,7 @@ class Producer:
             groups = [_group(number, rows[number]) for number in range(start, min(start + self.plan.groups, len(rows)))]
             scored, _ = self._share(groups, count, (2**31, start), trainer_state)
             found += scored
+        _require_some(found)
         return found
 
     def state(self) -> dict[str, Any]:
@@ -140,11 +169,12 @@ class Producer:
         self, groups: list[Group], count: int, round_: tuple[int, int], trainer_state: Any
     ) -> tuple[list[Group], dict[str, float]]:
         """Every rank writes and scores its share of the groups; all of them come back in order."""
-        bounds = [len(groups) * number // self.ranks.count for number in range(self.ranks.count + 1)]
-        first, stop = bounds[self.ranks.rank], bounds[self.ranks.rank + 1]
+        first, stop = shares_of(len(groups), self.ranks.count)[self.ranks.rank]
         # One seed for all ranks, and the place of this rank's share: the same is sampled on any number of ranks.
         seed = int(np.random.SeedSequence((self.seed, *round_)).generate_state(1)[0])
         sampling = dataclasses.replace(self.sampling, seed=seed, first=first)
+        if self.longest is not None:
+            sampling = dataclasses.replace(sampling, max_new_tokens=self.longest(groups))
         metrics = self._write_and_score(groups[first:stop], count, sampling, trainer_state)
         shares = self.ranks.gather((groups[first:stop], metrics))
         groups = [group for theirs, _ in shares for group in theirs]
@@ -171,9 +201,11 @@ class Producer:
         self.roll(groups, count, sampling, done if self.streaming_groups else None)
         written = time.perf_counter() - began
         rest = waiting if self.streaming_groups else groups
-        scored = [(rest, self.scorer.score(self.reward_call(rest, trainer_state)))] if rest else []
+        scores_here = rest and not self.method.reward_names
+        scored = [(rest, self.scorer.score(self.reward_call(rest, trainer_state)))] if scores_here else []
         metrics = _collect([*((part, future.result()) for part, future in streamed), *scored])
-        tokens = sum(len(one.ids) for group in groups for one in group.completions)
+        parts = [part for group in groups for one in group.completions for part in (one, *one.earlier)]
+        tokens = sum(len(one.ids) if one.sampled is None else sum(one.sampled) for one in parts)
         return metrics | {
             "rollout/generation_seconds": written,
             "rollout/tokens_per_second": tokens / max(written, 1e-9),
@@ -181,7 +213,7 @@ class Producer:
 
     def reward_call(self, groups: Sequence[Group], trainer_state: Any = None) -> RewardCall:
         """What reward functions are handed for these groups."""
-        each = [(group, one) for group in groups for one in group.completions]
+        each = [(group, one) for group in groups for one in group.completions if one.failure is None]
         names = dict.fromkeys(name for group in groups for name in group.row if name not in OWN_COLUMNS)
         columns = {name: [group.row.get(name) for group, _ in each] for name in names}
         for name in dict.fromkeys(name for group in groups for name in group.extras):
@@ -191,28 +223,37 @@ class Producer:
             completions=[self._answer(group, one) for group, one in each],
             completion_ids=[list(one.ids) for _, one in each],
             columns=columns,
-            group_S=[place for place, group in enumerate(groups) for _ in group.completions],
+            group_S=[place for place, group in enumerate(groups) for one in group.completions if one.failure is None],
             trainer_state=trainer_state,
         )
 
     def _answer(self, group: Group, completion: Completion) -> Any:
         """A completion as rewards read it: messages where the prompt is, unless a rollout function wrote text."""
+        if completion.messages is not None:
+            return list(completion.messages)
         if completion.text is not None:
             return completion.text
         text = self.decode(completion.ids)
         return text if isinstance(group.row.get("prompt"), str) else [{"role": "assistant", "content": text}]
 
-    def _add_advantages(self, groups: Sequence[Group]) -> None:
+    def _add_advantages(self, groups: Sequence[Group], compared: int | None) -> None:
         rewards_SR = torch.cat([_rewards(group) for group in groups])
         sizes = torch.tensor([len(group.completions) for group in groups])
         group_S = torch.repeat_interleave(torch.arange(len(groups)), sizes)
+        if compared is not None:
+            group_S = torch.arange(len(rewards_SR)) // compared
         advantage_S = self.method.advantages(rewards_SR, group_S)
         for group, own_S in zip(groups, advantage_S.split(sizes.tolist()), strict=True):
             group.advantage_S = own_S
 
 
+def shares_of(count: int, ranks: int) -> list[tuple[int, int]]:
+    """The first and the end of each rank's share of so many groups."""
+    return list(pairwise(count * number // ranks for number in range(ranks + 1)))
+
+
 def _group(number: int, row: Mapping[str, Any]) -> Group:
-    return Group(number, row, list(row["prompt_ids"]))
+    return Group(number, row, list(row["prompt_ids"] if "prompt_ids" in row else row["ids"]))
 
 
 def _progress(trainer_state: Any) -> float:
@@ -226,7 +267,23 @@ def _rewards(group: Group) -> Tensor:
 
 
 def _extra(group: Group, name: str) -> list[Any]:
-    return group.extras.get(name) or [None] * len(group.completions)
+    values = group.extras.get(name) or [None] * len(group.completions)
+    return [value for value, one in zip(values, group.completions, strict=True) if one.failure is None]
+
+
+def _failed_throughout(groups: Sequence[Group]) -> str | None:
+    """Why not one completion came of a whole rollout; None where some did."""
+    failures = [one.failure for group in groups for one in group.completions]
+    if not failures or None in failures:
+        return None
+    reason = Counter(failures).most_common(1)[0][0]
+    return f"the environment failed in all {len(failures)} episodes of a rollout: {reason}"
+
+
+def _require_some(groups: Sequence[Group]) -> None:
+    """Raise where not one completion came of a whole rollout."""
+    if reason := _failed_throughout(groups):
+        raise UserError(reason)
 
 
 def _collect(scored: Sequence[tuple[list[Group], Scores]]) -> dict[str, float]:
@@ -235,9 +292,14 @@ def _collect(scored: Sequence[tuple[list[Group], Scores]]) -> dict[str, float]:
     for groups, scores in scored:
         start = 0
         for group in groups:
-            stop = start + len(group.completions)
-            group.rewards_SR = scores.rewards_SR[start:stop]
-            group.extras |= {name: values[start:stop] for name, values in scores.extras.items()}
+            kept = [number for number, one in enumerate(group.completions) if one.failure is None]
+            stop = start + len(kept)
+            group.rewards_SR = torch.full((len(group.completions), scores.rewards_SR.shape[1]), torch.nan)
+            group.rewards_SR[kept] = scores.rewards_SR[start:stop]
+            for name, values in scores.extras.items():
+                group.extras[name] = [None] * len(group.completions)
+                for number, value in zip(kept, values[start:stop], strict=True):
+                    group.extras[name][number] = value
             start = stop
         for name, value in scores.metrics.items():
             logged.setdefault(name, []).append(value)

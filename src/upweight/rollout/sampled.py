@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from upweight.types import Completion, Generator, Group, Sampling
 
 
-@dataclass(frozen=True)
+@dataclass
 class SingleTurn:
     """Fills groups from a backend."""
 

@@ -1,26 +1,68 @@
 """Scored groups -> what the trainer learns from."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from upweight.types import Completion, Group, Sample, Unit
 
+SAMPLED, FAILED, SHOWN = 0, -1, 1  # labels, where not all samples are the policy's
 
-def units_of_groups(groups: Sequence[Group], *, mask_truncated: bool, sampler_logps: bool) -> list[Unit]:
+
+def units_of_groups(
+    groups: Sequence[Group], *, mask_truncated: bool, sampler_logps: bool, labelled: bool = False
+) -> list[Unit]:
     """One unit for each completion, in order; group-mates carry the same group number.
 
+    A completion in several stretches is a unit of several samples. One that failed is a sample without scored tokens,
+    labelled as not the policy's, so that no denominator counts it.
+
     `mask_truncated`: nothing of a completion that hit the length limit is scored. `sampler_logps`: completions carry
-    what their sampler said, where that is not the policy that trains.
+    what their sampler said, where that is not the policy that trains. `labelled`: demonstrations are
+    trained on beside them.
     """
     units: list[Unit] = []
     for number, group in enumerate(groups):
         assert group.advantage_S is not None, "a group reached the trainer without advantages"
         for completion, advantage in zip(group.completions, group.advantage_S.tolist(), strict=True):
             hidden = mask_truncated and not completion.finished
-            sample = _sample(group.prompt_ids, completion, advantage, hidden=hidden, sampler_logps=sampler_logps)
-            units.append(Unit((sample,), number))
+            parts = [
+                _sample(group.prompt_ids, part, advantage, hidden=hidden, sampler_logps=sampler_logps)
+                for part in (completion, *completion.earlier)
+            ]
+            units.append(Unit(tuple(parts), number))
+    failed = [one.failure is not None for group in groups for one in group.completions]
+    if any(failed) or labelled:
+        units = [_labelled(unit, FAILED if gone else SAMPLED) for unit, gone in zip(units, failed, strict=True)]
     return units
+
+
+def units_of_documents(groups: Sequence[Group], starts: Sequence[Sequence[int]]) -> list[Unit]:
+    """One unit for each pass over a document: a sample of every block, with the text before it.
+
+    A group's completions lie block by block; `starts` says where the blocks of each group begin.
+    """
+    units: list[Unit] = []
+    for number, (group, own) in enumerate(zip(groups, starts, strict=True)):
+        assert group.advantage_S is not None, "a document reached the trainer without advantages"
+        count, advantages = len(group.completions) // len(own), group.advantage_S.tolist()
+        blocks = [
+            _sample(group.prompt_ids[: own[place // count]], one, advantages[place], hidden=False, sampler_logps=False)
+            for place, one in enumerate(group.completions)
+        ]
+        units += [_labelled(Unit(tuple(blocks[member::count]), number), SAMPLED) for member in range(count)]
+    return units
+
+
+def demonstration(number: int, ids: Sequence[int], scored: Sequence[bool]) -> Unit:
+    """A true text, of which the scored tokens are to be learned."""
+    sample = Sample(np.array(ids, np.int64), np.array(scored, np.bool_), label=SHOWN, advantage=0.0)
+    return Unit((sample,), number)
+
+
+def _labelled(unit: Unit, label: int) -> Unit:
+    return replace(unit, samples=tuple(replace(sample, label=label) for sample in unit.samples))
 
 
 def _sample(

@@ -9,6 +9,8 @@ import torch
 
 from upweight.types import Completion, Group
 
+TOKENS = ("prompt_ids", "truth_ids", "ids", "scored")  # columns of a row that say in tokens what others say in text
+
 
 class Rows(Protocol):
     """Prepared data rows by number."""
@@ -51,7 +53,7 @@ def group_to_plain(group: Group) -> dict[str, Any]:
         "version": group.version,
         "replayed": group.replayed,
         "prompt_ids": group.prompt_ids,
-        "completions": [vars(one) for one in group.completions],
+        "completions": [_completion_to_plain(one) for one in group.completions],
         "rewards": None if group.rewards_SR is None else group.rewards_SR.tolist(),
         "advantages": None if group.advantage_S is None else group.advantage_S.tolist(),
     }
@@ -63,12 +65,28 @@ def group_from_plain(plain: Mapping[str, Any], rows: Rows) -> Group:
         plain["row"],
         rows[plain["row"]],
         plain["prompt_ids"],
-        [Completion(**completion) for completion in plain["completions"]],
+        [_completion_from_plain(completion) for completion in plain["completions"]],
         None if plain["rewards"] is None else torch.tensor(plain["rewards"]),
         None if plain["advantages"] is None else torch.tensor(plain["advantages"]),
         version=plain["version"],
         replayed=plain["replayed"],
     )
+
+
+def _completion_to_plain(completion: Completion) -> dict[str, Any]:
+    return {**vars(completion), "earlier": [_completion_to_plain(one) for one in completion.earlier]}
+
+
+def _completion_from_plain(plain: Mapping[str, Any]) -> Completion:
+    earlier = [_completion_from_plain(one) for one in plain.get("earlier", ())]
+    return Completion(**{**plain, "earlier": earlier})
+
+
+def _said(completion: Completion, decode: Callable[[list[int]], str]) -> Any:
+    """What a completion says: the conversation, where there is one."""
+    if completion.messages is not None:
+        return completion.messages
+    return decode(completion.ids) if completion.text is None else completion.text
 
 
 def readable(rollout: Rollout, names: Sequence[str], decode: Callable[[list[int]], str]) -> Iterator[dict[str, Any]]:
@@ -78,17 +96,18 @@ def readable(rollout: Rollout, names: Sequence[str], decode: Callable[[list[int]
         advantages = [] if group.advantage_S is None else group.advantage_S.tolist()
         for place, one in enumerate(group.completions):
             yield {
-                **{name: value for name, value in group.row.items() if name != "prompt_ids"},
+                **{name: value for name, value in group.row.items() if name not in TOKENS},
                 "rollout": rollout.number,
                 "version": rollout.version,
                 "row": group.number,
                 "prompt": group.row.get("prompt", decode(group.prompt_ids)),
-                "completion": decode(one.ids) if one.text is None else one.text,
+                "completion": _said(one, decode),
                 "tokens": len(one.ids),
                 "finished": one.finished,
                 "rewards": {name: _number(value) for name, value in zip(names, rewards[place], strict=True)},
                 "advantage": advantages[place] if advantages else None,
                 **{name: values[place] for name, values in group.extras.items()},
+                **({} if one.failure is None else {"failure": one.failure}),
             }
 
 

@@ -1,14 +1,17 @@
 """What a rollout looks like in numbers, under the names people know."""
 
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from itertools import compress
 
 import torch
 from torch import Tensor
 
+from upweight.data.formats.nemo_gym import SERVER
 from upweight.methods.advantages import weighted_reward
 from upweight.methods.base import Method
-from upweight.types import Group
+from upweight.types import Completion, Group
 
 
 def has_signal(group: Group) -> bool:
@@ -38,9 +41,11 @@ def summary(groups: Sequence[Group], names: Sequence[str], method: Method) -> di
         "reward_std": _std(reward_S),
         "frac_reward_zero_std": sum(flat) / len(flat),
     }
-    for name, column_S in zip(names, rewards_SR.T, strict=True):
+    # A method that makes its rewards itself says more of them under names of its own.
+    for name, column_S in () if method.reward_names else zip(names, rewards_SR.T, strict=True):
         found |= {f"rewards/{name}/mean": _mean(column_S), f"rewards/{name}/std": _std(column_S)}
-    return {name: value for name, value in (found | _lengths(groups)).items() if not math.isnan(value)}
+    found |= _lengths(groups) | acting(groups)
+    return {name: value for name, value in found.items() if not math.isnan(value)}
 
 
 def pass_rates(groups: Sequence[Group], names: Sequence[str]) -> dict[str, float]:
@@ -63,10 +68,13 @@ def _column(group: Group, place: int) -> Tensor | None:
 
 
 def _lengths(groups: Sequence[Group]) -> dict[str, float]:
-    completions = [one for group in groups for one in group.completions]
+    completions = [one for group in groups for one in group.completions if one.failure is None]
+    if not completions:
+        return {}
     lengths = torch.tensor([len(one.ids) for one in completions], dtype=torch.float64)
     ended = torch.tensor([one.finished for one in completions])
-    distinct = [len({tuple(one.ids) for one in group.completions}) / len(group.completions) for group in groups]
+    written = [[tuple(one.ids) for one in group.completions if one.failure is None] for group in groups]
+    distinct = [len(set(members)) / len(members) for members in written if members]
     found = {
         "completions/clipped_ratio": float(1 - ended.double().mean()),
         "completions/distinct_share": sum(distinct) / len(distinct),
@@ -78,10 +86,53 @@ def _lengths(groups: Sequence[Group]) -> dict[str, float]:
                 f"completions/min_{kind}length": float(values.min()),
                 f"completions/max_{kind}length": float(values.max()),
             }
-    logps = torch.tensor([logp for one in completions for logp in one.logps], dtype=torch.float64)
+    parts = [part for one in completions for part in (one, *one.earlier)]
+    logps = torch.tensor([logp for one in parts for logp in _written_logps(one)], dtype=torch.float64)
     if len(logps):
         found["sampling/entropy"] = -float(logps.mean())
     return found
+
+
+def _written_logps(completion: Completion) -> Iterable[float]:
+    """Log-probs of the tokens that the policy wrote."""
+    return completion.logps if completion.sampled is None else compress(completion.logps, completion.sampled)
+
+
+def acting(groups: Sequence[Group]) -> dict[str, float]:
+    """Metrics of played episodes: turns, calls, time, and what became of them; nothing where none were played."""
+    pairs = [pair for group in groups for pair in zip(group.completions, group.extras.get("episode", ()), strict=False)]
+    episodes = [episode for _, episode in pairs if episode is not None]
+    if not episodes:
+        return {}
+    turns, calls = [one["turns"] for one in episodes], sum(one["tool_calls"] for one in episodes)
+    found = {
+        "environment/turns_mean": sum(turns) / len(turns),
+        "environment/turns_max": float(max(turns)),
+        "environment/seconds": sum(one["seconds"] for one in episodes),
+        "environment/masked": float(sum(one.failure is not None for one, _ in pairs)),
+        "environment/truncated": float(sum(one.failure is None and not one.finished for one, _ in pairs)),
+        "rollout/splits": float(sum(one["splits"] for one in episodes)),
+        "tools/call_frequency": calls / len(episodes),
+    }
+    if calls:
+        found["tools/failure_frequency"] = sum(one["tool_failures"] for one in episodes) / calls
+    return found | by_server(groups)
+
+
+def by_server(groups: Sequence[Group]) -> dict[str, float]:
+    """For each server that verifies rows: what it gave, and how often nothing came of it."""
+    given: dict[str, list[float]] = {}
+    masked: Counter[str] = Counter()
+    for group in groups:
+        names = group.extras.get(SERVER) or [None] * len(group.completions)
+        for name, one, episode in zip(names, group.completions, group.extras.get("episode", ()), strict=False):
+            known = name or group.row.get(SERVER)
+            if known is not None and one.failure is not None:
+                masked[known] += 1
+            elif known is not None:
+                given.setdefault(known, []).append(sum(episode["rewards"].values()))
+    found = {f"environment/{name}/reward": sum(values) / len(values) for name, values in given.items()}
+    return found | {f"environment/{name}/masked": float(masked[name]) for name in {*given, *masked}}
 
 
 def _mean(values_S: Tensor) -> float:

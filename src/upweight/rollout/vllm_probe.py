@@ -68,9 +68,14 @@ async def check_vocabulary(link: Link, name: str, size: int) -> None:
             )
 
 
+def probe_prompt(size: int) -> list[int]:
+    """Tokens of a vocabulary for others to be written after."""
+    return np.random.default_rng(7).integers(0, size, PROMPT).tolist()
+
+
 async def ask_probe(link: Link, name: str, size: int, temperature: float) -> tuple[list[int], list[float]]:
     """A few given tokens with those that the server writes after them, and the log-probs it reports of the latter."""
-    prompt = np.random.default_rng(7).integers(0, size, PROMPT).tolist()
+    prompt = probe_prompt(size)
     body = {"model": name, "prompt": prompt, "max_tokens": LENGTH - PROMPT, "temperature": temperature, "top_p": 1.0}
     body |= {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "logprobs": 0, "return_token_ids": True}
     choice = (await link.ask("/v1/completions", body | {"ignore_eos": True}, seconds=None))["choices"][0]

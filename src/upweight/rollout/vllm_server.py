@@ -2,9 +2,10 @@
 
 import asyncio
 import queue
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from peft import PeftModel
@@ -16,9 +17,10 @@ from upweight.rollout.in_process import end_tokens
 from upweight.rollout.vllm_client import Failed, Link, Refused, lost, pause
 from upweight.rollout.vllm_probe import check_vocabulary, served_base
 from upweight.rollout.vllm_sync import transport_for
-from upweight.rollout.vllm_weights import ServedWeights
+from upweight.rollout.vllm_weights import OnModel, Sending, ServedWeights
 from upweight.types import Completion, Sampling
 
+T = TypeVar("T")
 IN_FLIGHT = 512  # requests at a time; each has all completions of its prompt
 STALLED = 120.0  # seconds without a token after which a server hangs, at least
 WATCH = 5.0  # seconds between looks
@@ -42,8 +44,12 @@ class VllmServer:
         lora_sync: bool | None = None,
         temperature: float = 1.0,
         options: Mapping[str, Any] | None = None,
+        on_model: OnModel | None = None,
     ) -> None:
-        """`options`: further fields of every request, such as `structured_outputs`. `timeout`: how long to wait."""
+        """`options`: further fields of every request, such as `structured_outputs`. `timeout`: how long to wait.
+
+        `on_model`: has work done on the policy, where that is not simply calling it with the model.
+        """
         base = base_of(model)
         self._options, self._ends = dict(options or {}), sorted(end_tokens(base, tokenizer))
         self._finished = 0
@@ -56,6 +62,7 @@ class VllmServer:
             dtype=dtype,
             folder=folder.resolve(),
             temperature=temperature,
+            on_model=on_model,
         )
         self._weights.check_base(name)
 
@@ -83,10 +90,50 @@ class VllmServer:
             work.cancel()
         return found
 
+    def on_model(self, does: OnModel) -> None:
+        """From now on `does` has the policy written and compared: where its weights are spread over ranks."""
+        self._weights.on_model = does
+
+    def start(self, prompt: Sequence[int], count: int, sampling: Sampling) -> "Future[list[Completion]]":
+        """Begin the completions of one prompt, beside whatever else is under way."""
+        self.require_room(len(prompt), sampling.max_new_tokens)
+        found: list[list[Completion]] = [[]]
+
+        async def work() -> list[Completion]:
+            await self._all([prompt], self._body(count, sampling), found, lambda _: None)
+            return found[0]
+
+        return self._link.start(work())
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Some work done on the thread that talks to the server, waited for."""
+        return self._link.run(work)
+
+    @property
+    def url(self) -> str:
+        """Where the server is."""
+        return self._link.url
+
+    def serves_by_name(self) -> str | None:
+        """The name that the policy always has on the server; None where each version has its own."""
+        return None if self._weights.now is None or not self._weights.transport.drains else self._weights.now.name
+
     def sync(self, version: int) -> None:
         """Have the server sample from the policy's weights as they are now, as `version`; returns when it does."""
         if self.version() != version:
             self._weights.publish(version)
+
+    def send(self, version: int, like: Path | None = None) -> Sending:
+        """Begin a sync, from a folder that has the weights already where one is given; `finish` completes it."""
+        return self._weights.send(version, like)
+
+    def finish(self, version: int, begun: Sending | None) -> None:
+        """Complete what `send` began, or do all of it; returns when the server samples from these weights."""
+        self._weights.publish(version, begun)
+
+    def give_up_after(self, seconds: float) -> None:
+        """Wait no longer than this for a server that does not answer."""
+        self._link.timeout = seconds
 
     def version(self) -> int:
         """The policy version that the next request would be sampled from; -1 before the first sync."""
@@ -154,18 +201,30 @@ class VllmServer:
             await asyncio.gather(*work, return_exceptions=True)
 
     async def _one(self, prompt: Sequence[int], body: dict[str, Any]) -> list[Completion]:
-        """One prompt's completions, asked for until they come or the time is up."""
+        """One prompt's completions."""
+        request = {**body, "prompt": list(prompt)}
+        try:
+            return await self.asked(
+                "/v1/completions", request, lambda answer, version: completions_of(answer, prompt, body["n"], version)
+            )
+        except Refused as error:
+            raise UserError(f"the vLLM server at {self._link.url} refuses a request: {error}") from None
+
+    async def asked(self, path: str, body: Mapping[str, Any], read: Callable[[Any, int], T]) -> T:
+        """What `read` makes of the policy's answer and version, asked for until it comes or the time is up.
+
+        On the loop of `run`.
+        """
         clock = asyncio.get_running_loop().time
         failing, attempt = 0.0, 0
         while True:
             served = await self._weights.enter()
             try:
-                request = {**body, "model": served.name, "prompt": list(prompt)}
-                answer = await self._link.ask("/v1/completions", request, seconds=None)
-                return completions_of(answer, prompt, body["n"], served.version)
+                answer = await self._link.ask(path, {**body, "model": served.name}, seconds=None)
+                return read(answer, served.version)
             except Refused as error:
                 if error.status != 404:  # the name of an adapter that the server has lost
-                    raise UserError(f"the vLLM server at {self._link.url} refuses a request: {error}") from None
+                    raise
                 problem: Exception = error
             except Failed as error:
                 problem = error
@@ -198,22 +257,25 @@ class VllmServer:
                 raise UserError(lost(self._link.url, limit, problem))
 
     def _body(self, count: int, sampling: Sampling) -> dict[str, Any]:
-        """What every request of a call says; nothing is left to the server's defaults."""
-        return {
-            "n": count,
-            "max_tokens": sampling.max_new_tokens,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k,
-            "min_p": sampling.min_p,
-            "repetition_penalty": sampling.repetition_penalty,
-            "stop_token_ids": sorted({*self._ends, *sampling.stop_ids}),
-            "stop": list(sampling.stop_strings),
-            "logprobs": 0,
-            "return_token_ids": True,
-            "skip_special_tokens": False,
-            **self._options,
-        }
+        """What every request of a call says."""
+        return sampling_fields(count, sampling, self._ends) | {"return_token_ids": True} | self._options
+
+
+def sampling_fields(count: int, sampling: Sampling, ends: Iterable[int]) -> dict[str, Any]:
+    """How to sample, in vLLM's words; nothing is left to its defaults."""
+    return {
+        "n": count,
+        "max_tokens": sampling.max_new_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "repetition_penalty": sampling.repetition_penalty,
+        "stop_token_ids": sorted({*ends, *sampling.stop_ids}),
+        "stop": list(sampling.stop_strings),
+        "logprobs": 0,
+        "skip_special_tokens": False,
+    }
 
 
 def completions_of(answer: Any, prompt: Sequence[int], count: int, version: int) -> list[Completion]:

@@ -4,9 +4,11 @@ Both go through folders that the server can read: on its machine, or on storage 
 """
 
 import contextlib
+import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -42,8 +44,8 @@ class Transport(Protocol):
         """What requests ask for to be served from the weights of `folder`."""
         ...
 
-    def write(self, folder: Path) -> None:
-        """The policy as it is now."""
+    def writer(self, folder: Path) -> Callable[[Any], None]:
+        """What writes a model as it is then; every rank that holds a part of it is given this."""
         ...
 
     async def put(self, link: Link, served: Served) -> None:
@@ -63,14 +65,13 @@ class Transport(Protocol):
 class AdapterTransport:
     """A new name for each version: requests under way go on with theirs."""
 
-    model: PeftModel
     drains = False
 
     def name(self, folder: Path) -> str:
         return folder.name
 
-    def write(self, folder: Path) -> None:
-        write_adapter(self.model, folder)
+    def writer(self, folder: Path) -> Callable[[Any], None]:
+        return partial(write_adapter, folder=folder)
 
     async def put(self, link: Link, served: Served) -> None:
         body = {"lora_name": served.name, "lora_path": str(served.folder)}
@@ -92,7 +93,6 @@ class AdapterTransport:
 class WeightTransport:
     """All weights, an adapter merged into them, under the name of the base."""
 
-    model: PreTrainedModel | PeftModel
     dtype: torch.dtype
     base: str
     drains = True
@@ -100,9 +100,8 @@ class WeightTransport:
     def name(self, folder: Path) -> str:
         return self.base
 
-    def write(self, folder: Path) -> None:
-        with _no_progress_bar():
-            write_weights(self.model, folder, self.dtype)
+    def writer(self, folder: Path) -> Callable[[Any], None]:
+        return partial(_write_quietly, folder=folder, dtype=self.dtype)
 
     async def put(self, link: Link, served: Served) -> None:
         call = {"method": "reload_weights", "kwargs": {"weights_path": str(served.folder)}}
@@ -128,7 +127,7 @@ def transport_for(
 ) -> AdapterTransport | WeightTransport:
     """How this policy is sent: the adapter alone where it was asked for or left open, if vLLM can load it."""
     if not isinstance(model, PeftModel):
-        return WeightTransport(model, dtype, base)
+        return WeightTransport(dtype, base)
     config = model.peft_config[model.active_adapters[0]]
     if not isinstance(config, LoraConfig):
         raise UserError(f"adapter: only LoRA can be sent to a vLLM server, not {type(config).__name__}.")
@@ -141,21 +140,30 @@ def transport_for(
     if lora_sync and key is not None:
         raise UserError(refusal(key))
     if lora_sync is not False and key is None:
-        return AdapterTransport(model)
+        return AdapterTransport()
     refuse_unmergeable(model)
-    return WeightTransport(model, dtype, base)
+    return WeightTransport(dtype, base)
 
 
-def write_aside(transport: Transport, folder: Path) -> None:
+def write_aside(write: Callable[[Path], None], folder: Path) -> None:
     """Write to a temporary name beside `folder` and rename, so that a server never sees half of it."""
     part = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
     try:
-        transport.write(part)
+        write(part)
         part.rename(folder)
     finally:
         shutil.rmtree(part, ignore_errors=True)
+
+
+def link_files(source: Path, folder: Path) -> None:
+    """The files of one folder in another, without their bytes a second time where the file system can."""
+    for file in source.iterdir():
+        try:
+            os.link(file, folder / file.name)
+        except OSError:
+            shutil.copyfile(file, folder / file.name)
 
 
 async def forget_leftovers(link: Link, folder: Path) -> None:
@@ -178,13 +186,12 @@ def _adapter_refused(url: str, error: Any) -> str:
     )
 
 
-@contextlib.contextmanager
-def _no_progress_bar() -> Iterator[None]:
-    """Weights are written at every sync: a bar for each would bury the log."""
+def _write_quietly(model: PreTrainedModel | PeftModel, folder: Path, dtype: torch.dtype) -> None:
+    """Weights are written at every sync: a progress bar for each would bury the log."""
     shown = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:
-        yield
+        write_weights(model, folder, dtype)
     finally:
         if shown:
             transformers_logging.enable_progress_bar()

@@ -4,8 +4,11 @@ import asyncio
 import shutil
 import time
 import uuid
+from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -16,9 +19,11 @@ from upweight.errors import UserError
 from upweight.log import logger, warn_once
 from upweight.rollout.vllm_client import Failed, Link, Refused, lost, pause
 from upweight.rollout.vllm_probe import agrees, ask_probe, difference, outlook_of, served_base
-from upweight.rollout.vllm_sync import Served, Transport, forget_leftovers, write_aside
+from upweight.rollout.vllm_sync import Served, Transport, forget_leftovers, link_files, write_aside
 
 ATTEMPTS = 4  # at sending weights
+Sending = tuple[Served, "Future[tuple[list[int], list[float]]]"]  # a version on its way, and what the server says then
+OnModel = Callable[[Callable[[nn.Module], Any]], Any]
 
 
 class ServedWeights:
@@ -33,11 +38,14 @@ class ServedWeights:
         dtype: torch.dtype,
         folder: Path,
         temperature: float,
+        on_model: OnModel | None = None,
     ) -> None:
+        """`on_model` does some work on the policy; left out, the work is called with it."""
         self.link, self.transport = link, transport
         self.now: Served | None = None
         self.open = asyncio.Event()  # clear while weights are replaced under the name that requests ask for
-        self._model, self._base = model, base_of(model)
+        self._base = base_of(model)
+        self.on_model: OnModel = on_model or (lambda work: work(model))
         self._dtype, self._folder, self._temperature = dtype, folder, temperature
         self._vocabulary: int = self._base.config.get_text_config().vocab_size
         self._quantised = bool(getattr(self._base, "is_quantized", False))
@@ -55,30 +63,43 @@ class ServedWeights:
             return
         probe = partial(ask_probe, self.link, name, self._vocabulary, self._temperature)
         ids, said = self.link.run(self.link.answered(probe))
-        mean, largest = difference(self._model, ids, said, self._temperature, adapted=False)
+        mean, largest = self.on_model(self._against(ids, said, adapted=False))
         if not self._agrees(mean, largest):
             raise UserError(self._other_weights(mean))
 
-    def publish(self, version: int) -> Served:
-        """Send the weights as they are now, tried several times; returns when the server samples from them."""
+    def send(self, version: int, like: Path | None = None, attempt: int = 0) -> Sending:
+        """Write the weights as they are now, or as a folder has them, and begin to have the server take them."""
+        folder = self._folder / f"{self._run}-v{version}{f'-{attempt}' if attempt else ''}"
+        served = Served(self.transport.name(folder), version, folder)
+        if like is None:
+            write_aside(lambda part: self.on_model(self.transport.writer(part)), folder)
+        else:
+            write_aside(partial(link_files, like), folder)
+        return served, self.link.start(self._put(served))
+
+    def publish(self, version: int, begun: Sending | None = None) -> Served:
+        """Send the weights as they are now, tried several times; returns when the server samples from them.
+
+        `begun` is what `send` gave for this version, where it was called before.
+        """
         problem: Exception | None = None
         for attempt in range(ATTEMPTS):
             if attempt:
                 logger.warning("warning: sending the weights of step %d again: %s", version, problem)
                 time.sleep(pause(attempt + 1))
-            folder = self._folder / f"{self._run}-v{version}{f'-{attempt}' if attempt else ''}"
-            served = Served(self.transport.name(folder), version, folder)
+            served = None
             try:
-                write_aside(self.transport, folder)
-                probe = self.link.run(self._put(served))
-                mean, largest = difference(self._model, *probe, self._temperature, adapted=True)
+                served, put = begun or self.send(version, attempt=attempt)
+                begun = None
+                mean, largest = self.on_model(self._against(*put.result(), adapted=True))
                 if not self._agrees(mean, largest):
                     raise Failed(f"log-probs after the sync differ by {mean:.3g} on average from the trainer's")
                 self.link.run(self._serve_from(served))
                 return served
             except (OSError, SafetensorError, Failed, Refused) as error:
-                problem = error
-                self.link.run(self._drop(served))
+                problem, begun = error, None
+                if served is not None:
+                    self.link.run(self._drop(served))
             except UserError as error:
                 self.link.run(self._give_up(str(error)))
                 raise
@@ -178,6 +199,10 @@ class ServedWeights:
             logger.warning("warning: %s is left behind: %s", served.folder, error)
             return
         shutil.rmtree(served.folder, ignore_errors=True)
+
+    def _against(self, ids: list[int], said: list[float], *, adapted: bool) -> Callable[[nn.Module], Any]:
+        """What compares a model, with or without its adapter, with what the server said of tokens."""
+        return partial(difference, ids=ids, said=said, temperature=self._temperature, adapted=adapted)
 
     async def _give_up(self, fault: str) -> None:
         """Let requests that wait for weights hear that none will come."""

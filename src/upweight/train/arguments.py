@@ -8,8 +8,10 @@ from transformers import TrainingArguments
 
 from upweight.config import Config
 from upweight.errors import UserError
+from upweight.models.precision import Sharding
 from upweight.train.sharding import fsdp_arguments
 from upweight.train.trackers import tracking_arguments
+from upweight.train.zero import zero_arguments, zero_config
 
 
 def training_arguments(
@@ -18,7 +20,7 @@ def training_arguments(
     steps_per_epoch: int,
     use_cpu: bool,
     dtype: torch.dtype = torch.float32,
-    sharded: bool = False,
+    sharding: Sharding = "none",
 ) -> TrainingArguments:
     """The arguments of the loop; accumulation is 1, since a step is cut into forwards by the step runner."""
     optim, run = config.optim, config.run
@@ -46,7 +48,6 @@ def training_arguments(
         full_determinism=optim.full_determinism,
         data_seed=optim.seed,
         fp16=dtype == torch.float16,  # brings loss scaling
-        bf16=False,  # weights are computed in bfloat16 as they are; autocast would cast them at every use
         tf32=_tf32(config),
         use_cpu=use_cpu,
         restore_callback_states_from_checkpoint=True,
@@ -63,7 +64,10 @@ def training_arguments(
         **_saving(config, steps_per_epoch),
         **_evaluating(config, steps_per_epoch),
         **_pushing(config),
-        **_spreading(config, sharded),
+        **{
+            "bf16": False,  # weights are computed in bfloat16 as they are; autocast would cast them at every use
+            **_spreading(config, sharding, dtype),
+        },
         **tracking_arguments(config.tracking),
     )
     try:
@@ -132,14 +136,17 @@ def _steps(value: float) -> float:
     return value if value < 1 else int(value)
 
 
-def _spreading(config: Config, sharded: bool) -> dict[str, Any]:
+def _spreading(config: Config, sharding: Sharding, dtype: torch.dtype) -> dict[str, Any]:
     options: dict[str, Any] = {
         "ddp_timeout": config.sharding.timeout,
         "ddp_bucket_cap_mb": config.sharding.bucket_mb,
         "ddp_broadcast_buffers": config.sharding.broadcast_buffers,
         "ddp_find_unused_parameters": False,
     }
-    return options | (fsdp_arguments(config.sharding) if sharded else {})
+    if sharding == "deepspeed":
+        assert config.sharding.deepspeed is not None
+        return options | zero_arguments(zero_config(config.sharding.deepspeed, config.folder, dtype), dtype)
+    return options | (fsdp_arguments(config.sharding) if sharding == "fsdp" else {})
 
 
 def _pushing(config: Config) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Between a loaded policy and its trainer: what runs from a config and the Python API put together alike."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,10 +13,11 @@ from transformers import PreTrainedModel
 
 from upweight.engine import Engine
 from upweight.engine.check import enable_checkpointing
+from upweight.engine.context import Context
 from upweight.engine.noise import add_noise
 from upweight.engine.offload import offload_activations
 from upweight.methods.base import Method
-from upweight.models.precision import set_up_precision
+from upweight.models.precision import Sharding, set_up_precision
 from upweight.models.reference import Reference, adapter_state, make_reference, reference_kind
 from upweight.train.budget import token_budget
 from upweight.train.reference_rows import Precompute
@@ -35,26 +37,27 @@ def trainer_parts(
     separate_reference: Callable[[], nn.Module] | None = None,
     layout: Literal["auto", "tree", "padded"] = "auto",
     prepared: Path | None = None,
-    sharded: bool = False,
+    sharding: Sharding = "none",
     noise: float | None = None,
     offload: bool = False,
+    context: Context | None = None,
 ) -> dict[str, Any]:
     """The arguments of MethodTrainer that follow from the policy.
 
     `checkpointing` holds options where it is on; `prepared` is where precomputed log-probs are kept. A model that
-    will be `sharded` stays where it was loaded, since it need not fit one device. `noise` on embeddings is NEFTune's
-    alpha; `offload` sends activations to host memory.
+    will be sharded stays where it was loaded, since it need not fit one device. `noise` on embeddings is NEFTune's
+    alpha; `offload` sends activations to host memory; the ranks of `context` share each row.
     """
-    if not sharded and getattr(model, "hf_device_map", None) is None:  # quantised weights are placed as they are loaded
+    # Quantised weights are placed as they are loaded.
+    if sharding == "none" and getattr(model, "hf_device_map", None) is None:
         nn.Module.to(model, device)
-    copies = set_up_precision(model, dtype, sharding="fsdp" if sharded else "none", pure=pure)
-    engine = Engine(model, layout, longest)
+    copies = set_up_precision(model, dtype, sharding=sharding, pure=pure)
+    install = partial(Engine, layout=layout, longest=longest, context=context)
+    engine = install(model)
     precomputed = bool(getattr(method, "precompute_ref_log_probs", False))
     reference = None
     if not precomputed:
-        reference = _reference(
-            model, method, dtype, device, layout=layout, longest=longest, load_separate=separate_reference
-        )
+        reference = _reference(model, method, dtype, device, install=install, load_separate=separate_reference)
     if noise is not None:
         add_noise(model, noise)
     if offload:
@@ -66,12 +69,12 @@ def trainer_parts(
         model.config.get_text_config(),
         device,
         checkpointing=checkpointing is not None,
-        reserved=_reserved(model, sharded),
+        reserved=_reserved(model, sharding != "none"),
     )
     return {
         "method": method,
         "engine": engine,
-        "token_budget": budget or by_memory,
+        "token_budget": budget or by_memory * (1 if context is None else context.size),
         "dtype": dtype,
         "reference": reference,
         "precompute": Precompute(separate_reference is not None, prepared) if precomputed else None,
@@ -94,8 +97,7 @@ def _reference(
     dtype: torch.dtype,
     device: torch.device,
     *,
-    layout: Literal["auto", "tree", "padded"],
-    longest: int,
+    install: Callable[[nn.Module], Engine],
     load_separate: Callable[[], nn.Module] | None,
 ) -> Reference | None:
     """The policy as it is now, or the model that `load_separate` gives, if the method compares with it."""
@@ -110,5 +112,5 @@ def _reference(
     if kind == "separate" and load_separate is not None:
         separate = load_separate()
         nn.Module.to(separate, device)
-        Engine(separate, layout, longest)
+        install(separate)
     return make_reference(kind, policy, dtype, synced=synced, separate_model=separate)

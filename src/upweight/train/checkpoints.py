@@ -17,18 +17,9 @@ from transformers import TrainerCallback
 
 from upweight.errors import UserError
 from upweight.log import logger
+from upweight.train.run_files import write_text
 
 WHOLE = "whole.json"
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a file so that it is there in full or not at all."""
-    partial = path.with_name(f".{path.name}.partial")
-    with partial.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
 
 
 def mark_whole(folder: Path) -> None:

@@ -13,11 +13,9 @@ from typing import Any
 from transformers import TrainerCallback
 
 from upweight.log import logger
-from upweight.train.checkpoints import write_text
 from upweight.train.health_rules import RULES, Relation, Rule, Sign
-from upweight.train.run_folder import METRICS
+from upweight.train.run_files import HEALTH, METRICS, write_text
 
-FILE = "health.jsonl"
 START_ROWS, START_STEPS = 5, 20  # at most so many logs of the first steps say where a run began
 FEWEST_ROWS = 3  # logs that a verdict needs, however many steps each covers
 AGAIN = 100  # steps a verdict must have been away to be said again
@@ -42,12 +40,13 @@ class Verdict:
 
     def line(self) -> str:
         """The verdict for the terminal."""
+        return f"{self.level}: {self.name} at step {self.step}: {self.seen()}. Remedy: {self.remedy}."
+
+    def seen(self) -> str:
+        """What it means, with the evidence."""
         sign = {"above": ">", "below": "<", "near": "within"}[self.relation]
         limit = f"{sign} {self.threshold:g}" + (" of 0" if self.relation == "near" else "")
-        return (
-            f"{self.level}: {self.name} at step {self.step}: {self.meaning} ({self.metric} {self.value:.4g}, {limit}, "
-            f"for {self.steps} steps). Remedy: {self.remedy}."
-        )
+        return f"{self.meaning} ({self.metric} {self.value:.4g}, {limit}, for {self.steps} steps)"
 
 
 class Health:
@@ -187,14 +186,14 @@ class HealthWatch(TrainerCallback):
         if state.is_world_process_zero:
             known = metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else []
             found = [verdict for line in known for verdict in self.health.take(json.loads(line))]
-            write_text(self.folder / FILE, "".join(_as_line(verdict) for verdict in found))
+            write_text(self.folder / HEALTH, "".join(_as_line(verdict) for verdict in found))
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if not state.is_world_process_zero:
             return
         for verdict in self.health.take({**kwargs["logs"], "step": state.global_step}):
             logger.warning("%s", verdict.line())
-            with (self.folder / FILE).open("a", encoding="utf-8") as file:
+            with (self.folder / HEALTH).open("a", encoding="utf-8") as file:
                 file.write(_as_line(verdict))
 
 

@@ -190,21 +190,36 @@ RULES: tuple[Rule, ...] = (
         averaged=True, hidden_by=("length hacking",),
     ),
     Rule(
+        "slow rewards", "warning", "online", Sign("rewards/*/seconds", "above", 10.0), 20,
+        "this reward keeps the run waiting",
+        "raise trl.reward_num_workers; do less in it, or less often; trl.async_prefetch with a vLLM server computes "
+        "rewards while the trainer trains",
+        averaged=True,
+    ),
+    Rule(
+        "slow sampling", "warning", "online", Sign("rollout/share_of_seconds", "above", 0.8), 20,
+        "nearly all of the time goes into writing completions",
+        "sample from a vLLM server on a GPU of its own (trl.use_vllm, `upweight vllm-serve CONFIG`) and ahead of "
+        "training (trl.async_prefetch); lower trl.max_completion_length; take a smaller model first",
+        also=(Sign("rollout/wait_seconds", "above", 5.0),), averaged=True, hidden_by=("slow rewards",),
+    ),
+    Rule(
         "features not aligned", "warning", "online", Sign("ebft/alignment", "below", 0.1), 20,
         "what the policy writes does not come closer to the demonstrations (0.3 to 0.9 is usual)",
         "check that prompts and demonstrations fit together; lower trl.temperature; raise ebft.alignment_coef",
         averaged=True,
     ),
     Rule(
-        "diversity term too large", "warning", "online", Sign("ebft/diversity", "above", 1.0), 20,
-        "completions are pushed apart more than towards the demonstrations (0.01 to 0.1 is usual)",
-        "lower ebft.diversity_coef",
+        "features coincide", "warning", "online", Sign("ebft/diversity", "above", 0.99), 20,
+        "the completions of a prompt have nearly the same features, so hardly anything tells them apart",
+        "raise trl.temperature or ebft.temperature; raise ebft.diversity_coef; take deeper ebft.feature_layers, or "
+        "ebft.embed_method mean_pooling",
         averaged=True,
     ),
     Rule(
-        "feature loss explodes", "alarm", "online", Sign("ebft/cfm_loss", "above", 100.0), 10,
-        "the distance of the features grows instead of falling (below 10 is usual)",
-        "lower learning_rate; check ebft.use_whitening and ebft.feature_layers",
+        "features drift away", "alarm", "online", Sign("ebft/cfm_loss:growth", "above", 1.5), 20,
+        "the distance between written and true features grows instead of falling",
+        "lower learning_rate; set ebft.ce_coef to 0.03 or more; check that prompts and demonstrations fit together",
         averaged=True,
     ),
     Rule(

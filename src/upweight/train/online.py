@@ -1,6 +1,7 @@
 """Between a policy and its rollouts: what runs from a config and the Python API put together alike."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,13 @@ from upweight.config.resolve import generation_batch
 from upweight.config.rollout import RolloutSection
 from upweight.data.transforms import load_function
 from upweight.engine import Engine
-from upweight.log import logger
+from upweight.errors import UserError
+from upweight.log import is_seen, logger
 from upweight.methods.base import Method
 from upweight.methods.policy_gradient import PolicyGradient
 from upweight.models.load import compute_dtype
+from upweight.models.reference import Reference
+from upweight.rewards.environment import COLUMN as EPISODE
 from upweight.rewards.load import load_rewards
 from upweight.rewards.reward import Reward, check_columns
 from upweight.rewards.scorer import Scorer
@@ -24,20 +28,31 @@ from upweight.rollout.ahead import depth_within
 from upweight.rollout.custom import CustomRollout
 from upweight.rollout.in_process import InProcess
 from upweight.rollout.plan import Plan, PromptOrder
-from upweight.rollout.producer import OWN_COLUMNS, Producer, Ranks
+from upweight.rollout.producer import OWN_COLUMNS, Producer, Ranks, Roll
 from upweight.rollout.replay import ReplayBuffer
 from upweight.rollout.reroll import Reroll
 from upweight.rollout.sampled import SingleTurn
 from upweight.rollout.settings import sampling_of
 from upweight.rollout.store import Rows
+from upweight.rollout.vllm_colocated import VllmColocated
+from upweight.rollout.vllm_server import VllmServer
+from upweight.rollout.vllm_servers import VllmServers
+from upweight.train.acting import Acting
 from upweight.train.completions import CompletionFiles, ShownCompletions
-from upweight.train.ranks import as_rank_zero_says, from_all_ranks
+from upweight.train.matching import FeatureMatching, matching_of
+from upweight.train.ranks import Together, as_rank_zero_says, from_all_ranks
 from upweight.train.rollouts import KeepRollouts, Rollouts
 from upweight.train.server import server_for
+from upweight.train.sharding import whole_weights
 from upweight.train.trainer import MethodTrainer
-from upweight.types import Generator
+from upweight.types import Generator, Sampling
 
+LOOK_EVERY = 50  # steps between looks at completions on a terminal, where the config does not ask for them
 REROLL_CAPACITY = 1024  # failed prompts remembered
+LOSS_SAYS_LITTLE = (
+    "%s: the loss is near 0 and may rise while the policy learns; it is no measure of progress: watch reward, "
+    "reward_std and kl"
+)
 
 
 def plan_of(config: Config, ranks: int) -> Plan:
@@ -46,8 +61,10 @@ def plan_of(config: Config, ranks: int) -> Plan:
     return Plan.fitting(generation_batch(config, ranks), config.method.group_size, step, config.rollout.num_iterations)
 
 
-def rewards_of(config: Config, device: torch.device, columns: Sequence[str]) -> list[Reward]:
-    """The rewards that a config names, able to read the data's columns."""
+def rewards_of(
+    config: Config, device: torch.device, columns: Sequence[str], acting: Acting | None = None
+) -> list[Reward]:
+    """The rewards that a config names and its environment gives, able to read the data's columns."""
     dtype = compute_dtype(config.model, device)
     rewards = load_rewards(
         config.rollout.reward_funcs,
@@ -55,7 +72,11 @@ def rewards_of(config: Config, device: torch.device, columns: Sequence[str]) -> 
         dtype=dtype,
         device=device,
         trust_remote_code=config.model.trust_remote_code,
+        environment=() if acting is None else acting.environment.reward_names,
     )
+    if acting is not None and not rewards:
+        raise UserError("trl.reward_funcs: missing. The environment gives no reward: name at least one.")
+    columns = [*columns, *([] if acting is None else [EPISODE])]
     check_columns(rewards, [name for name in columns if name not in OWN_COLUMNS])
     return rewards
 
@@ -69,6 +90,9 @@ def rollouts_of(
     rows: Rows,
     rewards: Sequence[Reward],
     dtype: torch.dtype,
+    acting: Acting | None = None,
+    sharded: bool = False,
+    reference: Reference | None = None,
 ) -> Rollouts:
     """The rollouts that a config describes; `dtype` is what the policy computes in."""
     path = config.rollout.rollout_func
@@ -87,13 +111,16 @@ def rollouts_of(
         tokenizer,
         config.method,
         rows=rows,
-        plan=plan_of(config, PartialState().num_processes),
+        plan=plan_of(config, PartialState().num_processes // config.sharding.context_parallel_size),
         section=config.rollout,
         rewards=rewards,
         seed=config.optim.seed,
         shuffle=not config.data.curriculum,
         rollout_func=None if path is None else load_function(path, config.folder, "trl.rollout_func"),
         server=server,
+        acting=acting,
+        sharded=sharded,
+        matching=matching_of(config.method, model, dtype, reference),
     )
 
 
@@ -107,14 +134,17 @@ def watch_rollouts(
     if isinstance(producer.roll, CustomRollout):
         producer.roll.trainer = trainer
     if trainer.is_world_process_zero():
-        names, decode = producer.scorer.names, producer.decode
+        names, decode = producer.names, producer.decode
         if writes:
-            files = CompletionFiles(folder, names, decode)
+            files = CompletionFiles(folder, names, decode, rollouts.old_logps)
             rollouts.written.append(files)
             rollouts.evaluated.append(files.of_evaluation)
+        every = int(trainer.args.logging_steps)
         if section.log_completions:
-            every = int(trainer.args.logging_steps)
             rollouts.written.append(ShownCompletions(every, section.completions_shown or 4, names, decode))
+        elif is_seen():  # a look now and then
+            every = max(every, LOOK_EVERY)
+            rollouts.written.append(ShownCompletions(every, section.completions_shown or 2, names, decode))
     return KeepRollouts(rollouts)
 
 
@@ -131,39 +161,41 @@ def make_rollouts(
     seed: int,
     shuffle: bool = True,
     rollout_func: Callable[..., Any] | None = None,
-    server: Generator | None = None,
+    server: VllmServer | VllmServers | VllmColocated | None = None,
+    acting: Acting | None = None,
+    sharded: bool = False,
+    matching: FeatureMatching | None = None,
 ) -> Rollouts:
-    """Prompts, sampler, rewards and method, put together; `server` is the one that `section` asks for, on rank 0."""
-    logger.info(
-        "%s: the loss is near 0 and may rise while the policy learns; it is no measure of progress: watch reward, "
-        "reward_std and kl",
-        method.name,
-    )
+    """Prompts, sampler, rewards and method, put together; `server` is the one that `section` asks for, on rank 0.
+
+    A model that is or will be `sharded` is gathered for each rollout, and by pieces for the server.
+    """
+    logger.info(LOSS_SAYS_LITTLE, method.name)
     policy = getattr(method, "policy")  # noqa: B009 - online methods have one
     ranks = PartialState()
-    generator = server
-    sampling = sampling_of(section, policy.max_completion_length)
+    device = ranks.device if sharded else None
+    sampling = sampling_of(section, policy.max_completion_length) if matching is None else matching.sampling(section)
+    generator: Generator | None = server
     if rollout_func is None and not section.use_vllm:
-        generator = InProcess(model, tokenizer, engine=engine)
-        # Known now, not hours later when such a prompt comes up.
-        longest = max((len(rows[number]["prompt_ids"]) for number in range(len(rows))), default=0)
-        generator.require_room(longest, sampling.max_new_tokens)
+        make = partial(InProcess, model, tokenizer, engine=engine, device=device)
+        generator = _in_process(make, rows, sampling, matching)
+    parts = model, tokenizer, generator
+    roll = matching.roll(*parts, engine, device) if matching else _roll(*parts, rollout_func, acting)
     producer = Producer(
         method=method,
         plan=plan,
         rows=rows,
         order=PromptOrder(len(rows), seed, shuffle=shuffle),
-        roll=SingleTurn(generator) if rollout_func is None else _custom(rollout_func, model, tokenizer),
+        roll=roll,
         scorer=Scorer(rewards, workers=section.reward_workers, timeout=section.reward_timeout),
         sampling=sampling,
         decode=lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)),
         seed=seed,
-        extra_rounds=section.dynamic_sampling,
-        streaming_groups=section.streaming_groups if section.streaming else None,
         ranks=Ranks() if section.use_vllm else Ranks(ranks.process_index, ranks.num_processes, from_all_ranks),
+        longest=matching.longest if matching is not None and matching.adapts else None,
         **_second_chances(section),
     )
-    timing = _timing(section, plan)
+    timing = _timing(section, plan) | (_of_shards(section, model, engine, server) if sharded else {})
     return Rollouts(
         producer,
         method,
@@ -173,6 +205,7 @@ def make_rollouts(
         sampler_logps=_sampler_counts(policy, section, timing["depth"], custom=rollout_func is not None),
         skips_idle=section.skip_zero_advantage,
         recompute_replayed=section.replay_recompute,
+        matching=matching,
         **timing,
     )
 
@@ -184,18 +217,64 @@ def _sampler_counts(policy: PolicyGradient, section: RolloutSection, depth: int,
     return custom and policy.off_policy_mask_threshold is not None
 
 
+def _in_process(
+    make: Callable[..., InProcess], rows: Rows, sampling: Sampling, matching: FeatureMatching | None
+) -> InProcess:
+    """The sampler of this process, which has room for all rows: known now, not hours later when one comes up."""
+    generator = make(end_ids=() if matching is not None and matching.strided else None)
+    longest = max((_tokens(rows[number], sampling) for number in range(len(rows))), default=0)
+    generator.require_room(longest, sampling.max_new_tokens)
+    return generator
+
+
+def _tokens(row: Mapping[str, Any], sampling: Sampling) -> int:
+    """Tokens that a row may have before what is sampled last."""
+    if "ids" in row:
+        return len(row["ids"]) - sampling.max_new_tokens
+    replies = (row.get("truth_ids") or [])[1::2]
+    return len(row["prompt_ids"]) + sum(len(reply) + sampling.max_new_tokens for reply in replies)
+
+
+def _roll(
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    generator: Generator | None,
+    rollout_func: Callable[..., Any] | None,
+    acting: Acting | None,
+) -> Roll:
+    """What writes completions: a user's function, an environment that is played, or the sampler alone."""
+    if rollout_func is not None:
+        return _custom(rollout_func, model, tokenizer)
+    return SingleTurn(generator) if acting is None else acting.player(model, tokenizer, generator)
+
+
 def _custom(function: Callable[..., Any], model: Any, tokenizer: PreTrainedTokenizerBase) -> CustomRollout:
     return CustomRollout(function, getattr(function, "__name__", type(function).__name__), model, tokenizer)
 
 
 def _second_chances(section: RolloutSection) -> dict[str, Any]:
-    """What remembers groups and prompts, where it is asked for."""
-    found: dict[str, Any] = {}
+    """What remembers groups and prompts, scores them early or samples them anew, where it is asked for."""
+    found: dict[str, Any] = {"extra_rounds": section.dynamic_sampling}
+    if section.streaming:
+        found["streaming_groups"] = section.streaming_groups
     if section.replay_size:
         found["replay"] = ReplayBuffer(section.replay_size, section.replay_max_age)
     if section.reroll_start < 1:
         found["reroll"] = Reroll(section.reroll_start, section.reroll_groups, REROLL_CAPACITY)
     return found
+
+
+def _of_shards(
+    section: RolloutSection, model: Any, engine: Engine, server: VllmServer | VllmServers | VllmColocated | None
+) -> dict[str, Any]:
+    """How sampler and server come by weights of which every rank holds a piece."""
+    if not section.use_vllm:
+        return {"whole": partial(whole_weights, model, engine)}
+    together = Together(model)
+    if server is not None:
+        assert not isinstance(server, VllmColocated), "shards need a server, which is said before"
+        server.on_model(together.lead)
+    return {"together": together}
 
 
 def _timing(section: RolloutSection, plan: Plan) -> dict[str, Any]:

@@ -9,35 +9,37 @@ from upweight.config import Config
 from upweight.config.training import OptimizerName
 from upweight.errors import UserError
 from upweight.train.reference_rows import refuse_inexact
-from upweight.train.server import NO_COLOCATE, NO_PATTERN
+from upweight.train.reference_sync import sync_settings
+from upweight.train.server import NO_PATTERN, ONE_PROCESS
 
 FROM_BITSANDBYTES = {"adamw_8bit", "ademamix", "lion", *(name for name in get_args(OptimizerName) if "bnb" in name)}
 FROM_BITSANDBYTES |= {name for name in get_args(OptimizerName) if name.startswith(("paged_", "lion_", "ademamix_"))}
 
+
+def _shards(config: Config) -> bool:
+    """Whether ranks may hold a piece of the weights each."""
+    return bool(config.sharding.fsdp) or config.sharding.deepspeed is not None
+
+
 UNSUPPORTED: tuple[tuple[str, Callable[[Config], object], str], ...] = (
     (
-        "fsdp",
-        lambda c: c.sharding.fsdp and (c.adapter.load_in_4bit or c.adapter.load_in_8bit),
-        "quantised weights cannot be sharded yet; drop one of fsdp and load_in_4bit or load_in_8bit",
-    ),
-    (
-        "rl",
-        lambda c: c.sharding.fsdp and c.method.online,
-        "completions cannot be sampled from sharded weights yet; drop fsdp",
+        "load_in_4bit, load_in_8bit",
+        lambda c: _shards(c) and (c.adapter.load_in_4bit or c.adapter.load_in_8bit),
+        "quantised weights are not sharded; without fsdp and deepspeed each GPU holds all of them, a quarter as large",
     ),
     (
         "rl_adapter_ref_model",
-        lambda c: c.sharding.fsdp and c.adapter.separate_reference,
+        lambda c: _shards(c) and c.adapter.separate_reference,
         "a second model would not be sharded; drop the key: the reference is the adapter switched off",
     ),
     (
         "precompute_ref_log_probs",
-        lambda c: c.sharding.fsdp and getattr(c.method, "precompute_ref_log_probs", False),
+        lambda c: _shards(c) and getattr(c.method, "precompute_ref_log_probs", False),
         "weights are sharded only when training begins; drop the key: the reference is sharded too",
     ),
     (
-        "fsdp, fp16",
-        lambda c: c.sharding.fsdp and c.model.fp16,
+        "fsdp, deepspeed, fp16",
+        lambda c: _shards(c) and c.model.fp16,
         "sharded weights are computed in bfloat16 or float32; use 'bf16: true'",
     ),
     (
@@ -60,12 +62,6 @@ UNSUPPORTED: tuple[tuple[str, Callable[[Config], object], str], ...] = (
         lambda c: c.sharding.fsdp and c.sharding.final_state_dict != "FULL_STATE_DICT",
         "the result is always written whole; drop the key",
     ),
-    ("deepspeed", lambda c: c.sharding.deepspeed, "DeepSpeed is not supported yet; drop the key"),
-    (
-        "context_parallel_size",
-        lambda c: c.sharding.context_parallel_size > 1,
-        "rows cannot be shared by ranks yet; set it to 1 and lower 'sequence_len'",
-    ),
     (
         "gradient_checkpointing_kwargs",
         lambda c: set(c.optim.checkpointing_args) - {"use_reentrant", "every_layer"},
@@ -78,8 +74,23 @@ UNSUPPORTED: tuple[tuple[str, Callable[[Config], object], str], ...] = (
     ),
     (
         "activation_offloading",
-        lambda c: c.optim.activation_offloading and c.sharding.fsdp,
-        "gathered weights would be taken for activations; drop one of it and fsdp",
+        lambda c: c.optim.activation_offloading and _shards(c),
+        "gathered weights would be taken for activations; drop it, or fsdp and deepspeed",
+    ),
+    (
+        "sync_ref_model",
+        lambda c: c.sharding.deepspeed is not None and sync_settings(c.method) is not None,
+        "a reference that follows is not kept by DeepSpeed's checkpoints; use 'fsdp: true' instead of deepspeed",
+    ),
+    (
+        "deepspeed, context_parallel_size",
+        lambda c: c.sharding.deepspeed is not None and c.sharding.context_parallel_size > 1,
+        "ranks that share rows are not known to DeepSpeed; use 'fsdp: true' instead",
+    ),
+    (
+        "trl.vllm_lora_sync",
+        lambda c: _shards(c) and c.method.online and c.adapter.kind and c.rollout.lora_sync is False,
+        "an adapter cannot be merged into sharded weights; drop the key, and the adapter alone is sent",
     ),
     (
         "neftune_noise_alpha",
@@ -100,18 +111,16 @@ UNSUPPORTED: tuple[tuple[str, Callable[[Config], object], str], ...] = (
 )
 
 ONLINE: tuple[tuple[str, Callable[[Config], object], str], ...] = (
-    ("rl", lambda c: c.method.name == "ebft", "ebft cannot be trained yet"),
     (
         "trl.vllm_mode",
-        lambda c: c.method.online and c.rollout.use_vllm and c.rollout.vllm_mode == "colocate",
-        NO_COLOCATE,
+        lambda c: _shards(c) and c.method.online and c.rollout.use_vllm and c.rollout.vllm_mode == "colocate",
+        ONE_PROCESS,
     ),
     (
         "trl.vllm_structured_outputs_regex",
         lambda c: c.method.online and c.rollout.regex is not None and not c.rollout.use_vllm,
         NO_PATTERN,
     ),
-    ("nemo_gym_enabled", lambda c: c.method.online and c.gym.enabled, "NeMo Gym cannot be used yet"),
 )
 
 

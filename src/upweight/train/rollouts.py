@@ -4,11 +4,13 @@ import copy
 import dataclasses
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from transformers import TrainerCallback
@@ -17,11 +19,15 @@ from upweight.engine.check import dropout_off
 from upweight.engine.packing import count_batch
 from upweight.methods.base import Method
 from upweight.rollout.ahead import Ahead
+from upweight.rollout.gym_agents import GymAgents
+from upweight.rollout.player import Player
 from upweight.rollout.producer import Producer
 from upweight.rollout.samples import units_of_groups
 from upweight.rollout.store import Rollout, Rows, from_plain, to_plain
 from upweight.rollout.summary import pass_rates, summary
 from upweight.train.checkpoints import write_text
+from upweight.train.matching import FeatureMatching
+from upweight.train.ranks import Together
 from upweight.train.step import StepRunner
 from upweight.types import Generator, Mean, Unit
 
@@ -45,11 +51,15 @@ class Rollouts:
     recompute_replayed: bool = True  # compare replayed groups with the policy as it is now, not as it was
     shared: Callable[[Rollout | None], Rollout] | None = None  # rank 0's rollout on every rank, where it alone drives
     drives: bool = True  # this rank produces
+    together: Together | None = None  # how ranks that hold shards take part in a sync; None where rank 0 holds all
+    whole: Callable[[], AbstractContextManager[None]] = nullcontext  # inside, this rank holds all weights
+    matching: FeatureMatching | None = None  # what scores by features, where that is the method
     written: list[Callable[[Rollout, int], None]] = field(default_factory=list)  # told of each rollout and its step
     evaluated: list[Callable[[Rollout, int, str], None]] = field(default_factory=list)  # the same, and the set's name
     current: Rollout | None = None
     trained: int = 0  # steps taken on the current rollout
     units: list[Unit] = field(default_factory=list)
+    demonstrations: list[Unit] = field(default_factory=list)  # of each group, where true answers are learned too
     counts: dict[str, float] = field(default_factory=dict)
     synced: int | None = None  # step of the last sync
 
@@ -67,31 +77,55 @@ class Rollouts:
         runner.meters.add(_means(self._sync(state.global_step), runner.accelerator.device))
         if self.current is None or self.trained >= plan.updates:
             began = time.perf_counter()
-            rollout = self._receive(state)
+            rollout = self._matched(self._receive(state), runner, model)
             oldest = min(group.version for group in rollout.groups)
             waited = {"rollout/wait_seconds": time.perf_counter() - began, "rollout/lag": state.global_step - oldest}
             runner.meters.add(_means(rollout.metrics | waited, runner.accelerator.device))
+            self._take(rollout, 0, runner, model)
             for hear in self.written:
                 hear(rollout, state.global_step + 1)
-            self._take(rollout, 0, runner, model)
         start = self.trained % plan.steps * plan.step
+        stop = start + plan.step
         self.trained += 1
         self._run_ahead(state)
-        return {"units": self.units[start : start + plan.step], "counts": self.counts}
+        # A demonstration is trained on once in a pass, with the first completion of its group.
+        shown = self.demonstrations[-(-start // plan.size) : -(-stop // plan.size)]
+        return {"units": self.units[start:stop] + shown, "counts": self.counts}
+
+    def _matched(self, rollout: Rollout, runner: StepRunner, model: nn.Module) -> Rollout:
+        """The rollout with rewards from features, where they are what scores it."""
+        if self.matching is None:
+            return rollout
+        began, size = time.perf_counter(), self.producer.plan.size
+        rollout.metrics |= self.matching.score(rollout.groups, size, runner, model)
+        rollout.metrics["rollout/feature_seconds"] = time.perf_counter() - began
+        return self.producer.finish(rollout, size)
 
     def _sync(self, step: int) -> dict[str, float]:
         """Let the sampler follow the policy, every so many steps exactly; how long that took."""
         due = self.synced is None or (step != self.synced and step % self.sync_interval == 0)
-        if self.generator is None or not self.drives or not due:
+        if not due or (self.generator is None and self.together is None):
             return {}
         began = time.perf_counter()
-        self.generator.sync(step)
+        self.sync(step)
+        return {"rollout/sync_seconds": time.perf_counter() - began} if self.drives else {}
+
+    def sync(self, step: int) -> None:
+        """Have the sampler take the weights as they are; every rank calls it, and those with shards help."""
+        if self.drives and self.generator is not None:
+            try:
+                self.generator.sync(step)
+            finally:
+                if self.together is not None:
+                    self.together.dismiss()
+        elif self.together is not None:
+            self.together.follow()
         self.synced = step
-        return {"rollout/sync_seconds": time.perf_counter() - began}
 
     def _produce(self, state: Any) -> Rollout:
         version = state.global_step if self.generator is None else self.generator.version()
-        return self.producer.produce(version, state)
+        with self.whole():
+            return self.producer.produce(version, state)
 
     def _receive(self, state: Any) -> Rollout:
         """The next rollout, on every rank."""
@@ -113,19 +147,26 @@ class Rollouts:
                 return
             self.ahead.submit(copy.copy(state))
 
-    def evaluate(self, rows: Rows, state: Any, name: str = "eval") -> dict[str, float]:
-        """Rewards, pass rates and lengths on held-out prompts."""
-        if self.generator is not None and self.drives and self.synced != state.global_step:
-            self.generator.sync(state.global_step)
-            self.synced = state.global_step
-        step, names = state.global_step, self.producer.scorer.names
+    def evaluate(
+        self, rows: Rows, state: Any, runner: StepRunner, model: nn.Module, name: str = "eval"
+    ) -> dict[str, float]:
+        """Rewards, pass rates and lengths on held-out prompts; with features also what they and true answers say."""
+        if self.synced != state.global_step:
+            self.sync(state.global_step)
+        step, names = state.global_step, self.producer.names
         own = None
         if self.drives:
-            own = Rollout(self.producer.rollouts, step, self.producer.evaluate(rows, self.eval_size, state))
+            with self.whole():
+                own = Rollout(self.producer.rollouts, step, self.producer.evaluate(rows, self.eval_size, state))
         rollout = self._everywhere(own)
+        if self.matching is not None:
+            found = self.matching.score(rollout.groups, self.eval_size, runner, model)
+            found["ebft/ce_loss"] = self.matching.cross_entropy(rollout.groups, runner, model)
+        else:
+            found = pass_rates(rollout.groups, names)
         for hear in self.evaluated:
             hear(rollout, step, name)
-        return summary(rollout.groups, names, self.method) | pass_rates(rollout.groups, names)
+        return summary(rollout.groups, names, self.method) | found
 
     def save(self, folder: Path) -> None:
         """Write to a checkpoint what shapes the steps after it."""
@@ -133,7 +174,8 @@ class Rollouts:
         if self.current is not None and self.trained < self.producer.plan.updates:
             plain = to_plain(self.current)
             plain["old_logps"] = [
-                None if (old := unit.samples[0].old_logps) is None else old.tolist() for unit in self.units
+                [None if sample.old_logps is None else sample.old_logps.tolist() for sample in unit.samples]
+                for unit in self.units
             ]
         ahead = [to_plain(rollout) for rollout in self.ahead.wait()]  # nothing that was sampled is lost
         state = {"producer": self.producer.state(), "trained": self.trained, "current": plain, "ahead": ahead}
@@ -150,7 +192,7 @@ class Rollouts:
         old = state["current"].pop("old_logps")
         self._take(from_plain(state["current"], self.producer.rows), state["trained"])
         self.units = [
-            unit if logps is None else _with_old(unit, torch.tensor(logps).numpy())
+            unit if None in logps else _with_old(unit, [np.array(one, np.float32) for one in logps])
             for unit, logps in zip(self.units, old, strict=True)
         ]
 
@@ -158,14 +200,20 @@ class Rollouts:
         """End the thread that produces and the processes that compute rewards."""
         self.ahead.close()
         self.producer.scorer.close()
+        if isinstance(self.producer.roll, Player | GymAgents):
+            self.producer.roll.close()
         if self.generator is not None:
             self.generator.close()
-            self.synced = None
+        self.synced = None
+
+    def old_logps(self) -> list[list[float] | None]:
+        """For each completion under way, what the policy said of its tokens before it trained on them, if asked."""
+        samples = (unit.samples[0] if len(unit.samples) == 1 else None for unit in self.units)
+        return [None if one is None or one.old_logps is None else one.old_logps.tolist() for one in samples]
 
     def samples_under_way(self) -> Iterator[dict[str, Any]]:
         """What the rollout under way trains on, for study."""
-        for unit in self.units:
-            sample = unit.samples[0]
+        for sample in (sample for unit in self.units for sample in unit.samples):
             yield {
                 "text": self.producer.decode(sample.ids.tolist()),
                 "ids": sample.ids.tolist(),
@@ -177,24 +225,27 @@ class Rollouts:
         """Train on this rollout from now on; later steps compare with the policy as it is now."""
         plan = self.producer.plan
         self.current, self.trained = rollout, trained
-        self.units = units_of_groups(
-            rollout.groups, mask_truncated=self.mask_truncated, sampler_logps=self.sampler_logps
-        )
+        make = units_of_groups if self.matching is None else self.matching.units
+        self.units = make(rollout.groups, mask_truncated=self.mask_truncated, sampler_logps=self.sampler_logps)
+        self.demonstrations = []
+        if self.matching is not None and self.matching.method.ce_coef:
+            self.demonstrations = self.matching.demonstrations(rollout.groups)
         totals = self.method.count(count_batch(self.units))
         self.counts = {name: float(total) / plan.steps for name, total in totals.items() if name.startswith("rollout_")}
         keeps_old = not self.recompute_replayed and any(group.replayed for group in rollout.groups)
-        if runner is not None and (plan.updates > 1 or keeps_old):
+        has_ratio = self.matching is None or not self.matching.strided
+        if runner is not None and has_ratio and (plan.updates > 1 or keeps_old):
             with dropout_off(model):
                 logps = runner.logps(model, self.units)
             self.units = [
-                _with_old(unit, unit.samples[0].sampler_logps if self._as_sampled(rollout, unit) else own[0])
+                _with_old(unit, [one.sampler_logps for one in unit.samples] if self._as_sampled(rollout, unit) else own)
                 for unit, own in zip(self.units, logps, strict=True)
             ]
 
     def _as_sampled(self, rollout: Rollout, unit: Unit) -> bool:
         """Whether a sample is compared with the policy that wrote it, long ago."""
         kept = rollout.groups[unit.group].replayed and not self.recompute_replayed
-        return kept and unit.samples[0].sampler_logps is not None
+        return kept and all(sample.sampler_logps is not None for sample in unit.samples)
 
 
 class RolloutLoader:
@@ -225,9 +276,9 @@ class KeepRollouts(TrainerCallback):
             self.rollouts.save(folder)
 
 
-def _with_old(unit: Unit, logps: Any) -> Unit:
-    sample = dataclasses.replace(unit.samples[0], old_logps=logps)
-    return dataclasses.replace(unit, samples=(sample,))
+def _with_old(unit: Unit, logps: Sequence[Any]) -> Unit:
+    samples = [dataclasses.replace(one, old_logps=old) for one, old in zip(unit.samples, logps, strict=True)]
+    return dataclasses.replace(unit, samples=tuple(samples))
 
 
 def _means(metrics: Mapping[str, float], device: torch.device) -> dict[str, Mean]:

@@ -1,9 +1,13 @@
 """A run from its config to its result, in reading order."""
 
+import dataclasses
+import math
 import re
 import sys
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import PartialState
@@ -20,11 +24,16 @@ from transformers import (
 
 from upweight.config import Config
 from upweight.data.prepare import Prepared, prepare
+from upweight.engine.context import Context, require_shareable
 from upweight.errors import UserError
-from upweight.log import logger
+from upweight.log import is_seen, logger
+from upweight.methods import EBFT
+from upweight.methods.base import Method
 from upweight.models.adapters import attach_adapter
-from upweight.models.load import compute_dtype, disable_dropout, load_model
+from upweight.models.load import compute_dtype, disable_dropout, load_config, load_model
 from upweight.models.tokenizer import load_tokenizer
+from upweight.rollout.strided import with_blocks
+from upweight.train.acting import acting_of
 from upweight.train.arguments import training_arguments
 from upweight.train.before_after import BeforeAndAfter
 from upweight.train.build import trainer_parts
@@ -42,32 +51,41 @@ from upweight.train.loader import StepSampler
 from upweight.train.model_card import model_card
 from upweight.train.online import plan_of, rewards_of, rollouts_of, watch_rollouts
 from upweight.train.profile import Profiler
-from upweight.train.ranks import as_rank_zero_says, first_here_then_others, join_ranks
+from upweight.train.ranks import as_rank_zero_says, be_one_rank, first_here_then_others, join_ranks, share_rows
 from upweight.train.rates import rate_rules
 from upweight.train.reference_sync import SyncReference, sync_settings
 from upweight.train.refuse import refuse_unsupported
 from upweight.train.run_folder import MetricsFile, changed_keys, cut_metrics, write_config
-from upweight.train.sharding import is_sharded, read_once, refuse_other_layout, shard_alone
+from upweight.train.run_record import recorded
+from upweight.train.sharding import layout_of, read_once, refuse_other_layout, shard_alone, sharding_of
 from upweight.train.trackers import set_variables
 from upweight.train.trainer import MethodTrainer, out_of_memory
 from upweight.train.watch import LossLimit, Progress, StopOnNan, StopOnSignal
 
 
-def train(config: Config, *, resume: bool = False) -> None:
-    """Train what a config describes and write the run folder."""
-    trainer = build(config)
+def train(config: Config, *, resume: bool = False, watchers: Sequence[TrainerCallback] = ()) -> None:
+    """Train what a config describes and write the run folder; `watchers` look on."""
+    trainer = build(config, resume=resume)
     folder, stop = Path(config.run.output_dir), StopOnSignal()
-    for callback in _callbacks(config, trainer, stop):
+    for callback in (*_callbacks(config, trainer, stop), *watchers):
         trainer.add_callback(callback)
     checkpoint = as_rank_zero_says(_begin(config, folder, resume) if trainer.is_world_process_zero() else None)
     if checkpoint is not None:
-        refuse_other_layout(checkpoint, trainer.is_fsdp_enabled)
+        refuse_other_layout(checkpoint, sharding_of(config.sharding, PartialState().num_processes))
         trainer.args.eval_on_start = False
         for callback in trainer.callback_handler.callbacks:
             if isinstance(callback, SyncReference):
                 callback.restore(checkpoint)
         if trainer.rollouts is not None:
             trainer.rollouts.restore(checkpoint)
+    with recorded(folder, _about(config, trainer), writes=trainer.is_world_process_zero()):
+        _train_and_save(config, trainer, stop, checkpoint)
+    logger.info("done: %s", folder)
+    PartialState().destroy_process_group()
+
+
+def _train_and_save(config: Config, trainer: MethodTrainer, stop: StopOnSignal, checkpoint: Path | None) -> None:
+    """The loop, from a checkpoint or the beginning, and the model that comes of it."""
     try:
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     except torch.cuda.OutOfMemoryError as error:
@@ -82,8 +100,19 @@ def train(config: Config, *, resume: bool = False) -> None:
     trainer.card = lambda: model_card(config, trainer.state.log_history, len(trainer.train_dataset))
     trainer.save_model()
     trainer.create_model_card()
-    logger.info("done: %s", folder)
-    PartialState().destroy_process_group()
+
+
+def _about(config: Config, trainer: MethodTrainer) -> dict[str, int]:
+    """How long a run is to be and on how much data, for its record."""
+    arguments, rows = trainer.args, len(trainer.train_dataset)
+    steps = arguments.num_train_epochs * _steps_per_epoch(config, rows, PartialState().num_processes)
+    held_out = trainer.eval_dataset if isinstance(trainer.eval_dataset, Mapping) else {"": trainer.eval_dataset or ()}
+    return {
+        "max_steps": arguments.max_steps if arguments.max_steps > 0 else math.ceil(steps),
+        "rows": rows,
+        "held_out_rows": sum(len(part) for part in held_out.values()),
+        "ranks": PartialState().num_processes,
+    }
 
 
 def evaluate(config: Config) -> dict[str, float]:
@@ -99,30 +128,27 @@ def evaluate(config: Config) -> dict[str, float]:
     return metrics
 
 
-def build(config: Config) -> MethodTrainer:
+def build(config: Config, *, resume: bool = False) -> MethodTrainer:
     """Everything that computes, put together; what watches a run is added to it for training."""
     refuse_unsupported(config)
     set_variables(config.tracking)
+    if config.sharding.deepspeed is not None or (config.sharding.fsdp and _resumes_shards(config, resume)):
+        be_one_rank()
     ranks, device = join_ranks(config.sharding.timeout)
+    context = _context(config)
     set_seed(config.optim.seed)
     tokenizer = load_tokenizer(config.model)
-    data = first_here_then_others(partial(prepare, config, tokenizer))
-    if not len(data.train):
-        raise UserError("\n".join(["datasets: no row is left to train on.", *data.report.lines()]))
-    if ranks.is_main_process:
-        _say_what_became_of_rows(data)
-    if data.template is not None:
-        tokenizer.chat_template = data.template  # saved with the model, which knows no other
-
-    rewards = rewards_of(config, device, list(data.train[0])) if config.method.online else []
-    dtype, sharded = compute_dtype(config.model, device), is_sharded(config.sharding, ranks.num_processes)
-    model = _model(config, tokenizer, dtype, sharded)
+    data = _data(config, tokenizer, says=ranks.is_main_process)
+    acting = acting_of(config)
+    rewards = rewards_of(config, device, list(data.train[0]), acting) if config.method.online else []
+    dtype, sharding = compute_dtype(config.model, device), sharding_of(config.sharding, ranks.num_processes)
+    model = _model(config, tokenizer, dtype, sharded=sharding == "fsdp")
     arguments = training_arguments(
         config,
         steps_per_epoch=_steps_per_epoch(config, len(data.train), ranks.num_processes),
         use_cpu=device.type == "cpu",
         dtype=dtype,
-        sharded=sharded,
+        sharding=sharding,
     )
     load_reference = partial(load_model, config.model, dtype, tokenizer=tokenizer, seed=config.optim.seed)
     parts = trainer_parts(
@@ -137,10 +163,13 @@ def build(config: Config) -> MethodTrainer:
         pure=config.model.pure_bf16,
         separate_reference=load_reference if config.adapter.separate_reference else None,
         prepared=data.folder,
-        sharded=sharded,
+        sharding=sharding,
         noise=config.optim.neftune_alpha,
         offload=config.optim.activation_offloading,
+        context=context,
     )
+    given: dict[str, Any] = {"rows": data.train, "rewards": rewards, "dtype": dtype, "acting": acting}
+    sample = partial(rollouts_of, config, model, tokenizer=tokenizer, sharded=sharding != "none", **given)
     trainer = MethodTrainer(
         model,
         arguments,
@@ -149,13 +178,43 @@ def build(config: Config) -> MethodTrainer:
         train_dataset=data.train,
         eval_dataset=data.evaluation,
         processing_class=tokenizer,
-        rollouts=rollouts_of(config, model, parts["engine"], tokenizer, rows=data.train, rewards=rewards, dtype=dtype)
-        if config.method.online
-        else None,
+        rollouts=sample(parts["engine"], reference=parts["reference"]) if config.method.online else None,
         **parts,
     )
     trainer.remove_callback(PrinterCallback)
     return trainer
+
+
+def _data(config: Config, tokenizer: PreTrainedTokenizerBase, *, says: bool) -> Prepared:
+    """The rows of a run, with the chat template they were written by in the tokenizer."""
+    data = first_here_then_others(partial(prepare, config, tokenizer))
+    if not len(data.train):
+        raise UserError("\n".join(["datasets: no row is left to train on.", *data.report.lines()]))
+    if says:
+        _say_what_became_of_rows(data)
+    if data.template is not None:
+        tokenizer.chat_template = data.template  # saved with the model, which knows no other
+    return _with_room_for_blocks(data, config.method)
+
+
+def _context(config: Config) -> Context | None:
+    """The ranks that share this rank's rows, if any, where the model's heads can be shared."""
+    context = share_rows(config.sharding.context_parallel_size)
+    if context is not None:
+        require_shareable(load_config(config.model), context.size)
+    return context
+
+
+def _with_room_for_blocks(data: Prepared, method: Method) -> Prepared:
+    """The data without documents that no block fits into, for a method that samples blocks."""
+    if not isinstance(method, EBFT) or method.mode != "strided":
+        return data
+    held = data.evaluation
+    return dataclasses.replace(
+        data,
+        train=with_blocks(data.train, method, "training"),
+        evaluation=None if held is None else with_blocks(held, method, "evaluation"),
+    )
 
 
 def _say_what_became_of_rows(data: Prepared) -> None:
@@ -167,6 +226,7 @@ def _say_what_became_of_rows(data: Prepared) -> None:
 
 def _steps_per_epoch(config: Config, rows: int, ranks: int) -> int:
     """Optimizer steps in which every row comes up once."""
+    ranks //= config.sharding.context_parallel_size
     if config.method.online:
         return plan_of(config, ranks).steps_per_epoch(rows)
     batch = (config.optim.micro_batch_size or 1) * (config.optim.accumulation or 1) * ranks
@@ -210,7 +270,7 @@ def _callbacks(config: Config, trainer: MethodTrainer, stop: StopOnSignal) -> li
     """What watches a run. The order counts: a save is asked for, then logged, then completed, then marked."""
     run, folder = config.run, Path(config.run.output_dir)
     callbacks: list[TrainerCallback] = [stop, *([SaveFirstStep()] if run.save_first_step else [])]
-    callbacks += [MetricsFile(folder), Progress(), HealthWatch(folder), StopOnNan(trainer.rows_of_step)]
+    callbacks += [MetricsFile(folder), Progress(bar=is_seen()), HealthWatch(folder), StopOnNan(trainer.rows_of_step)]
     if run.loss_limit is not None:
         callbacks.append(LossLimit(run.loss_limit, run.loss_limit_patience))
     if run.patience is not None:
@@ -225,15 +285,23 @@ def _callbacks(config: Config, trainer: MethodTrainer, stop: StopOnSignal) -> li
     return [*callbacks, KeepCheckpoints(run.save_total_limit)]
 
 
+def _checkpoint(config: Config, resume: bool) -> Path | None:
+    """Where a run goes on from."""
+    if config.run.resume_from is not None:
+        return named_checkpoint(config.run.resume_from)
+    return last_whole_checkpoint(Path(config.run.output_dir)) if resume or config.run.auto_resume else None
+
+
+def _resumes_shards(config: Config, resume: bool) -> bool:
+    checkpoint = _checkpoint(config, resume)
+    return checkpoint is not None and layout_of(checkpoint) == "fsdp"
+
+
 def _begin(config: Config, folder: Path, resume: bool) -> Path | None:
     """Bring the run folder to where the run begins: at a checkpoint, or empty of what an earlier run left."""
-    checkpoint = None
-    if config.run.resume_from is not None:
-        checkpoint = named_checkpoint(config.run.resume_from)
-    elif resume or config.run.auto_resume:
-        checkpoint = last_whole_checkpoint(folder)
-        if resume and checkpoint is None:
-            logger.warning("warning: %s has no whole checkpoint; starting anew", folder)
+    checkpoint = _checkpoint(config, resume)
+    if resume and checkpoint is None:
+        logger.warning("warning: %s has no whole checkpoint; starting anew", folder)
     step = (step_of(checkpoint) or 0) if checkpoint else 0
     changed = changed_keys(config, folder) if checkpoint else []
     if changed:

@@ -13,9 +13,8 @@ from upweight.config import Config
 from upweight.config.config import SECTIONS
 from upweight.config.run import RunSection, TrackingSection
 from upweight.settings import keys_of
-from upweight.train.checkpoints import write_text
+from upweight.train.run_files import CONFIG, METRICS, write_text
 
-METRICS, CONFIG = "metrics.jsonl", "config.yaml"
 FOLDED = ("batch_size",)  # keys whose value has become that of another
 
 
@@ -37,7 +36,7 @@ def changed_keys(config: Config, folder: Path) -> list[str]:
 
 def _content(config: Config) -> dict[str, Any]:
     """Every value that the run reads, under its own key, by YAML name."""
-    off = set() if config.method.online else {"rollout", "vllm", "gym"}
+    off = set() if config.method.online else {"rollout", "vllm", "gym", "environment"}
     content: dict[str, Any] = {}
     for name, section in (*SECTIONS.items(), ("method", type(config.method))):
         for key in keys_of(section) if name not in off else ():
@@ -45,6 +44,8 @@ def _content(config: Config) -> dict[str, Any]:
             for part in key.where:
                 owner = getattr(owner, part)
             value = owner.model_dump(mode="json", exclude_none=True, include={key.name}).get(key.name)
+            if name == "environment" and key.path not in config.given:
+                continue  # kinds of environments refuse each other's keys
             if key.path == key.canonical and key.path not in FOLDED and value not in (None, {}, []):
                 *blocks, last = key.path.split(".")
                 place = content
@@ -85,11 +86,26 @@ class MetricsFile(TrainerCallback):
         self.path = folder / METRICS
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        logs: Mapping[str, float] = kwargs["logs"]
-        if state.is_world_process_zero and "train_runtime" not in logs:
-            row = {"step": state.global_step, **{name: _number(value) for name, value in logs.items()}}
+        line = _line(kwargs["logs"], state)
+        if line is not None:
             with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
+                file.write(line + "\n")
+
+
+class MetricsOut(TrainerCallback):
+    """The same on standard output, for programs that read along."""
+
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        line = _line(kwargs["logs"], state)
+        if line is not None:
+            print(line, flush=True)
+
+
+def _line(logs: Mapping[str, Any], state: Any) -> str | None:
+    """A log as JSON, on the rank that writes; None for the Trainer's last words."""
+    if not state.is_world_process_zero or "train_runtime" in logs:
+        return None
+    return json.dumps({"step": state.global_step, **{name: _number(value) for name, value in logs.items()}})
 
 
 def _number(value: Any) -> Any:

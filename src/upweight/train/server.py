@@ -1,4 +1,4 @@
-"""The vLLM server that a run samples from, where it asks for one."""
+"""The vLLM that a run samples from, where it asks for one: servers, or an engine of its own."""
 
 from pathlib import Path
 from typing import Any
@@ -7,13 +7,17 @@ import torch
 from accelerate import PartialState
 
 from upweight.config.rollout import RolloutSection
+from upweight.errors import UserError
 from upweight.rollout.settings import request_options
 from upweight.rollout.store import Rows
+from upweight.rollout.vllm_colocated import VllmColocated
 from upweight.rollout.vllm_server import VllmServer
-from upweight.serve.address import server_url
+from upweight.rollout.vllm_servers import VllmServers
+from upweight.rollout.vllm_weights import OnModel
+from upweight.serve.address import server_urls
 
 FOLDER = "vllm"  # in the run's folder: weights on their way to the server
-NO_COLOCATE = "vLLM inside the training process is not supported yet; use a server, or drop 'use_vllm'"
+ONE_PROCESS = "vLLM beside the trainer takes the weights of one process; use a server, or one process without shards"
 NO_PATTERN = "the sampler in process cannot be held to a pattern; use a vLLM server, or reward the format"
 
 
@@ -26,22 +30,54 @@ def server_for(
     folder: Path,
     rows: Rows,
     max_new_tokens: int,
-) -> VllmServer | None:
-    """The server, waited for and checked, on rank 0, which drives it; None on other ranks and without one."""
-    if not section.use_vllm or PartialState().process_index:
+) -> VllmServer | VllmServers | VllmColocated | None:
+    """The server or servers, waited for and checked, on rank 0, which drives them; None elsewhere and without one."""
+    if not section.use_vllm:
         return None
-    server = VllmServer(
-        server_url(section),
+    longest = max((len(rows[number]["prompt_ids"]) for number in range(len(rows))), default=0)
+    if section.vllm_mode == "colocate":
+        return _colocated(
+            section, model, tokenizer, dtype=dtype, folder=folder / FOLDER, longest=longest + max_new_tokens
+        )
+    if PartialState().process_index:
+        return None
+    urls, place = server_urls(section), folder / FOLDER
+
+    def opens(url: str, number: int | None = None, on_model: OnModel | None = None) -> VllmServer:
+        return VllmServer(
+            url,
+            model,
+            tokenizer,
+            dtype=dtype,
+            folder=place if number is None else place.with_name(f"{FOLDER}-{number}"),
+            timeout=section.server_timeout,
+            lora_sync=section.lora_sync,
+            temperature=section.temperature,
+            options=request_options(section),
+            on_model=on_model,
+        )
+
+    server = opens(urls[0]) if len(urls) == 1 else VllmServers(urls, opens)
+    server.require_room(longest, max_new_tokens)
+    return server
+
+
+def _colocated(
+    section: RolloutSection, model: Any, tokenizer: Any, *, dtype: torch.dtype, folder: Path, longest: int
+) -> VllmColocated:
+    """An engine beside the trainer, started and asleep."""
+    if PartialState().num_processes > 1:
+        raise UserError(f"trl.vllm_mode: {ONE_PROCESS}.")
+    return VllmColocated(
         model,
         tokenizer,
         dtype=dtype,
-        folder=folder / FOLDER,
-        timeout=section.server_timeout,
+        folder=folder,
+        longest=section.colocate_length or longest,
+        memory=section.colocate_memory,
+        parallel=section.colocate_parallel,
+        sleeps=section.sleep_mode,
         lora_sync=section.lora_sync,
         temperature=section.temperature,
         options=request_options(section),
     )
-    server.require_room(
-        max((len(rows[number]["prompt_ids"]) for number in range(len(rows))), default=0), max_new_tokens
-    )
-    return server

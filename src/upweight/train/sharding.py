@@ -2,30 +2,40 @@
 
 import contextlib
 import os
+from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from accelerate import PartialState
+from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, fsdp2_prepare_model
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from transformers import Trainer
 
 from upweight.config.training import ShardingSection
+from upweight.engine import Engine
+from upweight.engine.packing import build_batch
 from upweight.errors import UserError
 from upweight.log import warn_once
 from upweight.models.patches import shard_on_cpu
-from upweight.models.precision import HALF
+from upweight.models.pieces import lies_in_pieces, zero_gathered
+from upweight.models.precision import HALF, Sharding
 
 
-def is_sharded(section: ShardingSection, ranks: int) -> bool:
-    """Whether a run's weights are sharded; one rank holds all of them anyway."""
-    if section.fsdp and ranks == 1:
+def sharding_of(section: ShardingSection, ranks: int) -> Sharding:
+    """What shards a run's weights; under FSDP one rank holds all of them anyway."""
+    if section.deepspeed is not None:
+        return "deepspeed"
+    one_of_one = ranks == 1 and dist.is_initialized()  # goes on from shards
+    if section.fsdp and ranks == 1 and not one_of_one:
         warn_once("fsdp: there is one process, and nothing is sharded; --num-processes starts more")
     if section.fsdp and section.fsdp_version == 1:
         warn_once("fsdp_version: 1 is old; FSDP2 is taken, and trains the same")
-    return bool(section.fsdp) and ranks > 1
+    return "fsdp" if section.fsdp and (ranks > 1 or one_of_one) else "none"
 
 
 def fsdp_arguments(section: ShardingSection) -> dict[str, Any]:
@@ -73,13 +83,64 @@ def set_up_sharding(trainer: Trainer, dtype: torch.dtype) -> None:
         state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
 
 
-def refuse_other_layout(checkpoint: Path, sharded: bool) -> None:
-    """Raise where a checkpoint's weights and this run's are not both in shards, or both whole."""
-    if any(checkpoint.glob("pytorch_model_fsdp*")) == sharded:
-        return
-    wanted = "drop 'fsdp'" if sharded else "set 'fsdp: true' and start at least two ranks with --num-processes"
-    kind = "whole" if sharded else "sharded"
-    raise UserError(f"resume: the weights in {checkpoint} are {kind}; to go on from there, {wanted}.")
+def layout_of(checkpoint: Path) -> Sharding:
+    """What sharded the weights of a checkpoint."""
+    if any(checkpoint.glob("pytorch_model_fsdp*")):
+        return "fsdp"
+    return "deepspeed" if any(checkpoint.glob("global_step*")) else "none"
+
+
+def refuse_other_layout(checkpoint: Path, sharding: Sharding) -> None:
+    """Raise where a checkpoint's weights were not sharded by what shards this run's."""
+    kinds = {"fsdp": "sharded by FSDP", "deepspeed": "partitioned by DeepSpeed"}
+    remedies = {"fsdp": "set 'fsdp: true'", "deepspeed": "set 'deepspeed' as it was, with as many ranks"}
+    found = layout_of(checkpoint)
+    if found != sharding:
+        raise UserError(
+            f"resume: the weights in {checkpoint} are {kinds.get(found, 'whole')}; to go on from there, "
+            f"{remedies.get(found, 'drop fsdp and deepspeed')}."
+        )
+
+
+@contextlib.contextmanager
+def whole_weights(model: nn.Module, engine: Engine) -> Iterator[None]:
+    """Inside, every rank holds all weights, gathered once, and modules run without the hooks that gather and drop them.
+
+    All ranks enter and leave together; what is not sharded is left alone.
+    """
+    if isinstance(model, FSDPModule):
+        plugin, device = AcceleratorState().fsdp_plugin, PartialState().device
+        assert plugin is not None
+        assert device is not None
+        model.set_reshard_after_forward(False)
+        try:
+            with torch.no_grad():  # a forward through the root gathers unit by unit, and prepares what gathers
+                engine(model, build_batch([], engine.layout).to(device))
+            with _without_hooks(model):
+                yield
+        finally:
+            model.set_reshard_after_forward(bool(plugin.reshard_after_forward))
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+    elif lies_in_pieces(model):
+        with zero_gathered(list(model.parameters())), _without_hooks(model):
+            yield
+    else:
+        yield
+
+
+@contextlib.contextmanager
+def _without_hooks(model: nn.Module) -> Iterator[None]:
+    """Inside, no forward hook of any module runs; they could not be recorded in a CUDA graph either."""
+    kept = [(module, module._forward_pre_hooks, module._forward_hooks) for module in model.modules()]
+    for module, _, _ in kept:
+        module._forward_pre_hooks, module._forward_hooks = OrderedDict(), OrderedDict()
+    try:
+        yield
+    finally:
+        for module, before, after in kept:
+            module._forward_pre_hooks, module._forward_hooks = before, after
 
 
 def shard_alone(trainer: Trainer) -> None:

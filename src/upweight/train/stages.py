@@ -9,8 +9,8 @@ from upweight.config import Config
 from upweight.errors import UserError
 from upweight.log import logger
 from upweight.models.merge import Adapted, merge_adapter
-from upweight.train.checkpoints import write_text
-from upweight.train.run_folder import METRICS
+from upweight.train.run_files import METRICS, write_text
+from upweight.train.run_record import report_on
 
 DONE, REPORT = "stage.json", "stages.md"
 HEADINGS = ("stage", "method", "steps", "metric", "first", "last")
@@ -22,15 +22,18 @@ def train_stages(config: Config, run_stage: Callable[[int, bool], None], *, resu
     finished = _finished(folders) if resume else 0
     for folder in folders[finished:]:
         (folder / DONE).unlink(missing_ok=True)
-    for number, stage in enumerate(config.stages):
-        if number < finished:
-            logger.info("%s is done", folders[number].name)
-            continue
-        logger.info("%s (%d of %d)", folders[number].name, number + 1, len(folders))
-        if number and stage.model.base_model == str(folders[number - 1] / "merged"):
-            _merged(config.stages[number - 1])
-        run_stage(number, resume and number == finished)
-        write_text(folders[number] / DONE, json.dumps(summary(stage)))
+    try:
+        for number, stage in enumerate(config.stages):
+            if number < finished:
+                logger.info("%s is done", folders[number].name)
+                continue
+            logger.info("%s (%d of %d)", folders[number].name, number + 1, len(folders))
+            if number and stage.model.base_model == str(folders[number - 1] / "merged"):
+                _merged(config.stages[number - 1])
+            run_stage(number, resume and number == finished)
+            write_text(folders[number] / DONE, json.dumps(summary(stage)))
+    finally:
+        report_on(Path(config.run.output_dir))
     write_text(Path(config.run.output_dir) / REPORT, report(folders))
     for line in table(folders):
         logger.info("%s", line)

@@ -9,6 +9,7 @@ from types import MappingProxyType
 import numpy as np
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DistributedType
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
@@ -17,11 +18,13 @@ from upweight.engine.check import check_first_batch, check_first_gradients, grad
 from upweight.engine.packing import build_batch, count_batch, plan_rows, whole_blocks
 from upweight.methods.base import Method
 from upweight.models.reference import Reference
+from upweight.rollout.samples import SHOWN
 from upweight.train.meters import Meters, union_over_ranks
 from upweight.train.ranks import from_all_ranks
-from upweight.types import Batch, Loss, Mean, Outputs, Unit
+from upweight.types import Batch, Loss, Mean, Outputs, Sample, Unit
 
 SHORT = 1024  # tokens of a unit whose activations are kept to check its gradients
+EXCERPT = 256  # tokens of a sample that stand for it where a plain forward of the whole might not fit one rank
 
 
 @dataclass
@@ -40,6 +43,24 @@ class StepRunner:
     tokens: int = 0  # forwarded by this rank since somebody last set it to zero
     checked: bool = False
     collects: list[str] = field(default_factory=list)  # names of what the method collects, on any rank
+
+    @property
+    def shares(self) -> int:
+        """Parts that a step is dealt in: one for each rank, or for each group of ranks that share their rows."""
+        return self.accelerator.num_processes // self._sharing
+
+    @property
+    def _sharing(self) -> int:
+        return 1 if self.engine.context is None else self.engine.context.size
+
+    @property
+    def _speaks(self) -> bool:
+        """Whether this rank reports what all ranks of its group know."""
+        return self.engine.context is None or self.engine.context.rank == 0
+
+    @property
+    def _under_zero(self) -> bool:
+        return self.accelerator.distributed_type == DistributedType.DEEPSPEED
 
     def train(self, model: nn.Module, units: Sequence[Unit], known_counts: Mapping[str, float] | None = None) -> Tensor:
         """Gradients of a step; returns a loss whose mean over ranks is the step's.
@@ -62,20 +83,23 @@ class StepRunner:
         metered: list[Mapping[str, Mean]] = []
         for number, row in enumerate(rows):
             # Where weights are sharded, gradients are too, after each row: a rank may not have room for all of them.
-            at_once = self.accelerator.is_fsdp2 or number == len(rows) - 1
+            last = number == len(rows) - 1
+            at_once = last or self.accelerator.is_fsdp2 or self._under_zero
+            if self._under_zero:  # its step is part of the last backward
+                self.accelerator.sync_gradients = last
             with contextlib.nullcontext() if at_once else self.accelerator.no_sync(model):
-                out = self._outputs(model, row.batch, known[number])
+                out = self._outputs(model, row, known[number])
                 share = self._share(out, row, counts, prepared, metered)
                 self.accelerator.backward(share)
-            total += share.detach()
-        if first:
+            total += share.detach() / self._sharing
+        if first and not self._under_zero:  # which has its gradients elsewhere
             self._check_gradients(model, counts)
         for metrics in metered:
             self.meters.add(metrics)
         if self.skips_idle:
             forwarded = torch.tensor([len(working), len(units)], dtype=torch.float64)
             self.meters.add({"forwarded_share": Mean(*forwarded.to(self.accelerator.device))})
-        self.tokens += sum(row.batch.ids_BN.numel() for row in rows if row.real)
+        self.tokens += sum(row.batch.ids_BN.numel() for row in rows if row.real and self._speaks)
         return total
 
     @torch.no_grad()
@@ -86,7 +110,7 @@ class StepRunner:
         known, prepared = self._prepare(model, rows)
         sums = {unit: torch.zeros_like(count) for unit, count in counts.items()}
         for number, row in enumerate(rows):
-            out = self._outputs(model, row.batch, known[number])
+            out = self._outputs(model, row, known[number])
             if row.real:
                 loss = self.method.loss(out, row.batch, prepared)
                 self.meters.add(loss.metrics)
@@ -95,11 +119,18 @@ class StepRunner:
 
     def rows(self, units: Sequence[Unit]) -> list["Row"]:
         """This rank's forwards; every rank has the same number, some of them idle."""
-        plan = plan_rows(units, self.token_budget, self.accelerator.num_processes, self.engine.layout)
-        return [
-            Row(self._batch([units[number] for number in numbers]), tuple(numbers))
-            for numbers in plan[self.accelerator.process_index]
-        ]
+        # Demonstrations among samples have rows of their own: nothing was sampled there, at no temperature.
+        shown = [self.method.online and unit.samples[0].label == SHOWN for unit in units]
+        rows: list[Row] = []
+        for kind, temperature in ((False, self.temperature), (True, 1.0)):
+            numbers = [number for number, own in enumerate(shown) if own == kind]
+            chosen = [units[number] for number in numbers]
+            plan = plan_rows(chosen, self.token_budget, self.shares, self.engine.layout)
+            rows += [
+                Row(self._batch([chosen[n] for n in row]), tuple(numbers[n] for n in row), temperature)
+                for row in plan[self.accelerator.process_index // self._sharing]
+            ]
+        return rows
 
     @torch.no_grad()
     def logps(self, model: nn.Module, units: Sequence[Unit]) -> list[list[NDArray[np.float32]]]:
@@ -109,7 +140,7 @@ class StepRunner:
         """
         found: dict[int, list[NDArray[np.float32]]] = {}
         for row in self.rows(units):
-            logps_T = self.engine(model, row.batch, temperature=self.temperature).logps_T
+            logps_T = self.engine(model, row.batch, temperature=row.temperature).logps_T
             assert logps_T is not None
             samples = [sample for number in row.units for sample in units[number].samples]
             counts = np.bincount(row.batch.sequence_T.cpu().numpy(), minlength=len(samples))
@@ -117,7 +148,8 @@ class StepRunner:
             for number in row.units:
                 pairs = [(int(sample.scored.sum()), next(parts)) for sample in units[number].samples]
                 found[number] = [np.pad(part, (scored - len(part), 0)) for scored, part in pairs]
-        everyone = {number: parts for own in from_all_ranks(found) for number, parts in own.items()}
+        shares = from_all_ranks(found if self._speaks else {})
+        everyone = {number: parts for own in shares for number, parts in own.items()}
         return [everyone[number] for number in range(len(units))]
 
     def _batch(self, units: Sequence[Unit]) -> Batch:
@@ -132,7 +164,7 @@ class StepRunner:
         return dict(zip(counts, torch.stack(list(counts.values())).to(self.accelerator.device).unbind(), strict=True))
 
     def _reduce(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
-        reduced = self.accelerator.reduce(torch.stack(list(values.values())), "sum")
+        reduced = self.accelerator.reduce(torch.stack(list(values.values())) * self._speaks, "sum")
         assert isinstance(reduced, Tensor)
         return dict(zip(values, reduced.unbind(), strict=True))
 
@@ -144,7 +176,7 @@ class StepRunner:
         known: list[Tensor | None] = []
         with torch.no_grad():
             for row in rows:
-                out = self._outputs(model, row.batch, None)
+                out = self._outputs(model, row, None)
                 known.append(out.ref_logps_T)
                 if row.real:
                     for name, values in self.method.collect(out, row.batch).items():
@@ -159,20 +191,22 @@ class StepRunner:
             self.collects = union_over_ranks(set(collected))
         joined: dict[str, Tensor] = {}
         for name in self.collects:
-            own = torch.cat(collected.get(name, [torch.zeros(0, device=self.accelerator.device)]))
+            nothing = [torch.zeros(0, device=self.accelerator.device)]
+            own = torch.cat(collected.get(name, nothing) if self._speaks else nothing)
             padded = self.accelerator.pad_across_processes(own, pad_index=float("nan"))  # pyright: ignore[reportArgumentType]
             gathered = self.accelerator.gather(padded)
             assert isinstance(gathered, Tensor)
             joined[name] = gathered[~gathered.isnan()]
         return joined
 
-    def _outputs(self, model: nn.Module, batch: Batch, ref_logps_T: Tensor | None) -> Outputs:
+    def _outputs(self, model: nn.Module, row: "Row", ref_logps_T: Tensor | None) -> Outputs:
         """Policy outputs of a row with the reference's log-probs beside them."""
+        batch = row.batch
         known = batch.ref_logps_T if batch.ref_logps_T is not None else ref_logps_T
         if known is None and self.reference is not None:
             with torch.no_grad(), self.reference.use(model) as reference:
-                known = self.engine(reference, batch, temperature=self.temperature).logps_T
-        out = self.engine(model, batch, self.method.statistics, temperature=self.temperature)
+                known = self.engine(reference, batch, temperature=row.temperature).logps_T
+        out = self.engine(model, batch, self.method.statistics, temperature=row.temperature)
         return out if known is None else _with_reference(out, known)
 
     def _share(
@@ -183,7 +217,10 @@ class StepRunner:
         prepared: dict[str, Tensor],
         metered: list[Mapping[str, Mean]],
     ) -> Tensor:
-        """This row's part of the loss, times the number of ranks, since gradients are averaged over them."""
+        """This row's part of the loss, times the number of ranks, since gradients are averaged over them.
+
+        Ranks that share a row have the same part, and each the gradient of its own tokens.
+        """
         if not row.real:
             scored = out.logps_T if out.logps_T is not None else out.scores_TC
             assert scored is not None
@@ -195,10 +232,14 @@ class StepRunner:
 
     def _check(self, model: nn.Module, row: "Row", units: Sequence[Unit]) -> None:
         """The first row against plain forwards, jointly for all ranks; a short unit of it by gradients too."""
-        found = [check_first_batch(self.engine, model, row.batch, self.dtype)]
-        if not self.accelerator.is_fsdp2:
-            short = [u for u in row.units if sum(len(sample.ids) for sample in units[u].samples) <= SHORT]
-            batch = self._batch([units[short[0]]] if short else [])
+        own, batch = [units[number] for number in row.units], row.batch
+        if self.engine.context is not None:
+            own = [_excerpt(unit) for unit in own[:2]]
+            batch = self._batch(own)
+        found = [check_first_batch(self.engine, model, batch, self.dtype)]
+        if not (self.accelerator.is_fsdp2 or self._under_zero):
+            short = [unit for unit in own if sum(len(sample.ids) for sample in unit.samples) <= SHORT]
+            batch = self._batch(short[:1])
             plain = self.accelerator.unwrap_model(model)
             found.append(check_first_gradients(self.engine, plain, batch, self.dtype))
         worst = self.accelerator.gather(
@@ -223,10 +264,21 @@ class Row:
 
     batch: Batch
     units: tuple[int, ...]
+    temperature: float = 1.0
 
     @property
     def real(self) -> bool:
         return bool(self.units)
+
+
+def _excerpt(unit: Unit) -> Unit:
+    """A unit with the tokens around the first scored one of each sample."""
+    samples: list[Sample] = []
+    for sample in unit.samples:
+        first = int(sample.scored.argmax())
+        around = slice(max(0, first - EXCERPT // 2), first + EXCERPT // 2)
+        samples.append(Sample(ids=sample.ids[around], scored=sample.scored[around]))
+    return Unit(tuple(samples))
 
 
 def _with_reference(out: Outputs, ref_logps_T: Tensor) -> Outputs:

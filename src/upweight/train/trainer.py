@@ -73,6 +73,7 @@ class MethodTrainer(Trainer):
                 self.eval_dataset, lambda rows: with_reference(rows, model, self.runner, precompute)
             )
         self.last_log = time.perf_counter()
+        self.last_blocked = 0.0  # seconds that rollouts had been waited for by then
         if rollouts is None:
             self.add_callback(_EpochOrder(self))
 
@@ -80,7 +81,7 @@ class MethodTrainer(Trainer):
         """Whole steps; not prepared by accelerate, whose loader would split them and run one ahead."""
         if self.rollouts is not None:
             return RolloutLoader(self.rollouts, self._next_rollout_step, lambda: self.state.global_step)
-        batch = self.args.per_device_train_batch_size * self.accelerator.num_processes
+        batch = self.args.per_device_train_batch_size * self.runner.shares
         self.sampler = StepSampler(
             _length(self.train_dataset),
             batch,
@@ -98,7 +99,7 @@ class MethodTrainer(Trainer):
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
         """Whole steps of the evaluation rows, in order."""
         rows = self.eval_dataset if eval_dataset is None else eval_dataset
-        batch = self.args.per_device_eval_batch_size * self.accelerator.num_processes
+        batch = self.args.per_device_eval_batch_size * self.runner.shares
         return self._loader(rows, StepSampler(_length(rows), batch, 0, shuffle=False))
 
     def _loader(self, rows: Any, sampler: StepSampler) -> DataLoader[Any]:
@@ -166,7 +167,11 @@ class MethodTrainer(Trainer):
         model.eval()
         self._optimizer_mode("eval")
         online = self.rollouts
-        metrics = self._loss_on(model, rows) if online is None else online.evaluate(rows, self.state, prefix)
+        metrics = (
+            self._loss_on(model, rows)
+            if online is None
+            else online.evaluate(rows, self.state, self.runner, model, prefix)
+        )
         named = {f"{prefix}_{name}": value for name, value in metrics.items()}
         self.log(dict(named))
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, named)
@@ -195,6 +200,12 @@ class MethodTrainer(Trainer):
             tokens = self.accelerator.reduce(torch.tensor(self.runner.tokens, device=self.accelerator.device), "sum")
             assert isinstance(tokens, Tensor)
             logs["tokens_per_second"] = round(float(tokens) / (now - self.last_log), 1)
+            if self.rollouts is not None:  # the same without the time in which training waited for rollouts
+                blocked = self.rollouts.ahead.blocked
+                worked = now - self.last_log - (blocked - self.last_blocked)
+                logs["training/tokens_per_second"] = round(float(tokens) / max(worked, 1e-9), 1)
+                logs["rollout/share_of_seconds"] = round((blocked - self.last_blocked) / (now - self.last_log), 3)
+                self.last_blocked = blocked
             self.last_log, self.runner.tokens = now, 0
         super().log(logs, start_time)
 
@@ -207,7 +218,9 @@ class MethodTrainer(Trainer):
                 folder.mkdir(parents=True, exist_ok=True)  # what the Trainer asks next is whether it is there
             super().save_model(output_dir, _internal_call)
             return
-        weights = self.accelerator.get_state_dict(self.model) if self.is_fsdp_enabled else None
+        weights = None
+        if self.is_fsdp_enabled or self.is_deepspeed_enabled:
+            weights = self.accelerator.get_state_dict(self.model_wrapped if self.is_deepspeed_enabled else self.model)
         if self.args.should_save:
             model: Any = self.accelerator.unwrap_model(self.model)
             tokenizer: Any = self.processing_class

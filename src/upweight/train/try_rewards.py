@@ -15,6 +15,7 @@ from upweight.rewards.call import RewardCall
 from upweight.rewards.reward import Reward
 from upweight.rewards.trial import Trial, remarks, try_rewards
 from upweight.rollout.plan import PromptOrder
+from upweight.train.acting import acting_of
 from upweight.train.online import rewards_of
 from upweight.train.run import build
 from upweight.types import Group
@@ -77,7 +78,7 @@ def try_on_rows(config: Config, rows: Sequence[Mapping[str, Any]]) -> TriedRewar
             raise UserError(f"row {number} of the completions has no 'completion', a text or a list of messages.")
     columns = sorted({name for row in rows for name in row} - {"prompt", "completion"})
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    rewards = rewards_of(config, device, columns)
+    rewards = rewards_of(config, device, columns, acting_of(config))
     completions = [_as_prompted(row) for row in rows]
     ids = _tokens(config, rewards, texts_of(completions))
     group, group_S = -1, []

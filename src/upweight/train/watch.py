@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -13,11 +14,12 @@ from typing import Any
 from transformers import TrainerCallback
 
 from upweight.errors import UserError
-from upweight.log import logger
+from upweight.log import clear_status, logger, show_status
 from upweight.train.ranks import LargestOverRanks
 
 SHOWN = ("reward", "reward_std", "loss", "rewards/accuracies", "rewards/margins", "accuracy", "mean_token_accuracy",
          "kl", "entropy", "completions/mean_length", "grad_norm")  # fmt: skip
+BAR = 24  # characters
 NAN_BATCH = "nan_batch.jsonl"
 
 
@@ -119,10 +121,21 @@ class LossLimit(TrainerCallback):
 
 
 class Progress(TrainerCallback):
-    """One line for each log: what matters, tokens per second, time left."""
+    """One line for each log: what matters, tokens per second, time left; with `bar`, a passing line for each step."""
+
+    def __init__(self, *, bar: bool = False) -> None:
+        self.bar, self.first = bar, (0, 0.0)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.started, self.first_step = time.perf_counter(), state.global_step
+        self.begun = state.global_step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.begun + 1:  # which compiles, allocates and follows an evaluation: no measure
+            self.first = (state.global_step, time.perf_counter())
+        self._draw(state)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        clear_status()
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         logs: Mapping[str, float] = kwargs["logs"]
@@ -132,12 +145,28 @@ class Progress(TrainerCallback):
         shown = [f"{name.split('/')[-1]} {logs[prefix + name]:.4g}" for name in SHOWN if prefix + name in logs]
         if not shown:
             return
-        done = state.global_step - self.first_step
-        left = (time.perf_counter() - self.started) / max(done, 1) * (state.max_steps - state.global_step)
         if "tokens_per_second" in logs:
-            shown += [f"{logs['tokens_per_second']:.0f} tokens/s", f"{duration(left)} left"]
+            shown += [f"{logs['tokens_per_second']:.0f} tokens/s", *self._left(state.global_step, state.max_steps)]
         label = "evaluation" if prefix else "step"
         logger.info("%s %d/%d  %s", label, state.global_step, state.max_steps, "  ".join(shown))
+        self._draw(state)
+
+    def _draw(self, state: Any) -> None:
+        if self.bar and state.is_world_process_zero and state.max_steps:
+            show_status(self._bar(state.global_step, state.max_steps))
+
+    def _bar(self, step: int, steps: int) -> str:
+        done = BAR * step // steps
+        text = [f"[{'#' * done}{'-' * (BAR - done)}]", f"{step}/{steps}", *self._left(step, steps)]
+        return "  ".join(text)[: shutil.get_terminal_size().columns - 1]
+
+    def _left(self, step: int, steps: int) -> list[str]:
+        """The time left at the pace since the first step, evaluations and checkpoints included; nothing before that."""
+        since, at = self.first
+        if since == 0 or step <= since:
+            return []
+        pace = (time.perf_counter() - at) / (step - since)
+        return [f"{duration(pace * (steps - step))} left"]
 
 
 def duration(seconds: float) -> str:

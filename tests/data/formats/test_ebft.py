@@ -24,7 +24,13 @@ def records(name, row, mode="structured", family="chatml"):
 
 def columns(name, row):
     _, made = records(name, row)
-    return [{key: value for key, value in record.columns.items() if key != "prompt_ids"} for record in made]
+    return [{key: value for key, value in record.columns.items() if not key.endswith("_ids")} for record in made]
+
+
+def truths(name, row, family="chatml"):
+    """The true turns as text: the assistant's, and between them what others said."""
+    tokenizer, made = records(name, row, family=family)
+    return [[tokenizer.decode(ids) for ids in record.columns["truth_ids"]] for record in made]
 
 
 def test_input_and_output():
@@ -50,6 +56,17 @@ def test_reasoning(marks):
     (split,) = columns("ebft_reasoning.transform_split_thinking", row)
     assert split["ground_truth"] == "<think>\nhm\n</think>\n\nb"
     assert split["prompt"] == [turn("user", "a", reasoning_content="")]
+
+
+def test_true_turns_are_what_the_template_would_have_the_model_write():
+    first = ["b<|im_end|>"]
+    assert truths("ebft_opencode.transform", {"input": "a", "output": "b"}) == [first]
+    reply = "\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n"
+    assert truths("ebft_chat_multiturn.transform", {"messages": TALK}) == [[*first, reply, "d<|im_end|>"]]
+    assert truths("ebft_chat_multiturn.transform", {"messages": TALK[:3]}) == [first]
+    rows = {"prompt": TALK[:1], "completion": "b", "remaining_turns": TALK[2:]}
+    assert truths(None, rows) == [[*first, reply, "d<|im_end|>"]]
+    assert truths(None, {"prompt": "a", "completion": "b"}) == [first]
 
 
 def trained(tokenizer, record):

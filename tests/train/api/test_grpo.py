@@ -27,6 +27,7 @@ COMMON = {
     "max_completion_length": 6,
     "learning_rate": 1e-2,
 }
+OWN = ("reward_processing_classes", "rollout_func", "tools", "environment_factory")
 ROWS = [{"prompt": said("user", f"{n} + 1?"), "answer": str(n + 1)} for n in range(6)]
 
 
@@ -57,7 +58,7 @@ def text_of(answer):
 
 
 def grpo(folder, model=None, reward_funcs=None, *, rows=None, eval_dataset=None, peft_config=None, **config):
-    own = {name: config.pop(name) for name in ("reward_processing_classes", "rollout_func") if name in config}
+    own = {name: config.pop(name) for name in OWN if name in config}
     return GRPOTrainer(
         model or str(folder / "model"),
         vowels() if reward_funcs is None else reward_funcs,
@@ -331,10 +332,68 @@ def test_wrong_inputs_are_named_before_the_model_is_loaded(change, words, folder
         grpo(folder, str(folder / "model"), **change)
 
 
-@pytest.mark.parametrize("name", ["tools", "environment_factory"])
-def test_tools_and_environments_are_refused(name, folder):
-    with pytest.raises(UserError, match=f"{name}: not supported"):
-        GRPOTrainer(str(folder / "model"), vowels(), train_dataset=ROWS, **{name: [print]})
+class Counting:
+    """Lets the policy go on once, and rewards it by the row."""
+
+    def reset(self, answer, **row):
+        self.answer, self.turns = answer, 0
+        return "think!"
+
+    def step(self, text):
+        self.turns += 1
+        return "again" if self.turns < 2 else None
+
+    def get_reward(self):
+        return float(self.answer)
+
+
+def shout(text: str) -> str:
+    """Say it loudly.
+
+    Args:
+        text: what to say.
+    """
+    return text.upper()
+
+
+def test_environments_and_tools_take_part_by_the_names_that_scripts_know(folder):
+    config = {
+        "max_steps": 2,
+        "generation_kwargs": {"stop_token_ids": list(range(0, 300, 2))},
+        "max_completion_length": 40,
+    }
+    trainer = grpo(folder, environment_factory=Counting, tools=[shout], max_tool_calling_iterations=4, **config)
+    trainer.train()
+    (first, *_) = [row for row in trainer.state.log_history if "loss" in row]
+    assert first["environment/turns_max"] == 2
+    assert first["environment/masked"] == 0
+    assert first["rewards/reward_env/mean"] > 0
+    assert "rewards/vowels/mean" in first
+    shown = trainer.generate_completions(ROWS[:1], 2)
+    assert [message["role"] for message in shown[0]["completion"]] == ["assistant", "user", "assistant"]
+    trainer.rollouts.close()
+
+
+def test_an_environment_may_give_the_only_reward(folder):
+    trainer = grpo(
+        folder, reward_funcs=[], environment_factory={"count": Counting}, rows=[{**ROWS[0], "environment": "count"}]
+    )
+    assert trainer.rollouts.producer.scorer.names == ["reward_env"]
+    with pytest.raises(UserError, match="reward_funcs: empty"):
+        grpo(folder, reward_funcs=[], tools=[shout])
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"tools": [print]}, "tools: 'print' cannot be described to the model"),
+        ({"tools": [shout], "rollout_func": lambda prompts, trainer: {}}, "rollout_func: cannot be used with 'tools'"),
+        ({"environment_factory": dict}, "environment_factory: dict has no method 'reset"),
+    ],
+)
+def test_tools_and_environments_that_cannot_work_are_named(given, words, folder):
+    with pytest.raises(UserError, match=words):
+        grpo(folder, **given)
 
 
 def test_a_reward_that_does_not_apply_is_no_number(folder):

@@ -107,12 +107,10 @@ def test_a_batch_that_does_not_fit_names_the_smallest_change(given, words, tmp_p
 @pytest.mark.parametrize(
     ("asked", "words"),
     [
-        ({"use_vllm": True, "vllm_mode": "colocate"}, "vllm_mode: vLLM inside the training process"),
         ({"vllm_structured_outputs_regex": "a+"}, "vllm_structured_outputs_regex"),
         ({"use_adaptive_entropy": True}, "use_adaptive_entropy"),
         ({"router_aux_loss_coef": 0.1}, "router_aux_loss_coef"),
         ({"cast_lm_head_to_fp32": True}, "cast_lm_head_to_fp32"),
-        ({"max_tool_calling_iterations": 3}, "max_tool_calling_iterations"),
         ({"log_completions_hub_repo": "a/b"}, "log_completions_hub_repo"),
         ({"max_length": 100}, "max_length: prompts are bounded"),
         ({"generation_batch_size": 8, "steps_per_generation": 2}, "steps_per_generation: cannot be used with"),

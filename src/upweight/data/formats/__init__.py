@@ -1,7 +1,7 @@
 """Formats by name for each kind of data; a format makes examples of a row."""
 
 from upweight.data.examples import Builder
-from upweight.data.formats import ebft, kto, pairs, prompts, sft, stepwise
+from upweight.data.formats import ebft, kto, nemo_gym, pairs, prompts, sft, stepwise
 from upweight.methods.base import Method
 
 FORMATS: dict[str, dict[str, Builder]] = {
@@ -9,7 +9,7 @@ FORMATS: dict[str, dict[str, Builder]] = {
     "labelled": kto.FORMATS,
     "steps": stepwise.FORMATS,
     "text": sft.FORMATS,
-    "prompts": prompts.FORMATS,
+    "prompts": prompts.FORMATS | nemo_gym.FORMATS,
     "ebft": ebft.FORMATS,
 }
 

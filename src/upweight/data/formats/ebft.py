@@ -1,12 +1,14 @@
 """Prompts with the answer that sampled ones should resemble, or whole documents: for EBFT."""
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from upweight.data.examples import Builder, Example, Format, Prompt, Setup, Span, Text
 from upweight.data.formats import prompts, sft
-from upweight.data.messages import Message
-from upweight.data.rows import Row, RowError, checked_text, first_of, has, lookup, text_at
+from upweight.data.messages import Conversation, Message
+from upweight.data.rows import Row, RowError, checked_text, common_length, first_of, has, lookup, text_at
+from upweight.data.templates import ChatTemplate
 
 THINKING = re.compile(
     r"\s*(?:<think>(.*?)</think>|<reasoning>(.*?)</reasoning>|<\|begin_of_thought\|>(.*?)<\|end_of_thought\|>)\s*",
@@ -17,8 +19,41 @@ TRUE_ANSWER = ("ground_truth", "completion", "output", "answer")
 
 def example(setup: Setup, row: Row, prompt: list[Message], truth: str, **columns: Any) -> Example:
     """A prompt of messages with the true answer; in strided mode both as one document."""
-    text = setup.template.prompt(setup.reader.conversation(row, prompt, "messages"))
-    return continuous(text, truth) if is_strided(setup) else Prompt(prompt, text, {"ground_truth": truth, **columns})
+    conversation = setup.reader.conversation(row, prompt, "messages")
+    text = setup.template.prompt(conversation)
+    if is_strided(setup):
+        return continuous(text, truth)
+    answer: Message = {"role": "assistant", "content": truth}
+    turns = answers_and_replies(setup.template, conversation, [answer, *columns.get("remaining_turns", [])])
+    return Prompt(prompt, text, {"ground_truth": truth, **columns}, turns)
+
+
+def answers_and_replies(template: ChatTemplate, before: Conversation, messages: Sequence[Message]) -> tuple[str, ...]:
+    """The texts of the assistant's turns, and between them what others say and the template adds, as tokens follow.
+
+    Messages behind the last assistant turn are left out. An earlier turn is taken as it was written, also where the
+    template would write it anew.
+    """
+    number = 0
+    texts: list[str] = []
+    while True:
+        asked, upto = template.render(before, ask=True), before.then(messages[number])
+        written, content = template.render(upto).rstrip(), str(messages[number]["content"]).strip()
+        ending = written[written.rindex(content) + len(content) :] if content in written else ""
+        texts.append(written[len(asked) :] if written.startswith(asked) else content + ending)
+        rest = range(number + 1, len(messages))
+        number = next((later for later in rest if messages[later]["role"] == "assistant"), 0)
+        if not number:
+            return tuple(texts)
+        others = messages[rest.start : number]
+        # What follows an answer does not depend on it: it is the end that two different answers have in common.
+        one, two = (
+            template.render(before.then({**messages[rest.start - 1], "content": word}, *others), ask=True)
+            for word in ("A", "B")
+        )
+        reply = one[len(one) - common_length(one[::-1], two[::-1]) :]
+        texts.append(reply[len(ending) :] if reply.startswith(ending) else reply)
+        before = upto.then(*others)
 
 
 def is_strided(setup: Setup) -> bool:
@@ -165,7 +200,7 @@ def untyped(setup: Setup) -> Format:
         if has(row, "input_ids"):
             return [sft.token_ids(row)]
         if has(row, "prompt"):
-            return [_with_truth(setup, found) for found in as_prompt(row) if isinstance(found, Prompt)]
+            return [_with_truth(setup, row, found) for found in as_prompt(row) if isinstance(found, Prompt)]
         if has(row, "messages") or has(row, "conversations"):
             return as_document(row) if strided else as_chat(row)
         if strided:
@@ -175,14 +210,19 @@ def untyped(setup: Setup) -> Format:
     return read
 
 
-def _with_truth(setup: Setup, found: Prompt) -> Example:
+def _with_truth(setup: Setup, row: Row, found: Prompt) -> Example:
     """The prompt with its true answer under the one name that training reads."""
     key = next((name for name in TRUE_ANSWER if found.columns.get(name) is not None), "ground_truth")
     truth = checked_text(found.columns.get(key), key)
     if is_strided(setup):
         return continuous(found.text, truth)
     columns = {name: value for name, value in found.columns.items() if name != key}
-    return Prompt(found.prompt, found.text, {"ground_truth": truth, **columns})
+    turns: tuple[str, ...] = (truth,)
+    if not isinstance(found.prompt, str) and found.prompt[-1].get("role") != "assistant":
+        conversation = setup.reader.conversation(row, setup.reader.messages(found.prompt, "prompt"))
+        more = columns.get("remaining_turns") or []
+        turns = answers_and_replies(setup.template, conversation, [{"role": "assistant", "content": truth}, *more])
+    return Prompt(found.prompt, found.text, {"ground_truth": truth, **columns}, turns)
 
 
 FORMATS: dict[str, Builder] = {

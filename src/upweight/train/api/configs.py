@@ -27,8 +27,7 @@ REFUSED = {
     "auto_find_batch_size": "a batch is cut into forwards by `token_budget`; remove it",
     "label_smoothing_factor": "is for classifiers; preference losses have `label_smoothing`",
     "torch_compile": "layers are not compiled; remove it",
-    "fsdp": "is for runs from a config (`upweight train`); `accelerate launch` gives plain data parallelism",
-    "deepspeed": "DeepSpeed is not supported yet; remove it",
+    "deepspeed": "is for runs from a config (`upweight train`); `fsdp=True` shards alike",
 }
 
 
@@ -101,6 +100,14 @@ class MethodArguments(TrainingArguments):
         refused = [f"{name}: {why}." for name, why in unknown.items() if asks_for_something(getattr(self, name, None))]
         if self.neftune_noise_alpha is not None and self.method_class is not SFT:
             refused.append("neftune_noise_alpha: noise on embeddings is for supervised fine-tuning; remove it.")
+        if self.fsdp and (self.fsdp_plugin_args or {}).get("fsdp_version", 2) != 2:
+            refused.append("fsdp_config: weights are sharded by FSDP2; leave out 'version'.")
+        if self.fsdp and (self.fsdp_plugin_args or {}).get("activation_checkpointing"):
+            refused.append("fsdp_config: instead of 'activation_checkpointing', use `gradient_checkpointing=True`.")
+        if self.fsdp and getattr(self, "precompute_ref_log_probs", False):
+            refused.append(
+                "precompute_ref_log_probs: the reference is sharded with the policy; leave it out with fsdp."
+            )
         if self.fp16 and self.bf16:
             refused.append("fp16, bf16: choose one of them.")
         if self.truncation_mode != "keep_start":
@@ -149,6 +156,11 @@ class MethodArguments(TrainingArguments):
         assert not isinstance(given, str), "transformers parses JSON"
         return given if self.gradient_checkpointing else None
 
+    @property
+    def sharded(self) -> bool:
+        """Whether the ranks hold shards of the weights."""
+        return bool(self.fsdp) and self.world_size > 1
+
     def for_loop(self, *, lora: bool) -> TrainingArguments:
         """The arguments as the Trainer sees them: one batch a step, no autocast; these stay as they are."""
         method = self.method_class
@@ -161,6 +173,9 @@ class MethodArguments(TrainingArguments):
         seen.neftune_noise_alpha = None  # the stock hook would take a packed row for one sequence
         seen.remove_unused_columns = seen.logging_nan_inf_filter = False
         seen.ddp_find_unused_parameters = False
+        if self.fsdp and not self.sharded:
+            warn_once("fsdp: there is one process, and nothing is sharded; start the script with torchrun")
+            seen.fsdp = seen.fsdp_plugin_args = None
         return seen
 
 

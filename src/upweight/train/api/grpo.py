@@ -14,13 +14,16 @@ from transformers.trainer_utils import get_last_checkpoint
 from upweight.errors import UserError
 from upweight.methods.advantages import weighted_reward
 from upweight.models.load import compute_dtype
+from upweight.rewards.environment import COLUMN as EPISODE
 from upweight.rewards.load import as_rewards
 from upweight.rewards.reward import Reward, check_columns
 from upweight.rewards.scorer import Scorer
 from upweight.rollout.in_process import InProcess
+from upweight.rollout.player import Player
 from upweight.rollout.producer import OWN_COLUMNS
 from upweight.rollout.sampled import SingleTurn
 from upweight.rollout.store import Rollout, readable
+from upweight.train.acting import Acting, bounds_of, python_environment
 from upweight.train.api.grpo_config import GRPOConfig
 from upweight.train.api.policy import Model, model_section
 from upweight.train.api.rows import as_dataset
@@ -31,7 +34,6 @@ from upweight.train.rollouts import STATE, Rollouts
 from upweight.train.server import server_for
 from upweight.train.trainer import MethodTrainer
 
-NOT_HERE = "{}: not supported; write a `rollout_func` that plays whole episodes."
 GivenReward = Any  # a function, a callable object, a name, a reward model, or (model, tokenizer)
 
 
@@ -41,7 +43,7 @@ class GRPOTrainer(MethodTrainer):
     def __init__(  # noqa: PLR0917 - the order that scripts know
         self,
         model: str | Model,
-        reward_funcs: GivenReward | list[GivenReward],
+        reward_funcs: GivenReward | list[GivenReward] | None = None,
         args: GRPOConfig | None = None,
         train_dataset: GivenRows | None = None,
         eval_dataset: GivenRows | Mapping[str, GivenRows] | None = None,
@@ -55,11 +57,11 @@ class GRPOTrainer(MethodTrainer):
         environment_factory: Any = None,
     ) -> None:
         args = args or GRPOConfig()
-        for name, given in (("tools", tools), ("environment_factory", environment_factory)):
-            if given:
-                raise UserError(NOT_HERE.format(name))
+        acting = _acting(args, tools, environment_factory)
+        if acting is not None and rollout_func is not None:
+            raise UserError("rollout_func: cannot be used with 'tools' or 'environment_factory'. Keep one.")
         rows = as_dataset(train_dataset, "train_dataset")
-        rewards = _rewards(reward_funcs, reward_processing_classes, args, rows.column_names)
+        rewards = _rewards(reward_funcs, reward_processing_classes, args, rows.column_names, acting)
         parts = parts_for(
             model,
             args,
@@ -82,6 +84,7 @@ class GRPOTrainer(MethodTrainer):
             seed=args.seed,
             shuffle=args.shuffle_dataset and parts["shuffle"],
             rollout_func=rollout_func,
+            acting=acting,
             server=server_for(
                 args.rollout(),
                 parts["model"],
@@ -91,6 +94,7 @@ class GRPOTrainer(MethodTrainer):
                 rows=parts["train_dataset"],
                 max_new_tokens=args.max_completion_length,
             ),
+            sharded=args.sharded,
         )
         super().__init__(rollouts=rollouts, **parts)
         folder = Path(self.args.output_dir or ".")
@@ -123,11 +127,11 @@ class GRPOTrainer(MethodTrainer):
         """
         assert self.rollouts is not None
         assert self.encode is not None
-        producer, generator = self.rollouts.producer, self.rollouts.generator
+        producer = self.rollouts.producer
         prepared = self.encode(_as_rows(rows), "rows")
-        if generator is not None:
-            generator.sync(self.state.global_step)
-        groups = producer.evaluate(prepared, num_generations or self.rollouts.eval_size, self.state)
+        self.rollouts.sync(self.state.global_step)
+        with self.rollouts.whole():
+            groups = producer.evaluate(prepared, num_generations or self.rollouts.eval_size, self.state)
         rollout, names = Rollout(producer.rollouts, self.state.global_step, groups), producer.scorer.names
         weights = getattr(self.method, "policy").reward_weights  # noqa: B009 - GRPO's settings
         totals = [total for group in groups for total in weighted_reward(_scored(group.rewards_SR), weights).tolist()]
@@ -152,16 +156,30 @@ class GRPOTrainer(MethodTrainer):
         producer.scorer = Scorer(old.rewards, workers=old.num_workers, timeout=old.timeout)
         if isinstance(rollouts.generator, InProcess):
             model: Any = self.model
-            rollouts.generator = InProcess(model, self.processing_class, engine=self.runner.engine)
-            producer.roll = SingleTurn(rollouts.generator)
+            device = self.accelerator.device if self.args.fsdp else None
+            rollouts.generator = InProcess(model, self.processing_class, engine=self.runner.engine, device=device)
+            if isinstance(producer.roll, SingleTurn | Player):
+                producer.roll.generator = rollouts.generator
         return rollouts
 
 
-def _rewards(given: Any, tokenizers: Any, args: GRPOConfig, columns: Sequence[str]) -> list[Reward]:
-    """The rewards that a script gives, able to read the data's columns."""
+def _acting(args: GRPOConfig, tools: Any, factory: Any) -> Acting | None:
+    """What a script's policy acts in."""
+    if not tools and factory is None:
+        return None
+    section = args.environment()
+    environment = python_environment(section, factory, list(tools or ()), "environment_factory")
+    return Acting(environment, bounds_of(section), template_args=args.chat_template_kwargs or {})
+
+
+def _rewards(
+    given: Any, tokenizers: Any, args: GRPOConfig, columns: Sequence[str], acting: Acting | None
+) -> list[Reward]:
+    """The rewards that a script gives and its environment's own, able to read the data's columns."""
     rewards = as_rewards(
         given,
         tokenizers,
+        environment=() if acting is None else acting.environment.reward_names,
         dtype=compute_dtype(model_section(None, args), args.device),
         device=args.device,
         trust_remote_code=args.trust_remote_code,
@@ -171,6 +189,7 @@ def _rewards(given: Any, tokenizers: Any, args: GRPOConfig, columns: Sequence[st
     weights = args.reward_weights
     if weights is not None and len(weights) != len(rewards):
         raise UserError(f"reward_weights: {len(weights)} weights for {len(rewards)} rewards. Give one for each.")
+    columns = [*columns, *([] if acting is None else [EPISODE])]
     check_columns(rewards, [name for name in columns if name not in OWN_COLUMNS])
     return rewards
 

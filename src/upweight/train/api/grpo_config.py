@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 from transformers import TrainingArguments
 
+from upweight.config.environment import EnvironmentSection
 from upweight.config.peers import FUSED_HEAD, OWN_SERVER
 from upweight.config.rollout import RolloutSection
 from upweight.errors import UserError
@@ -14,7 +15,7 @@ from upweight.methods import GRPO
 from upweight.rollout.plan import Plan
 from upweight.rollout.settings import sampling_of
 from upweight.train.api.configs import MethodArguments, holds, of, with_help
-from upweight.train.server import NO_COLOCATE, NO_PATTERN
+from upweight.train.server import NO_PATTERN
 
 SAMPLER = "the sampler keeps each prompt once for all its completions, and drops rows as they end"
 ADAPTIVE = "With `use_adaptive_entropy`, which is not supported."
@@ -22,7 +23,6 @@ REFUSED = {
     "use_adaptive_entropy": "not supported; `entropy_coef` is a fixed weight",
     "router_aux_loss_coef": "the routers' balance is not trained; remove it",
     "cast_lm_head_to_fp32": "logits are in float32 already, the head's weights as the model's; remove it",
-    "max_tool_calling_iterations": "tools are not supported; write a `rollout_func` that calls them",
     "log_completions_hub_repo": "completions are written to `output_dir/completions`; remove it",
     "max_length": "prompts are bounded by `max_prompt_length`, completions by `max_completion_length`; remove it",
 }
@@ -109,7 +109,7 @@ class GRPOConfig(MethodArguments):
     entropy_target: float = with_help(0.2, ADAPTIVE)
     router_aux_loss_coef: float | None = with_help(None, "Not supported.")
     cast_lm_head_to_fp32: bool = with_help(False, "Not supported.")
-    max_tool_calling_iterations: int | None = with_help(None, "Not supported.")
+    max_tool_calling_iterations: int | None = with_help(None, "Turns that may call tools before the last one.")
     use_liger_loss: bool = holds(False, FUSED_HEAD)
 
     reward_num_workers: int = of(RolloutSection, "reward_workers")
@@ -131,8 +131,6 @@ class GRPOConfig(MethodArguments):
         super().__post_init__()
         if self.generation_batch_size is not None and self.steps_per_generation is not None:
             raise UserError("steps_per_generation: cannot be used with 'generation_batch_size'. Keep one.")
-        if self.use_vllm and self.vllm_mode == "colocate":
-            raise UserError(f"vllm_mode: {NO_COLOCATE}.")
         if self.vllm_structured_outputs_regex is not None and not self.use_vllm:
             raise UserError(f"vllm_structured_outputs_regex: {NO_PATTERN}.")
         sampling_of(self.rollout(), self.max_completion_length)
@@ -140,6 +138,11 @@ class GRPOConfig(MethodArguments):
     def rollout(self) -> RolloutSection:
         """How completions are produced and scored."""
         return self.section(RolloutSection)
+
+    def environment(self) -> EnvironmentSection:
+        """How far episodes may go."""
+        calling = self.max_tool_calling_iterations
+        return EnvironmentSection() if calling is None else EnvironmentSection(max_turns=calling + 1)
 
     def plan(self) -> Plan:
         """Sizes of the rollouts over all ranks; a batch that does not hold whole groups gets a warning."""

@@ -156,6 +156,7 @@ def parts_for(
         checkpointing=args.checkpointing_options(),
         noise=args.neftune_noise_alpha,
         separate_reference=None if ref_model is None else partial(reference_model, ref_model, args, device),
+        sharding="fsdp" if args.sharded else "none",
     )
     return {
         "model": policy,
@@ -177,6 +178,8 @@ def _refuse(model: str | Model, args: MethodArguments, ref_model: str | PreTrain
         raise UserError("ref_model: is the model that is trained. Leave it out: the reference is then its start.")
     if ref_model is not None and getattr(args, "precompute_ref_log_probs", False):
         raise UserError("precompute_ref_log_probs: is for the policy's own start. Leave out ref_model, or turn it off.")
+    if ref_model is not None and args.sharded:
+        raise UserError("ref_model: a second model would not be sharded. Leave it out: the reference is sharded too.")
     if args.n_gpu > 1:
         raise UserError(
             f"{args.n_gpu} GPUs are visible to one process. Start the script with `accelerate launch` to use them all, "

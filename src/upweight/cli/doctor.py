@@ -1,0 +1,49 @@
+"""`upweight doctor`: what is wrong with a machine, a config or a run, and what to do."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from upweight.config import load_config
+from upweight.errors import UserError
+
+if TYPE_CHECKING:
+    from upweight.train.findings import Finding
+
+MARKS = {"ok": "ok     ", "note": "note   ", "warning": "WARNING", "alarm": "ALARM  "}
+
+
+def run(place: str | None, overrides: list[str], *, as_json: bool) -> int:
+    """Print what was found; 1 where something is wrong."""
+    if place is not None and "=" in place and not Path(place).exists():
+        raise UserError(f"{place}: a key can be set behind a config only")
+    found = list(_findings(place, overrides))
+    wrong = [one for one in found if one.wrong]
+    if as_json:
+        print(json.dumps({"wrong": len(wrong), "findings": [one.as_plain() for one in found]}, ensure_ascii=False))
+        return int(bool(wrong))
+    for one in found:
+        print(f"{MARKS[one.level]} {one.what}: {one.says}")
+        if one.remedy:
+            print(f"{'':8}{'remedy' if one.wrong else 'hint'}: {one.remedy}")
+    print(f"\n{len(wrong)} of {len(found)} findings want something done" if wrong else "\nnothing is wrong")
+    return int(bool(wrong))
+
+
+def _findings(place: str | None, overrides: list[str]) -> "Iterator[Finding]":
+    from transformers.utils import logging as transformers_logging
+
+    from upweight.train.check_config import check_config
+    from upweight.train.check_machine import check_machine
+    from upweight.train.check_run import check_run
+
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    path = Path(place).expanduser() if place is not None else None
+    if path is not None and path.is_dir():
+        yield from check_run(path)
+        return
+    yield from check_machine()
+    if path is not None:
+        yield from check_config(load_config(path, overrides))

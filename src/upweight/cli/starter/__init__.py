@@ -1,0 +1,1 @@
+"""What `upweight init` writes: sample rows, rewards, configs."""

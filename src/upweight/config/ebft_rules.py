@@ -1,0 +1,77 @@
+"""Rules across the keys of EBFT, whose two modes read different ones."""
+
+from upweight.config.config import Config
+
+# What EBFT cannot take over from GRPO, and why.
+NOT_WITH_FEATURES = {
+    "trl.reward_funcs": "ebft rewards the features of true answers; drop it, or use rl: grpo",
+    "trl.reward_weights": "'ebft.alignment_coef' and 'ebft.diversity_coef' weigh the rewards",
+    "trl.rollout_func": "ebft compares what the policy writes with the data's own answers; drop it, or use rl: grpo",
+    "trl.streaming_partial_batch": "features are computed when a rollout is there, by the model that trains; drop it",
+    "trl.dynamic_sampling_max_rounds": "features tell all completions apart but equal ones; drop it",
+    "trl.reroll_start_fraction": "no completion earns nothing, so no prompt counts as failed; drop it",
+    "nemo_gym_enabled": "ebft compares completions with the data's own answers; use rl: grpo",
+}
+NOT_WITH_BLOCKS = {
+    "trl.use_vllm": "blocks are sampled in process, over the keys of their document; drop it",
+    "trl.async_prefetch": "strided mode has no correction for samples of an older policy; drop it",
+    "trl.replay_buffer_size": "strided mode has no correction for samples of an older policy; drop it",
+}
+# Keys of other blocks that strided mode reads.
+READ_WITH_BLOCKS = {
+    f"trl.{name}"
+    for name in (
+        "advantage_estimator", "scale_rewards", "generation_batch_size", "steps_per_generation", "log_completions",
+        "num_completions_to_print", "num_generations_eval", "skip_zero_advantage_batches", "num_iterations",
+    )
+}  # fmt: skip
+OF_BLOCKS = {
+    f"ebft.{name}"
+    for name in (
+        "stride", "context_length", "generate_max_len", "n_samples_per_prompt", "temperature", "top_p",
+        "min_completion_prefix",
+    )
+}  # fmt: skip
+OF_ANSWERS = {"ebft.adaptive_max_tokens", "ebft.gt_length_multiplier"}
+
+
+def ebft_has_its_block(config: Config) -> str | None:
+    if config.method.name == "ebft" and not any(path.startswith("ebft.") for path in config.given):
+        return "ebft: missing. `rl: ebft` needs its block; `ebft: {mode: structured}` takes every default."
+    return None
+
+
+def features_are_what_rewards(config: Config) -> str | None:
+    if config.method.name != "ebft":
+        return None
+    strided = getattr(config.method, "mode", None) == "strided"
+    for path, reason in (NOT_WITH_FEATURES | (NOT_WITH_BLOCKS if strided else {})).items():
+        value = config.given.get(path)
+        if value and (path != "trl.reroll_start_fraction" or value != 1):
+            return f"{path}: {reason}."
+    if strided and config.rollout.num_iterations > 1:
+        return "trl.num_iterations: strided mode has no policy ratio for a second pass over samples; drop it."
+    return None
+
+
+def keys_of_the_other_mode(config: Config) -> str | None:
+    mode = getattr(config.method, "mode", None)
+    if config.method.name != "ebft":
+        return None
+    if mode == "structured":
+        stray = [path for path in config.given if path in OF_BLOCKS]
+        return f"{', '.join(stray)}: no effect without 'ebft.mode: strided'" if stray else None
+    known = {*READ_WITH_BLOCKS, *NOT_WITH_FEATURES, *NOT_WITH_BLOCKS}
+    stray = [path for path in config.given if path.startswith(("trl.", "vllm.")) and path not in known]
+    stray += [path for path in config.given if path in OF_ANSWERS]
+    return f"{', '.join(stray)}: no effect with 'ebft.mode: strided'" if stray else None
+
+
+def whitened_samples_are_orthogonal(config: Config) -> str | None:
+    method = config.method
+    if getattr(method, "use_whitening", False) and config.given.get("ebft.diversity_coef"):
+        return (
+            "ebft.diversity_coef: whitening by a few samples makes them orthogonal: the diversity term acts on "
+            "samples that repeat each other only (docs/ebft.md)"
+        )
+    return None

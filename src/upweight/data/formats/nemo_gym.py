@@ -1,0 +1,86 @@
+"""Rows of NeMo Gym: a request to a model, with what verifies the answer beside it."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from upweight.data.examples import Builder, Example, Format, Prompt, Setup
+from upweight.data.messages import Conversation, without_nulls
+from upweight.data.rows import Row, RowError, check_all_text, found
+
+PARAMS = "responses_create_params"
+SERVER = "nemo_gym_server"  # column that names the server which verifies a row
+HIDDEN = "nemo_gym_hidden"  # column of what the row holds under names that prepared rows use themselves
+TAKEN = ("prompt", "prompt_ids")
+
+
+def gym(setup: Setup) -> Format:
+    """The messages and tools of `responses_create_params`; the row itself stays, for the server that verifies it."""
+
+    def read(row: Row) -> list[Example]:
+        params = row.get(PARAMS)
+        if not isinstance(params, Mapping) or params.get("input") is None:
+            raise RowError(PARAMS, f"a mapping with `input`, found {found(params)}")
+        messages = setup.reader.messages(_items(params), f"{PARAMS}.input")
+        conversation = setup.reader.conversation({}, messages)
+        tools = tools_of(row)
+        check_all_text(tools, f"{PARAMS}.tools")
+        text = setup.template.prompt(Conversation(conversation.messages, tools or None))
+        server = setup.entry.server_name
+        columns = {key: value for key, value in row.items() if key not in (*TAKEN, SERVER) and value is not None}
+        hidden = {key: row[key] for key in TAKEN if row.get(key) is not None}
+        marks = {SERVER: server, HIDDEN: hidden}
+        columns |= {key: value for key, value in marks.items() if value}
+        return [Prompt(conversation.messages, text, columns)]
+
+    return read
+
+
+def row_of(prepared: Mapping[str, Any]) -> dict[str, Any]:
+    """The row as the file had it, from its columns after preparation."""
+    own = (*TAKEN, SERVER, HIDDEN)
+    kept = {key: value for key, value in prepared.items() if key not in own and value is not None}
+    return kept | dict(prepared.get(HIDDEN) or {})
+
+
+def tools_of(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The tools of a row as chat templates expect them."""
+    tools = (row.get(PARAMS) or {}).get("tools") or []
+    if not isinstance(tools, Sequence) or not all(isinstance(tool, Mapping) and "name" in tool for tool in tools):
+        raise RowError(f"{PARAMS}.tools", "a list of functions, each with a name")
+    kept = ("name", "description", "parameters")
+    return [
+        {"type": "function", "function": {key: without_nulls(tool[key]) for key in kept if tool.get(key) is not None}}
+        for tool in tools
+    ]
+
+
+def _items(params: Mapping[str, Any]) -> Any:
+    """The input as messages: what was called and what came back are items of their own in the Responses API."""
+    given = params["input"]
+    messages: list[Any] = []
+    if params.get("instructions"):
+        messages.append({"role": "system", "content": params["instructions"]})
+    if isinstance(given, str):
+        return [*messages, {"role": "user", "content": given}]
+    for item in given if isinstance(given, list) else [given]:
+        kind = item.get("type") if isinstance(item, Mapping) else None
+        if kind == "function_call":
+            call = {"id": item.get("call_id"), "name": item.get("name"), "arguments": _arguments(item)}
+            messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
+        elif kind == "function_call_output":
+            output = item.get("output")
+            content = output if isinstance(output, str) else json.dumps(output)
+            messages.append({"role": "tool", "content": content, "tool_call_id": item.get("call_id")})
+        elif kind in (None, "message") and isinstance(item, Mapping):
+            messages.append({"role": item.get("role"), "content": item.get("content")})
+        elif kind != "reasoning":
+            messages.append(item)  # the reader says what is wrong with it
+    return messages
+
+
+def _arguments(item: Mapping[str, Any]) -> Any:
+    return item.get("arguments") or "{}"
+
+
+FORMATS: dict[str, Builder] = {"nemo_gym": gym}

@@ -1,0 +1,1 @@
+"""NeMo Gym: rows that its servers verify, tools that they offer, and the servers themselves."""

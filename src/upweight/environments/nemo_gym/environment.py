@@ -1,0 +1,158 @@
+"""Episodes that the Gym's servers verify: one answer to a prompt, or turns with the tools that a server offers."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+from upweight.config.rollout import GymSection
+from upweight.data.formats.nemo_gym import PARAMS, SERVER, row_of, tools_of
+from upweight.environments.episode import Message, Opening, Outcome, Reply, ToolCall, Turn
+from upweight.environments.nemo_gym.gym import SEED, Gym
+from upweight.environments.nemo_gym.link import GymFault
+from upweight.environments.nemo_gym.responses import (
+    Item,
+    items_of,
+    output_item,
+    response_of,
+    rewards_of,
+    told,
+    verdict,
+)
+from upweight.environments.nemo_gym.servers import Server
+from upweight.environments.tools import tool_message
+from upweight.errors import UserError
+
+REWARD = "nemo_gym"
+NO_TOOL = '{"detail":"Not Found"}'  # as the servers say it
+
+
+@dataclass
+class NemoGym:
+    """The servers of a config, one session of theirs for each episode."""
+
+    section: GymSection
+    gym: Gym
+    model_name: str = "policy"
+
+    @property
+    def reward_names(self) -> Sequence[str]:
+        """The verdict, or the components of it that were asked for."""
+        return tuple(self.section.reward_components) or (REWARD,)
+
+    def episode(self) -> "GymEpisode":
+        """A new one, whose session is not yet begun."""
+        return GymEpisode(self)
+
+    async def start(self) -> None:
+        """Wait for the servers, and see that those which the data names are among them."""
+        await self.gym.start()
+        for dataset in self.section.datasets:
+            if dataset.server_name is not None:
+                self.gym.servers.resource(dataset.server_name)
+
+    async def stop(self) -> None:
+        """End the servers where they were started here."""
+        await self.gym.stop()
+
+    def server_name(self, row: Mapping[str, Any]) -> str:
+        """The server that verifies a row: named with the data, by the row itself, or the only one that is named."""
+        reference = row.get("agent_ref")
+        own = reference.get("name") if isinstance(reference, Mapping) else None
+        named = {dataset.server_name for dataset in self.section.datasets if dataset.server_name}
+        name = row.get(SERVER) or own or (next(iter(named)) if len(named) == 1 else None)
+        if not isinstance(name, str):
+            raise UserError(
+                "nemo_gym_datasets: a row names no server. Give its dataset a 'server_name', or the row an 'agent_ref'."
+            )
+        return name
+
+
+@dataclass
+class GymEpisode:
+    """One rollout: its session with a server, and what the policy wrote in it."""
+
+    environment: NemoGym
+    cookies: httpx.Cookies = field(default_factory=httpx.Cookies)
+    items: list[Item] = field(default_factory=list)
+    row: dict[str, Any] = field(default_factory=dict)
+    name: str = ""  # of the server, as the row has it
+    turns: int = 0
+    calls: int = 0
+    server: Server | None = None
+
+    async def open(self, row: Mapping[str, Any]) -> Opening:
+        """Begin a session with the whole row."""
+        self.row, self.name = row_of(row), self.environment.server_name(row)
+        await self._begin()
+        prompt = row["prompt"]
+        return Opening([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt, tools_of(row))
+
+    async def reply(self, turn: Turn) -> Reply:
+        """Make the calls of a turn, one after the other; without one the episode is over."""
+        self.turns += 1
+        calls = [(call.id or f"call_{self.calls + number}", call) for number, call in enumerate(turn.calls)]
+        self.items += items_of(turn, calls, self.turns)
+        messages: list[Message] = []
+        failed = 0
+        for identity, call in calls:
+            output, went_well = await self._call(call)
+            failed += not went_well
+            self.items.append(output_item(identity, output))
+            messages.append(tool_message(call, output))
+        most = self.environment.section.max_turns
+        return Reply(() if most is not None and self.turns >= most else messages, failed)
+
+    async def outcome(self) -> Outcome:
+        """The verdict on the whole episode."""
+        try:
+            answer = await self._verify()
+        except GymFault as fault:
+            if fault.kind != "anew" or self.calls:
+                raise
+            # Nothing had happened in the session that is lost: a new one is as good.
+            await self._begin()
+            answer = await self._verify()
+        found = verdict(answer)
+        rewards = rewards_of(found, self.environment.section.reward_components, REWARD)
+        return Outcome(rewards, details={SERVER: self.name, **told(found)})
+
+    async def close(self) -> None:
+        """Sessions end by themselves."""
+
+    async def _begin(self) -> None:
+        """Begin a session; servers that are started anew meanwhile are asked anew."""
+        for last in (False, True):
+            self.cookies = httpx.Cookies()
+            self.server = await self.environment.gym.resource(self.name)
+            try:
+                answer = await self._post(SEED, self.row)
+            except GymFault as fault:
+                if fault.kind != "anew" or last:
+                    raise
+                continue
+            if answer.status_code != httpx.codes.OK:
+                raise GymFault(f"{self.name}: {SEED}: {answer.status_code}")
+            return
+
+    async def _verify(self) -> httpx.Response:
+        response = response_of(self.items, self.row[PARAMS], self.environment.model_name)
+        return await self._post("/verify", {**self.row, "response": response})
+
+    async def _call(self, call: ToolCall) -> tuple[str, bool]:
+        """What a tool answers, and whether it is no error; errors are the policy's to read, as the Gym has it."""
+        self.calls += 1
+        if call.error:
+            return f"error: {call.error}", False
+        if not call.name.isidentifier():
+            return NO_TOOL, False
+        answer = await self._post(f"/{call.name}", dict(call.arguments), repeat=False)
+        return answer.text, answer.is_success
+
+    async def _post(self, path: str, body: Mapping[str, Any], *, repeat: bool = True) -> httpx.Response:
+        assert self.server is not None, "the episode is not open"
+        limit = self.environment.section.verify_timeout
+        return await self.environment.gym.post(
+            self.server, path, body, limit=limit, cookies=self.cookies, repeat=repeat
+        )

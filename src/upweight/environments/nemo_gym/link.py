@@ -1,0 +1,70 @@
+"""HTTP to the Gym's servers: one request, its time limit, and what may have gone wrong with it."""
+
+import asyncio
+import contextlib
+from http.cookiejar import CookieJar, DefaultCookiePolicy
+from typing import Any, Literal
+
+import httpx
+
+AT_A_TIME = 64  # requests under way
+DOWN = 521  # the relay of isolated servers: nobody listens there
+BUSY = (429, 502, 503, 504)
+
+# unreached: it never arrived. lost: it broke off. late: no answer in time. anew: the server has lost the session.
+Kind = Literal["unreached", "lost", "late", "refused", "anew"]
+
+
+class GymFault(Exception):
+    """A server of the Gym broke, or gave an answer that nothing can be learned from."""
+
+    def __init__(self, message: str, kind: Kind = "refused") -> None:
+        super().__init__(message)
+        self.kind: Kind = kind
+
+
+class Link:
+    """Connections to servers; cookies belong to rollouts and are never shared."""
+
+    def __init__(self, socket: str | None = None) -> None:
+        """`socket`: file through which servers without a network are reached."""
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=AT_A_TIME)
+        self._http = httpx.AsyncClient(
+            transport=httpx.AsyncHTTPTransport(uds=socket, limits=limits, trust_env=False),
+            cookies=CookieJar(DefaultCookiePolicy(allowed_domains=[])),
+            timeout=None,
+        )
+        self._room = asyncio.Semaphore(AT_A_TIME)
+
+    async def ask(
+        self, url: str, body: Any = None, *, limit: float, cookies: httpx.Cookies | None = None, queues: bool = True
+    ) -> httpx.Response:
+        """One request, with POST where there is a body; the limit begins when it is sent."""
+        place = url.partition("://")[2].partition("/")[2] or "its address"
+        request = self._http.build_request("GET" if body is None else "POST", url, json=body)
+        if cookies is not None:
+            cookies.set_cookie_header(request)
+        async with self._room if queues else contextlib.nullcontext():
+            try:
+                async with asyncio.timeout(limit):
+                    answer = await self._http.send(request)
+            except TimeoutError:
+                raise GymFault(f"/{place}: no answer within {limit:g} seconds", "late") from None
+            except httpx.ConnectError as error:
+                raise GymFault(f"/{place}: {error}", "unreached") from None
+            except httpx.HTTPError as error:
+                raise GymFault(f"/{place}: {type(error).__name__}: {error}", "lost") from None
+        if answer.status_code == DOWN:
+            raise GymFault(f"/{place}: nothing listens there", "unreached")
+        if cookies is not None:
+            cookies.extract_cookies(answer)
+        return answer
+
+    async def close(self) -> None:
+        """Give back the connections."""
+        await self._http.aclose()
+
+
+def said(answer: httpx.Response) -> str:
+    """The beginning of what a server said, for messages."""
+    return f"{answer.status_code} {' '.join(answer.text.split())[:200]}".rstrip()

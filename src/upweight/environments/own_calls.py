@@ -1,0 +1,86 @@
+"""Calls of a user's code from the loop that plays episodes: never on that loop, never longer than a limit."""
+
+import asyncio
+import inspect
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+
+class TooSlow(Exception):
+    """A call did not come back within its limit."""
+
+
+class OwnCalls:
+    """Runs sync functions in threads and async ones on a loop of their own, so that a stuck one blocks nobody else."""
+
+    def __init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._threads = _Threads()
+
+    async def __call__(self, function: Callable[..., Any], *arguments: Any, limit: float, **named: Any) -> Any:
+        """What a function returns; whatever it raises, or TooSlow."""
+        call = partial(function, *arguments, **named)
+        done: Future[Any] = Future()
+        if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None)):  # noqa: B004
+            done = asyncio.run_coroutine_threadsafe(call(), self._own_loop())
+        else:
+            self._threads.submit(partial(_settle, call, done))
+        waited = asyncio.wrap_future(done)
+        await asyncio.wait({waited}, timeout=limit)
+        if not waited.done():
+            waited.cancel()
+            raise TooSlow(f"it took longer than {limit:g} seconds")
+        return waited.result()
+
+    def _own_loop(self) -> asyncio.AbstractEventLoop:
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            threading.Thread(target=self._loop.run_forever, name="tools", daemon=True).start()
+        return self._loop
+
+    def close(self) -> None:
+        """End the loop once it is free."""
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._loop = None
+
+
+class _Threads:
+    """As many threads as there are calls at a time; one that hangs is never waited for.
+
+    They are daemons: threads cannot be ended, and one that hangs must not keep the program from ending.
+    """
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._idle, self._lock = 0, threading.Lock()
+
+    def submit(self, job: Callable[[], None]) -> None:
+        """Run a job in a thread that is free, or in a new one."""
+        with self._lock:
+            free = self._idle > 0
+            self._idle -= free
+            self._jobs.put(job)
+        if not free:
+            threading.Thread(target=self._work, name="environments", daemon=True).start()
+
+    def _work(self) -> None:
+        while True:
+            self._jobs.get()()
+            with self._lock:
+                self._idle += 1
+
+
+def _settle(call: Callable[[], Any], done: "Future[Any]") -> None:
+    if not done.set_running_or_notify_cancel():
+        return
+    try:
+        result = call()
+    except BaseException as error:  # foreign code: handed to whoever waits
+        done.set_exception(error)
+    else:
+        done.set_result(result)

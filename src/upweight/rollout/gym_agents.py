@@ -1,0 +1,165 @@
+"""Completions by the agents of a Gym, which drive the turns themselves and ask the policy through its proxy."""
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+from upweight.data.formats.nemo_gym import PARAMS, SERVER, row_of
+from upweight.environments.episode import Outcome
+from upweight.environments.nemo_gym.agent_turns import is_finished, messages_of, turns_of
+from upweight.environments.nemo_gym.environment import REWARD, NemoGym
+from upweight.environments.nemo_gym.link import GymFault
+from upweight.environments.nemo_gym.responses import rewards_of, told, verdict
+from upweight.environments.nemo_gym.servers import Proxy, Server
+from upweight.errors import UserError
+from upweight.log import warn_once
+from upweight.rollout.played import Played
+from upweight.rollout.player import fill
+from upweight.rollout.policy_gateway import PolicyGateway
+from upweight.rollout.stream import TokenStream
+from upweight.types import Completion, Group, Sampling
+
+AT_A_TIME = 256  # rollouts under way
+STOPPING = 60.0  # seconds for servers to end
+
+
+@dataclass
+class GymAgents:
+    """Fills groups by asking an agent of the Gym for each rollout."""
+
+    environment: NemoGym
+    gateway: PolicyGateway | None  # None where another process samples
+    _loop: asyncio.AbstractEventLoop | None = field(default=None, init=False)
+    _checked: set[str] = field(default_factory=set, init=False)
+
+    def __call__(
+        self, groups: Sequence[Group], count: int, sampling: Sampling, done: Callable[[int], None] | None
+    ) -> None:
+        assert self.gateway is not None, "this process does not sample"
+        self.gateway.sampling = sampling
+        work = asyncio.run_coroutine_threadsafe(self._all(groups, count, sampling), self._running())
+        try:
+            found = work.result()
+        finally:
+            work.cancel()
+        for place, (group, played) in enumerate(zip(groups, found, strict=True)):
+            fill(group, played)
+            if done is not None:
+                done(place)
+
+    def close(self) -> None:
+        """Stop the servers and the way to the policy; a later call starts them anew."""
+        loop, self._loop = self._loop, None
+        if loop is not None:
+            with contextlib.suppress(TimeoutError):
+                asyncio.run_coroutine_threadsafe(self.environment.stop(), loop).result(STOPPING)
+            loop.call_soon_threadsafe(loop.stop)
+        if self.gateway is not None:
+            self.gateway.close()
+
+    def _running(self) -> asyncio.AbstractEventLoop:
+        if self._loop is None:
+            assert self.gateway is not None
+            self.gateway.open()
+            self._loop = asyncio.new_event_loop()
+            threading.Thread(target=self._loop.run_forever, name="agents", daemon=True).start()
+            asyncio.run_coroutine_threadsafe(self.environment.start(), self._loop).result()
+        return self._loop
+
+    async def _all(self, groups: Sequence[Group], count: int, sampling: Sampling) -> list[list[Played]]:
+        room = asyncio.Semaphore(AT_A_TIME)
+
+        async def one(group: Group) -> Played:
+            async with room:
+                return await self._play(group.row, sampling)
+
+        tasks = [asyncio.ensure_future(one(group)) for group in groups for _ in range(count)]
+        try:
+            found = await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+        return [found[start : start + count] for start in range(0, len(found), count)]
+
+    async def _play(self, row: Mapping[str, Any], sampling: Sampling) -> Played:
+        """One rollout; a fault of the Gym is noted in it."""
+        assert self.gateway is not None
+        section, played = self.environment.section, Played()
+        name = self.environment.server_name(row)
+        began, version = time.monotonic(), self.gateway.server.version()
+        try:
+            agent = await self.environment.gym.agent(name)
+            self._check_policy(agent)
+            body = _request(row_of(row), sampling)
+            answer = await self.environment.gym.post(agent, "/run", body, limit=section.run_timeout, repeat=False)
+            found = verdict(answer)
+            played.stream, played.turns = _stream(found, version)
+            played.messages, played.finished = messages_of(found), is_finished(found)
+            played.calls = sum("tool_calls" in message for message in played.messages)
+            if section.max_turns is not None and played.turns > section.max_turns:
+                raise GymFault(f"{played.turns} turns where nemo_gym_max_turns allows {section.max_turns}")
+            rewards = rewards_of(found, section.reward_components, REWARD)
+            played.outcome = Outcome(rewards, details={SERVER: name, **told(found)})
+        except GymFault as fault:
+            warn_once(f"NeMo Gym: {name}: {fault}; such samples are left out (environment/masked counts them)")
+            played.failure = f"{name}: {fault}"
+        played.seconds = time.monotonic() - began
+        return played
+
+    def _check_policy(self, agent: Server) -> None:
+        """Refuse an agent whose proxy would ask another model than the policy."""
+        if agent.instance in self._checked or self.gateway is None:
+            return
+        proxy = self.environment.gym.servers.proxy_of.get(agent.instance)
+        problem = None if proxy is None else _stranger(proxy, self.gateway)
+        if problem is not None:
+            raise UserError(
+                f"nemo_gym_multi_turn: the agent '{agent.instance}' asks {problem}. Start the Gym with "
+                f"+policy_base_url={self.gateway.url}, which always leads to the policy."
+            )
+        self._checked.add(agent.instance)
+
+
+def _stranger(proxy: Proxy, gateway: PolicyGateway) -> str | None:
+    """What a proxy asks that is not the policy, or None."""
+    place, own = _place(proxy.url), gateway.server
+    if place == _place(gateway.url):
+        return None
+    if place != _place(own.url):
+        return f"{proxy.url}, where the policy is not"
+    name = own.serves_by_name()
+    if name is None:
+        return f"vLLM for '{proxy.model}', but adapters have a new name there after each sync"
+    return None if proxy.model == name else f"vLLM for '{proxy.model}', but the policy is '{name}' there"
+
+
+def _place(url: str) -> tuple[str | None, int | None]:
+    parts = urlsplit(url)
+    return "127.0.0.1" if parts.hostname in ("localhost", "0.0.0.0") else parts.hostname, parts.port
+
+
+def _request(row: Mapping[str, Any], sampling: Sampling) -> dict[str, Any]:
+    """The row with the sampling that the policy is to be asked for."""
+    asked = {"temperature": sampling.temperature, "top_p": sampling.top_p, "max_output_tokens": sampling.max_new_tokens}
+    tools = [{"strict": False, **tool} for tool in row[PARAMS].get("tools") or ()]  # the Gym insists on the field
+    return {**row, PARAMS: {**row[PARAMS], **asked, **({"tools": tools} if tools else {})}}
+
+
+def _stream(found: Mapping[str, Any], version: int) -> tuple[TokenStream, int]:
+    """The tokens of a rollout: a turn whose prompt does not go on from the one before begins a sequence of its own."""
+    first, *others = turns_of(found)
+    stream = TokenStream(first.prompt)
+    for turn in (first, *others):
+        if turn is not first:
+            known = len(stream.ids)
+            if turn.prompt[:known] == stream.ids:
+                stream.told(turn.prompt[known:])
+            else:
+                stream.begun_anew(turn.prompt)
+        stream.wrote(Completion(turn.ids, turn.logps, [version] * len(turn.ids), finished=True))
+    return stream, 1 + len(others)

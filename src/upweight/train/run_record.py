@@ -1,0 +1,53 @@
+"""How a run stands, in `run.json`: begun when, by which process, how far it is to go, and how it ended."""
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from upweight.errors import UserError
+from upweight.log import logger
+from upweight.train.report.page import write_report
+from upweight.train.run_files import RECORD, this_machine, write_text
+
+
+@contextlib.contextmanager
+def recorded(folder: Path, about: Mapping[str, Any], *, writes: bool) -> Iterator[None]:
+    """Keep the record of a run while it goes on, and write its report when it has ended, however that was.
+
+    `about` is kept with it; `writes`: this is the rank that does.
+    """
+    if not writes:
+        yield
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    record = {"state": "running", "started": time.time(), "pid": os.getpid(), "machine": this_machine(), **about}
+    write_text(folder / RECORD, json.dumps(record))
+    end: dict[str, Any] = {"state": "done"}
+    try:
+        yield
+    except (SystemExit, KeyboardInterrupt):
+        end = {"state": "stopped"}
+        raise
+    except UserError as error:
+        end = {"state": "failed", "message": str(error)}
+        raise
+    except BaseException as error:
+        end = {"state": "failed", "message": f"{type(error).__name__}: {error}"}
+        raise
+    finally:
+        write_text(folder / RECORD, json.dumps({**record, "ended": time.time(), **end}))
+        report_on(folder)
+
+
+def report_on(folder: Path) -> None:
+    """Write the report of a run; a training that took hours does not fail over it."""
+    if not folder.is_dir():
+        return
+    try:
+        logger.info("report: %s", write_report([folder]))
+    except Exception as error:
+        logger.warning("warning: the report could not be written: %r", error)

@@ -1,0 +1,43 @@
+"""`upweight doctor` as a person and as a program run it."""
+
+import json
+
+from typer.testing import CliRunner
+
+from made_health import HEALTHY, run_of
+from made_runs import write_model, write_online
+from upweight.cli.app import app
+
+
+def doctor(*arguments):
+    done = CliRunner().invoke(app, ["doctor", *map(str, arguments)])
+    return done.exit_code, done.stdout
+
+
+def test_a_machine_alone_and_a_config(tmp_path):
+    code, shown = doctor()
+    assert code == 0
+    assert "versions: Python" in shown
+    file = write_online(tmp_path, write_model(tmp_path / "model"))
+    code, shown = doctor(file)
+    assert (code, shown.splitlines()[-1]) == (0, "nothing is wrong")
+    code, shown = doctor(file, "trl.reward_funcs=[nowhere.right]")
+    assert code == 1
+    assert "ALARM   rewards:" in shown
+
+
+def test_a_run_as_json(tmp_path):
+    rows = run_of({**HEALTHY, "kl": 9.0}, steps=40)
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    code, shown = doctor(tmp_path, "--json")
+    assert code == 1
+    plain = json.loads(shown)
+    (sick,) = [one for one in plain["findings"] if one["what"] == "kl explosion"]
+    assert plain["wrong"] == len([one for one in plain["findings"] if one["level"] in ("warning", "alarm")])
+    assert (sick["evidence"]["metric"], sick["evidence"]["value"], sick["evidence"]["threshold"]) == ("kl", 9.0, 2.0)
+    assert "trl.beta" in sick["remedy"]
+
+
+def test_nothing_there_is_said(tmp_path):
+    done = CliRunner().invoke(app, ["doctor", str(tmp_path)])
+    assert "neither a config nor the folder of a run" in str(done.exception)

@@ -1,0 +1,48 @@
+"""Pages made from the code are current, and what they show is so."""
+
+from pathlib import Path
+
+import pytest
+
+from made_tokenizers import byte_tokenizer, encoder
+from upweight.cli.pages import PAGES, SHARED
+from upweight.config.config import general_keys, method_keys
+from upweight.data.formats import FORMATS
+from upweight.data.formats.shown import SHOWN
+
+DOCS = Path(__file__).parents[2] / "docs"
+KEYS = {
+    "pairs": {"rl": "dpo"},
+    "labelled": {"rl": "kto"},
+    "steps": {"process_reward_model": True},
+    "text": {},
+    "prompts": {"rl": "grpo"},
+    "ebft": {"rl": "ebft", "ebft": {"mode": "structured"}},
+}
+EVERY = [(kind, name, one.row) for kind, shown in SHOWN.items() for one in shown for name in one.names()]
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_is_current(name):
+    assert (DOCS / name).read_text(encoding="utf-8") == PAGES[name](), "run `make docs`"
+
+
+@pytest.mark.parametrize(("kind", "name", "row"), EVERY, ids=[f"{kind} {name}" for kind, name, _ in EVERY])
+def test_the_row_that_is_shown_of_a_format_can_be_read_by_it(kind, name, row):
+    keys = {"chat_template": "chatml", "sequence_len": 512, **KEYS[kind]}
+    if "strided" in name or (kind == "ebft" and name == "completion"):
+        keys["ebft"] = {"mode": "strided"}
+    records = encoder({"type": name}, byte_tokenizer(), **keys)(row)
+    assert records
+
+
+def test_every_format_is_shown():
+    for kind, formats in FORMATS.items():
+        shown = {name for one in SHOWN[kind] for name in one.names()}
+        also = {name for one in SHOWN["pairs"] for name in one.names()} if kind == "labelled" else set()
+        assert set(formats) <= shown | also
+        assert shown <= set(formats)
+
+
+def test_keys_that_arguments_become_exist():
+    assert set(SHARED.values()) <= {*general_keys(), *method_keys()}

@@ -1,0 +1,50 @@
+"""What agents were recorded to return, as turns."""
+
+import copy
+
+import pytest
+
+from made_gym_server import exchange
+from upweight.environments.nemo_gym.agent_turns import is_finished, messages_of, turns_of
+from upweight.environments.nemo_gym.link import GymFault
+
+RUNS = ["run_11_single_tool_call_return_token_ids", "wheel_040_tool_run", "wheel_070_tool_run"]
+
+
+def found(name: str) -> dict:
+    return exchange(name)["response"]["json"]
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_turns_are_those_items_that_carry_tokens(name):
+    first, second = turns_of(found(name))
+    assert bytes(token for token in second.ids if token < 256).decode().startswith("It is cold there")
+    assert len(first.ids) == len(first.logps)
+    assert second.prompt[: len(first.prompt)] == first.prompt
+    roles = [message["role"] for message in messages_of(found(name))]
+    assert roles == ["assistant", "tool", "assistant"]
+    assert messages_of(found(name))[0]["tool_calls"][0]["function"]["name"] == "get_weather"
+    assert is_finished(found(name))
+
+
+def test_a_rollout_without_token_ids_is_a_fault():
+    overflow = found("run_31_context_overflow")
+    assert not is_finished(overflow)
+    with pytest.raises(GymFault, match="no token ids"):
+        turns_of(overflow)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("generation_log_probs", [-0.1]), ("prompt_token_ids", []), ("generation_token_ids", [])],
+)
+def test_tokens_that_do_not_fit_together_are_a_fault(key, value):
+    broken = copy.deepcopy(found(RUNS[0]))
+    broken["response"]["output"][0][key] = value
+    with pytest.raises(GymFault, match="a turn has"):
+        turns_of(broken)
+
+
+def test_an_answer_without_output_is_a_fault():
+    with pytest.raises(GymFault, match="no output"):
+        turns_of({"reward": 1.0})

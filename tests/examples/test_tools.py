@@ -1,0 +1,27 @@
+"""The example of tools: its config, its functions and its rows fit together."""
+
+import json
+from pathlib import Path
+
+import torch
+
+from upweight.config import load_config
+from upweight.train.acting import acting_of
+from upweight.train.online import rewards_of
+
+FOLDER = Path(__file__).parents[2] / "examples" / "tools"
+
+
+def test_tools_and_reward_of_the_example_fit_its_rows(monkeypatch):
+    monkeypatch.chdir(FOLDER)
+    config = load_config(FOLDER / "config.yaml")
+    rows = [json.loads(line) for line in (FOLDER / "questions.jsonl").read_text().splitlines()]
+    acting = acting_of(config)
+    assert acting is not None
+    assert acting.bounds.max_turns == 4
+    (reward,) = rewards_of(config, torch.device("cpu"), list(rows[0]), acting)
+    tool = acting.environment.tools["in_stock"]
+    for row in rows:
+        item = row["prompt"][1]["content"].split("'")[1]
+        said = [{"role": "assistant", "content": f"We have {tool(item)}."}]
+        assert reward.function(completions=[said], answer=[row["answer"]]) == [1.0]
