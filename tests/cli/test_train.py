@@ -42,6 +42,7 @@ def test_two_processes_train_what_one_trains_and_print_once(model_folder, tmp_pa
             "step 2/3",
             "step 3/3",
             "evaluati",
+            "report: ",
             "done: " + str(folder)[:2],
         ]
         assert (folder / "out" / "model.safetensors").exists()

@@ -8,6 +8,7 @@ from upweight.methods import EBFT, GDPO, GRPO, PolicyGradient
 
 GROUPS = torch.tensor([0, 0, 0, 1, 1, 1])
 ONE = torch.tensor([[0.0], [1.0], [2.0], [5.0], [5.0], [5.0]])
+ALIGNED = torch.cat([ONE, torch.zeros_like(ONE)], 1)  # EBFT: alignment, and no crowding
 STD_ALL = sqrt(sum((x - 3) ** 2 for x in (0, 1, 2, 5, 5, 5)) / 5)
 
 
@@ -95,13 +96,14 @@ def test_one_weight_for_each_reward_is_asked_for():
 )
 def test_ebft_estimators_of_strided_mode(estimator, expected):
     method = EBFT(mode="strided", advantage_estimator=estimator)
-    assert method.advantages(ONE[:3], GROUPS[:3]).tolist() == pytest.approx(expected)
+    assert method.advantages(ALIGNED[:3], GROUPS[:3]).tolist() == pytest.approx(expected)
 
 
 def test_a_lone_strided_sample_keeps_its_reward():
-    assert EBFT(mode="strided").advantages(ONE[3:4], torch.tensor([0])).tolist() == [5.0]
+    assert EBFT(mode="strided").advantages(ALIGNED[3:4], torch.tensor([0])).tolist() == [5.0]
 
 
 def test_ebft_structured_follows_the_settings_of_the_policy_gradient():
     policy = PolicyGradient(scale_rewards="none")
-    assert EBFT(policy=policy).advantages(ONE, GROUPS).tolist() == pytest.approx([-1.0, 0.0, 1.0, 0.0, 0.0, 0.0])
+    method = EBFT(policy=policy, advantage_estimator="group_norm")
+    assert method.advantages(ALIGNED, GROUPS).tolist() == pytest.approx([-1.0, 0.0, 1.0, 0.0, 0.0, 0.0])

@@ -66,3 +66,5 @@ def test_two_ranks_train_the_weights_of_one(on_two_ranks, name, adapter, tmp_pat
     for line, right in zip(log[:3], trainer.state.log_history[:3], strict=True):
         timeless = {k: v for k, v in right.items() if k != "tokens_per_second"}
         assert {k: line[k] for k in timeless} == pytest.approx(timeless, rel=1e-4, abs=1e-5)
+        for key in ("loss", "grad_norm"):
+            assert line[key] == pytest.approx(right[key], rel=1e-5, abs=1e-6)
