@@ -6,11 +6,12 @@ READY := $(VENV)/.ready
 VLLM := .cache/vllm-env
 OPENENV := .cache/openenv-env
 DOCS := .cache/docs-env
+DEEPSPEED := .cache/deepspeed-env
 GYM := .cache/gym-env
 GYM_PYTHON ?= $(or $(wildcard $(HOME)/.pyenv/versions/3.12.*/bin/python),python3.12)
 JOBS ?= 2
 
-.PHONY: setup test test-slow test-gpu test-vllm test-openenv test-gym lint format docs dist bench demo clean
+.PHONY: setup test test-slow test-gpu test-vllm test-openenv test-gym test-deepspeed lint format docs dist bench demo clean
 
 setup: $(READY)
 
@@ -60,6 +61,19 @@ $(GYM)/.ready: tests/with_gym/requirements.txt
 
 test-gym: $(READY) $(GYM)/.ready
 	OMP_NUM_THREADS=1 UPWEIGHT_GYM_ENV=$(CURDIR)/$(GYM) $(BIN)/python -m pytest -m gym
+
+# DeepSpeed on the CPU: over the packages of .venv, in an environment of its own, since transformers and accelerate change
+# their ways where it is installed. It is built from source, and asks for torch while it is.
+$(DEEPSPEED)/.ready: $(READY)
+	test -x $(DEEPSPEED)/bin/python || $(PYTHON) -m venv $(DEEPSPEED)
+	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > \
+		$$($(DEEPSPEED)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/base.pth
+	$(DEEPSPEED)/bin/python -m pip install -q setuptools wheel
+	$(DEEPSPEED)/bin/python -m pip install -q --no-build-isolation deepspeed==0.19.8
+	touch $@
+
+test-deepspeed: $(DEEPSPEED)/.ready
+	OMP_NUM_THREADS=1 PYTHONPATH=src $(DEEPSPEED)/bin/python -m pytest tests/train/test_zero.py tests/train/test_async_ranks.py
 
 lint: $(READY)
 	$(BIN)/ruff check .
