@@ -8,10 +8,11 @@ OPENENV := .cache/openenv-env
 DOCS := .cache/docs-env
 DEEPSPEED := .cache/deepspeed-env
 GYM := .cache/gym-env
+QUANT := .cache/quant-env
 GYM_PYTHON ?= $(or $(wildcard $(HOME)/.pyenv/versions/3.12.*/bin/python),python3.12)
 JOBS ?= 2
 
-.PHONY: setup test test-slow test-gpu test-vllm test-openenv test-gym test-deepspeed lint format docs dist bench demo clean
+.PHONY: setup test test-slow test-gpu test-vllm test-openenv test-gym test-deepspeed test-quant lint format docs dist bench demo clean
 
 setup: $(READY)
 
@@ -60,6 +61,7 @@ $(GYM)/.ready: tests/with_gym/requirements.txt
 	touch $@
 
 test-gym: $(READY) $(GYM)/.ready
+	@test -e $(VLLM)/.ready || echo "test-gym: rollouts by the Gym's agents are left out: they need vLLM; get it with: make $(VLLM)/.ready"
 	OMP_NUM_THREADS=1 UPWEIGHT_GYM_ENV=$(CURDIR)/$(GYM) $(BIN)/python -m pytest -m gym
 
 # DeepSpeed on the CPU: over the packages of .venv, in an environment of its own, since transformers and accelerate change
@@ -72,8 +74,16 @@ $(DEEPSPEED)/.ready: $(READY)
 	$(DEEPSPEED)/bin/python -m pip install -q --no-build-isolation deepspeed==0.19.8
 	touch $@
 
-test-deepspeed: $(DEEPSPEED)/.ready
-	OMP_NUM_THREADS=1 PYTHONPATH=src $(DEEPSPEED)/bin/python -m pytest tests/train/test_zero.py tests/train/test_async_ranks.py
+test-deepspeed: $(DEEPSPEED)/.ready $(QUANT)/.ready
+	OMP_NUM_THREADS=1 PYTHONPATH=src:$(QUANT) $(DEEPSPEED)/bin/python -m pytest tests/train/test_zero.py tests/train/test_async_ranks.py
+
+# QLoRA and 8 bits on the CPU. bitsandbytes lies beside .venv: transformers offers more where it is installed.
+$(QUANT)/.ready: $(READY)
+	$(BIN)/python -m pip install -q --no-deps --upgrade --target $(QUANT) "bitsandbytes>=0.48"
+	touch $@
+
+test-quant: $(QUANT)/.ready
+	OMP_NUM_THREADS=1 PYTHONPATH=$(QUANT) $(BIN)/python -m pytest tests/cli/test_merge_lora.py tests/train/test_sharding.py -k "lora or quantised"
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -16,23 +16,22 @@ from typing import Any
 from bench.gpu_step import SHAPE, VOCABULARY, measure
 
 ROOT = Path(__file__).parent.parent
-STEPS, DTYPES = 5, ("float32", "bfloat16")
+STEPS, DTYPES = 4, ("float32", "bfloat16")
 
 
 def step(case: str) -> Iterator[dict[str, Any]]:
     """A training step with a LoRA and with all weights, against TRL's with its default weights and with bfloat16."""
-    for what in ("lora", "full"):
-        yield measure(case, what, STEPS, DTYPES)
+    return measure(case, ("lora", "full"), STEPS, DTYPES)
 
 
 def whole(case: str) -> Iterator[dict[str, Any]]:
     """A whole GRPO step, sampling included."""
-    yield measure(case, "lora", 2, ("float32",))
+    return measure(case, ("lora",), 2, ("float32",))
 
 
 def generate(sequences: str) -> Iterator[dict[str, Any]]:
     """Sampling with and without a LoRA, against transformers' `generate`, and vLLM where it is installed."""
-    cases = [sequences, f"{sequences}_compiled", f"{sequences}_lora"]
+    cases = [f"{sequences}_compiled", f"{sequences}_lora_compiled"]
     lines = [*module("bench.gpu_generate", *cases, "--peer")]
     theirs = vllm(int(sequences) // 16)
     for line in lines:

@@ -19,7 +19,7 @@ COMMON: dict[str, Any] = {
     "gradient_accumulation_steps": 1, "lr_scheduler": "constant", "warmup_steps": 0, "max_grad_norm": 1.0,
     "logging_steps": 5, "save_strategy": "no", "eval_on_start": True, "sequence_len": 512,
 }  # fmt: skip
-TRL = {"num_generations": 4, "max_completion_length": 192, "temperature": 0.7}
+TRL = {"num_generations": 4, "max_completion_length": 256, "temperature": 0.7}
 CASES: dict[str, dict[str, Any]] = {
     "sft": {"learning_rate": 1e-5},
     "structured": {"learning_rate": 5e-6, "rl": "ebft", "ebft": {"ce_coef": 0.03}, "trl": TRL},

@@ -41,6 +41,8 @@ CASES = {  # prompts, completions of each, LoRA, torch.compile
     "64_compiled": (4, 16, False, True),
     "256_compiled": (16, 16, False, True),
     "32_lora_compiled": (4, 8, True, True),
+    "64_lora_compiled": (4, 16, True, True),
+    "256_lora_compiled": (16, 16, True, True),
 }
 
 
@@ -112,22 +114,22 @@ def plain_generate(name: str, models: dict[bool, tuple[Any, Engine]]) -> float:
     model, _ = models[lora]
     drawn = np.random.default_rng(0).integers(0, SHAPE["vocab_size"], (prompts, PROMPT))
     ids = torch.tensor(drawn, device="cuda").repeat_interleave(count, 0)
-    best = 0.0
+    seconds = 0.0
     with torch.no_grad():
-        for _ in range(2):
+        for new in (4, NEW):  # the first warms up
             torch.cuda.synchronize()
             start = time.perf_counter()
             model.generate(
                 input_ids=ids,
                 attention_mask=torch.ones_like(ids),
                 do_sample=True,
-                max_new_tokens=NEW,
-                min_new_tokens=NEW,
+                max_new_tokens=new,
+                min_new_tokens=new,
                 pad_token_id=0,
             )
             torch.cuda.synchronize()
-            best = max(best, prompts * count * NEW / (time.perf_counter() - start))
-    return best
+            seconds = time.perf_counter() - start
+    return prompts * count * NEW / seconds
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """Learning curves of an example, ours and the peer's at equal steps: one JSON line each.
 
-python -m bench.gpu_learning arithmetic|gsm8k --folder MODEL_FOLDER --gguf FILE --rows FILE [--steps N] [--peer-steps N]
+python -m bench.gpu_learning arithmetic|gsm8k --folder MODEL_FOLDER --gguf FILE --rows FILE [--steps N]
 """
 
 import argparse
@@ -14,8 +14,8 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 CASES: dict[str, dict[str, Any]] = {
-    "arithmetic": {"rewards": ("correct", "close"), "new": 16, "batch": 64, "rate": 1e-5},
-    "gsm8k": {"rewards": ("tags", "layout", "correct"), "new": 192, "batch": 64, "rate": 1e-5},
+    "arithmetic": {"rewards": ("correct", "close"), "new": 16, "batch": 64},
+    "gsm8k": {"rewards": ("tags", "layout", "correct"), "new": 192, "batch": 64},
 }
 
 
@@ -25,10 +25,11 @@ def ours(name: str, case: dict[str, Any], asked: argparse.Namespace) -> dict[str
         settings = [
             f"base_model={asked.folder}", f"gguf_file={asked.gguf}", f"datasets.0.path={asked.rows}",
             f"max_steps={asked.steps}", f"micro_batch_size={case['batch']}", "gradient_accumulation_steps=1",
-            f"trl.max_completion_length={case['new']}", f"learning_rate={case['rate']}", "lr_scheduler=constant",
+            f"trl.max_completion_length={case['new']}", f"learning_rate={asked.rate}", "lr_scheduler=constant",
             "warmup_steps=0", "logging_steps=1", "save_strategy=no", f"output_dir={folder}/out", "adapter=null",
             f"dataset_prepared_path={folder}/prepared", "gradient_checkpointing=false", "max_grad_norm=1.0",
-            "trl.log_completions=false", "evals_per_epoch=null", "eval_strategy=no", "eval_on_start=true",
+            "trl.log_completions=false", "evals_per_epoch=null", "eval_strategy=steps", f"eval_steps={asked.steps}",
+            "eval_on_start=true",
             *([] if name == "arithmetic" else ["datasets.0.name=null", "val_set_size=64"]),
         ]  # fmt: skip
         began = time.perf_counter()
@@ -51,7 +52,7 @@ def peer(name: str, case: dict[str, Any], asked: argparse.Namespace) -> None:
     """The peer's line, printed by itself."""
     options = {"folder": asked.folder, "gguf": asked.gguf, "rows": asked.rows, "steps": asked.peer_steps,
                "tasks": ROOT / "examples" / name / "tasks.py", "rewards": ",".join(case["rewards"]),
-               "new": case["new"], "batch": case["batch"], "rate": case["rate"]}  # fmt: skip
+               "new": case["new"], "batch": case["batch"], "rate": asked.rate}  # fmt: skip
     script = ROOT / "bench" / "peers" / "trl_grpo_learn.py"
     subprocess.run([sys.executable, script, *(f"--{key}={value}" for key, value in options.items())], check=True)
 
@@ -61,11 +62,13 @@ def main() -> None:
     parser.add_argument("case", choices=CASES)
     for name in ("folder", "gguf", "rows"):
         parser.add_argument(f"--{name}", required=True)
-    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--steps", type=int, default=150, help="0: the peer alone")
     parser.add_argument("--peer-steps", type=int, default=0)
+    parser.add_argument("--rate", type=float, default=1e-5)
     asked = parser.parse_args()
     asked.rows = str(Path(asked.rows).resolve())
-    print(json.dumps(ours(asked.case, CASES[asked.case], asked)), flush=True)
+    if asked.steps:
+        print(json.dumps(ours(asked.case, CASES[asked.case], asked)), flush=True)
     if asked.peer_steps:
         peer(asked.case, CASES[asked.case], asked)
 

@@ -42,6 +42,8 @@ def runner_of(work: dict[str, Any]) -> tuple[Any, StepRunner, list[Any]]:
     method = SFT() if work["name"] == "sft_step" else METHODS[work["name"]]
     if method.online:
         units = grpo_units(work["rows"], method)
+    elif method.name == "sft":
+        units = units_of(work["rows"], method)
     else:
         units = units_of([{f"{key}_ids": row[key] for key in row} for row in work["rows"]], method)
     base = random_base(work)

@@ -62,7 +62,7 @@ def measure(name: str, steps: int = 4) -> dict[str, Any]:
     rows = torch.randint(2, VOCABULARY, (case["rows"], case["length"])).tolist()
     work = {
         "name": "sft_step",
-        "rows": [{"prompt": row[:1], "completion": row[1:]} for row in rows],
+        "rows": [{"ids": row, "scored": [False] + [True] * (len(row) - 1)} for row in rows],
         "budget": case["length"],
         "lora_r": case["lora_r"],
         "shape": case["shape"],

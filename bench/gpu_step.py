@@ -1,18 +1,19 @@
 """Training steps on one GPU against TRL's, one JSON line a case: `python -m bench.gpu_step`.
 
 Random weights of Qwen2.5-1.5B's shape, bfloat16 compute, gradient checkpointing; LoRA of rank 16 on every linear layer,
-or all weights trained. Both sides run as processes of their own, one after the other, on the same tokens. They report
+or all weights trained. Both sides run as processes of their own, step by step in turn, on the same tokens. They report
 the training part of a step (forward, loss, backward), the peak of GPU memory, the loss and the gradient norm.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import random
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -85,32 +86,88 @@ def write_work(case: str, lora: bool, folder: Path) -> None:
     (folder / "work.json").write_text(json.dumps(work))
 
 
-def run(command: list[Any], steps: int) -> dict[str, float]:
-    """Medians over a side's steps, after three to warm up."""
-    done = subprocess.run(
-        command, input="step\n" * (steps + 3), capture_output=True, text=True, check=False, cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": f"{ROOT}/src:{ROOT}", "HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1"},
-    )  # fmt: skip
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    if len(lines) < steps + 3:
-        return {"error": done.stderr[-2000:]}  # pyright: ignore[reportReturnType]
-    return {key: median(line[key] for line in lines[3:]) for key in lines[0]}
+class Side:
+    """A process that answers each line with one step's JSON line; what else it says goes to a file."""
+
+    def __init__(self, command: list[Any], log: Path) -> None:
+        self._log = log
+        env = {"PYTHONPATH": f"{ROOT}/src:{ROOT}", "HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
+        with log.open("w") as errors:
+            self._process = subprocess.Popen(
+                [str(part) for part in command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors,
+                text=True, bufsize=1, cwd=ROOT, env=os.environ | env,
+            )  # fmt: skip
+        self.error: str | None = None
+
+    def ask(self) -> None:
+        """Start a step."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write("step\n")
+
+    def answer(self) -> dict[str, float]:
+        """What the step gave; nothing when the process ended instead."""
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith("{"):
+                return json.loads(line)
+        self.error = self._log.read_text()[-1500:]
+        return {}
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.wait()
 
 
-def measure(case: str, what: str, steps: int, peers: Sequence[str]) -> dict[str, Any]:
-    """Our step and TRL's with weights in each of the dtypes `peers`, one after the other, on the same tokens."""
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary)
-        write_work(case, what == "lora", folder)
-        line: dict[str, Any] = {"name": f"gpu_{case}", "train": what}
-        ours = run([sys.executable, "-m", "bench.gpu_ours", folder], steps)
-        line |= {f"ours_{key}": value for key, value in ours.items()}
-        for dtype in peers:
-            theirs = run([sys.executable, ROOT / "bench" / "peers" / "trl_gpu_step.py", folder, dtype], steps)
-            line |= {f"trl_{dtype}_{key}": value for key, value in theirs.items()}
-            if "s" in theirs and "s" in ours:
-                line[f"ratio_{dtype}"] = round(theirs["s"] / ours["s"], 2)
+def in_turn(sides: dict[str, Side], steps: int, warm_up: int = 3) -> dict[str, Any]:
+    """Medians of each side's steps. All load and warm up at the same time; then one works while the others wait."""
+    for _ in range(warm_up):
+        for side in sides.values():
+            side.ask()
+    for side in sides.values():
+        for _ in range(warm_up):
+            side.answer()
+    line: dict[str, Any] = {}
+    answers: dict[str, list[dict[str, float]]] = {name: [] for name in sides}
+    for _ in range(steps):
+        for name, side in sides.items():
+            if side.error is None:
+                side.ask()
+                answers[name].append(side.answer())
+    for name, side in sides.items():
+        found = {"error": side.error} if side.error is not None else {
+            key: median(answer[key] for answer in answers[name]) for key in answers[name][0]
+        }  # fmt: skip
+        line |= {f"{name}_{key}": value for key, value in found.items()}
     return line
+
+
+def measure(case: str, trained: Sequence[str], steps: int, peers: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Our step and TRL's with weights in each of the dtypes `peers`, by turns, on the same tokens; a line for each
+    of `trained`, "lora" or "full"."""
+    with tempfile.TemporaryDirectory() as temporary:
+        sides: dict[str, Side] = {}
+        for what in trained:
+            for name in ("ours", *(f"trl_{dtype}" for dtype in peers)):
+                folder = Path(temporary) / f"{what}_{name}"
+                folder.mkdir()
+                write_work(case, what == "lora", folder)
+                theirs = [ROOT / "bench" / "peers" / "trl_gpu_step.py", folder, name.removeprefix("trl_")]
+                command = ["-m", "bench.gpu_ours", folder] if name == "ours" else theirs
+                sides[f"{what}_{name}"] = Side([sys.executable, *command], folder / "log")
+        try:
+            found = in_turn(sides, steps, 1 if case == "grpo_whole" else 3)
+        finally:
+            for side in sides.values():
+                side.end()
+    for what in trained:
+        line = {key.removeprefix(f"{what}_"): value for key, value in found.items() if key.startswith(f"{what}_")}
+        ratios = {
+            f"ratio_{dtype}": round(line[f"trl_{dtype}_s"] / line["ours_s"], 2)
+            for dtype in peers
+            if "ours_s" in line and f"trl_{dtype}_s" in line
+        }
+        yield {"name": f"gpu_{case}", "train": what} | line | ratios
 
 
 def main() -> None:
@@ -123,8 +180,8 @@ def main() -> None:
     )
     options = parser.parse_args()
     for case in options.only or CASES:
-        for what in options.train or ["lora", "full"]:
-            print(json.dumps(measure(case, what, options.steps, options.peer or [])), flush=True)
+        for line in measure(case, options.train or ["lora", "full"], options.steps, options.peer or []):
+            print(json.dumps(line), flush=True)
 
 
 if __name__ == "__main__":

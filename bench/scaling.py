@@ -8,7 +8,6 @@ into trainers and servers that is fastest. docs/scaling.md says where the figure
 import argparse
 import json
 import math
-import pickle
 import time
 from dataclasses import dataclass, replace
 
@@ -36,7 +35,7 @@ class Figures:
     write: float = 5e9  # bytes a second of one writer to it
     parse: float = 0.64e-6  # seconds of rank 0 to read one sampled token from a server's answer: measured
     hand_over: float = 0.1e-6  # seconds to pack or unpack a token of the rollout: measured
-    token_bytes: float = 20  # of a packed token: id, log-prob, version
+    token_bytes: float = 16  # of a packed token: id, log-prob, version
     hosts: float = 5e9  # bytes a second that one machine's CPU sends to another's, in a tree of all ranks
     plan: float = 20e-6  # seconds of every rank to plan and fold one sequence: measured
     straggle: float = 1.3  # longest completion over the mean one, where rollouts run ahead
@@ -134,14 +133,19 @@ def best(run: Run, f: Figures, gpus: int) -> tuple[float, int, dict[str, float]]
 
 def measured() -> dict[str, float]:
     """Seconds of this machine for a token: to read it from a server's answer, and to hand it over."""
+    from upweight.rollout.store import Rollout
+    from upweight.train.handover import from_flat, to_flat
+    from upweight.types import Completion, Group
+
     count = 100_000
     logps, ids = [-1.0 / (n % 97 + 1) for n in range(count)], [n % 150_000 for n in range(count)]
     answer = json.dumps({"token_ids": ids, "logprobs": {"token_logprobs": logps, "tokens": [f"t{n}" for n in ids]}})
     began = time.process_time()
     json.loads(answer)
     parse = time.process_time() - began
+    rollout = Rollout(0, 0, [Group(0, {}, [], [Completion(ids, logps, [1] * count, finished=True)])])
     began = time.process_time()
-    pickle.loads(pickle.dumps((ids, logps, [1] * count)))
+    from_flat(*to_flat(rollout))
     return {"parse": parse / count, "hand_over": (time.process_time() - began) / 2 / count}
 
 

@@ -24,3 +24,14 @@ def messages(text):
     """`\\n\\nHuman: ...\\n\\nAssistant: ...` as chat messages."""
     parts = TURN.split(text)[1:]
     return [{"role": ROLES[who], "content": said.strip()} for who, said in zip(parts[::2], parts[1::2], strict=True)]
+
+
+def prompts(cfg, *args, **kwargs):
+    """The same rows as conversations to be answered."""
+    to_pair = pairs(cfg)
+
+    def transform(row):
+        pair = to_pair(row)
+        return pair and {"prompt": pair["prompt"]}
+
+    return transform

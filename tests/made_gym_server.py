@@ -4,14 +4,14 @@ import json
 import threading
 import time
 from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
 import httpx
 from transformers import AutoTokenizer
 
-from made_vllm import FakeVllm
+from made_vllm import FakeVllm, json_server
 
 EXCHANGES = Path(__file__).parent / "environments" / "nemo_gym" / "exchanges"
 SECRET = "do-not-log-me"
@@ -45,22 +45,7 @@ class FakeGym:
         self.seen: list[tuple[str, str, Any, str]] = []  # instance, path, body, cookies
         self.life = 1
         self.open = threading.Event()
-        fake = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self):
-                fake.answer(self, None)
-
-            def do_POST(self):
-                length = int(self.headers.get("content-length", 0))
-                fake.answer(self, json.loads(self.rfile.read(length) or b"{}"))
-
-            def log_message(self, *_):
-                pass
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
-        threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+        self._server = json_server(self.answer)
         self.port = self._server.server_address[1]
 
     def close(self) -> None:
@@ -149,17 +134,26 @@ class ChatVllm(FakeVllm):
             return status, found
         (choice,) = found["choices"]
         text = tokenizer.decode(choice["token_ids"], skip_special_tokens=True)
+        said = zip(choice["token_ids"], choice["logprobs"]["token_logprobs"], strict=True)
+        content = [{"token": f"token_id:{token}", "logprob": logp} for token, logp in said]
         return 200, {
             "prompt_token_ids": prompt,
             "choices": [{"message": {"role": "assistant", "content": text}, "token_ids": choice["token_ids"],
-                         "logprobs": choice["logprobs"], "finish_reason": choice["finish_reason"]}],
+                         "logprobs": {"content": content}, "finish_reason": choice["finish_reason"]}],
         }  # fmt: skip
 
 
-def agent_of(fake: FakeGym, instance: str, *, turns: int = 2, rewrites: bool = False) -> None:
+def agent_of(
+    fake: FakeGym,
+    instance: str,
+    *,
+    turns: int = 2,
+    rewrites: bool = False,
+    between: Callable[[], None] = lambda: None,
+) -> None:
     """An agent that asks the policy as often as told, answers in between, and has its server verify the last text.
 
-    `rewrites`: what the policy wrote is put otherwise in the next prompt.
+    `rewrites`: what the policy wrote is put otherwise in the next prompt. `between`: done after each turn.
     """
 
     def run(body, _):
@@ -174,9 +168,10 @@ def agent_of(fake: FakeGym, instance: str, *, turns: int = 2, rewrites: bool = F
                     "type": "message", "id": f"m{turn}", "role": "assistant", "status": "completed",
                     "content": [{"type": "output_text", "text": choice["message"]["content"], "annotations": []}],
                     "prompt_token_ids": found["prompt_token_ids"], "generation_token_ids": choice["token_ids"],
-                    "generation_log_probs": choice["logprobs"]["token_logprobs"],
+                    "generation_log_probs": [entry["logprob"] for entry in choice["logprobs"]["content"]],
                 }
             )  # fmt: skip
+            between()
             text = "..." if rewrites else choice["message"]["content"]
             messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "and?"}]
         reward = sum(len(item["generation_token_ids"]) for item in output) / 100

@@ -34,6 +34,9 @@ class Script:
         seeds = iter(sampling.seeds)
         return [[self.one(prompt, next(seeds), sampling) for _ in range(count)] for prompt in prompts]
 
+    def require_room(self, prompt, new):
+        pass
+
     def one(self, prompt, seed, sampling):
         self.prompts.append(list(prompt))
         self.seeds.append(seed)

@@ -1,6 +1,7 @@
 """Online trainers around tiny models, for tests of rollouts in the loop."""
 
 import functools
+from pathlib import Path
 
 import torch
 from datasets import Dataset
@@ -14,10 +15,11 @@ from upweight.models.load import disable_dropout
 from upweight.rewards.load import as_rewards
 from upweight.rollout.plan import Plan
 from upweight.train.build import trainer_parts
-from upweight.train.online import make_rollouts
+from upweight.train.online import Policy, Recipe, make_rollouts
 from upweight.train.rollouts import KeepRollouts
 from upweight.train.trainer import MethodTrainer
 
+STILL = ("seconds", "runtime", "per_second", "idle")  # in names of metrics that depend on the clock
 WORDS = ("a", "be", "cat", "dogs", "zebra")
 
 
@@ -96,35 +98,54 @@ def online_trainer(
     )  # fmt: skip
     sharding = "fsdp" if arguments.fsdp else "deepspeed" if arguments.deepspeed else "none"
     parts = trainer_parts(
-        model, method, torch.float32, torch.device("cpu"), longest=64, budget=budget, context=context, sharding=sharding
-    )
-    rollouts = make_rollouts(
         model,
-        parts["engine"],
-        tokenizer,
         method,
-        rows=prompts(tokenizer, rows, words) if data is None else data,
-        plan=Plan.fitting((wanted or step) * world, method.group_size, step * world, iterations),
-        section=RolloutSection(**(section or {})),
-        rewards=as_rewards(
+        torch.float32,
+        torch.device("cpu"),
+        longest=128,
+        budget=budget,
+        context=context,
+        sharding=sharding,
+    )
+    recipe = Recipe(
+        prompts(tokenizer, rows, words) if data is None else data,
+        as_rewards(
             [_here(reward) for reward in rewards], environment=acting.environment.reward_names if acting else ()
         ),
-        seed=seed,
-        rollout_func=rollout_func,
+        Plan.fitting((wanted or step) * world, method.group_size, step * world, iterations),
+        RolloutSection(**(section or {})),
+        Path(folder),
+        seed,
         acting=acting,
-        sharded=sharding != "none",
+        rollout_func=rollout_func,
     )
+    policy = Policy.of(model, tokenizer, parts, sharded=sharding != "none")
+    rollouts = make_rollouts(policy, recipe)
     trainer = MethodTrainer(
         model,
         arguments,
         train_dataset=rollouts.producer.rows,
-        eval_dataset=prompts(tokenizer, evaluation) if evaluation else None,
+        eval_dataset=held_out(tokenizer, data, evaluation) if evaluation else None,
         processing_class=tokenizer,
         rollouts=rollouts,
         **parts,
     )
     trainer.add_callback(KeepRollouts(rollouts))
     return trainer
+
+
+def held_out(tokenizer, data, count: int) -> Dataset:
+    """Rows to evaluate on: the first of those given, or prompts."""
+    return prompts(tokenizer, count) if data is None else data.select(range(count))
+
+
+def logged(trainer):
+    """What a run logged, without what depends on the clock."""
+    return [
+        {name: value for name, value in row.items() if not any(word in name for word in STILL)}
+        for row in trainer.state.log_history
+        if "loss" in row
+    ]
 
 
 def adapted(model):

@@ -12,6 +12,26 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 
+def json_server(answer) -> ThreadingHTTPServer:
+    """A server, under way, that hands `answer` each request and its JSON."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            answer(self, None)
+
+        def do_POST(self):
+            length = int(self.headers.get("content-length", 0))
+            answer(self, json.loads(self.rfile.read(length) or b"{}"))
+
+        def log_message(self, *_):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+    return server
+
+
 class FakeVllm:
     """Serves the model of a folder; `faults` are answers to give instead: {path: [status, ...]}, taken in turn."""
 
@@ -24,22 +44,7 @@ class FakeVllm:
         self.well = True
         self._lock = threading.RLock()
         self.restart()
-        fake = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self):
-                fake.answer(self, None)
-
-            def do_POST(self):
-                length = int(self.headers.get("content-length", 0))
-                fake.answer(self, json.loads(self.rfile.read(length) or b"{}"))
-
-            def log_message(self, *_):
-                pass
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
-        threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+        self._server = json_server(self.answer)
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
 
     def restart(self) -> None:
@@ -127,7 +132,7 @@ class FakeVllm:
             for n in range(body.get("n", 1))
         ]
         if body.get("logprobs"):
-            best = _logps(model, prompt)[-1].topk(body["logprobs"])
+            best = _logps(model, prompt, body["temperature"])[-1].topk(body["logprobs"])
             top = {f"token_id:{token}": logp for logp, token in zip(*(part.tolist() for part in best), strict=True)}
             choices[0]["logprobs"]["top_logprobs"] = [top]
         return 200, {"choices": choices[::-1]}

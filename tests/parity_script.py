@@ -16,7 +16,13 @@ from typing import Any
 import torch
 from datasets import Dataset
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification
+from transformers import (
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen2ForSequenceClassification,
+    Qwen2ForTokenClassification,
+)
 
 from parity_grpo import GRPO_CASES, GRPO_DIFFERENT, replaying
 
@@ -61,6 +67,14 @@ ROWS: dict[str, list[dict[str, Any]]] = {
     "joined": [
         {"chosen": f"{question} Many {good}", "rejected": f"{question} May {bad}"}
         for question, good, bad in zip(QUESTIONS, GOOD, BAD, strict=True)
+    ],
+    "steps": [
+        {
+            "prompt": f"{question}\n",
+            "completions": [good, bad, good][: 1 + number % 3],
+            "labels": [number % 2 == 0, number % 3 == 0, True][: 1 + number % 3],
+        }
+        for number, (question, good, bad) in enumerate(zip(QUESTIONS, GOOD, BAD, strict=True))
     ],
     "prompts": [{"prompt": question} for question in QUESTIONS],
     "text": [{"text": f"{question} {good}"} for question, good in zip(QUESTIONS, GOOD, strict=True)],
@@ -147,6 +161,15 @@ CASES: dict[str, dict[str, Any]] = {
     "reward margins": case("Reward", "margins", center_rewards_coefficient=0.01, **CUT),
     **GRPO_CASES,
 }  # fmt: skip
+# The last TRL that had it is 1.10: its folder on PYTHONPATH comes before a later one.
+PRM_CASES: dict[str, dict[str, Any]] = {
+    "prm": case("PRM", "steps"),
+    "prm last step": case("PRM", "steps", train_on_last_step_only=True),
+    "prm separator, bos": case("PRM", "steps", step_separator=" <step>", bos=True),
+    "prm truncated": case("PRM", "steps", max_length=30, max_completion_length=20),
+    "prm lora": case("PRM", "steps", lora=True),
+}
+PRM_DIFFERENT: dict[str, dict[str, Any]] = {"prm, cut": case("PRM", "steps", **CUT)}
 # Where the numbers differ on purpose; docs/differences.md says why.
 DIFFERENT: dict[str, dict[str, Any]] = {
     "dpo sigmoid, smoothed": dpo(label_smoothing=0.1),
@@ -192,20 +215,24 @@ def fill(model: torch.nn.Module, only: str = "") -> None:
                 weight.copy_(0.2 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(seed)))
 
 
-def write_model(folder: Path, tokenizer: PreTrainedTokenizerFast, score_head: bool) -> None:
+HEADS = {"Reward": (Qwen2ForSequenceClassification, 1), "PRM": (Qwen2ForTokenClassification, 2)}
+
+
+def write_model(folder: Path, tokenizer: PreTrainedTokenizerFast, trainer: str) -> None:
+    head, labels = HEADS.get(trainer, (Qwen2ForCausalLM, 1))
     config = Qwen2Config(
         vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=256, pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id, bos_token_id=None, attention_dropout=0.0, num_labels=1,
+        eos_token_id=tokenizer.eos_token_id, bos_token_id=None, attention_dropout=0.0, num_labels=labels,
     )  # fmt: skip
-    model = Qwen2ForSequenceClassification(config) if score_head else Qwen2ForCausalLM(config)
+    model = head(config)
     fill(model)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
 def classes(library: str, trainer: str) -> tuple[Any, Any]:
-    experimental = library == "trl" and trainer in ("ORPO", "CPO")
+    experimental = library == "trl" and trainer in ("ORPO", "CPO", "PRM")
     module = importlib.import_module(f"trl.experimental.{trainer.lower()}" if experimental else library)
     return getattr(module, f"{trainer}Config"), getattr(module, f"{trainer}Trainer")
 
@@ -213,7 +240,7 @@ def classes(library: str, trainer: str) -> tuple[Any, Any]:
 def run(library: str, case: dict[str, Any], folder: Path, epochs: int = 2) -> dict[str, list[float]]:
     """Loss and gradient norm of each step of a case."""
     tokenizer = made_tokenizer(case.get("template", TEMPLATE), case.get("bos", False))
-    write_model(folder / "model", tokenizer, case["trainer"] == "Reward")
+    write_model(folder / "model", tokenizer, case["trainer"])
     config_class, trainer_class = classes(library, case["trainer"])
     settings = {
         "per_device_train_batch_size": 4, "num_train_epochs": epochs, "learning_rate": 0.05, "optim": "sgd",
@@ -227,9 +254,13 @@ def run(library: str, case: dict[str, Any], folder: Path, epochs: int = 2) -> di
     if case["lora"]:
         from peft import LoraConfig
 
-        adapter = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+        kind = "TOKEN_CLS" if case["trainer"] == "PRM" else "CAUSAL_LM"
+        adapter = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], task_type=kind)
     trainer = trainer_class(
-        model=str(folder / "model"),
+        # TRL's PRMTrainer takes no path
+        model=Qwen2ForTokenClassification.from_pretrained(folder / "model")
+        if case["trainer"] == "PRM"
+        else str(folder / "model"),
         args=args,
         train_dataset=Dataset.from_list(ROWS[case["rows"]]),
         processing_class=tokenizer,
@@ -245,8 +276,8 @@ def run(library: str, case: dict[str, Any], folder: Path, epochs: int = 2) -> di
 def main() -> None:
     library, *names = sys.argv[1:]
     torch.set_num_threads(1)
-    known = CASES | DIFFERENT
-    for name in names or known:
+    known = CASES | DIFFERENT | PRM_CASES | PRM_DIFFERENT
+    for name in names or CASES | DIFFERENT:
         with tempfile.TemporaryDirectory() as temporary:
             print(json.dumps({"case": name, **run(library, known[name], Path(temporary))}), flush=True)
 

@@ -79,7 +79,7 @@ def tiny(kind: str, auto=hf.AutoModelForCausalLM, **changes):
     """A float32 model of one architecture, with weights large enough for attention to matter."""
     config = hf.AutoConfig.for_model(kind, **{**SIZES, **_EXTRAS[kind], **changes})
     torch.manual_seed(0)
-    # transformers before 5.22 gives Gemma 2 an SDPA that drops its soft cap
+    # transformers before 5.21 gives Gemma 2 an SDPA that drops its soft cap
     attention = {"attn_implementation": "eager"} if kind == "gemma2" else {}
     model = auto.from_config(config, **attention).float().eval()
     with torch.no_grad():

@@ -33,8 +33,9 @@ def model() -> Any:
         end = None if WHOLE else 0
         made = Qwen2ForCausalLM(Qwen2Config(vocab_size=WORK["vocabulary"], eos_token_id=end, **WORK["shape"]))
     torch.set_default_dtype(torch.float32)
-    made.save_pretrained(FOLDER / "model")  # DPO loads its reference by the model's name
-    made.config._name_or_path = str(FOLDER / "model")
+    if WORK["name"] == "dpo_step":  # which loads its reference by the model's name
+        made.save_pretrained(FOLDER / "model")
+        made.config._name_or_path = str(FOLDER / "model")
     return made
 
 

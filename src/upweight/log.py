@@ -9,12 +9,12 @@ _said: set[str] = set()
 _passing: list[str] = []  # the line that is shown for now
 
 
-def set_up_logging(level: int = logging.INFO) -> None:
+def set_up_logging() -> None:
     """Send the package's log to stderr as plain lines; stdout is for results only."""
     handler = _AfterStatus(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(levelname)s %(message)s" if level < logging.INFO else "%(message)s"))
+    handler.setFormatter(logging.Formatter("%(message)s"))
     logger.handlers = [handler]
-    logger.setLevel(level)
+    logger.setLevel(logging.INFO)
     logger.propagate = False
 
 

@@ -34,6 +34,7 @@ class Sample:
     label: int | None = None  # becomes Batch.label_S
     prompt: NDArray[np.bool_] | None = None  # over scored tokens: belongs to the prompt
     advantage: float | None = None
+    share: float = 1.0  # of the completion that it is a stretch of, by scored tokens
     old_logps: NDArray[np.float32] | None = None
     sampler_logps: NDArray[np.float32] | None = None
     ref_logps: NDArray[np.float32] | None = None
@@ -71,6 +72,7 @@ class Batch:
     label_S: Tensor | None = None
     prompt_T: Tensor | None = None  # True where a scored token belongs to the prompt (ORPO's likelihood term)
     advantage_S: Tensor | None = None
+    share_S: Tensor | None = None  # of a completion, for its stretches; None: each sequence is a whole one
     old_logps_T: Tensor | None = None  # under the policy when the rollout was scored; None: the current policy
     sampler_logps_T: Tensor | None = None  # as the sampler reported them
     ref_logps_T: Tensor | None = None  # precomputed reference log-probs
@@ -143,6 +145,10 @@ class Completion:
     failure: str | None = None  # why nothing is to be learned from it: its environment broke
 
 
+Prompts = Sequence[Sequence[int]]  # token ids of each
+Done = Callable[[int, list[Completion]], None]  # hears the number of a prompt, and its completions
+
+
 @dataclass
 class Group:
     """The completions of one prompt, on their way from the sampler to the trainer."""
@@ -179,13 +185,13 @@ class Generator(Protocol):
     """What every sampling backend offers."""
 
     def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        count: int,
-        sampling: Sampling,
-        done: Callable[[int, list[Completion]], None] | None = None,
+        self, prompts: Prompts, count: int, sampling: Sampling, done: Done | None = None
     ) -> list[list[Completion]]:
         """`count` completions for each prompt, in the order of the prompts; `done` hears of each prompt as it ends."""
+        ...
+
+    def require_room(self, prompt: int, new: int) -> None:
+        """Raise where a prompt of so many tokens with so many new ones is longer than can be sampled."""
         ...
 
     def sync(self, version: int) -> None:

@@ -41,3 +41,5 @@ def test_a_run_as_json(tmp_path):
 def test_nothing_there_is_said(tmp_path):
     done = CliRunner().invoke(app, ["doctor", str(tmp_path)])
     assert "neither a config nor the folder of a run" in str(done.exception)
+    done = CliRunner().invoke(app, ["doctor", str(tmp_path / "nothing")])
+    assert "is not there. Name a config (a YAML file) or a run" in str(done.exception)

@@ -118,6 +118,7 @@ def test_what_is_wrong_is_said(model, tmp_path):
         (("--prompt", "a", "--system", "b"), None, "needs a chat template"),
         (("--file", tmp_path / "none"), None, "there is no such file"),
         ((), "\n", "stdin: there is no prompt in it"),
+        (("--prompts", "hello"), "\n", "prompts: unknown key"),
         ((), '{"prompt": "a"}\n\nb\n', "stdin:3: not JSON"),
         ((), '{"prompt": "a"}\n[1]\n', "stdin:2: expected a JSON object"),
         ((), '{"prompt": "a"}\n{"text": "b"}\n', "stdin:2: 'prompt'"),

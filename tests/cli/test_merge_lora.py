@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from made_runs import write_config, write_model
+from made_runs import metrics_of, write_config, write_model
 from upweight.cli.merge_lora import run
 from upweight.config import load_config
 from upweight.errors import UserError
@@ -66,3 +66,19 @@ def test_an_adapter_of_a_quantised_run_is_merged_into_the_weights_as_stored(trai
     qlora.write_text(json.dumps(keys))
     run(str(qlora), [], output=tmp_path / "merged", check=True)
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "merged").dtype == torch.float32
+
+
+@pytest.mark.parametrize("keys", [{"adapter": "qlora", "load_in_4bit": True}, {"load_in_8bit": True}], ids=["4", "8"])
+def test_training_on_quantised_weights_goes_on_and_merges(keys, tmp_path, capsys):
+    pytest.importorskip("bitsandbytes")  # `make test-quant`
+    model = write_model(tmp_path / "model", hidden_size=64, intermediate_size=128)
+    keys = LORA | keys | {"learning_rate": 0.01, "num_epochs": 2, "max_steps": None, "warmup_steps": 0}
+    for name, more in (("first", {}), ("second", {"lora_model_dir": str(tmp_path / "first" / "out")})):
+        (tmp_path / name).mkdir()
+        train(load_config(write_config(tmp_path / name, model, **keys, **more)))
+        losses = [line["loss"] for line in metrics_of(tmp_path / name / "out") if "loss" in line]
+        assert losses[0] == pytest.approx(0.693, abs=0.02)  # the second is compared with where the first ended
+        assert losses[-1] < 0.2
+    capsys.readouterr()
+    run(str(tmp_path / "second" / "out"), [], output=None, check=True)
+    assert float(capsys.readouterr().out.split()[-1]) < 1e-3

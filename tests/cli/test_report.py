@@ -6,6 +6,7 @@ from typer.testing import CliRunner
 
 from made_reports import write_run
 from upweight.cli.app import app
+from upweight.cli.report import run_watch
 from upweight.errors import UserError
 
 
@@ -28,3 +29,14 @@ def test_what_is_no_run_is_said(tmp_path):
     for place, reason in ((tmp_path / "rows.jsonl", "name a run's folder"), (tmp_path / "absent", "no such folder")):
         with pytest.raises(UserError, match=reason):
             report(place)
+
+
+def test_watching_what_is_not_there_yet_says_so(tmp_path, monkeypatch, capsys):
+    def interrupted(server):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("socketserver.BaseServer.serve_forever", interrupted)
+    run_watch([tmp_path / "later"], port=None, open_it=False)
+    shown = capsys.readouterr()
+    assert "http://127.0.0.1:" in shown.out
+    assert f"{tmp_path / 'later'}: nothing is there yet" in shown.err

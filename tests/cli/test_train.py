@@ -70,6 +70,24 @@ def test_evaluate_prints_one_json_line(model_folder, tmp_path):
     assert "%|" not in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("adapter", "says"),
+    [("lora", "for the result, add: lora_model_dir={} rl_adapter_ref_model=true"), (None, "is in {}/metrics.jsonl")],
+)
+def test_evaluate_says_that_it_measures_the_start_and_how_to_measure_the_result(model_folder, tmp_path, adapter, says):
+    keys = {"adapter": adapter, "lora_target_linear": True} if adapter else {}
+    file = write_config(tmp_path, model_folder, val_set_size=4, max_steps=2, learning_rate=1e-2, **keys)
+    assert upweight("train", file).returncode == 0
+    done = upweight("evaluate", file)
+    assert says.format(tmp_path / "out") in done.stderr
+    if adapter:
+        overrides = done.stderr.partition("add: ")[2].split()
+        again = upweight("evaluate", file, *overrides)
+        found, logged = json.loads(again.stdout), metrics_of(tmp_path / "out")[-1]
+        assert found["eval_loss"] == pytest.approx(logged["eval_loss"], rel=1e-5)
+        assert "training begins" not in again.stderr
+
+
 def test_an_error_of_one_for_all_is_printed_once_and_exits_2(model_folder, tmp_path):
     file = write_config(tmp_path, model_folder, lora_target_modules=["nowhere"], adapter="lora")
     done = upweight("train", file, "--num-processes", 2)

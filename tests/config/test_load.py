@@ -70,7 +70,9 @@ def test_all_errors_come_at_once_with_path_reason_and_suggestion():
         ({"learning_rate": float("nan")}, "learning_rate: expected a number, got nan."),
         ({"trl": 3}, "trl: expected a mapping of keys, got 3"),
         ({"datasets": {"path": "x"}}, "datasets: expected a list, got {'path': 'x'}."),
-        ({"datasets": ["x"]}, "datasets[0]: expected a mapping, got 'x'."),
+        ({"datasets": {"path": "x"}}, "Begin each entry with '- '"),
+        ({"datasets": ["x"]}, "datasets[0]: expected a mapping, got 'x'. Write {path: x}."),
+        ({"datasets": "x"}, "datasets: expected a list, got 'x'. Write [{path: x}]."),
         ({"trl": {"reward_funcs": "r.f"}}, "trl.reward_funcs: expected a list, got 'r.f'. Write ['r.f']."),
         ({"wandb_name": True}, "wandb_name: expected text, got true. Put it in quotes."),
         ({"datasets": [{"path": "x", "field_prompt": "p"}]}, "datasets[0].field_prompt: belongs under 'type'"),
@@ -160,6 +162,11 @@ def test_older_spellings_are_mapped_and_noted():
 )  # fmt: skip
 def test_ways_that_others_write_it(content, section, name, value):
     assert getattr(getattr(parse(content, fragment=True), section), name) == value
+
+
+def test_a_run_folder_may_lie_in_the_home_folder(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    assert parse({"output_dir": "~/runs/a"}, fragment=True).run.output_dir == "/home/me/runs/a"
 
 
 def test_overrides_reach_nested_keys_and_list_items(tmp_path):

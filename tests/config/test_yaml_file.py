@@ -61,3 +61,30 @@ def test_overrides_do_not_touch_what_was_read():
     changed = apply_overrides(content, ["trl.beta=2", "datasets.0.path=b", "new.key=[1, 2]", "seed="])
     assert content == {"trl": {"beta": 1}, "datasets": [{"path": "a"}]}
     assert changed == {"trl": {"beta": 2}, "datasets": [{"path": "b"}], "new": {"key": [1, 2]}, "seed": None}
+
+
+def test_the_number_after_the_last_adds_an_entry():
+    overrides = ["datasets.0.path=a", "datasets[1].path=b", "trl.reward_funcs.1=r.g", "empty.0.0=1"]
+    assert apply_overrides({"trl": {"reward_funcs": ["r.f"]}, "empty": None}, overrides) == {
+        "trl": {"reward_funcs": ["r.f", "r.g"]},
+        "datasets": [{"path": "a"}, {"path": "b"}],
+        "empty": [[1]],
+    }
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("datasets.1.path=x", "'datasets' has no entry 0 before this one: datasets.0 is the next to set"),
+        ("datasets.-1.path=x", "'-1' no number in it; it has no entries yet, datasets.0 adds one"),
+        ("rewards.2=x", "'rewards' has no entry 1 before this one: rewards.1 is the next to set"),
+        ("rewards.-1=x", "'-1' no number in it; its entries are 0 to 0, rewards.1 adds one"),
+        ("rewards.first=x", "'rewards' is a list, 'first' no number in it"),
+        ("seed.x=1", "'seed' is the single value 3: it has no 'x' in it"),
+    ],
+)
+def test_an_override_beside_a_list_says_what_there_is(override, says):
+    with pytest.raises(UserError) as caught:
+        apply_overrides({"rewards": ["r.f"], "seed": 3}, [override])
+    assert str(caught.value).startswith(f"{override}: ")
+    assert says in str(caught.value)

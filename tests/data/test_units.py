@@ -89,5 +89,14 @@ def test_kto_without_a_kl_estimate_needs_no_other_pairs():
     assert len(units_of(LABELLED, KTO(loss_type="apo_zero_unpaired"))) == 3
 
 
+def test_answers_to_one_prompt_with_both_verdicts_are_compared_where_asked():
+    bad, good = ({"prompt_ids": [1], "completion_ids": [n], "label": label} for n, label in ((20, False), (21, True)))
+    rows = [LABELLED[1], bad, LABELLED[0], good, bad]
+    units = units_of(rows, KTO(), compare=True)
+    assert [ids(unit) for unit in units[:3]] == [[[2, 3, 12]], [[1, 10, 11], [1, 20]], [[1, 21], [1, 20]]]
+    assert [[sample.label for sample in unit.samples] for unit in units[:3]] == [[0], [1, 0], [1, 0]]
+    assert [ids(unit) for unit in units[3:]] == [ids(unit) for unit in units_of(rows, KTO())[5:]]
+
+
 def test_a_single_row_has_no_neighbour():
     assert len(units_of(LABELLED[:1], KTO())) == 1

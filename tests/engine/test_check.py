@@ -4,6 +4,7 @@ import pytest
 import torch
 import transformers as hf
 from peft import LoraConfig, get_peft_model
+from torch import nn
 
 from tiny_models import PADDED, group, identical, three_levels, tiny
 from upweight.engine import Engine
@@ -60,6 +61,9 @@ def test_half_precision_is_judged_by_the_mean():
     assert check_first_batch(engine, model, build_batch(group())).limit == 0.15
     assert check_first_batch(engine, model, build_batch(group()), torch.float32).limit == 1e-4
     assert not Check(float("nan"), 0.05).passed
+    model.register_parameter("packed", nn.Parameter(torch.zeros(4, dtype=torch.int8), requires_grad=False))
+    assert check_first_batch(engine, model, build_batch(group()), torch.float32).limit == 0.15
+    assert check_first_gradients(engine, model, build_batch(group()), torch.float32).limit == 0.1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

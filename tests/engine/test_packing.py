@@ -103,16 +103,18 @@ def test_score_heads_read_the_scored_positions_themselves(layout):
     assert batch.target_T.tolist() == [1, 0, 1]
 
 
-def test_pairs_and_margins_are_filled_when_all_units_are_pairs():
+def test_pairs_are_known_among_others_and_margins_when_all_units_have_one():
     pair, single = (sample([1, 2]), sample([1, 3])), (sample([1, 4]),)
     batch = build_batch([Unit(pair, margin=0.5), Unit(pair, margin=2.0)])
     assert batch.pair_P2 is not None
     assert batch.margin_P is not None
     assert batch.pair_P2.tolist() == [[0, 1], [2, 3]]
     assert batch.margin_P.tolist() == [0.5, 2.0]
-    mixed = build_batch([Unit(pair, margin=0.5), Unit(single)])
-    assert mixed.pair_P2 is None
+    mixed = build_batch([Unit(single), Unit(pair, margin=0.5)])
+    assert mixed.pair_P2 is not None
+    assert mixed.pair_P2.tolist() == [[1, 2]]
     assert mixed.margin_P is None
+    assert build_batch([Unit(single)]).pair_P2 is None
 
 
 def test_what_only_some_samples_know_is_left_out():

@@ -1,4 +1,7 @@
+from dataclasses import replace
+
 import pytest
+import torch
 
 from made_batches import made_batch, made_outputs, metrics_of, sigma, total_loss
 from upweight.methods import KTO
@@ -20,6 +23,14 @@ def test_gains_are_measured_from_the_kl_of_mismatched_pairs(gain, kl):
     assert metrics["kl"] == pytest.approx(kl, abs=1e-6)
     assert metrics["rewards/chosen"] == pytest.approx(0.25)
     assert metrics["rewards/rejected"] == pytest.approx(-0.125)
+
+
+def test_pairs_in_a_batch_are_compared():
+    out, batch = labelled(0.0)
+    assert "rewards/accuracies" not in metrics_of(KTO(), out, batch)
+    metrics = metrics_of(KTO(beta=0.5), out, replace(batch, pair_P2=torch.tensor([[0, 1], [1, 0]])))
+    assert metrics["rewards/accuracies"] == 0.5
+    assert metrics["rewards/margins"] == 0.0
 
 
 def test_a_weight_of_zero_is_honoured():

@@ -49,6 +49,14 @@ def test_loss_of_two_completions(name):
     assert loss(loss_type=name, max_completion_length=10) == pytest.approx(BY_HAND[name])
 
 
+@pytest.mark.parametrize("name", ["grpo", "sapo", "dr_grpo", "luspo", "bnpo", "dapo", "cispo"])
+def test_a_completion_in_two_stretches_counts_once(name):
+    method = GRPO(policy=PolicyGradient(loss_type=name, max_completion_length=10))
+    known = {"advantage_S": [2.0, 2.0, -1.0], "old_logps_T": flat(OLD), "share_S": [0.5, 0.5, 1.0]}
+    split = total_loss(method, made_outputs([[-1.0], [-0.5], [-2.0]]), made_batch([1, 1, 1], **known))
+    assert split == pytest.approx(BY_HAND[name])
+
+
 def test_a_higher_upper_bound_lets_the_ratio_through():
     assert loss(loss_type="bnpo", epsilon_high=1.0) == pytest.approx((-3.0 - 1.8 + 0.8) / 3)
 

@@ -1,13 +1,15 @@
 import copy
 import inspect
+from importlib.metadata import requires
 
 import pytest
 import torch
+from packaging.requirements import Requirement
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import Linear as LoraLinear
 
 from tiny_models import gradients, relative_difference, tiny
-from upweight.models.patches import add_adapters_in_place
+from upweight.models.patches import add_adapters_in_place, keep_soft_cap
 
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
@@ -90,3 +92,19 @@ def outcome_without_gradient(model):
 def test_peft_still_adds_the_term_by_itself():
     """When PEFT scales and adds inside the product, `add_adapters_in_place` can go."""
     assert "result = result + lora_B(lora_A(dropout(x))) * scaling" in inspect.getsource(LoraLinear.forward)
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "llama"])
+def test_a_soft_cap_is_kept_and_other_attention_left_alone(kind):
+    model = tiny(kind)
+    right = outcome_without_gradient(model)
+    model.config._attn_implementation_internal = "sdpa"
+    keep_soft_cap(model)
+    assert model.config._attn_implementation == ("eager" if kind == "gemma2" else "sdpa")
+    torch.testing.assert_close(outcome_without_gradient(model), right, atol=1e-4, rtol=1e-4)
+
+
+def test_a_supported_transformers_still_drops_soft_caps():
+    """When the oldest supported transformers is 5.21, which refuses SDPA for Gemma 2, `keep_soft_cap` can go."""
+    (needed,) = (text for text in requires("upweight") or [] if text.startswith("transformers"))
+    assert Requirement(needed).specifier.contains("5.20.0")

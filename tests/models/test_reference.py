@@ -72,8 +72,6 @@ def make(model, *, dtype=torch.float32, synced: bool = False):
         ({"needed": True, "adapter": "identity", "synced": True}, "frozen_weights"),
         ({"needed": True, "adapter": "identity", "separate": True}, "separate"),
         ({"needed": True, "adapter": "none", "separate": True, "synced": True}, "separate"),
-        ({"needed": True, "adapter": "none", "precomputed": True}, "precomputed"),
-        ({"needed": True, "adapter": "changed", "precomputed": True, "separate": True}, "precomputed"),
     ],
 )
 def test_the_kind_of_reference_follows_from_what_is_trained_and_asked(asked, kind):
@@ -81,8 +79,6 @@ def test_the_kind_of_reference_follows_from_what_is_trained_and_asked(asked, kin
 
 
 def test_references_that_cannot_be_are_refused():
-    with pytest.raises(UserError, match="precompute_ref_log_probs"):
-        reference_kind(needed=True, adapter="none", precomputed=True, synced=True)
     with pytest.raises(UserError, match="rl_adapter_ref_model"):
         reference_kind(needed=True, adapter="identity", separate=True, synced=True)
 
@@ -187,6 +183,18 @@ def test_frozen_weights_hold_the_trained_weights_alone_in_the_compute_dtype():
     assert {value.dtype for value in reference._values.values()} == {BF16}
 
 
+def test_offloaded_weights_are_on_the_device_only_while_they_are_used():
+    model = nn.Sequential(nn.Linear(4, 4, bias=False))
+    reference = make_reference("frozen_weights", model, torch.float32, offload=True)
+    kept = dict(reference._values)
+    model.to("meta")  # any device but the host
+    with reference.use(model):
+        assert vars(model[0])["weight"].is_meta
+    assert "weight" not in vars(model[0])
+    assert not kept["0.weight"].is_meta
+    assert reference._values["0.weight"] is kept["0.weight"]
+
+
 @pytest.mark.parametrize("case", ["fresh", "full"])
 def test_a_synced_reference_moves_a_share_of_the_way_and_can_be_restored(case):
     model = CASES[case]()
@@ -237,9 +245,8 @@ def test_a_separate_model_is_called_itself_and_follows_when_asked():
         assert torch.equal(module.lm_head.weight, other.lm_head.weight)
 
 
-@pytest.mark.parametrize("kind", ["none", "precomputed"])
-def test_nothing_is_kept_where_no_reference_is_computed(kind):
-    assert make_reference(kind, llama(), torch.float32) is None
+def test_nothing_is_kept_where_no_reference_is_computed():
+    assert make_reference("none", llama(), torch.float32) is None
 
 
 @pytest.fixture

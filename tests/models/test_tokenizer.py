@@ -75,3 +75,9 @@ def test_a_folder_without_a_tokenizer_is_an_error_that_names_it(tmp_path):
 def test_an_unknown_tokenizer_class_is_an_error(folder):
     with pytest.raises(UserError, match="tokenizer_type"):
         load_tokenizer(ModelSection(base_model=folder, tokenizer_class="NoSuchTokenizer"))
+
+
+@pytest.mark.parametrize(("key", "section"), [("base_model", {}), ("tokenizer_config", {"tokenizer": "./nowhere"})])
+def test_a_path_that_is_not_there_is_named_by_its_own_key(key, section):
+    with pytest.raises(UserError, match=rf"^{key}: \./nowhere is no folder here"):
+        load_tokenizer(ModelSection(**{"base_model": "./nowhere", **section}))

@@ -1,19 +1,24 @@
-"""Losses and gradient norms against what TRL 1.16 gave for the same script (`python -m bench.parity --record`)."""
+"""Losses and gradient norms against what TRL gave for the same script (`python -m bench.parity --record`).
+
+Process reward models: TRL 1.10 (`PYTHONPATH=FOLDER_OF_1.10 python tests/parity_script.py trl "prm"`).
+"""
 
 import json
 from pathlib import Path
 
 import pytest
 
-from parity_script import CASES, DIFFERENT, run
+from parity_script import CASES, DIFFERENT, PRM_CASES, PRM_DIFFERENT, run
 from upweight.methods.dpo import LossType
 from upweight.methods.policy_gradient import LossType as PolicyLossType
 
-RECORD = json.loads((Path(__file__).parent / "trl_1_16.json").read_text())
+RECORD, PRM_RECORD = (
+    json.loads((Path(__file__).parent / f"trl_{which}.json").read_text()) for which in ("1_16", "1_10")
+)
 
 
 def differences(name, case, folder):
-    ours, theirs = run("upweight", case, folder), RECORD[name]
+    ours, theirs = run("upweight", case, folder), (RECORD | PRM_RECORD)[name]
     return [
         abs(own - other) / max(1.0, abs(other))
         for key in ("loss", "grad_norm")
@@ -23,18 +28,19 @@ def differences(name, case, folder):
 
 def test_every_case_is_recorded():
     assert RECORD.keys() == CASES.keys() | DIFFERENT.keys()
+    assert PRM_RECORD.keys() == PRM_CASES.keys() | PRM_DIFFERENT.keys()
     losses = [case["config"].get("loss_type", []) for case in CASES.values()]
     assert {name for named in losses if isinstance(named, list) for name in named} == set(LossType.__args__)
     assert set(PolicyLossType.__args__) <= {name for name in losses if isinstance(name, str)}
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_same_numbers(name, tmp_path):
-    found = differences(name, CASES[name], tmp_path)
+@pytest.mark.parametrize(("name", "case"), (CASES | PRM_CASES).items())
+def test_same_numbers(name, case, tmp_path):
+    found = differences(name, case, tmp_path)
     assert len(found) == 8
     assert max(found) < 1e-4
 
 
-@pytest.mark.parametrize("name", DIFFERENT)
-def test_chosen_differences_are_there(name, tmp_path):
-    assert max(differences(name, DIFFERENT[name], tmp_path)) > 1e-3
+@pytest.mark.parametrize(("name", "case"), (DIFFERENT | PRM_DIFFERENT).items())
+def test_chosen_differences_are_there(name, case, tmp_path):
+    assert max(differences(name, case, tmp_path)) > 1e-3

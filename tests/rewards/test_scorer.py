@@ -1,4 +1,5 @@
 import logging
+import re
 
 import pytest
 
@@ -81,6 +82,14 @@ def test_one_bad_group_is_forgiven_where_the_reward_has_worked():
         scorer.score(reward_call(["1", "2"]))
         with pytest.raises(UserError, match="failed on all 2 completions"):
             scorer.score(reward_call(["x"], ["y"]))
+
+
+@pytest.mark.parametrize("read", [lambda text: len(text.strip()), lambda text: re.match("a", text) is None])
+def test_a_reward_that_takes_messages_for_text_is_told_where_the_text_is(read):
+    call = reward_call([[{"role": "assistant", "content": "a"}]])
+    rewards = as_rewards(lambda completions: [read(one) for one in completions])
+    with Scorer(rewards) as scorer, pytest.raises(UserError, match=r"read completion\[0\]\['content'\]\.$"):
+        scorer.score(call)
 
 
 def test_nothing_to_score_is_no_failure(tmp_path):

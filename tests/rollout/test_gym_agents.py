@@ -109,6 +109,17 @@ def test_every_written_token_has_the_log_prob_that_the_policy_gives_it(agents, f
     assert groups[0].extras["episode"][0]["rewards"]["nemo_gym"] > 0
 
 
+def test_turns_have_the_version_that_wrote_them(agents, fake):
+    roll = agents()
+    server = roll.gateway.server
+    agent_of(fake, "sums_agent", between=lambda: server.sync(server.version() + 1))
+    (group,) = rolled(roll, groups=1, count=1)
+    (one,) = group.completions
+    read = one.sampled.index(False)  # behind the first turn
+    assert set(one.versions[:read]) == {3}
+    assert {version for version, own in zip(one.versions[read:], one.sampled[read:], strict=True) if own} == {4}
+
+
 def test_a_history_that_is_written_otherwise_splits_the_sequence(agents, fake):
     agent_of(fake, "sums_agent", rewrites=True)
     (group,) = rolled(agents(), groups=1)
@@ -170,13 +181,14 @@ def agents_again(roll: GymAgents) -> GymAgents:
     return roll
 
 
-def test_what_the_server_refuses_reaches_the_gym_as_it_is(agents, vllm):
+def test_what_the_server_refuses_reaches_the_gym_as_it_is_and_the_log(agents, vllm, caplog):
     roll = agents()
     assert roll.gateway is not None
     roll.gateway.open()
     vllm.faults["/v1/chat/completions"] = [400]
     answer = httpx.post(f"{roll.gateway.url}/chat/completions", json={"messages": []}, trust_env=False)
     assert answer.status_code == 400
+    assert "refuses a request of the Gym's agents: 400: as was asked" in caplog.text
     assert httpx.post(f"{roll.gateway.url}/elsewhere", json={}, trust_env=False).status_code == 404
     assert httpx.get(f"{roll.gateway.url}/models", trust_env=False).json()["data"]
     assert httpx.post(f"{roll.gateway.url}/chat/completions", content=b"{", trust_env=False).status_code == 400

@@ -233,12 +233,13 @@ def test_one_token_and_released_memory():
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("compiled", [False, True], ids=["as it is", "compiled"])
 @pytest.mark.parametrize("adapted", [False, True], ids=["plain", "lora"])
-def test_graphs_sample_what_the_training_forward_says(adapted: bool):
+def test_graphs_sample_what_the_training_forward_says(adapted: bool, compiled: bool):
     model = tiny("qwen3", head_dim=32, max_position_embeddings=1024).cuda()
     model = with_lora(model).cuda() if adapted else model
     engine = Engine(model)
-    sampler = InProcess(model, engine=engine, end_ids=range(3, 5))
+    sampler = InProcess(model, engine=engine, end_ids=range(3, 5), compile=compiled)
     settings = dataclasses.replace(SAMPLING, max_new_tokens=200)
     out = sampler.generate(PROMPTS, 5, settings)
     sampled = torch.tensor([logp for completion in flat(out) for logp in completion.logps])

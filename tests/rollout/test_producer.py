@@ -1,6 +1,6 @@
 """Prompts to scored groups."""
 
-import time
+import threading
 
 import pytest
 import torch
@@ -126,21 +126,23 @@ def test_a_reward_that_fails_on_everything_stops_the_run(tmp_path):
 
 
 def test_scoring_runs_beside_the_writing_when_it_streams(tmp_path):
-    ended = []
+    scored = threading.Event()
 
-    def slow(completions, **_):
-        time.sleep(0.01)
-        ended.append(time.perf_counter())
+    def tell(completions, **_):
+        scored.set()
         return [0.0] * len(completions)
 
-    producer = producer_of(tmp_path, rewards=[slow], wanted=32, section={"streaming": True})
-    roll, written = producer.roll, []
+    producer = producer_of(tmp_path, rewards=[tell], wanted=32, section={"streaming": True})
+    roll, heard = producer.roll, []
 
-    def timed(*given):
-        roll(*given)
-        written.append(time.perf_counter())
+    def stopped_after_each(groups, count, sampling, done):
+        def after_one(place):
+            done(place)
+            heard.append(scored.wait(60))  # the writing goes on when this group has its rewards
+            scored.clear()
 
-    producer.roll = timed
+        roll(groups, count, sampling, after_one)
+
+    producer.roll = stopped_after_each
     producer.produce(0)
-    assert len(ended) == 8
-    assert written
+    assert heard == [True] * 8

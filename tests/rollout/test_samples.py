@@ -62,6 +62,10 @@ def test_a_rollout_in_stretches_is_a_unit_of_several_samples():
     assert [sample.advantage for sample in unit.samples] == [0.5, 0.5]
     counts = GRPO(policy={"loss_type": "dapo"}).count(count_batch([unit, other]))
     assert float(counts["rollout_tokens"]) == 1 + 2 + 2
+    by_sequence = GRPO(policy={"loss_type": "grpo"})
+    assert float(by_sequence.count(count_batch([unit, other]))["sequences"]) == pytest.approx(2)
+    assert [sample.share for sample in unit.samples] == pytest.approx([1 / 3, 2 / 3])
+    assert build_batch([other]).share_S is None
 
 
 @pytest.mark.parametrize("loss_type", ["dapo", "grpo", "bnpo", "dr_grpo"])

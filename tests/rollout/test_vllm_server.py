@@ -330,5 +330,20 @@ def test_what_an_earlier_run_left_is_forgotten(fake, folder, tmp_path):
 def test_log_probs_without_the_temperature_are_refused(fake, folder, tmp_path, monkeypatch):
     plain = fake.complete
     monkeypatch.setattr(fake, "complete", lambda body: plain(body | {"temperature": 1.0}))
-    with pytest.raises(UserError, match="processed_logprobs"):
-        backend(fake, policy(folder), tmp_path, temperature=0.3)
+    # In half precision too, where log-probs are compared loosely, and at temperatures that move them little.
+    for temperature, dtype in ((0.3, torch.float32), (0.9, torch.bfloat16)):
+        with pytest.raises(UserError, match="processed_logprobs"):
+            backend(fake, policy(folder), tmp_path, temperature=temperature, dtype=dtype)
+
+
+def test_hundreds_of_requests_are_under_way_and_the_server_is_looked_at_once(fake, folder, tmp_path):
+    server = backend(fake, policy(folder), tmp_path)
+    server.sync(0)
+    fake.held = set(fake.loaded)
+    looked, asked = len(fake.asked("/health")), len(fake.asked("/v1/completions"))
+    turns = [server.start(PROMPTS[0], 1, Sampling(1)) for _ in range(300)]
+    while len(fake.asked("/v1/completions")) < asked + 300:  # all of them, while none is answered
+        time.sleep(0.01)
+    assert len(fake.asked("/health")) - looked < 10
+    fake.held = set()
+    assert [len(turn.result(60)) for turn in turns] == [1] * 300

@@ -69,6 +69,14 @@ def test_every_key_of_the_block_reaches_the_server(tmp_path, key, value, flag, w
 
 def test_tool_calls_are_switched_on_with_their_parser(tmp_path):
     assert "--enable-auto-tool-choice" in flags(tmp_path, vllm={"tool_call_parser": "hermes"})
+    assert "--enable-auto-tool-choice" not in flags(tmp_path)
+
+
+def test_a_gyms_agents_can_call_tools_without_a_word_on_it(tmp_path):
+    gym = {"nemo_gym_enabled": True, "nemo_gym_multi_turn": True, "nemo_gym_auto_start": False}
+    gym |= {"nemo_gym_datasets": [{"path": "rows.jsonl"}], "rl": "grpo", "trl": {"use_vllm": True}}
+    assert flags(tmp_path, **gym)["--tool-call-parser"] == "hermes"
+    assert flags(tmp_path, **gym, vllm={"tool_call_parser": "llama3_json"})["--tool-call-parser"] == "llama3_json"
 
 
 def test_keys_of_the_model_reach_the_server(tmp_path):

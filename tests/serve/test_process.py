@@ -6,6 +6,7 @@ import socket
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -18,7 +19,8 @@ STAND_IN = """
 import http.server, os, signal, subprocess, sys
 stubborn = "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(600)"
 child = subprocess.Popen([sys.executable, "-c", stubborn])
-open(sys.argv[2], "w").write(f"{child.pid} {os.environ['FOR_THE_SERVER']}")
+open(sys.argv[2], "w").write(f"{child.pid} {os.environ['FOR_THE_SERVER']} {os.environ['VLLM_RPC_BASE_PATH']}")
+open(os.environ["VLLM_RPC_BASE_PATH"] + "/left", "w").close()
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         self.send_response(200); self.send_header("content-length", "0"); self.end_headers()
@@ -54,8 +56,9 @@ def test_a_server_says_when_it_is_ready_and_ends_with_its_children(tmp_path):
     before = signal.getsignal(signal.SIGTERM)
     assert run_server(Command(argv, {"FOR_THE_SERVER": "yes"}), url, ready) == 0
     assert seen == [True]
-    child, told = file.read_text().split()
+    child, told, sockets = file.read_text().split()
     assert told == "yes"
+    assert not Path(sockets).exists()
     assert not alive(int(child))
     assert not answers(url)
     assert signal.getsignal(signal.SIGTERM) is before

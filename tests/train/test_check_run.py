@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 
@@ -14,6 +13,7 @@ from upweight.config import load_config
 from upweight.errors import UserError
 from upweight.train.check_run import check_run
 from upweight.train.run import train
+from upweight.train.run_files import this_machine
 
 EMPTY_HANDED = """
 import torch
@@ -88,7 +88,7 @@ def test_how_a_run_ended_is_said(tmp_path):
         found = check_run(recorded(tmp_path, rows, max_steps=90, **record))
         return found[0].level, found[0].says, found[0].remedy
 
-    here = {"state": "running", "host": socket.gethostname()}
+    here = {"state": "running", "machine": this_machine()}
     assert said(state="done") == ("ok", "finished at step 30 of 90", "")
     assert said(**here, pid=os.getpid()) == ("ok", "is running, at step 30 of 90", "")
     gone = subprocess.Popen([sys.executable, "-c", ""])
@@ -100,7 +100,7 @@ def test_how_a_run_ended_is_said(tmp_path):
     assert (level, says) == ("warning", "was stopped at step 30 of 90")
     assert "no whole checkpoint" in remedy
     assert said(state="failed", message="loss is nan")[1] == "failed at step 30 of 90: loss is nan"
-    assert said(state="running", host="elsewhere", pid=1)[0] == "note"
+    assert said(state="running", machine="elsewhere", pid=1)[0] == "note"
 
 
 def test_a_cut_off_line_and_an_empty_run_are_lived_through(tmp_path):

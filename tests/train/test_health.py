@@ -117,3 +117,12 @@ def test_remedies_name_keys_that_exist():
 def test_the_table_in_the_docs_is_current():
     page = Path(__file__).parents[2] / "docs" / "stability.md"
     assert table() in page.read_text(), "python -m upweight.train.health_rules prints it"
+
+
+def test_a_first_lucky_completion_is_no_solved_task():
+    """Nothing is earned but by one completion in ten steps: groups score alike because none scores at all."""
+    lucky = {"reward": lambda step: 0.004 if step % 8 == 7 else 0.0, "reward_std": lambda step: 0.03 * (step % 8 == 7),
+             "frac_reward_zero_std": lambda step: 0.875 if step % 8 == 7 else 1.0}  # fmt: skip
+    found = [verdict.name for verdict in verdicts(run_of({**HEALTHY, **lucky}, {}))]
+    assert "solved" not in found
+    assert "little signal" in found

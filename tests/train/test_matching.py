@@ -6,10 +6,11 @@ import json
 import numpy as np
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 from torch.nn.functional import normalize
 
 from made_matching import ANSWERS, BLOCKS, POLICY, answered, documents, matching_trainer
-from made_rollouts import chat_model
+from made_rollouts import chat_model, logged
 from made_runs import largest_difference, on_ranks, weights_of
 from made_tokenizers import byte_tokenizer
 from tiny_models import gradients, relative_difference
@@ -18,17 +19,7 @@ from upweight.rollout.strided import anchors
 from upweight.train.ranks import join_ranks
 from upweight.types import Completion
 
-STILL = ("seconds", "runtime", "per_second", "idle")
 DEPTHS = (0.25, 0.5, 0.75)
-
-
-def logged(trainer):
-    """What a run logged, without what depends on the clock."""
-    return [
-        {name: value for name, value in row.items() if not any(word in name for word in STILL)}
-        for row in trainer.state.log_history
-        if "loss" in row
-    ]
 
 
 def plain_features(model, pooling, ids, begin, answer):
@@ -323,19 +314,25 @@ def test_evaluation_says_what_features_and_true_answers_say_and_leaves_training_
     assert largest_difference(*weights) == 0
 
 
-def train_on_ranks(folder, world):
+def train_on_ranks(folder, world, options):
     """The same global batch whatever the number of ranks; rank 0 keeps the weights."""
     join_ranks(60)
     for name, method in zip(("structured", "strided"), methods(ce_coef=0.1), strict=True):
-        trainer = matching_trainer(f"{folder}/{name}", method, step=8 // world, wanted=16 // world, world=world)
+        sizes = {"step": 8 // world, "wanted": 16 // world, "world": world}
+        trainer = matching_trainer(f"{folder}/{name}", method, **sizes, **options)
         trainer.train()
+        weights = {
+            part: value.full_tensor() if isinstance(value, DTensor) else value
+            for part, value in weights_of(trainer).items()
+        }
         if trainer.is_world_process_zero():
-            torch.save([weights_of(trainer), logged(trainer)], f"{folder}/{name}-{world}.pt")
+            torch.save([weights, logged(trainer)], f"{folder}/{name}-{world}.pt")
 
 
-def test_two_ranks_sample_and_learn_what_one_does(tmp_path):
-    for world in (1, 2):
-        on_ranks(train_on_ranks, world, str(tmp_path), world)
+@pytest.mark.parametrize("options", [{}, {"fsdp": True, "fsdp_config": {"version": 2}}], ids=["whole", "shards"])
+def test_two_ranks_sample_and_learn_what_one_does(tmp_path, options):
+    for world, own in ((1, {}), (2, options)):
+        on_ranks(train_on_ranks, world, str(tmp_path), world, own)
     for name in ("structured", "strided"):
         (one, logs), (two, others) = (torch.load(tmp_path / f"{name}-{world}.pt") for world in (1, 2))
         assert largest_difference(one, two) < 1e-5

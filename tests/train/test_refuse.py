@@ -7,8 +7,11 @@ from upweight.errors import UserError
 from upweight.train.refuse import UNSUPPORTED, refuse_unsupported
 
 BASE = {"base_model": "tiny", "rl": "dpo", "datasets": [{"path": "rows.jsonl", "type": "chatml.intel"}]}
+QLORA = {"adapter": "qlora", "load_in_4bit": True, "lora_target_linear": True}
 ASKED = {
-    "load_in_4bit, load_in_8bit": {"fsdp": True, "adapter": "qlora", "load_in_4bit": True, "lora_target_linear": True},
+    "load_in_8bit": {"fsdp": True, "adapter": "lora", "load_in_8bit": True, "lora_target_linear": True},
+    "bnb_config_kwargs.bnb_4bit_quant_storage": {"deepspeed": "zero3.json", **QLORA,
+                                                 "bnb_config_kwargs": {"bnb_4bit_quant_storage": "uint8"}},
     "rl_adapter_ref_model": {"fsdp": True, "adapter": "lora", "rl_adapter_ref_model": True},
     "precompute_ref_log_probs": {"fsdp": True, "precompute_ref_log_probs": True},
     "fsdp, deepspeed, fp16": {"deepspeed": "zero2.json", "fp16": True, "bf16": False},
@@ -23,6 +26,7 @@ ASKED = {
                            "datasets": [{"path": "r", "type": "chat_template"}]},
     "torch_compile": {"torch_compile": True},
     "activation_offloading": {"activation_offloading": True, "fsdp": True},
+    "reference_offloading": {"reference_offloading": True, "fsdp": True},
     "neftune_noise_alpha": {"neftune_noise_alpha": 5.0},
     "gradient_checkpointing_kwargs": {"gradient_checkpointing_kwargs": {"every_n_layers": 2}},
     "fp16": {"fp16": True, "bf16": False},
@@ -60,5 +64,22 @@ def test_a_plain_config_passes_offline_and_online(tmp_path):
     refuse_unsupported(parse_config({**BASE, **online}, folder=tmp_path))
 
 
+def test_quantised_weights_pass_where_they_can_be_cut_or_stay_whole(tmp_path):
+    eight = {"adapter": "lora", "load_in_8bit": True, "lora_target_linear": True}
+    for keys in ({"fsdp": True, **QLORA}, {"deepspeed": "zero3.json", **QLORA}, {"deepspeed": "zero2.json", **eight}):
+        refuse_unsupported(parse_config({**BASE, **keys}, folder=tmp_path))
+    assert refused(tmp_path, deepspeed="zero3_bf16.json", **eight).startswith("load_in_8bit: ")
+
+
 def test_kto_cannot_know_its_reference_ahead(tmp_path):
     assert "apo_zero_unpaired" in refused(tmp_path, rl="kto", precompute_ref_log_probs=True)
+
+
+@pytest.mark.parametrize(("folder", "says"), [("file", "is a file"), ("file/out", "is a file"), ("locked/out", "to")])
+def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_loaded(folder, says, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    (tmp_path / "locked").mkdir()
+    monkeypatch.setattr("os.access", lambda place, mode: place != tmp_path / "locked")  # root may write anywhere
+    text = refused(tmp_path, output_dir=str(tmp_path / folder))
+    assert text.startswith(f"output_dir: {tmp_path / folder.partition('/')[0]} ")
+    assert text.endswith(f"{says}. Name another folder.")

@@ -6,24 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from made_rollouts import even_tokens, online_trainer, short
+from made_rollouts import even_tokens, logged, online_trainer, short
 from made_runs import largest_difference, on_ranks, weights_of
 from upweight.errors import UserError
 from upweight.methods import GDPO, GRPO
 from upweight.rollout.in_process import InProcess
 from upweight.train.ranks import join_ranks
 from upweight.types import Sampling
-
-STILL = ("tokens_per_second", "seconds", "runtime", "per_second", "_idle")
-
-
-def logged(trainer):
-    """What a run logged, without what depends on the clock."""
-    return [
-        {name: value for name, value in row.items() if not any(word in name for word in STILL)}
-        for row in trainer.state.log_history
-        if "loss" in row
-    ]
 
 
 def plain_loop(trainer, steps):

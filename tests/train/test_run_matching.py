@@ -8,7 +8,7 @@ import yaml
 from made_runs import metrics_of
 from made_vllm import FakeVllm
 from upweight.config import load_config
-from upweight.train.run import evaluate, train
+from upweight.train.run import build, evaluate, train
 
 STRUCTURED = """
 base_model: Qwen/Qwen3-4B
@@ -130,6 +130,14 @@ def test_the_strided_config_trains_and_is_evaluated(tmp_path, model_folder):
     assert len(steps) == 2
     assert all(row["ebft/num_blocks"] >= 1 and row["ebft/ce_loss"] > 0 for row in steps)
     assert evaluate(config)["eval_ebft/ce_loss"] > 0
+
+
+def test_the_frozen_copy_is_kept_in_host_memory_where_asked(tmp_path, model_folder):
+    keys = ("datasets.0.split=train", "reference_offloading=true")
+    rollouts = build(run_of(tmp_path, model_folder, STRIDED, CODE, *keys)).rollouts
+    assert rollouts is not None
+    assert rollouts.matching is not None
+    assert rollouts.matching.frozen._offload
 
 
 DATA = {

@@ -72,3 +72,11 @@ def test_a_method_learns_and_resumes(name, adapter, model_folder, tmp_path):
     train(load_config(file), resume=True)
     assert metrics_of(out) == lines
     assert all(bool((load_file(result)[key] == value).all()) for key, value in weights.items())
+
+
+def test_kto_tells_held_out_pairs_apart(model_folder, tmp_path):
+    keys = {"rl": "kto", "learning_rate": 1e-2, "num_epochs": 4, "val_set_size": 4, "eval_on_start": True}
+    train(load_config(write_config(tmp_path, model_folder, **keys)))
+    found = [line["eval_rewards/accuracies"] for line in metrics_of(tmp_path / "out") if "eval_loss" in line]
+    assert (found[0], found[-1]) == (0.0, 1.0)
+    assert not any("rewards/accuracies" in line for line in metrics_of(tmp_path / "out"))

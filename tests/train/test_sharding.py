@@ -32,7 +32,7 @@ from upweight.errors import UserError
 from upweight.methods import GDPO, GRPO
 from upweight.models.patches import shard_on_cpu
 from upweight.train.ranks import join_ranks
-from upweight.train.run import evaluate, train
+from upweight.train.run import build, evaluate, train
 from upweight.train.sharding import fsdp_arguments, sharding_of
 
 WORLD = 2
@@ -184,6 +184,30 @@ def test_sharded_weights_are_evaluated_too(model_folder, tmp_path):
     assert found == [pytest.approx(evaluate(load_config(write_config(tmp_path, model_folder, **keys))), rel=1e-5)] * 2
 
 
+QLORA = {**LORA, "adapter": "qlora", "load_in_4bit": True}
+
+
+def run_quantised(file, result):
+    trainer = build(load_config(file))
+    trainer.train()
+    packed = [module.weight for module in trainer.model.modules() if getattr(module, "quant_state", None) is not None]
+    assert packed
+    assert all(isinstance(weight, DTensor) and weight.dtype == torch.float32 for weight in packed)
+    if trainer.is_world_process_zero():
+        torch.save(trainer.state.log_history, result)
+
+
+def test_quantised_weights_are_sharded_too(model_folder, tmp_path):
+    pytest.importorskip("bitsandbytes")
+    file = write_config(tmp_path, model_folder, max_steps=3, fsdp=True, micro_batch_size=1, **QLORA)
+    on_ranks(run_quantised, WORLD, file, tmp_path / "log.pt")
+    alone = build(load_config(file, ["fsdp=false", "micro_batch_size=2"]))
+    alone.train()
+    for line, right in zip(torch.load(tmp_path / "log.pt")[:3], alone.state.log_history[:3], strict=True):
+        for name in ("loss", "grad_norm"):
+            assert line[name] == pytest.approx(right[name], rel=1e-5, abs=1e-5)
+
+
 def accelerate_alone():
     """What accelerate makes of a plugin on CPU ranks; when this fails, `shard_on_cpu` can go."""
     join_ranks(60)
@@ -225,4 +249,5 @@ def test_an_adapter_made_from_the_weights_needs_them_on_every_rank():
     assert once(**LORA)
     assert not once(**LORA, peft_init_lora_weights="pissa")
     assert not once(**LORA, lora_modules_to_save=["lm_head"])
+    assert not once(**QLORA)
     assert not once(fsdp_config={"cpu_ram_efficient_loading": False})

@@ -5,17 +5,31 @@ from importlib.util import find_spec
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from made_rollouts import online_trainer
-from made_runs import OFFLINE, largest_difference, on_ranks, rows_for, trainer_for, weights_of
+from made_runs import (
+    OFFLINE,
+    largest_difference,
+    metrics_of,
+    on_ranks,
+    rows_for,
+    trainer_for,
+    weights_of,
+    write_config,
+    write_model,
+)
+from upweight.config import load_config
 from upweight.errors import UserError
 from upweight.methods import GRPO
-from upweight.models.pieces import gathered_weights, lies_in_pieces
+from upweight.models.pieces import gathered_weights, is_piece, lies_in_pieces
 from upweight.train.ranks import join_ranks
-from upweight.train.zero import ready_configs, require_deepspeed, zero_config
+from upweight.train.run import build, train
+from upweight.train.zero import fit_to_ranks, ready_configs, require_deepspeed, zero_config
 
 WORLD = 2
 CASES = ("dpo", "dpo adapter", "grpo", "grpo adapter")
+LORA = {"adapter": "lora", "lora_target_linear": True, "lora_r": 4}
 POLICY = {"num_generations": 4, "max_completion_length": 6, "beta": 0.1}
 
 
@@ -120,3 +134,75 @@ def test_zero_on_two_ranks_trains_the_weights_of_one(case, stage, tmp_path):
     for line, right in zip(log[:3], trainer.state.log_history[:3], strict=True):
         for name in ("loss", "grad_norm"):
             assert line[name] == pytest.approx(right[name], rel=1e-5, abs=1e-5)
+
+
+def run(file, resume, *changes):
+    train(load_config(file, changes), resume=resume)
+
+
+def run_loaded_in_pieces(file, log, quantised):
+    trainer = build(load_config(file), trains=True)
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    base = [weight for name, weight in model.named_parameters() if "lora" not in name]
+    assert all(is_piece(weight) and not weight.numel() for weight in base) != quantised  # before DeepSpeed has it
+    trainer.train()
+    assert all(map(is_piece, base))
+    if trainer.is_world_process_zero():
+        torch.save(trainer.state.log_history, log)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["full", "adapter", "orm", "qlora"])
+def test_ranks_that_never_hold_all_weights_train_as_one_does(kind, tmp_path):
+    """ZeRO-3 cuts weights as they are read; those that are quantised while they are read, afterwards."""
+    pytest.importorskip("deepspeed")
+    if kind == "qlora":
+        pytest.importorskip("bitsandbytes")
+    model = write_model(tmp_path / "model", tie_word_embeddings=kind == "full")
+    keys = {"full": {}, "adapter": LORA, "orm": {"rl": None, "reward_model": True},
+            "qlora": {**LORA, "adapter": "qlora", "load_in_4bit": True}}[kind]  # fmt: skip
+    given = {"val_set_size": 4, "eval_steps": 3, "max_steps": 3, **keys}
+    file = write_config(tmp_path, model, micro_batch_size=1, deepspeed="zero3.json", **given)
+    on_ranks(run_loaded_in_pieces, WORLD, file, tmp_path / "log.pt", kind == "qlora")
+    alone = build(load_config(write_config(tmp_path, model, micro_batch_size=2, **given)))
+    alone.train()
+    for line, right in zip(torch.load(tmp_path / "log.pt")[:4], alone.state.log_history[:4], strict=True):
+        for name in right.keys() & {"loss", "grad_norm", "eval_loss"}:
+            assert line[name] == pytest.approx(right[name], rel=1e-5, abs=1e-5)
+
+
+KINDS = {"full": {"tie_word_embeddings": True}, "adapter": {}}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "kind"), [(1, "adapter"), (2, "full"), (3, "full"), (3, "adapter")])
+def test_a_run_goes_on_with_fewer_ranks_and_with_more(stage, kind, tmp_path):
+    """Weight decay differs between weights, which ZeRO-3 by itself would forget."""
+    pytest.importorskip("deepspeed")
+    model = write_model(tmp_path / "model", **KINDS[kind])
+    keys = {"deepspeed": f"zero{stage}.json", "weight_decay": 0.3, **(LORA if kind == "adapter" else {})}
+    file = write_config(tmp_path, model, micro_batch_size=1, max_steps=6, save_steps=2, num_epochs=9, **keys)
+    on_ranks(run, 2, file, False)
+    out, name = tmp_path / "out", "adapter_model.safetensors" if kind == "adapter" else "model.safetensors"
+    right, result = metrics_of(out), load_file(out / name)
+    for ranks, lost in ((1, (4, 6)), (2, (6,))):
+        for step in lost:
+            (out / f"checkpoint-{step}" / "whole.json").unlink()
+        on_ranks(run, ranks, file, True, f"micro_batch_size={2 // ranks}")
+        for line, expected in zip(metrics_of(out), right, strict=True):
+            assert line == pytest.approx(expected, rel=1e-4, abs=1e-5)
+        assert largest_difference(load_file(out / name), result) < 1e-5
+
+
+def test_a_checkpoint_that_cannot_be_converted_names_the_ranks_it_needs(tmp_path):
+    folder = tmp_path / "checkpoint-2" / "global_step2"
+    folder.mkdir(parents=True)
+    (folder.parent / "latest").write_text("global_step2")
+    for rank in range(2):
+        (folder / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt").touch()
+    trainer = trainer_for(OFFLINE["orpo"], tmp_path)
+    with pytest.raises(UserError, match=r"2 ranks wrote .* failed to convert it; go on with .*--num-processes 2"):
+        fit_to_ranks(folder.parent, trainer)
+    trainer.args.load_best_model_at_end = True
+    with pytest.raises(UserError, match=r"these are 1; 'load_best_model_at_end' .* or go on with .*--num-processes 2"):
+        fit_to_ranks(folder.parent, trainer)

@@ -37,11 +37,12 @@ def test_an_agent_plays_rollouts_with_the_adapter_that_trains(tmp_path):
         "lora_alpha": 16, "lora_target_modules": ["q_proj", "v_proj"], "nemo_gym_enabled": True, "nemo_gym_dir": GYM,
         "nemo_gym_config_paths": ["agent.yaml"], "nemo_gym_multi_turn": True, "nemo_gym_max_turns": 4,
         "nemo_gym_datasets": [{"path": str(rows), "server_name": "example_multi_step"}],
-        "learning_rate": 1e-3, "micro_batch_size": 8, "max_steps": 2, "logging_steps": 1,
-        "vllm": {"max_model_len": 2048, "tool_call_parser": "hermes"},
+        "learning_rate": 1e-3, "micro_batch_size": 8, "max_steps": 3, "logging_steps": 1,
+        "vllm": {"max_model_len": 2048},
         "trl": {
-            "use_vllm": True, "vllm_server_host": "127.0.0.1", "num_generations": 4, "max_completion_length": 40,
-            "reward_funcs": ["axolotl.integrations.nemo_gym.rewards.reward_env"],
+            "use_vllm": True, "vllm_server_host": "127.0.0.1", "num_generations": 4, "max_completion_length": 160,
+            "vllm_lora_sync": True, "vllm_sync_interval": 5, "use_data_producer": True, "async_prefetch": True,
+            "temperature": 0.8, "reward_funcs": ["axolotl.integrations.nemo_gym.rewards.reward_env"],
         },
         "output_dir": str(tmp_path / "out"), "dataset_prepared_path": str(tmp_path / "prepared"),
     }  # fmt: skip
@@ -59,6 +60,7 @@ def test_an_agent_plays_rollouts_with_the_adapter_that_trains(tmp_path):
     assert not [line for line in left.splitlines() if "pgrep" not in line]
     lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "reward" in line]
-    assert [line["environment/masked"] for line in steps] == [0, 0]
-    apart = [line[key] for line in steps if (key := "sampling/sampling_logp_difference/mean") in line]
-    assert all(value < 1e-4 for value in apart)
+    assert [line["environment/masked"] for line in steps] == [0, 0, 0]
+    assert [line["rollout/lag"] for line in steps] == [0, 1, 2]  # rollouts run ahead, and the next sync is at step 5
+    key = "sampling/sampling_logp_difference/mean"
+    assert steps[0].get(key, 0.0) < 1e-4

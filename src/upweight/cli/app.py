@@ -163,6 +163,22 @@ def merge_lora(
 
 
 @app.command(**TAKES_OVERRIDES)
+def gguf(
+    trained: TrainedModel,
+    overrides: Overrides = None,
+    *,
+    output: Annotated[
+        Path | None, typer.Option(help="File to write; `gguf/model-TYPE.gguf` in the model's folder otherwise.")
+    ] = None,
+    kind: Annotated[str, typer.Option("--type", help="f32, f16, bf16, q8_0 or auto.")] = "q8_0",
+) -> None:
+    """Write a trained model as one GGUF file, with llama.cpp's converter."""
+    from upweight.cli.gguf import run
+
+    run(trained, overrides or [], output=output, kind=kind)
+
+
+@app.command(**TAKES_OVERRIDES)
 def score(
     trained: TrainedModel,
     file: Annotated[Path, typer.Argument(metavar="FILE", help="JSON lines: prompt and completion, or messages.")],

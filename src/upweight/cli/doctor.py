@@ -18,7 +18,10 @@ def run(place: str | None, overrides: list[str], *, as_json: bool) -> int:
     """Print what was found; 1 where something is wrong."""
     if place is not None and "=" in place and not Path(place).exists():
         raise UserError(f"{place}: a key can be set behind a config only")
-    found = list(_findings(place, overrides))
+    path = Path(place).expanduser() if place is not None else None
+    if path is not None and not path.exists():
+        raise UserError(f"{place}: is not there. Name a config (a YAML file) or a run (its `output_dir`).")
+    found = list(_findings(path, overrides))
     wrong = [one for one in found if one.wrong]
     if as_json:
         print(json.dumps({"wrong": len(wrong), "findings": [one.as_plain() for one in found]}, ensure_ascii=False))
@@ -31,7 +34,10 @@ def run(place: str | None, overrides: list[str], *, as_json: bool) -> int:
     return int(bool(wrong))
 
 
-def _findings(place: str | None, overrides: list[str]) -> "Iterator[Finding]":
+def _findings(path: Path | None, overrides: list[str]) -> "Iterator[Finding]":
+    # read before the libraries that train, which take seconds to load
+    config = load_config(path, overrides) if path is not None and not path.is_dir() else None
+
     from transformers.utils import logging as transformers_logging
 
     from upweight.train.check_config import check_config
@@ -40,10 +46,9 @@ def _findings(place: str | None, overrides: list[str]) -> "Iterator[Finding]":
 
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    path = Path(place).expanduser() if place is not None else None
-    if path is not None and path.is_dir():
+    if path is not None and config is None:
         yield from check_run(path)
         return
     yield from check_machine()
-    if path is not None:
-        yield from check_config(load_config(path, overrides))
+    if config is not None:
+        yield from check_config(config)

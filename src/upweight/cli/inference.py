@@ -38,10 +38,10 @@ def run(
         raise UserError("--chat goes with none of --raw, --count and --json")
     if count > 1 and sampling["temperature"] == 0:
         raise UserError("--temperature 0 always writes the same: raise it, or leave --count out")
+    found = trained(place, overrides, or_base=True)  # before anybody is asked for prompts
     rows = {"--prompt": {"prompt": prompt}} if prompt is not None else {} if chat else _read(file)
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    found = trained(place, overrides, or_base=True)
     data, entry, _ = as_trained(found)
     kept = {"data": data, "entry": entry, "folder": found.config.folder}
     writer = load_writer(found.model, found.adapter, **kept, **options)

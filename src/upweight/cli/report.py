@@ -22,7 +22,11 @@ def run_watch(runs: Sequence[Path], *, port: int | None, open_it: bool) -> None:
     """Serve the page on this machine until Ctrl-C."""
     from upweight.train.report.live import HERE, serve
 
-    with serve([_folder(run) for run in runs], port) as server:
+    folders = [_folder(run) for run in runs]
+    for folder in folders:
+        if not folder.exists():
+            print(f"{folder}: nothing is there yet; its run is shown from when it begins", file=sys.stderr)
+    with serve(folders, port) as server:
         address = f"http://{HERE}:{server.server_address[1]}/"
         print(f"{address}  (Ctrl-C ends it)", flush=True)
         if open_it:

@@ -11,10 +11,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import cast, get_args
 
+from upweight.cli.trained import ADAPTER
 from upweight.config import Config, load_config
 from upweight.errors import UserError
 from upweight.log import logger, warn_once
 from upweight.train.launch import Launcher, Start, end_with_launcher, is_rank, launch, say_through_launcher
+from upweight.train.run_files import METRICS
 
 
 def start_of(
@@ -89,9 +91,24 @@ def run_evaluate(path: Path, overrides: list[str], *, start: Start) -> None:
     with _as_one_of_many():
         from upweight.train.run import evaluate
 
+        _say_what_is_measured(config)
         metrics = evaluate(config)
     if os.environ.get("RANK", "0") == "0":
         print(json.dumps(metrics))
+
+
+def _say_what_is_measured(config: Config) -> None:
+    """A word where people may take the model that training begins with for the one that came of it."""
+    folder, compares = Path(config.run.output_dir), config.method.needs_reference
+    if (folder / ADAPTER).is_file() and config.adapter.folder is None:
+        remedy = f"for the result, add: lora_model_dir={folder}" + (" rl_adapter_ref_model=true" if compares else "")
+    elif (folder / "config.json").is_file() and Path(config.model.base_model or "") != folder:
+        remedy = (
+            f"what the run found is in {folder / METRICS}" if compares else f"for the result, add: base_model={folder}"
+        )
+    else:
+        return
+    logger.warning("this measures the model that training begins with; %s", remedy)
 
 
 def _config(path: Path, overrides: list[str]) -> Config:

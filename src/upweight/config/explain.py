@@ -94,11 +94,23 @@ def _reason(items: list[Any], path: Path, model: type[BaseModel]) -> str:
         return f"{item['msg'][:1].lower()}{item['msg'][1:]}, got {brief(value)}"
     choices = [choice for part in allowed for choice in literals(part)]
     hint = did_you_mean(value, choices, cutoff=0.7) if isinstance(value, str) else ""
-    if not hint and "a list" in expected and isinstance(value, str):
-        hint = f" Write [{brief(value)}]."
+    if not hint and isinstance(value, str):
+        hint = _as_it_is_written(value, expected, allowed)
+    if "a list" in expected and isinstance(value, dict):
+        hint = " Begin each entry with '- '; in an override an entry has its number, from 0."
     if isinstance(value, datetime.date) or (isinstance(value, bool) and "text" in " ".join(expected)):
         hint = " Put it in quotes."
     return f"expected {' or '.join(expected)}, got {brief(value)}.{hint}"
+
+
+def _as_it_is_written(value: str, expected: list[str], allowed: list[Any]) -> str:
+    """How a text is written where a list is wanted, or a mapping with a `path`."""
+    entries = [inner for part in allowed for inner in _inner(part, 0)] if "a list" in expected else allowed
+    has_path = any("path" in keys_inside(entry) for entry in entries)
+    entry = f"{{path: {value}}}" if has_path else brief(value)
+    if "a list" in expected:
+        return f" Write [{entry}]."
+    return f" Write {entry}." if has_path else ""
 
 
 def _stray_key(key: str, parents: list[Any]) -> str:

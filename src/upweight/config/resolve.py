@@ -84,9 +84,10 @@ def _sharding(config: Config) -> dict[str, bool]:
     section = config.sharding
     words = section.fsdp if isinstance(section.fsdp, list) else []
     on = any(path.startswith("fsdp") for path in config.given) if section.fsdp is None else bool(section.fsdp)
-    # An adapter made from the weights, copies of modules and GGUF files need the weights on every rank.
+    # An adapter made from the weights, copies of modules, GGUF files and quantising need the weights on every rank.
     adapter = config.adapter
     from_weights = adapter.init is not True or adapter.peft.loftq_config or adapter.modules_to_save
+    from_weights = from_weights or adapter.load_in_4bit or adapter.load_in_8bit
     return {
         "fsdp": on,
         "low_memory_loading": section.low_memory_loading and not (from_weights or config.model.gguf_file),

@@ -63,6 +63,9 @@ class RolloutSection(Section):
     generation_args: dict[str, Any] = setting(
         "trl.generation_kwargs", {}, "Further sampling options, such as `stop` or `stop_token_ids`."
     )
+    compile_sampler: bool = setting(
+        "trl.compile_sampler", True, "Fuse kernels of the in-process sampler on a GPU: seconds at first, then faster."
+    )
     log_completions: bool = setting("trl.log_completions", False, "Show sampled completions in the terminal.")
     completions_shown: PositiveInt | None = setting("trl.num_completions_to_print", None, "How many are shown.")
     async_prefetch: bool = setting("trl.async_prefetch", False, "Produce rollouts while training.")
@@ -117,7 +120,9 @@ class VllmSection(Section):
     enforce_eager: bool = setting("vllm.enforce_eager", False, "Run without CUDA graphs.")
     reasoning: bool = setting("vllm.enable_reasoning", False, "Separate reasoning text; needs `reasoning_parser`.")
     reasoning_parser: str | None = setting("vllm.reasoning_parser", None, "vLLM's parser for reasoning text.")
-    tool_call_parser: str | None = setting("vllm.tool_call_parser", None, "vLLM's parser for tool calls.")
+    tool_call_parser: str | None = setting(
+        "vllm.tool_call_parser", None, "vLLM's parser for tool calls; hermes where left out with `nemo_gym_multi_turn`."
+    )
     max_lora_rank: PositiveInt | None = setting(
         "vllm.max_lora_rank", None, "Largest adapter rank; from `lora_r` when left out."
     )

@@ -1,10 +1,10 @@
 """Rules that look at several keys. Each returns its message, or None when all is well; all of them run."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import combinations
 
 from upweight.config.config import Config, how_to_choose
-from upweight.config.data import FALLBACK_PREFIX, FORMAT_NAMES, TEMPLATE_ALIASES, TEMPLATE_NAMES
+from upweight.config.data import FALLBACK_PREFIX, FORMAT_NAMES, TEMPLATE_ALIASES, TEMPLATE_NAMES, DatasetRow
 from upweight.config.ebft_rules import (
     ebft_has_its_block,
     features_are_what_rewards,
@@ -204,20 +204,25 @@ def template_text_is_given(config: Config) -> str | None:
     return None
 
 
-def formats_are_known(config: Config) -> str | None:
-    names = FORMAT_NAMES["ebft" if config.method.name == "ebft" else config.method.data]
+def _entries(config: Config) -> Iterator[tuple[str, DatasetRow]]:
+    """Every entry of the data, behind its place."""
     for key, rows in (("datasets", config.data.datasets), ("test_datasets", config.data.test_datasets)):
         for number, row in enumerate(rows):
-            if isinstance(row.type, str) and "." not in row.type and row.type not in names:
-                problem = f"there is no format '{row.type}' here.{did_you_mean(row.type, names)}"
-                way_out = "A function of your own is named file.function."
-                return f"{key}[{number}].type: {problem} Known: {', '.join(names)}. {way_out}"
+            yield f"{key}[{number}]", row
+
+
+def formats_are_known(config: Config) -> str | None:
+    names = FORMAT_NAMES["ebft" if config.method.name == "ebft" else config.method.data]
+    for place, row in _entries(config):
+        if isinstance(row.type, str) and "." not in row.type and row.type not in names:
+            problem = f"there is no format '{row.type}' here.{did_you_mean(row.type, names)}"
+            way_out = "A function of your own is named file.function."
+            return f"{place}.type: {problem} Known: {', '.join(names)}. {way_out}"
     return None
 
 
 def templates_are_known(config: Config) -> str | None:
-    entries = [("datasets", config.data.datasets), ("test_datasets", config.data.test_datasets)]
-    named = [(f"{key}[{n}].chat_template", row.chat_template) for key, rows in entries for n, row in enumerate(rows)]
+    named = [(f"{place}.chat_template", row.chat_template) for place, row in _entries(config)]
     for key, name in (("chat_template", config.data.chat_template), *named):
         plain = (name or "jinja").removeprefix(FALLBACK_PREFIX)
         if plain not in (*TEMPLATE_NAMES, *TEMPLATE_ALIASES, "jinja", "tokenizer_default"):
@@ -242,10 +247,9 @@ def shard_exists(config: Config) -> str | None:
 
 
 def datasets_have_a_source(config: Config) -> str | None:
-    for key, rows in (("datasets", config.data.datasets), ("test_datasets", config.data.test_datasets)):
-        for number, row in enumerate(rows):
-            if row.path is None and row.data_files is None:
-                return f"{key}[{number}]: names no data. Set 'path' or 'data_files'."
+    for place, row in _entries(config):
+        if row.path is None and row.data_files is None:
+            return f"{place}: names no data. Set 'path' or 'data_files'."
     return None
 
 

@@ -1,6 +1,9 @@
 """Keys about a run: where it writes, when it saves, evaluates, logs and stops."""
 
+import os
 from typing import Literal
+
+from pydantic import field_validator
 
 from upweight.config.model import PositiveInt
 from upweight.settings import Section, setting
@@ -53,6 +56,12 @@ class RunSection(Section):
     )
     hub_revision: str | None = setting("hub_revision", None, "Branch on the hub to push to.")
     hub_private: bool = setting("hub_private_repo", True, "Whether a repository made by the push is private.")
+
+    @field_validator("output_dir")
+    @classmethod
+    def _in_the_home_folder(cls, folder: str) -> str:
+        """`~` stands for the home folder, as it does in a shell; transformers reads it so too."""
+        return os.path.expanduser(folder)
 
 
 class TrackingSection(Section):

@@ -87,6 +87,9 @@ class OptimSection(Section):
     activation_offloading: bool = setting(
         "activation_offloading", False, "Keep checkpointed activations in host memory."
     )
+    reference_offloading: bool = setting(
+        "reference_offloading", False, "Keep the frozen copy of trained weights in host memory while it is not used."
+    )
     torch_compile: bool = setting("torch_compile", False, "Compile the model's layers.")
     empty_cache_steps: PositiveInt | None = setting(
         "torch_empty_cache_steps", None, "Return unused GPU memory every so many steps."

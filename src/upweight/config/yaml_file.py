@@ -54,7 +54,10 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def apply_overrides(content: dict[str, Any], overrides: list[str]) -> dict[str, Any]:
-    """The mapping with each `dotted.key=value` set; list items are reached by number (`datasets.0.path=x`)."""
+    """The mapping with each `dotted.key=value` set; list entries have numbers (`datasets.0.path=x`).
+
+    The number after the last adds an entry, also where there is no list yet.
+    """
     result = copy_tree(content)
     for item in _joined_options(overrides):
         key, equals, value = item.partition("=")
@@ -81,31 +84,30 @@ def _joined_options(overrides: list[str]) -> Iterator[str]:
 
 
 def _set(target: Any, parts: list[str], value: Any, item: str) -> None:
-    """Set a value at a path, making the mappings on the way."""
-    *way, last = parts
-    for part in way:
-        target = _step(target, part, item)
-    if isinstance(target, list):
-        target[_index(target, last, item)] = value
-    elif isinstance(target, dict):
-        target[last] = value
-    else:
-        raise UserError(f"{item}: there is no mapping at '{'.'.join(way)}'.")
+    """Set a value at a path, making the mappings and lists on the way."""
+    for number, part in enumerate(parts[:-1]):
+        place = _place(target, part, ".".join(parts[:number]), item)
+        if target[place] is None:
+            target[place] = [] if re.fullmatch(r"-?\d+", parts[number + 1]) else {}
+        target = target[place]
+    target[_place(target, parts[-1], ".".join(parts[:-1]), item)] = value
 
 
-def _step(target: Any, part: str, item: str) -> Any:
-    if isinstance(target, list):
-        return target[_index(target, part, item)]
-    if not isinstance(target, dict):
-        raise UserError(f"{item}: there is no mapping above '{part}'.")
-    if target.get(part) is None:
-        target[part] = {}
-    return target[part]
-
-
-def _index(target: list[Any], part: str, item: str) -> int:
-    if not (part.isascii() and part.isdigit()) or int(part) >= len(target):
-        raise UserError(f"{item}: there is no entry '{part}'; entries are counted from 0 to {len(target) - 1}.")
+def _place(target: Any, part: str, above: str, item: str) -> str | int:
+    """The key or number under which a value stands in what is `above` it, with room made for a new one."""
+    if isinstance(target, dict):
+        target.setdefault(part, None)
+        return part
+    if not isinstance(target, list):
+        raise UserError(f"{item}: '{above}' is {_kind(target)}: it has no '{part}' in it.")
+    size = len(target)
+    if not (part.isascii() and part.isdigit()):
+        there = f"its entries are 0 to {size - 1}" if size else "it has no entries yet"
+        raise UserError(f"{item}: '{above}' is a list, '{part}' no number in it; {there}, {above}.{size} adds one.")
+    if int(part) > size:
+        raise UserError(f"{item}: '{above}' has no entry {size} before this one: {above}.{size} is the next to set.")
+    if int(part) == size:
+        target.append(None)
     return int(part)
 
 

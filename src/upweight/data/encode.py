@@ -46,7 +46,7 @@ def build_encoder(  # noqa: PLR0917
     reader = MessageReader(entry, data.default_system_message)
     setup = Setup(data, entry, method, reader, template, classes)
     transform = _transform(setup, entry_index, tokenizer, cfg, folder)
-    read = UNTYPED[kind_of(method)](setup) if transform else _built_in(setup)
+    read = UNTYPED[kind_of(method)] if transform else _built_in(setup)
     return Encoder(setup, read, transform, tokenizer)
 
 
@@ -55,8 +55,8 @@ def _built_in(setup: Setup) -> Format:
     if isinstance(name, UserFormat):
         if kind not in USER_DEFINED:
             raise UserError(f"datasets.type: a mapping of columns does not serve {SERVES[kind]}. Name a format.")
-        return USER_DEFINED[kind](setup)
-    return UNTYPED[kind](setup) if name is None else FORMATS[kind][name](setup)
+        return USER_DEFINED[kind]
+    return UNTYPED[kind] if name is None else FORMATS[kind][name]
 
 
 def _transform(setup: Setup, index: int, tokenizer: Any, cfg: ConfigView, folder: Path) -> Transform | None:
@@ -118,4 +118,4 @@ class Encoder:
         if not isinstance(row, Mapping):
             raise RowError("row", f"a mapping of columns, found {type(row).__name__}")
         rows: Sequence[Row] = self.transform(row) if self.transform else [row]
-        return [example for one in rows for example in self.read(one)]
+        return [example for one in rows for example in self.read(self.setup, one)]

@@ -4,11 +4,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from upweight.config.data import DataSection, DatasetRow
+from upweight.config.data import DataSection, DatasetRow, UserFormat
 from upweight.data.messages import MessageReader
 from upweight.data.rows import Row
 from upweight.data.templates import ChatTemplate
 from upweight.methods.base import Method
+
+USUAL = UserFormat()
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,10 @@ class Setup:
     template: ChatTemplate
     classes: int | None = None  # outputs of the score head, where known
 
+    @property
+    def form(self) -> UserFormat:
+        """The columns that the config names, where `type` is a mapping; else the usual ones."""
+        return self.entry.type if isinstance(self.entry.type, UserFormat) else USUAL
 
-Format = Callable[[Row], list[Example]]
-Builder = Callable[[Setup], Format]
+
+Format = Callable[[Setup, Row], list[Example]]

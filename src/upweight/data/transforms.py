@@ -1,11 +1,10 @@
 """A user's own code by dotted path: a file beside the config or in the working directory, or a package."""
 
 import importlib
-import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stdout
+from collections.abc import Callable
+from contextlib import redirect_stdout
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,8 +12,10 @@ from typing import Any
 from upweight.config.explain import did_you_mean
 from upweight.data.rows import Row, RowError
 from upweight.errors import UserError
+from upweight.user_modules import file_of, load_file
 
 INSTALLED = ("site-packages", "dist-packages")
+NOT_THEIRS = ("importlib", "upweight/data/transforms.py", "upweight/user_modules.py")  # files that a user did not write
 
 
 def local_file(path: str, folder: Path) -> Path | None:
@@ -34,60 +35,25 @@ def load_function(path: str, folder: Path, key: str) -> Callable[..., Any]:
     file = local_file(path, folder)
     try:
         with redirect_stdout(sys.stderr):
-            module = _load_file(module_name, file) if file else importlib.import_module(module_name)
+            module = load_file(module_name, file) if file else importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name and (module_name == error.name or module_name.startswith(f"{error.name}.")):
+            roots = list(dict.fromkeys((Path.cwd(), folder.resolve())))
+            near = did_you_mean(module_name, [other.stem for root in roots for other in root.glob("*.py")])
             raise UserError(
-                f"{key}: there is no '{module_name}': no {module_name.replace('.', '/')}.py in {Path.cwd()} "
-                f"or {folder}, and no installed package of that name."
+                f"{key}: there is no '{module_name}': no {module_name.replace('.', '/')}.py in "
+                f"{' or '.join(map(str, roots))}, and no installed package of that name.{near}"
             ) from error
         raise UserError(f"{key}: '{path}' cannot be imported: {error}. Install '{error.name}' first.") from error
     except Exception as error:  # importing runs foreign code
         raise UserError(f"{key}: '{path}' cannot be imported: {type(error).__name__}: {error}{_line(error)}") from error
     function = getattr(module, name, None)
     if not callable(function):
-        known = [other for other, value in vars(module).items() if callable(value) and not other.startswith("_")]
-        raise UserError(f"{key}: {file or module_name} has no function '{name}'.{did_you_mean(name, known)}")
+        own = {other: value for other, value in vars(module).items() if callable(value) and not other.startswith("_")}
+        known = [other for other, value in own.items() if getattr(value, "__module__", "") == module.__name__]
+        hint = did_you_mean(name, own) or (f" It has {', '.join(known[:8])}." if known else "")
+        raise UserError(f"{key}: {file or module_name} has no function '{name}'.{hint}")
     return function
-
-
-def _load_file(module_name: str, file: Path) -> ModuleType:
-    parts = len(module_name.split(".")) + (file.name == "__init__.py")
-    with _importable(file.parents[parts - 1]):
-        loaded = sys.modules.get(module_name)
-        if loaded is not None and _file_of(loaded) == file:
-            return loaded
-        if loaded is None:
-            module = importlib.import_module(module_name)
-            if _file_of(module) == file:
-                return module
-        # The name is taken by a module that others use: the user's file gets a name of its own.
-        spec = importlib.util.spec_from_file_location(f"upweight_user.{module_name}", file)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = module
-        spec.loader.exec_module(module)
-        return module
-
-
-@contextmanager
-def _importable(root: Path) -> Iterator[None]:
-    """The folder first on the path while importing, and last from then on, for imports inside functions."""
-    place = str(root)
-    sys.path.insert(0, place)
-    importlib.invalidate_caches()
-    try:
-        yield
-    finally:
-        sys.path.remove(place)
-        if place not in sys.path:
-            sys.path.append(place)
-
-
-def _file_of(module: ModuleType) -> Path | None:
-    file = getattr(module, "__file__", None)
-    return Path(file).resolve() if file else None
 
 
 def _line(error: BaseException) -> str:
@@ -95,7 +61,7 @@ def _line(error: BaseException) -> str:
     trace, place = error.__traceback__, ""
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename
-        if not file.startswith("<") and "importlib" not in file and not file.endswith(("transforms.py",)):
+        if not file.startswith("<") and not any(name in file for name in NOT_THEIRS):
             place = f" ({Path(file).name}, line {trace.tb_lineno})"
         trace = trace.tb_next
     return place
@@ -104,12 +70,12 @@ def _line(error: BaseException) -> str:
 def source_of(function: Callable[..., Any]) -> str:
     """The text of the module that holds a function and of the user's modules beside it that are loaded."""
     module = sys.modules.get(function.__module__)
-    file = _file_of(module) if module else None
+    file = file_of(module) if module else None
     if file is None:
         return repr(function)
     texts = {str(file): file.read_text(encoding="utf-8", errors="replace")}
     if not any(part in INSTALLED for part in file.parts):
-        for other in [_file_of(loaded) for loaded in list(sys.modules.values()) if isinstance(loaded, ModuleType)]:
+        for other in [file_of(loaded) for loaded in list(sys.modules.values()) if isinstance(loaded, ModuleType)]:
             beside = other is not None and file.parent in other.parents and other.suffix == ".py"
             if other is not None and beside and other.is_file() and not any(part in INSTALLED for part in other.parts):
                 texts[str(other)] = other.read_text(encoding="utf-8", errors="replace")

@@ -16,12 +16,16 @@ IGNORED = -100  # a position of `steps` data without a class
 MISMATCHED = -1
 
 
-def units_of(rows: Sequence[Mapping[str, Any]], method: Method) -> list[Unit]:
-    """The units of one optimizer step over all ranks, in the order of its rows; KTO's mismatched ones come last."""
+def units_of(rows: Sequence[Mapping[str, Any]], method: Method, *, compare: bool = False) -> list[Unit]:
+    """The units of one optimizer step over all ranks, in the order of its rows; KTO's mismatched ones come last.
+
+    `compare`: of labelled rows, a desirable and an undesirable answer to one prompt become a pair.
+    """
     if method.data == "pairs":
         return [_pair(row, number, method) for number, row in enumerate(rows)]
     if method.data == "labelled":
         matched = [Unit((_labelled(row, row, int(row["label"])),), number) for number, row in enumerate(rows)]
+        matched = _compared(matched, rows) if compare else matched
         return matched + (_mismatched(rows, method) if isinstance(method, KTO) and method.needs_preparation else [])
     if method.data == "steps":
         return [Unit((_steps(row),), number) for number, row in enumerate(rows)]
@@ -79,6 +83,23 @@ def _labelled(prompt: Mapping[str, Any], answer: Mapping[str, Any], label: int) 
         label=label,
         ref_logps=None if ref_logps is None else np.asarray(ref_logps, np.float32),
     )
+
+
+def _compared(units: Sequence[Unit], rows: Sequence[Mapping[str, Any]]) -> list[Unit]:
+    """The units, those of a prompt's desirable and undesirable answers joined one to one."""
+    result: list[Unit | None] = []
+    waiting: dict[tuple[bytes, bool], list[int]] = {}
+    for place, (unit, row) in enumerate(zip(units, rows, strict=True)):
+        prompt, good = _ids(row["prompt_ids"]).tobytes(), bool(row["label"])
+        if others := waiting.get((prompt, not good)):
+            other = units[first := others.pop(0)]
+            pair = (unit, other) if good else (other, unit)
+            result[first] = Unit(pair[0].samples + pair[1].samples, other.group)
+            result.append(None)
+        else:
+            waiting.setdefault((prompt, good), []).append(place)
+            result.append(unit)
+    return [unit for unit in result if unit is not None]
 
 
 def _mismatched(rows: Sequence[Mapping[str, Any]], method: KTO) -> list[Unit]:

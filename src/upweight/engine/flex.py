@@ -122,4 +122,5 @@ def compiled_flex_attention() -> Callable[..., Any]:
     """
     limits: Any = torch._dynamo.config
     limits.recompile_limit = max(limits.recompile_limit, _FORMS)
+    limits.specialize_float = True  # a scale or cap that differs between two models cannot be a variable of the kernel
     return torch.compile(flex_attention, fullgraph=True)

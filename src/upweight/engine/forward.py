@@ -17,6 +17,7 @@ from upweight.engine.logits import STATISTICS, Ask, LogitForm, logit_form, row_s
 from upweight.engine.packing import Layout
 from upweight.errors import UserError
 from upweight.log import warn_once
+from upweight.models.fused import fuse_layers
 from upweight.models.patches import add_adapters_in_place
 from upweight.types import Batch, Outputs
 
@@ -52,6 +53,7 @@ class Engine:
         self.scores = base.get_output_embeddings() is None
         _install(base)
         add_adapters_in_place(model)
+        fuse_layers(model)
 
     def __call__(
         self,

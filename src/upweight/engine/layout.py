@@ -8,6 +8,7 @@ from upweight.engine.attention import register, stock_of
 from upweight.engine.packing import Layout
 from upweight.errors import UserError
 from upweight.log import logger, warn_once
+from upweight.models.patches import keep_soft_cap
 
 _ATTENTION_KINDS = {"full_attention", "sliding_attention", "chunked_attention", "attention", "moe", "mlp"}
 _READS_ITS_MASK = {"doge"}  # model code that computes with the mask cannot take a rule in its place
@@ -55,10 +56,8 @@ def choose_layout(base: PreTrainedModel, wanted: Literal["auto", "tree", "padded
     """Decide the layout once, prepare the model's attention for it, and say so when prefixes are not shared."""
     if base.config.is_encoder_decoder:
         raise UserError(f"{type(base).__name__} is an encoder-decoder: only decoder models can be trained")
+    keep_soft_cap(base)
     stock = stock_of(base.config.get_text_config()._attn_implementation or "eager")
-    if stock == "sdpa" and getattr(base.config.get_text_config(), "attn_logit_softcapping", None):
-        stock = "eager"  # transformers before 5.22 lets SDPA drop the soft cap in silence
-        base.set_attn_implementation(stock)
     reason = why_not_trees(base, longest) if wanted != "padded" else "the settings ask for it"
     if reason is not None:
         if wanted == "tree":

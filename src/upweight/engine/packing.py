@@ -90,6 +90,7 @@ def _batch(units: Sequence[Unit], samples: Sequence[Sample], predict: bool, toke
         margin_P=_each([unit.margin for unit in units], torch.float32),
         label_S=_each([sample.label for sample in samples], torch.int64),
         advantage_S=_each([sample.advantage for sample in samples], torch.float32),
+        share_S=_shares(samples),
         prompt_T=_joined([s.prompt for s in samples], kept, torch.bool),
         old_logps_T=_joined([s.old_logps for s in samples], kept, torch.float32),
         sampler_logps_T=_joined([s.sampler_logps for s in samples], kept, torch.float32),
@@ -157,15 +158,22 @@ def _joined(arrays: Sequence[NDArray | None], kept: Sequence[slice], dtype: torc
 
 
 def _pairs(units: Sequence[Unit]) -> Tensor | None:
-    """Sequence numbers of (chosen, rejected), when every unit is a pair."""
-    if any(len(unit.samples) != 2 for unit in units):
+    """Sequence numbers of (chosen, rejected) of the units that are pairs, if any is."""
+    ends = np.cumsum([len(unit.samples) for unit in units])
+    firsts = [int(end) - 2 for unit, end in zip(units, ends, strict=True) if len(unit.samples) == 2]
+    if units and not firsts:
         return None
-    return torch.arange(2 * len(units)).view(-1, 2)
+    return torch.tensor([[first, first + 1] for first in firsts], dtype=torch.int64).view(-1, 2)
 
 
 def _each(values: Sequence[float | int | None], dtype: torch.dtype) -> Tensor | None:
     """The values as a tensor, or None when one is missing."""
     return None if any(value is None for value in values) else torch.tensor(values, dtype=dtype)
+
+
+def _shares(samples: Sequence[Sample]) -> Tensor | None:
+    """What part of a completion each sample is, or None when all are whole."""
+    return torch.tensor([s.share for s in samples]) if any(s.share != 1 for s in samples) else None
 
 
 class _Costs:

@@ -52,6 +52,17 @@ class Outcome:
     details: Mapping[str, Any] = field(default_factory=dict)  # columns of the completions file
 
 
+def opening_messages(prompt: Any, text: str = "") -> list[Message]:
+    """A prompt's messages, and text behind them: in the user's last message where there is one."""
+    messages: list[Message] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt or ())
+    if not text:
+        return messages
+    if messages and messages[-1].get("role") == "user" and isinstance(messages[-1].get("content"), str):
+        written = messages[-1]["content"]
+        return [*messages[:-1], {**messages[-1], "content": f"{written}\n\n{text}" if written else text}]
+    return [*messages, {"role": "user", "content": text}]
+
+
 class Episode(Protocol):
     """One rollout in an environment. A fault of the environment is raised, and masks the sample."""
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from upweight.environments.episode import Message, Opening, Outcome, Reply, ToolCall, Turn
+from upweight.environments.episode import Message, Opening, Outcome, Reply, ToolCall, Turn, opening_messages
 from upweight.environments.openenv_link import Broken, Invalid, Link, Server
 from upweight.environments.tools import tool_message
 from upweight.errors import UserError
@@ -119,7 +119,7 @@ class OpenEnvEpisode:
             raise Broken(f"reset was refused: {error}") from error
         actions = self.environment.actions
         tools = await self._tools() if actions.mcp else actions.tools
-        return Opening(_after(row.get("prompt"), self._text(found)), tools)
+        return Opening(opening_messages(row.get("prompt"), self._text(found)), tools)
 
     async def reply(self, turn: Turn) -> Reply:
         """Step once with plain text, or once for each call; without a call the policy has had enough."""
@@ -207,17 +207,6 @@ def _total(rewards: Sequence[float], how: Total) -> float:
     if how == "last":
         return rewards[-1]
     return max(rewards) if how == "max" else sum(rewards) / (len(rewards) if how == "mean" else 1)
-
-
-def _after(prompt: Any, text: str) -> list[Message]:
-    """The prompt's messages with the first observation at their end, in the user's last message where there is one."""
-    messages: list[Message] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt or ())
-    if not text:
-        return messages
-    if messages and messages[-1].get("role") == "user" and isinstance(messages[-1].get("content"), str):
-        written = messages[-1]["content"]
-        return [*messages[:-1], {**messages[-1], "content": f"{written}\n\n{text}" if written else text}]
-    return [*messages, {"role": "user", "content": text}]
 
 
 def _tool(name: str, about: str, parameters: Mapping[str, Any]) -> Mapping[str, Any]:

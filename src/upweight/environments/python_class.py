@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from upweight.environments.episode import Message, Opening, Outcome, Reply, ToolCall, Turn
+from upweight.environments.episode import Message, Opening, Outcome, Reply, ToolCall, Turn, opening_messages
 from upweight.environments.own_calls import OwnCalls, TooSlow
 from upweight.environments.tools import Schema, answered, methods_of, schema_of, tool_message, unique_tools
 from upweight.errors import UserError
@@ -95,9 +95,8 @@ class PythonEpisode:
         self._tools = dict(environment.tools)
 
     async def open(self, row: Mapping[str, Any]) -> Opening:
-        """The row's prompt, with what `reset` says after it."""
-        prompt = row.get("prompt")
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(m) for m in prompt or ()]
+        """The row's prompt, and what `reset` says: text joins the user's last message, messages follow."""
+        messages = opening_messages(row.get("prompt"))
         schemas = dict(self._of.schemas)
         factory = self._of.factory_for(row)
         if factory is not None:
@@ -106,7 +105,10 @@ class PythonEpisode:
             self._tools |= {name: getattr(self._object, name) for name in methods}
             schemas |= methods
             said = await self._run(self._object.reset, **_taken(self._object.reset, row))
-            messages = _with_observation(messages, said)
+            if isinstance(said, str):
+                messages = opening_messages(messages, said)
+            elif said is not None:
+                messages += _messages(said)
         return Opening(messages, list(schemas.values()))
 
     async def reply(self, turn: Turn) -> Reply:
@@ -170,17 +172,6 @@ def _taken(reset: Callable[..., Any], row: Mapping[str, Any]) -> dict[str, Any]:
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return columns
     return {parameter.name: columns[parameter.name] for parameter in parameters if parameter.name in columns}
-
-
-def _with_observation(messages: list[dict[str, Any]], said: Any) -> list[dict[str, Any]]:
-    """The prompt with what `reset` returned: text joins the last user message, messages follow."""
-    if said is None or said == "":
-        return messages
-    if not isinstance(said, str):
-        return [*messages, *_messages(said)]
-    if messages and messages[-1]["role"] == "user":
-        return [*messages[:-1], {**messages[-1], "content": f"{messages[-1]['content']}\n\n{said}"}]
-    return [*messages, {"role": "user", "content": said}]
 
 
 def _stepped(said: Any) -> Reply:

@@ -11,27 +11,15 @@ from upweight.settings import inline, setting
 from upweight.types import Batch, Loss, Outputs, Sample
 
 
-class GRPO(Method):
-    """A policy gradient whose baseline is the other completions of the same prompt."""
+class Grouped:
+    """What GRPO and GDPO answer alike: all but how rewards become one advantage is the policy gradient's."""
 
-    name: ClassVar[str] = "grpo"
     data: ClassVar = "prompts"
     online: ClassVar[bool] = True
     learning_rate: ClassVar[float] = 1e-6
     lora_learning_rate: ClassVar[float | None] = 1e-5
 
-    policy: PolicyGradient = inline(PolicyGradient)
-    aggregation: Aggregation = setting(
-        "trl.multi_objective_aggregation",
-        "sum_then_normalize",
-        "Normalise the weighted sum of the rewards, or sum up rewards that were normalised one by one (GDPO).",
-    )
-
-    @model_validator(mode="after")
-    def _baseline_fits_aggregation(self) -> "GRPO":
-        if self.aggregation == "normalize_then_sum" and self.policy.advantage_estimator == "rloo":
-            raise ValueError("trl.advantage_estimator: rloo needs trl.multi_objective_aggregation: sum_then_normalize")
-        return self
+    policy: PolicyGradient
 
     @property
     def needs_reference(self) -> bool:
@@ -63,6 +51,25 @@ class GRPO(Method):
 
     def loss(self, out: Outputs, batch: Batch, prepared: dict[str, Tensor]) -> Loss:
         return self.policy.loss(out, batch, prepared)
+
+
+class GRPO(Grouped, Method):
+    """A policy gradient whose baseline is the other completions of the same prompt."""
+
+    name: ClassVar[str] = "grpo"
+
+    policy: PolicyGradient = inline(PolicyGradient)
+    aggregation: Aggregation = setting(
+        "trl.multi_objective_aggregation",
+        "sum_then_normalize",
+        "Normalise the weighted sum of the rewards, or sum up rewards that were normalised one by one (GDPO).",
+    )
+
+    @model_validator(mode="after")
+    def _baseline_fits_aggregation(self) -> "GRPO":
+        if self.aggregation == "normalize_then_sum" and self.policy.advantage_estimator == "rloo":
+            raise ValueError("trl.advantage_estimator: rloo needs trl.multi_objective_aggregation: sum_then_normalize")
+        return self
 
     def advantages(self, rewards_SR: Tensor, group_S: Tensor) -> Tensor:
         return self.policy.advantages(rewards_SR, group_S, self.aggregation)

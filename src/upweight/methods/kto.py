@@ -5,7 +5,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from upweight.methods.base import Method, given, sequence_sum
+from upweight.methods.base import Method, given, pair_metrics, sequence_sum
 from upweight.settings import setting
 from upweight.types import Batch, Loss, Mean, Outputs
 
@@ -76,7 +76,11 @@ class KTO(Method):
     def _metrics(self, out: Outputs, batch: Batch, ratio_S: Tensor, good_S: Tensor, bad_S: Tensor) -> dict[str, Mean]:
         logps_S = sequence_sum(given(out.logps_T), batch)
         mean_logit_T, sequence_T = given(out.mean_logit_T), batch.sequence_T
+        compared: dict[str, Mean] = {}
+        if batch.pair_P2 is not None:
+            compared = pair_metrics(*(self.beta * ratio_S)[batch.pair_P2].unbind(1))
         return {
+            **compared,
             "rewards/chosen": Mean.over(self.beta * ratio_S, good_S),
             "rewards/rejected": Mean.over(self.beta * ratio_S, bad_S),
             "logps/chosen": Mean.over(logps_S, good_S),

@@ -193,7 +193,8 @@ class PolicyGradient(Section):
         sampled_S = is_sampled(batch)
         tokens = sampled_S[batch.sequence_T].sum().float()
         unit = DIVISOR[self.loss_type]
-        counts = {unit: sampled_S.sum().float() if unit == "sequences" else tokens}
+        sequences = (sampled_S if batch.share_S is None else sampled_S * batch.share_S).sum().float()
+        counts = {unit: sequences if unit == "sequences" else tokens}
         return counts | {"tokens": tokens} if self.entropy_coef else counts
 
     def contributes(self, sample: Sample) -> bool:
@@ -241,7 +242,10 @@ class PolicyGradient(Section):
             loss_T = loss_T + self.beta * sampled_T * (kl_T * ratio_T if self.use_bias_correction_kl else kl_T)
 
         if self.loss_type in ("grpo", "sapo"):
-            loss_T = loss_T / sequence_length(batch)[batch.sequence_T]
+            length_S = sequence_length(batch)
+            # Stretches of one completion have one mean over all their tokens.
+            length_S = length_S if batch.share_S is None else length_S / batch.share_S.clamp(min=1e-9)
+            loss_T = loss_T / length_S[batch.sequence_T]
         if self.loss_type == "dr_grpo":
             loss_T = loss_T / self.max_completion_length
         sums = {DIVISOR[self.loss_type]: loss_T.sum()}

@@ -2,6 +2,7 @@
 
 import difflib
 import importlib.util
+import logging
 from typing import Any, Literal
 
 import torch
@@ -12,6 +13,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrain
 from upweight.config.model import AdapterSection, ModelSection
 from upweight.errors import UserError
 from upweight.log import logger, warn_once
+from upweight.models.patches import keep_soft_cap
 from upweight.models.source import load_failures, source_of
 
 Head = Literal["tokens", "sequence_score", "step_score"]
@@ -57,6 +59,11 @@ def load_model(
     elif section.attention is not None:
         options["attn_implementation"] = section.attention
     if adapter is not None and (adapter.load_in_4bit or adapter.load_in_8bit):
+        if gguf_file is not None:
+            raise UserError(
+                "load_in_4bit, load_in_8bit: the weights of a GGUF file cannot be quantised as they are unpacked. "
+                "Name a folder of safetensors, or drop the key."
+            )
         options |= _quantised(adapter, dtype)
     set_seed(seed)
     with load_failures("base_model", place, "weights"):
@@ -64,6 +71,7 @@ def load_model(
             place, config=config, dtype=dtype, output_loading_info=True, **options
         )
     _refuse_missing(report, place, head)
+    keep_soft_cap(model)
     if tokenizer is not None:
         fit_vocabulary(model, tokenizer, section)
     return model
@@ -155,8 +163,11 @@ def _quantised(adapter: AdapterSection, dtype: torch.dtype) -> dict[str, Any]:
     """What `from_pretrained` needs to quantise frozen weights as they are loaded."""
     if importlib.util.find_spec("bitsandbytes") is None:
         raise UserError("load_in_4bit, load_in_8bit: quantised weights need bitsandbytes: pip install bitsandbytes")
-    if not torch.cuda.is_available():
-        raise UserError("load_in_4bit, load_in_8bit: quantised weights need a CUDA device, and none is visible")
+    on_gpu = torch.cuda.is_available()
+    if not on_gpu:
+        warn_once("load_in_4bit, load_in_8bit: no GPU is visible; quantised weights are slow on a CPU")
+    if adapter.load_in_8bit:  # it says at every layer of every forward that it casts to float16
+        logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
     settings: dict[str, Any] = {"load_in_8bit": True}
     if adapter.load_in_4bit:
         settings = {
@@ -164,10 +175,10 @@ def _quantised(adapter: AdapterSection, dtype: torch.dtype) -> dict[str, Any]:
             "bnb_4bit_quant_type": "nf4",
             "bnb_4bit_use_double_quant": True,
             "bnb_4bit_compute_dtype": dtype,
-            "bnb_4bit_quant_storage": dtype,
+            "bnb_4bit_quant_storage": dtype,  # shards are cut, cast and gathered as weights of one dtype
         }
     config = transformers.BitsAndBytesConfig(**{**settings, **adapter.quantisation})
-    return {"quantization_config": config, "device_map": {"": torch.cuda.current_device()}}
+    return {"quantization_config": config, "device_map": {"": torch.cuda.current_device() if on_gpu else "cpu"}}
 
 
 def _refuse_missing(report: dict[str, Any], place: str, head: Head) -> None:

@@ -1,5 +1,6 @@
 """What foreign code is made to do differently; each patch has a test that says when it can go."""
 
+from importlib.util import find_spec
 from types import MethodType
 from typing import Any
 
@@ -10,12 +11,25 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+if torch.cuda.is_available() and find_spec("triton"):
+    from upweight.models.low_rank_kernel import MOST_RANK, MOST_ROWS, low_rank_linear
+else:
+    low_rank_linear, MOST_RANK, MOST_ROWS = None, 0, 0
 
 
 def shard_on_cpu(state: AcceleratorState, plugin: FullyShardedDataParallelPlugin) -> None:
     """Make accelerate shard over CPU ranks: there it drops the plugin without a word and takes DDP."""
     state.fsdp_plugin = plugin
     state.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+
+
+def keep_soft_cap(model: PreTrainedModel) -> None:
+    """Let Gemma 2 and its kin attend eagerly, not by SDPA, which before transformers 5.21 drops their soft cap."""
+    config = model.config.get_text_config()
+    if config._attn_implementation == "sdpa" and getattr(config, "attn_logit_softcapping", None):
+        model.set_attn_implementation("eager")
 
 
 def add_adapters_in_place(model: nn.Module) -> None:
@@ -32,7 +46,14 @@ def _lora_forward(self: LoraLinear, x: Tensor, *args: Any, **kwargs: Any) -> Ten
     if found is None:
         return self.__dict__["_stock_forward"](x, *args, **kwargs)
     weight, bias, down, up, scaling = found
-    out = _LowRankLinear.apply(scaling, bias, x.reshape(-1, x.shape[-1]), weight, down, up)
+    x_ND = x.reshape(-1, x.shape[-1])
+    few = x.is_cuda and x.dtype != torch.float32 and len(x_ND) <= MOST_ROWS and len(down) <= MOST_RANK
+    if few and low_rank_linear is not None and not torch.is_grad_enabled():
+        out = low_rank_linear(x_ND, weight, bias, down, up, scaling)
+    elif torch.compiler.is_compiling():
+        out = F.linear(x_ND, weight, bias) + scaling * F.linear(F.linear(x_ND, down), up)
+    else:
+        out = _LowRankLinear.apply(scaling, bias, x_ND, weight, down, up)
     assert isinstance(out, Tensor)
     return out.view(*x.shape[:-1], out.shape[-1])
 

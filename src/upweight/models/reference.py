@@ -22,7 +22,7 @@ from upweight.models.pieces import drop_zero_gathered, is_piece, own_piece, zero
 from upweight.models.precision import TrainedWeight, trained_weights
 
 AdapterState = Literal["none", "identity", "changed"]
-ReferenceKind = Literal["none", "precomputed", "adapter_off", "frozen_weights", "separate"]
+ReferenceKind = Literal["none", "adapter_off", "frozen_weights", "separate"]
 
 
 class Reference(Protocol):
@@ -80,25 +80,17 @@ def reference_kind(
     *,
     needed: bool,
     adapter: AdapterState,
-    precomputed: bool = False,
     separate: bool = False,
     synced: bool = False,
 ) -> ReferenceKind:
     """Which reference a run needs; `separate` asks for a model of its own, `synced` for one that follows the policy."""
     if not needed:
         return "none"
-    if synced and precomputed:
-        raise UserError(
-            "sync_ref_model: a reference that follows the policy cannot be precomputed; "
-            "drop one of sync_ref_model and precompute_ref_log_probs"
-        )
     if synced and separate and adapter != "none":
         raise UserError(
             "sync_ref_model: a separate reference model cannot follow an adapter; drop rl_adapter_ref_model: "
             "the reference is then a copy of the adapter, and follows it"
         )
-    if precomputed:
-        return "precomputed"
     if separate:
         return "separate"
     return "adapter_off" if adapter == "identity" and not synced else "frozen_weights"
@@ -110,10 +102,11 @@ def make_reference(
     dtype: torch.dtype,
     *,
     synced: bool = False,
+    offload: bool = False,
     separate_model: nn.Module | None = None,
 ) -> Reference | None:
     """The reference of this kind for the unwrapped `policy`, before its first step; None where none is computed."""
-    if kind in ("none", "precomputed"):
+    if kind == "none":
         return None
     if kind == "adapter_off":
         assert isinstance(policy, PeftModel)
@@ -121,7 +114,7 @@ def make_reference(
     if kind == "separate":
         assert separate_model is not None
         return SeparateModel(policy, separate_model)
-    return FrozenWeights(policy, dtype, synced=synced)
+    return FrozenWeights(policy, dtype, synced=synced, offload=offload)
 
 
 class AdapterOff:
@@ -157,10 +150,13 @@ class AdapterOff:
 
 
 class FrozenWeights:
-    """The trained weights as they were, in the compute dtype, put in place of the present ones."""
+    """The trained weights as they were, in the compute dtype, put in place of the present ones.
 
-    def __init__(self, policy: nn.Module, dtype: torch.dtype, *, synced: bool) -> None:
-        self._policy = policy
+    With `offload` they lie in host memory, and on the device for the length of a use only.
+    """
+
+    def __init__(self, policy: nn.Module, dtype: torch.dtype, *, synced: bool, offload: bool) -> None:
+        self._policy, self._offload = policy, offload
         _drop_gathered(policy)
         names = {parameter: name for name, parameter in policy.named_parameters()}
         self._weights: dict[str, TrainedWeight] = {}
@@ -169,9 +165,12 @@ class FrozenWeights:
         for weight in trained_weights(policy, dtype):
             name, parameter = names[weight.parameter], weight.parameter
             self._weights[name] = weight
-            self._values[name] = parameter.detach().to(weight.dtype, copy=True)
+            home = torch.device("cpu") if offload else parameter.device
+            self._values[name] = own_piece(parameter).to(home, weight.dtype, copy=True)
             if synced:
-                self._averages[name] = parameter.detach().float().clone()
+                self._averages[name] = parameter.detach().to(home, torch.float32, copy=True)
+            if offload and parameter.is_cuda:  # a copy from pinned memory takes a fraction of the time
+                self._values[name] = self._values[name].pin_memory()
 
     @contextmanager
     def use(self, wrapped: nn.Module) -> Iterator[nn.Module]:
@@ -184,7 +183,7 @@ class FrozenWeights:
         self._place_all()
         with torch.no_grad():
             for name, average in self._averages.items():
-                average.lerp_(self._weights[name].parameter.detach().float(), alpha)
+                average.lerp_(self._weights[name].parameter.detach().to(average.device, torch.float32), alpha)
                 self._values[name].copy_(average)
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -210,15 +209,16 @@ class FrozenWeights:
                     tensors[name] = distribute_tensor(whole, parameter.device_mesh, parameter.placements)
                 elif hasattr(parameter, "ds_id"):
                     tensors[name] = zero_piece(tensor, parameter)
-                elif tensor.device != parameter.device:
+                elif tensor.device != parameter.device and not self._offload:
                     tensors[name] = tensor.to(parameter.device)
 
     @contextmanager
     def _shadowed(self) -> Iterator[None]:
         places = [(vars(m), at, name) for name, weight in self._weights.items() for m, at in weight.places]
         kept = [attributes.get(at) for attributes, at, _ in places]
+        here = {name: value.to(self._weights[name].parameter.device) for name, value in self._values.items()}
         for attributes, at, name in places:
-            attributes[at] = self._values[name]
+            attributes[at] = here[name]
         try:
             yield
         finally:

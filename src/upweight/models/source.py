@@ -21,7 +21,7 @@ def source_of(base_model: str | None, gguf_file: str | None, key: str = "base_mo
         return str(place), gguf_file
     looks_like_a_path = base_model.startswith((".", "~", os.sep)) or base_model.count("/") > 1
     if looks_like_a_path:
-        raise UserError(f"{key}: {base_model} is no folder here (looked in {place.absolute()})")
+        raise UserError(f"{key}: {base_model} is no folder here (looked in {place.absolute()}). Mend the path")
     return base_model, gguf_file
 
 

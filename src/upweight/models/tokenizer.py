@@ -26,7 +26,8 @@ PADDING_NAMES = (
 def load_tokenizer(section: ModelSection) -> PreTrainedTokenizerBase:
     """The model's tokenizer with the tokens that the settings set and add, and a padding token."""
     packed = section.gguf_file if section.tokenizer is None else None  # it lies in `base_model`
-    place, gguf_file = source_of(section.tokenizer or section.base_model, packed, "tokenizer_config")
+    key = "tokenizer_config" if section.tokenizer else "base_model"
+    place, gguf_file = source_of(section.tokenizer or section.base_model, packed, key)
     options: dict[str, Any] = {"use_fast": section.tokenizer_use_fast, "trust_remote_code": section.trust_remote_code}
     if section.tokenizer_legacy is not None:
         options["legacy"] = section.tokenizer_legacy
@@ -37,7 +38,7 @@ def load_tokenizer(section: ModelSection) -> PreTrainedTokenizerBase:
     chosen = getattr(transformers, section.tokenizer_class, None) if section.tokenizer_class else AutoTokenizer
     if chosen is None:
         raise UserError(f"tokenizer_type: transformers has no class {section.tokenizer_class!r}")
-    with load_failures("tokenizer_config" if section.tokenizer else "base_model", place, "tokenizer"):
+    with load_failures(key, place, "tokenizer"):
         tokenizer = chosen.from_pretrained(place, **options)
     set_tokens(tokenizer, section)
     if section.special_tokens.pad_token is None:

@@ -14,6 +14,10 @@ from upweight.errors import UserError
 OURS = str(Path(__file__).parents[1])
 LIBRARIES = ("site-packages", "dist-packages")
 STANDARD_LIBRARY = str(Path(os.__file__).parent)
+IN_MESSAGES = (
+    "Where the prompt is messages a completion is [{'role': 'assistant', 'content': ...}]: "
+    "read completion[0]['content']"
+)
 Value = float | None
 
 
@@ -136,7 +140,7 @@ def checked_values(returned: Any, name: str, count: int) -> list[Value] | Broken
         hint = ": await what it calls, and declare it `async def`" if hasattr(returned, "__await__") else ""
         return Broken(f"{expected}completion, but returned a {type(returned).__name__}{hint}.")
     if len(listed) != count:
-        return Broken(f"{expected}completion, but returned {len(listed)}.")
+        return Broken(f"{expected}completion, but returned {len(listed)} of them.")
     values: list[Value] = []
     for position, given in enumerate(listed):
         number = None if given is None else _number(given)

@@ -40,7 +40,6 @@ def load_rewards(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
     trust_remote_code: bool = False,
-    key: str = KEY,
     environment: Sequence[str] = (),
 ) -> list[Reward]:
     """The rewards that a config in `folder` names; reward models in `dtype` on `device`.
@@ -48,13 +47,13 @@ def load_rewards(
     `environment`: names of the rewards that the environment gives. They stand, once, where the first name that means
     them does; where nothing is named they are all there is.
     """
-    place = _Place(folder, key, ModelOptions(dtype, device, trust_remote_code))
+    place = _Place(folder, KEY, ModelOptions(dtype, device, trust_remote_code))
     made = [] if names else environment_rewards(environment)
     for name in names:
         if not is_environment_reward(name):
             made.append(_named(name, place))
         elif not _has_episodes(made):
-            made += _given_by(environment, name, key)
+            made += _given_by(environment, name, KEY)
     return unique_names(made)
 
 
@@ -72,18 +71,17 @@ def as_rewards(
     given: Any,
     tokenizers: Any = None,
     *,
-    folder: Path | None = None,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
     trust_remote_code: bool = False,
-    key: str = "reward_funcs",
     environment: Sequence[str] = (),
 ) -> list[Reward]:
     """The rewards that a script gives: names, functions, objects, models or (model, tokenizer), one or a list.
 
     `environment`: names of the rewards that the environment gives; they come last where they are not named.
     """
-    place = _Place(folder or Path.cwd(), key, ModelOptions(dtype, device, trust_remote_code))
+    key = "reward_funcs"
+    place = _Place(Path.cwd(), key, ModelOptions(dtype, device, trust_remote_code))
     is_pair = isinstance(given, tuple) and len(given) == 2 and isinstance(given[0], nn.Module)
     listed = list(given) if isinstance(given, list | tuple) and not is_pair else [] if given is None else [given]
     beside = list(tokenizers) if isinstance(tokenizers, list | tuple) else [tokenizers] * len(listed)

@@ -13,6 +13,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from upweight.data.tokens import TextTokens
 from upweight.errors import UserError
 from upweight.log import warn_once
+from upweight.models.patches import keep_soft_cap
 from upweight.models.source import load_failures, source_of
 from upweight.rewards.call import takes
 from upweight.rewards.process import is_process_model, load_process_reward
@@ -35,6 +36,7 @@ class ModelReward:
 
     def __init__(self, model: Any, tokenizer: Any, name: str, *, cuts_space: bool = False) -> None:
         self.model, self.tokenizer, self.name, self.cuts_space = model.eval(), tokenizer, name, cuts_space
+        keep_soft_cap(model)
         self._tokens = TextTokens(tokenizer, [])
         places = getattr(model.config, "max_position_embeddings", None)
         self._longest = min(places or 10**9, tokenizer.model_max_length or 10**9)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from upweight.errors import UserError
 from upweight.log import logger
-from upweight.rewards.answers import Answer, Broken, Failure
+from upweight.rewards.answers import IN_MESSAGES, Answer, Broken, Failure
 from upweight.rewards.call import RewardCall
 from upweight.rewards.local import EventLoop, Local
 from upweight.rewards.reward import Attempts, Reward, attempts_of
@@ -211,8 +211,10 @@ class Scorer:
             return
         reason = reasons.most_common(1)[0][0]
         if all_failed and not forgiven:
-            longer = " Mend it, or raise trl.reward_timeout." if "took longer than" in reason else ""
-            raise UserError(f"reward '{reward.name}' failed on all {count} completions: {reason}.{longer}")
+            hint = " Mend it, or raise trl.reward_timeout." if "took longer than" in reason else ""
+            if "'list'" in reason or "not list" in reason:  # methods of a text, or functions on one
+                hint = f" {IN_MESSAGES}."
+            raise UserError(f"reward '{reward.name}' failed on all {count} completions: {reason}.{hint}")
         if warns:
             logger.warning(
                 "warning: reward '%s' failed on %d of %d completions: %s", reward.name, failed, count, reason

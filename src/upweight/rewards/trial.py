@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from upweight.errors import UserError
-from upweight.rewards.answers import Answer, Value
+from upweight.rewards.answers import IN_MESSAGES, Answer, Value
 from upweight.rewards.builtin.text import texts_of
 from upweight.rewards.call import RewardCall
 from upweight.rewards.local import Local
@@ -136,10 +136,7 @@ def _remarks(trial: Trial) -> list[str]:
     if len(set(known)) == 1:
         said.append(f"gives {known[0]:g} to every completion: it cannot separate them and teaches nothing")
         if trial.on_text is not None and trial.on_text != trial.scores:
-            said.append(
-                "gives other values for plain text: it seems to measure the message list. Where the prompt is messages "
-                "a completion is [{'role': 'assistant', 'content': ...}]: read completion[0]['content']"
-            )
+            said.append(f"gives other values for plain text: it seems to measure the message list. {IN_MESSAGES}")
     elif all(_is_flat(trial.scores[a:b]) for a, b in trial.groups) and any(b - a > 1 for a, b in trial.groups):
         said.append(
             "differs between prompts but never within a group: advantages compare completions of the same prompt, so "

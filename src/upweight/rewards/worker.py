@@ -1,9 +1,7 @@
 """The process that calls reward functions, one at a time, in its main thread. Imports nothing heavy."""
 
-import contextlib
 import faulthandler
 import importlib
-import importlib.util
 import operator
 import os
 import pickle
@@ -18,6 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from upweight.rewards.answers import Broken, Outcome, described, failed, invoke
+from upweight.user_modules import load_file
 
 Source = tuple[str, str, str | None]  # module, name in it, file; ("builtin", what the config says, None)
 BUILTIN = "builtin"
@@ -92,30 +91,7 @@ def find(source: Source) -> Callable[..., Any]:
         reward = builtin_reward(name)
         assert reward is not None
         return reward
-    return operator.attrgetter(name)(_load(module, Path(file)) if file else importlib.import_module(module))
-
-
-def _load(name: str, file: Path) -> Any:
-    """The module in a file: under its own name unless that is taken, then under another."""
-    root = str(file.parents[len(name.split(".")) - (file.name != "__init__.py")])
-    sys.path.insert(0, root)
-    try:
-        with contextlib.suppress(ImportError):
-            module = importlib.import_module(name)
-            if Path(getattr(module, "__file__", None) or "").resolve() == file:
-                return module
-        spec = importlib.util.spec_from_file_location(f"upweight_user.{name}", file)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = module
-        spec.loader.exec_module(module)
-        return module
-    finally:
-        # First on the path it could hide modules that others import later.
-        sys.path.remove(root)
-        if root not in sys.path:
-            sys.path.append(root)
+    return operator.attrgetter(name)(load_file(module, Path(file)) if file else importlib.import_module(module))
 
 
 def _end_with_parent(parent: int) -> None:

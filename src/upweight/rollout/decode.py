@@ -24,7 +24,7 @@ from upweight.engine.segments import SegmentPlan, segment_attention
 from upweight.engine.trees import fold
 from upweight.rollout.cascade import Cascade, cascade_attention
 from upweight.rollout.sampling import draw
-from upweight.types import Sampling
+from upweight.types import Prompts, Sampling
 
 if torch.cuda.is_available() and find_spec("triton"):
     from upweight.rollout.cascade_kernel import cascade_step
@@ -200,7 +200,7 @@ class Decoder:
         self.arena.clear()
         self.open(Grid(0, 0, 0, 0), self.sampling)
 
-    def prefill(self, prompts: Sequence[Sequence[int]], uniform_BN: Tensor, budget: int) -> None:
+    def prefill(self, prompts: Prompts, uniform_BN: Tensor, budget: int) -> None:
         """Fill the opened grid with prompts, chunks of at most `budget` tokens at a time, and draw the first tokens.
 
         There may be fewer prompts than groups; what the last groups then write means nothing.

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from upweight.engine.packing import bucketed
 from upweight.log import warn_once
 from upweight.rollout.decode import Decoder
+from upweight.rollout.sampling import draw
 
 Arrived = Callable[[], tuple[NDArray[np.int64], NDArray[np.float32]]]
 
@@ -114,9 +115,30 @@ class GraphSteps:
             self._graphs[key].replay()
             return
         with self._fused_layers():
-            decoder.advance(decoder.grid.room)  # as it is, which also warms kernels up
+            self._first(decoder)
             if self._capturable:
                 self._capture(key)
+
+    def _first(self, decoder: Decoder) -> None:
+        """A step as it is, which also warms kernels up; without the compiler where it fails."""
+        step_1 = decoder.step_1.clone()
+        try:
+            decoder.advance(decoder.grid.room)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            if not self._layers:
+                raise
+            warn_once(
+                f"the layers of {type(decoder.base).__name__} cannot be compiled, so sampling is slower: "
+                f"{str(error).splitlines()[0]} (`trl.compile_sampler: false` leaves it out)"
+            )
+            for layer in self._layers:
+                del layer.forward
+            self._layers = {}
+            decoder.draw = draw
+            decoder.step_1.copy_(step_1)
+            decoder.advance(decoder.grid.room)
 
     @contextlib.contextmanager
     def _fused_layers(self) -> Iterator[None]:

@@ -88,17 +88,18 @@ class GymAgents:
 
     async def _play(self, row: Mapping[str, Any], sampling: Sampling) -> Played:
         """One rollout; a fault of the Gym is noted in it."""
-        assert self.gateway is not None
+        gateway = self.gateway
+        assert gateway is not None
         section, played = self.environment.section, Played()
         name = self.environment.server_name(row)
-        began, version = time.monotonic(), self.gateway.server.version()
+        began, version = time.monotonic(), gateway.server.version()
         try:
             agent = await self.environment.gym.agent(name)
             self._check_policy(agent)
             body = _request(row_of(row), sampling)
             answer = await self.environment.gym.post(agent, "/run", body, limit=section.run_timeout, repeat=False)
             found = verdict(answer)
-            played.stream, played.turns = _stream(found, version)
+            played.stream, played.turns = _stream(found, lambda logps: gateway.version_of(logps, version))
             played.messages, played.finished = messages_of(found), is_finished(found)
             played.calls = sum("tool_calls" in message for message in played.messages)
             if section.max_turns is not None and played.turns > section.max_turns:
@@ -150,7 +151,7 @@ def _request(row: Mapping[str, Any], sampling: Sampling) -> dict[str, Any]:
     return {**row, PARAMS: {**row[PARAMS], **asked, **({"tools": tools} if tools else {})}}
 
 
-def _stream(found: Mapping[str, Any], version: int) -> tuple[TokenStream, int]:
+def _stream(found: Mapping[str, Any], version_of: Callable[[Sequence[float]], int]) -> tuple[TokenStream, int]:
     """The tokens of a rollout: a turn whose prompt does not go on from the one before begins a sequence of its own."""
     first, *others = turns_of(found)
     stream = TokenStream(first.prompt)
@@ -161,5 +162,5 @@ def _stream(found: Mapping[str, Any], version: int) -> tuple[TokenStream, int]:
                 stream.told(turn.prompt[known:])
             else:
                 stream.begun_anew(turn.prompt)
-        stream.wrote(Completion(turn.ids, turn.logps, [version] * len(turn.ids), finished=True))
+        stream.wrote(Completion(turn.ids, turn.logps, [version_of(turn.logps)] * len(turn.ids), finished=True))
     return stream, 1 + len(others)

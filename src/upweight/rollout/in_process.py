@@ -2,7 +2,7 @@
 
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from upweight.rollout.decode import Decoder, Grid
 from upweight.rollout.graphs import GraphSteps, PlainSteps
 from upweight.rollout.rows import Rows, StopStrings, smaller_grid
 from upweight.rollout.stock import stock_generate
-from upweight.types import Completion, Sampling
+from upweight.types import Completion, Done, Prompts, Sampling
 
 _PREFILL_TOKENS = 8192
 _CACHE_ON_CPU = 4 << 30
@@ -61,10 +61,10 @@ class InProcess:
 
     def generate(
         self,
-        prompts: Sequence[Sequence[int]],
+        prompts: Prompts,
         count: int,
         sampling: Sampling,
-        done: Callable[[int, list[Completion]], None] | None = None,
+        done: Done | None = None,
         heard: Callable[[int, list[int]], None] | None = None,
     ) -> list[list[Completion]]:
         """`count` completions for each prompt, in the order of the prompts; `done` hears of each prompt as it ends.
@@ -116,7 +116,7 @@ class InProcess:
         self._steps.release()
         self._decoder.release()
 
-    def _check(self, prompts: Sequence[Sequence[int]], count: int, sampling: Sampling) -> None:
+    def _check(self, prompts: Prompts, count: int, sampling: Sampling) -> None:
         """Refuse what cannot be sampled, with numbers."""
         if count < 1 or sampling.max_new_tokens < 1:
             raise UserError(f"nothing to sample: {count} completions of {sampling.max_new_tokens} tokens")
@@ -135,7 +135,7 @@ class InProcess:
                 "the prompts (`max_prompt_length`) or the completions (`max_completion_length`)"
             )
 
-    def _waves(self, prompts: Sequence[Sequence[int]], count: int, sampling: Sampling) -> list[list[int]]:
+    def _waves(self, prompts: Prompts, count: int, sampling: Sampling) -> list[list[int]]:
         """Prompt numbers in turns that fit into the memory for keys and values."""
         room = self._steps.rounded_room(sampling.max_new_tokens)
         longest = self._steps.rounded_prompt(max(len(prompt) for prompt in prompts))
@@ -156,7 +156,7 @@ class InProcess:
 
     def _decode(
         self,
-        prompts: Sequence[Sequence[int]],
+        prompts: Prompts,
         wave: list[int],
         sampling: Sampling,
         uniform_SN: Tensor,

@@ -2,7 +2,7 @@
 
 import dataclasses
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from upweight.models.load import compute_dtype, load_config, load_model
 from upweight.models.merge import Adapted
 from upweight.models.tokenizer import load_tokenizer
 from upweight.rollout.in_process import InProcess, end_tokens
-from upweight.types import Completion, Sampling
+from upweight.types import Completion, Prompts, Sampling
 
 NEW_TOKENS = 512  # where nobody says how many, and the model has room for them
 
@@ -82,7 +82,7 @@ class Writer:
 
     def __call__(
         self,
-        prompts: Sequence[Sequence[int]],
+        prompts: Prompts,
         sampling: Sampling,
         count: int = 1,
         heard: Callable[[str], None] | None = None,

@@ -4,12 +4,10 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from upweight.data.rows import RowError
-from upweight.data.templates import ChatTemplate
-from upweight.data.tokens import TextTokens
-from upweight.environments.episode import Environment, Episode, Message, Outcome, Turn
+from upweight.environments.episode import Episode, Message, Outcome, Turn
 from upweight.errors import UserError
 from upweight.log import warn_once
 from upweight.rewards.answers import described
@@ -17,6 +15,9 @@ from upweight.rollout.dialogue import Dialogue
 from upweight.rollout.stream import TokenStream
 from upweight.rollout.turns import FirstTurn, Turns
 from upweight.types import Completion
+
+if TYPE_CHECKING:
+    from upweight.rollout.player import Player
 
 T = TypeVar("T")
 
@@ -61,28 +62,12 @@ class Played:
         }
 
 
-class Table(Protocol):
-    """What an episode is played with."""
-
-    environment: Environment
-    generator: Any
-    template: ChatTemplate
-    tokens: TextTokens
-    ends: frozenset[int]
-    bounds: Bounds
-    default_system: str | None
-
-    def prompt_of(self, row: Any, messages: Sequence[Any], tools: Sequence[Any]) -> list[int] | None: ...
-
-    def read(self, completion: Completion, *, tools: bool) -> Turn: ...
-
-
 async def play(
-    table: Table, row: Mapping[str, Any], turns: Turns, first: FirstTurn, seed: Callable[[int], int]
+    player: "Player", row: Mapping[str, Any], turns: Turns, first: FirstTurn, seed: Callable[[int], int]
 ) -> Played:
     """An episode for a data row; a fault of the environment is noted in it, any other error is raised."""
-    episode, played = table.environment.episode(), Played()
-    game = _Game(table, episode, played, turns, first, seed)
+    episode, played = player.environment.episode(), Played()
+    game = _Game(player, episode, played, turns, first, seed)
     try:
         await game.run(row)
     except (Fault, RowError) as error:
@@ -99,7 +84,7 @@ async def play(
 class _Game:
     """The moves of an episode."""
 
-    table: Table
+    player: "Player"
     episode: Episode
     played: Played
     turns: Turns
@@ -108,18 +93,18 @@ class _Game:
     asked: bool = False  # for the first turn
 
     async def run(self, row: Mapping[str, Any]) -> None:
-        table, played, bounds = self.table, self.played, self.table.bounds
+        player, played, bounds = self.player, self.played, self.player.bounds
         opening = await self._call("open", self.episode.open(row), bounds.wait_seconds)
-        messages = _with_system(list(opening.messages), table.default_system)
-        dialogue = Dialogue(table.template, table.tokens, table.ends, messages, opening.tools)
-        prompt = table.prompt_of(row, messages, opening.tools) or dialogue.opening()
+        messages = _with_system(list(opening.messages), player.default_system)
+        dialogue = Dialogue(player.template, player.tokens, player.ends, messages, opening.tools)
+        prompt = player.prompt_of(row, messages, opening.tools) or dialogue.opening()
         limit = self.turns.sampling.max_new_tokens
         self._require_room(len(prompt), limit)
         stream = played.stream = TokenStream(prompt)
         while True:
             answer = await self._sample(stream.ids, limit - stream.length)
             stream.wrote(answer)
-            turn = table.read(answer, tools=bool(opening.tools))
+            turn = player.read(answer, tools=bool(opening.tools))
             said = _message(turn)
             played.messages.append(said)
             played.turns += 1
@@ -145,7 +130,7 @@ class _Game:
     async def closed(self) -> None:
         """Close the episode; that it does not close well spoils nothing."""
         try:
-            await _limited("close", self.episode.close(), self.table.bounds.call_seconds)
+            await _limited("close", self.episode.close(), self.player.bounds.call_seconds)
         except Fault as error:
             warn_once(f"an environment did not close: {error}")
 
@@ -158,7 +143,7 @@ class _Game:
 
     async def _call(self, what: str, work: Awaitable[T], more: float = 0.0) -> T:
         """An answer of the environment, within the time that this episode has left."""
-        bounds, began = self.table.bounds, time.monotonic()
+        bounds, began = self.player.bounds, time.monotonic()
         left = max(bounds.episode_seconds - self.played.seconds, 0.0)
         try:
             return await _limited(what, work, min(bounds.call_seconds, left) + more)
@@ -166,12 +151,10 @@ class _Game:
             self.played.seconds += time.monotonic() - began
 
     def _require_room(self, prompt: int, new: int) -> None:
-        require_room = getattr(self.table.generator, "require_room", None)
-        if require_room is not None:
-            try:
-                require_room(prompt, new)
-            except UserError as error:
-                raise Fault(str(error)) from error
+        try:
+            self.turns.generator.require_room(prompt, new)
+        except UserError as error:
+            raise Fault(str(error)) from error
 
 
 async def _limited(what: str, work: Awaitable[T], limit: float) -> T:

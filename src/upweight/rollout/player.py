@@ -5,7 +5,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -132,8 +132,7 @@ def _completion(played: Played, group: Group) -> Completion:
     if played.failure is not None or played.stream is None:
         reason = played.failure or "no turn was played"
         return Completion([], [], [], finished=False, sampled=[], messages=messages, failure=reason)
-    found = completion_of(played.stream, group, finished=played.finished)
-    return Completion(**{**vars(found), "messages": messages})
+    return replace(completion_of(played.stream, group, finished=played.finished), messages=messages)
 
 
 async def _together(work: Any) -> list[Any]:

@@ -3,15 +3,17 @@
 import asyncio
 import contextlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from upweight.errors import UserError
+from upweight.log import warn_once
 from upweight.rollout.vllm_client import Failed, Refused
 from upweight.rollout.vllm_server import VllmServer
 from upweight.types import Sampling
 
 LARGEST = 64 << 20  # bytes of a request
+REMEMBERED = 100_000  # turns whose version is known
 CHAT = "/v1/chat/completions"
 
 
@@ -21,6 +23,7 @@ class PolicyGateway:
     def __init__(self, server: VllmServer, port: int, template_args: Mapping[str, Any]) -> None:
         self.server, self.port, self.template_args = server, port, dict(template_args)
         self.sampling: Sampling | None = None
+        self._versions: dict[int, int] = {}  # of turns, by their log-probs: the Gym hands those on as they are
         self._door: asyncio.Server | None = None
 
     @property
@@ -38,6 +41,10 @@ class PolicyGateway:
         door, self._door = self._door, None
         if door is not None:
             self.server.run(self._shut(door))
+
+    def version_of(self, logps: Sequence[float], otherwise: int) -> int:
+        """The version of the policy that wrote a turn with these log-probs."""
+        return self._versions.get(hash(tuple(logps)), otherwise)
 
     async def _listen(self) -> asyncio.Server:
         try:
@@ -70,18 +77,29 @@ class PolicyGateway:
         try:
             asked = json.loads(body)
             if path == CHAT:
-                asked |= self._fields()
+                asked |= self._fields() | self.server.options
             elif path != "/tokenize":
                 return 404, {"error": {"message": f"there is no {path}"}}
             if self.template_args:
                 asked["chat_template_kwargs"] = {**self.template_args, **(asked.get("chat_template_kwargs") or {})}
-            return 200, await self.server.asked(path, asked, lambda answer, _: answer)
+            return 200, await self.server.asked(path, asked, self._noted)
         except Refused as error:
+            # The Gym answers its caller with a bare 500: here is the last place that knows the reason.
+            warn_once(f"the vLLM server refuses a request of the Gym's agents: {error}")
             return error.status, {"error": {"message": str(error), "code": error.status}}
         except (ValueError, TypeError) as error:
             return 400, {"error": {"message": f"no request: {error}", "code": 400}}
         except (Failed, UserError) as error:
             return 500, {"error": {"message": str(error), "code": 500}}
+
+    def _noted(self, answer: Any, version: int) -> Any:
+        """An answer as it is; which version wrote it is remembered."""
+        for choice in answer.get("choices") or ():
+            said = (choice.get("logprobs") or {}).get("content") or ()
+            self._versions[hash(tuple(entry["logprob"] for entry in said))] = version
+        while len(self._versions) > REMEMBERED:
+            del self._versions[next(iter(self._versions))]
+        return answer
 
     def _fields(self) -> dict[str, Any]:
         """How the policy is sampled, whoever asks, and that tokens come back as they were written."""

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from upweight.types import Completion
+from upweight.types import Completion, Done
 
 _SLACK = 8  # tokens decoded before the longest stop string could begin: a first token may lose a space or half a letter
 
@@ -46,7 +46,7 @@ class Rows:
         ends: Collection[int],
         stops: StopStrings,
         version: int,
-        done: Callable[[int, list[Completion]], None] | None,
+        done: Done | None,
         heard: Callable[[int, list[int]], None] | None = None,
     ) -> None:
         self.count, self._room, self._version = count, room, version

@@ -15,8 +15,8 @@ def units_of_groups(
 ) -> list[Unit]:
     """One unit for each completion, in order; group-mates carry the same group number.
 
-    A completion in several stretches is a unit of several samples. One that failed is a sample without scored tokens,
-    labelled as not the policy's, so that no denominator counts it.
+    A completion in several stretches is a unit of several samples, which share its place in a mean. One that failed is
+    a sample without scored tokens, labelled as not the policy's, so that no denominator counts it.
 
     `mask_truncated`: nothing of a completion that hit the length limit is scored. `sampler_logps`: completions carry
     what their sampler said, where that is not the policy that trains. `labelled`: demonstrations are
@@ -31,7 +31,7 @@ def units_of_groups(
                 _sample(group.prompt_ids, part, advantage, hidden=hidden, sampler_logps=sampler_logps)
                 for part in (completion, *completion.earlier)
             ]
-            units.append(Unit(tuple(parts), number))
+            units.append(Unit(_shared(parts), number))
     failed = [one.failure is not None for group in groups for one in group.completions]
     if any(failed) or labelled:
         units = [_labelled(unit, FAILED if gone else SAMPLED) for unit, gone in zip(units, failed, strict=True)]
@@ -59,6 +59,14 @@ def demonstration(number: int, ids: Sequence[int], scored: Sequence[bool]) -> Un
     """A true text, of which the scored tokens are to be learned."""
     sample = Sample(np.array(ids, np.int64), np.array(scored, np.bool_), label=SHOWN, advantage=0.0)
     return Unit((sample,), number)
+
+
+def _shared(parts: Sequence[Sample]) -> tuple[Sample, ...]:
+    """The stretches of one completion, each with its share of the completion's scored tokens."""
+    tokens = [int(part.scored.sum()) for part in parts]
+    whole = sum(tokens)
+    shares = [count / whole if whole else 1 / len(parts) for count in tokens]
+    return tuple(replace(part, share=share) for part, share in zip(parts, shares, strict=True))
 
 
 def _labelled(unit: Unit, label: int) -> Unit:

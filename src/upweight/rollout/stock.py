@@ -1,6 +1,5 @@
 """Sampling by transformers' own generate, for architectures whose state of a prompt cannot be shared."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ from upweight.engine import Engine
 from upweight.engine.forward import base_of
 from upweight.engine.packing import build_batch
 from upweight.rollout.rows import Rows, StopStrings
-from upweight.types import Sample, Sampling, Unit
+from upweight.types import Prompts, Sample, Sampling, Unit
 
 _TOKENS = 1 << 16  # prompts and completions forwarded at a time
 
@@ -20,7 +19,7 @@ _TOKENS = 1 << 16  # prompts and completions forwarded at a time
 def stock_generate(
     model: nn.Module,
     engine: Engine,
-    prompts: Sequence[Sequence[int]],
+    prompts: Prompts,
     rows: Rows,
     *,
     sampling: Sampling,

@@ -114,10 +114,8 @@ class Turns:
         return parts
 
     def _fits(self, prompt: int, new: int) -> bool:
-        require_room = getattr(self.generator, "require_room", None)
         try:
-            if require_room is not None:
-                require_room(prompt, new)
+            self.generator.require_room(prompt, new)
         except UserError:
             return False
         return True

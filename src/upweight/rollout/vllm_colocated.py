@@ -5,7 +5,7 @@ import gc
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from upweight.rollout.vllm_probe import LENGTH, PROMPT, agrees, difference, prob
 from upweight.rollout.vllm_server import completions_of, sampling_fields
 from upweight.rollout.vllm_sync import AdapterTransport, Served, transport_for, write_aside
 from upweight.serve.adapters import allowed_rank
-from upweight.types import Completion, Sampling
+from upweight.types import Completion, Done, Prompts, Sampling
 
 
 class VllmColocated:
@@ -71,11 +71,7 @@ class VllmColocated:
         self._engine()
 
     def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        count: int,
-        sampling: Sampling,
-        done: Callable[[int, list[Completion]], None] | None = None,
+        self, prompts: Prompts, count: int, sampling: Sampling, done: Done | None = None
     ) -> list[list[Completion]]:
         """`count` completions for each prompt, in the order of the prompts; `done` hears of each prompt at the end."""
         if not prompts:
@@ -184,7 +180,7 @@ class VllmColocated:
             raise UserError(f"{apart}. Sample from a server, or in process (drop 'use_vllm').")
         warn_once(f"{apart}: the base is quantised here")
 
-    def _ask(self, prompts: Sequence[Sequence[int]], fields: Mapping[str, Any]) -> list[dict[str, Any]]:
+    def _ask(self, prompts: Prompts, fields: Mapping[str, Any]) -> list[dict[str, Any]]:
         """The engine's answers, in the form that a server gives them."""
         from vllm.sampling_params import (  # pyright: ignore[reportMissingImports]
             SamplingParams,

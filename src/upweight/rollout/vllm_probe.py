@@ -107,12 +107,22 @@ def agrees(mean: float, largest: float, *, exact: bool) -> bool:
     return largest <= EXACT if exact else mean <= LOOSE
 
 
-async def outlook_of(link: Link, name: str, ids: Sequence[int]) -> list[float]:
+async def check_temperature(link: Link, name: str, size: int) -> None:
+    """Refuse a server whose log-probs leave out the temperature that it samples at: it would widen their spread."""
+    plain, sharp = [await outlook_of(link, name, probe_prompt(size), temperature) for temperature in (1.0, 0.25)]
+    if sharp[0] - sharp[-1] < 2 * (plain[0] - plain[-1]):
+        raise UserError(
+            f"the log-probs of the server at {link.url} leave out the temperature. Start it with `upweight "
+            "vllm-serve`, or add --logprobs-mode processed_logprobs to its command line; or set 'trl.temperature: 1.0'."
+        )
+
+
+async def outlook_of(link: Link, name: str, ids: Sequence[int], temperature: float = 1.0) -> list[float]:
     """The log-probs of the most likely tokens after given ones, best first: the same whenever weights are the same.
 
     Not by `prompt_logprobs`: asked of an adapter while other requests are under way, they bring vLLM 0.32 down.
     """
-    body = {"model": name, "prompt": list(ids), "max_tokens": 1, "temperature": 1.0, "logprobs": OUTLOOK}
+    body = {"model": name, "prompt": list(ids), "max_tokens": 1, "temperature": temperature, "logprobs": OUTLOOK}
     choice = (await link.ask("/v1/completions", body | {"return_tokens_as_token_ids": True}, seconds=None))["choices"][
         0
     ]

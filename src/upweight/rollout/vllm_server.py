@@ -18,7 +18,7 @@ from upweight.rollout.vllm_client import Failed, Link, Refused, lost, pause
 from upweight.rollout.vllm_probe import check_vocabulary, served_base
 from upweight.rollout.vllm_sync import transport_for
 from upweight.rollout.vllm_weights import OnModel, Sending, ServedWeights
-from upweight.types import Completion, Sampling
+from upweight.types import Completion, Done, Prompts, Sampling
 
 T = TypeVar("T")
 IN_FLIGHT = 512  # requests at a time; each has all completions of its prompt
@@ -51,8 +51,10 @@ class VllmServer:
         `on_model`: has work done on the policy, where that is not simply calling it with the model.
         """
         base = base_of(model)
-        self._options, self._ends = dict(options or {}), sorted(end_tokens(base, tokenizer))
+        self.options, self._ends = dict(options or {}), sorted(end_tokens(base, tokenizer))
         self._finished = 0
+        self._calls = 0  # under way
+        self._watcher: asyncio.Task[None] | None = None  # one for all calls
         self._link = link = Link(url, timeout)
         name, self._longest = self._meet(base)
         self._weights = ServedWeights(
@@ -67,11 +69,7 @@ class VllmServer:
         self._weights.check_base(name)
 
     def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        count: int,
-        sampling: Sampling,
-        done: Callable[[int, list[Completion]], None] | None = None,
+        self, prompts: Prompts, count: int, sampling: Sampling, done: Done | None = None
     ) -> list[list[Completion]]:
         """`count` completions for each prompt, in the order of the prompts; `done` hears of each prompt as it ends."""
         if not prompts:
@@ -172,7 +170,7 @@ class VllmServer:
 
     async def _all(
         self,
-        prompts: Sequence[Sequence[int]],
+        prompts: Prompts,
         body: dict[str, Any],
         found: list[list[Completion]],
         done: Callable[[int], None],
@@ -187,15 +185,20 @@ class VllmServer:
             self._finished += 1
             done(place)
 
-        pending = {asyncio.ensure_future(one(place)) for place in range(len(prompts))}
-        work = [*pending, asyncio.ensure_future(self._watch())]
+        work = [asyncio.ensure_future(one(place)) for place in range(len(prompts))]
+        watcher = self._watcher = self._watcher or asyncio.ensure_future(self._watch())
+        pending, self._calls = {*work}, self._calls + 1
         try:
             while pending:
-                ended, _ = await asyncio.wait({*pending, work[-1]}, return_when=asyncio.FIRST_COMPLETED)
+                ended, _ = await asyncio.wait({*pending, watcher}, return_when=asyncio.FIRST_COMPLETED)
                 for task in ended:
                     task.result()
                 pending -= ended
         finally:
+            self._calls -= 1
+            if self._watcher is not None and (self._watcher.done() or not self._calls):
+                self._watcher.cancel()
+                self._watcher = None
             for task in work:
                 task.cancel()
             await asyncio.gather(*work, return_exceptions=True)
@@ -258,7 +261,7 @@ class VllmServer:
 
     def _body(self, count: int, sampling: Sampling) -> dict[str, Any]:
         """What every request of a call says."""
-        return sampling_fields(count, sampling, self._ends) | {"return_token_ids": True} | self._options
+        return sampling_fields(count, sampling, self._ends) | {"return_token_ids": True} | self.options
 
 
 def sampling_fields(count: int, sampling: Sampling, ends: Iterable[int]) -> dict[str, Any]:

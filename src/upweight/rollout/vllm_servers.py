@@ -1,7 +1,7 @@
 """Several vLLM servers of one policy: prompts are shared out, and a server that is lost is done without."""
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Protocol
@@ -12,7 +12,7 @@ from upweight.errors import UserError
 from upweight.log import logger
 from upweight.rollout.vllm_server import VllmServer
 from upweight.rollout.vllm_weights import OnModel, Sending
-from upweight.types import Completion, Sampling
+from upweight.types import Completion, Done, Prompts, Sampling
 
 PATIENCE = 20.0  # seconds after which the others take over from a server that does not answer
 
@@ -39,11 +39,7 @@ class VllmServers:
             self._open(url)
 
     def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        count: int,
-        sampling: Sampling,
-        done: Callable[[int, list[Completion]], None] | None = None,
+        self, prompts: Prompts, count: int, sampling: Sampling, done: Done | None = None
     ) -> list[list[Completion]]:
         """`count` completions for each prompt, in the order of the prompts; `done` hears of each prompt as it ends."""
         found: list[list[Completion]] = [[] for _ in prompts]
@@ -136,7 +132,7 @@ class VllmServers:
         logger.warning("warning: going on without %s: %s", url, error)
 
 
-def _dealt(places: Sequence[int], prompts: Sequence[Sequence[int]], urls: Sequence[str]) -> dict[str, list[int]]:
+def _dealt(places: Sequence[int], prompts: Prompts, urls: Sequence[str]) -> dict[str, list[int]]:
     """Places of prompts for each server: as many for each, and about as many tokens."""
     longest_first = sorted(places, key=lambda place: -len(prompts[place]))
     shares = {url: sorted(longest_first[number :: len(urls)]) for number, url in enumerate(urls)}

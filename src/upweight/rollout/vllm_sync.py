@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel
@@ -35,45 +35,22 @@ class Served:
     outlook: tuple[list[int], list[float]] = field(default_factory=lambda: ([], []))  # tokens; what may come after them
 
 
-class Transport(Protocol):
-    """Writes the policy to a folder, and has the server take it from there."""
-
-    drains: bool  # whether requests under way must end before new weights are taken
-
-    def name(self, folder: Path) -> str:
-        """What requests ask for to be served from the weights of `folder`."""
-        ...
-
-    def writer(self, folder: Path) -> Callable[[Any], None]:
-        """What writes a model as it is then; every rank that holds a part of it is given this."""
-        ...
-
-    async def put(self, link: Link, served: Served) -> None:
-        """Have the server take it; returns when it has."""
-        ...
-
-    async def holds(self, link: Link, served: Served) -> bool:
-        """Whether the server has it still."""
-        ...
-
-    async def drop(self, link: Link, served: Served) -> None:
-        """Have the server forget it, so that its folder may go."""
-        ...
-
-
 @dataclass
 class AdapterTransport:
     """A new name for each version: requests under way go on with theirs."""
 
-    drains = False
+    drains = False  # whether requests under way must end before new weights are taken
 
     def name(self, folder: Path) -> str:
+        """What requests ask for to be served from the weights of `folder`."""
         return folder.name
 
     def writer(self, folder: Path) -> Callable[[Any], None]:
+        """What writes a model as it is then; every rank that holds a part of it is given this."""
         return partial(write_adapter, folder=folder)
 
     async def put(self, link: Link, served: Served) -> None:
+        """Have the server take it; returns when it has."""
         body = {"lora_name": served.name, "lora_path": str(served.folder)}
         try:
             await link.ask("/v1/load_lora_adapter", body, seconds=LOAD)
@@ -82,16 +59,18 @@ class AdapterTransport:
                 raise UserError(_adapter_refused(link.url, error)) from None
 
     async def holds(self, link: Link, served: Served) -> bool:
+        """Whether the server has it still."""
         return any(entry["id"] == served.name for entry in (await link.ask("/v1/models"))["data"])
 
     async def drop(self, link: Link, served: Served) -> None:
+        """Have the server forget it, so that its folder may go."""
         with contextlib.suppress(Refused):  # a server that was started anew does not know it
             await link.ask("/v1/unload_lora_adapter", {"lora_name": served.name}, seconds=LOAD)
 
 
 @dataclass
 class WeightTransport:
-    """All weights, an adapter merged into them, under the name of the base."""
+    """All weights, an adapter merged into them, under the name of the base; answers what the other one does."""
 
     dtype: torch.dtype
     base: str
@@ -122,9 +101,12 @@ class WeightTransport:
         """Nothing: weights are replaced, never forgotten."""
 
 
+Transport = AdapterTransport | WeightTransport
+
+
 def transport_for(
     model: PreTrainedModel | PeftModel, lora_sync: bool | None, dtype: torch.dtype, base: str
-) -> AdapterTransport | WeightTransport:
+) -> Transport:
     """How this policy is sent: the adapter alone where it was asked for or left open, if vLLM can load it."""
     if not isinstance(model, PeftModel):
         return WeightTransport(dtype, base)

@@ -18,10 +18,11 @@ from upweight.engine.forward import base_of
 from upweight.errors import UserError
 from upweight.log import logger, warn_once
 from upweight.rollout.vllm_client import Failed, Link, Refused, lost, pause
-from upweight.rollout.vllm_probe import agrees, ask_probe, difference, outlook_of, served_base
+from upweight.rollout.vllm_probe import agrees, ask_probe, check_temperature, difference, outlook_of, served_base
 from upweight.rollout.vllm_sync import Served, Transport, forget_leftovers, link_files, write_aside
 
 ATTEMPTS = 4  # at sending weights
+JUST = 1.0  # seconds for which a look at the server holds: it cannot be started anew in so few
 Sending = tuple[Served, "Future[tuple[list[int], list[float]]]"]  # a version on its way, and what the server says then
 OnModel = Callable[[Callable[[nn.Module], Any]], Any]
 
@@ -54,11 +55,14 @@ class ServedWeights:
         self._fault: str | None = None
         self._exact: bool | None = None  # whether server and trainer agree to the last digits, as in float32
         self._mending = asyncio.Lock()
+        self._well = -JUST  # when the server was last seen to hold the present version
         self._drops: set[asyncio.Task[None]] = set()
 
     def check_base(self, name: str) -> None:
         """Compare what server and trainer say of tokens, where the server goes on with the base it has."""
         self.link.run(self.link.answered(partial(forget_leftovers, self.link, self._folder)))
+        if self._temperature != 1:
+            self.link.run(self.link.answered(partial(check_temperature, self.link, name, self._vocabulary)))
         if self.transport.drains:
             return
         probe = partial(ask_probe, self.link, name, self._vocabulary, self._temperature)
@@ -142,11 +146,14 @@ class ServedWeights:
         """Wait for a server that is well and holds the present version, which one that was started anew does not."""
         clock = asyncio.get_running_loop().time
         async with self._mending:
+            if since is None and clock() - self._well < JUST:  # hundreds of turns begin at a time
+                return
             stop = (clock() if since is None else since) + self.link.timeout
             while True:
                 await self.link.until_healthy(since)
                 try:
                     await self._hold()
+                    self._well = clock()
                     return
                 except (Failed, Refused) as error:  # refused: started anew once more since it took the version
                     if clock() > stop:
@@ -225,8 +232,7 @@ class ServedWeights:
         return self._quantised
 
     def _other_weights(self, mean: float) -> str:
-        raw = "" if self._temperature == 1 else ", or without --logprobs-mode processed_logprobs"
         return (
-            f"the server at {self.link.url} computes with other weights{raw}: its log-probs differ by {mean:.3g} on "
+            f"the server at {self.link.url} computes with other weights: its log-probs differ by {mean:.3g} on "
             "average from those of base_model. Start it anew with `upweight vllm-serve`."
         )

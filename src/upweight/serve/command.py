@@ -17,6 +17,8 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 LIVE_ADAPTERS = 2
 # Further versions lie in host memory. vLLM reads an evicted one from disk again, and dies where the folder is gone.
 KEPT_ADAPTERS = 8
+# Agents of a Gym offer tools, which vLLM refuses without a parser: this one reads what most models write.
+AGENTS_PARSER = "hermes"
 
 
 @dataclass(frozen=True)
@@ -80,9 +82,10 @@ def _flags(config: Config) -> Iterator[tuple[str, str | None]]:
         yield "--enable-prefix-caching" if vllm.prefix_caching else "--no-enable-prefix-caching", None
     if vllm.reasoning_parser is not None:
         yield "--reasoning-parser", vllm.reasoning_parser
-    if vllm.tool_call_parser is not None:
+    by_agents = config.gym.enabled and config.gym.multi_turn
+    if vllm.tool_call_parser is not None or by_agents:
         yield "--enable-auto-tool-choice", None
-        yield "--tool-call-parser", vllm.tool_call_parser
+        yield "--tool-call-parser", vllm.tool_call_parser or AGENTS_PARSER
     # Log-probs at the sampling temperature, and no sampling defaults of the model's own.
     yield "--logprobs-mode", "processed_logprobs"
     yield "--generation-config", "vllm"

@@ -1,8 +1,10 @@
 """Start a server, say when it is ready, pass signals on, and leave nothing of it behind."""
 
 import os
+import shutil
 import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable
 from types import FrameType
@@ -42,7 +44,8 @@ def run_server(command: Command, url: str, ready: Callable[[], None]) -> int:
     """Run the server until it ends or a signal ends it; its exit code. `ready` is called once it answers."""
     if answers(url):
         raise UserError(f"something answers at {url} already; end it, or choose another port with vllm.port=...")
-    env = {**os.environ, **command.env}
+    sockets = tempfile.mkdtemp(prefix="vllm-")  # through which its processes talk: vLLM does not remove them
+    env = {**os.environ, "VLLM_RPC_BASE_PATH": sockets, **command.env}
     # A group of its own: what the server starts can be ended with it, and nothing else.
     process = subprocess.Popen(command.argv, env=env, start_new_session=True)
     ending: list[float] = []
@@ -71,6 +74,7 @@ def run_server(command: Command, url: str, ready: Callable[[], None]) -> int:
     finally:
         end_group(process.pid)
         process.wait()
+        shutil.rmtree(sockets, ignore_errors=True)
         for number, handler in before.items():
             signal.signal(number, handler)
 

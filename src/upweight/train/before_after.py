@@ -1,6 +1,5 @@
 """What an online run has learned: held-out rewards before the first step against those after the last."""
 
-import json
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Any
 from transformers import TrainerCallback
 
 from upweight.log import logger
-from upweight.train.run_folder import METRICS
+from upweight.train.run_files import metrics_of
 
 SHOWN = r"(eval.*?)_(reward|rewards/.+/(?:mean|pass@\d+)|completions/mean_length|completions/clipped_ratio)"
 
@@ -29,9 +28,8 @@ class BeforeAndAfter(TrainerCallback):
             control.should_evaluate = True
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.is_world_process_zero and (self.folder / METRICS).exists():
-            lines = (self.folder / METRICS).read_text(encoding="utf-8").splitlines()
-            for line in before_and_after(json.loads(line) for line in lines):
+        if state.is_world_process_zero:
+            for line in before_and_after(metrics_of(self.folder)):
                 logger.info("%s", line)
 
 

@@ -40,13 +40,15 @@ def trainer_parts(
     sharding: Sharding = "none",
     noise: float | None = None,
     offload: bool = False,
+    offload_reference: bool = False,
     context: Context | None = None,
 ) -> dict[str, Any]:
     """The arguments of MethodTrainer that follow from the policy.
 
     `checkpointing` holds options where it is on; `prepared` is where precomputed log-probs are kept. A model that
     will be sharded stays where it was loaded, since it need not fit one device. `noise` on embeddings is NEFTune's
-    alpha; `offload` sends activations to host memory; the ranks of `context` share each row.
+    alpha; `offload` sends activations to host memory, `offload_reference` what a frozen copy of weights takes; the
+    ranks of `context` share each row.
     """
     # Quantised weights are placed as they are loaded.
     if sharding == "none" and getattr(model, "hf_device_map", None) is None:
@@ -57,7 +59,9 @@ def trainer_parts(
     precomputed = bool(getattr(method, "precompute_ref_log_probs", False))
     reference = None
     if not precomputed:
-        reference = _reference(model, method, dtype, device, install=install, load_separate=separate_reference)
+        reference = _reference(
+            model, method, dtype, device, install=install, load_separate=separate_reference, offload=offload_reference
+        )
     if noise is not None:
         add_noise(model, noise)
     if offload:
@@ -84,10 +88,11 @@ def trainer_parts(
 
 def _reserved(model: nn.Module, sharded: bool) -> int:
     """Bytes that a rank will need for two moments and the gradient in float32, and for its shard of the weights."""
-    states = 12 * sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    sizes = {parameter: getattr(parameter, "ds_numel", parameter.numel()) for parameter in model.parameters()}
+    states = 12 * sum(size for parameter, size in sizes.items() if parameter.requires_grad)
     if not sharded:
         return states
-    weights = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    weights = sum(size * parameter.element_size() for parameter, size in sizes.items())
     return (states + weights) // PartialState().num_processes
 
 
@@ -99,6 +104,7 @@ def _reference(
     *,
     install: Callable[[nn.Module], Engine],
     load_separate: Callable[[], nn.Module] | None,
+    offload: bool,
 ) -> Reference | None:
     """The policy as it is now, or the model that `load_separate` gives, if the method compares with it."""
     synced = sync_settings(method) is not None
@@ -113,4 +119,4 @@ def _reference(
         separate = load_separate()
         nn.Module.to(separate, device)
         install(separate)
-    return make_reference(kind, policy, dtype, synced=synced, separate_model=separate)
+    return make_reference(kind, policy, dtype, synced=synced, offload=offload, separate_model=separate)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import importlib.util
-import os
 import shutil
 import socket
 from collections.abc import Callable, Iterable, Iterator
@@ -31,7 +30,7 @@ from upweight.serve.address import server_url
 from upweight.train.acting import acting_of
 from upweight.train.findings import Finding
 from upweight.train.refuse import FROM_BITSANDBYTES, refuse_unsupported
-from upweight.train.run_files import METRICS
+from upweight.train.run_files import METRICS, no_folder_at
 
 PATIENCE = 5.0  # seconds for a server that is there
 FEW_DROPPED = 0.05  # share of the rows that may be left out without a warning
@@ -222,14 +221,11 @@ def _server(look: Look) -> Iterator[Finding]:
 
 def _output(look: Look) -> Iterator[Finding]:
     """Whether the run folder can be written, and has room for what is kept."""
-    folder = Path(look.config.run.output_dir).expanduser()
-    place = folder
-    while not place.exists():
-        place = place.parent
-    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
-        yield Finding("alarm", "output_dir", f"{place} cannot be written to", "name another output_dir")
+    folder = Path(look.config.run.output_dir)
+    if (reason := no_folder_at(folder)) is not None:
+        yield Finding("alarm", "output_dir", reason, "name another output_dir")
         return
-    free = shutil.disk_usage(place).free
+    free = shutil.disk_usage(next(place for place in (folder, *folder.absolute().parents) if place.exists())).free
     needed = 0.0
     if look.memory is not None:
         kept = 0 if look.config.run.save_strategy == "no" else look.config.run.save_total_limit or 4

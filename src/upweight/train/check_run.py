@@ -1,8 +1,6 @@
 """A run folder looked at afterwards: how the run ended, and the verdicts on what it logged."""
 
 import json
-import os
-import socket
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -12,7 +10,7 @@ from upweight.errors import UserError
 from upweight.train.checkpoints import checkpoints_of, is_whole
 from upweight.train.findings import Finding
 from upweight.train.health import verdicts
-from upweight.train.run_files import CONFIG, METRICS, RECORD
+from upweight.train.run_files import CONFIG, METRICS, RECORD, is_alive, metrics_of, this_machine
 
 MEMORY = ("out of GPU memory", "OutOfMemoryError", "out of memory", "MemoryError")
 LADDER = (
@@ -44,18 +42,6 @@ def check_run(folder: Path) -> list[Finding]:
     return [_state(folder, rows), *_judged(rows)]
 
 
-def metrics_of(folder: Path) -> list[dict[str, Any]]:
-    """The rows that a run has logged; a line that was cut off is passed over."""
-    file = folder / METRICS
-    rows = []
-    for line in file.read_text(encoding="utf-8").splitlines() if file.is_file() else ():
-        try:
-            rows.append(json.loads(line))
-        except ValueError:
-            continue
-    return rows
-
-
 def _state(folder: Path, rows: list[dict[str, Any]]) -> Finding:
     """How the run stands or ended."""
     file = folder / RECORD
@@ -73,11 +59,9 @@ def _state(folder: Path, rows: list[dict[str, Any]]) -> Finding:
         if any(word in said for word in MEMORY):
             return Finding("alarm", "out of memory", f"the run failed {where}: {said}", LADDER, evidence)
         return Finding("alarm", "run", f"failed {where}: {said}", f"mend what it names; {_go_on(folder)}", evidence)
-    if state == "running" and record.get("host") != socket.gethostname():
-        return Finding(
-            "note", "run", f"was running on {record.get('host')} {where} when it last wrote", evidence=evidence
-        )
-    if state == "running" and _alive(record.get("pid")):
+    if state == "running" and record.get("machine") != this_machine():
+        return Finding("note", "run", f"was running on another machine, {where}, when it last wrote", evidence=evidence)
+    if state == "running" and is_alive(record.get("pid")):
         return Finding("ok", "run", f"is running, {where}", evidence=evidence)
     if state == "running":
         return Finding("alarm", "run", f"was ended from outside {where}", KILLED, evidence)
@@ -103,14 +87,3 @@ def _go_on(folder: Path) -> str:
     if whole is None:
         return "there is no whole checkpoint to go on from: start anew; save_steps sets how often they are written"
     return f"go on from step {whole} with `upweight train CONFIG --resume`"
-
-
-def _alive(pid: Any) -> bool:
-    """Whether a process of this machine is there."""
-    try:
-        os.kill(int(pid), 0)
-    except (ProcessLookupError, TypeError, ValueError):
-        return False
-    except PermissionError:
-        return True
-    return True

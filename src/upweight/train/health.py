@@ -14,7 +14,7 @@ from transformers import TrainerCallback
 
 from upweight.log import logger
 from upweight.train.health_rules import RULES, Relation, Rule, Sign
-from upweight.train.run_files import HEALTH, METRICS, write_text
+from upweight.train.run_files import HEALTH, metrics_of, write_text
 
 START_ROWS, START_STEPS = 5, 20  # at most so many logs of the first steps say where a run began
 FEWEST_ROWS = 3  # logs that a verdict needs, however many steps each covers
@@ -108,22 +108,22 @@ class Health:
         return {"offline", "pairs"} if "rewards/margins" in first else {"offline"}
 
     def _verdicts(self, rule: Rule, row: Row, rows: deque[Row]) -> Iterable[Verdict]:
-        metrics, step = _fitting(rule.sign.metric, row), row["step"]
+        first, *others = rule.signs
+        metrics, step = _fitting(first.metric, row), row["step"]
         fewest = min(FEWEST_ROWS, rule.steps)
         if not metrics or step - rule.after < rule.steps or len(rows) < fewest:
             return
         window = list(takewhile(lambda known: known["step"] > step - rule.steps, reversed(rows)))
         window = window if len(window) >= fewest else list(islice(reversed(rows), fewest))
         for metric in metrics:
-            value = self._holds(metric, rule.sign, window, rule.averaged)
+            value = self._holds(metric, first, window, rule.averaged)
             if value is not None and all(
                 any(self._holds(other, sign, window, rule.averaged) is not None for other in _fitting(sign.metric, row))
-                for sign in rule.also
+                for sign in others
             ):
                 covered = max(rule.steps, step - window[-1]["step"] + 1)
-                sign = rule.sign
                 yield Verdict(
-                    rule.name, rule.level, step, metric, value, sign.relation, sign.threshold, covered, rule.meaning,
+                    rule.name, rule.level, step, metric, value, first.relation, first.threshold, covered, rule.meaning,
                     rule.remedy,
                 )  # fmt: skip
 
@@ -159,7 +159,10 @@ class Health:
         if against == "growth":
             return value / began if began > 0 else None
         spread = self._began(f"{name}_std")
-        return None if spread is None else (value - began) / max(spread, 1e-6)
+        if spread is None:
+            return None
+        # Where nothing was earned at first, the spread of today says whether a rise is one.
+        return (value - began) / max(spread, _number(row.get(f"{name}_std")) or 0.0, 1e-6)
 
     def _began(self, name: str) -> float | None:
         if name not in self.began:
@@ -182,10 +185,8 @@ class HealthWatch(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """What a resumed run has seen before is not said again."""
-        metrics = self.folder / METRICS
         if state.is_world_process_zero:
-            known = metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else []
-            found = [verdict for line in known for verdict in self.health.take(json.loads(line))]
+            found = [verdict for row in metrics_of(self.folder) for verdict in self.health.take(row)]
             write_text(self.folder / HEALTH, "".join(_as_line(verdict) for verdict in found))
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

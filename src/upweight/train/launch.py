@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from upweight.errors import UserError
+from upweight.train.run_files import write_text
 
 PORT = 29500  # where ranks of several machines meet unless another is named
 PLACE = "UPWEIGHT_LAUNCHER"  # folder where a rank leaves what it wants the launcher to say
@@ -74,10 +75,7 @@ def say_through_launcher(text: str) -> None:
     place = os.environ.get(PLACE)
     if place is None:
         return
-    file = Path(place) / f"{os.environ['RANK']}.txt"
-    partial = file.with_suffix(".partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(file)
+    write_text(Path(place) / f"{os.environ['RANK']}.txt", text)
     time.sleep(60)  # the others would only see a lost connection, and say so
 
 

@@ -46,11 +46,14 @@ class Collate:
     """Rows of a step -> its units; a named class, so that loader processes can be handed it."""
 
     method: Method
+    compare: bool
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Unit]]:
-        return {"units": units_of(rows, self.method)}
+        return {"units": units_of(rows, self.method, compare=self.compare)}
 
 
 def step_loader(rows: Any, method: Method, sampler: StepSampler, **options: Any) -> DataLoader[Any]:
     """A loader of whole steps; it is not split over ranks, since each rank picks its share of every step."""
-    return DataLoader(rows, batch_sampler=sampler, collate_fn=Collate(method), **options)
+    # Shuffled, two answers to one prompt meet by chance, too seldom for a metric.
+    collate = Collate(method, compare=not sampler.shuffle)
+    return DataLoader(rows, batch_sampler=sampler, collate_fn=collate, **options)

@@ -80,12 +80,13 @@ class FeatureMatching:
         own = range(runner.accelerator.process_index * shares // ranks, len(groups), shares)
         found: dict[int, Tensor] = {}
         logged: dict[str, tuple[float, int]] = {}
-        for place, feature_SF, target_GF in self._features({n: groups[n] for n in own}, size, runner, model):
-            rewards_SR, metrics = self.method.feature_rewards(feature_SF, target_GF, size)
-            found[place] = rewards_SR.float().cpu()
-            for name, values in metrics.items():
-                total, count = logged.get(name, (0.0, 0))
-                logged[name] = total + float(values.double().sum()), count + len(values)
+        with self.frozen.use(model) as network:
+            for place, feature_SF, target_GF in self._features({n: groups[n] for n in own}, size, runner, network):
+                rewards_SR, metrics = self.method.feature_rewards(feature_SF, target_GF, size)
+                found[place] = rewards_SR.float().cpu()
+                for name, values in metrics.items():
+                    total, count = logged.get(name, (0.0, 0))
+                    logged[name] = total + float(values.double().sum()), count + len(values)
         everyone = from_all_ranks((found, logged))[:: ranks // shares]
         for place, rewards_SR in (item for theirs, _ in everyone for item in theirs.items()):
             groups[place].rewards_SR = rewards_SR
@@ -143,7 +144,7 @@ class FeatureMatching:
         return written, [_Text(prompt[: at + length], at, at) for at in starts]
 
     def _features(
-        self, groups: dict[int, Group], size: int, runner: StepRunner, model: nn.Module
+        self, groups: dict[int, Group], size: int, runner: StepRunner, network: nn.Module
     ) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Each group's place, features and targets; every rank runs the same number of forwards."""
         units: list[_Embedded] = []
@@ -155,7 +156,7 @@ class FeatureMatching:
         kept: dict[int, Tensor] = {}
         for number in range(max(from_all_ranks(len(plan)))):
             row = plan[number] if number < len(plan) else []
-            kept |= dict(zip(row, self._forward([units[n] for n in row], runner, model), strict=True))
+            kept |= dict(zip(row, self._forward([units[n] for n in row], runner, network), strict=True))
             for n in row:
                 waiting[units[n].place] -= 1
             for place in sorted({units[n].place for n in row if waiting[units[n].place] == 0}):
@@ -170,13 +171,12 @@ class FeatureMatching:
         scored[distinct] = True
         return _Embedded(Unit((Sample(np.array(text.ids, np.int64), scored),), place), index, place, side)
 
-    def _forward(self, units: Sequence["_Embedded"], runner: StepRunner, model: nn.Module) -> Tensor:
+    def _forward(self, units: Sequence["_Embedded"], runner: StepRunner, network: nn.Module) -> Tensor:
         """Features of the texts of one row; a row without any only keeps step with the other ranks."""
         device = runner.accelerator.device
         pad_to = whole_blocks if device.type == "cuda" else None
         batch = build_batch([one.unit for one in units], runner.engine.layout, predict=False, pad_to=pad_to)
-        with self.frozen.use(model) as network:
-            out = runner.engine(network, batch.to(device), depths=self.method.feature_layers, head=False)
+        out = runner.engine(network, batch.to(device), depths=self.method.feature_layers, head=False)
         assert out.features_TF is not None
         if not units:
             return out.features_TF[:0]
@@ -188,13 +188,14 @@ class FeatureMatching:
 
 
 def matching_of(
-    method: Method, policy: nn.Module, dtype: torch.dtype, reference: Reference | None = None
+    method: Method, policy: nn.Module, dtype: torch.dtype, reference: Reference | None, *, offload: bool = False
 ) -> FeatureMatching | None:
     """What scores by features, for a method that does; `reference` serves if it stays what the policy is now."""
     if not isinstance(method, EBFT):
         return None
     if reference is None or sync_settings(method) is not None:
-        reference = make_reference(reference_kind(needed=True, adapter=adapter_state(policy)), policy, dtype)
+        kind = reference_kind(needed=True, adapter=adapter_state(policy))
+        reference = make_reference(kind, policy, dtype, offload=offload)
     assert reference is not None
     return FeatureMatching(method, reference)
 

@@ -1,6 +1,7 @@
 """Between a policy and its rollouts: what runs from a config and the Python API put together alike."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,14 +36,13 @@ from upweight.rollout.sampled import SingleTurn
 from upweight.rollout.settings import sampling_of
 from upweight.rollout.store import Rows
 from upweight.rollout.vllm_colocated import VllmColocated
-from upweight.rollout.vllm_server import VllmServer
-from upweight.rollout.vllm_servers import VllmServers
 from upweight.train.acting import Acting
 from upweight.train.completions import CompletionFiles, ShownCompletions
+from upweight.train.handover import rank_zeros_rollout
 from upweight.train.matching import FeatureMatching, matching_of
-from upweight.train.ranks import Together, as_rank_zero_says, from_all_ranks
+from upweight.train.ranks import Together, from_all_ranks
 from upweight.train.rollouts import KeepRollouts, Rollouts
-from upweight.train.server import server_for
+from upweight.train.server import Vllm, server_for
 from upweight.train.sharding import whole_weights
 from upweight.train.trainer import MethodTrainer
 from upweight.types import Generator, Sampling
@@ -53,6 +53,41 @@ LOSS_SAYS_LITTLE = (
     "%s: the loss is near 0 and may rise while the policy learns; it is no measure of progress: watch reward, "
     "reward_std and kl"
 )
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What trains, as far as rollouts have to do with it."""
+
+    model: Any
+    tokenizer: PreTrainedTokenizerBase
+    engine: Engine
+    method: Method
+    dtype: torch.dtype  # that it computes in
+    reference: Reference | None = None
+    offload_reference: bool = False
+    sharded: bool = False  # or will be: gathered for each rollout, and by pieces for a server
+
+    @staticmethod
+    def of(model: Any, tokenizer: PreTrainedTokenizerBase, parts: Mapping[str, Any], **more: Any) -> "Policy":
+        """With what `trainer_parts` made of it."""
+        named = {name: parts[name] for name in ("engine", "method", "dtype", "reference")}
+        return Policy(model, tokenizer, **named, **more)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What rollouts are made from, and how many of which size."""
+
+    rows: Rows
+    rewards: Sequence[Reward]
+    plan: Plan
+    section: RolloutSection
+    folder: Path  # of the run
+    seed: int
+    shuffle: bool = True
+    acting: Acting | None = None
+    rollout_func: Callable[..., Any] | None = None  # a user's own, which writes completions
 
 
 def plan_of(config: Config, ranks: int) -> Plan:
@@ -82,46 +117,22 @@ def rewards_of(
 
 
 def rollouts_of(
-    config: Config,
-    model: Any,
-    engine: Engine,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    rows: Rows,
-    rewards: Sequence[Reward],
-    dtype: torch.dtype,
-    acting: Acting | None = None,
-    sharded: bool = False,
-    reference: Reference | None = None,
+    config: Config, policy: Policy, rows: Rows, rewards: Sequence[Reward], acting: Acting | None
 ) -> Rollouts:
-    """The rollouts that a config describes; `dtype` is what the policy computes in."""
+    """The rollouts that a config describes."""
     path = config.rollout.rollout_func
-    server = server_for(
+    recipe = Recipe(
+        rows,
+        rewards,
+        plan_of(config, PartialState().num_processes // config.sharding.context_parallel_size),
         config.rollout,
-        model,
-        tokenizer,
-        dtype=dtype,
-        folder=Path(config.run.output_dir),
-        rows=rows,
-        max_new_tokens=getattr(config.method, "policy").max_completion_length,  # noqa: B009 - online methods have one
-    )
-    return make_rollouts(
-        model,
-        engine,
-        tokenizer,
-        config.method,
-        rows=rows,
-        plan=plan_of(config, PartialState().num_processes // config.sharding.context_parallel_size),
-        section=config.rollout,
-        rewards=rewards,
-        seed=config.optim.seed,
+        Path(config.run.output_dir),
+        config.optim.seed,
         shuffle=not config.data.curriculum,
-        rollout_func=None if path is None else load_function(path, config.folder, "trl.rollout_func"),
-        server=server,
         acting=acting,
-        sharded=sharded,
-        matching=matching_of(config.method, model, dtype, reference),
+        rollout_func=None if path is None else load_function(path, config.folder, "trl.rollout_func"),
     )
+    return make_rollouts(policy, recipe)
 
 
 def watch_rollouts(
@@ -148,61 +159,47 @@ def watch_rollouts(
     return KeepRollouts(rollouts)
 
 
-def make_rollouts(
-    model: Any,
-    engine: Engine,
-    tokenizer: PreTrainedTokenizerBase,
-    method: Method,
-    *,
-    rows: Rows,
-    plan: Plan,
-    section: RolloutSection,
-    rewards: Sequence[Reward],
-    seed: int,
-    shuffle: bool = True,
-    rollout_func: Callable[..., Any] | None = None,
-    server: VllmServer | VllmServers | VllmColocated | None = None,
-    acting: Acting | None = None,
-    sharded: bool = False,
-    matching: FeatureMatching | None = None,
-) -> Rollouts:
-    """Prompts, sampler, rewards and method, put together; `server` is the one that `section` asks for, on rank 0.
-
-    A model that is or will be `sharded` is gathered for each rollout, and by pieces for the server.
-    """
+def make_rollouts(policy: Policy, recipe: Recipe) -> Rollouts:
+    """Prompts, sampler, rewards and method, put together."""
+    method, section, ranks = policy.method, recipe.section, PartialState()
+    gradient: PolicyGradient = getattr(method, "policy")  # noqa: B009 - online methods have one
+    server = server_for(
+        section,
+        policy.model,
+        policy.tokenizer,
+        dtype=policy.dtype,
+        folder=recipe.folder,
+        rows=recipe.rows,
+        max_new_tokens=gradient.max_completion_length,
+    )
     logger.info(LOSS_SAYS_LITTLE, method.name)
-    policy = getattr(method, "policy")  # noqa: B009 - online methods have one
-    ranks = PartialState()
-    device = ranks.device if sharded else None
-    sampling = sampling_of(section, policy.max_completion_length) if matching is None else matching.sampling(section)
+    matching = matching_of(method, policy.model, policy.dtype, policy.reference, offload=policy.offload_reference)
+    sampling = sampling_of(section, gradient.max_completion_length) if matching is None else matching.sampling(section)
     generator: Generator | None = server
-    if rollout_func is None and not section.use_vllm:
-        make = partial(InProcess, model, tokenizer, engine=engine, device=device)
-        generator = _in_process(make, rows, sampling, matching)
-    parts = model, tokenizer, generator
-    roll = matching.roll(*parts, engine, device) if matching else _roll(*parts, rollout_func, acting)
+    if recipe.rollout_func is None and not section.use_vllm:
+        generator = _in_process(policy, recipe, sampling, endless=matching is not None and matching.strided)
     producer = Producer(
         method=method,
-        plan=plan,
-        rows=rows,
-        order=PromptOrder(len(rows), seed, shuffle=shuffle),
-        roll=roll,
-        scorer=Scorer(rewards, workers=section.reward_workers, timeout=section.reward_timeout),
+        plan=recipe.plan,
+        rows=recipe.rows,
+        order=PromptOrder(len(recipe.rows), recipe.seed, shuffle=recipe.shuffle),
+        roll=_roll(policy, recipe, generator, matching),
+        scorer=Scorer(recipe.rewards, workers=section.reward_workers, timeout=section.reward_timeout),
         sampling=sampling,
-        decode=lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)),
-        seed=seed,
+        decode=lambda ids: str(policy.tokenizer.decode(ids, skip_special_tokens=True)),
+        seed=recipe.seed,
         ranks=Ranks() if section.use_vllm else Ranks(ranks.process_index, ranks.num_processes, from_all_ranks),
         longest=matching.longest if matching is not None and matching.adapts else None,
         **_second_chances(section),
     )
-    timing = _timing(section, plan) | (_of_shards(section, model, engine, server) if sharded else {})
+    timing = _timing(section, recipe.plan) | (_of_shards(section, policy, server) if policy.sharded else {})
     return Rollouts(
         producer,
         method,
         generator,
         eval_size=section.num_generations_eval or method.group_size,
-        mask_truncated=policy.mask_truncated_completions,
-        sampler_logps=_sampler_counts(policy, section, timing["depth"], custom=rollout_func is not None),
+        mask_truncated=gradient.mask_truncated_completions,
+        sampler_logps=_sampler_counts(gradient, section, timing["depth"], custom=recipe.rollout_func is not None),
         skips_idle=section.skip_zero_advantage,
         recompute_replayed=section.replay_recompute,
         matching=matching,
@@ -217,14 +214,25 @@ def _sampler_counts(policy: PolicyGradient, section: RolloutSection, depth: int,
     return custom and policy.off_policy_mask_threshold is not None
 
 
-def _in_process(
-    make: Callable[..., InProcess], rows: Rows, sampling: Sampling, matching: FeatureMatching | None
-) -> InProcess:
+def _in_process(policy: Policy, recipe: Recipe, sampling: Sampling, *, endless: bool) -> InProcess:
     """The sampler of this process, which has room for all rows: known now, not hours later when one comes up."""
-    generator = make(end_ids=() if matching is not None and matching.strided else None)
+    generator = InProcess(
+        policy.model,
+        policy.tokenizer,
+        engine=policy.engine,
+        end_ids=() if endless else None,
+        device=_device(policy),
+        compile=recipe.section.compile_sampler,
+    )
+    rows = recipe.rows
     longest = max((_tokens(rows[number], sampling) for number in range(len(rows))), default=0)
     generator.require_room(longest, sampling.max_new_tokens)
     return generator
+
+
+def _device(policy: Policy) -> torch.device | None:
+    """Where a model computes whose weights may still lie elsewhere; None: where they are."""
+    return PartialState().device if policy.sharded else None
 
 
 def _tokens(row: Mapping[str, Any], sampling: Sampling) -> int:
@@ -235,21 +243,14 @@ def _tokens(row: Mapping[str, Any], sampling: Sampling) -> int:
     return len(row["prompt_ids"]) + sum(len(reply) + sampling.max_new_tokens for reply in replies)
 
 
-def _roll(
-    model: Any,
-    tokenizer: PreTrainedTokenizerBase,
-    generator: Generator | None,
-    rollout_func: Callable[..., Any] | None,
-    acting: Acting | None,
-) -> Roll:
+def _roll(policy: Policy, recipe: Recipe, generator: Generator | None, matching: FeatureMatching | None) -> Roll:
     """What writes completions: a user's function, an environment that is played, or the sampler alone."""
-    if rollout_func is not None:
-        return _custom(rollout_func, model, tokenizer)
-    return SingleTurn(generator) if acting is None else acting.player(model, tokenizer, generator)
-
-
-def _custom(function: Callable[..., Any], model: Any, tokenizer: PreTrainedTokenizerBase) -> CustomRollout:
-    return CustomRollout(function, getattr(function, "__name__", type(function).__name__), model, tokenizer)
+    model, tokenizer, function = policy.model, policy.tokenizer, recipe.rollout_func
+    if matching is not None:
+        return matching.roll(model, tokenizer, generator, policy.engine, _device(policy))
+    if function is not None:
+        return CustomRollout(function, getattr(function, "__name__", type(function).__name__), model, tokenizer)
+    return SingleTurn(generator) if recipe.acting is None else recipe.acting.player(model, tokenizer, generator)
 
 
 def _second_chances(section: RolloutSection) -> dict[str, Any]:
@@ -264,13 +265,11 @@ def _second_chances(section: RolloutSection) -> dict[str, Any]:
     return found
 
 
-def _of_shards(
-    section: RolloutSection, model: Any, engine: Engine, server: VllmServer | VllmServers | VllmColocated | None
-) -> dict[str, Any]:
+def _of_shards(section: RolloutSection, policy: Policy, server: Vllm | None) -> dict[str, Any]:
     """How sampler and server come by weights of which every rank holds a piece."""
     if not section.use_vllm:
-        return {"whole": partial(whole_weights, model, engine)}
-    together = Together(model)
+        return {"whole": partial(whole_weights, policy.model, policy.engine)}
+    together = Together(policy.model)
     if server is not None:
         assert not isinstance(server, VllmColocated), "shards need a server, which is said before"
         server.on_model(together.lead)
@@ -286,6 +285,6 @@ def _timing(section: RolloutSection, plan: Plan) -> dict[str, Any]:
         "depth": depth,
         "threaded": section.use_vllm and depth > 0,
         "sync_interval": interval,
-        "shared": as_rank_zero_says if section.use_vllm and ranks.num_processes > 1 else None,
+        "shared": rank_zeros_rollout if section.use_vllm and ranks.num_processes > 1 else None,
         "drives": not section.use_vllm or ranks.process_index == 0,
     }

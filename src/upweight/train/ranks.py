@@ -62,10 +62,10 @@ def first_here_then_others(work: Callable[[], T]) -> T:
     if ranks.num_processes == 1:
         return work()
     if not ranks.is_local_main_process:
-        dist.barrier(group=_patient())
+        dist.barrier(group=patient())
         return work()
     result = work()
-    dist.barrier(group=_patient())
+    dist.barrier(group=patient())
     return result
 
 
@@ -74,7 +74,7 @@ def as_rank_zero_says(value: Any) -> Any:
     if PartialState().num_processes == 1:
         return value
     said = [value]
-    dist.broadcast_object_list(said, src=0, group=_patient())
+    dist.broadcast_object_list(said, src=0, group=patient())
     return said[0]
 
 
@@ -82,7 +82,7 @@ def from_all_ranks(value: Any) -> list[Any]:
     """Every rank's value, on every rank, waited for as long as the slowest takes."""
     everyone: list[Any] = [value] * PartialState().num_processes
     if len(everyone) > 1:
-        dist.all_gather_object(everyone, value, group=_patient())
+        dist.all_gather_object(everyone, value, group=patient())
     return everyone
 
 
@@ -106,7 +106,7 @@ class Together:
             work(self._model)
 
 
-def _patient() -> Any:
+def patient() -> Any:
     """All ranks, through the CPU, without a time-out: a rollout takes its time, and a dead rank is noticed at once."""
     return _group_of(dist.group.WORLD)
 

@@ -1,6 +1,7 @@
 """What a config may say and a run cannot do yet: named together, before anything is loaded."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import get_args
 
 import torch
@@ -10,22 +11,35 @@ from upweight.config.training import OptimizerName
 from upweight.errors import UserError
 from upweight.train.reference_rows import refuse_inexact
 from upweight.train.reference_sync import sync_settings
+from upweight.train.run_files import no_folder_at
 from upweight.train.server import NO_PATTERN, ONE_PROCESS
+from upweight.train.zero import partitions_weights
 
 FROM_BITSANDBYTES = {"adamw_8bit", "ademamix", "lion", *(name for name in get_args(OptimizerName) if "bnb" in name)}
 FROM_BITSANDBYTES |= {name for name in get_args(OptimizerName) if name.startswith(("paged_", "lion_", "ademamix_"))}
 
 
 def _shards(config: Config) -> bool:
-    """Whether ranks may hold a piece of the weights each."""
+    """Whether ranks share weights, gradients or optimizer states."""
     return bool(config.sharding.fsdp) or config.sharding.deepspeed is not None
+
+
+def _cuts_weights(config: Config) -> bool:
+    """Whether ranks may hold a piece of each weight."""
+    return bool(config.sharding.fsdp) or partitions_weights(config.sharding.deepspeed, config.folder)
 
 
 UNSUPPORTED: tuple[tuple[str, Callable[[Config], object], str], ...] = (
     (
-        "load_in_4bit, load_in_8bit",
-        lambda c: _shards(c) and (c.adapter.load_in_4bit or c.adapter.load_in_8bit),
-        "quantised weights are not sharded; without fsdp and deepspeed each GPU holds all of them, a quarter as large",
+        "load_in_8bit",
+        lambda c: _cuts_weights(c) and c.adapter.load_in_8bit,
+        "integers cannot be sharded, and their scales would be lost; use 'load_in_4bit: true', ZeRO-1 or 2, or drop "
+        "fsdp and deepspeed: each GPU then holds all weights, half as large",
+    ),
+    (
+        "bnb_config_kwargs.bnb_4bit_quant_storage",
+        lambda c: _cuts_weights(c) and "bnb_4bit_quant_storage" in c.adapter.quantisation,
+        "shards of 4-bit weights have to lie in the dtype of the computation; drop the key",
     ),
     (
         "rl_adapter_ref_model",
@@ -78,6 +92,11 @@ UNSUPPORTED: tuple[tuple[str, Callable[[Config], object], str], ...] = (
         "gathered weights would be taken for activations; drop it, or fsdp and deepspeed",
     ),
     (
+        "reference_offloading",
+        lambda c: c.optim.reference_offloading and (_shards(c) or c.adapter.separate_reference),
+        "is for a copy of weights that lie whole on one device; drop it, or fsdp, deepspeed and rl_adapter_ref_model",
+    ),
+    (
         "sync_ref_model",
         lambda c: c.sharding.deepspeed is not None and sync_settings(c.method) is not None,
         "a reference that follows is not kept by DeepSpeed's checkpoints; use 'fsdp: true' instead of deepspeed",
@@ -127,6 +146,8 @@ ONLINE: tuple[tuple[str, Callable[[Config], object], str], ...] = (
 def refuse_unsupported(config: Config) -> None:
     """Raise for everything in a config that would otherwise have no effect or fail late."""
     refused = [f"{key}: {text}." for key, asked, text in (*UNSUPPORTED, *ONLINE) if asked(config)]
+    if (reason := no_folder_at(Path(config.run.output_dir))) is not None:
+        refused.append(f"output_dir: {reason}. Name another folder.")
     if refused:
         raise UserError("\n".join(refused))
     if getattr(config.method, "precompute_ref_log_probs", False):

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate import PartialState
@@ -31,6 +30,7 @@ from upweight.methods import EBFT
 from upweight.methods.base import Method
 from upweight.models.adapters import attach_adapter
 from upweight.models.load import compute_dtype, disable_dropout, load_config, load_model
+from upweight.models.precision import Sharding
 from upweight.models.tokenizer import load_tokenizer
 from upweight.rollout.strided import with_blocks
 from upweight.train.acting import acting_of
@@ -49,7 +49,7 @@ from upweight.train.completions import cut_completions
 from upweight.train.health import HealthWatch
 from upweight.train.loader import StepSampler
 from upweight.train.model_card import model_card
-from upweight.train.online import plan_of, rewards_of, rollouts_of, watch_rollouts
+from upweight.train.online import Policy, plan_of, rewards_of, rollouts_of, watch_rollouts
 from upweight.train.profile import Profiler
 from upweight.train.ranks import as_rank_zero_says, be_one_rank, first_here_then_others, join_ranks, share_rows
 from upweight.train.rates import rate_rules
@@ -61,17 +61,20 @@ from upweight.train.sharding import layout_of, read_once, refuse_other_layout, s
 from upweight.train.trackers import set_variables
 from upweight.train.trainer import MethodTrainer, out_of_memory
 from upweight.train.watch import LossLimit, Progress, StopOnNan, StopOnSignal
+from upweight.train.zero import fit_to_ranks, partitioned_at_once, partitions_weights, zero_config
 
 
 def train(config: Config, *, resume: bool = False, watchers: Sequence[TrainerCallback] = ()) -> None:
     """Train what a config describes and write the run folder; `watchers` look on."""
-    trainer = build(config, resume=resume)
+    trainer = build(config, resume=resume, trains=True)
     folder, stop = Path(config.run.output_dir), StopOnSignal()
     for callback in (*_callbacks(config, trainer, stop), *watchers):
         trainer.add_callback(callback)
     checkpoint = as_rank_zero_says(_begin(config, folder, resume) if trainer.is_world_process_zero() else None)
     if checkpoint is not None:
         refuse_other_layout(checkpoint, sharding_of(config.sharding, PartialState().num_processes))
+        if layout_of(checkpoint) == "deepspeed":
+            fit_to_ranks(checkpoint, trainer)
         trainer.args.eval_on_start = False
         for callback in trainer.callback_handler.callbacks:
             if isinstance(callback, SyncReference):
@@ -128,8 +131,11 @@ def evaluate(config: Config) -> dict[str, float]:
     return metrics
 
 
-def build(config: Config, *, resume: bool = False) -> MethodTrainer:
-    """Everything that computes, put together; what watches a run is added to it for training."""
+def build(config: Config, *, resume: bool = False, trains: bool = False) -> MethodTrainer:
+    """Everything that computes, put together; what watches a run is added to it for training.
+
+    Only what is trained next may be loaded in the pieces that ranks will hold of it.
+    """
     refuse_unsupported(config)
     set_variables(config.tracking)
     if config.sharding.deepspeed is not None or (config.sharding.fsdp and _resumes_shards(config, resume)):
@@ -142,7 +148,7 @@ def build(config: Config, *, resume: bool = False) -> MethodTrainer:
     acting = acting_of(config)
     rewards = rewards_of(config, device, list(data.train[0]), acting) if config.method.online else []
     dtype, sharding = compute_dtype(config.model, device), sharding_of(config.sharding, ranks.num_processes)
-    model = _model(config, tokenizer, dtype, sharded=sharding == "fsdp")
+    model = _model(config, tokenizer, dtype, sharding, trains)
     arguments = training_arguments(
         config,
         steps_per_epoch=_steps_per_epoch(config, len(data.train), ranks.num_processes),
@@ -166,10 +172,11 @@ def build(config: Config, *, resume: bool = False) -> MethodTrainer:
         sharding=sharding,
         noise=config.optim.neftune_alpha,
         offload=config.optim.activation_offloading,
+        offload_reference=config.optim.reference_offloading,
         context=context,
     )
-    given: dict[str, Any] = {"rows": data.train, "rewards": rewards, "dtype": dtype, "acting": acting}
-    sample = partial(rollouts_of, config, model, tokenizer=tokenizer, sharded=sharding != "none", **given)
+    offload = config.optim.reference_offloading
+    policy = Policy.of(model, tokenizer, parts, offload_reference=offload, sharded=sharding != "none")
     trainer = MethodTrainer(
         model,
         arguments,
@@ -178,7 +185,7 @@ def build(config: Config, *, resume: bool = False) -> MethodTrainer:
         train_dataset=data.train,
         eval_dataset=data.evaluation,
         processing_class=tokenizer,
-        rollouts=sample(parts["engine"], reference=parts["reference"]) if config.method.online else None,
+        rollouts=rollouts_of(config, policy, data.train, rewards, acting) if config.method.online else None,
         **parts,
     )
     trainer.remove_callback(PrinterCallback)
@@ -234,10 +241,14 @@ def _steps_per_epoch(config: Config, rows: int, ranks: int) -> int:
 
 
 def _model(
-    config: Config, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype, sharded: bool
+    config: Config, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype, sharding: Sharding, trains: bool
 ) -> PreTrainedModel | PeftModel:
     """The policy: loaded, dropout as the method wants it, adapted or partly frozen."""
-    with read_once(sharded and config.sharding.low_memory_loading):
+    sparing, zero = config.sharding.low_memory_loading, config.sharding.deepspeed
+    cut = zero_config(zero, config.folder, dtype) if zero and partitions_weights(zero, config.folder) else None
+    compared = config.method.online and config.rollout.use_vllm  # rank 0 compares whole weights with a server's
+    in_pieces = cut if sparing and trains and not compared else None
+    with read_once(sparing and sharding == "fsdp"), partitioned_at_once(in_pieces):
         model = load_model(
             config.model,
             dtype,

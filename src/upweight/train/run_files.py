@@ -1,9 +1,11 @@
 """The names of what a run writes, and how; for those who read a run without the libraries that train."""
 
 import hashlib
+import json
 import os
 import socket
 from pathlib import Path
+from typing import Any
 
 METRICS, CONFIG, HEALTH, RECORD, REPORT = "metrics.jsonl", "config.yaml", "health.jsonl", "run.json", "report.html"
 COMPLETIONS = "completions"  # a folder
@@ -12,6 +14,41 @@ COMPLETIONS = "completions"  # a folder
 def this_machine() -> str:
     """A mark of this machine that does not tell its name: a folder may be pushed to the hub."""
     return hashlib.sha256(socket.gethostname().encode()).hexdigest()[:12]
+
+
+def no_folder_at(folder: Path) -> str | None:
+    """Why a run's folder cannot be made or written to, or None where it can."""
+    place = folder
+    while not place.exists():
+        place = place.parent
+    if not place.is_dir():
+        return f"{place} is a file"
+    return None if os.access(place, os.W_OK | os.X_OK) else f"{place} cannot be written to"
+
+
+def is_alive(pid: object) -> bool:
+    """Whether a process of this machine is there."""
+    if not isinstance(pid, int):
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # it is there, and another user's
+        return True
+    return True
+
+
+def metrics_of(folder: Path) -> list[dict[str, Any]]:
+    """The rows that a run has logged; a line that was cut off is passed over."""
+    file = folder / METRICS
+    rows = []
+    for line in file.read_text(encoding="utf-8").splitlines() if file.is_file() else ():
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            continue
+    return rows
 
 
 def write_text(path: Path, text: str) -> None:

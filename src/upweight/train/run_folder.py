@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,8 @@ from transformers import TrainerCallback
 from upweight.config import Config
 from upweight.config.config import SECTIONS
 from upweight.config.run import RunSection, TrackingSection
-from upweight.settings import keys_of
-from upweight.train.run_files import CONFIG, METRICS, write_text
+from upweight.settings import Section, keys_of
+from upweight.train.run_files import CONFIG, METRICS, metrics_of, write_text
 
 FOLDED = ("batch_size",)  # keys whose value has become that of another
 
@@ -38,20 +38,11 @@ def _content(config: Config) -> dict[str, Any]:
     """Every value that the run reads, under its own key, by YAML name."""
     off = set() if config.method.online else {"rollout", "vllm", "gym", "environment"}
     content: dict[str, Any] = {}
-    for name, section in (*SECTIONS.items(), ("method", type(config.method))):
-        for key in keys_of(section) if name not in off else ():
-            owner: Any = getattr(config, name)
-            for part in key.where:
-                owner = getattr(owner, part)
-            value = owner.model_dump(mode="json", exclude_none=True, include={key.name}).get(key.name)
-            if name == "environment" and key.path not in config.given:
-                continue  # kinds of environments refuse each other's keys
-            if key.path == key.canonical and key.path not in FOLDED and value not in (None, {}, []):
-                *blocks, last = key.path.split(".")
-                place = content
-                for block in blocks:
-                    place = place.setdefault(block, {})
-                place[last] = value
+    for name in (*SECTIONS, "method"):
+        # kinds of environments refuse each other's keys
+        only = config.given if name == "environment" else None
+        if name not in off:
+            put_section(content, getattr(config, name), only)
     for row in (*content.get("datasets", ()), *content.get("test_datasets", ())):
         if row.get("path") and (config.folder / row["path"]).exists():  # the copy lies in another folder
             row["path"] = str((config.folder / row["path"]).resolve())
@@ -63,20 +54,28 @@ def _content(config: Config) -> dict[str, Any]:
     return {key: value for key, value in content.items() if not key.startswith(idle)}
 
 
+def put_section(content: dict[str, Any], section: Section, only: Container[str] | None = None) -> None:
+    """Write what a section has into nested mappings by YAML name, without what is unset; `only` these paths."""
+    for key in keys_of(type(section)):
+        owner: Any = section
+        for part in key.where:
+            owner = getattr(owner, part)
+        value = owner.model_dump(mode="json", exclude_none=True, include={key.name}).get(key.name)
+        left_out = key.path != key.canonical or key.path in FOLDED or (only is not None and key.path not in only)
+        if left_out or value in (None, {}, []):
+            continue
+        *blocks, last = key.path.split(".")
+        place = content
+        for block in blocks:
+            place = place.setdefault(block, {})
+        place[last] = value
+
+
 def cut_metrics(folder: Path, step: int) -> None:
     """Drop metrics after `step`, and a line that was cut off; what remains is what the checkpoint had seen."""
-    path = folder / METRICS
-    if not path.exists():
-        return
-    kept = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if row.get("step", 0) <= step:
-            kept.append(line)
-    write_text(path, "".join(f"{line}\n" for line in kept))
+    if (folder / METRICS).exists():
+        kept = [row for row in metrics_of(folder) if row.get("step", 0) <= step]
+        write_text(folder / METRICS, "".join(json.dumps(row) + "\n" for row in kept))
 
 
 class MetricsFile(TrainerCallback):

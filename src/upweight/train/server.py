@@ -16,6 +16,7 @@ from upweight.rollout.vllm_servers import VllmServers
 from upweight.rollout.vllm_weights import OnModel
 from upweight.serve.address import server_urls
 
+Vllm = VllmServer | VllmServers | VllmColocated
 FOLDER = "vllm"  # in the run's folder: weights on their way to the server
 ONE_PROCESS = "vLLM beside the trainer takes the weights of one process; use a server, or one process without shards"
 NO_PATTERN = "the sampler in process cannot be held to a pattern; use a vLLM server, or reward the format"
@@ -30,7 +31,7 @@ def server_for(
     folder: Path,
     rows: Rows,
     max_new_tokens: int,
-) -> VllmServer | VllmServers | VllmColocated | None:
+) -> Vllm | None:
     """The server or servers, waited for and checked, on rank 0, which drives them; None elsewhere and without one."""
     if not section.use_vllm:
         return None

@@ -93,7 +93,7 @@ def layout_of(checkpoint: Path) -> Sharding:
 def refuse_other_layout(checkpoint: Path, sharding: Sharding) -> None:
     """Raise where a checkpoint's weights were not sharded by what shards this run's."""
     kinds = {"fsdp": "sharded by FSDP", "deepspeed": "partitioned by DeepSpeed"}
-    remedies = {"fsdp": "set 'fsdp: true'", "deepspeed": "set 'deepspeed' as it was, with as many ranks"}
+    remedies = {"fsdp": "set 'fsdp: true'", "deepspeed": "set 'deepspeed' as it was"}
     found = layout_of(checkpoint)
     if found != sharding:
         raise UserError(

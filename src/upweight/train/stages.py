@@ -9,7 +9,7 @@ from upweight.config import Config
 from upweight.errors import UserError
 from upweight.log import logger
 from upweight.models.merge import Adapted, merge_adapter
-from upweight.train.run_files import METRICS, write_text
+from upweight.train.run_files import METRICS, metrics_of, write_text
 from upweight.train.run_record import report_on
 
 DONE, REPORT = "stage.json", "stages.md"
@@ -54,10 +54,9 @@ def _merged(before: Config) -> None:
 def summary(stage: Config) -> dict[str, Any]:
     """What a finished stage comes to: steps, and the first and last of the number that its method works on."""
     folder = Path(stage.run.output_dir)
-    file = folder / METRICS
-    if not file.is_file():
+    if not (folder / METRICS).is_file():
         raise UserError(f"{folder}: the stage left no {METRICS}")
-    rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    rows = metrics_of(folder)
     metric = "reward" if any("reward" in row for row in rows) else "loss"
     values = [row[metric] for row in rows if metric in row]
     last = max((row["step"] for row in rows), default=0)

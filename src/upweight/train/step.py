@@ -207,7 +207,7 @@ class StepRunner:
             with torch.no_grad(), self.reference.use(model) as reference:
                 known = self.engine(reference, batch, temperature=row.temperature).logps_T
         out = self.engine(model, batch, self.method.statistics, temperature=row.temperature)
-        return out if known is None else _with_reference(out, known)
+        return out if known is None else dataclasses.replace(out, ref_logps_T=known)
 
     def _share(
         self,
@@ -279,7 +279,3 @@ def _excerpt(unit: Unit) -> Unit:
         around = slice(max(0, first - EXCERPT // 2), first + EXCERPT // 2)
         samples.append(Sample(ids=sample.ids[around], scored=sample.scored[around]))
     return Unit(tuple(samples))
-
-
-def _with_reference(out: Outputs, ref_logps_T: Tensor) -> Outputs:
-    return Outputs(**{**vars(out), "ref_logps_T": ref_logps_T})

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,7 @@ class MethodTrainer(Trainer):
         rate_of: RateOf | None = None,
         encode: Callable[..., Any] | None = None,
         rollouts: Rollouts | None = None,
+        recording: "Callable[[MethodTrainer], AbstractContextManager[None]] | None" = None,
         **options: Any,
     ) -> None:
         super().__init__(model=model, args=args, **options)
@@ -63,6 +65,7 @@ class MethodTrainer(Trainer):
         self.card: Callable[[], str] | None = None  # text of the model's card
         self.encode = encode  # makes prepared rows of those that `evaluate` is handed
         self.runner = StepRunner(method, engine, self.accelerator, token_budget, reference, dtype)
+        self.recording = recording  # what a script's run leaves in its folder is written around its training
         self.rollouts = rollouts  # where an online method's steps come from, instead of the rows
         if rollouts is not None:
             self.runner.temperature = rollouts.producer.sampling.temperature
@@ -76,6 +79,11 @@ class MethodTrainer(Trainer):
         self.last_blocked = 0.0  # seconds that rollouts had been waited for by then
         if rollouts is None:
             self.add_callback(_EpochOrder(self))
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """The stock loop, on record where that is asked for."""
+        with nullcontext() if self.recording is None else self.recording(self):
+            return super().train(*args, **kwargs)
 
     def get_train_dataloader(self) -> Any:
         """Whole steps; not prepared by accelerate, whose loader would split them and run one ahead."""

@@ -33,7 +33,7 @@ ROWS = [{"prompt": said("user", f"{n} + 1?"), "answer": str(n + 1)} for n in ran
 
 @pytest.fixture
 def folder(tmp_path):
-    write_model(tmp_path / "model", made_tokenizer(TEMPLATE, bos=False), score_head=False)
+    write_model(tmp_path / "model", made_tokenizer(TEMPLATE, bos=False), trainer="GRPO")
     return tmp_path
 
 
@@ -145,7 +145,7 @@ def test_a_reference_that_follows_stays_near(folder):
 
 def test_reward_models_functions_and_weights_together(folder):
     tokenizer = made_tokenizer(TEMPLATE, bos=False)
-    write_model(folder / "judge", tokenizer, score_head=True)
+    write_model(folder / "judge", tokenizer, trainer="Reward")
     judge = AutoModelForSequenceClassification.from_pretrained(folder / "judge")
     trainer = grpo(
         folder,

@@ -53,7 +53,7 @@ def run_rank(folder):
 
 
 def test_a_script_shards_and_trains_the_same(tmp_path):
-    write_model(tmp_path / "model", made_tokenizer(TEMPLATE, bos=False), score_head=False)
+    write_model(tmp_path / "model", made_tokenizer(TEMPLATE, bos=False), trainer="DPO")
     on_ranks(run_rank, 2, tmp_path)
     dpo, grpo, rewards = json.loads((tmp_path / "found.json").read_text())
     assert len(rewards) == 6

@@ -35,7 +35,7 @@ STEPS = [
 
 @pytest.fixture
 def folder(tmp_path):
-    write_model(tmp_path / "model", made_tokenizer(TEMPLATE, bos=False), score_head=False)
+    write_model(tmp_path / "model", made_tokenizer(TEMPLATE, bos=False), trainer="DPO")
     return tmp_path
 
 

@@ -1,10 +1,10 @@
 """Formats by name for each kind of data; a format makes examples of a row."""
 
-from upweight.data.examples import Builder
+from upweight.data.examples import Format
 from upweight.data.formats import ebft, kto, nemo_gym, pairs, prompts, sft, stepwise
 from upweight.methods.base import Method
 
-FORMATS: dict[str, dict[str, Builder]] = {
+FORMATS: dict[str, dict[str, Format]] = {
     "pairs": pairs.FORMATS,
     "labelled": kto.FORMATS,
     "steps": stepwise.FORMATS,
@@ -14,7 +14,7 @@ FORMATS: dict[str, dict[str, Builder]] = {
 }
 
 # Rows without a `type`, and what a user's transform returns.
-UNTYPED: dict[str, Builder] = {
+UNTYPED: dict[str, Format] = {
     "pairs": pairs.untyped,
     "labelled": kto.untyped,
     "steps": stepwise.stepwise,
@@ -24,7 +24,7 @@ UNTYPED: dict[str, Builder] = {
 }
 
 # A `type` written as a mapping of columns.
-USER_DEFINED: dict[str, Builder] = {
+USER_DEFINED: dict[str, Format] = {
     "pairs": pairs.user_defined,
     "labelled": kto.user_defined,
     "text": sft.user_defined,

@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from upweight.data.examples import Builder, Example, Format, Prompt, Setup, Span, Text
+from upweight.data.examples import Example, Format, Prompt, Setup, Span, Text
 from upweight.data.formats import prompts, sft
 from upweight.data.messages import Conversation, Message
 from upweight.data.rows import Row, RowError, checked_text, common_length, first_of, has, lookup, text_at
@@ -61,13 +61,9 @@ def is_strided(setup: Setup) -> bool:
     return getattr(setup.method, "mode", "") == "strided"
 
 
-def input_output(setup: Setup) -> Format:
+def input_output(setup: Setup, row: Row) -> list[Example]:
     """`input` asks, `output` is the true answer."""
-
-    def read(row: Row) -> list[Example]:
-        return [example(setup, row, [{"role": "user", "content": text_at(row, "input")}], text_at(row, "output"))]
-
-    return read
+    return [example(setup, row, [{"role": "user", "content": text_at(row, "input")}], text_at(row, "output"))]
 
 
 def _conversation(setup: Setup, row: Row) -> tuple[list[Message], list[int], str]:
@@ -86,61 +82,41 @@ def _truth(message: Message, setup: Setup, key: str) -> str:
     return checked_text(f"<think>\n{thinking}\n</think>\n\n{content}" if thinking else content, key)
 
 
-def first_turn(setup: Setup) -> Format:
+def first_turn(setup: Setup, row: Row) -> list[Example]:
     """The first assistant turn is asked for; the turns after it are kept."""
-
-    def read(row: Row) -> list[Example]:
-        messages, turns, key = _conversation(setup, row)
-        rest, first = messages[turns[0] + 1 :], turns[0]
-        return [example(setup, row, messages[:first], _truth(messages[first], setup, key), remaining_turns=rest)]
-
-    return read
+    messages, turns, key = _conversation(setup, row)
+    rest, first = messages[turns[0] + 1 :], turns[0]
+    return [example(setup, row, messages[:first], _truth(messages[first], setup, key), remaining_turns=rest)]
 
 
-def last_turn(setup: Setup) -> Format:
+def last_turn(setup: Setup, row: Row) -> list[Example]:
     """The last assistant turn is asked for."""
-
-    def read(row: Row) -> list[Example]:
-        messages, turns, key = _conversation(setup, row)
-        return [example(setup, row, messages[: turns[-1]], _truth(messages[turns[-1]], setup, key))]
-
-    return read
+    messages, turns, key = _conversation(setup, row)
+    return [example(setup, row, messages[: turns[-1]], _truth(messages[turns[-1]], setup, key))]
 
 
-def all_turns(setup: Setup) -> Format:
+def all_turns(setup: Setup, row: Row) -> list[Example]:
     """Every assistant turn is asked for, each in an example of its own."""
-
-    def read(row: Row) -> list[Example]:
-        messages, turns, key = _conversation(setup, row)
-        return [example(setup, row, messages[:turn], _truth(messages[turn], setup, key)) for turn in turns]
-
-    return read
+    messages, turns, key = _conversation(setup, row)
+    return [example(setup, row, messages[:turn], _truth(messages[turn], setup, key)) for turn in turns]
 
 
-def split_thinking(setup: Setup) -> Format:
+def split_thinking(setup: Setup, row: Row) -> list[Example]:
     """As `last_turn`, with reasoning moved into a property of its own in every message."""
-
-    def read(row: Row) -> list[Example]:
-        messages, turns, key = _conversation(setup, row)
-        messages = [_thinking_apart(message) for message in messages]
-        asked = messages[turns[-1]]
-        truth = asked["content"]
-        if asked["reasoning_content"]:
-            truth = f"<think>\n{asked['reasoning_content']}\n</think>\n\n{truth}"
-        return [example(setup, row, messages[: turns[-1]], checked_text(truth, key))]
-
-    return read
+    messages, turns, key = _conversation(setup, row)
+    messages = [_thinking_apart(message) for message in messages]
+    asked = messages[turns[-1]]
+    truth = asked["content"]
+    if asked["reasoning_content"]:
+        truth = f"<think>\n{asked['reasoning_content']}\n</think>\n\n{truth}"
+    return [example(setup, row, messages[: turns[-1]], checked_text(truth, key))]
 
 
-def answer_only(setup: Setup) -> Format:
+def answer_only(setup: Setup, row: Row) -> list[Example]:
     """As `last_turn`, without the reasoning."""
-
-    def read(row: Row) -> list[Example]:
-        messages, turns, key = _conversation(setup, row)
-        truth = THINKING.sub("", messages[turns[-1]]["content"]).strip()
-        return [example(setup, row, messages[: turns[-1]], checked_text(truth, key))]
-
-    return read
+    messages, turns, key = _conversation(setup, row)
+    truth = THINKING.sub("", messages[turns[-1]]["content"]).strip()
+    return [example(setup, row, messages[: turns[-1]], checked_text(truth, key))]
 
 
 def _thinking_apart(message: Message) -> Message:
@@ -152,36 +128,24 @@ def _thinking_apart(message: Message) -> Message:
     return {**message, "content": content, "reasoning_content": thinking}
 
 
-def document_of_last_turn(setup: Setup) -> Format:
+def document_of_last_turn(setup: Setup, row: Row) -> list[Example]:
     """A whole conversation as a document, of which the last assistant turn counts."""
-
-    def read(row: Row) -> list[Example]:
-        messages, turns, key = _conversation(setup, row)
-        conversation = setup.reader.conversation(row, messages[: turns[-1] + 1], key)
-        ((text, (turn,)),) = setup.template.turns(conversation, {len(conversation.messages) - 1})
-        return [Text(text, [Span(turn.start, turn.end)], {"text": text})]
-
-    return read
+    messages, turns, key = _conversation(setup, row)
+    conversation = setup.reader.conversation(row, messages[: turns[-1] + 1], key)
+    ((text, (turn,)),) = setup.template.turns(conversation, {len(conversation.messages) - 1})
+    return [Text(text, [Span(turn.start, turn.end)], {"text": text})]
 
 
-def document_of_chat(setup: Setup) -> Format:
+def document_of_chat(setup: Setup, row: Row) -> list[Example]:
     """A whole conversation as a document, of which every assistant turn counts."""
-
-    def read(row: Row) -> list[Example]:
-        messages, _, key = _conversation(setup, row)
-        return sft.conversation_texts(setup, setup.reader.conversation(row, messages, key), key)
-
-    return read
+    messages, _, key = _conversation(setup, row)
+    return sft.conversation_texts(setup, setup.reader.conversation(row, messages, key), key)
 
 
-def document(setup: Setup) -> Format:
+def document(setup: Setup, row: Row) -> list[Example]:
     """A prompt and its completion as one text, of which the completion counts."""
-
-    def read(row: Row) -> list[Example]:
-        prompt = text_at(row, first_of(row, ("input", "prompt", "question")))
-        return [continuous(prompt, text_at(row, first_of(row, ("output", "completion", "answer"))))]
-
-    return read
+    prompt = text_at(row, first_of(row, ("input", "prompt", "question")))
+    return [continuous(prompt, text_at(row, first_of(row, ("output", "completion", "answer"))))]
 
 
 def continuous(prompt: str, completion: str) -> Text:
@@ -190,24 +154,17 @@ def continuous(prompt: str, completion: str) -> Text:
     return Text(text, [Span(len(prompt), len(text))], {"prompt": prompt, "completion": completion})
 
 
-def untyped(setup: Setup) -> Format:
+def untyped(setup: Setup, row: Row) -> list[Example]:
     """Rows that say by their columns what they are: token ids, a prompt with its answer, messages, or text."""
-    as_prompt, as_chat, as_text = prompts.untyped(setup), first_turn(setup), sft.completion(setup)
-    as_document = document_of_chat(setup)
-    strided = is_strided(setup)
-
-    def read(row: Row) -> list[Example]:
-        if has(row, "input_ids"):
-            return [sft.token_ids(row)]
-        if has(row, "prompt"):
-            return [_with_truth(setup, row, found) for found in as_prompt(row) if isinstance(found, Prompt)]
-        if has(row, "messages") or has(row, "conversations"):
-            return as_document(row) if strided else as_chat(row)
-        if strided:
-            return as_text(row)
-        raise RowError("prompt", "a prompt and its ground_truth, or messages")
-
-    return read
+    if has(row, "input_ids"):
+        return [sft.token_ids(row)]
+    if has(row, "prompt"):
+        return [_with_truth(setup, row, found) for found in prompts.untyped(setup, row) if isinstance(found, Prompt)]
+    if has(row, "messages") or has(row, "conversations"):
+        return document_of_chat(setup, row) if is_strided(setup) else first_turn(setup, row)
+    if is_strided(setup):
+        return sft.completion(setup, row)
+    raise RowError("prompt", "a prompt and its ground_truth, or messages")
 
 
 def _with_truth(setup: Setup, row: Row, found: Prompt) -> Example:
@@ -225,7 +182,7 @@ def _with_truth(setup: Setup, row: Row, found: Prompt) -> Example:
     return Prompt(found.prompt, found.text, {"ground_truth": truth, **columns}, turns)
 
 
-FORMATS: dict[str, Builder] = {
+FORMATS: dict[str, Format] = {
     "ebft_opencode.transform": input_output,
     "ebft_chat_multiturn.transform": first_turn,
     "ebft_chat_multiturn.transform_last_turn": last_turn,

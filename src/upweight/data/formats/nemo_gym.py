@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from upweight.data.examples import Builder, Example, Format, Prompt, Setup
+from upweight.data.examples import Example, Format, Prompt, Setup
 from upweight.data.messages import Conversation, without_nulls
 from upweight.data.rows import Row, RowError, check_all_text, found
 
@@ -14,26 +14,22 @@ HIDDEN = "nemo_gym_hidden"  # column of what the row holds under names that prep
 TAKEN = ("prompt", "prompt_ids")
 
 
-def gym(setup: Setup) -> Format:
+def gym(setup: Setup, row: Row) -> list[Example]:
     """The messages and tools of `responses_create_params`; the row itself stays, for the server that verifies it."""
-
-    def read(row: Row) -> list[Example]:
-        params = row.get(PARAMS)
-        if not isinstance(params, Mapping) or params.get("input") is None:
-            raise RowError(PARAMS, f"a mapping with `input`, found {found(params)}")
-        messages = setup.reader.messages(_items(params), f"{PARAMS}.input")
-        conversation = setup.reader.conversation({}, messages)
-        tools = tools_of(row)
-        check_all_text(tools, f"{PARAMS}.tools")
-        text = setup.template.prompt(Conversation(conversation.messages, tools or None))
-        server = setup.entry.server_name
-        columns = {key: value for key, value in row.items() if key not in (*TAKEN, SERVER) and value is not None}
-        hidden = {key: row[key] for key in TAKEN if row.get(key) is not None}
-        marks = {SERVER: server, HIDDEN: hidden}
-        columns |= {key: value for key, value in marks.items() if value}
-        return [Prompt(conversation.messages, text, columns)]
-
-    return read
+    params = row.get(PARAMS)
+    if not isinstance(params, Mapping) or params.get("input") is None:
+        raise RowError(PARAMS, f"a mapping with `input`, found {found(params)}")
+    messages = setup.reader.messages(_items(params), f"{PARAMS}.input")
+    conversation = setup.reader.conversation({}, messages)
+    tools = tools_of(row)
+    check_all_text(tools, f"{PARAMS}.tools")
+    text = setup.template.prompt(Conversation(conversation.messages, tools or None))
+    server = setup.entry.server_name
+    columns = {key: value for key, value in row.items() if key not in (*TAKEN, SERVER) and value is not None}
+    hidden = {key: row[key] for key in TAKEN if row.get(key) is not None}
+    marks = {SERVER: server, HIDDEN: hidden}
+    columns |= {key: value for key, value in marks.items() if value}
+    return [Prompt(conversation.messages, text, columns)]
 
 
 def row_of(prepared: Mapping[str, Any]) -> dict[str, Any]:
@@ -83,4 +79,4 @@ def _arguments(item: Mapping[str, Any]) -> Any:
     return item.get("arguments") or "{}"
 
 
-FORMATS: dict[str, Builder] = {"nemo_gym": gym}
+FORMATS: dict[str, Format] = {"nemo_gym": gym}

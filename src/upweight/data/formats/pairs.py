@@ -3,8 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from upweight.config.data import UserFormat
-from upweight.data.examples import Builder, Example, Format, Pair, Setup
+from upweight.data.examples import Example, Format, Pair, Setup
 from upweight.data.formats.columns import filled
 from upweight.data.formats.markup import FAMILIES, ZEPHYR, Family, last_answer, single_turn
 from upweight.data.messages import Message
@@ -27,84 +26,71 @@ PROMPT_KEYS = ("prompt", "input", "question", "instruction")
 SPEAKER = "\n\nAssistant:"  # ends the shared part of pairs that were written as one dialogue each
 
 
-def with_prompt(family: Family, user: str | None, chosen: str | None, rejected: str | None, *, listed: bool) -> Builder:
+def with_prompt(family: Family, user: str | None, chosen: str | None, rejected: str | None, *, listed: bool) -> Format:
     """A family's text from columns; None takes the first of the usual names. `listed` answers are message lists."""
 
-    def build(setup: Setup) -> Format:
-        def answer(row: Row, key: str | None, usual: Sequence[str]) -> str:
-            key = key or first_of(row, usual)
-            if listed:
-                return last_answer(setup.reader.messages(lookup(row, key), key), key)
-            return text_at(row, key)
+    def answer(setup: Setup, row: Row, key: str | None, usual: Sequence[str]) -> str:
+        key = key or first_of(row, usual)
+        if listed:
+            return last_answer(setup.reader.messages(lookup(row, key), key), key)
+        return text_at(row, key)
 
-        def read(row: Row) -> list[Example]:
-            messages = single_turn(setup, row, text_at(row, user or first_of(row, PROMPT_KEYS)))
-            return [
-                Pair(
-                    family.prompt(messages),
-                    family.answer(answer(row, chosen, ("chosen", "chosen_response"))),
-                    family.answer(answer(row, rejected, ("rejected", "rejected_response"))),
-                    optional_number(row, "margin"),
-                )
-            ]
-
-        return read
-
-    return build
-
-
-def conversations(family: Family) -> Builder:
-    """A family's text from two conversations that differ in their last turn."""
-
-    def build(setup: Setup) -> Format:
-        def read(row: Row) -> list[Example]:
-            chosen = setup.reader.messages(lookup(row, "chosen"), "chosen")
-            rejected = setup.reader.messages(lookup(row, "rejected"), "rejected")
-            better, worse = last_answer(chosen, "chosen"), last_answer(rejected, "rejected")
-            prompt = setup.reader.conversation(row, _asked(chosen[:-1], "chosen")).messages
-            answers = family.answer(better), family.answer(worse)
-            return [Pair(family.prompt(prompt), *answers, optional_number(row, "margin"))]
-
-        return read
-
-    return build
-
-
-def nectar(setup: Setup) -> Format:
-    """Ranked answers: the best one over the second best."""
-
-    def read(row: Row) -> list[Example]:
-        ranked: list[tuple[float, str]] = []
-        for number, item in enumerate(checked_list(lookup(row, "answers"), "answers", "answers with ranks")):
-            place = f"answers[{number}]"
-            if not isinstance(item, dict):
-                raise RowError(place, f"an answer with its rank, found {found(item)}")
-            rank = optional_number(item, "rank")
-            if rank is None:
-                raise RowError(f"{place}.rank", "a number, found nothing")
-            ranked.append((rank, checked_text(item.get("answer"), f"{place}.answer")))
-        if len(ranked) < 2:
-            raise RowError("answers", "at least two answers")
-        (_, chosen), (_, rejected) = sorted(ranked, key=lambda pair: pair[0])[:2]
-        user: list[Message] = [{"role": "system", "content": ""}, {"role": "user", "content": text_at(row, "prompt")}]
-        return [Pair(ZEPHYR.prompt(user), chosen, rejected)]
+    def read(setup: Setup, row: Row) -> list[Example]:
+        messages = single_turn(setup, row, text_at(row, user or first_of(row, PROMPT_KEYS)))
+        return [
+            Pair(
+                family.prompt(messages),
+                family.answer(answer(setup, row, chosen, ("chosen", "chosen_response"))),
+                family.answer(answer(setup, row, rejected, ("rejected", "rejected_response"))),
+                optional_number(row, "margin"),
+            )
+        ]
 
     return read
 
 
-def templated(messages_of: Callable[[Setup, Row], tuple[list[Message], list[Message], list[Message], str]]) -> Builder:
+def conversations(family: Family) -> Format:
+    """A family's text from two conversations that differ in their last turn."""
+
+    def read(setup: Setup, row: Row) -> list[Example]:
+        chosen = setup.reader.messages(lookup(row, "chosen"), "chosen")
+        rejected = setup.reader.messages(lookup(row, "rejected"), "rejected")
+        better, worse = last_answer(chosen, "chosen"), last_answer(rejected, "rejected")
+        prompt = setup.reader.conversation(row, _asked(chosen[:-1], "chosen")).messages
+        answers = family.answer(better), family.answer(worse)
+        return [Pair(family.prompt(prompt), *answers, optional_number(row, "margin"))]
+
+    return read
+
+
+def nectar(setup: Setup, row: Row) -> list[Example]:
+    """Ranked answers: the best one over the second best."""
+    ranked: list[tuple[float, str]] = []
+    for number, item in enumerate(checked_list(lookup(row, "answers"), "answers", "answers with ranks")):
+        place = f"answers[{number}]"
+        if not isinstance(item, dict):
+            raise RowError(place, f"an answer with its rank, found {found(item)}")
+        rank = optional_number(item, "rank")
+        if rank is None:
+            raise RowError(f"{place}.rank", "a number, found nothing")
+        ranked.append((rank, checked_text(item.get("answer"), f"{place}.answer")))
+    if len(ranked) < 2:
+        raise RowError("answers", "at least two answers")
+    (_, chosen), (_, rejected) = sorted(ranked, key=lambda pair: pair[0])[:2]
+    user: list[Message] = [{"role": "system", "content": ""}, {"role": "user", "content": text_at(row, "prompt")}]
+    return [Pair(ZEPHYR.prompt(user), chosen, rejected)]
+
+
+def templated(messages_of: Callable[[Setup, Row], tuple[list[Message], list[Message], list[Message], str]]) -> Format:
     """Text by the chat template, from what a reader makes of a row: prompt, chosen, rejected, key of the prompt."""
 
-    def build(setup: Setup) -> Format:
-        def read(row: Row) -> list[Example]:
-            prompt, chosen, rejected, key = messages_of(setup, row)
-            conversation = setup.reader.conversation(row, _asked(prompt, key), key)
-            text, (better, worse) = setup.template.split(conversation, [chosen, rejected])
-            return [Pair(text, better, worse, optional_number(row, "margin"))]
+    def read(setup: Setup, row: Row) -> list[Example]:
+        prompt, chosen, rejected, key = messages_of(setup, row)
+        conversation = setup.reader.conversation(row, _asked(prompt, key), key)
+        text, (better, worse) = setup.template.split(conversation, [chosen, rejected])
+        return [Pair(text, better, worse, optional_number(row, "margin"))]
 
-        return read
-
-    return build
+    return read
 
 
 def _separate(setup: Setup, row: Row) -> tuple[list[Message], list[Message], list[Message], str]:
@@ -163,40 +149,32 @@ def _asked(prompt: list[Message], key: str) -> list[Message]:
     return prompt
 
 
-def user_defined(setup: Setup) -> Format:
+def user_defined(setup: Setup, row: Row) -> list[Example]:
     """Columns and the texts they are put into, as the config says."""
-    form = setup.entry.type if isinstance(setup.entry.type, UserFormat) else UserFormat()
-
-    def read(row: Row) -> list[Example]:
-        values = {"prompt": text_at(row, form.field_prompt), "system": optional_text(row, form.field_system)}
-        return [
-            Pair(
-                filled(form.prompt_format, values),
-                filled(form.chosen_format, {"chosen": text_at(row, form.field_chosen)}),
-                filled(form.rejected_format, {"rejected": text_at(row, form.field_rejected)}),
-                optional_number(row, "margin"),
-            )
-        ]
-
-    return read
+    form = setup.form
+    values = {"prompt": text_at(row, form.field_prompt), "system": optional_text(row, form.field_system)}
+    return [
+        Pair(
+            filled(form.prompt_format, values),
+            filled(form.chosen_format, {"chosen": text_at(row, form.field_chosen)}),
+            filled(form.rejected_format, {"rejected": text_at(row, form.field_rejected)}),
+            optional_number(row, "margin"),
+        )
+    ]
 
 
-def untyped(setup: Setup) -> Format:
+def untyped(setup: Setup, row: Row) -> list[Example]:
     """Rows that say by their columns what they are: text or messages, with a prompt or without."""
-
-    def read(row: Row) -> list[Example]:
-        chosen, rejected, margin = lookup(row, "chosen"), lookup(row, "rejected"), optional_number(row, "margin")
-        plain = isinstance(chosen, str) and isinstance(rejected, str)
-        if plain and not isinstance(lookup(row, "prompt"), list | tuple):
-            better, worse = text_at(row, "chosen"), text_at(row, "rejected")
-            if has(row, "prompt"):
-                return [Pair(text_at(row, "prompt"), better, worse, margin)]
-            return [Pair(*shared_start(better, worse), margin)]
-        prompt, better, worse = _conversational(setup, row, chosen, rejected)
-        text, (good, bad) = setup.template.split(setup.reader.conversation(row, prompt), [better, worse])
-        return [Pair(text, good, bad, margin)]
-
-    return read
+    chosen, rejected, margin = lookup(row, "chosen"), lookup(row, "rejected"), optional_number(row, "margin")
+    plain = isinstance(chosen, str) and isinstance(rejected, str)
+    if plain and not isinstance(lookup(row, "prompt"), list | tuple):
+        better, worse = text_at(row, "chosen"), text_at(row, "rejected")
+        if has(row, "prompt"):
+            return [Pair(text_at(row, "prompt"), better, worse, margin)]
+        return [Pair(*shared_start(better, worse), margin)]
+    prompt, better, worse = _conversational(setup, row, chosen, rejected)
+    text, (good, bad) = setup.template.split(setup.reader.conversation(row, prompt), [better, worse])
+    return [Pair(text, good, bad, margin)]
 
 
 def _conversational(
@@ -226,7 +204,7 @@ def shared_start(chosen: str, rejected: str) -> tuple[str, str, str]:
     return chosen[:cut], chosen[cut:], rejected[cut:]
 
 
-def _family_formats(name: str, family: Family) -> dict[str, Builder]:
+def _family_formats(name: str, family: Family) -> dict[str, Format]:
     return {
         name: with_prompt(family, None, None, None, listed=False),
         f"{name}.default": with_prompt(family, None, None, None, listed=False),
@@ -240,7 +218,7 @@ def _family_formats(name: str, family: Family) -> dict[str, Builder]:
     }
 
 
-FORMATS: dict[str, Builder] = {
+FORMATS: dict[str, Format] = {
     **_family_formats("chatml", FAMILIES["chatml"]),
     **_family_formats("llama3", FAMILIES["llama3"]),
     "zephyr.nectar": nectar,

@@ -1,51 +1,38 @@
 """Prompts to complete, with the columns that rewards read: for GRPO and GDPO."""
 
-from upweight.config.data import UserFormat
-from upweight.data.examples import Builder, Example, Format, Prompt, Setup
+from upweight.data.examples import Example, Format, Prompt, Setup
 from upweight.data.formats.columns import filled
 from upweight.data.rows import Row, checked_text, lookup, optional_text, text_at
 
 
-def untyped(setup: Setup) -> Format:
+def untyped(setup: Setup, row: Row) -> list[Example]:
     """`prompt` as text or as messages; every other column is kept."""
-
-    def read(row: Row) -> list[Example]:
-        prompt = lookup(row, "prompt")
-        columns = {key: value for key, value in row.items() if key != "prompt"}
-        if isinstance(prompt, str):
-            return [Prompt(prompt, checked_text(prompt, "prompt"), columns)]
-        messages = setup.reader.messages(prompt, "prompt")
-        given = [dict(message) for message in prompt]
-        return [Prompt(given, setup.template.prompt(setup.reader.conversation(row, messages)), columns)]
-
-    return read
+    prompt = lookup(row, "prompt")
+    columns = {key: value for key, value in row.items() if key != "prompt"}
+    if isinstance(prompt, str):
+        return [Prompt(prompt, checked_text(prompt, "prompt"), columns)]
+    messages = setup.reader.messages(prompt, "prompt")
+    given = [dict(message) for message in prompt]
+    return [Prompt(given, setup.template.prompt(setup.reader.conversation(row, messages)), columns)]
 
 
-def chat(setup: Setup) -> Format:
+def chat(setup: Setup, row: Row) -> list[Example]:
     """Messages in a column of any name, which dots may reach into."""
     key = setup.entry.field_messages or "messages"
-
-    def read(row: Row) -> list[Example]:
-        messages = setup.reader.messages(lookup(row, key), key)
-        columns = {name: value for name, value in row.items() if name not in (key, "prompt")}
-        return [Prompt(messages, setup.template.prompt(setup.reader.conversation(row, messages, key)), columns)]
-
-    return read
+    messages = setup.reader.messages(lookup(row, key), key)
+    columns = {name: value for name, value in row.items() if name not in (key, "prompt")}
+    return [Prompt(messages, setup.template.prompt(setup.reader.conversation(row, messages, key)), columns)]
 
 
-def user_defined(setup: Setup) -> Format:
+def user_defined(setup: Setup, row: Row) -> list[Example]:
     """A prompt column and the text it is put into, as the config says."""
-    form = setup.entry.type if isinstance(setup.entry.type, UserFormat) else UserFormat()
-
-    def read(row: Row) -> list[Example]:
-        values = {"prompt": text_at(row, form.field_prompt), "system": optional_text(row, form.field_system)}
-        text = filled(form.prompt_format, values)
-        return [Prompt(text, text, {name: value for name, value in row.items() if name != "prompt"})]
-
-    return read
+    form = setup.form
+    values = {"prompt": text_at(row, form.field_prompt), "system": optional_text(row, form.field_system)}
+    text = filled(form.prompt_format, values)
+    return [Prompt(text, text, {name: value for name, value in row.items() if name != "prompt"})]
 
 
-FORMATS: dict[str, Builder] = {
+FORMATS: dict[str, Format] = {
     "chat_template": chat,
     "chat_template.default": chat,
     "user_defined": user_defined,

@@ -3,7 +3,7 @@
 from typing import Any
 
 from upweight.config.data import UserFormat
-from upweight.data.examples import Builder, Example, Format, Setup, Span, Text, Tokens
+from upweight.data.examples import Example, Format, Setup, Span, Text, Tokens
 from upweight.data.formats.columns import filled
 from upweight.data.messages import Conversation, Message
 from upweight.data.rows import Row, RowError, checked_list, first_of, found, has, lookup, optional_text, text_at
@@ -26,15 +26,11 @@ def whole_text(setup: Setup, prompt: str, completion: str) -> Text:
     return Text(text, [Span(start, len(text))], {"prompt": prompt, "completion": completion})
 
 
-def chat(setup: Setup) -> Format:
+def chat(setup: Setup, row: Row) -> list[Example]:
     """Messages, rendered by the chat template; the assistant's turns are trained on."""
-
-    def read(row: Row) -> list[Example]:
-        key = setup.entry.field_messages or first_of(row, ("messages", "conversations"))
-        messages = setup.reader.messages(lookup(row, key), key)
-        return conversation_texts(setup, setup.reader.conversation(row, messages, key), key)
-
-    return read
+    key = setup.entry.field_messages or first_of(row, ("messages", "conversations"))
+    messages = setup.reader.messages(lookup(row, key), key)
+    return conversation_texts(setup, setup.reader.conversation(row, messages, key), key)
 
 
 def conversation_texts(setup: Setup, conversation: Conversation, key: str) -> list[Example]:
@@ -83,50 +79,36 @@ def _holes(detail: Any, start: int, key: str) -> list[tuple[int, int]]:
     return holes
 
 
-def instruction(setup: Setup) -> Format:
+def instruction(setup: Setup, row: Row) -> list[Example]:
     """The columns of `alpaca`, in its own words or in the config's."""
     form = setup.entry.type if isinstance(setup.entry.type, UserFormat) else ALPACA
     with_input = form.format or ALPACA.format or ""
     without_input = form.no_input_format or form.format or ALPACA.no_input_format or ""
-
-    def read(row: Row) -> list[Example]:
-        extra = optional_text(row, form.field_input)
-        system = filled(form.system_format, {"system": optional_text(row, form.field_system) or form.system_prompt})
-        values = {"instruction": text_at(row, form.field_instruction), "input": extra, "system": system}
-        prompt = filled(with_input if extra else without_input, values)
-        return [whole_text(setup, prompt, text_at(row, form.field_output))]
-
-    return read
+    extra = optional_text(row, form.field_input)
+    system = filled(form.system_format, {"system": optional_text(row, form.field_system) or form.system_prompt})
+    values = {"instruction": text_at(row, form.field_instruction), "input": extra, "system": system}
+    prompt = filled(with_input if extra else without_input, values)
+    return [whole_text(setup, prompt, text_at(row, form.field_output))]
 
 
-def completion(setup: Setup) -> Format:
+def completion(setup: Setup, row: Row) -> list[Example]:
     """Raw text, all of it trained on."""
-
-    def read(row: Row) -> list[Example]:
-        text = text_at(row, setup.entry.field or "text")
-        return [Text(text, [Span(0, len(text))], {"text": text})]
-
-    return read
+    text = text_at(row, setup.entry.field or "text")
+    return [Text(text, [Span(0, len(text))], {"text": text})]
 
 
-def untyped(setup: Setup) -> Format:
+def untyped(setup: Setup, row: Row) -> list[Example]:
     """Rows that say by their columns what they are."""
-    by_column = {"messages": chat(setup), "conversations": chat(setup), "instruction": instruction(setup)}
-    raw = completion(setup)
-
-    def read(row: Row) -> list[Example]:
-        if has(row, "input_ids"):
-            return [token_ids(row)]
-        if has(row, "prompt") and has(row, "completion"):
-            return prompt_and_completion(setup, row)
-        for column, read_column in by_column.items():
-            if has(row, column):
-                return read_column(row)
-        if not has(row, setup.entry.field or "text"):
-            raise RowError("messages", "messages, prompt and completion, instruction and output, or text")
-        return raw(row)
-
-    return read
+    if has(row, "input_ids"):
+        return [token_ids(row)]
+    if has(row, "prompt") and has(row, "completion"):
+        return prompt_and_completion(setup, row)
+    for column, read in (("messages", chat), ("conversations", chat), ("instruction", instruction)):
+        if has(row, column):
+            return read(setup, row)
+    if not has(row, setup.entry.field or "text"):
+        raise RowError("messages", "messages, prompt and completion, instruction and output, or text")
+    return completion(setup, row)
 
 
 def prompt_and_completion(setup: Setup, row: Row) -> list[Example]:
@@ -160,7 +142,7 @@ def _numbers(row: Row, key: str) -> list[int]:
 
 user_defined = instruction
 
-FORMATS: dict[str, Builder] = {
+FORMATS: dict[str, Format] = {
     "chat_template": chat,
     "chat_template.default": chat,
     "sharegpt": chat,

@@ -29,9 +29,8 @@ from upweight.train.api.policy import Model, model_section
 from upweight.train.api.rows import as_dataset
 from upweight.train.api.trainers import GivenRows, parts_for
 from upweight.train.completions import ShownCompletions
-from upweight.train.online import make_rollouts, watch_rollouts
+from upweight.train.online import Policy, Recipe, make_rollouts, watch_rollouts
 from upweight.train.rollouts import STATE, Rollouts
-from upweight.train.server import server_for
 from upweight.train.trainer import MethodTrainer
 
 GivenReward = Any  # a function, a callable object, a name, a reward model, or (model, tokenizer)
@@ -72,32 +71,20 @@ class GRPOTrainer(MethodTrainer):
             callbacks=callbacks,
             optimizers=optimizers,
         )
-        rollouts = make_rollouts(
-            parts["model"],
-            parts["engine"],
-            parts["processing_class"],
-            parts["method"],
-            rows=parts["train_dataset"],
-            plan=args.plan(),
-            section=args.rollout(),
-            rewards=rewards,
-            seed=args.seed,
+        folder = Path(args.output_dir or ".")
+        policy = Policy.of(parts["model"], parts["processing_class"], parts, sharded=args.sharded)
+        recipe = Recipe(
+            parts["train_dataset"],
+            rewards,
+            args.plan(),
+            args.rollout(),
+            folder,
+            args.seed,
             shuffle=args.shuffle_dataset and parts["shuffle"],
-            rollout_func=rollout_func,
             acting=acting,
-            server=server_for(
-                args.rollout(),
-                parts["model"],
-                parts["processing_class"],
-                dtype=parts["dtype"],
-                folder=Path(args.output_dir or "."),
-                rows=parts["train_dataset"],
-                max_new_tokens=args.max_completion_length,
-            ),
-            sharded=args.sharded,
+            rollout_func=rollout_func,
         )
-        super().__init__(rollouts=rollouts, **parts)
-        folder = Path(self.args.output_dir or ".")
+        super().__init__(rollouts=make_rollouts(policy, recipe), **parts)
         self.add_callback(watch_rollouts(self, args.rollout(), folder, writes=args.log_completions))
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -156,8 +143,16 @@ class GRPOTrainer(MethodTrainer):
         producer.scorer = Scorer(old.rewards, workers=old.num_workers, timeout=old.timeout)
         if isinstance(rollouts.generator, InProcess):
             model: Any = self.model
-            device = self.accelerator.device if self.args.fsdp else None
-            rollouts.generator = InProcess(model, self.processing_class, engine=self.runner.engine, device=device)
+            args = self.args
+            assert isinstance(args, GRPOConfig)
+            device = self.accelerator.device if args.fsdp else None
+            rollouts.generator = InProcess(
+                model,
+                self.processing_class,
+                engine=self.runner.engine,
+                device=device,
+                compile=args.compile_sampler,
+            )
             if isinstance(producer.roll, SingleTurn | Player):
                 producer.roll.generator = rollouts.generator
         return rollouts

@@ -112,6 +112,7 @@ class GRPOConfig(MethodArguments):
     max_tool_calling_iterations: int | None = with_help(None, "Turns that may call tools before the last one.")
     use_liger_loss: bool = holds(False, FUSED_HEAD)
 
+    compile_sampler: bool = of(RolloutSection, "compile_sampler")
     reward_num_workers: int = of(RolloutSection, "reward_workers")
     reward_timeout: float = of(RolloutSection, "reward_timeout")
     dynamic_sampling_max_rounds: int = of(RolloutSection, "dynamic_sampling")

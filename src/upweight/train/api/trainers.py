@@ -24,6 +24,7 @@ from upweight.train.api.configs import (
     RewardConfig,
     SFTConfig,
 )
+from upweight.train.api.folder import recording
 from upweight.train.api.grpo_config import GRPOConfig
 from upweight.train.api.policy import Model, classes_for, dtype_for, policy_for, reference_model, tokenizer_for
 from upweight.train.api.rows import as_dataset, longest, prepare_rows
@@ -166,6 +167,7 @@ def parts_for(
         "train_dataset": train,
         "eval_dataset": held if isinstance(eval_dataset, Mapping) else held.get("eval_dataset"),
         "processing_class": tokenizer,
+        "recording": partial(recording, args=args),
         "callbacks": [*(callbacks or []), *_own_callbacks(args, parts, foreign_optimizer=optimizers[0] is not None)],
         "optimizers": optimizers,
         **parts,

@@ -1,6 +1,5 @@
 """One run folder -> everything that the page shows of it."""
 
-import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,7 +10,7 @@ import yaml
 from upweight.train.report.charts import COMPARED, split_set
 from upweight.train.report.reading import POINTS, JsonLines, columns, number, plain, read_json
 from upweight.train.report.written import Written
-from upweight.train.run_files import CONFIG, HEALTH, METRICS, RECORD, this_machine
+from upweight.train.run_files import CONFIG, HEALTH, METRICS, RECORD, is_alive, this_machine
 
 SECRET = r"(.*_)?(api_?key|secret|password|(hub|hf|auth|access|bearer)_token)"
 ONLINE = ("grpo", "gdpo", "ebft")
@@ -31,7 +30,8 @@ class RunReader:
 
     def read(self) -> dict[str, Any]:
         """The run as it stands, as plain values."""
-        config, rows, record = self._config(), self.metrics.read(), read_json(self.folder / RECORD)
+        rows, record = self.metrics.read(), read_json(self.folder / RECORD)
+        config = self._config(record)
         steps, values = columns(rows, evaluation=False)
         eval_steps, evaluated = columns(rows, evaluation=True)
         method = _method(config)
@@ -64,10 +64,10 @@ class RunReader:
             "notes": notes,
         }
 
-    def _config(self) -> dict[str, Any]:
-        """The resolved config, without what is nobody's business."""
+    def _config(self, record: Mapping[str, Any]) -> dict[str, Any]:
+        """The resolved config, or what a script's record has of one, without what is nobody's business."""
         try:
-            found = yaml.safe_load((self.folder / CONFIG).read_text(encoding="utf-8"))
+            found = record.get("settings") or yaml.safe_load((self.folder / CONFIG).read_text(encoding="utf-8"))
         except (OSError, ValueError, yaml.YAMLError):
             return {}
         return _without_secrets(found) if isinstance(found, dict) else {}
@@ -145,25 +145,13 @@ def _in_order(lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 def standing(record: Mapping[str, Any], *, there: bool, logged: bool) -> dict[str, Any]:
     """Whether a run goes on, and how it ended where it has."""
     state = record.get("state")
-    if state == "running" and record.get("machine") == this_machine() and not _alive(record.get("pid")):
+    if state == "running" and record.get("machine") == this_machine() and not is_alive(record.get("pid")):
         state = "killed"
     if state not in ("running", "done", "stopped", "failed", "killed"):
         state = "recorded" if logged else "empty" if there else "missing"
     message = plain(record.get("message"), 20_000)
     times = {name: value for name in ("started", "ended") if number(value := record.get(name)) is not None}
     return {"state": state, "message": message, "started": None, "ended": None, **times}
-
-
-def _alive(pid: Any) -> bool:
-    if not isinstance(pid, int):
-        return False
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        return True
-    return True
 
 
 def _method(config: Mapping[str, Any]) -> str:

@@ -1,0 +1,82 @@
+"""What the run of a script leaves in its folder, for `upweight report`, `watch` and `doctor`."""
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from peft import PeftModel
+from transformers import TrainerCallback
+
+from upweight.train.api.configs import MethodArguments
+from upweight.train.api.grpo_config import GRPOConfig
+from upweight.train.completions import cut_completions
+from upweight.train.health import HealthWatch
+from upweight.train.run_folder import MetricsFile, cut_metrics, put_section
+from upweight.train.run_record import recorded
+from upweight.train.trainer import MethodTrainer
+
+
+@contextmanager
+def recording(trainer: MethodTrainer, args: MethodArguments) -> Iterator[None]:
+    """Keep metrics, verdicts and the record of one training by a script's trainer, and write its report."""
+    folder = Path(args.output_dir or ".")
+    callbacks = [_Fresh(folder), MetricsFile(folder), HealthWatch(folder)]
+    for callback in callbacks:
+        trainer.add_callback(callback)
+    try:
+        with recorded(folder, _about(trainer, args), writes=trainer.is_world_process_zero()):
+            yield
+    finally:
+        for callback in callbacks:
+            trainer.remove_callback(callback)
+
+
+def _about(trainer: MethodTrainer, args: MethodArguments) -> dict[str, Any]:
+    """How long a run is to be and on how much data, and the script's arguments in YAML's words."""
+    rows, held_out = trainer.train_dataset, trainer.eval_dataset
+    parts = held_out.values() if isinstance(held_out, Mapping) else [held_out or ()]
+    steps = trainer.args.max_steps
+    if steps <= 0:
+        steps = math.ceil(trainer.args.num_train_epochs * len(trainer.get_train_dataloader()))
+    return {
+        "max_steps": steps,
+        "rows": len(rows) if rows is not None else 0,
+        "held_out_rows": sum(len(part) for part in parts),
+        "ranks": trainer.args.world_size,
+        "settings": _settings(trainer, args),
+    }
+
+
+def _settings(trainer: MethodTrainer, args: MethodArguments) -> dict[str, Any]:
+    model: Any = trainer.accelerator.unwrap_model(trainer.model)
+    by_method = {"sft": {}, "orm": {"reward_model": True}, "prm": {"process_reward_model": True}}
+    content: dict[str, Any] = {
+        "base_model": getattr(model.config, "name_or_path", "") or type(model).__name__,
+        **by_method.get(trainer.method.name, {"rl": trainer.method.name}),
+        "micro_batch_size": args.per_device_train_batch_size,
+        "gradient_accumulation_steps": args.gradient_accumulation_steps,
+        "learning_rate": trainer.args.learning_rate,
+        "seed": args.seed,
+    }
+    if isinstance(model, PeftModel):
+        config: Any = model.active_peft_config
+        content |= {"adapter": str(config.peft_type.value).lower(), "lora_r": getattr(config, "r", None)}
+    put_section(content, trainer.method)
+    if isinstance(args, GRPOConfig) and trainer.rollouts is not None:
+        put_section(content, args.rollout())
+        content["trl"]["reward_funcs"] = list(trainer.rollouts.producer.names)
+    return content
+
+
+class _Fresh(TrainerCallback):
+    """Cuts the folder back to the step at which a training begins."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.is_world_process_zero:
+            cut_metrics(self.folder, state.global_step or -1)
+            cut_completions(self.folder, state.global_step or -1)

@@ -1,0 +1,94 @@
+"""What the run of a script leaves: the folder that `upweight report` and `doctor` read."""
+
+import json
+
+import pytest
+from peft import LoraConfig
+from transformers import TrainerCallback
+
+from parity_script import ROWS, TEMPLATE, made_tokenizer, said, write_model
+from upweight import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer
+from upweight.train.check_run import check_run
+from upweight.train.report.run import RunReader
+
+COMMON = {"logging_steps": 1, "report_to": "none", "disable_tqdm": True, "per_device_train_batch_size": 4}
+PROMPTS = [{"prompt": said("user", f"{number} + 1?")} for number in range(6)]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    write_model(tmp_path / "model", made_tokenizer(TEMPLATE, bos=False), "")
+    return tmp_path
+
+
+def dpo(folder, **config):
+    return DPOTrainer(
+        str(folder / "model"),
+        args=DPOConfig(output_dir=str(folder / "out"), beta=0.3, **COMMON, **config),
+        train_dataset=ROWS["pairs"],
+        eval_dataset=ROWS["pairs"][:2],
+        processing_class=made_tokenizer(TEMPLATE, bos=False),
+        peft_config=LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM"),
+    )
+
+
+def read(folder):
+    return RunReader(folder / "out", "out").read()
+
+
+def test_a_preference_script_leaves_what_the_report_shows(folder):
+    dpo(folder, max_steps=3, save_strategy="no").train()
+    run = read(folder)
+    assert (run["method"], run["state"], run["step"], run["max_steps"]) == ("DPO", "done", 3, 3)
+    assert {"loss", "rewards/margins"} <= run["metrics"].keys()
+    facts = dict(run["facts"])
+    assert facts["Model"] == str(folder / "model")
+    assert (facts["Trained"], facts["Rows"], facts["Held-out rows"]) == ("lora adapter, rank 4", "8", "2")
+    assert run["settings"]["rl_beta"] == "0.3"
+    assert (folder / "out" / "report.html").is_file()
+    assert check_run(folder / "out")[0].says == "finished at step 3 of 3"
+
+
+def test_an_online_script_leaves_rewards_and_completions(folder):
+    def short(completions, **kwargs):
+        return [1.0 / (1 + len(answer[0]["content"])) for answer in completions]
+
+    config = {"num_generations": 4, "max_completion_length": 5, "log_completions": True, "num_train_epochs": 1}
+    GRPOTrainer(
+        str(folder / "model"),
+        short,
+        args=GRPOConfig(output_dir=str(folder / "out"), save_strategy="no", **COMMON, **config),
+        train_dataset=PROMPTS,
+        processing_class=made_tokenizer(TEMPLATE, bos=False),
+    ).train()
+    run = read(folder)
+    assert (run["method"], run["online"], run["state"]) == ("GRPO", True, "done")
+    assert run["step"] == run["max_steps"] == 6
+    assert {"reward", "rewards/short/mean"} <= run["metrics"].keys()
+    assert run["completions"]
+    assert dict(run["facts"])["Rewards"] == "short"
+
+
+def test_a_resumed_training_goes_on_in_the_folder_and_another_begins_anew(folder):
+    dpo(folder, max_steps=4, save_strategy="steps", save_steps=2).train()
+    dpo(folder, max_steps=3, save_strategy="no").train(resume_from_checkpoint=str(folder / "out" / "checkpoint-2"))
+    assert read(folder)["steps"] == [1, 2, 3]
+    trainer = dpo(folder, max_steps=1, save_strategy="no")
+    for _ in range(2):
+        trainer.train()
+        assert read(folder)["steps"] == [1]
+    trainer.evaluate()
+    rows = [json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1]
+
+
+def test_a_training_that_fails_says_so(folder):
+    class Fails(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            raise ValueError("broken callback")
+
+    trainer = dpo(folder, save_strategy="no")
+    trainer.add_callback(Fails())
+    with pytest.raises(ValueError, match="broken callback"):
+        trainer.train()
+    assert (read(folder)["state"], read(folder)["message"]) == ("failed", "ValueError: broken callback")
