@@ -24,10 +24,10 @@ $(READY): pyproject.toml constraints.txt
 	touch $@
 
 test: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m "not slow and not gpu and not vllm and not openenv and not gym"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadscope -m "not slow and not gpu and not vllm and not openenv and not gym"
 
 test-slow: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m "slow and not gpu and not vllm and not openenv and not gym"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadscope -m "slow and not gpu and not vllm and not openenv and not gym"
 
 test-gpu: $(READY)
 	$(BIN)/python -m pytest -m gpu

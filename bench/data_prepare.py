@@ -70,7 +70,7 @@ def ours(folder: Path, processes: int) -> dict[str, Any]:
     from transformers import AutoTokenizer
 
     from upweight.config import parse_config
-    from upweight.data import prepare
+    from upweight.data.prepare import prepare
 
     keys = {"base_model": "none", "rl": "dpo", "sequence_len": 1024, "shuffle_merged_datasets": False}
     data = {"datasets": [{"path": "rows.jsonl"}], "dataset_prepared_path": str(folder / "ours")}

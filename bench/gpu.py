@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +33,8 @@ def whole(case: str) -> Iterator[dict[str, Any]]:
 def generate(sequences: str) -> Iterator[dict[str, Any]]:
     """Sampling with and without a LoRA, against transformers' `generate`, and vLLM where it is installed."""
     cases = [f"{sequences}_compiled", f"{sequences}_lora_compiled"]
-    lines = [*module("bench.gpu_generate", *cases, "--peer")]
-    theirs = vllm(int(sequences) // 16)
-    for line in lines:
-        yield {**line, "name": f"generate_{line['name']}", **theirs}
+    for line in module("bench.gpu_generate", *cases, "--peer"):
+        yield {**line, "name": f"generate_{line['name']}"} | vllm().get(int(sequences), {})
 
 
 def module(name: str, *arguments: str) -> Iterator[dict[str, Any]]:
@@ -48,8 +47,9 @@ def module(name: str, *arguments: str) -> Iterator[dict[str, Any]]:
     yield from found or [{"name": " ".join((name, *arguments)), "error": done.stderr[-2000:]}]
 
 
-def vllm(prompts: int) -> dict[str, Any]:
-    """Tokens a second of vLLM, run by the Python named in VLLM_PYTHON; nothing where it is not set."""
+@cache
+def vllm() -> dict[int, dict[str, Any]]:
+    """Tokens a second of vLLM by sequences, run by the Python named in VLLM_PYTHON; nothing where it is not set."""
     if "VLLM_PYTHON" not in os.environ:
         return {}
     from transformers import Qwen2Config
@@ -59,12 +59,14 @@ def vllm(prompts: int) -> dict[str, Any]:
         config.save_pretrained(folder)
         script = ROOT / "bench" / "peers" / "vllm_generate.py"
         done = subprocess.run(
-            [os.environ["VLLM_PYTHON"], script, folder, str(prompts), "16"],
+            [os.environ["VLLM_PYTHON"], script, folder, "16", "4", "16"],
             capture_output=True, text=True, check=False,
             env=os.environ | {"PYTHONPATH": os.environ.get("VLLM_PYTHONPATH", "")},
         )  # fmt: skip
-    answers = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"vllm_')]
-    return answers[-1] if answers else {"vllm_error": done.stderr[-500:]}
+    answers = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"sequences')]
+    if not answers:
+        print(done.stderr[-2000:], file=sys.stderr)
+    return {line.pop("sequences"): line for line in answers}
 
 
 ROWS: dict[str, tuple[Callable[..., Iterator[dict[str, Any]]], tuple[str, ...]]] = {

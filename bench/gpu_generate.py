@@ -1,6 +1,7 @@
 """Sampling in process on a GPU: random weights of Qwen2.5-1.5B's shape, one JSON line a case.
 
-python -m bench.gpu_generate [CASE ...] [--peer]: with transformers' own `generate` on the same model beside it.
+python -m bench.gpu_generate [CASE ...] [--peer] [--profile]: with transformers' own `generate` on the same model beside
+it, and with the kernels of one call.
 """
 
 import argparse
@@ -13,6 +14,7 @@ import numpy as np
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from bench.gpu_profile import profiled
 from upweight.config.model import AdapterSection
 from upweight.engine import Engine
 from upweight.engine.packing import bucketed, build_batch
@@ -71,8 +73,8 @@ def difference(engine: Engine, model: Any, prompt: list[int], group: list[Comple
     return float((logps_T.cpu() - torch.tensor([x for c in group for x in c.logps])).abs().mean())
 
 
-def measure(name: str, models: dict[bool, tuple[Any, Engine]]) -> dict[str, Any]:
-    """Speed, memory and agreement of one case."""
+def measure(name: str, models: dict[bool, tuple[Any, Engine]], profile: bool) -> dict[str, Any]:
+    """Speed, memory and agreement of one case, and its kernels if asked for."""
     prompts, count, lora, compiled = CASES[name]
     if lora not in models:
         models.clear()
@@ -95,6 +97,7 @@ def measure(name: str, models: dict[bool, tuple[Any, Engine]]) -> dict[str, Any]
     total, out = min((seconds(sampling) for _ in range(3)), key=lambda found: found[0])
     prefill = min(seconds(dataclasses.replace(sampling, max_new_tokens=1))[0] for _ in range(2))
     memory = torch.cuda.max_memory_allocated() / 2**30
+    kernels = profiled(lambda: sampler.generate(drawn, count, sampling)) if profile else {}
     sampler.close()
     return {
         "name": name,
@@ -105,6 +108,7 @@ def measure(name: str, models: dict[bool, tuple[Any, Engine]]) -> dict[str, Any]
         "capture_s": round(first - total, 2),
         "difference": round(difference(engine, model, drawn[0], out[0]), 4),
         "gib": round(memory, 1),
+        **kernels,
     }
 
 
@@ -136,10 +140,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.gpu_generate", description=__doc__)
     parser.add_argument("cases", nargs="*", metavar="CASE", help=", ".join(CASES))
     parser.add_argument("--peer", action="store_true")
+    parser.add_argument("--profile", action="store_true")
     options = parser.parse_args()
     kept: dict[bool, tuple[Any, Engine]] = {}
     for case in options.cases or CASES:
-        line = measure(case, kept)
+        line = measure(case, kept, options.profile)
         if options.peer:
             theirs = plain_generate(case, kept)
             line |= {"generate_tokens_s": round(theirs), "ratio": round(line["tokens_s"] / theirs, 2)}

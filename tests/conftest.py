@@ -1,4 +1,6 @@
+import gc
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -8,6 +10,19 @@ from upweight.log import logger
 # A busy machine must not fail a property, and every run tries the same examples.
 settings.register_profile("steady", deadline=None, derandomize=True)
 settings.load_profile("steady")
+
+
+def pytest_collection_finish() -> None:
+    """Every training collects garbage; what is imported by now stays, and need not be looked through each time."""
+    gc.freeze()
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny chat model, which nobody writes to."""
+    from made_runs import write_model  # which imports all that trains
+
+    return write_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(autouse=True)

@@ -23,7 +23,7 @@ def write_gguf(model: Any, file: Path) -> None:
 
     weights = model.state_dict()
     writer = gguf.GGUFWriter(file, "llama")
-    writer.add_block_count(3)
+    writer.add_block_count(model.config.num_hidden_layers)
     writer.add_context_length(256)
     writer.add_embedding_length(32)
     writer.add_feed_forward_length(48)
@@ -31,7 +31,8 @@ def write_gguf(model: Any, file: Path) -> None:
     writer.add_head_count_kv(2)
     writer.add_layer_norm_rms_eps(1e-6)
     writer.add_vocab_size(len(weights["model.embed_tokens.weight"]))
-    layers = {f"blk.{n}.{short}": f"model.layers.{n}.{long}" for n in range(3) for short, long in LAYER.items()}
+    numbers = range(model.config.num_hidden_layers)
+    layers = {f"blk.{n}.{short}": f"model.layers.{n}.{long}" for n in numbers for short, long in LAYER.items()}
     for short, long in {**OUTER, **layers}.items():
         writer.add_tensor(f"{short}.weight", weights[f"{long}.weight"].numpy())
     for finish in (

@@ -1,9 +1,12 @@
 """Rows of every data kind, a trainer around a tiny model, and run folders for tests of the loop."""
 
+import gc
 import json
 import multiprocessing
 import os
-import socket
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 
 import torch
@@ -14,9 +17,11 @@ from transformers import AutoModelForSequenceClassification, AutoModelForTokenCl
 
 from made_tokenizers import byte_tokenizer
 from tiny_models import drawn, tiny
+from upweight.cli.app import main
 from upweight.methods import DPO, IPO, KTO, ORM, ORPO, PRM, SFT, SimPO
 from upweight.models.load import disable_dropout
 from upweight.train.build import trainer_parts
+from upweight.train.launch import free_port
 from upweight.train.trainer import MethodTrainer
 
 OFFLINE = {
@@ -65,7 +70,7 @@ def rows_for(method, count: int = 11) -> list[dict]:
 def policy_for(method, adapter: bool = False):
     """A tiny model with the method's head, maybe under a LoRA adapter that is not zero."""
     auto = {"auto": AUTO[method.head], "num_labels": SCORES[method.head]} if method.head in AUTO else {}
-    model = tiny("llama", **auto)
+    model = tiny("llama", num_hidden_layers=2, **auto)
     disable_dropout(model)
     if adapter:
         torch.manual_seed(3)
@@ -124,7 +129,7 @@ def write_model(folder: Path, **changes) -> Path:
     tokenizer = byte_tokenizer("chatml")
     tokenizer.save_pretrained(folder)
     tiny("llama", vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id,
-         bos_token_id=None, **changes).save_pretrained(folder)  # fmt: skip
+         bos_token_id=None, **{"num_hidden_layers": 2, **changes}).save_pretrained(folder)  # fmt: skip
     return folder
 
 
@@ -192,9 +197,7 @@ def started(function, *arguments, **environment) -> multiprocessing.Process:
 
 def on_ranks(function, world: int, *arguments) -> None:
     """Run `function` on so many ranks and wait for them; each has to end well."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     shared = {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     ranks = [started(function, *arguments, RANK=rank, LOCAL_RANK=rank, **shared) for rank in range(world)]
     for rank in ranks:
@@ -205,7 +208,27 @@ def on_ranks(function, world: int, *arguments) -> None:
     assert codes == [0] * world
 
 
+def upweight(*arguments, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """The command as a person gives it, in `folder`, by a process that has imported most of what it needs."""
+    with tempfile.TemporaryDirectory() as printed:
+        process = started(_command, [str(argument) for argument in arguments], folder or Path(), Path(printed))
+        process.join(200)
+        out, error = ((Path(printed) / name).read_text(encoding="utf-8") for name in ("stdout", "stderr"))
+    assert process.exitcode is not None, error
+    return subprocess.CompletedProcess(arguments, process.exitcode, out, error)
+
+
+def _command(arguments, folder, printed) -> None:
+    for stream in (sys.stdout, sys.stderr):
+        os.dup2(os.open(printed / stream.name.strip("<>"), os.O_WRONLY | os.O_CREAT), stream.fileno())
+        stream.reconfigure(encoding="utf-8")
+    os.chdir(folder)
+    sys.argv = ["upweight", *arguments]
+    main()
+
+
 def _in_child(function, arguments, environment) -> None:
     os.environ.update({name: str(value) for name, value in environment.items()})
     torch.set_num_threads(1)
+    gc.freeze()  # what was imported: every training collects garbage
     function(*arguments)

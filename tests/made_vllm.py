@@ -1,7 +1,10 @@
 """A small HTTP server that speaks the routes of vLLM that training uses, with a tiny model behind them."""
 
+import base64
 import contextlib
 import json
+import pickle
+import queue
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -9,6 +12,7 @@ from pathlib import Path
 
 import torch
 from peft import PeftModel
+from torch.multiprocessing.reductions import rebuild_tensor
 from transformers import AutoModelForCausalLM
 
 
@@ -35,14 +39,17 @@ def json_server(answer) -> ThreadingHTTPServer:
 class FakeVllm:
     """Serves the model of a folder; `faults` are answers to give instead: {path: [status, ...]}, taken in turn."""
 
-    def __init__(self, folder: Path, *, adapters: bool = True, longest: int = 256) -> None:
-        self.folder, self.adapters, self.longest = folder, adapters, longest
+    # One for all servers: transformers patches itself while it loads, and two threads at once leave it so.
+    _lock = threading.RLock()
+
+    def __init__(self, folder: Path, *, adapters: bool = True, longest: int = 256, version: str = "0.32.0") -> None:
+        self.folder, self.adapters, self.longest, self.version = folder, adapters, longest, version
+        self.broadcast: queue.Queue[torch.Tensor] = queue.Queue()  # what a group with the trainer hands over
         self.faults: dict[str, list[int]] = {}
         self.requests: list[tuple[str, dict]] = []
         self.delay = 0.0
         self.held: set[str] = set()  # names whose requests wait
         self.well = True
-        self._lock = threading.RLock()
         self.restart()
         self._server = json_server(self.answer)
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
@@ -54,6 +61,8 @@ class FakeVllm:
             self.model = AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32).eval()
             self.loaded: dict[str, tuple[str, torch.nn.Module]] = {}
             self.tokens = 0
+            self.transfer: dict | None = None  # what the trainer said of the way that weights come
+            self.updating = False
 
     def close(self) -> None:
         self._server.shutdown()
@@ -117,7 +126,46 @@ class FakeVllm:
             return 200, {"results": [None]}
         if path == "/v1/completions":
             return self.complete(body)
-        return 404, "Not Found"
+        return self.transferred(path, body)
+
+    def transferred(self, path, body):
+        """The routes of vLLM's weight transfer, as strict about fields and order as it is."""
+        old = self.version.startswith("0.26")
+        if path in ("/version", "/get_world_size"):
+            return 200, {"version": self.version, "world_size": 1}
+        if "weight" not in path:
+            return 404, "Not Found"
+        if path == "/init_weight_transfer_engine":
+            self.transfer = body["init_info"]
+            if old and "packed" in self.transfer:
+                return 500, "Invalid init_info: unexpected keyword argument 'packed'"
+            return 200, {"message": "Weight transfer initialized"}
+        if path == "/start_weight_update" and not self.updating and self.transfer is not None:
+            self.updating = True
+        elif path == "/update_weights" and self.updating:
+            info = dict(body["update_info"])
+            if info.pop("packed", False) != (old and "ipc_handles_pickled" in info):
+                return 500, "Invalid update_info: unexpected keyword argument 'packed'"
+            state = self.model.state_dict()
+            for name, dtype, shape, value in self.received(info):
+                assert (str(value.dtype), list(value.shape)) == (f"torch.{dtype}", shape)
+                state[name].copy_(value)
+        elif path == "/finish_weight_update" and self.updating:
+            self.updating = False
+        else:
+            return 500, "out of turn"
+        return 200, {"message": "done"}
+
+    def received(self, info):
+        """Names, precisions, shapes and values of what an update brings."""
+        if "ipc_handles_pickled" not in info:
+            values = [self.broadcast.get(timeout=10) for _ in info["names"]]
+        else:
+            ((_, handle),) = pickle.loads(base64.b64decode(info["ipc_handles_pickled"])).items()
+            parts = rebuild_tensor(*handle).split(info["tensor_sizes"])  # of memory of the CPU, pickled with its bytes
+            kinds = zip(parts, info["dtype_names"], info["shapes"], strict=True)
+            values = [part.view(getattr(torch, dtype)).view(shape) for part, dtype, shape in kinds]
+        return zip(info["names"], info["dtype_names"], info["shapes"], values, strict=True)
 
     def complete(self, body):
         name, prompt = body["model"], body["prompt"]

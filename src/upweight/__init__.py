@@ -3,22 +3,24 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from upweight.train.api import (
+    from upweight.train.api.configs import (
         CPOConfig,
-        CPOTrainer,
         DPOConfig,
-        DPOTrainer,
-        GRPOConfig,
-        GRPOTrainer,
         KTOConfig,
-        KTOTrainer,
         ORPOConfig,
-        ORPOTrainer,
         PRMConfig,
-        PRMTrainer,
         RewardConfig,
-        RewardTrainer,
         SFTConfig,
+    )
+    from upweight.train.api.grpo import GRPOTrainer
+    from upweight.train.api.grpo_config import GRPOConfig
+    from upweight.train.api.trainers import (
+        CPOTrainer,
+        DPOTrainer,
+        KTOTrainer,
+        ORPOTrainer,
+        PRMTrainer,
+        RewardTrainer,
         SFTTrainer,
     )
 
@@ -47,9 +49,9 @@ def __getattr__(name: str) -> Any:
     """The trainers and configs, imported when they are first asked for: `import upweight` stays light."""
     if name not in __all__:
         raise AttributeError(f"module 'upweight' has no attribute {name!r}")
-    from upweight.train import api
+    from upweight.train.api import configs, grpo, trainers
 
-    return getattr(api, name)
+    return next(vars(module)[name] for module in (configs, grpo, trainers) if name in vars(module))
 
 
 def __dir__() -> list[str]:

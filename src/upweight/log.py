@@ -18,6 +18,14 @@ def set_up_logging() -> None:
     logger.propagate = False
 
 
+def quiet_transformers() -> None:
+    """Keep warnings and bars of transformers away from what a command prints."""
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+
+
 def is_seen() -> bool:
     """Whether somebody watches: stderr is a terminal, and more than warnings is wanted."""
     return sys.stderr.isatty() and logger.isEnabledFor(logging.INFO)

@@ -6,17 +6,19 @@ import subprocess
 import sys
 from pathlib import Path
 
+from made_runs import upweight
+
 SAMPLE = Path(__file__).parents[1] / "config" / "samples" / "grpo_async.yaml"
 
 
-def upweight(*arguments: str) -> subprocess.CompletedProcess[str]:
+def launched(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "upweight", *arguments], capture_output=True, text=True, check=False, env=os.environ
     )
 
 
 def test_a_good_config_is_ok():
-    done = upweight("validate", str(SAMPLE), "trl.beta=0.5")
+    done = launched("validate", str(SAMPLE), "trl.beta=0.5")
     assert (done.stdout, done.returncode) == ("ok\n", 0)
     assert "trl.use_data_producer: nothing to do" in done.stderr
 
@@ -38,8 +40,8 @@ def test_a_fragment_is_checked_as_one(tmp_path):
 
 
 def test_a_missing_file_and_a_missing_command_exit_2():
-    assert upweight("validate", "nowhere.yaml").returncode == 2
-    assert upweight("trian").returncode == 2
+    assert launched("validate", "nowhere.yaml").returncode == 2
+    assert launched("trian").returncode == 2
 
 
 def test_the_unexpected_exits_1_with_a_traceback(tmp_path):

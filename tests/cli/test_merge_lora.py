@@ -71,7 +71,7 @@ def test_an_adapter_of_a_quantised_run_is_merged_into_the_weights_as_stored(trai
 @pytest.mark.parametrize("keys", [{"adapter": "qlora", "load_in_4bit": True}, {"load_in_8bit": True}], ids=["4", "8"])
 def test_training_on_quantised_weights_goes_on_and_merges(keys, tmp_path, capsys):
     pytest.importorskip("bitsandbytes")  # `make test-quant`
-    model = write_model(tmp_path / "model", hidden_size=64, intermediate_size=128)
+    model = write_model(tmp_path / "model", num_hidden_layers=3, hidden_size=64, intermediate_size=128)
     keys = LORA | keys | {"learning_rate": 0.01, "num_epochs": 2, "max_steps": None, "warmup_steps": 0}
     for name, more in (("first", {}), ("second", {"lora_model_dir": str(tmp_path / "first" / "out")})):
         (tmp_path / name).mkdir()

@@ -1,12 +1,10 @@
 """`upweight preprocess` as a person runs it: the summary on stderr, rows on stdout."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 
+from made_runs import upweight
 from made_tokenizers import byte_tokenizer
 
 CONFIG = """
@@ -27,12 +25,7 @@ def preprocess(tmp_path):
     (tmp_path / "config.yaml").write_text(CONFIG)
     (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in ROWS))
 
-    def run(*arguments):
-        command = [sys.executable, "-m", "upweight", "preprocess", "config.yaml", *arguments]
-        environment = {**os.environ, "PYTHONIOENCODING": "utf-8", "HF_HUB_OFFLINE": "1"}
-        return subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, env=environment)
-
-    return run
+    return lambda *arguments: upweight("preprocess", "config.yaml", *arguments, folder=tmp_path)
 
 
 def test_fills_the_cache_and_sums_up(preprocess, tmp_path):

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from made_runs import write_config, write_model
+from made_runs import write_config
 from upweight.cli.score import run
 from upweight.config import load_config
 from upweight.errors import UserError
@@ -12,11 +12,6 @@ from upweight.train.run import train
 
 ORM = {"rl": None, "reward_model": True, "max_steps": 12, "learning_rate": 0.01}
 LORA = {"adapter": "lora", "lora_target_linear": True, "lora_r": 4}
-
-
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory):
-    return write_model(tmp_path_factory.mktemp("model"))
 
 
 def lines(file):

@@ -3,28 +3,24 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 
 import pytest
 
-from made_runs import metrics_of, write_config, write_model
+from made_runs import metrics_of, upweight, write_config
 from upweight.cli.app import main
 from upweight.train.checkpoints import checkpoints_of, is_whole
-
-
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory):
-    return write_model(tmp_path_factory.mktemp("model"))
+from upweight.train.launch import free_port
 
 
 def command(*arguments):
     return [sys.executable, "-m", "upweight", *map(str, arguments)]
 
 
-def upweight(*arguments):
+def launched(*arguments):
+    """A command in an interpreter of its own."""
     return subprocess.run(command(*arguments), capture_output=True, text=True, check=False, timeout=200)
 
 
@@ -34,7 +30,7 @@ def test_two_processes_train_what_one_trains_and_print_once(model_folder, tmp_pa
         folder = tmp_path / str(count)
         folder.mkdir()
         file = write_config(folder, model_folder, max_steps=3, micro_batch_size=micro, val_set_size=4)
-        done = upweight("train", file, "--num-processes", count)
+        done = (upweight if count == 1 else launched)("train", file, "--num-processes", count)
         assert (done.returncode, done.stdout) == (0, ""), done.stderr
         lines = done.stderr.splitlines()
         assert [line[:8] for line in lines] == [
@@ -90,7 +86,7 @@ def test_evaluate_says_that_it_measures_the_start_and_how_to_measure_the_result(
 
 def test_an_error_of_one_for_all_is_printed_once_and_exits_2(model_folder, tmp_path):
     file = write_config(tmp_path, model_folder, lora_target_modules=["nowhere"], adapter="lora")
-    done = upweight("train", file, "--num-processes", 2)
+    done = launched("train", file, "--num-processes", 2)
     assert done.returncode == 2
     assert done.stderr.count("lora_target_modules: 'nowhere' matches nothing in the model") == 1
     assert "Traceback" not in done.stderr
@@ -128,7 +124,7 @@ def test_ctrl_c_saves_once_for_all_ranks_and_resume_continues(model_folder, tmp_
     ((step, folder),) = checkpoints_of(tmp_path / "out")
     assert is_whole(folder)
     assert {"rng_state_0.pth", "rng_state_1.pth"} <= {path.name for path in folder.iterdir()}
-    done = upweight("train", file, "--resume", f"max_steps={step + 1}", "--num-processes", 2)
+    done = launched("train", file, "--resume", f"max_steps={step + 1}", "--num-processes", 2)
     assert done.returncode == 0, done.stderr
     assert metrics_of(tmp_path / "out")[-1]["step"] == step + 1
 
@@ -148,7 +144,7 @@ def test_a_dead_rank_ends_all_and_resume_continues(fsdp, model_folder, tmp_path)
     assert not any(is_running(rank) for rank in ranks)
     assert "process 1 of 2 was ended by SIGKILL (out of host memory?), and the run with it; go on" in said
     whole = [step for step, folder in checkpoints_of(tmp_path / "out") if is_whole(folder)]
-    done = upweight("train", file, "--resume", f"max_steps={max(whole) + 1}", "--num-processes", 2)
+    done = launched("train", file, "--resume", f"max_steps={max(whole) + 1}", "--num-processes", 2)
     assert done.returncode == 0, done.stderr
     assert metrics_of(tmp_path / "out")[-1]["step"] == max(whole) + 1
 
@@ -171,7 +167,7 @@ def test_ranks_do_not_outlive_their_launcher(model_folder, tmp_path):
 def test_other_launchers_train_the_same(launcher, model_folder, tmp_path):
     file = write_config(tmp_path, model_folder, max_steps=2, micro_batch_size=1)
     extra = ["--", "--max-restarts", 0] if launcher == "torchrun" else []
-    done = upweight("train", file, "--num-processes", 2, "--launcher", launcher, *extra)
+    done = launched("train", file, "--num-processes", 2, "--launcher", launcher, *extra)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("step 2/2") == 1
     assert metrics_of(tmp_path / "out")[-1]["step"] == 2
@@ -180,9 +176,7 @@ def test_other_launchers_train_the_same(launcher, model_folder, tmp_path):
 @pytest.mark.slow
 def test_two_nodes_on_one_machine_meet(model_folder, tmp_path):
     file = write_config(tmp_path, model_folder, max_steps=1, micro_batch_size=1)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     where = ["--num-processes", 1, "--nodes", 2, "--master-address", "127.0.0.1", "--master-port", port]
     nodes = [
         subprocess.Popen(command("train", file, *where, "--node-rank", rank), stderr=subprocess.PIPE, text=True)

@@ -10,7 +10,8 @@ import pytest
 from made_tokenizers import byte_tokenizer
 from upweight.config import parse_config
 from upweight.data import chunks as chunks_module
-from upweight.data import prepare, shown_rows
+from upweight.data.prepare import prepare
+from upweight.data.show import shown_rows
 from upweight.errors import UserError
 
 TOKENIZER = byte_tokenizer()
@@ -118,6 +119,7 @@ def test_a_damaged_cache_is_prepared_again(run, caplog):
     arrow.write_bytes(arrow.read_bytes()[:-40])
     again = run()
     assert not again.report.cached
+    assert "is incomplete or damaged" in caplog.text
     assert decoded(again.train) == rows
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import datasets
 import pytest
 
-from upweight.config.data import DataSection, DatasetRow
-from upweight.data.sources import load_rows, open_entry
+from upweight.config.data import DatasetRow
+from upweight.data.sources import open_entry
 from upweight.errors import UserError
 
 ROWS = [{"prompt": f"p{number}", "turns": [{"role": "user", "content": f"c{number}"}]} for number in range(20)]
@@ -80,7 +80,7 @@ def test_file_types(folder, kind):
         file.write_text(json.dumps(ROWS))
     elif kind == "txt":
         file.write_text("\n".join(row["prompt"] for row in ROWS))
-        rows = load_rows(DatasetRow(path="table.txt"), DataSection(), folder)
+        rows = open_entry(DatasetRow(path="table.txt"), "datasets[0]", folder).rows()
         assert rows.take(3, 4) == [{"text": "p3"}]
         return
     else:
@@ -92,7 +92,7 @@ def test_file_types(folder, kind):
 
 def test_cells_of_a_csv_stay_text(folder):
     (folder / "cells.csv").write_text('prompt,chosen,label\n007,"a\nb",True\nNA,,1\n', encoding="utf-8-sig")
-    rows = load_rows(DatasetRow(path="cells.csv"), DataSection(), folder)
+    rows = open_entry(DatasetRow(path="cells.csv"), "datasets[0]", folder).rows()
     assert rows.take(0, 2) == [
         {"prompt": "007", "chosen": "a\nb", "label": "True"},
         {"prompt": "NA", "chosen": "", "label": "1"},

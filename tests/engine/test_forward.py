@@ -103,7 +103,7 @@ def test_the_head_is_called_once_and_logits_never_exist():
     assert set(calls[0]) == {"logps_T", "entropy_T"}
 
 
-def test_heads_that_do_more_fall_back_to_the_models_own_logits(caplog):
+def test_heads_that_do_more_fall_back_to_the_models_own_logits():
     model, units = tiny("modernbert-decoder"), [Unit((sample(drawn(1, 12), prompt=4),))]
     ids = torch.from_numpy(units[0].samples[0].ids)
     right = model(ids[None]).logits[0, 3:-1].log_softmax(-1).gather(1, ids[4:, None])[:, 0]

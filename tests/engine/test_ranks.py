@@ -1,24 +1,23 @@
 """Two gloo ranks, under DDP and under really sharded FSDP2, give the gradients of one."""
 
-import os
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
-from torch import multiprocessing
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from made_runs import on_ranks
 from tiny_models import gradients, group, relative_difference, three_levels, tiny
 from upweight.engine import Engine
 from upweight.engine.check import check_first_batch, enable_checkpointing
 from upweight.engine.forward import base_of
 from upweight.engine.packing import build_batch, plan_rows
+from upweight.train.ranks import join_ranks
 
 WORLD = 2
 MODELS = ("plain", "tied", "adapter", "head_adapter", "head_copy", "checkpointed_adapter")
@@ -59,10 +58,9 @@ def sharded(model):
     return model
 
 
-def run_rank(rank, folder):
-    os.environ.update(MASTER_ADDR="127.0.0.1", GLOO_SOCKET_IFNAME="lo")
-    store = dist.FileStore(f"{folder}/store", WORLD)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=60))
+def run_rank(folder):
+    join_ranks(60)
+    rank = dist.get_rank()
     rows = plan_rows(units(), 30, ranks=WORLD)[rank]
     assert len(rows) > 1
     batches = [build_batch([units()[u] for u in row]) for row in rows]
@@ -80,13 +78,12 @@ def run_rank(rank, folder):
             whole = {n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in found.items()}
             if rank == 0:
                 torch.save(whole, f"{folder}/{kind}-{wrapper}.pt")
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
-    multiprocessing.spawn(run_rank, args=(str(folder),), nprocs=WORLD)
+    on_ranks(run_rank, WORLD, str(folder))
     return folder
 
 

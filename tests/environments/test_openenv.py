@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from made_gym_server import wait_until
 from made_openenv import BAD_GUESS, GUESS, HANG_UP, MCP, MOVE, FakeOpenEnv, failed, observed
 from upweight.environments.episode import ToolCall, Turn
 from upweight.environments.openenv import OpenEnv
@@ -73,7 +74,7 @@ def test_the_only_field_of_an_action_is_filled_with_what_the_policy_writes(servi
     sent = server.received[0]
     assert sent[0] == {"type": "reset", "data": {}}
     assert sent[2] == {"type": "step", "data": {"guess": "10"}}
-    assert sent[-1] == {"type": "close"}
+    wait_until(lambda: sent[-1] == {"type": "close"})
 
 
 @pytest.mark.parametrize(("how", "expected"), [("sum", 1.25), ("last", 1.0), ("mean", 0.625), ("max", 1.0)])

@@ -9,7 +9,6 @@ from upweight.methods import GDPO, GRPO, PolicyGradient
 from upweight.methods.policy_losses import quantile
 
 # Two completions: advantage 2 with two tokens of ratio 1.5 and 0.9, advantage -1 with one token of ratio 0.5.
-RATIOS = [[1.5, 0.9], [0.5]]
 LOGPS = [[-1.0, -0.5], [-2.0]]
 OLD = [[-1.0 - log(1.5), -0.5 - log(0.9)], [-2.0 - log(0.5)]]
 REF = [[-1.2, -0.5], [-1.7]]
@@ -28,8 +27,7 @@ def sapo(ratio, advantage, tau):
     return -4 / tau * sigma(tau * (ratio - 1)) * advantage
 
 
-CLIPPED = [[-1.2 * 2, -0.9 * 2], [0.8]]  # the ratio 1.5 counts as 1.2; for a negative advantage 0.5 counts as 0.8
-CLIPPED_SUM = -2.4 - 1.8 + 0.8
+CLIPPED_SUM = -1.2 * 2 - 0.9 * 2 + 0.8  # 1.5 counts as 1.2; for a negative advantage 0.5 counts as 0.8
 PHI_UP = exp(3 + 2 * log(1.35) - 3 * 1.35)
 PHI_DOWN = exp(2 + 3 * log(0.5) - 2 * 0.5)
 BY_HAND = {

@@ -54,6 +54,7 @@ def test_fused_model_is_the_same(kind: str):
             assert torch.equal(model(ids).logits, logits)
         results.append([logits.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)])
         fuse_layers(model)
-    assert any("forward" in vars(module) for module in model.modules()) == (kind != "gemma2")
-    for stock, fused in zip(*results, strict=True):
-        torch.testing.assert_close(fused, stock, atol=1e-5, rtol=1e-4)
+    fused = {type(module).__name__ for module in model.modules() if "forward" in vars(module)}
+    assert any(name.endswith(("Norm", "MLP")) for name in fused) == (kind != "gemma2")
+    for stock, found in zip(*results, strict=True):
+        torch.testing.assert_close(found, stock, atol=1e-5, rtol=1e-4)

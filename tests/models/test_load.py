@@ -13,7 +13,8 @@ from made_gguf import write_gguf
 from tiny_models import VOCABULARY, tiny
 from upweight.config.model import AdapterSection, ModelSection
 from upweight.errors import UserError
-from upweight.models.load import compute_dtype, disable_dropout, load_config, load_model
+from upweight.models.load import compute_dtype, disable_dropout, load_config, load_model, master_dtype
+from upweight.models.precision import set_up_precision
 
 CPU = torch.device("cpu")
 
@@ -79,6 +80,18 @@ def test_embeddings_grow_with_the_tokenizer_and_never_shrink(folder):
     assert grown.lm_head.out_features == grown.config.vocab_size == VOCABULARY + 2
     rounded = ModelSection(base_model=folder, resize_to_32=True, mean_resizing=True)
     assert load_model(rounded, torch.float32, tokenizer=tokenizer(VOCABULARY + 2)).lm_head.out_features == 96
+
+
+def test_masters_begin_with_what_the_files_hold(folder, tmp_path_factory):
+    section = ModelSection(base_model=folder)
+    model = load_model(section, master_dtype(section, torch.bfloat16))
+    set_up_precision(model, torch.bfloat16)
+    right = dict(load_model(section, torch.float32).named_parameters())
+    assert all(torch.equal(weight, right[name]) for name, weight in model.named_parameters())
+    assert model(input_ids=torch.tensor([[1, 2]])).logits.dtype == torch.bfloat16
+    half = str(tmp_path_factory.mktemp("half"))
+    load_model(section, torch.bfloat16).save_pretrained(half)
+    assert master_dtype(ModelSection(base_model=half), torch.bfloat16) == torch.bfloat16
 
 
 def test_config_overrides_hold_and_unknown_ones_are_errors(folder):

@@ -1,26 +1,63 @@
-"""The fused adapter of the sampler against the products apart, on a GPU."""
+"""The kernels of the sampler's linear layers against the products apart, on a GPU."""
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
-SHAPES = [(1, 96, 40, 3), (5, 1536, 256, 16), (64, 1536, 1536, 16), (100, 8960, 96, 64), (128, 200, 8960, 8)]
+Layers = tuple[list[Tensor], list[Tensor], list[Tensor], list[float]]
+SHAPES = [(1, 96, [40], 3), (5, 1536, [256], 16), (64, 1536, [1536], 16), (100, 8960, [96], 64), (128, 200, [8960], 8)]
+SIBLINGS = [(64, 1536, [1536, 256, 256], 16), (3, 96, [40, 8], 0), (64, 1536, [1536, 256, 256], 0)]
+
+
+def drawn(*shape: int) -> Tensor:
+    return torch.randn(shape, device="cuda", dtype=torch.bfloat16) / shape[-1] ** 0.5
+
+
+def layers_of(depth: int, widths: list[int], rank: int) -> Layers:
+    """Weights and adapters; no adapters at rank 0."""
+    torch.manual_seed(0)
+    weights = [drawn(width, depth) for width in widths]
+    if not rank:
+        return weights, [], [], []
+    return weights, [drawn(rank, depth) for _ in widths], [drawn(width, rank) for width in widths], [2.0] * len(widths)
+
+
+def right_of(x_ND: Tensor, number: int, layers: Layers, bias: Tensor | None = None) -> Tensor:
+    weights, downs, ups, scalings = layers
+    right = F.linear(x_ND.float(), weights[number].float(), None if bias is None else bias.float())
+    if downs:
+        right += scalings[number] * x_ND.float() @ downs[number].float().t() @ ups[number].float().t()
+    return right
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize(("rows", "depth", "width", "rank"), SHAPES)
-def test_linear_with_adapter_in_one_kernel(rows: int, depth: int, width: int, rank: int, biased: bool):
-    from upweight.models.low_rank_kernel import low_rank_linear
+@pytest.mark.parametrize(("rows", "depth", "widths", "rank"), SHAPES + SIBLINGS)
+def test_layers_with_their_adapters_in_one_kernel(rows: int, depth: int, widths: list[int], rank: int, biased: bool):
+    from upweight.models.low_rank_kernel import low_rank_linears
 
-    torch.manual_seed(0)
-    x_ND, weight, down, up = (
-        torch.randn(shape, device="cuda", dtype=torch.bfloat16) / shape[1] ** 0.5
-        for shape in ((rows, depth), (width, depth), (rank, depth), (width, rank))
+    layers = weights, downs, ups, scalings = layers_of(depth, widths, rank)
+    x_ND = drawn(rows, depth)
+    biases = [drawn(width) for width in widths] if biased else []
+    right = torch.cat(
+        [right_of(x_ND, number, layers, biases[number] if biased else None) for number in range(len(widths))], -1
     )
-    bias = torch.randn(width, device="cuda", dtype=torch.bfloat16) if biased else None
-    right = F.linear(x_ND.float(), weight.float(), None if bias is None else bias.float())
-    right += 2 * x_ND.float() @ down.float().t() @ up.float().t()
-    first = low_rank_linear(x_ND, weight, bias, down, up, 2.0)
+    first = low_rank_linears(x_ND, weights, biases, downs, ups, scalings)
     torch.testing.assert_close(first.float(), right, atol=2e-2, rtol=2e-2)
-    assert all(torch.equal(first, low_rank_linear(x_ND, weight, bias, down, up, 2.0)) for _ in range(20))
+    again = (low_rank_linears(x_ND, weights, biases, downs, ups, scalings) for _ in range(20))
+    assert all(torch.equal(first, one) for one in again)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("rows", "depth", "width", "rank"), [(64, 1536, 8960, 16), (5, 96, 40, 0), (128, 576, 1536, 3)]
+)
+def test_gated_product_in_one_kernel(rows: int, depth: int, width: int, rank: int):
+    from upweight.models.low_rank_kernel import low_rank_gated
+
+    layers = weights, downs, ups, scalings = layers_of(depth, [width, width], rank)
+    x_ND = drawn(rows, depth)
+    right = F.silu(right_of(x_ND, 0, layers)) * right_of(x_ND, 1, layers)
+    found = low_rank_gated(x_ND, weights, downs, ups, scalings)
+    torch.testing.assert_close(found.float(), right, atol=2e-2, rtol=2e-2)

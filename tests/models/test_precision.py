@@ -8,7 +8,6 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.multiprocessing import spawn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import (
     AutoModelForCausalLM,
@@ -19,8 +18,10 @@ from transformers import (
     TrainingArguments,
 )
 
+from made_runs import on_ranks
 from upweight import log
 from upweight.models.precision import ComputeCopies, set_up_precision, trained_weights
+from upweight.train.ranks import join_ranks
 
 BF16 = torch.bfloat16
 SIZES = {
@@ -271,9 +272,9 @@ def test_ddp_sees_float32_gradients_of_every_micro_batch(process_group):
         assert torch.equal(value, plain.state_dict()[name])
 
 
-def one_rank_of_two(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+def one_rank_of_two(folder: str) -> None:
+    join_ranks(60)
+    rank = dist.get_rank()
     for kind, build in KINDS.items():
         model = build()
         copies = set_up_precision(model, BF16, sharding="ddp")
@@ -283,14 +284,13 @@ def one_rank_of_two(rank: int, folder: str) -> None:
         wrapped = DistributedDataParallel(model)
         _, norms = train(wrapped, tokens().chunk(2)[rank], 3, 1e-2, copies, micro_batches=1)
         torch.save((model.state_dict(), norms), f"{folder}/{kind}{rank}")
-    dist.destroy_process_group()
 
 
 KINDS = {"full": lambda: llama(BF16), "lora": lambda: lora(llama(BF16))}
 
 
 def test_two_ddp_ranks_train_as_one(tmp_path):
-    spawn(one_rank_of_two, args=(str(tmp_path),), nprocs=2)
+    on_ranks(one_rank_of_two, 2, str(tmp_path))
     for kind, build in KINDS.items():
         model = build()
         _, norms = train(model, tokens(), 3, 1e-2, set_up_precision(model, BF16))

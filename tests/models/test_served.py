@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 from tiny_models import drawn, tiny
 from upweight.errors import UserError
 from upweight.models.precision import set_up_precision
-from upweight.models.served import refuse_unmergeable, write_weights
+from upweight.models.served import refuse_unmergeable, sent_weights, write_weights
 
 CASES = {
     "plain": ("llama", {}, {}),
@@ -48,6 +48,22 @@ def test_bfloat16_stays_bfloat16(adapter, tmp_path):
     weights = load_file(tmp_path / "model.safetensors")
     assert {value.dtype for value in weights.values()} == {torch.bfloat16}
     assert set(weights) == set(tiny("llama").state_dict())
+
+
+@pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("adapter", [True, False])
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_sent_without_a_folder_is_what_would_be_written(case, adapter, precision, tmp_path):
+    kind, options, changes = CASES[case]
+    model = adapted(kind, options, changes) if adapter else tiny(kind, **changes)
+    set_up_precision(model, precision)
+    write_weights(model, tmp_path, precision)
+    written = load_file(tmp_path / "model.safetensors")
+    sent = dict(sent_weights(model, precision))
+    if case == "tied":
+        written.pop("lm_head.weight", None)  # a file may have it twice
+    assert sent.keys() == written.keys()
+    assert all(torch.equal(value, written[name]) and value.dtype == written[name].dtype for name, value in sent.items())
 
 
 def test_what_cannot_be_merged_is_refused():

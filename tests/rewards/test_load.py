@@ -4,7 +4,8 @@ import pytest
 
 from made_rewards import reward_call
 from upweight.errors import UserError
-from upweight.rewards import Scorer, as_rewards, load_rewards
+from upweight.rewards.load import as_rewards, load_rewards
+from upweight.rewards.scorer import Scorer
 
 
 def write(folder, name, code):

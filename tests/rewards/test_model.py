@@ -7,7 +7,9 @@ from made_rewards import reward_call
 from made_tokenizers import byte_tokenizer
 from tiny_models import tiny
 from upweight.errors import UserError
-from upweight.rewards import RewardCall, Scorer, as_rewards, load_rewards
+from upweight.rewards.call import RewardCall
+from upweight.rewards.load import as_rewards, load_rewards
+from upweight.rewards.scorer import Scorer
 
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 

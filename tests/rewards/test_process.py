@@ -8,8 +8,9 @@ from made_tokenizers import byte_tokenizer
 from tiny_models import tiny
 from upweight.config.data import DatasetRow
 from upweight.data.scoring import ScoreModel
-from upweight.rewards import Scorer, load_rewards
+from upweight.rewards.load import load_rewards
 from upweight.rewards.process import ProcessReward, is_process_model
+from upweight.rewards.scorer import Scorer
 
 TOKENIZER = byte_tokenizer("chatml")
 SIZE = {"vocab_size": len(TOKENIZER), "pad_token_id": TOKENIZER.pad_token_id}

@@ -5,7 +5,10 @@ import pytest
 
 from made_rewards import file_scorer, reward_call
 from upweight.errors import UserError
-from upweight.rewards import RewardCall, Scorer, as_rewards, check_columns
+from upweight.rewards.call import RewardCall
+from upweight.rewards.load import as_rewards
+from upweight.rewards.reward import check_columns
+from upweight.rewards.scorer import Scorer
 
 
 def test_rewards_of_every_kind_have_their_columns(tmp_path):

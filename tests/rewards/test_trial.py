@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from made_rewards import reward_call
-from upweight.rewards import as_rewards
+from upweight.rewards.load import as_rewards
 from upweight.rewards.trial import remarks, try_rewards
 
 CALL = reward_call(["a", "bb", "cccccccccccc"], ["dd", "e", "ff"])
@@ -19,6 +19,9 @@ def length(completions):
 
 def long_enough(completions):
     return [1.0 if len(completion) > 10 else 0.0 for completion in completions]
+
+
+length.__module__ = long_enough.__module__ = "__main__"  # so that they run here: to import this file takes seconds
 
 
 def test_a_good_reward_has_figures_and_no_remark():

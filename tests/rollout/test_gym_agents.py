@@ -1,7 +1,5 @@
 """Rollouts that a Gym's agents drive, through the gateway to a served policy."""
 
-import socket
-
 import httpx
 import pytest
 import torch
@@ -17,6 +15,7 @@ from upweight.errors import UserError
 from upweight.rollout.gym_agents import GymAgents
 from upweight.rollout.policy_gateway import PolicyGateway
 from upweight.rollout.vllm_server import VllmServer
+from upweight.train.launch import free_port
 from upweight.types import Group, Sampling
 
 ROW = {
@@ -45,12 +44,6 @@ def fake():
     server.agents["sums_agent"] = "sums"
     yield server
     server.close()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @pytest.fixture

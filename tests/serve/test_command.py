@@ -35,8 +35,13 @@ def test_defaults(tmp_path):
     assert (found["--host"], found["--port"], found["--dtype"]) == ("127.0.0.1", "8000", "auto")
     assert found["--logprobs-mode"] == "processed_logprobs"
     assert found["--generation-config"] == "vllm"
-    assert json.loads(found["--weight-transfer-config"] or "") == {"backend": "nccl"}
-    assert not {"--enable-lora", "--enforce-eager", "--max-model-len", "--enable-prefix-caching"} & set(found)
+    assert not {
+        "--enable-lora",
+        "--weight-transfer-config",
+        "--enforce-eager",
+        "--max-model-len",
+        "--enable-prefix-caching",
+    } & set(found)
     assert command(tmp_path).env == {
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_NO_USAGE_STATS": "1",
@@ -123,7 +128,36 @@ def test_adapters_that_vllm_cannot_load_are_sent_merged_or_refused(tmp_path, key
 def test_without_adapter_sync_weights_are_sent_whole(tmp_path):
     found = flags(tmp_path, **LORA, trl={**GRPO["trl"], "vllm_lora_sync": False})
     assert "--enable-lora" not in found
-    assert "--weight-transfer-config" in found
+
+
+@pytest.mark.parametrize("adapter", [{}, LORA])
+@pytest.mark.parametrize("way", ["nccl", "ipc"])
+def test_weights_handed_over_without_a_folder(tmp_path, way, adapter):
+    trl = {**GRPO["trl"], "vllm_weight_transfer": way, "vllm_lora_sync": False}
+    found = flags(tmp_path, trl=trl, **adapter)
+    assert json.loads(found["--weight-transfer-config"] or "") == {"backend": way}
+    insecure = command(tmp_path, trl=trl, **adapter).env.get("VLLM_ALLOW_INSECURE_SERIALIZATION")
+    assert insecure == ("1" if way == "ipc" else None)
+
+
+def test_an_adapter_sent_alone_opens_nothing_else(tmp_path):
+    trl = {**GRPO["trl"], "vllm_weight_transfer": "ipc"}
+    assert "--weight-transfer-config" not in flags(tmp_path, trl=trl, **LORA)
+    assert "VLLM_ALLOW_INSECURE_SERIALIZATION" not in command(tmp_path, trl=trl, **LORA).env
+
+
+@pytest.mark.parametrize(
+    ("vllm", "words"),
+    [
+        ({"host": "0.0.0.0"}, r"ipc has the server run what it is sent, and vllm\.host: 0\.0\.0\.0"),
+        ({"tensor_parallel_size": 2}, "on the trainer's GPU alone"),
+    ],
+)
+def test_ipc_stays_on_one_gpu_of_one_machine(tmp_path, vllm, words):
+    trl = {**GRPO["trl"], "vllm_weight_transfer": "ipc"}
+    with pytest.raises(UserError, match=words):
+        flags(tmp_path, trl=trl, vllm=vllm)
+    assert flags(tmp_path, trl={**trl, "vllm_weight_transfer": "nccl"}, vllm=vllm)
 
 
 def test_devices(tmp_path):
@@ -146,6 +180,9 @@ def test_warnings(tmp_path):
     assert warnings_of(plain, "0.32.0") == warnings_of(plain, "0.26.1+cpu") == []
     assert "0.31.0 is not tested" in warnings_of(plain, "0.31.0")[0]
     assert "0.3 is not tested" in warnings_of(plain, "0.3")[0]
+    shared = {**GRPO, "trl": {**GRPO["trl"], "vllm_weight_transfer": "ipc"}}
+    (words,) = warnings_of(parse_config(shared, folder=tmp_path, fragment=True), "0.26.0")
+    assert "ray" in words
     everywhere = parse_config({**GRPO, "vllm": {"host": "0.0.0.0"}}, folder=tmp_path, fragment=True)
     (words,) = warnings_of(everywhere, "0.32.0")
     assert "not protected" in words

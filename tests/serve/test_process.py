@@ -2,17 +2,19 @@
 
 import os
 import signal
-import socket
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from upweight.errors import UserError
+from upweight.serve import process
 from upweight.serve.command import Command
 from upweight.serve.process import answers, end_group, installed_version, run_server
+from upweight.train.launch import free_port
 
 # Serves /health, and starts a child that does not end by itself and ignores being asked to.
 STAND_IN = """
@@ -29,10 +31,9 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+@pytest.fixture(autouse=True)
+def _less_grace(monkeypatch):
+    monkeypatch.setattr(process, "end_group", partial(end_group, grace=1.0))
 
 
 def alive(pid: int) -> bool:
@@ -64,7 +65,7 @@ def test_a_server_says_when_it_is_ready_and_ends_with_its_children(tmp_path):
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_a_server_that_fails_hands_on_its_exit_code(tmp_path):
+def test_a_server_that_fails_hands_on_its_exit_code():
     argv = (sys.executable, "-c", "raise SystemExit(7)")
     assert run_server(Command(argv), f"http://127.0.0.1:{free_port()}", lambda: None) == 7
 

@@ -3,17 +3,10 @@
 import json
 import socket
 
-import pytest
-
 from made_runs import write_config, write_model, write_online
 from made_vllm import FakeVllm
 from upweight.config import load_config
 from upweight.train.check_config import check_config
-
-
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory):
-    return write_model(tmp_path_factory.mktemp("model"))
 
 
 def found(file, *overrides):
@@ -64,7 +57,7 @@ def test_rows_that_are_left_out_and_prompts_that_do_not_fit_are_counted(model_fo
     assert "256 positions" in too_long.says
 
 
-def test_a_model_that_is_too_large_is_told_before_it_is_loaded(model_folder, tmp_path):
+def test_a_model_that_is_too_large_is_told_before_it_is_loaded(tmp_path):
     large = write_model(tmp_path / "large")
     config = json.loads((large / "config.json").read_text())
     (large / "config.json").write_text(json.dumps({**config, "hidden_size": 65536, "intermediate_size": 2**20}))

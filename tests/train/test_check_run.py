@@ -28,7 +28,7 @@ def too_much(prompts, trainer):
 MADE = {
     "no signal": ({"max_steps": 20}, {"reward_funcs": ["sick.nothing"]}, "upweight rewards CONFIG"),
     "truncated": ({"max_steps": 10}, {"max_completion_length": 2}, "trl.max_completion_length"),
-    "mode collapse": ({"max_steps": 10, "learning_rate": 1e-9}, {"temperature": 0.0001}, "trl.temperature"),
+    "mode collapse": ({"max_steps": 10, "learning_rate": 1e-9}, {"temperature": 0.00001}, "trl.temperature"),
     "kl explosion": ({"max_steps": 8, "learning_rate": 3.0}, {"beta": 0.001}, "trl.beta"),
 }
 

@@ -56,6 +56,7 @@ def test_the_newest_whole_one_is_taken_by_number(tmp_path, caplog):
     made(tmp_path, 100, whole=False)
     (tmp_path / "checkpoint-best").mkdir()
     assert last_whole_checkpoint(tmp_path) == tmp_path / "checkpoint-12"
+    assert "checkpoint-100 is damaged" in caplog.text
     assert [step for step, _ in checkpoints_of(tmp_path)] == [100, 12, 8, 4]
     assert last_whole_checkpoint(tmp_path / "nowhere") is None
     assert step_of(tmp_path / "checkpoint-best") is None

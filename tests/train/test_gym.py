@@ -11,6 +11,7 @@ from made_gym_server import ChatVllm, FakeGym, agent_of, verdict
 from upweight.config import load_config
 from upweight.environments.nemo_gym import gym as gym_module
 from upweight.errors import UserError
+from upweight.train.launch import free_port
 from upweight.train.run import train
 
 # The two forms that the documentation of another trainer gives; only names of files and sizes are put in.
@@ -176,9 +177,7 @@ def test_the_multi_turn_form_trains_an_adapter(tmp_path, model, fake):
     fake.agents["weather_agent"] = "example_single_tool_call"
     agent_of(fake, "weather_agent")
     vllm = ChatVllm(model, longest=2048)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     fake.policy["policy_base_url"] = f"http://localhost:{port}/v1"
     config = prepared(tmp_path, MULTI_TURN, model, fake, synonym_rows(), nemo_gym_policy_port=port)
     try:

@@ -47,7 +47,7 @@ def test_two_ranks_agree(tmp_path):
     assert found == [{**shared, "first": "made"}, {**shared, "first": "found"}]
 
 
-def test_alone_everything_is_as_it_is(tmp_path):
+def test_alone_everything_is_as_it_is():
     assert PartialState().num_processes == 1
     assert LargestOverRanks()(3) == 3
     assert as_rank_zero_says("a") == "a"

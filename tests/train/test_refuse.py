@@ -45,6 +45,26 @@ def test_a_key_without_effect_is_refused(key, tmp_path):
     assert refused(tmp_path, **ASKED[key]).startswith(f"{key}: ")
 
 
+@pytest.mark.parametrize(
+    ("way", "keys", "says"),
+    [
+        ("ipc", {}, "no CUDA device is visible; use 'folder'"),
+        ("nccl", {}, "no CUDA device is visible; use 'folder'"),
+        ("ipc", {"fsdp": True}, "weights that lie in shards"),
+        ("ipc", {"vllm": {"host": "gpu3"}}, "name the server by 127.0.0.1"),
+        ("nccl", {"bf16": True}, "nccl needs vLLM in the trainer's environment"),
+    ],
+)
+def test_weights_are_handed_over_where_that_can_be_done(way, keys, says, tmp_path, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: bool(keys))
+    monkeypatch.setattr("upweight.train.refuse.find_spec", lambda _: None)
+    trl = {"use_vllm": True, "vllm_weight_transfer": way, "reward_funcs": ["rewards.one"]}
+    online = {"rl": "grpo", "trl": trl, "datasets": [{"path": "r", "type": "chat_template"}]}
+    text = refused(tmp_path, **online, **keys)
+    assert text.startswith("trl.vllm_weight_transfer: ")
+    assert says in text
+
+
 def test_every_refusal_is_tried_here():
     assert {key for key, *_ in UNSUPPORTED} == ASKED.keys()
 

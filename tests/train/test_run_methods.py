@@ -44,7 +44,7 @@ def config_of(name, folder, model_folder, **keys):
         keys["datasets"] = [{"path": str(file), **entry}]
     keys = {
         "rl": None,
-        "num_epochs": 4,
+        "num_epochs": 3,
         "learning_rate": 1e-2,
         "save_steps": 8,
         "disable_dropout": True,

@@ -9,11 +9,16 @@ from made_runs import on_ranks, write_model, write_online
 from made_vllm import FakeVllm
 from upweight.config import load_config
 from upweight.errors import UserError
-from upweight.rollout import vllm_servers
+from upweight.rollout import vllm_client, vllm_servers
 from upweight.train.run import train
 from upweight.train.try_rewards import try_on_samples
 
 LORA = {"adapter": "lora", "lora_r": 4, "lora_target_linear": True}
+
+
+@pytest.fixture(autouse=True)
+def _no_long_pauses(monkeypatch):
+    monkeypatch.setattr(vllm_client, "PAUSES", (0.05,))
 
 
 @pytest.fixture(scope="module")

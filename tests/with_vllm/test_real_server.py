@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 # vLLM's attention on CPUs wants heads of 32 at least
 SIZES = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2, "max_position_embeddings": 512}
 LORA = {"adapter": "lora", "lora_r": 4, "lora_target_linear": True}
+WAITING = SimpleNamespace(nccl_common=SimpleNamespace(trainer_init=lambda _: time.sleep(60)))  # nobody joins its group
 PROMPTS = [[65 + n, 66, 67 + n % 5, 68] for n in range(24)]
 
 
@@ -193,9 +195,14 @@ def test_ten_steps_of_grpo_with_adapter_sync(lora_server, served_model, tmp_path
     assert not (tmp_path / "out" / "vllm").exists()
 
 
-def test_all_weights_are_read_anew_and_the_server_ends_with_its_children(served_model, tmp_path):
-    with running(write_online(tmp_path, served_model)) as real:
+def test_all_weights_are_read_anew_and_the_server_ends_with_its_children(served_model, tmp_path, monkeypatch):
+    with running(write_online(tmp_path, served_model), "trl.vllm_weight_transfer=nccl") as real:
         model = policy(served_model, adapter=False)
+        monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
+        monkeypatch.setitem(sys.modules, "vllm.distributed", ModuleType("vllm.distributed"))
+        monkeypatch.setitem(sys.modules, "vllm.distributed.weight_transfer", WAITING)
+        with pytest.raises(UserError, match=r"takes no weights by nccl .*500.*'folder'"):  # it has no GPU
+            backend(real.url, model, served_model, tmp_path, transfer="nccl").sync(0)
         server = backend(real.url, model, served_model, tmp_path)
         for version in range(3):
             server.sync(version)
@@ -231,7 +238,7 @@ def test_a_server_killed_in_the_middle_and_started_again_is_waited_for(lora_serv
     working.join(300)
     assert [len(group) for group in found] == [4] * len(PROMPTS)
     assert versions(found) == {3}
-    assert largest_difference(model, PROMPTS, found) < 1e-4
+    assert largest_difference(model, PROMPTS, found) < 3e-4  # the largest of thousands; another version's is above 0.01
     server.close()
     os.kill(lora_server.vllm(), signal.SIGTERM)  # ended by somebody else
     assert lora_server.process.wait(60) is not None

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from upweight.config import load_config
 from upweight.errors import UserError
+from upweight.log import quiet_transformers
 
 if TYPE_CHECKING:
     from upweight.train.findings import Finding
@@ -38,14 +39,11 @@ def _findings(path: Path | None, overrides: list[str]) -> "Iterator[Finding]":
     # read before the libraries that train, which take seconds to load
     config = load_config(path, overrides) if path is not None and not path.is_dir() else None
 
-    from transformers.utils import logging as transformers_logging
-
     from upweight.train.check_config import check_config
     from upweight.train.check_machine import check_machine
     from upweight.train.check_run import check_run
 
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
+    quiet_transformers()
     if path is not None and config is None:
         yield from check_run(path)
         return

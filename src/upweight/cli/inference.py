@@ -8,11 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from transformers.utils import logging as transformers_logging
-
 from upweight.cli.trained import as_trained, trained
 from upweight.data.rows import RowError
 from upweight.errors import UserError
+from upweight.log import quiet_transformers
 from upweight.rollout.inference import Writer, load_writer
 from upweight.types import Sampling
 
@@ -40,8 +39,7 @@ def run(
         raise UserError("--temperature 0 always writes the same: raise it, or leave --count out")
     found = trained(place, overrides, or_base=True)  # before anybody is asked for prompts
     rows = {"--prompt": {"prompt": prompt}} if prompt is not None else {} if chat else _read(file)
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
+    quiet_transformers()
     data, entry, _ = as_trained(found)
     kept = {"data": data, "entry": entry, "folder": found.config.folder}
     writer = load_writer(found.model, found.adapter, **kept, **options)

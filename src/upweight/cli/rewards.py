@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from upweight.config import load_config
-from upweight.log import warn_once
+from upweight.log import quiet_transformers, warn_once
 
 LONGEST_SHOWN = 240  # characters of an example
 WIDTH = 120  # of the table where there is no terminal
@@ -21,13 +21,10 @@ def run(
     config = load_config(path, overrides)
     for notice in config.notices:
         warn_once(notice)
-    from transformers.utils import logging as transformers_logging
-
     from upweight.cli.score import read_rows
     from upweight.train.try_rewards import try_on_rows, try_on_samples
 
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
+    quiet_transformers()
     tried = try_on_rows(config, read_rows(completions)) if completions else try_on_samples(config, prompts, count)
     plain = tried.as_plain()
     if as_json:

@@ -8,14 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from upweight.config.config import (
-    SECTIONS,
-    Config,
-    blocks,
-    general_keys,
-    how_to_choose,
-    method_keys,
-)
+from upweight.config.config import SECTIONS, Config, blocks, general_keys, how_to_choose, method_keys
 from upweight.config.data import DatasetRow
 from upweight.config.explain import brief, closest, did_you_mean, explain, show
 from upweight.config.modernise import Findings, asks_for_something, modernise

@@ -5,7 +5,6 @@ FUSED_HEAD = "logits are never built: the head is computed in chunks for every m
 KERNELS = "the engine picks its own kernels"
 OWN_SERVER = "vLLM's own server is started; no module of ours runs inside it"
 FSDP2 = "FSDP2 needs no such choice"
-BUILT_IN = "built in"
 
 # A key here may be set; it holds already, and `load` says so once.
 SATISFIED: dict[str, str] = {

@@ -39,6 +39,11 @@ class RolloutSection(Section):
     lora_sync: bool | None = setting(
         "trl.vllm_lora_sync", None, "Send the adapter alone; when left out, on with an adapter that vLLM can load."
     )
+    weight_transfer: Literal["folder", "nccl", "ipc"] = setting(
+        "trl.vllm_weight_transfer",
+        "folder",
+        "How all weights reach a server: a folder it reads, NCCL between GPUs, or the memory of one GPU that both use.",
+    )
     reward_funcs: list[str] = setting(
         "trl.reward_funcs", [], "Reward functions by dotted path, built-in name, or model."
     )

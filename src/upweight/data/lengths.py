@@ -67,7 +67,7 @@ def _answers(record: Record, data: DataSection, keys: tuple[str, ...]) -> Outcom
 
 def _whole(record: Record, data: DataSection, method: Method) -> Outcome:
     parallel = "labels" if "labels" in record.columns else "scored"
-    limit = data.sequence_len
+    limit, reason = data.sequence_len, None
     is_document = method.data == "prompts"
     if len(record.columns["ids"]) > limit:
         # A document has no end that would be missed: it is cut whatever the strategy.
@@ -75,9 +75,8 @@ def _whole(record: Record, data: DataSection, method: Method) -> Outcome:
             return None, TOO_LONG
         if data.too_long == "raise" and not is_document:
             raise _refused(record, data)
-        record = _with(record, **{key: record.columns[key][:limit] for key in ("ids", parallel)})
-        return (record, CUT) if _is_trained(record.columns[parallel]) else (None, NOTHING_LEFT)
-    return (record, None) if _is_trained(record.columns[parallel]) else (None, NOTHING_LEFT)
+        record, reason = _with(record, **{key: record.columns[key][:limit] for key in ("ids", parallel)}), CUT
+    return (record, reason) if _is_trained(record.columns[parallel]) else (None, NOTHING_LEFT)
 
 
 def _is_trained(marks: list[Any]) -> bool:

@@ -1,7 +1,6 @@
 """What preparation did, in numbers: rows read, kept and dropped, lengths, and the settings they suggest."""
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -120,7 +119,7 @@ def lengths_of(columns: dict[str, Any]) -> tuple[int, int, int]:
     if "completion_ids" in columns:
         return _with_prompt(columns, len(columns["completion_ids"]))
     if "scored" in columns:
-        scored = _count(columns["scored"])
+        scored = sum(columns["scored"])
         return len(columns["ids"]) - scored, scored, len(columns["ids"])
     if "ids" in columns:
         return 0, 0, len(columns["ids"])
@@ -130,7 +129,3 @@ def lengths_of(columns: dict[str, Any]) -> tuple[int, int, int]:
 def _with_prompt(columns: dict[str, Any], completion: int) -> tuple[int, int, int]:
     prompt = len(columns["prompt_ids"])
     return prompt, completion, prompt + completion
-
-
-def _count(flags: Sequence[bool]) -> int:
-    return sum(map(bool, flags))

@@ -25,10 +25,7 @@ from upweight.models.merge import Adapted
 from upweight.models.tokenizer import load_tokenizer
 from upweight.types import Sample, Unit
 
-HEADS: dict[str, Head] = {
-    "ForSequenceClassification": "sequence_score",
-    "ForTokenClassification": "step_score",
-}
+HEADS: dict[str, Head] = {"ForSequenceClassification": "sequence_score", "ForTokenClassification": "step_score"}
 LONGEST_ROW = 4096  # tokens of a forward; a longer sequence has one of its own
 
 

@@ -17,7 +17,7 @@ from datasets import config as datasets_config
 from datasets.exceptions import DatasetsError
 from numpy.typing import NDArray
 
-from upweight.config.data import DataSection, DatasetRow
+from upweight.config.data import DatasetRow
 from upweight.config.explain import did_you_mean
 from upweight.data.lines import COMPRESSED, LineFile
 from upweight.data.progress import quiet_unless_terminal
@@ -151,13 +151,6 @@ class Opened:
         if found is None and len(part) > 1:
             raise UserError(f"{self.where}: has the splits {', '.join(part)}. Choose one with 'split'.")
         return found or next(iter(part))
-
-
-def load_rows(entry: DatasetRow, data: DataSection, folder: Path) -> Rows:
-    """The rows of one entry; `folder` is the config's, where relative paths may start."""
-    key, entries = ("test_datasets", data.test_datasets) if entry in data.test_datasets else ("datasets", data.datasets)
-    number = entries.index(entry) if entry in entries else 0
-    return open_entry(entry, f"{key}[{number}]", folder, evaluation=key == "test_datasets").rows()
 
 
 def open_entry(entry: DatasetRow, key: str, folder: Path, *, evaluation: bool = False, seed: int = 0) -> Opened:

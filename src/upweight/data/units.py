@@ -78,10 +78,7 @@ def _labelled(prompt: Mapping[str, Any], answer: Mapping[str, Any], label: int) 
     whole = _completion(_ids(prompt["prompt_ids"]), _ids(answer["completion_ids"]))
     ref_logps = answer.get("ref_completion_logps") if label != MISMATCHED else None
     return Sample(
-        whole.ids,
-        whole.scored,
-        label=label,
-        ref_logps=None if ref_logps is None else np.asarray(ref_logps, np.float32),
+        whole.ids, whole.scored, label=label, ref_logps=None if ref_logps is None else np.asarray(ref_logps, np.float32)
     )
 
 

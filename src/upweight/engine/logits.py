@@ -115,10 +115,7 @@ def row_statistics(projected_TV: Tensor, target_T: Tensor, ask: Ask) -> dict[str
     shifted_TV = torch.exp(logits - top_T[:, None])
     total_T = shifted_TV.sum(-1)
     log_sum_exp_T = total_T.log() + top_T
-    out = {
-        "logps_T": logits.gather(-1, target_T[:, None]).squeeze(-1) - log_sum_exp_T,
-        "log_sum_exp_T": log_sum_exp_T,
-    }
+    out = {"logps_T": logits.gather(-1, target_T[:, None]).squeeze(-1) - log_sum_exp_T, "log_sum_exp_T": log_sum_exp_T}
     if "entropy_T" in ask.statistics:
         out["entropy_T"] = log_sum_exp_T - (shifted_TV * logits).sum(-1) / total_T
     if "mean_logit_T" in ask.statistics:

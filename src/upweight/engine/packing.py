@@ -27,10 +27,7 @@ def whole_blocks(length: int) -> int:
 
 
 def build_batch(
-    units: Sequence[Unit],
-    layout: Layout = "tree",
-    predict: bool = True,
-    pad_to: Callable[[int], int] | None = None,
+    units: Sequence[Unit], layout: Layout = "tree", predict: bool = True, pad_to: Callable[[int], int] | None = None
 ) -> Batch:
     """Units -> one forward: trees in one row, or a right-padded row for each sample.
 

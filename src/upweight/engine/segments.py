@@ -161,14 +161,7 @@ def _attend(
 
 
 def _explicit(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    call: Call,
-    *,
-    scaling: float,
-    softcap: float | None,
-    sinks: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, call: Call, *, scaling: float, softcap: float | None, sinks: Tensor | None
 ) -> Tensor:
     """The softmax written out, for what SDPA cannot do: capped scores and attention sinks."""
     if call.visible_QK is None:

@@ -131,10 +131,7 @@ class EBFT(Method):
         sampled_S, logps_T = is_sampled(batch), given(out.logps_T)
         sampled_T = sampled_S[batch.sequence_T]
         loss_T = -logps_T * torch.where(sampled_S, given(batch.advantage_S), 0.0)[batch.sequence_T]
-        metrics = {
-            "entropy": Mean.over(given(out.entropy_T), sampled_T),
-            "ebft/rl_loss": Mean.over(loss_T, sampled_T),
-        }
+        metrics = {"entropy": Mean.over(given(out.entropy_T), sampled_T), "ebft/rl_loss": Mean.over(loss_T, sampled_T)}
         return Loss({"tokens": loss_T.sum()}, metrics)
 
     def advantages(self, rewards_SR: Tensor, group_S: Tensor) -> Tensor:

@@ -6,15 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from upweight.methods.base import (
-    Method,
-    given,
-    is_chosen,
-    pair_metrics,
-    pair_token_metrics,
-    scalar,
-    sequence_sum,
-)
+from upweight.methods.base import Method, given, is_chosen, pair_metrics, pair_token_metrics, scalar, sequence_sum
 from upweight.settings import setting
 from upweight.types import Batch, Loss, Mean, Outputs
 

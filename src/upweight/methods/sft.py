@@ -32,8 +32,5 @@ class SFT(Method):
     def loss(self, out: Outputs, batch: Batch, prepared: dict[str, Tensor]) -> Loss:
         logps_T = given(out.logps_T)
         loss_T = -logps_T * logps_T.detach().exp() if self.loss_type == "dft" else -logps_T
-        metrics = {
-            "entropy": Mean.of(given(out.entropy_T)),
-            "mean_token_accuracy": Mean.of(given(out.is_top_T)),
-        }
+        metrics = {"entropy": Mean.of(given(out.entropy_T)), "mean_token_accuracy": Mean.of(given(out.is_top_T))}
         return Loss({"tokens": loss_T.sum()}, metrics)

@@ -12,11 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from upweight.models.siblings import gated_product, join_siblings
+
 _PROJECTIONS = {"gate_proj", "up_proj", "down_proj"}
 
 
 def fuse_layers(model: nn.Module) -> None:
-    """Let the plain norms and gated blocks of a model that lies on a GPU run fused."""
+    """Let the plain norms and gated blocks of a model that lies on a GPU run fused, and its siblings together."""
+    join_siblings(model)
     verdicts: dict[type, Callable[..., Tensor] | None] = {}
     for module in model.modules():
         weight = next(module.parameters(), None)
@@ -66,6 +69,8 @@ def _norm(self: Any, x: Tensor) -> Tensor:
 
 def _gated(self: Any, x: Tensor) -> Tensor:
     """down(silu(gate(x)) * up(x))."""
+    if (product := gated_product(x, self.gate_proj, self.up_proj)) is not None:
+        return self.down_proj(product)
     gate, up = self.gate_proj(x), self.up_proj(x)
     if torch.compiler.is_compiling() or not x.is_cuda:
         return self.down_proj(_product(gate, up))

@@ -37,6 +37,16 @@ def compute_dtype(section: ModelSection, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if device.type != "cuda" or torch.cuda.is_bf16_supported() else torch.float16
 
 
+def master_dtype(section: ModelSection, dtype: torch.dtype) -> torch.dtype:
+    """The dtype to load weights in that are trained in full: float32 where the files hold it.
+
+    Rounded to a half-precision grid, a master has to move half a step of it before any forward sees a change.
+    """
+    _, gguf_file = source_of(section.base_model, section.gguf_file)
+    unpacked = gguf_file is not None
+    return torch.float32 if unpacked or load_config(section).dtype == torch.float32 else dtype
+
+
 def load_model(
     section: ModelSection,
     dtype: torch.dtype,

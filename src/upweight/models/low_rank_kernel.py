@@ -1,9 +1,9 @@
 # ruff: noqa: ANN001, ANN202, PLR0917  (a kernel takes pointers and numbers, each by its place)
-"""A linear layer with its adapter for few rows, as decoding has them: x W' + b + s (x A') B' in one Triton kernel.
+"""Linear layers for few rows, as decoding has them: x W' + b + s (x A') B' in one Triton kernel.
 
 Such a product takes as long as reading W. A program reads one piece of W and the same columns of A beside it, so the
-adapter costs no launch of its own. Columns are split over programs until they fill the GPU; the last one to finish a
-tile adds up what the others left, always in the same order.
+adapter costs no launch of its own; layers that read the same input share a launch. Columns are split over programs
+until they fill the GPU; the last one to finish a tile adds up what the others left, always in the same order.
 """
 
 from functools import cache
@@ -14,43 +14,97 @@ import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
-MOST_ROWS, MOST_RANK = 128, 64  # beyond, products apart are as fast
-_ROWS, _DEPTH = 64, 64
-_WIDE = 4096  # outputs from which on a tile has twice the columns
+MOST_ROWS, MOST_RANK, MOST_LAYERS = 128, 64, 3  # beyond, products apart are as fast
+LEAST_GATED = 4096  # outputs below which the tiles of a gated product would not fill a GPU
+_ROWS, _DEPTH, _GATED_DEPTH = 64, 128, 64
+_WIDE = 4096  # inputs or outputs from which on a tile has twice the columns
 _SMALLEST_SIDE = 16  # of a matrix product on tensor cores
 _MOST_PARTS = 8
 
 
-@torch.library.custom_op("upweight::low_rank_linear", mutates_args=())
-def low_rank_linear(
-    x_ND: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor, scaling: float
+@torch.library.custom_op("upweight::low_rank_linears", mutates_args=())
+def low_rank_linears(
+    x_ND: Tensor,
+    weights: list[Tensor],
+    biases: list[Tensor],
+    downs: list[Tensor],
+    ups: list[Tensor],
+    scalings: list[float],
 ) -> Tensor:
-    """Rows of x, at most `MOST_ROWS`, through the layer `weight`, `bias` and the adapter `down`, `up`."""
-    x_ND, weight, down, up = (tensor.contiguous() for tensor in (x_ND, weight, down, up))
+    """Rows of x, at most `MOST_ROWS`, through layers that all, or none, have a bias, and an adapter of one rank.
+
+    The layers' outputs lie side by side.
+    """
+    x_ND = x_ND.contiguous()
     count, depth = x_ND.shape
-    width, rank = up.shape
     rows = min(_ROWS, max(_SMALLEST_SIDE, triton.next_power_of_2(count)))
-    columns = 64 if width > _WIDE else 32
-    tiles = triton.cdiv(width, columns), triton.cdiv(count, rows)
-    wanted = max(1, 2 * _processors(x_ND.device) // (tiles[0] * tiles[1]))
+    width = sum(len(weight) for weight in weights)
+    columns = 64 if max(width, depth) > _WIDE else 32
+    tiles = [triton.cdiv(len(weight), columns) for weight in weights]
+    below = triton.cdiv(count, rows)
+    wanted = max(1, _processors(x_ND.device) // (sum(tiles) * below))
     each = triton.cdiv(triton.cdiv(depth, min(wanted, _MOST_PARTS)), _DEPTH) * _DEPTH
     parts = triton.cdiv(depth, each)
     out = torch.empty(count, width, dtype=x_ND.dtype, device=x_ND.device)
-    left = torch.empty(tiles[0] * tiles[1] * parts * rows * columns, dtype=torch.float32, device=x_ND.device)
+    left = torch.empty(sum(tiles) * below * parts * rows * columns, dtype=torch.float32, device=x_ND.device)
+    rank = len(downs[0]) if downs else 0
     launch: Any = _kernel
-    launch[(tiles[0] * parts, tiles[1])](
-        x_ND, weight, bias if bias is not None else weight, down, up, out, left, _counters(x_ND.device),
-        count, width, depth, each, scaling,
-        PARTS=parts, ROWS=rows, COLUMNS=columns, DEPTH=_DEPTH,
-        RANK=rank, RANK_UP=max(_SMALLEST_SIDE, triton.next_power_of_2(rank)), BIAS=bias is not None,
-        num_warps=4, num_stages=5,
+    launch[(sum(tiles) * parts, below)](
+        x_ND, *_three(weights), *_three(biases or weights), *_three(downs or weights), *_three(ups or weights),
+        out, left, _counters(x_ND.device), count, *_three([len(weight) for weight in weights]), depth, each,
+        *_three(scalings or [0.0]),
+        LAYERS=len(weights), PARTS=parts, ROWS=rows, COLUMNS=columns, DEPTH=_DEPTH,
+        RANK=rank, RANK_UP=_side(rank), BIAS=bool(biases), num_warps=4, num_stages=4,
     )  # fmt: skip
     return out
 
 
-@low_rank_linear.register_fake
-def _shape(x_ND: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor, scaling: float) -> Tensor:
-    return x_ND.new_empty(x_ND.shape[0], up.shape[0])
+@low_rank_linears.register_fake
+def _shape(
+    x_ND: Tensor,
+    weights: list[Tensor],
+    biases: list[Tensor],
+    downs: list[Tensor],
+    ups: list[Tensor],
+    scalings: list[float],
+) -> Tensor:
+    return x_ND.new_empty(x_ND.shape[0], sum(weight.shape[0] for weight in weights))
+
+
+@torch.library.custom_op("upweight::low_rank_gated", mutates_args=())
+def low_rank_gated(
+    x_ND: Tensor, weights: list[Tensor], downs: list[Tensor], ups: list[Tensor], scalings: list[float]
+) -> Tensor:
+    """silu(gate) * up of rows of x, at most `MOST_ROWS`: two layers without bias, both or none with an adapter."""
+    x_ND = x_ND.contiguous()
+    count, depth = x_ND.shape
+    rows = min(_ROWS, max(_SMALLEST_SIDE, triton.next_power_of_2(count)))
+    width, rank = len(weights[0]), len(downs[0]) if downs else 0
+    columns = 64 if rank else 32
+    out = torch.empty(count, width, dtype=x_ND.dtype, device=x_ND.device)
+    launch: Any = _gated_kernel
+    launch[(triton.cdiv(width, columns), triton.cdiv(count, rows))](
+        x_ND, *weights, *(downs or weights), *(ups or weights), out, count, width, depth, *(scalings or [0.0, 0.0]),
+        ROWS=rows, COLUMNS=columns, DEPTH=_GATED_DEPTH, RANK=rank, RANK_UP=_side(rank),
+        num_warps=4, num_stages=4,
+    )  # fmt: skip
+    return out
+
+
+@low_rank_gated.register_fake
+def _gated_shape(
+    x_ND: Tensor, weights: list[Tensor], downs: list[Tensor], ups: list[Tensor], scalings: list[float]
+) -> Tensor:
+    return x_ND.new_empty(x_ND.shape[0], weights[0].shape[0])
+
+
+def _side(rank: int) -> int:
+    return max(_SMALLEST_SIDE, triton.next_power_of_2(rank))
+
+
+def _three(of: list[Any]) -> list[Any]:
+    """A kernel's three arguments for one, two or three layers."""
+    return (of * MOST_LAYERS)[:MOST_LAYERS]
 
 
 @cache
@@ -65,52 +119,104 @@ def _counters(device: torch.device) -> Tensor:
 
 
 @triton.jit
+def _piece(at, row, rows, column, columns):
+    """The elements [row, column] of a matrix with `columns` columns; zero outside."""
+    return tl.load(
+        at + row[:, None].to(tl.int64) * columns + column[None, :],
+        mask=(row[:, None] < rows) & (column[None, :] < columns), other=0.0,
+    )  # fmt: skip
+
+
+@triton.jit
+def _added(first_at, PARTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The sum of the parts of a tile, which lie one after the other."""
+    sums = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for part in range(PARTS):
+        sums += tl.load(first_at + part * ROWS * COLUMNS)
+    return sums
+
+
+@triton.jit
 def _kernel(
-    x_at, weight_at, bias_at, down_at, up_at, out_at, left_at, counters,
-    count, width, depth, each, scaling,
-    PARTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    x_at, weight_at, weight_1, weight_2, bias_at, bias_1, bias_2, down_at, down_1, down_2, up_at, up_1, up_2,
+    out_at, left_at, counters, count, width, width_1, width_2, depth, each, scaling, scaling_1, scaling_2,
+    LAYERS: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
     RANK: tl.constexpr, RANK_UP: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    part = tl.program_id(0) % PARTS
-    column = tl.program_id(0) // PARTS * COLUMNS + tl.arange(0, COLUMNS)
+    part, tile = tl.program_id(0) % PARTS, tl.program_id(0) // PARTS
+    own, before, total = tile, 0, width
+    if LAYERS > 1:
+        tiles, total = tl.cdiv(width, COLUMNS), total + width_1
+        if own >= tiles:
+            own, before = own - tiles, width
+            weight_at, bias_at, down_at, up_at, width, scaling = weight_1, bias_1, down_1, up_1, width_1, scaling_1
+    if LAYERS > 2:
+        tiles, total = tl.cdiv(width_1, COLUMNS), total + width_2
+        if (before > 0) & (own >= tiles):
+            own, before = own - tiles, before + width_1
+            weight_at, bias_at, down_at, up_at, width, scaling = weight_2, bias_2, down_2, up_2, width_2, scaling_2
+    column = own * COLUMNS + tl.arange(0, COLUMNS)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     in_rank = tl.arange(0, RANK_UP)
     sums = tl.zeros((ROWS, COLUMNS), tl.float32)
     narrow = tl.zeros((ROWS, RANK_UP), tl.float32)
     for start in range(part * each, tl.minimum(part * each + each, depth), DEPTH):
         at = start + tl.arange(0, DEPTH)
-        inside = at[None, :] < depth
-        x = tl.load(x_at + row[:, None] * depth + at[None, :], mask=(row[:, None] < count) & inside, other=0.0)
-        weight = tl.load(
-            weight_at + column[:, None].to(tl.int64) * depth + at[None, :],
-            mask=(column[:, None] < width) & inside, other=0.0,
-        )  # fmt: skip
-        down = tl.load(
-            down_at + in_rank[:, None] * depth + at[None, :], mask=(in_rank[:, None] < RANK) & inside, other=0.0
-        )
-        sums = tl.dot(x, tl.trans(weight), sums)
-        narrow = tl.dot(x, tl.trans(down), narrow)
-    up = tl.load(
-        up_at + column[:, None] * RANK + in_rank[None, :],
-        mask=(column[:, None] < width) & (in_rank[None, :] < RANK), other=0.0,
-    )  # fmt: skip
-    sums += tl.dot(narrow.to(up.dtype), tl.trans(up)) * scaling
+        x = _piece(x_at, row, count, at, depth)
+        sums = tl.dot(x, tl.trans(_piece(weight_at, column, width, at, depth)), sums)
+        if RANK > 0:
+            narrow = tl.dot(x, tl.trans(_piece(down_at, in_rank, RANK, at, depth)), narrow)
+    if RANK > 0:
+        up = _piece(up_at, column, width, in_rank, RANK)
+        sums += tl.dot(narrow.to(up.dtype), tl.trans(up)) * scaling
     last = True
     if PARTS > 1:
-        tile = tl.program_id(1) * (tl.num_programs(0) // PARTS) + tl.program_id(0) // PARTS
+        place = tl.program_id(1) * (tl.num_programs(0) // PARTS) + tile
         cell = tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-        tl.store(left_at + (tile * PARTS + part) * ROWS * COLUMNS + cell, sums)
+        tl.store(left_at + (place * PARTS + part) * ROWS * COLUMNS + cell, sums)
         tl.debug_barrier()
-        last = tl.atomic_add(counters + tile, 1, sem="acq_rel") == PARTS - 1
+        last = tl.atomic_add(counters + place, 1, sem="acq_rel") == PARTS - 1
         if last:
-            sums = tl.zeros((ROWS, COLUMNS), tl.float32)
-            for other in range(PARTS):
-                sums += tl.load(left_at + (tile * PARTS + other) * ROWS * COLUMNS + cell)
-            tl.store(counters + tile, 0)
+            sums = _added(left_at + place * PARTS * ROWS * COLUMNS + cell, PARTS, ROWS, COLUMNS)
+            tl.store(counters + place, 0)
     if last:
         if BIAS:
             sums += tl.load(bias_at + column, mask=column < width, other=0.0).to(tl.float32)[None, :]
         tl.store(
-            out_at + row[:, None] * width + column[None, :], sums.to(out_at.dtype.element_ty),
+            out_at + row[:, None] * total + before + column[None, :], sums.to(out_at.dtype.element_ty),
             mask=(row[:, None] < count) & (column[None, :] < width),
         )  # fmt: skip
+
+
+@triton.jit
+def _gated_kernel(
+    x_at, gate_at, up_at, gate_down, up_down, gate_up, up_up, out_at, count, width, depth, gate_scaling, up_scaling,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, RANK: tl.constexpr, RANK_UP: tl.constexpr,
+):  # fmt: skip
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    in_rank = tl.arange(0, RANK_UP)
+    gate = tl.zeros((ROWS, COLUMNS), tl.float32)
+    up = tl.zeros((ROWS, COLUMNS), tl.float32)
+    gate_narrow = tl.zeros((ROWS, RANK_UP), tl.float32)
+    up_narrow = tl.zeros((ROWS, RANK_UP), tl.float32)
+    for start in range(0, depth, DEPTH):
+        at = start + tl.arange(0, DEPTH)
+        x = _piece(x_at, row, count, at, depth)
+        gate = tl.dot(x, tl.trans(_piece(gate_at, column, width, at, depth)), gate)
+        up = tl.dot(x, tl.trans(_piece(up_at, column, width, at, depth)), up)
+        if RANK > 0:
+            gate_narrow = tl.dot(x, tl.trans(_piece(gate_down, in_rank, RANK, at, depth)), gate_narrow)
+            up_narrow = tl.dot(x, tl.trans(_piece(up_down, in_rank, RANK, at, depth)), up_narrow)
+    if RANK > 0:
+        wide = _piece(gate_up, column, width, in_rank, RANK)
+        gate += tl.dot(gate_narrow.to(wide.dtype), tl.trans(wide)) * gate_scaling
+        wide = _piece(up_up, column, width, in_rank, RANK)
+        up += tl.dot(up_narrow.to(wide.dtype), tl.trans(wide)) * up_scaling
+    dtype = out_at.dtype.element_ty
+    gate = gate.to(dtype).to(tl.float32)  # rounded as the layers' outputs are in training
+    gated = (gate * tl.sigmoid(gate)).to(dtype).to(tl.float32) * up.to(dtype).to(tl.float32)
+    tl.store(
+        out_at + row[:, None] * width + column[None, :], gated.to(dtype),
+        mask=(row[:, None] < count) & (column[None, :] < width),
+    )  # fmt: skip

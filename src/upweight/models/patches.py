@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 if torch.cuda.is_available() and find_spec("triton"):
-    from upweight.models.low_rank_kernel import MOST_RANK, MOST_ROWS, low_rank_linear
+    from upweight.models import low_rank_kernel as few_rows
 else:
-    low_rank_linear, MOST_RANK, MOST_ROWS = None, 0, 0
+    few_rows = None  # products of few rows have no kernel of their own
 
 
 def shard_on_cpu(state: AcceleratorState, plugin: FullyShardedDataParallelPlugin) -> None:
@@ -42,14 +42,13 @@ def add_adapters_in_place(model: nn.Module) -> None:
 
 def _lora_forward(self: LoraLinear, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """The base layer's output with the active adapter's term; whatever is not plain goes through PEFT's own forward."""
-    found = None if args or kwargs else _plain_adapter(self, x)
+    found = None if args or kwargs else plain_adapter(self, x)
     if found is None:
         return self.__dict__["_stock_forward"](x, *args, **kwargs)
     weight, bias, down, up, scaling = found
     x_ND = x.reshape(-1, x.shape[-1])
-    few = x.is_cuda and x.dtype != torch.float32 and len(x_ND) <= MOST_ROWS and len(down) <= MOST_RANK
-    if few and low_rank_linear is not None and not torch.is_grad_enabled():
-        out = low_rank_linear(x_ND, weight, bias, down, up, scaling)
+    if few_rows is not None and is_few(x_ND) and len(down) <= few_rows.MOST_RANK:
+        out = few_rows.low_rank_linears(x_ND, [weight], [] if bias is None else [bias], [down], [up], [scaling])
     elif torch.compiler.is_compiling():
         out = F.linear(x_ND, weight, bias) + scaling * F.linear(F.linear(x_ND, down), up)
     else:
@@ -58,7 +57,13 @@ def _lora_forward(self: LoraLinear, x: Tensor, *args: Any, **kwargs: Any) -> Ten
     return out.view(*x.shape[:-1], out.shape[-1])
 
 
-def _plain_adapter(layer: Any, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor, Tensor, float] | None:
+def is_few(x_ND: Tensor) -> bool:
+    """Whether rows are as few as in decoding, where a product takes as long as reading the layer's weight."""
+    half = x_ND.is_cuda and x_ND.dtype != torch.float32
+    return few_rows is not None and half and x_ND.shape[0] <= few_rows.MOST_ROWS and not torch.is_grad_enabled()
+
+
+def plain_adapter(layer: Any, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor, Tensor, float] | None:
     """Weight and bias of the layer, weights and scaling of its adapter, if all that does is add a low-rank product."""
     active = [name for name in layer.active_adapters if name in layer.lora_A]
     if layer.disable_adapters or layer.merged or layer.lora_variant or len(active) != 1 or layer.fan_in_fan_out:

@@ -77,11 +77,7 @@ def _parameters(item: nn.Module | Tensor) -> list[Tensor]:
 
 
 def reference_kind(
-    *,
-    needed: bool,
-    adapter: AdapterState,
-    separate: bool = False,
-    synced: bool = False,
+    *, needed: bool, adapter: AdapterState, separate: bool = False, synced: bool = False
 ) -> ReferenceKind:
     """Which reference a run needs; `separate` asks for a model of its own, `synced` for one that follows the policy."""
     if not needed:

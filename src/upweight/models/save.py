@@ -24,10 +24,10 @@ def save_model(
     if isinstance(model, PeftModel):
         model.save_pretrained(str(folder), state_dict=state_dict, selected_adapters=list(model.active_adapters))
     else:
-        weights = dict(computed_weights(model, state_dict or model.state_dict(), dtype))
-        if state_dict is not None:  # gathered weights share no memory, by which tied ones would be told
-            weights = {name: value for name, value in weights.items() if name not in model.all_tied_weights_keys}
-        model.save_pretrained(str(folder), state_dict=weights)
+        weights = computed_weights(model, state_dict or model.state_dict(), dtype)
+        # What was gathered or cast shares no memory, by which tied weights would be told.
+        once = {name: value for name, value in weights if name not in model.all_tied_weights_keys}
+        model.save_pretrained(str(folder), state_dict=once)
         # save_pretrained notes the dtype of the masters, which `dtype="auto"` would then load.
         model.config.dtype = dtype
         model.config.save_pretrained(str(folder))

@@ -10,6 +10,7 @@ from peft.tuners.lora import LoraLayer
 from peft.utils import ModulesToSaveWrapper
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 
 from upweight.errors import UserError
 from upweight.models.pieces import gathered_weights, lies_in_pieces
@@ -37,6 +38,26 @@ def write_weights(model: PreTrainedModel | PeftModel, folder: Path, dtype: torch
         if torch.equal(weights[name], weights[source]):
             del weights[name]
     base.save_pretrained(str(folder), state_dict=weights)
+
+
+def sent_weights(model: PreTrainedModel | PeftModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """What `write_weights` writes, tensor by tensor, by the names that files have; tied weights once.
+
+    Of a model whose files have other tensors than its modules (experts, for one), all are made at once.
+    """
+    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    assert isinstance(base, PreTrainedModel)
+    weights = (
+        _merged(model, dtype) if isinstance(model, PeftModel) else computed_weights(base, base.state_dict(), dtype)
+    )
+    tied = base.get_expanded_tied_weights_keys(all_submodels=True)
+    once = ((name, value) for name, value in weights if name not in tied)
+    own: dict[str, Tensor] = {
+        name.replace(".base_layer", ""): value.to("meta") for name, value in base.state_dict().items()
+    }
+    if revert_weight_conversion(base, own).keys() == own.keys():
+        return once
+    return iter(revert_weight_conversion(base, dict(once)).items())
 
 
 def _write(model: PreTrainedModel | PeftModel, folder: Path, dtype: torch.dtype) -> None:
@@ -68,25 +89,31 @@ def _merged(model: PeftModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]
     """Every weight of the base model by its own name, with what the adapter adds to it, as new tensors."""
     (adapter,) = model.active_adapters
     base = model.get_base_model()
-    replaced: dict[str, Any] = {}
-    inside: dict[str, str] = {}  # names under PEFT's wrappers, by what stands before them in the base
+    inside: list[str] = []  # what names under PEFT's wrappers begin with in the base
     for name, module in base.named_modules():
         if isinstance(module, ModulesToSaveWrapper):
+            inside.append(f"{name}.")
             saved = module.modules_to_save[adapter]
-            replaced |= {
-                f"{name}.{inner}": value for inner, value in computed_weights(saved, saved.state_dict(), dtype)
-            }
-            inside[name] = f"{name}."
+            found = computed_weights(saved, saved.state_dict(), dtype)
         elif isinstance(module, LoraLayer):
-            inside[name] = f"{name}."
-            own: Any = module.get_base_layer()
-            replaced |= {f"{name}.{inner}": value for inner, value in own.state_dict().items()}
-            if adapter in module.r:
-                delta: Any = getattr(module, "get_delta_weight")(adapter)  # noqa: B009 - not on every kind of layer
-                replaced[f"{name}.weight"] = own.weight.detach().float() + delta.detach().float()
+            inside.append(f"{name}.")
+            found = _with_delta(module, adapter)
+        else:
+            continue
+        for inner, value in found:
+            floating = isinstance(value, Tensor) and value.is_floating_point()
+            yield f"{name}.{inner}", value.detach().to(dtype) if floating else value
     for name, value in base.state_dict().items():
-        if not name.startswith(tuple(inside.values())):
+        if not name.startswith(tuple(inside)):
             yield name, value.to(dtype) if value.is_floating_point() and value.dtype == torch.float32 else value
-    for name, value in replaced.items():
-        floating = isinstance(value, Tensor) and value.is_floating_point()
-        yield name, value.detach().to(dtype) if floating else value
+
+
+def _with_delta(module: LoraLayer, adapter: str) -> Iterator[tuple[str, Any]]:
+    """The weights of an adapted layer by their names in it, with what the adapter adds."""
+    own: Any = module.get_base_layer()
+    for name, value in own.state_dict().items():
+        if name == "weight" and adapter in module.r:
+            delta: Any = getattr(module, "get_delta_weight")(adapter)  # noqa: B009 - not on every kind of layer
+            yield name, own.weight.detach().float() + delta.detach().float()
+        else:
+            yield name, value

@@ -1,11 +1,13 @@
 # ruff: noqa: ANN001, ANN202, PLR0917  (a kernel takes pointers and numbers, each by its place)
 """The attention of `cascade.py` as one Triton kernel, which also stores the newest key and value.
 
-A program serves the query heads of one slot that share a key head. It begins with the newest token, which it holds
-in registers, and goes over the prompt's keys and the completion's block by block with a running softmax. Members of
-a group read their prompt's keys at the same time, so that all but the first find them in the cache.
+Two programs serve the query heads of one slot that share a key head: one goes over the prompt's keys, one over the
+completion's, beginning with the newest token, which it holds in registers; each block by block with a running softmax.
+The second to finish joins what both found, always in the same order. Members of a group read their prompt's keys at
+the same time, so that all but the first find them in the cache.
 """
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -15,8 +17,10 @@ from torch import Tensor
 
 from upweight.engine.attention import Scores
 
-_COLUMNS = 64
+_COLUMNS, _FEWER = 128, 64  # keys of a block; fewer where a key is long
+_LONG_KEY = 256  # bytes
 _SMALLEST_SIDE = 16  # of a matrix product on tensor cores
+_PARTS = 2
 
 
 def cascade_step(
@@ -39,19 +43,29 @@ def cascade_step(
     key_heads, value_width = key.shape[1], value.shape[-1]
     out = torch.empty(slots, heads, 1, value_width, dtype=query.dtype, device=query.device)
     repeat = heads // key_heads
+    long = _side(max(width, value_width)) * key.element_size() > _LONG_KEY
+    left = torch.empty(
+        slots * key_heads * _PARTS, _side(repeat), _side(value_width) + 2, dtype=torch.float32, device=query.device
+    )
     launch: Any = _kernel
-    launch[(slots, key_heads)](
+    launch[(slots, key_heads, _PARTS)](
         query, key, value, prompt_key, prompt_value, new_key, new_value, lengths, step,
-        form.sinks if form.sinks is not None else lengths, out,
+        form.sinks if form.sinks is not None else lengths, out, left, _counters(query.device),
         form.scaling, form.softcap or 0.0, slots // lengths.shape[0], prompt_key.shape[2], new_key.shape[2],
         query.stride(0), query.stride(1), key.stride(0), key.stride(1), value.stride(0), value.stride(1),
-        REPEAT=repeat, ROWS=_side(repeat), COLUMNS=_COLUMNS,
+        REPEAT=repeat, ROWS=_side(repeat), COLUMNS=_FEWER if long else _COLUMNS,
         WIDTH=width, WIDTH_UP=_side(width), VALUE_WIDTH=value_width, VALUE_WIDTH_UP=_side(value_width),
         WINDOW=form.rule.window or 0, CHUNK=form.rule.chunk or 0,
         CAPPED=form.softcap is not None, SINKS=form.sinks is not None,
-        PRECISION="ieee" if query.dtype == torch.float32 else "tf32", num_warps=4,
+        PRECISION="ieee" if query.dtype == torch.float32 else "tf32", PARTS=_PARTS, num_warps=4, num_stages=2,
     )  # fmt: skip
     return out
+
+
+@cache
+def _counters(device: torch.device) -> Tensor:
+    """How many programs of each slot and key head are done; zero between launches."""
+    return torch.zeros(1 << 16, dtype=torch.int32, device=device)
 
 
 def _side(size: int) -> int:
@@ -78,10 +92,35 @@ def _moved(source, target, WIDTH: tl.constexpr, WIDTH_UP: tl.constexpr):
 
 
 @triton.jit
-def _with_sinks(largest, total, mean, sinks):
-    """The running softmax with one more logit for each row, which stands for seeing nothing."""
-    larger = tl.maximum(largest, sinks)
-    return total * tl.exp(largest - larger) + tl.exp(sinks - larger), mean * tl.exp(largest - larger)[:, None]
+def _last(mine, largest, total, mean, counter, PARTS: tl.constexpr, WIDTH: tl.constexpr):
+    """Leave what a part found to the others; whether this was the last part."""
+    tl.store(mine, largest)
+    tl.store(mine + 1, total)
+    tl.store(mine[:, None] + 2 + tl.arange(0, WIDTH)[None, :], mean)
+    tl.debug_barrier()
+    return tl.atomic_add(counter, 1, sem="acq_rel") == PARTS - 1
+
+
+@triton.jit
+def _joined(
+    ends, sinks, heads, there, PARTS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, SINKS: tl.constexpr
+):
+    """What the parts found: the softmax's total and the values it weighs; a sink is a logit for seeing nothing."""
+    largest = tl.full((ROWS,), float("-inf"), tl.float32)
+    if SINKS:
+        largest = tl.load(sinks + heads, mask=there, other=0.0).to(tl.float32)
+    total = tl.where(largest > float("-inf"), 1.0, 0.0)
+    mean = tl.zeros((ROWS, WIDTH), tl.float32)
+    in_value = tl.arange(0, WIDTH)
+    for backwards in range(PARTS):  # the last part, which holds the newest token, is never empty
+        part = ends + (PARTS - 1 - backwards) * ROWS * (WIDTH + 2)
+        other = tl.load(part)
+        larger = tl.maximum(largest, other)
+        shrink, share = tl.exp(largest - larger), tl.exp(other - larger)
+        total = total * shrink + tl.load(part + 1) * share
+        mean = mean * shrink[:, None] + tl.load(part[:, None] + 2 + in_value[None, :]) * share[:, None]
+        largest = larger
+    return total, mean
 
 
 @triton.jit
@@ -127,13 +166,14 @@ def _over(
 @triton.jit
 def _kernel(
     query_at, key_at, value_at, prompt_keys, prompt_values, new_keys, new_values, lengths, steps, sinks, out,
-    scaling, softcap, members, prompt_room, new_room,
+    left, counters, scaling, softcap, members, prompt_room, new_room,
     query_by_slot, query_by_head, key_by_slot, key_by_head, value_by_slot, value_by_head,
     REPEAT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     WIDTH: tl.constexpr, WIDTH_UP: tl.constexpr, VALUE_WIDTH: tl.constexpr, VALUE_WIDTH_UP: tl.constexpr,
     WINDOW: tl.constexpr, CHUNK: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, PRECISION: tl.constexpr,
+    PARTS: tl.constexpr,
 ):  # fmt: skip
-    slot, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    slot, head, part = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.program_id(2)
     key_heads = tl.num_programs(1)
     group = slot // members
     length = tl.load(lengths + group).to(tl.int32)
@@ -141,45 +181,42 @@ def _kernel(
     at = length + step
     in_width, in_value = tl.arange(0, WIDTH_UP), tl.arange(0, VALUE_WIDTH_UP)
     row = tl.arange(0, ROWS)
-
-    new_keys += (slot * key_heads + head) * new_room * WIDTH
-    new_values += (slot * key_heads + head) * new_room * VALUE_WIDTH
-    key = _moved(key_at + slot * key_by_slot + head * key_by_head, new_keys + step * WIDTH, WIDTH, WIDTH_UP)
-    value = _moved(
-        value_at + slot * value_by_slot + head * value_by_head, new_values + step * VALUE_WIDTH,
-        VALUE_WIDTH, VALUE_WIDTH_UP,
-    )  # fmt: skip
     query = tl.load(
         query_at + slot * query_by_slot + (head * REPEAT + row)[:, None] * query_by_head + in_width[None, :],
         mask=(row[:, None] < REPEAT) & (in_width[None, :] < WIDTH), other=0.0,
     )  # fmt: skip
-    own = tl.sum(query.to(tl.float32) * key.to(tl.float32)[None, :], 1) * scaling
-    largest = _capped(own, softcap, CAPPED)
-    total = tl.full((ROWS,), 1.0, tl.float32)
-    mean = tl.zeros((ROWS, VALUE_WIDTH_UP), tl.float32) + value.to(tl.float32)[None, :]
-
     reach = at * 0
     if WINDOW > 0:
         reach = tl.maximum(at - WINDOW + 1, 0)
     if CHUNK > 0:
         reach = at // CHUNK * CHUNK
-    prompt_keys += (group * key_heads + head) * prompt_room * WIDTH
-    prompt_values += (group * key_heads + head) * prompt_room * VALUE_WIDTH
-    first = tl.minimum(reach, length) // COLUMNS * COLUMNS
+    largest = tl.full((ROWS,), -1e30, tl.float32)  # finite: a block of which nothing is seen leaves it, and no NaN
+    total = tl.zeros((ROWS,), tl.float32)
+    mean = tl.zeros((ROWS, VALUE_WIDTH_UP), tl.float32)
+    place = (group * key_heads + head) * prompt_room
+    keys, values = prompt_keys + place * WIDTH, prompt_values + place * VALUE_WIDTH
+    first, count, offset = tl.minimum(reach, length) // COLUMNS * COLUMNS, length, 0
+    if part == 1:
+        place = (slot * key_heads + head) * new_room
+        keys, values = new_keys + place * WIDTH, new_values + place * VALUE_WIDTH
+        first, count, offset = tl.maximum(reach - length, 0) // COLUMNS * COLUMNS, step, length
+        key_at += slot * key_by_slot + head * key_by_head
+        value_at += slot * value_by_slot + head * value_by_head
+        key = _moved(key_at, keys + step * WIDTH, WIDTH, WIDTH_UP)
+        value = _moved(value_at, values + step * VALUE_WIDTH, VALUE_WIDTH, VALUE_WIDTH_UP)
+        own = tl.sum(query.to(tl.float32) * key.to(tl.float32)[None, :], 1) * scaling
+        largest, total, mean = _capped(own, softcap, CAPPED), total + 1.0, mean + value.to(tl.float32)[None, :]
     largest, total, mean = _over(
-        prompt_keys, prompt_values, first, length, at, 0, query, largest, total, mean, scaling, softcap,
+        keys, values, first, count, at, offset, query, largest, total, mean, scaling, softcap,
         COLUMNS, WIDTH, WIDTH_UP, VALUE_WIDTH, VALUE_WIDTH_UP, WINDOW, CHUNK, CAPPED, PRECISION,
     )  # fmt: skip
-    first = tl.maximum(reach - length, 0) // COLUMNS * COLUMNS
-    largest, total, mean = _over(
-        new_keys, new_values, first, step, at, length, query, largest, total, mean, scaling, softcap,
-        COLUMNS, WIDTH, WIDTH_UP, VALUE_WIDTH, VALUE_WIDTH_UP, WINDOW, CHUNK, CAPPED, PRECISION,
-    )  # fmt: skip
-    if SINKS:
-        sink = tl.load(sinks + head * REPEAT + row, mask=row < REPEAT, other=0.0).to(tl.float32)
-        total, mean = _with_sinks(largest, total, mean, sink)
-    mean = mean / total[:, None]
-    tl.store(
-        out + ((slot * key_heads + head) * REPEAT + row)[:, None] * VALUE_WIDTH + in_value[None, :],
-        mean.to(value.dtype), mask=(row[:, None] < REPEAT) & (in_value[None, :] < VALUE_WIDTH),
-    )  # fmt: skip
+    place = slot * key_heads + head
+    ends = left + (place * PARTS * ROWS + row) * (VALUE_WIDTH_UP + 2)
+    if _last(ends + part * ROWS * (VALUE_WIDTH_UP + 2), largest, total, mean, counters + place, PARTS, VALUE_WIDTH_UP):
+        total, mean = _joined(ends, sinks, head * REPEAT + row, row < REPEAT, PARTS, ROWS, VALUE_WIDTH_UP, SINKS)
+        tl.store(
+            out + (place * REPEAT + row)[:, None] * VALUE_WIDTH + in_value[None, :],
+            (mean / total[:, None]).to(out.dtype.element_ty),
+            mask=(row[:, None] < REPEAT) & (in_value[None, :] < VALUE_WIDTH),
+        )  # fmt: skip
+        tl.store(counters + place, 0)

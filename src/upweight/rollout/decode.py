@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from upweight.engine.attention import Scores, tree_masks, use_tree_attention
 from upweight.engine.forward import body_of
+from upweight.engine.logits import LogitForm
 from upweight.engine.rules import Rule
 from upweight.engine.segments import SegmentPlan, segment_attention
 from upweight.engine.trees import fold
@@ -109,6 +110,7 @@ class _Prefill:
         self._groups, self._index_GP = groups, index_GP
         self._plans: dict[Rule, SegmentPlan] = {}
 
+    @torch.compiler.disable
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, form: Scores) -> Tensor:
         rule = form.rule
         if rule not in self._plans:
@@ -274,7 +276,7 @@ class Decoder:
             self.seen_BV.scatter_(1, self.token_B1, True)
 
     def _logits(self, ids_BN: Tensor, position_BN: Tensor, context: Any, at: Tensor | None) -> Tensor:
-        """Logits in float32 at flat positions, or at all: the head's own forward and form, as the engine uses them."""
+        """Logits at flat positions, or at all: the head's own forward and form, as the engine uses them."""
         inputs = {
             "input_ids": ids_BN,
             "attention_mask": torch.ones_like(ids_BN),
@@ -289,10 +291,11 @@ class Decoder:
                 fewer = "logits_to_keep" in inspect.signature(type(self.base).forward).parameters
                 kept = {"logits_to_keep": at} if fewer and at is not None else {}
                 found = stock(**inputs, **kept).logits.flatten(0, 1)
-                return (found if fewer or at is None else found[at]).float()
+                return found if fewer or at is None else found[at]
             hidden = body_of(self.base)(**inputs)[0].flatten(0, 1)
         head: Any = self.base.get_output_embeddings()
-        return form(head(hidden if at is None else hidden[at]).float())
+        projected = head(hidden if at is None else hidden[at])
+        return projected if form == LogitForm() else form(projected.float())
 
     def _before(self) -> Tensor:
         """Tokens before each completion, [groups, members, 1], or for all members of a group at once."""

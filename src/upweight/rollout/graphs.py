@@ -3,7 +3,7 @@
 import contextlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from types import MethodType
+from types import FunctionType, MethodType
 from typing import Any
 
 import numpy as np
@@ -46,6 +46,10 @@ class PlainSteps:
         """The columns kept for prompts of up to `tokens`."""
         return tokens
 
+    def fill(self, prefill: Callable[[], None]) -> None:
+        """Read the prompts into an opened grid."""
+        prefill()
+
     def begin(self) -> None:
         """A grid was opened."""
 
@@ -81,7 +85,7 @@ class GraphSteps:
         self._recorded: Any = None
         self._pool: Any = None
         self._capturable = True
-        self._layers: dict[nn.Module, Callable[..., Any]] | None = None
+        self._layers: dict[str, dict[nn.Module, Callable[..., Any]]] = {}
         self._compiled = compiled
         if compiled:
             decoder.draw = torch.compile(decoder.draw)
@@ -99,6 +103,10 @@ class GraphSteps:
         """The columns kept for prompts of up to `tokens`."""
         return bucketed(tokens)
 
+    def fill(self, prefill: Callable[[], None]) -> None:
+        """Read the prompts into an opened grid."""
+        self._through_compiler("prefill", prefill)
+
     def begin(self) -> None:
         """A grid was opened: graphs of what lies elsewhere now are forgotten."""
         recorded = (self._decoder.arena.moved, *_addresses(self._decoder.base))
@@ -114,43 +122,43 @@ class GraphSteps:
             self._graphs.move_to_end(key)
             self._graphs[key].replay()
             return
-        with self._fused_layers():
-            self._first(decoder)
-            if self._capturable:
+        # a step as it is, which also warms kernels up
+        self._through_compiler("step", lambda: decoder.advance(decoder.grid.room))
+        if self._capturable:
+            with self._fused_layers("step"):
                 self._capture(key)
 
-    def _first(self, decoder: Decoder) -> None:
-        """A step as it is, which also warms kernels up; without the compiler where it fails."""
-        step_1 = decoder.step_1.clone()
+    def _through_compiler(self, name: str, work: Callable[[], None]) -> None:
+        """Do some work with compiled layers; as they are where the compiler fails."""
+        step_1 = self._decoder.step_1.clone()
         try:
-            decoder.advance(decoder.grid.room)
+            with self._fused_layers(name):
+                work()
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            if not self._layers:
+            if not self._compiled:
                 raise
             warn_once(
-                f"the layers of {type(decoder.base).__name__} cannot be compiled, so sampling is slower: "
+                f"the layers of {type(self._decoder.base).__name__} cannot be compiled, so sampling is slower: "
                 f"{str(error).splitlines()[0]} (`trl.compile_sampler: false` leaves it out)"
             )
-            for layer in self._layers:
-                del layer.forward
-            self._layers = {}
-            decoder.draw = draw
-            decoder.step_1.copy_(step_1)
-            decoder.advance(decoder.grid.room)
+            self._compiled, self._decoder.draw = False, draw
+            self._decoder.step_1.copy_(step_1)
+            work()
 
     @contextlib.contextmanager
-    def _fused_layers(self) -> Iterator[None]:
+    def _fused_layers(self, name: str) -> Iterator[None]:
         """Layers run through the compiler inside, when that is asked for; one compiled forward serves all alike."""
-        if self._layers is None:
-            self._layers = _compiled_layers(self._decoder) if self._compiled else {}
-        for layer, forward in self._layers.items():
+        if name not in self._layers and self._compiled:
+            self._layers[name] = _compiled_layers(self._decoder, name)
+        layers = self._layers[name] if self._compiled else {}
+        for layer, forward in layers.items():
             layer.forward = MethodType(forward, layer)
         try:
             yield
         finally:
-            for layer in self._layers:
+            for layer in layers:
                 del layer.forward
 
     def _capture(self, key: Any) -> None:
@@ -190,13 +198,24 @@ class GraphSteps:
         self._pool = None
 
 
-def _compiled_layers(decoder: Decoder) -> dict[nn.Module, Callable[..., Any]]:
-    """The layers around each attention, and the compiled forward of their class."""
+def _compiled_layers(decoder: Decoder, name: str) -> dict[nn.Module, Callable[..., Any]]:
+    """The layers around each attention, and the compiled forward of their class: one for prompts of any length."""
     modules = dict(decoder.base.named_modules())
-    around = [modules[name.rpartition(".")[0]] for name, module in modules.items() if module in decoder.layers]
+    around = [modules[path.rpartition(".")[0]] for path, module in modules.items() if module in decoder.layers]
     plain = [layer for layer in around if "forward" not in vars(layer)]
-    forwards = {kind: torch.compile(kind.forward) for kind in {type(layer) for layer in plain}}
+    forwards = {
+        kind: torch.compile(_named(kind.forward, name), dynamic=True if name == "prefill" else None)
+        for kind in {type(layer) for layer in plain}
+    }
     return {layer: forwards[type(layer)] for layer in plain}
+
+
+def _named(function: Any, name: str) -> Callable[..., Any]:
+    """The function under another name: the compiler draws on what it saw of a function of the same name and place."""
+    code = function.__code__.replace(co_name=name)
+    copied = FunctionType(code, function.__globals__, name, function.__defaults__, function.__closure__)
+    copied.__kwdefaults__ = function.__kwdefaults__
+    return copied
 
 
 def _addresses(base: nn.Module) -> Iterator[Any]:

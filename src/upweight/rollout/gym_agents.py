@@ -1,31 +1,27 @@
 """Completions by the agents of a Gym, which drive the turns themselves and ask the policy through its proxy."""
 
 import asyncio
-import contextlib
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from upweight.data.formats.nemo_gym import PARAMS, SERVER, row_of
-from upweight.environments.episode import Outcome
+from upweight.data.formats.nemo_gym import PARAMS, row_of
 from upweight.environments.nemo_gym.agent_turns import is_finished, messages_of, turns_of
-from upweight.environments.nemo_gym.environment import REWARD, NemoGym
+from upweight.environments.nemo_gym.environment import NemoGym
 from upweight.environments.nemo_gym.link import GymFault
-from upweight.environments.nemo_gym.responses import rewards_of, told, verdict
+from upweight.environments.nemo_gym.responses import verdict
 from upweight.environments.nemo_gym.servers import Proxy, Server
 from upweight.errors import UserError
 from upweight.log import warn_once
 from upweight.rollout.played import Played
-from upweight.rollout.player import fill
+from upweight.rollout.player import EnvironmentLoop, fill, together
 from upweight.rollout.policy_gateway import PolicyGateway
 from upweight.rollout.stream import TokenStream
 from upweight.types import Completion, Group, Sampling
 
 AT_A_TIME = 256  # rollouts under way
-STOPPING = 60.0  # seconds for servers to end
 
 
 @dataclass
@@ -34,15 +30,18 @@ class GymAgents:
 
     environment: NemoGym
     gateway: PolicyGateway | None  # None where another process samples
-    _loop: asyncio.AbstractEventLoop | None = field(default=None, init=False)
     _checked: set[str] = field(default_factory=set, init=False)
+
+    def __post_init__(self) -> None:
+        self._loop = EnvironmentLoop(self.environment)
 
     def __call__(
         self, groups: Sequence[Group], count: int, sampling: Sampling, done: Callable[[int], None] | None
     ) -> None:
         assert self.gateway is not None, "this process does not sample"
         self.gateway.sampling = sampling
-        work = asyncio.run_coroutine_threadsafe(self._all(groups, count, sampling), self._running())
+        self.gateway.open()
+        work = asyncio.run_coroutine_threadsafe(self._all(groups, count, sampling), self._loop.running())
         try:
             found = work.result()
         finally:
@@ -54,22 +53,9 @@ class GymAgents:
 
     def close(self) -> None:
         """Stop the servers and the way to the policy; a later call starts them anew."""
-        loop, self._loop = self._loop, None
-        if loop is not None:
-            with contextlib.suppress(TimeoutError):
-                asyncio.run_coroutine_threadsafe(self.environment.stop(), loop).result(STOPPING)
-            loop.call_soon_threadsafe(loop.stop)
+        self._loop.close()
         if self.gateway is not None:
             self.gateway.close()
-
-    def _running(self) -> asyncio.AbstractEventLoop:
-        if self._loop is None:
-            assert self.gateway is not None
-            self.gateway.open()
-            self._loop = asyncio.new_event_loop()
-            threading.Thread(target=self._loop.run_forever, name="agents", daemon=True).start()
-            asyncio.run_coroutine_threadsafe(self.environment.start(), self._loop).result()
-        return self._loop
 
     async def _all(self, groups: Sequence[Group], count: int, sampling: Sampling) -> list[list[Played]]:
         room = asyncio.Semaphore(AT_A_TIME)
@@ -78,12 +64,7 @@ class GymAgents:
             async with room:
                 return await self._play(group.row, sampling)
 
-        tasks = [asyncio.ensure_future(one(group)) for group in groups for _ in range(count)]
-        try:
-            found = await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
+        found = await together(one(group) for group in groups for _ in range(count))
         return [found[start : start + count] for start in range(0, len(found), count)]
 
     async def _play(self, row: Mapping[str, Any], sampling: Sampling) -> Played:
@@ -104,8 +85,7 @@ class GymAgents:
             played.calls = sum("tool_calls" in message for message in played.messages)
             if section.max_turns is not None and played.turns > section.max_turns:
                 raise GymFault(f"{played.turns} turns where nemo_gym_max_turns allows {section.max_turns}")
-            rewards = rewards_of(found, section.reward_components, REWARD)
-            played.outcome = Outcome(rewards, details={SERVER: name, **told(found)})
+            played.outcome = self.environment.outcome_of(found, name)
         except GymFault as fault:
             warn_once(f"NeMo Gym: {name}: {fault}; such samples are left out (environment/masked counts them)")
             played.failure = f"{name}: {fault}"

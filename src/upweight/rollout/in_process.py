@@ -171,8 +171,8 @@ class InProcess:
         slots: NDArray[np.int64] = np.full((groups, members), -1)
         slots[: len(wave), :count] = np.asarray(wave)[:, None] * count + np.arange(count)
         self._decoder.open(Grid(groups, members, prompt_room, room), sampling)
-        # -1 reads the last row's numbers, for slots nobody looks at
-        self._decoder.prefill(chosen, uniform_SN[torch.from_numpy(slots.reshape(-1))], self._prefill_tokens)
+        uniform_BN = uniform_SN[torch.from_numpy(slots.reshape(-1))]  # -1: the last row's, for slots nobody looks at
+        steps.fill(lambda: self._decoder.prefill(chosen, uniform_BN, self._prefill_tokens))
         steps.begin()
         queue = deque([(0, steps.read(0, 1), slots)])
         sampled = 1

@@ -81,11 +81,7 @@ class Writer:
         return ids
 
     def __call__(
-        self,
-        prompts: Prompts,
-        sampling: Sampling,
-        count: int = 1,
-        heard: Callable[[str], None] | None = None,
+        self, prompts: Prompts, sampling: Sampling, count: int = 1, heard: Callable[[str], None] | None = None
     ) -> list[list[Completion]]:
         """`count` completions of each prompt, with their texts; `heard` gets the first one's text piece by piece.
 

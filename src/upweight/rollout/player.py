@@ -24,6 +24,31 @@ ENDING = 10.0  # seconds for episodes to close when a rollout is given up
 
 
 @dataclass
+class EnvironmentLoop:
+    """An event loop in a thread of its own, on which an environment is started when it is first asked for."""
+
+    environment: Environment
+    _loop: asyncio.AbstractEventLoop | None = field(default=None, init=False)
+
+    def running(self) -> asyncio.AbstractEventLoop:
+        """The loop, with the environment started."""
+        if self._loop is None:
+            loop = asyncio.new_event_loop()
+            threading.Thread(target=loop.run_forever, name="episodes", daemon=True).start()
+            self._loop = loop
+            asyncio.run_coroutine_threadsafe(self.environment.start(), loop).result()
+        return self._loop
+
+    def close(self) -> None:
+        """Stop the environment; a later call starts it anew."""
+        loop, self._loop = self._loop, None
+        if loop is not None:
+            with contextlib.suppress(TimeoutError):
+                asyncio.run_coroutine_threadsafe(self.environment.stop(), loop).result(STOPPING)
+            loop.call_soon_threadsafe(loop.stop)
+
+
+@dataclass
 class Player:
     """Fills groups by playing. Episodes run on a loop of their own, the policy samples in the caller's thread."""
 
@@ -34,9 +59,9 @@ class Player:
     bounds: Bounds
     tool_format: str = "hermes"
     default_system: str | None = None
-    _loop: asyncio.AbstractEventLoop | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
+        self._loop = EnvironmentLoop(self.environment)
         self.tokenizer = self.template.tokenizer
         self.tokens = TextTokens(self.tokenizer, ())
         self._marks = [mark for mark in self.tokenizer.all_special_tokens if mark]
@@ -45,7 +70,7 @@ class Player:
         self, groups: Sequence[Group], count: int, sampling: Sampling, done: Callable[[int], None] | None
     ) -> None:
         assert self.generator is not None, "this process does not sample"
-        loop = self._running()
+        loop = self._loop.running()
         turns = Turns(self.generator, sampling, under_way=len(groups) * count)
         playing = self._all(groups, count, turns)
         task = asyncio.run_coroutine_threadsafe(_as_task(playing), loop).result()
@@ -61,11 +86,7 @@ class Player:
 
     def close(self) -> None:
         """Stop the environment; a later call starts it anew."""
-        loop, self._loop = self._loop, None
-        if loop is not None:
-            with contextlib.suppress(TimeoutError):
-                asyncio.run_coroutine_threadsafe(self.environment.stop(), loop).result(STOPPING)
-            loop.call_soon_threadsafe(loop.stop)
+        self._loop.close()
 
     def prompt_of(self, row: Any, messages: Sequence[Any], tools: Sequence[Any]) -> list[int] | None:
         """The prompt as the data has it, where the environment adds nothing to it."""
@@ -82,18 +103,9 @@ class Player:
             content = content.replace(mark, "")
         return Turn(text, content if calls else text, calls, completion.finished)
 
-    def _running(self) -> asyncio.AbstractEventLoop:
-        """The loop of the episodes, with the environment started."""
-        if self._loop is None:
-            loop = asyncio.new_event_loop()
-            threading.Thread(target=loop.run_forever, name="episodes", daemon=True).start()
-            self._loop = loop
-            asyncio.run_coroutine_threadsafe(self.environment.start(), loop).result()
-        return self._loop
-
     async def _all(self, groups: Sequence[Group], count: int, turns: Turns) -> None:
         """Every group at once; the first error that is no environment's fault ends all."""
-        await _together(self._group(place, group, count, turns) for place, group in enumerate(groups))
+        await together(self._group(place, group, count, turns) for place, group in enumerate(groups))
 
     async def _group(self, place: int, group: Group, count: int, turns: Turns) -> None:
         first = FirstTurn(turns, count)
@@ -110,7 +122,7 @@ class Player:
                 turns.over()
 
         try:
-            fill(group, await _together(one(member) for member in range(count)))
+            fill(group, await together(one(member) for member in range(count)))
         finally:
             first.end()
         turns.over(place)
@@ -135,7 +147,7 @@ def _completion(played: Played, group: Group) -> Completion:
     return replace(completion_of(played.stream, group, finished=played.finished), messages=messages)
 
 
-async def _together(work: Any) -> list[Any]:
+async def together(work: Any) -> list[Any]:
     """Results in order; where one fails the rest is cancelled and waited for."""
     tasks = [asyncio.ensure_future(one) for one in work]
     try:

@@ -18,12 +18,13 @@ _CHUNK = 128  # the vocabulary is searched in two levels: chunks of this many to
 def draw(
     logits_BV: Tensor, uniform_B: Tensor, sampling: Sampling, seen_BV: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Logits in float32 and numbers in [0, 1) in float64 -> tokens, and their log-probs at the temperature.
+    """Logits and numbers in [0, 1) in float64 -> tokens, and their log-probs at the temperature, in float32 inside.
 
     `seen_BV` marks the tokens that a repetition penalty applies to. Log-probs are those of the training forward:
     of the whole distribution, before any penalty or truncation. Temperature 0 takes the most likely token, and
     reports log-probs at temperature 1.
     """
+    logits_BV = logits_BV.float()
     greedy = sampling.temperature == 0
     tempered_BV = _tempered(logits_BV, sampling.temperature)
     weight_BCK, top_B = _weights(tempered_BV)

@@ -17,13 +17,7 @@ _TOKENS = 1 << 16  # prompts and completions forwarded at a time
 
 
 def stock_generate(
-    model: nn.Module,
-    engine: Engine,
-    prompts: Prompts,
-    rows: Rows,
-    *,
-    sampling: Sampling,
-    seed: int,
+    model: nn.Module, engine: Engine, prompts: Prompts, rows: Rows, *, sampling: Sampling, seed: int
 ) -> None:
     """Sample the completions of each prompt into `rows`.
 

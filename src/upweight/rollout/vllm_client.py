@@ -28,7 +28,11 @@ class Refused(Exception):
 
 
 class Failed(Exception):
-    """No answer, or an error inside the server: it may go better later."""
+    """No answer, or an error inside the server, which then has a status: it may go better later."""
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 @dataclass(frozen=True)
@@ -69,7 +73,7 @@ class Link:
         except httpx.HTTPError as error:
             raise Failed(f"{path}: {type(error).__name__} {error}".rstrip()) from error
         if answer.status_code >= 500 or answer.status_code == httpx.codes.TOO_MANY_REQUESTS:
-            raise Failed(f"{path}: {answer.status_code} {_message(answer)}")
+            raise Failed(f"{path}: {answer.status_code} {_message(answer)}", answer.status_code)
         if answer.is_error:
             raise Refused(answer.status_code, _message(answer))
         try:

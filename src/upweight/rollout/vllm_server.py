@@ -15,6 +15,7 @@ from upweight.engine.forward import base_of
 from upweight.errors import UserError
 from upweight.rollout.in_process import end_tokens
 from upweight.rollout.vllm_client import Failed, Link, Refused, lost, pause
+from upweight.rollout.vllm_direct import FOLDER, sent_by
 from upweight.rollout.vllm_probe import check_vocabulary, served_base
 from upweight.rollout.vllm_sync import transport_for
 from upweight.rollout.vllm_weights import OnModel, Sending, ServedWeights
@@ -42,12 +43,14 @@ class VllmServer:
         folder: Path,
         timeout: float = 240.0,
         lora_sync: bool | None = None,
+        transfer: str = FOLDER,
         temperature: float = 1.0,
         options: Mapping[str, Any] | None = None,
         on_model: OnModel | None = None,
     ) -> None:
         """`options`: further fields of every request, such as `structured_outputs`. `timeout`: how long to wait.
 
+        `transfer`: how all weights are sent, as in `trl.vllm_weight_transfer`.
         `on_model`: has work done on the policy, where that is not simply calling it with the model.
         """
         base = base_of(model)
@@ -60,7 +63,7 @@ class VllmServer:
         self._weights = ServedWeights(
             link,
             model,
-            transport_for(model, lora_sync, dtype, name),
+            sent_by(transfer, transport_for(model, lora_sync, dtype, name)),
             dtype=dtype,
             folder=folder.resolve(),
             temperature=temperature,

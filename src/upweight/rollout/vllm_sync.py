@@ -1,6 +1,6 @@
 """Two ways for weights to reach a server: an adapter that it loads by name, or all weights read anew from a folder.
 
-Both go through folders that the server can read: on its machine, or on storage that both see.
+Both go through folders that the server can read: on its machine, or on storage that both see; `vllm_direct` does not.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from transformers.utils import logging as transformers_logging
 
 from upweight.errors import UserError
 from upweight.models.served import refuse_unmergeable, write_adapter, write_weights
-from upweight.rollout.vllm_client import LOAD, Link, Refused
+from upweight.rollout.vllm_client import LOAD, Failed, Link, Refused
 from upweight.serve.adapters import not_loadable, refusal
 
 
@@ -40,6 +40,7 @@ class AdapterTransport:
     """A new name for each version: requests under way go on with theirs."""
 
     drains = False  # whether requests under way must end before new weights are taken
+    keeps = True  # whether what was written can be sent again, or to another server
 
     def name(self, folder: Path) -> str:
         """What requests ask for to be served from the weights of `folder`."""
@@ -75,6 +76,7 @@ class WeightTransport:
     dtype: torch.dtype
     base: str
     drains = True
+    keeps = True
 
     def name(self, folder: Path) -> str:
         return self.base
@@ -86,7 +88,7 @@ class WeightTransport:
         call = {"method": "reload_weights", "kwargs": {"weights_path": str(served.folder)}}
         try:
             await link.ask("/collective_rpc", call, seconds=LOAD)
-            await link.ask("/reset_prefix_cache", {})  # else the beginnings of prompts stay those of the old weights
+            await reset_prefixes(link)
         except Refused as error:
             raise UserError(
                 f"the server at {link.url} takes no weights ({error}): start it with `upweight vllm-serve`, which sets "
@@ -146,6 +148,13 @@ def link_files(source: Path, folder: Path) -> None:
             os.link(file, folder / file.name)
         except OSError:
             shutil.copyfile(file, folder / file.name)
+
+
+async def reset_prefixes(link: Link) -> None:
+    """Have the server forget the beginnings of prompts, which otherwise stay those of the old weights."""
+    answer = await link.ask("/reset_prefix_cache", {})
+    if isinstance(answer, dict) and answer.get("success") is False:
+        raise Failed("the server still uses its prefix cache")
 
 
 async def forget_leftovers(link: Link, folder: Path) -> None:

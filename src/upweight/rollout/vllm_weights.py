@@ -75,7 +75,7 @@ class ServedWeights:
         """Write the weights as they are now, or as a folder has them, and begin to have the server take them."""
         folder = self._folder / f"{self._run}-v{version}{f'-{attempt}' if attempt else ''}"
         served = Served(self.transport.name(folder), version, folder)
-        if like is None:
+        if like is None or not self.transport.keeps:
             write_aside(lambda part: self.on_model(self.transport.writer(part)), folder)
         else:
             write_aside(partial(link_files, like), folder)

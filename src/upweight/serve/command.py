@@ -46,9 +46,17 @@ def warnings_of(config: Config, version: str) -> list[str]:
             f"vllm.host: {config.vllm.host} can be reached from other machines, and the routes that change weights "
             "are not protected; use 127.0.0.1, or a network that only you can reach"
         )
+    if direct_transfer(config) == "ipc" and version.startswith("0.26"):
+        found.append("vLLM 0.26 does not start with trl.vllm_weight_transfer: ipc unless ray is installed beside it")
     if not any(version == known or version.startswith(f"{known}.") for known in TESTED):
         found.append(f"vLLM {version} is not tested; {' and '.join(TESTED)} are")
     return found
+
+
+def direct_transfer(config: Config) -> str | None:
+    """How all weights reach the server without a folder, where they do."""
+    way = config.rollout.weight_transfer
+    return None if way == "folder" or adapter_alone(config.adapter, config.rollout.lora_sync) else way
 
 
 def _flags(config: Config) -> Iterator[tuple[str, str | None]]:
@@ -100,14 +108,23 @@ def _sync_flags(config: Config) -> Iterator[tuple[str, str | None]]:
         yield "--max-lora-rank", str(allowed_rank(rank))
         yield "--max-loras", str(LIVE_ADAPTERS)
         yield "--max-cpu-loras", str(KEPT_ADAPTERS)
-    else:
-        yield "--weight-transfer-config", json.dumps({"backend": "nccl"})
+    elif (way := direct_transfer(config)) is not None:
+        if way == "ipc" and config.vllm.host not in LOOPBACK:
+            raise UserError(
+                f"trl.vllm_weight_transfer: ipc has the server run what it is sent, and vllm.host: {config.vllm.host} "
+                "can be reached from other machines; use 127.0.0.1, or 'nccl' or 'folder'."
+            )
+        if way == "ipc" and config.vllm.tensor_parallel_size * config.vllm.data_parallel_size > 1:
+            raise UserError("trl.vllm_weight_transfer: ipc is for a server on the trainer's GPU alone; use 'nccl'.")
+        yield "--weight-transfer-config", json.dumps({"backend": way})
 
 
 def _environment(config: Config) -> dict[str, str]:
     env = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
     if adapter_alone(config.adapter, config.rollout.lora_sync):
         env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
+    if direct_transfer(config) == "ipc":
+        env["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # handles of memory travel pickled
     if config.vllm.host in LOOPBACK:
         env["VLLM_HOST_IP"] = "127.0.0.1"
     device = config.vllm.device

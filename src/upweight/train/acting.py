@@ -15,10 +15,12 @@ from upweight.engine.forward import base_of
 from upweight.environments.call_formats import format_of
 from upweight.environments.episode import Environment
 from upweight.environments.python_class import PythonEnvironment
+from upweight.rewards.environment import COLUMN as EPISODE
+from upweight.rewards.reward import Reward, check_columns
 from upweight.rollout.in_process import end_tokens
 from upweight.rollout.played import Bounds
 from upweight.rollout.player import Player
-from upweight.rollout.producer import Roll
+from upweight.rollout.producer import OWN_COLUMNS, Roll
 from upweight.types import Generator
 
 
@@ -78,6 +80,12 @@ def python_environment(
 ) -> PythonEnvironment:
     """A user's own class, functions, or both."""
     return PythonEnvironment(factory, functions, timeout=section.timeout, tool_timeout=section.tool_timeout, key=key)
+
+
+def check_rewards(rewards: Sequence[Reward], columns: Sequence[str], acting: Acting | None) -> None:
+    """Refuse rewards that read columns which neither the data nor an environment gives."""
+    given = [*columns, *([] if acting is None else [EPISODE])]
+    check_columns(rewards, [name for name in given if name not in OWN_COLUMNS])
 
 
 def _environment(section: EnvironmentSection, folder: Path) -> Environment:

@@ -109,10 +109,7 @@ def _reference(
     """The policy as it is now, or the model that `load_separate` gives, if the method compares with it."""
     synced = sync_settings(method) is not None
     kind = reference_kind(
-        needed=method.needs_reference,
-        adapter=adapter_state(policy),
-        separate=load_separate is not None,
-        synced=synced,
+        needed=method.needs_reference, adapter=adapter_state(policy), separate=load_separate is not None, synced=synced
     )
     separate = None
     if kind == "separate" and load_separate is not None:

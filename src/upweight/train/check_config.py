@@ -20,14 +20,12 @@ from upweight.models.load import compute_dtype, load_config
 from upweight.models.memory import GIB, HEAD_CHUNK, USABLE, Memory, estimate, shape_of
 from upweight.models.source import load_failures
 from upweight.models.tokenizer import load_tokenizer
-from upweight.rewards.environment import COLUMN as EPISODE
 from upweight.rewards.load import KEY, load_rewards
-from upweight.rewards.reward import check_columns
 from upweight.rollout.producer import OWN_COLUMNS
 from upweight.rollout.vllm_client import Failed, Link, Refused
 from upweight.rollout.vllm_probe import served_base
 from upweight.serve.address import server_url
-from upweight.train.acting import acting_of
+from upweight.train.acting import acting_of, check_rewards
 from upweight.train.findings import Finding
 from upweight.train.refuse import FROM_BITSANDBYTES, refuse_unsupported
 from upweight.train.run_files import METRICS, no_folder_at
@@ -157,7 +155,7 @@ def _rewards(look: Look) -> Iterator[Finding]:
     given = acting.environment.reward_names if acting else ()
     rewards = load_rewards([name for name in names if name not in models], config.folder, environment=given)
     if look.columns is not None:
-        check_columns(rewards, [*look.columns, *([EPISODE] if acting else [])])
+        check_rewards(rewards, look.columns, acting)
     for name in models:
         place = str(config.folder / name) if (config.folder / name).is_dir() else name
         if not (Path(place) / "adapter_config.json").is_file():

@@ -48,11 +48,7 @@ def gym_acting(config: Config) -> Acting:
         process = GymProcess(section, config.folder, Path(config.run.output_dir), policy=policy)
     socket = as_rank_zero_says(None if process is None else process.socket)
     gym = Gym(
-        section.head_port,
-        patience=section.server_timeout,
-        busy=section.verify_timeout,
-        process=process,
-        socket=socket,
+        section.head_port, patience=section.server_timeout, busy=section.verify_timeout, process=process, socket=socket
     )
     bounds = Bounds(section.max_turns or config.environment.max_turns, section.run_timeout, section.run_timeout)
     told = (config.environment.tool_format, config.data.template_args, config.data.default_system_message)

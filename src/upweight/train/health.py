@@ -13,7 +13,7 @@ from typing import Any
 from transformers import TrainerCallback
 
 from upweight.log import logger
-from upweight.train.health_rules import RULES, Relation, Rule, Sign
+from upweight.train.health_rules import RULES, SIGNS, Relation, Rule, Sign
 from upweight.train.run_files import HEALTH, metrics_of, write_text
 
 START_ROWS, START_STEPS = 5, 20  # at most so many logs of the first steps say where a run began
@@ -44,8 +44,7 @@ class Verdict:
 
     def seen(self) -> str:
         """What it means, with the evidence."""
-        sign = {"above": ">", "below": "<", "near": "within"}[self.relation]
-        limit = f"{sign} {self.threshold:g}" + (" of 0" if self.relation == "near" else "")
+        limit = f"{SIGNS[self.relation]} {self.threshold:g}" + (" of 0" if self.relation == "near" else "")
         return f"{self.meaning} ({self.metric} {self.value:.4g}, {limit}, for {self.steps} steps)"
 
 

@@ -6,7 +6,8 @@ from typing import Literal
 
 Kind = Literal["online", "pairs", "offline"]
 Relation = Literal["above", "below", "near"]  # near: no further from 0 than the threshold
-WORDS: dict[str, Relation] = {">": "above", "<": "below", "within": "near"}
+SIGNS: dict[Relation, str] = {"above": ">", "below": "<", "near": "within"}
+WORDS: dict[str, Relation] = {sign: relation for relation, sign in SIGNS.items()}
 
 
 @dataclass(frozen=True)
@@ -295,7 +296,7 @@ def table() -> str:
 def _in_words(sign: Sign) -> str:
     if sign.relation == "near":
         return f"within {sign.threshold:g} of 0" if sign.threshold > 1e-5 else "0"
-    return f"{'>' if sign.relation == 'above' else '<'} {sign.threshold:g}"
+    return f"{SIGNS[sign.relation]} {sign.threshold:g}"
 
 
 if __name__ == "__main__":

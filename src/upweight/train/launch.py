@@ -57,7 +57,7 @@ def launch(arguments: Sequence[str], start: Start, processes: int) -> int:
     """Run `upweight ARGUMENTS` as so many ranks here; exit code, and what a user has to read, as from one process."""
     with tempfile.TemporaryDirectory() as folder:
         if start.launcher is None:
-            port = start.port or (PORT if start.nodes > 1 else _free_port())
+            port = start.port or (PORT if start.nodes > 1 else free_port())
             ranks = [_start(arguments, rank, processes, folder, (start, port)) for rank in range(processes)]
         else:
             ranks = [_spawn(_foreign(arguments, start, processes), {PLACE: folder, **_on_cpu(start)})]
@@ -118,7 +118,7 @@ def _spawn(command: Sequence[str], variables: dict[str, str]) -> subprocess.Pope
 
 def _foreign(arguments: Sequence[str], start: Start, processes: int) -> list[str]:
     """The command line of torchrun or accelerate; arguments after -- come last and win."""
-    port = str(start.port or (PORT if start.nodes > 1 else _free_port()))
+    port = str(start.port or (PORT if start.nodes > 1 else free_port()))
     command, address = ["-m", "upweight", *arguments], start.address or "127.0.0.1"
     if start.launcher == "torchrun":
         where = ["--nnodes", str(start.nodes), "--node-rank", str(start.node_rank)]
@@ -185,7 +185,8 @@ def _passed_on(ranks: Sequence[subprocess.Popen[bytes]]) -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port on loopback that nobody listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

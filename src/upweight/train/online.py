@@ -21,22 +21,21 @@ from upweight.methods.base import Method
 from upweight.methods.policy_gradient import PolicyGradient
 from upweight.models.load import compute_dtype
 from upweight.models.reference import Reference
-from upweight.rewards.environment import COLUMN as EPISODE
 from upweight.rewards.load import load_rewards
-from upweight.rewards.reward import Reward, check_columns
+from upweight.rewards.reward import Reward
 from upweight.rewards.scorer import Scorer
 from upweight.rollout.ahead import depth_within
 from upweight.rollout.custom import CustomRollout
 from upweight.rollout.in_process import InProcess
 from upweight.rollout.plan import Plan, PromptOrder
-from upweight.rollout.producer import OWN_COLUMNS, Producer, Ranks, Roll
+from upweight.rollout.producer import Producer, Ranks, Roll
 from upweight.rollout.replay import ReplayBuffer
 from upweight.rollout.reroll import Reroll
 from upweight.rollout.sampled import SingleTurn
 from upweight.rollout.settings import sampling_of
 from upweight.rollout.store import Rows
 from upweight.rollout.vllm_colocated import VllmColocated
-from upweight.train.acting import Acting
+from upweight.train.acting import Acting, check_rewards
 from upweight.train.completions import CompletionFiles, ShownCompletions
 from upweight.train.handover import rank_zeros_rollout
 from upweight.train.matching import FeatureMatching, matching_of
@@ -111,8 +110,7 @@ def rewards_of(
     )
     if acting is not None and not rewards:
         raise UserError("trl.reward_funcs: missing. The environment gives no reward: name at least one.")
-    columns = [*columns, *([] if acting is None else [EPISODE])]
-    check_columns(rewards, [name for name in columns if name not in OWN_COLUMNS])
+    check_rewards(rewards, columns, acting)
     return rewards
 
 

@@ -3,7 +3,6 @@
 import datetime
 import functools
 import os
-import socket
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -14,6 +13,7 @@ from torch import nn
 
 from upweight.engine.context import Context
 from upweight.errors import UserError
+from upweight.train.launch import free_port
 
 T = TypeVar("T")
 
@@ -49,11 +49,8 @@ def be_one_rank() -> None:
     """Let a process that no launcher started be rank 0 of one, for what cannot be without ranks."""
     if "RANK" in os.environ:
         return
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     alone = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1"}
-    os.environ.update({name: str(value) for name, value in alone.items()}, MASTER_PORT=str(port))
+    os.environ.update({name: str(value) for name, value in alone.items()}, MASTER_PORT=str(free_port()))
 
 
 def first_here_then_others(work: Callable[[], T]) -> T:

@@ -1,18 +1,22 @@
 """What a config may say and a run cannot do yet: named together, before anything is loaded."""
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import get_args
+from urllib.parse import urlsplit
 
 import torch
 
 from upweight.config import Config
 from upweight.config.training import OptimizerName
 from upweight.errors import UserError
+from upweight.serve.address import server_urls
+from upweight.serve.command import LOOPBACK, direct_transfer
 from upweight.train.reference_rows import refuse_inexact
 from upweight.train.reference_sync import sync_settings
 from upweight.train.run_files import no_folder_at
-from upweight.train.server import NO_PATTERN, ONE_PROCESS
+from upweight.train.server import NEEDS_GPU, NO_LOOPBACK, NO_PATTERN, NO_SHARDS, NO_VLLM, ONE_PROCESS
 from upweight.train.zero import partitions_weights
 
 FROM_BITSANDBYTES = {"adamw_8bit", "ademamix", "lion", *(name for name in get_args(OptimizerName) if "bnb" in name)}
@@ -22,6 +26,12 @@ FROM_BITSANDBYTES |= {name for name in get_args(OptimizerName) if name.startswit
 def _shards(config: Config) -> bool:
     """Whether ranks share weights, gradients or optimizer states."""
     return bool(config.sharding.fsdp) or config.sharding.deepspeed is not None
+
+
+def _hands_over(config: Config) -> str | None:
+    """How all weights reach a server without a folder, where they do."""
+    by_server = config.method.online and config.rollout.use_vllm and config.rollout.vllm_mode == "server"
+    return direct_transfer(config) if by_server else None
 
 
 def _cuts_weights(config: Config) -> bool:
@@ -135,6 +145,16 @@ ONLINE: tuple[tuple[str, Callable[[Config], object], str], ...] = (
         lambda c: _shards(c) and c.method.online and c.rollout.use_vllm and c.rollout.vllm_mode == "colocate",
         ONE_PROCESS,
     ),
+    ("trl.vllm_weight_transfer", lambda c: _hands_over(c) and not torch.cuda.is_available(), NEEDS_GPU),
+    ("trl.vllm_weight_transfer", lambda c: _hands_over(c) and _shards(c), NO_SHARDS),
+    (
+        "trl.vllm_weight_transfer",
+        lambda c: (
+            _hands_over(c) == "ipc" and not {urlsplit(url).hostname for url in server_urls(c.rollout)} <= {*LOOPBACK}
+        ),
+        NO_LOOPBACK,
+    ),
+    ("trl.vllm_weight_transfer", lambda c: _hands_over(c) == "nccl" and find_spec("vllm") is None, NO_VLLM),
     (
         "trl.vllm_structured_outputs_regex",
         lambda c: c.method.online and c.rollout.regex is not None and not c.rollout.use_vllm,

@@ -1,10 +1,9 @@
 """A run from its config to its result, in reading order."""
 
 import dataclasses
-import math
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -29,7 +28,7 @@ from upweight.log import is_seen, logger
 from upweight.methods import EBFT
 from upweight.methods.base import Method
 from upweight.models.adapters import attach_adapter
-from upweight.models.load import compute_dtype, disable_dropout, load_config, load_model
+from upweight.models.load import compute_dtype, disable_dropout, load_config, load_model, master_dtype
 from upweight.models.precision import Sharding
 from upweight.models.tokenizer import load_tokenizer
 from upweight.rollout.strided import with_blocks
@@ -56,7 +55,7 @@ from upweight.train.rates import rate_rules
 from upweight.train.reference_sync import SyncReference, sync_settings
 from upweight.train.refuse import refuse_unsupported
 from upweight.train.run_folder import MetricsFile, changed_keys, cut_metrics, write_config
-from upweight.train.run_record import recorded
+from upweight.train.run_record import about, recorded
 from upweight.train.sharding import layout_of, read_once, refuse_other_layout, shard_alone, sharding_of
 from upweight.train.trackers import set_variables
 from upweight.train.trainer import MethodTrainer, out_of_memory
@@ -81,7 +80,7 @@ def train(config: Config, *, resume: bool = False, watchers: Sequence[TrainerCal
                 callback.restore(checkpoint)
         if trainer.rollouts is not None:
             trainer.rollouts.restore(checkpoint)
-    with recorded(folder, _about(config, trainer), writes=trainer.is_world_process_zero()):
+    with recorded(folder, about(trainer), writes=trainer.is_world_process_zero()):
         _train_and_save(config, trainer, stop, checkpoint)
     logger.info("done: %s", folder)
     PartialState().destroy_process_group()
@@ -103,19 +102,6 @@ def _train_and_save(config: Config, trainer: MethodTrainer, stop: StopOnSignal, 
     trainer.card = lambda: model_card(config, trainer.state.log_history, len(trainer.train_dataset))
     trainer.save_model()
     trainer.create_model_card()
-
-
-def _about(config: Config, trainer: MethodTrainer) -> dict[str, int]:
-    """How long a run is to be and on how much data, for its record."""
-    arguments, rows = trainer.args, len(trainer.train_dataset)
-    steps = arguments.num_train_epochs * _steps_per_epoch(config, rows, PartialState().num_processes)
-    held_out = trainer.eval_dataset if isinstance(trainer.eval_dataset, Mapping) else {"": trainer.eval_dataset or ()}
-    return {
-        "max_steps": arguments.max_steps if arguments.max_steps > 0 else math.ceil(steps),
-        "rows": rows,
-        "held_out_rows": sum(len(part) for part in held_out.values()),
-        "ranks": PartialState().num_processes,
-    }
 
 
 def evaluate(config: Config) -> dict[str, float]:
@@ -248,10 +234,11 @@ def _model(
     cut = zero_config(zero, config.folder, dtype) if zero and partitions_weights(zero, config.folder) else None
     compared = config.method.online and config.rollout.use_vllm  # rank 0 compares whole weights with a server's
     in_pieces = cut if sparing and trains and not compared else None
+    masters = trains and config.adapter.kind is None and not config.model.pure_bf16 and sharding != "deepspeed"
     with read_once(sparing and sharding == "fsdp"), partitioned_at_once(in_pieces):
         model = load_model(
             config.model,
-            dtype,
+            master_dtype(config.model, dtype) if masters else dtype,
             head=config.method.head,
             tokenizer=tokenizer,
             adapter=config.adapter,

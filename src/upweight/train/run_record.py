@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 import time
 from collections.abc import Iterator, Mapping
@@ -12,6 +13,19 @@ from upweight.errors import UserError
 from upweight.log import logger
 from upweight.train.report.page import write_report
 from upweight.train.run_files import RECORD, this_machine, write_text
+
+
+def about(trainer: Any) -> dict[str, Any]:
+    """How long a training is to be, on how much data and how many ranks, for its record."""
+    steps, held_out = trainer.args.max_steps, trainer.eval_dataset
+    if steps <= 0:
+        steps = math.ceil(trainer.args.num_train_epochs * len(trainer.get_train_dataloader()))
+    return {
+        "max_steps": steps,
+        "rows": len(trainer.train_dataset),
+        "held_out_rows": sum(map(len, held_out.values() if isinstance(held_out, Mapping) else [held_out or ()])),
+        "ranks": trainer.args.world_size,
+    }
 
 
 @contextlib.contextmanager

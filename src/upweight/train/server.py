@@ -8,6 +8,7 @@ from accelerate import PartialState
 
 from upweight.config.rollout import RolloutSection
 from upweight.errors import UserError
+from upweight.log import warn_once
 from upweight.rollout.settings import request_options
 from upweight.rollout.store import Rows
 from upweight.rollout.vllm_colocated import VllmColocated
@@ -19,6 +20,10 @@ from upweight.serve.address import server_urls
 Vllm = VllmServer | VllmServers | VllmColocated
 FOLDER = "vllm"  # in the run's folder: weights on their way to the server
 ONE_PROCESS = "vLLM beside the trainer takes the weights of one process; use a server, or one process without shards"
+NEEDS_GPU = "weights go from GPU to GPU, and no CUDA device is visible; use 'folder'"
+NO_SHARDS = "weights that lie in shards are sent through a folder alone; use 'folder'"
+NO_LOOPBACK = "ipc shares the memory of one machine's GPU; name the server by 127.0.0.1, or use 'nccl' or 'folder'"
+NO_VLLM = "nccl needs vLLM in the trainer's environment too; install it, or use 'folder' (on one GPU: 'ipc')"
 NO_PATTERN = "the sampler in process cannot be held to a pattern; use a vLLM server, or reward the format"
 
 
@@ -53,6 +58,7 @@ def server_for(
             folder=place if number is None else place.with_name(f"{FOLDER}-{number}"),
             timeout=section.server_timeout,
             lora_sync=section.lora_sync,
+            transfer=section.weight_transfer,
             temperature=section.temperature,
             options=request_options(section),
             on_model=on_model,
@@ -69,6 +75,8 @@ def _colocated(
     """An engine beside the trainer, started and asleep."""
     if PartialState().num_processes > 1:
         raise UserError(f"trl.vllm_mode: {ONE_PROCESS}.")
+    if section.weight_transfer != "folder":
+        warn_once("trl.vllm_weight_transfer: no effect with 'vllm_mode: colocate'")
     return VllmColocated(
         model,
         tokenizer,

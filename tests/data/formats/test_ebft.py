@@ -12,7 +12,6 @@ def turn(role, content, **more):
 
 
 TALK = [turn("user", "a"), turn("assistant", "b"), turn("user", "c"), turn("assistant", "d")]
-THOUGHT = [turn("user", "a"), turn("assistant", "<think>\nhm\n</think>\n\nb")]
 
 
 def records(name, row, mode="structured", family="chatml"):

@@ -1,6 +1,6 @@
 """Texts with the turn marks of a model family written out: chatml, llama3, zephyr."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from upweight.data.examples import Setup
@@ -33,8 +33,6 @@ CHATML = Family("<|im_start|>{role}\n", "<|im_end|>", "\n")
 LLAMA3 = Family("<|start_header_id|>{role}<|end_header_id|>\n\n", "<|eot_id|>", "")
 ZEPHYR = Family("<|{role}|>\n", "</s>", "\n")
 FAMILIES = {"chatml": CHATML, "llama3": LLAMA3}
-
-UserText = Callable[[Row], str]
 
 
 def single_turn(setup: Setup, row: Row, user: str) -> list[Message]:

@@ -11,20 +11,8 @@ HEAD = """\
 """
 
 
-def agent_config(
-    server: str,
-    *,
-    instance: str | None = None,
-    policy_port: int = 11001,
-    model_name: str = "policy",
-    max_turns: int = 10,
-    reasoning: bool = False,
-    domain: str = "agent",
-) -> str:
-    """YAML for the Gym; `server` is a folder of its `resources_servers`, `instance` the name it runs under.
-
-    `reasoning`: whether the vLLM server has a parser for reasoning text.
-    """
+def agent_config(server: str, *, instance: str | None = None, max_turns: int = 10) -> str:
+    """YAML for the Gym; `server` is a folder of its `resources_servers`, `instance` the name it runs under."""
     name = instance or server
     proxy = {
         "entrypoint": "app.py",
@@ -32,7 +20,7 @@ def agent_config(
         "api_key": "${policy_api_key}",
         "model": "${policy_model_name}",
         "return_token_id_information": True,
-        "uses_reasoning_parser": reasoning,
+        "uses_reasoning_parser": False,
         "replace_developer_role_with_system": True,
     }
     agent = {
@@ -43,10 +31,10 @@ def agent_config(
     }
     content: dict[str, Any] = {
         # Not vLLM's own address: the run listens here, and passes on to the version of the policy that is served.
-        "policy_base_url": f"http://127.0.0.1:{policy_port}/v1",
+        "policy_base_url": "http://127.0.0.1:11001/v1",
         "policy_api_key": "EMPTY",
-        "policy_model_name": model_name,
-        name: {"resources_servers": {server: {"entrypoint": "app.py", "domain": domain}}},
+        "policy_model_name": "policy",
+        name: {"resources_servers": {server: {"entrypoint": "app.py", "domain": "agent"}}},
         "policy_model": {"responses_api_models": {"vllm_model": proxy}},
         f"{name}_agent": {"responses_api_agents": {"simple_agent": agent}},
     }

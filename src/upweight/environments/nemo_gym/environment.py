@@ -11,15 +11,7 @@ from upweight.data.formats.nemo_gym import PARAMS, SERVER, row_of, tools_of
 from upweight.environments.episode import Message, Opening, Outcome, Reply, ToolCall, Turn
 from upweight.environments.nemo_gym.gym import SEED, Gym
 from upweight.environments.nemo_gym.link import GymFault
-from upweight.environments.nemo_gym.responses import (
-    Item,
-    items_of,
-    output_item,
-    response_of,
-    rewards_of,
-    told,
-    verdict,
-)
+from upweight.environments.nemo_gym.responses import Item, items_of, output_item, response_of, rewards_of, told, verdict
 from upweight.environments.nemo_gym.servers import Server
 from upweight.environments.tools import tool_message
 from upweight.errors import UserError
@@ -68,6 +60,11 @@ class NemoGym:
             )
         return name
 
+    def outcome_of(self, found: Mapping[str, Any], server: str) -> Outcome:
+        """What the verdict of a server says of an episode."""
+        rewards = rewards_of(found, self.section.reward_components, REWARD)
+        return Outcome(rewards, details={SERVER: server, **told(found)})
+
 
 @dataclass
 class GymEpisode:
@@ -114,9 +111,7 @@ class GymEpisode:
             # Nothing had happened in the session that is lost: a new one is as good.
             await self._begin()
             answer = await self._verify()
-        found = verdict(answer)
-        rewards = rewards_of(found, self.environment.section.reward_components, REWARD)
-        return Outcome(rewards, details={SERVER: self.name, **told(found)})
+        return self.environment.outcome_of(verdict(answer), self.name)
 
     async def close(self) -> None:
         """Sessions end by themselves."""

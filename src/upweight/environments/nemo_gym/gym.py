@@ -39,7 +39,6 @@ class Gym:
         self._socket, self._liveness = socket, max(busy, LIVENESS)
         self.head, self.patience, self.process = f"http://127.0.0.1:{port}", patience, process
         self.servers = Servers((), {}, {})
-        self.restarts = 0
         self._in_a_row = 0
         self._watch: asyncio.Task[None] | None = None
         self._well, self._suspected = asyncio.Event(), asyncio.Event()
@@ -169,7 +168,6 @@ class Gym:
             problem = "they ended" if self.process.ended() else await self._ailing()
             if problem is None:
                 continue
-            self.restarts += 1
             self._in_a_row += 1
             logger.warning("warning: starting the servers of NeMo Gym anew: %s", problem)
             self._well.clear()

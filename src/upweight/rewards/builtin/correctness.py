@@ -14,6 +14,18 @@ from upweight.rewards.builtin.numbers import last_number, same_number
 from upweight.rewards.builtin.text import STRICT, Extract, Scores, column_of, marked_answer, normalised, texts_of
 
 
+def _scores(self: Any, completions: list[Any], **columns: Any) -> Scores:
+    """Each completion against the answer of its row, by the reward's `_score`."""
+    answers = column_of(columns, self.column, self.__name__, len(completions))
+    return [self._score(*pair) for pair in zip(texts_of(completions), answers, strict=True)]
+
+
+def _given(text: str, extract: Extract, tag: str | None) -> str | None:
+    """The marked answer; the whole text where nothing is marked and nobody asked for a mark."""
+    marked = marked_answer(text, extract, tag)
+    return text if marked is None and extract == "auto" and tag is None else marked
+
+
 @dataclass(frozen=True, config=STRICT)
 class ExactReward:
     """Scores a completion whose answer equals the row's, without case, spacing and outer punctuation."""
@@ -25,16 +37,12 @@ class ExactReward:
     wrong: float = 0.0
     __name__ = "exact"
 
-    def __call__(self, completions: list[Any], **columns: Any) -> Scores:
-        answers = column_of(columns, self.column, self.__name__, len(completions))
-        return [self._score(*pair) for pair in zip(texts_of(completions), answers, strict=True)]
+    __call__ = _scores
 
     def _score(self, text: str, answer: Any) -> float | None:
         if answer is None:
             return None
-        given = marked_answer(text, self.extract, self.tag)
-        if given is None and self.extract == "auto" and self.tag is None:
-            given = text
+        given = _given(text, self.extract, self.tag)
         wanted = marked_answer(str(answer), "auto", None) or str(answer)
         return self.score if given is not None and normalised(given) == normalised(wanted) else self.wrong
 
@@ -52,9 +60,7 @@ class NumericReward:
     wrong: float = 0.0
     __name__ = "numeric"
 
-    def __call__(self, completions: list[Any], **columns: Any) -> Scores:
-        answers = column_of(columns, self.column, self.__name__, len(completions))
-        return [self._score(*pair) for pair in zip(texts_of(completions), answers, strict=True)]
+    __call__ = _scores
 
     def _score(self, text: str, answer: Any) -> float | None:
         wanted = None if answer is None else last_number(marked_answer(str(answer), "auto", None) or str(answer))
@@ -62,9 +68,7 @@ class NumericReward:
             if answer is not None:
                 warn_once(f"reward 'numeric': no number in the answer {str(answer)[:80]!r}; such rows do not count.")
             return None
-        marked = marked_answer(text, self.extract, self.tag)
-        if marked is None and self.extract == "auto" and self.tag is None:
-            marked = text
+        marked = _given(text, self.extract, self.tag)
         given = None if marked is None else last_number(marked)
         right = given is not None and same_number(given, wanted, self.tolerance, self.relative)
         return self.score if right else self.wrong
@@ -88,9 +92,7 @@ class MathReward:
                 "For plain numbers, 'numeric' needs nothing."
             )
 
-    def __call__(self, completions: list[Any], **columns: Any) -> Scores:
-        answers = column_of(columns, self.column, self.__name__, len(completions))
-        return [self._score(*pair) for pair in zip(texts_of(completions), answers, strict=True)]
+    __call__ = _scores
 
     def _score(self, text: str, answer: Any) -> float | None:
         if answer is None:

@@ -1,7 +1,6 @@
 """What the run of a script leaves in its folder, for `upweight report`, `watch` and `doctor`."""
 
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from upweight.train.api.grpo_config import GRPOConfig
 from upweight.train.completions import cut_completions
 from upweight.train.health import HealthWatch
 from upweight.train.run_folder import MetricsFile, cut_metrics, put_section
-from upweight.train.run_record import recorded
+from upweight.train.run_record import about, recorded
 from upweight.train.trainer import MethodTrainer
 
 
@@ -26,30 +25,16 @@ def recording(trainer: MethodTrainer, args: MethodArguments) -> Iterator[None]:
     for callback in callbacks:
         trainer.add_callback(callback)
     try:
-        with recorded(folder, _about(trainer, args), writes=trainer.is_world_process_zero()):
+        record = {**about(trainer), "settings": _settings(trainer, args)}
+        with recorded(folder, record, writes=trainer.is_world_process_zero()):
             yield
     finally:
         for callback in callbacks:
             trainer.remove_callback(callback)
 
 
-def _about(trainer: MethodTrainer, args: MethodArguments) -> dict[str, Any]:
-    """How long a run is to be and on how much data, and the script's arguments in YAML's words."""
-    rows, held_out = trainer.train_dataset, trainer.eval_dataset
-    parts = held_out.values() if isinstance(held_out, Mapping) else [held_out or ()]
-    steps = trainer.args.max_steps
-    if steps <= 0:
-        steps = math.ceil(trainer.args.num_train_epochs * len(trainer.get_train_dataloader()))
-    return {
-        "max_steps": steps,
-        "rows": len(rows) if rows is not None else 0,
-        "held_out_rows": sum(len(part) for part in parts),
-        "ranks": trainer.args.world_size,
-        "settings": _settings(trainer, args),
-    }
-
-
 def _settings(trainer: MethodTrainer, args: MethodArguments) -> dict[str, Any]:
+    """The script's arguments in YAML's words."""
     model: Any = trainer.accelerator.unwrap_model(trainer.model)
     by_method = {"sft": {}, "orm": {"reward_model": True}, "prm": {"process_reward_model": True}}
     content: dict[str, Any] = {

@@ -14,16 +14,14 @@ from transformers.trainer_utils import get_last_checkpoint
 from upweight.errors import UserError
 from upweight.methods.advantages import weighted_reward
 from upweight.models.load import compute_dtype
-from upweight.rewards.environment import COLUMN as EPISODE
 from upweight.rewards.load import as_rewards
-from upweight.rewards.reward import Reward, check_columns
+from upweight.rewards.reward import Reward
 from upweight.rewards.scorer import Scorer
 from upweight.rollout.in_process import InProcess
 from upweight.rollout.player import Player
-from upweight.rollout.producer import OWN_COLUMNS
 from upweight.rollout.sampled import SingleTurn
 from upweight.rollout.store import Rollout, readable
-from upweight.train.acting import Acting, bounds_of, python_environment
+from upweight.train.acting import Acting, bounds_of, check_rewards, python_environment
 from upweight.train.api.grpo_config import GRPOConfig
 from upweight.train.api.policy import Model, model_section
 from upweight.train.api.rows import as_dataset
@@ -147,11 +145,7 @@ class GRPOTrainer(MethodTrainer):
             assert isinstance(args, GRPOConfig)
             device = self.accelerator.device if args.fsdp else None
             rollouts.generator = InProcess(
-                model,
-                self.processing_class,
-                engine=self.runner.engine,
-                device=device,
-                compile=args.compile_sampler,
+                model, self.processing_class, engine=self.runner.engine, device=device, compile=args.compile_sampler
             )
             if isinstance(producer.roll, SingleTurn | Player):
                 producer.roll.generator = rollouts.generator
@@ -184,8 +178,7 @@ def _rewards(
     weights = args.reward_weights
     if weights is not None and len(weights) != len(rewards):
         raise UserError(f"reward_weights: {len(weights)} weights for {len(rewards)} rewards. Give one for each.")
-    columns = [*columns, *([] if acting is None else [EPISODE])]
-    check_columns(rewards, [name for name in columns if name not in OWN_COLUMNS])
+    check_rewards(rewards, columns, acting)
     return rewards
 
 

@@ -11,7 +11,7 @@ from upweight.config.model import ModelSection
 from upweight.errors import UserError
 from upweight.log import warn_once
 from upweight.methods.base import Method
-from upweight.models.load import CLASSES, compute_dtype, disable_dropout, load_model
+from upweight.models.load import CLASSES, compute_dtype, disable_dropout, load_model, master_dtype
 from upweight.models.tokenizer import choose_padding, load_tokenizer
 from upweight.train.api.configs import MethodArguments
 
@@ -113,8 +113,9 @@ def model_section(name: str | None, args: MethodArguments) -> ModelSection:
 
 
 def _loaded(name: str, args: MethodArguments, method: Method, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
-    dtype = _asked_dtype(args) or compute_dtype(model_section(None, args), args.device)
-    return load_model(model_section(name, args), dtype, head=method.head, tokenizer=tokenizer, seed=args.seed)
+    section = model_section(name, args)
+    dtype = _asked_dtype(args) or master_dtype(section, compute_dtype(section, args.device))
+    return load_model(section, dtype, head=method.head, tokenizer=tokenizer, seed=args.seed)
 
 
 def _asked_dtype(args: MethodArguments) -> torch.dtype | None:

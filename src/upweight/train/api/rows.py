@@ -23,7 +23,6 @@ from upweight.train.api.configs import MethodArguments, PRMConfig, SFTConfig
 from upweight.train.api.grpo_config import GRPOConfig
 
 UNLIMITED = 2**31 - 1
-Given = Dataset | Sequence[Mapping[str, Any]]
 
 
 def as_dataset(rows: Any, where: str) -> Dataset:

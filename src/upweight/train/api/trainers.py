@@ -168,7 +168,7 @@ def parts_for(
         "eval_dataset": held if isinstance(eval_dataset, Mapping) else held.get("eval_dataset"),
         "processing_class": tokenizer,
         "recording": partial(recording, args=args),
-        "callbacks": [*(callbacks or []), *_own_callbacks(args, parts, foreign_optimizer=optimizers[0] is not None)],
+        "callbacks": [*(callbacks or []), *_own_callbacks(parts, foreign_optimizer=optimizers[0] is not None)],
         "optimizers": optimizers,
         **parts,
     }
@@ -189,7 +189,7 @@ def _refuse(model: str | Model, args: MethodArguments, ref_model: str | PreTrain
         )
 
 
-def _own_callbacks(args: MethodArguments, parts: dict[str, Any], *, foreign_optimizer: bool) -> list[TrainerCallback]:
+def _own_callbacks(parts: dict[str, Any], *, foreign_optimizer: bool) -> list[TrainerCallback]:
     callbacks: list[TrainerCallback] = []
     if parts["copies"] is not None:
         callbacks.append(PlainModelAfterwards(parts["copies"], following=not foreign_optimizer))

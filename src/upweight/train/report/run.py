@@ -59,7 +59,7 @@ class RunReader:
             "metrics": values,
             "eval_steps": eval_steps,
             "evaluated": evaluated,
-            "held_out": before_and_after(eval_steps, evaluated, list(values)),
+            "held_out": first_and_last(eval_steps, evaluated, list(values)),
             "completions": completions,
             "notes": notes,
         }
@@ -110,7 +110,7 @@ def facts(config: Mapping[str, Any], record: Mapping[str, Any], method: str) -> 
     return [(name, plain(str(value), 400)) for name, value in found.items() if value not in (None, "")]
 
 
-def before_and_after(
+def first_and_last(
     steps: Sequence[int], evaluated: Mapping[str, Sequence[float | None]], known: Sequence[str]
 ) -> list[dict[str, Any]]:
     """The first evaluation of each held-out set against its last, by metric."""
@@ -122,7 +122,7 @@ def before_and_after(
             (first, before), (last, after) = there[0], there[-1]
             line = {"metric": metric, "before": before, "after": after, "first": first, "last": last}
             found.setdefault(of, []).append(line)
-    return [{"set": of, "lines": _in_order(lines)} for of, lines in found.items()]
+    return [{"set": of, "lines": _in_order(lines)} for of, lines in sorted(found.items())]
 
 
 def _in_order(lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
