@@ -61,6 +61,7 @@ def test_compiled_layers_are_the_same(targets: list[str]):
     with torch.no_grad():
         right = model(ids, use_cache=False).logits
         fuse_layers(model)
+        assert any("_siblings" in vars(module) for module in model.modules())
         close(model(ids, use_cache=False).logits, right)
         layers = [module for module in model.modules() if type(module).__name__.endswith("DecoderLayer")]
         forward = torch.compile(type(layers[0]).forward)

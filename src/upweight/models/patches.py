@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 if torch.cuda.is_available() and find_spec("triton"):
-    from upweight.models import low_rank_kernel as few_rows
+    from upweight.models import few_rows_kernel as few_rows
 else:
     few_rows = None  # products of few rows have no kernel of their own
 
@@ -48,7 +48,7 @@ def _lora_forward(self: LoraLinear, x: Tensor, *args: Any, **kwargs: Any) -> Ten
     weight, bias, down, up, scaling = found
     x_ND = x.reshape(-1, x.shape[-1])
     if few_rows is not None and is_few(x_ND) and len(down) <= few_rows.MOST_RANK:
-        out = few_rows.low_rank_linears(x_ND, [weight], [] if bias is None else [bias], [down], [up], [scaling])
+        out = few_rows.few_rows_linears(x_ND, [weight], [] if bias is None else [bias], [down], [up], [scaling])
     elif torch.compiler.is_compiling():
         out = F.linear(x_ND, weight, bias) + scaling * F.linear(F.linear(x_ND, down), up)
     else:

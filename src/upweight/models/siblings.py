@@ -61,7 +61,7 @@ def side_by_side(x: Tensor, layers: list[Any]) -> Tensor | None:
     weights, biases, downs, ups, scalings = parts
     if len(biases) not in (0, len(layers)):
         return None
-    return few_rows.low_rank_linears(x_ND, weights, biases, downs, ups, scalings).view(*x.shape[:-1], -1)
+    return few_rows.few_rows_linears(x_ND, weights, biases, downs, ups, scalings).view(*x.shape[:-1], -1)
 
 
 def gated_product(x: Tensor, gate: Any, up: Any) -> Tensor | None:
@@ -73,14 +73,14 @@ def gated_product(x: Tensor, gate: Any, up: Any) -> Tensor | None:
     weights, biases, downs, ups, scalings = parts
     if biases or len(weights[0]) < few_rows.LEAST_GATED:
         return None
-    return few_rows.low_rank_gated(x_ND, weights, downs, ups, scalings).view(*x.shape[:-1], -1)
+    return few_rows.few_rows_gated(x_ND, weights, downs, ups, scalings).view(*x.shape[:-1], -1)
 
 
 def _parts(
     x_ND: Tensor, layers: list[Any]
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[float]] | None:
     """Weights, biases, and adapters of layers for few rows; None where a layer is not plain, or they are not alike."""
-    if not is_few(x_ND):
+    if few_rows is None or not is_few(x_ND):
         return None
     found: list[Any] = []
     for layer in layers:
@@ -94,12 +94,8 @@ def _parts(
         return None
     downs = [down for _, _, down, _, _ in found if down is not None]
     ranks = {len(down) for down in downs}
-    if len(downs) not in (0, len(layers)) or len(ranks) > 1 or max(ranks, default=0) > _most_rank():
+    if len(downs) not in (0, len(layers)) or len(ranks) > 1 or max(ranks, default=0) > few_rows.MOST_RANK:
         return None
     weights, biases, _, ups, scalings = map(list, zip(*found, strict=True))
     adapted = bool(downs)
     return weights, [b for b in biases if b is not None], downs, ups if adapted else [], scalings if adapted else []
-
-
-def _most_rank() -> int:
-    return few_rows.MOST_RANK if few_rows is not None else 0

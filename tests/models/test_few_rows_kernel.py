@@ -35,7 +35,7 @@ def right_of(x_ND: Tensor, number: int, layers: Layers, bias: Tensor | None = No
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize(("rows", "depth", "widths", "rank"), SHAPES + SIBLINGS)
 def test_layers_with_their_adapters_in_one_kernel(rows: int, depth: int, widths: list[int], rank: int, biased: bool):
-    from upweight.models.low_rank_kernel import low_rank_linears
+    from upweight.models.few_rows_kernel import few_rows_linears
 
     layers = weights, downs, ups, scalings = layers_of(depth, widths, rank)
     x_ND = drawn(rows, depth)
@@ -43,9 +43,9 @@ def test_layers_with_their_adapters_in_one_kernel(rows: int, depth: int, widths:
     right = torch.cat(
         [right_of(x_ND, number, layers, biases[number] if biased else None) for number in range(len(widths))], -1
     )
-    first = low_rank_linears(x_ND, weights, biases, downs, ups, scalings)
+    first = few_rows_linears(x_ND, weights, biases, downs, ups, scalings)
     torch.testing.assert_close(first.float(), right, atol=2e-2, rtol=2e-2)
-    again = (low_rank_linears(x_ND, weights, biases, downs, ups, scalings) for _ in range(20))
+    again = (few_rows_linears(x_ND, weights, biases, downs, ups, scalings) for _ in range(20))
     assert all(torch.equal(first, one) for one in again)
 
 
@@ -54,10 +54,10 @@ def test_layers_with_their_adapters_in_one_kernel(rows: int, depth: int, widths:
     ("rows", "depth", "width", "rank"), [(64, 1536, 8960, 16), (5, 96, 40, 0), (128, 576, 1536, 3)]
 )
 def test_gated_product_in_one_kernel(rows: int, depth: int, width: int, rank: int):
-    from upweight.models.low_rank_kernel import low_rank_gated
+    from upweight.models.few_rows_kernel import few_rows_gated
 
     layers = weights, downs, ups, scalings = layers_of(depth, [width, width], rank)
     x_ND = drawn(rows, depth)
     right = F.silu(right_of(x_ND, 0, layers)) * right_of(x_ND, 1, layers)
-    found = low_rank_gated(x_ND, weights, downs, ups, scalings)
+    found = few_rows_gated(x_ND, weights, downs, ups, scalings)
     torch.testing.assert_close(found.float(), right, atol=2e-2, rtol=2e-2)

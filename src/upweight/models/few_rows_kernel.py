@@ -22,8 +22,8 @@ _SMALLEST_SIDE = 16  # of a matrix product on tensor cores
 _MOST_PARTS = 8
 
 
-@torch.library.custom_op("upweight::low_rank_linears", mutates_args=())
-def low_rank_linears(
+@torch.library.custom_op("upweight::few_rows_linears", mutates_args=())
+def few_rows_linears(
     x_ND: Tensor,
     weights: list[Tensor],
     biases: list[Tensor],
@@ -59,20 +59,13 @@ def low_rank_linears(
     return out
 
 
-@low_rank_linears.register_fake
-def _shape(
-    x_ND: Tensor,
-    weights: list[Tensor],
-    biases: list[Tensor],
-    downs: list[Tensor],
-    ups: list[Tensor],
-    scalings: list[float],
-) -> Tensor:
+@few_rows_linears.register_fake
+def _shape(x_ND: Tensor, weights: list[Tensor], *_: object) -> Tensor:
     return x_ND.new_empty(x_ND.shape[0], sum(weight.shape[0] for weight in weights))
 
 
-@torch.library.custom_op("upweight::low_rank_gated", mutates_args=())
-def low_rank_gated(
+@torch.library.custom_op("upweight::few_rows_gated", mutates_args=())
+def few_rows_gated(
     x_ND: Tensor, weights: list[Tensor], downs: list[Tensor], ups: list[Tensor], scalings: list[float]
 ) -> Tensor:
     """silu(gate) * up of rows of x, at most `MOST_ROWS`: two layers without bias, both or none with an adapter."""
@@ -91,10 +84,8 @@ def low_rank_gated(
     return out
 
 
-@low_rank_gated.register_fake
-def _gated_shape(
-    x_ND: Tensor, weights: list[Tensor], downs: list[Tensor], ups: list[Tensor], scalings: list[float]
-) -> Tensor:
+@few_rows_gated.register_fake
+def _gated_shape(x_ND: Tensor, weights: list[Tensor], *_: object) -> Tensor:
     return x_ND.new_empty(x_ND.shape[0], weights[0].shape[0])
 
 
