@@ -52,7 +52,7 @@ def peer(name: str, case: dict[str, Any], asked: argparse.Namespace) -> None:
     """The peer's line, printed by itself."""
     options = {"folder": asked.folder, "gguf": asked.gguf, "rows": asked.rows, "steps": asked.peer_steps,
                "tasks": ROOT / "examples" / name / "tasks.py", "rewards": ",".join(case["rewards"]),
-               "new": case["new"], "batch": case["batch"], "rate": asked.rate}  # fmt: skip
+               "new": case["new"], "batch": case["batch"], "rate": asked.rate, "seed": asked.peer_seed}  # fmt: skip
     script = ROOT / "bench" / "peers" / "trl_grpo_learn.py"
     subprocess.run([sys.executable, script, *(f"--{key}={value}" for key, value in options.items())], check=True)
 
@@ -64,6 +64,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", required=True)
     parser.add_argument("--steps", type=int, default=150, help="0: the peer alone")
     parser.add_argument("--peer-steps", type=int, default=0)
+    parser.add_argument("--peer-seed", type=int, default=1)
     parser.add_argument("--rate", type=float, default=1e-5)
     asked = parser.parse_args()
     asked.rows = str(Path(asked.rows).resolve())

@@ -51,8 +51,9 @@ def runner_of(work: dict[str, Any]) -> tuple[Any, StepRunner, list[Any]]:
     model = attach_adapter(base, section) if section else base
     model.train()
     parts = trainer_parts(
-        model, method, torch.bfloat16, torch.device("cuda"), longest=4096, budget=work["budget"], checkpointing={}
-    )
+        model, method, torch.bfloat16, torch.device("cuda"), longest=4096, budget=work["budget"], checkpointing={},
+        optimizer=work.get("optimizer", "adamw_torch"),
+    )  # fmt: skip
     runner = StepRunner(
         method, parts["engine"], Accelerator(), parts["token_budget"], parts["reference"], torch.bfloat16
     )
@@ -100,7 +101,7 @@ def whole_step_of(work: dict[str, Any], folder: Path) -> tuple[Any, StepRunner, 
 
 
 def main(folder: Path) -> None:
-    """Answer every line on stdin with the seconds, memory, loss and gradient norm of a step."""
+    """Answer "step" on stdin with the seconds, memory, loss and gradient norm of a step; "rest" frees memory."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is not an answer
     work = json.loads((folder / "work.json").read_text())
@@ -112,7 +113,11 @@ def main(folder: Path) -> None:
         def step() -> Tensor:
             return runner.train(model, units)
 
-    for _ in sys.stdin:
+    for asked in sys.stdin:
+        if asked == "rest\n":
+            model.zero_grad()
+            torch.cuda.empty_cache()
+            continue
         model.zero_grad()
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()

@@ -1,8 +1,9 @@
 """How close training comes to the machine: `python -m bench.gpu_share [1.5b|7b|32k ...]`, one JSON line a case.
 
 Useful work is 6 x weights x distinct tokens (4 x with a LoRA: no gradients of the frozen weights) plus attention, with
-nothing for recomputation; it is divided by the rate of a large bfloat16 matrix product in the same process. `32k` is
-one row of 32,768 tokens through the 7B shape with a LoRA: does it fit in 80 GB?
+nothing for recomputation; it is divided by the rate of a large bfloat16 matrix product in the same process. What an
+optimizer would hold is allocated after the first step: AdamW's moments, for `7b` in 8 bits. `32k` is one row of 32,768
+tokens through the 7B shape with a LoRA, with all of the GPU's memory beyond 80 GB taken away.
 """
 
 import json
@@ -15,6 +16,7 @@ import torch
 
 from bench.gpu_ours import runner_of
 from bench.gpu_step import SHAPE, VOCABULARY
+from upweight.models.memory import optimizer_bytes
 
 SHAPE_7B = {
     "hidden_size": 3584,
@@ -26,9 +28,9 @@ SHAPE_7B = {
     "max_position_embeddings": 32_768,
 }
 CASES: dict[str, dict[str, Any]] = {  # shape, rows of so many tokens, LoRA rank
-    "1.5b": {"shape": SHAPE, "rows": 4, "length": 8192, "lora_r": 0},
-    "7b": {"shape": SHAPE_7B, "rows": 2, "length": 8192, "lora_r": 0},
-    "32k": {"shape": SHAPE_7B, "rows": 1, "length": 32_768, "lora_r": 16},
+    "1.5b": {"shape": SHAPE, "rows": 4, "length": 8192, "lora_r": 0, "optimizer": "adamw_torch"},
+    "7b": {"shape": SHAPE_7B, "rows": 2, "length": 8192, "lora_r": 0, "optimizer": "adamw_bnb_8bit"},
+    "32k": {"shape": SHAPE_7B, "rows": 1, "length": 32_768, "lora_r": 16, "optimizer": "adamw_torch", "memory": 80e9},
 }
 
 
@@ -64,13 +66,16 @@ def measure(name: str, steps: int = 4) -> dict[str, Any]:
         "name": "sft_step",
         "rows": [{"ids": row, "scored": [False] + [True] * (len(row) - 1)} for row in rows],
         "budget": case["length"],
-        "lora_r": case["lora_r"],
-        "shape": case["shape"],
         "vocabulary": VOCABULARY,
+        **{key: case[key] for key in ("lora_r", "shape", "optimizer")},
     }
     rate = matmul_rate()
+    torch.cuda.empty_cache()
+    free = torch.cuda.mem_get_info()[0]
+    taken = torch.empty(max(0, free - int(case.get("memory", free))), dtype=torch.uint8, device="cuda")
     model, runner, units = runner_of(work)
-    torch.cuda.reset_peak_memory_stats()
+    trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
+    moments = taken[:0]
     seconds = []
     for _ in range(steps):
         model.zero_grad()
@@ -79,6 +84,9 @@ def measure(name: str, steps: int = 4) -> dict[str, Any]:
         runner.train(model, units)
         torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
+        if not len(moments):
+            moments = torch.empty(trained * optimizer_bytes(case["optimizer"]), dtype=torch.uint8, device="cuda")
+            torch.cuda.reset_peak_memory_stats()
     took = median(seconds[1:])
     return {
         "name": f"share_{name}",
@@ -87,7 +95,7 @@ def measure(name: str, steps: int = 4) -> dict[str, Any]:
         "useful_tflops": round(useful(case) / took / 1e12),
         "matmul_tflops": round(rate / 1e12),
         "share": round(useful(case) / took / rate, 3),
-        "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 1),
+        "peak_gib": round((torch.cuda.max_memory_allocated() - taken.nbytes) / 2**30, 1),
     }
 
 

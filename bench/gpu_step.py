@@ -99,11 +99,11 @@ class Side:
             )  # fmt: skip
         self.error: str | None = None
 
-    def ask(self) -> None:
-        """Start a step."""
+    def ask(self, what: str = "step") -> None:
+        """Start a step; or have it "rest", which gives back the memory that it holds for its next step."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write("step\n")
+            self._process.stdin.write(f"{what}\n")
 
     def answer(self) -> dict[str, float]:
         """What the step gave; nothing when the process ended instead."""
@@ -119,21 +119,19 @@ class Side:
         self._process.wait()
 
 
-def in_turn(sides: dict[str, Side], steps: int, warm_up: int = 3) -> dict[str, Any]:
-    """Medians of each side's steps. All load and warm up at the same time; then one works while the others wait."""
-    for _ in range(warm_up):
-        for side in sides.values():
-            side.ask()
-    for side in sides.values():
-        for _ in range(warm_up):
-            side.answer()
+def in_turn(sides: dict[str, Side], steps: int) -> dict[str, Any]:
+    """Medians of each side's steps. All load at the same time; then one works, a step that is not counted before one
+    that is, while the others wait and leave it the GPU's memory."""
     line: dict[str, Any] = {}
     answers: dict[str, list[dict[str, float]]] = {name: [] for name in sides}
-    for _ in range(steps):
+    for turn in range(1 + steps):  # the first warms up
         for name, side in sides.items():
-            if side.error is None:
-                side.ask()
-                answers[name].append(side.answer())
+            for counted in (False, True) if turn else (False,):
+                if side.error is None:
+                    side.ask()
+                    answer = side.answer()
+                    answers[name] += [answer] if counted else []
+            side.ask("rest")
     for name, side in sides.items():
         found = {"error": side.error} if side.error is not None else {
             key: median(answer[key] for answer in answers[name]) for key in answers[name][0]
@@ -156,7 +154,7 @@ def measure(case: str, trained: Sequence[str], steps: int, peers: Sequence[str])
                 command = ["-m", "bench.gpu_ours", folder] if name == "ours" else theirs
                 sides[f"{what}_{name}"] = Side([sys.executable, *command], folder / "log")
         try:
-            found = in_turn(sides, steps, 1 if case == "grpo_whole" else 3)
+            found = in_turn(sides, steps)
         finally:
             for side in sides.values():
                 side.end()

@@ -95,6 +95,11 @@ def pinned(command: list[str], core: int | None, log: Path, **env: str) -> subpr
         )
 
 
+def say(what: str) -> None:
+    """Progress, for whoever waits for the line."""
+    print(f"{time.strftime('%X')} {what}", file=sys.stderr, flush=True)
+
+
 def steps_of(config: Path, name: str, core: int | None, *options: str) -> list[dict[str, float]]:
     """What each step of a run logs, with the seconds between its log and the one before as `step_s`."""
     out, log = config.parent / name, config.parent / f"{name}.log"
@@ -112,6 +117,7 @@ def steps_of(config: Path, name: str, core: int | None, *options: str) -> list[d
         if ended:
             break
         time.sleep(0.005)
+    say(f"{name}: {len(seen)} steps")
     if run.returncode:
         sys.exit(f"the run ended with {run.returncode}:\n{log.read_text()[-3000:]}")
     return seen[WARM_UP:]
@@ -132,6 +138,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                 if server.poll() is not None or time.monotonic() > stop:
                     sys.exit(f"the server did not start:\n{log.read_text()[-3000:]}")
                 time.sleep(0.2)
+            say("the server is ready")
             plain = steps_of(config, "plain", args.cores[1])
             ahead = steps_of(config, "ahead", args.cores[1], "trl.async_prefetch=true")
         finally:
@@ -174,6 +181,7 @@ def main() -> None:
         setattr(args, name, getattr(args, name) or size)
     if args.gpu:
         args.cores = (None, None)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the server ends too
     print(json.dumps(measure(args)))
 
 

@@ -173,7 +173,9 @@ class FakeVllm:
             return 404, f"The model `{name}` does not exist."
         model = self.model if name == str(self.folder) else self.loaded[name][1]
         if max(prompt) >= self.model.config.vocab_size:
-            return 400, f"Token id {max(prompt)} is out of vocabulary"
+            return 500, "EngineCore encountered an issue"  # a token that the tokenizer has and the model has not
+        if any(int(token) >= self.model.config.vocab_size for token in body.get("logit_bias", ())):
+            return 400, "token_id(s) in logit_bias contain out-of-vocab token ids"
         ends = [] if body.get("ignore_eos") else body.get("stop_token_ids", [])
         choices = [
             {"index": n, "prompt_token_ids": prompt, **self.written(model, prompt, body, ends)}

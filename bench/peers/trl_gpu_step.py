@@ -138,7 +138,9 @@ class OnDemand(TrainerCallback):
     seconds = 0.0
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if not sys.stdin.readline():
+        while (asked := sys.stdin.readline()) == "rest\n":
+            torch.cuda.empty_cache()
+        if not asked:
             os._exit(0)
         torch.cuda.reset_peak_memory_stats()
         OnDemand.seconds = 0.0

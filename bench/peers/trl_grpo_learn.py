@@ -33,6 +33,7 @@ def main() -> None:
     for name in ("folder", "gguf", "rows", "tasks", "rewards"):
         parser.add_argument(f"--{name}", required=True)
     parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--batch", type=int, required=True)
     parser.add_argument("--new", type=int, required=True)
     parser.add_argument("--rate", type=float, required=True)
@@ -52,8 +53,8 @@ def main() -> None:
     arguments = GRPOConfig(
         output_dir=tempfile.mkdtemp(), max_steps=asked.steps, per_device_train_batch_size=asked.batch,
         num_generations=8, max_completion_length=asked.new, learning_rate=asked.rate, bf16=True,
-        lr_scheduler_type="constant", logging_steps=1, save_strategy="no", report_to=[], seed=1, disable_tqdm=True,
-        gradient_checkpointing=False,
+        lr_scheduler_type="constant", logging_steps=1, save_strategy="no", report_to=[], seed=asked.seed,
+        disable_tqdm=True, gradient_checkpointing=False,
     )  # fmt: skip
     trainer = GRPOTrainer(
         model=model,

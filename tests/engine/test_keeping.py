@@ -21,12 +21,21 @@ def test_as_many_layers_as_fit(room, each, count):
 
 def test_the_last_layers_keep_their_activations():
     model = tiny("llama", num_hidden_layers=3).train()
-    assert kept_layers(model) is None
+    assert kept_layers(model, "adamw") is None
     enable_checkpointing(model)
-    keeper = kept_layers(model)
+    keeper = kept_layers(model, "adamw")
     assert keeper is not None
     keeper.apply(2)
     assert recomputing(model) == [True, False, False]
+
+
+@pytest.mark.parametrize(("optimizer", "each"), [("adamw_torch_fused", 12), ("adamw_bnb_8bit", 6), ("sgd", 4)])
+def test_what_gradients_and_the_optimizer_will_take_is_left_to_them(optimizer, each):
+    model = tiny("llama").train()
+    model.lm_head.requires_grad_(False)
+    enable_checkpointing(model, optimizer=optimizer)
+    trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
+    assert model.__dict__["_kept_layers"].owed == each * trained
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 3])

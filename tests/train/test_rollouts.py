@@ -84,6 +84,7 @@ def test_a_step_without_any_signal_moves_nothing(tmp_path):
     trainer.train()
     assert largest_difference(before, weights_of(trainer)) == 0
     assert [row["forwarded_share"] for row in logged(trainer)] == [0.0, 0.0]
+    assert [row["skipped_zero_adv_batches"] for row in logged(trainer)] == [1.0, 1.0]
     assert [row["frac_reward_zero_std"] for row in logged(trainer)] == [1.0, 1.0]
 
 

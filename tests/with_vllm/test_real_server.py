@@ -148,6 +148,16 @@ def test_other_weights_under_the_same_name_are_refused(lora_server, served_model
         backend(lora_server.url, model, served_model, tmp_path)
 
 
+@pytest.mark.parametrize(("more", "words"), [(1, "knows fewer tokens"), (-1, "knows more tokens")])
+def test_another_vocabulary_is_refused_and_the_server_lives_on(lora_server, served_model, tmp_path, more, words):
+    model = policy(served_model)
+    base = model.get_base_model()
+    base.resize_token_embeddings(base.config.vocab_size + more)
+    with pytest.raises(UserError, match=words):
+        backend(lora_server.url, model, served_model, tmp_path)
+    backend(lora_server.url, policy(served_model), served_model, tmp_path).close()
+
+
 def test_errors_and_slowness_are_lived_through(lora_server, served_model, tmp_path):
     model = policy(served_model)
     with proxy(lora_server.url, every=3, delay=0.3) as url:

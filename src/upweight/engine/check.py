@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from upweight.engine.forward import Engine, base_of
 from upweight.engine.keeping import kept_layers
 from upweight.errors import UserError
+from upweight.models.memory import USUAL_OPTIMIZER
 from upweight.types import Batch
 
 _SEQUENCES = 4
@@ -165,14 +166,16 @@ def dropout_off(model: nn.Module) -> Iterator[None]:
             vars(module)["training"] = True
 
 
-def enable_checkpointing(model: nn.Module, reentrant: bool = False, every_layer: bool = False) -> None:
-    """Recompute activations in backward, in `every_layer` or in as many as memory asks for.
+def enable_checkpointing(
+    model: nn.Module, reentrant: bool = False, every_layer: bool = False, optimizer: str = USUAL_OPTIMIZER
+) -> None:
+    """Recompute activations in backward, in `every_layer` or in as many as memory, the optimizer's aside, asks for.
 
     Frozen embeddings then have to pass gradients on, or adapters get none.
     """
     base = base_of(model)
     base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
-    base.__dict__["_kept_layers"] = None if every_layer else kept_layers(base)
+    base.__dict__["_kept_layers"] = None if every_layer else kept_layers(base, optimizer)
     if not any(p.requires_grad for p in base.get_input_embeddings().parameters()):
         base.enable_input_require_grads()
 

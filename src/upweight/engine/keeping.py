@@ -8,9 +8,9 @@ from torch.distributed.fsdp import FSDPModule
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from upweight.log import logger
+from upweight.models.memory import training_bytes
 
 SHARE = 0.5  # of the memory that is free at the first training forward, for activations that are kept
-_OWED = 12  # bytes for each trained weight: its gradient and an optimizer's two moments, in float32
 
 
 class KeptLayers:
@@ -20,9 +20,10 @@ class KeptLayers:
     keeps for each token is measured on the last layer in the first forward, so any architecture is right.
     """
 
-    def __init__(self, layers: Sequence[GradientCheckpointingLayer], trained: int) -> None:
+    def __init__(self, layers: Sequence[GradientCheckpointingLayer], owed: int) -> None:
+        """`owed`: bytes that the first step will still allocate for gradients and the optimizer."""
         self.layers = list(layers)
-        self.trained = trained
+        self.owed = owed
         self.bytes_for_token: float | None = None
         self.allowance = 0.0
 
@@ -35,7 +36,7 @@ class KeptLayers:
         if device.type != "cuda" or isinstance(self.layers[0], FSDPModule):
             return 0
         if self.bytes_for_token is None:
-            self.allowance = SHARE * (_unused(device) - _OWED * self.trained)
+            self.allowance = SHARE * (_unused(device) - self.owed)
             count = 1
             self._measure(self.layers[-1], tokens, device)
         else:
@@ -91,8 +92,8 @@ def recompute_every_layer(base: nn.Module) -> None:
         base.__dict__["_kept_layers"] = None
 
 
-def kept_layers(base: nn.Module) -> KeptLayers | None:
-    """The keeper for the checkpointed layers of a model, or None where it has none."""
+def kept_layers(base: nn.Module, optimizer: str) -> KeptLayers | None:
+    """The keeper for the checkpointed layers of a model that this optimizer trains, or None where it has none."""
     layers = [m for m in base.modules() if isinstance(m, GradientCheckpointingLayer) and m.gradient_checkpointing]
     trained = sum(parameter.numel() for parameter in base.parameters() if parameter.requires_grad)
-    return KeptLayers(layers, trained) if layers else None
+    return KeptLayers(layers, trained * training_bytes(optimizer)) if layers else None

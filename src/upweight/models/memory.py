@@ -14,6 +14,7 @@ from upweight.models.load import Head, config_with_head, model_class
 GIB = 2**30
 USABLE = 0.9  # of a card: the rest is the driver's, and lost between blocks
 HALF, SINGLE = 2, 4
+USUAL_OPTIMIZER = "adamw"  # two moments in float32
 Trained = Literal["all", "lora", "qlora"]
 QUANTISED = {"load_in_4bit": 0.53, "load_in_8bit": 1.02}  # bytes of a weight with its share of the scales
 HEAD_CHUNK = 2**27 * 2 * SINGLE  # projections of one chunk and their gradients: logits are never built as a whole
@@ -88,6 +89,11 @@ def optimizer_bytes(name: str) -> int:
     return SINGLE if name.startswith("lion") else 2 * SINGLE
 
 
+def training_bytes(optimizer: str) -> int:
+    """Bytes that the first step adds for each trained number: its gradient in float32 and the optimizer's state."""
+    return SINGLE + optimizer_bytes(optimizer)
+
+
 def estimate(
     shape: Shape,
     trained: Trained,
@@ -105,7 +111,7 @@ def estimate(
     weights = weight * shape.linear_parameters + HALF * (shape.parameters - shape.linear_parameters)
     count = shape.parameters if trained == "all" else adapter_parameters(shape, adapter)
     # A float32 master and its gradient, the optimizer's state, and for adapters the copy that forwards read.
-    training = count * (2 * SINGLE + optimizer_bytes(optimizer) + (0 if trained == "all" else HALF))
+    training = count * (SINGLE + training_bytes(optimizer) + (0 if trained == "all" else HALF))
     if trained == "all":
         training += 3 * SINGLE * shape.largest + (HALF * shape.parameters if reference else 0)
     return Memory(weights, training, max(tokens * shape.activation_bytes[checkpointing], HEAD_CHUNK))

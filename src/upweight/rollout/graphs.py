@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
+from torch._dynamo import config as dynamo_config
 
 from upweight.engine.packing import bucketed
 from upweight.log import warn_once
@@ -132,7 +133,8 @@ class GraphSteps:
         """Do some work with compiled layers; as they are where the compiler fails."""
         step_1 = self._decoder.step_1.clone()
         try:
-            with self._fused_layers(name):
+            # A number that may change would become a tensor on the CPU, for which a C++ compiler is started.
+            with dynamo_config.patch(specialize_float=True), self._fused_layers(name):
                 work()
         except torch.OutOfMemoryError:
             raise

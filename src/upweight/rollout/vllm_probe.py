@@ -52,13 +52,17 @@ def _last_name(name: str) -> str:
 
 
 async def check_vocabulary(link: Link, name: str, size: int) -> None:
-    """Refuse a server that knows fewer or more tokens than the model; servers reject ids beyond their vocabulary."""
+    """Refuse a server that knows fewer or more tokens than the model, by which biases it takes.
+
+    Not by a prompt of such a token: where the tokenizer has it and the model does not, vLLM lets it in, and dies.
+    """
     for token, known in ((size - 1, True), (size, False)):
+        body = {"model": name, "prompt": [0], "max_tokens": 1, "logit_bias": {str(token): 0.0}}
         try:
-            await link.ask("/v1/completions", {"model": name, "prompt": [token], "max_tokens": 1}, seconds=None)
+            await link.ask("/v1/completions", body, seconds=None)
             accepted = True
         except Refused as error:
-            if "vocabulary" not in str(error):
+            if "vocab" not in str(error):
                 raise UserError(f"the server at {link.url} refuses to write: {error}") from None
             accepted = False
         if accepted != known:

@@ -223,7 +223,8 @@ class ServedWeights:
             if self._dtype == torch.float32 and not self._exact and agrees(mean, largest, exact=False):
                 warn_once(
                     f"the server's log-probs differ by up to {largest:.2g} from the trainer's, which computes in "
-                    "float32: it serves in another precision; vllm.dtype: float32 would make them equal"
+                    "float32: it serves in another precision (vllm.dtype: float32 would make them equal), or holds "
+                    "what an earlier run sent (start it anew)"
                 )
         if agrees(mean, largest, exact=self._exact):
             return True

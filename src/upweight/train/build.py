@@ -17,6 +17,7 @@ from upweight.engine.context import Context
 from upweight.engine.noise import add_noise
 from upweight.engine.offload import offload_activations
 from upweight.methods.base import Method
+from upweight.models.memory import USUAL_OPTIMIZER, training_bytes
 from upweight.models.precision import Sharding, set_up_precision
 from upweight.models.reference import Reference, adapter_state, make_reference, reference_kind
 from upweight.train.budget import token_budget
@@ -32,6 +33,7 @@ def trainer_parts(
     *,
     longest: int,
     budget: int | None = None,
+    optimizer: str = USUAL_OPTIMIZER,
     checkpointing: Mapping[str, Any] | None = None,
     pure: bool = False,
     separate_reference: Callable[[], nn.Module] | None = None,
@@ -45,10 +47,10 @@ def trainer_parts(
 ) -> dict[str, Any]:
     """The arguments of MethodTrainer that follow from the policy.
 
-    `checkpointing` holds options where it is on; `prepared` is where precomputed log-probs are kept. A model that
-    will be sharded stays where it was loaded, since it need not fit one device. `noise` on embeddings is NEFTune's
-    alpha; `offload` sends activations to host memory, `offload_reference` what a frozen copy of weights takes; the
-    ranks of `context` share each row.
+    `optimizer`, by its name, says how much memory to leave to it. `checkpointing` holds options where it is on;
+    `prepared` is where precomputed log-probs are kept. A model that will be sharded stays where it was loaded, since it
+    need not fit one device. `noise` on embeddings is NEFTune's alpha; `offload` sends activations to host memory,
+    `offload_reference` what a frozen copy of weights takes; the ranks of `context` share each row.
     """
     # Quantised weights are placed as they are loaded.
     if sharding == "none" and getattr(model, "hf_device_map", None) is None:
@@ -68,13 +70,9 @@ def trainer_parts(
         offload_activations(model)
     if checkpointing is not None:
         reentrant, every_layer = (bool(checkpointing.get(key)) for key in ("use_reentrant", "every_layer"))
-        enable_checkpointing(model, reentrant, every_layer)
-    by_memory = token_budget(
-        model.config.get_text_config(),
-        device,
-        checkpointing=checkpointing is not None,
-        reserved=_reserved(model, sharding != "none"),
-    )
+        enable_checkpointing(model, reentrant, every_layer, optimizer)
+    text, reserved = model.config.get_text_config(), _reserved(model, optimizer, sharding != "none")
+    by_memory = token_budget(text, device, checkpointing=checkpointing is not None, reserved=reserved)
     return {
         "method": method,
         "engine": engine,
@@ -86,10 +84,10 @@ def trainer_parts(
     }
 
 
-def _reserved(model: nn.Module, sharded: bool) -> int:
-    """Bytes that a rank will need for two moments and the gradient in float32, and for its shard of the weights."""
+def _reserved(model: nn.Module, optimizer: str, sharded: bool) -> int:
+    """Bytes that a rank will need for gradients and the optimizer, and for its shard of the weights."""
     sizes = {parameter: getattr(parameter, "ds_numel", parameter.numel()) for parameter in model.parameters()}
-    states = 12 * sum(size for parameter, size in sizes.items() if parameter.requires_grad)
+    states = training_bytes(optimizer) * sum(size for weight, size in sizes.items() if weight.requires_grad)
     if not sharded:
         return states
     weights = sum(size * parameter.element_size() for parameter, size in sizes.items())

@@ -151,6 +151,7 @@ def build(config: Config, *, resume: bool = False, trains: bool = False) -> Meth
         longest=max(config.data.sequence_len, config.data.eval_sequence_len or 0),
         layout=config.model.layout,
         budget=config.optim.token_budget,
+        optimizer=config.optim.optimizer,
         checkpointing=config.optim.checkpointing_args if config.optim.gradient_checkpointing else None,
         pure=config.model.pure_bf16,
         separate_reference=load_reference if config.adapter.separate_reference else None,

@@ -97,8 +97,9 @@ class StepRunner:
         for metrics in metered:
             self.meters.add(metrics)
         if self.skips_idle:
-            forwarded = torch.tensor([len(working), len(units)], dtype=torch.float64)
-            self.meters.add({"forwarded_share": Mean(*forwarded.to(self.accelerator.device))})
+            parts = {"forwarded_share": (len(working), len(units)), "skipped_zero_adv_batches": (not working, 1)}
+            for name, part in parts.items():
+                self.meters.add({name: Mean(*torch.tensor(part, dtype=torch.float64).to(self.accelerator.device))})
         self.tokens += sum(row.batch.ids_BN.numel() for row in rows if row.real and self._speaks)
         return total
 

@@ -154,6 +154,7 @@ def parts_for(
         device,
         longest=longest(train, *held.values()) + (args.max_completion_length if isinstance(args, GRPOConfig) else 0),
         budget=args.token_budget,
+        optimizer=getattr(args.optim, "value", args.optim),
         checkpointing=args.checkpointing_options(),
         noise=args.neftune_noise_alpha,
         separate_reference=None if ref_model is None else partial(reference_model, ref_model, args, device),
