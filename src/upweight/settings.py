@@ -17,6 +17,11 @@ def setting(path: str, default: Any, help: str, *, also: tuple[str, ...] = (), *
     return Field(default, description=help, json_schema_extra={"path": path, "also": list(also)}, **limits)
 
 
+def inner(default: Any, help: str, **limits: Any) -> Any:
+    """A field of a mapping inside the config, such as an entry of `datasets`, read by its own name."""
+    return Field(default, description=help, **limits)
+
+
 def inline(section: type["Section"]) -> Any:
     """A field that is itself a Section whose settings keep their own YAML paths."""
     return Field(default_factory=section, json_schema_extra={"inline": True})

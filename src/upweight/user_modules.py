@@ -1,12 +1,17 @@
-"""A user's file as a module; imports nothing heavy, since the processes of rewards do it too."""
+"""A user's file as a module, and errors out of it; imports nothing heavy, since the processes of rewards do it too."""
 
 import importlib
 import importlib.util
+import os
 import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
+
+INSTALLED = ("site-packages", "dist-packages")
+OURS, STANDARD_LIBRARY = str(Path(__file__).parent), str(Path(os.__file__).parent)
 
 
 def load_file(name: str, file: Path) -> ModuleType:
@@ -48,3 +53,25 @@ def _importable(root: Path) -> Iterator[None]:
         sys.path.remove(place)
         if place not in sys.path:
             sys.path.append(place)
+
+
+def described(error: BaseException) -> str:
+    """An error as people quote it, with its line in the user's code."""
+    text = str(error).strip()
+    shown = (text[:297] + "...") if len(text) > 300 else text
+    frames = [(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)]
+    return f"{type(error).__name__}{': ' if shown else ''}{shown}{place(frames)}"
+
+
+def place(frames: list[tuple[str, int]]) -> str:
+    """The innermost frame of the user's code, as ` (file, line n)`; frames run from the outermost inwards."""
+    known = [at for at in frames if not at[0].startswith(("<", OURS))]
+    known = [at for at in known if is_installed(at[0]) or not at[0].startswith(STANDARD_LIBRARY)]
+    users = [at for at in known if not is_installed(at[0])]
+    file, line = (users or known or [("", 0)])[-1]
+    return f" ({Path(file).name}, line {line})" if file else ""
+
+
+def is_installed(file: Path | str) -> bool:
+    """Whether a file belongs to a package that somebody installed."""
+    return any(part in INSTALLED for part in Path(file).parts)

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from made_runs import write_config
-from upweight.cli.score import run
+from upweight.cli.score import read_rows, run
 from upweight.config import load_config
 from upweight.errors import UserError
 from upweight.train.run import train
@@ -53,6 +53,12 @@ def test_a_process_reward_model_scores_each_step(model_folder, tmp_path, capsys)
     good, bad = found["step_scores"]
     assert good > 0.5 > bad
     assert (found["mean"], found["min"]) == (pytest.approx((good + bad) / 2), bad)
+
+
+def test_rows_may_hold_ends_of_lines_that_json_does_not_know(tmp_path):
+    rows = [{"prompt": "a\u2028b", "completion": "c\x85d"}, {"prompt": "e", "completion": "f"}]
+    (tmp_path / "rows.jsonl").write_text("\r\n\n".join(json.dumps(row, ensure_ascii=False) for row in rows))
+    assert read_rows(tmp_path / "rows.jsonl") == rows
 
 
 def test_what_is_wrong_is_said(model_folder, tmp_path):

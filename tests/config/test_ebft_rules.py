@@ -23,9 +23,7 @@ def parsed(mode="structured", trl=None, **keys):
         ("structured", {"streaming_partial_batch": True}, "trl.streaming_partial_batch: features are computed when"),
         ("structured", {"reroll_start_fraction": 0.5}, "trl.reroll_start_fraction: no completion earns nothing"),
         ("structured", {"dynamic_sampling_max_rounds": 2}, "trl.dynamic_sampling_max_rounds: features tell all"),
-        ("strided", {"use_vllm": True}, "trl.use_vllm: blocks are sampled in process"),
         ("strided", {"async_prefetch": True}, "trl.async_prefetch: strided mode has no correction"),
-        ("strided", {"num_iterations": 2}, "trl.num_iterations: strided mode has no policy ratio"),
     ],
 )
 def test_what_cannot_act_is_refused_with_a_reason(mode, trl, reason):

@@ -181,11 +181,6 @@ def test_shards_of_a_mixture_part_the_rows(run):
     assert len({prompt for shard in shards for prompt in shard}) == 17
 
 
-def test_a_shard_that_is_not_there(run):
-    with pytest.raises(UserError, match="dataset_shard_idx: must be below dataset_shard_num"):
-        run([pair(1)], dataset_shard_num=2, dataset_shard_idx=2)
-
-
 @pytest.mark.parametrize(("size", "held"), [(0.2, 10), (7, 7), (0.001, 1)])
 def test_rows_held_out_do_not_overlap(run, size, held):
     prepared = run([pair(number) for number in range(50)], val_set_size=size)

@@ -119,11 +119,6 @@ def test_template_text_and_file(tmp_path, monkeypatch):
         template_source("jinja", "other.jinja", None, tmp_path)
 
 
-def test_an_unknown_name_is_answered_with_the_nearest():
-    with pytest.raises(UserError, match="Did you mean 'chatml'"):
-        template_source("chatlm", None, None, Path())
-
-
 def test_a_datasets_template_goes_before_the_configs():
     row = {"messages": [USER], "chosen": "a", "rejected": "b"}
     made = encoder({"type": "chat_template", "chat_template": "zephyr"}, rl="dpo", chat_template="chatml")

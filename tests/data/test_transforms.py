@@ -145,7 +145,8 @@ def test_a_built_in_is_not_shadowed_silently(write, tmp_path, caplog, monkeypatc
     ("text", "path", "said"),
     [
         ("import user_transform_that_is_missing", "{}.t", "user_transform_that_is_missing"),
-        ("def t(:", "{}.t", "SyntaxError"),
+        ("def t(:", "{}.t", r"SyntaxError: invalid syntax \(\w+\.py, line 1\)$"),
+        ("import json\njson.loads('{')", "{}.t", r"JSONDecodeError: .* \(\w+\.py, line 2\)$"),
         ("1 / 0", "{}.t", "ZeroDivisionError: division by zero .*line 1"),
         ("def transform(cfg): pass", "{}.transfrom", "Did you mean 'transform'"),
         ("", "user_transform_nowhere.t", "no user_transform_nowhere.py"),

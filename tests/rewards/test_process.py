@@ -9,7 +9,7 @@ from tiny_models import tiny
 from upweight.config.data import DatasetRow
 from upweight.data.scoring import ScoreModel
 from upweight.rewards.load import load_rewards
-from upweight.rewards.process import ProcessReward, is_process_model
+from upweight.rewards.process import is_process_model, weakest_steps
 from upweight.rewards.scorer import Scorer
 
 TOKENIZER = byte_tokenizer("chatml")
@@ -28,8 +28,8 @@ def steps_of(model, text, separator="\n"):
 
 def test_the_weakest_step_counts_and_nothing_said_has_no_score():
     model = process()
-    reward = ProcessReward(ScoreModel(model, TOKENIZER, "step_score"))
-    found = reward(["p", "p", [{"role": "user", "content": "p"}]], ["one\ntwo", " ", [{"content": "one\ntwo"}]])
+    scorer, asked = ScoreModel(model, TOKENIZER, "step_score"), ["p", "p", [{"role": "user", "content": "p"}]]
+    found = weakest_steps(scorer, asked, ["one\ntwo", " ", [{"content": "one\ntwo"}]])
     assert found == [pytest.approx(min(steps_of(model, "one\ntwo"))), None, pytest.approx(found[0])]
 
 

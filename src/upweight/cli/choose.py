@@ -8,44 +8,36 @@ from upweight.errors import UserError
 
 
 @dataclass(frozen=True)
-class Option:
-    """An answer: what it says, and the method or the question that it leads to."""
-
-    text: str
-    leads_to: "str | Question"
-
-
-@dataclass(frozen=True)
 class Question:
     """A question with its answers, by the word that a flag takes."""
 
     flag: str
     text: str
-    options: Mapping[str, Option]
+    options: Mapping[str, tuple[str, "str | Question"]]  # what it says, and the method or question it leads to
 
 
 PAIRS = Question("--want", "What should come out, and how?", {
-    "policy": Option("a model that prefers the better answers (start here)", "dpo"),
-    "one-stage": Option("the same from a base model in one stage, without fine-tuning it first", "orpo"),
-    "no-reference": Option("the same with less memory: no reference model", "simpo"),
-    "bounded": Option("the same from few pairs, or pairs that are never wrong: DPO would go too far", "ipo"),
-    "scores": Option("a model that scores answers, for rewards or for picking the best", "reward"),
+    "policy": ("a model that prefers the better answers (start here)", "dpo"),
+    "one-stage": ("the same from a base model in one stage, without fine-tuning it first", "orpo"),
+    "no-reference": ("the same with less memory: no reference model", "simpo"),
+    "bounded": ("the same from few pairs, or pairs that are never wrong: DPO would go too far", "ipo"),
+    "scores": ("a model that scores answers, for rewards or for picking the best", "reward"),
 })  # fmt: skip
 SCORING = Question("--want", "How do the scores compare?", {
-    "sum": Option("one score, or several on one scale (start here)", "grpo"),
-    "apart": Option("several of different sizes, each of which should count by itself", "gdpo"),
+    "sum": ("one score, or several on one scale (start here)", "grpo"),
+    "apart": ("several of different sizes, each of which should count by itself", "gdpo"),
 })  # fmt: skip
 DEMONSTRATIONS = Question("--want", "What should be learned from them?", {
-    "words": Option("their words (start here)", "sft"),
-    "meaning": Option("what they are like, from the model's own answers, compared by features", "ebft"),
+    "words": ("their words (start here)", "sft"),
+    "meaning": ("what they are like, from the model's own answers, compared by features", "ebft"),
 })  # fmt: skip
 FIRST = Question("--have", "What do you have?", {
-    "scores": Option("prompts, and a way to score answers: a function, right answers, tests, a reward model", SCORING),
-    "pairs": Option("pairs of a better and a worse answer", PAIRS),
-    "labels": Option("single answers marked as good or bad", "kto"),
-    "demonstrations": Option("answers as they should be", DEMONSTRATIONS),
-    "steps": Option("reasoning in steps, each marked as right or wrong", "prm"),
-    "gym": Option("an environment of NeMo Gym: tools, several turns, its own verification", "gym"),
+    "scores": ("prompts, and a way to score answers: a function, right answers, tests, a reward model", SCORING),
+    "pairs": ("pairs of a better and a worse answer", PAIRS),
+    "labels": ("single answers marked as good or bad", "kto"),
+    "demonstrations": ("answers as they should be", DEMONSTRATIONS),
+    "steps": ("reasoning in steps, each marked as right or wrong", "prm"),
+    "gym": ("an environment of NeMo Gym: tools, several turns, its own verification", "gym"),
 })  # fmt: skip
 
 
@@ -56,7 +48,7 @@ def run(given: Mapping[str, str | None]) -> None:
         said = given.get(question.flag) or _ask(question)
         if said not in question.options:
             raise UserError(f"{question.flag} {said}: {_choices(question)}")
-        question = question.options[said].leads_to
+        _, question = question.options[said]
     print(f"upweight init {question}")
 
 
@@ -66,8 +58,8 @@ def _ask(question: Question) -> str:
         raise UserError(f"{question.text} {_choices(question)}")
     words = list(question.options)
     print(question.text)
-    for number, (word, option) in enumerate(question.options.items(), 1):
-        print(f"  {number}  {option.text} ({word})")
+    for number, (word, (text, _)) in enumerate(question.options.items(), 1):
+        print(f"  {number}  {text} ({word})")
     while True:
         said = input("> ").strip()
         if said in words:
@@ -78,5 +70,5 @@ def _ask(question: Question) -> str:
 
 
 def _choices(question: Question) -> str:
-    listed = "".join(f"\n  {question.flag} {word:<16}{option.text}" for word, option in question.options.items())
+    listed = "".join(f"\n  {question.flag} {word:<16}{text}" for word, (text, _) in question.options.items())
     return f"Say one of these:{listed}"

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from upweight.cli.score import lines_of, row_of
 from upweight.cli.trained import as_trained, trained
 from upweight.data.rows import RowError
 from upweight.errors import UserError
@@ -68,22 +69,12 @@ def _read(file: Path | None) -> dict[str, dict[str, Any]]:
         print("Prompts, one on each line; Ctrl-D ends.", file=sys.stderr)
     text = sys.stdin.read() if file is None else file.read_text(encoding="utf-8")
     name = file or "stdin"
-    lines = {f"{name}:{n}": line.rstrip("\r") for n, line in enumerate(text.split("\n"), 1) if line.strip()}
+    lines = lines_of(text, name)
     if not lines:
         raise UserError(f"{name}: there is no prompt in it")
     if not next(iter(lines.values())).lstrip().startswith("{"):
         return {place: {"prompt": line} for place, line in lines.items()}
-    return {place: _row(line, place) for place, line in lines.items()}
-
-
-def _row(line: str, place: str) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise UserError(f"{place}: not JSON, as the first line seems to be: {error}") from error
-    if not isinstance(row, dict):
-        raise UserError(f"{place}: expected a JSON object with a prompt")
-    return row
+    return {place: row_of(line, place, ", as the first line seems to be") for place, line in lines.items()}
 
 
 def _encoded(writer: Writer, row: Mapping[str, Any], place: str) -> list[int]:

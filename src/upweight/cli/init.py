@@ -90,7 +90,9 @@ def _readme(starter: Starter, files: dict[str, str], example: str) -> str:
         *([("upweight rewards config.yaml", "what the rewards give now, without training")] if starter.online else []),
         ("upweight train config.yaml", "minutes on a CPU" if starter.model == MODEL else "wants a GPU"),
         ("upweight report out", "curves, completions and verdicts as one page"),
-        _use(starter),
+        ("upweight score out answers.jsonl", 'scores of {"prompt": ..., "completion": ...} rows')
+        if "reward_model: true" in starter.keys
+        else ("upweight inference out --chat", "talk to the result"),
     ]
     return README.format(
         about=starter.about,
@@ -100,10 +102,3 @@ def _readme(starter: Starter, files: dict[str, str], example: str) -> str:
         rows=starter.rows,
         example=example,
     )
-
-
-def _use(starter: Starter) -> tuple[str, str]:
-    """What to do with the result."""
-    if "reward_model: true" in starter.keys:
-        return "upweight score out answers.jsonl", 'scores of {"prompt": ..., "completion": ...} rows'
-    return "upweight inference out --chat", "talk to the result"

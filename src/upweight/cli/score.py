@@ -31,16 +31,26 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
     """The rows of a JSON lines file."""
     if not file.is_file():
         raise UserError(f"{file}: there is no such file")
-    rows = []
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
-        if line.strip():
-            try:
-                rows.append(json.loads(line))
-            except ValueError as error:
-                raise UserError(f"{file}:{number}: not JSON: {error}") from error
-    if not rows or not all(isinstance(row, dict) for row in rows):
+    lines = lines_of(file.read_text(encoding="utf-8"), file)
+    if not lines:
         raise UserError(f"{file}: expected one JSON object on each line")
-    return rows
+    return [row_of(line, place) for place, line in lines.items()]
+
+
+def lines_of(text: str, name: object) -> dict[str, str]:
+    """The lines of a text that hold something, by their places; texts within JSON may hold other ends of lines."""
+    return {f"{name}:{n}": line.rstrip("\r") for n, line in enumerate(text.split("\n"), 1) if line.strip()}
+
+
+def row_of(line: str, place: str, why: str = "") -> dict[str, Any]:
+    """The JSON object that a line holds; `why` says why it should hold one."""
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise UserError(f"{place}: not JSON{why}: {error}") from error
+    if not isinstance(row, dict):
+        raise UserError(f"{place}: expected a JSON object")
+    return row
 
 
 def _write(scorer: ScoreModel, rows: list[dict[str, Any]], out: TextIO) -> None:

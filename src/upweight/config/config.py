@@ -1,7 +1,7 @@
 """The frozen result of reading a config: one section for each part of the program, and the method."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -33,22 +33,6 @@ class ChoiceSection(Section):
     plugins: list[str] = setting("plugins", [], "Plugins of other trainers whose work is built in here.")
 
 
-SECTIONS: dict[str, type[Section]] = {
-    "choice": ChoiceSection,
-    "model": ModelSection,
-    "adapter": AdapterSection,
-    "data": DataSection,
-    "optim": OptimSection,
-    "sharding": ShardingSection,
-    "run": RunSection,
-    "tracking": TrackingSection,
-    "rollout": RolloutSection,
-    "environment": EnvironmentSection,
-    "vllm": VllmSection,
-    "gym": GymSection,
-}
-
-
 @dataclass(frozen=True)
 class Config:
     """A checked config. Each package takes its own section of it."""
@@ -70,6 +54,13 @@ class Config:
     folder: Path  # of the file: relative paths in it may start here
     notices: tuple[str, ...] = ()
     stages: tuple["Config", ...] = ()  # where there are several; this config is then the last one's
+
+
+SECTIONS: dict[str, type[Section]] = {
+    one.name: one.type
+    for one in fields(Config)
+    if isinstance(one.type, type) and issubclass(one.type, Section) and one.name != "method"
+}
 
 
 @cache

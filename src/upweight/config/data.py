@@ -1,11 +1,9 @@
 """Keys about data: where rows come from, how they are read, how long they may be."""
 
-from typing import Annotated, Any, Literal
-
-from pydantic import Field
+from typing import Any, Literal
 
 from upweight.config.model import PositiveInt
-from upweight.settings import Section, Strict, setting
+from upweight.settings import Section, Strict, inner, setting
 
 # Formats that ship with the package, by the kind of data a method reads; dotted names beyond these are the user's.
 _FAMILIES = tuple(
@@ -55,96 +53,68 @@ OWN_TEMPLATES = ("command_a", "falcon_h1", "gemma3n", "gemma4", "gemma4_unified"
 class UserFormat(Strict):
     """A `type:` written as a mapping: which columns hold what, and how they are joined."""
 
-    field_prompt: str = Field(default="prompt", description="Column of the prompt.")
-    field_system: str = Field(default="system", description="Column of the system text; may be absent.")
-    field_chosen: str = Field(default="chosen", description="Column of the better answer.")
-    field_rejected: str = Field(default="rejected", description="Column of the worse answer.")
-    field_completion: str = Field(default="completion", description="Column of the answer, for KTO.")
-    field_label: str = Field(default="label", description="Column of the verdict, for KTO.")
-    prompt_format: str = Field(default="{prompt}", description="Prompt text; `{system}` and `{prompt}` are filled in.")
-    chosen_format: str = Field(default="{chosen}", description="Text of the better answer.")
-    rejected_format: str = Field(default="{rejected}", description="Text of the worse answer.")
-    completion_format: str = Field(default="{completion}", description="Text of the answer, for KTO.")
-    field_instruction: str = Field(default="instruction", description="Column of the instruction, for SFT.")
-    field_input: str = Field(default="input", description="Column of the instruction's input, for SFT.")
-    field_output: str = Field(default="output", description="Column of the answer, for SFT.")
-    format: str | None = Field(default=None, description="SFT prompt; `{instruction}` and `{input}` are filled in.")
-    no_input_format: str | None = Field(default=None, description="SFT prompt for rows without an input.")
-    system_prompt: str = Field(default="", description="SFT: system text before the prompt.")
-    system_format: str = Field(default="{system}", description="SFT: how the system text is written.")
+    field_prompt: str = inner("prompt", "Column of the prompt.")
+    field_system: str = inner("system", "Column of the system text; may be absent.")
+    field_chosen: str = inner("chosen", "Column of the better answer.")
+    field_rejected: str = inner("rejected", "Column of the worse answer.")
+    field_completion: str = inner("completion", "Column of the answer, for KTO.")
+    field_label: str = inner("label", "Column of the verdict, for KTO.")
+    prompt_format: str = inner("{prompt}", "Prompt text; `{system}` and `{prompt}` are filled in.")
+    chosen_format: str = inner("{chosen}", "Text of the better answer.")
+    rejected_format: str = inner("{rejected}", "Text of the worse answer.")
+    completion_format: str = inner("{completion}", "Text of the answer, for KTO.")
+    field_instruction: str = inner("instruction", "Column of the instruction, for SFT.")
+    field_input: str = inner("input", "Column of the instruction's input, for SFT.")
+    field_output: str = inner("output", "Column of the answer, for SFT.")
+    format: str | None = inner(None, "SFT prompt; `{instruction}` and `{input}` are filled in.")
+    no_input_format: str | None = inner(None, "SFT prompt for rows without an input.")
+    system_prompt: str = inner("", "SFT: system text before the prompt.")
+    system_format: str = inner("{system}", "SFT: how the system text is written.")
 
 
 class DatasetRow(Strict):
     """One entry of `datasets`."""
 
-    path: str | None = Field(default=None, description="Hub id, file or folder.")
-    name: str | list[str] | None = Field(default=None, description="Configuration on the hub; a list takes several.")
-    split: str | None = Field(default=None, description="Split, with slices such as `train[:1%]`.")
-    type: str | UserFormat | None = Field(
-        default=None, description="Format of the rows, a transform, or a mapping of columns."
+    path: str | None = inner(None, "Hub id, file or folder.")
+    name: str | list[str] | None = inner(None, "Configuration on the hub; a list takes several.")
+    split: str | None = inner(None, "Split, with slices such as `train[:1%]`.")
+    type: str | UserFormat | None = inner(None, "Format of the rows, a transform, or a mapping of columns.")
+    data_files: str | list[str] | None = inner(None, "Files to read.")
+    ds_type: Literal["json", "jsonl", "csv", "parquet", "arrow", "text", "txt"] | None = inner(
+        None, "File type; by ending when left out."
     )
-    data_files: str | list[str] | None = Field(default=None, description="Files to read.")
-    ds_type: Literal["json", "jsonl", "csv", "parquet", "arrow", "text", "txt"] | None = Field(
-        default=None, description="File type; by ending when left out."
+    revision: str | None = inner(None, "Branch, tag or commit on the hub.")
+    trust_remote_code: bool = inner(False, "Whether code from the dataset's repository may run.")
+    max_samples: PositiveInt | None = inner(None, "Take so many rows at random.")
+    shards: PositiveInt | None = inner(None, "Cut the rows into so many shards and keep one.")
+    shards_idx: int = inner(0, "Which shard is kept.", ge=0)
+    chat_template: str | None = inner(None, "Chat template for these rows.")
+    chat_template_jinja: str | None = inner(None, "Template text or file, with `chat_template: jinja`.")
+    field_messages: str | None = inner(None, "Column of the messages; dots reach into nested columns.")
+    field_chosen: str | None = inner(None, "Column of the better answer.")
+    field_rejected: str | None = inner(None, "Column of the worse answer.")
+    field_system: str | None = inner(None, "Column of the system text.")
+    field_tools: str | None = inner(None, "Column of the tool definitions.")
+    field_thinking: str | None = inner(None, "Message property that holds reasoning text.")
+    template_thinking_key: str | None = inner(None, "Name under which the template expects reasoning text.")
+    field: str | None = inner(None, "Column of raw text, for `completion`.")
+    message_property_mappings: dict[str, str] | None = inner(
+        None, "Message properties by the name they have in the rows."
     )
-    revision: str | None = Field(default=None, description="Branch, tag or commit on the hub.")
-    trust_remote_code: bool = Field(default=False, description="Whether code from the dataset's repository may run.")
-    max_samples: PositiveInt | None = Field(default=None, description="Take so many rows at random.")
-    shards: PositiveInt | None = Field(default=None, description="Cut the rows into so many shards and keep one.")
-    shards_idx: Annotated[int, Field(ge=0)] = Field(default=0, description="Which shard is kept.")
-    chat_template: str | None = Field(default=None, description="Chat template for these rows.")
-    chat_template_jinja: str | None = Field(
-        default=None, description="Template text or file, with `chat_template: jinja`."
-    )
-    field_messages: str | None = Field(
-        default=None, description="Column of the messages; dots reach into nested columns."
-    )
-    field_chosen: str | None = Field(default=None, description="Column of the better answer.")
-    field_rejected: str | None = Field(default=None, description="Column of the worse answer.")
-    field_system: str | None = Field(default=None, description="Column of the system text.")
-    field_tools: str | None = Field(default=None, description="Column of the tool definitions.")
-    field_thinking: str | None = Field(default=None, description="Message property that holds reasoning text.")
-    template_thinking_key: str | None = Field(
-        default=None, description="Name under which the template expects reasoning text."
-    )
-    field: str | None = Field(default=None, description="Column of raw text, for `completion`.")
-    message_property_mappings: dict[str, str] | None = Field(
-        default=None, description="Message properties by the name they have in the rows."
-    )
-    message_field_role: str | None = Field(
-        default=None, description="Older spelling of `message_property_mappings.role`."
-    )
-    message_field_content: str | None = Field(
-        default=None, description="Older spelling of `message_property_mappings.content`."
-    )
-    message_field_training: str | None = Field(
-        default=None, description="Message property that says whether to train on it."
-    )
-    message_field_training_detail: str | None = Field(
-        default=None, description="Message property with character spans to train on."
-    )
-    roles: dict[str, str | list[str]] | None = Field(
-        default=None, description="Role names in the rows by the role they stand for."
-    )
-    roles_to_train: list[str] | None = Field(default=None, description="Roles whose turns are trained on.")
-    train_on_eos: Literal["all", "turn", "last", "none"] | None = Field(
-        default=None, description="End tokens trained on."
-    )
-    train_on_eot: Literal["all", "turn", "last", "none"] | None = Field(
-        default=None, description="End-of-turn tokens trained on."
-    )
-    drop_system_message: bool = Field(default=False, description="Leave out system turns.")
-    split_thinking: bool = Field(default=False, description="Move `<think>` text into its own property.")
-    step_separator: str | None = Field(
-        default=None, description="Text between reasoning steps, for process reward models."
-    )
-    server_name: str | None = Field(default=None, description="NeMo Gym server that verifies these rows.")
-    max_completion_length: PositiveInt | None = Field(
-        default=None, description="Longest completion, for process reward models."
-    )
-    train_on_last_step_only: bool = Field(
-        default=False, description="Label the last step only, for process reward models."
-    )
+    message_field_role: str | None = inner(None, "Older spelling of `message_property_mappings.role`.")
+    message_field_content: str | None = inner(None, "Older spelling of `message_property_mappings.content`.")
+    message_field_training: str | None = inner(None, "Message property that says whether to train on it.")
+    message_field_training_detail: str | None = inner(None, "Message property with character spans to train on.")
+    roles: dict[str, str | list[str]] | None = inner(None, "Role names in the rows by the role they stand for.")
+    roles_to_train: list[str] | None = inner(None, "Roles whose turns are trained on.")
+    train_on_eos: Literal["all", "turn", "last", "none"] | None = inner(None, "End tokens trained on.")
+    train_on_eot: Literal["all", "turn", "last", "none"] | None = inner(None, "End-of-turn tokens trained on.")
+    drop_system_message: bool = inner(False, "Leave out system turns.")
+    split_thinking: bool = inner(False, "Move `<think>` text into its own property.")
+    step_separator: str | None = inner(None, "Text between reasoning steps, for process reward models.")
+    server_name: str | None = inner(None, "NeMo Gym server that verifies these rows.")
+    max_completion_length: PositiveInt | None = inner(None, "Longest completion, for process reward models.")
+    train_on_last_step_only: bool = inner(False, "Label the last step only, for process reward models.")
 
 
 class DataSection(Section):

@@ -1,5 +1,7 @@
 """Rules across the keys of EBFT, whose two modes read different ones."""
 
+from collections.abc import Iterator
+
 from upweight.config.config import Config
 
 # What EBFT cannot take over from GRPO, and why.
@@ -35,43 +37,34 @@ OF_BLOCKS = {
 OF_ANSWERS = {"ebft.adaptive_max_tokens", "ebft.gt_length_multiplier"}
 
 
-def ebft_has_its_block(config: Config) -> str | None:
-    if config.method.name == "ebft" and not any(path.startswith("ebft.") for path in config.given):
-        return "ebft: missing. `rl: ebft` needs its block; `ebft: {mode: structured}` takes every default."
-    return None
-
-
-def features_are_what_rewards(config: Config) -> str | None:
+def features_are_what_rewards(config: Config) -> Iterator[str]:
+    """What EBFT, or its strided mode, has no place for."""
     if config.method.name != "ebft":
-        return None
+        return
     strided = getattr(config.method, "mode", None) == "strided"
     for path, reason in (NOT_WITH_FEATURES | (NOT_WITH_BLOCKS if strided else {})).items():
         value = config.given.get(path)
         if value and (path != "trl.reroll_start_fraction" or value != 1):
-            return f"{path}: {reason}."
+            yield f"{path}: {reason}."
     if strided and config.rollout.num_iterations > 1:
-        return "trl.num_iterations: strided mode has no policy ratio for a second pass over samples; drop it."
-    return None
+        yield "trl.num_iterations: strided mode has no policy ratio for a second pass over samples; drop it."
 
 
-def keys_of_the_other_mode(config: Config) -> str | None:
-    mode = getattr(config.method, "mode", None)
+def ebft_keys_without_effect(config: Config) -> Iterator[str]:
+    """Keys of the other mode, and what whitening leaves nothing to do for."""
+    given, mode = config.given, getattr(config.method, "mode", None)
     if config.method.name != "ebft":
-        return None
-    if mode == "structured":
-        stray = [path for path in config.given if path in OF_BLOCKS]
-        return f"{', '.join(stray)}: no effect without 'ebft.mode: strided'" if stray else None
+        return
     known = {*READ_WITH_BLOCKS, *NOT_WITH_FEATURES, *NOT_WITH_BLOCKS}
-    stray = [path for path in config.given if path.startswith(("trl.", "vllm.")) and path not in known]
-    stray += [path for path in config.given if path in OF_ANSWERS]
-    return f"{', '.join(stray)}: no effect with 'ebft.mode: strided'" if stray else None
-
-
-def whitened_samples_are_orthogonal(config: Config) -> str | None:
-    method = config.method
-    if getattr(method, "use_whitening", False) and config.given.get("ebft.diversity_coef"):
-        return (
+    if mode == "structured":
+        other, stray = "without", [path for path in given if path in OF_BLOCKS]
+    else:
+        other, stray = "with", [path for path in given if path.startswith(("trl.", "vllm.")) and path not in known]
+        stray += [path for path in given if path in OF_ANSWERS]
+    if stray:
+        yield f"{', '.join(stray)}: no effect {other} 'ebft.mode: strided'"
+    if getattr(config.method, "use_whitening", False) and given.get("ebft.diversity_coef"):
+        yield (
             "ebft.diversity_coef: whitening by a few samples makes them orthogonal: the diversity term acts on "
             "samples that repeat each other only (docs/ebft.md)"
         )
-    return None

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from upweight.settings import Section, Strict, setting
+from upweight.settings import Section, Strict, inner, setting
 
 PositiveInt = Annotated[int, Field(gt=0, lt=2**31)]
 
@@ -12,11 +12,11 @@ PositiveInt = Annotated[int, Field(gt=0, lt=2**31)]
 class SpecialTokens(Strict):
     """Tokens to set on the tokenizer."""
 
-    bos_token: str | None = Field(default=None, description="Beginning-of-text token.")
-    eos_token: str | None = Field(default=None, description="End-of-text token.")
-    pad_token: str | None = Field(default=None, description="Padding token.")
-    unk_token: str | None = Field(default=None, description="Unknown token.")
-    additional_special_tokens: list[str] | None = Field(default=None, description="Further tokens never split.")
+    bos_token: str | None = inner(None, "Beginning-of-text token.")
+    eos_token: str | None = inner(None, "End-of-text token.")
+    pad_token: str | None = inner(None, "Padding token.")
+    unk_token: str | None = inner(None, "Unknown token.")
+    additional_special_tokens: list[str] | None = inner(None, "Further tokens never split.")
 
 
 class ModelSection(Section):
@@ -78,13 +78,13 @@ class ModelSection(Section):
 class LoftQ(Strict):
     """LoftQ initialisation."""
 
-    loftq_bits: int = Field(default=4, description="Bits of the quantisation that LoftQ assumes.", gt=0)
+    loftq_bits: int = inner(4, "Bits of the quantisation that LoftQ assumes.", gt=0)
 
 
 class PeftBlock(Strict):
     """Options that PEFT nests."""
 
-    loftq_config: LoftQ | None = Field(default=None, description="Initialise LoRA by LoftQ.")
+    loftq_config: LoftQ | None = inner(None, "Initialise LoRA by LoftQ.")
 
 
 class AdapterSection(Section):

@@ -4,90 +4,47 @@ PACKED = "rows are always packed without padding, and that does not change any n
 FUSED_HEAD = "logits are never built: the head is computed in chunks for every method"
 KERNELS = "the engine picks its own kernels"
 OWN_SERVER = "vLLM's own server is started; no module of ours runs inside it"
-FSDP2 = "FSDP2 needs no such choice"
 
-# A key here may be set; it holds already, and `load` says so once.
-SATISFIED: dict[str, str] = {
-    "sample_packing": PACKED,
-    "eval_sample_packing": PACKED,
-    "sample_packing_group_size": PACKED,
-    "sample_packing_bin_size": PACKED,
-    "sample_packing_sequentially": PACKED,
-    "sample_packing_mp_start_method": PACKED,
-    "multipack_real_batches": PACKED,
-    "pad_to_sequence_len": PACKED,
-    "pad_to_multiple_of": PACKED,
-    "batch_flattening": PACKED,
-    "dpo_padding_free": PACKED,
-    "dataloader_pin_memory": "a step's tokens are a few kilobytes",
-    "group_by_length": "batches are balanced by tokens",
-    "trl.use_liger_loss": FUSED_HEAD,
-    "dpo_use_liger_kernel": FUSED_HEAD,
-    "liger_fused_linear_cross_entropy": FUSED_HEAD,
-    "liger_cross_entropy": FUSED_HEAD,
-    "chunked_cross_entropy": FUSED_HEAD,
-    "chunked_cross_entropy_num_chunks": FUSED_HEAD,
-    "cut_cross_entropy": FUSED_HEAD,
-    "flash_attn_cross_entropy": FUSED_HEAD,
-    "liger_rope": KERNELS,
-    "liger_rms_norm": KERNELS,
-    "liger_layer_norm": KERNELS,
-    "liger_glu_activation": KERNELS,
-    "liger_swiglu": KERNELS,
-    "liger_rms_norm_gated": KERNELS,
-    "liger_kernel_impl": KERNELS,
-    "use_scattermoe": KERNELS,
-    "use_sonicmoe": KERNELS,
-    "use_kernels": KERNELS,
-    "experts_implementation": KERNELS,
-    "flash_attn_rms_norm": KERNELS,
-    "flash_attn_fuse_norm": KERNELS,
-    "flex_attn_compile_kwargs": KERNELS,
-    "fused_attn_kernel": KERNELS,
-    "gemma4_hybrid_attn_impl": KERNELS,
-    "device_map": "a model is placed on the rank's device, or sharded as `fsdp` and `deepspeed` say",
-    "experimental_skip_move_to_device": "a model is placed on the rank's device",
-    "lora_mlp_kernel": KERNELS,
-    "lora_qkv_kernel": KERNELS,
-    "lora_o_kernel": KERNELS,
-    "lora_embedding_kernel": KERNELS,
-    "flash_attn_fuse_mlp": KERNELS,
-    "flash_attn_fuse_qkv": KERNELS,
-    "heads_k_stride": "context parallelism exchanges heads, not ring blocks",
-    "ring_attn_func": "context parallelism exchanges heads, not ring blocks",
-    "trl.use_data_producer": "every online run goes through the one producer",
-    "remove_unused_columns": "each method keeps the columns it needs",
-    "strict": "unknown keys are always errors",
-    "save_safetensors": "weights are always written as safetensors",
-    "low_cpu_mem_usage": "weights are always loaded without a second copy",
-    "is_llama_derived_model": "architectures are told by the model itself",
-    "is_mistral_derived_model": "architectures are told by the model itself",
-    "is_qwen_derived_model": "architectures are told by the model itself",
-    "is_falcon_derived_model": "architectures are told by the model itself",
-    "include_tokens_per_second": "tokens per second are always logged",
-    "include_tkps": "tokens per second are always logged",
-    "ddp": "the launcher decides",
-    "local_rank": "the launcher decides",
-    "world_size": "the launcher decides",
-    "ddp_find_unused_parameters": "the engine uses every trained parameter in each forward",
-    "hf_use_auth_token": "the hub's own login is used",
-    "debug": "`upweight preprocess --show` prints prepared rows",
-    "merge_method": "adapters are merged shard by shard",
-    "vllm.serve_module": OWN_SERVER,
-    "vllm.worker_extension_cls": OWN_SERVER,
-    "logging_nan_inf_filter": "a loss that is no number always stops the run",
-    "push_to_hub": "`hub_model_id` decides",
-    "eval_max_new_tokens": "evaluation writes no table of samples",
-    "eval_table_max_new_tokens": "evaluation writes no table of samples",
-    "dp_shard_size": "FSDP shards over all ranks",
-    "fsdp_config.sync_module_states": FSDP2,
-    "fsdp_config.use_orig_params": FSDP2,
-    "fsdp_config.limit_all_gathers": FSDP2,
-    "fsdp_config.backward_prefetch": FSDP2,
-    "fsdp_config.forward_prefetch": FSDP2,
-    "fsdp_config.mixed_precision_policy": "precision follows `bf16` and `fp16`",
-    "fsdp_config.cpu_offload_pin_memory": FSDP2,
+# Keys that may be set, by the reason why they hold already; `load` says it once.
+HOLDS: dict[str, str] = {
+    PACKED: "sample_packing eval_sample_packing sample_packing_group_size sample_packing_bin_size"
+    " sample_packing_sequentially sample_packing_mp_start_method multipack_real_batches pad_to_sequence_len"
+    " pad_to_multiple_of batch_flattening dpo_padding_free",
+    "a step's tokens are a few kilobytes": "dataloader_pin_memory",
+    "batches are balanced by tokens": "group_by_length",
+    FUSED_HEAD: "trl.use_liger_loss dpo_use_liger_kernel liger_fused_linear_cross_entropy liger_cross_entropy"
+    " chunked_cross_entropy chunked_cross_entropy_num_chunks cut_cross_entropy flash_attn_cross_entropy",
+    KERNELS: "liger_rope liger_rms_norm liger_layer_norm liger_glu_activation liger_swiglu liger_rms_norm_gated"
+    " liger_kernel_impl use_scattermoe use_sonicmoe use_kernels experts_implementation flash_attn_rms_norm"
+    " flash_attn_fuse_norm flex_attn_compile_kwargs fused_attn_kernel gemma4_hybrid_attn_impl lora_mlp_kernel"
+    " lora_qkv_kernel lora_o_kernel lora_embedding_kernel flash_attn_fuse_mlp flash_attn_fuse_qkv",
+    "a model is placed on the rank's device, or sharded as `fsdp` and `deepspeed` say": "device_map",
+    "a model is placed on the rank's device": "experimental_skip_move_to_device",
+    "context parallelism exchanges heads, not ring blocks": "heads_k_stride ring_attn_func",
+    "every online run goes through the one producer": "trl.use_data_producer",
+    "each method keeps the columns it needs": "remove_unused_columns",
+    "unknown keys are always errors": "strict",
+    "weights are always written as safetensors": "save_safetensors",
+    "weights are always loaded without a second copy": "low_cpu_mem_usage",
+    "architectures are told by the model itself": "is_llama_derived_model is_mistral_derived_model"
+    " is_qwen_derived_model is_falcon_derived_model",
+    "tokens per second are always logged": "include_tokens_per_second include_tkps",
+    "the launcher decides": "ddp local_rank world_size",
+    "the engine uses every trained parameter in each forward": "ddp_find_unused_parameters",
+    "the hub's own login is used": "hf_use_auth_token",
+    "`upweight preprocess --show` prints prepared rows": "debug",
+    "adapters are merged shard by shard": "merge_method",
+    OWN_SERVER: "vllm.serve_module vllm.worker_extension_cls",
+    "a loss that is no number always stops the run": "logging_nan_inf_filter",
+    "`hub_model_id` decides": "push_to_hub",
+    "evaluation writes no table of samples": "eval_max_new_tokens eval_table_max_new_tokens",
+    "FSDP shards over all ranks": "dp_shard_size",
+    "FSDP2 needs no such choice": "fsdp_config.sync_module_states fsdp_config.use_orig_params"
+    " fsdp_config.limit_all_gathers fsdp_config.backward_prefetch fsdp_config.forward_prefetch"
+    " fsdp_config.cpu_offload_pin_memory",
+    "precision follows `bf16` and `fp16`": "fsdp_config.mixed_precision_policy",
 }
+SATISFIED: dict[str, str] = {key: reason for reason, keys in HOLDS.items() for key in keys.split()}
 
 # Deprecated spelling -> the key that replaced it.
 RENAMED: dict[str, str] = {
@@ -141,7 +98,7 @@ PLUGINS: dict[str, str] = {
 }
 
 # What other trainers have and this one has not, by the reason; a name that ends in `*` stands for all that begin so.
-_NOT_HERE: dict[str, str] = {
+NOT_HERE: dict[str, str] = {
     "vision models are not supported": "image_size image_resize_algorithm processor_type processor_kwargs"
     " role_boundaries freeze_mm_modules is_multimodal",
     "Ray is not supported; start ranks with --num-processes": "use_ray ray_run_name ray_num_workers"
@@ -197,7 +154,7 @@ _NOT_HERE: dict[str, str] = {
     " trl.cache_implementation trl.vllm_group_port trl.vllm_model_impl trl.use_adaptive_entropy"
     " trl.entropy_coef_* trl.entropy_target",
 }
-REASONS: dict[str, str] = {key: reason for reason, keys in _NOT_HERE.items() for key in keys.split()}
+REASONS: dict[str, str] = {key: reason for reason, keys in NOT_HERE.items() for key in keys.split()}
 _PREFIXES: dict[str, str] = {key[:-1]: reason for key, reason in REASONS.items() if key.endswith("*")}
 
 

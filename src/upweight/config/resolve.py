@@ -10,18 +10,21 @@ from upweight.methods.base import Method
 
 def resolve(config: Config) -> Config:
     """The config with every value that follows from others in place."""
+    method = config.method
+    rate_of_method = (config.adapter.kind and method.lora_learning_rate) or method.learning_rate
+    labels_of_head = {"sequence_score": 1, "step_score": 2}.get(method.head)
     return dataclasses.replace(
         config,
         optim=config.optim.model_copy(
             update={
-                "learning_rate": _learning_rate(config),
+                "learning_rate": config.optim.learning_rate or rate_of_method,
                 "gradient_checkpointing": config.optim.gradient_checkpointing or config.sharding.fsdp_checkpointing,
                 **_batch(config),
                 **_schedule(config),
             }
         ),
         sharding=config.sharding.model_copy(update=_sharding(config)),
-        model=config.model.model_copy(update={"num_labels": _num_labels(config)}),
+        model=config.model.model_copy(update={"num_labels": config.model.num_labels or labels_of_head}),
         method=_method(config),
         rollout=config.rollout.model_copy(
             update={
@@ -56,12 +59,6 @@ def _method(config: Config) -> Method:
     return method.model_copy(update={"advantage_estimator": "group_norm" if by_group else "rloo"})
 
 
-def _learning_rate(config: Config) -> float:
-    method = config.method
-    by_method = (config.adapter.kind and method.lora_learning_rate) or method.learning_rate
-    return config.optim.learning_rate or by_method
-
-
 def _batch(config: Config) -> dict[str, int]:
     optim = config.optim
     whole = optim.batch_size
@@ -94,8 +91,3 @@ def _sharding(config: Config) -> dict[str, bool]:
         "offload": section.offload or "offload" in words,
         "reshard": section.reshard and not {"shard_grad_op", "no_shard", "hybrid_shard_zero2"}.intersection(words),
     }
-
-
-def _num_labels(config: Config) -> int | None:
-    by_head = {"sequence_score": 1, "step_score": 2}.get(config.method.head)
-    return config.model.num_labels or by_head

@@ -5,7 +5,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from upweight.config.model import PositiveInt
-from upweight.settings import Section, Strict, setting
+from upweight.settings import Section, Strict, inner, setting
 
 
 class RolloutSection(Section):
@@ -137,8 +137,8 @@ class GymDataset(Strict):
     """One entry of `nemo_gym_datasets`."""
 
     path: str = Field(description="File of rows, absolute or relative to `nemo_gym_dir`.")
-    server_name: str | None = Field(default=None, description="Server that verifies these rows.")
-    max_samples: PositiveInt | None = Field(default=None, description="Take so many rows at random.")
+    server_name: str | None = inner(None, "Server that verifies these rows.")
+    max_samples: PositiveInt | None = inner(None, "Take so many rows at random.")
 
 
 class GymSection(Section):

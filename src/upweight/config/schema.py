@@ -9,7 +9,7 @@ from pydantic.fields import FieldInfo
 from upweight.config.config import SECTIONS, general_keys, how_to_choose, method_keys
 from upweight.config.data import DatasetRow, UserFormat
 from upweight.config.explain import describe
-from upweight.config.peers import ATTENTION_SWITCHES, REASONS, RENAMED, SATISFIED
+from upweight.config.peers import ATTENTION_SWITCHES, HOLDS, NOT_HERE, RENAMED, SATISFIED
 from upweight.config.rollout import GymDataset
 from upweight.methods import METHODS
 from upweight.settings import Key, Section, keys_of
@@ -35,10 +35,14 @@ def json_schema() -> dict[str, Any]:
     definitions: dict[str, Any] = {}
     properties: dict[str, Any] = {}
     for key in all_keys():
-        schema = _field_schema(key, definitions)
+        field = key.field
+        limited: Any = Annotated[field.annotation, *field.metadata] if field.metadata else field.annotation
+        schema = TypeAdapter(limited).json_schema()
+        definitions.update(schema.pop("$defs", {}))
         block, dot, name = key.path.partition(".")
-        holder = properties.setdefault(block, _block()) if dot else {"properties": properties}
-        holder["properties"][name if dot else block] = schema
+        empty = {"type": ["object", "null"], "properties": {}, "additionalProperties": False}
+        holder = properties.setdefault(block, empty)["properties"] if dot else properties
+        holder[name if dot else block] = {"anyOf": [schema, {"type": "null"}], "description": field.description}
     for path in SATISFIED:
         block, dot, name = path.partition(".")
         holder = properties[block]["properties"] if dot else properties
@@ -59,17 +63,6 @@ def all_keys() -> Iterator[Key]:
     yield from (key for _, key in general_keys().values())
     for owners in method_keys().values():
         yield next(iter(owners.values()))
-
-
-def _block() -> dict[str, Any]:
-    return {"type": ["object", "null"], "properties": {}, "additionalProperties": False}
-
-
-def _field_schema(key: Key, definitions: dict[str, Any]) -> dict[str, Any]:
-    limited: Any = Annotated[key.field.annotation, *key.field.metadata] if key.field.metadata else key.field.annotation
-    schema = TypeAdapter(limited).json_schema()
-    definitions.update(schema.pop("$defs", {}))
-    return {"anyOf": [schema, {"type": "null"}], "description": key.field.description}
 
 
 def markdown() -> str:
@@ -146,13 +139,12 @@ def _table(rows: Any) -> list[str]:
 
 
 def _peers() -> list[str]:
-    lines = ["", "## Keys of other trainers", "", "### Accepted: they hold already", ""]
-    lines += ["| key | why |", "|---|---|", *(f"| `{key}` | {reason} |" for key, reason in SATISFIED.items())]
+    lines = ["", "## Keys of other trainers", "", "### Accepted: they hold already", "", *_by_reason(HOLDS)]
     lines += ["", "### Renamed", "", "| old | new |", "|---|---|"]
     lines += [f"| `{old}` | `{new}` |" for old, new in RENAMED.items()]
     lines += [f"| `{old}: true` | `attn_implementation: {new}` |" for old, new in ATTENTION_SWITCHES.items()]
-    lines += ["| `fsdp_config.fsdp_*` | `fsdp_config.*` |", "", "### Refused by name", ""]
-    by_reason: dict[str, list[str]] = {}
-    for key, reason in REASONS.items():
-        by_reason.setdefault(reason, []).append(f"`{key}`")
-    return [*lines, *(f"- {reason}: {', '.join(keys)}" for reason, keys in by_reason.items())]
+    return [*lines, "| `fsdp_config.fsdp_*` | `fsdp_config.*` |", "", "### Refused by name", "", *_by_reason(NOT_HERE)]
+
+
+def _by_reason(listed: dict[str, str]) -> list[str]:
+    return [f"- {reason}: {', '.join(f'`{key}`' for key in keys.split())}" for reason, keys in listed.items()]

@@ -68,9 +68,10 @@ def _drop_what_others_read(whole: dict[Any, Any], stage: dict[Any, Any], method:
     for path, owners in method_keys().items():
         if path not in general_keys() and method not in owners and any(other in owners for other in methods):
             _drop(whole, stage, path)
-    for path, (section, _) in general_keys().items():
-        if section in ROLLOUT_SECTIONS and not _is_online(method) and any(_is_online(other) for other in methods):
-            _drop(whole, stage, path)
+    if not METHODS[method].online and any(METHODS[other].online for other in methods):
+        for path, (section, _) in general_keys().items():
+            if section in ROLLOUT_SECTIONS:
+                _drop(whole, stage, path)
 
 
 def _drop(whole: dict[Any, Any], stage: dict[Any, Any], path: str) -> None:
@@ -78,10 +79,6 @@ def _drop(whole: dict[Any, Any], stage: dict[Any, Any], path: str) -> None:
     inside, own = (whole.get(block), stage.get(block)) if block else (whole, stage)
     if isinstance(inside, dict) and not (isinstance(own, dict) and name in own):
         inside.pop(name, None)
-
-
-def _is_online(method: str) -> bool:
-    return METHODS[method].online
 
 
 def _placed(line: str, number: int, stage: dict[Any, Any], common: dict[Any, Any]) -> str:

@@ -1,12 +1,13 @@
 """What a user's transform receives as `cfg`: the config by its YAML names."""
 
 from collections.abc import Iterator, Mapping
+from operator import attrgetter
 from typing import Any
 
 from pydantic import BaseModel
 
 from upweight.config.config import SECTIONS, Config, blocks
-from upweight.settings import Section, keys_of
+from upweight.settings import keys_of
 
 
 class ConfigView(Mapping[str, Any]):
@@ -44,18 +45,12 @@ def view(config: Config) -> ConfigView:
     for name, cls in (*SECTIONS.items(), ("method", type(config.method))):
         section = getattr(config, name)
         for key in keys_of(cls):
-            flat[key.path] = _plain(_read(section, key.where, key.name))
+            flat[key.path] = _plain(attrgetter(".".join((*key.where, key.name)))(section))
     content: dict[str, Any] = {path: value for path, value in flat.items() if "." not in path}
     for block in blocks():
         inner = {path.partition(".")[2]: value for path, value in flat.items() if path.startswith(f"{block}.")}
         content[block] = ConfigView(inner)
     return ConfigView(content)
-
-
-def _read(section: Section, where: tuple[str, ...], name: str) -> Any:
-    for part in where:
-        section = getattr(section, part)
-    return getattr(section, name)
 
 
 def _plain(value: Any) -> Any:

@@ -8,8 +8,7 @@ import shutil
 import tempfile
 import uuid
 import zlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +61,7 @@ def is_whole(folder: Path) -> bool:
 
 def write_whole(folder: Path, fill: Callable[[Path], None], *, replace: bool) -> None:
     """Let `fill` write a folder under another name, then rename it; `replace` says to put it over a whole one too."""
-    with _reported(folder.parent):
+    try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         building = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}")
         building.mkdir()
@@ -73,6 +72,9 @@ def write_whole(folder: Path, fill: Callable[[Path], None], *, replace: bool) ->
             _put_in_place(building, folder, replace)
         finally:
             shutil.rmtree(building, ignore_errors=True)
+    except OSError as error:
+        problem = f"{folder.parent} cannot be written ({error.strerror or error})"
+        raise UserError(f"dataset_prepared_path: {problem}. Choose another folder.") from error
 
 
 def find(folder: Path) -> bool:
@@ -108,14 +110,3 @@ def _checksum(file: Path) -> list[int]:
         while block := content.read(BLOCK):
             size, crc = size + len(block), zlib.crc32(block, crc)
     return [size, crc]
-
-
-@contextmanager
-def _reported(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise UserError(
-            f"dataset_prepared_path: {folder} cannot be written ({reason}). Choose another folder."
-        ) from error

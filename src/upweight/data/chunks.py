@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -204,18 +205,13 @@ def with_columns(stored: Dataset, names: Collection[str]) -> Dataset:
     """Stored rows with those of `names` that any of them has as columns of their own."""
     kept = [name for name in stored.column_names if name in names or name == OTHERS]
     rows = stored.select_columns(kept)
-    return rows.with_transform(Unfold(sorted(set(names) - set(kept)))) if OTHERS in kept else rows
+    return rows.with_transform(partial(_unfold, sorted(set(names) - set(kept)))) if OTHERS in kept else rows
 
 
-class Unfold:
-    """Gives rows back the columns that were kept as JSON; one that a row lacks is None."""
-
-    def __init__(self, names: Sequence[str]) -> None:
-        self.names = list(names)
-
-    def __call__(self, columns: dict[str, list[Any]]) -> dict[str, list[Any]]:
-        columns = dict(columns)
-        if OTHERS in columns:
-            others = [json.loads(text) for text in columns.pop(OTHERS)]
-            columns |= {name: [row.get(name) for row in others] for name in self.names}
+def _unfold(names: Sequence[str], columns: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    """Rows with the columns that were kept as JSON; one that a row lacks is None."""
+    if OTHERS not in columns:
         return columns
+    others = [json.loads(text) for text in columns[OTHERS]]
+    kept = {name: values for name, values in columns.items() if name != OTHERS}
+    return kept | {name: [row.get(name) for row in others] for name in names}

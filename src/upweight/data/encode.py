@@ -71,14 +71,11 @@ def _transform(setup: Setup, index: int, tokenizer: Any, cfg: ConfigView, folder
     others = [SERVES[other] for other, formats in FORMATS.items() if name in formats]
     if others:
         raise UserError(f"datasets.type: '{name}' is for {' and '.join(others)}, not for {setup.method.name}.")
-    if "." not in name or (name.split(".")[0] in _families() and not local_file(name, folder)):
+    families = {known.split(".")[0] for formats in FORMATS.values() for known in formats}
+    if "." not in name or (name.split(".")[0] in families and not local_file(name, folder)):
         raise UserError(f"datasets.type: there is no format '{name}'.{did_you_mean(name, FORMATS[kind])}")
     function = load_function(name, folder, "datasets.type")
     return Transform(function, name, _seen_from(setup, index, cfg), index, tokenizer)
-
-
-def _families() -> set[str]:
-    return {name.split(".")[0] for formats in FORMATS.values() for name in formats}
 
 
 def _seen_from(setup: Setup, index: int, cfg: ConfigView) -> ConfigView:

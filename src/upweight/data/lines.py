@@ -5,6 +5,7 @@ import gzip
 import json
 import lzma
 import mmap
+import re
 import shutil
 import tempfile
 from codecs import BOM_UTF8
@@ -20,6 +21,7 @@ from numpy.typing import NDArray
 from upweight.errors import UserError
 
 BLOCK = 1 << 26
+LIST = re.compile(rb"(?:\xef\xbb\xbf)?[ \t\r\n]*\[")
 SPACES = np.frombuffer(b" \t\r\f\v", np.uint8)
 COMPRESSED = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 
@@ -70,11 +72,14 @@ class LineFile:
         """First byte, byte after the last, and line number (from 1) of each row."""
         if self.kind == "text":
             return _line_spans(self._bytes)
-        start = _first_byte(self._bytes)
-        if self._bytes[start : start + 1] == b"[":
+        if LIST.match(self._bytes):
             return self._list_spans()
         spans = _line_spans(self._bytes)
-        return self._whole_file(spans) if len(spans) > 1 and self._is_document(spans) else spans
+        if len(spans) <= 1 or not self._is_document(spans):
+            return spans
+        with self._explained(1):
+            json.loads(self._text(0, len(self._bytes), 1))
+        return np.array([[0, len(self._bytes), spans[0, 2]]])
 
     def _is_document(self, spans: NDArray[np.int64]) -> bool:
         """Whether the first line only begins an object that later lines continue."""
@@ -87,15 +92,11 @@ class LineFile:
             return False  # parsing the row will say so
         return False
 
-    def _whole_file(self, spans: NDArray[np.int64]) -> NDArray[np.int64]:
-        with self._explained(1):
-            json.loads(self._text(0, len(self._bytes), 1))
-        return np.array([[0, len(self._bytes), spans[0, 2]]])
-
     def _list_spans(self) -> NDArray[np.int64]:
         """Spans of the rows of a file that is one JSON list."""
         text, decoder, spans = self._text(0, len(self._bytes), 1), json.JSONDecoder(), []
-        position, seen, seen_bytes, line = text.index("[") + 1, 0, len(_mark(self._bytes)), 1
+        mark = BOM_UTF8 if self._bytes[: len(BOM_UTF8)] == BOM_UTF8 else b""
+        position, seen, seen_bytes, line = text.index("[") + 1, 0, len(mark), 1
         with self._explained(1):
             while (position := _skip_space(text, position)) < len(text) and text[position] != "]":
                 _, end = decoder.raw_decode(text, position)
@@ -165,19 +166,6 @@ def _line_spans(content: mmap.mmap | bytes) -> NDArray[np.int64]:
     for number in np.flatnonzero(filled)[np.isin(begins, SPACES)]:
         filled[number] = bool(content[first[number] : last[number]].strip())
     return np.stack([first, last, np.arange(1, len(first) + 1)], 1)[filled].astype(np.int64)
-
-
-def _mark(content: mmap.mmap | bytes) -> bytes:
-    """The byte-order mark that a text begins with, if it does."""
-    return BOM_UTF8 if content[: len(BOM_UTF8)] == BOM_UTF8 else b""
-
-
-def _first_byte(content: mmap.mmap | bytes) -> int:
-    """Where the text begins after a byte-order mark and white space."""
-    position = len(_mark(content))
-    while position < len(content) and content[position] in b" \t\r\n":
-        position += 1
-    return position
 
 
 def _skip_space(text: str, position: int) -> int:

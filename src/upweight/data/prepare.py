@@ -63,8 +63,6 @@ class Prepared:
 
 def prepare(config: Config, tokenizer: Any) -> Prepared:
     """Prepare a config's data, or read it from the cache if nothing that shapes it has changed."""
-    if not config.data.datasets and not config.gym.datasets:
-        raise UserError("datasets: missing. List what to train on.")
     entries = _open_entries(config, tokenizer)
     key = cache.digest(_shaped_by(config, tokenizer, entries))
     folder = Path(config.data.prepared_path).expanduser() / key
@@ -150,8 +148,6 @@ def _keep_shard(config: Config, rows: list[Rows], train: Sequence[int]) -> None:
     count, index, before = config.data.shard_count, config.data.shard_index, 0
     if count is None:
         return
-    if index >= count:
-        raise UserError(f"dataset_shard_idx: must be below dataset_shard_num ({count}).")
     for number in train:
         length = len(rows[number])
         rows[number] = rows[number].select(slice((index - before) % count, None, count))

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,19 +117,12 @@ def optional_number(row: Row, key: str) -> float | None:
     value = lookup(row, key)
     if value is None or value == "":
         return None
-    if isinstance(value, str):
-        value = _number(value)
+    if isinstance(value, str):  # as every cell of a CSV is
+        with suppress(ValueError):
+            value = float(value)
     if isinstance(value, bool) or not isinstance(value, int | float) or not -LARGEST <= value <= LARGEST:
         raise RowError(key, f"a finite number, found {found(value)}")
     return float(value)
-
-
-def _number(text: str) -> float | str:
-    """The number that a text writes, as every cell of a CSV is text; the text itself where it is none."""
-    try:
-        return float(text)
-    except ValueError:
-        return text
 
 
 def check_all_text(value: Any, key: str, depth: int = 0) -> None:

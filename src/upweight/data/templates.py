@@ -7,8 +7,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from upweight.config.data import FALLBACK_PREFIX, TEMPLATE_ALIASES, TEMPLATE_NAMES, DataSection, DatasetRow
-from upweight.config.explain import did_you_mean
+from upweight.config.data import FALLBACK_PREFIX, TEMPLATE_ALIASES, DataSection, DatasetRow
 from upweight.data.messages import Conversation, Message
 from upweight.data.rows import RowError, common_length
 from upweight.errors import UserError
@@ -175,7 +174,7 @@ def chat_template(data: DataSection, entry: DatasetRow, tokenizer: Any, folder: 
 
 def template_source(name: str | None, jinja: str | None, tokenizer: Any, folder: Path) -> str | None:
     """The text of a template by name; None is the tokenizer's own."""
-    if name == "jinja" or (name is None and jinja):
+    if jinja and name in (None, "jinja"):
         return _jinja_text(jinja, folder)
     if name is None or name == "tokenizer_default":
         return None
@@ -183,15 +182,11 @@ def template_source(name: str | None, jinja: str | None, tokenizer: Any, folder:
         if getattr(tokenizer, "chat_template", None):
             return None
         name = name.removeprefix(FALLBACK_PREFIX)
-    name = TEMPLATE_ALIASES.get(name, name)
-    if name not in TEMPLATE_NAMES:
-        raise UserError(f"chat_template: there is no template '{name}'.{did_you_mean(name, TEMPLATE_NAMES)}")
-    return files("upweight.data").joinpath("chat_templates", f"{name}.jinja").read_text(encoding="utf-8")
+    file = f"{TEMPLATE_ALIASES.get(name, name)}.jinja"
+    return files("upweight.data").joinpath("chat_templates", file).read_text(encoding="utf-8")
 
 
-def _jinja_text(jinja: str | None, folder: Path) -> str:
-    if not jinja:
-        raise UserError("chat_template_jinja: missing. 'chat_template: jinja' needs the template's text or file.")
+def _jinja_text(jinja: str, folder: Path) -> str:
     if "{%" in jinja or "{{" in jinja or "\n" in jinja:
         return jinja
     for place in (Path.cwd(), folder):

@@ -12,10 +12,7 @@ from typing import Any
 from upweight.config.explain import did_you_mean
 from upweight.data.rows import Row, RowError
 from upweight.errors import UserError
-from upweight.user_modules import file_of, load_file
-
-INSTALLED = ("site-packages", "dist-packages")
-NOT_THEIRS = ("importlib", "upweight/data/transforms.py", "upweight/user_modules.py")  # files that a user did not write
+from upweight.user_modules import described, file_of, is_installed, load_file
 
 
 def local_file(path: str, folder: Path) -> Path | None:
@@ -46,7 +43,7 @@ def load_function(path: str, folder: Path, key: str) -> Callable[..., Any]:
             ) from error
         raise UserError(f"{key}: '{path}' cannot be imported: {error}. Install '{error.name}' first.") from error
     except Exception as error:  # importing runs foreign code
-        raise UserError(f"{key}: '{path}' cannot be imported: {type(error).__name__}: {error}{_line(error)}") from error
+        raise UserError(f"{key}: '{path}' cannot be imported: {described(error)}") from error
     function = getattr(module, name, None)
     if not callable(function):
         own = {other: value for other, value in vars(module).items() if callable(value) and not other.startswith("_")}
@@ -56,17 +53,6 @@ def load_function(path: str, folder: Path, key: str) -> Callable[..., Any]:
     return function
 
 
-def _line(error: BaseException) -> str:
-    """Where in the user's code an error came from."""
-    trace, place = error.__traceback__, ""
-    while trace is not None:
-        file = trace.tb_frame.f_code.co_filename
-        if not file.startswith("<") and not any(name in file for name in NOT_THEIRS):
-            place = f" ({Path(file).name}, line {trace.tb_lineno})"
-        trace = trace.tb_next
-    return place
-
-
 def source_of(function: Callable[..., Any]) -> str:
     """The text of the module that holds a function and of the user's modules beside it that are loaded."""
     module = sys.modules.get(function.__module__)
@@ -74,10 +60,10 @@ def source_of(function: Callable[..., Any]) -> str:
     if file is None:
         return repr(function)
     texts = {str(file): file.read_text(encoding="utf-8", errors="replace")}
-    if not any(part in INSTALLED for part in file.parts):
+    if not is_installed(file):
         for other in [file_of(loaded) for loaded in list(sys.modules.values()) if isinstance(loaded, ModuleType)]:
             beside = other is not None and file.parent in other.parents and other.suffix == ".py"
-            if other is not None and beside and other.is_file() and not any(part in INSTALLED for part in other.parts):
+            if other is not None and beside and other.is_file() and not is_installed(other):
                 texts[str(other)] = other.read_text(encoding="utf-8", errors="replace")
     return "\n".join(text for _, text in sorted(texts.items()))
 
@@ -104,8 +90,7 @@ class Transform:
             with redirect_stdout(sys.stderr):
                 return function(cfg, dataset_idx=dataset_idx) if takes_index else function(cfg)
         except Exception as error:  # foreign code
-            reason = f"{type(error).__name__}: {error}{_line(error)}"
-            raise UserError(f"datasets.type: '{self.name}' failed: {reason}") from error
+            raise UserError(f"datasets.type: '{self.name}' failed: {described(error)}") from error
 
     def __call__(self, row: Row) -> list[dict[str, Any]]:
         """The rows that a row becomes; none where the transform drops it."""
@@ -114,8 +99,8 @@ class Transform:
             with redirect_stdout(sys.stderr):  # what a user prints must not mix with rows that are shown
                 made = self.row_function(given, **self.extra)
         except Exception as error:  # foreign code
-            reason = f"{type(error).__name__}: {error}{_line(error)}"
-            raise RowError(self.name, f"a row that this transform can read; it failed with {reason}") from error
+            expected = f"a row that this transform can read; it failed with {described(error)}"
+            raise RowError(self.name, expected) from error
         if made is None:
             return []
         if not isinstance(made, dict):

@@ -46,8 +46,9 @@ def _pair(row: Mapping[str, Any], number: int, method: Method) -> Unit:
     sides = []
     for side in ("chosen", "rejected"):
         prompt, answer = _ids(row["prompt_ids"]), _ids(row[f"{side}_ids"])
-        if method.head == "sequence_score":
-            sides.append(_last_position(np.concatenate([prompt, answer])))
+        if method.head == "sequence_score":  # a reward head scores the last position
+            ids = np.concatenate([prompt, answer])
+            sides.append(Sample(ids, np.arange(len(ids)) == len(ids) - 1, labels=np.zeros(1, np.int64)))
         else:
             with_prompt = isinstance(method, ORPO) and method.likelihood_of_prompt and side == "chosen"
             sides.append(_completion(prompt, answer, with_prompt, row.get(f"ref_{side}_logps")))
@@ -66,12 +67,6 @@ def _completion(
         prompt=in_prompt[scored],
         ref_logps=None if ref_logps is None else np.asarray(ref_logps, np.float32),
     )
-
-
-def _last_position(ids: NDArray[np.int64]) -> Sample:
-    """A sequence whose last position is scored by a reward head."""
-    scored = np.arange(len(ids)) == len(ids) - 1
-    return Sample(ids, scored, labels=np.zeros(1, np.int64))
 
 
 def _labelled(prompt: Mapping[str, Any], answer: Mapping[str, Any], label: int) -> Sample:

@@ -2,7 +2,6 @@
 
 import asyncio
 import inspect
-import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -19,7 +18,6 @@ class OwnCalls:
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._threads = _Threads()
 
     async def __call__(self, function: Callable[..., Any], *arguments: Any, limit: float, **named: Any) -> Any:
         """What a function returns; whatever it raises, or TooSlow."""
@@ -28,7 +26,8 @@ class OwnCalls:
         if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None)):  # noqa: B004
             done = asyncio.run_coroutine_threadsafe(call(), self._own_loop())
         else:
-            self._threads.submit(partial(_settle, call, done))
+            # A daemon: threads cannot be ended, and one that hangs must not keep the program from ending.
+            threading.Thread(target=_settle, args=(call, done), name="environments", daemon=True).start()
         waited = asyncio.wrap_future(done)
         await asyncio.wait({waited}, timeout=limit)
         if not waited.done():
@@ -47,32 +46,6 @@ class OwnCalls:
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._loop = None
-
-
-class _Threads:
-    """As many threads as there are calls at a time; one that hangs is never waited for.
-
-    They are daemons: threads cannot be ended, and one that hangs must not keep the program from ending.
-    """
-
-    def __init__(self) -> None:
-        self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._idle, self._lock = 0, threading.Lock()
-
-    def submit(self, job: Callable[[], None]) -> None:
-        """Run a job in a thread that is free, or in a new one."""
-        with self._lock:
-            free = self._idle > 0
-            self._idle -= free
-            self._jobs.put(job)
-        if not free:
-            threading.Thread(target=self._work, name="environments", daemon=True).start()
-
-    def _work(self) -> None:
-        while True:
-            self._jobs.get()()
-            with self._lock:
-                self._idle += 1
 
 
 def _settle(call: Callable[[], Any], done: "Future[Any]") -> None:

@@ -12,7 +12,7 @@ from upweight.config.explain import did_you_mean
 from upweight.environments.episode import Message, ToolCall
 from upweight.environments.own_calls import OwnCalls, TooSlow
 from upweight.errors import UserError
-from upweight.rewards.answers import described
+from upweight.user_modules import described
 
 Schema = Mapping[str, Any]
 NOT_TOOLS = ("reset", "step", "get_reward", "close")  # what an environment class has beside its tools

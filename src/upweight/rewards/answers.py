@@ -1,19 +1,14 @@
 """What comes back from a call of a reward function: values that keep the contract, or why there are none."""
 
 import math
-import os
 import time
-import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 from upweight.errors import UserError
+from upweight.user_modules import described
 
-OURS = str(Path(__file__).parents[1])
-LIBRARIES = ("site-packages", "dist-packages")
-STANDARD_LIBRARY = str(Path(os.__file__).parent)
 IN_MESSAGES = (
     "Where the prompt is messages a completion is [{'role': 'assistant', 'content': ...}]: "
     "read completion[0]['content']"
@@ -110,26 +105,6 @@ def failed(error: BaseException, seconds: float) -> Failure | Broken:
     if "signal only works in main thread" in str(error):
         hint = "; put the function into a file of its own, so that it runs in the main thread of a worker process"
     return Failure("raised", f"{described(error)}{hint}", seconds)
-
-
-def described(error: BaseException) -> str:
-    """An error as people quote it, with its line in the user's code."""
-    text = str(error).strip()
-    shown = (text[:297] + "...") if len(text) > 300 else text
-    frames = [(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)]
-    return f"{type(error).__name__}{': ' if shown else ''}{shown}{place(frames)}"
-
-
-def place(frames: list[tuple[str, int]]) -> str:
-    """The innermost frame of the user's code, as ` (file, line n)`; frames run from the outermost inwards."""
-    real = [(file, line) for file, line in frames if not file.startswith("<")]
-    users = [(file, line) for file, line in real if not _is_foreign(file)]
-    file, line = (users or real or [("", 0)])[-1]
-    return f" ({Path(file).name}, line {line})" if file else ""
-
-
-def _is_foreign(file: str) -> bool:
-    return file.startswith((OURS, STANDARD_LIBRARY)) or any(part in LIBRARIES for part in Path(file).parts)
 
 
 def checked_values(returned: Any, name: str, count: int) -> list[Value] | Broken:

@@ -2,7 +2,7 @@
 
 import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,23 +14,24 @@ from upweight.config.environment import is_environment_reward
 from upweight.config.explain import did_you_mean
 from upweight.data.transforms import load_function, local_file
 from upweight.errors import UserError
-from upweight.rewards.answers import described
 from upweight.rewards.call import takes
 from upweight.rewards.environment import EpisodeReward, environment_rewards
 from upweight.rewards.model import ModelOptions, load_model_reward, model_reward
 from upweight.rewards.reward import Reward, unique_names
 from upweight.rewards.worker import BUILTIN, Source
+from upweight.user_modules import described
 
 KEY = "trl.reward_funcs"
 
 
 @dataclass(frozen=True)
 class _Place:
-    """Where names are looked up, and how reward models are loaded."""
+    """Where names are looked up, how reward models are loaded, and what else gives rewards."""
 
     folder: Path
     key: str
     models: ModelOptions
+    environment: Sequence[str]  # names of the rewards that it gives
 
 
 def load_rewards(
@@ -47,24 +48,9 @@ def load_rewards(
     `environment`: names of the rewards that the environment gives. They stand, once, where the first name that means
     them does; where nothing is named they are all there is.
     """
-    place = _Place(folder, KEY, ModelOptions(dtype, device, trust_remote_code))
-    made = [] if names else environment_rewards(environment)
-    for name in names:
-        if not is_environment_reward(name):
-            made.append(_named(name, place))
-        elif not _has_episodes(made):
-            made += _given_by(environment, name, KEY)
-    return unique_names(made)
-
-
-def _has_episodes(rewards: Sequence[Reward]) -> bool:
-    return any(isinstance(reward.function, EpisodeReward) for reward in rewards)
-
-
-def _given_by(environment: Sequence[str], name: str, key: str) -> list[Reward]:
-    if not environment:
-        raise UserError(f"{key}: '{name}' is what an environment says of an episode, and there is none that says any.")
-    return environment_rewards(environment)
+    place = _Place(folder, KEY, ModelOptions(dtype, device, trust_remote_code), environment)
+    made = _listed(((name, None) for name in names), place)
+    return unique_names(made if names else environment_rewards(environment))
 
 
 def as_rewards(
@@ -80,28 +66,40 @@ def as_rewards(
 
     `environment`: names of the rewards that the environment gives; they come last where they are not named.
     """
-    key = "reward_funcs"
-    place = _Place(Path.cwd(), key, ModelOptions(dtype, device, trust_remote_code))
+    place = _Place(Path.cwd(), "reward_funcs", ModelOptions(dtype, device, trust_remote_code), environment)
     is_pair = isinstance(given, tuple) and len(given) == 2 and isinstance(given[0], nn.Module)
     listed = list(given) if isinstance(given, list | tuple) and not is_pair else [] if given is None else [given]
     beside = list(tokenizers) if isinstance(tokenizers, list | tuple) else [tokenizers] * len(listed)
     if len(beside) != len(listed):
         raise UserError(f"reward_processing_classes: {len(beside)} given for {len(listed)} rewards; give one for each.")
-    made = []
-    for item, tokenizer in zip(listed, beside, strict=True):
-        if isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], nn.Module):
-            made.append(model_reward(item[0].to(device), item[1], key=key))
-        elif isinstance(item, nn.Module) and hasattr(item, "config"):
-            made.append(model_reward(item.to(device), tokenizer, key=key))
-        elif isinstance(item, str) and is_environment_reward(item):
-            made += _given_by(environment, item, key) if not _has_episodes(made) else []
-        elif isinstance(item, str):
-            made.append(_named(item, place))
-        elif callable(item):
-            made.append(_of_function(item, key, _source_of(item)))
-        else:
-            raise UserError(f"{key}: a {type(item).__name__} is no reward; give a function, a name or a model.")
+    made = _listed(zip(listed, beside, strict=True), place)
     return unique_names(made if _has_episodes(made) else [*made, *environment_rewards(environment)])
+
+
+def _listed(items: Iterable[tuple[Any, Any]], where: _Place) -> list[Reward]:
+    """The rewards that entries stand for, each given with the tokenizer it may need; the environment's own once."""
+    made: list[Reward] = []
+    for item, tokenizer in items:
+        if isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], nn.Module):
+            made.append(model_reward(item[0].to(where.models.device), item[1], key=where.key))
+        elif isinstance(item, nn.Module) and hasattr(item, "config"):
+            made.append(model_reward(item.to(where.models.device), tokenizer, key=where.key))
+        elif isinstance(item, str) and is_environment_reward(item):
+            if not where.environment:
+                why = "is what an environment says of an episode, and there is none that says any"
+                raise UserError(f"{where.key}: '{item}' {why}.")
+            made += [] if _has_episodes(made) else environment_rewards(where.environment)
+        elif isinstance(item, str):
+            made.append(_named(item, where))
+        elif callable(item):
+            made.append(_of_function(item, where.key, _source_of(item)))
+        else:
+            raise UserError(f"{where.key}: a {type(item).__name__} is no reward; give a function, a name or a model.")
+    return made
+
+
+def _has_episodes(rewards: Sequence[Reward]) -> bool:
+    return any(isinstance(reward.function, EpisodeReward) for reward in rewards)
 
 
 def _named(name: str, where: _Place) -> Reward:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from upweight.data.tokens import TextTokens
@@ -16,7 +15,7 @@ from upweight.log import warn_once
 from upweight.models.patches import keep_soft_cap
 from upweight.models.source import load_failures, source_of
 from upweight.rewards.call import takes
-from upweight.rewards.process import is_process_model, load_process_reward
+from upweight.rewards.process import is_process_model, load_process_reward, run_config
 from upweight.rewards.reward import Reward
 
 TOKENS_AT_ONCE = 16384  # of a batch, padding included
@@ -129,7 +128,9 @@ def load_model_reward(place: str, options: ModelOptions, key: str) -> Reward:
     with load_failures(key, place, "tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=options.trust_remote_code)
     model = model.to(options.device).requires_grad_(False)
-    return model_reward(model, tokenizer, Path(place).name, cuts_space=_is_ours(Path(place)), key=key)
+    # Trained here, it knows conversations without the space after their last turn.
+    is_ours = run_config(Path(place)).get("reward_model") is True
+    return model_reward(model, tokenizer, Path(place).name, cuts_space=is_ours, key=key)
 
 
 def _loaded(place: str, options: ModelOptions, key: str) -> Any:
@@ -164,13 +165,3 @@ def _adapted(place: str, options: ModelOptions, key: str) -> Any:
         )
         # Not merged: in half precision a small adapter would be lost in the weights.
         return PeftModel.from_pretrained(model, place, config=adapter)
-
-
-def _is_ours(place: Path) -> bool:
-    """Whether the model was trained here, on conversations without the space after their last turn."""
-    for folder in (place, place.parent):
-        file = folder / "config.yaml"
-        if file.is_file():
-            content = yaml.safe_load(file.read_text(encoding="utf-8"))
-            return isinstance(content, dict) and content.get("reward_model") is True
-    return False

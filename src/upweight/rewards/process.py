@@ -1,6 +1,7 @@
 """Process reward models as rewards: the lowest score among the steps of a completion."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,23 +14,15 @@ from upweight.rewards.call import takes
 from upweight.rewards.reward import Reward
 
 
-class ProcessReward:
-    """Prompts and completions in, for each the probability that its weakest step is right; none where it is empty."""
-
-    def __init__(self, model: ScoreModel) -> None:
-        self.model = model
-
-    def __call__(self, prompts: list[Any], completions: list[Any]) -> list[float | None]:
-        """One score for each completion."""
-        rows = [
-            {"prompt": _text(prompt), "completion": _text(completion)}
-            for prompt, completion in zip(prompts, completions, strict=True)
-        ]
-        said = [number for number, row in enumerate(rows) if row["completion"].strip()]
-        scores: list[float | None] = [None] * len(rows)
-        for number, steps in zip(said, self.model([rows[number] for number in said]), strict=True):
-            scores[number] = min(steps)
-        return scores
+def weakest_steps(model: ScoreModel, prompts: list[Any], completions: list[Any]) -> list[float | None]:
+    """For each completion the probability that its weakest step is right; none where it is empty."""
+    pairs = zip(prompts, completions, strict=True)
+    rows = [{"prompt": _text(prompt), "completion": _text(completion)} for prompt, completion in pairs]
+    said = [number for number, row in enumerate(rows) if row["completion"].strip()]
+    scores: list[float | None] = [None] * len(rows)
+    for number, steps in zip(said, model([rows[number] for number in said]), strict=True):
+        scores[number] = min(steps)
+    return scores
 
 
 def is_process_model(place: str) -> bool:
@@ -49,15 +42,17 @@ def load_process_reward(place: str, key: str, *, trust_remote_code: bool = False
         named = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
         adapter, base = folder, named["base_model_name_or_path"]
     section = ModelSection(base_model=base, trust_remote_code=trust_remote_code)
-    function = ProcessReward(load_score_model(section, adapter, entry=DatasetRow(step_separator=_separator(folder))))
+    (rows, *_) = run_config(folder).get("datasets") or [{}]
+    entry = DatasetRow(step_separator=rows.get("step_separator"))
+    function = partial(weakest_steps, load_score_model(section, adapter, entry=entry))
     return Reward(folder.name, function, takes(function, folder.name, key), is_limited=False)
 
 
-def _separator(folder: Path) -> str | None:
+def run_config(folder: Path) -> dict[str, Any]:
+    """The config of the run that left a folder, there or above it; empty where there is none."""
     file = next((file for file in (folder / "config.yaml", folder.parent / "config.yaml") if file.is_file()), None)
     content = yaml.safe_load(file.read_text(encoding="utf-8")) if file else None
-    rows = content.get("datasets") if isinstance(content, dict) else None
-    return rows[0].get("step_separator") if rows else None
+    return content if isinstance(content, dict) else {}
 
 
 def _text(said: Any) -> str:

@@ -15,8 +15,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
 
-from upweight.rewards.answers import Broken, Outcome, described, failed, invoke
-from upweight.user_modules import load_file
+from upweight.rewards.answers import Broken, Outcome, failed, invoke
+from upweight.user_modules import described, load_file
 
 Source = tuple[str, str, str | None]  # module, name in it, file; ("builtin", what the config says, None)
 BUILTIN = "builtin"

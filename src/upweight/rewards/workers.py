@@ -19,8 +19,9 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from upweight.errors import UserError
-from upweight.rewards.answers import Broken, Failure, Outcome, place
+from upweight.rewards.answers import Broken, Failure, Outcome
 from upweight.rewards.worker import Source
+from upweight.user_modules import place
 
 GRACE = 5.0  # seconds beyond its limit after which a process that did not end itself is ended
 START_LIMIT = 300.0  # seconds for a process to start and import a function's module

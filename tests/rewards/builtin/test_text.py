@@ -60,7 +60,7 @@ def test_normalised():
 
 
 def test_tokens_need_ids():
-    assert units_of("a b", "words", None, "length") == ["a", "b"]
-    assert units_of("ab", "tokens", [1, 2, 3], "length") == [1, 2, 3]
+    assert units_of(["a b"], {}, "words", "length") == [["a", "b"]]
+    assert units_of(["ab"], {"completion_ids": [[1, 2, 3]]}, "tokens", "length") == [[1, 2, 3]]
     with pytest.raises(UserError, match="completion_ids"):
-        units_of("ab", "tokens", None, "length")
+        units_of(["ab"], {}, "tokens", "length")

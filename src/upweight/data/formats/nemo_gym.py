@@ -62,7 +62,7 @@ def _items(params: Mapping[str, Any]) -> Any:
     for item in given if isinstance(given, list) else [given]:
         kind = item.get("type") if isinstance(item, Mapping) else None
         if kind == "function_call":
-            call = {"id": item.get("call_id"), "name": item.get("name"), "arguments": _arguments(item)}
+            call = {"id": item.get("call_id"), "name": item.get("name"), "arguments": item.get("arguments") or "{}"}
             messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
         elif kind == "function_call_output":
             output = item.get("output")
@@ -73,10 +73,6 @@ def _items(params: Mapping[str, Any]) -> Any:
         elif kind != "reasoning":
             messages.append(item)  # the reader says what is wrong with it
     return messages
-
-
-def _arguments(item: Mapping[str, Any]) -> Any:
-    return item.get("arguments") or "{}"
 
 
 FORMATS: dict[str, Format] = {"nemo_gym": gym}

@@ -10,10 +10,11 @@ from typing import Any
 import yaml
 
 from upweight.config.rollout import GymSection
+from upweight.environments.nemo_gym.servers import AGENTS, MODELS, RESOURCES
 from upweight.errors import UserError
 
 PROGRAM = "ng_run"
-KINDS = ("resources_servers", "responses_api_agents", "responses_api_models")
+KINDS = (RESOURCES, AGENTS, MODELS)
 POLICY_MODEL = "responses_api_models/vllm_model/configs/vllm_model_for_training.yaml"
 # What a server needs to know of the world; keys, tokens and addresses stay here.
 KEPT = ("PATH", "LANG", "LC_ALL", "TZ", "USER", "LOGNAME", "SHELL", "TERM", "LD_LIBRARY_PATH", "PYENV_ROOT")
@@ -32,7 +33,7 @@ def find_gym(folder: str) -> Installed:
     """The Gym in a clone or an environment, else the one that is installed where programs are looked for."""
     place = Path(os.path.expanduser(folder))
     found = next((file for file in (place / ".venv/bin" / PROGRAM, place / "bin" / PROGRAM) if file.is_file()), None)
-    if found is not None and found.parent.parent.name == ".venv" and (place / KINDS[0]).is_dir():
+    if found is not None and found.parent.parent.name == ".venv" and (place / RESOURCES).is_dir():
         return Installed(found.absolute(), place.resolve(), is_clone=True)
     if found is None:
         beside = shutil.which(PROGRAM)
@@ -43,7 +44,7 @@ def find_gym(folder: str) -> Installed:
                 "false' and start it yourself."
             )
         found = Path(beside)
-    roots = [path for path in found.parent.parent.glob("lib/python3*/site-packages") if (path / KINDS[0]).is_dir()]
+    roots = [path for path in found.parent.parent.glob("lib/python3*/site-packages") if (path / RESOURCES).is_dir()]
     if not roots:
         raise UserError(f"nemo_gym_dir: {found} belongs to a Gym without servers; use nemo-gym 0.4.0 or later.")
     return Installed(found.absolute(), roots[0], is_clone=False)
@@ -69,9 +70,9 @@ def config_files(gym: GymSection, installed: Installed, folder: Path) -> list[st
 
 def agent_limits(files: Sequence[str], max_turns: int | None) -> list[str]:
     """Arguments that bound the turns of every agent that takes a bound."""
-    found = [(instance, name) for file in files for instance, kind, name, _ in _servers(file) if kind == KINDS[1]]
+    found = [(instance, name) for file in files for instance, kind, name, _ in _servers(file) if kind == AGENTS]
     return [
-        f"++{instance}.{KINDS[1]}.{name}.max_steps={max_turns}"
+        f"++{instance}.{AGENTS}.{name}.max_steps={max_turns}"
         for instance, name in found
         if max_turns is not None and name == "simple_agent"
     ]

@@ -3,6 +3,7 @@
 import json
 import os
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import field
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -12,7 +13,7 @@ from pydantic.dataclasses import dataclass
 from upweight.errors import UserError
 from upweight.log import warn_once
 from upweight.rewards.builtin.sandbox import Limits, SandboxError, run_program
-from upweight.rewards.builtin.text import STRICT, Scores, between_tags, fenced_blocks, texts_of
+from upweight.rewards.builtin.text import STRICT, Scores, between_tags, fenced_blocks, rows_of, texts_of
 
 _ISOLATION = {"read-only": "files that cannot be written", "hidden": "hidden home folders and sockets"}
 
@@ -54,17 +55,15 @@ class CodeReward:
                 f"rows have neither. Name yours: code(tests='...') or code(output='...', stdin='...')."
             )
         texts = texts_of(completions)
-        tasks = [
-            self._task({name: values[row] for name, values in columns.items() if _is_column(values, len(texts))})
-            for row in range(len(texts))
-        ]
+        tasks = [self._task(row) for row in rows_of(columns, len(texts))]
         with ThreadPoolExecutor(self.parallel) as pool:
             return list(pool.map(self._score, texts, tasks))
 
     def _task(self, row: dict[str, Any]) -> Task | None:
         tests = row.get(self.tests)
         if isinstance(tests, str) and tests.lstrip()[:1] in ("[", "{"):
-            tests = _read_json(tests)
+            with suppress(ValueError):
+                tests = json.loads(tests)
         if isinstance(tests, dict):
             return _cases(tests.get("inputs"), tests.get("outputs"))
         if tests:
@@ -126,17 +125,6 @@ class CodeReward:
                 f"Run in a container, or allow user namespaces."
             )
         return outcome
-
-
-def _is_column(values: Any, count: int) -> bool:
-    return isinstance(values, list | tuple) and len(values) == count
-
-
-def _read_json(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
 
 
 def _cases(given: Any, wanted: Any) -> Task | None:

@@ -13,7 +13,7 @@ from pydantic.dataclasses import dataclass
 
 from upweight.errors import UserError
 from upweight.log import warn_once
-from upweight.rewards.builtin.text import STRICT, Scores, texts_of
+from upweight.rewards.builtin.text import STRICT, Scores, rows_of, texts_of
 
 _TEMPLATE = """You grade the response of an assistant. {rubric}
 
@@ -90,25 +90,15 @@ class JudgeReward:
 
     def __call__(self, completions: list[Any], **columns: Any) -> Scores:
         texts = texts_of(completions)
-        rows = [
-            {
-                name: values[row]
-                for name, values in columns.items()
-                if isinstance(values, list) and len(values) == len(texts)
-            }
-            for row in range(len(texts))
-        ]
-        questions = [self._question(text, row) for text, row in zip(texts, rows, strict=True)]
+        questions = [self._question(*pair) for pair in zip(texts, rows_of(columns, len(texts)), strict=True)]
+        headers = {"Authorization": f"Bearer {os.environ[self.api_key_env]}"} if self.api_key_env else {}
         # A proxy from the environment would be asked for a server on this very machine.
         local = httpx.URL(self.url).host in _LOCAL
         with (
-            httpx.Client(headers=self._headers(), timeout=self.timeout, trust_env=not local) as client,
+            httpx.Client(headers=headers, timeout=self.timeout, trust_env=not local) as client,
             ThreadPoolExecutor(self.concurrency) as pool,
         ):
             return list(pool.map(lambda question: self._score(client, question), questions))
-
-    def _headers(self) -> dict[str, str]:
-        return {"Authorization": f"Bearer {os.environ[self.api_key_env]}"} if self.api_key_env else {}
 
     def _question(self, text: str, row: dict[str, Any]) -> str:
         values = {
@@ -147,7 +137,8 @@ class JudgeReward:
                 trouble = f"status {answer.status_code}: {answer.text[:200]}"
                 if answer.status_code not in _TRY_AGAIN:
                     break
-                asked_to_wait = _seconds(answer.headers.get("retry-after"))
+                named = answer.headers.get("retry-after", "")
+                asked_to_wait = float(named) if named.isdigit() else 0.0
             except httpx.HTTPError as error:
                 trouble = f"{type(error).__name__} {error}"
             except (json.JSONDecodeError, KeyError, IndexError, TypeError, UnicodeDecodeError) as error:
@@ -156,10 +147,6 @@ class JudgeReward:
                 time.sleep(min(max(self.backoff * 2**attempt, asked_to_wait), self.timeout))
         warn_once(f"reward 'judge': {self.url} failed, such completions do not count: {trouble}")
         return None
-
-
-def _seconds(header: str | None) -> float:
-    return float(header) if header and header.isdigit() else 0.0
 
 
 def _prompt_text(prompt: Any) -> str:

@@ -7,12 +7,7 @@ from pydantic import NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from upweight.errors import UserError
-from upweight.rewards.builtin.text import STRICT, Scores, Unit, ids_of, texts_of, units_of
-
-
-def _lengths(completions: list[Any], columns: dict[str, Any], unit: Unit, reward: str) -> list[int]:
-    pairs = zip(texts_of(completions), ids_of(columns, len(completions)), strict=True)
-    return [len(units_of(text, unit, ids, reward)) for text, ids in pairs]
+from upweight.rewards.builtin.text import STRICT, Scores, Unit, units_of
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -34,7 +29,7 @@ class LengthReward:
             raise UserError("Reward 'length': give a minimum, a maximum or both, as in length(maximum=200).")
 
     def __call__(self, completions: list[Any], **columns: Any) -> Scores:
-        return [self._score(length) for length in _lengths(completions, columns, self.unit, self.__name__)]
+        return [self._score(len(units)) for units in units_of(completions, columns, self.unit, self.__name__)]
 
     def _score(self, length: int) -> float:
         beyond = 0 if self.maximum is None else length - self.maximum
@@ -69,8 +64,8 @@ class CosineLengthReward:
 
     def __call__(self, completions: list[Any], **columns: Any) -> Scores:
         marks = self._judge()(completions, **columns)
-        lengths = _lengths(completions, columns, self.unit, self.__name__)
-        return [None if mark is None else self._score(mark, n) for mark, n in zip(marks, lengths, strict=True)]
+        pairs = zip(marks, units_of(completions, columns, self.unit, self.__name__), strict=True)
+        return [None if mark is None else self._score(mark, len(units)) for mark, units in pairs]
 
     def _score(self, mark: float, length: int) -> float:
         if length > self.max_length and self.too_long is not None:

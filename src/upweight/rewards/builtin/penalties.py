@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from pydantic import Field, PositiveInt
 from pydantic.dataclasses import dataclass
 
-from upweight.rewards.builtin.text import STRICT, Scores, Unit, ids_of, texts_of, units_of
+from upweight.rewards.builtin.text import STRICT, Scores, Unit, texts_of, units_of
 
 Penalty = Annotated[float, Field(le=0)]
 
@@ -27,11 +27,11 @@ class RepetitionReward:
     __name__ = "repetition"
 
     def __call__(self, completions: list[Any], **columns: Any) -> Scores:
-        pairs = zip(texts_of(completions), ids_of(columns, len(completions)), strict=True)
-        return [self._score(text, ids) for text, ids in pairs]
+        folded = [text.casefold() for text in texts_of(completions)]
+        return [self._score(units) for units in units_of(folded, columns, self.unit, self.__name__)]
 
-    def _score(self, text: str, ids: Sequence[int] | None) -> float:
-        runs = ngrams(units_of(text.casefold(), self.unit, ids, self.__name__), self.ngram)
+    def _score(self, units: Sequence[Any]) -> float:
+        runs = ngrams(units, self.ngram)
         return self.penalty * (1 - len(set(runs)) / len(runs)) if runs else 0.0
 
 
@@ -45,17 +45,15 @@ class DiversityReward:
     __name__ = "diversity"
 
     def __call__(self, completions: list[Any], **columns: Any) -> Scores:
-        texts, ids = texts_of(completions), ids_of(columns, len(completions))
-        prompts = columns.get("prompts") or [None] * len(texts)
+        folded = [text.casefold() for text in texts_of(completions)]
+        units = units_of(folded, columns, self.unit, self.__name__)
+        runs = [frozenset(ngrams(one, min(self.ngram, len(one)) or 1)) for one in units]
+        prompts = columns.get("prompts") or [None] * len(runs)
         scores: Scores = []
         # groupby compares with ==, which message lists have; hashing them would not work.
-        for _, rows in groupby(range(len(texts)), key=lambda row: prompts[row]):
-            scores += self._group([self._runs(texts[row], ids[row]) for row in rows])
+        for _, rows in groupby(range(len(runs)), key=lambda row: prompts[row]):
+            scores += self._group([runs[row] for row in rows])
         return scores
-
-    def _runs(self, text: str, ids: Sequence[int] | None) -> frozenset[Any]:
-        units = units_of(text.casefold(), self.unit, ids, self.__name__)
-        return frozenset(ngrams(units, min(self.ngram, len(units)) or 1))
 
     def _group(self, group: list[frozenset[Any]]) -> list[float]:
         others = len(group) - 1

@@ -240,15 +240,9 @@ def _belongs(name: str, spare: int | None, mark: bytes) -> bool:
 
 def _held(report: bytes, token: str) -> list[bool] | None:
     """The report's lines -> which tests held, from the first line with our token."""
-    signed = (_signed(line, token) for line in report.splitlines()[1:])
-    return next((held for held in signed if held is not None), None)
-
-
-def _signed(line: bytes, token: str) -> list[bool] | None:
-    try:
-        said = json.loads(line)
-    except ValueError:
-        return None
-    if not isinstance(said, dict) or said.get("token") != token:
-        return None
-    return [bool(one) for one in said["held"]]
+    for line in report.splitlines()[1:]:
+        with suppress(ValueError):
+            said = json.loads(line)
+            if isinstance(said, dict) and said.get("token") == token:
+                return [bool(one) for one in said["held"]]
+    return None

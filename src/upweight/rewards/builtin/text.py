@@ -50,6 +50,12 @@ def column_of(columns: dict[str, Any], name: str, reward: str, count: int) -> li
     )
 
 
+def rows_of(columns: dict[str, Any], count: int) -> list[dict[str, Any]]:
+    """The keyword lists of a call -> the values of each completion's row, by name."""
+    named = {name: values for name, values in columns.items() if isinstance(values, list | tuple)}
+    return [{name: values[row] for name, values in named.items() if len(values) == count} for row in range(count)]
+
+
 def fenced_blocks(text: str) -> list[str]:
     """Text -> what its closed ``` blocks hold, in order."""
     return _FENCE.findall(text)
@@ -111,17 +117,10 @@ def normalised(text: str) -> str:
     return " ".join(text.split()).strip(" .,;:!?\"'`*_")
 
 
-def units_of(text: str, unit: Unit, ids: Sequence[int] | None, reward: str) -> Sequence[Any]:
-    """A completion -> its words, token ids or characters."""
-    if unit == "characters":
-        return text
-    if unit == "words":
-        return text.split()
-    if ids is None:
+def units_of(completions: Sequence[Any], columns: dict[str, Any], unit: Unit, reward: str) -> list[Sequence[Any]]:
+    """Completions and the keyword lists of their call -> the words, token ids or characters of each."""
+    if unit != "tokens":
+        return [text.split() if unit == "words" else text for text in texts_of(completions)]
+    if columns.get("completion_ids") is None:
         raise UserError(f"Reward '{reward}': unit 'tokens' needs completion_ids, which were not given. Use 'words'.")
-    return ids
-
-
-def ids_of(columns: dict[str, Any], count: int) -> list[Any]:
-    """The keyword lists of a call -> token ids, one list a completion, or Nones."""
-    return list(columns.get("completion_ids") or [None] * count)
+    return list(columns["completion_ids"])

@@ -54,7 +54,9 @@ def policy_for(
         raise UserError("peft_config: the model has an adapter already. Merge it first, or leave out peft_config.")
     set_seed(args.seed)
     if isinstance(model, str):
-        model = _loaded(model, args, method, tokenizer)
+        section = model_section(model, args)
+        dtype = _asked_dtype(args) or master_dtype(section, compute_dtype(section, args.device))
+        model = load_model(section, dtype, head=method.head, tokenizer=tokenizer, seed=args.seed)
     elif args.model_init_kwargs:
         warn_once("model_init_kwargs: not used, since the model is loaded already")
     if not isinstance(model, PreTrainedModel | PeftModel):
@@ -110,12 +112,6 @@ def model_section(name: str | None, args: MethodArguments) -> ModelSection:
         bf16="auto" if args.bf16 is None else args.bf16,
         fp16=args.fp16,
     )
-
-
-def _loaded(name: str, args: MethodArguments, method: Method, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
-    section = model_section(name, args)
-    dtype = _asked_dtype(args) or master_dtype(section, compute_dtype(section, args.device))
-    return load_model(section, dtype, head=method.head, tokenizer=tokenizer, seed=args.seed)
 
 
 def _asked_dtype(args: MethodArguments) -> torch.dtype | None:

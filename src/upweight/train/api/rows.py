@@ -50,12 +50,14 @@ def prepare_rows(
 
     `classes`: outputs of the score head, below which labels have to be.
     """
+    online = isinstance(args, GRPOConfig)
     data = DataSection(
         sequence_len=args.max_length or UNLIMITED,
         too_long=args.too_long,
         processes=args.dataset_num_proc,
         train_on_inputs=isinstance(args, SFTConfig) and _trains_on_inputs(args, rows.column_names, where),
-        **_about_prompts(args),
+        max_prompt_length=args.max_prompt_length if online else None,
+        template_args=(args.chat_template_kwargs or {}) if online else {},
     )
     entry = _entry(args)
     encoder = build_encoder(data, method, entry, 0, tokenizer, ConfigView({}), Path(), classes)
@@ -87,12 +89,6 @@ def longest(*prepared: Dataset | None) -> int:
 
 def _lengths(rows: Dataset, name: str) -> Any:
     return pc.call_function("list_value_length", [rows.data.column(name)]).to_numpy()
-
-
-def _about_prompts(args: MethodArguments) -> dict[str, Any]:
-    if not isinstance(args, GRPOConfig):
-        return {}
-    return {"max_prompt_length": args.max_prompt_length, "template_args": args.chat_template_kwargs or {}}
 
 
 def _entry(args: MethodArguments) -> DatasetRow:

@@ -3,7 +3,6 @@
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from upweight.train.health_rules import EXPLAINED
 
@@ -185,8 +184,3 @@ def _chart(kind: Kind, metrics: list[str], names: list[str]) -> Chart:
     band = [pattern.format(of) for pattern in kind.band]
     title = kind.title.format(of) if kind.title else of
     return Chart(kind.group, title, kind.meaning, kind.unit, series, band if set(band) <= set(names) else [])
-
-
-def as_json(charts: Iterable[Chart]) -> list[dict[str, Any]]:
-    """Charts as plain values."""
-    return [vars(chart) for chart in charts]

@@ -27,27 +27,6 @@ HEADERS = {
 }
 
 
-class LivePage:
-    """The newest data of runs, read anew when one of their files has changed."""
-
-    def __init__(self, folders: Sequence[Path]) -> None:
-        self.folders, self.reader = folders, PageReader(folders)
-        self.lock = threading.Lock()
-        self.seen: tuple[Any, ...] = ()
-        self.data: dict[str, Any] = {}
-        self.mark = 0
-
-    def read(self) -> dict[str, Any]:
-        """The data of the page, with a mark that changes when they do."""
-        with self.lock:
-            seen = tuple(_state(part) for folder in self.folders for part in folders_of(folder))
-            if seen != self.seen:
-                self.mark += 1
-                self.data = {**self.reader.read(live=True), "mark": str(self.mark)}
-                self.seen = seen
-            return self.data
-
-
 class PageServer(ThreadingHTTPServer):
     """Answers with the page of some runs and its data, on this machine's own address; `serve_forever` starts it."""
 
@@ -55,7 +34,21 @@ class PageServer(ThreadingHTTPServer):
 
     def __init__(self, folders: Sequence[Path], port: int) -> None:
         super().__init__((HERE, port), Handler)
-        self.live = LivePage(folders)
+        self.folders, self.reader = folders, PageReader(folders)
+        self.reading = threading.Lock()
+        self.seen: tuple[Any, ...] = ()
+        self.data: dict[str, Any] = {}
+        self.mark = 0
+
+    def newest(self) -> dict[str, Any]:
+        """The data of the page, read anew when a file of the runs has changed; their mark then changes too."""
+        with self.reading:
+            seen = tuple(_state(part) for folder in self.folders for part in folders_of(folder))
+            if seen != self.seen:
+                self.mark += 1
+                self.data = {**self.reader.read(live=True), "mark": str(self.mark)}
+                self.seen = seen
+            return self.data
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A browser that goes away in the middle of an answer is no error."""
@@ -75,9 +68,9 @@ class Handler(BaseHTTPRequestHandler):
         if self.headers.get("Host") not in {f"{HERE}:{server.server_port}", f"localhost:{server.server_port}"}:
             self._answer(HTTPStatus.MISDIRECTED_REQUEST, "text/plain", f"This server answers to {HERE} only.\n")
         elif asked.path == "/":
-            self._answer(HTTPStatus.OK, "text/html", page(server.live.read()))
+            self._answer(HTTPStatus.OK, "text/html", page(server.newest()))
         elif asked.path == "/data.json":
-            data = server.live.read()
+            data = server.newest()
             if parse_qs(asked.query).get("since") == [data["mark"]]:
                 self._answer(HTTPStatus.NO_CONTENT, "application/json", "")
             else:

@@ -13,7 +13,7 @@ from typing import Any
 from upweight import __version__
 from upweight.errors import UserError
 from upweight.train.health_rules import RULES
-from upweight.train.report.charts import GROUPS, as_json, charts_of
+from upweight.train.report.charts import GROUPS, charts_of
 from upweight.train.report.run import RunReader, folders_of
 from upweight.train.run_files import REPORT, write_text
 
@@ -51,7 +51,7 @@ class PageReader:
             "made": time.time(),
             "rules": len(RULES),
             "groups": [*GROUPS, "Other"],
-            "charts": as_json(charts),
+            "charts": [vars(chart) for chart in charts],
             "runs": runs,
         }
 
@@ -77,7 +77,7 @@ def page(data: Mapping[str, Any]) -> str:
             f"style-src {' '.join(map(_hash, styles))}",
             f"script-src {' '.join(map(_hash, scripts))}",
             "img-src data:",
-            f"connect-src {_own(data)}",
+            "connect-src 'self'" if data.get("live") else "connect-src 'none'",
             "base-uri 'none'",
             "form-action 'none'",
         )
@@ -101,10 +101,6 @@ def embedded(data: Mapping[str, Any]) -> str:
     """JSON that no text within it can break out of a script element."""
     text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
-
-
-def _own(data: Mapping[str, Any]) -> str:
-    return "'self'" if data.get("live") else "'none'"
 
 
 def _asset(name: str) -> str:

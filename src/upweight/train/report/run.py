@@ -14,8 +14,6 @@ from upweight.train.run_files import CONFIG, HEALTH, METRICS, RECORD, is_alive, 
 
 SECRET = r"(.*_)?(api_?key|secret|password|(hub|hf|auth|access|bearer)_token)"
 ONLINE = ("grpo", "gdpo", "ebft")
-METHODS = {"dpo": "DPO", "ipo": "IPO", "kto": "KTO", "orpo": "ORPO", "simpo": "SimPO", "grpo": "GRPO", "gdpo": "GDPO",
-           "ebft": "EBFT"}  # fmt: skip
 LONGEST_VERDICT = 2000  # letters
 TIMES = "\u00d7"
 
@@ -160,7 +158,7 @@ def _method(config: Mapping[str, Any]) -> str:
     if config.get("process_reward_model") is True:
         return "Process reward model"
     if config.get("rl"):
-        return METHODS.get(str(config["rl"]), str(config["rl"]))
+        return "SimPO" if config["rl"] == "simpo" else str(config["rl"]).upper()
     return "SFT" if config else ""
 
 

@@ -104,7 +104,7 @@ function rangeOf(chart) {
 
 function optionsOf(chart, lines, width, verdicts, told) {
   const ink = cssColour("--muted");
-  const font = `11px ${cssColour("--sans")}`;
+  const font = `11px ${getComputedStyle(document.body).fontFamily}`;
   const grid = { stroke: cssColour("--line"), width: 1 };
   const axis = { stroke: ink, font, grid, ticks: { ...grid, size: 4 }, gap: 4 };
   const bands = [];

@@ -95,5 +95,10 @@ function metricWords(name) {
   return name;
 }
 
-const cssColour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+// A colour of the page as six digits; it stands there for both themes.
+function cssColour(name) {
+  const [light, dark] = getComputedStyle(document.documentElement).getPropertyValue(name).match(/#\w+/g);
+  return themeNow() === "dark" ? dark : light;
+}
+
 const runColour = (place) => cssColour(`--series-${(place % 6) + 1}`);
