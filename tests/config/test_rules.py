@@ -36,6 +36,10 @@ BROKEN = {
     "num_labels: a process": {**WHOLE, "process_reward_model": True, "num_labels": 1},
     "chat_template_jinja: missing": {**WHOLE, "chat_template": "jinja"},
     "datasets[0].chat_template_jinja: missing": {**WHOLE, "datasets": [{"path": "d", "chat_template": "jinja"}]},
+    "test_datasets[0].chat_template_jinja: missing": {
+        **WHOLE,
+        "test_datasets": [{"path": "d", "chat_template": "tokenizer_default_fallback_jinja"}],
+    },
     "vllm.reasoning_parser: missing": {**WHOLE, "vllm": {"enable_reasoning": True}},
     "dataset_shard_idx: must be below": {**WHOLE, "dataset_shard_num": 2, "dataset_shard_idx": 2},
     "datasets[0].shards_idx: must be": {**WHOLE, "datasets": [{"path": "d", "shards": 2, "shards_idx": 2}]},

@@ -104,6 +104,9 @@ def test_tokenizers_own_template_and_fallback():
     assert template_source("tokenizer_default", None, own, Path()) is None
     assert template_source("tokenizer_default_fallback_chatml", None, own, Path()) is None
     assert "<|im_start|>" in (template_source("tokenizer_default_fallback_chatml", None, plain, Path()) or "")
+    assert template_source("tokenizer_default_fallback_jinja", "{{ x }}", own, Path()) is None
+    assert template_source("tokenizer_default_fallback_jinja", "{{ x }}", plain, Path()) == "{{ x }}"
+    assert template_source("tokenizer_default_fallback_tokenizer_default", None, plain, Path()) is None
     assert template(None, own=OWN).render(Conversation([USER]), ask=True) == "[user]hi;[assistant]"
     with pytest.raises(UserError, match="chat_template"):
         template(None).render(Conversation([USER]))

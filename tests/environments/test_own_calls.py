@@ -26,7 +26,17 @@ def test_results_and_errors_come_back():
     assert run(calls(soon, 5, limit=1)) == 5
     with pytest.raises(KeyError, match="here"):
         run(calls(wrong, limit=1))
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        run(calls(next, iter(()), limit=1))
     calls.close()
+
+
+def test_a_thread_outlives_its_call_and_takes_the_next():
+    calls = OwnCalls()
+    first = run(calls(threading.current_thread, limit=5))
+    first.join(0.3)  # what it started with PR_SET_PDEATHSIG would die with it
+    assert first.is_alive()
+    assert run(calls(threading.current_thread, limit=5)) is first
 
 
 def test_a_hanging_function_is_left_behind_and_others_run():

@@ -112,9 +112,9 @@ def _entries(config: Config) -> Iterator[tuple[str, DatasetRow]]:
 
 
 def _template(place: str, own: DataSection | DatasetRow) -> Iterator[str]:
-    if own.chat_template == "jinja" and not own.chat_template_jinja:
+    plain = (own.chat_template or "tokenizer_default").removeprefix(FALLBACK_PREFIX)
+    if plain == "jinja" and not own.chat_template_jinja:
         yield f"{place}chat_template_jinja: missing. 'chat_template: jinja' needs the template's text or file."
-    plain = (own.chat_template or "jinja").removeprefix(FALLBACK_PREFIX)
     if plain not in (*TEMPLATE_NAMES, *TEMPLATE_ALIASES, "jinja", "tokenizer_default"):
         way_out = "'tokenizer_default' takes the model's own; 'jinja' yours."
         near = did_you_mean(plain, TEMPLATE_NAMES, 0.75)

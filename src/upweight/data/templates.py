@@ -168,20 +168,19 @@ def chat_template(data: DataSection, entry: DatasetRow, tokenizer: Any, folder: 
     """The template for the rows of one entry: its own setting, else the config's, else the tokenizer's."""
     own = entry if entry.chat_template or entry.chat_template_jinja else data
     source = template_source(own.chat_template, own.chat_template_jinja, tokenizer, folder)
-    is_written = own.chat_template_jinja and own.chat_template in (None, "jinja")
-    return ChatTemplate(tokenizer, source, data.template_args, source if is_written else None)
+    return ChatTemplate(tokenizer, source, data.template_args, source if own.chat_template_jinja else None)
 
 
 def template_source(name: str | None, jinja: str | None, tokenizer: Any, folder: Path) -> str | None:
     """The text of a template by name; None is the tokenizer's own."""
+    if name is not None and name.startswith(FALLBACK_PREFIX):
+        if getattr(tokenizer, "chat_template", None):
+            return None
+        name = name.removeprefix(FALLBACK_PREFIX)
     if jinja and name in (None, "jinja"):
         return _jinja_text(jinja, folder)
     if name is None or name == "tokenizer_default":
         return None
-    if name.startswith(FALLBACK_PREFIX):
-        if getattr(tokenizer, "chat_template", None):
-            return None
-        name = name.removeprefix(FALLBACK_PREFIX)
     file = f"{TEMPLATE_ALIASES.get(name, name)}.jinja"
     return files("upweight.data").joinpath("chat_templates", file).read_text(encoding="utf-8")
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import inspect
+import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -18,6 +19,8 @@ class OwnCalls:
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._free = threading.Semaphore(0)
 
     async def __call__(self, function: Callable[..., Any], *arguments: Any, limit: float, **named: Any) -> Any:
         """What a function returns; whatever it raises, or TooSlow."""
@@ -26,14 +29,22 @@ class OwnCalls:
         if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None)):  # noqa: B004
             done = asyncio.run_coroutine_threadsafe(call(), self._own_loop())
         else:
-            # A daemon: threads cannot be ended, and one that hangs must not keep the program from ending.
-            threading.Thread(target=_settle, args=(call, done), name="environments", daemon=True).start()
+            self._jobs.put(partial(_settle, call, done))
+            if not self._free.acquire(blocking=False):
+                # A daemon: threads cannot be ended, and one that hangs must not keep the program from ending.
+                threading.Thread(target=self._work, name="environments", daemon=True).start()
         waited = asyncio.wrap_future(done)
         await asyncio.wait({waited}, timeout=limit)
         if not waited.done():
             waited.cancel()
             raise TooSlow(f"it took longer than {limit:g} seconds")
         return waited.result()
+
+    def _work(self) -> None:
+        # Forever: a program started with PR_SET_PDEATHSIG (`bwrap --die-with-parent`) dies with the thread.
+        while True:
+            self._jobs.get()()
+            self._free.release()
 
     def _own_loop(self) -> asyncio.AbstractEventLoop:
         if self._loop is None:
@@ -53,6 +64,8 @@ def _settle(call: Callable[[], Any], done: "Future[Any]") -> None:
         return
     try:
         result = call()
+    except StopIteration as error:  # which asyncio does not hand on
+        done.set_exception(RuntimeError("StopIteration").with_traceback(error.__traceback__))
     except BaseException as error:  # foreign code: handed to whoever waits
         done.set_exception(error)
     else:
