@@ -1,12 +1,14 @@
 """Online trainers around tiny models, for tests of rollouts in the loop."""
 
 import functools
+import json
 from pathlib import Path
 
 import torch
 from datasets import Dataset
 from transformers import TrainingArguments
 
+from made_runs import largest_difference, weights_of
 from made_tokenizers import byte_tokenizer
 from tiny_models import tiny
 from upweight.config.rollout import RolloutSection
@@ -146,6 +148,40 @@ def logged(trainer):
         for row in trainer.state.log_history
         if "loss" in row
     ]
+
+
+def resumed_as_whole(make, folder: Path, steps: int, at: int, **options):
+    """A run of `steps` by `make`, after one that was taken up again at a checkpoint was found to be the same."""
+    options |= {"save_strategy": "steps", "save_steps": at}
+    whole = make(folder / "whole", max_steps=steps, **options)
+    whole.train()
+    make(folder / "broken", max_steps=at, **options).train()
+    resumed, checkpoint = make(folder / "broken", max_steps=steps, **options), folder / "broken" / f"checkpoint-{at}"
+    resumed.rollouts.restore(checkpoint)
+    resumed.train(resume_from_checkpoint=str(checkpoint))
+    assert logged(resumed)[at:] == logged(whole)[at:]
+    assert largest_difference(weights_of(resumed), weights_of(whole)) == 0
+    assert json.loads((checkpoint / "rollouts.json").read_text())["producer"]["rollouts"] >= 1
+    return whole
+
+
+def taught(tokenizer, texts, letters: str, length: int = 3, steps: int = 60):
+    """A model that goes on with random letters, so that sampling starts at chance and not in the whole vocabulary."""
+    model = chat_model(tokenizer)
+    known = torch.tensor([tokenizer.encode(letter, add_special_tokens=False)[0] for letter in letters])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(steps):
+        loss = torch.zeros(())
+        for text in texts:
+            drawn = known[torch.randint(len(known), (8, length), generator=generator)]
+            ids = torch.cat([torch.tensor(text).expand(8, -1), drawn, torch.full((8, 1), tokenizer.eos_token_id)], 1)
+            logits = model(input_ids=ids).logits[:, len(text) - 1 : -1]
+            loss = loss + torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, len(text) :].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return model
 
 
 def adapted(model):

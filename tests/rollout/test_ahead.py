@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from made_rollouts import online_trainer
+from made_rollouts import online_trainer, resumed_as_whole
 from upweight.rollout.ahead import Ahead, depth_within, lag_bound
 from upweight.rollout.plan import Plan
 from upweight.rollout.store import Rollout
@@ -131,16 +131,5 @@ def test_lag_stays_within_its_bound_and_no_prompt_is_lost(tmp_path, depth, wante
 
 
 def test_a_run_that_is_ahead_corrects_for_its_sampler_and_resumes(tmp_path):
-    options = {"section": {"async_prefetch": True}, "save_strategy": "steps", "save_steps": 2}
-    whole = online_trainer(tmp_path / "whole", max_steps=5, **options)
-    whole.train()
+    whole = resumed_as_whole(online_trainer, tmp_path, 5, 2, section={"async_prefetch": True})
     assert any("sampling/importance_sampling_ratio/mean" in row for row in whole.state.log_history)
-    online_trainer(tmp_path / "broken", max_steps=2, **options).train()
-    resumed = online_trainer(tmp_path / "broken", max_steps=5, **options)
-    resumed.rollouts.restore(tmp_path / "broken" / "checkpoint-2")
-    resumed.train(resume_from_checkpoint=str(tmp_path / "broken" / "checkpoint-2"))
-
-    def losses(trainer):
-        return [(row["step"], row["loss"], row["reward"]) for row in trainer.state.log_history if "loss" in row]
-
-    assert losses(resumed)[2:] == losses(whole)[2:]

@@ -3,7 +3,7 @@
 import pytest
 
 from upweight.config.rollout import RolloutSection
-from upweight.serve.address import server_url
+from upweight.serve.address import server_urls
 
 
 @pytest.mark.parametrize(
@@ -18,4 +18,4 @@ from upweight.serve.address import server_url
     ],
 )
 def test_addresses(keys, url):
-    assert server_url(RolloutSection(**keys)) == url
+    assert server_urls(RolloutSection(**keys)) == [url]

@@ -1,11 +1,9 @@
 """Asynchronous GRPO with everything on, over two ranks that hold shards, with a stand-in for vLLM."""
 
-import json
-
 import pytest
 import yaml
 
-from made_runs import on_ranks, write_model, write_online
+from made_runs import metrics_of, on_ranks, write_model, write_online
 from made_vllm import FakeVllm
 from upweight.config import load_config
 from upweight.train.run import train
@@ -51,7 +49,7 @@ def test_sharded_ranks_train_beside_a_server_that_runs_ahead(kind, tmp_path):
     (out / "checkpoint-4" / "whole.json").unlink()
     on_ranks(run, 2, file, True)
     fake.close()
-    steps = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines() if "reward_std" in line]
+    steps = [line for line in metrics_of(out) if "reward_std" in line]
     assert [line["step"] for line in steps] == [1, 2, 3, 4]
     assert max(line["rollout/lag"] for line in steps) <= 2  # one rollout ahead, synced every other step
     assert (out / "adapter_model.safetensors").exists()

@@ -2,7 +2,7 @@
 
 import json
 
-from made_runs import write_online
+from made_runs import metrics_of, write_online
 from upweight.config import load_config
 from upweight.train.before_after import before_and_after
 from upweight.train.completions import cut_completions
@@ -31,7 +31,7 @@ def test_each_set_is_compared_with_its_first_evaluation():
 def test_a_run_is_evaluated_before_the_first_step_and_after_the_last(model_folder, tmp_path, caplog):
     caplog.set_level("INFO", "upweight")
     train(load_config(write_online(tmp_path, model_folder, max_steps=3, eval_steps=2, val_set_size=2)))
-    rows = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    rows = metrics_of(tmp_path / "out")
     assert [row["step"] for row in rows if "eval_reward" in row] == [0, 2, 3]
     assert "held out, step 0 -> 3:" in caplog.messages
     files = tmp_path / "out" / "completions"

@@ -1,7 +1,5 @@
 """Ranks that share rows train what one rank trains, for every kind of method, under DDP and FSDP2."""
 
-import json
-
 import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
@@ -10,6 +8,7 @@ from made_rollouts import online_trainer
 from made_runs import (
     OFFLINE,
     largest_difference,
+    metrics_of,
     on_ranks,
     rows_for,
     trainer_for,
@@ -108,8 +107,9 @@ def test_a_config_says_so(tmp_path):
         (folder := tmp_path / str(size)).mkdir()
         file = write_config(folder, model, context_parallel_size=size, max_steps=2, rows=8, gradient_checkpointing=True)
         on_ranks(run_config, size, file)
-        logged = [json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
-        lines[size] = [[row[name] for name in ("loss", "grad_norm", "rewards/margins")] for row in logged]
+        lines[size] = [
+            [row[name] for name in ("loss", "grad_norm", "rewards/margins")] for row in metrics_of(folder / "out")
+        ]
     assert len(lines[1]) == 2
     for one, two in zip(lines[1], lines[2], strict=True):
         assert two == pytest.approx(one, rel=1e-4, abs=1e-5)

@@ -1,6 +1,5 @@
 """Whole runs on a Gym, from configs as people have them."""
 
-import json
 import socket
 
 import pytest
@@ -8,6 +7,7 @@ import yaml
 
 from made_gym import arithmetic_rows, synonym_rows, write_caller, write_rows
 from made_gym_server import ChatVllm, FakeGym, agent_of, verdict
+from made_runs import metrics_of
 from upweight.config import load_config
 from upweight.environments.nemo_gym import gym as gym_module
 from upweight.errors import UserError
@@ -118,8 +118,7 @@ def prepared(folder, text: str, model, fake, rows, **keys):
 
 
 def steps(folder) -> list[dict]:
-    lines = [json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if "reward" in line]
+    return [line for line in metrics_of(folder / "out") if "reward" in line]
 
 
 def test_the_single_turn_form_trains(tmp_path, model, fake):

@@ -3,35 +3,18 @@
 import copy
 
 import pytest
-import torch
 from peft import LoraConfig, get_peft_model
 
-from made_rollouts import chat_model, online_trainer, prompts
+from made_rollouts import online_trainer, prompts, taught
 from made_tokenizers import byte_tokenizer
 from upweight.methods import GDPO, GRPO
 
 LETTERS = "abcd"
 
 
-def taught_letters(tokenizer, steps=60):
-    """A model that likes random letters, so that sampling starts at chance and not in the whole vocabulary."""
-    model, rows = chat_model(tokenizer), prompts(tokenizer, len(LETTERS), LETTERS)
-    letters = [tokenizer.encode(letter, add_special_tokens=False)[0] for letter in LETTERS]
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(steps):
-        loss = torch.zeros(())
-        for prompt in rows["prompt_ids"]:
-            drawn = torch.randint(len(letters), (8, 3), generator=generator)
-            answer = torch.tensor(letters)[drawn]
-            end = torch.full((8, 1), tokenizer.eos_token_id)
-            ids = torch.cat([torch.tensor(prompt).expand(8, -1), answer, end], 1)
-            logits = model(input_ids=ids).logits[:, len(prompt) - 1 : -1]
-            loss = loss + torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, len(prompt) :].flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    return model
+def taught_letters():
+    tokenizer = byte_tokenizer("chatml")
+    return taught(tokenizer, prompts(tokenizer, len(LETTERS), LETTERS)["prompt_ids"], LETTERS)
 
 
 def same_letter(completions, answer, **_):
@@ -49,7 +32,7 @@ def right_length(completions, **_):
     ("method", "adapter"), [(GRPO, False), (GRPO, True), (GDPO, False)], ids=["grpo", "grpo-lora", "gdpo"]
 )
 def test_from_chance_to_nearly_always_right(tmp_path, method, adapter):
-    model = taught_letters(byte_tokenizer("chatml"))
+    model = taught_letters()
     if adapter:
         model = get_peft_model(model, LoraConfig(r=16, target_modules="all-linear"))
     policy = {"num_generations": 16, "max_completion_length": 4}
@@ -79,7 +62,7 @@ def learning_curve(folder, model, seed, section):
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_one_rollout_ahead_learns_as_well_per_step_as_none(tmp_path):
-    model = taught_letters(byte_tokenizer("chatml"))
+    model = taught_letters()
     means, ends = {}, {}
     for name, section in {"plain": {}, "ahead": {"async_prefetch": True}}.items():
         curves = []

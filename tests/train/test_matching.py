@@ -1,7 +1,7 @@
 """EBFT in the loop: features, log-probs, gradients and whole steps against plain torch, one sequence at a time."""
 
 import itertools
-import json
+from functools import partial
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import normalize
 
 from made_matching import ANSWERS, BLOCKS, POLICY, answered, documents, matching_trainer
-from made_rollouts import chat_model, logged
+from made_rollouts import chat_model, logged, resumed_as_whole
 from made_runs import largest_difference, on_ranks, weights_of
 from made_tokenizers import byte_tokenizer
 from tiny_models import gradients, relative_difference
@@ -212,18 +212,8 @@ def test_any_cut_into_forwards_gives_the_same_weights(tmp_path, mode):
     ids=["structured", "strided", "ahead and replayed"],
 )
 def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, mode, section):
-    method, sizes = methods(ce_coef=0.1)[mode], {"wanted": 16, "section": section, "save_strategy": "steps"}
-    whole = matching_trainer(tmp_path / "whole", method, max_steps=4, **sizes)
-    whole.train()
-    broken = matching_trainer(tmp_path / "broken", method, max_steps=3, save_steps=3, **sizes)
-    broken.train()
-    resumed = matching_trainer(tmp_path / "broken", method, max_steps=4, save_steps=9, **sizes)
-    checkpoint = tmp_path / "broken" / "checkpoint-3"
-    resumed.rollouts.restore(checkpoint)
-    resumed.train(resume_from_checkpoint=str(checkpoint))
-    assert logged(resumed)[3:] == logged(whole)[3:]
-    assert largest_difference(weights_of(resumed), weights_of(whole)) == 0
-    assert json.loads((checkpoint / "rollouts.json").read_text())["producer"]["rollouts"] >= 1
+    make = partial(matching_trainer, method=methods(ce_coef=0.1)[mode])
+    resumed_as_whole(make, tmp_path, 4, 3, wanted=16, section=section)
 
 
 def test_older_samples_are_weighed_by_the_policy_ratio(tmp_path):

@@ -1,12 +1,10 @@
 """Rollouts in the loop: against a plain loop, in any cut, over a resume."""
 
-import json
-
 import numpy as np
 import pytest
 import torch
 
-from made_rollouts import even_tokens, logged, online_trainer, short
+from made_rollouts import even_tokens, logged, online_trainer, resumed_as_whole, short
 from made_runs import largest_difference, on_ranks, weights_of
 from upweight.errors import UserError
 from upweight.methods import GDPO, GRPO
@@ -116,18 +114,7 @@ def test_truncated_completions_can_be_left_out_of_the_loss(tmp_path):
 
 @pytest.mark.parametrize(("wanted", "iterations"), [(8, 1), (16, 1), (8, 2), (16, 2)])
 def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, wanted, iterations):
-    sizes = {"wanted": wanted, "iterations": iterations, "save_strategy": "steps", "save_steps": 3}
-    whole = online_trainer(tmp_path / "whole", max_steps=7, **sizes)
-    whole.train()
-    broken = online_trainer(tmp_path / "broken", max_steps=3, **sizes)
-    broken.train()
-    resumed = online_trainer(tmp_path / "broken", max_steps=7, **sizes)
-    checkpoint = tmp_path / "broken" / "checkpoint-3"
-    resumed.rollouts.restore(checkpoint)
-    resumed.train(resume_from_checkpoint=str(checkpoint))
-    assert logged(resumed)[3:] == logged(whole)[3:]
-    assert largest_difference(weights_of(resumed), weights_of(whole)) == 0
-    assert json.loads((checkpoint / "rollouts.json").read_text())["producer"]["rollouts"] >= 1
+    resumed_as_whole(online_trainer, tmp_path, 7, 3, wanted=wanted, iterations=iterations)
 
 
 def test_evaluation_samples_held_out_prompts_and_leaves_training_alone(tmp_path):

@@ -5,7 +5,7 @@ import json
 import pytest
 import yaml
 
-from made_runs import on_ranks, write_model, write_online
+from made_runs import metrics_of, on_ranks, write_model, write_online
 from made_vllm import FakeVllm
 from upweight.config import load_config
 from upweight.errors import UserError
@@ -42,8 +42,7 @@ def config(folder, model, fake, trl=None, **keys):
 
 
 def steps_of(folder) -> list[dict]:
-    lines = [json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if "loss" in line and "reward" in line]
+    return [line for line in metrics_of(folder / "out") if "loss" in line and "reward" in line]
 
 
 @pytest.mark.parametrize("keys", [LORA, {}])
@@ -158,9 +157,7 @@ def test_rank_zero_alone_talks_to_the_server(shards, tmp_path, model, fake):
     on_ranks(_train, 2, file)
     assert len(steps_of(tmp_path)) == 4
     assert max(line["sampling/sampling_logp_difference/mean"] for line in steps_of(tmp_path)) < 1e-4
-    evaluated = [
-        line for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines() if "eval_reward" in line
-    ]
+    evaluated = [line for line in metrics_of(tmp_path / "out") if "eval_reward" in line]
     assert evaluated
     prompts = [json.dumps(body["prompt"]) for body in fake.asked("/v1/completions") if body.get("n") == 4]
     assert len(prompts) == 4 * 2 + 2 * len(evaluated)  # two groups a step, two held-out prompts

@@ -5,9 +5,8 @@ for each completion and answers with text. `f(prompts, trainer) -> dict` gets th
 with `prompt_ids`, `completion_ids`, `logprobs` (or None) and maybe `env_mask`; other lists become columns for rewards.
 """
 
-import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 from torch import nn
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
+from upweight.engine.check import dropout_off
 from upweight.engine.forward import base_of
 from upweight.errors import UserError
 from upweight.rewards.answers import described
@@ -43,7 +43,7 @@ class CustomRollout:
         self, groups: Sequence[Group], count: int, sampling: Sampling, done: Callable[[int], None] | None
     ) -> None:
         each = [group for group in groups for _ in range(count)]
-        with _sampling_mode(self.model):
+        with torch.no_grad(), dropout_off(self.model):
             found = self._texts(each, sampling) if self.writes_text else self._tokens(each)
         for place, group in enumerate(groups):
             group.completions = found[place * count : (place + 1) * count]
@@ -60,13 +60,9 @@ class CustomRollout:
             raise UserError(f"trl.rollout_func: '{self.name}' must return a list of strings, got {_kind(texts)}.")
         if len(texts) != len(each):
             raise UserError(f"trl.rollout_func: '{self.name}' returned {len(texts)} texts for {len(each)} prompts.")
-        return [self._from_text(text) for text in texts]
-
-    def _from_text(self, text: str) -> Completion:
-        ids = self.tokenizer.encode(text, add_special_tokens=False)
-        if self.tokenizer.eos_token_id is not None:
-            ids = [*ids, self.tokenizer.eos_token_id]
-        return Completion(ids, [], [], finished=True, text=text)
+        end = [] if self.tokenizer.eos_token_id is None else [self.tokenizer.eos_token_id]
+        encoded = [[*self.tokenizer.encode(text, add_special_tokens=False), *end] for text in texts]
+        return [Completion(ids, [], [], finished=True, text=text) for ids, text in zip(encoded, texts, strict=True)]
 
     def _tokens(self, each: Sequence[Group]) -> list[Completion]:
         found = self._call([group.row.get("prompt") for group in each], self.trainer)
@@ -169,18 +165,6 @@ def _generation_config(sampling: Sampling, tokenizer: PreTrainedTokenizerBase) -
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,
     )
-
-
-@contextlib.contextmanager
-def _sampling_mode(model: nn.Module) -> Iterator[None]:
-    """The model without dropout or gradients, and back as it was."""
-    trained = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        model.train(trained)
 
 
 def _kind(value: Any) -> str:

@@ -111,7 +111,7 @@ def _stranger(proxy: Proxy, gateway: PolicyGateway) -> str | None:
     place, own = _place(proxy.url), gateway.server
     if place == _place(gateway.url):
         return None
-    if place != _place(own.url):
+    if place != _place(own.link.url):
         return f"{proxy.url}, where the policy is not"
     name = own.serves_by_name()
     if name is None:

@@ -97,7 +97,8 @@ class _Game:
         opening = await self._call("open", self.episode.open(row), bounds.wait_seconds)
         messages = _with_system(list(opening.messages), player.default_system)
         dialogue = Dialogue(player.template, player.tokens, player.ends, messages, opening.tools)
-        prompt = player.prompt_of(row, messages, opening.tools) or dialogue.opening()
+        as_in_data = not opening.tools and messages == row.get("prompt")  # the environment adds nothing to it
+        prompt = list(row["prompt_ids"]) if as_in_data else dialogue.opening()
         limit = self.turns.sampling.max_new_tokens
         self._require_room(len(prompt), limit)
         stream = played.stream = TokenStream(prompt)

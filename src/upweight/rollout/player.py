@@ -72,7 +72,8 @@ class Player:
         assert self.generator is not None, "this process does not sample"
         loop = self._loop.running()
         turns = Turns(self.generator, sampling, under_way=len(groups) * count)
-        playing = self._all(groups, count, turns)
+        # The first error that is no environment's fault ends all.
+        playing = together(self._group(place, group, count, turns) for place, group in enumerate(groups))
         task = asyncio.run_coroutine_threadsafe(_as_task(playing), loop).result()
         over: Future[None] = Future()
         task.add_done_callback(lambda _: over.set_result(None))
@@ -88,10 +89,6 @@ class Player:
         """Stop the environment; a later call starts it anew."""
         self._loop.close()
 
-    def prompt_of(self, row: Any, messages: Sequence[Any], tools: Sequence[Any]) -> list[int] | None:
-        """The prompt as the data has it, where the environment adds nothing to it."""
-        return list(row["prompt_ids"]) if not tools and messages == row.get("prompt") else None
-
     def read(self, completion: Completion, *, tools: bool) -> Turn:
         """What the policy wrote in a turn."""
         ids = completion.ids[:-1] if completion.ids and completion.ids[-1] in self.ends else completion.ids
@@ -102,10 +99,6 @@ class Player:
         for mark in self._marks:
             content = content.replace(mark, "")
         return Turn(text, content if calls else text, calls, completion.finished)
-
-    async def _all(self, groups: Sequence[Group], count: int, turns: Turns) -> None:
-        """Every group at once; the first error that is no environment's fault ends all."""
-        await together(self._group(place, group, count, turns) for place, group in enumerate(groups))
 
     async def _group(self, place: int, group: Group, count: int, turns: Turns) -> None:
         first = FirstTurn(turns, count)
@@ -158,5 +151,5 @@ async def together(work: Any) -> list[Any]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _as_task(work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
+async def _as_task(work: Coroutine[Any, Any, Any]) -> "asyncio.Task[Any]":
     return asyncio.ensure_future(work)

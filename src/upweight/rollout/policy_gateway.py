@@ -8,6 +8,7 @@ from typing import Any
 
 from upweight.errors import UserError
 from upweight.log import warn_once
+from upweight.rollout.settings import sampling_fields
 from upweight.rollout.vllm_client import Failed, Refused
 from upweight.rollout.vllm_server import VllmServer
 from upweight.types import Sampling
@@ -34,13 +35,13 @@ class PolicyGateway:
     def open(self) -> None:
         """Begin to listen."""
         if self._door is None:
-            self._door = self.server.run(self._listen())
+            self._door = self.server.link.run(self._listen())
 
     def close(self) -> None:
         """Listen no more."""
         door, self._door = self._door, None
         if door is not None:
-            self.server.run(self._shut(door))
+            self.server.link.run(self._shut(door))
 
     def version_of(self, logps: Sequence[float], otherwise: int) -> int:
         """The version of the policy that wrote a turn with these log-probs."""
@@ -103,17 +104,8 @@ class PolicyGateway:
 
     def _fields(self) -> dict[str, Any]:
         """How the policy is sampled, whoever asks, and that tokens come back as they were written."""
-        sampling = self.sampling or Sampling(256)
-        return {
-            "max_tokens": sampling.max_new_tokens,
+        return sampling_fields(self.sampling or Sampling(256)) | {
             "max_completion_tokens": None,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k,
-            "min_p": sampling.min_p,
-            "repetition_penalty": sampling.repetition_penalty,
-            "stop_token_ids": list(sampling.stop_ids),
-            "stop": list(sampling.stop_strings),
             "logprobs": True,
             "top_logprobs": 0,
             "return_tokens_as_token_ids": True,

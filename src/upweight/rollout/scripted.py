@@ -1,12 +1,14 @@
 """Conversations whose other side is known: the policy writes the assistant's turns, all other messages stand."""
 
-import dataclasses
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from upweight.types import Completion, Generator, Group, Sampling
+from upweight.rollout.stream import TokenStream, completion_of
+from upweight.types import Generator, Group, Sampling
+
+Talks = list[tuple[int, Group, list[TokenStream]]]  # place of a group in the rollout, and its conversations
 
 
 @dataclass(frozen=True)
@@ -21,55 +23,41 @@ class ScriptedTurns:
     ) -> None:
         assert self.generator is not None, "this process does not sample"
         found = self.generator.generate([group.prompt_ids for group in groups], count, sampling)
-        for group, completions in zip(groups, found, strict=True):
+        talks: Talks = []
+        for place, (group, completions) in enumerate(zip(groups, found, strict=True)):
             group.completions = completions
-        longest = max((len(_replies(group)) for group in groups), default=0)
-        for turn in range(longest):
-            self._go_on(groups, turn, sampling)
+            streams = [TokenStream(group.prompt_ids) for _ in completions]
+            for stream, one in zip(streams, completions, strict=True):
+                stream.wrote(one)
+            talks.append((sampling.first + place, group, streams))
+        turn = 0
+        while talks := [talk for talk in talks if turn < len(_replies(talk[1]))]:
+            self._go_on(talks, turn, sampling)
+            turn += 1
         for place in range(len(groups)):
             if done is not None:
                 done(place)
 
-    def _go_on(self, groups: Sequence[Group], turn: int, sampling: Sampling) -> None:
-        """One more turn of every conversation that has one."""
+    def _go_on(self, talks: Talks, turn: int, sampling: Sampling) -> None:
+        """One more turn of every conversation, after what others say."""
         assert self.generator is not None
-        open_ = [(place, group) for place, group in enumerate(groups) if turn < len(_replies(group))]
-        for _, group in open_:
-            group.completions = [self._replied(one, _replies(group)[turn]) for one in group.completions]
+        for _, group, streams in talks:
+            for stream, one in zip(streams, group.completions, strict=True):
+                closing = [] if one.finished or self.end is None else [self.end]
+                stream.told([*closing, *_replies(group)[turn]])
         seeds = [
-            int(np.random.SeedSequence((sampling.seed or 0, turn, sampling.first + place, member)).generate_state(1)[0])
-            for place, group in open_
-            for member in range(len(group.completions))
+            int(np.random.SeedSequence((sampling.seed or 0, turn, place, member)).generate_state(1)[0])
+            for place, _, streams in talks
+            for member in range(len(streams))
         ]
-        texts = [[*group.prompt_ids, *one.ids] for _, group in open_ for one in group.completions]
-        found = iter(self.generator.generate(texts, 1, dataclasses.replace(sampling, seeds=tuple(seeds))))
-        for _, group in open_:
-            group.completions = [_joined(one, next(found)[0]) for one in group.completions]
-
-    def _replied(self, one: Completion, reply: Sequence[int]) -> Completion:
-        """A conversation with what others say next; the policy did not write that."""
-        closing = [] if one.finished or self.end is None else [self.end]
-        given = [*closing, *reply]
-        return dataclasses.replace(
-            one,
-            ids=[*one.ids, *given],
-            logps=[*one.logps, *[0.0] * len(given)] if one.logps else [],
-            versions=[*one.versions, *[one.versions[-1]] * len(given)],
-            sampled=[*(one.sampled or [True] * len(one.ids)), *[False] * len(given)],
-        )
+        texts = [stream.ids for *_, streams in talks for stream in streams]
+        written = iter(self.generator.generate(texts, 1, replace(sampling, seeds=tuple(seeds))))
+        for _, group, streams in talks:
+            group.completions = []
+            for stream, (one,) in zip(streams, written, strict=False):
+                stream.wrote(one)
+                group.completions.append(completion_of(stream, group, finished=one.finished))
 
 
 def _replies(group: Group) -> list[list[int]]:
     return group.row["truth_ids"][1::2]
-
-
-def _joined(before: Completion, turn: Completion) -> Completion:
-    known = bool(before.logps) and len(turn.logps) == len(turn.ids)
-    return dataclasses.replace(
-        before,
-        ids=[*before.ids, *turn.ids],
-        logps=[*before.logps, *turn.logps] if known else [],
-        versions=[*before.versions, *turn.versions],
-        sampled=[*(before.sampled or []), *[True] * len(turn.ids)],
-        finished=turn.finished,
-    )

@@ -1,6 +1,6 @@
-"""The sampling that a config asks for."""
+"""The sampling that a config asks for, also in vLLM's words."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from pydantic import ValidationError
@@ -51,6 +51,25 @@ def request_options(section: RolloutSection) -> dict[str, Any]:
     if section.regex is not None:
         options["structured_outputs"] = {"regex": section.regex}
     return options
+
+
+def sampling_fields(sampling: Sampling, ends: Iterable[int] = ()) -> dict[str, Any]:
+    """How to sample, in vLLM's words; nothing is left to its defaults."""
+    return {
+        "max_tokens": sampling.max_new_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "repetition_penalty": sampling.repetition_penalty,
+        "stop_token_ids": sorted({*ends, *sampling.stop_ids}),
+        "stop": list(sampling.stop_strings),
+    }
+
+
+def completion_fields(count: int, sampling: Sampling, ends: Iterable[int] = ()) -> dict[str, Any]:
+    """The same for so many completions, with the log-probs of what is sampled."""
+    return sampling_fields(sampling, ends) | {"n": count, "logprobs": 0, "skip_special_tokens": False}
 
 
 def _options(given: Mapping[str, Any], *, others: bool) -> dict[str, Any]:

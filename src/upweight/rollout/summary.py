@@ -16,17 +16,12 @@ from upweight.types import Completion, Group
 
 def has_signal(group: Group) -> bool:
     """Whether some reward tells a group's completions apart."""
-    assert group.rewards_SR is not None
-    return any(
-        len(known := column[~column.isnan()]) and bool(known.max() > known.min()) for column in group.rewards_SR.T
-    )
+    return any(bool(column.max() > column.min()) for column in _known(group) if len(column))
 
 
 def spread(group: Group) -> float:
     """Standard deviations of a group's rewards, summed over the rewards."""
-    assert group.rewards_SR is not None
-    columns = [column[~column.isnan()] for column in group.rewards_SR.T]
-    return sum(float(column.std()) for column in columns if len(column) > 1)
+    return sum(float(column.std()) for column in _known(group) if len(column) > 1)
 
 
 def summary(groups: Sequence[Group], names: Sequence[str], method: Method) -> dict[str, float]:
@@ -46,10 +41,10 @@ def summary(groups: Sequence[Group], names: Sequence[str], method: Method) -> di
 
 def pass_rates(groups: Sequence[Group], names: Sequence[str]) -> dict[str, float]:
     """For each reward, the share of completions that earn any, and of prompts of which one completion does."""
+    scored = [_known(group) for group in groups if group.rewards_SR is not None]
     found: dict[str, float] = {}
     for place, name in enumerate(names):
-        known = [column[~column.isnan()] for group in groups if (column := _column(group, place)) is not None]
-        known = [column for column in known if len(column)]
+        known = [column for columns in scored if len(column := columns[place])]
         if known:
             most = max(len(column) for column in known)
             found[f"rewards/{name}/pass@1"] = float(
@@ -59,8 +54,10 @@ def pass_rates(groups: Sequence[Group], names: Sequence[str]) -> dict[str, float
     return found
 
 
-def _column(group: Group, place: int) -> Tensor | None:
-    return None if group.rewards_SR is None else group.rewards_SR[:, place]
+def _known(group: Group) -> list[Tensor]:
+    """What each reward gave those of a group's completions that it applies to."""
+    assert group.rewards_SR is not None
+    return [column[~column.isnan()] for column in group.rewards_SR.T]
 
 
 def _lengths(groups: Sequence[Group]) -> dict[str, float]:

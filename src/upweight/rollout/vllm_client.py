@@ -93,9 +93,7 @@ class Link:
 
     async def until_healthy(self, since: float | None = None) -> None:
         """Wait until the server is well, up to the time limit, counted from `since` on the loop's clock."""
-        clock = asyncio.get_running_loop().time
-        stop = (clock() if since is None else since) + self.timeout
-        attempt = 0
+        patience = Patience(self, since)
         while True:
             try:
                 await self.ask("/health")
@@ -103,27 +101,40 @@ class Link:
             except Refused as error:
                 raise UserError(f"{self.url} is no vLLM server: /health answers {error}") from None
             except Failed as error:
-                if clock() > stop:
-                    raise UserError(lost(self.url, self.timeout, error)) from None
-            if attempt == 0:
-                logger.info("waiting for a vLLM server at %s, up to %.0f seconds", self.url, self.timeout)
-            await asyncio.sleep(pause(attempt))
-            attempt += 1
+                if not patience.attempts:
+                    logger.info("waiting for a vLLM server at %s, up to %.0f seconds", self.url, self.timeout)
+                await patience.bear(error)
 
-    async def answered(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Some questions, put until they are answered or the time is up."""
-        clock = asyncio.get_running_loop().time
-        began = clock()
-        attempt = 0
+    async def answered(
+        self,
+        work: Callable[[], Coroutine[Any, Any, T]],
+        since: float | None = None,
+        again: tuple[type[Exception], ...] = (Failed,),
+    ) -> T:
+        """Some questions, put to a server that is well until they are answered or the time is up."""
+        patience = Patience(self, since)
         while True:
-            await self.until_healthy(began)
+            await self.until_healthy(patience.since)
             try:
                 return await work()
-            except Failed as error:
-                if clock() - began > self.timeout:
-                    raise UserError(lost(self.url, self.timeout, error)) from None
-            await asyncio.sleep(pause(attempt))
-            attempt += 1
+            except again as error:
+                await patience.bear(error)
+
+
+class Patience:
+    """Failures borne for as long as a link waits, counted from `since` on the loop's clock, with growing pauses."""
+
+    def __init__(self, link: Link, since: float | None = None) -> None:
+        self._link, self._clock = link, asyncio.get_running_loop().time
+        self.since = self._clock() if since is None else since
+        self.attempts = 0
+
+    async def bear(self, problem: Exception) -> None:
+        """Pause before the next attempt; raise where the time is up."""
+        if self._clock() - self.since > self._link.timeout:
+            raise UserError(lost(self._link.url, self._link.timeout, problem)) from None
+        await asyncio.sleep(pause(self.attempts))
+        self.attempts += 1
 
 
 def pause(attempt: int) -> float:

@@ -17,8 +17,9 @@ from upweight.engine.forward import base_of
 from upweight.errors import UserError
 from upweight.log import warn_once
 from upweight.rollout.in_process import end_tokens
-from upweight.rollout.vllm_probe import LENGTH, PROMPT, agrees, difference, probe_prompt
-from upweight.rollout.vllm_server import completions_of, sampling_fields
+from upweight.rollout.settings import completion_fields
+from upweight.rollout.vllm_probe import agrees, difference, probe_fields, probe_prompt
+from upweight.rollout.vllm_server import completions_of
 from upweight.rollout.vllm_sync import AdapterTransport, Served, transport_for, write_aside
 from upweight.serve.adapters import allowed_rank
 from upweight.types import Completion, Done, Prompts, Sampling
@@ -82,7 +83,7 @@ class VllmColocated:
                 self._take(self._next)
             if self._now is None:
                 raise UserError("vLLM was sent no weights yet")
-            answers = self._ask(prompts, sampling_fields(count, sampling, self._ends) | self._options)
+            answers = self._ask(prompts, completion_fields(count, sampling, self._ends) | self._options)
         found = [
             completions_of(answer, prompt, count, self._now.version)
             for answer, prompt in zip(answers, prompts, strict=True)
@@ -169,8 +170,7 @@ class VllmColocated:
         """Compare what engine and trainer say of a few tokens."""
         size = base_of(self._model).config.get_text_config().vocab_size
         prompt = probe_prompt(size)
-        fields = sampling_fields(1, Sampling(LENGTH - PROMPT, self._temperature), ()) | {"ignore_eos": True}
-        choice = self._ask([prompt], fields)[0]["choices"][0]
+        choice = self._ask([prompt], probe_fields(self._temperature))[0]["choices"][0]
         ids, said = [*prompt, *choice["token_ids"]], choice["logprobs"]["token_logprobs"]
         mean, largest = difference(self._model, ids, said, self._temperature, adapted=True)
         if agrees(mean, largest, exact=self._dtype == torch.float32):

@@ -14,7 +14,9 @@ from torch import nn
 from upweight.engine.check import dropout_off
 from upweight.engine.forward import base_of
 from upweight.errors import UserError
+from upweight.rollout.settings import completion_fields
 from upweight.rollout.vllm_client import Link, Refused
+from upweight.types import Sampling
 
 OUTLOOK = 5  # most likely tokens that are compared
 LENGTH, PROMPT = 24, 8  # tokens of a probe, and how many of them are given
@@ -40,10 +42,9 @@ def same_model(one: str, other: str) -> bool:
     """Whether two names mean one model: alike, one folder, or one last name (a hub id and where it was stored)."""
     if not one or not other:
         return False
-    if one == other or (Path(one).is_dir() and Path(other).is_dir() and Path(one).resolve() == Path(other).resolve()):
-        return True
-    is_path = Path(one).is_dir() and Path(other).is_dir()
-    return not is_path and _last_name(one) == _last_name(other)
+    if Path(one).is_dir() and Path(other).is_dir():
+        return Path(one).resolve() == Path(other).resolve()
+    return _last_name(one) == _last_name(other)
 
 
 def _last_name(name: str) -> str:
@@ -77,12 +78,16 @@ def probe_prompt(size: int) -> list[int]:
     return np.random.default_rng(7).integers(0, size, PROMPT).tolist()
 
 
+def probe_fields(temperature: float) -> dict[str, Any]:
+    """How what follows them is asked for, in vLLM's words."""
+    return completion_fields(1, Sampling(LENGTH - PROMPT, temperature)) | {"ignore_eos": True}
+
+
 async def ask_probe(link: Link, name: str, size: int, temperature: float) -> tuple[list[int], list[float]]:
     """A few given tokens with those that the server writes after them, and the log-probs it reports of the latter."""
     prompt = probe_prompt(size)
-    body = {"model": name, "prompt": prompt, "max_tokens": LENGTH - PROMPT, "temperature": temperature, "top_p": 1.0}
-    body |= {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "logprobs": 0, "return_token_ids": True}
-    choice = (await link.ask("/v1/completions", body | {"ignore_eos": True}, seconds=None))["choices"][0]
+    body = probe_fields(temperature) | {"model": name, "prompt": prompt, "return_token_ids": True}
+    choice = (await link.ask("/v1/completions", body, seconds=None))["choices"][0]
     if choice.get("token_ids") is None or choice.get("logprobs") is None:
         raise UserError(f"the server at {link.url} does not return token ids and log-probs; use vLLM 0.26 or later.")
     return [*prompt, *choice["token_ids"]], choice["logprobs"]["token_logprobs"]
@@ -127,7 +132,5 @@ async def outlook_of(link: Link, name: str, ids: Sequence[int], temperature: flo
     Not by `prompt_logprobs`: asked of an adapter while other requests are under way, they bring vLLM 0.32 down.
     """
     body = {"model": name, "prompt": list(ids), "max_tokens": 1, "temperature": temperature, "logprobs": OUTLOOK}
-    choice = (await link.ask("/v1/completions", body | {"return_tokens_as_token_ids": True}, seconds=None))["choices"][
-        0
-    ]
-    return sorted(choice["logprobs"]["top_logprobs"][0].values(), reverse=True)[:OUTLOOK]
+    answer = await link.ask("/v1/completions", body | {"return_tokens_as_token_ids": True}, seconds=None)
+    return sorted(answer["choices"][0]["logprobs"]["top_logprobs"][0].values(), reverse=True)[:OUTLOOK]

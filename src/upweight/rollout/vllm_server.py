@@ -2,7 +2,7 @@
 
 import asyncio
 import queue
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,11 +14,12 @@ from transformers import PreTrainedModel
 from upweight.engine.forward import base_of
 from upweight.errors import UserError
 from upweight.rollout.in_process import end_tokens
-from upweight.rollout.vllm_client import Failed, Link, Refused, lost, pause
+from upweight.rollout.settings import completion_fields
+from upweight.rollout.vllm_client import Failed, Link, Patience, Refused, lost
 from upweight.rollout.vllm_direct import FOLDER, sent_by
 from upweight.rollout.vllm_probe import check_vocabulary, served_base
 from upweight.rollout.vllm_sync import transport_for
-from upweight.rollout.vllm_weights import OnModel, Sending, ServedWeights
+from upweight.rollout.vllm_weights import OnModel, ServedWeights
 from upweight.types import Completion, Done, Prompts, Sampling
 
 T = TypeVar("T")
@@ -58,9 +59,15 @@ class VllmServer:
         self._finished = 0
         self._calls = 0  # under way
         self._watcher: asyncio.Task[None] | None = None  # one for all calls
-        self._link = link = Link(url, timeout)
-        name, self._longest = self._meet(base)
-        self._weights = ServedWeights(
+        self.link = link = Link(url, timeout)
+
+        async def meet() -> tuple[str, int | None]:
+            name, longest = await served_base(link, base.config.name_or_path)
+            await check_vocabulary(link, name, base.config.get_text_config().vocab_size)
+            return name, longest
+
+        name, self._longest = link.run(link.answered(meet))
+        self.weights = ServedWeights(
             link,
             model,
             sent_by(transfer, transport_for(model, lora_sync, dtype, name)),
@@ -69,7 +76,7 @@ class VllmServer:
             temperature=temperature,
             on_model=on_model,
         )
-        self._weights.check_base(name)
+        self.weights.check_base(name)
 
     def generate(
         self, prompts: Prompts, count: int, sampling: Sampling, done: Done | None = None
@@ -80,7 +87,7 @@ class VllmServer:
         self.require_room(max(map(len, prompts)), sampling.max_new_tokens)
         arrived: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         found: list[list[Completion]] = [[] for _ in prompts]
-        work = self._link.start(self._all(prompts, self._body(count, sampling), found, arrived.put))
+        work = self.link.start(self._all(prompts, self._body(count, sampling), found, arrived.put))
         work.add_done_callback(lambda _: arrived.put(None))
         try:
             while (place := arrived.get()) is not None:
@@ -93,7 +100,7 @@ class VllmServer:
 
     def on_model(self, does: OnModel) -> None:
         """From now on `does` has the policy written and compared: where its weights are spread over ranks."""
-        self._weights.on_model = does
+        self.weights.on_model = does
 
     def start(self, prompt: Sequence[int], count: int, sampling: Sampling) -> "Future[list[Completion]]":
         """Begin the completions of one prompt, beside whatever else is under way."""
@@ -104,48 +111,27 @@ class VllmServer:
             await self._all([prompt], self._body(count, sampling), found, lambda _: None)
             return found[0]
 
-        return self._link.start(work())
-
-    def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Some work done on the thread that talks to the server, waited for."""
-        return self._link.run(work)
-
-    @property
-    def url(self) -> str:
-        """Where the server is."""
-        return self._link.url
+        return self.link.start(work())
 
     def serves_by_name(self) -> str | None:
         """The name that the policy always has on the server; None where each version has its own."""
-        return None if self._weights.now is None or not self._weights.transport.drains else self._weights.now.name
+        return None if self.weights.now is None or not self.weights.transport.drains else self.weights.now.name
 
     def sync(self, version: int) -> None:
         """Have the server sample from the policy's weights as they are now, as `version`; returns when it does."""
         if self.version() != version:
-            self._weights.publish(version)
-
-    def send(self, version: int, like: Path | None = None) -> Sending:
-        """Begin a sync, from a folder that has the weights already where one is given; `finish` completes it."""
-        return self._weights.send(version, like)
-
-    def finish(self, version: int, begun: Sending | None) -> None:
-        """Complete what `send` began, or do all of it; returns when the server samples from these weights."""
-        self._weights.publish(version, begun)
-
-    def give_up_after(self, seconds: float) -> None:
-        """Wait no longer than this for a server that does not answer."""
-        self._link.timeout = seconds
+            self.weights.publish(version)
 
     def version(self) -> int:
         """The policy version that the next request would be sampled from; -1 before the first sync."""
-        return -1 if self._weights.now is None else self._weights.now.version
+        return -1 if self.weights.now is None else self.weights.now.version
 
     def health(self) -> str | None:
         """None when the server is well, else what is wrong."""
         try:
-            self._link.run(self._link.ask("/health"))
+            self.link.run(self.link.ask("/health"))
         except (Failed, Refused) as error:
-            return f"the vLLM server at {self._link.url}: {error}"
+            return f"the vLLM server at {self.link.url}: {error}"
         return None
 
     def require_room(self, prompt: int, new: int) -> None:
@@ -153,23 +139,12 @@ class VllmServer:
         if self._longest is not None and prompt + new > self._longest:
             raise UserError(
                 f"a prompt of {prompt} tokens with {new} new ones exceeds the {self._longest} that the server at "
-                f"{self._link.url} takes: raise vllm.max_model_len, or shorten prompts or completions"
+                f"{self.link.url} takes: raise vllm.max_model_len, or shorten prompts or completions"
             )
 
     def close(self) -> None:
         """Have the server forget what it was sent; a later sync sends anew."""
-        self._weights.close()
-
-    def _meet(self, base: PreTrainedModel) -> tuple[str, int | None]:
-        """Wait for the server; the name of the model there and its longest sequence, if it is the right one."""
-        link = self._link
-
-        async def meet() -> tuple[str, int | None]:
-            name, longest = await served_base(link, base.config.name_or_path)
-            await check_vocabulary(link, name, base.config.get_text_config().vocab_size)
-            return name, longest
-
-        return link.run(link.answered(meet))
+        self.weights.close()
 
     async def _all(
         self,
@@ -180,7 +155,7 @@ class VllmServer:
     ) -> None:
         """Every prompt's completions, many prompts at a time; the first failure ends the rest."""
         limit = asyncio.Semaphore(IN_FLIGHT)
-        await self._weights.mended(None)
+        await self.weights.mended(None)
 
         async def one(place: int) -> None:
             async with limit:
@@ -214,74 +189,51 @@ class VllmServer:
                 "/v1/completions", request, lambda answer, version: completions_of(answer, prompt, body["n"], version)
             )
         except Refused as error:
-            raise UserError(f"the vLLM server at {self._link.url} refuses a request: {error}") from None
+            raise UserError(f"the vLLM server at {self.link.url} refuses a request: {error}") from None
 
     async def asked(self, path: str, body: Mapping[str, Any], read: Callable[[Any, int], T]) -> T:
         """What `read` makes of the policy's answer and version, asked for until it comes or the time is up.
 
-        On the loop of `run`.
+        On the loop of the link.
         """
-        clock = asyncio.get_running_loop().time
-        failing, attempt = 0.0, 0
+        patience: Patience | None = None
         while True:
-            served = await self._weights.enter()
+            served = await self.weights.enter()
             try:
-                answer = await self._link.ask(path, {**body, "model": served.name}, seconds=None)
+                answer = await self.link.ask(path, {**body, "model": served.name}, seconds=None)
                 return read(answer, served.version)
-            except Refused as error:
-                if error.status != 404:  # the name of an adapter that the server has lost
+            except (Failed, Refused) as error:
+                if isinstance(error, Refused) and error.status != 404:  # 404: an adapter that the server has lost
                     raise
-                problem: Exception = error
-            except Failed as error:
                 problem = error
             finally:
-                self._weights.leave(served)
-            failing = failing or clock()
-            if clock() - failing > self._link.timeout:
-                raise UserError(lost(self._link.url, self._link.timeout, problem))
-            await asyncio.sleep(pause(attempt))
-            attempt += 1
-            await self._weights.mended(failing)
+                self.weights.leave(served)
+            patience = patience or Patience(self.link)
+            await patience.bear(problem)
+            await self.weights.mended(patience.since)
 
     async def _watch(self) -> None:
         """Raise when requests are under way and no token is written for too long."""
         clock = asyncio.get_running_loop().time
-        patience = max(self._link.timeout, STALLED)
+        patience = max(self.link.timeout, STALLED)
         seen, since = None, clock()
         while True:
             await asyncio.sleep(WATCH)
             limit, problem = patience, "it answers, but writes no tokens"
             try:
-                life = await self._link.life()
+                life = await self.link.life()
                 state = (self._finished, life)
                 limit *= 1 if life.tokens is not None else 10  # without a count only whole requests tell
             except Failed as error:
                 state, problem = seen, str(error)
-            if state != seen or not self._weights.open.is_set():
+            if state != seen or not self.weights.open.is_set():
                 seen, since = state, clock()
             elif clock() - since > limit:
-                raise UserError(lost(self._link.url, limit, problem))
+                raise UserError(lost(self.link.url, limit, problem))
 
     def _body(self, count: int, sampling: Sampling) -> dict[str, Any]:
         """What every request of a call says."""
-        return sampling_fields(count, sampling, self._ends) | {"return_token_ids": True} | self.options
-
-
-def sampling_fields(count: int, sampling: Sampling, ends: Iterable[int]) -> dict[str, Any]:
-    """How to sample, in vLLM's words; nothing is left to its defaults."""
-    return {
-        "n": count,
-        "max_tokens": sampling.max_new_tokens,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "min_p": sampling.min_p,
-        "repetition_penalty": sampling.repetition_penalty,
-        "stop_token_ids": sorted({*ends, *sampling.stop_ids}),
-        "stop": list(sampling.stop_strings),
-        "logprobs": 0,
-        "skip_special_tokens": False,
-    }
+        return completion_fields(count, sampling, self._ends) | {"return_token_ids": True} | self.options
 
 
 def completions_of(answer: Any, prompt: Sequence[int], count: int, version: int) -> list[Completion]:

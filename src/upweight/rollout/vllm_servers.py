@@ -83,13 +83,13 @@ class VllmServers:
         for url, server in self._well.items():
             if server.version() != version:
                 try:
-                    begun[url] = sending = server.send(version, written)
+                    begun[url] = sending = server.weights.send(version, written)
                     written = sending[0].folder
                 except (OSError, SafetensorError):
                     begun[url] = None  # tried again when it is finished
         for url, sending in begun.items():
             try:
-                self._well[url].finish(version, sending)
+                self._well[url].weights.publish(version, sending)
             except UserError as error:
                 self._lose(url, error)
 
@@ -120,7 +120,7 @@ class VllmServers:
 
     def _open(self, url: str) -> None:
         server = self._opens(url, self._urls.index(url), self._on_model)
-        server.give_up_after(PATIENCE)
+        server.link.timeout = PATIENCE
         self._well[url] = server
 
     def _lose(self, url: str, error: UserError) -> None:

@@ -20,7 +20,7 @@ from transformers.utils import logging as transformers_logging
 from upweight.errors import UserError
 from upweight.models.served import refuse_unmergeable, write_adapter, write_weights
 from upweight.rollout.vllm_client import LOAD, Failed, Link, Refused
-from upweight.serve.adapters import not_loadable, refusal
+from upweight.serve.adapters import goes_alone
 
 
 @dataclass(eq=False)
@@ -115,15 +115,13 @@ def transport_for(
     config = model.peft_config[model.active_adapters[0]]
     if not isinstance(config, LoraConfig):
         raise UserError(f"adapter: only LoRA can be sent to a vLLM server, not {type(config).__name__}.")
-    key = not_loadable(
+    if goes_alone(
+        lora_sync,
         dora=config.use_dora,
         bias=config.bias != "none" or config.lora_bias,
         modules_to_save=config.modules_to_save,
         target_parameters=config.target_parameters,
-    )
-    if lora_sync and key is not None:
-        raise UserError(refusal(key))
-    if lora_sync is not False and key is None:
+    ):
         return AdapterTransport()
     refuse_unmergeable(model)
     return WeightTransport(dtype, base)

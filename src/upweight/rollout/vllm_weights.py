@@ -17,7 +17,7 @@ from torch import nn
 from upweight.engine.forward import base_of
 from upweight.errors import UserError
 from upweight.log import logger, warn_once
-from upweight.rollout.vllm_client import Failed, Link, Refused, lost, pause
+from upweight.rollout.vllm_client import Failed, Link, Refused, pause
 from upweight.rollout.vllm_probe import agrees, ask_probe, check_temperature, difference, outlook_of, served_base
 from upweight.rollout.vllm_sync import Served, Transport, forget_leftovers, link_files, write_aside
 
@@ -98,7 +98,7 @@ class ServedWeights:
                 mean, largest = self.on_model(self._against(*put.result(), adapted=True))
                 if not self._agrees(mean, largest):
                     raise Failed(f"log-probs after the sync differ by {mean:.3g} on average from the trainer's")
-                self.link.run(self._serve_from(served))
+                self.link.run(self._retire(served))
                 return served
             except (OSError, SafetensorError, Failed, Refused) as error:
                 problem, begun = error, None
@@ -137,28 +137,15 @@ class ServedWeights:
             self._drops.add(task)
             task.add_done_callback(self._drops.discard)
 
-    async def _serve_from(self, served: Served) -> None:
-        """Sample from these weights from now on."""
-        await self._retire(served)
-        self.open.set()
-
     async def mended(self, since: float | None) -> None:
         """Wait for a server that is well and holds the present version, which one that was started anew does not."""
         clock = asyncio.get_running_loop().time
         async with self._mending:
             if since is None and clock() - self._well < JUST:  # hundreds of turns begin at a time
                 return
-            stop = (clock() if since is None else since) + self.link.timeout
-            while True:
-                await self.link.until_healthy(since)
-                try:
-                    await self._hold()
-                    self._well = clock()
-                    return
-                except (Failed, Refused) as error:  # refused: started anew once more since it took the version
-                    if clock() > stop:
-                        raise UserError(lost(self.link.url, self.link.timeout, error)) from None
-                await asyncio.sleep(1.0)
+            # Refused: it was started anew once more since it took the version.
+            await self.link.answered(self._hold, since, again=(Failed, Refused))
+            self._well = clock()
 
     async def _put(self, served: Served) -> tuple[list[int], list[float]]:
         """Have the server take new weights; what it writes with them."""
@@ -188,13 +175,15 @@ class ServedWeights:
             raise UserError(self._other_weights(float(apart.mean())))
 
     async def _retire(self, new: Served | None) -> None:
-        """Put a version in the place of the present one, and drop those that nobody uses."""
+        """Put a version in the place of the present one, drop those that nobody uses, and let requests in to it."""
         if self.now is not None:
             self._old.append(self.now)
         self.now = new
         for served in [one for one in self._old if not one.users]:
             self._old.remove(served)
             await self._drop(served)
+        if new is not None:
+            self.open.set()
 
     async def _drop(self, served: Served) -> None:
         """Have the server forget a version; only then is its folder removed: a server may read it again until then."""

@@ -27,32 +27,28 @@ def largest_rank(section: AdapterSection) -> int:
     return max([section.rank, *section.rank_pattern.values()])
 
 
-def not_loadable(
-    *, dora: bool = False, bias: bool = False, modules_to_save: object = None, target_parameters: object = None
-) -> str | None:
-    """The key of what vLLM cannot load in an adapter with these features; None when it can load all of it."""
+def adapter_alone(section: AdapterSection, lora_sync: bool | None) -> bool:
+    """Whether the adapter that a config describes is sent by itself."""
+    return section.kind is not None and goes_alone(
+        lora_sync,
+        dora=section.dora,
+        modules_to_save=section.modules_to_save,
+        target_parameters=section.target_parameters,
+    )
+
+
+def goes_alone(
+    lora_sync: bool | None, *, dora: bool, modules_to_save: object, target_parameters: object, bias: bool = False
+) -> bool:
+    """Whether an adapter with these features is sent by itself: asked for or left open, and vLLM can load it."""
     found = {
         "peft_use_dora": dora,
         "bias": bias,
-        "lora_modules_to_save": bool(modules_to_save),
-        "lora_target_parameters": bool(target_parameters),
+        "lora_modules_to_save": modules_to_save,
+        "lora_target_parameters": target_parameters,
     }
-    return next((key for key, asked in found.items() if asked), None)
-
-
-def adapter_alone(section: AdapterSection, lora_sync: bool | None) -> bool:
-    """Whether the adapter is sent by itself: asked for, or left open and possible."""
-    key = not_loadable(
-        dora=section.dora, modules_to_save=section.modules_to_save, target_parameters=section.target_parameters
-    )
-    if section.kind is None or lora_sync is False:
-        return False
+    key = next((key for key, asked in found.items() if asked), None)
     if lora_sync and key is not None:
-        raise UserError(refusal(key))
-    return key is None
-
-
-def refusal(key: str) -> str:
-    """Why an adapter with this feature cannot be sent by itself, and what to do."""
-    way_out = "drop the key, or set 'trl.vllm_lora_sync: false' to send merged weights"
-    return f"{key}: vLLM cannot load such an adapter; {way_out}."
+        way_out = "drop the key, or set 'trl.vllm_lora_sync: false' to send merged weights"
+        raise UserError(f"{key}: vLLM cannot load such an adapter; {way_out}.")
+    return lora_sync is not False and key is None

@@ -5,11 +5,6 @@ from upweight.config.rollout import RolloutSection
 EVERYWHERE = ("0.0.0.0", "::", "")  # listened on, but no place to go to
 
 
-def server_url(section: RolloutSection) -> str:
-    """The address that a training run talks to; of several servers, the first."""
-    return server_urls(section)[0]
-
-
 def server_urls(section: RolloutSection) -> list[str]:
     """The addresses of all servers that a training run talks to."""
     given = section.server_urls or ([section.server_url] if section.server_url is not None else [])

@@ -68,35 +68,34 @@ def _flags(config: Config) -> Iterator[tuple[str, str | None]]:
         raise UserError(
             "gguf_file: vLLM does not serve it; save the model unpacked, and name its folder as base_model."
         )
-    yield "--model", model.base_model
-    yield "--served-model-name", model.base_model
-    if model.tokenizer is not None:
-        yield "--tokenizer", model.tokenizer
-    if model.revision is not None:
-        yield "--revision", model.revision
+    values = {
+        "--model": model.base_model,
+        "--served-model-name": model.base_model,
+        "--tokenizer": model.tokenizer,
+        "--revision": model.revision,
+        "--host": vllm.host,
+        "--port": vllm.port,
+        "--dtype": vllm.dtype,
+        "--gpu-memory-utilization": vllm.memory,
+        "--tensor-parallel-size": vllm.tensor_parallel_size,
+        "--data-parallel-size": vllm.data_parallel_size,
+        "--max-model-len": vllm.max_model_len,
+        "--reasoning-parser": vllm.reasoning_parser,
+        # Log-probs at the sampling temperature, and no sampling defaults of the model's own.
+        "--logprobs-mode": "processed_logprobs",
+        "--generation-config": "vllm",
+    }
+    yield from ((flag, str(value)) for flag, value in values.items() if value is not None)
     if model.trust_remote_code:
         yield "--trust-remote-code", None
-    yield "--host", vllm.host
-    yield "--port", str(vllm.port)
-    yield "--dtype", vllm.dtype
-    yield "--gpu-memory-utilization", str(vllm.memory)
-    yield "--tensor-parallel-size", str(vllm.tensor_parallel_size)
-    yield "--data-parallel-size", str(vllm.data_parallel_size)
-    if vllm.max_model_len is not None:
-        yield "--max-model-len", str(vllm.max_model_len)
     if vllm.enforce_eager:
         yield "--enforce-eager", None
     if vllm.prefix_caching is not None:
         yield "--enable-prefix-caching" if vllm.prefix_caching else "--no-enable-prefix-caching", None
-    if vllm.reasoning_parser is not None:
-        yield "--reasoning-parser", vllm.reasoning_parser
     by_agents = config.gym.enabled and config.gym.multi_turn
     if vllm.tool_call_parser is not None or by_agents:
         yield "--enable-auto-tool-choice", None
         yield "--tool-call-parser", vllm.tool_call_parser or AGENTS_PARSER
-    # Log-probs at the sampling temperature, and no sampling defaults of the model's own.
-    yield "--logprobs-mode", "processed_logprobs"
-    yield "--generation-config", "vllm"
     yield from _sync_flags(config)
 
 

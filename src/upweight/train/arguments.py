@@ -104,17 +104,13 @@ def _saving(config: Config, steps_per_epoch: int) -> dict[str, Any]:
     more_is_better = run.greater_is_better
     if more_is_better is None and metric is not None:
         more_is_better = not metric.endswith("loss")
-    options: dict[str, Any] = {
+    return {
         "save_only_model": run.save_only_model,
         "load_best_model_at_end": run.load_best,
         "metric_for_best_model": metric,
         "greater_is_better": more_is_better,
+        **_when("save", run.save_strategy, run.save_steps, run.saves_per_epoch, steps_per_epoch),
     }
-    if run.saves_per_epoch:
-        return {**options, "save_strategy": "steps", "save_steps": max(steps_per_epoch // run.saves_per_epoch, 1)}
-    if run.save_steps:
-        return {**options, "save_strategy": run.save_strategy or "steps", "save_steps": _steps(run.save_steps)}
-    return {**options, "save_strategy": run.save_strategy or "epoch"}
 
 
 def _evaluating(config: Config, steps_per_epoch: int) -> dict[str, Any]:
@@ -122,18 +118,20 @@ def _evaluating(config: Config, steps_per_epoch: int) -> dict[str, Any]:
     if not (config.data.test_datasets or config.data.val_set_size):
         return {"eval_strategy": "no"}
     # What an online run has learned shows against what it could do before.
-    unset = "eval_on_start" not in config.given
-    options: dict[str, Any] = {"eval_on_start": run.eval_on_start or (config.method.online and unset)}
-    if run.evals_per_epoch:
-        return {**options, "eval_strategy": "steps", "eval_steps": max(steps_per_epoch // run.evals_per_epoch, 1)}
-    if run.eval_steps:
-        return {**options, "eval_strategy": run.eval_strategy or "steps", "eval_steps": _steps(run.eval_steps)}
-    return {**options, "eval_strategy": run.eval_strategy or "epoch"}
+    on_start = run.eval_on_start or (config.method.online and "eval_on_start" not in config.given)
+    when = _when("eval", run.eval_strategy, run.eval_steps, run.evals_per_epoch, steps_per_epoch)
+    return {"eval_on_start": on_start, **when}
 
 
-def _steps(value: float) -> float:
-    """A share of all steps below 1, else a whole number of steps."""
-    return value if value < 1 else int(value)
+def _when(
+    what: str, strategy: str | None, steps: float | None, per_epoch: int | None, steps_per_epoch: int
+) -> dict[str, Any]:
+    """How often the Trainer does something; below 1, `steps` are a share of all."""
+    if per_epoch:
+        return {f"{what}_strategy": "steps", f"{what}_steps": max(steps_per_epoch // per_epoch, 1)}
+    if steps:
+        return {f"{what}_strategy": strategy or "steps", f"{what}_steps": steps if steps < 1 else int(steps)}
+    return {f"{what}_strategy": strategy or "epoch"}
 
 
 def _spreading(config: Config, sharding: Sharding, dtype: torch.dtype) -> dict[str, Any]:

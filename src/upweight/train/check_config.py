@@ -24,7 +24,7 @@ from upweight.rewards.load import KEY, load_rewards
 from upweight.rollout.producer import OWN_COLUMNS
 from upweight.rollout.vllm_client import Failed, Link, Refused
 from upweight.rollout.vllm_probe import served_base
-from upweight.serve.address import server_url
+from upweight.serve.address import server_urls
 from upweight.train.acting import acting_of, check_rewards
 from upweight.train.findings import Finding
 from upweight.train.refuse import FROM_BITSANDBYTES, refuse_unsupported
@@ -196,25 +196,25 @@ def _environment(look: Look) -> Iterator[Finding]:
 
 
 def _server(look: Look) -> Iterator[Finding]:
-    """Whether the server answers, serves the model, and has room for the longest row."""
+    """Whether each server answers, serves the model, and has room for the longest row."""
     config = look.config
     if not (config.method.online and config.rollout.use_vllm and config.rollout.vllm_mode == "server"):
         return
-    url = server_url(config.rollout)
-    link = Link(url, PATIENCE)
-    try:
-        link.run(link.ask("/health", seconds=PATIENCE))
-        name, longest = link.run(served_base(link, config.model.base_model))
-    except (Failed, Refused) as error:
-        remedy = "start it with `upweight vllm-serve CONFIG`; check trl.vllm_server_host and trl.vllm_server_port"
-        yield Finding("alarm", "server", f"{url} does not answer: {error}", remedy)
-        return
     needed = look.longest_prompt + getattr(config.method, "policy").max_completion_length  # noqa: B009
-    if longest and needed > longest:
-        says = f"{url} serves {longest} tokens, but prompts and completions reach {needed}"
-        yield Finding("alarm", "server", says, f"start it with vllm.max_model_len: {needed}")
-    else:
-        yield Finding("ok", "server", f"{url} serves {name}, up to {longest} tokens")
+    for url in server_urls(config.rollout):
+        link = Link(url, PATIENCE)
+        try:
+            link.run(link.ask("/health", seconds=PATIENCE))
+            name, longest = link.run(served_base(link, config.model.base_model))
+        except (Failed, Refused) as error:
+            remedy = "start it with `upweight vllm-serve CONFIG`; check trl.vllm_server_host and trl.vllm_server_port"
+            yield Finding("alarm", "server", f"{url} does not answer: {error}", remedy)
+            continue
+        if longest and needed > longest:
+            says = f"{url} serves {longest} tokens, but prompts and completions reach {needed}"
+            yield Finding("alarm", "server", says, f"start it with vllm.max_model_len: {needed}")
+        else:
+            yield Finding("ok", "server", f"{url} serves {name}, up to {longest} tokens")
 
 
 def _output(look: Look) -> Iterator[Finding]:

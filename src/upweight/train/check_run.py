@@ -1,8 +1,7 @@
 """A run folder looked at afterwards: how the run ended, and the verdicts on what it logged."""
 
-import json
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,9 @@ from upweight.errors import UserError
 from upweight.train.checkpoints import checkpoints_of, is_whole
 from upweight.train.findings import Finding
 from upweight.train.health import verdicts
-from upweight.train.run_files import CONFIG, METRICS, RECORD, is_alive, metrics_of, this_machine
+from upweight.train.report.reading import read_json
+from upweight.train.report.run import standing
+from upweight.train.run_files import CONFIG, METRICS, RECORD, metrics_of, this_machine
 
 MEMORY = ("out of GPU memory", "OutOfMemoryError", "out of memory", "MemoryError")
 LADDER = (
@@ -29,11 +30,7 @@ def check_run(folder: Path) -> list[Finding]:
     """What is to be said of a run, or of each stage of one."""
     stages = sorted(path for path in folder.glob("stage-*") if (path / CONFIG).is_file())
     if stages:
-        return [
-            Finding(one.level, f"{stage.name}: {one.what}", one.says, one.remedy, one.evidence)
-            for stage in stages
-            for one in check_run(stage)
-        ]
+        return [replace(one, what=f"{stage.name}: {one.what}") for stage in stages for one in check_run(stage)]
     if not any((folder / name).is_file() for name in (CONFIG, METRICS, RECORD)):
         raise UserError(
             f"{folder}: neither a config nor the folder of a run. A run leaves {CONFIG} and {METRICS} there."
@@ -44,12 +41,11 @@ def check_run(folder: Path) -> list[Finding]:
 
 def _state(folder: Path, rows: list[dict[str, Any]]) -> Finding:
     """How the run stands or ended."""
-    file = folder / RECORD
-    record = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    record = read_json(folder / RECORD)
     last, planned = max((row["step"] for row in rows), default=0), record.get("max_steps")
     where = f"at step {last}" + (f" of {planned}" if planned else "")
     evidence = {"step": last, "max_steps": planned, **{key: record[key] for key in ("message",) if key in record}}
-    state = record.get("state")
+    state = standing(record, there=True, logged=True)["state"]
     if state == "done":
         return Finding("ok", "run", f"finished {where}", evidence=evidence)
     if state == "stopped":
@@ -61,9 +57,9 @@ def _state(folder: Path, rows: list[dict[str, Any]]) -> Finding:
         return Finding("alarm", "run", f"failed {where}: {said}", f"mend what it names; {_go_on(folder)}", evidence)
     if state == "running" and record.get("machine") != this_machine():
         return Finding("note", "run", f"was running on another machine, {where}, when it last wrote", evidence=evidence)
-    if state == "running" and is_alive(record.get("pid")):
-        return Finding("ok", "run", f"is running, {where}", evidence=evidence)
     if state == "running":
+        return Finding("ok", "run", f"is running, {where}", evidence=evidence)
+    if state == "killed":
         return Finding("alarm", "run", f"was ended from outside {where}", KILLED, evidence)
     return Finding("note", "run", f"does not say how it ended; its metrics are {where}", evidence=evidence)
 

@@ -77,7 +77,7 @@ class Rollouts:
         runner.meters.add(_means(self._sync(state.global_step), runner.accelerator.device))
         if self.current is None or self.trained >= plan.updates:
             began = time.perf_counter()
-            rollout = self._matched(self._receive(state), runner, model)
+            rollout = self._matched(self._everywhere(self.ahead.take(state) if self.drives else None), runner, model)
             oldest = min(group.version for group in rollout.groups)
             waited = {"rollout/wait_seconds": time.perf_counter() - began, "rollout/lag": state.global_step - oldest}
             runner.meters.add(_means(rollout.metrics | waited, runner.accelerator.device))
@@ -126,10 +126,6 @@ class Rollouts:
         version = state.global_step if self.generator is None else self.generator.version()
         with self.whole():
             return self.producer.produce(version, state)
-
-    def _receive(self, state: Any) -> Rollout:
-        """The next rollout, on every rank."""
-        return self._everywhere(self.ahead.take(state) if self.drives else None)
 
     def _everywhere(self, own: Rollout | None) -> Rollout:
         """The rollout of the rank that drives."""

@@ -1,11 +1,12 @@
 """The names of what a run writes, and how; for those who read a run without the libraries that train."""
 
 import hashlib
-import json
 import os
 import socket
 from pathlib import Path
 from typing import Any
+
+from upweight.train.report.reading import JsonLines
 
 METRICS, CONFIG, HEALTH, RECORD, REPORT = "metrics.jsonl", "config.yaml", "health.jsonl", "run.json", "report.html"
 COMPLETIONS = "completions"  # a folder
@@ -41,14 +42,7 @@ def is_alive(pid: object) -> bool:
 
 def metrics_of(folder: Path) -> list[dict[str, Any]]:
     """The rows that a run has logged; a line that was cut off is passed over."""
-    file = folder / METRICS
-    rows = []
-    for line in file.read_text(encoding="utf-8").splitlines() if file.is_file() else ():
-        try:
-            rows.append(json.loads(line))
-        except ValueError:
-            continue
-    return rows
+    return JsonLines(folder / METRICS).read()
 
 
 def write_text(path: Path, text: str) -> None:

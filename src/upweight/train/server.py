@@ -37,56 +37,47 @@ def server_for(
     rows: Rows,
     max_new_tokens: int,
 ) -> Vllm | None:
-    """The server or servers, waited for and checked, on rank 0, which drives them; None elsewhere and without one."""
+    """The engine, or the servers, waited for and checked, on rank 0, which drives them; None elsewhere and without."""
     if not section.use_vllm:
         return None
     longest = max((len(rows[number]["prompt_ids"]) for number in range(len(rows))), default=0)
+    given: dict[str, Any] = {
+        "dtype": dtype,
+        "lora_sync": section.lora_sync,
+        "temperature": section.temperature,
+        "options": request_options(section),
+    }
     if section.vllm_mode == "colocate":
-        return _colocated(
-            section, model, tokenizer, dtype=dtype, folder=folder / FOLDER, longest=longest + max_new_tokens
+        if PartialState().num_processes > 1:
+            raise UserError(f"trl.vllm_mode: {ONE_PROCESS}.")
+        if section.weight_transfer != "folder":
+            warn_once("trl.vllm_weight_transfer: no effect with 'vllm_mode: colocate'")
+        return VllmColocated(
+            model,
+            tokenizer,
+            folder=folder / FOLDER,
+            longest=section.colocate_length or longest + max_new_tokens,
+            memory=section.colocate_memory,
+            parallel=section.colocate_parallel,
+            sleeps=section.sleep_mode,
+            **given,
         )
     if PartialState().process_index:
         return None
-    urls, place = server_urls(section), folder / FOLDER
+    urls = server_urls(section)
 
     def opens(url: str, number: int | None = None, on_model: OnModel | None = None) -> VllmServer:
         return VllmServer(
             url,
             model,
             tokenizer,
-            dtype=dtype,
-            folder=place if number is None else place.with_name(f"{FOLDER}-{number}"),
+            folder=folder / (FOLDER if number is None else f"{FOLDER}-{number}"),
             timeout=section.server_timeout,
-            lora_sync=section.lora_sync,
             transfer=section.weight_transfer,
-            temperature=section.temperature,
-            options=request_options(section),
             on_model=on_model,
+            **given,
         )
 
     server = opens(urls[0]) if len(urls) == 1 else VllmServers(urls, opens)
     server.require_room(longest, max_new_tokens)
     return server
-
-
-def _colocated(
-    section: RolloutSection, model: Any, tokenizer: Any, *, dtype: torch.dtype, folder: Path, longest: int
-) -> VllmColocated:
-    """An engine beside the trainer, started and asleep."""
-    if PartialState().num_processes > 1:
-        raise UserError(f"trl.vllm_mode: {ONE_PROCESS}.")
-    if section.weight_transfer != "folder":
-        warn_once("trl.vllm_weight_transfer: no effect with 'vllm_mode: colocate'")
-    return VllmColocated(
-        model,
-        tokenizer,
-        dtype=dtype,
-        folder=folder,
-        longest=section.colocate_length or longest,
-        memory=section.colocate_memory,
-        parallel=section.colocate_parallel,
-        sleeps=section.sleep_mode,
-        lora_sync=section.lora_sync,
-        temperature=section.temperature,
-        options=request_options(section),
-    )

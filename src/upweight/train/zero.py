@@ -164,20 +164,16 @@ def ready_configs() -> list[str]:
 def _read(name: str, folder: Path) -> dict[str, Any]:
     """A JSON file, looked for from the config's folder, from here, and among those of this package."""
     asked = Path(name).expanduser()
-    for path in (folder / asked, asked):
-        if path.is_file():
-            text = path.read_text(encoding="utf-8")
-            break
-    else:
-        own = files("upweight.train").joinpath(READY, asked.name)
-        ours = asked.parent.name in (READY, "") and own.is_file()
-        if not ours:
-            raise UserError(
-                f"deepspeed: there is no file {name}. Ready ones are {', '.join(ready_configs())}, such as "
-                f"'deepspeed: {READY}/zero3_bf16.json'."
-            )
-        text = own.read_text(encoding="utf-8")
+    places: list[Any] = [folder / asked, asked]
+    if asked.parent.name in (READY, ""):
+        places.append(files("upweight.train").joinpath(READY, asked.name))
+    file = next((place for place in places if place.is_file()), None)
+    if file is None:
+        raise UserError(
+            f"deepspeed: there is no file {name}. Ready ones are {', '.join(ready_configs())}, such as "
+            f"'deepspeed: {READY}/zero3_bf16.json'."
+        )
     try:
-        return json.loads(text)
+        return json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise UserError(f"deepspeed: {name} is no JSON: {error}") from None
