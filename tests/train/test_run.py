@@ -265,6 +265,14 @@ def test_evaluate_gives_the_metrics_of_the_held_out_rows(model_folder, tmp_path)
         evaluate(load_config(write_config(tmp_path, model_folder)))
 
 
+@pytest.mark.parametrize(("optimizer", "each"), [("adamw_torch", 12), ("sgd", 4)])
+def test_activations_are_kept_beside_what_the_optimizer_of_the_config_takes(optimizer, each, model_folder, tmp_path):
+    file = write_config(tmp_path, model_folder, optimizer=optimizer, gradient_checkpointing=True)
+    model = build(load_config(file)).model
+    trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
+    assert model.__dict__["_kept_layers"].owed == each * trained
+
+
 @pytest.mark.parametrize("entry", [False, True])
 def test_the_saved_tokenizer_writes_prompts_as_training_did(entry, model_folder, tmp_path):
     rows = tmp_path / "chats.jsonl"

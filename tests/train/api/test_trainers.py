@@ -214,6 +214,13 @@ def test_bfloat16_follows_an_optimizer_of_the_script(folder):
     assert curve(own=True)[-1] < curve(own=True)[0]
 
 
+@pytest.mark.parametrize(("optim", "each"), [("adamw_torch", 12), ("sgd", 4)])
+def test_activations_are_kept_beside_what_the_optimizer_takes(folder, optim, each):
+    model = dpo(folder, optim=optim, gradient_checkpointing=True).model
+    trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
+    assert model.__dict__["_kept_layers"].owed == each * trained
+
+
 def test_formatting_func_writes_the_text(folder):
     def trained(**rows):
         args = SFTConfig(output_dir=str(folder / "out"), **COMMON)
