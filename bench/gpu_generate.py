@@ -6,6 +6,7 @@ it, and with the kernels of one call.
 
 import argparse
 import dataclasses
+import gc
 import json
 import time
 from typing import Any
@@ -78,6 +79,7 @@ def measure(name: str, models: dict[bool, tuple[Any, Engine]], profile: bool) ->
     prompts, count, lora, compiled = CASES[name]
     if lora not in models:
         models.clear()
+        gc.collect()
         torch.cuda.empty_cache()
         model = policy(lora)
         models[lora] = model, Engine(model)

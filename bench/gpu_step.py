@@ -13,6 +13,7 @@ import random
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median
@@ -119,14 +120,15 @@ class Side:
         self._process.wait()
 
 
-def in_turn(sides: dict[str, Side], steps: int) -> dict[str, Any]:
-    """Medians of each side's steps. All load at the same time; then one works, a step that is not counted before one
-    that is, while the others wait and leave it the GPU's memory."""
+def in_turn(sides: dict[str, Side], steps: int, settle: bool = True) -> dict[str, Any]:
+    """Medians of each side's steps. All load at the same time; then one works while the others wait and leave it the
+    GPU's memory; to `settle`, before a step that counts it makes one that does not."""
     line: dict[str, Any] = {}
     answers: dict[str, list[dict[str, float]]] = {name: [] for name in sides}
     for turn in range(1 + steps):  # the first warms up
         for name, side in sides.items():
-            for counted in (False, True) if turn else (False,):
+            print(f"{time.strftime('%X')} turn {turn} of {steps}: {name}", file=sys.stderr, flush=True)
+            for counted in ((False, True) if settle else (True,)) if turn else (False,):
                 if side.error is None:
                     side.ask()
                     answer = side.answer()
@@ -140,7 +142,9 @@ def in_turn(sides: dict[str, Side], steps: int) -> dict[str, Any]:
     return line
 
 
-def measure(case: str, trained: Sequence[str], steps: int, peers: Sequence[str]) -> Iterator[dict[str, Any]]:
+def measure(
+    case: str, trained: Sequence[str], steps: int, peers: Sequence[str], settle: bool = True
+) -> Iterator[dict[str, Any]]:
     """Our step and TRL's with weights in each of the dtypes `peers`, by turns, on the same tokens; a line for each
     of `trained`, "lora" or "full"."""
     with tempfile.TemporaryDirectory() as temporary:
@@ -154,7 +158,7 @@ def measure(case: str, trained: Sequence[str], steps: int, peers: Sequence[str])
                 command = ["-m", "bench.gpu_ours", folder] if name == "ours" else theirs
                 sides[f"{what}_{name}"] = Side([sys.executable, *command], folder / "log")
         try:
-            found = in_turn(sides, steps)
+            found = in_turn(sides, steps, settle)
         finally:
             for side in sides.values():
                 side.end()

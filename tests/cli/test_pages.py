@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from made_tokenizers import byte_tokenizer, encoder
-from upweight.cli.pages import MARK, PAGES, renewed
+from upweight.cli.pages import MARK, PAGES, arguments, renewed
 from upweight.config.config import general_keys, method_keys
 from upweight.data.formats import FORMATS
 from upweight.data.formats.shown import SHOWN
@@ -45,6 +45,10 @@ def test_every_format_is_shown():
         also = {name for one in SHOWN["pairs"] for name in one.names()} if kind == "labelled" else set()
         assert set(formats) <= shown | also
         assert shown <= set(formats)
+
+
+def test_every_config_of_scripts_has_its_own_part():
+    assert arguments().count("### ") == arguments().count("Accepted, nothing to do")
 
 
 def test_keys_that_arguments_become_exist():

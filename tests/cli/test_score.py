@@ -19,7 +19,7 @@ def lines(file):
 
 
 @pytest.mark.parametrize("adapter", [{}, LORA])
-def test_an_outcome_reward_model_prefers_what_it_was_trained_to(model_folder, tmp_path, adapter, capsys):
+def test_an_outcome_reward_model_prefers_what_it_was_trained_to(model_folder, tmp_path, adapter, capsys, caplog):
     config = write_config(tmp_path, model_folder, **ORM, **adapter)
     train(load_config(config))
     asked = tmp_path / "asked.jsonl"
@@ -33,7 +33,9 @@ def test_an_outcome_reward_model_prefers_what_it_was_trained_to(model_folder, tm
     better = [one["score"] > two["score"] for one, two in zip(found[::2], found[1::2], strict=True)]
     assert sum(better) / len(better) > 0.8
     capsys.readouterr()
-    run(str(tmp_path / "out"), asked, [], output=None, chat=False)
+    with caplog.at_level("INFO", "upweight"):
+        run(str(tmp_path / "out"), asked, [], output=None, chat=False)
+    assert "fresh head" not in caplog.text
     assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == found
 
 
@@ -65,6 +67,9 @@ def test_what_is_wrong_is_said(model_folder, tmp_path):
     file = tmp_path / "rows.jsonl"
     file.write_text('{"prompt": "a", "completion": "b"}\n{"prompt"\n')
     with pytest.raises(UserError, match=r"rows\.jsonl:2: not JSON"):
+        run(str(model_folder), file, [], output=None, chat=False)
+    file.write_bytes('{"prompt": "é", "completion": "b"}\n'.encode("latin-1"))
+    with pytest.raises(UserError, match="not UTF-8"):
         run(str(model_folder), file, [], output=None, chat=False)
     with pytest.raises(UserError, match="no such file"):
         run(str(model_folder), tmp_path / "none", [], output=None, chat=False)

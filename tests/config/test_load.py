@@ -62,6 +62,7 @@ def test_all_errors_come_at_once_with_path_reason_and_suggestion():
         ({"split": "train"}, "split: belongs under 'datasets[...]'"),
         ({"rl": "dpoo"}, "Did you mean 'dpo'?"),
         ({"lr": "dpo"}, "lr: unknown key. Did you mean 'rl'?"),
+        ({"lora_rank": 8}, "lora_rank: unknown key. Did you mean 'lora_r'?"),
         ({"rl": "reward_trainer"}, "rl: expected one of"),
         ({"bf16": "maybe"}, "bf16: expected true or false or auto, got 'maybe'."),
         ({"micro_batch_size": True}, "micro_batch_size: expected a whole number, got true."),
@@ -146,6 +147,8 @@ def test_older_spellings_are_mapped_and_noted():
 @pytest.mark.parametrize(
     ("content", "section", "name", "value"),
     [
+        ({"per_device_train_batch_size": 3}, "optim", "micro_batch_size", 3),
+        ({"num_train_epochs": 5}, "optim", "num_epochs", 5),
         ({"save_strategy": False}, "run", "save_strategy", "no"),
         ({"wandb_watch": False}, "tracking", "wandb_watch", "false"),
         ({"wandb_mode": False}, "tracking", "wandb_mode", "disabled"),

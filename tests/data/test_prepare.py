@@ -340,6 +340,7 @@ STEPWISE = {"prompt": "p", "completions": ["a", "b"], "labels": [1, 0]}
     [
         ([LABELLED, LABELLED], {"rl": "kto"}, r"row 0 \(rows.jsonl:1\), 'label': it and all other rows \(2\)"),
         ([LABELLED, {**LABELLED, "completion": ""}], {"rl": "kto"}, r"row 1 \(rows.jsonl:2\), 'completion': expected"),
+        ([pair(0), pair(1, rejected=None)], {"rl": "dpo"}, r"row 1 .*'rejected': expected text or a list"),
         ([pair(0), pair(1, rejected="")], {"rl": "orpo"}, r"row 1 \(rows.jsonl:2\), 'rejected': expected text"),
         ([STEPWISE, {**STEPWISE, "labels": [1]}], PROCESS, r"row 1 .*'labels': expected one label"),
         ([STEPWISE, {**STEPWISE, "completions": ["a", ""]}], PROCESS, r"row 1 .*'completions\[1\]'"),

@@ -106,10 +106,11 @@ def test_cells_of_a_csv_stay_text(folder):
         ("", "is empty"),
         ("a,a\n1,2\n", "column 'a' is there twice"),
         ("a,b\n\n", "has no rows"),
+        ("a,b\n\xe9,2\n", "Save it as UTF-8"),
     ],
 )
 def test_a_bad_csv_is_explained(folder, content, message):
-    (folder / "bad.csv").write_text(content)
+    (folder / "bad.csv").write_text(content, encoding="latin-1")
     with pytest.raises(UserError, match=message):
         prompts(folder, path="bad.csv")
 

@@ -6,7 +6,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2] / "src" / "upweight"
 LINE = "cli > train > rollout > environments > rewards > data > engine > models > serve > config > methods > types"
 ORDER = LINE.split(" > ")
-BOTTOM = {"types", "settings", "errors", "log", "user_modules"}
+BOTTOM = {"types", "settings", "errors", "log", "event_loop", "user_modules"}
 
 
 def package_of(path: Path) -> str:

@@ -80,12 +80,15 @@ def test_products(form: Scores, value_width: int, step: int):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("programs", [1, 256], ids=["as of many slots", "as of few"])
 @pytest.mark.parametrize("step", [0, 1, 64, 70])
 @pytest.mark.parametrize("value_width", [16, WIDTH])
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
-def test_kernel(form: Scores, value_width: int, step: int):
+def test_kernel(form: Scores, value_width: int, step: int, programs: int, monkeypatch):
+    from upweight.rollout import cascade_kernel
     from upweight.rollout.cascade_kernel import cascade_step
 
+    monkeypatch.setattr(cascade_kernel, "_PROGRAMS", programs)
     (query, key, value), caches, lengths, at = made(step, value_width, "cuda")
     sinks = None if form.sinks is None else form.sinks.cuda()
     form = Scores(form.rule, form.scaling, form.softcap, sinks)

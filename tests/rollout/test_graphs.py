@@ -24,7 +24,7 @@ def test_prompts_go_through_layers_that_are_compiled_for_any_length_and_touch_th
     asked = [(prompts, 2, Sampling(max_new_tokens=1, seed=0)) for prompts in drawn]
     asked += [(drawn[0], 2, Sampling(max_new_tokens=1, seed=0, temperature=heat)) for heat in (0.7, 0.9)]
     right = [sampler.generate(*call) for call in asked]
-    sampler._steps.fill = GraphSteps(sampler._decoder, compiled=True).fill
+    sampler._steps.begin = GraphSteps(sampler._decoder, compiled=True).begin
     found, counts = [], []
     for call in asked:
         found.append(sampler.generate(*call))

@@ -10,9 +10,10 @@ from peft import LoraConfig, get_peft_model
 from made_tokenizers import byte_tokenizer
 from tiny_models import PADDED, TREES, TREES_TOO, VOCABULARY, drawn, sample, tiny
 from upweight.engine import Engine
-from upweight.engine.check import dropout_off, enable_checkpointing
+from upweight.engine.check import enable_checkpointing
 from upweight.engine.packing import build_batch
 from upweight.errors import UserError
+from upweight.models.modules import dropout_off
 from upweight.models.precision import set_up_precision
 from upweight.rollout.in_process import InProcess
 from upweight.types import Completion, Sampling, Unit

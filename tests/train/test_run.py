@@ -116,6 +116,47 @@ def test_what_changed_since_a_run_began_is_named_when_it_is_resumed(model_folder
     assert changed_keys(load_config(file), tmp_path / "out") == []
 
 
+def test_a_finished_run_that_is_resumed_trains_no_step_more(model_folder, tmp_path):
+    file, out = write_config(tmp_path, model_folder, max_steps=3), tmp_path / "out"
+    run(file)
+    right, trained = metrics_of(out), weights(tmp_path)
+    run(file, resume=True)
+    assert metrics_of(out) == right
+    assert largest_difference(weights(tmp_path), trained) == 0
+
+
+def test_a_resumed_run_takes_its_new_learning_rate(model_folder, tmp_path):
+    file = write_config(tmp_path, model_folder, max_steps=4, save_steps=2, lr_scheduler="linear", warmup_steps=0)
+    run(file)
+    before = [line["learning_rate"] for line in metrics_of(tmp_path / "out")]
+    halved = [f"learning_rate={before[0] / 2}", f"resume_from_checkpoint={tmp_path}/out/checkpoint-2"]
+    train(load_config(file, halved))
+    rates = [line["learning_rate"] for line in metrics_of(tmp_path / "out")]
+    assert rates == pytest.approx([*before[:2], before[2] / 2, before[3] / 2])
+
+
+@pytest.mark.parametrize("key", ["optimizer=sgd", "adapter=lora"])
+def test_a_run_is_not_resumed_with_what_its_checkpoints_cannot_hold(key, model_folder, tmp_path):
+    file = write_config(tmp_path, model_folder, max_steps=1)
+    run(file)
+    other = load_config(file, [key, *(["lora_target_linear=true"] if "lora" in key else [])])
+    with pytest.raises(UserError, match=f"resume: {key.split('=')[0]}.*set otherwise"):
+        train(other, resume=True)
+    assert changed_keys(load_config(file), tmp_path / "out") == []
+
+
+def test_a_folder_that_another_run_writes_to_is_refused(model_folder, tmp_path):
+    file, out = write_config(tmp_path, model_folder, max_steps=400, num_epochs=None), tmp_path / "out"
+    process = started(run, file)
+    while not (out / "metrics.jsonl").exists():
+        time.sleep(0.005)
+    with pytest.raises(UserError, match=f"process {process.pid} is training into"):
+        run(file)
+    process.kill()
+    process.join()
+    train(load_config(file, ["max_steps=1"]))
+
+
 def test_a_damaged_checkpoint_is_passed_over(runs, model_folder, tmp_path):
     file = write_config(tmp_path, model_folder, save_steps=4)
     run(file)

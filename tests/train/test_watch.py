@@ -103,15 +103,15 @@ def test_a_loss_that_stays_high_ends_the_run():
 def test_the_line_shows_what_matters(said):
     line = Progress()
     line.on_train_begin(None, state(0), None)
-    logs = {"loss": 0.51234, "rewards/margins": 1.0, "x": 3.0, "tokens_per_second": 9.0}
+    logs = {"loss": 0.51234, "rewards/margins": 1.0, "rewards/chosen": 2.0, "x": 3.0, "tokens_per_second": 9.0}
     line.on_step_end(None, state(1), None)
     line.on_log(None, state(1), None, logs=logs)
     line.on_step_end(None, state(2), None)
     line.on_log(None, state(2), None, logs=logs)
     line.on_log(None, state(2), None, logs={"eval_loss": 0.25})
     line.on_log(None, state(2), None, logs={"train_runtime": 0.25})
-    assert said[0] == "step 1/10  loss 0.5123  margins 1  9 tokens/s"
-    assert said[1].startswith("step 2/10  loss 0.5123  margins 1  9 tokens/s  ")
+    assert said[0] == "step 1/10  loss 0.5123  margins 1  chosen 2  9 tokens/s"
+    assert said[1].startswith("step 2/10  loss 0.5123  margins 1  chosen 2  9 tokens/s  ")
     assert said[2:] == ["evaluation 2/10  loss 0.25"]
 
 

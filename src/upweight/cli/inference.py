@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from upweight.cli.score import lines_of, row_of
+from upweight.cli.score import lines_of, row_of, text_of
 from upweight.cli.trained import as_trained, trained
 from upweight.data.rows import RowError
 from upweight.errors import UserError
@@ -63,11 +63,9 @@ def run(
 
 def _read(file: Path | None) -> dict[str, dict[str, Any]]:
     """Rows of a file or of standard input by their places: each line a JSON object, or each the text of a prompt."""
-    if file is not None and not file.is_file():
-        raise UserError(f"{file}: there is no such file")
     if file is None and sys.stdin.isatty():
         print("Prompts, one on each line; Ctrl-D ends.", file=sys.stderr)
-    text = sys.stdin.read() if file is None else file.read_text(encoding="utf-8")
+    text = sys.stdin.read() if file is None else text_of(file)
     name = file or "stdin"
     lines = lines_of(text, name)
     if not lines:

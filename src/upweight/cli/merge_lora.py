@@ -4,11 +4,13 @@ from pathlib import Path
 
 from upweight.cli.trained import trained
 from upweight.errors import UserError
+from upweight.log import quiet_transformers
 from upweight.models.merge import Adapted, difference, merge_adapter
 
 
 def run(place: str, overrides: list[str], *, output: Path | None, check: bool) -> None:
     """Merge, compare log-probs before and after, and print where the model lies and how far they differ."""
+    quiet_transformers()
     found = trained(place, overrides)
     if found.adapter is None:
         raise UserError(f"{place}: there is no adapter to merge in {found.model.base_model}; it is a whole model")

@@ -43,8 +43,9 @@ def arguments() -> str:
             key: Key | None = argument.metadata.get("setting")
             if key is not None:
                 named[argument.name] = key.path
+        lines += ["", f"### {kind.__name__}"]
         if named:
-            lines += ["", f"### {kind.__name__}", "", "| argument | key |", "|---|---|"]
+            lines += ["", "| argument | key |", "|---|---|"]
             lines += [f"| `{name}` | `{key}` |" for name, key in named.items()]
         nothing = [f"`{one.name}`" for one in dataclasses.fields(kind) if "holds" in one.metadata]
         lines += ["", f"Accepted, nothing to do: {', '.join(sorted(nothing))}."]

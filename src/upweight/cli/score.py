@@ -8,12 +8,14 @@ from typing import Any, TextIO
 from upweight.cli.trained import as_trained, trained
 from upweight.data.scoring import ScoreModel, load_score_model
 from upweight.errors import UserError
+from upweight.log import quiet_transformers
 
 AT_ONCE = 64  # rows between two writes
 
 
 def run(place: str, file: Path, overrides: list[str], *, output: Path | None, chat: bool) -> None:
     """Every row with its score (and those of its steps), as JSON lines on stdout or in `output`."""
+    quiet_transformers()
     rows = read_rows(file)
     found = trained(place, overrides)
     data, entry, templated = as_trained(found)
@@ -29,12 +31,20 @@ def run(place: str, file: Path, overrides: list[str], *, output: Path | None, ch
 
 def read_rows(file: Path) -> list[dict[str, Any]]:
     """The rows of a JSON lines file."""
-    if not file.is_file():
-        raise UserError(f"{file}: there is no such file")
-    lines = lines_of(file.read_text(encoding="utf-8"), file)
+    lines = lines_of(text_of(file), file)
     if not lines:
         raise UserError(f"{file}: expected one JSON object on each line")
     return [row_of(line, place) for place, line in lines.items()]
+
+
+def text_of(file: Path) -> str:
+    """What a file says."""
+    if not file.is_file():
+        raise UserError(f"{file}: there is no such file")
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{file}: is not UTF-8 text. Save it as UTF-8.") from error
 
 
 def lines_of(text: str, name: object) -> dict[str, str]:

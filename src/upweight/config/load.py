@@ -102,8 +102,9 @@ def _where_it_belongs(path: str, value: Any) -> str:
     if homes:
         return f"belongs {' or '.join(homes)}"
     siblings = [other.rpartition(".")[2] for other in known if other.rpartition(".")[0] == block]
-    if closest(name, siblings, cutoff=0.7):
-        return f"unknown key.{did_you_mean(name, siblings)}"
+    acting = [other for other in siblings if other not in SATISFIED]
+    if near := closest(name, acting, cutoff=0.7) or closest(name, siblings, cutoff=0.7):
+        return f"unknown key. Did you mean '{near}'?"
     elsewhere = closest(name, (other.rpartition(".")[2] for other in known), cutoff=0.75)
     full = next((other for other in known if elsewhere and other.rpartition(".")[2] == elsewhere), None)
     if full:

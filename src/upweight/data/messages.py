@@ -71,8 +71,9 @@ class MessageReader:
         """A list of messages, or plain text as one user turn."""
         if isinstance(value, str):
             return [{"role": "user", "content": checked_text(value, key)}]
-        return [self.message(item, f"{key}[{number}]") for number, item in
-                enumerate(checked_list(value, key, "messages"))]  # fmt: skip
+        if not isinstance(value, list | tuple) or not value:
+            raise RowError(key, f"text or a list of messages, found {found(value)}")
+        return [self.message(item, f"{key}[{number}]") for number, item in enumerate(value)]
 
     def responses(self, value: Any, key: str) -> list[Message]:
         """What the assistant says: text, one message, or the messages of several turns."""

@@ -9,6 +9,7 @@ from typing import Any
 Row = Mapping[str, Any]
 LARGEST = sys.float_info.max
 DEEPEST = 64
+OWN_COLUMNS = ("prompt", "prompt_ids")  # of a prepared prompt; its others are the user's
 
 
 class RowError(Exception):

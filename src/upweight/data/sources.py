@@ -163,7 +163,8 @@ def open_entry(entry: DatasetRow, key: str, folder: Path, *, evaluation: bool = 
         with quiet_unless_terminal():
             parts = tuple(_open(entry, name, where, folder) for name in names)
     except LOADING_ERRORS as error:
-        raise UserError(f"{where}: cannot be loaded: {_reason(error)}") from error
+        remedy = ". Save it as UTF-8" if "codec can't decode" in _reason(error) else ""
+        raise UserError(f"{where}: cannot be loaded: {_reason(error)}{remedy}") from error
     return Opened(entry, where, parts, evaluation, seed)
 
 

@@ -59,7 +59,7 @@ class ChatTemplate:
                 "Name one, for example 'chat_template: chatml'."
             )
         if conversation.tools and "tools" not in str(self.source or self.tokenizer.chat_template):
-            warn_once("the chat template does not show tools to the model: the tools of these rows have no effect")
+            warn_once("the chat template does not show tools to the model; say in the prompt how to call them")
         try:
             return self._apply(self._fit(conversation), ask, resume)
         except Exception as error:  # a template is foreign code and may fail in any way

@@ -1,7 +1,5 @@
 """Proof on the real model: the first batch against plain forwards of a few sequences; gradients that flow."""
 
-import contextlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +10,7 @@ from upweight.engine.forward import Engine, base_of
 from upweight.engine.keeping import kept_layers
 from upweight.errors import UserError
 from upweight.models.memory import USUAL_OPTIMIZER
+from upweight.models.modules import dropout_off
 from upweight.types import Batch
 
 _SEQUENCES = 4
@@ -151,19 +150,6 @@ def _plain_scores(engine: Engine, model: nn.Module, sequence: _Sequence) -> Tens
     scores = engine(model, alone).scores_TC
     assert scores is not None
     return scores
-
-
-@contextlib.contextmanager
-def dropout_off(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside; every module's own mode afterwards."""
-    trained = [module for module in model.modules() if module.training]
-    try:
-        for module in trained:
-            vars(module)["training"] = False  # not by `eval()`, which takes longer than sampling's first token
-        yield
-    finally:
-        for module in trained:
-            vars(module)["training"] = True
 
 
 def enable_checkpointing(

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from upweight.data.rows import OWN_COLUMNS
 from upweight.environments.episode import Message, Opening, Outcome, Reply, ToolCall, Turn, opening_messages
 from upweight.environments.openenv_link import Broken, Invalid, Link, Server
 from upweight.environments.tools import tool_message
@@ -14,7 +15,6 @@ REWARD = "openenv"
 STEP = "step"  # the tool that a typed action is offered as
 ERROR = "error: "  # before what the policy did wrong
 PLAIN = ("string", "integer", "number", "boolean")
-OWN_COLUMNS = ("prompt", "prompt_ids")
 MODEL_ERRORS = ("invalid_args", "tool_not_found", "execution_error")
 
 Total = Literal["sum", "last", "mean", "max"]

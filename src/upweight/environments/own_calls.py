@@ -9,6 +9,8 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
+from upweight.event_loop import EventLoop
+
 
 class TooSlow(Exception):
     """A call did not come back within its limit."""
@@ -18,7 +20,7 @@ class OwnCalls:
     """Runs sync functions in threads and async ones on a loop of their own, so that a stuck one blocks nobody else."""
 
     def __init__(self) -> None:
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop = EventLoop("tools")
         self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._free = threading.Semaphore(0)
 
@@ -27,7 +29,7 @@ class OwnCalls:
         call = partial(function, *arguments, **named)
         done: Future[Any] = Future()
         if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None)):  # noqa: B004
-            done = asyncio.run_coroutine_threadsafe(call(), self._own_loop())
+            done = self._loop.start(call())
         else:
             self._jobs.put(partial(_settle, call, done))
             if not self._free.acquire(blocking=False):
@@ -46,17 +48,9 @@ class OwnCalls:
             self._jobs.get()()
             self._free.release()
 
-    def _own_loop(self) -> asyncio.AbstractEventLoop:
-        if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            threading.Thread(target=self._loop.run_forever, name="tools", daemon=True).start()
-        return self._loop
-
     def close(self) -> None:
         """End the loop once it is free."""
-        if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._loop = None
+        self._loop.close()
 
 
 def _settle(call: Callable[[], Any], done: "Future[Any]") -> None:

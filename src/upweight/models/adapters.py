@@ -31,7 +31,7 @@ def attach_adapter(model: PreTrainedModel, section: AdapterSection, *, new_token
     if new_tokens and not _trains_embeddings(model):
         warn_once(
             f"tokens: the embeddings of {new_tokens} new tokens are not trained; add the embedding and the head to "
-            f"lora_modules_to_save (here {', '.join(_embedding_names(model))})"
+            f"lora_modules_to_save (here {', '.join(embedding_names(model))})"
         )
     return adapted
 
@@ -147,14 +147,15 @@ def _as_list(value: str | list[str] | None) -> list[str]:
     return [] if value is None else [value] if isinstance(value, str) else list(value)
 
 
-def _embedding_names(model: PreTrainedModel) -> list[str]:
+def embedding_names(model: PreTrainedModel) -> list[str]:
+    """The last names of the modules that hold input and output embeddings."""
     layers = (model.get_input_embeddings(), model.get_output_embeddings())
     return [name.rpartition(".")[2] for name, module in model.named_modules() if any(module is x for x in layers)]
 
 
 def _ties_saved(model: PreTrainedModel, saved: list[str]) -> bool:
     """Whether a module trained in full shares its weight with another, which must then go on sharing it."""
-    return bool(getattr(model.config, "tie_word_embeddings", False)) and bool({*saved} & {*_embedding_names(model)})
+    return bool(getattr(model.config, "tie_word_embeddings", False)) and bool({*saved} & {*embedding_names(model)})
 
 
 def _trains_embeddings(model: PreTrainedModel) -> bool:

@@ -55,13 +55,19 @@ def load_model(
     tokenizer: PreTrainedTokenizerBase | None = None,
     adapter: AdapterSection | None = None,
     seed: int = 42,
+    head_follows: bool = False,
 ) -> PreTrainedModel:
-    """The model in `dtype` on the CPU, its vocabulary fitted to `tokenizer`; fresh weights depend on `seed` alone."""
+    """The model in `dtype` on the CPU, its vocabulary fitted to `tokenizer`; fresh weights depend on `seed` alone.
+
+    A head that is missing is drawn anew, which is said unless an adapter brings it later.
+    """
     place, gguf_file = source_of(section.base_model, section.gguf_file)
     config = config_with_head(section, head)
     if tokenizer is not None:
         config.get_text_config().pad_token_id = tokenizer.pad_token_id
     options: dict[str, Any] = {**_hub_options(section), **section.load_options}
+    for name in (options.keys() & config.to_dict().keys()) - {"quantization_config", "dtype"}:
+        setattr(config, name, options.pop(name))  # as `from_pretrained` does where it is given no config
     if gguf_file is not None:
         options |= _dequantised(gguf_file)
     if section.attention == "flex_attention" and not torch.cuda.is_available():
@@ -76,11 +82,22 @@ def load_model(
             )
         options |= _quantised(adapter, dtype)
     set_seed(seed)
-    with load_failures("base_model", place, "weights"):
-        model, report = model_class(section, head).from_pretrained(
-            place, config=config, dtype=dtype, output_loading_info=True, **options
-        )
-    _refuse_missing(report, place, head)
+    try:
+        with load_failures("base_model", place, "weights"):
+            model, report = model_class(section, head).from_pretrained(
+                place, config=config, dtype=dtype, output_loading_info=True, **options
+            )
+    except TypeError as error:
+        unknown = [name for name in section.load_options if f"unexpected keyword argument '{name}'" in str(error)]
+        if not unknown:
+            raise
+        raise UserError(
+            f"model_kwargs (model_init_kwargs in scripts): {unknown[0]!r} is neither an argument of `from_pretrained` "
+            "nor a field of the model's config. Mend or remove it."
+        ) from error
+    fresh = _refuse_missing(report, place, head)
+    if fresh and not head_follows:
+        logger.info("fresh head: %s", ", ".join(fresh))
     keep_soft_cap(model)
     if tokenizer is not None:
         fit_vocabulary(model, tokenizer, section)
@@ -191,8 +208,8 @@ def _quantised(adapter: AdapterSection, dtype: torch.dtype) -> dict[str, Any]:
     return {"quantization_config": config, "device_map": {"": torch.cuda.current_device() if on_gpu else "cpu"}}
 
 
-def _refuse_missing(report: dict[str, Any], place: str, head: Head) -> None:
-    """Weights that were not in the files would be random: only a score head may be."""
+def _refuse_missing(report: dict[str, Any], place: str, head: Head) -> list[str]:
+    """Weights that were not in the files are random: only a score head's may be, which are named."""
     missing = sorted({*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])})
     fresh = [key for key in missing if head != "tokens" and key.split(".")[0] in FRESH_HEADS]
     lacking = [key for key in missing if key not in fresh]
@@ -202,5 +219,4 @@ def _refuse_missing(report: dict[str, Any], place: str, head: Head) -> None:
             f"base_model: the files of {place!r} lack weights that this model needs, or have them in another shape: "
             f"{shown}; name a whole checkpoint of a {AUTO_CLASSES[head].removeprefix('AutoModelFor')} model"
         )
-    if fresh:
-        logger.info("fresh head: %s", ", ".join(fresh))
+    return fresh

@@ -18,6 +18,11 @@ USUAL_OPTIMIZER = "adamw"  # two moments in float32
 Trained = Literal["all", "lora", "qlora"]
 QUANTISED = {"load_in_4bit": 0.53, "load_in_8bit": 1.02}  # bytes of a weight with its share of the scales
 HEAD_CHUNK = 2**27 * 2 * SINGLE  # projections of one chunk and their gradients: logits are never built as a whole
+LESS_MEMORY = (  # remedies, the cheapest first
+    "'gradient_checkpointing: true'; 'activation_offloading: true'; a shorter 'sequence_len' or "
+    "'trl.max_completion_length'; 'adapter: lora'; 'adapter: qlora' with 'load_in_4bit: true'; 'fsdp: true' over more "
+    "GPUs; `upweight fits CONFIG` estimates each"
+)
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,7 @@ class Adapted:
 
     def load(self, dtype: torch.dtype) -> PeftModel:
         """The base model in `dtype`, not quantised, with the adapter on top."""
-        model = load_model(self.base, dtype, head=self.head(), tokenizer=self.tokenizer())
+        model = load_model(self.base, dtype, head=self.head(), tokenizer=self.tokenizer(), head_follows=True)
         return PeftModel.from_pretrained(model, str(self.folder))
 
 

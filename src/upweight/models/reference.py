@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from upweight.errors import UserError
+from upweight.models.modules import dropout_off
 from upweight.models.pieces import drop_zero_gathered, is_piece, own_piece, zero_piece
 from upweight.models.precision import TrainedWeight, trained_weights
 
@@ -127,7 +128,7 @@ class AdapterOff:
         assert isinstance(tuner, BaseTuner)
         tuner.disable_adapter_layers()
         try:
-            with torch.no_grad(), _evaluating(wrapped):
+            with torch.no_grad(), dropout_off(wrapped):
                 yield wrapped
         finally:
             tuner.enable_adapter_layers()
@@ -172,7 +173,7 @@ class FrozenWeights:
     def use(self, wrapped: nn.Module) -> Iterator[nn.Module]:
         self._place_all()
         in_place = any(is_piece(weight.parameter) for weight in self._weights.values())
-        with self._exchanged_shards() if in_place else self._shadowed(), torch.no_grad(), _evaluating(wrapped):
+        with self._exchanged_shards() if in_place else self._shadowed(), torch.no_grad(), dropout_off(wrapped):
             yield wrapped
 
     def sync(self, alpha: float) -> None:
@@ -266,19 +267,6 @@ class SeparateModel:
                 if name in state:
                     self._averages[name] = state[name].to(parameter.device, torch.float32, copy=True)
                     parameter.copy_(self._averages[name])
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Dropout off for the length of the context."""
-    training = [module for module in model.modules() if module.training]
-    for module in training:
-        module.training = False
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 def _copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from upweight.config.environment import is_environment_reward
@@ -22,6 +21,7 @@ from upweight.rewards.worker import BUILTIN, Source
 from upweight.user_modules import described
 
 KEY = "trl.reward_funcs"
+ON_CPU = ModelOptions()
 
 
 @dataclass(frozen=True)
@@ -35,38 +35,26 @@ class _Place:
 
 
 def load_rewards(
-    names: Sequence[str],
-    folder: Path,
-    *,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
-    trust_remote_code: bool = False,
-    environment: Sequence[str] = (),
+    names: Sequence[str], folder: Path, *, models: ModelOptions = ON_CPU, environment: Sequence[str] = ()
 ) -> list[Reward]:
-    """The rewards that a config in `folder` names; reward models in `dtype` on `device`.
+    """The rewards that a config in `folder` names.
 
     `environment`: names of the rewards that the environment gives. They stand, once, where the first name that means
     them does; where nothing is named they are all there is.
     """
-    place = _Place(folder, KEY, ModelOptions(dtype, device, trust_remote_code), environment)
+    place = _Place(folder, KEY, models, environment)
     made = _listed(((name, None) for name in names), place)
     return unique_names(made if names else environment_rewards(environment))
 
 
 def as_rewards(
-    given: Any,
-    tokenizers: Any = None,
-    *,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
-    trust_remote_code: bool = False,
-    environment: Sequence[str] = (),
+    given: Any, tokenizers: Any = None, *, models: ModelOptions = ON_CPU, environment: Sequence[str] = ()
 ) -> list[Reward]:
     """The rewards that a script gives: names, functions, objects, models or (model, tokenizer), one or a list.
 
     `environment`: names of the rewards that the environment gives; they come last where they are not named.
     """
-    place = _Place(Path.cwd(), "reward_funcs", ModelOptions(dtype, device, trust_remote_code), environment)
+    place = _Place(Path.cwd(), "reward_funcs", models, environment)
     is_pair = isinstance(given, tuple) and len(given) == 2 and isinstance(given[0], nn.Module)
     listed = list(given) if isinstance(given, list | tuple) and not is_pair else [] if given is None else [given]
     beside = list(tokenizers) if isinstance(tokenizers, list | tuple) else [tokenizers] * len(listed)

@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
 
+from upweight.event_loop import EventLoop
 from upweight.rewards.answers import Failure, Logged, Outcome, failed, invoke
 from upweight.rewards.call import RewardCall
 from upweight.rewards.reward import Attempts, Reward, attempts_of
@@ -87,32 +88,18 @@ def _alarm(limit: float) -> Iterator[None]:
             signal.setitimer(signal.ITIMER_REAL, max(left - (time.monotonic() - start), 0.001), interval)
 
 
-class EventLoop:
-    """A thread with an event loop that lives as long as the rewards, so that clients they keep stay usable."""
-
-    def __init__(self) -> None:
-        self._loop: asyncio.AbstractEventLoop | None = None
-
-    def run(self, reward: Reward, call: RewardCall, limit: float) -> "Future[Attempts]":
-        """Start an async reward; several run together."""
-        if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            threading.Thread(target=self._loop.run_forever, daemon=True).start()
-        result: Future[Attempts] = Future()
-        asyncio.run_coroutine_threadsafe(_run_async(reward, call, limit, result), self._loop)
-        # A function that blocks the loop instead of awaiting cannot be cancelled from inside it.
-        longest = 2 * limit + GRACE
-        blocked = Failure("stuck", f"it took longer than {limit:g} seconds without awaiting anything", longest)
-        watch = threading.Timer(longest, _settle, (result, [((0, len(call)), blocked)]))
-        watch.daemon = True
-        watch.start()
-        result.add_done_callback(lambda _: watch.cancel())
-        return result
-
-    def close(self) -> None:
-        """Stop the loop once it is free."""
-        if self._loop is not None and self._loop.is_running():
-            self._loop.call_soon_threadsafe(self._loop.stop)
+def start_async(loop: EventLoop, reward: Reward, call: RewardCall, limit: float) -> "Future[Attempts]":
+    """Start an async reward on a loop; several run together."""
+    result: Future[Attempts] = Future()
+    loop.start(_run_async(reward, call, limit, result))
+    # A function that blocks the loop instead of awaiting cannot be cancelled from inside it.
+    longest = 2 * limit + GRACE
+    blocked = Failure("stuck", f"it took longer than {limit:g} seconds without awaiting anything", longest)
+    watch = threading.Timer(longest, _settle, (result, [((0, len(call)), blocked)]))
+    watch.daemon = True
+    watch.start()
+    result.add_done_callback(lambda _: watch.cancel())
+    return result
 
 
 def _settle(result: "Future[Attempts]", attempts: Attempts) -> None:

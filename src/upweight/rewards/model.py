@@ -25,8 +25,8 @@ TOKENS_AT_ONCE = 16384  # of a batch, padding included
 class ModelOptions:
     """How reward models are loaded."""
 
-    dtype: torch.dtype
-    device: torch.device | str
+    dtype: torch.dtype = torch.float32
+    device: torch.device | str = "cpu"
     trust_remote_code: bool = False
 
 

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from upweight.errors import UserError
+from upweight.event_loop import EventLoop
 from upweight.log import logger
 from upweight.rewards.answers import IN_MESSAGES, Answer, Broken, Failure
 from upweight.rewards.call import RewardCall
-from upweight.rewards.local import EventLoop, Local
+from upweight.rewards.local import Local, start_async
 from upweight.rewards.reward import Attempts, Reward, attempts_of
 from upweight.rewards.workers import Lanes, Worker
 
@@ -56,7 +57,8 @@ class Scorer:
         self.num_workers, self.timeout = workers, timeout
         self._history = {name: _History() for name in self.names}
         self._merging = threading.Lock()
-        self._local, self._loop = Local(), EventLoop()
+        self._local = Local()
+        self._loop = EventLoop("rewards")  # lives as long as the rewards, so that clients they keep stay usable
         self._lanes = Lanes(workers if any(reward.runs == "worker" for reward in self.rewards) else 0)
         self._local_lane = Lanes(1 if any(reward.runs == "here" for reward in self.rewards) else 0)
         self._ending = weakref.finalize(self, _end, self._lanes, self._local_lane, self._loop)
@@ -118,7 +120,7 @@ class Scorer:
                 for start, stop in call.shares(self.num_workers):
                     parts[number].append((start, self._in_worker(reward, call.part(start, stop))))
             elif reward.runs == "async":
-                parts[number].append((0, self._loop.run(reward, call, self.timeout)))
+                parts[number].append((0, start_async(self._loop, reward, call, self.timeout)))
         for number in here:
             parts[number].append((0, self._here(self.rewards[number], call, in_lane)))
         self._when_done(call, parts, result)

@@ -1,10 +1,10 @@
 # ruff: noqa: ANN001, ANN202, PLR0917  (a kernel takes pointers and numbers, each by its place)
 """The attention of `cascade.py` as one Triton kernel, which also stores the newest key and value.
 
-Two programs serve the query heads of one slot that share a key head: one goes over the prompt's keys, one over the
-completion's, beginning with the newest token, which it holds in registers; each block by block with a running softmax.
-The second to finish joins what both found, always in the same order. Members of a group read their prompt's keys at
-the same time, so that all but the first find them in the cache.
+A few programs serve the query heads of one slot that share a key head: some share the prompt's keys out among them,
+some the completion's, the last of them with the newest token, which it holds in registers; each goes block by block
+with a running softmax. The last to finish joins what all found, always in the same order. Members of a group read
+their prompt's keys at the same time, so that all but the first find them in the cache.
 """
 
 from functools import cache
@@ -17,10 +17,10 @@ from torch import Tensor
 
 from upweight.engine.attention import Scores
 
-_COLUMNS, _FEWER = 128, 64  # keys of a block; fewer where a key is long
 _LONG_KEY = 256  # bytes
 _SMALLEST_SIDE = 16  # of a matrix product on tensor cores
-_PARTS = 2
+_PROGRAMS = 256  # that fill a GPU
+_KEYS, _MOST_PARTS = 512, 8  # for one program, and programs for a prompt or a completion
 
 
 def cascade_step(
@@ -42,30 +42,42 @@ def cascade_step(
     slots, heads, _, width = query.shape
     key_heads, value_width = key.shape[1], value.shape[-1]
     out = torch.empty(slots, heads, 1, value_width, dtype=query.dtype, device=query.device)
-    repeat = heads // key_heads
+    repeat, pairs = heads // key_heads, slots * key_heads
     long = _side(max(width, value_width)) * key.element_size() > _LONG_KEY
+    # Measured on an H200: few programs end soonest with large blocks, many with small ones beside each other.
+    columns, warps, stages = (64, 4, 2) if long else (32, 2, 3) if pairs >= _PROGRAMS else (128, 4, 2)
+    prompt_parts, new_parts = (_parts(pairs, keys.shape[2], columns) for keys in (prompt_key, new_key))
     left = torch.empty(
-        slots * key_heads * _PARTS, _side(repeat), _side(value_width) + 2, dtype=torch.float32, device=query.device
-    )
+        pairs * (prompt_parts + new_parts), _side(repeat), _side(value_width) + 2,
+        dtype=torch.float32, device=query.device,
+    )  # fmt: skip
     launch: Any = _kernel
-    launch[(slots, key_heads, _PARTS)](
+    launch[(slots, key_heads, prompt_parts + new_parts)](
         query, key, value, prompt_key, prompt_value, new_key, new_value, lengths, step,
-        form.sinks if form.sinks is not None else lengths, out, left, _counters(query.device),
-        form.scaling, form.softcap or 0.0, slots // lengths.shape[0], prompt_key.shape[2], new_key.shape[2],
+        form.sinks if form.sinks is not None else lengths,
+        out, left, _counters(query.device, triton.next_power_of_2(pairs)), form.scaling, form.softcap or 0.0,
+        slots // lengths.shape[0], prompt_key.shape[2], new_key.shape[2],
         query.stride(0), query.stride(1), key.stride(0), key.stride(1), value.stride(0), value.stride(1),
-        REPEAT=repeat, ROWS=_side(repeat), COLUMNS=_FEWER if long else _COLUMNS,
+        REPEAT=repeat, ROWS=_side(repeat), COLUMNS=columns,
         WIDTH=width, WIDTH_UP=_side(width), VALUE_WIDTH=value_width, VALUE_WIDTH_UP=_side(value_width),
         WINDOW=form.rule.window or 0, CHUNK=form.rule.chunk or 0,
         CAPPED=form.softcap is not None, SINKS=form.sinks is not None,
-        PRECISION="ieee" if query.dtype == torch.float32 else "tf32", PARTS=_PARTS, num_warps=4, num_stages=2,
+        PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
+        PROMPT_PARTS=prompt_parts, NEW_PARTS=new_parts, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return out
 
 
+def _parts(pairs: int, room: int, columns: int) -> int:
+    """How many programs share the keys of each pair of slot and key head: until they fill a GPU, or have a block."""
+    wanted = max(_PROGRAMS // (2 * pairs), room // _KEYS)
+    return max(1, min(wanted, triton.cdiv(room, columns), _MOST_PARTS))
+
+
 @cache
-def _counters(device: torch.device) -> Tensor:
+def _counters(device: torch.device, pairs: int) -> Tensor:
     """How many programs of each slot and key head are done; zero between launches."""
-    return torch.zeros(1 << 16, dtype=torch.int32, device=device)
+    return torch.zeros(pairs, dtype=torch.int32, device=device)
 
 
 def _side(size: int) -> int:
@@ -171,16 +183,15 @@ def _kernel(
     REPEAT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     WIDTH: tl.constexpr, WIDTH_UP: tl.constexpr, VALUE_WIDTH: tl.constexpr, VALUE_WIDTH_UP: tl.constexpr,
     WINDOW: tl.constexpr, CHUNK: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, PRECISION: tl.constexpr,
-    PARTS: tl.constexpr,
+    PROMPT_PARTS: tl.constexpr, NEW_PARTS: tl.constexpr,
 ):  # fmt: skip
     slot, head, part = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    PARTS: tl.constexpr = PROMPT_PARTS + NEW_PARTS
     key_heads = tl.num_programs(1)
     group = slot // members
-    length = tl.load(lengths + group).to(tl.int32)
-    step = tl.load(steps).to(tl.int32)
+    length, step = tl.load(lengths + group).to(tl.int32), tl.load(steps).to(tl.int32)
     at = length + step
-    in_width, in_value = tl.arange(0, WIDTH_UP), tl.arange(0, VALUE_WIDTH_UP)
-    row = tl.arange(0, ROWS)
+    row, in_width, in_value = tl.arange(0, ROWS), tl.arange(0, WIDTH_UP), tl.arange(0, VALUE_WIDTH_UP)
     query = tl.load(
         query_at + slot * query_by_slot + (head * REPEAT + row)[:, None] * query_by_head + in_width[None, :],
         mask=(row[:, None] < REPEAT) & (in_width[None, :] < WIDTH), other=0.0,
@@ -195,19 +206,23 @@ def _kernel(
     mean = tl.zeros((ROWS, VALUE_WIDTH_UP), tl.float32)
     place = (group * key_heads + head) * prompt_room
     keys, values = prompt_keys + place * WIDTH, prompt_values + place * VALUE_WIDTH
-    first, count, offset = tl.minimum(reach, length) // COLUMNS * COLUMNS, length, 0
-    if part == 1:
+    begin, stop, offset, share, parts = tl.minimum(reach, length), length, 0, part, PROMPT_PARTS
+    if part >= PROMPT_PARTS:
         place = (slot * key_heads + head) * new_room
         keys, values = new_keys + place * WIDTH, new_values + place * VALUE_WIDTH
-        first, count, offset = tl.maximum(reach - length, 0) // COLUMNS * COLUMNS, step, length
+        begin, stop, offset, share, parts = tl.maximum(reach - length, 0), step, length, part - PROMPT_PARTS, NEW_PARTS
+    if part == PARTS - 1:
         key_at += slot * key_by_slot + head * key_by_head
         value_at += slot * value_by_slot + head * value_by_head
         key = _moved(key_at, keys + step * WIDTH, WIDTH, WIDTH_UP)
         value = _moved(value_at, values + step * VALUE_WIDTH, VALUE_WIDTH, VALUE_WIDTH_UP)
         own = tl.sum(query.to(tl.float32) * key.to(tl.float32)[None, :], 1) * scaling
         largest, total, mean = _capped(own, softcap, CAPPED), total + 1.0, mean + value.to(tl.float32)[None, :]
+    begin = begin // COLUMNS * COLUMNS
+    each = tl.cdiv(tl.cdiv(stop - begin, parts), COLUMNS) * COLUMNS
+    first = begin + share * each
     largest, total, mean = _over(
-        keys, values, first, count, at, offset, query, largest, total, mean, scaling, softcap,
+        keys, values, first, tl.minimum(first + each, stop), at, offset, query, largest, total, mean, scaling, softcap,
         COLUMNS, WIDTH, WIDTH_UP, VALUE_WIDTH, VALUE_WIDTH_UP, WINDOW, CHUNK, CAPPED, PRECISION,
     )  # fmt: skip
     place = slot * key_heads + head

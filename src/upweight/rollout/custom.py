@@ -12,18 +12,23 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
-from upweight.engine.check import dropout_off
 from upweight.engine.forward import base_of
 from upweight.errors import UserError
+from upweight.models.modules import dropout_off
 from upweight.rewards.answers import described
 from upweight.rollout.in_process import end_tokens
+from upweight.rollout.stock import generation_config
 from upweight.types import Completion, Group, Sampling
 
 TEXT_PARAMETERS = ("model", "processing_class", "prompts")
 TOKEN_PARAMETERS = ("prompts", "trainer")
 TOKEN_KEYS = ("prompt_ids", "completion_ids", "logprobs")
+FORMS = (
+    "Write it as f(model, processing_class, prompts, generation_config=None) -> list of texts, or as "
+    "f(prompts, trainer) -> dict."
+)
 
 
 @dataclass
@@ -54,7 +59,8 @@ class CustomRollout:
         prompts = [_prompt_dict(group) for group in each]
         torch.manual_seed(sampling.seed or 0)
         takes_config = "generation_config" in inspect.signature(self.function).parameters
-        options = {"generation_config": _generation_config(sampling, self.tokenizer)} if takes_config else {}
+        config = generation_config(sampling, self.tokenizer.eos_token_id, self.tokenizer.pad_token_id)
+        options = {"generation_config": config} if takes_config else {}
         texts = self._call(self.model, RolloutTokenizer(self.tokenizer), prompts, **options)
         if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
             raise UserError(f"trl.rollout_func: '{self.name}' must return a list of strings, got {_kind(texts)}.")
@@ -131,7 +137,10 @@ class RolloutTokenizer:
 
 def _writes_text(function: Callable[..., Any], name: str) -> bool:
     """Which of the two forms a function has, by the names of its parameters, else by their number."""
-    parameters = inspect.signature(function).parameters
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        raise UserError(f"trl.rollout_func: '{name}' is no Python function. {FORMS}") from None
     needed = [
         p.name for p in parameters.values() if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
     ]
@@ -139,11 +148,7 @@ def _writes_text(function: Callable[..., Any], name: str) -> bool:
         return True
     if set(TOKEN_PARAMETERS) <= set(parameters) or len(needed) == 2:
         return False
-    raise UserError(
-        f"trl.rollout_func: '{name}' takes ({', '.join(parameters)}). Write it as "
-        "f(model, processing_class, prompts, generation_config=None) -> list of texts, or as "
-        "f(prompts, trainer) -> dict."
-    )
+    raise UserError(f"trl.rollout_func: '{name}' takes ({', '.join(parameters)}). {FORMS}")
 
 
 def _prompt_dict(group: Group) -> dict[str, Any]:
@@ -151,20 +156,6 @@ def _prompt_dict(group: Group) -> dict[str, Any]:
     prompt = columns.get("prompt")
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     return {**columns, "messages": messages}
-
-
-def _generation_config(sampling: Sampling, tokenizer: PreTrainedTokenizerBase) -> GenerationConfig:
-    return GenerationConfig(
-        do_sample=True,
-        max_new_tokens=sampling.max_new_tokens,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        min_p=sampling.min_p or None,
-        repetition_penalty=sampling.repetition_penalty,
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-    )
 
 
 def _kind(value: Any) -> str:

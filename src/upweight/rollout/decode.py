@@ -24,6 +24,7 @@ from upweight.engine.rules import Rule
 from upweight.engine.segments import SegmentPlan, segment_attention
 from upweight.engine.trees import fold
 from upweight.rollout.cascade import Cascade, cascade_attention
+from upweight.rollout.opaque import opaque
 from upweight.rollout.sampling import draw
 from upweight.types import Prompts, Sampling
 
@@ -110,7 +111,6 @@ class _Prefill:
         self._groups, self._index_GP = groups, index_GP
         self._plans: dict[Rule, SegmentPlan] = {}
 
-    @torch.compiler.disable
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, form: Scores) -> Tensor:
         rule = form.rule
         if rule not in self._plans:
@@ -130,7 +130,6 @@ class _Step:
         self._decoder, self._width = decoder, width
         self._bias: dict[Rule, Tensor] = {}
 
-    @torch.compiler.disable  # compiled layers are the same code for all, but each has its own caches
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, form: Scores) -> Tensor:
         decoder = self._decoder
         prompt_key, prompt_value, new_key, new_value = caches = decoder.caches[module]
@@ -159,6 +158,7 @@ class Decoder:
         self.sampling = Sampling(max_new_tokens=0)  # of these only what shapes the draw of a token
         self.caches: dict[nn.Module, tuple[Tensor, Tensor, Tensor, Tensor]] = {}
         self.layers: dict[nn.Module, LayerShape] = {}
+        self._padded: dict[tuple[int, int], _Prefill] = {}
 
     def token_bytes(self) -> int:
         """What one token keeps over all layers."""
@@ -185,6 +185,7 @@ class Decoder:
             ]
             kept = [view((layer.number, part), shape, layer.dtype) for part, shape in enumerate(shapes)]
             self.caches[module] = (kept[0], kept[1], kept[2], kept[3])
+        self.ids_GP = view("prompts", (grid.groups, grid.prompt), torch.long)
         self.length_G1 = view("length", (grid.groups, 1), torch.long)
         self.step_1 = view("step", (1,), torch.long)
         self.token_B1 = view("token", (slots, 1), torch.long)
@@ -200,19 +201,27 @@ class Decoder:
         """Let go of the grid and its buffers."""
         self.caches.clear()
         self.arena.clear()
+        self._padded.clear()
         self.open(Grid(0, 0, 0, 0), self.sampling)
 
-    def prefill(self, prompts: Prompts, uniform_BN: Tensor, budget: int) -> None:
-        """Fill the opened grid with prompts, chunks of at most `budget` tokens at a time, and draw the first tokens.
+    def load(self, prompts: Prompts, uniform_BN: Tensor) -> None:
+        """Note the prompts of an opened grid, and the random numbers of its completions.
 
-        There may be fewer prompts than groups; what the last groups then write means nothing.
+        There may be fewer prompts than groups; what the last groups then sample means nothing.
         """
-        arrays = [np.asarray(prompt, dtype=np.int64) for prompt in prompts]
         self.length_G1.fill_(1)
         self.length_G1[: len(prompts), 0] = torch.tensor([len(prompt) for prompt in prompts])
         self.uniform_BN.zero_()
         self.uniform_BN[: len(uniform_BN), : uniform_BN.shape[1]] = uniform_BN
         self.step_1.fill_(-1)
+        if self.seen_BV is not None:
+            seen = self.seen_BV.zero_().view(self.grid.groups, self.grid.members, -1)
+            for group, ids in enumerate(prompts):
+                seen[group, :, torch.as_tensor(ids, device=self.device)] = True
+
+    def prefill(self, prompts: Prompts, budget: int) -> None:
+        """Read the noted prompts, chunks of at most `budget` tokens at a time, and draw the first tokens."""
+        arrays = [np.asarray(prompt, dtype=np.int64) for prompt in prompts]
         logits = []
         start = 0
         while start < len(arrays):
@@ -227,10 +236,26 @@ class Decoder:
         missing = self.grid.groups - len(logits_GV)
         if missing:
             logits_GV = torch.cat([logits_GV, logits_GV[:1].expand(missing, -1)])
-        if self.seen_BV is not None:
-            seen = self.seen_BV.zero_().view(self.grid.groups, self.grid.members, -1)
-            for group, ids in enumerate(arrays):
-                seen[group, :, torch.from_numpy(ids).to(self.device)] = True
+        self._draw(logits_GV.repeat_interleave(self.grid.members, 0))
+
+    def pad(self, prompts: Prompts) -> None:
+        """Lay prompts out for `prefill_padded`, each in a row of the grid's length."""
+        ids_GP = np.zeros(self.ids_GP.shape, np.int64)
+        for row, prompt in zip(ids_GP, prompts, strict=False):
+            row[: len(prompt)] = prompt
+        self.ids_GP.copy_(torch.from_numpy(ids_GP))
+
+    def prefill_padded(self) -> None:
+        """Read the prompts that `pad` laid out, and draw the first tokens: the same work whatever they are."""
+        groups, length = self.grid.groups, self.grid.prompt
+        if (groups, length) not in self._padded:
+            row_N = torch.arange(groups * length)
+            place = slice(0, groups), row_N.view(groups, length).to(self.device)
+            self._padded[groups, length] = _Prefill(self, (row_N // length + 1) * length, row_N % length, *place)
+        position_GP = torch.arange(length, device=self.device).expand(groups, length)
+        last_G = torch.arange(groups, device=self.device) * length + self.length_G1[:, 0] - 1
+        context = self._padded[groups, length]
+        logits_GV = self._logits(self.ids_GP.view(1, -1), position_GP.reshape(1, -1), context, last_G)
         self._draw(logits_GV.repeat_interleave(self.grid.members, 0))
 
     def prefill_branches(self, documents: Sequence[Sequence[int]], anchor_GM: Tensor, uniform_BN: Tensor) -> None:
@@ -281,11 +306,10 @@ class Decoder:
             "input_ids": ids_BN,
             "attention_mask": torch.ones_like(ids_BN),
             "position_ids": position_BN,
-            "tree": context,
             "use_cache": False,
         }
         form = self.base.__dict__["_logit_form"]
-        with tree_masks():
+        with tree_masks(), opaque(context, self.layers) as inputs["tree"]:
             if form is None:
                 stock = self.base.__dict__["_stock_forward"]
                 fewer = "logits_to_keep" in inspect.signature(type(self.base).forward).parameters

@@ -3,6 +3,7 @@
 import contextlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from functools import cache
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -15,13 +16,16 @@ from torch._dynamo import config as dynamo_config
 
 from upweight.engine.packing import bucketed
 from upweight.log import warn_once
+from upweight.models.modules import every_module
 from upweight.rollout.decode import Decoder
 from upweight.rollout.sampling import draw
+from upweight.types import Prompts
 
 Arrived = Callable[[], tuple[NDArray[np.int64], NDArray[np.float32]]]
 
 _BLOCK = 16  # steps launched before the host looks at what arrived
 _MOST_GRAPHS = 64
+_PADDED_TOKENS, _PADDING = 4096, 2  # up to which prompts are padded, and how many times their own tokens
 
 
 class PlainSteps:
@@ -47,12 +51,10 @@ class PlainSteps:
         """The columns kept for prompts of up to `tokens`."""
         return tokens
 
-    def fill(self, prefill: Callable[[], None]) -> None:
-        """Read the prompts into an opened grid."""
-        prefill()
-
-    def begin(self) -> None:
-        """A grid was opened."""
+    def begin(self, prompts: Prompts, uniform_BN: Tensor, budget: int) -> None:
+        """Read the prompts into a grid that was opened, and sample the tokens of the first column."""
+        self._decoder.load(prompts, uniform_BN)
+        self._decoder.prefill(prompts, budget)
 
     def advance(self, column: int) -> None:
         """Sample the tokens of a column, those before it being there."""
@@ -85,7 +87,7 @@ class GraphSteps:
         self._graphs: OrderedDict[Any, torch.cuda.CUDAGraph] = OrderedDict()
         self._recorded: Any = None
         self._pool: Any = None
-        self._capturable = True
+        self._capturable = {"prefill", "step"} if decoder.device.type == "cuda" else set[str]()
         self._layers: dict[str, dict[nn.Module, Callable[..., Any]]] = {}
         self._compiled = compiled
         if compiled:
@@ -104,30 +106,41 @@ class GraphSteps:
         """The columns kept for prompts of up to `tokens`."""
         return bucketed(tokens)
 
-    def fill(self, prefill: Callable[[], None]) -> None:
-        """Read the prompts into an opened grid."""
-        self._through_compiler("prefill", prefill)
+    def begin(self, prompts: Prompts, uniform_BN: Tensor, budget: int) -> None:
+        """Read the prompts into a grid that was opened, and sample the tokens of the first column.
 
-    def begin(self) -> None:
-        """A grid was opened: graphs of what lies elsewhere now are forgotten."""
-        recorded = (self._decoder.arena.moved, *_addresses(self._decoder.base))
+        Few prompts take the GPU less time than launching each kernel takes the host: they are padded to the grid's
+        length, so that a graph serves again. Graphs of what lies elsewhere now are forgotten first.
+        """
+        decoder = self._decoder
+        recorded = [decoder.arena.moved, *_addresses(decoder.base)]
         if recorded != self._recorded:
             self.release()
             self._recorded = recorded
+        decoder.load(prompts, uniform_BN)
+        padded = decoder.grid.groups * decoder.grid.prompt
+        few = padded <= min(_PADDED_TOKENS, budget, _PADDING * sum(map(len, prompts)))
+        if not few or "prefill" not in self._capturable:
+            self._through_compiler("prefill", lambda: decoder.prefill(prompts, budget))
+            return
+        decoder.pad(prompts)
+        self._replayed("prefill", decoder.prefill_padded)
 
     def advance(self, column: int) -> None:
         """Sample the tokens of a column, those before it being there."""
-        decoder = self._decoder
-        key = (decoder.grid, decoder.sampling)
+        self._replayed("step", lambda: self._decoder.advance(self._decoder.grid.room))
+
+    def _replayed(self, name: str, work: Callable[[], None]) -> None:
+        """Do some work of the grid, the same for each of its calls, by a graph; the first time as it is."""
+        key = (name, self._decoder.grid, self._decoder.sampling)
         if key in self._graphs:
             self._graphs.move_to_end(key)
             self._graphs[key].replay()
             return
-        # a step as it is, which also warms kernels up
-        self._through_compiler("step", lambda: decoder.advance(decoder.grid.room))
-        if self._capturable:
-            with self._fused_layers("step"):
-                self._capture(key)
+        self._through_compiler(name, work)  # which also warms kernels up
+        if name in self._capturable:
+            with self._fused_layers(name):
+                self._capture(key, work)
 
     def _through_compiler(self, name: str, work: Callable[[], None]) -> None:
         """Do some work with compiled layers; as they are where the compiler fails."""
@@ -163,16 +176,16 @@ class GraphSteps:
             for layer in layers:
                 del layer.forward
 
-    def _capture(self, key: Any) -> None:
-        """Record a step for later."""
+    def _capture(self, key: Any, work: Callable[[], None]) -> None:
+        """Record some work for later."""
         graph = torch.cuda.CUDAGraph()
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         try:
             # other threads may go on using the GPU meanwhile
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                self._decoder.advance(self._decoder.grid.room)
+                work()
         except RuntimeError as error:
-            self._capturable = False
+            self._capturable.discard(key[0])
             warn_once(
                 f"{type(self._decoder.base).__name__} cannot be recorded as a CUDA graph, so sampling launches every "
                 f"kernel anew: {str(error).splitlines()[0]}"
@@ -220,14 +233,21 @@ def _named(function: Any, name: str) -> Callable[..., Any]:
     return copied
 
 
-def _addresses(base: nn.Module) -> Iterator[Any]:
+def _addresses(base: nn.Module) -> list[Any]:
     """Where a forward would read each weight, and which adapters it would apply."""
-    for module in base.modules():
-        for name, weight in module._parameters.items():
-            if weight is not None:
-                yield vars(module).get(name, weight).data_ptr()
-        if isinstance(module, BaseTunerLayer):
-            yield module.disable_adapters, tuple(module.active_adapters), tuple(module.merged_adapters)
+    found: list[Any] = []
+    module: Any
+    for module in every_module(base):
+        own = vars(module)
+        found += [own.get(name, weight).data_ptr() for name, weight in own["_parameters"].items() if weight is not None]
+        if _adapts(type(module)):
+            found.append((module.disable_adapters, tuple(module.active_adapters), tuple(module.merged_adapters)))
+    return found
+
+
+@cache
+def _adapts(kind: type) -> bool:
+    return issubclass(kind, BaseTunerLayer)
 
 
 def _to_host(values: Tensor) -> Tensor:

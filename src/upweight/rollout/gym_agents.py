@@ -41,7 +41,7 @@ class GymAgents:
         assert self.gateway is not None, "this process does not sample"
         self.gateway.sampling = sampling
         self.gateway.open()
-        work = asyncio.run_coroutine_threadsafe(self._all(groups, count, sampling), self._loop.running())
+        work = self._loop.running().start(self._all(groups, count, sampling))
         try:
             found = work.result()
         finally:

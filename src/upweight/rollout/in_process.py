@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from upweight.engine import Engine
-from upweight.engine.check import dropout_off
 from upweight.engine.forward import base_of
 from upweight.errors import UserError
 from upweight.log import warn_once
+from upweight.models.modules import dropout_off
 from upweight.rollout.decode import Decoder, Grid
 from upweight.rollout.graphs import GraphSteps, PlainSteps
 from upweight.rollout.rows import Rows, StopStrings, smaller_grid
@@ -172,8 +172,7 @@ class InProcess:
         slots[: len(wave), :count] = np.asarray(wave)[:, None] * count + np.arange(count)
         self._decoder.open(Grid(groups, members, prompt_room, room), sampling)
         uniform_BN = uniform_SN[torch.from_numpy(slots.reshape(-1))]  # -1: the last row's, for slots nobody looks at
-        steps.fill(lambda: self._decoder.prefill(chosen, uniform_BN, self._prefill_tokens))
-        steps.begin()
+        steps.begin(chosen, uniform_BN, self._prefill_tokens)
         queue = deque([(0, steps.read(0, 1), slots)])
         sampled = 1
         while True:

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import threading
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
@@ -14,6 +13,7 @@ from upweight.data.templates import ChatTemplate
 from upweight.data.tokens import TextTokens
 from upweight.environments.call_formats import parse_calls
 from upweight.environments.episode import Environment, Turn
+from upweight.event_loop import EventLoop
 from upweight.rollout.played import Bounds, Played, play
 from upweight.rollout.stream import completion_of, shared_prompt
 from upweight.rollout.turns import FirstTurn, Turns
@@ -25,18 +25,16 @@ ENDING = 10.0  # seconds for episodes to close when a rollout is given up
 
 @dataclass
 class EnvironmentLoop:
-    """An event loop in a thread of its own, on which an environment is started when it is first asked for."""
+    """A loop on which an environment is started when it is first asked for."""
 
     environment: Environment
-    _loop: asyncio.AbstractEventLoop | None = field(default=None, init=False)
+    _loop: EventLoop | None = field(default=None, init=False)
 
-    def running(self) -> asyncio.AbstractEventLoop:
+    def running(self) -> EventLoop:
         """The loop, with the environment started."""
         if self._loop is None:
-            loop = asyncio.new_event_loop()
-            threading.Thread(target=loop.run_forever, name="episodes", daemon=True).start()
-            self._loop = loop
-            asyncio.run_coroutine_threadsafe(self.environment.start(), loop).result()
+            self._loop = EventLoop("episodes")
+            self._loop.start(self.environment.start()).result()
         return self._loop
 
     def close(self) -> None:
@@ -44,8 +42,8 @@ class EnvironmentLoop:
         loop, self._loop = self._loop, None
         if loop is not None:
             with contextlib.suppress(TimeoutError):
-                asyncio.run_coroutine_threadsafe(self.environment.stop(), loop).result(STOPPING)
-            loop.call_soon_threadsafe(loop.stop)
+                loop.start(self.environment.stop()).result(STOPPING)
+            loop.close()
 
 
 @dataclass
@@ -74,14 +72,14 @@ class Player:
         turns = Turns(self.generator, sampling, under_way=len(groups) * count)
         # The first error that is no environment's fault ends all.
         playing = together(self._group(place, group, count, turns) for place, group in enumerate(groups))
-        task = asyncio.run_coroutine_threadsafe(_as_task(playing), loop).result()
+        task = loop.start(_as_task(playing)).result()
         over: Future[None] = Future()
         task.add_done_callback(lambda _: over.set_result(None))
         over.add_done_callback(lambda _: turns.end())
         try:
             turns.serve(done)
         finally:
-            loop.call_soon_threadsafe(task.cancel)
+            task.get_loop().call_soon_threadsafe(task.cancel)
             wait([over], timeout=ENDING)
         task.result()
 

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from upweight.data.rows import OWN_COLUMNS
 from upweight.errors import UserError
 from upweight.log import logger
 from upweight.methods.base import Method
@@ -24,8 +25,6 @@ from upweight.rollout.reroll import Reroll
 from upweight.rollout.store import Rollout, Rows
 from upweight.rollout.summary import has_signal, summary
 from upweight.types import Completion, Group, Sampling
-
-OWN_COLUMNS = ("prompt", "prompt_ids")
 
 
 class Roll(Protocol):

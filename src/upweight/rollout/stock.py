@@ -46,7 +46,7 @@ def _sampled(base: Any, ids_BN: Tensor, sampling: Sampling, rows: Rows) -> Tenso
     return base.generate(
         input_ids=ids_BN,
         attention_mask=torch.ones_like(ids_BN),
-        generation_config=_config(sampling, rows, base.config.get_text_config().vocab_size),
+        generation_config=generation_config(sampling, rows.ends.tolist() or [base.config.get_text_config().vocab_size]),
         stopping_criteria=StoppingCriteriaList([_AtStopString(ids_BN.shape[1], rows.stops)] if rows.stops else []),
     ).cpu()
 
@@ -61,8 +61,8 @@ def _logps(model: nn.Module, engine: Engine, ids_BN: Tensor, length: int, temper
     return logps_T.view(len(ids_BN), -1).float().cpu()
 
 
-def _config(sampling: Sampling, rows: Rows, vocabulary: int) -> GenerationConfig:
-    """The settings of one call; each is set, since what is left out would be taken from the model's own."""
+def generation_config(sampling: Sampling, ends: Any, padding: Any = 0) -> GenerationConfig:
+    """The settings of `generate`; each is set, since what is left out would be taken from the model's own."""
     greedy = sampling.temperature == 0
     shape = {} if greedy else {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
     return GenerationConfig(
@@ -70,8 +70,8 @@ def _config(sampling: Sampling, rows: Rows, vocabulary: int) -> GenerationConfig
         do_sample=not greedy,
         min_p=sampling.min_p or None,
         repetition_penalty=sampling.repetition_penalty,
-        eos_token_id=rows.ends.tolist() or [vocabulary],
-        pad_token_id=0,
+        eos_token_id=ends,
+        pad_token_id=padding,
         disable_compile=True,
         **shape,
     )

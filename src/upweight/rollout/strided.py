@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from upweight.engine import Engine
-from upweight.engine.check import dropout_off
 from upweight.engine.forward import base_of
 from upweight.errors import UserError
 from upweight.log import logger
 from upweight.methods import EBFT
+from upweight.models.modules import dropout_off
 from upweight.rollout.decode import Decoder, Grid
 from upweight.rollout.in_process import InProcess
 from upweight.types import Completion, Group, Sampling

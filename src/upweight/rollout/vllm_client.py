@@ -2,7 +2,6 @@
 
 import asyncio
 import re
-import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from typing import Any, TypeVar
 import httpx
 
 from upweight.errors import UserError
+from upweight.event_loop import EventLoop
 from upweight.log import logger
 
 T = TypeVar("T")
@@ -51,12 +51,11 @@ class Link:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
         # Proxies of the environment are for the outside world, not for a server next door.
         self._http = httpx.AsyncClient(base_url=url, limits=limits, trust_env=False)
-        self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, name="vllm", daemon=True).start()
+        self._loop = EventLoop("vllm")
 
     def start(self, work: Coroutine[Any, Any, T]) -> "Future[T]":
         """Begin some work on the thread."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
+        return self._loop.start(work)
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Work done on the thread, waited for."""

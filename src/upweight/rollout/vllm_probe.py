@@ -11,9 +11,9 @@ import torch
 from peft import PeftModel
 from torch import nn
 
-from upweight.engine.check import dropout_off
 from upweight.engine.forward import base_of
 from upweight.errors import UserError
+from upweight.models.modules import dropout_off
 from upweight.rollout.settings import completion_fields
 from upweight.rollout.vllm_client import Link, Refused
 from upweight.types import Sampling

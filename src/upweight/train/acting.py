@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from upweight.config import Config
 from upweight.config.environment import EnvironmentSection
+from upweight.data.rows import OWN_COLUMNS
 from upweight.data.templates import ChatTemplate
 from upweight.data.transforms import load_function
 from upweight.engine.forward import base_of
@@ -20,7 +21,7 @@ from upweight.rewards.reward import Reward, check_columns
 from upweight.rollout.in_process import end_tokens
 from upweight.rollout.played import Bounds
 from upweight.rollout.player import Player
-from upweight.rollout.producer import OWN_COLUMNS, Roll
+from upweight.rollout.producer import Roll
 from upweight.types import Generator
 
 

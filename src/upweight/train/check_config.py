@@ -15,13 +15,13 @@ from transformers import AutoConfig
 
 from upweight.config import Config
 from upweight.data.prepare import prepare
+from upweight.data.rows import OWN_COLUMNS
 from upweight.errors import UserError
 from upweight.models.load import compute_dtype, load_config
-from upweight.models.memory import GIB, HEAD_CHUNK, USABLE, Memory, estimate, shape_of
+from upweight.models.memory import GIB, HEAD_CHUNK, LESS_MEMORY, USABLE, Memory, estimate, shape_of
 from upweight.models.source import load_failures
 from upweight.models.tokenizer import load_tokenizer
 from upweight.rewards.load import KEY, load_rewards
-from upweight.rollout.producer import OWN_COLUMNS
 from upweight.rollout.vllm_client import Failed, Link, Refused
 from upweight.rollout.vllm_probe import served_base
 from upweight.serve.address import server_urls
@@ -32,10 +32,6 @@ from upweight.train.run_files import METRICS, no_folder_at
 
 PATIENCE = 5.0  # seconds for a server that is there
 FEW_DROPPED = 0.05  # share of the rows that may be left out without a warning
-LESS = (
-    "`upweight fits CONFIG` compares all weights, LoRA and QLoRA; gradient_checkpointing: true and a shorter "
-    "sequence_len need less"
-)
 
 
 @dataclass
@@ -104,7 +100,7 @@ def _memory(look: Look) -> Iterator[Finding]:
     evidence = {"needed_gib": round(look.memory.total / GIB, 2), "there_gib": round(room / GIB, 2)}
     says = f"about {look.memory.total / GIB:.1f} GiB ({parts}); {where} has {room / GIB:.1f} to give"
     if look.memory.total > room:
-        yield Finding("alarm", "memory", f"{says}: it will not fit", LESS, evidence)
+        yield Finding("alarm", "memory", f"{says}: it will not fit", f"in this order: {LESS_MEMORY}", evidence)
     else:
         yield Finding("ok", "memory", says, evidence=evidence)
 

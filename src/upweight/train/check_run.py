@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from upweight.errors import UserError
+from upweight.models.memory import LESS_MEMORY
 from upweight.train.checkpoints import checkpoints_of, is_whole
 from upweight.train.findings import Finding
 from upweight.train.health import verdicts
@@ -14,11 +15,7 @@ from upweight.train.report.run import standing
 from upweight.train.run_files import CONFIG, METRICS, RECORD, metrics_of, this_machine
 
 MEMORY = ("out of GPU memory", "OutOfMemoryError", "out of memory", "MemoryError")
-LADDER = (
-    "in this order: halve token_budget; gradient_checkpointing: true; activation_offloading: true; lower sequence_len "
-    "or trl.max_completion_length; adapter: lora; adapter: qlora with load_in_4bit; fsdp: true over more GPUs; "
-    "`upweight fits CONFIG` estimates each"
-)
+LADDER = f"in this order: halve 'token_budget'; {LESS_MEMORY}"
 KILLED = (
     "nothing of it was written down, as when the system ends a process for want of host memory (exit code -9, or 137): "
     "look into the system's log; dataset_keep_in_memory: false and fewer dataloader_num_workers need less; then go on "

@@ -22,6 +22,7 @@ from upweight.methods.policy_gradient import PolicyGradient
 from upweight.models.load import compute_dtype
 from upweight.models.reference import Reference
 from upweight.rewards.load import load_rewards
+from upweight.rewards.model import ModelOptions
 from upweight.rewards.reward import Reward
 from upweight.rewards.scorer import Scorer
 from upweight.rollout.ahead import depth_within
@@ -99,13 +100,10 @@ def rewards_of(
     config: Config, device: torch.device, columns: Sequence[str], acting: Acting | None = None
 ) -> list[Reward]:
     """The rewards that a config names and its environment gives, able to read the data's columns."""
-    dtype = compute_dtype(config.model, device)
     rewards = load_rewards(
         config.rollout.reward_funcs,
         config.folder,
-        dtype=dtype,
-        device=device,
-        trust_remote_code=config.model.trust_remote_code,
+        models=ModelOptions(compute_dtype(config.model, device), device, config.model.trust_remote_code),
         environment=() if acting is None else acting.environment.reward_names,
     )
     if acting is not None and not rewards:

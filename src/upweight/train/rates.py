@@ -6,11 +6,13 @@ from typing import Any
 from peft import PeftModel
 from torch import nn
 from torch.optim import Optimizer
+from transformers import TrainerCallback
 
 from upweight.config.model import AdapterSection
 from upweight.config.training import OptimSection
 from upweight.engine.forward import base_of
 from upweight.errors import UserError
+from upweight.models.adapters import embedding_names
 
 RateOf = Callable[[str, nn.Parameter], float | None]
 
@@ -55,12 +57,26 @@ def split_by_rate(optimizer: Optimizer, model: nn.Module, rate_of: RateOf) -> No
     optimizer.param_groups[:] = [*whole, *special]
 
 
+class RatesAsSet(TrainerCallback):
+    """Puts this run's learning rates in the place of those that a checkpoint brings with it."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.rates = [group["lr"] for group in optimizer.param_groups]
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        groups, schedule = kwargs["optimizer"].param_groups, kwargs["lr_scheduler"]
+        if [group.get("initial_lr", rate) for group, rate in zip(groups, self.rates, strict=True)] == self.rates:
+            return
+        for group, rate in zip(groups, self.rates, strict=True):
+            group["lr"] *= rate / group["initial_lr"] if group["initial_lr"] else 0.0
+            group["initial_lr"] = rate
+        now = {"base_lrs": [*self.rates], "_last_lr": [group["lr"] for group in groups]}
+        schedule.load_state_dict(schedule.state_dict() | now)
+
+
 def _embedding_names(model: nn.Module) -> Sequence[str]:
-    """The last names of the modules that hold input and output embeddings."""
-    base = base_of(model)
-    layers = (base.get_input_embeddings(), base.get_output_embeddings())
-    found = {name.rpartition(".")[2] for name, module in base.named_modules() if any(module is x for x in layers)}
-    return tuple(found - {"original_module", "default"}) or ("embed_tokens", "lm_head")
+    """What is part of the names of embeddings, also of those that an adapter wraps."""
+    return tuple({*embedding_names(base_of(model))} - {"original_module", "default"}) or ("embed_tokens", "lm_head")
 
 
 def _check_groups(optim: OptimSection, model: nn.Module) -> None:

@@ -13,11 +13,11 @@ from peft import PeftModel
 from torch import nn
 
 from upweight.data.units import units_of
-from upweight.engine.check import dropout_off
 from upweight.errors import UserError
 from upweight.log import logger
 from upweight.methods.base import Method
 from upweight.methods.kto import KTO
+from upweight.models.modules import dropout_off
 from upweight.models.reference import AdapterOff
 from upweight.train.ranks import LargestOverRanks
 from upweight.train.step import StepRunner

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 from transformers import TrainerCallback
 
-from upweight.engine.check import dropout_off
 from upweight.engine.packing import count_batch
 from upweight.methods.base import Method
+from upweight.models.modules import dropout_off
 from upweight.rollout.ahead import Ahead
 from upweight.rollout.gym_agents import GymAgents
 from upweight.rollout.player import Player

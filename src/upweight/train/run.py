@@ -54,8 +54,8 @@ from upweight.train.ranks import as_rank_zero_says, be_one_rank, first_here_then
 from upweight.train.rates import rate_rules
 from upweight.train.reference_sync import SyncReference, sync_settings
 from upweight.train.refuse import refuse_unsupported
-from upweight.train.run_folder import MetricsFile, changed_keys, cut_metrics, write_config
-from upweight.train.run_record import about, recorded
+from upweight.train.run_folder import MetricsFile, changed_keys, cut_metrics, refuse_other_weights, write_config
+from upweight.train.run_record import about, recorded, refuse_busy
 from upweight.train.sharding import layout_of, read_once, refuse_other_layout, shard_alone, sharding_of
 from upweight.train.trackers import set_variables
 from upweight.train.trainer import MethodTrainer, out_of_memory
@@ -298,11 +298,13 @@ def _resumes_shards(config: Config, resume: bool) -> bool:
 
 def _begin(config: Config, folder: Path, resume: bool) -> Path | None:
     """Bring the run folder to where the run begins: at a checkpoint, or empty of what an earlier run left."""
+    refuse_busy(folder)
     checkpoint = _checkpoint(config, resume)
     if resume and checkpoint is None:
         logger.warning("warning: %s has no whole checkpoint; starting anew", folder)
     step = (step_of(checkpoint) or 0) if checkpoint else 0
     changed = changed_keys(config, folder) if checkpoint else []
+    refuse_other_weights(changed, checkpoint)
     if changed:
         logger.warning("warning: %s set otherwise than when the run began", ", ".join(changed))
     write_config(config, folder)

@@ -37,7 +37,10 @@ def is_alive(pid: object) -> bool:
         return False
     except OSError:  # it is there, and another user's
         return True
-    return True
+    try:  # one that has ended stays in the list until its parent asks for it
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return True
 
 
 def metrics_of(folder: Path) -> list[dict[str, Any]]:

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,15 @@ from transformers import TrainerCallback
 from upweight.config import Config
 from upweight.config.config import SECTIONS
 from upweight.config.run import RunSection, TrackingSection
+from upweight.errors import UserError
 from upweight.settings import Section, keys_of
 from upweight.train.run_files import CONFIG, METRICS, metrics_of, write_text
 
+TRAINED = (  # keys that say which weights are trained, and what is kept of each
+    *("adapter", "lora_r", "lora_rank_pattern", "lora_target_modules", "lora_target_linear", "lora_target_parameters"),
+    *("lora_modules_to_save", "peft_layers_to_transform", "peft_layers_pattern", "peft_use_dora"),
+    *("unfrozen_parameters", "reward_model", "process_reward_model", "optimizer"),
+)
 FOLDED = ("batch_size",)  # keys whose value has become that of another
 
 
@@ -32,6 +38,15 @@ def changed_keys(config: Config, folder: Path) -> list[str]:
     now = yaml.safe_load(yaml.safe_dump(_content(config)))
     paths = [key.path for section in (RunSection, TrackingSection) for key in keys_of(section)]
     return [key for key in {**before, **now} if before.get(key) != now.get(key) and key not in paths]
+
+
+def refuse_other_weights(changed: Iterable[str], checkpoint: Path | None) -> None:
+    """Stop where a run would go on with other weights, or another optimizer, than its checkpoint holds."""
+    if keys := [key for key in changed if key in TRAINED]:
+        raise UserError(
+            f"resume: {', '.join(keys)} set otherwise than when the run began, and {checkpoint} holds what was trained "
+            "then. Set it as in the run's config.yaml, or begin a new run in another output_dir."
+        )
 
 
 def _content(config: Config) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 from upweight.errors import UserError
 from upweight.log import logger
 from upweight.train.report.page import write_report
-from upweight.train.run_files import RECORD, this_machine, write_text
+from upweight.train.run_files import RECORD, is_alive, this_machine, write_text
 
 
 def about(trainer: Any) -> dict[str, Any]:
@@ -26,6 +26,20 @@ def about(trainer: Any) -> dict[str, Any]:
         "held_out_rows": sum(map(len, held_out.values() if isinstance(held_out, Mapping) else [held_out or ()])),
         "ranks": trainer.args.world_size,
     }
+
+
+def refuse_busy(folder: Path) -> None:
+    """Stop where another process of this machine is training into `folder`."""
+    try:
+        record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return
+    pid = record["pid"] if record.get("state") == "running" and record.get("machine") == this_machine() else None
+    if pid != os.getpid() and is_alive(pid):
+        raise UserError(
+            f"output_dir: process {pid} is training into {folder}. Wait for it, end it, or name another folder; "
+            f"if that process is something else, remove {folder / RECORD}."
+        )
 
 
 @contextlib.contextmanager

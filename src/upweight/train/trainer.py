@@ -18,13 +18,14 @@ from upweight.engine.keeping import recompute_every_layer
 from upweight.errors import UserError
 from upweight.log import logger
 from upweight.methods.base import Method
+from upweight.models.memory import LESS_MEMORY
 from upweight.models.precision import ComputeCopies
 from upweight.models.reference import Reference
 from upweight.models.save import save_model
 from upweight.train.checkpoints import WHOLE, step_of, write_text
 from upweight.train.loader import StepSampler, step_loader
 from upweight.train.meters import Meters
-from upweight.train.rates import RateOf, split_by_rate
+from upweight.train.rates import RateOf, RatesAsSet, split_by_rate
 from upweight.train.reference_rows import Precompute, with_reference
 from upweight.train.rollouts import RolloutLoader, Rollouts
 from upweight.train.sharding import set_up_sharding
@@ -129,9 +130,17 @@ class MethodTrainer(Trainer):
             if self.rate_of is not None:
                 assert isinstance(self.model, nn.Module)
                 split_by_rate(optimizer, self.model, self.rate_of)
+            self.add_callback(RatesAsSet(optimizer))
             if self.copies is not None:
                 self.copies.follow(optimizer)
         return optimizer
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
+        """The batch of a step; none where a checkpoint has them all, which the stock loop sees one step too late."""
+        if self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
+            return [], None
+        return super().get_batch_samples(epoch_iterator, num_batches, device)
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         """Gradients of this rank's share of a step."""
@@ -290,6 +299,5 @@ def out_of_memory(where: str, budget: int) -> str:
     """The ladder of remedies, cheapest first."""
     return (
         f"out of GPU memory {where} with token_budget {budget}. In this order: "
-        f"set 'token_budget: {max(budget // 2, SMALLEST_BUDGET)}'; 'gradient_checkpointing: true'; a shorter "
-        "'sequence_len'; 'adapter: lora'; 'load_in_4bit: true' with 'adapter: qlora'; FSDP or DeepSpeed over more GPUs."
+        f"set 'token_budget: {max(budget // 2, SMALLEST_BUDGET)}'; {LESS_MEMORY}."
     )

@@ -17,7 +17,8 @@ from upweight.errors import UserError
 from upweight.log import clear_status, logger, show_status
 from upweight.train.ranks import LargestOverRanks
 
-SHOWN = ("reward", "reward_std", "loss", "rewards/accuracies", "rewards/margins", "accuracy", "mean_token_accuracy",
+SHOWN = ("reward", "reward_std", "loss", "rewards/accuracies", "rewards/margins", "rewards/chosen",
+         "rewards/rejected", "accuracy", "mean_token_accuracy",
          "kl", "entropy", "completions/mean_length", "grad_norm")  # fmt: skip
 BAR = 24  # characters
 NAN_BATCH = "nan_batch.jsonl"

@@ -63,6 +63,8 @@ def test_bad_values_are_named_as_the_script_names_them(tmp_path):
         {"auto_find_batch_size": True},
         {"label_smoothing_factor": 0.1},
         {"fp16": True, "bf16": True},
+        {"gradient_accumulation_steps": 0},
+        {"per_device_train_batch_size": 0},
     ],
 )
 def test_what_would_be_ignored_is_refused(asked, tmp_path):

@@ -388,6 +388,7 @@ def test_an_environment_may_give_the_only_reward(folder):
     [
         ({"tools": [print]}, "tools: 'print' cannot be described to the model"),
         ({"tools": [shout], "rollout_func": lambda prompts, trainer: {}}, "rollout_func: cannot be used with 'tools'"),
+        ({"rollout_func": 3}, "rollout_func: 'int' is no Python function. Write it as"),
         ({"environment_factory": dict}, "environment_factory: dict has no method 'reset"),
     ],
 )

@@ -1,5 +1,6 @@
 import copy
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -15,7 +16,17 @@ from transformers import (
 
 import upweight
 from parity_script import GOOD, QUESTIONS, ROWS, TEMPLATE, made_tokenizer, write_model
-from upweight import DPOConfig, DPOTrainer, PRMConfig, PRMTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
+from upweight import (
+    DPOConfig,
+    DPOTrainer,
+    GRPOTrainer,
+    PRMConfig,
+    PRMTrainer,
+    RewardConfig,
+    RewardTrainer,
+    SFTConfig,
+    SFTTrainer,
+)
 from upweight.errors import UserError
 
 COMMON = {
@@ -306,14 +317,30 @@ def test_a_saved_reward_model_scores_padded_batches_as_it_was_trained(folder):
         ({"train_dataset": iter([])}, "train_dataset: expected"),
         ({"train_dataset": ROWS["pairs"], "peft_config": LoraConfig(), "adapted": True}, "peft_config"),
         ({"train_dataset": ROWS["pairs"], "processing_class": "name"}, "processing_class"),
+        ({"train_dataset": ROWS["pairs"], "model": 3}, "model: expected a name, .*, got int"),
+        ({"train_dataset": ROWS["pairs"], "ref_model": 3}, "ref_model: expected a name, .*, got int"),
+        ({"train_dataset": ROWS["pairs"], "peft_config": 3}, "peft_config: expected .* got int"),
     ],
 )
 def test_wrong_inputs_are_named(change, message, folder):
-    model = str(folder / "model")
+    model = change.pop("model", str(folder / "model"))
     if change.pop("adapted", False):
         model = get_peft_model(AutoModelForCausalLM.from_pretrained(model), lora())
     with pytest.raises(UserError, match=message):
         DPOTrainer(model, args=DPOConfig(output_dir=str(folder / "out"), **COMMON), **change)
+
+
+def test_arguments_of_loading_may_be_fields_of_the_config_and_are_named_where_they_are_neither(folder):
+    assert dpo(folder, model_init_kwargs={"use_cache": False}).model.config.use_cache is False
+    with pytest.raises(UserError, match=r"model_init_kwargs.*'use_cash' is neither"):
+        dpo(folder, model_init_kwargs={"use_cash": False})
+
+
+def test_a_config_of_another_trainer_is_refused(folder):
+    given = {"args": SFTConfig(output_dir=str(folder / "out")), "train_dataset": [{"text": "a"}]}
+    for trainer, wanted in ((DPOTrainer, "DPOConfig"), (partial(GRPOTrainer, reward_funcs=len), "GRPOConfig")):
+        with pytest.raises(UserError, match=f"args: expected a {wanted} of upweight, got SFTConfig"):
+            trainer(str(folder / "model"), **given)
 
 
 def test_an_unknown_input_is_a_type_error(folder):

@@ -6,12 +6,11 @@ from typing import Any
 
 from upweight.data.examples import Example, Format, Prompt, Setup
 from upweight.data.messages import Conversation, without_nulls
-from upweight.data.rows import Row, RowError, check_all_text, found
+from upweight.data.rows import OWN_COLUMNS, Row, RowError, check_all_text, found
 
 PARAMS = "responses_create_params"
 SERVER = "nemo_gym_server"  # column that names the server which verifies a row
 HIDDEN = "nemo_gym_hidden"  # column of what the row holds under names that prepared rows use themselves
-TAKEN = ("prompt", "prompt_ids")
 
 
 def gym(setup: Setup, row: Row) -> list[Example]:
@@ -25,8 +24,8 @@ def gym(setup: Setup, row: Row) -> list[Example]:
     check_all_text(tools, f"{PARAMS}.tools")
     text = setup.template.prompt(Conversation(conversation.messages, tools or None))
     server = setup.entry.server_name
-    columns = {key: value for key, value in row.items() if key not in (*TAKEN, SERVER) and value is not None}
-    hidden = {key: row[key] for key in TAKEN if row.get(key) is not None}
+    columns = {key: value for key, value in row.items() if key not in (*OWN_COLUMNS, SERVER) and value is not None}
+    hidden = {key: row[key] for key in OWN_COLUMNS if row.get(key) is not None}
     marks = {SERVER: server, HIDDEN: hidden}
     columns |= {key: value for key, value in marks.items() if value}
     return [Prompt(conversation.messages, text, columns)]
@@ -34,7 +33,7 @@ def gym(setup: Setup, row: Row) -> list[Example]:
 
 def row_of(prepared: Mapping[str, Any]) -> dict[str, Any]:
     """The row as the file had it, from its columns after preparation."""
-    own = (*TAKEN, SERVER, HIDDEN)
+    own = (*OWN_COLUMNS, SERVER, HIDDEN)
     kept = {key: value for key, value in prepared.items() if key not in own and value is not None}
     return kept | dict(prepared.get(HIDDEN) or {})
 

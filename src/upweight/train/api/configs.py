@@ -98,6 +98,12 @@ class MethodArguments(TrainingArguments):
         """Name every argument of transformers that this loop would ignore."""
         unknown = {**REFUSED, **self.refused}
         refused = [f"{name}: {why}." for name, why in unknown.items() if asks_for_something(getattr(self, name, None))]
+        sizes = {name: getattr(self, name) for name in ("per_device_train_batch_size", "gradient_accumulation_steps")}
+        refused += [
+            f"{name}: a whole number from 1, not {value!r}."
+            for name, value in sizes.items()
+            if not isinstance(value, int) or value < 1
+        ]
         if self.neftune_noise_alpha is not None and self.method_class is not SFT:
             refused.append("neftune_noise_alpha: noise on embeddings is for supervised fine-tuning; remove it.")
         if self.fsdp and (self.fsdp_plugin_args or {}).get("fsdp_version", 2) != 2:

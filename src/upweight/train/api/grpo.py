@@ -15,6 +15,7 @@ from upweight.errors import UserError
 from upweight.methods.advantages import weighted_reward
 from upweight.models.load import compute_dtype
 from upweight.rewards.load import as_rewards
+from upweight.rewards.model import ModelOptions
 from upweight.rewards.reward import Reward
 from upweight.rewards.scorer import Scorer
 from upweight.rollout.in_process import InProcess
@@ -25,7 +26,7 @@ from upweight.train.acting import Acting, bounds_of, check_rewards, python_envir
 from upweight.train.api.grpo_config import GRPOConfig
 from upweight.train.api.policy import Model, model_section
 from upweight.train.api.rows import as_dataset
-from upweight.train.api.trainers import GivenRows, parts_for
+from upweight.train.api.trainers import GivenRows, config_of, parts_for
 from upweight.train.completions import ShownCompletions
 from upweight.train.online import Policy, Recipe, make_rollouts, watch_rollouts
 from upweight.train.rollouts import STATE, Rollouts
@@ -53,7 +54,7 @@ class GRPOTrainer(MethodTrainer):
         rollout_func: Callable[..., Any] | None = None,
         environment_factory: Any = None,
     ) -> None:
-        args = args or GRPOConfig()
+        args = config_of(args, GRPOConfig)
         acting = _acting(args, tools, environment_factory)
         if acting is not None and rollout_func is not None:
             raise UserError("rollout_func: cannot be used with 'tools' or 'environment_factory'. Keep one.")
@@ -169,9 +170,7 @@ def _rewards(
         given,
         tokenizers,
         environment=() if acting is None else acting.environment.reward_names,
-        dtype=compute_dtype(model_section(None, args), args.device),
-        device=args.device,
-        trust_remote_code=args.trust_remote_code,
+        models=ModelOptions(compute_dtype(model_section(None, args), args.device), args.device, args.trust_remote_code),
     )
     if not rewards:
         raise UserError("reward_funcs: empty. A group of completions is compared by rewards: give at least one.")

@@ -50,8 +50,6 @@ def policy_for(
     peft_config: PeftConfig | None,
 ) -> Model:
     """The model to train, on its way: loaded if it was named, adapted if a `peft_config` was given."""
-    if isinstance(model, PeftModel) and peft_config is not None:
-        raise UserError("peft_config: the model has an adapter already. Merge it first, or leave out peft_config.")
     set_seed(args.seed)
     if isinstance(model, str):
         section = model_section(model, args)
@@ -59,8 +57,6 @@ def policy_for(
         model = load_model(section, dtype, head=method.head, tokenizer=tokenizer, seed=args.seed)
     elif args.model_init_kwargs:
         warn_once("model_init_kwargs: not used, since the model is loaded already")
-    if not isinstance(model, PreTrainedModel | PeftModel):
-        raise UserError(f"model: expected a name, a transformers model or a PeftModel, got {type(model).__name__}.")
     if tokenizer.pad_token_id is not None:
         model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
     if args.disable_dropout:

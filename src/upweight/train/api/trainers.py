@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, TypedDict, Unpack
+from typing import Any, TypedDict, TypeVar, Unpack
 
 from datasets import Dataset
 from peft import PeftConfig, PeftModel
@@ -32,6 +32,7 @@ from upweight.train.build import trainer_parts
 from upweight.train.reference_sync import SyncReference, sync_settings
 from upweight.train.trainer import MethodTrainer
 
+AnyConfig = TypeVar("AnyConfig", bound=MethodArguments)
 GivenRows = Dataset | Sequence[Mapping[str, Any]]
 
 
@@ -57,7 +58,7 @@ class SFTTrainer(MethodTrainer):
         formatting_func: Callable[[Any], str] | None = None,
         **inputs: Unpack[Inputs],
     ) -> None:
-        super().__init__(**parts_for(model, args or SFTConfig(), formatting_func=formatting_func, **inputs))
+        super().__init__(**parts_for(model, config_of(args, SFTConfig), formatting_func=formatting_func, **inputs))
 
 
 class DPOTrainer(MethodTrainer):
@@ -70,7 +71,7 @@ class DPOTrainer(MethodTrainer):
         args: DPOConfig | None = None,
         **inputs: Unpack[Inputs],
     ) -> None:
-        super().__init__(**parts_for(model, args or DPOConfig(), ref_model, **inputs))
+        super().__init__(**parts_for(model, config_of(args, DPOConfig), ref_model, **inputs))
 
 
 class KTOTrainer(MethodTrainer):
@@ -83,35 +84,42 @@ class KTOTrainer(MethodTrainer):
         args: KTOConfig | None = None,
         **inputs: Unpack[Inputs],
     ) -> None:
-        super().__init__(**parts_for(model, args or KTOConfig(), ref_model, **inputs))
+        super().__init__(**parts_for(model, config_of(args, KTOConfig), ref_model, **inputs))
 
 
 class ORPOTrainer(MethodTrainer):
     """Likelihood and odds ratio of preference pairs, without a reference."""
 
     def __init__(self, model: str | Model, args: ORPOConfig | None = None, **inputs: Unpack[Inputs]) -> None:
-        super().__init__(**parts_for(model, args or ORPOConfig(), **inputs))
+        super().__init__(**parts_for(model, config_of(args, ORPOConfig), **inputs))
 
 
 class CPOTrainer(MethodTrainer):
     """CPO and SimPO on preference pairs, without a reference."""
 
     def __init__(self, model: str | Model, args: CPOConfig | None = None, **inputs: Unpack[Inputs]) -> None:
-        super().__init__(**parts_for(model, args or CPOConfig(), **inputs))
+        super().__init__(**parts_for(model, config_of(args, CPOConfig), **inputs))
 
 
 class RewardTrainer(MethodTrainer):
     """An outcome reward model from preference pairs."""
 
     def __init__(self, model: str | Model, args: RewardConfig | None = None, **inputs: Unpack[Inputs]) -> None:
-        super().__init__(**parts_for(model, args or RewardConfig(), **inputs))
+        super().__init__(**parts_for(model, config_of(args, RewardConfig), **inputs))
 
 
 class PRMTrainer(MethodTrainer):
     """A process reward model from labelled steps."""
 
     def __init__(self, model: str | Model, args: PRMConfig | None = None, **inputs: Unpack[Inputs]) -> None:
-        super().__init__(**parts_for(model, args or PRMConfig(), **inputs))
+        super().__init__(**parts_for(model, config_of(args, PRMConfig), **inputs))
+
+
+def config_of(args: AnyConfig | None, kind: type[AnyConfig]) -> AnyConfig:
+    """The config that a script gives, or the defaults."""
+    if args is not None and not isinstance(args, kind):
+        raise UserError(f"args: expected a {kind.__name__} of upweight, got {type(args).__name__}.")
+    return args or kind()
 
 
 def parts_for(
@@ -128,7 +136,7 @@ def parts_for(
     formatting_func: Callable[[Any], str] | None = None,
 ) -> dict[str, Any]:
     """The arguments of MethodTrainer, from those of a script."""
-    _refuse(model, args, ref_model)
+    _refuse(model, args, ref_model, peft_config)
     method, device = args.method(), args.device
     tokenizer = tokenizer_for(model, args, processing_class)
 
@@ -175,8 +183,17 @@ def parts_for(
     }
 
 
-def _refuse(model: str | Model, args: MethodArguments, ref_model: str | PreTrainedModel | None) -> None:
-    """Raise for inputs that do not go together."""
+def _refuse(model: Any, args: MethodArguments, ref_model: Any, peft_config: Any) -> None:
+    """Raise for inputs that are of another kind than is told, or do not go together."""
+    for name, given in (("model", model), ("ref_model", ref_model)):
+        if not isinstance(given, str | Model) and (given is not None or name == "model"):
+            raise UserError(
+                f"{name}: expected a name, a transformers model or a PeftModel, got {type(given).__name__}."
+            )
+    if peft_config is not None and not isinstance(peft_config, PeftConfig):
+        raise UserError(f"peft_config: expected a config of peft, as LoraConfig(), got {type(peft_config).__name__}.")
+    if peft_config is not None and isinstance(model, PeftModel):
+        raise UserError("peft_config: the model has an adapter already. Merge it first, or leave out peft_config.")
     if ref_model is not None and ref_model is model:
         raise UserError("ref_model: is the model that is trained. Leave it out: the reference is then its start.")
     if ref_model is not None and getattr(args, "precompute_ref_log_probs", False):

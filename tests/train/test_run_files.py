@@ -1,0 +1,17 @@
+"""What the files of a run say about its process."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from upweight.train.run_files import is_alive
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere such a process cannot be told from a running one")
+def test_a_process_that_has_ended_is_not_alive_though_its_parent_has_not_asked():
+    assert is_alive(os.getpid())
+    with subprocess.Popen([sys.executable, "-c", ""]) as child:
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        assert not is_alive(child.pid)
