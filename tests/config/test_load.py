@@ -60,6 +60,7 @@ def test_all_errors_come_at_once_with_path_reason_and_suggestion():
     [
         ({"trl": {"learning_rate": 1e-5}}, "trl.learning_rate: belongs at the top level"),
         ({"split": "train"}, "split: belongs under 'datasets[...]'"),
+        ({"rl": "dpo", "loss_type": "ipo"}, "with 'rl: dpo' it is 'dpo_loss_type'"),
         ({"rl": "dpoo"}, "Did you mean 'dpo'?"),
         ({"lr": "dpo"}, "lr: unknown key. Did you mean 'rl'?"),
         ({"lora_rank": 8}, "lora_rank: unknown key. Did you mean 'lora_r'?"),

@@ -99,8 +99,9 @@ def _where_it_belongs(path: str, value: Any) -> str:
     if name in DatasetRow.model_fields and not block:
         homes.append("datasets[...]")
     homes = [f"under '{home}'" if home else "at the top level" for home in dict.fromkeys(homes)]
+    own = "".join(f"; with 'rl: {rl}' it is '{rl}_{name}'" for rl in METHODS if f"{rl}_{name}" in known)
     if homes:
-        return f"belongs {' or '.join(homes)}"
+        return f"belongs {' or '.join(homes)}{own}"
     siblings = [other.rpartition(".")[2] for other in known if other.rpartition(".")[0] == block]
     acting = [other for other in siblings if other not in SATISFIED]
     if near := closest(name, acting, cutoff=0.7) or closest(name, siblings, cutoff=0.7):
