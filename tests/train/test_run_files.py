@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from upweight.train.run_files import is_alive
+from upweight.train.run_files import begun_at, is_alive
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere such a process cannot be told from a running one")
@@ -15,3 +15,11 @@ def test_a_process_that_has_ended_is_not_alive_though_its_parent_has_not_asked()
     with subprocess.Popen([sys.executable, "-c", ""]) as child:
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
         assert not is_alive(child.pid)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a number is all there is")
+def test_another_process_with_the_number_of_one_that_is_gone_is_told_from_it():
+    begun = begun_at(os.getpid())
+    assert begun is not None
+    assert is_alive(os.getpid(), begun)
+    assert not is_alive(os.getpid(), str(int(begun) - 1))

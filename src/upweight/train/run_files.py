@@ -27,8 +27,8 @@ def no_folder_at(folder: Path) -> str | None:
     return None if os.access(place, os.W_OK | os.X_OK) else f"{place} cannot be written to"
 
 
-def is_alive(pid: object) -> bool:
-    """Whether a process of this machine is there."""
+def is_alive(pid: object, begun: str | None = None) -> bool:
+    """Whether a process of this machine is there; where it is known when it began, whether it is the same one."""
     if not isinstance(pid, int):
         return False
     try:
@@ -36,11 +36,23 @@ def is_alive(pid: object) -> bool:
     except ProcessLookupError:
         return False
     except OSError:  # it is there, and another user's
-        return True
-    try:  # one that has ended stays in the list until its parent asks for it
-        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] != "Z"
+        pass
+    state, since = _standing(pid)
+    return state != "Z" and begun in (None, since)  # one that has ended stays until its parent asks for it
+
+
+def begun_at(pid: int) -> str | None:
+    """When a process began, as the system counts: its number alone may go to another, as where a container restarts."""
+    return _standing(pid)[1]
+
+
+def _standing(pid: int) -> tuple[str | None, str | None]:
+    """A process's state and when it began, where the system has a file that says so."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     except OSError:
-        return True
+        return None, None
+    return fields[0], fields[19]
 
 
 def metrics_of(folder: Path) -> list[dict[str, Any]]:

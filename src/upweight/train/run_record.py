@@ -12,7 +12,7 @@ from typing import Any
 from upweight.errors import UserError
 from upweight.log import logger
 from upweight.train.report.page import write_report
-from upweight.train.run_files import RECORD, is_alive, this_machine, write_text
+from upweight.train.run_files import RECORD, begun_at, is_alive, this_machine, write_text
 
 
 def about(trainer: Any) -> dict[str, Any]:
@@ -35,7 +35,7 @@ def refuse_busy(folder: Path) -> None:
     except (OSError, ValueError):
         return
     pid = record["pid"] if record.get("state") == "running" and record.get("machine") == this_machine() else None
-    if pid != os.getpid() and is_alive(pid):
+    if pid != os.getpid() and is_alive(pid, record.get("begun")):
         raise UserError(
             f"output_dir: process {pid} is training into {folder}. Wait for it, end it, or name another folder; "
             f"if that process is something else, remove {folder / RECORD}."
@@ -52,7 +52,8 @@ def recorded(folder: Path, about: Mapping[str, Any], *, writes: bool) -> Iterato
         yield
         return
     folder.mkdir(parents=True, exist_ok=True)
-    record = {"state": "running", "started": time.time(), "pid": os.getpid(), "machine": this_machine(), **about}
+    process = {"pid": os.getpid(), "begun": begun_at(os.getpid()), "machine": this_machine()}
+    record = {"state": "running", "started": time.time(), **process, **about}
     write_text(folder / RECORD, json.dumps(record))
     end: dict[str, Any] = {"state": "done"}
     try:

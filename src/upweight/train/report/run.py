@@ -143,7 +143,8 @@ def _in_order(lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 def standing(record: Mapping[str, Any], *, there: bool, logged: bool) -> dict[str, Any]:
     """Whether a run goes on, and how it ended where it has."""
     state = record.get("state")
-    if state == "running" and record.get("machine") == this_machine() and not is_alive(record.get("pid")):
+    runs = is_alive(record.get("pid"), record.get("begun"))
+    if state == "running" and record.get("machine") == this_machine() and not runs:
         state = "killed"
     if state not in ("running", "done", "stopped", "failed", "killed"):
         state = "recorded" if logged else "empty" if there else "missing"
