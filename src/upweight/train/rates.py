@@ -61,16 +61,19 @@ class RatesAsSet(TrainerCallback):
     """Puts this run's learning rates in the place of those that a checkpoint brings with it."""
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self.rates = [group["lr"] for group in optimizer.param_groups]
+        self._rates = [group["lr"] for group in optimizer.param_groups]
+        self._used = [group["lr"] for group in optimizer.param_groups if group["params"]]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        groups, schedule = kwargs["optimizer"].param_groups, kwargs["lr_scheduler"]
-        if [group.get("initial_lr", rate) for group, rate in zip(groups, self.rates, strict=True)] == self.rates:
+        every, schedule = kwargs["optimizer"].param_groups, kwargs["lr_scheduler"]
+        rates = self._rates if len(every) == len(self._rates) else self._used  # DeepSpeed drops empty groups
+        pairs = list(zip(every, rates, strict=True))
+        if all(group.get("initial_lr", rate) == rate for group, rate in pairs):
             return
-        for group, rate in zip(groups, self.rates, strict=True):
+        for group, rate in pairs:
             group["lr"] *= rate / group["initial_lr"] if group["initial_lr"] else 0.0
             group["initial_lr"] = rate
-        now = {"base_lrs": [*self.rates], "_last_lr": [group["lr"] for group in groups]}
+        now = {"base_lrs": [group["initial_lr"] for group in every], "_last_lr": [group["lr"] for group in every]}
         schedule.load_state_dict(schedule.state_dict() | now)
 
 
