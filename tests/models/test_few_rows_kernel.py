@@ -7,7 +7,12 @@ from torch import Tensor
 
 Layers = tuple[list[Tensor], list[Tensor], list[Tensor], list[float]]
 SHAPES = [(1, 96, [40], 3), (5, 1536, [256], 16), (64, 1536, [1536], 16), (100, 8960, [96], 64), (128, 200, [8960], 8)]
-SIBLINGS = [(64, 1536, [1536, 256, 256], 16), (3, 96, [40, 8], 0), (64, 1536, [1536, 256, 256], 0)]
+SIBLINGS = [
+    (64, 1536, [1536, 256, 256], 16),
+    (3, 96, [40, 8], 0),
+    (64, 1536, [1536, 256, 256], 0),
+    (300, 1536, [1536, 256, 256], 16),
+]
 
 
 def drawn(*shape: int) -> Tensor:
@@ -61,3 +66,25 @@ def test_gated_product_in_one_kernel(rows: int, depth: int, width: int, rank: in
     right = F.silu(right_of(x_ND, 0, layers)) * right_of(x_ND, 1, layers)
     found = few_rows_gated(x_ND, weights, downs, ups, scalings)
     torch.testing.assert_close(found.float(), right, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("rows", "depth", "width", "rank"), [(256, 1536, 8960, 16), (700, 96, 40, 3)])
+def test_terms_of_both_adapters_are_added_before_the_gate(rows: int, depth: int, width: int, rank: int):
+    from upweight.models.few_rows_kernel import few_rows_linears, gated_terms
+
+    layers = weights, downs, ups, scalings = layers_of(depth, [width, width], rank)
+    x_ND = drawn(rows, depth)
+    right = F.silu(right_of(x_ND, 0, layers)) * right_of(x_ND, 1, layers)
+    narrow_NR = few_rows_linears(x_ND, downs, [], [], [], [])
+    found = gated_terms(F.linear(x_ND, weights[0]), F.linear(x_ND, weights[1]), narrow_NR, ups, scalings)
+    torch.testing.assert_close(found.float(), right, atol=3e-2, rtol=3e-2)
+
+
+@pytest.mark.gpu
+def test_small_products_take_more_rows():
+    from upweight.models.few_rows_kernel import most_rows
+
+    assert most_rows(1536, 1536) == 512
+    assert 128 < most_rows(8960, 1536) < 256
+    assert most_rows(18944, 3584) == 128

@@ -4,6 +4,8 @@
 Such a product takes as long as reading W. A program reads one piece of W and the same columns of A beside it, so the
 adapter costs no launch of its own; layers that read the same input share a launch. Columns are split over programs
 until they fill the GPU; the last one to finish a tile adds up what the others left, always in the same order.
+
+For more rows torch's products are faster, and only the adapters' terms of a gated product are added here.
 """
 
 from functools import cache
@@ -14,12 +16,18 @@ import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
-MOST_ROWS, MOST_RANK, MOST_LAYERS = 128, 64, 3  # beyond, products apart are as fast
+FEW_ROWS, MOST_RANK, MOST_LAYERS = 128, 64, 3
+_MOST_ROWS, _SMALL = 512, 3_000_000_000  # of rows, and of multiplications in a product that is small for its launches
 LEAST_GATED = 4096  # outputs below which the tiles of a gated product would not fill a GPU
 _ROWS, _DEPTH, _GATED_DEPTH = 64, 128, 64
 _WIDE = 4096  # inputs or outputs from which on a tile has twice the columns
 _SMALLEST_SIDE = 16  # of a matrix product on tensor cores
 _MOST_PARTS = 8
+
+
+def most_rows(depth: int, width: int) -> int:
+    """Up to how many rows a layer of this width is faster here than by torch's products, measured on an H200."""
+    return max(FEW_ROWS, min(_MOST_ROWS, _SMALL // (depth * width)))
 
 
 @torch.library.custom_op("upweight::few_rows_linears", mutates_args=())
@@ -31,7 +39,7 @@ def few_rows_linears(
     ups: list[Tensor],
     scalings: list[float],
 ) -> Tensor:
-    """Rows of x, at most `MOST_ROWS`, through layers that all, or none, have a bias, and an adapter of one rank.
+    """Rows of x, best at most `most_rows`, through layers that all, or none, have a bias, and an adapter of one rank.
 
     The layers' outputs lie side by side.
     """
@@ -39,11 +47,12 @@ def few_rows_linears(
     count, depth = x_ND.shape
     rows = min(_ROWS, max(_SMALLEST_SIDE, triton.next_power_of_2(count)))
     width = sum(len(weight) for weight in weights)
-    columns = 64 if max(width, depth) > _WIDE else 32
+    below, processors = triton.cdiv(count, rows), _processors(x_ND.device)
+    columns = 64 if max(width, depth) > _WIDE or below * triton.cdiv(width, 32) > processors else 32
     tiles = [triton.cdiv(len(weight), columns) for weight in weights]
-    below = triton.cdiv(count, rows)
-    wanted = max(1, _processors(x_ND.device) // (sum(tiles) * below))
-    each = triton.cdiv(triton.cdiv(depth, min(wanted, _MOST_PARTS)), _DEPTH) * _DEPTH
+    block = _DEPTH if sum(tiles) * below <= processors else _DEPTH // 2  # a processor holds two of the smaller ones
+    wanted = max(1, processors // (sum(tiles) * below))
+    each = triton.cdiv(triton.cdiv(depth, min(wanted, _MOST_PARTS)), block) * block
     parts = triton.cdiv(depth, each)
     out = torch.empty(count, width, dtype=x_ND.dtype, device=x_ND.device)
     left = torch.empty(sum(tiles) * below * parts * rows * columns, dtype=torch.float32, device=x_ND.device)
@@ -53,7 +62,7 @@ def few_rows_linears(
         x_ND, *_three(weights), *_three(biases or weights), *_three(downs or weights), *_three(ups or weights),
         out, left, _counters(x_ND.device), count, *_three([len(weight) for weight in weights]), depth, each,
         *_three(scalings or [0.0]),
-        LAYERS=len(weights), PARTS=parts, ROWS=rows, COLUMNS=columns, DEPTH=_DEPTH,
+        LAYERS=len(weights), PARTS=parts, ROWS=rows, COLUMNS=columns, DEPTH=block,
         RANK=rank, RANK_UP=_side(rank), BIAS=bool(biases), num_warps=4, num_stages=4,
     )  # fmt: skip
     return out
@@ -68,7 +77,7 @@ def _shape(x_ND: Tensor, weights: list[Tensor], *_: object) -> Tensor:
 def few_rows_gated(
     x_ND: Tensor, weights: list[Tensor], downs: list[Tensor], ups: list[Tensor], scalings: list[float]
 ) -> Tensor:
-    """silu(gate) * up of rows of x, at most `MOST_ROWS`: two layers without bias, both or none with an adapter."""
+    """silu(gate) * up of rows of x, best few: two layers without bias, both or none with an adapter."""
     x_ND = x_ND.contiguous()
     count, depth = x_ND.shape
     rows = min(_ROWS, max(_SMALLEST_SIDE, triton.next_power_of_2(count)))
@@ -87,6 +96,24 @@ def few_rows_gated(
 @few_rows_gated.register_fake
 def _gated_shape(x_ND: Tensor, weights: list[Tensor], *_: object) -> Tensor:
     return x_ND.new_empty(x_ND.shape[0], weights[0].shape[0])
+
+
+@torch.library.custom_op("upweight::gated_terms", mutates_args=())
+def gated_terms(gate_NF: Tensor, up_NF: Tensor, narrow_NR: Tensor, ups: list[Tensor], scalings: list[float]) -> Tensor:
+    """silu(gate) * up of the two layers' outputs and what their adapters made of x side by side, for any rows."""
+    out = torch.empty_like(gate_NF)
+    (count, width), rank = gate_NF.shape, ups[0].shape[1]
+    launch: Any = _terms_kernel
+    launch[(triton.cdiv(width, 128), triton.cdiv(count, 32))](
+        gate_NF, up_NF, narrow_NR, *ups, out, count, width, *scalings,
+        ROWS=32, COLUMNS=128, RANK=rank, RANK_UP=_side(rank), num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+@gated_terms.register_fake
+def _terms_shape(gate_NF: Tensor, *_: object) -> Tensor:
+    return torch.empty_like(gate_NF)
 
 
 def _side(rank: int) -> int:
@@ -204,10 +231,34 @@ def _gated_kernel(
         gate += tl.dot(gate_narrow.to(wide.dtype), tl.trans(wide)) * gate_scaling
         wide = _piece(up_up, column, width, in_rank, RANK)
         up += tl.dot(up_narrow.to(wide.dtype), tl.trans(wide)) * up_scaling
+    _store_gated(gate, up, out_at, row, count, column, width)
+
+
+@triton.jit
+def _store_gated(gate, up, out_at, row, count, column, width):
     dtype = out_at.dtype.element_ty
     gate = gate.to(dtype).to(tl.float32)  # rounded as the layers' outputs are in training
     gated = (gate * tl.sigmoid(gate)).to(dtype).to(tl.float32) * up.to(dtype).to(tl.float32)
     tl.store(
-        out_at + row[:, None] * width + column[None, :], gated.to(dtype),
+        out_at + row[:, None].to(tl.int64) * width + column[None, :], gated.to(dtype),
         mask=(row[:, None] < count) & (column[None, :] < width),
     )  # fmt: skip
+
+
+@triton.jit
+def _terms_kernel(
+    gate_at, up_at, narrow_at, gate_up, up_up, out_at, count, width, gate_scaling, up_scaling,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANK: tl.constexpr, RANK_UP: tl.constexpr,
+):  # fmt: skip
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    in_rank = tl.arange(0, RANK_UP)
+    gate = _piece(gate_at, row, count, column, width).to(tl.float32)
+    up = _piece(up_at, row, count, column, width).to(tl.float32)
+    inside = (row[:, None] < count) & (in_rank[None, :] < RANK)
+    narrow_at += row[:, None] * 2 * RANK + in_rank[None, :]
+    narrow = tl.load(narrow_at, mask=inside, other=0.0)
+    gate += tl.dot(narrow, tl.trans(_piece(gate_up, column, width, in_rank, RANK))) * gate_scaling
+    narrow = tl.load(narrow_at + RANK, mask=inside, other=0.0)
+    up += tl.dot(narrow, tl.trans(_piece(up_up, column, width, in_rank, RANK))) * up_scaling
+    _store_gated(gate, up, out_at, row, count, column, width)

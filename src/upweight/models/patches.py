@@ -47,7 +47,7 @@ def _lora_forward(self: LoraLinear, x: Tensor, *args: Any, **kwargs: Any) -> Ten
         return self.__dict__["_stock_forward"](x, *args, **kwargs)
     weight, bias, down, up, scaling = found
     x_ND = x.reshape(-1, x.shape[-1])
-    if few_rows is not None and is_few(x_ND) and len(down) <= few_rows.MOST_RANK:
+    if few_rows is not None and is_few(x_ND, len(weight)) and len(down) <= few_rows.MOST_RANK:
         out = few_rows.few_rows_linears(x_ND, [weight], [] if bias is None else [bias], [down], [up], [scaling])
     elif torch.compiler.is_compiling():
         out = F.linear(x_ND, weight, bias) + scaling * F.linear(F.linear(x_ND, down), up)
@@ -57,10 +57,14 @@ def _lora_forward(self: LoraLinear, x: Tensor, *args: Any, **kwargs: Any) -> Ten
     return out.view(*x.shape[:-1], out.shape[-1])
 
 
-def is_few(x_ND: Tensor) -> bool:
-    """Whether rows are as few as in decoding, where a product takes as long as reading the layer's weight."""
-    half = x_ND.is_cuda and x_ND.dtype != torch.float32
-    return few_rows is not None and half and x_ND.shape[0] <= few_rows.MOST_ROWS and not torch.is_grad_enabled()
+def is_few(x_ND: Tensor, width: int) -> bool:
+    """Whether rows are as few as in decoding, where a product of this width takes as long as reading its weight."""
+    return few_rows is not None and is_sampled(x_ND) and x_ND.shape[0] <= few_rows.most_rows(x_ND.shape[1], width)
+
+
+def is_sampled(x_ND: Tensor) -> bool:
+    """Whether rows lie on a GPU in half precision and have no gradients."""
+    return x_ND.is_cuda and x_ND.dtype != torch.float32 and not torch.is_grad_enabled()
 
 
 def plain_adapter(layer: Any, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor, Tensor, float] | None:

@@ -7,10 +7,11 @@ from types import MethodType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor, nn
 
-from upweight.models.patches import few_rows, is_few, plain_adapter
+from upweight.models.patches import few_rows, is_few, is_sampled, plain_adapter
 
 _SIBLINGS = ("q_proj", "k_proj", "v_proj")
 
@@ -59,28 +60,36 @@ def side_by_side(x: Tensor, layers: list[Any]) -> Tensor | None:
     if few_rows is None or parts is None:
         return None
     weights, biases, downs, ups, scalings = parts
-    if len(biases) not in (0, len(layers)):
+    width = sum(map(len, weights)) // (len(weights) if downs else 1)  # each adapter saves launches of its own
+    if len(biases) not in (0, len(layers)) or not is_few(x_ND, width):
         return None
     return few_rows.few_rows_linears(x_ND, weights, biases, downs, ups, scalings).view(*x.shape[:-1], -1)
 
 
 def gated_product(x: Tensor, gate: Any, up: Any) -> Tensor | None:
-    """silu(gate(x)) * up(x) in one launch; None where that is not to be had."""
+    """silu(gate(x)) * up(x) in one launch, or for many rows with the terms of their adapters in it; None for others."""
     x_ND = x.reshape(-1, x.shape[-1])
     parts = _parts(x_ND, [gate, up]) if torch.compiler.is_compiling() else None
     if few_rows is None or parts is None:
         return None
     weights, biases, downs, ups, scalings = parts
-    if biases or len(weights[0]) < few_rows.LEAST_GATED:
+    few = x_ND.shape[0] <= few_rows.FEW_ROWS
+    if biases or not (len(weights[0]) >= few_rows.LEAST_GATED if few else downs):
         return None
-    return few_rows.few_rows_gated(x_ND, weights, downs, ups, scalings).view(*x.shape[:-1], -1)
+    if few:
+        out_NF = few_rows.few_rows_gated(x_ND, weights, downs, ups, scalings)
+    else:
+        narrow_NR = few_rows.few_rows_linears(x_ND, downs, [], [], [], [])
+        gate_NF, up_NF = (F.linear(x_ND, weight) for weight in weights)
+        out_NF = few_rows.gated_terms(gate_NF, up_NF, narrow_NR, ups, scalings)
+    return out_NF.view(*x.shape[:-1], -1)
 
 
 def _parts(
     x_ND: Tensor, layers: list[Any]
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[float]] | None:
-    """Weights, biases, and adapters of layers for few rows; None where a layer is not plain, or they are not alike."""
-    if few_rows is None or not is_few(x_ND):
+    """Weights, biases, and adapters of layers; None in training, where a layer is not plain, or they are not alike."""
+    if few_rows is None or not is_sampled(x_ND):
         return None
     found: list[Any] = []
     for layer in layers:

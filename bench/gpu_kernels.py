@@ -1,0 +1,143 @@
+"""The sampler's kernels on a GPU, one JSON line a case: `python -m bench.gpu_kernels [CASE ...]`.
+
+Linear layers with and without a LoRA of rank 16: `ours_us` by our kernels, `apart_us` by torch's products, and which
+of the two is `taken` in a run. Attention of one decoding step: ours alone. Microseconds of a call inside a CUDA graph
+over several copies of the tensors, so that none is found in the cache.
+"""
+
+import argparse
+import json
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from upweight.engine.attention import Scores
+from upweight.engine.rules import Rule
+from upweight.models import few_rows_kernel as kernel
+from upweight.rollout.cascade_kernel import cascade_step
+
+SHAPES = {"1.5b": (1536, 256, 8960), "7b": (3584, 512, 18944)}  # hidden, of keys, intermediate
+ROWS = (64, 128, 256, 512)
+RANK, SCALING = 16, 2.0
+CACHE = 400_000_000  # bytes that no cache holds
+ATTENTION = [(64, 256, 128), (256, 256, 128), (32, 2048, 512)]  # slots, tokens of a prompt, of a completion
+GROUP, HEADS, KEY_HEADS, HEAD = 16, 12, 2, 128
+
+
+def drawn(*shape: int) -> Tensor:
+    return torch.randn(shape, device="cuda", dtype=torch.bfloat16) / shape[-1] ** 0.5
+
+
+class Layers:
+    """Layers that read one input, with their adapters if they have any."""
+
+    def __init__(self, depth: int, widths: list[int], adapted: bool, gated: bool) -> None:
+        self.weights = [drawn(width, depth) for width in widths]
+        self.downs = [drawn(RANK, depth) for _ in widths] if adapted else []
+        self.ups = [drawn(width, RANK) for width in widths] if adapted else []
+        self.scalings = [SCALING] * len(self.downs)
+        self.gated = gated
+
+    def ours(self, x_ND: Tensor) -> Tensor:
+        """By our kernels, whether they pay for these rows or not."""
+        weights, downs, ups, scalings = self.weights, self.downs, self.ups, self.scalings
+        if not self.gated:
+            return kernel.few_rows_linears(x_ND, weights, [], downs, ups, scalings)
+        if len(x_ND) <= kernel.FEW_ROWS or not downs:
+            return kernel.few_rows_gated(x_ND, weights, downs, ups, scalings)
+        narrow_NR = kernel.few_rows_linears(x_ND, downs, [], [], [], [])
+        return kernel.gated_terms(F.linear(x_ND, weights[0]), F.linear(x_ND, weights[1]), narrow_NR, ups, scalings)
+
+    def apart(self, x_ND: Tensor) -> list[Tensor]:
+        """By torch's products."""
+        out = [F.linear(x_ND, weight) for weight in self.weights]
+        for place, (down, up) in enumerate(zip(self.downs, self.ups, strict=True)):
+            out[place] = torch.addmm(out[place], F.linear(x_ND, down), up.t(), alpha=SCALING)
+        return [_gate(*out)] if self.gated else out
+
+
+@torch.compile(dynamic=True)
+def _gate(gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(gate) * up
+
+
+def microseconds(calls: list[Callable[[], Any]], repeats: int = 20) -> float:
+    """Mean time of the calls, recorded one after the other and replayed."""
+    for call in calls[:2]:
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    graph.replay()
+    begin.record()
+    for _ in range(repeats):
+        graph.replay()
+    end.record()
+    end.synchronize()
+    return round(begin.elapsed_time(end) / repeats / len(calls) * 1e3, 1)
+
+
+def layers(shape: str) -> Iterator[dict[str, Any]]:
+    """Each kind of layer of a shape by rows."""
+    hidden, keys, inner = SHAPES[shape]
+    kinds = {
+        "query_key_value": (hidden, [hidden, keys, keys]),
+        "gate_up": (hidden, [inner, inner]),
+        "out": (hidden, [hidden]),
+        "down": (inner, [hidden]),
+    }
+    for kind, (depth, widths) in kinds.items():
+        for adapted in (True, False):
+            copies = max(3, CACHE // (2 * depth * sum(widths)))
+            all_layers = [Layers(depth, widths, adapted, kind == "gate_up") for _ in range(copies)]
+            for rows in ROWS:
+                x_ND = drawn(rows, depth)
+                ours = microseconds([partial(one.ours, x_ND) for one in all_layers])
+                apart = microseconds([partial(one.apart, x_ND) for one in all_layers])
+                width = sum(widths) // (len(widths) if adapted else 1)
+                # Above these rows runs take torch's products, but for the terms of a gated product's adapters.
+                few = rows <= (kernel.FEW_ROWS if kind == "gate_up" else kernel.most_rows(depth, width))
+                taken = "ours" if few or (kind == "gate_up" and adapted) else "apart"
+                line = {"name": f"{shape}_{kind}", "rows": rows, "rank": RANK if adapted else 0, "ours_us": ours}
+                yield line | {"apart_us": apart, "ratio": round(apart / ours, 2), "taken": taken}
+
+
+def attention(_case: str) -> Iterator[dict[str, Any]]:
+    """A decoding step's attention, completions in groups of 16."""
+    for slots, prompt, new in ATTENTION:
+        at = torch.full((slots // GROUP, 1), prompt, device="cuda"), torch.tensor([new - 1], device="cuda")
+        calls: list[Callable[[], Any]] = []
+        for _ in range(8):
+            prompts = [drawn(slots // GROUP, KEY_HEADS, prompt, HEAD) for _ in range(2)]
+            completions = [drawn(slots, KEY_HEADS, new, HEAD) for _ in range(2)]
+            newest = [drawn(slots, count, 1, HEAD) for count in (HEADS, KEY_HEADS, KEY_HEADS)]
+            calls.append(partial(cascade_step, *newest, (*prompts, *completions), at, Scores(Rule(), HEAD**-0.5)))
+        yield {"name": "attention", "slots": slots, "prompt": prompt, "new": new, "ours_us": microseconds(calls)}
+
+
+CASES: dict[str, Callable[[str], Iterator[dict[str, Any]]]] = {
+    "1.5b": layers,
+    "7b": layers,
+    "attention": attention,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.gpu_kernels", description=__doc__)
+    parser.add_argument("cases", nargs="*", metavar="CASE", help=", ".join(CASES))
+    for case in parser.parse_args().cases or CASES:
+        if case not in CASES:
+            parser.error(f"no case '{case}'; there are {', '.join(CASES)}")
+        for line in CASES[case](case):
+            print(json.dumps(line), flush=True)
+
+
+if __name__ == "__main__":
+    main()
