@@ -94,7 +94,7 @@ def layers(shape: str) -> Iterator[dict[str, Any]]:
         "down": (inner, [hidden]),
     }
     for kind, (depth, widths) in kinds.items():
-        for adapted in (True, False):
+        for adapted in (True, False) if len(widths) > 1 else (True,):  # one plain layer is torch's in any case
             copies = max(3, CACHE // (2 * depth * sum(widths)))
             all_layers = [Layers(depth, widths, adapted, kind == "gate_up") for _ in range(copies)]
             for rows in ROWS:

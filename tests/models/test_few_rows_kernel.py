@@ -86,5 +86,5 @@ def test_small_products_take_more_rows():
     from upweight.models.few_rows_kernel import most_rows
 
     assert most_rows(1536, 1536) == 512
-    assert 128 < most_rows(8960, 1536) < 256
-    assert most_rows(18944, 3584) == 128
+    assert 64 < most_rows(8960, 1536) < 256
+    assert most_rows(18944, 3584) == 64

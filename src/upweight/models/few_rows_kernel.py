@@ -16,7 +16,7 @@ import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
-FEW_ROWS, MOST_RANK, MOST_LAYERS = 128, 64, 3
+FEW_ROWS, MOST_RANK, MOST_LAYERS = 64, 64, 3
 _MOST_ROWS, _SMALL = 512, 3_000_000_000  # of rows, and of multiplications in a product that is small for its launches
 LEAST_GATED = 4096  # outputs below which the tiles of a gated product would not fill a GPU
 _ROWS, _DEPTH, _GATED_DEPTH = 64, 128, 64
