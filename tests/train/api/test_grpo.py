@@ -389,6 +389,8 @@ def test_an_environment_may_give_the_only_reward(folder):
         ({"tools": [print]}, "tools: 'print' cannot be described to the model"),
         ({"tools": [shout], "rollout_func": lambda prompts, trainer: {}}, "rollout_func: cannot be used with 'tools'"),
         ({"rollout_func": 3}, "rollout_func: 'int' is no Python function. Write it as"),
+        ({"tools": 3}, "tools: expected a list of functions, got int"),
+        ({"environment_factory": 3}, "environment_factory: expected a class, .* got int"),
         ({"environment_factory": dict}, "environment_factory: dict has no method 'reset"),
     ],
 )

@@ -320,6 +320,9 @@ def test_a_saved_reward_model_scores_padded_batches_as_it_was_trained(folder):
         ({"train_dataset": ROWS["pairs"], "model": 3}, "model: expected a name, .*, got int"),
         ({"train_dataset": ROWS["pairs"], "ref_model": 3}, "ref_model: expected a name, .*, got int"),
         ({"train_dataset": ROWS["pairs"], "peft_config": 3}, "peft_config: expected .* got int"),
+        ({"train_dataset": ROWS["pairs"], "callbacks": 3}, "callbacks: expected a list .* got int"),
+        ({"train_dataset": ROWS["pairs"], "optimizers": 3}, "optimizers: expected .* got int"),
+        ({"train_dataset": ROWS["pairs"], "formatting_func": 3}, "formatting_func: expected a function .* got int"),
     ],
 )
 def test_wrong_inputs_are_named(change, message, folder):
@@ -334,6 +337,8 @@ def test_arguments_of_loading_may_be_fields_of_the_config_and_are_named_where_th
     assert dpo(folder, model_init_kwargs={"use_cache": False}).model.config.use_cache is False
     with pytest.raises(UserError, match=r"model_init_kwargs.*'use_cash' is neither"):
         dpo(folder, model_init_kwargs={"use_cash": False})
+    with pytest.raises(UserError, match="model_init_kwargs: expected a dict, got list"):
+        dpo(folder, model_init_kwargs=["use_cache"])
 
 
 def test_a_config_of_another_trainer_is_refused(folder):

@@ -26,7 +26,7 @@ from upweight.train.acting import Acting, bounds_of, check_rewards, python_envir
 from upweight.train.api.grpo_config import GRPOConfig
 from upweight.train.api.policy import Model, model_section
 from upweight.train.api.rows import as_dataset
-from upweight.train.api.trainers import GivenRows, config_of, parts_for
+from upweight.train.api.trainers import GivenRows, config_of, parts_for, require_kind
 from upweight.train.completions import ShownCompletions
 from upweight.train.online import Policy, Recipe, make_rollouts, watch_rollouts
 from upweight.train.rollouts import STATE, Rollouts
@@ -55,6 +55,8 @@ class GRPOTrainer(MethodTrainer):
         environment_factory: Any = None,
     ) -> None:
         args = config_of(args, GRPOConfig)
+        require_kind("tools", tools, list | tuple, "a list of functions")
+        require_kind("environment_factory", environment_factory, Callable | Mapping, "a class, or a dict of them")
         acting = _acting(args, tools, environment_factory)
         if acting is not None and rollout_func is not None:
             raise UserError("rollout_func: cannot be used with 'tools' or 'environment_factory'. Keep one.")

@@ -137,6 +137,10 @@ def parts_for(
 ) -> dict[str, Any]:
     """The arguments of MethodTrainer, from those of a script."""
     _refuse(model, args, ref_model, peft_config)
+    require_kind("callbacks", callbacks, list | tuple, "a list of TrainerCallback")
+    require_kind("optimizers", optimizers, tuple | list, "(optimizer, scheduler), either of them None")
+    require_kind("formatting_func", formatting_func, Callable, "a function of a row")
+    require_kind("model_init_kwargs", args.model_init_kwargs, Mapping, "a dict")
     method, device = args.method(), args.device
     tokenizer = tokenizer_for(model, args, processing_class)
 
@@ -183,6 +187,12 @@ def parts_for(
     }
 
 
+def require_kind(name: str, given: Any, kind: Any, told: str) -> None:
+    """Raise for an input of a script that is there and of another kind than is told."""
+    if given is not None and not isinstance(given, kind):
+        raise UserError(f"{name}: expected {told}, got {type(given).__name__}.")
+
+
 def _refuse(model: Any, args: MethodArguments, ref_model: Any, peft_config: Any) -> None:
     """Raise for inputs that are of another kind than is told, or do not go together."""
     for name, given in (("model", model), ("ref_model", ref_model)):
@@ -190,8 +200,7 @@ def _refuse(model: Any, args: MethodArguments, ref_model: Any, peft_config: Any)
             raise UserError(
                 f"{name}: expected a name, a transformers model or a PeftModel, got {type(given).__name__}."
             )
-    if peft_config is not None and not isinstance(peft_config, PeftConfig):
-        raise UserError(f"peft_config: expected a config of peft, as LoraConfig(), got {type(peft_config).__name__}.")
+    require_kind("peft_config", peft_config, PeftConfig, "a config of peft, as LoraConfig()")
     if peft_config is not None and isinstance(model, PeftModel):
         raise UserError("peft_config: the model has an adapter already. Merge it first, or leave out peft_config.")
     if ref_model is not None and ref_model is model:
