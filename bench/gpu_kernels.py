@@ -1,8 +1,8 @@
 """The sampler's kernels on a GPU, one JSON line a case: `python -m bench.gpu_kernels [CASE ...]`.
 
-Linear layers with and without a LoRA of rank 16: `ours_us` by our kernels, `apart_us` by torch's products, and which
-of the two is `taken` in a run. Attention of one decoding step: ours alone. Microseconds of a call inside a CUDA graph
-over several copies of the tensors, so that none is found in the cache.
+Linear layers with and without a LoRA of rank 16: `ours_us` by our kernels, `apart_us` by torch's products. Attention of
+one decoding step: ours alone. Microseconds of a call inside a CUDA graph over several copies of the tensors, so that
+none is found in the cache.
 """
 
 import argparse
@@ -101,12 +101,8 @@ def layers(shape: str) -> Iterator[dict[str, Any]]:
                 x_ND = drawn(rows, depth)
                 ours = microseconds([partial(one.ours, x_ND) for one in all_layers])
                 apart = microseconds([partial(one.apart, x_ND) for one in all_layers])
-                width = sum(widths) // (len(widths) if adapted else 1)
-                # Above these rows runs take torch's products, but for the terms of a gated product's adapters.
-                few = rows <= (kernel.FEW_ROWS if kind == "gate_up" else kernel.most_rows(depth, width))
-                taken = "ours" if few or (kind == "gate_up" and adapted) else "apart"
                 line = {"name": f"{shape}_{kind}", "rows": rows, "rank": RANK if adapted else 0, "ours_us": ours}
-                yield line | {"apart_us": apart, "ratio": round(apart / ours, 2), "taken": taken}
+                yield line | {"apart_us": apart, "ratio": round(apart / ours, 2)}
 
 
 def attention(_case: str) -> Iterator[dict[str, Any]]:

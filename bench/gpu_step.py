@@ -125,10 +125,11 @@ def in_turn(sides: dict[str, Side], steps: int, settle: bool = True) -> dict[str
     GPU's memory; to `settle`, before a step that counts it makes one that does not."""
     line: dict[str, Any] = {}
     answers: dict[str, list[dict[str, float]]] = {name: [] for name in sides}
-    for turn in range(1 + steps):  # the first warms up
+    warming, measuring = (False,), (False, True) if settle else (True,)
+    for turn in range(1 + steps):
         for name, side in sides.items():
             print(f"{time.strftime('%X')} turn {turn} of {steps}: {name}", file=sys.stderr, flush=True)
-            for counted in ((False, True) if settle else (True,)) if turn else (False,):
+            for counted in measuring if turn else warming:
                 if side.error is None:
                     side.ask()
                     answer = side.answer()

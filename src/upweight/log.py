@@ -2,11 +2,10 @@
 
 import logging
 import sys
-from typing import TextIO
+from typing import ClassVar, TextIO
 
 logger = logging.getLogger("upweight")
 _said: set[str] = set()
-_passing: list[str] = []  # the line that is shown for now
 
 
 def set_up_logging() -> None:
@@ -34,6 +33,8 @@ def is_seen() -> bool:
 class _AfterStatus(logging.StreamHandler[TextIO]):
     """Writes lines where a passing one stands."""
 
+    passing: ClassVar[bool] = False  # whether one stands there: all handlers share a terminal
+
     def emit(self, record: logging.LogRecord) -> None:
         clear_status()
         super().emit(record)
@@ -44,13 +45,13 @@ def show_status(text: str) -> None:
     clear_status()
     sys.stderr.write(text)
     sys.stderr.flush()
-    _passing.append(text)
+    _AfterStatus.passing = True
 
 
 def clear_status() -> None:
     """Take a passing line away, for what does not go through the logger."""
-    if _passing:
-        _passing.clear()
+    if _AfterStatus.passing:
+        _AfterStatus.passing = False
         sys.stderr.write("\r\x1b[2K")
         sys.stderr.flush()
 

@@ -23,7 +23,7 @@ def model(tmp_path_factory):
     return write_model(tmp_path_factory.mktemp("model"))
 
 
-def inference(place, *options, given: str | None = None) -> str:
+def inference(place, *options, given: str | bytes | None = None) -> str:
     """Standard output; what goes wrong is raised."""
     done = CliRunner().invoke(
         app, ["inference", str(place), *map(str, options)], input=given, catch_exceptions=False, standalone_mode=False
@@ -118,6 +118,8 @@ def test_what_is_wrong_is_said(model, tmp_path):
         (("--prompt", "a", "--system", "b"), None, "needs a chat template"),
         (("--file", tmp_path / "none"), None, "there is no such file"),
         ((), "\n", "stdin: there is no prompt in it"),
+        ((), b"\xff\n", "stdin: is not UTF-8 text"),
+        (("chat_template=chatml", "--chat"), b"\xff\n", "stdin: is not UTF-8 text"),
         (("--prompts", "hello"), "\n", "prompts: unknown key"),
         ((), '{"prompt": "a"}\n\nb\n', "stdin:3: not JSON"),
         ((), '{"prompt": "a"}\n[1]\n', "stdin:2: expected a JSON object"),

@@ -92,7 +92,11 @@ def test_all_errors_come_at_once_with_path_reason_and_suggestion():
             {"rl": "grpo", "rl_beta": 0.1, "trl": {"beta": 0.2}},
             "contradicts 'rl_beta', which means the same. Keep one.",
         ),
-        ({"dpo_beta": 0.1, "rl_beta": 0.2, "rl": "dpo"}, "dpo_beta: contradicts 'rl_beta', which is its new name."),
+        ({"dpo_beta": 0.1, "rl_beta": 0.2, "rl": "dpo"}, "contradicts 'rl_beta', which means the same. Keep only"),
+        (
+            {"fsdp_config": {"use_min_params": 9}},
+            "fsdp_config.use_min_params: unknown key. Did you mean 'min_num_params'?",
+        ),
         ({"relora": True}, "relora: not supported; train all weights"),
         ({"plugins": ["some.Plugin"]}, "plugins: 'some.Plugin' is not supported."),
         ({"flash_attention": True, "flex_attention": True}, "flash_attention and flex_attention are set. Keep one."),
@@ -143,6 +147,15 @@ def test_older_spellings_are_mapped_and_noted():
         "evaluation_strategy",
         "sdp_attention",
     ]
+
+
+def test_a_name_of_another_trainer_is_not_called_old():
+    config = parse({"optim": "sgd", "evaluation_strategy": "no"}, fragment=True)
+    assert config.optim.optimizer == "sgd"
+    assert config.notices == (
+        "evaluation_strategy: is now called 'eval_strategy'",
+        "optim: is called 'optimizer' here",
+    )
 
 
 @pytest.mark.parametrize(

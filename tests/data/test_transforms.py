@@ -152,6 +152,8 @@ def test_a_built_in_is_not_shadowed_silently(write, tmp_path, caplog, monkeypatc
         ("", "user_transform_nowhere.t", "no user_transform_nowhere.py"),
         ("def t(cfg): return 5", "{}.t", "must return a function"),
         ("def t(cfg): raise KeyError('x')", "{}.t", "KeyError.*line 1"),
+        ("import sys\nsys.exit()", "{}.t", r"cannot be imported: SystemExit \(\w+\.py, line 2\)$"),
+        ("def t(cfg): raise SystemExit(3)", "{}.t", "failed: SystemExit: 3 .*line 1"),
     ],
 )
 def test_what_cannot_be_loaded_is_explained(write, tmp_path, text, path, said):
@@ -160,7 +162,16 @@ def test_what_cannot_be_loaded_is_explained(write, tmp_path, text, path, said):
 
 
 @pytest.mark.parametrize(
-    "body", ["row['missing']", "5", "{'prompt': 5}", "{'prompt': [1]}", "{'prompt': '\\ud800'}", "{'a': 1}"]
+    "body",
+    [
+        "row['missing']",
+        "__import__('sys').exit()",
+        "5",
+        "{'prompt': 5}",
+        "{'prompt': [1]}",
+        "{'prompt': '\\ud800'}",
+        "{'a': 1}",
+    ],
 )
 def test_what_a_row_function_gets_wrong_is_a_row_error(write, tmp_path, body):
     name = write(f"def t(cfg):\n return lambda row: {body}")

@@ -1,6 +1,7 @@
 """A user's functions, called from a loop that must not stop."""
 
 import asyncio
+import sys
 import threading
 import time
 
@@ -28,6 +29,52 @@ def test_results_and_errors_come_back():
         run(calls(wrong, limit=1))
     with pytest.raises(RuntimeError, match="StopIteration"):
         run(calls(next, iter(()), limit=1))
+    calls.close()
+
+
+def test_code_that_ends_the_program_only_fails():
+    calls = OwnCalls()
+
+    async def leaves():
+        sys.exit(3)
+
+    async def leaves_in_a_task():
+        await asyncio.gather(leaves())
+
+    async def stays():
+        return "well"
+
+    def interrupts():
+        raise KeyboardInterrupt
+
+    for function, said in (
+        (sys.exit, r"sys\.exit\(\)"),
+        (lambda: sys.exit("bye"), r"sys\.exit\('bye'\)"),
+        (leaves, r"sys\.exit\(3\)"),
+        (leaves_in_a_task, r"sys\.exit\(3\)"),
+        (interrupts, "KeyboardInterrupt"),
+    ):
+        with pytest.raises(RuntimeError, match=said):
+            run(calls(function, limit=5))
+        assert run(calls(stays, limit=5)) == "well"
+    calls.close()
+
+
+def test_a_caller_that_is_cancelled_drops_its_call():
+    calls, dropped = OwnCalls(), threading.Event()
+
+    async def waits():
+        try:
+            await asyncio.sleep(60)
+        finally:
+            dropped.set()
+
+    async def gives_up():
+        await asyncio.wait_for(calls(waits, limit=60), 0.2)
+
+    with pytest.raises(TimeoutError):
+        run(gives_up())
+    assert dropped.wait(10)
     calls.close()
 
 

@@ -1,6 +1,7 @@
 import pytest
+import torch
 
-from upweight.methods import METHODS, Method
+from upweight.methods import METHODS, SFT, Method
 from upweight.settings import keys_of
 
 
@@ -32,6 +33,17 @@ def test_methods_are_one_level_below_the_framework(name):
     *shared, base = METHODS[name].__bases__
     assert base is Method
     assert all(one.__bases__ == (object,) for one in shared)
+
+
+def test_a_method_has_counts_and_a_loss_and_only_an_online_one_advantages():
+    class Half(Method):
+        def count(self, batch):
+            return {}
+
+    with pytest.raises(TypeError, match="loss"):
+        Half()
+    with pytest.raises(NotImplementedError, match="sft: only online methods"):
+        SFT().advantages(torch.zeros(1, 1), torch.zeros(1))
 
 
 def test_learning_rates_follow_the_kind_of_method():

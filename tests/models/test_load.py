@@ -208,3 +208,12 @@ def test_a_gguf_file_is_unpacked_into_plain_weights(tmp_path):
         with pytest.raises(UserError, match="Name a folder of safetensors"):
             load_model(section, torch.float32, adapter=AdapterSection(kind="qlora", load_in_4bit=True))
         model.to(torch.bfloat16)
+
+
+def test_arguments_of_loading_that_have_keys_of_their_own_are_refused(folder):
+    for name, key in (("dtype", "bf16"), ("torch_dtype", "bf16"), ("num_labels", "num_labels")):
+        with pytest.raises(UserError, match=f"model_kwargs: '{name}' is set by '{key}'"):
+            load_model(ModelSection(base_model=folder, load_options={name: 3}), torch.float32)
+    scaling = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
+    model = load_model(ModelSection(base_model=folder, load_options={"rope_scaling": scaling}), torch.float32)
+    assert model.config.rope_parameters["factor"] == 2.0

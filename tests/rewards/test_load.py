@@ -45,12 +45,15 @@ def test_classes_objects_and_closures_stay_here(tmp_path):
         "load_objects",
         "class Kind:\n    def __call__(self, completions, **kwargs):\n        return [1.0]\n"
         "class Needy:\n    def __init__(self, x): ...\n"
+        "class Leaving:\n    def __init__(self): raise SystemExit(3)\n"
         "made = Kind()\nclosed = (lambda: lambda completions: [1.0])()\n",
     )
     kinds = load_rewards(["load_objects.Kind", "load_objects.made"], tmp_path)
     assert [(reward.name, reward.runs) for reward in kinds] == [("Kind", "here"), ("Kind_2", "here")]
     with pytest.raises(UserError, match="a Needy cannot be made without arguments"):
         load_rewards(["load_objects.Needy"], tmp_path)
+    with pytest.raises(UserError, match=r"a Leaving cannot be made .* SystemExit: 3 \(load_objects\.py, line 7\)"):
+        load_rewards(["load_objects.Leaving"], tmp_path)
     partial = functools.partial(lambda scale, completions: [scale], 2.0)
     (reward,) = as_rewards(partial)
     assert (reward.name, reward.runs) == ("partial", "here")

@@ -3,10 +3,12 @@
 import pytest
 import torch
 
-from made_rollouts import online_trainer
+from made_rollouts import chat_model, online_trainer
+from made_tokenizers import byte_tokenizer
 from upweight.errors import UserError
 from upweight.methods import GRPO
 from upweight.rollout.custom import CustomRollout
+from upweight.types import Group, Sampling
 
 
 def text_rollout(model, processing_class, prompts, generation_config=None):
@@ -122,3 +124,19 @@ def test_errors_and_other_signatures_are_named(tmp_path):
         ran(tmp_path, failing)
     with pytest.raises(UserError, match=r"takes \(a\)\. Write it as"):
         CustomRollout(lambda a: a, "mine", torch.nn.Linear(1, 1), None)
+
+
+@pytest.mark.parametrize(("temperature", "sampled"), [(0.0, False), (0.7, True)])
+def test_a_text_function_is_told_to_sample_unless_the_temperature_is_zero(temperature: float, sampled: bool):
+    given = []
+
+    def write(model, processing_class, prompts, generation_config=None):
+        given.append(generation_config)
+        return [""] * len(prompts)
+
+    tokenizer = byte_tokenizer()
+    group = Group(0, {"prompt": "a"}, [5])
+    CustomRollout(write, "write", chat_model(tokenizer), tokenizer)([group], 2, Sampling(3, temperature), None)
+    (config,) = given
+    assert (config.do_sample, config.max_new_tokens) == (sampled, 3)
+    assert config.temperature == (0.7 if sampled else None)

@@ -1,3 +1,5 @@
+import contextlib
+
 import numpy as np
 import pytest
 import torch
@@ -24,7 +26,9 @@ def test_prompts_go_through_layers_that_are_compiled_for_any_length_and_touch_th
     asked = [(prompts, 2, Sampling(max_new_tokens=1, seed=0)) for prompts in drawn]
     asked += [(drawn[0], 2, Sampling(max_new_tokens=1, seed=0, temperature=heat)) for heat in (0.7, 0.9)]
     right = [sampler.generate(*call) for call in asked]
-    sampler._steps.begin = GraphSteps(sampler._decoder, compiled=True).begin
+    steps = GraphSteps(sampler._decoder, compiled=True)
+    steps._capturable.clear()
+    sampler._steps.begin = steps.begin
     found, counts = [], []
     for call in asked:
         found.append(sampler.generate(*call))
@@ -35,3 +39,28 @@ def test_prompts_go_through_layers_that_are_compiled_for_any_length_and_touch_th
     # the temperature, an epsilon or a scaling would be a tensor on the CPU
     assert not [value for values in graphs for value in values if isinstance(value, torch.Tensor) and value.dim() == 0]
     torch.compiler.reset()
+
+
+@pytest.mark.parametrize("error", [RuntimeError("made up"), torch.OutOfMemoryError("made up")])
+def test_prompts_are_read_without_a_graph_where_none_can_be_recorded_and_the_warning_names_them(error, monkeypatch):
+    @contextlib.contextmanager
+    def fails(graph, **options):
+        raise error
+        yield
+
+    warnings = []
+    monkeypatch.setattr("upweight.rollout.graphs.warn_once", warnings.append)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
+    monkeypatch.setattr(torch.cuda, "graph", fails)
+    sampler = InProcess(tiny("llama"), end_ids=())
+    call = ([[5, 6, 7], [8, 9, 10, 11]], 2, Sampling(max_new_tokens=1, seed=0))
+    right = sampler.generate(*call)
+    steps = GraphSteps(sampler._decoder, compiled=False)
+    sampler._steps.begin = steps.begin
+    found = sampler.generate(*call)
+    assert [[c.ids for c in group] for group in found] == [[c.ids for c in group] for group in right]
+    assert [line.partition(",")[0] for line in warnings] == [
+        "the prefill of LlamaForCausalLM cannot be recorded as a CUDA graph"
+    ]
+    assert steps._capturable == {"step"}

@@ -71,7 +71,7 @@ def test_log_probs_equal_the_training_forward(kind: str, adapted: bool):
         assert 2 not in completion.ids[:-1]
 
 
-@pytest.mark.parametrize("kind", ["llama", "mistral", "gemma2"])
+@pytest.mark.parametrize("kind", ["llama", "mistral", "gemma2", "mamba"])
 def test_greedy_completions_are_those_of_generate(kind: str):
     model = tiny(kind)
     out = InProcess(model).generate(PROMPTS, 1, Sampling(max_new_tokens=20, temperature=0.0))

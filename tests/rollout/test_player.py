@@ -1,6 +1,7 @@
 """Episodes played by scripted and sampled policies."""
 
 import asyncio
+import sys
 import threading
 import time
 
@@ -108,6 +109,15 @@ async def blocks(key: str) -> str:
     return key
 
 
+async def leaves(key: str) -> str:
+    """End the program.
+
+    Args:
+        key: anything.
+    """
+    sys.exit(f"no {key}")
+
+
 @pytest.mark.parametrize(
     ("call", "told"),
     [
@@ -115,15 +125,16 @@ async def blocks(key: str) -> str:
         ('<tool_call>{"name": "look", "arguments": {"kee": "x"}}</tool_call>', "look: missing a required argument"),
         ('<tool_call>{"name": "lok", "arguments": {}}</tool_call>', "there is no tool 'lok'. Did you mean 'look'?"),
         (CALL.replace("look", "raises"), "ValueError: no such key"),
+        (CALL.replace("look", "leaves"), "RuntimeError: the code called sys.exit('no x') (test_player.py, line "),
         (CALL.replace("look", "hangs"), "it took longer than 0.2 seconds"),
         (CALL.replace("look", "blocks"), "it took longer than 0.2 seconds"),
     ],
-    ids=["malformed", "wrong arguments", "unknown", "raises", "hangs", "blocks its loop"],
+    ids=["malformed", "wrong arguments", "unknown", "raises", "leaves", "hangs", "blocks its loop"],
 )  # fmt: skip
 def test_what_goes_wrong_with_a_call_is_told_to_the_policy(call, told):
     script = Script(tokenizer_for("qwen_25"), [call, "I give up"])
     began = time.monotonic()
-    (group,) = played(player(script, functions=[look, raises, hangs, blocks], limit=0.2), ROWS[:1], tokens=500)
+    (group,) = played(player(script, functions=[look, raises, leaves, hangs, blocks], limit=0.2), ROWS[:1], tokens=500)
     assert time.monotonic() - began < 30
     for one in group.completions:
         assert one.failure is None
@@ -151,6 +162,8 @@ class Faulty(Talk):
             raise RuntimeError(f"broken {place}")
         if self.fault == f"hang in {place}":
             time.sleep(60)
+        if self.fault == f"exit in {place}":
+            sys.exit()
 
     def step(self, text):
         self.break_at("step")
@@ -165,7 +178,7 @@ class Faulty(Talk):
             raise RuntimeError("broken close")
 
 
-@pytest.mark.parametrize("how", ["raise", "hang"])
+@pytest.mark.parametrize("how", ["raise", "hang", "exit"])
 @pytest.mark.parametrize("place", ["reset", "step", "get_reward"])
 def test_a_broken_environment_masks_its_sample_and_no_other(how, place):
     script = Script(tokenizer_for(), ["first answer", "second", "third"])
@@ -175,8 +188,8 @@ def test_a_broken_environment_masks_its_sample_and_no_other(how, place):
     assert time.monotonic() - began < 30
     failed = [one for one in group.completions if one.failure is not None]
     assert len(failed) == 2
-    reason = f"broken {place}" if how == "raise" else "took longer than 0.3 seconds"
-    assert all(reason in one.failure and one.ids == [] for one in failed)
+    reasons = {"raise": f"broken {place}", "hang": "took longer than 0.3 seconds", "exit": "the code called sys.exit()"}
+    assert all(reasons[how] in one.failure and one.ids == [] for one in failed)
     well = [one for one in group.completions if one.failure is None]
     assert all(one.finished and len(one.messages) == 5 for one in well)
 

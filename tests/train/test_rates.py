@@ -62,3 +62,12 @@ def test_a_rate_of_its_own_keeps_its_ratio_over_the_schedule(tmp_path):
     trainer.train()
     assert trainer.lr_scheduler.base_lrs[-1] == 0.2
     assert trainer.lr_scheduler.base_lrs[0] == 0.05
+
+
+def test_a_run_that_begins_keeps_the_rates_of_its_own_schedule(tmp_path):
+    trainer = trainer_for(OFFLINE["sft"], tmp_path)
+    optimizer = trainer.create_optimizer()
+    trainer.lr_scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=20)
+    first = optimizer.param_groups[0]["lr"]
+    trainer.train()
+    assert trainer.state.log_history[0]["learning_rate"] == pytest.approx(first)

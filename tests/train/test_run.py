@@ -135,7 +135,7 @@ def test_a_resumed_run_takes_its_new_learning_rate(model_folder, tmp_path):
     assert rates == pytest.approx([*before[:2], before[2] / 2, before[3] / 2])
 
 
-@pytest.mark.parametrize("key", ["optimizer=sgd", "adapter=lora"])
+@pytest.mark.parametrize("key", ["optimizer=sgd", "adapter=lora", "tokens=[new]"])
 def test_a_run_is_not_resumed_with_what_its_checkpoints_cannot_hold(key, model_folder, tmp_path):
     file = write_config(tmp_path, model_folder, max_steps=1)
     run(file)
@@ -143,6 +143,23 @@ def test_a_run_is_not_resumed_with_what_its_checkpoints_cannot_hold(key, model_f
     with pytest.raises(UserError, match=f"resume: {key.split('=')[0]}.*set otherwise"):
         train(other, resume=True)
     assert changed_keys(load_config(file), tmp_path / "out") == []
+
+
+def test_what_a_checkpoint_of_another_folder_holds_is_said_by_the_run_that_wrote_it(model_folder, tmp_path):
+    file = write_config(tmp_path, model_folder, max_steps=1)
+    run(file)
+    elsewhere = [f"output_dir={tmp_path}/other", f"resume_from_checkpoint={tmp_path}/out/checkpoint-1"]
+    with pytest.raises(UserError, match="resume: optimizer set otherwise"):
+        train(load_config(file, [*elsewhere, "optimizer=sgd"]))
+    assert not (tmp_path / "other" / "config.yaml").exists()
+
+
+def test_a_rate_that_a_schedule_has_reduced_is_not_set_anew(model_folder, tmp_path):
+    keys = {"lr_scheduler": "reduce_lr_on_plateau", "val_set_size": 0.5, "eval_steps": 1}
+    file = write_config(tmp_path, model_folder, max_steps=1, **keys)
+    run(file)
+    with pytest.raises(UserError, match=r"resume: learning_rate set otherwise.*reduce_lr_on_plateau"):
+        train(load_config(file, ["learning_rate=0.1"]), resume=True)
 
 
 def test_a_folder_that_another_run_writes_to_is_refused(model_folder, tmp_path):

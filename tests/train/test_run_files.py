@@ -1,6 +1,7 @@
 """What the files of a run say about its process."""
 
 import os
+import shutil
 import subprocess
 import sys
 
@@ -23,3 +24,19 @@ def test_another_process_with_the_number_of_one_that_is_gone_is_told_from_it():
     assert begun is not None
     assert is_alive(os.getpid(), begun)
     assert not is_alive(os.getpid(), str(int(begun) - 1))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere no file says when a process began")
+def test_a_process_whose_name_is_cut_inside_a_character_has_begun(tmp_path):
+    sleeper = tmp_path / ("\u00e9" * 8)  # of its 16 bytes the system keeps 15
+    shutil.copy(shutil.which("sleep") or "", sleeper)
+    with subprocess.Popen([sleeper, "5"]) as child:
+        begun = begun_at(child.pid)
+        assert begun is not None
+        assert is_alive(child.pid, begun)
+        child.kill()
+
+
+def test_a_live_process_of_which_nothing_can_be_read_is_alive(monkeypatch):
+    monkeypatch.setattr("upweight.train.run_files._standing", lambda _: (None, None))
+    assert is_alive(os.getpid(), "55")

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from upweight.cli.score import lines_of, row_of, text_of
+from upweight.cli.score import lines_of, row_of, text_of, utf8_from
 from upweight.cli.trained import as_trained, trained
 from upweight.data.rows import RowError
 from upweight.errors import UserError
@@ -65,14 +65,18 @@ def _read(file: Path | None) -> dict[str, dict[str, Any]]:
     """Rows of a file or of standard input by their places: each line a JSON object, or each the text of a prompt."""
     if file is None and sys.stdin.isatty():
         print("Prompts, one on each line; Ctrl-D ends.", file=sys.stderr)
-    text = sys.stdin.read() if file is None else text_of(file)
     name = file or "stdin"
-    lines = lines_of(text, name)
+    lines = lines_of(_stdin() if file is None else text_of(file), name)
     if not lines:
         raise UserError(f"{name}: there is no prompt in it")
     if not next(iter(lines.values())).lstrip().startswith("{"):
         return {place: {"prompt": line} for place, line in lines.items()}
     return {place: row_of(line, place, ", as the first line seems to be") for place, line in lines.items()}
+
+
+def _stdin() -> str:
+    with utf8_from("stdin"):
+        return sys.stdin.buffer.read().decode("utf-8")  # in the C locale, sys.stdin itself lets any byte through
 
 
 def _encoded(writer: Writer, row: Mapping[str, Any], place: str) -> list[int]:
@@ -118,7 +122,9 @@ def _chat(writer: Writer, sampling: Sampling, seed: int) -> None:
 
 def _line() -> str | None:
     try:
-        return input("> " if sys.stdin.isatty() else "")
+        with utf8_from("stdin"):
+            line = input("> " if sys.stdin.isatty() else "")
+            return line.encode("utf-8", "surrogateescape").decode("utf-8")  # which input() may have let through as well
     except EOFError:
         return None
 

@@ -2,6 +2,8 @@
 
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -41,10 +43,17 @@ def text_of(file: Path) -> str:
     """What a file says."""
     if not file.is_file():
         raise UserError(f"{file}: there is no such file")
-    try:
+    with utf8_from(file):
         return file.read_text(encoding="utf-8")
+
+
+@contextmanager
+def utf8_from(name: object) -> Iterator[None]:
+    """Say where text comes from that cannot be decoded."""
+    try:
+        yield
     except UnicodeDecodeError as error:
-        raise UserError(f"{file}: is not UTF-8 text. Save it as UTF-8.") from error
+        raise UserError(f"{name}: is not UTF-8 text. Save it as UTF-8.") from error
 
 
 def lines_of(text: str, name: object) -> dict[str, str]:

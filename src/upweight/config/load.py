@@ -102,8 +102,9 @@ def _where_it_belongs(path: str, value: Any) -> str:
     own = "".join(f"; with 'rl: {rl}' it is '{rl}_{name}'" for rl in METHODS if f"{rl}_{name}" in known)
     if homes:
         return f"belongs {' or '.join(homes)}{own}"
-    siblings = [other.rpartition(".")[2] for other in known if other.rpartition(".")[0] == block]
-    acting = [other for other in siblings if other not in SATISFIED]
+    beside = [other for other in known if other.rpartition(".")[0] == block]
+    siblings = [other.rpartition(".")[2] for other in beside]
+    acting = [other.rpartition(".")[2] for other in beside if other not in SATISFIED]
     if near := closest(name, acting, cutoff=0.7) or closest(name, siblings, cutoff=0.7):
         return f"unknown key. Did you mean '{near}'?"
     elsewhere = closest(name, (other.rpartition(".")[2] for other in known), cutoff=0.75)

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from upweight.config.data import OWN_TEMPLATES
-from upweight.config.peers import ATTENTION_SWITCHES, OFF, PLUGINS, RENAMED, ROW_RENAMED
+from upweight.config.peers import ATTENTION_SWITCHES, OFF, OTHER_NAMES, PLUGINS, RENAMED, ROW_RENAMED
 from upweight.config.yaml_file import copy_tree
 
 OTHER_ATTENTION = ("xformers", "sage", "fp8", "varlen", "flash_attention_4")
@@ -29,8 +29,10 @@ def modernise(content: dict[Any, Any], findings: Findings) -> dict[Any, Any]:
     content = copy_tree(content)
     _fsdp(content, findings)
     for old, new in RENAMED.items():
-        if old != "lr" or not isinstance(content.get(old), str):  # `lr: dpo` is a slip for `rl: dpo`
-            _rename(content, old, new, findings)
+        _rename(content, old, new, findings)
+    for theirs, ours in OTHER_NAMES.items():
+        if theirs != "lr" or not isinstance(content.get(theirs), str):  # `lr: dpo` is a slip for `rl: dpo`
+            _rename(content, theirs, ours, findings, deprecated=False)
     for key, values in OFF.items():
         if type(content.get(key)) in (int, float) and content[key] in values:
             del content[key]
@@ -69,17 +71,17 @@ def _fsdp(content: dict[Any, Any], findings: Findings) -> None:
     _rename(content, "fsdp_config.sharding_strategy", "fsdp_config.reshard_after_forward", findings)
 
 
-def _rename(content: dict[Any, Any], old: str, new: str, findings: Findings) -> None:
+def _rename(content: dict[Any, Any], old: str, new: str, findings: Findings, *, deprecated: bool = True) -> None:
     holder, name = _holder(content, old)
     if name not in holder:
         return
     value = holder.pop(name)
     if value is None:
         return
-    findings.notices.append(f"{old}: is now called '{new}'")
+    findings.notices.append(f"{old}: is now called '{new}'" if deprecated else f"{old}: is called '{new}' here")
     target, new_name = _holder(content, new, make=True)
     if target.get(new_name) not in (None, value):
-        findings.errors.append(f"{old}: contradicts '{new}', which is its new name. Keep only '{new}'.")
+        findings.errors.append(f"{old}: contradicts '{new}', which means the same. Keep only '{new}'.")
     target[new_name] = value
 
 

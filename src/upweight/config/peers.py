@@ -52,11 +52,15 @@ RENAMED: dict[str, str] = {
     "evaluation_strategy": "eval_strategy",
     "sequence_parallel_degree": "context_parallel_size",
     "dataset_processes": "dataset_num_proc",
-    "max_prompt_len": "max_prompt_length",
     "fsdp_final_state_dict_type": "fsdp_config.final_state_dict_type",
     "fsdp_config.cpu_offload": "fsdp_config.offload_params",
     "trl.vllm_guided_decoding_regex": "trl.vllm_structured_outputs_regex",
     "trl.vllm_max_model_len": "trl.vllm_max_model_length",
+}
+
+# What others call a key -> what it is called here.
+OTHER_NAMES: dict[str, str] = {
+    "max_prompt_len": "max_prompt_length",
     "dpo_ld_alpha": "ld_alpha",
     "adam_eps": "adam_epsilon",
     "epochs": "num_epochs",
@@ -81,7 +85,7 @@ ATTENTION_SWITCHES: dict[str, str] = {
     "eager_attention": "eager",
 }
 
-# The same for an entry of `datasets`.
+# Deprecated spelling in an entry of `datasets`.
 ROW_RENAMED: dict[str, str] = {"conversation": "chat_template", "train_on_split": "split"}
 
 # Values that say "off" for keys whose numbers start at 1.

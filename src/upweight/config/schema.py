@@ -9,7 +9,7 @@ from pydantic.fields import FieldInfo
 from upweight.config.config import SECTIONS, general_keys, how_to_choose, method_keys
 from upweight.config.data import DatasetRow, UserFormat
 from upweight.config.explain import describe
-from upweight.config.peers import ATTENTION_SWITCHES, HOLDS, NOT_HERE, RENAMED, SATISFIED
+from upweight.config.peers import ATTENTION_SWITCHES, HOLDS, NOT_HERE, OTHER_NAMES, RENAMED, SATISFIED
 from upweight.config.rollout import GymDataset
 from upweight.methods import METHODS
 from upweight.settings import Key, Section, keys_of
@@ -143,7 +143,10 @@ def _peers() -> list[str]:
     lines += ["", "### Renamed", "", "| old | new |", "|---|---|"]
     lines += [f"| `{old}` | `{new}` |" for old, new in RENAMED.items()]
     lines += [f"| `{old}: true` | `attn_implementation: {new}` |" for old, new in ATTENTION_SWITCHES.items()]
-    return [*lines, "| `fsdp_config.fsdp_*` | `fsdp_config.*` |", "", "### Refused by name", "", *_by_reason(NOT_HERE)]
+    lines += ["| `fsdp_config.fsdp_*` | `fsdp_config.*` |"]
+    lines += ["", "### Called otherwise here", "", "| there | here |", "|---|---|"]
+    lines += [f"| `{theirs}` | `{ours}` |" for theirs, ours in OTHER_NAMES.items()]
+    return [*lines, "", "### Refused by name", "", *_by_reason(NOT_HERE)]
 
 
 def _by_reason(listed: dict[str, str]) -> list[str]:

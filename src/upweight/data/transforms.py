@@ -42,7 +42,7 @@ def load_function(path: str, folder: Path, key: str) -> Callable[..., Any]:
                 f"{' or '.join(map(str, roots))}, and no installed package of that name.{near}"
             ) from error
         raise UserError(f"{key}: '{path}' cannot be imported: {error}. Install '{error.name}' first.") from error
-    except Exception as error:  # importing runs foreign code
+    except (Exception, SystemExit) as error:  # importing runs foreign code
         raise UserError(f"{key}: '{path}' cannot be imported: {described(error)}") from error
     function = getattr(module, name, None)
     if not callable(function):
@@ -89,7 +89,7 @@ class Transform:
         try:
             with redirect_stdout(sys.stderr):
                 return function(cfg, dataset_idx=dataset_idx) if takes_index else function(cfg)
-        except Exception as error:  # foreign code
+        except (Exception, SystemExit) as error:  # foreign code
             raise UserError(f"datasets.type: '{self.name}' failed: {described(error)}") from error
 
     def __call__(self, row: Row) -> list[dict[str, Any]]:
@@ -98,7 +98,7 @@ class Transform:
         try:
             with redirect_stdout(sys.stderr):  # what a user prints must not mix with rows that are shown
                 made = self.row_function(given, **self.extra)
-        except Exception as error:  # foreign code
+        except (Exception, SystemExit) as error:  # foreign code
             expected = f"a row that this transform can read; it failed with {described(error)}"
             raise RowError(self.name, expected) from error
         if made is None:

@@ -4,7 +4,7 @@ import asyncio
 import inspect
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -29,18 +29,20 @@ class OwnCalls:
         call = partial(function, *arguments, **named)
         done: Future[Any] = Future()
         if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None)):  # noqa: B004
-            done = self._loop.start(call())
+            done = self._loop.start(_awaited(call))
         else:
             self._jobs.put(partial(_settle, call, done))
             if not self._free.acquire(blocking=False):
                 # A daemon: threads cannot be ended, and one that hangs must not keep the program from ending.
                 threading.Thread(target=self._work, name="environments", daemon=True).start()
         waited = asyncio.wrap_future(done)
-        await asyncio.wait({waited}, timeout=limit)
-        if not waited.done():
-            waited.cancel()
-            raise TooSlow(f"it took longer than {limit:g} seconds")
-        return waited.result()
+        try:
+            await asyncio.wait({waited}, timeout=limit)
+            if not waited.done():
+                raise TooSlow(f"it took longer than {limit:g} seconds")
+            return waited.result()
+        finally:
+            waited.cancel()  # else an answer that comes late would be handed to a loop that may be closed by then
 
     def _work(self) -> None:
         # Forever: a program started with PR_SET_PDEATHSIG (`bwrap --die-with-parent`) dies with the thread.
@@ -49,7 +51,7 @@ class OwnCalls:
             self._free.release()
 
     def close(self) -> None:
-        """End the loop once it is free."""
+        """Stop the loop; what is under way is dropped."""
         self._loop.close()
 
 
@@ -58,9 +60,24 @@ def _settle(call: Callable[[], Any], done: "Future[Any]") -> None:
         return
     try:
         result = call()
-    except StopIteration as error:  # which asyncio does not hand on
-        done.set_exception(RuntimeError("StopIteration").with_traceback(error.__traceback__))
+    except (StopIteration, SystemExit, KeyboardInterrupt) as error:
+        done.set_exception(_for_asyncio(error))
     except BaseException as error:  # foreign code: handed to whoever waits
         done.set_exception(error)
     else:
         done.set_result(result)
+
+
+async def _awaited(call: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+    try:
+        return await call()
+    except (SystemExit, KeyboardInterrupt) as error:
+        raise _for_asyncio(error) from error
+
+
+def _for_asyncio(error: BaseException) -> RuntimeError:
+    """An error that asyncio would not hand on, or would end its loop with, as one like any other of the code."""
+    said = type(error).__name__
+    if isinstance(error, SystemExit):
+        said = f"the code called sys.exit({'' if error.code is None else repr(error.code)})"
+    return RuntimeError(said).with_traceback(error.__traceback__)

@@ -1,5 +1,6 @@
 """What every training method is: its settings, what it needs, and pure functions from log-probs to sums."""
 
+from abc import ABC, abstractmethod
 from typing import ClassVar, Literal
 
 import torch
@@ -9,7 +10,7 @@ from upweight.settings import Section
 from upweight.types import Batch, Loss, Mean, Outputs, Sample
 
 
-class Method(Section):
+class Method(Section, ABC):
     """One training method. Nothing in it divides by a count, talks to other ranks or reads a value off the device."""
 
     name: ClassVar[str]
@@ -40,13 +41,13 @@ class Method(Section):
         """Whether `loss` reads what `prepare` made of the whole step."""
         return False
 
+    @abstractmethod
     def count(self, batch: Batch) -> dict[str, Tensor]:
         """Units this batch adds to the global denominators; known before any forward.
 
         A unit named `rollout_...` is averaged over the optimizer steps of one generation batch, the others belong
         to their own step.
         """
-        raise NotImplementedError
 
     def contributes(self, sample: Sample) -> bool:
         """Whether a sample can move the gradient; one that cannot need not be forwarded."""
@@ -60,13 +61,13 @@ class Method(Section):
         """What `loss` needs to know about the whole step, from what `collect` gathered."""
         return {}
 
+    @abstractmethod
     def loss(self, out: Outputs, batch: Batch, prepared: dict[str, Tensor]) -> Loss:
         """Loss terms of this batch, summed by unit."""
-        raise NotImplementedError
 
     def advantages(self, rewards_SR: Tensor, group_S: Tensor) -> Tensor:
         """One advantage for each sequence of a whole generation batch (online methods); a NaN reward does not apply."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{self.name}: only online methods have advantages")
 
 
 def sequence_sum(values_T: Tensor, batch: Batch) -> Tensor:

@@ -16,8 +16,10 @@ import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
+# Beyond FEW_ROWS the weights would be read again for each further tile of rows. A product of few multiplications is
+# bound by its launches instead, so that one launch wins up to _MOST_ROWS: `python -m bench.gpu_kernels` prints it.
 FEW_ROWS, MOST_RANK, MOST_LAYERS = 64, 64, 3
-_MOST_ROWS, _SMALL = 512, 3_000_000_000  # of rows, and of multiplications in a product that is small for its launches
+_MOST_ROWS, _MOST_MULTIPLICATIONS = 512, 3_000_000_000
 LEAST_GATED = 4096  # outputs below which the tiles of a gated product would not fill a GPU
 _ROWS, _DEPTH, _GATED_DEPTH = 64, 128, 64
 _WIDE = 4096  # inputs or outputs from which on a tile has twice the columns
@@ -27,7 +29,7 @@ _MOST_PARTS = 8
 
 def most_rows(depth: int, width: int) -> int:
     """Up to how many rows a layer of this width is faster here than by torch's products, measured on an H200."""
-    return max(FEW_ROWS, min(_MOST_ROWS, _SMALL // (depth * width)))
+    return max(FEW_ROWS, min(_MOST_ROWS, _MOST_MULTIPLICATIONS // (depth * width)))
 
 
 @torch.library.custom_op("upweight::few_rows_linears", mutates_args=())

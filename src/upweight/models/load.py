@@ -24,6 +24,11 @@ AUTO_CLASSES: dict[Head, str] = {
 }
 CLASSES: dict[Head, int] = {"sequence_score": 1, "step_score": 2}
 FRESH_HEADS = ("score", "classifier")
+HAVE_KEYS = {  # arguments of `from_pretrained`, and what they are set by
+    **dict.fromkeys(("dtype", "torch_dtype"), "'bf16' or 'fp16'"),
+    "num_labels": "'num_labels'",
+    "config": "'model_config'",
+}
 
 
 def compute_dtype(section: ModelSection, device: torch.device) -> torch.dtype:
@@ -65,8 +70,8 @@ def load_model(
     config = config_with_head(section, head)
     if tokenizer is not None:
         config.get_text_config().pad_token_id = tokenizer.pad_token_id
-    options: dict[str, Any] = {**_hub_options(section), **section.load_options}
-    for name in (options.keys() & config.to_dict().keys()) - {"quantization_config", "dtype"}:
+    options: dict[str, Any] = {**_hub_options(section), **_load_options(section)}
+    for name in [name for name in options if hasattr(config, name) and name != "quantization_config"]:
         setattr(config, name, options.pop(name))  # as `from_pretrained` does where it is given no config
     if gguf_file is not None:
         options |= _dequantised(gguf_file)
@@ -102,6 +107,14 @@ def load_model(
     if tokenizer is not None:
         fit_vocabulary(model, tokenizer, section)
     return model
+
+
+def _load_options(section: ModelSection) -> dict[str, Any]:
+    """Further arguments of `from_pretrained`, without those that have a key of their own."""
+    for name, key in HAVE_KEYS.items():
+        if name in section.load_options:
+            raise UserError(f"model_kwargs: {name!r} is set by {key}. Remove it here.")
+    return section.load_options
 
 
 def load_config(section: ModelSection) -> PreTrainedConfig:

@@ -58,12 +58,14 @@ def _lora_forward(self: LoraLinear, x: Tensor, *args: Any, **kwargs: Any) -> Ten
 
 
 def is_few(x_ND: Tensor, width: int) -> bool:
-    """Whether rows are as few as in decoding, where a product of this width takes as long as reading its weight."""
-    return few_rows is not None and is_sampled(x_ND) and x_ND.shape[0] <= few_rows.most_rows(x_ND.shape[1], width)
+    """Whether rows are so few that our kernel, by measurement, computes a product of this width sooner than torch."""
+    if few_rows is None or not is_half_inference(x_ND):
+        return False
+    return x_ND.shape[0] <= few_rows.most_rows(x_ND.shape[1], width)
 
 
-def is_sampled(x_ND: Tensor) -> bool:
-    """Whether rows lie on a GPU in half precision and have no gradients."""
+def is_half_inference(x_ND: Tensor) -> bool:
+    """Whether rows lie on a GPU in half precision and have no gradients, as in sampling."""
     return x_ND.is_cuda and x_ND.dtype != torch.float32 and not torch.is_grad_enabled()
 
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor, nn
 
-from upweight.models.patches import few_rows, is_few, is_sampled, plain_adapter
+from upweight.models.patches import few_rows, is_few, is_half_inference, plain_adapter
 
 _SIBLINGS = ("q_proj", "k_proj", "v_proj")
 
@@ -60,7 +60,8 @@ def side_by_side(x: Tensor, layers: list[Any]) -> Tensor | None:
     if few_rows is None or parts is None:
         return None
     weights, biases, downs, ups, scalings = parts
-    width = sum(map(len, weights)) // (len(weights) if downs else 1)  # each adapter saves launches of its own
+    # Apart, each layer with an adapter would cost two more launches, so there the limit holds for each layer.
+    width = sum(map(len, weights)) // (len(weights) if downs else 1)
     if len(biases) not in (0, len(layers)) or not is_few(x_ND, width):
         return None
     return few_rows.few_rows_linears(x_ND, weights, biases, downs, ups, scalings).view(*x.shape[:-1], -1)
@@ -74,7 +75,8 @@ def gated_product(x: Tensor, gate: Any, up: Any) -> Tensor | None:
         return None
     weights, biases, downs, ups, scalings = parts
     few = x_ND.shape[0] <= few_rows.FEW_ROWS
-    if biases or not (len(weights[0]) >= few_rows.LEAST_GATED if few else downs):
+    fills_gpu, adapted = len(weights[0]) >= few_rows.LEAST_GATED, bool(downs)
+    if biases or not (fills_gpu if few else adapted):
         return None
     if few:
         out_NF = few_rows.few_rows_gated(x_ND, weights, downs, ups, scalings)
@@ -89,7 +91,7 @@ def _parts(
     x_ND: Tensor, layers: list[Any]
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[float]] | None:
     """Weights, biases, and adapters of layers; None in training, where a layer is not plain, or they are not alike."""
-    if few_rows is None or not is_sampled(x_ND):
+    if few_rows is None or not is_half_inference(x_ND):
         return None
     found: list[Any] = []
     for layer in layers:

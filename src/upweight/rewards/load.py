@@ -132,7 +132,7 @@ def _of_function(function: Callable[..., Any], key: str, source: Source | None) 
 def _object_of(kind: type, key: str) -> Any:
     try:
         made: Any = kind()
-    except Exception as error:  # foreign code
+    except (Exception, SystemExit) as error:  # foreign code
         raise UserError(f"{key}: a {kind.__name__} cannot be made without arguments: {described(error)}") from error
     if not callable(made):
         raise UserError(f"{key}: objects of {kind.__name__} cannot be called; give the class a __call__.")

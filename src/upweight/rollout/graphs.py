@@ -87,7 +87,7 @@ class GraphSteps:
         self._graphs: OrderedDict[Any, torch.cuda.CUDAGraph] = OrderedDict()
         self._recorded: Any = None
         self._pool: Any = None
-        self._capturable = {"prefill", "step"} if decoder.device.type == "cuda" else set[str]()
+        self._capturable = {"prefill", "step"}
         self._layers: dict[str, dict[nn.Module, Callable[..., Any]]] = {}
         self._compiled = compiled
         if compiled:
@@ -185,10 +185,11 @@ class GraphSteps:
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 work()
         except RuntimeError as error:
+            # Also when memory runs out: without a graph this work fitted just now, and a graph keeps memory of its own.
             self._capturable.discard(key[0])
             warn_once(
-                f"{type(self._decoder.base).__name__} cannot be recorded as a CUDA graph, so sampling launches every "
-                f"kernel anew: {str(error).splitlines()[0]}"
+                f"the {key[0]} of {type(self._decoder.base).__name__} cannot be recorded as a CUDA graph, so it "
+                f"launches every kernel anew: {str(error).splitlines()[0]}"
             )
             return
         self._graphs[key] = graph

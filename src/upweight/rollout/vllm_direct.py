@@ -145,7 +145,7 @@ class DirectTransport(WeightTransport):
             await reset_prefixes(link)
         except Refused as error:
             raise UserError(_not_prepared(link.url, self.road.name, error)) from None
-        except Exception:
+        except Exception:  # whatever it was, it left the server and the road amid an update
             self._met = None
             self.road.part()
             with contextlib.suppress(Failed, Refused):  # else the server waits for the rest, and takes nothing new
@@ -206,7 +206,7 @@ async def _beside(asked: Any, work: Callable[[], T]) -> T:
     def run() -> None:
         try:
             found.set_result(work())
-        except Exception as error:
+        except Exception as error:  # else lost with the thread, and whoever waits would wait forever
             found.set_exception(error)
 
     threading.Thread(target=run, name="vllm-nccl", daemon=True).start()

@@ -68,7 +68,8 @@ class RatesAsSet(TrainerCallback):
         every, schedule = kwargs["optimizer"].param_groups, kwargs["lr_scheduler"]
         rates = self._rates if len(every) == len(self._rates) else self._used  # DeepSpeed drops empty groups
         pairs = list(zip(every, rates, strict=True))
-        if all(group.get("initial_lr", rate) == rate for group, rate in pairs):
+        begins = state.global_step == 0  # with the schedule's own, which may not be these
+        if begins or all(group.get("initial_lr", rate) == rate for group, rate in pairs):
             return
         for group, rate in pairs:
             group["lr"] *= rate / group["initial_lr"] if group["initial_lr"] else 0.0

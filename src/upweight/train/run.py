@@ -65,8 +65,9 @@ from upweight.train.zero import fit_to_ranks, partitioned_at_once, partitions_we
 
 def train(config: Config, *, resume: bool = False, watchers: Sequence[TrainerCallback] = ()) -> None:
     """Train what a config describes and write the run folder; `watchers` look on."""
-    trainer = build(config, resume=resume, trains=True)
     folder, stop = Path(config.run.output_dir), StopOnSignal()
+    refuse_busy(folder)
+    trainer = build(config, resume=resume, trains=True)
     for callback in (*_callbacks(config, trainer, stop), *watchers):
         trainer.add_callback(callback)
     checkpoint = as_rank_zero_says(_begin(config, folder, resume) if trainer.is_world_process_zero() else None)
@@ -298,13 +299,12 @@ def _resumes_shards(config: Config, resume: bool) -> bool:
 
 def _begin(config: Config, folder: Path, resume: bool) -> Path | None:
     """Bring the run folder to where the run begins: at a checkpoint, or empty of what an earlier run left."""
-    refuse_busy(folder)
     checkpoint = _checkpoint(config, resume)
     if resume and checkpoint is None:
         logger.warning("warning: %s has no whole checkpoint; starting anew", folder)
     step = (step_of(checkpoint) or 0) if checkpoint else 0
-    changed = changed_keys(config, folder) if checkpoint else []
-    refuse_other_weights(changed, checkpoint)
+    changed = changed_keys(config, checkpoint.parent) if checkpoint else []
+    refuse_other_weights(changed, checkpoint, config.optim.scheduler)
     if changed:
         logger.warning("warning: %s set otherwise than when the run began", ", ".join(changed))
     write_config(config, folder)

@@ -38,7 +38,8 @@ def is_alive(pid: object, begun: str | None = None) -> bool:
     except OSError:  # it is there, and another user's
         pass
     state, since = _standing(pid)
-    return state != "Z" and begun in (None, since)  # one that has ended stays until its parent asks for it
+    same = since is None or begun in (None, since)
+    return state != "Z" and same  # one that has ended stays until its parent asks for it
 
 
 def begun_at(pid: int) -> str | None:
@@ -49,7 +50,7 @@ def begun_at(pid: int) -> str | None:
 def _standing(pid: int) -> tuple[str | None, str | None]:
     """A process's state and when it began, where the system has a file that says so."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
     except OSError:
         return None, None
     return fields[0], fields[19]

@@ -19,7 +19,8 @@ from upweight.train.run_files import CONFIG, METRICS, metrics_of, write_text
 TRAINED = (  # keys that say which weights are trained, and what is kept of each
     *("adapter", "lora_r", "lora_rank_pattern", "lora_target_modules", "lora_target_linear", "lora_target_parameters"),
     *("lora_modules_to_save", "peft_layers_to_transform", "peft_layers_pattern", "peft_use_dora"),
-    *("unfrozen_parameters", "reward_model", "process_reward_model", "optimizer"),
+    *("peft_init_lora_weights", "unfrozen_parameters", "reward_model", "process_reward_model", "optimizer"),
+    *("tokens", "resize_token_embeddings_to_32x"),  # not base_model, whose folder may have moved
 )
 FOLDED = ("batch_size",)  # keys whose value has become that of another
 
@@ -40,8 +41,13 @@ def changed_keys(config: Config, folder: Path) -> list[str]:
     return [key for key in {**before, **now} if before.get(key) != now.get(key) and key not in paths]
 
 
-def refuse_other_weights(changed: Iterable[str], checkpoint: Path | None) -> None:
-    """Stop where a run would go on with other weights, or another optimizer, than its checkpoint holds."""
+def refuse_other_weights(changed: Iterable[str], checkpoint: Path | None, scheduler: str) -> None:
+    """Stop where a run would go on with other weights, optimizer or rate than its checkpoint holds."""
+    if "learning_rate" in changed and scheduler == "reduce_lr_on_plateau":
+        raise UserError(
+            f"resume: learning_rate set otherwise than when the run began, and with 'reduce_lr_on_plateau' the rate is "
+            f"what {checkpoint} says it has come to. Set it as in the run's config.yaml, or begin a new run."
+        )
     if keys := [key for key in changed if key in TRAINED]:
         raise UserError(
             f"resume: {', '.join(keys)} set otherwise than when the run began, and {checkpoint} holds what was trained "

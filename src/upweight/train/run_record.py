@@ -34,7 +34,7 @@ def refuse_busy(folder: Path) -> None:
         record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return
-    pid = record["pid"] if record.get("state") == "running" and record.get("machine") == this_machine() else None
+    pid = record.get("pid") if record.get("state") == "running" and record.get("machine") == this_machine() else None
     if pid != os.getpid() and is_alive(pid, record.get("begun")):
         raise UserError(
             f"output_dir: process {pid} is training into {folder}. Wait for it, end it, or name another folder; "
@@ -64,7 +64,7 @@ def recorded(folder: Path, about: Mapping[str, Any], *, writes: bool) -> Iterato
     except UserError as error:
         end = {"state": "failed", "message": str(error)}
         raise
-    except BaseException as error:
+    except BaseException as error:  # what is not caught would be recorded as done
         end = {"state": "failed", "message": f"{type(error).__name__}: {error}"}
         raise
     finally:
@@ -78,5 +78,5 @@ def report_on(folder: Path) -> None:
         return
     try:
         logger.info("report: %s", write_report([folder]))
-    except Exception as error:
+    except Exception as error:  # it reads whatever files a run left, and would hide the error that ended the run
         logger.warning("warning: the report could not be written: %r", error)

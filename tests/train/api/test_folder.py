@@ -1,6 +1,7 @@
 """What the run of a script leaves: the folder that `upweight report` and `doctor` read."""
 
 import json
+import os
 
 import pytest
 from peft import LoraConfig
@@ -8,8 +9,10 @@ from transformers import TrainerCallback
 
 from parity_script import ROWS, TEMPLATE, made_tokenizer, said, write_model
 from upweight import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer
+from upweight.errors import UserError
 from upweight.train.check_run import check_run
 from upweight.train.report.run import RunReader
+from upweight.train.run_files import begun_at, this_machine
 
 COMMON = {"logging_steps": 1, "report_to": "none", "disable_tqdm": True, "per_device_train_batch_size": 4}
 PROMPTS = [{"prompt": said("user", f"{number} + 1?")} for number in range(6)]
@@ -92,3 +95,13 @@ def test_a_training_that_fails_says_so(folder):
     with pytest.raises(ValueError, match="broken callback"):
         trainer.train()
     assert (read(folder)["state"], read(folder)["message"]) == ("failed", "ValueError: broken callback")
+
+
+def test_a_script_does_not_train_into_the_folder_of_a_process_that_does(folder):
+    (folder / "out").mkdir()
+    other = os.getppid()
+    record = {"state": "running", "pid": other, "begun": begun_at(other), "machine": this_machine()}
+    (folder / "out" / "run.json").write_text(json.dumps(record))
+    with pytest.raises(UserError, match=f"output_dir: process {other} is training into"):
+        dpo(folder).train()
+    assert json.loads((folder / "out" / "run.json").read_text()) == record

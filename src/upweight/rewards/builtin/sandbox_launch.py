@@ -198,7 +198,7 @@ def in_child(action: Callable[[], None]) -> int:
         die_with_parent()
         try:
             action()
-        except Exception as error:
+        except Exception as error:  # whatever it is, this copy must end below, and never go on as its parent would
             print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
         os._exit(SETUP_FAILED)
     status = os.waitpid(child, 0)[1]

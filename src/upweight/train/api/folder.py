@@ -13,7 +13,7 @@ from upweight.train.api.grpo_config import GRPOConfig
 from upweight.train.completions import cut_completions
 from upweight.train.health import HealthWatch
 from upweight.train.run_folder import MetricsFile, cut_metrics, put_section
-from upweight.train.run_record import about, recorded
+from upweight.train.run_record import about, recorded, refuse_busy
 from upweight.train.trainer import MethodTrainer
 
 
@@ -21,6 +21,8 @@ from upweight.train.trainer import MethodTrainer
 def recording(trainer: MethodTrainer, args: MethodArguments) -> Iterator[None]:
     """Keep metrics, verdicts and the record of one training by a script's trainer, and write its report."""
     folder = Path(args.output_dir or ".")
+    if trainer.is_world_process_zero():  # which alone writes the record, so that the others would find its own
+        refuse_busy(folder)
     callbacks = [_Fresh(folder), MetricsFile(folder), HealthWatch(folder)]
     for callback in callbacks:
         trainer.add_callback(callback)

@@ -137,10 +137,7 @@ def parts_for(
 ) -> dict[str, Any]:
     """The arguments of MethodTrainer, from those of a script."""
     _refuse(model, args, ref_model, peft_config)
-    require_kind("callbacks", callbacks, list | tuple, "a list of TrainerCallback")
-    require_kind("optimizers", optimizers, tuple | list, "(optimizer, scheduler), either of them None")
-    require_kind("formatting_func", formatting_func, Callable, "a function of a row")
-    require_kind("model_init_kwargs", args.model_init_kwargs, Mapping, "a dict")
+    _require_kinds(args, callbacks, optimizers, formatting_func)
     method, device = args.method(), args.device
     tokenizer = tokenizer_for(model, args, processing_class)
 
@@ -185,6 +182,13 @@ def parts_for(
         "optimizers": optimizers,
         **parts,
     }
+
+
+def _require_kinds(args: MethodArguments, callbacks: Any, optimizers: Any, formatting_func: Any) -> None:
+    require_kind("callbacks", callbacks, list | tuple, "a list of TrainerCallback")
+    require_kind("optimizers", optimizers, tuple | list, "(optimizer, scheduler), either of them None")
+    require_kind("formatting_func", formatting_func, Callable, "a function of a row")
+    require_kind("model_init_kwargs", args.model_init_kwargs, Mapping, "a dict")
 
 
 def require_kind(name: str, given: Any, kind: Any, told: str) -> None:
