@@ -16,6 +16,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from bench.gpu_profile import profiled
+from bench.gpu_step import SHAPE, VOCABULARY
 from upweight.config.model import AdapterSection
 from upweight.engine import Engine
 from upweight.engine.packing import bucketed, build_batch
@@ -24,16 +25,6 @@ from upweight.models.precision import set_up_precision
 from upweight.rollout.in_process import InProcess
 from upweight.types import Completion, Sample, Sampling, Unit
 
-SHAPE = {
-    "vocab_size": 151936,
-    "hidden_size": 1536,
-    "intermediate_size": 8960,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 12,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 32768,
-    "tie_word_embeddings": True,
-}
 PROMPT, NEW = 256, 256
 CASES = {  # prompts, completions of each, LoRA, torch.compile
     "64": (4, 16, False, False),
@@ -54,7 +45,7 @@ def policy(lora: bool) -> torch.nn.Module:
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
     with torch.device("cuda"):
-        base = Qwen2ForCausalLM(Qwen2Config(**SHAPE))
+        base = Qwen2ForCausalLM(Qwen2Config(vocab_size=VOCABULARY, **SHAPE))
     torch.set_default_dtype(torch.float32)
     if not lora:
         return base.requires_grad_(False)
@@ -84,7 +75,7 @@ def measure(name: str, models: dict[bool, tuple[Any, Engine]], profile: bool) ->
         model = policy(lora)
         models[lora] = model, Engine(model)
     model, engine = models[lora]
-    drawn = np.random.default_rng(0).integers(0, SHAPE["vocab_size"], (prompts, PROMPT)).tolist()
+    drawn = np.random.default_rng(0).integers(0, VOCABULARY, (prompts, PROMPT)).tolist()
     sampler = InProcess(model, engine=engine, end_ids=(), compile=compiled)
     sampling = Sampling(max_new_tokens=NEW, seed=0)
     torch.cuda.reset_peak_memory_stats()
@@ -118,7 +109,7 @@ def plain_generate(name: str, models: dict[bool, tuple[Any, Engine]]) -> float:
     """Tokens a second of transformers' `generate`, every completion with its prompt, on the same model."""
     prompts, count, lora, _ = CASES[name]
     model, _ = models[lora]
-    drawn = np.random.default_rng(0).integers(0, SHAPE["vocab_size"], (prompts, PROMPT))
+    drawn = np.random.default_rng(0).integers(0, VOCABULARY, (prompts, PROMPT))
     ids = torch.tensor(drawn, device="cuda").repeat_interleave(count, 0)
     seconds = 0.0
     with torch.no_grad():

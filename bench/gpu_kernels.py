@@ -15,17 +15,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bench.gpu_share import SHAPE_7B
+from bench.gpu_step import SHAPE
 from upweight.engine.attention import Scores
 from upweight.engine.rules import Rule
 from upweight.models import few_rows_kernel as kernel
 from upweight.rollout.cascade_kernel import cascade_step
 
-SHAPES = {"1.5b": (1536, 256, 8960), "7b": (3584, 512, 18944)}  # hidden, of keys, intermediate
+SHAPES = {"1.5b": SHAPE, "7b": SHAPE_7B}
 ROWS = (64, 128, 256, 512)
 RANK, SCALING = 16, 2.0
 CACHE = 400_000_000  # bytes that no cache holds
 ATTENTION = [(64, 256, 128), (256, 256, 128), (32, 2048, 512)]  # slots, tokens of a prompt, of a completion
-GROUP, HEADS, KEY_HEADS, HEAD = 16, 12, 2, 128
+GROUP, HEADS, KEY_HEADS = 16, SHAPE["num_attention_heads"], SHAPE["num_key_value_heads"]
+HEAD = SHAPE["hidden_size"] // HEADS
 
 
 def drawn(*shape: int) -> Tensor:
@@ -86,7 +89,9 @@ def microseconds(calls: list[Callable[[], Any]], repeats: int = 20) -> float:
 
 def layers(shape: str) -> Iterator[dict[str, Any]]:
     """Each kind of layer of a shape by rows."""
-    hidden, keys, inner = SHAPES[shape]
+    sizes = SHAPES[shape]
+    hidden, inner = sizes["hidden_size"], sizes["intermediate_size"]
+    keys = hidden * sizes["num_key_value_heads"] // sizes["num_attention_heads"]
     kinds = {
         "query_key_value": (hidden, [hidden, keys, keys]),
         "gate_up": (hidden, [inner, inner]),

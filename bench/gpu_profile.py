@@ -1,7 +1,8 @@
 """Where the time of one GPU training step goes: `python -m bench.gpu_profile --only grpo_280 --train full`.
 
 Prints one JSON line a case: seconds without the profiler, seconds that kernels ran by family, what is left as gaps,
-how long the host took to hand the step over, how often it waited for the GPU, and the slowest kernels.
+how long the host took to hand the step over, how often it waited for the GPU, the slowest kernels, and how many graphs
+were compiled after three steps.
 """
 
 import argparse
@@ -10,6 +11,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -17,9 +19,10 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from bench.gpu_ours import runner_of
-from bench.gpu_step import CASES, write_work
+from bench import gpu_share, gpu_step
+from bench.gpu_ours import runner_of, whole_step_of
 
+SHARES = {f"share_{name}": gpu_share.CASES[name] for name in ("1.5b", "7b")}
 FAMILIES = {
     "attention": ("flex_attention", "flash", "fmha", "triton_tem"),
     "matmul": ("gemm", "nvjet", "cutlass", "cublas", "splitk"),
@@ -77,28 +80,39 @@ def profiled(step: Callable[[], Any], slowest: int = 12) -> dict[str, Any]:
     }
 
 
-def measured(case: str, lora: bool) -> dict[str, Any]:
-    """The whole line of one case."""
-    with tempfile.TemporaryDirectory() as folder:
-        write_work(case, lora, Path(folder))
-        model, runner, units = runner_of(json.loads((Path(folder) / "work.json").read_text()))
+def step_of(case: str, lora: bool, folder: Path) -> Callable[[], Any]:
+    """A step of a case as its row of the table takes it, from empty gradients."""
+    work = gpu_share.work_of(SHARES[case]) if case in SHARES else gpu_step.work_of(case, lora)
+    if case == "grpo_whole":
+        model, _, step = whole_step_of(work, folder)
+    else:
+        model, runner, units = runner_of(work)
+        step = partial(runner.train, model, units)
 
-    def step() -> None:
+    def fresh() -> None:
         model.zero_grad()
-        runner.train(model, units)
-
-    for _ in range(3):
         step()
-    return timed(step) | profiled(step)
+
+    return fresh
+
+
+def compiled() -> int:
+    """How many graphs were compiled so far."""
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.gpu_profile", description=__doc__)
-    parser.add_argument("--only", choices=[case for case in CASES if case != "grpo_whole"], default="grpo_280")
-    parser.add_argument("--train", choices=["lora", "full"], default="full")
+    parser.add_argument("--only", choices=[*gpu_step.CASES, *SHARES], default="grpo_280")
+    parser.add_argument("--train", choices=["lora", "full"], default="full", help="of the cases that are no share_")
     options = parser.parse_args()
-    line = measured(options.only, options.train == "lora")
-    print(json.dumps({"name": f"gpu_{options.only}", "train": options.train} | line))
+    with tempfile.TemporaryDirectory() as folder:
+        step = step_of(options.only, options.train == "lora", Path(folder))
+        for _ in range(3):
+            step()
+        before = compiled()
+        line = timed(step) | profiled(step) | {"compiled": compiled() - before}
+    print(json.dumps({"name": options.only, "train": "full" if options.only in SHARES else options.train} | line))
 
 
 if __name__ == "__main__":

@@ -58,22 +58,26 @@ def useful(case: dict[str, Any]) -> float:
     return passes * weights * tokens + 3 * causal
 
 
-def measure(name: str, steps: int = 4) -> dict[str, Any]:
-    """Seconds, memory and useful share of one case."""
-    case = CASES[name]
+def work_of(case: dict[str, Any]) -> dict[str, Any]:
+    """Random rows of a case, and its settings."""
     rows = torch.randint(2, VOCABULARY, (case["rows"], case["length"])).tolist()
-    work = {
+    return {
         "name": "sft_step",
         "rows": [{"ids": row, "scored": [False] + [True] * (len(row) - 1)} for row in rows],
         "budget": case["length"],
         "vocabulary": VOCABULARY,
         **{key: case[key] for key in ("lora_r", "shape", "optimizer")},
     }
+
+
+def measure(name: str, steps: int = 4) -> dict[str, Any]:
+    """Seconds, memory and useful share of one case."""
+    case = CASES[name]
     rate = matmul_rate()
     torch.cuda.empty_cache()
     free = torch.cuda.mem_get_info()[0]
     taken = torch.empty(max(0, free - int(case.get("memory", free))), dtype=torch.uint8, device="cuda")
-    model, runner, units = runner_of(work)
+    model, runner, units = runner_of(work_of(case))
     trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
     moments = taken[:0]
     seconds = []

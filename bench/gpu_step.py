@@ -70,10 +70,10 @@ CASES: dict[str, tuple[str, Any]] = {
 }
 
 
-def write_work(case: str, lora: bool, folder: Path) -> None:
+def work_of(case: str, lora: bool) -> dict[str, Any]:
     """Tokens and settings of a case, for both sides."""
     name, rows = CASES[case]
-    work = {
+    return {
         "name": name,
         "rows": rows(random.Random(0)),
         "micro_batch": 8,
@@ -84,7 +84,6 @@ def write_work(case: str, lora: bool, folder: Path) -> None:
         "completions": 8,
         "new_tokens": 256,
     }
-    (folder / "work.json").write_text(json.dumps(work))
 
 
 class Side:
@@ -154,7 +153,7 @@ def measure(
             for name in ("ours", *(f"trl_{dtype}" for dtype in peers)):
                 folder = Path(temporary) / f"{what}_{name}"
                 folder.mkdir()
-                write_work(case, what == "lora", folder)
+                (folder / "work.json").write_text(json.dumps(work_of(case, what == "lora")))
                 theirs = [ROOT / "bench" / "peers" / "trl_gpu_step.py", folder, name.removeprefix("trl_")]
                 command = ["-m", "bench.gpu_ours", folder] if name == "ours" else theirs
                 sides[f"{what}_{name}"] = Side([sys.executable, *command], folder / "log")
