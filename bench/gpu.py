@@ -50,7 +50,8 @@ def module(name: str, *arguments: str) -> Iterator[dict[str, Any]]:
 
 @cache
 def vllm() -> dict[int, dict[str, Any]]:
-    """Tokens a second of vLLM by sequences, run by the Python named in VLLM_PYTHON; nothing where it is not set."""
+    """Tokens a second of vLLM by sequences, run by the Python named in VLLM_PYTHON; nothing where it is not set. Where
+    FlashInfer is not installed, vLLM wants VLLM_USE_FLASHINFER_SAMPLER=0."""
     if "VLLM_PYTHON" not in os.environ:
         return {}
     from transformers import Qwen2Config
@@ -65,9 +66,8 @@ def vllm() -> dict[int, dict[str, Any]]:
             env=os.environ | {"PYTHONPATH": os.environ.get("VLLM_PYTHONPATH", "")},
         )  # fmt: skip
     answers = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"sequences')]
-    if not answers:
-        print(done.stderr[-2000:], file=sys.stderr)
-    return {line.pop("sequences"): line for line in answers}
+    failed = {64: {"vllm_error": done.stderr[-2000:]}, 256: {"vllm_error": done.stderr[-2000:]}}
+    return {line.pop("sequences"): line for line in answers} or failed
 
 
 ROWS: dict[str, tuple[Callable[..., Iterator[dict[str, Any]]], tuple[str, ...]]] = {
