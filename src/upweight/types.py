@@ -143,6 +143,12 @@ class Completion:
     # Stretches before this one, each up to where the chat template wrote the history anew: sequences of their own.
     earlier: list["Completion"] = field(default_factory=list)
     failure: str | None = None  # why nothing is to be learned from it: its environment broke
+    given: int = 0  # tokens it begins with that belong to its prompt, where the prompts of its group differ
+
+    @property
+    def written(self) -> list[int]:
+        """Its tokens after the prompt."""
+        return self.ids[self.given :]
 
 
 Prompts = Sequence[Sequence[int]]  # token ids of each

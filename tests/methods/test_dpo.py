@@ -80,6 +80,12 @@ def two_pairs():
     return made_outputs([[-1.0], [-1.5], [-2.0], [-1.0]], [[-1.0], [-3.0], [-2.5], [-2.6]]), batch
 
 
+def test_discopop_is_finite_where_an_answer_became_much_less_likely():
+    batch = made_batch([1, 1], pair_P2=[[0, 1]])
+    out = made_outputs([[-1000.0], [0.0]], [[0.0], [0.0]])
+    assert total_loss(DPO(loss_type="discopop", beta=0.1), out, batch) == pytest.approx(100.0)
+
+
 def test_aot_compares_sorted_margins():
     # Policy margins 0.5, -1.0; reference margins 2.0, 0.1: sorted, -1.0 meets 0.1 and 0.5 meets 2.0.
     expected = (-log(sigma(B * -1.1)) - log(sigma(B * -1.5))) / 2

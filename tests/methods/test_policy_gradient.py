@@ -165,6 +165,10 @@ def test_only_the_most_uncertain_tokens_are_trained_on():
     assert loss(out=out, top_entropy_quantile=0.5, loss_type="bnpo") == pytest.approx((-1.8 + 0.8) / 3)
 
 
+def test_a_step_in_which_nothing_is_scored_has_no_uncertain_tokens():
+    assert float(PolicyGradient(top_entropy_quantile=0.5).prepare({})["entropy_threshold"]) == 0
+
+
 def test_entropy_bonus_is_a_mean_over_the_tokens_trained_on():
     out = made_outputs(LOGPS, entropy_T=tensor([0.1, 0.5, 0.9]))
     assert loss(out=out, entropy_coef=0.2, loss_type="grpo") == pytest.approx(BY_HAND["grpo"] - 0.2 * 0.5)

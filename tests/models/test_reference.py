@@ -95,6 +95,8 @@ def test_an_adapter_is_an_identity_only_while_it_changes_nothing():
     trained = lora(llama())
     take_steps(trained)
     assert adapter_state(trained) == "changed"
+    assert adapter_state(lora(llama(attention_bias=True), bias="none")) == "identity"
+    assert adapter_state(lora(llama(attention_bias=True), bias="lora_only")) == "changed"
 
 
 CASES = {
@@ -104,6 +106,7 @@ CASES = {
     "continued": lambda: _continued(lora(llama())),
     "continued_dora_saving_modules": lambda: _continued(lora(llama(), use_dora=True, modules_to_save=["lm_head"])),
     "adapted_embeddings": lambda: _continued(lora(llama(), target_modules=["embed_tokens", "q_proj"])),
+    "biases_trained_beside": lambda: lora(llama(attention_bias=True), bias="all"),
     "full": llama,
     "full_tied": lambda: llama(tie_word_embeddings=True),
 }

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from made_rollouts import chat_model, online_trainer
+from made_rollouts import chat_model, logged, online_trainer
 from made_tokenizers import byte_tokenizer
 from upweight.errors import UserError
 from upweight.methods import GRPO
@@ -62,6 +62,33 @@ def test_a_token_function_says_what_is_trained_on(tmp_path):
     sample = trainer.rollouts.units[0].samples[0]
     assert sample.ids.tolist() == [1, 2, 10, 11, 12]
     assert sample.scored.tolist() == [False, False, True, False, True]
+
+
+def test_prompts_of_a_token_function_that_differ_are_each_kept(tmp_path):
+    def one_prompt_each(prompts, trainer):
+        numbers = range(len(prompts))
+        return {
+            "prompt_ids": [[1, 2, 20 + number, 30] for number in numbers],
+            "completion_ids": [[40 + number, 41] for number in numbers],
+            "logprobs": [[-1.0, -2.0] for _ in numbers],
+        }
+
+    read = []
+
+    def reads(completion_ids, completions, **_):
+        read.extend(zip(completion_ids, completions, strict=True))
+        return [float(ids[0]) for ids in completion_ids]
+
+    method = GRPO(policy={"num_generations": 4, "max_completion_length": 6, "off_policy_mask_threshold": 0.1})
+    trainer = online_trainer(tmp_path, method=method, rollout_func=one_prompt_each, rewards=[reads], max_steps=1)
+    trainer.train()
+    samples = [unit.samples[0] for unit in trainer.rollouts.units]
+    assert [one.ids.tolist() for one in samples] == [[1, 2, 20 + n, 30, 40 + n, 41] for n in range(8)]
+    assert all(one.scored.tolist() == [False] * 4 + [True] * 2 for one in samples)
+    assert all(one.sampler_logps.tolist() == [-1.0, -2.0] for one in samples)
+    decode = trainer.processing_class.decode
+    assert read == [([40 + n, 41], decode([40 + n, 41])) for n in range(8)]
+    assert logged(trainer)[0]["completions/max_length"] == 2
 
 
 @pytest.mark.parametrize(("threshold", "kept"), [(None, None), (0.1, [-1.0, -1.0])])

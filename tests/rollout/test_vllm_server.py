@@ -15,6 +15,7 @@ from tiny_models import plain_statistics, sample, tiny
 from upweight.errors import UserError
 from upweight.rollout import vllm_client, vllm_weights
 from upweight.rollout.vllm_server import VllmServer
+from upweight.rollout.vllm_servers import VllmServers
 from upweight.types import Sampling, Unit
 
 PROMPTS = [[3, 4, 5], [6, 7], [8, 9, 10, 11]]
@@ -203,6 +204,65 @@ def test_a_server_that_writes_nothing_is_noticed(fake, folder, tmp_path, monkeyp
     fake.delay = 5.0
     with pytest.raises(UserError, match="writes no tokens"):
         server.generate(PROMPTS, 1, Sampling(3))
+
+
+def test_requests_that_wait_for_weights_hear_of_any_error_that_kept_them_from_coming(fake, folder, tmp_path):
+    server = backend(fake, policy(folder, adapter=False), tmp_path)
+    server.sync(0)
+    does, asked = server.weights.on_model, []
+
+    def out_of_memory_while_comparing(work):
+        asked.append(work)
+        if len(asked) == 2:
+            raise torch.OutOfMemoryError("no room to compare")
+        return does(work)
+
+    server.weights.on_model = out_of_memory_while_comparing
+    with pytest.raises(torch.OutOfMemoryError):
+        server.sync(1)
+    with pytest.raises(UserError, match="no room to compare"):
+        server.generate(PROMPTS, 1, Sampling(3))
+
+
+def test_a_server_may_be_lost_while_another_is_sent_weights(fake, folder, tmp_path):
+    others = [FakeVllm(folder) for _ in range(2)]
+    fakes, model = {one.url: one for one in (fake, *others)}, policy(folder)
+
+    def opened(url, number, _on_model):
+        return backend(fakes[url], model, tmp_path / str(number))
+
+    servers = VllmServers(list(fakes), opened)
+    servers.sync(0)
+    first, lost, _ = servers._well.values()
+    send = first.weights.send
+    first.weights.send = lambda *given: (servers._lose(lost.link.url, UserError("gone")), send(*given))[1]
+    move(model)
+    servers.sync(1)
+    assert [one.version() for one in servers._well.values()] == [1, 1]
+    assert len(servers.generate(PROMPTS, 2, Sampling(3))) == 3
+    for one in others:
+        one.close()
+
+
+def test_no_server_is_left_waiting_where_sending_to_several_broke_off(fake, folder, tmp_path):
+    other, model = FakeVllm(folder), policy(folder, adapter=False)
+    servers = VllmServers(
+        [fake.url, other.url],
+        lambda url, number, _: backend(fake if number == 0 else other, model, tmp_path / str(number)),
+    )
+    servers.sync(0)
+    first, second = servers._well.values()
+
+    def fails(*_given):
+        raise RuntimeError("broken")
+
+    first.weights.publish = fails
+    with pytest.raises(RuntimeError, match="broken"):
+        servers.sync(1)
+    for server in (first, second):
+        with pytest.raises(UserError, match="broken"):
+            server.generate(PROMPTS, 1, Sampling(3))
+    other.close()
 
 
 def test_another_model_on_the_port_is_refused(fake, folder, tmp_path):

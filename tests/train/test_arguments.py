@@ -8,6 +8,7 @@ from upweight.train.arguments import training_arguments
 
 BASE = {"base_model": "tiny", "rl": "dpo", "datasets": [{"path": "rows.jsonl", "type": "chatml.intel"}]}
 EVALUATED = {"val_set_size": 8}
+ONLINE = {"rl": "grpo", "trl": {"reward_funcs": ["rewards.length"]}, "datasets": [{"path": "rows.jsonl"}]}
 
 
 def arguments(tmp_path, steps_per_epoch=50, **keys):
@@ -64,6 +65,9 @@ REACHES = [
     ({**EVALUATED, "load_best_model_at_end": True, "metric_for_best_model": "rewards/accuracies"},
      {"metric_for_best_model": "rewards/accuracies", "greater_is_better": True}),
     ({**EVALUATED, "early_stopping_patience": 2}, {"load_best_model_at_end": False, "metric_for_best_model": "loss"}),
+    ({**EVALUATED, **ONLINE, "load_best_model_at_end": True},
+     {"metric_for_best_model": "reward", "greater_is_better": True}),
+    ({**EVALUATED, **ONLINE, "save_strategy": "best"}, {"metric_for_best_model": "reward"}),
     ({**EVALUATED, "save_strategy": "best"}, {"save_strategy": "best", "metric_for_best_model": "loss"}),
     ({"hub_model_id": "me/model", "hub_strategy": "every_save", "hub_revision": "next"},
      {"push_to_hub": True, "hub_model_id": "me/model", "hub_strategy": "every_save", "hub_revision": "next",

@@ -6,8 +6,12 @@ import torch
 
 from made_rollouts import even_tokens, logged, online_trainer, resumed_as_whole, short
 from made_runs import largest_difference, on_ranks, weights_of
+from made_tokenizers import byte_tokenizer
 from upweight.errors import UserError
 from upweight.methods import GDPO, GRPO
+from upweight.rewards.builtin.adaptive import AdaptiveReward
+from upweight.rewards.load import as_rewards
+from upweight.rewards.scorer import Scorer
 from upweight.rollout.in_process import InProcess
 from upweight.train.ranks import join_ranks
 from upweight.types import Sampling
@@ -110,6 +114,44 @@ def test_truncated_completions_can_be_left_out_of_the_loss(tmp_path):
         strict=True,
     ):
         assert bool(unit.samples[0].scored.any()) == one.finished
+
+
+@pytest.mark.parametrize("top", [1.0, 0.5])
+def test_steps_in_which_every_completion_was_cut_short_train_nothing(tmp_path, top):
+    policy = {"num_generations": 4, "max_completion_length": 1, "mask_truncated_completions": True}
+    method = GRPO(policy={**policy, "top_entropy_quantile": top, "loss_type": "grpo"})
+    for skip in (True, False):
+        trainer = online_trainer(tmp_path, method=method, section={"skip_zero_advantage": skip})
+        trainer.train()
+        assert [line["grad_norm"] for line in logged(trainer)] == [0.0] * 3
+        assert not trainer.runner.checked
+
+
+def test_the_first_step_is_checked_where_its_first_row_has_nothing_to_score(tmp_path):
+    method = GRPO(policy={"num_generations": 4, "max_completion_length": 3, "mask_truncated_completions": True})
+    options = {"rollout_func": first_is_cut_short, "section": {"skip_zero_advantage": False}, "budget": 8}
+    trainer = online_trainer(tmp_path, method=method, max_steps=1, **options)
+    trainer.train()
+    assert trainer.runner.checked
+    assert logged(trainer)[0]["grad_norm"] > 0
+
+
+def first_is_cut_short(prompts, trainer):
+    end = byte_tokenizer("chatml").eos_token_id
+    ends = [[] if number == 0 else [end] for number in range(len(prompts))]
+    ids = [[10 + number, 11, *end] for number, end in enumerate(ends)]
+    return {"prompt_ids": [[1, 2]] * len(prompts), "completion_ids": ids, "logprobs": None}
+
+
+def test_an_evaluation_leaves_the_state_of_rewards_alone(tmp_path):
+    reward = AdaptiveReward(short)
+    trainer = online_trainer(tmp_path, rewards=(even_tokens,), evaluation=3, max_steps=1)
+    trainer.rollouts.producer.scorer = Scorer(as_rewards([reward]))
+    trainer.train()
+    before = reward.state()
+    trainer.evaluate()
+    assert reward.state() == before
+    assert before["scored"] == 8
 
 
 @pytest.mark.parametrize(("wanted", "iterations"), [(8, 1), (16, 1), (8, 2), (16, 2)])

@@ -162,13 +162,13 @@ def test_a_rate_that_a_schedule_has_reduced_is_not_set_anew(model_folder, tmp_pa
         train(load_config(file, ["learning_rate=0.1"]), resume=True)
 
 
-def test_a_folder_that_another_run_writes_to_is_refused(model_folder, tmp_path):
+def test_a_folder_that_another_run_writes_to_is_refused_before_anything_is_loaded(model_folder, tmp_path):
     file, out = write_config(tmp_path, model_folder, max_steps=400, num_epochs=None), tmp_path / "out"
     process = started(run, file)
     while not (out / "metrics.jsonl").exists():
         time.sleep(0.005)
     with pytest.raises(UserError, match=f"process {process.pid} is training into"):
-        run(file)
+        train(load_config(file, [f"base_model={tmp_path}/none"]))  # said before a model is looked for
     process.kill()
     process.join()
     train(load_config(file, ["max_steps=1"]))

@@ -51,6 +51,37 @@ def test_evaluation_does_not_mix_with_training(tmp_path):
     assert whole[0]["eval_rewards/margins"] != 0
 
 
+class TwoSided(torch.optim.SGD):
+    """As schedule-free optimizers are: other weights for evaluation than for training."""
+
+    def eval(self):
+        self._scale(0.5)
+
+    def train(self):
+        self._scale(2.0)
+
+    def _scale(self, factor):
+        if getattr(self, "now", 2.0) != factor:
+            self.now = factor
+            for group in self.param_groups:
+                torch._foreach_mul_([weight.data for weight in group["params"]], factor)
+
+
+def test_evaluation_and_the_saved_model_have_the_weights_that_the_optimizer_means_for_them(tmp_path):
+    trainer = trainer_for(OFFLINE["dpo"], tmp_path, max_steps=1, dtype=torch.bfloat16)
+    trainer.eval_dataset = trainer.train_dataset
+    trainer.optimizer = TwoSided([p for p in trainer.model.parameters() if p.requires_grad], lr=0.0)
+    trainer.copies.follow(trainer.optimizer)
+    weight = trainer.model.get_input_embeddings()
+    before = weight.weight.float().clone()
+    trainer.evaluate()
+    assert torch.equal(weight.weight.float(), (before * 0.5).bfloat16().float())
+    trainer._optimizer_mode("train")
+    assert torch.equal(weight.weight.float(), before)
+    trainer.save_model(str(tmp_path / "saved"))
+    assert torch.equal(weight.weight.float(), (before * 0.5).bfloat16().float())
+
+
 def test_evaluating_by_smaller_batches_gives_the_same(tmp_path):
     trainer = trainer_for(OFFLINE["dpo"], tmp_path)
     trainer.eval_dataset = trainer.train_dataset

@@ -122,7 +122,8 @@ def apo_down(p: Pairs) -> Tensor:
 
 def discopop(p: Pairs) -> Tensor:
     gate_P = torch.sigmoid(p.margin_P / p.tau)
-    return -(1 - gate_P) * F.logsigmoid(p.margin_P) + gate_P * torch.exp(-p.margin_P)
+    # The second term is gate x exp(-margin), whose factors alone overflow.
+    return -(1 - gate_P) * F.logsigmoid(p.margin_P) + torch.exp(F.logsigmoid(p.margin_P / p.tau) - p.margin_P)
 
 
 def step_values(loss_types: tuple[LossType, ...], policy_P2: Tensor, ref_P2: Tensor) -> dict[str, Tensor]:

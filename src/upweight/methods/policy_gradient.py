@@ -213,7 +213,7 @@ class PolicyGradient(Section):
         """The entropy that the most uncertain tokens reach, and the share of tokens that reach it."""
         if not self.needs_preparation:
             return {}
-        entropy = collected["entropy"]
+        entropy = collected.get("entropy", torch.zeros(0))  # none where nothing of the step is scored
         entropy = entropy[~entropy.isnan()]
         if not len(entropy):
             return {"entropy_threshold": entropy.new_zeros(()), "entropy_share": entropy.new_ones(())}

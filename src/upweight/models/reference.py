@@ -50,7 +50,16 @@ def adapter_state(model: nn.Module) -> AdapterState:
     """Whether a model has an adapter, and whether the adapter changes what the base model computes."""
     if not isinstance(model, PeftModel):
         return "none"
-    return "identity" if all(_is_identity(module) for module in model.modules()) else "changed"
+    if _trains_base(model) or not all(_is_identity(module) for module in model.modules()):
+        return "changed"
+    return "identity"
+
+
+def _trains_base(model: PeftModel) -> bool:
+    """Whether weights of the base model are trained beside the adapter, as by `LoraConfig(bias=...)`."""
+    adapters = set(model.active_adapters)
+    trained = (name.split(".") for name, weight in model.named_parameters() if weight.requires_grad)
+    return any(adapters.isdisjoint(parts) for parts in trained)
 
 
 def _is_identity(module: nn.Module) -> bool:

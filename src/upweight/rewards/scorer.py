@@ -77,6 +77,11 @@ class Scorer:
         """Score now; rewards that stay in this process run in the thread that calls."""
         return self._start(call, in_lane=False).result()
 
+    @property
+    def has_state(self) -> bool:
+        """Whether any reward has one to keep."""
+        return any(_state_method(reward, 0) is not None for reward in self.rewards)
+
     def state(self) -> dict[str, Any]:
         """What rewards with a state say of it, by name, fit for JSON."""
         states = {}

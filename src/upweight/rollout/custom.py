@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from upweight.data.rows import common_length
 from upweight.engine.forward import base_of
 from upweight.errors import UserError
 from upweight.models.modules import dropout_off
@@ -49,7 +50,7 @@ class CustomRollout:
     ) -> None:
         each = [group for group in groups for _ in range(count)]
         with torch.no_grad(), dropout_off(self.model):
-            found = self._texts(each, sampling) if self.writes_text else self._tokens(each)
+            found = self._texts(each, sampling) if self.writes_text else self._tokens(groups, each)
         for place, group in enumerate(groups):
             group.completions = found[place * count : (place + 1) * count]
             if done is not None:
@@ -70,7 +71,7 @@ class CustomRollout:
         encoded = [[*self.tokenizer.encode(text, add_special_tokens=False), *end] for text in texts]
         return [Completion(ids, [], [], finished=True, text=text) for ids, text in zip(encoded, texts, strict=True)]
 
-    def _tokens(self, each: Sequence[Group]) -> list[Completion]:
+    def _tokens(self, groups: Sequence[Group], each: Sequence[Group]) -> list[Completion]:
         found = self._call([group.row.get("prompt") for group in each], self.trainer)
         if not isinstance(found, Mapping) or not {"prompt_ids", "completion_ids"} <= set(found):
             raise UserError(
@@ -82,15 +83,22 @@ class CustomRollout:
                     f"trl.rollout_func: '{self.name}' returned {len(values)} '{key}' for {len(each)} prompts."
                 )
         extras = [key for key in found if key not in (*TOKEN_KEYS, "env_mask") and found[key] is not None]
+        prompts = [[int(token) for token in ids] for ids in found["prompt_ids"]]
+        count = len(each) // len(groups)
         completions = []
-        for number, group in enumerate(each):
-            group.prompt_ids = [int(token) for token in found["prompt_ids"][number]]
-            for key in extras:
-                group.extras.setdefault(key, []).append(found[key][number])
-            completions.append(self._from_tokens(found, number))
+        for place, group in enumerate(groups):
+            own = range(place * count, (place + 1) * count)
+            # Prompts of a group may differ, as where an environment's words count as prompt.
+            group.prompt_ids = prompts[own[0]]
+            for number in own:
+                group.prompt_ids = group.prompt_ids[: common_length(group.prompt_ids, prompts[number])]
+            group.extras |= {key: [found[key][number] for number in own] for key in extras}
+            shared = len(group.prompt_ids)
+            completions += [self._from_tokens(found, number, prompts[number][shared:]) for number in own]
         return completions
 
-    def _from_tokens(self, found: Mapping[str, Any], number: int) -> Completion:
+    def _from_tokens(self, found: Mapping[str, Any], number: int, given: list[int]) -> Completion:
+        """A completion as it was returned, after the rest of its own prompt."""
         ids = [int(token) for token in found["completion_ids"][number]]
         logps, mask = found.get("logprobs"), found.get("env_mask")
         logps = [] if logps is None else [float(logp) for logp in logps[number]]
@@ -102,7 +110,10 @@ class CustomRollout:
                     f"{len(ids)} tokens."
                 )
         ended = bool(ids) and ids[-1] in end_tokens(base_of(self.model), self.tokenizer)
-        return Completion(ids, logps, [], finished=ended, sampled=sampled)
+        if given:
+            logps = [0.0] * len(given) + logps if logps else []
+            sampled = [False] * len(given) + (sampled or [True] * len(ids))
+        return Completion([*given, *ids], logps, [], finished=ended, sampled=sampled, given=len(given))
 
     def _call(self, *arguments: Any, **options: Any) -> Any:
         try:

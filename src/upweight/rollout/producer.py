@@ -72,7 +72,7 @@ class Producer:
         """The next rollout, written by policy `version` or, where tokens say so themselves, later ones."""
         began = time.perf_counter()
         number, self.rollouts = self.rollouts, self.rollouts + 1
-        again = [] if self.reroll is None else self.reroll.take(_progress(trainer_state))[: self.plan.groups]
+        again = [] if self.reroll is None else self.reroll.take(_progress(trainer_state), self.plan.groups)
         fresh = self.order.take(self.plan.groups - len(again))
         groups, metrics = self._scored([*fresh, *again], (number, 0), trainer_state)
         if reason := _failed_throughout(groups):  # a server that was started anew took all of them with it
@@ -131,10 +131,15 @@ class Producer:
     def evaluate(self, rows: Rows, count: int, trainer_state: Any = None) -> list[Group]:
         """Scored groups of `count` completions for rows of an evaluation; the state of training stays as it was."""
         found: list[Group] = []
-        for start in range(0, len(rows), self.plan.groups):
-            groups = [_group(number, rows[number]) for number in range(start, min(start + self.plan.groups, len(rows)))]
-            scored, _ = self._share(groups, count, (2**31, start), trainer_state)
-            found += scored
+        rewards = self.scorer.state()
+        try:
+            for start in range(0, len(rows), self.plan.groups):
+                stop = min(start + self.plan.groups, len(rows))
+                groups = [_group(number, rows[number]) for number in range(start, stop)]
+                scored, _ = self._share(groups, count, (2**31, start), trainer_state)
+                found += scored
+        finally:
+            self.scorer.restore(rewards)
         _require_some(found)
         return found
 
@@ -220,7 +225,7 @@ class Producer:
         return RewardCall(
             prompts=[group.row.get("prompt") for group, _ in each],
             completions=[self._answer(group, one) for group, one in each],
-            completion_ids=[list(one.ids) for _, one in each],
+            completion_ids=[one.written for _, one in each],
             columns=columns,
             group_S=[place for place, group in enumerate(groups) for one in group.completions if one.failure is None],
             trainer_state=trainer_state,
@@ -232,7 +237,7 @@ class Producer:
             return list(completion.messages)
         if completion.text is not None:
             return completion.text
-        text = self.decode(completion.ids)
+        text = self.decode(completion.written)
         return text if isinstance(group.row.get("prompt"), str) else [{"role": "assistant", "content": text}]
 
     def _add_advantages(self, groups: Sequence[Group], compared: int | None) -> None:

@@ -23,11 +23,11 @@ class Reroll:
             if failed(group) and group.number not in self.waiting:
                 self.waiting.append(group.number)
 
-    def take(self, progress: float) -> list[int]:
-        """Row numbers to try again now; `progress`: share of training that is done."""
+    def take(self, progress: float, room: int) -> list[int]:
+        """At most `room` row numbers to try again now; `progress`: share of training that is done."""
         if progress < self.start:
             return []
-        return [self.waiting.popleft() for _ in range(min(self.most, len(self.waiting)))]
+        return [self.waiting.popleft() for _ in range(min(self.most, room, len(self.waiting)))]
 
 
 def failed(group: Group) -> bool:

@@ -86,7 +86,7 @@ def _said(completion: Completion, decode: Callable[[list[int]], str]) -> Any:
     """What a completion says: the conversation, where there is one."""
     if completion.messages is not None:
         return completion.messages
-    return decode(completion.ids) if completion.text is None else completion.text
+    return decode(completion.written) if completion.text is None else completion.text
 
 
 def readable(rollout: Rollout, names: Sequence[str], decode: Callable[[list[int]], str]) -> Iterator[dict[str, Any]]:
@@ -102,7 +102,7 @@ def readable(rollout: Rollout, names: Sequence[str], decode: Callable[[list[int]
                 "row": group.number,
                 "prompt": group.row.get("prompt", decode(group.prompt_ids)),
                 "completion": _said(one, decode),
-                "tokens": len(one.ids),
+                "tokens": len(one.written),
                 "finished": one.finished,
                 "rewards": {name: _number(value) for name, value in zip(names, rewards[place], strict=True)},
                 "advantage": advantages[place] if advantages else None,

@@ -64,9 +64,9 @@ def _lengths(groups: Sequence[Group]) -> dict[str, float]:
     completions = [one for group in groups for one in group.completions if one.failure is None]
     if not completions:
         return {}
-    lengths = torch.tensor([len(one.ids) for one in completions], dtype=torch.float64)
+    lengths = torch.tensor([len(one.written) for one in completions], dtype=torch.float64)
     ended = torch.tensor([one.finished for one in completions])
-    written = [[tuple(one.ids) for one in group.completions if one.failure is None] for group in groups]
+    written = [[tuple(one.written) for one in group.completions if one.failure is None] for group in groups]
     distinct = [len(set(members)) / len(members) for members in written if members]
     found = {
         "completions/clipped_ratio": float(1 - ended.double().mean()),

@@ -33,6 +33,7 @@ class VllmServers:
     def __init__(self, urls: Sequence[str], opens: Opens) -> None:
         self._urls, self._opens = list(urls), opens
         self._on_model: OnModel | None = None
+        self._changing = threading.Lock()  # a rollout that runs ahead may lose a server while another is sent weights
         self._well: dict[str, VllmServer] = {}
         self._lost: dict[str, VllmServer] = {}
         for url in urls:
@@ -46,7 +47,7 @@ class VllmServers:
         heard = threading.Lock()
         with ThreadPoolExecutor(2 * len(self._urls), "vllm-servers") as pool:
 
-            def ask(url: str, places: list[int]) -> "Future[object]":
+            def ask(server: VllmServer, places: list[int]) -> "Future[object]":
                 def arrived(place: int, completions: list[Completion]) -> None:
                     with heard:
                         found[places[place]] = completions
@@ -54,10 +55,11 @@ class VllmServers:
                             done(places[place], completions)
 
                 own = [prompts[place] for place in places]
-                return pool.submit(self._well[url].generate, own, count, sampling, arrived)
+                return pool.submit(server.generate, own, count, sampling, arrived)
 
-            shares = _dealt(range(len(prompts)), prompts, list(self._well))
-            asked = {ask(url, places): (url, places) for url, places in shares.items()}
+            well = self._those_well()
+            shares = _dealt(range(len(prompts)), prompts, list(well))
+            asked = {ask(well[url], places): (url, places) for url, places in shares.items()}
             while asked:
                 for work in wait(asked, return_when=FIRST_COMPLETED).done:
                     url, places = asked.pop(work)
@@ -65,70 +67,89 @@ class VllmServers:
                         work.result()
                     except UserError as error:
                         self._lose(url, error)
-                        left = _dealt([one for one in places if not found[one]], prompts, list(self._well))
-                        asked |= {ask(other, share): (other, share) for other, share in left.items()}
+                        well = self._those_well()
+                        left = _dealt([one for one in places if not found[one]], prompts, list(well))
+                        asked |= {ask(well[other], share): (other, share) for other, share in left.items()}
         return found
 
     def sync(self, version: int) -> None:
         """Have all servers that are well sample from the policy's weights as they are now, as `version`."""
-        for url in [url for url, server in self._lost.items() if server.health() is None]:
+        with self._changing:
+            lost = dict(self._lost)
+        for url in [url for url, server in lost.items() if server.health() is None]:
             try:
                 self._open(url)
-                del self._lost[url]
                 logger.warning("%s is back", url)
             except UserError as error:
                 logger.warning("warning: %s answers, but cannot be used: %s", url, error)
+        behind = {url: server for url, server in self._those_well().items() if server.version() != version}
+        try:
+            begun = self._begin(version, behind)
+            for url, server in behind.items():
+                try:
+                    server.weights.publish(version, begun[url])
+                except UserError as error:
+                    self._lose(url, error)
+        except BaseException as error:
+            for server in behind.values():  # requests to them wait for weights that will not come
+                server.weights.give_up(str(error) or type(error).__name__)
+            raise
+
+    def _begin(self, version: int, behind: dict[str, VllmServer]) -> dict[str, Sending | None]:
+        """Have servers begin to take the weights, which are written once; None where it has to be tried again."""
         begun: dict[str, Sending | None] = {}
         written: Path | None = None
-        for url, server in self._well.items():
-            if server.version() != version:
-                try:
-                    begun[url] = sending = server.weights.send(version, written)
-                    written = sending[0].folder
-                except (OSError, SafetensorError):
-                    begun[url] = None  # tried again when it is finished
-        for url, sending in begun.items():
+        for url, server in behind.items():
             try:
-                self._well[url].weights.publish(version, sending)
-            except UserError as error:
-                self._lose(url, error)
+                begun[url] = sending = server.weights.send(version, written)
+                written = sending[0].folder
+            except (OSError, SafetensorError):
+                begun[url] = None
+        return begun
 
     def version(self) -> int:
         """The policy version that the next request would be sampled from; -1 before the first sync."""
-        return min(server.version() for server in self._well.values())
+        return min(server.version() for server in self._those_well().values())
 
     def health(self) -> str | None:
         """None when all servers are well, else what is wrong."""
-        problems = [problem for server in self._well.values() if (problem := server.health()) is not None]
+        problems = [problem for server in self._those_well().values() if (problem := server.health()) is not None]
         return "; ".join([*problems, *(f"the vLLM server at {url} is lost" for url in self._lost)]) or None
 
     def require_room(self, prompt: int, new: int) -> None:
         """Raise where a prompt of so many tokens with so many new ones is longer than any of the servers takes."""
-        for server in self._well.values():
+        for server in self._those_well().values():
             server.require_room(prompt, new)
 
     def on_model(self, does: OnModel) -> None:
         """From now on `does` has the policy written and compared: where its weights are spread over ranks."""
         self._on_model = does
-        for server in self._well.values():
+        for server in self._those_well().values():
             server.on_model(does)
 
     def close(self) -> None:
         """Have the servers forget what they were sent; a later sync sends anew."""
-        for server in self._well.values():
+        for server in self._those_well().values():
             server.close()
 
     def _open(self, url: str) -> None:
         server = self._opens(url, self._urls.index(url), self._on_model)
         server.link.timeout = PATIENCE
-        self._well[url] = server
+        with self._changing:
+            self._well[url] = server
+            self._lost.pop(url, None)
+
+    def _those_well(self) -> dict[str, VllmServer]:
+        with self._changing:
+            return dict(self._well)
 
     def _lose(self, url: str, error: UserError) -> None:
         """Go on without a server, while there is another."""
-        if url in self._well:
-            self._lost[url] = self._well.pop(url)
-        if not self._well:
-            raise error
+        with self._changing:
+            if url in self._well:
+                self._lost[url] = self._well.pop(url)
+            if not self._well:
+                raise error
         logger.warning("warning: going on without %s: %s", url, error)
 
 

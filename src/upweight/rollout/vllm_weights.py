@@ -104,15 +104,24 @@ class ServedWeights:
                 problem, begun = error, None
                 if served is not None:
                     self.link.run(self._drop(served))
-            except UserError as error:
-                self.link.run(self._give_up(str(error)))
+            except BaseException as error:  # whatever it is, requests wait for these weights
+                self.give_up(str(error) or type(error).__name__)
                 raise
         fault = (
             f"the weights of step {version} could not be sent to the vLLM server at {self.link.url}: {problem}. "
             "Mend that and go on with --resume."
         )
-        self.link.run(self._give_up(fault))
+        self.give_up(fault)
         raise UserError(fault)
+
+    def give_up(self, fault: str) -> None:
+        """Let requests that wait for weights hear that none will come."""
+
+        async def on_its_thread() -> None:
+            self._fault = fault
+            self.open.set()
+
+        self.link.run(on_its_thread())
 
     def close(self) -> None:
         """Have the server forget what it was sent, and remove it."""
@@ -151,7 +160,8 @@ class ServedWeights:
         """Have the server take new weights; what it writes with them."""
         await self.link.until_healthy()
         if self.transport.drains:
-            self.open.clear()
+            if self._fault is None:  # else nobody would open it again
+                self.open.clear()
             while self.now is not None and self.now.users:
                 await asyncio.sleep(0.02)
         await self.transport.put(self.link, served)
@@ -199,11 +209,6 @@ class ServedWeights:
     def _against(self, ids: list[int], said: list[float], *, adapted: bool) -> Callable[[nn.Module], Any]:
         """What compares a model, with or without its adapter, with what the server said of tokens."""
         return partial(difference, ids=ids, said=said, temperature=self._temperature, adapted=adapted)
-
-    async def _give_up(self, fault: str) -> None:
-        """Let requests that wait for weights hear that none will come."""
-        self._fault = fault
-        self.open.set()
 
     def _agrees(self, mean: float, largest: float) -> bool:
         """Whether a difference is as small as it should be; the first one says how small later ones have to be."""

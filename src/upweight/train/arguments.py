@@ -100,7 +100,8 @@ def _saving(config: Config, steps_per_epoch: int) -> dict[str, Any]:
     """When checkpoints are written; how many are kept is not the Trainer's to say, which drops before it is whole."""
     run = config.run
     compared = run.load_best or run.patience is not None or run.save_strategy == "best"
-    metric = run.best_metric or ("loss" if compared else None)
+    usual = "reward" if config.method.online else "loss"  # an evaluation of what the policy writes has no loss
+    metric = run.best_metric or (usual if compared else None)
     more_is_better = run.greater_is_better
     if more_is_better is None and metric is not None:
         more_is_better = not metric.endswith("loss")

@@ -152,6 +152,8 @@ class Rollouts:
         step, names = state.global_step, self.producer.names
         own = None
         if self.drives:
+            if self.producer.scorer.has_state:
+                self.ahead.wait()  # it would change the state that an evaluation puts back
             with self.whole():
                 own = Rollout(self.producer.rollouts, step, self.producer.evaluate(rows, self.eval_size, state))
         rollout = self._everywhere(own)

@@ -75,7 +75,9 @@ class StepRunner:
         rows = self.rows(working) or [Row(self._batch([]), ())]
         known, prepared = self._prepare(model, rows)
         # Without an advantage there may be no gradient to check: at the start the KL has none either.
-        first = not self.checked and any(sample.advantage != 0 for unit in working for sample in unit.samples)
+        first = not self.checked and any(
+            sample.advantage != 0 and _is_scored(sample) for unit in working for sample in unit.samples
+        )
         self.checked = self.checked or first
         if first:
             self._check(model, rows[0], working)
@@ -233,7 +235,8 @@ class StepRunner:
 
     def _check(self, model: nn.Module, row: "Row", units: Sequence[Unit]) -> None:
         """The first row against plain forwards, jointly for all ranks; a short unit of it by gradients too."""
-        own, batch = [units[number] for number in row.units], row.batch
+        own = [unit for unit in (units[number] for number in row.units) if any(map(_is_scored, unit.samples))]
+        batch = row.batch if own else self._batch([])
         if self.engine.context is not None:
             own = [_excerpt(unit) for unit in own[:2]]
             batch = self._batch(own)
@@ -270,6 +273,10 @@ class Row:
     @property
     def real(self) -> bool:
         return bool(self.units)
+
+
+def _is_scored(sample: Sample) -> bool:
+    return bool(sample.scored[1:].any())
 
 
 def _excerpt(unit: Unit) -> Unit:

@@ -69,7 +69,7 @@ class MethodTrainer(Trainer):
         self.recording = recording  # what a script's run leaves in its folder is written around its training
         self.rollouts = rollouts  # where an online method's steps come from, instead of the rows
         if rollouts is not None:
-            self.runner.temperature = rollouts.producer.sampling.temperature
+            self.runner.temperature = rollouts.producer.sampling.temperature or 1.0  # greedy: taken at 1
             self.runner.skips_idle = rollouts.skips_idle
         if precompute is not None:
             self.train_dataset = with_reference(self.train_dataset, model, self.runner, precompute)
@@ -235,6 +235,7 @@ class MethodTrainer(Trainer):
                 folder.mkdir(parents=True, exist_ok=True)  # what the Trainer asks next is whether it is there
             super().save_model(output_dir, _internal_call)
             return
+        self._optimizer_mode("eval")
         weights = None
         if self.is_fsdp_enabled or self.is_deepspeed_enabled:
             weights = self.accelerator.get_state_dict(self.model_wrapped if self.is_deepspeed_enabled else self.model)
@@ -271,8 +272,11 @@ class MethodTrainer(Trainer):
 
     def _optimizer_mode(self, mode: str) -> None:
         """Schedule-free optimizers hold other weights for training than for evaluation."""
-        if callable(set_mode := getattr(self.optimizer, mode, None)):
+        inner = getattr(self.optimizer, "optimizer", self.optimizer)  # accelerate's wrapper has the methods of all
+        if callable(set_mode := getattr(inner, mode, None)):
             set_mode()
+            if self.copies is not None:
+                self.copies.refresh()
 
 
 class _EpochOrder(TrainerCallback):
