@@ -168,6 +168,15 @@ def test_headers_and_other_turns_are_outside_a_turn(source):
     assert sorted(marked) == [";", "yo;", "yo;", "\u2021 why;"]
 
 
+@pytest.mark.parametrize(
+    ("header", "trained"), [("<{{ m.role }}>\n", "yo</end>"), (" ", " yo</end>"), ("", "yo</end>")]
+)
+def test_a_header_is_given_also_where_the_template_does_not_open_turns(header, trained):
+    source = "{% for m in messages %}" + header + "{{ m.content }}</end>{% endfor %}"
+    ((text, turns),) = template(source).turns(Conversation([USER, ANSWER, USER, ANSWER]), {1, 3})
+    assert [text[turn.start : turn.end] for turn in turns] == [trained] * 2
+
+
 @pytest.mark.parametrize("way", ["turns", "split"])
 @pytest.mark.parametrize(
     ("said", "warned"),

@@ -13,6 +13,7 @@ from made_gguf import write_gguf
 from tiny_models import VOCABULARY, tiny
 from upweight.config.model import AdapterSection, ModelSection
 from upweight.errors import UserError
+from upweight.models import load
 from upweight.models.load import compute_dtype, disable_dropout, load_config, load_model, master_dtype
 from upweight.models.precision import set_up_precision
 
@@ -80,6 +81,23 @@ def test_embeddings_grow_with_the_tokenizer_and_never_shrink(folder):
     assert grown.lm_head.out_features == grown.config.vocab_size == VOCABULARY + 2
     rounded = ModelSection(base_model=folder, resize_to_32=True, mean_resizing=True)
     assert load_model(rounded, torch.float32, tokenizer=tokenizer(VOCABULARY + 2)).lm_head.out_features == 96
+
+
+def test_a_new_padding_token_gets_a_row(folder):
+    grown = tokenizer()
+    grown.add_special_tokens({"pad_token": "<pad>"})
+    model = load_model(ModelSection(base_model=folder), torch.float32, tokenizer=grown)
+    assert model.config.pad_token_id == grown.pad_token_id == VOCABULARY
+    assert model(input_ids=torch.tensor([[VOCABULARY]])).logits.shape[-1] == VOCABULARY + 1
+
+
+def test_a_flash_attention_that_is_not_installed_is_done_without(folder, caplog, monkeypatch):
+    monkeypatch.setattr("upweight.log._said", set())
+    monkeypatch.setattr("upweight.models.load.is_kernels_available", lambda: False)
+    monkeypatch.setitem(load.FLASH, "flash_attention_2", lambda: False)
+    model = load_model(ModelSection(base_model=folder, attention="flash_attention_2"), torch.float32)
+    assert model.config._attn_implementation == "sdpa"
+    assert "flash_attention_2 is not installed; sdpa serves" in caplog.text
 
 
 def test_masters_begin_with_what_the_files_hold(folder, tmp_path_factory):

@@ -103,3 +103,15 @@ def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_loaded(fo
     text = refused(tmp_path, output_dir=str(tmp_path / folder))
     assert text.startswith(f"output_dir: {tmp_path / folder.partition('/')[0]} ")
     assert text.endswith(f"{says}. Name another folder.")
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "package"),
+    [("schedule_free_adamw", "schedulefree"), ("adamw_torch_8bit", "torchao"), ("stable_adamw", "torch-optimi"),
+     ("lion_8bit", "bitsandbytes")],
+)  # fmt: skip
+def test_an_optimizer_whose_package_is_missing_is_refused(optimizer, package, tmp_path, monkeypatch):
+    monkeypatch.setattr("upweight.train.refuse.find_spec", lambda _: None)
+    assert refused(tmp_path, optimizer=optimizer) == f"optimizer: {optimizer} needs a package: pip install {package}."
+    monkeypatch.setattr("upweight.train.refuse.find_spec", lambda _: "found")
+    refuse_unsupported(parse_config({**BASE, "optimizer": optimizer}, folder=tmp_path))

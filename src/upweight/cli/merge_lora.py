@@ -12,6 +12,8 @@ def run(place: str, overrides: list[str], *, output: Path | None, check: bool) -
     """Merge, compare log-probs before and after, and print where the model lies and how far they differ."""
     quiet_transformers()
     found = trained(place, overrides)
+    if found.adapter is None and not Path(found.model.base_model or "").expanduser().exists():
+        raise UserError(f"{place}: there is neither a config nor a folder of that name, which would hold an adapter")
     if found.adapter is None:
         raise UserError(f"{place}: there is no adapter to merge in {found.model.base_model}; it is a whole model")
     adapted = Adapted(found.model, found.adapter)

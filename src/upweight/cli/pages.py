@@ -8,9 +8,8 @@ from pathlib import Path
 from upweight.config.schema import markdown
 from upweight.data.encode import SERVES
 from upweight.data.formats.shown import SHOWN
-from upweight.settings import Key
 from upweight.train.api import configs
-from upweight.train.api.configs import MethodArguments
+from upweight.train.api.configs import MethodArguments, help_of
 from upweight.train.api.grpo_config import GRPOConfig
 
 MARK = "<!-- From here on made by `make docs`. -->\n"
@@ -40,14 +39,13 @@ def arguments() -> str:
     for kind in [*(one for one in classes if one is not MethodArguments), GRPOConfig]:
         named = {}
         for argument in dataclasses.fields(kind):
-            key: Key | None = argument.metadata.get("setting")
-            if key is not None:
+            if (key := help_of(argument).setting) is not None:
                 named[argument.name] = key.path
         lines += ["", f"### {kind.__name__}"]
         if named:
             lines += ["", "| argument | key |", "|---|---|"]
             lines += [f"| `{name}` | `{key}` |" for name, key in named.items()]
-        nothing = [f"`{one.name}`" for one in dataclasses.fields(kind) if "holds" in one.metadata]
+        nothing = [f"`{one.name}`" for one in dataclasses.fields(kind) if help_of(one).holds]
         lines += ["", f"Accepted, nothing to do: {', '.join(sorted(nothing))}."]
     return "\n".join([*lines, ""])
 

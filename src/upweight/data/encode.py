@@ -74,7 +74,10 @@ def _transform(setup: Setup, index: int, tokenizer: Any, cfg: ConfigView, folder
     families = {known.split(".")[0] for formats in FORMATS.values() for known in formats}
     if "." not in name or (name.split(".")[0] in families and not local_file(name, folder)):
         raise UserError(f"datasets.type: there is no format '{name}'.{did_you_mean(name, FORMATS[kind])}")
-    function = load_function(name, folder, "datasets.type")
+    try:
+        function = load_function(name, folder, "datasets.type")
+    except UserError as error:
+        raise UserError(f"{error} Formats for {setup.method.name}: {', '.join(FORMATS[kind])}.") from error
     return Transform(function, name, _seen_from(setup, index, cfg), index, tokenizer)
 
 

@@ -108,11 +108,19 @@ class ChatTemplate:
     def _start(self, before: Conversation, message: Message, text: str) -> int:
         """Where in the text that a message ends its turn begins: behind the header, which is given and not written."""
         if before.messages and message["role"] == "assistant":
-            opened = self.render(before, ask=True)
+            opened, closed = self.render(before, ask=True), self.render(before)
             shared = common_length(opened, text)
-            if shared == len(opened) or text.startswith(self.render(before)):
+            if opened == closed == text[:shared]:
+                # Either turns have no header, or the template opens none: then it lies before the words.
+                words = self._words(before, message, text)
+                return words if text[shared:words].strip() else shared
+            if shared == len(opened) or text.startswith(closed):
                 return shared
-        # Nothing opens this turn, or earlier ones look different without it: other words in it part from it here.
+        # Nothing opens this turn, or earlier ones look different without it.
+        return self._words(before, message, text)
+
+    def _words(self, before: Conversation, message: Message, text: str) -> int:
+        """Where a text parts from one with other words in its last message."""
         other = next(mark for mark in OTHER_WORDS if not message["content"].lstrip().startswith(mark))
         return common_length(self.render(before.then({**message, "content": other})), text)
 

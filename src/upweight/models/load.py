@@ -9,6 +9,7 @@ import torch
 import transformers
 from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, set_seed
+from transformers.utils.import_utils import is_flash_attn_2_available, is_flash_attn_3_available, is_kernels_available
 
 from upweight.config.model import AdapterSection, ModelSection
 from upweight.errors import UserError
@@ -29,6 +30,7 @@ HAVE_KEYS = {  # arguments of `from_pretrained`, and what they are set by
     "num_labels": "'num_labels'",
     "config": "'model_config'",
 }
+FLASH = {"flash_attention_2": is_flash_attn_2_available, "flash_attention_3": is_flash_attn_3_available}
 
 
 def compute_dtype(section: ModelSection, device: torch.device) -> torch.dtype:
@@ -69,16 +71,13 @@ def load_model(
     place, gguf_file = source_of(section.base_model, section.gguf_file)
     config = config_with_head(section, head)
     if tokenizer is not None:
-        config.get_text_config().pad_token_id = tokenizer.pad_token_id
-    options: dict[str, Any] = {**_hub_options(section), **_load_options(section)}
+        text, pad = config.get_text_config(), tokenizer.pad_token_id
+        text.pad_token_id = pad if pad is None or pad < text.vocab_size else None  # a new one comes with its row
+    options: dict[str, Any] = {**_hub_options(section), **_load_options(section), **_attention(section.attention)}
     for name in [name for name in options if hasattr(config, name) and name != "quantization_config"]:
         setattr(config, name, options.pop(name))  # as `from_pretrained` does where it is given no config
     if gguf_file is not None:
         options |= _dequantised(gguf_file)
-    if section.attention == "flex_attention" and not torch.cuda.is_available():
-        warn_once("attn_implementation: flex_attention needs a GPU, and none is visible; sdpa serves in its place")
-    elif section.attention is not None:
-        options["attn_implementation"] = section.attention
     if adapter is not None and (adapter.load_in_4bit or adapter.load_in_8bit):
         if gguf_file is not None:
             raise UserError(
@@ -106,7 +105,20 @@ def load_model(
     keep_soft_cap(model)
     if tokenizer is not None:
         fit_vocabulary(model, tokenizer, section)
+        model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
     return model
+
+
+def _attention(wanted: str | None) -> dict[str, str]:
+    """The attention that is asked for, where it can be had here."""
+    lacks = None
+    if wanted == "flex_attention" and not torch.cuda.is_available():
+        lacks = "needs a GPU, and none is visible"
+    elif wanted in FLASH and not (FLASH[wanted]() or is_kernels_available()):
+        lacks = "is not installed"
+    if lacks is not None:
+        warn_once(f"attn_implementation: {wanted} {lacks}; sdpa serves in its place")
+    return {} if wanted is None or lacks is not None else {"attn_implementation": wanted}
 
 
 def _load_options(section: ModelSection) -> dict[str, Any]:

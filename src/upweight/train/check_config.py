@@ -27,8 +27,9 @@ from upweight.rollout.vllm_probe import served_base
 from upweight.serve.address import server_urls
 from upweight.train.acting import acting_of, check_rewards
 from upweight.train.findings import Finding
-from upweight.train.refuse import FROM_BITSANDBYTES, refuse_unsupported
+from upweight.train.refuse import refuse_unsupported
 from upweight.train.run_files import METRICS, no_folder_at
+from upweight.train.trackers import tracking_arguments
 
 PATIENCE = 5.0  # seconds for a server that is there
 FEW_DROPPED = 0.05  # share of the rows that may be left out without a warning
@@ -69,8 +70,8 @@ def _keys(look: Look) -> Iterator[Finding]:
     for notice in look.config.notices:
         yield Finding("note", "keys", notice.removesuffix("."))
     refuse_unsupported(look.config)
-    needs = look.config.optim.optimizer in FROM_BITSANDBYTES or look.config.adapter.kind == "qlora"
-    if needs and importlib.util.find_spec("bitsandbytes") is None:
+    tracking_arguments(look.config.tracking)
+    if look.config.adapter.kind == "qlora" and importlib.util.find_spec("bitsandbytes") is None:
         yield Finding("alarm", "bitsandbytes", "is needed and not installed", "pip install 'upweight[quant]'")
     yield Finding("ok", "keys", f"{len(look.config.given)} set, for {look.config.method.name}")
 

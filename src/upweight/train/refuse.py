@@ -23,6 +23,21 @@ FROM_BITSANDBYTES = {"adamw_8bit", "ademamix", "lion", *(name for name in get_ar
 FROM_BITSANDBYTES |= {name for name in get_args(OptimizerName) if name.startswith(("paged_", "lion_", "ademamix_"))}
 
 
+OPTIMIZER_PACKAGES: dict[str, str] = {  # module: what pip calls it
+    **dict.fromkeys(FROM_BITSANDBYTES, "bitsandbytes"),
+    **dict.fromkeys(("adamw_torch_8bit", "adamw_torch_4bit"), "torchao"),
+    **{name: "schedulefree" for name in get_args(OptimizerName) if name.startswith("schedule_free")},
+    "stable_adamw": "torch-optimi",
+}
+
+
+def _missing_package(optimizer: str) -> str | None:
+    """The package that an optimizer comes from, where it is not installed."""
+    package = OPTIMIZER_PACKAGES.get(optimizer)
+    module = "optimi" if package == "torch-optimi" else package
+    return package if module is not None and find_spec(module) is None else None
+
+
 def _shards(config: Config) -> bool:
     """Whether ranks share weights, gradients or optimizer states."""
     return bool(config.sharding.fsdp) or config.sharding.deepspeed is not None
@@ -168,6 +183,8 @@ def refuse_unsupported(config: Config) -> None:
     refused = [f"{key}: {text}." for key, asked, text in (*UNSUPPORTED, *ONLINE) if asked(config)]
     if (reason := no_folder_at(Path(config.run.output_dir))) is not None:
         refused.append(f"output_dir: {reason}. Name another folder.")
+    if (package := _missing_package(config.optim.optimizer)) is not None:
+        refused.append(f"optimizer: {config.optim.optimizer} needs a package: pip install {package}.")
     if refused:
         raise UserError("\n".join(refused))
     if getattr(config.method, "precompute_ref_log_probs", False):

@@ -32,6 +32,10 @@ from upweight.train.sharding import set_up_sharding
 from upweight.train.step import StepRunner
 
 SMALLEST_BUDGET = 256
+NEVER_CALLED = (  # by this loop, of what scripts for other trainers override
+    "compute_loss", "_compute_loss", "prediction_step", "get_batch_loss_metrics", "concatenated_forward",
+    "tokenize_row", "_prepare_dataset", "_generate_and_score_completions",
+)  # fmt: skip
 
 
 class MethodTrainer(Trainer):
@@ -58,6 +62,8 @@ class MethodTrainer(Trainer):
         recording: "Callable[[MethodTrainer], AbstractContextManager[None]] | None" = None,
         **options: Any,
     ) -> None:
+        _refuse_overrides(type(self))
+        _make_folder(args)
         super().__init__(model=model, args=args, **options)
         set_up_sharding(self, dtype)
         # before transformers 5.19 this is what keeps the Trainer from dividing the loss again
@@ -194,6 +200,10 @@ class MethodTrainer(Trainer):
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, named)
         return named
 
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused: a step has no predictions to hand out."""
+        raise UserError("predict: there are no predictions to return; evaluate(rows) gives losses and metrics.")
+
     def _loss_on(self, model: nn.Module, rows: Any) -> dict[str, float]:
         training, self.runner.meters = self.runner.meters, Meters()
         sums: dict[str, Tensor] = {}
@@ -277,6 +287,24 @@ class MethodTrainer(Trainer):
             set_mode()
             if self.copies is not None:
                 self.copies.refresh()
+
+
+def _refuse_overrides(kind: type) -> None:
+    """Raise where a subclass overrides what this loop would never call."""
+    own = [name for name in NEVER_CALLED if getattr(kind, name, None) is not getattr(Trainer, name, None)]
+    if own:
+        raise UserError(
+            f"{kind.__name__}.{own[0]}: is never called here, where a step is trained on in packed rows. Override "
+            "`training_step`, which returns a loss after its backward, or use the method's settings."
+        )
+
+
+def _make_folder(args: TrainingArguments) -> None:
+    folder = Path(args.output_dir or ".")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"output_dir: {folder} cannot be made: {error.strerror}. Name another folder.") from error
 
 
 class _EpochOrder(TrainerCallback):

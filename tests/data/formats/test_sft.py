@@ -105,6 +105,22 @@ def test_user_defined():
     assert spans(entry, {"q": "why", "a": "so"}, "plain") == [("<s>Q: why\nA: so</s>", ["so</s>"])]
 
 
+@pytest.mark.parametrize(
+    ("changed", "row", "text"),
+    [
+        ({"system_prompt": "Be kind."}, {}, "<<Be kind.>>Q: why"),
+        ({"field_system": "sys"}, {"sys": "Be brief."}, "<<Be brief.>>Q: why"),
+        ({"system_prompt": "Be kind.", "format": "Q: {instruction} {system}"}, {}, "Q: why <<Be kind.>>"),
+        ({}, {}, "Q: why"),
+    ],
+)
+def test_the_system_text_of_a_user_defined_format_goes_first_unless_the_format_places_it(changed, row, text):
+    form = {"format": "Q: {instruction}", "system_format": "<<{system}>>", **changed}
+    assert spans({"type": form}, {"instruction": "why", "output": "so", **row}, "plain") == [
+        (f"<s>{text}so</s>", ["so</s>"])
+    ]
+
+
 @pytest.mark.parametrize("entry", [{"type": "completion"}, {}, {"type": "completion", "field": "body"}])
 def test_raw_text(entry):
     row = {entry.get("field", "text"): "some words"}

@@ -4,8 +4,9 @@ import sys
 
 import pytest
 import torch
+from transformers import HfArgumentParser
 
-from upweight import CPOConfig, DPOConfig, KTOConfig, ORPOConfig, PRMConfig, RewardConfig, SFTConfig
+from upweight import CPOConfig, DPOConfig, GRPOConfig, KTOConfig, ORPOConfig, PRMConfig, RewardConfig, SFTConfig
 from upweight.errors import UserError
 from upweight.log import _said
 from upweight.methods import DPO, METHODS
@@ -21,6 +22,14 @@ def test_import_stays_light():
 def test_unknown_names_are_attribute_errors():
     with pytest.raises(ImportError):
         from upweight import NothingTrainer  # noqa: F401 # pyright: ignore
+
+
+@pytest.mark.parametrize("config", [*CONFIGS, GRPOConfig])
+def test_a_command_line_can_be_read_into_a_config(config, tmp_path):
+    words = ["--output_dir", str(tmp_path), "--learning_rate", "1e-5", "--use_liger_kernel"]
+    (args,) = HfArgumentParser(config).parse_args_into_dataclasses(words)
+    assert (args.learning_rate, args.use_liger_kernel) == (1e-5, True)
+    assert args.method() == config(output_dir=tmp_path).method()
 
 
 @pytest.mark.parametrize("config", CONFIGS)

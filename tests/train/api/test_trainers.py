@@ -348,9 +348,39 @@ def test_a_config_of_another_trainer_is_refused(folder):
             trainer(str(folder / "model"), **given)
 
 
-def test_an_unknown_input_is_a_type_error(folder):
-    with pytest.raises(TypeError, match="data_collator"):
-        DPOTrainer(str(folder / "model"), train_dataset=ROWS["pairs"], data_collator=None)  # pyright: ignore
+@pytest.mark.parametrize(("name", "says"), [("data_collator", "differences"), ("tokenizer", "processing_class")])
+def test_an_unknown_input_is_a_type_error(name, says, folder):
+    with pytest.raises(TypeError, match=f"takes no argument '{name}': .*{says}"):
+        DPOTrainer(str(folder / "model"), train_dataset=ROWS["pairs"], **{name: None})  # pyright: ignore
+
+
+def test_what_would_never_be_called_cannot_be_overridden(folder):
+    class OwnLoss(DPOTrainer):
+        def compute_loss(self, *args, **kwargs):
+            return torch.zeros(())
+
+    class OwnLog(DPOTrainer):
+        def log(self, *args, **kwargs):
+            super().log(*args, **kwargs)
+
+    options = {"args": DPOConfig(output_dir=str(folder / "out"), **COMMON), "train_dataset": ROWS["pairs"]}
+    options["processing_class"] = made_tokenizer(TEMPLATE, bos=False)
+    with pytest.raises(UserError, match=r"OwnLoss\.compute_loss: is never called here"):
+        OwnLoss(str(folder / "model"), **options)
+    trainer = OwnLog(str(folder / "model"), **options)
+    with pytest.raises(UserError, match="evaluate"):
+        trainer.predict(ROWS["pairs"])
+
+
+def test_a_folder_that_cannot_be_made_is_named(folder):
+    (folder / "file").touch()
+    with pytest.raises(UserError, match=r"output_dir: .*/file/out cannot be made: Not a directory"):
+        DPOTrainer(
+            str(folder / "model"),
+            args=DPOConfig(output_dir=str(folder / "file" / "out"), **COMMON),
+            train_dataset=ROWS["pairs"],
+            processing_class=made_tokenizer(TEMPLATE, bos=False),
+        )
 
 
 def test_every_exported_trainer_has_its_config():

@@ -85,9 +85,13 @@ def instruction(setup: Setup, row: Row) -> list[Example]:
     with_input = form.format or ALPACA.format or ""
     without_input = form.no_input_format or form.format or ALPACA.no_input_format or ""
     extra = optional_text(row, form.field_input)
-    system = filled(form.system_format, {"system": optional_text(row, form.field_system) or form.system_prompt})
+    said = optional_text(row, form.field_system) or form.system_prompt
+    system = filled(form.system_format, {"system": said}) if said else ""
     values = {"instruction": text_at(row, form.field_instruction), "input": extra, "system": system}
-    prompt = filled(with_input if extra else without_input, values)
+    chosen = with_input if extra else without_input
+    prompt = filled(chosen, values)
+    if form is not ALPACA and "{system}" not in chosen:
+        prompt = system + prompt
     return [whole_text(setup, prompt, text_at(row, form.field_output))]
 
 

@@ -31,19 +31,36 @@ REFUSED = {
 }
 
 
+class Help(str):
+    """What an argument does, and where it goes; a text, since command-line parsers hand a field's metadata on."""
+
+    section: type[Section] | None = None  # that the argument is handed to,
+    setting: Key | None = None  # as this
+    holds: str | None = None  # why it changes nothing
+
+
+def help_of(argument: dataclasses.Field[Any]) -> Help:
+    """What is known of an argument; of transformers' own, its text."""
+    known = argument.metadata.get("help", "")
+    return known if isinstance(known, Help) else Help(known)
+
+
 def of(section: type[Section], name: str, **changed: Any) -> Any:
     """A field that is handed to a section's setting, with its default and help; lists where the section has tuples."""
     key = next(key for key in keys_of(section) if key.name == name)
     default = changed.get("default", key.field.default)
-    metadata = {"help": key.field.description, "section": section, "setting": key}
+    text = Help(key.field.description)
+    text.section, text.setting = section, key
     if isinstance(default, tuple):
-        return field(default_factory=lambda: list(default), metadata=metadata)
-    return field(default=default, metadata=metadata)
+        return field(default_factory=lambda: list(default), metadata={"help": text})
+    return field(default=default, metadata={"help": text})
 
 
 def holds(default: Any, why: str) -> Any:
     """A field that may be set and changes nothing, since what it asks for is so anyway."""
-    return field(default=default, metadata={"help": f"Accepted: {why}.", "holds": why})
+    text = Help(f"Accepted: {why}.")
+    text.holds = why
+    return field(default=default, metadata={"help": text})
 
 
 def with_help(default: Any, text: str) -> Any:
@@ -90,8 +107,8 @@ class MethodArguments(TrainingArguments):
         self._refuse()
         for one in dataclasses.fields(self):
             value = getattr(self, one.name)
-            if "holds" in one.metadata and value != one.default and asks_for_something(value):
-                warn_once(f"{one.name}: nothing to do: {one.metadata['holds']}")
+            if (why := help_of(one).holds) and value != one.default and asks_for_something(value):
+                warn_once(f"{one.name}: nothing to do: {why}")
         self.method()
 
     def _refuse(self) -> None:
@@ -130,9 +147,9 @@ class MethodArguments(TrainingArguments):
         names: dict[str, str] = {}
         values: dict[str, Any] = {}
         for one in dataclasses.fields(self):
-            if one.metadata.get("section") is not kind or (value := getattr(self, one.name)) is None:
+            text = help_of(one)
+            if (key := text.setting) is None or text.section is not kind or (value := getattr(self, one.name)) is None:
                 continue
-            key: Key = one.metadata["setting"]
             place, names[key.name] = values, one.name
             for inner in key.where:
                 place = place.setdefault(inner, {})

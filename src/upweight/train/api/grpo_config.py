@@ -85,7 +85,7 @@ class GRPOConfig(MethodArguments):
     delta: float | None = of(GRPO, "delta")
     importance_sampling_level: str = of(GRPO, "importance_sampling_level")
     advantage_estimator: str = of(GRPO, "advantage_estimator")
-    scale_rewards: str | bool = of(GRPO, "scale_rewards")
+    scale_rewards: str = of(GRPO, "scale_rewards")  # or a bool, which a command line could not tell from "group"
     reward_weights: list[float] | None = of(GRPO, "reward_weights")  # noqa: RUF009
     multi_objective_aggregation: str = of(GRPO, "aggregation")
     mask_truncated_completions: bool = of(GRPO, "mask_truncated_completions")

@@ -122,6 +122,9 @@ def config_of(args: AnyConfig | None, kind: type[AnyConfig]) -> AnyConfig:
     return args or kind()
 
 
+OTHER_NAMES = {"tokenizer": "it is 'processing_class' now", "ref_model": "this method has no reference"}
+
+
 def parts_for(
     model: str | Model,
     args: MethodArguments,
@@ -134,9 +137,10 @@ def parts_for(
     callbacks: list[TrainerCallback] | None = None,
     optimizers: tuple[Optimizer | None, LRScheduler | None] = (None, None),
     formatting_func: Callable[[Any], str] | None = None,
+    **unknown: Any,
 ) -> dict[str, Any]:
     """The arguments of MethodTrainer, from those of a script."""
-    _refuse(model, args, ref_model, peft_config)
+    _refuse(model, args, ref_model, peft_config, unknown)
     _require_kinds(args, callbacks, optimizers, formatting_func)
     method, device = args.method(), args.device
     tokenizer = tokenizer_for(model, args, processing_class)
@@ -197,8 +201,11 @@ def require_kind(name: str, given: Any, kind: Any, told: str) -> None:
         raise UserError(f"{name}: expected {told}, got {type(given).__name__}.")
 
 
-def _refuse(model: Any, args: MethodArguments, ref_model: Any, peft_config: Any) -> None:
-    """Raise for inputs that are of another kind than is told, or do not go together."""
+def _refuse(model: Any, args: MethodArguments, ref_model: Any, peft_config: Any, unknown: Mapping[str, Any]) -> None:
+    """Raise for inputs that no trainer takes, are of another kind than is told, or do not go together."""
+    for name in unknown:
+        why = OTHER_NAMES.get(name, "docs/differences.md says what is not taken")
+        raise TypeError(f"the trainer takes no argument '{name}': {why}")
     for name, given in (("model", model), ("ref_model", ref_model)):
         if not isinstance(given, str | Model) and (given is not None or name == "model"):
             raise UserError(
