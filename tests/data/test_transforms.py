@@ -149,7 +149,7 @@ def test_a_built_in_is_not_shadowed_silently(write, tmp_path, caplog, monkeypatc
         ("import json\njson.loads('{')", "{}.t", r"JSONDecodeError: .* \(\w+\.py, line 2\)$"),
         ("1 / 0", "{}.t", "ZeroDivisionError: division by zero .*line 1"),
         ("def transform(cfg): pass", "{}.transfrom", "Did you mean 'transform'"),
-        ("", "user_transform_nowhere.t", "no user_transform_nowhere.py"),
+        ("", "user_transform_nowhere.t", "no user_transform_nowhere.py.* Formats for grpo: chat_template, "),
         ("def t(cfg): return 5", "{}.t", "must return a function"),
         ("def t(cfg): raise KeyError('x')", "{}.t", "KeyError.*line 1"),
         ("import sys\nsys.exit()", "{}.t", r"cannot be imported: SystemExit \(\w+\.py, line 2\)$"),

@@ -77,6 +77,8 @@ def _transform(setup: Setup, index: int, tokenizer: Any, cfg: ConfigView, folder
     try:
         function = load_function(name, folder, "datasets.type")
     except UserError as error:
+        if local_file(name, folder) is not None:
+            raise
         raise UserError(f"{error} Formats for {setup.method.name}: {', '.join(FORMATS[kind])}.") from error
     return Transform(function, name, _seen_from(setup, index, cfg), index, tokenizer)
 

@@ -159,11 +159,10 @@ def parts_for(
     named = eval_dataset if isinstance(eval_dataset, Mapping) else {"eval_dataset": eval_dataset}
     held = {name: encode(rows, name) for name, rows in named.items() if rows is not None}
     policy = policy_for(model, args, method, tokenizer, peft_config)
-    dtype = dtype_for(policy, args, device)
     parts = trainer_parts(
         policy,
         method,
-        dtype,
+        dtype_for(policy, args, device),
         device,
         longest=longest(train, *held.values()) + (args.max_completion_length if isinstance(args, GRPOConfig) else 0),
         budget=args.token_budget,
