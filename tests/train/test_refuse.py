@@ -4,7 +4,7 @@ import pytest
 
 from upweight.config import parse_config
 from upweight.errors import UserError
-from upweight.train.refuse import UNSUPPORTED, refuse_unsupported
+from upweight.train.refuse import UNSUPPORTED, refuse_unsupported, require_optimizer
 
 BASE = {"base_model": "tiny", "rl": "dpo", "datasets": [{"path": "rows.jsonl", "type": "chatml.intel"}]}
 QLORA = {"adapter": "qlora", "load_in_4bit": True, "lora_target_linear": True}
@@ -110,8 +110,9 @@ def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_loaded(fo
     [("schedule_free_adamw", "schedulefree"), ("adamw_torch_8bit", "torchao"), ("stable_adamw", "torch-optimi"),
      ("lion_8bit", "bitsandbytes")],
 )  # fmt: skip
-def test_an_optimizer_whose_package_is_missing_is_refused(optimizer, package, tmp_path, monkeypatch):
+def test_an_optimizer_whose_package_is_missing_is_refused(optimizer, package, monkeypatch):
     monkeypatch.setattr("upweight.train.refuse.find_spec", lambda _: None)
-    assert refused(tmp_path, optimizer=optimizer) == f"optimizer: {optimizer} needs a package: pip install {package}."
+    with pytest.raises(UserError, match=f"optimizer: {optimizer} needs a package: pip install {package}"):
+        require_optimizer(optimizer)
     monkeypatch.setattr("upweight.train.refuse.find_spec", lambda _: "found")
-    refuse_unsupported(parse_config({**BASE, "optimizer": optimizer}, folder=tmp_path))
+    require_optimizer(optimizer)

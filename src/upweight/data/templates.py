@@ -108,13 +108,12 @@ class ChatTemplate:
     def _start(self, before: Conversation, message: Message, text: str) -> int:
         """Where in the text that a message ends its turn begins: behind the header, which is given and not written."""
         if before.messages and message["role"] == "assistant":
-            opened, closed = self.render(before, ask=True), self.render(before)
+            opened = self.render(before, ask=True)
             shared = common_length(opened, text)
-            if opened == closed == text[:shared]:
-                # Either turns have no header, or the template opens none: then it lies before the words.
+            if shared == len(opened) and not self._opens_turns:  # a header, if there is one, lies before the words
                 words = self._words(before, message, text)
                 return words if text[shared:words].strip() else shared
-            if shared == len(opened) or text.startswith(closed):
+            if shared == len(opened) or text.startswith(self.render(before)):
                 return shared
         # Nothing opens this turn, or earlier ones look different without it.
         return self._words(before, message, text)
@@ -163,6 +162,15 @@ class ChatTemplate:
             return "SYSTEM-PROBE" in self._apply(probe, ask=True)
         except Exception:  # foreign code, and failing is an answer: rows are rendered without that role
             return False
+
+    @cached_property
+    def _opens_turns(self) -> bool:
+        """Whether asking for the assistant's turn writes anything."""
+        probe = Conversation([{"role": "user", "content": "USER-PROBE"}])
+        try:
+            return self._apply(probe, ask=True) != self._apply(probe, ask=False)
+        except Exception:  # foreign code, which may want more messages
+            return True
 
 
 def _warn_if_left_out(message: Message, text: str) -> None:

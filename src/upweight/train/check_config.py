@@ -27,7 +27,7 @@ from upweight.rollout.vllm_probe import served_base
 from upweight.serve.address import server_urls
 from upweight.train.acting import acting_of, check_rewards
 from upweight.train.findings import Finding
-from upweight.train.refuse import refuse_unsupported
+from upweight.train.refuse import refuse_unsupported, require_optimizer
 from upweight.train.run_files import METRICS, no_folder_at
 from upweight.train.trackers import tracking_arguments
 
@@ -70,6 +70,7 @@ def _keys(look: Look) -> Iterator[Finding]:
     for notice in look.config.notices:
         yield Finding("note", "keys", notice.removesuffix("."))
     refuse_unsupported(look.config)
+    require_optimizer(look.config.optim.optimizer)
     tracking_arguments(look.config.tracking)
     if look.config.adapter.kind == "qlora" and importlib.util.find_spec("bitsandbytes") is None:
         yield Finding("alarm", "bitsandbytes", "is needed and not installed", "pip install 'upweight[quant]'")

@@ -23,19 +23,12 @@ FROM_BITSANDBYTES = {"adamw_8bit", "ademamix", "lion", *(name for name in get_ar
 FROM_BITSANDBYTES |= {name for name in get_args(OptimizerName) if name.startswith(("paged_", "lion_", "ademamix_"))}
 
 
-OPTIMIZER_PACKAGES: dict[str, str] = {  # module: what pip calls it
+OPTIMIZER_PACKAGES: dict[str, str] = {  # what pip calls them
     **dict.fromkeys(FROM_BITSANDBYTES, "bitsandbytes"),
     **dict.fromkeys(("adamw_torch_8bit", "adamw_torch_4bit"), "torchao"),
     **{name: "schedulefree" for name in get_args(OptimizerName) if name.startswith("schedule_free")},
     "stable_adamw": "torch-optimi",
 }
-
-
-def _missing_package(optimizer: str) -> str | None:
-    """The package that an optimizer comes from, where it is not installed."""
-    package = OPTIMIZER_PACKAGES.get(optimizer)
-    module = "optimi" if package == "torch-optimi" else package
-    return package if module is not None and find_spec(module) is None else None
 
 
 def _shards(config: Config) -> bool:
@@ -178,13 +171,18 @@ ONLINE: tuple[tuple[str, Callable[[Config], object], str], ...] = (
 )
 
 
+def require_optimizer(name: str) -> None:
+    """Raise where the package that an optimizer comes from is not installed."""
+    package = OPTIMIZER_PACKAGES.get(name)
+    if package is not None and find_spec("optimi" if package == "torch-optimi" else package) is None:
+        raise UserError(f"optimizer: {name} needs a package: pip install {package}.")
+
+
 def refuse_unsupported(config: Config) -> None:
     """Raise for everything in a config that would otherwise have no effect or fail late."""
     refused = [f"{key}: {text}." for key, asked, text in (*UNSUPPORTED, *ONLINE) if asked(config)]
     if (reason := no_folder_at(Path(config.run.output_dir))) is not None:
         refused.append(f"output_dir: {reason}. Name another folder.")
-    if (package := _missing_package(config.optim.optimizer)) is not None:
-        refused.append(f"optimizer: {config.optim.optimizer} needs a package: pip install {package}.")
     if refused:
         raise UserError("\n".join(refused))
     if getattr(config.method, "precompute_ref_log_probs", False):

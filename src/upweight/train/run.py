@@ -53,7 +53,7 @@ from upweight.train.profile import Profiler
 from upweight.train.ranks import as_rank_zero_says, be_one_rank, first_here_then_others, join_ranks, share_rows
 from upweight.train.rates import rate_rules
 from upweight.train.reference_sync import SyncReference, sync_settings
-from upweight.train.refuse import refuse_unsupported
+from upweight.train.refuse import refuse_unsupported, require_optimizer
 from upweight.train.run_folder import MetricsFile, changed_keys, cut_metrics, refuse_other_weights, write_config
 from upweight.train.run_record import about, recorded, refuse_busy
 from upweight.train.sharding import layout_of, read_once, refuse_other_layout, shard_alone, sharding_of
@@ -67,6 +67,7 @@ def train(config: Config, *, resume: bool = False, watchers: Sequence[TrainerCal
     """Train what a config describes and write the run folder; `watchers` look on."""
     folder, stop = Path(config.run.output_dir), StopOnSignal()
     refuse_busy(folder)
+    require_optimizer(config.optim.optimizer)
     trainer = build(config, resume=resume, trains=True)
     for callback in (*_callbacks(config, trainer, stop), *watchers):
         trainer.add_callback(callback)
