@@ -66,8 +66,8 @@ def vllm() -> dict[int, dict[str, Any]]:
             env=os.environ | {"PYTHONPATH": os.environ.get("VLLM_PYTHONPATH", "")},
         )  # fmt: skip
     answers = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"sequences')]
-    failed = {64: {"vllm_error": done.stderr[-2000:]}, 256: {"vllm_error": done.stderr[-2000:]}}
-    return {line.pop("sequences"): line for line in answers} or failed
+    failed = {"vllm_error": done.stderr[-2000:]}
+    return {line.pop("sequences"): line for line in answers} or {64: failed, 256: failed}
 
 
 ROWS: dict[str, tuple[Callable[..., Iterator[dict[str, Any]]], tuple[str, ...]]] = {
