@@ -82,3 +82,8 @@ def test_training_on_quantised_weights_goes_on_and_merges(keys, tmp_path, capsys
     capsys.readouterr()
     run(str(tmp_path / "second" / "out"), [], output=None, check=True)
     assert float(capsys.readouterr().out.split()[-1]) < 1e-3
+
+
+def test_a_place_that_is_not_there_is_named():
+    with pytest.raises(UserError, match="nowhere: there is neither a config nor a folder"):
+        run("nowhere", [], output=None, check=False)

@@ -82,8 +82,8 @@ def two_pairs():
 
 def test_discopop_is_finite_where_an_answer_became_much_less_likely():
     batch = made_batch([1, 1], pair_P2=[[0, 1]])
-    out = made_outputs([[-1000.0], [0.0]], [[0.0], [0.0]])
-    assert total_loss(DPO(loss_type="discopop", beta=0.1), out, batch) == pytest.approx(100.0)
+    out = made_outputs([[-10_000.0], [0.0]], [[0.0], [0.0]])
+    assert total_loss(DPO(loss_type="discopop", beta=0.1), out, batch) == pytest.approx(1000.0)
 
 
 def test_aot_compares_sorted_margins():

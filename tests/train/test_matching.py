@@ -195,6 +195,13 @@ def test_advantages_land_on_their_own_tokens(tmp_path):
     assert bool((likelihood() > before).all())
 
 
+def test_greedy_blocks_are_trained_on_with_the_log_probs_of_temperature_one(tmp_path):
+    trainer = matching_trainer(tmp_path, EBFT(**{**BLOCKS, "n_samples_per_prompt": 1, "temperature": 0.0}))
+    assert (trainer.rollouts.producer.sampling.temperature, trainer.runner.temperature) == (0.0, 1.0)
+    trainer.train()
+    assert all(line["loss"] == line["loss"] for line in trainer.state.log_history if "loss" in line)
+
+
 @pytest.mark.parametrize("mode", [0, 1], ids=["structured", "strided"])
 def test_any_cut_into_forwards_gives_the_same_weights(tmp_path, mode):
     whole, cut = (

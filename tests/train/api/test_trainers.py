@@ -20,6 +20,8 @@ from upweight import (
     DPOConfig,
     DPOTrainer,
     GRPOTrainer,
+    ORPOConfig,
+    ORPOTrainer,
     PRMConfig,
     PRMTrainer,
     RewardConfig,
@@ -352,6 +354,12 @@ def test_a_config_of_another_trainer_is_refused(folder):
 def test_an_unknown_input_is_a_type_error(name, says, folder):
     with pytest.raises(TypeError, match=f"takes no argument '{name}': .*{says}"):
         DPOTrainer(str(folder / "model"), train_dataset=ROWS["pairs"], **{name: None})  # pyright: ignore
+
+
+def test_a_reference_that_nothing_is_compared_with_is_refused(folder):
+    config = ORPOConfig(output_dir=str(folder / "out"), **COMMON)
+    with pytest.raises(UserError, match="ref_model: with these settings nothing is compared"):
+        ORPOTrainer(str(folder / "model"), config, train_dataset=ROWS["pairs"], ref_model="other")  # pyright: ignore
 
 
 def test_what_would_never_be_called_cannot_be_overridden(folder):

@@ -122,7 +122,7 @@ def config_of(args: AnyConfig | None, kind: type[AnyConfig]) -> AnyConfig:
     return args or kind()
 
 
-OTHER_NAMES = {"tokenizer": "it is 'processing_class' now", "ref_model": "this method has no reference"}
+OTHER_NAMES = {"tokenizer": "it is 'processing_class' now"}
 
 
 def parts_for(
@@ -213,6 +213,8 @@ def _refuse(model: Any, args: MethodArguments, ref_model: Any, peft_config: Any,
     require_kind("peft_config", peft_config, PeftConfig, "a config of peft, as LoraConfig()")
     if peft_config is not None and isinstance(model, PeftModel):
         raise UserError("peft_config: the model has an adapter already. Merge it first, or leave out peft_config.")
+    if ref_model is not None and not args.method().needs_reference:
+        raise UserError("ref_model: with these settings nothing is compared with a reference. Leave it out.")
     if ref_model is not None and ref_model is model:
         raise UserError("ref_model: is the model that is trained. Leave it out: the reference is then its start.")
     if ref_model is not None and getattr(args, "precompute_ref_log_probs", False):
