@@ -22,7 +22,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from upweight.engine import Engine
 from upweight.engine.packing import build_batch
-from upweight.train.ranks import share_rows
+from upweight.train.distributed.ranks import share_rows
 from upweight.types import Sample, Unit
 
 MIB = 2**20

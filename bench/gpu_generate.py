@@ -17,12 +17,12 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from bench.gpu_profile import profiled
 from bench.gpu_step import SHAPE, VOCABULARY
-from upweight.config.model import AdapterSection
+from upweight.config.sections.model import AdapterSection
 from upweight.engine import Engine
 from upweight.engine.packing import bucketed, build_batch
 from upweight.models.adapters import attach_adapter
 from upweight.models.precision import set_up_precision
-from upweight.rollout.in_process import InProcess
+from upweight.sampler.in_process import InProcess
 from upweight.types import Completion, Sample, Sampling, Unit
 
 PROMPT, NEW = 256, 256

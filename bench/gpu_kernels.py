@@ -19,8 +19,8 @@ from bench.gpu_share import SHAPE_7B
 from bench.gpu_step import SHAPE
 from upweight.engine.attention import Scores
 from upweight.engine.rules import Rule
-from upweight.models import few_rows_kernel as kernel
-from upweight.rollout.cascade_kernel import cascade_step
+from upweight.models import linear_kernel as kernel
+from upweight.sampler.attention_kernel import cascade_step
 
 SHAPES = {"1.5b": SHAPE, "7b": SHAPE_7B}
 ROWS = (64, 128, 256, 512)

@@ -19,11 +19,11 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from bench.ours import METHODS, grpo_units
 from upweight import GRPOConfig, GRPOTrainer
-from upweight.config.model import AdapterSection
+from upweight.config.sections.model import AdapterSection
 from upweight.data.units import units_of
 from upweight.methods import SFT
 from upweight.models.adapters import attach_adapter
-from upweight.train.build import trainer_parts
+from upweight.train.assemble import trainer_parts
 from upweight.train.step import StepRunner
 
 

@@ -19,7 +19,7 @@ from upweight import GRPOConfig, GRPOTrainer
 from upweight.data.units import units_of
 from upweight.methods import DPO, GRPO, KTO, ORM, ORPO, SimPO
 from upweight.methods.base import Method
-from upweight.train.build import trainer_parts
+from upweight.train.assemble import trainer_parts
 from upweight.train.step import StepRunner
 from upweight.types import Sample, Unit
 

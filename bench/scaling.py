@@ -133,8 +133,8 @@ def best(run: Run, f: Figures, gpus: int) -> tuple[float, int, dict[str, float]]
 
 def measured() -> dict[str, float]:
     """Seconds of this machine for a token: to read it from a server's answer, and to hand it over."""
-    from upweight.rollout.store import Rollout
-    from upweight.train.handover import from_flat, to_flat
+    from upweight.rollout.rollout import Rollout
+    from upweight.train.online.broadcast import from_flat, to_flat
     from upweight.types import Completion, Group
 
     count = 100_000

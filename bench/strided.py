@@ -11,8 +11,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from bench.cases import SHAPE, VOCABULARY
 from upweight.engine import Engine
 from upweight.methods import EBFT
-from upweight.rollout.in_process import InProcess
-from upweight.rollout.strided import StridedBlocks, anchors
+from upweight.rollout.ebft.strided_blocks import StridedBlocks, anchors
+from upweight.sampler.in_process import InProcess
 from upweight.types import Group, Sampling
 
 NAME = "ebft_strided_generation"

@@ -3,12 +3,12 @@
 import torch
 
 from made_tokenizers import byte_tokenizer
-from upweight.data.messages import Conversation
-from upweight.data.templates import ChatTemplate, template_source
+from upweight.data.tokenize.messages import Conversation
+from upweight.data.tokenize.templates import ChatTemplate, template_source
 from upweight.environments.python_class import PythonEnvironment
-from upweight.rollout.in_process import end_tokens
-from upweight.rollout.played import Bounds
-from upweight.rollout.player import Player
+from upweight.rollout.episodes.loop import Bounds
+from upweight.rollout.episodes.runner import Player
+from upweight.sampler.in_process import end_tokens
 from upweight.types import Completion, Group, Sampling
 
 

@@ -11,14 +11,14 @@ from transformers import TrainingArguments
 from made_runs import largest_difference, weights_of
 from made_tokenizers import byte_tokenizer
 from tiny_models import tiny
-from upweight.config.rollout import RolloutSection
+from upweight.config.sections.rollout import RolloutSection
 from upweight.methods import GRPO
 from upweight.models.load import disable_dropout
 from upweight.rewards.load import as_rewards
 from upweight.rollout.plan import Plan
-from upweight.train.build import trainer_parts
-from upweight.train.online import Policy, Recipe, make_rollouts
-from upweight.train.rollouts import KeepRollouts
+from upweight.train.assemble import trainer_parts
+from upweight.train.online.assemble import Policy, Recipe, make_rollouts
+from upweight.train.online.feed import KeepRollouts
 from upweight.train.trainer import MethodTrainer
 
 STILL = ("seconds", "runtime", "per_second", "idle")  # in names of metrics that depend on the clock

@@ -12,7 +12,7 @@ from upweight.cli.agent_docs import FOLDER, TOPICS
 from upweight.cli.app import app
 from upweight.config import parse_config
 from upweight.config.config import blocks, general_keys, method_keys
-from upweight.config.data import DatasetRow
+from upweight.config.sections.data import DatasetRow
 from upweight.errors import UserError
 
 

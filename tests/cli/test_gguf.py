@@ -9,7 +9,7 @@ from made_runs import write_config, write_model
 from upweight.cli.gguf import run
 from upweight.cli.merge_lora import run as merge
 from upweight.config import load_config
-from upweight.config.model import ModelSection
+from upweight.config.sections.model import ModelSection
 from upweight.errors import UserError
 from upweight.models.load import load_model
 from upweight.train.run import train

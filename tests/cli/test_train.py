@@ -12,7 +12,7 @@ import pytest
 from made_runs import metrics_of, upweight, write_config
 from upweight.cli.app import main
 from upweight.train.checkpoints import checkpoints_of, is_whole
-from upweight.train.launch import free_port
+from upweight.train.distributed.launch import free_port
 
 
 def command(*arguments):

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from made_tokenizers import byte_tokenizer, config, encoder
-from upweight.config.data import FORMAT_NAMES, DatasetRow
+from upweight.config.sections.data import FORMAT_NAMES, DatasetRow
 from upweight.config.view import view
 from upweight.data.encode import Record, RowError, build_encoder
 from upweight.data.formats import FORMATS
-from upweight.data.lengths import apply_length_rules
+from upweight.data.tokenize.lengths import apply_length_rules
 from upweight.errors import UserError
 
 

@@ -18,7 +18,7 @@ from upweight.engine.context import require_heads
 from upweight.engine.noise import add_noise
 from upweight.engine.packing import build_batch
 from upweight.errors import UserError
-from upweight.train.ranks import join_ranks, share_rows
+from upweight.train.distributed.ranks import join_ranks, share_rows
 from upweight.types import Unit
 
 STATISTICS = frozenset({"entropy_T", "is_top_T"})

@@ -17,7 +17,7 @@ from upweight.engine import Engine
 from upweight.engine.check import check_first_batch, enable_checkpointing
 from upweight.engine.forward import base_of
 from upweight.engine.packing import build_batch, plan_rows
-from upweight.train.ranks import join_ranks
+from upweight.train.distributed.ranks import join_ranks
 
 WORLD = 2
 MODELS = ("plain", "tied", "adapter", "head_adapter", "head_copy", "checkpointed_adapter")

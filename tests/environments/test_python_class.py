@@ -5,8 +5,8 @@ import asyncio
 import pytest
 
 from upweight.environments.episode import ToolCall, Turn
-from upweight.environments.own_calls import TooSlow
 from upweight.environments.python_class import PythonEnvironment
+from upweight.environments.user_calls import TooSlow
 from upweight.errors import UserError
 
 ROW = {"prompt": "hello", "prompt_ids": [1], "answer": "7"}

@@ -6,8 +6,8 @@ from pathlib import Path
 import torch
 
 from upweight.config import load_config
-from upweight.train.acting import acting_of
-from upweight.train.online import rewards_of
+from upweight.train.online.assemble import rewards_of
+from upweight.train.online.environments import acting_of
 
 FOLDER = Path(__file__).parents[2] / "examples" / "tools"
 

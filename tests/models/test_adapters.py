@@ -4,7 +4,7 @@ from peft import PeftModel
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
 from tiny_models import tiny
-from upweight.config.model import AdapterSection
+from upweight.config.sections.model import AdapterSection
 from upweight.errors import UserError
 from upweight.models.adapters import attach_adapter, linear_names, lora_config
 

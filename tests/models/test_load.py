@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, LlamaCo
 
 from made_gguf import write_gguf
 from tiny_models import VOCABULARY, tiny
-from upweight.config.model import AdapterSection, ModelSection
+from upweight.config.sections.model import AdapterSection, ModelSection
 from upweight.errors import UserError
 from upweight.models import load
 from upweight.models.load import compute_dtype, disable_dropout, load_config, load_model, master_dtype

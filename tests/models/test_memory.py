@@ -3,7 +3,7 @@ import torch
 from transformers import Qwen2Config
 
 from tiny_models import tiny
-from upweight.config.model import AdapterSection, ModelSection
+from upweight.config.sections.model import AdapterSection, ModelSection
 from upweight.models.memory import GIB, adapter_parameters, estimate, longest, optimizer_bytes, shape_of
 
 LORA = AdapterSection(kind="lora", rank=16, target_linear=True)

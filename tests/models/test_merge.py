@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from made_gguf import write_gguf
 from made_tokenizers import byte_tokenizer
 from tiny_models import tiny
-from upweight.config.model import ModelSection
+from upweight.config.sections.model import ModelSection
 from upweight.errors import UserError
 from upweight.models.load import load_model
 from upweight.models.merge import Adapted, difference, merge_adapter

@@ -21,7 +21,7 @@ from transformers import (
 from made_runs import on_ranks
 from upweight import log
 from upweight.models.precision import ComputeCopies, set_up_precision, trained_weights
-from upweight.train.ranks import join_ranks
+from upweight.train.distributed.ranks import join_ranks
 
 BF16 = torch.bfloat16
 SIZES = {

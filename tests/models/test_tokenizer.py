@@ -2,7 +2,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from upweight.config.model import ModelSection, SpecialTokens
+from upweight.config.sections.model import ModelSection, SpecialTokens
 from upweight.errors import UserError
 from upweight.models.tokenizer import choose_padding, load_tokenizer
 

@@ -5,7 +5,7 @@ import torch
 
 from made_runs import OFFLINE, largest_difference, on_ranks, rows_for, trainer_for, weights_of
 from upweight.methods import METHODS
-from upweight.train.ranks import join_ranks
+from upweight.train.distributed.ranks import join_ranks
 
 BUDGETS = (24, 40)  # tokens of a forward; a whole step has more
 WORLD = 2

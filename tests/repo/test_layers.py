@@ -4,7 +4,10 @@ import ast
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2] / "src" / "upweight"
-LINE = "cli > train > rollout > environments > rewards > data > engine > models > serve > config > methods > types"
+LINE = (
+    "cli > doctor > train > rollout > environments > rewards > inference > data > sampler > engine > models > serve > "
+    "runs > config > methods > types"
+)
 ORDER = LINE.split(" > ")
 BOTTOM = {"types", "settings", "errors", "log", "event_loop", "user_modules"}
 

@@ -6,8 +6,8 @@ from transformers import AutoModelForTokenClassification
 from made_rewards import reward_call
 from made_tokenizers import byte_tokenizer
 from tiny_models import tiny
-from upweight.config.data import DatasetRow
-from upweight.data.scoring import ScoreModel
+from upweight.config.sections.data import DatasetRow
+from upweight.inference.score import ScoreModel
 from upweight.rewards.load import load_rewards
 from upweight.rewards.process import is_process_model, weakest_steps
 from upweight.rewards.scorer import Scorer

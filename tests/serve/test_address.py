@@ -2,7 +2,7 @@
 
 import pytest
 
-from upweight.config.rollout import RolloutSection
+from upweight.config.sections.rollout import RolloutSection
 from upweight.serve.address import server_urls
 
 

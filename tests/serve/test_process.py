@@ -14,7 +14,7 @@ from upweight.errors import UserError
 from upweight.serve import process
 from upweight.serve.command import Command
 from upweight.serve.process import answers, end_group, installed_version, run_server
-from upweight.train.launch import free_port
+from upweight.train.distributed.launch import free_port
 
 # Serves /health, and starts a child that does not end by itself and ignores being asked to.
 STAND_IN = """

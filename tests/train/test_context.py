@@ -19,7 +19,7 @@ from made_runs import (
 from upweight.config import load_config
 from upweight.errors import UserError
 from upweight.methods import GDPO, GRPO
-from upweight.train.ranks import join_ranks, share_rows
+from upweight.train.distributed.ranks import join_ranks, share_rows
 from upweight.train.run import train
 
 SHARDED = {"fsdp": True, "fsdp_config": {"version": 2}}

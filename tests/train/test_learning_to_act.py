@@ -11,8 +11,8 @@ from made_rollouts import chat_model, online_trainer
 from made_tokenizers import byte_tokenizer
 from upweight.environments.python_class import PythonEnvironment
 from upweight.methods import GDPO
-from upweight.rollout.played import Bounds
-from upweight.train.acting import Acting
+from upweight.rollout.episodes.loop import Bounds
+from upweight.train.online.environments import Acting
 
 KEYS, SECRETS = "abcd", "wxyz"
 TEMPLATE = (

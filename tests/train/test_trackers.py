@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from upweight.config.run import TrackingSection
+from upweight.config.sections.run import TrackingSection
 from upweight.errors import UserError
 from upweight.train import trackers
 from upweight.train.trackers import VARIABLES, asked_trackers, set_variables, tracking_arguments

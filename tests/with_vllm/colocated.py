@@ -16,7 +16,7 @@ sys.path.append(os.environ["UPWEIGHT_SITE"])
 
 from peft import LoraConfig, get_peft_model
 
-from upweight.rollout.vllm_colocated import VllmColocated
+from upweight.rollout.vllm.colocated import VllmColocated
 from upweight.types import Sampling
 
 

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from made_runs import write_model, write_online
 from upweight.errors import UserError
-from upweight.rollout.vllm_server import VllmServer
+from upweight.rollout.vllm.server import VllmServer
 from upweight.types import Sampling
 from with_vllm.real_server import ON_CPU, PYTHON, ROOT, group_is_empty, proxy, running
 

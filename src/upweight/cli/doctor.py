@@ -10,7 +10,7 @@ from upweight.errors import UserError
 from upweight.log import quiet_transformers
 
 if TYPE_CHECKING:
-    from upweight.train.findings import Finding
+    from upweight.doctor.findings import Finding
 
 MARKS = {"ok": "ok     ", "note": "note   ", "warning": "WARNING", "alarm": "ALARM  "}
 
@@ -39,9 +39,9 @@ def _findings(path: Path | None, overrides: list[str]) -> "Iterator[Finding]":
     # read before the libraries that train, which take seconds to load
     config = load_config(path, overrides) if path is not None and not path.is_dir() else None
 
-    from upweight.train.check_config import check_config
-    from upweight.train.check_machine import check_machine
-    from upweight.train.check_run import check_run
+    from upweight.doctor.config import check_config
+    from upweight.doctor.machine import check_machine
+    from upweight.doctor.run import check_run
 
     quiet_transformers()
     if path is not None and config is None:

@@ -10,10 +10,10 @@ from typing import Any
 
 from upweight.cli.score import lines_of, row_of, text_of, utf8_from
 from upweight.cli.trained import as_trained, trained
-from upweight.data.rows import RowError
+from upweight.data.raw_row import RowError
 from upweight.errors import UserError
+from upweight.inference.write import Writer, load_writer
 from upweight.log import quiet_transformers
-from upweight.rollout.inference import Writer, load_writer
 from upweight.types import Sampling
 
 AT_ONCE = 64  # prompts between two writes

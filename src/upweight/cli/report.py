@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from upweight.errors import UserError
-from upweight.train.report.page import write_report
+from upweight.runs.report.page import write_report
 
 
 def run_report(runs: Sequence[Path], *, output: Path | None, open_it: bool) -> None:
@@ -20,7 +20,7 @@ def run_report(runs: Sequence[Path], *, output: Path | None, open_it: bool) -> N
 
 def run_watch(runs: Sequence[Path], *, port: int | None, open_it: bool) -> None:
     """Serve the page on this machine until Ctrl-C."""
-    from upweight.train.report.live import HERE, serve
+    from upweight.runs.report.live import HERE, serve
 
     folders = [_folder(run) for run in runs]
     for folder in folders:

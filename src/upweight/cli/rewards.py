@@ -22,7 +22,7 @@ def run(
     for notice in config.notices:
         warn_once(notice)
     from upweight.cli.score import read_rows
-    from upweight.train.try_rewards import try_on_rows, try_on_samples
+    from upweight.train.online.try_rewards import try_on_rows, try_on_samples
 
     quiet_transformers()
     tried = try_on_rows(config, read_rows(completions)) if completions else try_on_samples(config, prompts, count)

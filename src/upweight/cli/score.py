@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from upweight.cli.trained import as_trained, trained
-from upweight.data.scoring import ScoreModel, load_score_model
 from upweight.errors import UserError
+from upweight.inference.score import ScoreModel, load_score_model
 from upweight.log import quiet_transformers
 
 AT_ONCE = 64  # rows between two writes

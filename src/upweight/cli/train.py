@@ -15,8 +15,8 @@ from upweight.cli.trained import ADAPTER
 from upweight.config import Config, load_config
 from upweight.errors import UserError
 from upweight.log import logger, warn_once
-from upweight.train.launch import Launcher, Start, end_with_launcher, is_rank, launch, say_through_launcher
-from upweight.train.run_files import METRICS
+from upweight.runs.files import METRICS
+from upweight.train.distributed.launch import Launcher, Start, end_with_launcher, is_rank, launch, say_through_launcher
 
 
 def start_of(

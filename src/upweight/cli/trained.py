@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from upweight.config import Config, load_config, parse_config
-from upweight.config.data import DataSection, DatasetRow
-from upweight.config.model import ModelSection
+from upweight.config.sections.data import DataSection, DatasetRow
+from upweight.config.sections.model import ModelSection
 from upweight.config.yaml_file import apply_overrides
 from upweight.errors import UserError
 from upweight.log import warn_once

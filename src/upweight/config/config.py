@@ -6,12 +6,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from upweight.config.data import DataSection
-from upweight.config.environment import EnvironmentSection
-from upweight.config.model import AdapterSection, ModelSection
-from upweight.config.rollout import GymSection, RolloutSection, VllmSection
-from upweight.config.run import RunSection, TrackingSection
-from upweight.config.training import OptimSection, ShardingSection
+from upweight.config.sections.data import DataSection
+from upweight.config.sections.environment import EnvironmentSection
+from upweight.config.sections.model import AdapterSection, ModelSection
+from upweight.config.sections.rollout import GymSection, RolloutSection, VllmSection
+from upweight.config.sections.run import RunSection, TrackingSection
+from upweight.config.sections.training import OptimSection, ShardingSection
 from upweight.methods import METHODS
 from upweight.methods.base import Method
 from upweight.settings import Key, Section, keys_of, setting

@@ -9,12 +9,12 @@ from typing import Any
 from pydantic import ValidationError
 
 from upweight.config.config import SECTIONS, Config, blocks, general_keys, how_to_choose, method_keys
-from upweight.config.data import DatasetRow
 from upweight.config.explain import brief, closest, did_you_mean, explain, show
 from upweight.config.modernise import Findings, asks_for_something, modernise
 from upweight.config.peers import ATTENTION_SWITCHES, SATISFIED, why_refused
 from upweight.config.resolve import resolve
-from upweight.config.rules import check
+from upweight.config.rules.rules import check
+from upweight.config.sections.data import DatasetRow
 from upweight.config.stages import parse_stages
 from upweight.config.yaml_file import apply_overrides, read_yaml
 from upweight.errors import UserError

@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from upweight.config.data import OWN_TEMPLATES
 from upweight.config.peers import ATTENTION_SWITCHES, OFF, OTHER_NAMES, PLUGINS, RENAMED, ROW_RENAMED
+from upweight.config.sections.data import OWN_TEMPLATES
 from upweight.config.yaml_file import copy_tree
 
 OTHER_ATTENTION = ("xformers", "sage", "fp8", "varlen", "flash_attention_4")

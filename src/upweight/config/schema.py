@@ -7,10 +7,10 @@ from pydantic import BaseModel, TypeAdapter
 from pydantic.fields import FieldInfo
 
 from upweight.config.config import SECTIONS, general_keys, how_to_choose, method_keys
-from upweight.config.data import DatasetRow, UserFormat
 from upweight.config.explain import describe
 from upweight.config.peers import ATTENTION_SWITCHES, HOLDS, NOT_HERE, OTHER_NAMES, RENAMED, SATISFIED
-from upweight.config.rollout import GymDataset
+from upweight.config.sections.data import DatasetRow, UserFormat
+from upweight.config.sections.rollout import GymDataset
 from upweight.methods import METHODS
 from upweight.settings import Key, Section, keys_of
 

@@ -4,10 +4,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from upweight.config.data import DataSection, DatasetRow, UserFormat
-from upweight.data.messages import MessageReader
-from upweight.data.rows import Row
-from upweight.data.templates import ChatTemplate
+from upweight.config.sections.data import DataSection, DatasetRow, UserFormat
+from upweight.data.raw_row import Row
+from upweight.data.tokenize.messages import MessageReader
+from upweight.data.tokenize.templates import ChatTemplate
 from upweight.methods.base import Method
 
 USUAL = UserFormat()

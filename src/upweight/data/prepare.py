@@ -21,11 +21,11 @@ from upweight.config.config import general_keys
 from upweight.data import cache
 from upweight.data.chunks import Chunk, Job, encode_all, schema_of, with_columns
 from upweight.data.encode import Encoder, build_encoder
-from upweight.data.listed import listed
+from upweight.data.label_balance import require_both_verdicts
 from upweight.data.progress import progress
 from upweight.data.report import Part, Report, measure
-from upweight.data.sources import Opened, Rows, open_entry
-from upweight.data.verdicts import require_both_verdicts
+from upweight.data.selection import listed
+from upweight.data.sources.open import Opened, Rows, open_entry
 from upweight.errors import UserError
 
 # Data settings that change how the work is done and not what comes out.

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from upweight.engine.activation_budget import kept_layers
 from upweight.engine.forward import Engine, base_of
-from upweight.engine.keeping import kept_layers
 from upweight.errors import UserError
 from upweight.models.memory import USUAL_OPTIMIZER
 from upweight.models.modules import dropout_off

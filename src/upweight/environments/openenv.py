@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from upweight.data.rows import OWN_COLUMNS
+from upweight.data.raw_row import OWN_COLUMNS
 from upweight.environments.episode import Message, Opening, Outcome, Reply, ToolCall, Turn, opening_messages
 from upweight.environments.openenv_link import Broken, Invalid, Link, Server
 from upweight.environments.tools import tool_message

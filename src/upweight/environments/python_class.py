@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from upweight.environments.episode import Message, Opening, Outcome, Reply, ToolCall, Turn, opening_messages
-from upweight.environments.own_calls import OwnCalls, TooSlow
 from upweight.environments.tools import Schema, answered, methods_of, schema_of, tool_message, unique_tools
+from upweight.environments.user_calls import OwnCalls, TooSlow
 from upweight.errors import UserError
 
 REWARD = "reward"

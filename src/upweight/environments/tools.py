@@ -10,7 +10,7 @@ from transformers.utils.chat_template_utils import get_json_schema
 
 from upweight.config.explain import did_you_mean
 from upweight.environments.episode import Message, ToolCall
-from upweight.environments.own_calls import OwnCalls, TooSlow
+from upweight.environments.user_calls import OwnCalls, TooSlow
 from upweight.errors import UserError
 from upweight.user_modules import described
 

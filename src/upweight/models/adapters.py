@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from upweight.config.model import AdapterSection
+from upweight.config.sections.model import AdapterSection
 from upweight.errors import UserError
 from upweight.log import logger, warn_once
 

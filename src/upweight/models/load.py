@@ -11,7 +11,7 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from transformers.utils.import_utils import is_flash_attn_2_available, is_flash_attn_3_available, is_kernels_available
 
-from upweight.config.model import AdapterSection, ModelSection
+from upweight.config.sections.model import AdapterSection, ModelSection
 from upweight.errors import UserError
 from upweight.log import logger, warn_once
 from upweight.models.patches import keep_soft_cap

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from upweight.config.model import AdapterSection, ModelSection
+from upweight.config.sections.model import AdapterSection, ModelSection
 from upweight.models.adapters import linear_names
 from upweight.models.load import Head, config_with_head, model_class
 

@@ -12,7 +12,7 @@ from peft.utils import ModulesToSaveWrapper
 from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from upweight.config.model import ModelSection
+from upweight.config.sections.model import ModelSection
 from upweight.errors import UserError
 from upweight.log import logger
 from upweight.models.load import Head, load_config, load_model

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from upweight.config.model import ModelSection
+from upweight.config.sections.model import ModelSection
 from upweight.models.load import Head, config_with_head, model_class
 from upweight.models.source import load_failures, source_of
 

@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from upweight.errors import UserError
 from upweight.models.modules import dropout_off
-from upweight.models.pieces import drop_zero_gathered, is_piece, own_piece, zero_piece
 from upweight.models.precision import TrainedWeight, trained_weights
+from upweight.models.shards import drop_zero_gathered, is_piece, own_piece, zero_piece
 
 AdapterState = Literal["none", "identity", "changed"]
 ReferenceKind = Literal["none", "adapter_off", "frozen_weights", "separate"]

@@ -5,7 +5,7 @@ from typing import Any
 import transformers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from upweight.config.model import ModelSection
+from upweight.config.sections.model import ModelSection
 from upweight.errors import UserError
 from upweight.log import logger
 from upweight.models.source import load_failures, source_of

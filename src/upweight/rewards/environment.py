@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from upweight.config.environment import ENVIRONMENT_REWARDS
+from upweight.config.sections.environment import ENVIRONMENT_REWARDS
 from upweight.rewards.call import Takes
 from upweight.rewards.reward import Reward
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import nn
 
-from upweight.config.environment import is_environment_reward
 from upweight.config.explain import did_you_mean
-from upweight.data.transforms import load_function, local_file
+from upweight.config.sections.environment import is_environment_reward
+from upweight.data.sources.transforms import load_function, local_file
 from upweight.errors import UserError
 from upweight.rewards.call import takes
 from upweight.rewards.environment import EpisodeReward, environment_rewards

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from upweight.data.tokens import TextTokens
+from upweight.data.tokenize.tokens import TextTokens
 from upweight.errors import UserError
 from upweight.log import warn_once
 from upweight.models.patches import keep_soft_cap

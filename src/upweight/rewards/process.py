@@ -7,9 +7,9 @@ from typing import Any
 
 import yaml
 
-from upweight.config.data import DatasetRow
-from upweight.config.model import ModelSection
-from upweight.data.scoring import ScoreModel, load_score_model
+from upweight.config.sections.data import DatasetRow
+from upweight.config.sections.model import ModelSection
+from upweight.inference.score import ScoreModel, load_score_model
 from upweight.rewards.call import takes
 from upweight.rewards.reward import Reward
 

@@ -14,13 +14,13 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from upweight.data.rows import common_length
+from upweight.data.raw_row import common_length
 from upweight.engine.forward import base_of
 from upweight.errors import UserError
 from upweight.models.modules import dropout_off
 from upweight.rewards.answers import described
-from upweight.rollout.in_process import end_tokens
-from upweight.rollout.stock import generation_config
+from upweight.sampler.hf_generate import generation_config
+from upweight.sampler.in_process import end_tokens
 from upweight.types import Completion, Group, Sampling
 
 TEXT_PARAMETERS = ("model", "processing_class", "prompts")

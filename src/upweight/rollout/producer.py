@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from upweight.data.rows import OWN_COLUMNS
+from upweight.data.raw_row import OWN_COLUMNS
 from upweight.errors import UserError
 from upweight.log import logger
 from upweight.methods.base import Method
@@ -22,7 +22,7 @@ from upweight.rewards.scorer import Scorer, Scores
 from upweight.rollout.plan import Plan, PromptOrder
 from upweight.rollout.replay import ReplayBuffer
 from upweight.rollout.reroll import Reroll
-from upweight.rollout.store import Rollout, Rows
+from upweight.rollout.rollout import Rollout, Rows
 from upweight.rollout.summary import has_signal, summary
 from upweight.types import Completion, Group, Sampling
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from upweight.rollout.store import group_from_plain, group_to_plain
+from upweight.rollout.rollout import group_from_plain, group_to_plain
 from upweight.rollout.summary import has_signal, spread
 from upweight.types import Group
 

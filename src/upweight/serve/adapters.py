@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from upweight.config.model import AdapterSection
+from upweight.config.sections.model import AdapterSection
 from upweight.errors import UserError
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)

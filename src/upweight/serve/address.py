@@ -1,6 +1,6 @@
 """Where the server is."""
 
-from upweight.config.rollout import RolloutSection
+from upweight.config.sections.rollout import RolloutSection
 
 EVERYWHERE = ("0.0.0.0", "::", "")  # listened on, but no place to go to
 

@@ -9,9 +9,9 @@ from transformers import TrainingArguments
 from upweight.config import Config
 from upweight.errors import UserError
 from upweight.models.precision import Sharding
-from upweight.train.sharding import fsdp_arguments
+from upweight.train.distributed.deepspeed import zero_arguments, zero_config
+from upweight.train.distributed.fsdp import fsdp_arguments
 from upweight.train.trackers import tracking_arguments
-from upweight.train.zero import zero_arguments, zero_config
 
 
 def training_arguments(

@@ -17,7 +17,7 @@ from transformers import TrainerCallback
 
 from upweight.errors import UserError
 from upweight.log import logger
-from upweight.train.run_files import write_text
+from upweight.runs.files import write_text
 
 WHOLE = "whole.json"
 

@@ -6,7 +6,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from upweight.train.ranks import from_all_ranks
+from upweight.train.distributed.ranks import from_all_ranks
 from upweight.types import Mean
 
 

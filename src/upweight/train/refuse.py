@@ -9,15 +9,15 @@ from urllib.parse import urlsplit
 import torch
 
 from upweight.config import Config
-from upweight.config.training import OptimizerName
+from upweight.config.sections.training import OptimizerName
 from upweight.errors import UserError
+from upweight.runs.files import no_folder_at
 from upweight.serve.address import server_urls
 from upweight.serve.command import LOOPBACK, direct_transfer
-from upweight.train.reference_rows import refuse_inexact
-from upweight.train.reference_sync import sync_settings
-from upweight.train.run_files import no_folder_at
-from upweight.train.server import NEEDS_GPU, NO_LOOPBACK, NO_PATTERN, NO_SHARDS, NO_VLLM, ONE_PROCESS
-from upweight.train.zero import partitions_weights
+from upweight.train.distributed.deepspeed import partitions_weights
+from upweight.train.online.vllm import NEEDS_GPU, NO_LOOPBACK, NO_PATTERN, NO_SHARDS, NO_VLLM, ONE_PROCESS
+from upweight.train.reference.precomputed import refuse_inexact
+from upweight.train.reference.synced import sync_settings
 
 FROM_BITSANDBYTES = {"adamw_8bit", "ademamix", "lion", *(name for name in get_args(OptimizerName) if "bnb" in name)}
 FROM_BITSANDBYTES |= {name for name in get_args(OptimizerName) if name.startswith(("paged_", "lion_", "ademamix_"))}

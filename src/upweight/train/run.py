@@ -31,11 +31,11 @@ from upweight.models.adapters import attach_adapter
 from upweight.models.load import compute_dtype, disable_dropout, load_config, load_model, master_dtype
 from upweight.models.precision import Sharding
 from upweight.models.tokenizer import load_tokenizer
-from upweight.rollout.strided import with_blocks
-from upweight.train.acting import acting_of
+from upweight.rollout.ebft.strided_blocks import with_blocks
+from upweight.runs.record import about, recorded, refuse_busy
 from upweight.train.arguments import training_arguments
-from upweight.train.before_after import BeforeAndAfter
-from upweight.train.build import trainer_parts
+from upweight.train.assemble import trainer_parts
+from upweight.train.callbacks import HealthWatch, LossLimit, Progress, StopOnNan, StopOnSignal
 from upweight.train.checkpoints import (
     KeepCheckpoints,
     SaveFirstStep,
@@ -44,23 +44,28 @@ from upweight.train.checkpoints import (
     set_aside,
     step_of,
 )
-from upweight.train.completions import cut_completions
-from upweight.train.health import HealthWatch
+from upweight.train.distributed.deepspeed import fit_to_ranks, partitioned_at_once, partitions_weights, zero_config
+from upweight.train.distributed.fsdp import layout_of, read_once, refuse_other_layout, shard_alone, sharding_of
+from upweight.train.distributed.ranks import (
+    as_rank_zero_says,
+    be_one_rank,
+    first_here_then_others,
+    join_ranks,
+    share_rows,
+)
 from upweight.train.loader import StepSampler
+from upweight.train.lr_groups import rate_rules
 from upweight.train.model_card import model_card
-from upweight.train.online import Policy, plan_of, rewards_of, rollouts_of, watch_rollouts
+from upweight.train.online.assemble import Policy, plan_of, rewards_of, rollouts_of, watch_rollouts
+from upweight.train.online.before_after import BeforeAndAfter
+from upweight.train.online.completions import cut_completions
+from upweight.train.online.environments import acting_of
 from upweight.train.profile import Profiler
-from upweight.train.ranks import as_rank_zero_says, be_one_rank, first_here_then_others, join_ranks, share_rows
-from upweight.train.rates import rate_rules
-from upweight.train.reference_sync import SyncReference, sync_settings
+from upweight.train.reference.synced import SyncReference, sync_settings
 from upweight.train.refuse import refuse_unsupported, require_optimizer
 from upweight.train.run_folder import MetricsFile, changed_keys, cut_metrics, refuse_other_weights, write_config
-from upweight.train.run_record import about, recorded, refuse_busy
-from upweight.train.sharding import layout_of, read_once, refuse_other_layout, shard_alone, sharding_of
 from upweight.train.trackers import set_variables
 from upweight.train.trainer import MethodTrainer, out_of_memory
-from upweight.train.watch import LossLimit, Progress, StopOnNan, StopOnSignal
-from upweight.train.zero import fit_to_ranks, partitioned_at_once, partitions_weights, zero_config
 
 
 def train(config: Config, *, resume: bool = False, watchers: Sequence[TrainerCallback] = ()) -> None:

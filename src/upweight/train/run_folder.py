@@ -11,10 +11,10 @@ from transformers import TrainerCallback
 
 from upweight.config import Config
 from upweight.config.config import SECTIONS
-from upweight.config.run import RunSection, TrackingSection
+from upweight.config.sections.run import RunSection, TrackingSection
 from upweight.errors import UserError
+from upweight.runs.files import CONFIG, METRICS, metrics_of, write_text
 from upweight.settings import Section, keys_of
-from upweight.train.run_files import CONFIG, METRICS, metrics_of, write_text
 
 TRAINED = (  # keys that say which weights are trained, and what is kept of each
     *("adapter", "lora_r", "lora_rank_pattern", "lora_target_modules", "lora_target_linear", "lora_target_parameters"),

@@ -9,8 +9,8 @@ from upweight.config import Config
 from upweight.errors import UserError
 from upweight.log import logger
 from upweight.models.merge import Adapted, merge_adapter
-from upweight.train.run_files import METRICS, metrics_of, write_text
-from upweight.train.run_record import report_on
+from upweight.runs.files import METRICS, metrics_of, write_text
+from upweight.runs.record import report_on
 
 DONE, REPORT = "stage.json", "stages.md"
 HEADINGS = ("stage", "method", "steps", "metric", "first", "last")

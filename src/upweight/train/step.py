@@ -18,9 +18,9 @@ from upweight.engine.check import check_first_batch, check_first_gradients, grad
 from upweight.engine.packing import build_batch, count_batch, plan_rows, whole_blocks
 from upweight.methods.base import Method
 from upweight.models.reference import Reference
-from upweight.rollout.samples import SHOWN
+from upweight.rollout.units import SHOWN
+from upweight.train.distributed.ranks import from_all_ranks
 from upweight.train.meters import Meters, union_over_ranks
-from upweight.train.ranks import from_all_ranks
 from upweight.types import Batch, Loss, Mean, Outputs, Sample, Unit
 
 SHORT = 1024  # tokens of a unit whose activations are kept to check its gradients

@@ -4,7 +4,7 @@ import importlib.util
 import os
 from typing import Any
 
-from upweight.config.run import TrackingSection
+from upweight.config.sections.run import TrackingSection
 from upweight.errors import UserError
 
 VARIABLES = {

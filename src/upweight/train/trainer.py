@@ -13,8 +13,8 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from upweight.data.units import units_of
 from upweight.engine import Engine
+from upweight.engine.activation_budget import recompute_every_layer
 from upweight.engine.forward import base_of
-from upweight.engine.keeping import recompute_every_layer
 from upweight.errors import UserError
 from upweight.log import logger
 from upweight.methods.base import Method
@@ -23,12 +23,12 @@ from upweight.models.precision import ComputeCopies
 from upweight.models.reference import Reference
 from upweight.models.save import save_model
 from upweight.train.checkpoints import WHOLE, step_of, write_text
+from upweight.train.distributed.fsdp import set_up_sharding
 from upweight.train.loader import StepSampler, step_loader
+from upweight.train.lr_groups import RateOf, RatesAsSet, split_by_rate
 from upweight.train.meters import Meters
-from upweight.train.rates import RateOf, RatesAsSet, split_by_rate
-from upweight.train.reference_rows import Precompute, with_reference
-from upweight.train.rollouts import RolloutLoader, Rollouts
-from upweight.train.sharding import set_up_sharding
+from upweight.train.online.feed import RolloutLoader, Rollouts
+from upweight.train.reference.precomputed import Precompute, with_reference
 from upweight.train.step import StepRunner
 
 SMALLEST_BUDGET = 256

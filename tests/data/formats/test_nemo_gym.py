@@ -5,7 +5,7 @@ import pytest
 from made_gym_server import exchange
 from made_tokenizers import encoder
 from upweight.data.formats.nemo_gym import HIDDEN, SERVER, row_of, tools_of
-from upweight.data.rows import RowError
+from upweight.data.raw_row import RowError
 
 ENTRY = {"type": "nemo_gym", "server_name": "sums"}
 

@@ -2,7 +2,7 @@
 
 import yaml
 
-from upweight.config.rollout import GymSection
+from upweight.config.sections.rollout import GymSection
 from upweight.environments.nemo_gym.agent_config import agent_config
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from upweight.config.rollout import GymSection
+from upweight.config.sections.rollout import GymSection
 from upweight.environments.nemo_gym.command import (
     POLICY_MODEL,
     arguments,

@@ -6,7 +6,7 @@ import logging
 import pytest
 
 from made_gym_server import SECRET, FakeGym, exchange, recorded, verdict
-from upweight.config.rollout import GymDataset, GymSection
+from upweight.config.sections.rollout import GymDataset, GymSection
 from upweight.environments.episode import ToolCall, Turn
 from upweight.environments.nemo_gym import gym as gym_module
 from upweight.environments.nemo_gym.environment import NemoGym

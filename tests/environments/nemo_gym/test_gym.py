@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from made_gym_server import wait_until
-from upweight.config.rollout import GymDataset, GymSection
+from upweight.config.sections.rollout import GymDataset, GymSection
 from upweight.environments.episode import Turn
 from upweight.environments.nemo_gym import gym as gym_module
 from upweight.environments.nemo_gym.environment import NemoGym
@@ -17,7 +17,7 @@ from upweight.environments.nemo_gym.gym import Gym
 from upweight.environments.nemo_gym.link import GymFault
 from upweight.environments.nemo_gym.process import GymProcess
 from upweight.errors import UserError
-from upweight.train.launch import free_port
+from upweight.train.distributed.launch import free_port
 
 PROGRAM = """
 import http.server, json, os, sys, time

@@ -9,10 +9,10 @@ from transformers import TrainerCallback
 
 from parity_script import ROWS, TEMPLATE, made_tokenizer, said, write_model
 from upweight import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer
+from upweight.doctor.run import check_run
 from upweight.errors import UserError
-from upweight.train.check_run import check_run
-from upweight.train.report.run import RunReader
-from upweight.train.run_files import begun_at, this_machine
+from upweight.runs.files import begun_at, this_machine
+from upweight.runs.report.run import RunReader
 
 COMMON = {"logging_steps": 1, "report_to": "none", "disable_tqdm": True, "per_device_train_batch_size": 4}
 PROMPTS = [{"prompt": said("user", f"{number} + 1?")} for number in range(6)]

@@ -4,7 +4,7 @@ import logging
 import pytest
 
 from upweight import GRPOConfig
-from upweight.config.rollout import RolloutSection
+from upweight.config.sections.rollout import RolloutSection
 from upweight.errors import UserError
 from upweight.log import _said
 from upweight.methods import GRPO, PolicyGradient

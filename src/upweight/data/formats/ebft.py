@@ -6,9 +6,9 @@ from typing import Any
 
 from upweight.data.examples import Example, Format, Prompt, Setup, Span, Text
 from upweight.data.formats import prompts, sft
-from upweight.data.messages import Conversation, Message
-from upweight.data.rows import Row, RowError, checked_text, common_length, first_of, has, lookup, text_at
-from upweight.data.templates import ChatTemplate
+from upweight.data.raw_row import Row, RowError, checked_text, common_length, first_of, has, lookup, text_at
+from upweight.data.tokenize.messages import Conversation, Message
+from upweight.data.tokenize.templates import ChatTemplate
 
 THINKING = re.compile(
     r"\s*(?:<think>(.*?)</think>|<reasoning>(.*?)</reasoning>|<\|begin_of_thought\|>(.*?)<\|end_of_thought\|>)\s*",

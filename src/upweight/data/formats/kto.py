@@ -4,7 +4,7 @@ from upweight.data.examples import Example, Format, Labelled, Pair, Setup
 from upweight.data.formats import pairs
 from upweight.data.formats.columns import filled
 from upweight.data.formats.markup import FAMILIES, Family, last_answer, single_turn
-from upweight.data.rows import Row, RowError, flag_at, has, lookup, optional_text, text_at
+from upweight.data.raw_row import Row, RowError, flag_at, has, lookup, optional_text, text_at
 
 
 def unpaired(examples: list[Example]) -> list[Example]:

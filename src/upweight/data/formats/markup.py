@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from upweight.data.examples import Setup
-from upweight.data.messages import Message
-from upweight.data.rows import Row, RowError, checked_text, optional_text
+from upweight.data.raw_row import Row, RowError, checked_text, optional_text
+from upweight.data.tokenize.messages import Message
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from upweight.data.examples import Example, Format, Prompt, Setup
-from upweight.data.messages import Conversation, without_nulls
-from upweight.data.rows import OWN_COLUMNS, Row, RowError, check_all_text, found
+from upweight.data.raw_row import OWN_COLUMNS, Row, RowError, check_all_text, found
+from upweight.data.tokenize.messages import Conversation, without_nulls
 
 PARAMS = "responses_create_params"
 SERVER = "nemo_gym_server"  # column that names the server which verifies a row

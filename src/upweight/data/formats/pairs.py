@@ -6,8 +6,7 @@ from typing import Any
 from upweight.data.examples import Example, Format, Pair, Setup
 from upweight.data.formats.columns import filled
 from upweight.data.formats.markup import FAMILIES, ZEPHYR, Family, last_answer, single_turn
-from upweight.data.messages import Message
-from upweight.data.rows import (
+from upweight.data.raw_row import (
     Row,
     RowError,
     checked_list,
@@ -21,6 +20,7 @@ from upweight.data.rows import (
     optional_text,
     text_at,
 )
+from upweight.data.tokenize.messages import Message
 
 PROMPT_KEYS = ("prompt", "input", "question", "instruction")
 SPEAKER = "\n\nAssistant:"  # ends the shared part of pairs that were written as one dialogue each

@@ -2,7 +2,7 @@
 
 from upweight.data.examples import Example, Format, Prompt, Setup
 from upweight.data.formats.columns import filled
-from upweight.data.rows import Row, checked_text, lookup, optional_text, text_at
+from upweight.data.raw_row import Row, checked_text, lookup, optional_text, text_at
 
 
 def untyped(setup: Setup, row: Row) -> list[Example]:

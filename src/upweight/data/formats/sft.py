@@ -2,12 +2,12 @@
 
 from typing import Any
 
-from upweight.config.data import UserFormat
+from upweight.config.sections.data import UserFormat
 from upweight.data.examples import Example, Format, Setup, Span, Text, Tokens
 from upweight.data.formats.columns import filled
-from upweight.data.messages import Conversation, Message
-from upweight.data.rows import Row, RowError, checked_list, first_of, found, has, lookup, optional_text, text_at
-from upweight.data.templates import Turn
+from upweight.data.raw_row import Row, RowError, checked_list, first_of, found, has, lookup, optional_text, text_at
+from upweight.data.tokenize.messages import Conversation, Message
+from upweight.data.tokenize.templates import Turn
 
 ALPACA = UserFormat(
     system_prompt="Below is an instruction that describes a task, paired with an input that provides further context. "

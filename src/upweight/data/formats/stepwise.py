@@ -1,7 +1,7 @@
 """Answers in steps with a verdict on each: for process reward models."""
 
 from upweight.data.examples import Example, Format, Setup, Steps
-from upweight.data.rows import Row, RowError, checked_list, checked_text, found, lookup, text_at
+from upweight.data.raw_row import Row, RowError, checked_list, checked_text, found, lookup, text_at
 
 MOST_CLASSES = 1000  # where nobody says how many there are
 

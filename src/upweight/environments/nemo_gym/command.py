@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from upweight.config.rollout import GymSection
+from upweight.config.sections.rollout import GymSection
 from upweight.environments.nemo_gym.servers import AGENTS, MODELS, RESOURCES
 from upweight.errors import UserError
 

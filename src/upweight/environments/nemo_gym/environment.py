@@ -6,7 +6,7 @@ from typing import Any
 
 import httpx
 
-from upweight.config.rollout import GymSection
+from upweight.config.sections.rollout import GymSection
 from upweight.data.formats.nemo_gym import PARAMS, SERVER, row_of, tools_of
 from upweight.environments.episode import Message, Opening, Outcome, Reply, ToolCall, Turn
 from upweight.environments.nemo_gym.gym import SEED, Gym

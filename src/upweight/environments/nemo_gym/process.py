@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO
 
-from upweight.config.rollout import GymSection
+from upweight.config.sections.rollout import GymSection
 from upweight.environments.nemo_gym.command import arguments, config_files, environment, find_gym, lacks_environments
 from upweight.errors import UserError
 from upweight.log import logger

@@ -8,12 +8,12 @@ from typing import Any
 from peft import PeftModel
 from transformers import TrainerCallback
 
+from upweight.runs.record import about, recorded, refuse_busy
 from upweight.train.api.configs import MethodArguments
 from upweight.train.api.grpo_config import GRPOConfig
-from upweight.train.completions import cut_completions
-from upweight.train.health import HealthWatch
+from upweight.train.callbacks import HealthWatch
+from upweight.train.online.completions import cut_completions
 from upweight.train.run_folder import MetricsFile, cut_metrics, put_section
-from upweight.train.run_record import about, recorded, refuse_busy
 from upweight.train.trainer import MethodTrainer
 
 

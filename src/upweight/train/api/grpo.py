@@ -18,18 +18,18 @@ from upweight.rewards.load import as_rewards
 from upweight.rewards.model import ModelOptions
 from upweight.rewards.reward import Reward
 from upweight.rewards.scorer import Scorer
-from upweight.rollout.in_process import InProcess
-from upweight.rollout.player import Player
-from upweight.rollout.sampled import SingleTurn
-from upweight.rollout.store import Rollout, readable
-from upweight.train.acting import Acting, bounds_of, check_rewards, python_environment
+from upweight.rollout.episodes.runner import Player
+from upweight.rollout.rollout import Rollout, readable
+from upweight.rollout.single_turn import SingleTurn
+from upweight.sampler.in_process import InProcess
 from upweight.train.api.grpo_config import GRPOConfig
 from upweight.train.api.policy import Model, model_section
 from upweight.train.api.rows import as_dataset
 from upweight.train.api.trainers import GivenRows, config_of, parts_for, require_kind
-from upweight.train.completions import ShownCompletions
-from upweight.train.online import Policy, Recipe, make_rollouts, watch_rollouts
-from upweight.train.rollouts import STATE, Rollouts
+from upweight.train.online.assemble import Policy, Recipe, make_rollouts, watch_rollouts
+from upweight.train.online.completions import ShownCompletions
+from upweight.train.online.environments import Acting, bounds_of, check_rewards, python_environment
+from upweight.train.online.feed import STATE, Rollouts
 from upweight.train.trainer import MethodTrainer
 
 GivenReward = Any  # a function, a callable object, a name, a reward model, or (model, tokenizer)

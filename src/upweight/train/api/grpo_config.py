@@ -6,16 +6,16 @@ from typing import Any, ClassVar
 
 from transformers import TrainingArguments
 
-from upweight.config.environment import EnvironmentSection
 from upweight.config.peers import FUSED_HEAD, OWN_SERVER
-from upweight.config.rollout import RolloutSection
+from upweight.config.sections.environment import EnvironmentSection
+from upweight.config.sections.rollout import RolloutSection
 from upweight.errors import UserError
 from upweight.log import warn_once
 from upweight.methods import GRPO
 from upweight.rollout.plan import Plan
-from upweight.rollout.settings import sampling_of
+from upweight.rollout.sampling_params import sampling_of
 from upweight.train.api.configs import MethodArguments, holds, of, with_help
-from upweight.train.server import NO_PATTERN
+from upweight.train.online.vllm import NO_PATTERN
 
 SAMPLER = "the sampler keeps each prompt once for all its completions, and drops rows as they end"
 ADAPTIVE = "With `use_adaptive_entropy`, which is not supported."

@@ -7,7 +7,7 @@ from peft import PeftConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
-from upweight.config.model import ModelSection
+from upweight.config.sections.model import ModelSection
 from upweight.errors import UserError
 from upweight.log import warn_once
 from upweight.methods.base import Method

@@ -12,10 +12,10 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from upweight.config import ConfigView
-from upweight.config.data import DataSection, DatasetRow
+from upweight.config.sections.data import DataSection, DatasetRow
 from upweight.data.chunks import Job, encode_all, schema_of, with_columns
 from upweight.data.encode import build_encoder
-from upweight.data.sources import Rows, Table
+from upweight.data.sources.open import Rows, Table
 from upweight.errors import UserError
 from upweight.log import logger
 from upweight.methods.base import Method

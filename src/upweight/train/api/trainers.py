@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 
-from upweight.data.verdicts import require_both_verdicts
+from upweight.data.label_balance import require_both_verdicts
 from upweight.errors import UserError
 from upweight.log import warn_once
 from upweight.models.precision import ComputeCopies
@@ -28,8 +28,8 @@ from upweight.train.api.folder import recording
 from upweight.train.api.grpo_config import GRPOConfig
 from upweight.train.api.policy import Model, classes_for, dtype_for, policy_for, reference_model, tokenizer_for
 from upweight.train.api.rows import as_dataset, longest, prepare_rows
-from upweight.train.build import trainer_parts
-from upweight.train.reference_sync import SyncReference, sync_settings
+from upweight.train.assemble import trainer_parts
+from upweight.train.reference.synced import SyncReference, sync_settings
 from upweight.train.trainer import MethodTrainer
 
 AnyConfig = TypeVar("AnyConfig", bound=MethodArguments)

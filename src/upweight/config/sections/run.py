@@ -1,0 +1,91 @@
+"""Keys about a run: where it writes, when it saves, evaluates, logs and stops."""
+
+import os
+from typing import Literal
+
+from pydantic import field_validator
+
+from upweight.config.sections.model import PositiveInt
+from upweight.settings import Section, setting
+
+
+class RunSection(Section):
+    """Output, checkpoints, evaluation, logging."""
+
+    output_dir: str = setting("output_dir", "./model-out", "Folder of the run.")
+    logging_steps: PositiveInt | None = setting(
+        "logging_steps", None, "Log every so many steps; by run length when left out."
+    )
+    save_steps: float | None = setting("save_steps", None, "Save every so many steps, or this share of them.", gt=0)
+    saves_per_epoch: PositiveInt | None = setting("saves_per_epoch", None, "Checkpoints in each epoch.")
+    save_strategy: Literal["no", "steps", "epoch", "best"] | None = setting(
+        "save_strategy", None, "When checkpoints are written; epoch when nothing is said."
+    )
+    save_total_limit: PositiveInt | None = setting("save_total_limit", 4, "Checkpoints kept.")
+    save_only_model: bool = setting(
+        "save_only_model", False, "Leave the optimizer out of checkpoints: no exact resume."
+    )
+    save_first_step: bool = setting(
+        "save_first_step", False, "Save after the first step too, to see that saving works."
+    )
+    eval_steps: float | None = setting("eval_steps", None, "Evaluate every so many steps, or this share of them.", gt=0)
+    evals_per_epoch: PositiveInt | None = setting("evals_per_epoch", None, "Evaluations in each epoch.")
+    eval_strategy: Literal["no", "steps", "epoch"] | None = setting(
+        "eval_strategy", None, "When to evaluate; follows from the other keys when left out."
+    )
+    eval_on_start: bool = setting("eval_on_start", False, "Evaluate once before the first step.")
+    best_metric: str | None = setting("metric_for_best_model", None, "Metric that picks the best checkpoint.")
+    greater_is_better: bool | None = setting("greater_is_better", None, "Whether more of that metric is better.")
+    load_best: bool = setting("load_best_model_at_end", False, "Take the best checkpoint as the final model.")
+    patience: PositiveInt | None = setting(
+        "early_stopping_patience", None, "Stop after so many evaluations without improvement."
+    )
+    resume_from: str | None = setting("resume_from_checkpoint", None, "Checkpoint folder to continue from.")
+    auto_resume: bool = setting(
+        "auto_resume_from_checkpoints", False, "Continue from the last whole checkpoint, if any."
+    )
+    loss_limit: float | None = setting("loss_watchdog_threshold", None, "Stop when the loss stays above this.", gt=0)
+    loss_limit_patience: PositiveInt = setting(
+        "loss_watchdog_patience", 3, "Logs in a row that the loss may stay above it."
+    )
+    profiler_steps: PositiveInt | None = setting("profiler_steps", None, "Record a profile of so many steps.")
+    profiler_start: int = setting("profiler_steps_start", 0, "Step at which the profile begins.", ge=0)
+    hub_model_id: str | None = setting("hub_model_id", None, "Repository on the hub to push the result to.")
+    hub_strategy: Literal["end", "every_save", "checkpoint", "all_checkpoints"] | None = setting(
+        "hub_strategy", None, "When to push."
+    )
+    hub_revision: str | None = setting("hub_revision", None, "Branch on the hub to push to.")
+    hub_private: bool = setting("hub_private_repo", True, "Whether a repository made by the push is private.")
+
+    @field_validator("output_dir")
+    @classmethod
+    def _in_the_home_folder(cls, folder: str) -> str:
+        """`~` stands for the home folder, as it does in a shell; transformers reads it so too."""
+        return os.path.expanduser(folder)
+
+
+class TrackingSection(Section):
+    """Where metrics go besides `metrics.jsonl`; nowhere unless asked."""
+
+    wandb: bool | None = setting("use_wandb", None, "Log to Weights & Biases; on when `wandb_project` is set.")
+    wandb_project: str | None = setting("wandb_project", None, "Weights & Biases project.")
+    wandb_entity: str | None = setting("wandb_entity", None, "Weights & Biases user or team.")
+    wandb_name: str | None = setting("wandb_name", None, "Weights & Biases run name.")
+    wandb_run_id: str | None = setting("wandb_run_id", None, "Weights & Biases run to continue.")
+    wandb_mode: Literal["online", "offline", "disabled"] | None = setting("wandb_mode", None, "Weights & Biases mode.")
+    wandb_watch: Literal["gradients", "all", "parameters", "false"] | None = setting(
+        "wandb_watch", None, "What Weights & Biases watches."
+    )
+    wandb_log_model: Literal["checkpoint", "end", "false"] | None = setting(
+        "wandb_log_model", None, "When models are uploaded to Weights & Biases."
+    )
+    mlflow: bool = setting("use_mlflow", False, "Log to MLflow.")
+    mlflow_uri: str | None = setting("mlflow_tracking_uri", None, "MLflow server.")
+    mlflow_experiment: str | None = setting("mlflow_experiment_name", None, "MLflow experiment.")
+    mlflow_run: str | None = setting("mlflow_run_name", None, "MLflow run name.")
+    mlflow_artifacts: bool = setting("hf_mlflow_log_artifacts", False, "Upload checkpoints to MLflow.")
+    tensorboard: bool = setting("use_tensorboard", False, "Write TensorBoard files.")
+    trackio: bool = setting("use_trackio", False, "Log to Trackio.")
+    trackio_project: str | None = setting("trackio_project_name", None, "Trackio project.")
+    trackio_run: str | None = setting("trackio_run_name", None, "Trackio run name.")
+    trackio_space: str | None = setting("trackio_space_id", None, "Space that shows the Trackio board.")

@@ -1,0 +1,1 @@
+"""Raw rows: hub datasets, files and folders, and users' transforms of them."""

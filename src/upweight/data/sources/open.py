@@ -1,0 +1,321 @@
+"""Where rows come from: hub datasets, files and folders, by split, slice and shard."""
+
+import csv
+import glob
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pyarrow.parquet
+from datasets import config as datasets_config
+from datasets.exceptions import DatasetsError
+from numpy.typing import NDArray
+
+from upweight.config.explain import did_you_mean
+from upweight.config.sections.data import DatasetRow
+from upweight.data.progress import quiet_unless_terminal
+from upweight.data.sources.text_files import COMPRESSED, LineFile
+from upweight.errors import UserError
+from upweight.log import warn_once
+
+KINDS = {
+    ".json": "json", ".jsonl": "json", ".ndjson": "json", ".csv": "csv", ".tsv": "csv",
+    ".parquet": "parquet", ".arrow": "arrow", ".txt": "text",
+}  # fmt: skip
+ALIASES = {"jsonl": "json", "txt": "text"}
+# What loading fails with when the world, not the program, is at fault.
+LOADING_ERRORS = (OSError, ValueError, RuntimeError, DatasetsError, csv.Error)
+
+
+class Table:
+    """The rows of a dataset that the `datasets` library keeps on disk."""
+
+    def __init__(self, dataset: datasets.Dataset) -> None:
+        self.dataset = dataset
+
+    def identity(self) -> list[Any]:
+        """What tells this content from any other: the files behind it and the number of rows."""
+        files = [Path(file["filename"]) for file in self.dataset.cache_files]
+        return [[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in files] + [len(self.dataset)]
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def take(self, indices: NDArray[np.int64]) -> list[dict[str, Any]]:
+        """The rows at `indices`."""
+        first, last = int(indices[0]), int(indices[-1])
+        contiguous = last - first == len(indices) - 1 and bool((np.diff(indices) == 1).all())
+        columns = self.dataset[first : last + 1] if contiguous else self.dataset[indices.tolist()]
+        return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+
+    def place(self, index: int) -> str:
+        """The number of a row, from 0."""
+        return f"row {index}"
+
+
+Source = LineFile | Table
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows picked from sources, in order."""
+
+    sources: tuple[Source, ...]
+    source_R: NDArray[np.int32]
+    index_R: NDArray[np.int64]
+
+    @staticmethod
+    def of(source: Source, indices: NDArray[np.int64]) -> "Rows":
+        return Rows((source,), np.zeros(len(indices), np.int32), indices)
+
+    @staticmethod
+    def join(parts: Sequence["Rows"]) -> "Rows":
+        """The rows of all parts, one part after the other."""
+        before = np.cumsum([0, *(len(part.sources) for part in parts)])
+        return Rows(
+            tuple(source for part in parts for source in part.sources),
+            np.concatenate([part.source_R + shift for part, shift in zip(parts, before, strict=False)]).astype(
+                np.int32
+            ),
+            np.concatenate([part.index_R for part in parts]),
+        )
+
+    def __len__(self) -> int:
+        return len(self.index_R)
+
+    def select(self, picked: Any) -> "Rows":
+        """The rows that a slice, a mask or positions pick."""
+        return Rows(self.sources, self.source_R[picked], self.index_R[picked])
+
+    def take(self, start: int, stop: int) -> list[dict[str, Any]]:
+        """The rows from `start` up to `stop`."""
+        source, index = self.source_R[start:stop], self.index_R[start:stop]
+        cuts = [0, *(np.flatnonzero(np.diff(source)) + 1), len(index)]
+        return [row for a, b in pairwise(cuts) if b > a for row in self.sources[source[a]].take(index[a:b])]
+
+    def place(self, row: int) -> str:
+        """Where a row comes from: its number from 0, or `row 16 (file:17)` where it has a line."""
+        return self.sources[self.source_R[row]].place(int(self.index_R[row]))
+
+
+@dataclass(frozen=True)
+class Opened:
+    """One entry of `datasets`, found and not yet read."""
+
+    entry: DatasetRow
+    where: str  # `datasets[0] (path)`, for messages
+    parts: tuple[dict[str, list[Source]], ...]  # one for each `name`: split -> sources
+    evaluation: bool
+    seed: int = 0  # of `max_samples`
+
+    def identity(self) -> list[Any]:
+        """What tells the content behind this entry from any other."""
+        return [
+            [split, [source.identity() for source in sources]] for part in self.parts for split, sources in part.items()
+        ]
+
+    def rows(self) -> Rows:
+        """The rows of the entry's split and shard."""
+        rows = Rows.join([self._picked(part) for part in self.parts])
+        if not len(rows):
+            raise UserError(f"{self.where}: has no rows.")
+        if self.entry.shards:
+            rows = rows.select(slice(self.entry.shards_idx, None, self.entry.shards))
+        if self.entry.max_samples and self.entry.max_samples < len(rows):
+            picked = np.random.default_rng(self.seed).permutation(len(rows))[: self.entry.max_samples]
+            rows = rows.select(np.sort(picked))
+        return rows
+
+    def _picked(self, part: dict[str, list[Source]]) -> Rows:
+        split = self.entry.split or self._default_split(part)
+        whole = {name: Rows.join([Rows.of(s, np.arange(len(s))) for s in sources]) for name, sources in part.items()}
+        try:
+            ranges = datasets.ReadInstruction.from_spec(split).to_absolute({name: len(r) for name, r in whole.items()})
+        except (ValueError, AssertionError) as error:
+            names = ", ".join(repr(name) for name in part)
+            remedy = (
+                f"There {'is' if len(part) == 1 else 'are'} {names}; slices are written 'train[:10%]' or 'train[5:50]'."
+            )
+            raise UserError(f"{self.where}: split {split!r} cannot be taken. {remedy}") from error
+        return Rows.join([whole[r.splitname].select(slice(r.from_, r.to)) for r in ranges])
+
+    def _default_split(self, part: dict[str, list[Source]]) -> str:
+        wanted = ("test", "validation", "eval", "train") if self.evaluation else ("train",)
+        found = next((name for name in wanted if name in part), None)
+        if found is None and len(part) > 1:
+            raise UserError(f"{self.where}: has the splits {', '.join(part)}. Choose one with 'split'.")
+        return found or next(iter(part))
+
+
+def open_entry(entry: DatasetRow, key: str, folder: Path, *, evaluation: bool = False, seed: int = 0) -> Opened:
+    """Find what an entry names; fails with the places that were tried."""
+    where = f"{key} ({entry.path or _shown_files(entry)})"
+    names = entry.name if isinstance(entry.name, list) else [entry.name]
+    if entry.trust_remote_code:
+        warn_once(f"{where}: trust_remote_code has no effect: the datasets library runs no code from repositories")
+    try:
+        with quiet_unless_terminal():
+            parts = tuple(_open(entry, name, where, folder) for name in names)
+    except LOADING_ERRORS as error:
+        remedy = ". Save it as UTF-8" if "codec can't decode" in _reason(error) else ""
+        raise UserError(f"{where}: cannot be loaded: {_reason(error)}{remedy}") from error
+    return Opened(entry, where, parts, evaluation, seed)
+
+
+def _open(entry: DatasetRow, name: str | None, where: str, folder: Path) -> dict[str, list[Source]]:
+    """The sources behind one entry (and one of its names), by split."""
+    path, kind = entry.path, ALIASES.get(entry.ds_type or "", entry.ds_type)
+    if path and "://" in path:
+        return _tables(kind or _kind(Path(path)), data_files=path)
+    local = _find(path, folder) if path else None
+    if path and local is None and entry.data_files and path in (*KINDS.values(), *ALIASES):
+        path, kind = None, ALIASES.get(path, path)
+    if path is None or (local and local.is_dir() and entry.data_files):
+        return _files(_matching(entry, where, local, folder), kind)
+    if local and local.is_file():
+        return _files([local], kind)
+    if local:
+        return _folder(local, name, kind)
+    if _is_local(path):
+        raise UserError(
+            f"{where}: there is no such file or folder. Tried {_tried(path, folder)}.{_similar(path, folder)}"
+        )
+    options: dict[str, Any] = {"name": name, "revision": entry.revision, "data_files": entry.data_files}
+    try:
+        return _tables(path, **options)
+    except LOADING_ERRORS as error:
+        offline = " The hub is switched off here (HF_HUB_OFFLINE)." if datasets_config.HF_HUB_OFFLINE else ""
+        raise UserError(
+            f"{where}: is no file or folder (tried {_tried(path, folder)}), "
+            f"and the hub did not give it: {_reason(error)}.{offline}{_similar(path, folder)}"
+        ) from error
+
+
+def _files(files: list[Path], kind: str | None) -> dict[str, list[Source]]:
+    """Files that together are the split `train`."""
+    sources: list[Source] = []
+    for file in files:
+        found = kind or _kind(file)
+        if found in ("json", "text"):
+            sources.append(LineFile(file, "json" if found == "json" else "text"))
+        else:
+            if found == "parquet" and not pyarrow.parquet.read_metadata(file).num_rows:
+                raise UserError(f"{file}: has no rows.")
+            sources += _tables(found, data_files=str(file), **_options(found, file))["train"]
+    return {"train": sources}
+
+
+def _folder(folder: Path, name: str | None, kind: str | None) -> dict[str, list[Source]]:
+    """A folder: saved by `datasets`, or files whose names say their split."""
+    if (folder / "state.json").exists() or (folder / "dataset_dict.json").exists():
+        return _by_split(datasets.load_from_disk(str(folder)))
+    if kind:
+        builder = datasets.load_dataset_builder(kind, data_dir=str(folder))
+    else:
+        builder = datasets.load_dataset_builder(str(folder), name)
+    found, files = builder.name or "", builder.config.data_files or {}
+    if found not in ("json", "text", "csv"):
+        builder.download_and_prepare()
+        loaded = builder.as_dataset()
+        assert isinstance(loaded, datasets.DatasetDict)
+        return _by_split(loaded)
+    return {str(split): _files([Path(file) for file in paths], found)["train"] for split, paths in files.items()}
+
+
+def _tables(path: str, **options: Any) -> dict[str, list[Source]]:
+    """What `datasets.load_dataset` gives, by split."""
+    return _by_split(datasets.load_dataset(path, **options))
+
+
+def _by_split(loaded: Any) -> dict[str, list[Source]]:
+    splits = loaded if isinstance(loaded, dict) else {str(loaded.split or "train"): loaded}
+    return {str(split): [Table(dataset)] for split, dataset in splits.items()}
+
+
+def _options(kind: str, file: Path) -> dict[str, Any]:
+    """How a CSV is read: every cell as the text it is."""
+    if kind != "csv":
+        return {}
+    separator = "\t" if ".tsv" in file.suffixes else ","
+    opener = COMPRESSED.get(file.suffix.lower(), open)
+    with opener(file, "rt", encoding="utf-8-sig", newline="") as content:
+        header = next(csv.reader(content, delimiter=separator), None)
+        has_rows = any(line.strip() for line in content)
+    if not header:
+        raise UserError(f"{file}: is empty. A CSV begins with a line of column names.")
+    if not has_rows:
+        raise UserError(f"{file}: has no rows.")
+    repeated = sorted({name for name in header if header.count(name) > 1})
+    if repeated:
+        raise UserError(f"{file}:1: the column {repeated[0]!r} is there twice.")
+    text = datasets.Features({name: datasets.Value("string") for name in header})
+    return {"sep": separator, "na_filter": False, "features": text, "encoding": "utf-8-sig"}
+
+
+def _matching(entry: DatasetRow, where: str, inside: Path | None, folder: Path) -> list[Path]:
+    """The files that `data_files` names, patterns expanded."""
+    files: list[Path] = []
+    patterns = [entry.data_files] if isinstance(entry.data_files, str) else entry.data_files or []
+    for pattern in patterns:
+        bases = [inside] if inside else [Path(), folder]
+        wide = os.path.expanduser(pattern)
+        found = next((hits for base in bases if (hits := sorted(glob.glob(str(base / wide), recursive=True)))), [])
+        files += [Path(hit) for hit in found if Path(hit).is_file()]
+        if not found:
+            tried = str(inside / wide) if inside else _tried(pattern, folder)
+            raise UserError(f"{where}: data_files: nothing is called {pattern!r}. Tried {tried}.")
+    return files
+
+
+def _find(path: str, folder: Path) -> Path | None:
+    """A path as seen from the working directory, then from the config's folder."""
+    wide = Path(os.path.expanduser(path))
+    return next((place for place in (wide, folder / wide) if place.exists()), None)
+
+
+def _tried(path: str, folder: Path) -> str:
+    wide = Path(os.path.expanduser(path))
+    return " and ".join(dict.fromkeys(str(place) for place in (Path.cwd() / wide, folder / wide)))
+
+
+def _similar(path: str, folder: Path) -> str:
+    """What stands where `path` was looked for and is called almost so."""
+    wide = Path(os.path.expanduser(path))
+    parents = [place.parent for place in (wide, folder / wide) if place.parent.is_dir()]
+    return did_you_mean(wide.name, {found.name for parent in parents for found in parent.iterdir()})
+
+
+def _is_local(path: str) -> bool:
+    """Whether a path that does not exist cannot be meant for the hub."""
+    return (
+        path.startswith((".", "/", "~"))
+        or path.count("/") > 1
+        or _ending(Path(path)) in KINDS
+        or not re.fullmatch(r"[\w./-]+", path)
+    )
+
+
+def _ending(file: Path) -> str:
+    return (Path(file.stem) if file.suffix.lower() in COMPRESSED else file).suffix.lower()
+
+
+def _kind(file: Path) -> str:
+    return KINDS.get(_ending(file), "json")
+
+
+def _shown_files(entry: DatasetRow) -> str:
+    files = [entry.data_files] if isinstance(entry.data_files, str) else entry.data_files or []
+    return ", ".join(files[:2]) + (", ..." if len(files) > 2 else "")
+
+
+def _reason(error: BaseException) -> str:
+    """The first line of the deepest cause."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

@@ -1,0 +1,249 @@
+"""A config looked at before training: does its model fit, can its data be read, are its rewards and server there."""
+
+import dataclasses
+import importlib.util
+import shutil
+import socket
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import psutil
+import torch
+from transformers import AutoConfig
+
+from upweight.config import Config
+from upweight.data.prepare import prepare
+from upweight.data.raw_row import OWN_COLUMNS
+from upweight.doctor.findings import Finding
+from upweight.errors import UserError
+from upweight.models.load import compute_dtype, load_config
+from upweight.models.memory import GIB, HEAD_CHUNK, LESS_MEMORY, USABLE, Memory, estimate, shape_of
+from upweight.models.source import load_failures
+from upweight.models.tokenizer import load_tokenizer
+from upweight.rewards.load import KEY, load_rewards
+from upweight.rollout.vllm.client import Failed, Link, Refused
+from upweight.rollout.vllm.probe import served_base
+from upweight.runs.files import METRICS, no_folder_at
+from upweight.serve.address import server_urls
+from upweight.train.online.environments import acting_of, check_rewards
+from upweight.train.refuse import refuse_unsupported, require_optimizer
+from upweight.train.trackers import tracking_arguments
+
+PATIENCE = 5.0  # seconds for a server that is there
+FEW_DROPPED = 0.05  # share of the rows that may be left out without a warning
+
+
+@dataclass
+class Look:
+    """What earlier checks of a config have found, for later ones."""
+
+    config: Config
+    memory: Memory | None = None
+    columns: list[str] | None = None  # of the data, that rewards may read
+    longest_prompt: int = 0
+    said: list[Finding] = field(default_factory=list)
+
+
+def check_config(config: Config) -> list[Finding]:
+    """What is to be said of a config, or of each of its stages, which all begin with the first one's model."""
+    if config.stages:
+        first = config.stages[0]
+        adapter = first.adapter.model_copy(update={"folder": None})
+        found: list[Finding] = []
+        for stage in config.stages:
+            begun = dataclasses.replace(stage, model=first.model, adapter=adapter, stages=())
+            name = Path(stage.run.output_dir).name
+            found += [dataclasses.replace(one, what=f"{name}: {one.what}") for one in check_config(begun)]
+        return found
+    look = Look(config)
+    for what, check in CHECKS.items():
+        try:
+            look.said += check(look)
+        except UserError as error:
+            look.said.append(Finding("alarm", what, str(error).removesuffix(".")))
+    return look.said
+
+
+def _keys(look: Look) -> Iterator[Finding]:
+    for notice in look.config.notices:
+        yield Finding("note", "keys", notice.removesuffix("."))
+    refuse_unsupported(look.config)
+    require_optimizer(look.config.optim.optimizer)
+    tracking_arguments(look.config.tracking)
+    if look.config.adapter.kind == "qlora" and importlib.util.find_spec("bitsandbytes") is None:
+        yield Finding("alarm", "bitsandbytes", "is needed and not installed", "pip install 'upweight[quant]'")
+    yield Finding("ok", "keys", f"{len(look.config.given)} set, for {look.config.method.name}")
+
+
+def _memory(look: Look) -> Iterator[Finding]:
+    """The estimate against the card, or against the host's memory where there is none."""
+    config = look.config
+    need = estimate(
+        shape_of(config.model, config.method.head),
+        config.adapter.kind or "all",
+        config.adapter,
+        optimizer=config.optim.optimizer,
+        reference=config.method.needs_reference,
+        checkpointing=config.optim.gradient_checkpointing,
+        tokens=_tokens(config),
+    )
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda" if on_gpu else "cpu")
+    wide = compute_dtype(config.model, device).itemsize / 2  # estimates are of half precision
+    shards = torch.cuda.device_count() if on_gpu and config.sharding.fsdp else 1
+    activations = need.activations * (wide if need.activations > HEAD_CHUNK else 1)
+    look.memory = Memory(need.weights * wide / shards, need.training / shards, activations)
+    room = USABLE * torch.cuda.mem_get_info()[1] if on_gpu else psutil.virtual_memory().available
+    where = "the GPU" if on_gpu else "this machine"
+    parts = f"weights {look.memory.weights / GIB:.1f}, training {look.memory.training / GIB:.1f}, activations "
+    parts += f"{look.memory.activations / GIB:.1f}"
+    evidence = {"needed_gib": round(look.memory.total / GIB, 2), "there_gib": round(room / GIB, 2)}
+    says = f"about {look.memory.total / GIB:.1f} GiB ({parts}); {where} has {room / GIB:.1f} to give"
+    if look.memory.total > room:
+        yield Finding("alarm", "memory", f"{says}: it will not fit", f"in this order: {LESS_MEMORY}", evidence)
+    else:
+        yield Finding("ok", "memory", says, evidence=evidence)
+
+
+def _tokens(config: Config) -> int:
+    """Tokens of the longest forward that cannot be cut: one row of the data."""
+    policy = getattr(config.method, "policy", None)
+    if policy is not None:
+        return policy.max_completion_length + (config.data.max_prompt_length or 512)
+    return config.data.sequence_len * (2 if config.method.data == "pairs" else 1)
+
+
+def _data(look: Look) -> Iterator[Finding]:
+    """Rows read, encoded and measured, as training will."""
+    config = look.config
+    data = prepare(config, load_tokenizer(config.model))
+    lengths = data.report.lengths
+    look.longest_prompt = lengths.get("prompt", {}).get("max", 0)
+    for part, line in zip(data.report.parts, data.report.lines(), strict=False):
+        dropped = sum(part.dropped.values())
+        if dropped or part.notes:
+            settings = ", ".join(f"{key} {value['100%']}" for key, value in data.report.suggested.items())
+            level = "warning" if dropped > FEW_DROPPED * part.read else "note"
+            yield Finding(level, "data", line, f"to keep all: {settings}" if settings else "")
+    shown = ", ".join(f"{name}s of up to {row['max']} tokens" for name, row in lengths.items())
+    look.columns = [name for name in data.train[0] if name not in OWN_COLUMNS]
+    columns = f" with the columns {', '.join(look.columns)}" if config.method.online and look.columns else ""
+    says = f"{len(data.train):,} rows to train on{columns}; {shown}"
+    yield Finding("ok", "data", says, evidence={"rows": len(data.train), "lengths": lengths})
+    policy = getattr(config.method, "policy", None)
+    positions = getattr(load_config(config.model).get_text_config(), "max_position_embeddings", None)
+    longest = (
+        look.longest_prompt + policy.max_completion_length if policy else lengths.get("sequence", {}).get("max", 0)
+    )
+    if positions and longest > positions:
+        says = f"rows of {longest} tokens, completions included, exceed the {positions} positions of the model"
+        yield Finding("alarm", "lengths", says, "lower max_prompt_length, trl.max_completion_length or sequence_len")
+
+
+def _rewards(look: Look) -> Iterator[Finding]:
+    """Functions and built-ins loaded, columns they read found in the data, models looked up."""
+    config = look.config
+    names = config.rollout.reward_funcs
+    if not config.method.online or _is_remote(config):
+        return
+    acting = acting_of(config)
+    models = [name for name in names if "/" in name.partition("(")[0] or (config.folder / name).is_dir()]
+    given = acting.environment.reward_names if acting else ()
+    rewards = load_rewards([name for name in names if name not in models], config.folder, environment=given)
+    if look.columns is not None:
+        check_rewards(rewards, look.columns, acting)
+    for name in models:
+        place = str(config.folder / name) if (config.folder / name).is_dir() else name
+        if not (Path(place) / "adapter_config.json").is_file():
+            with load_failures(KEY, place, "reward model"):
+                AutoConfig.from_pretrained(place, trust_remote_code=config.model.trust_remote_code)
+    if rewards or models:
+        yield Finding("ok", "rewards", ", ".join([*(reward.name for reward in rewards), *models]))
+
+
+def _is_remote(config: Config) -> bool:
+    """Whether the policy acts in an environment that lives in servers."""
+    return config.gym.enabled or config.environment.kind == "openenv"
+
+
+def _environment(look: Look) -> Iterator[Finding]:
+    """Whether the servers of an environment are there, or can be started."""
+    config = look.config
+    if not config.method.online or not _is_remote(config):
+        return
+    gym = Path(config.gym.folder).expanduser()
+    if config.gym.enabled and config.gym.auto_start:
+        if gym.is_dir():
+            yield Finding("ok", "environment", f"NeMo Gym in {gym} will be started")
+        else:
+            yield Finding(
+                "alarm", "environment", f"there is no NeMo Gym in {gym}", "clone it there, or set nemo_gym_dir"
+            )
+        return
+    url = f"http://127.0.0.1:{config.gym.head_port}" if config.gym.enabled else str(config.environment.url)
+    place = urlsplit(url)
+    try:
+        socket.create_connection((place.hostname or "", place.port or 80), PATIENCE).close()
+        yield Finding("ok", "environment", f"something listens at {url}")
+    except OSError as error:
+        yield Finding(
+            "alarm", "environment", f"{url} does not answer: {error}", "start its server, or mend the address"
+        )
+
+
+def _server(look: Look) -> Iterator[Finding]:
+    """Whether each server answers, serves the model, and has room for the longest row."""
+    config = look.config
+    if not (config.method.online and config.rollout.use_vllm and config.rollout.vllm_mode == "server"):
+        return
+    needed = look.longest_prompt + getattr(config.method, "policy").max_completion_length  # noqa: B009
+    for url in server_urls(config.rollout):
+        link = Link(url, PATIENCE)
+        try:
+            link.run(link.ask("/health", seconds=PATIENCE))
+            name, longest = link.run(served_base(link, config.model.base_model))
+        except (Failed, Refused) as error:
+            remedy = "start it with `upweight vllm-serve CONFIG`; check trl.vllm_server_host and trl.vllm_server_port"
+            yield Finding("alarm", "server", f"{url} does not answer: {error}", remedy)
+            continue
+        if longest and needed > longest:
+            says = f"{url} serves {longest} tokens, but prompts and completions reach {needed}"
+            yield Finding("alarm", "server", says, f"start it with vllm.max_model_len: {needed}")
+        else:
+            yield Finding("ok", "server", f"{url} serves {name}, up to {longest} tokens")
+
+
+def _output(look: Look) -> Iterator[Finding]:
+    """Whether the run folder can be written, and has room for what is kept."""
+    folder = Path(look.config.run.output_dir)
+    if (reason := no_folder_at(folder)) is not None:
+        yield Finding("alarm", "output_dir", reason, "name another output_dir")
+        return
+    free = shutil.disk_usage(next(place for place in (folder, *folder.absolute().parents) if place.exists())).free
+    needed = 0.0
+    if look.memory is not None:
+        kept = 0 if look.config.run.save_strategy == "no" else look.config.run.save_total_limit or 4
+        needed = kept * look.memory.training + (look.memory.weights if look.config.adapter.kind is None else 0)
+    says = f"{folder}: {free / GIB:.1f} GiB free, up to {needed / GIB:.1f} needed"
+    if needed > free:
+        yield Finding(
+            "warning", "output_dir", says, "lower save_total_limit, set save_only_model, or name another place"
+        )
+    elif (folder / METRICS).is_file():
+        says += "; it holds an earlier run, whose metrics a new one replaces"
+        yield Finding("note", "output_dir", says, "go on with --resume, or name another output_dir")
+    else:
+        yield Finding("ok", "output_dir", says)
+
+
+CHECKS: dict[str, Callable[[Look], Iterable[Finding]]] = {
+    "keys": _keys,
+    "memory": _memory,
+    "data": _data,
+    "rewards": _rewards,
+    "environment": _environment,
+    "server": _server,
+    "output_dir": _output,
+}

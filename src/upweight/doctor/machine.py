@@ -1,0 +1,68 @@
+"""The machine looked at before training: versions against those that are supported, and what computes."""
+
+import importlib.metadata
+import platform
+import sys
+from collections.abc import Iterator
+
+import torch
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+from upweight.doctor.findings import Finding
+from upweight.models.memory import GIB
+
+PACKAGE = "upweight"
+
+
+def check_machine() -> list[Finding]:
+    """Python, the packages it runs on, and the devices."""
+    return [*_versions(), *_devices()]
+
+
+def _versions() -> Iterator[Finding]:
+    wanted = {"Python": importlib.metadata.metadata(PACKAGE)["Requires-Python"]}
+    for line in importlib.metadata.requires(PACKAGE) or ():
+        required = Requirement(line)
+        if required.marker is None or required.marker.evaluate({"extra": ""}):
+            wanted[required.name] = str(required.specifier)
+    found = [_version(name, allowed) for name, allowed in wanted.items()]
+    wrong = [one for one in found if one.wrong]
+    yield from wrong
+    if not wrong:
+        named = ("Python", "torch", "transformers", "peft")
+        shown = ", ".join(f"{one.what} {one.evidence['version']}" for one in found if one.what in named)
+        yield Finding("ok", "versions", f"{shown}; all {len(found)} packages are supported ones")
+
+
+def _version(name: str, allowed: str) -> Finding:
+    """Whether what is installed is within the range of what was tested."""
+    try:
+        version = platform.python_version() if name == "Python" else importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return Finding("alarm", name, "is not installed", f"pip install '{name}{allowed}'", {"version": None})
+    evidence = {"version": version, "supported": allowed}
+    if SpecifierSet(allowed).contains(version, prereleases=True):
+        return Finding("ok", name, version, evidence=evidence)
+    remedy = f"pip install '{name}{allowed}'" if name != "Python" else f"make an environment with Python {allowed}"
+    return Finding(
+        "warning", name, f"{version} is not among the versions that were tested ({allowed})", remedy, evidence
+    )
+
+
+def _devices() -> Iterator[Finding]:
+    if not torch.cuda.is_available():
+        built = torch.version.cuda or torch.version.hip
+        why = "torch sees none" if built else "this torch was built without CUDA"
+        yield Finding("note", "GPU", f"{why}: training runs on the CPU, in float32 ({sys.platform})")
+        return
+    for number in range(torch.cuda.device_count()):
+        free, total = (part / GIB for part in torch.cuda.mem_get_info(number))
+        name = torch.cuda.get_device_name(number)
+        says = f"{name}, {free:.1f} of {total:.1f} GiB free"
+        evidence = {"free_gib": round(free, 2), "total_gib": round(total, 2)}
+        if free < 0.8 * total:
+            remedy = "end what else runs there (nvidia-smi), or choose another by CUDA_VISIBLE_DEVICES"
+            yield Finding("note", f"GPU {number}", f"{says}: something else uses it", remedy, evidence)
+        else:
+            yield Finding("ok", f"GPU {number}", says, evidence=evidence)

@@ -1,0 +1,1 @@
+"""Trained models used outside of training: texts that a model writes, scores that a reward model gives."""

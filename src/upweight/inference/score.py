@@ -1,0 +1,136 @@
+"""Completions under a trained reward model: one score for each, or one for each reasoning step."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from upweight.config.sections.data import DataSection, DatasetRow
+from upweight.config.sections.model import ModelSection
+from upweight.config.view import ConfigView
+from upweight.data.encode import build_encoder
+from upweight.data.raw_row import RowError
+from upweight.data.units import units_of
+from upweight.engine import Engine
+from upweight.engine.packing import build_batch, plan_rows, whole_blocks
+from upweight.errors import UserError
+from upweight.methods import KTO, PRM
+from upweight.models.load import Head, compute_dtype, load_config, load_model
+from upweight.models.merge import Adapted
+from upweight.models.tokenizer import load_tokenizer
+from upweight.types import Sample, Unit
+
+HEADS: dict[str, Head] = {"ForSequenceClassification": "sequence_score", "ForTokenClassification": "step_score"}
+LONGEST_ROW = 4096  # tokens of a forward; a longer sequence has one of its own
+
+
+class ScoreModel:
+    """A reward model that is asked about rows: `prompt` and `completion`, `messages`, or `prompt` and `completions`.
+
+    `chat` makes turns of prompts and completions that are plain text.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: PreTrainedTokenizerBase,
+        head: Head,
+        *,
+        data: DataSection | None = None,
+        entry: DatasetRow | None = None,
+        chat: bool = False,
+    ) -> None:
+        assert head != "tokens", "a language model has no scores"
+        self.model, self.head, self.chat = model.eval(), head, chat
+        self.engine = Engine(model)
+        self.entry = entry or DatasetRow()
+        # An outcome reward model reads a prompt and its answer, which is what labelled rows hold.
+        method = KTO() if head == "sequence_score" else PRM()
+        self.encoder = build_encoder(data or DataSection(), method, self.entry, 0, tokenizer, ConfigView({}), Path())
+
+    def __call__(self, rows: Sequence[Mapping[str, Any]], first: int = 0) -> list[list[float]]:
+        """The scores of each row: one of an outcome reward model; of a process reward model one for each step.
+
+        `first` is the first row's number, for messages about rows.
+        """
+        units = [self._unit(row, number) for number, row in enumerate(rows, first)]
+        found: list[list[float]] = [[] for _ in units]
+        (plan,) = plan_rows(units, LONGEST_ROW, layout=self.engine.layout)
+        device = next(self.model.parameters()).device
+        pad_to = whole_blocks if device.type == "cuda" else None
+        for numbers in plan:
+            batch = build_batch([units[n] for n in numbers], self.engine.layout, predict=False, pad_to=pad_to)
+            with torch.no_grad():
+                out = self.engine(self.model, batch.to(device))
+            assert out.scores_TC is not None
+            for sequence, score in zip(batch.sequence_T.tolist(), self._values(out.scores_TC).tolist(), strict=True):
+                found[numbers[sequence]].append(score)
+        return found
+
+    def _values(self, scores_TC: Tensor) -> Tensor:
+        """An outcome's score as it is; of a step the probability of the best class."""
+        if self.head == "sequence_score":
+            return scores_TC[:, 0]
+        return scores_TC[:, 0].sigmoid() if scores_TC.shape[1] == 1 else scores_TC.softmax(-1)[:, -1]
+
+    def _unit(self, row: Mapping[str, Any], number: int) -> Unit:
+        try:
+            (record,) = self.encoder(self._as_trained(row))
+        except RowError as error:
+            raise UserError(f"row {number}: {error}") from error
+        if self.head == "step_score":
+            (unit,) = units_of([record.columns], self.encoder.setup.method)
+            return dataclasses.replace(unit, group=number)
+        ids = np.asarray([*record.columns["prompt_ids"], *record.columns["completion_ids"]], np.int64)
+        return Unit((Sample(ids, np.arange(len(ids)) == len(ids) - 1),), group=number)
+
+    def _as_trained(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """A row in the shape of training data."""
+        prompt, completion = row.get("prompt"), row.get("completion")
+        if self.head == "step_score":
+            steps = row.get("completions")
+            if steps is None and isinstance(completion, str):
+                steps = [step for step in completion.split(self.entry.step_separator or "\n") if step.strip()]
+            return {"prompt": prompt, "completions": steps, "labels": [0] * len(steps or ())}
+        if prompt is None and isinstance(row.get("messages"), list):
+            return {"completion": row["messages"], "label": True}
+        if isinstance(prompt, str) and isinstance(completion, str) and self.chat:
+            prompt = [{"role": "user", "content": prompt}]
+        return {**row, "prompt": prompt, "completion": completion, "label": True}
+
+
+def load_score_model(
+    section: ModelSection,
+    adapter: Path | None = None,
+    *,
+    data: DataSection | None = None,
+    entry: DatasetRow | None = None,
+    chat: bool = False,
+) -> ScoreModel:
+    """The reward model in a folder or on the hub, or the adapter of one on its base, on the GPU if there is one."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = compute_dtype(section, device)
+    adapted = None if adapter is None else Adapted(section, adapter)
+    head = _head_of(section) if adapted is None else adapted.head()
+    if head == "tokens":
+        place = adapter or section.base_model
+        raise UserError(f"{place} is no reward model: it has no score head. Train one with 'reward_model: true'.")
+    if adapted is not None:
+        model, tokenizer = adapted.load(dtype), adapted.tokenizer()
+    else:
+        own = section.model_copy(update={"num_labels": load_config(section).num_labels})
+        model, tokenizer = load_model(own, dtype, head=head), load_tokenizer(section)
+    nn.Module.to(model, device)
+    return ScoreModel(model, tokenizer, head, data=data, entry=entry, chat=chat)
+
+
+def _head_of(section: ModelSection) -> Head:
+    """The head that a whole model was saved with."""
+    (name, *_) = load_config(section).architectures or [""]
+    found: list[Head] = [head for ending, head in HEADS.items() if name.endswith(ending)]
+    return found[0] if found else "tokens"

@@ -1,0 +1,150 @@
+"""Asking a language model outside of training: prompts in, texts out."""
+
+import dataclasses
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from upweight.config.sections.data import DataSection, DatasetRow
+from upweight.config.sections.model import ModelSection
+from upweight.data.raw_row import RowError, checked_text
+from upweight.data.tokenize.messages import Conversation, MessageReader
+from upweight.data.tokenize.templates import chat_template
+from upweight.data.tokenize.tokens import TextTokens
+from upweight.engine.forward import base_of
+from upweight.errors import UserError
+from upweight.inference.score import HEADS
+from upweight.log import logger
+from upweight.models.load import compute_dtype, load_config, load_model
+from upweight.models.merge import Adapted
+from upweight.models.tokenizer import load_tokenizer
+from upweight.sampler.in_process import InProcess, end_tokens
+from upweight.types import Completion, Prompts, Sampling
+
+NEW_TOKENS = 512  # where nobody says how many, and the model has room for them
+
+
+class Writer:
+    """A language model that is asked: texts become user turns where there is a chat template and they are not `raw`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        data: DataSection | None = None,
+        entry: DatasetRow | None = None,
+        folder: Path | None = None,
+        system: str | None = None,
+        raw: bool = False,
+        new_tokens: int | None = None,
+    ) -> None:
+        """`data`, `entry`: how training put text together; `folder`: beside which files that they name may lie.
+
+        `new_tokens`: the most that an answer may have; when left out, what there is room for, up to a default.
+        """
+        data, entry = data or DataSection(), entry or DatasetRow()
+        self._tokenizer, self._tokens = tokenizer, TextTokens(tokenizer, data.eot_tokens)
+        self._template = chat_template(data, entry, tokenizer, folder or Path())
+        self._reader = MessageReader(entry, system or data.default_system_message)
+        known = bool(self._template.source or tokenizer.chat_template)
+        self.raw, self.templated, self._new_tokens = raw, known and not raw, new_tokens
+        if system and not self.templated:
+            raise UserError("a system text needs a chat template: name one (`chat_template`), and leave --raw out")
+        if not known and not raw:
+            logger.info("the tokenizer has no chat template: texts are continued as they are")
+        base = base_of(model)
+        self._limit: int | None = getattr(base.config.get_text_config(), "max_position_embeddings", None)
+        self._ends = end_tokens(base, tokenizer) | self._tokens.turn_ends | self._turn_end()
+        self._sampler = InProcess(model, tokenizer, end_ids=self._ends)
+
+    def encode(self, row: Mapping[str, Any]) -> list[int]:
+        """The `prompt` of a row, text or messages, as token ids; what cannot be answered is a RowError."""
+        prompt = row.get("prompt")
+        if isinstance(prompt, str) and not prompt.strip():
+            raise RowError("prompt", "text, found an empty one")
+        if self.raw or (isinstance(prompt, str) and not self.templated):
+            text = checked_text(prompt, "prompt")
+        else:
+            messages = self._reader.messages(prompt, "prompt")
+            text = self._template.prompt(self._reader.conversation(row, messages))
+        ids = self._tokens.begun(self._tokens.ids([text])[0])
+        wanted = self._new_tokens or 1
+        if self._limit is not None and len(ids) + wanted > self._limit:
+            follow = f"the model has {self._limit} positions, and {wanted} new tokens are to follow"
+            raise RowError("prompt", f"at most {self._limit - wanted} tokens ({follow}), found {len(ids)}")
+        return ids
+
+    def __call__(
+        self, prompts: Prompts, sampling: Sampling, count: int = 1, heard: Callable[[str], None] | None = None
+    ) -> list[list[Completion]]:
+        """`count` completions of each prompt, with their texts; `heard` gets the first one's text piece by piece.
+
+        How long they may be is the writer's own affair, whatever `sampling` says.
+        """
+        found: list[list[Completion]] = [[] for _ in prompts]
+        rooms = [self._new_tokens or min(NEW_TOKENS, (self._limit or sys.maxsize) - len(ids)) for ids in prompts]
+        for room in dict.fromkeys(rooms):
+            numbers = [number for number, one in enumerate(rooms) if one == room]
+            seed = None if sampling.seed is None else sampling.seed + numbers[0]
+            drawn = dataclasses.replace(sampling, max_new_tokens=room, seed=seed)
+            listener = _Pieces(self._text, heard) if heard and numbers[0] == 0 else None
+            out = self._sampler.generate([prompts[n] for n in numbers], count, drawn, heard=listener)
+            for number, group in zip(numbers, out, strict=True):
+                found[number] = [dataclasses.replace(one, text=self._text(one.ids)) for one in group]
+            if listener is not None:
+                listener.say(str(found[0][0].text))
+        return found
+
+    def _text(self, ids: list[int]) -> str:
+        kept = ids[:-1] if ids and ids[-1] in self._ends else ids
+        return str(self._tokenizer.decode(kept, skip_special_tokens=True))
+
+    def _turn_end(self) -> frozenset[int]:
+        """The token that ends a turn in the chat template, which need not be the tokenizer's end token."""
+        if not self.templated:
+            return frozenset()
+        talk = Conversation([{"role": "user", "content": "a"}])
+        try:
+            _, (answer,) = self._template.split(talk, [[{"role": "assistant", "content": "a"}]])
+        except RowError:  # the template wants more than this; then the tokenizer's end token has to do
+            return frozenset()
+        return frozenset(self._tokens.ids([answer])[0][-1:]) & self._tokens.ends
+
+
+class _Pieces:
+    """Tokens of the first completion in, whole letters out."""
+
+    def __init__(self, text_of: Callable[[list[int]], str], heard: Callable[[str], None]) -> None:
+        self._text_of, self._heard, self._said = text_of, heard, 0
+        self._ids: list[int] = []
+
+    def __call__(self, row: int, ids: list[int]) -> None:
+        if row == 0:
+            self._ids += ids
+            self.say(self._text_of(self._ids).rstrip("\ufffd"))  # half a letter: its other bytes are yet to come
+
+    def say(self, text: str) -> None:
+        """Hand on what has not been said of a text."""
+        if len(text) > self._said:
+            self._heard(text[self._said :])
+            self._said = len(text)
+
+
+def load_writer(section: ModelSection, adapter: Path | None = None, **options: Any) -> Writer:
+    """The language model in a folder or on the hub, or an adapter on its base, on the GPU if there is one."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = compute_dtype(section, device)
+    adapted = None if adapter is None else Adapted(section, adapter)
+    architecture = (load_config(section).architectures or [""])[0]
+    if architecture.endswith(tuple(HEADS)) if adapted is None else adapted.head() != "tokens":
+        raise UserError(f"{adapter or section.base_model} is a reward model, which writes nothing: `upweight score`")
+    tokenizer = load_tokenizer(section) if adapted is None else adapted.tokenizer()
+    model = load_model(section, dtype, tokenizer=tokenizer) if adapted is None else adapted.load(dtype)
+    nn.Module.to(model, device)
+    return Writer(model, tokenizer, **options)

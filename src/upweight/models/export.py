@@ -1,0 +1,119 @@
+"""Write the weights as they are computed with, for a server to load; the copy that is trained is left alone."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel
+from peft.tuners.lora import LoraLayer
+from peft.utils import ModulesToSaveWrapper
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from upweight.errors import UserError
+from upweight.models.precision import computed_weights
+from upweight.models.save import save_model
+from upweight.models.shards import gathered_weights, lies_in_pieces
+
+
+def write_adapter(model: PeftModel, folder: Path) -> None:
+    """The adapter alone, in float32, with the config that says how to apply it."""
+    _write(model, folder, torch.float32)
+
+
+def write_weights(model: PreTrainedModel | PeftModel, folder: Path, dtype: torch.dtype) -> None:
+    """All weights as safetensors in `dtype`, an adapter merged into them."""
+    if not isinstance(model, PeftModel):
+        _write(model, folder, dtype)
+        return
+    if lies_in_pieces(model):
+        raise UserError("adapter: an adapter cannot be merged into sharded weights; use one that vLLM can load itself.")
+    base = model.get_base_model()
+    assert isinstance(base, PreTrainedModel)
+    weights = dict(_merged(model, dtype))
+    tied = {name: of for name, of in base.get_expanded_tied_weights_keys(all_submodels=True).items() if name in weights}
+    for name, source in tied.items():
+        if torch.equal(weights[name], weights[source]):
+            del weights[name]
+    base.save_pretrained(str(folder), state_dict=weights)
+
+
+def sent_weights(model: PreTrainedModel | PeftModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """What `write_weights` writes, tensor by tensor, by the names that files have; tied weights once.
+
+    Of a model whose files have other tensors than its modules (experts, for one), all are made at once.
+    """
+    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    assert isinstance(base, PreTrainedModel)
+    weights = (
+        _merged(model, dtype) if isinstance(model, PeftModel) else computed_weights(base, base.state_dict(), dtype)
+    )
+    tied = base.get_expanded_tied_weights_keys(all_submodels=True)
+    once = ((name, value) for name, value in weights if name not in tied)
+    own: dict[str, Tensor] = {
+        name.replace(".base_layer", ""): value.to("meta") for name, value in base.state_dict().items()
+    }
+    if revert_weight_conversion(base, own).keys() == own.keys():
+        return once
+    return iter(revert_weight_conversion(base, dict(once)).items())
+
+
+def _write(model: PreTrainedModel | PeftModel, folder: Path, dtype: torch.dtype) -> None:
+    """Save on rank 0; where weights lie in pieces, every rank calls this and gives its own."""
+    if not lies_in_pieces(model):
+        save_model(model, folder, dtype)
+        return
+    weights = gathered_weights(model, None if isinstance(model, PeftModel) else dtype)
+    if weights:
+        save_model(model, folder, dtype, state_dict=weights)
+
+
+def refuse_unmergeable(model: PeftModel) -> None:
+    """Raise for adapters that cannot be merged while they are trained."""
+    for module in model.modules():
+        if isinstance(module, LoraLayer) and not hasattr(module, "get_delta_weight"):
+            raise UserError(
+                f"adapter: {type(module).__name__} cannot be merged for the server; set 'trl.vllm_lora_sync: true'."
+            )
+        if isinstance(module, LoraLayer) and module.use_dora.get(model.active_adapters[0]):
+            raise UserError("peft_use_dora: neither the adapter nor merged weights can be sent to vLLM; drop the key.")
+    if getattr(model.get_base_model(), "is_quantized", False):
+        raise UserError(
+            "trl.vllm_lora_sync: false: merged weights of a quantised base cannot be sent; send the adapter alone."
+        )
+
+
+def _merged(model: PeftModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Every weight of the base model by its own name, with what the adapter adds to it, as new tensors."""
+    (adapter,) = model.active_adapters
+    base = model.get_base_model()
+    inside: list[str] = []  # what names under PEFT's wrappers begin with in the base
+    for name, module in base.named_modules():
+        if isinstance(module, ModulesToSaveWrapper):
+            inside.append(f"{name}.")
+            saved = module.modules_to_save[adapter]
+            found = computed_weights(saved, saved.state_dict(), dtype)
+        elif isinstance(module, LoraLayer):
+            inside.append(f"{name}.")
+            found = _with_delta(module, adapter)
+        else:
+            continue
+        for inner, value in found:
+            floating = isinstance(value, Tensor) and value.is_floating_point()
+            yield f"{name}.{inner}", value.detach().to(dtype) if floating else value
+    for name, value in base.state_dict().items():
+        if not name.startswith(tuple(inside)):
+            yield name, value.to(dtype) if value.is_floating_point() and value.dtype == torch.float32 else value
+
+
+def _with_delta(module: LoraLayer, adapter: str) -> Iterator[tuple[str, Any]]:
+    """The weights of an adapted layer by their names in it, with what the adapter adds."""
+    own: Any = module.get_base_layer()
+    for name, value in own.state_dict().items():
+        if name == "weight" and adapter in module.r:
+            delta: Any = getattr(module, "get_delta_weight")(adapter)  # noqa: B009 - not on every kind of layer
+            yield name, own.weight.detach().float() + delta.detach().float()
+        else:
+            yield name, value

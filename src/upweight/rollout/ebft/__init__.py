@@ -1,0 +1,1 @@
+"""Completions for EBFT: short blocks along documents, and turns of known conversations."""

@@ -1,0 +1,90 @@
+"""Rollouts that are produced before they are needed, in the order they were asked for."""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from upweight.rollout.plan import Plan
+from upweight.rollout.rollout import Rollout
+
+
+def lag_bound(plan: Plan, depth: int, sync_interval: int) -> int:
+    """Optimizer steps by which the policy that trains on a sample can be ahead of the one that wrote it."""
+    return depth * plan.steps + plan.updates - 1 + sync_interval - 1
+
+
+def depth_within(plan: Plan, depth: int, sync_interval: int, max_staleness: int | None) -> int:
+    """How many rollouts may be produced ahead without samples growing older than `max_staleness`."""
+    while depth and max_staleness is not None and lag_bound(plan, depth, sync_interval) > max_staleness:
+        depth -= 1
+    return depth
+
+
+class Ahead:
+    """A queue of rollouts. In a thread they are written while the trainer works, otherwise at once when asked for."""
+
+    def __init__(self, produce: Callable[[Any], Rollout], *, threaded: bool) -> None:
+        self._produce = produce
+        self._pool = ThreadPoolExecutor(1, "rollouts") if threaded else None
+        self._pending: deque[Future[Rollout]] = deque()
+        self.blocked = 0.0  # seconds that whoever takes has spent waiting in all
+        self._busy = 0.0  # seconds that rollouts have been produced for
+        self._ready: dict[int, float] = {}  # when each rollout was finished
+        self._last: tuple[float, float, float] | None = None  # time of the last take; blocked and busy by then
+
+    def __len__(self) -> int:
+        return len(self._pending)
+
+    def submit(self, state: Any) -> None:
+        """Have one more rollout produced."""
+        if self._pool is not None:
+            self._pending.append(self._pool.submit(self._timed, state))
+        else:
+            began = time.perf_counter()
+            self._pending.append(_done(self._timed(state)))
+            self.blocked += time.perf_counter() - began
+
+    def take(self, state: Any) -> Rollout:
+        """The oldest rollout, with how long each side waited for the other; a new one where none is under way."""
+        if not self._pending:
+            self.submit(state)
+        began = time.perf_counter()
+        rollout = self._pending.popleft().result()
+        now = time.perf_counter()
+        self.blocked += now - began
+        rollout.metrics["rollout/queued_seconds"] = began - min(self._ready.pop(rollout.number, began), began)
+        if self._last is not None:
+            then, blocked, busy = self._last
+            span = now - then
+            rollout.metrics["rollout/trainer_idle"] = min((self.blocked - blocked) / span, 1.0)
+            rollout.metrics["rollout/sampler_idle"] = max(1 - (self._busy - busy) / span, 0.0)
+        self._last = now, self.blocked, self._busy
+        return rollout
+
+    def wait(self) -> list[Rollout]:
+        """All rollouts that are under way, finished; they stay in the queue."""
+        return [future.result() for future in self._pending]
+
+    def put(self, rollouts: Iterable[Rollout]) -> None:
+        """Queue rollouts that are finished already."""
+        self._pending.extend(_done(rollout) for rollout in rollouts)
+
+    def _timed(self, state: Any) -> Rollout:
+        began = time.perf_counter()
+        rollout = self._produce(state)
+        self._ready[rollout.number] = time.perf_counter()
+        self._busy += self._ready[rollout.number] - began
+        return rollout
+
+    def close(self) -> None:
+        """Forget what was not begun, and wait for what was."""
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+
+
+def _done(rollout: Rollout) -> Future[Rollout]:
+    future: Future[Rollout] = Future()
+    future.set_result(rollout)
+    return future

@@ -1,0 +1,243 @@
+"""Completions from a vLLM engine that this process starts and that sleeps while it trains; see `types.Generator`."""
+
+import contextlib
+import gc
+import os
+import shutil
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel
+from transformers import PreTrainedModel
+
+from upweight.engine.forward import base_of
+from upweight.errors import UserError
+from upweight.log import warn_once
+from upweight.rollout.sampling_params import completion_fields
+from upweight.rollout.vllm.file_transfer import AdapterTransport, Served, transport_for, write_aside
+from upweight.rollout.vllm.probe import agrees, difference, probe_fields, probe_prompt
+from upweight.rollout.vllm.server import completions_of
+from upweight.sampler.in_process import end_tokens
+from upweight.serve.adapters import allowed_rank
+from upweight.types import Completion, Done, Prompts, Sampling
+
+
+class VllmColocated:
+    """An engine on the trainer's own GPU. New weights are written at a sync, and taken when it samples next."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel | PeftModel,
+        tokenizer: Any,
+        *,
+        dtype: torch.dtype,
+        folder: Path,
+        longest: int,
+        memory: float = 0.3,
+        parallel: int = 1,
+        sleeps: bool = True,
+        lora_sync: bool | None = None,
+        temperature: float = 1.0,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        """`longest`: tokens of a prompt and its completion; `memory`: share of the GPU while awake."""
+        base = base_of(model)
+        name = str(base.config.name_or_path)
+        self._model, self._dtype, self._temperature = model, dtype, temperature
+        self._folder, self._longest, self._run = folder.resolve(), longest, uuid.uuid4().hex[:8]
+        self._options, self._ends = dict(options or {}), end_tokens(base, tokenizer)
+        self._transport = transport_for(model, lora_sync, dtype, name)
+        on_gpu = torch.cuda.is_available()
+        self._sleeps = sleeps and on_gpu
+        self._settings = {
+            "model": name,
+            "dtype": str(dtype).removeprefix("torch."),
+            "gpu_memory_utilization": memory,
+            "max_model_len": longest,
+            "tensor_parallel_size": parallel,
+            "enable_sleep_mode": self._sleeps,
+            "enforce_eager": not on_gpu,
+            "logprobs_mode": "processed_logprobs",  # at the sampling temperature, as training has them
+            "generation_config": "vllm",  # no sampling defaults of the model's own
+            **(_adapter_settings(model) if isinstance(self._transport, AdapterTransport) else {}),
+        }
+        self._llm: Any = None
+        self._now: Served | None = None  # what the engine samples from
+        self._next: Served | None = None  # written, and not yet taken
+        self._adapters = 0
+        self._adapter: Any = None
+        self._engine()
+
+    def generate(
+        self, prompts: Prompts, count: int, sampling: Sampling, done: Done | None = None
+    ) -> list[list[Completion]]:
+        """`count` completions for each prompt, in the order of the prompts; `done` hears of each prompt at the end."""
+        if not prompts:
+            return []
+        self.require_room(max(map(len, prompts)), sampling.max_new_tokens)
+        with self._awake():
+            if self._next is not None:
+                self._take(self._next)
+            if self._now is None:
+                raise UserError("vLLM was sent no weights yet")
+            answers = self._ask(prompts, completion_fields(count, sampling, self._ends) | self._options)
+        found = [
+            completions_of(answer, prompt, count, self._now.version)
+            for answer, prompt in zip(answers, prompts, strict=True)
+        ]
+        if done is not None:
+            for place, completions in enumerate(found):
+                done(place, completions)
+        return found
+
+    def sync(self, version: int) -> None:
+        """Sample from the policy's weights as they are now, as `version`, from the next call on."""
+        if self.version() == version:
+            return
+        self._forget(self._next)
+        folder = self._folder / f"{self._run}-v{version}"
+        write_aside(lambda part: self._transport.writer(part)(self._model), folder)
+        self._next = Served(self._transport.name(folder), version, folder)
+
+    def version(self) -> int:
+        """The policy version that the next call would be sampled from; -1 before the first sync."""
+        served = self._next or self._now
+        return -1 if served is None else served.version
+
+    def health(self) -> str | None:
+        """None: an engine that fails raises when it is used."""
+        return None
+
+    def require_room(self, prompt: int, new: int) -> None:
+        """Raise where a prompt of so many tokens with so many new ones is longer than the engine takes."""
+        if prompt + new > self._longest:
+            raise UserError(
+                f"a prompt of {prompt} tokens with {new} new ones exceeds the {self._longest} that vLLM was started "
+                "for: raise trl.vllm_max_model_length, or shorten prompts or completions"
+            )
+
+    def close(self) -> None:
+        """End the engine; a later sync starts it anew."""
+        for served in (self._now, self._next):
+            self._forget(served)
+        self._now = self._next = self._adapter = self._llm = None
+        gc.collect()
+        if self._folder.is_dir() and not any(self._folder.iterdir()):
+            self._folder.rmdir()
+
+    def _engine(self) -> Any:
+        if self._llm is None:
+            _give_back_memory()
+            self._llm = _vllm().LLM(**self._settings)
+            if self._sleeps:
+                self._llm.sleep(level=1)
+        return self._llm
+
+    @contextlib.contextmanager
+    def _awake(self) -> Iterator[None]:
+        """The engine with its memory, which it gives back afterwards."""
+        engine = self._engine()
+        if self._sleeps:
+            _give_back_memory()
+            engine.wake_up()
+        try:
+            yield
+        finally:
+            if self._sleeps:
+                engine.sleep(level=1)
+
+    def _take(self, served: Served) -> None:
+        """Sample from new weights from now on, if they are those of the policy."""
+        last = self._adapter
+        if isinstance(self._transport, AdapterTransport):
+            from vllm.lora.request import LoRARequest  # pyright: ignore[reportMissingImports]
+
+            self._adapters += 1
+            self._adapter = LoRARequest(served.name, self._adapters, str(served.folder))
+        else:
+            self._llm.collective_rpc("reload_weights", kwargs={"weights_path": str(served.folder)})
+            self._llm.reset_prefix_cache()  # else the beginnings of prompts stay those of the old weights
+        self._check()
+        if last is not None:
+            self._llm.llm_engine.remove_lora(last.lora_int_id)
+        self._forget(self._now)
+        self._now, self._next = served, None
+
+    def _check(self) -> None:
+        """Compare what engine and trainer say of a few tokens."""
+        size = base_of(self._model).config.get_text_config().vocab_size
+        prompt = probe_prompt(size)
+        choice = self._ask([prompt], probe_fields(self._temperature))[0]["choices"][0]
+        ids, said = [*prompt, *choice["token_ids"]], choice["logprobs"]["token_logprobs"]
+        mean, largest = difference(self._model, ids, said, self._temperature, adapted=True)
+        if agrees(mean, largest, exact=self._dtype == torch.float32):
+            return
+        apart = f"log-probs of vLLM differ by {mean:.3g} on average from the trainer's after new weights were taken"
+        if not getattr(base_of(self._model), "is_quantized", False):
+            raise UserError(f"{apart}. Sample from a server, or in process (drop 'use_vllm').")
+        warn_once(f"{apart}: the base is quantised here")
+
+    def _ask(self, prompts: Prompts, fields: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """The engine's answers, in the form that a server gives them."""
+        from vllm.sampling_params import (  # pyright: ignore[reportMissingImports]
+            SamplingParams,
+            StructuredOutputsParams,
+        )
+
+        fields = dict(fields)
+        if "structured_outputs" in fields:
+            fields["structured_outputs"] = StructuredOutputsParams(**fields["structured_outputs"])
+        found = self._llm.generate(
+            [{"prompt_token_ids": list(prompt)} for prompt in prompts],
+            SamplingParams(**fields),
+            use_tqdm=False,
+            lora_request=self._adapter,
+        )
+        return [{"choices": [_choice(one, request.prompt_token_ids) for one in request.outputs]} for request in found]
+
+    def _forget(self, served: Served | None) -> None:
+        if served is not None:
+            shutil.rmtree(served.folder, ignore_errors=True)
+
+
+def _choice(output: Any, prompt: Sequence[int]) -> dict[str, Any]:
+    """One completion as a server would say it."""
+    ids = list(output.token_ids)
+    logps = [step[token].logprob for step, token in zip(output.logprobs, ids, strict=True)]
+    return {
+        "index": output.index,
+        "finish_reason": output.finish_reason,
+        "token_ids": ids,
+        "logprobs": {"token_logprobs": logps},
+        "prompt_token_ids": list(prompt),
+    }
+
+
+def _adapter_settings(model: PreTrainedModel | PeftModel) -> dict[str, Any]:
+    assert isinstance(model, PeftModel)
+    config: Any = model.peft_config[model.active_adapters[0]]
+    rank = max([int(config.r), *map(int, (config.rank_pattern or {}).values())])
+    return {"enable_lora": True, "max_lora_rank": allowed_rank(rank), "max_loras": 1, "max_cpu_loras": 2}
+
+
+def _give_back_memory() -> None:
+    """What torch keeps for later allocations is memory that vLLM cannot have."""
+    if torch.cuda.is_available():
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def _vllm() -> Any:
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")  # as much again as the run itself says
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    try:
+        import vllm  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise UserError(
+            f"trl.vllm_mode: colocate needs vLLM in this Python environment ({error}); install it, use a server "
+            "('vllm_mode: server'), or drop 'use_vllm'."
+        ) from None
+    return vllm

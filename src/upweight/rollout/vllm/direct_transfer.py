@@ -1,0 +1,238 @@
+"""All weights handed to a server without a file, by vLLM's own weight transfer.
+
+Through the memory of a GPU that both use (CUDA IPC), or by NCCL from the trainer's GPU to the server's.
+"""
+
+import asyncio
+import base64
+import contextlib
+import pickle
+import re
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import reduce_tensor
+
+from upweight.errors import UserError
+from upweight.log import warn_once
+from upweight.models.export import sent_weights
+from upweight.rollout.vllm.client import LOAD, Failed, Link, Refused
+from upweight.rollout.vllm.file_transfer import Served, Transport, WeightTransport, reset_prefixes
+
+T = TypeVar("T")
+Chunk = list[tuple[str, Tensor]]
+FOLDER = "folder"
+CHUNK = 256 * 2**20  # bytes on their way at a time; a larger tensor goes alone
+FLAG_AT_START = (0, 27)  # from this vLLM on, how pieces are packed is said once, and not with each of them
+
+
+class SharedMemory:
+    """Pieces in the memory of the GPU that the server runs on; the server copies each before it answers."""
+
+    name = "ipc"
+
+    async def meet(self, link: Link) -> None:
+        """Have the server expect pieces."""
+        found = re.match(r"(\d+)\.(\d+)", str((await link.ask("/version"))["version"]))
+        self._flag = {} if found and (int(found[1]), int(found[2])) >= FLAG_AT_START else {"packed": True}
+        init = {} if self._flag else {"packed": True}
+        await link.ask("/init_weight_transfer_engine", {"init_info": init}, seconds=LOAD)
+
+    async def send(self, link: Link, chunk: Chunk) -> None:
+        """Have the server take a piece; returns when it has."""
+        flat = [tensor.detach().contiguous().view(-1).view(torch.uint8) for _, tensor in chunk]
+        packed = torch.cat(flat)  # new for each piece: torch counts who uses shared memory once for each export
+        _, handle = reduce_tensor(packed)
+        uuid = str(torch.cuda.get_device_properties(packed.device).uuid)
+        torch.cuda.synchronize(packed.device)
+        handles = base64.b64encode(pickle.dumps({uuid: handle})).decode()
+        body = _described(chunk) | {"tensor_sizes": [len(part) for part in flat], "ipc_handles_pickled": handles}
+        await link.ask("/update_weights", {"update_info": body | self._flag}, seconds=LOAD)
+        del packed
+        torch.cuda.ipc_collect()
+
+    def part(self) -> None:
+        """Nothing: what was shared goes with the piece."""
+
+
+class Broadcast:
+    """Pieces sent by NCCL, in a group of the trainer and the server's workers."""
+
+    name = "nccl"
+
+    def __init__(self) -> None:
+        self._group: Any = None
+
+    async def meet(self, link: Link) -> None:
+        """Form the group."""
+        from vllm.distributed.weight_transfer import nccl_common  # pyright: ignore[reportMissingImports]
+
+        workers = (await link.ask("/get_world_size"))["world_size"]
+        own, port = _own_address(link.url)
+        place = {"master_address": own, "master_port": port, "world_size": workers + 1}
+        asked = link.ask("/init_weight_transfer_engine", {"init_info": place | {"rank_offset": 1}}, seconds=LOAD)
+        try:
+            self._group = await _beside(asked, partial(nccl_common.trainer_init, place))
+        except RuntimeError as error:
+            raise UserError(
+                f"trl.vllm_weight_transfer: nccl: no group with {link.url} ({error}). Trainer and server need a GPU "
+                "each, and a network between them; use 'ipc' on one GPU, or 'folder'."
+            ) from None
+
+    async def send(self, link: Link, chunk: Chunk) -> None:
+        """Have the server take a piece; returns when it has."""
+
+        def broadcast() -> None:
+            with torch.cuda.device(chunk[0][1].device):
+                whole = [tensor.detach().contiguous() for _, tensor in chunk]
+                for tensor in whole:
+                    self._group.broadcast(tensor, src=0)
+                torch.cuda.synchronize()
+
+        try:
+            await _beside(link.ask("/update_weights", {"update_info": _described(chunk)}, seconds=LOAD), broadcast)
+        except RuntimeError as error:
+            raise Failed(f"nccl: {error}") from error
+
+    def part(self) -> None:
+        """Leave the group: a broadcast that the server no longer waits for would never end."""
+        if self._group is not None:
+            self._group.destroy()
+        self._group = None
+
+
+@dataclass
+class DirectTransport(WeightTransport):
+    """All weights, piece by piece, from where they are trained; nothing is kept, so nothing can be sent again."""
+
+    road: SharedMemory | Broadcast
+    keeps = False
+    _weights: Callable[[], Iterator[tuple[str, Tensor]]] | None = field(default=None, init=False)
+    _met: float | None = field(default=None, init=False)  # the run of the server that expects pieces
+
+    def writer(self, folder: Path) -> Callable[[Any], None]:
+        """What remembers a model, whose weights have to stay as they are until `put` returns."""
+
+        def remember(model: Any) -> None:
+            self._weights = partial(sent_weights, model, self.dtype)
+
+        return remember
+
+    async def put(self, link: Link, served: Served) -> None:
+        weights, self._weights = self._weights, None
+        if weights is None:
+            raise UserError(
+                f"the server at {link.url} was started anew, and weights sent by {self.road.name} are not kept: go on "
+                "with --resume; 'trl.vllm_weight_transfer: folder' would send them again"
+            )
+        try:
+            began = (await link.life()).began
+            if began is None or began != self._met:
+                await self._meet(link)
+            await link.ask("/start_weight_update", {}, seconds=LOAD)
+            for chunk in chunks(weights()):
+                await self.road.send(link, chunk)
+            await link.ask("/finish_weight_update", {}, seconds=LOAD)
+            await reset_prefixes(link)
+        except Refused as error:
+            raise UserError(_not_prepared(link.url, self.road.name, error)) from None
+        except Exception:  # whatever it was, it left the server and the road amid an update
+            self._met = None
+            self.road.part()
+            with contextlib.suppress(Failed, Refused):  # else the server waits for the rest, and takes nothing new
+                await link.ask("/finish_weight_update", {})
+            raise
+        self._met = served.began = began
+
+    async def _meet(self, link: Link) -> None:
+        try:
+            await self.road.meet(link)
+        except Failed as error:
+            if error.status is None:
+                raise
+            raise UserError(_not_prepared(link.url, self.road.name, error)) from None
+
+
+def sent_by(transfer: str, transport: Transport) -> Transport:
+    """How weights are sent, by the name of the way for all of them."""
+    if transfer == FOLDER:
+        return transport
+    if not isinstance(transport, WeightTransport):
+        warn_once("trl.vllm_weight_transfer: no effect: the adapter alone is sent")
+        return transport
+    return DirectTransport(transport.dtype, transport.base, SharedMemory() if transfer == "ipc" else Broadcast())
+
+
+def chunks(weights: Iterator[tuple[str, Tensor]], limit: int | None = None) -> Iterator[Chunk]:
+    """Neighbours of one precision together, up to so many bytes; a larger tensor alone."""
+    chunk: Chunk = []
+    size = 0
+    for name, tensor in weights:
+        if chunk and (size + tensor.nbytes > (limit or CHUNK) or tensor.dtype != chunk[0][1].dtype):
+            yield chunk
+            chunk, size = [], 0
+        chunk.append((name, tensor))
+        size += tensor.nbytes
+    if chunk:
+        yield chunk
+
+
+def _described(chunk: Chunk) -> dict[str, Any]:
+    """What the server has to know of tensors before it has them."""
+    return {
+        "names": [name for name, _ in chunk],
+        "dtype_names": [str(tensor.dtype).removeprefix("torch.") for _, tensor in chunk],
+        "shapes": [list(tensor.shape) for _, tensor in chunk],
+    }
+
+
+async def _beside(asked: Any, work: Callable[[], T]) -> T:
+    """Some work that only ends together with what the server was asked for; the first failure ends the waiting.
+
+    In a thread that the process does not wait for: where the server fails, the work may never end.
+    """
+    found: Future[T] = Future()
+    found.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            found.set_result(work())
+        except Exception as error:  # else lost with the thread, and whoever waits would wait forever
+            found.set_exception(error)
+
+    threading.Thread(target=run, name="vllm-nccl", daemon=True).start()
+    answer, done = asyncio.ensure_future(asked), asyncio.wrap_future(found)
+    try:
+        ended, _ = await asyncio.wait({answer, done}, return_when=asyncio.FIRST_EXCEPTION)
+        for one in ended:
+            one.result()
+        return done.result()
+    finally:
+        answer.cancel()
+
+
+def _own_address(url: str) -> tuple[str, int]:
+    """An address of this machine that the server at `url` reaches, and a free port there."""
+    parts = urlsplit(url)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((parts.hostname, parts.port or 80))  # nothing is sent
+        own = probe.getsockname()[0]
+    with socket.socket() as listener:
+        listener.bind((own, 0))
+        return own, listener.getsockname()[1]
+
+
+def _not_prepared(url: str, way: str, error: Exception) -> str:
+    return (
+        f"the server at {url} takes no weights by {way} ({error}): start it with `upweight vllm-serve` and the same "
+        f"'trl.vllm_weight_transfer: {way}', or use 'folder'"
+    )

@@ -1,0 +1,253 @@
+"""Completions from a vLLM server that is told of new weights; see `types.Generator`."""
+
+import asyncio
+import queue
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from peft import PeftModel
+from transformers import PreTrainedModel
+
+from upweight.engine.forward import base_of
+from upweight.errors import UserError
+from upweight.rollout.sampling_params import completion_fields
+from upweight.rollout.vllm.client import Failed, Link, Patience, Refused, lost
+from upweight.rollout.vllm.direct_transfer import FOLDER, sent_by
+from upweight.rollout.vllm.file_transfer import transport_for
+from upweight.rollout.vllm.probe import check_vocabulary, served_base
+from upweight.rollout.vllm.versions import OnModel, ServedWeights
+from upweight.sampler.in_process import end_tokens
+from upweight.types import Completion, Done, Prompts, Sampling
+
+T = TypeVar("T")
+IN_FLIGHT = 512  # requests at a time; each has all completions of its prompt
+STALLED = 120.0  # seconds without a token after which a server hangs, at least
+WATCH = 5.0  # seconds between looks
+
+
+class VllmServer:
+    """Talks to a server; new weights are written to folders in `folder`, which the server has to see too.
+
+    One process drives it. Requests carry the version that they began with.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        model: PreTrainedModel | PeftModel,
+        tokenizer: Any,
+        *,
+        dtype: torch.dtype,
+        folder: Path,
+        timeout: float = 240.0,
+        lora_sync: bool | None = None,
+        transfer: str = FOLDER,
+        temperature: float = 1.0,
+        options: Mapping[str, Any] | None = None,
+        on_model: OnModel | None = None,
+    ) -> None:
+        """`options`: further fields of every request, such as `structured_outputs`. `timeout`: how long to wait.
+
+        `transfer`: how all weights are sent, as in `trl.vllm_weight_transfer`.
+        `on_model`: has work done on the policy, where that is not simply calling it with the model.
+        """
+        base = base_of(model)
+        self.options, self._ends = dict(options or {}), sorted(end_tokens(base, tokenizer))
+        self._finished = 0
+        self._calls = 0  # under way
+        self._watcher: asyncio.Task[None] | None = None  # one for all calls
+        self.link = link = Link(url, timeout)
+
+        async def meet() -> tuple[str, int | None]:
+            name, longest = await served_base(link, base.config.name_or_path)
+            await check_vocabulary(link, name, base.config.get_text_config().vocab_size)
+            return name, longest
+
+        name, self._longest = link.run(link.answered(meet))
+        self.weights = ServedWeights(
+            link,
+            model,
+            sent_by(transfer, transport_for(model, lora_sync, dtype, name)),
+            dtype=dtype,
+            folder=folder.resolve(),
+            temperature=temperature,
+            on_model=on_model,
+        )
+        self.weights.check_base(name)
+
+    def generate(
+        self, prompts: Prompts, count: int, sampling: Sampling, done: Done | None = None
+    ) -> list[list[Completion]]:
+        """`count` completions for each prompt, in the order of the prompts; `done` hears of each prompt as it ends."""
+        if not prompts:
+            return []
+        self.require_room(max(map(len, prompts)), sampling.max_new_tokens)
+        arrived: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        found: list[list[Completion]] = [[] for _ in prompts]
+        work = self.link.start(self._all(prompts, self._body(count, sampling), found, arrived.put))
+        work.add_done_callback(lambda _: arrived.put(None))
+        try:
+            while (place := arrived.get()) is not None:
+                if done is not None:
+                    done(place, found[place])
+            work.result()
+        finally:
+            work.cancel()
+        return found
+
+    def on_model(self, does: OnModel) -> None:
+        """From now on `does` has the policy written and compared: where its weights are spread over ranks."""
+        self.weights.on_model = does
+
+    def start(self, prompt: Sequence[int], count: int, sampling: Sampling) -> "Future[list[Completion]]":
+        """Begin the completions of one prompt, beside whatever else is under way."""
+        self.require_room(len(prompt), sampling.max_new_tokens)
+        found: list[list[Completion]] = [[]]
+
+        async def work() -> list[Completion]:
+            await self._all([prompt], self._body(count, sampling), found, lambda _: None)
+            return found[0]
+
+        return self.link.start(work())
+
+    def serves_by_name(self) -> str | None:
+        """The name that the policy always has on the server; None where each version has its own."""
+        return None if self.weights.now is None or not self.weights.transport.drains else self.weights.now.name
+
+    def sync(self, version: int) -> None:
+        """Have the server sample from the policy's weights as they are now, as `version`; returns when it does."""
+        if self.version() != version:
+            self.weights.publish(version)
+
+    def version(self) -> int:
+        """The policy version that the next request would be sampled from; -1 before the first sync."""
+        return -1 if self.weights.now is None else self.weights.now.version
+
+    def health(self) -> str | None:
+        """None when the server is well, else what is wrong."""
+        try:
+            self.link.run(self.link.ask("/health"))
+        except (Failed, Refused) as error:
+            return f"the vLLM server at {self.link.url}: {error}"
+        return None
+
+    def require_room(self, prompt: int, new: int) -> None:
+        """Raise where a prompt of so many tokens with so many new ones is longer than the server takes."""
+        if self._longest is not None and prompt + new > self._longest:
+            raise UserError(
+                f"a prompt of {prompt} tokens with {new} new ones exceeds the {self._longest} that the server at "
+                f"{self.link.url} takes: raise vllm.max_model_len, or shorten prompts or completions"
+            )
+
+    def close(self) -> None:
+        """Have the server forget what it was sent; a later sync sends anew."""
+        self.weights.close()
+
+    async def _all(
+        self,
+        prompts: Prompts,
+        body: dict[str, Any],
+        found: list[list[Completion]],
+        done: Callable[[int], None],
+    ) -> None:
+        """Every prompt's completions, many prompts at a time; the first failure ends the rest."""
+        limit = asyncio.Semaphore(IN_FLIGHT)
+        await self.weights.mended(None)
+
+        async def one(place: int) -> None:
+            async with limit:
+                found[place] = await self._one(prompts[place], body)
+            self._finished += 1
+            done(place)
+
+        work = [asyncio.ensure_future(one(place)) for place in range(len(prompts))]
+        watcher = self._watcher = self._watcher or asyncio.ensure_future(self._watch())
+        pending, self._calls = {*work}, self._calls + 1
+        try:
+            while pending:
+                ended, _ = await asyncio.wait({*pending, watcher}, return_when=asyncio.FIRST_COMPLETED)
+                for task in ended:
+                    task.result()
+                pending -= ended
+        finally:
+            self._calls -= 1
+            if self._watcher is not None and (self._watcher.done() or not self._calls):
+                self._watcher.cancel()
+                self._watcher = None
+            for task in work:
+                task.cancel()
+            await asyncio.gather(*work, return_exceptions=True)
+
+    async def _one(self, prompt: Sequence[int], body: dict[str, Any]) -> list[Completion]:
+        """One prompt's completions."""
+        request = {**body, "prompt": list(prompt)}
+        try:
+            return await self.asked(
+                "/v1/completions", request, lambda answer, version: completions_of(answer, prompt, body["n"], version)
+            )
+        except Refused as error:
+            raise UserError(f"the vLLM server at {self.link.url} refuses a request: {error}") from None
+
+    async def asked(self, path: str, body: Mapping[str, Any], read: Callable[[Any, int], T]) -> T:
+        """What `read` makes of the policy's answer and version, asked for until it comes or the time is up.
+
+        On the loop of the link.
+        """
+        patience: Patience | None = None
+        while True:
+            served = await self.weights.enter()
+            try:
+                answer = await self.link.ask(path, {**body, "model": served.name}, seconds=None)
+                return read(answer, served.version)
+            except (Failed, Refused) as error:
+                if isinstance(error, Refused) and error.status != 404:  # 404: an adapter that the server has lost
+                    raise
+                problem = error
+            finally:
+                self.weights.leave(served)
+            patience = patience or Patience(self.link)
+            await patience.bear(problem)
+            await self.weights.mended(patience.since)
+
+    async def _watch(self) -> None:
+        """Raise when requests are under way and no token is written for too long."""
+        clock = asyncio.get_running_loop().time
+        patience = max(self.link.timeout, STALLED)
+        seen, since = None, clock()
+        while True:
+            await asyncio.sleep(WATCH)
+            limit, problem = patience, "it answers, but writes no tokens"
+            try:
+                life = await self.link.life()
+                state = (self._finished, life)
+                limit *= 1 if life.tokens is not None else 10  # without a count only whole requests tell
+            except Failed as error:
+                state, problem = seen, str(error)
+            if state != seen or not self.weights.open.is_set():
+                seen, since = state, clock()
+            elif clock() - since > limit:
+                raise UserError(lost(self.link.url, limit, problem))
+
+    def _body(self, count: int, sampling: Sampling) -> dict[str, Any]:
+        """What every request of a call says."""
+        return completion_fields(count, sampling, self._ends) | {"return_token_ids": True} | self.options
+
+
+def completions_of(answer: Any, prompt: Sequence[int], count: int, version: int) -> list[Completion]:
+    """The completions in a server's answer, in its order."""
+    choices = sorted(answer["choices"], key=lambda choice: choice["index"])
+    if len(choices) != count or any(choice["finish_reason"] not in ("stop", "length") for choice in choices):
+        ends = {choice["finish_reason"] for choice in choices}
+        raise Failed(f"{len(choices)} of {count} completions came back, ended by {', '.join(map(str, ends))}")
+    found = []
+    for choice in choices:
+        ids, logps = choice["token_ids"], choice["logprobs"]["token_logprobs"]
+        if choice["prompt_token_ids"] != list(prompt) or len(ids) != len(logps):
+            raise UserError(
+                "the vLLM server did not continue the prompt's tokens as they were sent; use vLLM 0.26 or later"
+            )
+        found.append(Completion(ids, logps, [version] * len(ids), choice["finish_reason"] == "stop"))
+    return found

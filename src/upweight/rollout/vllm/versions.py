@@ -1,0 +1,233 @@
+"""The versions of the policy on a server: sent, verified, kept while in use, sent again after a restart."""
+
+import asyncio
+import shutil
+import time
+import uuid
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import nn
+
+from upweight.engine.forward import base_of
+from upweight.errors import UserError
+from upweight.log import logger, warn_once
+from upweight.rollout.vllm.client import Failed, Link, Refused, pause
+from upweight.rollout.vllm.file_transfer import Served, Transport, forget_leftovers, link_files, write_aside
+from upweight.rollout.vllm.probe import agrees, ask_probe, check_temperature, difference, outlook_of, served_base
+
+ATTEMPTS = 4  # at sending weights
+JUST = 1.0  # seconds for which a look at the server holds: it cannot be started anew in so few
+Sending = tuple[Served, "Future[tuple[list[int], list[float]]]"]  # a version on its way, and what the server says then
+OnModel = Callable[[Callable[[nn.Module], Any]], Any]
+
+
+class ServedWeights:
+    """What a server samples from. State is touched on the link's thread only, weights on the caller's only."""
+
+    def __init__(
+        self,
+        link: Link,
+        model: nn.Module,
+        transport: Transport,
+        *,
+        dtype: torch.dtype,
+        folder: Path,
+        temperature: float,
+        on_model: OnModel | None = None,
+    ) -> None:
+        """`on_model` does some work on the policy; left out, the work is called with it."""
+        self.link, self.transport = link, transport
+        self.now: Served | None = None
+        self.open = asyncio.Event()  # clear while weights are replaced under the name that requests ask for
+        self._base = base_of(model)
+        self.on_model: OnModel = on_model or (lambda work: work(model))
+        self._dtype, self._folder, self._temperature = dtype, folder, temperature
+        self._vocabulary: int = self._base.config.get_text_config().vocab_size
+        self._quantised = bool(getattr(self._base, "is_quantized", False))
+        self._run = uuid.uuid4().hex[:8]
+        self._old: list[Served] = []
+        self._fault: str | None = None
+        self._exact: bool | None = None  # whether server and trainer agree to the last digits, as in float32
+        self._mending = asyncio.Lock()
+        self._well = -JUST  # when the server was last seen to hold the present version
+        self._drops: set[asyncio.Task[None]] = set()
+
+    def check_base(self, name: str) -> None:
+        """Compare what server and trainer say of tokens, where the server goes on with the base it has."""
+        self.link.run(self.link.answered(partial(forget_leftovers, self.link, self._folder)))
+        if self._temperature != 1:
+            self.link.run(self.link.answered(partial(check_temperature, self.link, name, self._vocabulary)))
+        if self.transport.drains:
+            return
+        probe = partial(ask_probe, self.link, name, self._vocabulary, self._temperature)
+        ids, said = self.link.run(self.link.answered(probe))
+        mean, largest = self.on_model(self._against(ids, said, adapted=False))
+        if not self._agrees(mean, largest):
+            raise UserError(self._other_weights(mean))
+
+    def send(self, version: int, like: Path | None = None, attempt: int = 0) -> Sending:
+        """Write the weights as they are now, or as a folder has them, and begin to have the server take them."""
+        folder = self._folder / f"{self._run}-v{version}{f'-{attempt}' if attempt else ''}"
+        served = Served(self.transport.name(folder), version, folder)
+        if like is None or not self.transport.keeps:
+            write_aside(lambda part: self.on_model(self.transport.writer(part)), folder)
+        else:
+            write_aside(partial(link_files, like), folder)
+        return served, self.link.start(self._put(served))
+
+    def publish(self, version: int, begun: Sending | None = None) -> Served:
+        """Send the weights as they are now, tried several times; returns when the server samples from them.
+
+        `begun` is what `send` gave for this version, where it was called before.
+        """
+        problem: Exception | None = None
+        for attempt in range(ATTEMPTS):
+            if attempt:
+                logger.warning("warning: sending the weights of step %d again: %s", version, problem)
+                time.sleep(pause(attempt + 1))
+            served = None
+            try:
+                served, put = begun or self.send(version, attempt=attempt)
+                begun = None
+                mean, largest = self.on_model(self._against(*put.result(), adapted=True))
+                if not self._agrees(mean, largest):
+                    raise Failed(f"log-probs after the sync differ by {mean:.3g} on average from the trainer's")
+                self.link.run(self._retire(served))
+                return served
+            except (OSError, SafetensorError, Failed, Refused) as error:
+                problem, begun = error, None
+                if served is not None:
+                    self.link.run(self._drop(served))
+            except BaseException as error:  # whatever it is, requests wait for these weights
+                self.give_up(str(error) or type(error).__name__)
+                raise
+        fault = (
+            f"the weights of step {version} could not be sent to the vLLM server at {self.link.url}: {problem}. "
+            "Mend that and go on with --resume."
+        )
+        self.give_up(fault)
+        raise UserError(fault)
+
+    def give_up(self, fault: str) -> None:
+        """Let requests that wait for weights hear that none will come."""
+
+        async def on_its_thread() -> None:
+            self._fault = fault
+            self.open.set()
+
+        self.link.run(on_its_thread())
+
+    def close(self) -> None:
+        """Have the server forget what it was sent, and remove it."""
+        self.link.run(self._retire(None))
+        if self._folder.is_dir() and not any(self._folder.iterdir()):
+            self._folder.rmdir()
+
+    async def enter(self) -> Served:
+        """The version that a request is to be sampled from; waits while weights are replaced."""
+        await self.open.wait()
+        if self._fault is not None or self.now is None:
+            raise UserError(self._fault or "the server was sent no weights yet")
+        self.now.users += 1
+        return self.now
+
+    def leave(self, served: Served) -> None:
+        """A request has ended; with the last one of an old version the version goes."""
+        served.users -= 1
+        if served in self._old and not served.users:
+            self._old.remove(served)
+            task = asyncio.ensure_future(self._drop(served))
+            self._drops.add(task)
+            task.add_done_callback(self._drops.discard)
+
+    async def mended(self, since: float | None) -> None:
+        """Wait for a server that is well and holds the present version, which one that was started anew does not."""
+        clock = asyncio.get_running_loop().time
+        async with self._mending:
+            if since is None and clock() - self._well < JUST:  # hundreds of turns begin at a time
+                return
+            # Refused: it was started anew once more since it took the version.
+            await self.link.answered(self._hold, since, again=(Failed, Refused))
+            self._well = clock()
+
+    async def _put(self, served: Served) -> tuple[list[int], list[float]]:
+        """Have the server take new weights; what it writes with them."""
+        await self.link.until_healthy()
+        if self.transport.drains:
+            if self._fault is None:  # else nobody would open it again
+                self.open.clear()
+            while self.now is not None and self.now.users:
+                await asyncio.sleep(0.02)
+        await self.transport.put(self.link, served)
+        if not await self.transport.holds(self.link, served):
+            raise Failed("the server does not list the weights that it took")
+        ids, said = await ask_probe(self.link, served.name, self._vocabulary, self._temperature)
+        served.outlook = ids, await outlook_of(self.link, served.name, ids)
+        return ids, said
+
+    async def _hold(self) -> None:
+        """Send the present version again where the server has lost it."""
+        served = self.now
+        if served is None or not self.open.is_set() or await self.transport.holds(self.link, served):
+            return
+        logger.warning("warning: %s was started anew; sending version %d again", self.link.url, served.version)
+        await served_base(self.link, self._base.config.name_or_path)
+        await self.transport.put(self.link, served)
+        ids, before = served.outlook
+        apart = (torch.tensor(await outlook_of(self.link, served.name, ids)) - torch.tensor(before)).abs()
+        if not agrees(float(apart.mean()), float(apart.max()), exact=bool(self._exact)):
+            raise UserError(self._other_weights(float(apart.mean())))
+
+    async def _retire(self, new: Served | None) -> None:
+        """Put a version in the place of the present one, drop those that nobody uses, and let requests in to it."""
+        if self.now is not None:
+            self._old.append(self.now)
+        self.now = new
+        for served in [one for one in self._old if not one.users]:
+            self._old.remove(served)
+            await self._drop(served)
+        if new is not None:
+            self.open.set()
+
+    async def _drop(self, served: Served) -> None:
+        """Have the server forget a version; only then is its folder removed: a server may read it again until then."""
+        if not served.folder.exists():
+            return
+        try:
+            await self.transport.drop(self.link, served)
+        except Failed as error:
+            logger.warning("warning: %s is left behind: %s", served.folder, error)
+            return
+        shutil.rmtree(served.folder, ignore_errors=True)
+
+    def _against(self, ids: list[int], said: list[float], *, adapted: bool) -> Callable[[nn.Module], Any]:
+        """What compares a model, with or without its adapter, with what the server said of tokens."""
+        return partial(difference, ids=ids, said=said, temperature=self._temperature, adapted=adapted)
+
+    def _agrees(self, mean: float, largest: float) -> bool:
+        """Whether a difference is as small as it should be; the first one says how small later ones have to be."""
+        if self._exact is None:
+            self._exact = self._dtype == torch.float32 and agrees(mean, largest, exact=True)
+            if self._dtype == torch.float32 and not self._exact and agrees(mean, largest, exact=False):
+                warn_once(
+                    f"the server's log-probs differ by up to {largest:.2g} from the trainer's, which computes in "
+                    "float32: it serves in another precision (vllm.dtype: float32 would make them equal), or holds "
+                    "what an earlier run sent (start it anew)"
+                )
+        if agrees(mean, largest, exact=self._exact):
+            return True
+        if self._quantised:
+            warn_once(f"log-probs of the server differ by {mean:.2g} on average from those of the quantised base here")
+        return self._quantised
+
+    def _other_weights(self, mean: float) -> str:
+        return (
+            f"the server at {self.link.url} computes with other weights: its log-probs differ by {mean:.3g} on "
+            "average from those of base_model. Start it anew with `upweight vllm-serve`."
+        )

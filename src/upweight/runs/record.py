@@ -1,0 +1,82 @@
+"""How a run stands, in `run.json`: begun when, by which process, how far it is to go, and how it ended."""
+
+import contextlib
+import json
+import math
+import os
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from upweight.errors import UserError
+from upweight.log import logger
+from upweight.runs.files import RECORD, begun_at, is_alive, this_machine, write_text
+from upweight.runs.report.page import write_report
+
+
+def about(trainer: Any) -> dict[str, Any]:
+    """How long a training is to be, on how much data and how many ranks, for its record."""
+    steps, held_out = trainer.args.max_steps, trainer.eval_dataset
+    if steps <= 0:
+        steps = math.ceil(trainer.args.num_train_epochs * len(trainer.get_train_dataloader()))
+    return {
+        "max_steps": steps,
+        "rows": len(trainer.train_dataset),
+        "held_out_rows": sum(map(len, held_out.values() if isinstance(held_out, Mapping) else [held_out or ()])),
+        "ranks": trainer.args.world_size,
+    }
+
+
+def refuse_busy(folder: Path) -> None:
+    """Stop where another process of this machine is training into `folder`."""
+    try:
+        record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return
+    pid = record.get("pid") if record.get("state") == "running" and record.get("machine") == this_machine() else None
+    if pid != os.getpid() and is_alive(pid, record.get("begun")):
+        raise UserError(
+            f"output_dir: process {pid} is training into {folder}. Wait for it, end it, or name another folder; "
+            f"if that process is something else, remove {folder / RECORD}."
+        )
+
+
+@contextlib.contextmanager
+def recorded(folder: Path, about: Mapping[str, Any], *, writes: bool) -> Iterator[None]:
+    """Keep the record of a run while it goes on, and write its report when it has ended, however that was.
+
+    `about` is kept with it; `writes`: this is the rank that does.
+    """
+    if not writes:
+        yield
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    process = {"pid": os.getpid(), "begun": begun_at(os.getpid()), "machine": this_machine()}
+    record = {"state": "running", "started": time.time(), **process, **about}
+    write_text(folder / RECORD, json.dumps(record))
+    end: dict[str, Any] = {"state": "done"}
+    try:
+        yield
+    except (SystemExit, KeyboardInterrupt):
+        end = {"state": "stopped"}
+        raise
+    except UserError as error:
+        end = {"state": "failed", "message": str(error)}
+        raise
+    except BaseException as error:  # what is not caught would be recorded as done
+        end = {"state": "failed", "message": f"{type(error).__name__}: {error}"}
+        raise
+    finally:
+        write_text(folder / RECORD, json.dumps({**record, "ended": time.time(), **end}))
+        report_on(folder)
+
+
+def report_on(folder: Path) -> None:
+    """Write the report of a run; a training that took hours does not fail over it."""
+    if not folder.is_dir():
+        return
+    try:
+        logger.info("report: %s", write_report([folder]))
+    except Exception as error:  # it reads whatever files a run left, and would hide the error that ended the run
+        logger.warning("warning: the report could not be written: %r", error)

@@ -1,0 +1,115 @@
+"""The page of a run that goes on: served on this machine alone, asking every few seconds what is new."""
+
+import json
+import sys
+import threading
+from collections.abc import Sequence
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from upweight.errors import UserError
+from upweight.runs.files import COMPLETIONS, CONFIG, HEALTH, METRICS, RECORD
+from upweight.runs.report.page import PageReader, page
+from upweight.runs.report.reading import read_json
+from upweight.runs.report.run import folders_of, standing
+
+HERE = "127.0.0.1"
+PORT = 8799  # taken where it is free and no other was asked for
+HEADERS = {
+    "Cache-Control": "no-store",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+}
+
+
+class PageServer(ThreadingHTTPServer):
+    """Answers with the page of some runs and its data, on this machine's own address; `serve_forever` starts it."""
+
+    daemon_threads = True
+
+    def __init__(self, folders: Sequence[Path], port: int) -> None:
+        super().__init__((HERE, port), Handler)
+        self.folders, self.reader = folders, PageReader(folders)
+        self.reading = threading.Lock()
+        self.seen: tuple[Any, ...] = ()
+        self.data: dict[str, Any] = {}
+        self.mark = 0
+
+    def newest(self) -> dict[str, Any]:
+        """The data of the page, read anew when a file of the runs has changed; their mark then changes too."""
+        with self.reading:
+            seen = tuple(_state(part) for folder in self.folders for part in folders_of(folder))
+            if seen != self.seen:
+                self.mark += 1
+                self.data = {**self.reader.read(live=True), "mark": str(self.mark)}
+                self.seen = seen
+            return self.data
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A browser that goes away in the middle of an answer is no error."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Knows two addresses, and only under names of this machine: other sites must not read a run by DNS tricks."""
+
+    server_version, sys_version = "upweight", ""
+
+    def do_GET(self) -> None:
+        server = self.server
+        assert isinstance(server, PageServer)
+        asked = urlsplit(self.path)
+        if self.headers.get("Host") not in {f"{HERE}:{server.server_port}", f"localhost:{server.server_port}"}:
+            self._answer(HTTPStatus.MISDIRECTED_REQUEST, "text/plain", f"This server answers to {HERE} only.\n")
+        elif asked.path == "/":
+            self._answer(HTTPStatus.OK, "text/html", page(server.newest()))
+        elif asked.path == "/data.json":
+            data = server.newest()
+            if parse_qs(asked.query).get("since") == [data["mark"]]:
+                self._answer(HTTPStatus.NO_CONTENT, "application/json", "")
+            else:
+                self._answer(HTTPStatus.OK, "application/json", json.dumps(data, allow_nan=False))
+        else:
+            self._answer(HTTPStatus.NOT_FOUND, "text/plain", "There is nothing here.\n")
+
+    def _answer(self, status: HTTPStatus, kind: str, text: str) -> None:
+        body = text.encode()
+        self.send_response(status)
+        for name, value in HEADERS.items():
+            self.send_header(name, value)
+        self.send_header("Content-Type", f"{kind}; charset=utf-8")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Requests of the page are nothing to tell."""
+
+
+def serve(folders: Sequence[Path], port: int | None) -> PageServer:
+    """A server at this port, or at a free one where none is asked for."""
+    try:
+        return PageServer(folders, PORT if port is None else port)
+    except OSError as error:
+        if port is not None:
+            raise UserError(f"--port {port}: {error.strerror}. Name another, or leave it out.") from error
+        return PageServer(folders, 0)
+
+
+def _state(folder: Path) -> tuple[Any, ...]:
+    """What changes when something in a run's folder does, and when its process is gone."""
+    found: list[Any] = [folder, standing(read_json(folder / RECORD), there=folder.is_dir(), logged=False)["state"]]
+    for name in (METRICS, CONFIG, HEALTH, RECORD, COMPLETIONS):
+        try:
+            file = (folder / name).stat()
+        except OSError:
+            found.append(None)
+        else:
+            found.append((file.st_mtime_ns, file.st_size))
+    return tuple(found)

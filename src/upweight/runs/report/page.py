@@ -1,0 +1,122 @@
+"""Runs -> one page that needs nothing else: styles, scripts and data are in it, and nothing is loaded from outside."""
+
+import base64
+import hashlib
+import html
+import json
+import time
+from collections.abc import Mapping, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from upweight import __version__
+from upweight.errors import UserError
+from upweight.runs.files import REPORT, write_text
+from upweight.runs.health_rules import RULES
+from upweight.runs.report.charts import GROUPS, charts_of
+from upweight.runs.report.run import RunReader, folders_of
+
+STYLES = ("uplot/uPlot.min.css", "page.css")
+SCRIPTS = ("uplot/uPlot.iife.min.js", "dom.js", "charts.js", "completions.js", "sections.js", "main.js")
+COMPARISON = "comparison.html"
+GENERIC = {"out", "output", "outputs", "run", "model"}  # names of folders that say nothing
+
+
+class PageReader:
+    """Reads what a page shows: one run, the stages of one, or several runs to compare."""
+
+    def __init__(self, folders: Sequence[Path]) -> None:
+        self.folders = folders
+        self.readers: dict[Path, RunReader] = {}
+
+    def read(self, *, live: bool = False) -> dict[str, Any]:
+        """The data of the page."""
+        parts = [part for folder in self.folders for part in folders_of(folder)]
+        staged = len(parts) > len(self.folders)
+        names = _names(parts)
+        runs = []
+        for part, name in zip(parts, names, strict=True):
+            reader = self.readers.setdefault(part, RunReader(part, name))
+            reader.name = name
+            runs.append(reader.read())
+        charts = charts_of((name for run in runs for name in run["metrics"]),
+                           (name for run in runs for name in run["evaluated"]))  # fmt: skip
+        title = _names(self.folders)[0] if len(self.folders) == 1 else " and ".join(names)
+        return {
+            "title": title,
+            "kind": "comparison" if len(self.folders) > 1 else "stages" if staged else "run",
+            "live": live,
+            "version": __version__,
+            "made": time.time(),
+            "rules": len(RULES),
+            "groups": [*GROUPS, "Other"],
+            "charts": [vars(chart) for chart in charts],
+            "runs": runs,
+        }
+
+
+def write_report(folders: Sequence[Path], output: Path | None = None) -> Path:
+    """Write the page on one run, or on several to compare, and say where."""
+    for folder in folders:
+        if not folder.is_dir():
+            raise UserError(f"{folder}: there is no such folder. A run's folder is the `output_dir` of its config.")
+    path = output or folders[0] / (REPORT if len(folders) == 1 else COMPARISON)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, page(PageReader(folders).read()))
+    return path
+
+
+def page(data: Mapping[str, Any]) -> str:
+    """The whole page; with `live` in its data it asks its own server for more."""
+    styles = [_asset(name) for name in STYLES]
+    scripts = [_asset(name) for name in SCRIPTS]
+    policy = "; ".join(
+        (
+            "default-src 'none'",
+            f"style-src {' '.join(map(_hash, styles))}",
+            f"script-src {' '.join(map(_hash, scripts))}",
+            "img-src data:",
+            "connect-src 'self'" if data.get("live") else "connect-src 'none'",
+            "base-uri 'none'",
+            "form-action 'none'",
+        )
+    )
+    parts = {
+        "POLICY": html.escape(policy),
+        "TITLE": html.escape(f"{data['title']} · Upweight"),
+        "STYLES": "\n".join(f"<style>{style}</style>" for style in styles),
+        "SCRIPTS": "\n".join(f"<script>{script}</script>" for script in scripts),
+        "DATA": embedded(data),
+    }
+    text = _asset("page.html")
+    for name, part in parts.items():
+        before, mark, after = text.partition(f"<!--{name}-->")
+        assert mark, name
+        text = before + part + after
+    return text
+
+
+def embedded(data: Mapping[str, Any]) -> str:
+    """JSON that no text within it can break out of a script element."""
+    text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+
+
+def _asset(name: str) -> str:
+    return (resources.files("upweight.runs.report") / "page" / name).read_text(encoding="utf-8")
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+def _names(folders: Sequence[Path]) -> list[str]:
+    """The last names of folders, and as much before them as tells them apart."""
+    paths = [folder.resolve() for folder in folders]
+    fewest = 2 if any(path.name in GENERIC for path in paths) else 1
+    for count in range(fewest, max(len(path.parts) for path in paths) + 1):
+        names = ["/".join(path.parts[-count:]) for path in paths]
+        if len(set(names)) == len(set(paths)):
+            return names
+    return [str(path) for path in paths]

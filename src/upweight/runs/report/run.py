@@ -1,0 +1,203 @@
+"""One run folder -> everything that the page shows of it."""
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from upweight.runs.files import CONFIG, HEALTH, METRICS, RECORD, is_alive, this_machine
+from upweight.runs.report.charts import COMPARED, split_set
+from upweight.runs.report.completions import Written
+from upweight.runs.report.reading import POINTS, JsonLines, columns, number, plain, read_json
+
+SECRET = r"(.*_)?(api_?key|secret|password|(hub|hf|auth|access|bearer)_token)"
+ONLINE = ("grpo", "gdpo", "ebft")
+LONGEST_VERDICT = 2000  # letters
+TIMES = "\u00d7"
+
+
+class RunReader:
+    """Reads a run folder, again and again while the run goes on."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self.folder, self.name = folder, name
+        self.metrics, self.health = JsonLines(folder / METRICS), JsonLines(folder / HEALTH)
+        self.written = Written(folder)
+
+    def read(self) -> dict[str, Any]:
+        """The run as it stands, as plain values."""
+        rows, record = self.metrics.read(), read_json(self.folder / RECORD)
+        config = self._config(record)
+        steps, values = columns(rows, evaluation=False)
+        eval_steps, evaluated = columns(rows, evaluation=True)
+        method = _method(config)
+        trl = config.get("trl") if isinstance(config.get("trl"), dict) else {}
+        completions, notes = self.written.read(_numbers((trl or {}).get("reward_weights")))
+        logged = len({row["step"] for row in rows if isinstance(row.get("step"), int)})
+        if logged > POINTS:
+            notes.append(f"Curves show {POINTS:,} of {logged:,} logged steps; all of them are in {METRICS}.")
+        if self.metrics.unreadable:
+            notes.append(f"{self.metrics.unreadable} lines of {METRICS} could not be read.")
+        step = max([*steps, *eval_steps], default=0)
+        return {
+            "name": self.name,
+            "folder": str(self.folder),
+            "method": method,
+            "online": str(config.get("rl", "")) in ONLINE or "reward" in values,
+            **standing(record, there=self.folder.is_dir(), logged=bool(steps or eval_steps)),
+            "step": step,
+            "max_steps": number(record.get("max_steps")) or number(config.get("max_steps")),
+            "facts": facts(config, record, method),
+            "config": plain(yaml.safe_dump(config, sort_keys=False, allow_unicode=True), 200_000) if config else "",
+            "settings": _flat(config),
+            "health": plain(self.health.read(), LONGEST_VERDICT),
+            "steps": steps,
+            "metrics": values,
+            "eval_steps": eval_steps,
+            "evaluated": evaluated,
+            "held_out": first_and_last(eval_steps, evaluated, list(values)),
+            "completions": completions,
+            "notes": notes,
+        }
+
+    def _config(self, record: Mapping[str, Any]) -> dict[str, Any]:
+        """The resolved config, or what a script's record has of one, without what is nobody's business."""
+        try:
+            found = record.get("settings") or yaml.safe_load((self.folder / CONFIG).read_text(encoding="utf-8"))
+        except (OSError, ValueError, yaml.YAMLError):
+            return {}
+        return _without_secrets(found) if isinstance(found, dict) else {}
+
+
+def folders_of(folder: Path) -> list[Path]:
+    """The run folders of a run: its stages, or itself."""
+    found = []
+    for path in folder.glob("stage-*"):
+        match = re.fullmatch(r"stage-(\d+)-.+", path.name)
+        if match and any((path / name).is_file() for name in (METRICS, CONFIG)):
+            found.append((int(match[1]), path))
+    alone = (folder / METRICS).is_file()
+    return [folder] if alone or not found else [path for _, path in sorted(found)]
+
+
+def facts(config: Mapping[str, Any], record: Mapping[str, Any], method: str) -> list[tuple[str, str]]:
+    """Model, data and the settings that people ask for first, in words."""
+    trl = config.get("trl") if isinstance(config.get("trl"), Mapping) else {}
+    assert isinstance(trl, Mapping)
+    adapter = config.get("adapter")
+    rank = f", rank {config['lora_r']}" if config.get("lora_r") else ""
+    batch = [config.get("micro_batch_size"), config.get("gradient_accumulation_steps"), record.get("ranks")]
+    held_out = record.get("held_out_rows")
+    found = {
+        "Method": method + (f", {trl['loss_type']} loss" if trl.get("loss_type") else ""),
+        "Model": config.get("base_model"),
+        "Trained": f"{adapter} adapter{rank}" if adapter else "all weights" if config else None,
+        "Data": ", ".join(_dataset(row) for row in config.get("datasets") or () if isinstance(row, Mapping)),
+        "Rows": f"{record['rows']:,}" if isinstance(record.get("rows"), int) else None,
+        "Held-out rows": f"{held_out:,}" if isinstance(held_out, int) and held_out else None,
+        "Batch": f" {TIMES} ".join(str(part) for part in batch if isinstance(part, int) and part) or None,
+        "Learning rate": f"{config['learning_rate']:g}" if number(config.get("learning_rate")) is not None else None,
+        "Completions of a prompt": trl.get("num_generations"),
+        "Longest completion": f"{trl['max_completion_length']} tokens" if trl.get("max_completion_length") else None,
+        "Rewards": _rewards(trl),
+        "Sampler": ("vLLM server" if trl.get("use_vllm") else "in process") if trl else None,
+        "Seed": config.get("seed"),
+    }
+    return [(name, plain(str(value), 400)) for name, value in found.items() if value not in (None, "")]
+
+
+def first_and_last(
+    steps: Sequence[int], evaluated: Mapping[str, Sequence[float | None]], known: Sequence[str]
+) -> list[dict[str, Any]]:
+    """The first evaluation of each held-out set against its last, by metric."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for name, values in evaluated.items():
+        of, metric = split_set(name, known)
+        there = [(step, value) for step, value in zip(steps, values, strict=True) if value is not None]
+        if re.fullmatch(COMPARED, metric) and len(there) > 1:
+            (first, before), (last, after) = there[0], there[-1]
+            line = {"metric": metric, "before": before, "after": after, "first": first, "last": last}
+            found.setdefault(of, []).append(line)
+    return [{"set": of, "lines": _in_order(lines)} for of, lines in sorted(found.items())]
+
+
+def _in_order(lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """What is trained for first; a pass rate that is its reward's mean says nothing more."""
+    values = {line["metric"]: (line["before"], line["after"]) for line in lines}
+    told = [
+        line
+        for line in lines
+        if not line["metric"].endswith("/pass@1")
+        or values[line["metric"]] != values.get(line["metric"].replace("/pass@1", "/mean"))
+    ]
+    ranks = ("reward|loss", "rewards/.+|accuracy|margin|mean_token_accuracy", ".+")
+
+    def rank(line: Mapping[str, Any]) -> tuple[int, str]:
+        return next(n for n, pattern in enumerate(ranks) if re.fullmatch(pattern, line["metric"])), line["metric"]
+
+    return sorted(told, key=rank)
+
+
+def standing(record: Mapping[str, Any], *, there: bool, logged: bool) -> dict[str, Any]:
+    """Whether a run goes on, and how it ended where it has."""
+    state = record.get("state")
+    runs = is_alive(record.get("pid"), record.get("begun"))
+    if state == "running" and record.get("machine") == this_machine() and not runs:
+        state = "killed"
+    if state not in ("running", "done", "stopped", "failed", "killed"):
+        state = "recorded" if logged else "empty" if there else "missing"
+    message = plain(record.get("message"), 20_000)
+    times = {name: value for name in ("started", "ended") if number(value := record.get(name)) is not None}
+    return {"state": state, "message": message, "started": None, "ended": None, **times}
+
+
+def _method(config: Mapping[str, Any]) -> str:
+    if config.get("reward_model") is True:
+        return "Reward model"
+    if config.get("process_reward_model") is True:
+        return "Process reward model"
+    if config.get("rl"):
+        return "SimPO" if config["rl"] == "simpo" else str(config["rl"]).upper()
+    return "SFT" if config else ""
+
+
+def _dataset(row: Mapping[str, Any]) -> str:
+    path = Path(str(row.get("path")))
+    name = path.name if path.is_absolute() else str(path)
+    return name + (f" ({row['type']})" if isinstance(row.get("type"), str) else "")
+
+
+def _rewards(trl: Mapping[str, Any]) -> str:
+    names = trl.get("reward_funcs") or []
+    weights = _numbers(trl.get("reward_weights"))
+    if not isinstance(names, list):
+        return ""
+    if len(weights) != len(names):
+        return ", ".join(map(str, names))
+    return ", ".join(f"{weight:g} {TIMES} {name}" for weight, name in zip(weights, names, strict=True))
+
+
+def _numbers(values: Any) -> list[float]:
+    return [value for value in values if number(value) is not None] if isinstance(values, list) else []
+
+
+def _without_secrets(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {
+            key: "(hidden)" if re.fullmatch(SECRET, str(key).lower()) else _without_secrets(inner)
+            for key, inner in value.items()
+        }
+    return [_without_secrets(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Every key by its whole path, for the differences between two runs."""
+    found: dict[str, str] = {}
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            found |= _flat(value, f"{prefix}{key}.")
+        else:
+            found[f"{prefix}{key}"] = plain(value if isinstance(value, str) else str(value), 300)
+    return found

@@ -1,0 +1,256 @@
+"""How decoding steps are launched: one by one, or replayed as CUDA graphs."""
+
+import contextlib
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from functools import cache
+from types import FunctionType, MethodType
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import Tensor, nn
+from torch._dynamo import config as dynamo_config
+
+from upweight.engine.packing import bucketed
+from upweight.log import warn_once
+from upweight.models.modules import every_module
+from upweight.sampler.decode import Decoder
+from upweight.sampler.draw import draw
+from upweight.types import Prompts
+
+Arrived = Callable[[], tuple[NDArray[np.int64], NDArray[np.float32]]]
+
+_BLOCK = 16  # steps launched before the host looks at what arrived
+_MOST_GRAPHS = 64
+_PADDED_TOKENS, _PADDING = 4096, 2  # up to which prompts are padded, and how many times their own tokens
+
+
+class PlainSteps:
+    """Every step launched as it comes; shapes are exactly what is needed."""
+
+    block = 1
+    lag = 0
+    shrink_below = 0.9
+    smallest = 1
+
+    def __init__(self, decoder: Decoder) -> None:
+        self._decoder = decoder
+
+    def rounded(self, count: int) -> int:
+        """The size of a grid's side for `count` groups or members."""
+        return count
+
+    def rounded_room(self, tokens: int) -> int:
+        """The columns kept for completions of up to `tokens`."""
+        return tokens
+
+    def rounded_prompt(self, tokens: int) -> int:
+        """The columns kept for prompts of up to `tokens`."""
+        return tokens
+
+    def begin(self, prompts: Prompts, uniform_BN: Tensor, budget: int) -> None:
+        """Read the prompts into a grid that was opened, and sample the tokens of the first column."""
+        self._decoder.load(prompts, uniform_BN)
+        self._decoder.prefill(prompts, budget)
+
+    def advance(self, column: int) -> None:
+        """Sample the tokens of a column, those before it being there."""
+        self._decoder.advance(column)
+
+    def read(self, start: int, stop: int) -> Arrived:
+        """The tokens and log-probs of some columns, which can be asked for later."""
+        ids_KB, logps_KB = (x[start:stop].numpy().copy() for x in (self._decoder.ids_NB, self._decoder.logps_NB))
+        return lambda: (ids_KB, logps_KB)
+
+    def release(self) -> None:
+        """Nothing is kept."""
+
+
+class GraphSteps:
+    """Steps on a GPU: captured once for each shape, then replayed; the host looks one block behind.
+
+    Sides of grids, lengths and widths take few values, so that graphs serve again over calls and training steps.
+    Weights are read where they lie: whoever changes them in place needs no new graph, and whoever moves them, or
+    switches adapters, is noticed at the next call.
+    """
+
+    block = _BLOCK
+    lag = 1
+    shrink_below = 0.5
+    smallest = 32  # slots; a step with fewer takes as long
+
+    def __init__(self, decoder: Decoder, compiled: bool) -> None:
+        self._decoder = decoder
+        self._graphs: OrderedDict[Any, torch.cuda.CUDAGraph] = OrderedDict()
+        self._recorded: Any = None
+        self._pool: Any = None
+        self._capturable = {"prefill", "step"}
+        self._layers: dict[str, dict[nn.Module, Callable[..., Any]]] = {}
+        self._compiled = compiled
+        if compiled:
+            decoder.draw = torch.compile(decoder.draw)
+
+    def rounded(self, count: int) -> int:
+        """1, 2, 3, 4, 6, 8, 12, 16, ...: at most half more than asked for."""
+        power = 1 << max(0, count - 1).bit_length()
+        return power if count > power * 3 // 4 or power < 4 else power * 3 // 4
+
+    def rounded_room(self, tokens: int) -> int:
+        """The columns kept for completions of up to `tokens`."""
+        return bucketed(tokens)
+
+    def rounded_prompt(self, tokens: int) -> int:
+        """The columns kept for prompts of up to `tokens`."""
+        return bucketed(tokens)
+
+    def begin(self, prompts: Prompts, uniform_BN: Tensor, budget: int) -> None:
+        """Read the prompts into a grid that was opened, and sample the tokens of the first column.
+
+        Few prompts take the GPU less time than launching each kernel takes the host: they are padded to the grid's
+        length, so that a graph serves again. Graphs of what lies elsewhere now are forgotten first.
+        """
+        decoder = self._decoder
+        recorded = [decoder.arena.moved, *_addresses(decoder.base)]
+        if recorded != self._recorded:
+            self.release()
+            self._recorded = recorded
+        decoder.load(prompts, uniform_BN)
+        padded = decoder.grid.groups * decoder.grid.prompt
+        few = padded <= min(_PADDED_TOKENS, budget, _PADDING * sum(map(len, prompts)))
+        if not few or "prefill" not in self._capturable:
+            self._through_compiler("prefill", lambda: decoder.prefill(prompts, budget))
+            return
+        decoder.pad(prompts)
+        self._replayed("prefill", decoder.prefill_padded)
+
+    def advance(self, column: int) -> None:
+        """Sample the tokens of a column, those before it being there."""
+        self._replayed("step", lambda: self._decoder.advance(self._decoder.grid.room))
+
+    def _replayed(self, name: str, work: Callable[[], None]) -> None:
+        """Do some work of the grid, the same for each of its calls, by a graph; the first time as it is."""
+        key = (name, self._decoder.grid, self._decoder.sampling)
+        if key in self._graphs:
+            self._graphs.move_to_end(key)
+            self._graphs[key].replay()
+            return
+        self._through_compiler(name, work)  # which also warms kernels up
+        if name in self._capturable:
+            with self._fused_layers(name):
+                self._capture(key, work)
+
+    def _through_compiler(self, name: str, work: Callable[[], None]) -> None:
+        """Do some work with compiled layers; as they are where the compiler fails."""
+        step_1 = self._decoder.step_1.clone()
+        try:
+            # A number that may change would become a tensor on the CPU, for which a C++ compiler is started.
+            with dynamo_config.patch(specialize_float=True), self._fused_layers(name):
+                work()
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            if not self._compiled:
+                raise
+            warn_once(
+                f"the layers of {type(self._decoder.base).__name__} cannot be compiled, so sampling is slower: "
+                f"{str(error).splitlines()[0]} (`trl.compile_sampler: false` leaves it out)"
+            )
+            self._compiled, self._decoder.draw = False, draw
+            self._decoder.step_1.copy_(step_1)
+            work()
+
+    @contextlib.contextmanager
+    def _fused_layers(self, name: str) -> Iterator[None]:
+        """Layers run through the compiler inside, when that is asked for; one compiled forward serves all alike."""
+        if name not in self._layers and self._compiled:
+            self._layers[name] = _compiled_layers(self._decoder, name)
+        layers = self._layers[name] if self._compiled else {}
+        for layer, forward in layers.items():
+            layer.forward = MethodType(forward, layer)
+        try:
+            yield
+        finally:
+            for layer in layers:
+                del layer.forward
+
+    def _capture(self, key: Any, work: Callable[[], None]) -> None:
+        """Record some work for later."""
+        graph = torch.cuda.CUDAGraph()
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        try:
+            # other threads may go on using the GPU meanwhile
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                work()
+        except RuntimeError as error:
+            # Also when memory runs out: without a graph this work fitted just now, and a graph keeps memory of its own.
+            self._capturable.discard(key[0])
+            warn_once(
+                f"the {key[0]} of {type(self._decoder.base).__name__} cannot be recorded as a CUDA graph, so it "
+                f"launches every kernel anew: {str(error).splitlines()[0]}"
+            )
+            return
+        self._graphs[key] = graph
+        if len(self._graphs) > _MOST_GRAPHS:
+            self._graphs.popitem(last=False)
+
+    def read(self, start: int, stop: int) -> Arrived:
+        """The tokens and log-probs of some columns, on their way while further steps are launched."""
+        copies = [_to_host(x[start:stop]) for x in (self._decoder.ids_NB, self._decoder.logps_NB)]
+        event = torch.cuda.Event()
+        event.record()
+
+        def arrived() -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+            event.synchronize()
+            return copies[0].numpy(), copies[1].numpy()
+
+        return arrived
+
+    def release(self) -> None:
+        """Forget all graphs, and their memory: a pool that no graph uses any more cannot be captured into."""
+        self._graphs.clear()
+        self._pool = None
+
+
+def _compiled_layers(decoder: Decoder, name: str) -> dict[nn.Module, Callable[..., Any]]:
+    """The layers around each attention, and the compiled forward of their class: one for prompts of any length."""
+    modules = dict(decoder.base.named_modules())
+    around = [modules[path.rpartition(".")[0]] for path, module in modules.items() if module in decoder.layers]
+    plain = [layer for layer in around if "forward" not in vars(layer)]
+    forwards = {
+        kind: torch.compile(_named(kind.forward, name), dynamic=True if name == "prefill" else None)
+        for kind in {type(layer) for layer in plain}
+    }
+    return {layer: forwards[type(layer)] for layer in plain}
+
+
+def _named(function: Any, name: str) -> Callable[..., Any]:
+    """The function under another name: the compiler draws on what it saw of a function of the same name and place."""
+    code = function.__code__.replace(co_name=name)
+    copied = FunctionType(code, function.__globals__, name, function.__defaults__, function.__closure__)
+    copied.__kwdefaults__ = function.__kwdefaults__
+    return copied
+
+
+def _addresses(base: nn.Module) -> list[Any]:
+    """Where a forward would read each weight, and which adapters it would apply."""
+    found: list[Any] = []
+    module: Any
+    for module in every_module(base):
+        own = vars(module)
+        found += [own.get(name, weight).data_ptr() for name, weight in own["_parameters"].items() if weight is not None]
+        if _adapts(type(module)):
+            found.append((module.disable_adapters, tuple(module.active_adapters), tuple(module.merged_adapters)))
+    return found
+
+
+@cache
+def _adapts(kind: type) -> bool:
+    return issubclass(kind, BaseTunerLayer)
+
+
+def _to_host(values: Tensor) -> Tensor:
+    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    return host.copy_(values, non_blocking=True)

@@ -1,0 +1,357 @@
+"""Decoding on the device: a prompt's keys and values are kept once for all its completions, each completion's beside.
+
+The model's own modules run; only attention is ours, and it travels as a forward argument (`tree=`) through the same
+interface as in training. A grid holds `groups` prompts with `members` completions each, in slots `group * members +
+member`; all completions of a grid have the same number of tokens.
+"""
+
+import inspect
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from upweight.engine.attention import Scores, tree_masks, use_tree_attention
+from upweight.engine.forward import body_of
+from upweight.engine.logits import LogitForm
+from upweight.engine.rules import Rule
+from upweight.engine.segments import SegmentPlan, segment_attention
+from upweight.engine.trees import fold
+from upweight.sampler.attention import Cascade, cascade_attention
+from upweight.sampler.custom_op import opaque
+from upweight.sampler.draw import draw
+from upweight.types import Prompts, Sampling
+
+if torch.cuda.is_available() and find_spec("triton"):
+    from upweight.sampler.attention_kernel import cascade_step
+else:
+    cascade_step = None
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The shape of what is decoded together: prompts of up to `prompt` tokens, completions of up to `room`."""
+
+    groups: int
+    members: int
+    prompt: int
+    room: int
+
+    @property
+    def slots(self) -> int:
+        return self.groups * self.members
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """What one attention layer keeps of a token."""
+
+    number: int
+    heads: int
+    key_width: int
+    value_width: int
+    dtype: torch.dtype
+
+    @property
+    def token_bytes(self) -> int:
+        return self.heads * (self.key_width + self.value_width) * self.dtype.itemsize
+
+
+class Arena:
+    """Named buffers handed out as views of any shape; a view keeps its address until more is asked for than ever."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.moved = 0  # counts changes of address
+        self._buffers: dict[Any, Tensor] = {}
+
+    def view(self, name: Any, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A view of the buffer's beginning; what it holds is left over from earlier uses, or zeros."""
+        size = math.prod(shape)
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.numel() < size or buffer.dtype != dtype:
+            self.moved += 1
+            self._buffers.pop(name, None)
+            buffer = self._buffers[name] = torch.zeros(size, dtype=dtype, device=self.device)
+        return buffer[:size].view(*shape)
+
+    def bytes(self) -> int:
+        """What the buffers hold."""
+        return sum(buffer.nbytes for buffer in self._buffers.values())
+
+    def clear(self) -> None:
+        """Free everything."""
+        self._buffers.clear()
+        self.moved += 1
+
+
+class _Shapes:
+    """Attends to nothing, and notes what each layer would keep."""
+
+    def __init__(self) -> None:
+        self.layers: dict[nn.Module, LayerShape] = {}
+
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, form: Scores) -> Tensor:
+        shape = LayerShape(len(self.layers), key.shape[1], key.shape[-1], value.shape[-1], key.dtype)
+        self.layers.setdefault(module, shape)
+        return value.repeat_interleave(query.shape[1] // value.shape[1], 1)
+
+
+class _Prefill:
+    """Attends over packed prompts, and keeps their keys and values in the grid."""
+
+    def __init__(self, decoder: "Decoder", end_N: Tensor, position_N: Tensor, groups: slice, index_GP: Tensor) -> None:
+        self._decoder, self._end_N, self._position_N = decoder, end_N, position_N
+        self._groups, self._index_GP = groups, index_GP
+        self._plans: dict[Rule, SegmentPlan] = {}
+
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, form: Scores) -> Tensor:
+        rule = form.rule
+        if rule not in self._plans:
+            self._plans[rule] = SegmentPlan.of(self._end_N, self._position_N, rule)
+        kept_key, kept_value = self._decoder.caches[module][:2]
+        width = self._index_GP.shape[1]
+        for kept, new in ((kept_key, key), (kept_value, value)):
+            kept[self._groups, :, :width] = new[0][:, self._index_GP].transpose(0, 1)
+        plan = self._plans[rule]
+        return segment_attention(query, key, value, plan, scaling=form.scaling, softcap=form.softcap, sinks=form.sinks)
+
+
+class _Step:
+    """One token of every slot: its key and value join its completion's, and it attends to prompt and completion."""
+
+    def __init__(self, decoder: "Decoder", width: int) -> None:
+        self._decoder, self._width = decoder, width
+        self._bias: dict[Rule, Tensor] = {}
+
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, form: Scores) -> Tensor:
+        decoder = self._decoder
+        prompt_key, prompt_value, new_key, new_value = caches = decoder.caches[module]
+        if cascade_step is not None and query.is_cuda and decoder.anchor_GM1 is None:
+            return cascade_step(query, key, value, caches, (decoder.length_G1, decoder.step_1), form)
+        new_key.index_copy_(2, decoder.step_1, key)
+        new_value.index_copy_(2, decoder.step_1, value)
+        rule = form.rule
+        if rule not in self._bias:
+            self._bias[rule] = decoder.bias(rule, self._width)
+        new_key, new_value = new_key[:, :, : self._width], new_value[:, :, : self._width]
+        kept = Cascade(prompt_key, prompt_value, new_key, new_value, self._bias[rule])
+        return cascade_attention(query, kept, form)
+
+
+class Decoder:
+    """The state of one grid on the device, and the steps that change it."""
+
+    anchor_GM1: Tensor | None = None  # tokens of its prompt that each member sees; None: all of them
+
+    def __init__(self, base: PreTrainedModel, device: torch.device) -> None:
+        self.base, self.device = base, device
+        self.arena = Arena(device)
+        self.draw = draw
+        self.grid = Grid(0, 0, 0, 0)
+        self.sampling = Sampling(max_new_tokens=0)  # of these only what shapes the draw of a token
+        self.caches: dict[nn.Module, tuple[Tensor, Tensor, Tensor, Tensor]] = {}
+        self.layers: dict[nn.Module, LayerShape] = {}
+        self._padded: dict[tuple[int, int], _Prefill] = {}
+
+    def token_bytes(self) -> int:
+        """What one token keeps over all layers."""
+        if not self.layers:
+            use_tree_attention(self.base)
+            shapes = _Shapes()
+            one = torch.zeros(1, 1, dtype=torch.long, device=self.device)
+            self._logits(one, one, shapes, None)
+            self.layers = shapes.layers
+        return sum(layer.token_bytes for layer in self.layers.values())
+
+    def open(self, grid: Grid, sampling: Sampling) -> None:
+        """Take a grid's room in the buffers."""
+        use_tree_attention(self.base)
+        self.token_bytes()
+        self.grid, self.anchor_GM1 = grid, None
+        self.sampling = replace(sampling, max_new_tokens=0, stop_ids=(), stop_strings=(), seed=None, first=0)
+        view, slots = self.arena.view, grid.slots
+        for module, layer in self.layers.items():
+            shapes = [
+                (count, layer.heads, length, width)
+                for count, length in ((grid.groups, grid.prompt), (slots, grid.room))
+                for width in (layer.key_width, layer.value_width)
+            ]
+            kept = [view((layer.number, part), shape, layer.dtype) for part, shape in enumerate(shapes)]
+            self.caches[module] = (kept[0], kept[1], kept[2], kept[3])
+        self.ids_GP = view("prompts", (grid.groups, grid.prompt), torch.long)
+        self.length_G1 = view("length", (grid.groups, 1), torch.long)
+        self.step_1 = view("step", (1,), torch.long)
+        self.token_B1 = view("token", (slots, 1), torch.long)
+        self.uniform_BN = view("uniform", (slots, grid.room), torch.float64)
+        self.ids_NB = view("ids", (grid.room, slots), torch.long)
+        self.logps_NB = view("logps", (grid.room, slots), torch.float32)
+        self.seen_BV = None
+        if sampling.repetition_penalty != 1:
+            vocabulary = self.base.config.get_text_config().vocab_size
+            self.seen_BV = view("seen", (slots, vocabulary), torch.bool)
+
+    def release(self) -> None:
+        """Let go of the grid and its buffers."""
+        self.caches.clear()
+        self.arena.clear()
+        self._padded.clear()
+        self.open(Grid(0, 0, 0, 0), self.sampling)
+
+    def load(self, prompts: Prompts, uniform_BN: Tensor) -> None:
+        """Note the prompts of an opened grid, and the random numbers of its completions.
+
+        There may be fewer prompts than groups; what the last groups then sample means nothing.
+        """
+        self.length_G1.fill_(1)
+        self.length_G1[: len(prompts), 0] = torch.tensor([len(prompt) for prompt in prompts])
+        self.uniform_BN.zero_()
+        self.uniform_BN[: len(uniform_BN), : uniform_BN.shape[1]] = uniform_BN
+        self.step_1.fill_(-1)
+        if self.seen_BV is not None:
+            seen = self.seen_BV.zero_().view(self.grid.groups, self.grid.members, -1)
+            for group, ids in enumerate(prompts):
+                seen[group, :, torch.as_tensor(ids, device=self.device)] = True
+
+    def prefill(self, prompts: Prompts, budget: int) -> None:
+        """Read the noted prompts, chunks of at most `budget` tokens at a time, and draw the first tokens."""
+        arrays = [np.asarray(prompt, dtype=np.int64) for prompt in prompts]
+        logits = []
+        start = 0
+        while start < len(arrays):
+            stop, tokens = start, 0
+            while stop < len(arrays) and (stop == start or tokens + len(arrays[stop]) <= budget):
+                tokens += len(arrays[stop])
+                stop += 1
+            lasts = [np.array([len(ids) - 1]) for ids in arrays[start:stop]]
+            logits.append(self._prefill_chunk(arrays[start:stop], start, lasts))
+            start = stop
+        logits_GV = torch.cat(logits)
+        missing = self.grid.groups - len(logits_GV)
+        if missing:
+            logits_GV = torch.cat([logits_GV, logits_GV[:1].expand(missing, -1)])
+        self._draw(logits_GV.repeat_interleave(self.grid.members, 0))
+
+    def pad(self, prompts: Prompts) -> None:
+        """Lay prompts out for `prefill_padded`, each in a row of the grid's length."""
+        ids_GP = np.zeros(self.ids_GP.shape, np.int64)
+        for row, prompt in zip(ids_GP, prompts, strict=False):
+            row[: len(prompt)] = prompt
+        self.ids_GP.copy_(torch.from_numpy(ids_GP))
+
+    def prefill_padded(self) -> None:
+        """Read the prompts that `pad` laid out, and draw the first tokens: the same work whatever they are."""
+        groups, length = self.grid.groups, self.grid.prompt
+        if (groups, length) not in self._padded:
+            row_N = torch.arange(groups * length)
+            place = slice(0, groups), row_N.view(groups, length).to(self.device)
+            self._padded[groups, length] = _Prefill(self, (row_N // length + 1) * length, row_N % length, *place)
+        position_GP = torch.arange(length, device=self.device).expand(groups, length)
+        last_G = torch.arange(groups, device=self.device) * length + self.length_G1[:, 0] - 1
+        context = self._padded[groups, length]
+        logits_GV = self._logits(self.ids_GP.view(1, -1), position_GP.reshape(1, -1), context, last_G)
+        self._draw(logits_GV.repeat_interleave(self.grid.members, 0))
+
+    def prefill_branches(self, documents: Sequence[Sequence[int]], anchor_GM: Tensor, uniform_BN: Tensor) -> None:
+        """Fill the opened grid with documents, one at a time, and draw each member's first token behind its anchor."""
+        self.anchor_GM1 = anchor_GM.to(self.device)[:, :, None]
+        self.uniform_BN.copy_(uniform_BN)
+        self.step_1.fill_(-1)
+        logits = [
+            self._prefill_chunk([np.asarray(ids, np.int64)], place, [anchor_M.numpy() - 1])
+            for place, (ids, anchor_M) in enumerate(zip(documents, anchor_GM, strict=True))
+        ]
+        self._draw(torch.cat(logits))
+
+    def _prefill_chunk(self, prompts: list[Any], start: int, wanted: list[Any]) -> Tensor:
+        """Keys and values of some prompts into the grid; the logits at the wanted positions of each."""
+        forest = fold(prompts)
+        longest = max(len(ids) for ids in prompts)
+        index = np.zeros((len(prompts), longest), np.int64)
+        for row, path in zip(index, forest.paths, strict=True):
+            row[: len(path)] = path
+        ids_N, position_N, end_N, index_GP = (
+            torch.from_numpy(x).to(self.device) for x in (forest.ids_N, forest.position_N, forest.end_N, index)
+        )
+        at = np.concatenate([path[places] for path, places in zip(forest.paths, wanted, strict=True)])
+        context = _Prefill(self, end_N, position_N, slice(start, start + len(prompts)), index_GP)
+        return self._logits(ids_N[None], position_N[None], context, torch.from_numpy(at).to(self.device))
+
+    def advance(self, width: int) -> None:
+        """One more token for every slot; `width` bounds the tokens a completion has."""
+        before_GM1 = self._before().expand(-1, self.grid.members, -1)
+        position_B1 = (before_GM1 + self.step_1).reshape(-1, 1)
+        self._draw(self._logits(self.token_B1, position_B1, _Step(self, width), None))
+
+    def _draw(self, logits_BV: Tensor) -> None:
+        """Draw a token for every slot, note it, and go on to the next column."""
+        self.step_1.add_(1)
+        uniform_B = self.uniform_BN.index_select(1, self.step_1)[:, 0]
+        token_B, logp_B = self.draw(logits_BV, uniform_B, self.sampling, self.seen_BV)
+        self.token_B1.copy_(token_B[:, None])
+        self.ids_NB.index_copy_(0, self.step_1, token_B[None])
+        self.logps_NB.index_copy_(0, self.step_1, logp_B[None])
+        if self.seen_BV is not None:
+            self.seen_BV.scatter_(1, self.token_B1, True)
+
+    def _logits(self, ids_BN: Tensor, position_BN: Tensor, context: Any, at: Tensor | None) -> Tensor:
+        """Logits at flat positions, or at all: the head's own forward and form, as the engine uses them."""
+        inputs = {
+            "input_ids": ids_BN,
+            "attention_mask": torch.ones_like(ids_BN),
+            "position_ids": position_BN,
+            "use_cache": False,
+        }
+        form = self.base.__dict__["_logit_form"]
+        with tree_masks(), opaque(context, self.layers) as inputs["tree"]:
+            if form is None:
+                stock = self.base.__dict__["_stock_forward"]
+                fewer = "logits_to_keep" in inspect.signature(type(self.base).forward).parameters
+                kept = {"logits_to_keep": at} if fewer and at is not None else {}
+                found = stock(**inputs, **kept).logits.flatten(0, 1)
+                return found if fewer or at is None else found[at]
+            hidden = body_of(self.base)(**inputs)[0].flatten(0, 1)
+        head: Any = self.base.get_output_embeddings()
+        projected = head(hidden if at is None else hidden[at])
+        return projected if form == LogitForm() else form(projected.float())
+
+    def _before(self) -> Tensor:
+        """Tokens before each completion, [groups, members, 1], or for all members of a group at once."""
+        return self.length_G1[:, None] if self.anchor_GM1 is None else self.anchor_GM1
+
+    def bias(self, rule: Rule, width: int) -> Tensor:
+        """What to add to the scores of each group: 0 for the columns its newest tokens see, minus infinity else."""
+        before = self._before()
+        column_K = torch.arange(self.grid.prompt + width, device=self.device)
+        new_K = column_K - self.grid.prompt
+        is_new_K = new_K >= 0
+        position_GMK = torch.where(is_new_K, before + new_K, column_K)
+        at_GM1 = before + self.step_1
+        seen_GMK = torch.where(is_new_K, new_K <= self.step_1, column_K < before)
+        if rule.window is not None:
+            seen_GMK &= at_GM1 - position_GMK < rule.window
+        if rule.chunk is not None:
+            seen_GMK &= at_GM1 // rule.chunk == position_GMK // rule.chunk
+        return torch.zeros(seen_GMK.shape, device=self.device).masked_fill_(~seen_GMK, -torch.inf)
+
+    def keep(self, groups: Tensor, slots: Tensor) -> None:
+        """Shrink the grid to some of its groups, and for each of them to some slots, in the new order."""
+        old = self.grid
+        caches, length, token, uniform, seen = (
+            self.caches.copy(), self.length_G1, self.token_B1, self.uniform_BN, self.seen_BV
+        )  # fmt: skip
+        self.open(Grid(len(groups), len(slots) // len(groups), old.prompt, old.room), self.sampling)
+        for module, new in self.caches.items():
+            for part, index in enumerate((groups, groups, slots, slots)):
+                new[part].copy_(caches[module][part].index_select(0, index))
+        self.length_G1.copy_(length[groups])
+        self.token_B1.copy_(token[slots])
+        self.uniform_BN.copy_(uniform[slots])
+        if seen is not None and self.seen_BV is not None:
+            self.seen_BV.copy_(seen[slots])

@@ -1,0 +1,89 @@
+"""Sampling by transformers' own generate, for architectures whose state of a prompt cannot be shared."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
+
+from upweight.engine import Engine
+from upweight.engine.forward import base_of
+from upweight.engine.packing import build_batch
+from upweight.sampler.collect import Rows, StopStrings
+from upweight.types import Prompts, Sample, Sampling, Unit
+
+_TOKENS = 1 << 16  # prompts and completions forwarded at a time
+
+
+def stock_generate(
+    model: nn.Module, engine: Engine, prompts: Prompts, rows: Rows, *, sampling: Sampling, seed: int
+) -> None:
+    """Sample the completions of each prompt into `rows`.
+
+    Prompts of one length are taken together: nothing is padded, which not every recurrent layer bears.
+    """
+    count = rows.count
+    by_length: dict[int, list[int]] = {}
+    for number, prompt in enumerate(prompts):
+        by_length.setdefault(len(prompt), []).extend(range(number * count, (number + 1) * count))
+    base = base_of(model)
+    devices = [base.device] if base.device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(seed)
+        for length, wanted in by_length.items():
+            size = max(1, _TOKENS // (length + sampling.max_new_tokens))
+            for start in range(0, len(wanted), size):
+                part = np.asarray(wanted[start : start + size])
+                ids_BN = torch.tensor([list(prompts[row // count]) for row in part], device=base.device)
+                out_BN = _sampled(base, ids_BN, sampling, rows)
+                logps_BN = _logps(model, engine, out_BN, length, sampling.temperature or 1.0)
+                rows.take(0, out_BN[:, length:].T.numpy(), logps_BN.T.numpy(), part)
+
+
+def _sampled(base: Any, ids_BN: Tensor, sampling: Sampling, rows: Rows) -> Tensor:
+    """Prompts of one length -> prompts and completions, on the host."""
+    return base.generate(
+        input_ids=ids_BN,
+        attention_mask=torch.ones_like(ids_BN),
+        generation_config=generation_config(sampling, rows.ends.tolist() or [base.config.get_text_config().vocab_size]),
+        stopping_criteria=StoppingCriteriaList([_AtStopString(ids_BN.shape[1], rows.stops)] if rows.stops else []),
+    ).cpu()
+
+
+def _logps(model: nn.Module, engine: Engine, ids_BN: Tensor, length: int, temperature: float) -> Tensor:
+    """Log-probs of everything after the first `length` tokens, by the training forward."""
+    scored = np.arange(ids_BN.shape[1]) >= length
+    units = [Unit((Sample(ids=ids, scored=scored),)) for ids in ids_BN.numpy()]
+    batch = build_batch(units, "padded").to(base_of(model).device)
+    logps_T = engine(model, batch, temperature=temperature).logps_T
+    assert logps_T is not None
+    return logps_T.view(len(ids_BN), -1).float().cpu()
+
+
+def generation_config(sampling: Sampling, ends: Any, padding: Any = 0) -> GenerationConfig:
+    """The settings of `generate`; each is set, since what is left out would be taken from the model's own."""
+    greedy = sampling.temperature == 0
+    shape = {} if greedy else {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
+    return GenerationConfig(
+        max_new_tokens=sampling.max_new_tokens,
+        do_sample=not greedy,
+        min_p=sampling.min_p or None,
+        repetition_penalty=sampling.repetition_penalty,
+        eos_token_id=ends,
+        pad_token_id=padding,
+        disable_compile=True,
+        **shape,
+    )
+
+
+class _AtStopString(StoppingCriteria):
+    """Ends a row when its newest token completes a stop string."""
+
+    def __init__(self, length: int, stops: StopStrings) -> None:
+        self._length, self._stops = length, stops
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
+        ids = input_ids[:, self._length :].tolist()
+        found = [self._stops.first(row, len(row) - 1) is not None for row in ids]
+        return torch.tensor(found, device=input_ids.device)

@@ -1,0 +1,218 @@
+"""Sampling with the very weights that are being trained: no second copy, no service, no sync."""
+
+import math
+from collections import deque
+from collections.abc import Callable, Collection
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from upweight.engine import Engine
+from upweight.engine.forward import base_of
+from upweight.errors import UserError
+from upweight.log import warn_once
+from upweight.models.modules import dropout_off
+from upweight.sampler.collect import Rows, StopStrings, smaller_grid
+from upweight.sampler.cuda_graphs import GraphSteps, PlainSteps
+from upweight.sampler.decode import Decoder, Grid
+from upweight.sampler.hf_generate import stock_generate
+from upweight.types import Completion, Done, Prompts, Sampling
+
+_PREFILL_TOKENS = 8192
+_CACHE_ON_CPU = 4 << 30
+
+
+class InProcess:
+    """Completions from a model in this process, which may change between calls; see `types.Generator`.
+
+    Each prompt is read once for all its completions. On a GPU the steps are CUDA graphs, kept over calls.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: Any = None,
+        *,
+        engine: Engine | None = None,
+        end_ids: Collection[int] | None = None,
+        device: torch.device | str | None = None,
+        cache_bytes: int | None = None,
+        prefill_tokens: int = _PREFILL_TOKENS,
+        compile: bool = False,
+    ) -> None:
+        """`model`: as trained, not wrapped, or a PeftModel. `end_ids`: instead of the tokenizer's and the model's.
+
+        `cache_bytes` bounds the keys and values kept at a time (more prompts are taken in turns); on a GPU half of
+        the free memory when left out. `compile` fuses the layers' kernels on a GPU, which takes some seconds at first.
+        """
+        self._model, self._base = model, base_of(model)
+        self._tokenizer = tokenizer
+        self._engine = engine or Engine(model)
+        self._ends = frozenset(end_ids) if end_ids is not None else end_tokens(self._base, tokenizer)
+        self._device = torch.device(device) if device is not None else self._base.device
+        self._cache_bytes, self._prefill_tokens = cache_bytes, prefill_tokens
+        self._version = 0
+        self._decoder = Decoder(self._base, self._device)
+        self._steps = GraphSteps(self._decoder, compile) if self._device.type == "cuda" else PlainSteps(self._decoder)
+
+    def generate(
+        self,
+        prompts: Prompts,
+        count: int,
+        sampling: Sampling,
+        done: Done | None = None,
+        heard: Callable[[int, list[int]], None] | None = None,
+    ) -> list[list[Completion]]:
+        """`count` completions for each prompt, in the order of the prompts; `done` hears of each prompt as it ends.
+
+        `heard` gets tokens as they arrive, with the number of their completion: `prompt * count + member`.
+        """
+        self._check(prompts, count, sampling)
+        if not prompts:
+            return []
+        given = sampling.seeds[0] if sampling.seeds else sampling.seed
+        seed = int(torch.randint(1 << 62, ())) if given is None else given
+        rows = Rows(
+            len(prompts),
+            count,
+            sampling.max_new_tokens,
+            ends=self._ends | set(sampling.stop_ids),
+            stops=StopStrings(self._tokenizer, sampling.stop_strings),
+            version=self._version,
+            done=done,
+            heard=heard,
+        )
+        with torch.no_grad(), dropout_off(self._model):
+            if self._engine.layout == "padded":
+                warn_once(
+                    f"{type(self._base).__name__} cannot share the keys and values of prompts: completions are "
+                    "sampled by transformers' generate, prompts of one length at a time, which is slower"
+                )
+                stock_generate(self._model, self._engine, prompts, rows, sampling=sampling, seed=seed)
+            else:
+                uniform_SN = _uniform(len(prompts), count, sampling, seed)
+                for wave in self._waves(prompts, count, sampling):
+                    self._decode(prompts, wave, sampling, uniform_SN, rows)
+        return [rows.completions(prompt) for prompt in range(len(prompts))]
+
+    def sync(self, version: int) -> None:
+        """The weights are shared: note the version that what is sampled from now on belongs to."""
+        self._version = version
+
+    def version(self) -> int:
+        """The policy version that the next request would be sampled from."""
+        return self._version
+
+    def health(self) -> str | None:
+        """Nothing can be out of order that a call would not say."""
+        return None
+
+    def close(self) -> None:
+        """Free caches and graphs; the next call makes them anew."""
+        self._steps.release()
+        self._decoder.release()
+
+    def _check(self, prompts: Prompts, count: int, sampling: Sampling) -> None:
+        """Refuse what cannot be sampled, with numbers."""
+        if count < 1 or sampling.max_new_tokens < 1:
+            raise UserError(f"nothing to sample: {count} completions of {sampling.max_new_tokens} tokens")
+        if empty := [number for number, prompt in enumerate(prompts) if len(prompt) == 0]:
+            raise UserError(f"prompt {empty[0]} has no tokens: nothing to continue")
+        if sampling.stop_strings and self._tokenizer is None:
+            raise UserError("stop strings need a tokenizer")
+        self.require_room(max((len(prompt) for prompt in prompts), default=0), sampling.max_new_tokens)
+
+    def require_room(self, prompt: int, new: int) -> None:
+        """Raise where a prompt of so many tokens with so many new ones is longer than the model's positions."""
+        limit = getattr(self._base.config.get_text_config(), "max_position_embeddings", None)
+        if limit and prompt + new > limit:
+            raise UserError(
+                f"a prompt of {prompt} tokens with {new} new ones exceeds the {limit} positions of the model: shorten "
+                "the prompts (`max_prompt_length`) or the completions (`max_completion_length`)"
+            )
+
+    def _waves(self, prompts: Prompts, count: int, sampling: Sampling) -> list[list[int]]:
+        """Prompt numbers in turns that fit into the memory for keys and values."""
+        room = self._steps.rounded_room(sampling.max_new_tokens)
+        longest = self._steps.rounded_prompt(max(len(prompt) for prompt in prompts))
+        tokens = longest + room * self._steps.rounded(count)
+        most = max(1, self._memory() // (self._decoder.token_bytes() * tokens))
+        turns = math.ceil(len(prompts) / most)
+        return [wave.tolist() for wave in np.array_split(np.arange(len(prompts)), turns)]
+
+    def _memory(self) -> int:
+        """Bytes that keys and values may take."""
+        if self._cache_bytes is not None:
+            return self._cache_bytes
+        if self._device.type != "cuda":
+            return _CACHE_ON_CPU
+        free, _ = torch.cuda.mem_get_info(self._device)
+        idle = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
+        return (free + idle + self._decoder.arena.bytes()) // 2
+
+    def _decode(
+        self,
+        prompts: Prompts,
+        wave: list[int],
+        sampling: Sampling,
+        uniform_SN: Tensor,
+        rows: Rows,
+    ) -> None:
+        """Sample the completions of one wave."""
+        steps, count = self._steps, len(uniform_SN) // len(prompts)
+        chosen = [prompts[number] for number in wave]
+        groups, members = steps.rounded(len(wave)), steps.rounded(count)
+        room = steps.rounded_room(sampling.max_new_tokens)
+        prompt_room = steps.rounded_prompt(max(len(prompt) for prompt in chosen))
+        slots: NDArray[np.int64] = np.full((groups, members), -1)
+        slots[: len(wave), :count] = np.asarray(wave)[:, None] * count + np.arange(count)
+        self._decoder.open(Grid(groups, members, prompt_room, room), sampling)
+        uniform_BN = uniform_SN[torch.from_numpy(slots.reshape(-1))]  # -1: the last row's, for slots nobody looks at
+        steps.begin(chosen, uniform_BN, self._prefill_tokens)
+        queue = deque([(0, steps.read(0, 1), slots)])
+        sampled = 1
+        while True:
+            while len(queue) > (steps.lag if sampled < sampling.max_new_tokens else 0):
+                start, arrived, at = queue.popleft()
+                rows.take(start, *arrived(), at)
+            if sampled == sampling.max_new_tokens or not rows.alive_S[slots[slots >= 0]].any():
+                return
+            slots = self._shrunk(slots, rows)
+            stop = min(sampled + steps.block, sampling.max_new_tokens)
+            for column in range(sampled, stop):
+                steps.advance(column)
+            queue.append((sampled, steps.read(sampled, stop), slots))
+            sampled = stop
+
+    def _shrunk(self, slots: NDArray[np.int64], rows: Rows) -> NDArray[np.int64]:
+        """Drop finished groups and members from the grid where that pays; the rows in its slots."""
+        if slots.size <= self._steps.smallest:
+            return slots
+        smaller = smaller_grid(slots, rows.alive_S, self._steps.shrink_below, self._steps.rounded)
+        if smaller is None:
+            return slots
+        groups, kept, slots = smaller
+        self._decoder.keep(*(torch.from_numpy(index).to(self._device) for index in (groups, kept)))
+        return slots
+
+
+def _uniform(prompts: int, count: int, sampling: Sampling, seed: int) -> Tensor:
+    """Random numbers for each token of each completion."""
+    length = sampling.max_new_tokens
+    if sampling.seeds is not None:
+        each = [torch.Generator().manual_seed(own) for own in sampling.seeds]
+        return torch.stack([torch.rand(length, generator=own, dtype=torch.float64) for own in each])
+    generator = torch.Generator().manual_seed(seed)
+    shape = (sampling.first + prompts, count, length)
+    return torch.rand(shape, generator=generator, dtype=torch.float64)[sampling.first :].flatten(0, 1)
+
+
+def end_tokens(base: PreTrainedModel, tokenizer: Any) -> frozenset[int]:
+    """The ids that end a completion: the tokenizer's end token and those of the model's generation config."""
+    given = getattr(getattr(base, "generation_config", None), "eos_token_id", None)
+    found = [getattr(tokenizer, "eos_token_id", None), *(given if isinstance(given, list | tuple) else [given])]
+    return frozenset(int(token) for token in found if token is not None)

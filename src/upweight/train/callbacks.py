@@ -1,0 +1,204 @@
+"""What watches a run: signals that end it well, losses that are no numbers or too high, the line on the terminal."""
+
+import json
+import math
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from transformers import TrainerCallback
+
+from upweight.errors import UserError
+from upweight.log import clear_status, logger, show_status
+from upweight.runs.files import HEALTH, metrics_of, write_text
+from upweight.runs.health import Health, Verdict
+from upweight.train.distributed.ranks import LargestOverRanks
+
+SHOWN = ("reward", "reward_std", "loss", "rewards/accuracies", "rewards/margins", "rewards/chosen",
+         "rewards/rejected", "accuracy", "mean_token_accuracy",
+         "kl", "entropy", "completions/mean_length", "grad_norm")  # fmt: skip
+BAR = 24  # characters
+NAN_BATCH = "nan_batch.jsonl"
+
+
+class StopOnSignal(TrainerCallback):
+    """SIGTERM and Ctrl-C end the run after the current step, with a checkpoint; a second one ends it at once."""
+
+    def __init__(self) -> None:
+        self.caught = 0
+        self._before: dict[int, Any] = {}
+        self._largest, self._process = LargestOverRanks(), os.getpid()
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._before[number] = signal.signal(number, self._catch)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.caught = self._largest(self.caught)  # a signal reaches the ranks at different moments
+        if self.caught:
+            control.should_save = control.should_log = control.should_training_stop = True
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.caught and state.epoch != int(state.epoch):  # the epoch did not end, the loop was left
+            control.should_save = control.should_evaluate = False
+
+    def restore(self) -> None:
+        """Give signals back to whoever had them before."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}
+
+    def _catch(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._process:  # a loader's process, which ends with this one
+            return
+        if self.caught:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+        self.caught = number
+        logger.warning("%s: saving after this step, then stopping", signal.Signals(number).name)
+
+
+class StopOnNan(TrainerCallback):
+    """Ends the run when the loss or the gradient stops being a number, before such weights are saved."""
+
+    def __init__(self, rows_of: Callable[[int], Iterable[Mapping[str, Any]]]) -> None:
+        """`rows_of`: what the given step, counted from 0, trained on, for the file that is written then."""
+        self.rows_of = rows_of
+        self.logged = 0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.logged = state.global_step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        # What is logged next must not depend on where a run was interrupted, so every checkpoint begins a new log.
+        control.should_log = control.should_log or control.should_save or control.should_evaluate
+
+    on_epoch_end = on_step_end
+
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        logs: Mapping[str, float] = kwargs["logs"]
+        # With float16 a step that overflows is left out and the loss scale lowered: nothing is lost by it.
+        watched = ("loss",) if args.fp16 else ("loss", "grad_norm")
+        bad = [name for name in watched if name in logs and not math.isfinite(logs[name])]
+        if bad:
+            file = Path(args.output_dir) / NAN_BATCH
+            if state.is_world_process_zero:
+                self._write(file, range(self.logged, state.global_step))
+            raise UserError(
+                f"step {state.global_step}: {bad[0]} is {logs[bad[0]]}. Nothing was saved since; the rows of steps "
+                f"{self.logged + 1} to {state.global_step} are in {file}. Lower 'learning_rate', lower "
+                "'max_grad_norm', or look for what is unusual in those rows; then continue with --resume."
+            )
+        if "loss" in logs:
+            self.logged = state.global_step
+
+    def _write(self, file: Path, steps: Iterable[int]) -> None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with file.open("w", encoding="utf-8") as out:
+            for step in steps:
+                for row in self.rows_of(step):
+                    out.write(json.dumps({"step": step + 1, **row}, ensure_ascii=False) + "\n")
+
+
+class HealthWatch(TrainerCallback):
+    """Says verdicts while a run goes on, and keeps them in `health.jsonl`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.health = folder, Health()
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """What a resumed run has seen before is not said again."""
+        if state.is_world_process_zero:
+            found = [verdict for row in metrics_of(self.folder) for verdict in self.health.take(row)]
+            write_text(self.folder / HEALTH, "".join(_health_line(verdict) for verdict in found))
+
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if not state.is_world_process_zero:
+            return
+        for verdict in self.health.take({**kwargs["logs"], "step": state.global_step}):
+            logger.warning("%s", verdict.line())
+            with (self.folder / HEALTH).open("a", encoding="utf-8") as file:
+                file.write(_health_line(verdict))
+
+
+class LossLimit(TrainerCallback):
+    """Ends the run when the logged loss stays above a limit."""
+
+    def __init__(self, limit: float, patience: int) -> None:
+        self.limit, self.patience, self.above = limit, patience, 0
+
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        logs: Mapping[str, float] = kwargs["logs"]
+        if "loss" not in logs:
+            return
+        self.above = self.above + 1 if logs["loss"] > self.limit else 0
+        if self.above >= self.patience:
+            raise UserError(
+                f"step {state.global_step}: the loss was above loss_watchdog_threshold ({self.limit:g}) in "
+                f"{self.above} logs in a row, now {logs['loss']:.4g}. Lower 'learning_rate' or raise the threshold."
+            )
+
+
+class Progress(TrainerCallback):
+    """One line for each log: what matters, tokens per second, time left; with `bar`, a passing line for each step."""
+
+    def __init__(self, *, bar: bool = False) -> None:
+        self.bar, self.first = bar, (0, 0.0)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.begun = state.global_step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.begun + 1:  # which compiles, allocates and follows an evaluation: no measure
+            self.first = (state.global_step, time.perf_counter())
+        self._draw(state)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        clear_status()
+
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        logs: Mapping[str, float] = kwargs["logs"]
+        if not state.is_world_process_zero or not state.max_steps:
+            return
+        prefix = "eval_" if any(name.startswith("eval_") for name in logs) else ""
+        shown = [f"{name.split('/')[-1]} {logs[prefix + name]:.4g}" for name in SHOWN if prefix + name in logs]
+        if not shown:
+            return
+        if "tokens_per_second" in logs:
+            shown += [f"{logs['tokens_per_second']:.0f} tokens/s", *self._left(state.global_step, state.max_steps)]
+        label = "evaluation" if prefix else "step"
+        logger.info("%s %d/%d  %s", label, state.global_step, state.max_steps, "  ".join(shown))
+        self._draw(state)
+
+    def _draw(self, state: Any) -> None:
+        if self.bar and state.is_world_process_zero and state.max_steps:
+            show_status(self._bar(state.global_step, state.max_steps))
+
+    def _bar(self, step: int, steps: int) -> str:
+        done = BAR * step // steps
+        text = [f"[{'#' * done}{'-' * (BAR - done)}]", f"{step}/{steps}", *self._left(step, steps)]
+        return "  ".join(text)[: shutil.get_terminal_size().columns - 1]
+
+    def _left(self, step: int, steps: int) -> list[str]:
+        """The time left at the pace since the first step, evaluations and checkpoints included; nothing before that."""
+        since, at = self.first
+        if since == 0 or step <= since:
+            return []
+        pace = (time.perf_counter() - at) / (step - since)
+        return [f"{duration(pace * (steps - step))} left"]
+
+
+def duration(seconds: float) -> str:
+    """A length of time in the unit a person would use."""
+    minutes, hours = seconds / 60, seconds / 3600
+    return f"{seconds:.0f} s" if minutes < 2 else f"{minutes:.0f} min" if hours < 2 else f"{hours:.1f} h"
+
+
+def _health_line(verdict: Verdict) -> str:
+    return json.dumps(asdict(verdict)) + "\n"

@@ -1,0 +1,1 @@
+"""Several processes: starting ranks, agreeing among them, FSDP2 and DeepSpeed."""

@@ -1,0 +1,179 @@
+"""DeepSpeed's ZeRO: the config that a run names, fitted to this loop."""
+
+import contextlib
+import copy
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from importlib.resources import files
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from transformers import Trainer, TrainerCallback
+from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
+
+from upweight.errors import UserError
+from upweight.log import warn_once
+from upweight.train.distributed.ranks import as_rank_zero_says
+
+READY = "deepspeed_configs"  # the folder of this package, and the name that other trainers give theirs
+# What one loader item is, and how it is cut, is this loop's business: DeepSpeed sees one batch a step.
+OURS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+REFUSED = {
+    "optimizer": "name it in the run's own config (`optimizer`)",
+    "scheduler": "name it in the run's own config (`lr_scheduler`)",
+    "amp": "precision follows `bf16` and `fp16`",
+    "tensor_parallel": "layers are not split here; use ZeRO-3",
+}
+
+
+def zero_config(given: str | Mapping[str, Any], folder: Path, dtype: torch.dtype) -> dict[str, Any]:
+    """What DeepSpeed is handed: a file (one of ours by its name) or options, for weights computed in `dtype`."""
+    config = dict(_read(given, folder) if isinstance(given, str) else given)
+    refused = [f"deepspeed: '{key}' is not taken: {why}." for key, why in REFUSED.items() if key in config]
+    stage = dict(config.get("zero_optimization") or {})
+    if stage.get("stage", 0) not in (1, 2, 3):
+        refused.append(
+            "deepspeed: 'zero_optimization.stage' has to be 1, 2 or 3; plain data parallelism needs no file."
+        )
+    if refused:
+        raise UserError("\n".join(refused))
+    if stage["stage"] == 3:
+        stage["stage3_gather_16bit_weights_on_model_save"] = True  # else nothing could be saved
+    config["zero_optimization"] = stage
+    config |= dict.fromkeys(OURS, "auto")
+    config.setdefault("gradient_clipping", "auto")  # left out, DeepSpeed clips at 1
+    config.setdefault("zero_allow_untested_optimizer", True)
+    for key, kind in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
+        options = dict(config.get(key) or {})
+        if options.get("enabled") is True and dtype != kind:
+            warn_once(
+                f"deepspeed: '{key}' of its config is off: the run computes in {str(dtype).removeprefix('torch.')}"
+            )
+        config[key] = options | {"enabled": dtype == kind}
+    return config
+
+
+def partitions_weights(given: str | Mapping[str, Any] | None, folder: Path) -> bool:
+    """Whether DeepSpeed, if it is asked for, cuts weights too and not only what the optimizer keeps: ZeRO-3."""
+    config = _read(given, folder) if isinstance(given, str) else given or {}
+    return (config.get("zero_optimization") or {}).get("stage") == 3
+
+
+@contextlib.contextmanager
+def partitioned_at_once(config: Mapping[str, Any] | None) -> Iterator[None]:
+    """Inside, given a config of ZeRO-3, the ranks share out each weight as it is loaded: none holds them all."""
+    if config is None:
+        yield
+        return
+    require_deepspeed()
+    fixed = {name: value for name, value in config.items() if value != "auto"}
+    stage = {name: value for name, value in config["zero_optimization"].items() if value != "auto"}
+    told = HfDeepSpeedConfig({**fixed, "zero_optimization": stage, "train_micro_batch_size_per_gpu": 1})
+    assert told.is_zero3()
+    try:
+        yield
+    finally:
+        unset_hf_deepspeed_config()  # the loop will tell transformers again
+
+
+def zero_arguments(config: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """What TrainingArguments has to know."""
+    require_deepspeed()
+    return {"deepspeed": dict(config), "bf16": dtype == torch.bfloat16}
+
+
+def require_deepspeed() -> None:
+    """Raise where DeepSpeed is missing; have it use the CPU where there is no GPU."""
+    if find_spec("deepspeed") is None:
+        raise UserError(
+            "deepspeed: is not installed. `pip install deepspeed`, or use 'fsdp: true', which shards alike."
+        )
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+
+def fit_to_ranks(checkpoint: Path, trainer: Trainer) -> None:
+    """Before training goes on from a checkpoint of another number of ranks: have DeepSpeed convert and load it so."""
+    folder = checkpoint / (checkpoint / "latest").read_text(encoding="utf-8").strip()
+    wrote, ranks = len(list(folder.glob("*_optim_states.pt"))), PartialState().num_processes
+    if wrote == ranks:
+        return
+    remedy = f"go on with as many, `--num-processes {wrote}`"
+    if trainer.args.load_best_model_at_end:
+        raise UserError(
+            f"resume: {wrote} ranks wrote {checkpoint}, and these are {ranks}; 'load_best_model_at_end' would mix the "
+            f"checkpoints of both, which DeepSpeed does not load; drop the key, or {remedy}."
+        )
+    failure = as_rank_zero_says(_convert(folder) if trainer.is_world_process_zero() else None)
+    if failure is not None:
+        raise UserError(
+            f"resume: {wrote} ranks wrote {checkpoint}, and DeepSpeed failed to convert it; {remedy}.\n{failure}"
+        )
+    plugin = trainer.accelerator.state.deepspeed_plugin
+    assert plugin is not None
+    plugin.deepspeed_config["checkpoint"] = {**plugin.deepspeed_config.get("checkpoint", {}), "load_universal": True}
+    if plugin.deepspeed_config["zero_optimization"]["stage"] == 3:
+        trainer.add_callback(_EachGroupItsOwn(_converted(folder) / "zero" / "optimizer_state.pt"))
+
+
+class _EachGroupItsOwn(TrainerCallback):
+    """Mends what ZeRO-3 loads of a converted checkpoint: one count of steps for all weights, one group's settings."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        optimizer = kwargs["optimizer"]
+        while hasattr(optimizer, "optimizer"):  # accelerate's around DeepSpeed's around torch's
+            optimizer = optimizer.optimizer
+        saved = torch.load(self._file, map_location="cpu", weights_only=False)["param_groups"]
+        for group, kept in zip(optimizer.param_groups, saved, strict=True):
+            group |= {name: value for name, value in kept.items() if name != "params"}
+        for values in optimizer.state.values():
+            values["step"] = copy.deepcopy(values["step"])
+
+
+def _converted(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}_universal")
+
+
+def _convert(folder: Path) -> str | None:
+    """Write a folder of DeepSpeed's beside it in the form that any number of ranks loads; the error, if it fails."""
+    if (folder.parent / "latest_universal").is_file():  # is written last
+        return None
+    converted = _converted(folder)
+    shutil.rmtree(converted, ignore_errors=True)
+    command = ["deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"]
+    places = ["--input_folder", str(folder), "--output_folder", str(converted)]
+    done = subprocess.run([sys.executable, "-m", *command, *places], check=False, capture_output=True, text=True)
+    return done.stderr.strip()[-2000:] if done.returncode else None
+
+
+def ready_configs() -> list[str]:
+    """Names of the configs that come with this package."""
+    return sorted(entry.name for entry in files("upweight.train").joinpath(READY).iterdir())
+
+
+def _read(name: str, folder: Path) -> dict[str, Any]:
+    """A JSON file, looked for from the config's folder, from here, and among those of this package."""
+    asked = Path(name).expanduser()
+    places: list[Any] = [folder / asked, asked]
+    if asked.parent.name in (READY, ""):
+        places.append(files("upweight.train").joinpath(READY, asked.name))
+    file = next((place for place in places if place.is_file()), None)
+    if file is None:
+        raise UserError(
+            f"deepspeed: there is no file {name}. Ready ones are {', '.join(ready_configs())}, such as "
+            f"'deepspeed: {READY}/zero3_bf16.json'."
+        )
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"deepspeed: {name} is no JSON: {error}") from None

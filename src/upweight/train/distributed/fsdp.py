@@ -1,0 +1,150 @@
+"""Weights, gradients and optimizer states cut into shards over the ranks: FSDP2, by accelerate."""
+
+import contextlib
+import os
+from collections import OrderedDict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import PartialState
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, fsdp2_prepare_model
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from transformers import Trainer
+
+from upweight.config.sections.training import ShardingSection
+from upweight.engine import Engine
+from upweight.engine.packing import build_batch
+from upweight.errors import UserError
+from upweight.log import warn_once
+from upweight.models.patches import shard_on_cpu
+from upweight.models.precision import HALF, Sharding
+from upweight.models.shards import lies_in_pieces, zero_gathered
+
+
+def sharding_of(section: ShardingSection, ranks: int) -> Sharding:
+    """What shards a run's weights; under FSDP one rank holds all of them anyway."""
+    if section.deepspeed is not None:
+        return "deepspeed"
+    one_of_one = ranks == 1 and dist.is_initialized()  # goes on from shards
+    if section.fsdp and ranks == 1 and not one_of_one:
+        warn_once("fsdp: there is one process, and nothing is sharded; --num-processes starts more")
+    if section.fsdp and section.fsdp_version == 1:
+        warn_once("fsdp_version: 1 is old; FSDP2 is taken, and trains the same")
+    return "fsdp" if section.fsdp and (ranks > 1 or one_of_one) else "none"
+
+
+def fsdp_arguments(section: ShardingSection) -> dict[str, Any]:
+    """What TrainingArguments has to know; accelerate casts and recomputes nothing, since the engine does."""
+    options: dict[str, Any] = {
+        "version": 2,
+        "auto_wrap_policy": section.wrap_policy,
+        "reshard_after_forward": section.reshard,
+        "cpu_offload": section.offload and torch.cuda.is_available(),  # elsewhere shards lie there anyway
+        "state_dict_type": section.state_dict,
+        "cpu_ram_efficient_loading": section.low_memory_loading,
+    }
+    if section.wrap_layers is not None:
+        options["transformer_layer_cls_to_wrap"] = section.wrap_layers
+    if section.min_parameters is not None:
+        options["min_num_params"] = section.min_parameters
+    return {"fsdp": True, "fsdp_config": options}
+
+
+@contextlib.contextmanager
+def read_once(on: bool) -> Iterator[None]:
+    """Where `on`, only the first rank of each machine reads weights inside; sharding gives the others rank 0's."""
+    names = ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING") if on else ()
+    asked: dict[str, str] = dict.fromkeys(names, "true")
+    before = {name: os.environ.get(name) for name in asked}
+    os.environ.update(asked)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+def set_up_sharding(trainer: Trainer, dtype: torch.dtype) -> None:
+    """Before a sharded model is prepared: the accelerator's plugin, with float32 shards that compute in `dtype`."""
+    options: dict[str, Any] | None = trainer.args.fsdp_plugin_args
+    if not trainer.args.fsdp or options is None:
+        return
+    state = trainer.accelerator.state
+    if state.distributed_type == DistributedType.MULTI_CPU:
+        shard_on_cpu(state, FullyShardedDataParallelPlugin(**options))
+        trainer.is_fsdp_enabled = True
+    if dtype in HALF:
+        assert state.fsdp_plugin is not None
+        state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+
+
+def layout_of(checkpoint: Path) -> Sharding:
+    """What sharded the weights of a checkpoint."""
+    if any(checkpoint.glob("pytorch_model_fsdp*")):
+        return "fsdp"
+    return "deepspeed" if any(checkpoint.glob("global_step*")) else "none"
+
+
+def refuse_other_layout(checkpoint: Path, sharding: Sharding) -> None:
+    """Raise where a checkpoint's weights were not sharded by what shards this run's."""
+    kinds = {"fsdp": "sharded by FSDP", "deepspeed": "partitioned by DeepSpeed"}
+    remedies = {"fsdp": "set 'fsdp: true'", "deepspeed": "set 'deepspeed' as it was"}
+    found = layout_of(checkpoint)
+    if found != sharding:
+        raise UserError(
+            f"resume: the weights in {checkpoint} are {kinds.get(found, 'whole')}; to go on from there, "
+            f"{remedies.get(found, 'drop fsdp and deepspeed')}."
+        )
+
+
+@contextlib.contextmanager
+def whole_weights(model: nn.Module, engine: Engine) -> Iterator[None]:
+    """Inside, every rank holds all weights, gathered once, and modules run without the hooks that gather and drop them.
+
+    All ranks enter and leave together; what is not sharded is left alone.
+    """
+    if isinstance(model, FSDPModule):
+        plugin, device = AcceleratorState().fsdp_plugin, PartialState().device
+        assert plugin is not None
+        assert device is not None
+        model.set_reshard_after_forward(False)
+        try:
+            with torch.no_grad():  # a forward through the root gathers unit by unit, and prepares what gathers
+                engine(model, build_batch([], engine.layout).to(device))
+            with _without_hooks(model):
+                yield
+        finally:
+            model.set_reshard_after_forward(bool(plugin.reshard_after_forward))
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+    elif lies_in_pieces(model):
+        with zero_gathered(list(model.parameters())), _without_hooks(model):
+            yield
+    else:
+        yield
+
+
+@contextlib.contextmanager
+def _without_hooks(model: nn.Module) -> Iterator[None]:
+    """Inside, no forward hook of any module runs; they could not be recorded in a CUDA graph either."""
+    kept = [(module, module._forward_pre_hooks, module._forward_hooks) for module in model.modules()]
+    for module, _, _ in kept:
+        module._forward_pre_hooks, module._forward_hooks = OrderedDict(), OrderedDict()
+    try:
+        yield
+    finally:
+        for module, before, after in kept:
+            module._forward_pre_hooks, module._forward_hooks = before, after
+
+
+def shard_alone(trainer: Trainer) -> None:
+    """Shard a model that is evaluated and never trained: accelerate prepares only those with an optimizer."""
+    if trainer.is_fsdp_enabled:
+        assert isinstance(trainer.model, nn.Module)
+        trainer.model = trainer.model_wrapped = fsdp2_prepare_model(trainer.accelerator, trainer.model)

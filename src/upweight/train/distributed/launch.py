@@ -1,0 +1,192 @@
+"""Starting a command as several ranks, here or here and on other machines, and ending them together."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from upweight.errors import UserError
+from upweight.runs.files import write_text
+
+PORT = 29500  # where ranks of several machines meet unless another is named
+PLACE = "UPWEIGHT_LAUNCHER"  # folder where a rank leaves what it wants the launcher to say
+POLL = 0.1
+
+
+def is_rank() -> bool:
+    """Whether a launcher, ours or another, started this process."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+Launcher = Literal["torchrun", "accelerate", "none"]
+
+
+@dataclass(frozen=True)
+class Start:
+    """How ranks are started; a launcher other than our own gets `extra` arguments."""
+
+    processes: int | None = None  # on this machine; None: one for each GPU
+    launcher: Launcher | None = None
+    nodes: int = 1
+    node_rank: int = 0
+    address: str | None = None  # of the first node
+    port: int | None = None
+    extra: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.nodes > 1 and self.address is None:
+            raise UserError("--nodes: the ranks of several machines need a place to meet; add --master-address.")
+        if self.node_rank >= self.nodes:
+            raise UserError(f"--node-rank {self.node_rank}: counts from 0 and has to be below --nodes {self.nodes}.")
+        if self.extra and self.launcher not in ("torchrun", "accelerate"):
+            raise UserError("arguments after -- are for --launcher torchrun or accelerate; name one of them.")
+        if self.launcher == "none" and (self.nodes > 1 or (self.processes or 1) > 1):
+            raise UserError("--launcher none starts no processes; drop it, or --nodes and --num-processes.")
+
+
+def launch(arguments: Sequence[str], start: Start, processes: int) -> int:
+    """Run `upweight ARGUMENTS` as so many ranks here; exit code, and what a user has to read, as from one process."""
+    with tempfile.TemporaryDirectory() as folder:
+        if start.launcher is None:
+            port = start.port or (PORT if start.nodes > 1 else free_port())
+            ranks = [_start(arguments, rank, processes, folder, (start, port)) for rank in range(processes)]
+        else:
+            ranks = [_spawn(_foreign(arguments, start, processes), {PLACE: folder, **_on_cpu(start)})]
+        with _passed_on(ranks) as passed:
+            try:
+                return _wait(ranks, Path(folder), passed)
+            finally:
+                for rank in ranks:
+                    rank.kill()
+                    rank.wait()
+
+
+def say_through_launcher(text: str) -> None:
+    """Leave an error for the launcher, which ends all ranks and prints it once; without our launcher, do nothing."""
+    place = os.environ.get(PLACE)
+    if place is None:
+        return
+    write_text(Path(place) / f"{os.environ['RANK']}.txt", text)
+    time.sleep(60)  # the others would only see a lost connection, and say so
+
+
+def end_with_launcher() -> None:
+    """End this rank when the launcher that started it is gone."""
+    if PLACE not in os.environ:
+        return
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _start(
+    arguments: Sequence[str], rank: int, processes: int, folder: str, where: tuple[Start, int]
+) -> subprocess.Popen[bytes]:
+    start, port = where
+    threads = str(max((os.cpu_count() or 1) // processes, 1))
+    variables = {
+        "RANK": str(start.node_rank * processes + rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(start.nodes * processes),
+        "LOCAL_WORLD_SIZE": str(processes),
+        "MASTER_ADDR": start.address or "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads),
+        PLACE: folder,
+    }
+    return _spawn([sys.executable, "-m", "upweight", *arguments], variables)
+
+
+def _spawn(command: Sequence[str], variables: dict[str, str]) -> subprocess.Popen[bytes]:
+    # A session of its own: the terminal's Ctrl-C would reach it twice.
+    return subprocess.Popen(command, env=os.environ | variables, start_new_session=True)
+
+
+def _foreign(arguments: Sequence[str], start: Start, processes: int) -> list[str]:
+    """The command line of torchrun or accelerate; arguments after -- come last and win."""
+    port = str(start.port or (PORT if start.nodes > 1 else free_port()))
+    command, address = ["-m", "upweight", *arguments], start.address or "127.0.0.1"
+    if start.launcher == "torchrun":
+        where = ["--nnodes", str(start.nodes), "--node-rank", str(start.node_rank)]
+        where += ["--nproc-per-node", str(processes), "--master-addr", address, "--master-port", port]
+        return [sys.executable, "-m", "torch.distributed.run", *where, *start.extra, *command]
+    where = ["--num_machines", str(start.nodes), "--machine_rank", str(start.node_rank)]
+    where += ["--num_processes", str(start.nodes * processes), "--main_process_ip", address]
+    where += ["--main_process_port", port, "--mixed_precision", "no", "--dynamo_backend", "no"]
+    several = ["--multi_gpu"] if start.nodes * processes > 1 else []  # also on CPUs, where it would start one process
+    return [sys.executable, "-m", "accelerate.commands.launch", *where, *several, *start.extra, *command]
+
+
+def _on_cpu(start: Start) -> dict[str, str]:
+    """What tells accelerate's launcher that there is no GPU."""
+    import torch
+
+    return {"ACCELERATE_USE_CPU": "true"} if start.launcher == "accelerate" and not torch.cuda.is_available() else {}
+
+
+def _wait(ranks: Sequence[subprocess.Popen[bytes]], folder: Path, passed: list[int]) -> int:
+    """Wait until all are done or one has failed."""
+    while True:
+        said = sorted(folder.glob("*.txt"))
+        if said:
+            print(said[0].read_text(encoding="utf-8"), file=sys.stderr)
+            return 2
+        codes = [rank.poll() for rank in ranks]
+        failed = [code for code in codes if code]
+        # Stopped by a signal, they save together, and each may take its time.
+        if failed and (not passed or None not in codes):
+            if not passed:
+                print(_obituary(codes), file=sys.stderr)
+            return failed[0] if failed[0] > 0 else 128 - failed[0]
+        if None not in codes:
+            return 0
+        time.sleep(POLL)
+
+
+def _obituary(codes: Sequence[int | None]) -> str:
+    """Which rank ended the run, and how to go on; one that was killed, not those that missed it afterwards."""
+    rank = min((n for n, code in enumerate(codes) if code), key=lambda n: codes[n] or 0)
+    code = codes[rank] or 0
+    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
+    memory = " (out of host memory?)" if code == -signal.SIGKILL else ""
+    who = f"process {rank} of {len(codes)}" if len(codes) > 1 else "the launcher"
+    return f"{who} {how}{memory}, and the run with it; go on from its last checkpoint with --resume"
+
+
+@contextlib.contextmanager
+def _passed_on(ranks: Sequence[subprocess.Popen[bytes]]) -> Iterator[list[int]]:
+    """Signals go to the ranks, which know how to end; yields the list of those passed on."""
+    passed: list[int] = []
+
+    def pass_on(number: int, frame: Any) -> None:
+        passed.append(number)
+        for rank in ranks:
+            rank.send_signal(number)
+
+    before = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield passed
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def free_port() -> int:
+    """A port on loopback that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

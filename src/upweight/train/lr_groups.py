@@ -1,0 +1,95 @@
+"""Learning rates that differ between weights."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from peft import PeftModel
+from torch import nn
+from torch.optim import Optimizer
+from transformers import TrainerCallback
+
+from upweight.config.sections.model import AdapterSection
+from upweight.config.sections.training import OptimSection
+from upweight.engine.forward import base_of
+from upweight.errors import UserError
+from upweight.models.adapters import embedding_names
+
+RateOf = Callable[[str, nn.Parameter], float | None]
+
+
+def rate_rules(optim: OptimSection, adapter: AdapterSection, model: nn.Module) -> RateOf | None:
+    """A function from a weight's name to its own learning rate (None: the common one), where any is set.
+
+    `lr_groups` win over `embedding_lr`, which wins over LoRA+.
+    """
+    common = optim.learning_rate or 0.0
+    embedding = optim.embedding_lr or (optim.embedding_lr_scale and common * optim.embedding_lr_scale)
+    embeddings = _embedding_names(model) if embedding else ()
+    plus = adapter.plus_ratio if isinstance(model, PeftModel) else None
+    if not (optim.lr_groups or embedding or plus):
+        return None
+    _check_groups(optim, model)
+
+    def rate_of(name: str, parameter: nn.Parameter) -> float | None:
+        for group in optim.lr_groups:
+            if any(part in name for part in group.modules):
+                return group.lr
+        if embedding and any(part in name.split(".") for part in embeddings):
+            return embedding
+        if plus and "lora_embedding_" in name:
+            return adapter.plus_embedding_rate
+        return common * plus if plus and ("lora_B" in name or parameter.ndim == 1) else None
+
+    return rate_of
+
+
+def split_by_rate(optimizer: Optimizer, model: nn.Module, rate_of: RateOf) -> None:
+    """Cut an optimizer's groups so that every weight gets its own rate; the common rate's groups come first."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    whole: list[dict[str, Any]] = []
+    special: list[dict[str, Any]] = []
+    for group in optimizer.param_groups:
+        by_rate: dict[float | None, list[nn.Parameter]] = {None: []}
+        for parameter in group["params"]:
+            by_rate.setdefault(rate_of(names[parameter], parameter), []).append(parameter)
+        whole.append({**group, "params": by_rate.pop(None)})
+        special += [{**group, "params": members, "lr": rate} for rate, members in by_rate.items()]
+    optimizer.param_groups[:] = [*whole, *special]
+
+
+class RatesAsSet(TrainerCallback):
+    """Puts this run's learning rates in the place of those that a checkpoint brings with it."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._rates = [group["lr"] for group in optimizer.param_groups]
+        self._used = [group["lr"] for group in optimizer.param_groups if group["params"]]
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        every, schedule = kwargs["optimizer"].param_groups, kwargs["lr_scheduler"]
+        rates = self._rates if len(every) == len(self._rates) else self._used  # DeepSpeed drops empty groups
+        pairs = list(zip(every, rates, strict=True))
+        begins = state.global_step == 0  # with the schedule's own, which may not be these
+        if begins or all(group.get("initial_lr", rate) == rate for group, rate in pairs):
+            return
+        for group, rate in pairs:
+            group["lr"] *= rate / group["initial_lr"] if group["initial_lr"] else 0.0
+            group["initial_lr"] = rate
+        now = {"base_lrs": [group["initial_lr"] for group in every], "_last_lr": [group["lr"] for group in every]}
+        schedule.load_state_dict(schedule.state_dict() | now)
+
+
+def _embedding_names(model: nn.Module) -> Sequence[str]:
+    """What is part of the names of embeddings, also of those that an adapter wraps."""
+    return tuple({*embedding_names(base_of(model))} - {"original_module", "default"}) or ("embed_tokens", "lm_head")
+
+
+def _check_groups(optim: OptimSection, model: nn.Module) -> None:
+    """Every group of `lr_groups` has to reach a trained weight."""
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    for number, group in enumerate(optim.lr_groups):
+        for part in group.modules:
+            if not any(part in name for name in trained):
+                raise UserError(
+                    f"lr_groups[{number}].modules: no trained weight's name contains '{part}'. "
+                    f"Names look like {', '.join(trained[:3])}."
+                )

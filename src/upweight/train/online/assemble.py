@@ -1,0 +1,286 @@
+"""Between a policy and its rollouts: what runs from a config and the Python API put together alike."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from transformers import PreTrainedTokenizerBase, TrainerCallback
+
+from upweight.config import Config
+from upweight.config.resolve import generation_batch
+from upweight.config.sections.rollout import RolloutSection
+from upweight.data.sources.transforms import load_function
+from upweight.engine import Engine
+from upweight.errors import UserError
+from upweight.log import is_seen, logger
+from upweight.methods.base import Method
+from upweight.methods.policy_gradient import PolicyGradient
+from upweight.models.load import compute_dtype
+from upweight.models.reference import Reference
+from upweight.rewards.load import load_rewards
+from upweight.rewards.model import ModelOptions
+from upweight.rewards.reward import Reward
+from upweight.rewards.scorer import Scorer
+from upweight.rollout.custom import CustomRollout
+from upweight.rollout.plan import Plan, PromptOrder
+from upweight.rollout.producer import Producer, Ranks, Roll
+from upweight.rollout.replay import ReplayBuffer
+from upweight.rollout.reroll import Reroll
+from upweight.rollout.rollout import Rows
+from upweight.rollout.run_ahead import depth_within
+from upweight.rollout.sampling_params import sampling_of
+from upweight.rollout.single_turn import SingleTurn
+from upweight.rollout.vllm.colocated import VllmColocated
+from upweight.sampler.in_process import InProcess
+from upweight.train.distributed.fsdp import whole_weights
+from upweight.train.distributed.ranks import Together, from_all_ranks
+from upweight.train.online.broadcast import rank_zeros_rollout
+from upweight.train.online.completions import CompletionFiles, ShownCompletions
+from upweight.train.online.environments import Acting, check_rewards
+from upweight.train.online.feature_matching import FeatureMatching, matching_of
+from upweight.train.online.feed import KeepRollouts, Rollouts
+from upweight.train.online.vllm import Vllm, server_for
+from upweight.train.trainer import MethodTrainer
+from upweight.types import Generator, Sampling
+
+LOOK_EVERY = 50  # steps between looks at completions on a terminal, where the config does not ask for them
+REROLL_CAPACITY = 1024  # failed prompts remembered
+LOSS_SAYS_LITTLE = (
+    "%s: the loss is near 0 and may rise while the policy learns; it is no measure of progress: watch reward, "
+    "reward_std and kl"
+)
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What trains, as far as rollouts have to do with it."""
+
+    model: Any
+    tokenizer: PreTrainedTokenizerBase
+    engine: Engine
+    method: Method
+    dtype: torch.dtype  # that it computes in
+    reference: Reference | None = None
+    offload_reference: bool = False
+    sharded: bool = False  # or will be: gathered for each rollout, and by pieces for a server
+
+    @staticmethod
+    def of(model: Any, tokenizer: PreTrainedTokenizerBase, parts: Mapping[str, Any], **more: Any) -> "Policy":
+        """With what `trainer_parts` made of it."""
+        named = {name: parts[name] for name in ("engine", "method", "dtype", "reference")}
+        return Policy(model, tokenizer, **named, **more)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What rollouts are made from, and how many of which size."""
+
+    rows: Rows
+    rewards: Sequence[Reward]
+    plan: Plan
+    section: RolloutSection
+    folder: Path  # of the run
+    seed: int
+    shuffle: bool = True
+    acting: Acting | None = None
+    rollout_func: Callable[..., Any] | None = None  # a user's own, which writes completions
+
+
+def plan_of(config: Config, ranks: int) -> Plan:
+    """Sizes of a config's rollouts."""
+    step = (config.optim.micro_batch_size or 1) * (config.optim.accumulation or 1) * ranks
+    return Plan.fitting(generation_batch(config, ranks), config.method.group_size, step, config.rollout.num_iterations)
+
+
+def rewards_of(
+    config: Config, device: torch.device, columns: Sequence[str], acting: Acting | None = None
+) -> list[Reward]:
+    """The rewards that a config names and its environment gives, able to read the data's columns."""
+    rewards = load_rewards(
+        config.rollout.reward_funcs,
+        config.folder,
+        models=ModelOptions(compute_dtype(config.model, device), device, config.model.trust_remote_code),
+        environment=() if acting is None else acting.environment.reward_names,
+    )
+    if acting is not None and not rewards:
+        raise UserError("trl.reward_funcs: missing. The environment gives no reward: name at least one.")
+    check_rewards(rewards, columns, acting)
+    return rewards
+
+
+def rollouts_of(
+    config: Config, policy: Policy, rows: Rows, rewards: Sequence[Reward], acting: Acting | None
+) -> Rollouts:
+    """The rollouts that a config describes."""
+    path = config.rollout.rollout_func
+    recipe = Recipe(
+        rows,
+        rewards,
+        plan_of(config, PartialState().num_processes // config.sharding.context_parallel_size),
+        config.rollout,
+        Path(config.run.output_dir),
+        config.optim.seed,
+        shuffle=not config.data.curriculum,
+        acting=acting,
+        rollout_func=None if path is None else load_function(path, config.folder, "trl.rollout_func"),
+    )
+    return make_rollouts(policy, recipe)
+
+
+def watch_rollouts(
+    trainer: MethodTrainer, section: RolloutSection, folder: Path, *, writes: bool = True
+) -> TrainerCallback:
+    """Have completions shown, and written to the run's folder; the callback that keeps rollouts in checkpoints."""
+    rollouts = trainer.rollouts
+    assert rollouts is not None
+    producer = rollouts.producer
+    if isinstance(producer.roll, CustomRollout):
+        producer.roll.trainer = trainer
+    if trainer.is_world_process_zero():
+        names, decode = producer.names, producer.decode
+        if writes:
+            files = CompletionFiles(folder, names, decode, rollouts.old_logps)
+            rollouts.written.append(files)
+            rollouts.evaluated.append(files.of_evaluation)
+        every = int(trainer.args.logging_steps)
+        if section.log_completions:
+            rollouts.written.append(ShownCompletions(every, section.completions_shown or 4, names, decode))
+        elif is_seen():  # a look now and then
+            every = max(every, LOOK_EVERY)
+            rollouts.written.append(ShownCompletions(every, section.completions_shown or 2, names, decode))
+    return KeepRollouts(rollouts)
+
+
+def make_rollouts(policy: Policy, recipe: Recipe) -> Rollouts:
+    """Prompts, sampler, rewards and method, put together."""
+    method, section, ranks = policy.method, recipe.section, PartialState()
+    gradient: PolicyGradient = getattr(method, "policy")  # noqa: B009 - online methods have one
+    server = server_for(
+        section,
+        policy.model,
+        policy.tokenizer,
+        dtype=policy.dtype,
+        folder=recipe.folder,
+        rows=recipe.rows,
+        max_new_tokens=gradient.max_completion_length,
+    )
+    logger.info(LOSS_SAYS_LITTLE, method.name)
+    matching = matching_of(method, policy.model, policy.dtype, policy.reference, offload=policy.offload_reference)
+    sampling = sampling_of(section, gradient.max_completion_length) if matching is None else matching.sampling(section)
+    generator: Generator | None = server
+    if recipe.rollout_func is None and not section.use_vllm:
+        generator = _in_process(policy, recipe, sampling, endless=matching is not None and matching.strided)
+    producer = Producer(
+        method=method,
+        plan=recipe.plan,
+        rows=recipe.rows,
+        order=PromptOrder(len(recipe.rows), recipe.seed, shuffle=recipe.shuffle),
+        roll=_roll(policy, recipe, generator, matching),
+        scorer=Scorer(recipe.rewards, workers=section.reward_workers, timeout=section.reward_timeout),
+        sampling=sampling,
+        decode=lambda ids: str(policy.tokenizer.decode(ids, skip_special_tokens=True)),
+        seed=recipe.seed,
+        ranks=Ranks() if section.use_vllm else Ranks(ranks.process_index, ranks.num_processes, from_all_ranks),
+        longest=matching.longest if matching is not None and matching.adapts else None,
+        **_second_chances(section),
+    )
+    timing = _timing(section, recipe.plan) | (_of_shards(section, policy, server) if policy.sharded else {})
+    return Rollouts(
+        producer,
+        method,
+        generator,
+        eval_size=section.num_generations_eval or method.group_size,
+        mask_truncated=gradient.mask_truncated_completions,
+        sampler_logps=_sampler_counts(gradient, section, timing["depth"], custom=recipe.rollout_func is not None),
+        skips_idle=section.skip_zero_advantage,
+        recompute_replayed=section.replay_recompute,
+        matching=matching,
+        **timing,
+    )
+
+
+def _sampler_counts(policy: PolicyGradient, section: RolloutSection, depth: int, *, custom: bool) -> bool:
+    """Whether the sampler is another policy than the one that trains: an older one, or another program's."""
+    if policy.sampler_correction or section.use_vllm or depth or section.replay_size:
+        return True
+    return custom and policy.off_policy_mask_threshold is not None
+
+
+def _in_process(policy: Policy, recipe: Recipe, sampling: Sampling, *, endless: bool) -> InProcess:
+    """The sampler of this process, which has room for all rows: known now, not hours later when one comes up."""
+    generator = InProcess(
+        policy.model,
+        policy.tokenizer,
+        engine=policy.engine,
+        end_ids=() if endless else None,
+        device=_device(policy),
+        compile=recipe.section.compile_sampler,
+    )
+    rows = recipe.rows
+    longest = max((_tokens(rows[number], sampling) for number in range(len(rows))), default=0)
+    generator.require_room(longest, sampling.max_new_tokens)
+    return generator
+
+
+def _device(policy: Policy) -> torch.device | None:
+    """Where a model computes whose weights may still lie elsewhere; None: where they are."""
+    return PartialState().device if policy.sharded else None
+
+
+def _tokens(row: Mapping[str, Any], sampling: Sampling) -> int:
+    """Tokens that a row may have before what is sampled last."""
+    if "ids" in row:
+        return len(row["ids"]) - sampling.max_new_tokens
+    replies = (row.get("truth_ids") or [])[1::2]
+    return len(row["prompt_ids"]) + sum(len(reply) + sampling.max_new_tokens for reply in replies)
+
+
+def _roll(policy: Policy, recipe: Recipe, generator: Generator | None, matching: FeatureMatching | None) -> Roll:
+    """What writes completions: a user's function, an environment that is played, or the sampler alone."""
+    model, tokenizer, function = policy.model, policy.tokenizer, recipe.rollout_func
+    if matching is not None:
+        return matching.roll(model, tokenizer, generator, policy.engine, _device(policy))
+    if function is not None:
+        return CustomRollout(function, getattr(function, "__name__", type(function).__name__), model, tokenizer)
+    return SingleTurn(generator) if recipe.acting is None else recipe.acting.player(model, tokenizer, generator)
+
+
+def _second_chances(section: RolloutSection) -> dict[str, Any]:
+    """What remembers groups and prompts, scores them early or samples them anew, where it is asked for."""
+    found: dict[str, Any] = {"extra_rounds": section.dynamic_sampling}
+    if section.streaming:
+        found["streaming_groups"] = section.streaming_groups
+    if section.replay_size:
+        found["replay"] = ReplayBuffer(section.replay_size, section.replay_max_age)
+    if section.reroll_start < 1:
+        found["reroll"] = Reroll(section.reroll_start, section.reroll_groups, REROLL_CAPACITY)
+    return found
+
+
+def _of_shards(section: RolloutSection, policy: Policy, server: Vllm | None) -> dict[str, Any]:
+    """How sampler and server come by weights of which every rank holds a piece."""
+    if not section.use_vllm:
+        return {"whole": partial(whole_weights, policy.model, policy.engine)}
+    together = Together(policy.model)
+    if server is not None:
+        assert not isinstance(server, VllmColocated), "shards need a server, which is said before"
+        server.on_model(together.lead)
+    return {"together": together}
+
+
+def _timing(section: RolloutSection, plan: Plan) -> dict[str, Any]:
+    """How far rollouts run ahead, how often the sampler follows, and who drives it: with a server, rank 0 alone."""
+    ranks = PartialState()
+    interval = section.sync_interval if section.use_vllm else 1
+    depth = depth_within(plan, section.prefetch_depth if section.async_prefetch else 0, interval, section.max_staleness)
+    return {
+        "depth": depth,
+        "threaded": section.use_vllm and depth > 0,
+        "sync_interval": interval,
+        "shared": rank_zeros_rollout if section.use_vllm and ranks.num_processes > 1 else None,
+        "drives": not section.use_vllm or ranks.process_index == 0,
+    }

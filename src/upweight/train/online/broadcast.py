@@ -1,0 +1,78 @@
+"""Rank 0's rollout on every rank: numbers of each token as flat arrays, and what is left in a small header."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import accumulate, chain
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from upweight.rollout.rollout import Rollout
+from upweight.train.distributed.ranks import as_rank_zero_says, patient
+from upweight.types import Completion, Group
+
+KINDS = (np.int32, np.float64, np.bool_)
+
+
+def rank_zeros_rollout(own: Rollout | None) -> Rollout:
+    """Rank 0's rollout, waited for as long as it takes to come about; other ranks have none."""
+    header, numbers = (None, []) if own is None else to_flat(own)
+    header, sizes = as_rank_zero_says((header, [len(flat) for flat in numbers]))
+    if own is None:
+        numbers = [np.empty(size, kind) for size, kind in zip(sizes, KINDS, strict=True)]
+    for flat in numbers:
+        if len(flat):
+            dist.broadcast(torch.from_numpy(flat.view(np.uint8)), src=0, group=patient())
+    return from_flat(header, numbers) if own is None else own
+
+
+def to_flat(rollout: Rollout) -> tuple[Any, list[NDArray[Any]]]:
+    """What `from_flat` makes the rollout of: all but the numbers of tokens, and those in one array for each kind."""
+    lists = _lists(rollout)
+    lengths = [[len(one) for one in of_kind] for of_kind in lists]
+    numbers = [
+        np.fromiter(chain.from_iterable(of_kind), kind, sum(sizes))
+        for of_kind, kind, sizes in zip(lists, KINDS, lengths, strict=True)
+    ]
+    # Arrays, since each tensor would be pickled as a file of its own.
+    scores = [tuple(None if x is None else x.numpy() for x in (g.rewards_SR, g.advantage_S)) for g in rollout.groups]
+    return (replace(rollout, groups=[_hollow_group(group) for group in rollout.groups]), lengths, scores), numbers
+
+
+def from_flat(header: Any, numbers: Sequence[NDArray[Any]]) -> Rollout:
+    """The rollout that `to_flat` was given."""
+    rollout, lengths, scores = header
+    for lists, sizes, flat in zip(_lists(rollout), lengths, numbers, strict=True):
+        for empty, size, stop in zip(lists, sizes, accumulate(sizes), strict=True):
+            empty.extend(flat[stop - size : stop].tolist())
+    for group, (rewards, advantages) in zip(rollout.groups, scores, strict=True):
+        group.rewards_SR = None if rewards is None else torch.from_numpy(rewards)
+        group.advantage_S = None if advantages is None else torch.from_numpy(advantages)
+    return rollout
+
+
+def _lists(rollout: Rollout) -> tuple[list[list[Any]], ...]:
+    """Every list of integers, of floats and of booleans that has an entry for each token, in a fixed order."""
+    written = [one for group in rollout.groups for completion in group.completions for one in _stretches(completion)]
+    integers = [group.prompt_ids for group in rollout.groups]
+    integers += [values for one in written for values in (one.ids, one.versions)]
+    return integers, [one.logps for one in written], [one.sampled for one in written if one.sampled is not None]
+
+
+def _stretches(completion: Completion) -> Iterator[Completion]:
+    yield completion
+    for earlier in completion.earlier:
+        yield from _stretches(earlier)
+
+
+def _hollow_group(group: Group) -> Group:
+    hollow = [_hollow(completion) for completion in group.completions]
+    return replace(group, prompt_ids=[], completions=hollow, rewards_SR=None, advantage_S=None)
+
+
+def _hollow(one: Completion) -> Completion:
+    sampled = None if one.sampled is None else []
+    return replace(one, ids=[], logps=[], versions=[], sampled=sampled, earlier=[_hollow(e) for e in one.earlier])

@@ -1,0 +1,132 @@
+"""What the policy wrote, for people: a file for each rollout, a few samples on the terminal."""
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from upweight.log import clear_status
+from upweight.rollout.rollout import Rollout, readable
+from upweight.runs.files import COMPLETIONS, write_text
+from upweight.types import Completion
+
+LONGEST_SHOWN = 600  # characters of one cell
+TOKENS_WRITTEN = 8192  # of one file: token by token, a completion takes several times the room of its text
+BROKEN = "\ufffd"  # what a tokenizer puts where a token is a part of a letter
+
+
+class CompletionFiles:
+    """Writes each rollout to `completions/step_NNNNN.jsonl`, named after the first step that trains on it.
+
+    `policy_logps` gives, for each completion of the rollout under way, what the policy said of the tokens that it
+    sampled before it trained on them, where that is known.
+    """
+
+    def __init__(
+        self,
+        run_folder: Path,
+        names: Sequence[str],
+        decode: Callable[[list[int]], str],
+        policy_logps: Callable[[], Sequence[Sequence[float] | None]] = tuple,
+    ) -> None:
+        self.folder, self.names, self.decode, self.policy_logps = run_folder / COMPLETIONS, names, decode, policy_logps
+        self.known: dict[int, str] = {}  # texts of tokens
+
+    def __call__(self, rollout: Rollout, step: int) -> None:
+        self._write(rollout, step, "step", self.policy_logps())
+
+    def of_evaluation(self, rollout: Rollout, step: int, name: str) -> None:
+        """Write what an evaluation after `step` steps saw to `completions/<name>_step_NNNNN.jsonl`."""
+        self._write(rollout, step, f"{re.sub(r'[^0-9A-Za-z_.-]', '_', name)}_step")
+
+    def _write(
+        self, rollout: Rollout, step: int, name: str, policy_logps: Sequence[Sequence[float] | None] = ()
+    ) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        rows = [{"step": step, **row} for row in readable(rollout, self.names, self.decode)]
+        room = TOKENS_WRITTEN
+        for place, one in enumerate(one for group in rollout.groups for one in group.completions):
+            if len(one.ids) <= room:
+                room -= len(one.ids)
+                own = policy_logps[place] if place < len(policy_logps) else None
+                rows[place] |= self._tokens(one, own)
+        text = "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
+        write_text(self.folder / f"{name}_{step:05d}.jsonl", text)
+
+    def _tokens(self, one: Completion, policy_logps: Sequence[float] | None) -> dict[str, Any]:
+        """A completion token by token: texts, what sampler and policy said of each, and which the policy wrote."""
+        texts = token_texts(one.ids, self.decode, self.known)
+        found: dict[str, Any] = {"token_texts": texts}
+        if len(one.logps) == len(one.ids):
+            found["sampler_logps"] = [round(logp, 4) for logp in one.logps]
+        wrote = one.sampled or [True] * len(one.ids)
+        if policy_logps is not None and len(policy_logps) == sum(wrote):
+            values = iter(policy_logps)
+            found["policy_logps"] = [round(next(values), 4) if own else None for own in wrote]
+        if one.sampled is not None:
+            found["sampled"] = one.sampled
+        return found
+
+
+def token_texts(ids: Sequence[int], decode: Callable[[list[int]], str], known: dict[int, str]) -> list[str]:
+    """The text of each token; a letter that several tokens make up stands with the first of them."""
+    for token in set(ids) - known.keys():  # behind another token, since some tokenizers drop a leading space
+        known[token] = decode([token, token])[len(decode([token])) :]
+    texts = [known[token] for token in ids]
+    start = 0
+    while start < len(ids):
+        end = start
+        while end < len(ids) and BROKEN in texts[end]:
+            end += 1
+        if end > start + 1:
+            texts[start:end] = [decode(list(ids[start:end])), *[""] * (end - start - 1)]
+        start = end + 1
+    return texts
+
+
+class ShownCompletions:
+    """Prints a few completions with their rewards every so many steps."""
+
+    def __init__(self, every: int, count: int, names: Sequence[str], decode: Callable[[list[int]], str]) -> None:
+        self.every, self.count, self.names, self.decode = max(every, 1), count, names, decode
+        self.console = Console(stderr=True)
+        self._shown = -1
+
+    def __call__(self, rollout: Rollout, step: int) -> None:
+        if self._shown >= 0 and step - self._shown < self.every:
+            return
+        self._shown = step
+        clear_status()
+        table = Table(title=f"step {step}", show_lines=True)
+        for column in ("prompt", "completion", *self.names, "advantage"):
+            table.add_column(column, overflow="fold")
+        rows = list(readable(rollout, self.names, self.decode))
+        spread = max(len(rows) // self.count, 1)
+        for row in rows[::spread][: self.count]:
+            rewards = [_number(row["rewards"][name]) for name in self.names]
+            table.add_row(_text(row["prompt"]), _text(row["completion"]), *rewards, _number(row["advantage"]))
+        self.console.print(table, markup=False)
+
+
+def cut_completions(run_folder: Path, step: int) -> None:
+    """Drop files of rollouts and evaluations after `step`."""
+    for file in (run_folder / COMPLETIONS).glob("*step_*.jsonl"):
+        match = re.fullmatch(r"(?:.+_)?step_(\d+)\.jsonl", file.name)
+        if match and int(match[1]) > step:
+            file.unlink()
+
+
+def _text(value: Any) -> str:
+    """A prompt or completion as a person reads it: the last message of a conversation."""
+    if isinstance(value, list) and value and isinstance(value[-1], dict):
+        value = value[-1].get("content")
+    shown = str(value)
+    return shown if len(shown) <= LONGEST_SHOWN else shown[:LONGEST_SHOWN] + " ..."
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3g}"

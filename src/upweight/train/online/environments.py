@@ -1,0 +1,116 @@
+"""The environment that a config or a script describes, and the player that fills rollouts by it."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from upweight.config import Config
+from upweight.config.sections.environment import EnvironmentSection
+from upweight.data.raw_row import OWN_COLUMNS
+from upweight.data.sources.transforms import load_function
+from upweight.data.tokenize.templates import ChatTemplate
+from upweight.engine.forward import base_of
+from upweight.environments.call_formats import format_of
+from upweight.environments.episode import Environment
+from upweight.environments.python_class import PythonEnvironment
+from upweight.rewards.environment import COLUMN as EPISODE
+from upweight.rewards.reward import Reward, check_columns
+from upweight.rollout.episodes.loop import Bounds
+from upweight.rollout.episodes.runner import Player
+from upweight.rollout.producer import Roll
+from upweight.sampler.in_process import end_tokens
+from upweight.types import Generator
+
+
+@dataclass(frozen=True)
+class Acting:
+    """An environment, and how it is played."""
+
+    environment: Environment
+    bounds: Bounds
+    tool_format: str = "auto"
+    template_args: Mapping[str, Any] = field(default_factory=dict)
+    default_system: str | None = None
+
+    def player(self, model: Any, tokenizer: PreTrainedTokenizerBase, generator: Generator | None) -> Roll:
+        """What fills groups by playing."""
+        template = ChatTemplate(tokenizer, None, self.template_args)
+        return Player(
+            self.environment,
+            generator,
+            template,
+            ends=end_tokens(base_of(model), tokenizer),
+            bounds=self.bounds,
+            tool_format=format_of(_source(tokenizer)) if self.tool_format == "auto" else self.tool_format,
+            default_system=self.default_system,
+        )
+
+
+def acting_of(config: Config) -> Acting | None:
+    """What a config's policy acts in; None where it only answers."""
+    section = config.environment
+    if config.method.online and config.gym.enabled:
+        from upweight.train.online.gym import gym_acting
+
+        return gym_acting(config)
+    if not config.method.online or not section.acts:
+        return None
+    return Acting(
+        _environment(section, config.folder),
+        bounds_of(section),
+        section.tool_format,
+        config.data.template_args,
+        config.data.default_system_message,
+    )
+
+
+def bounds_of(section: EnvironmentSection) -> Bounds:
+    """How far episodes may go; a tool that is too slow is told of by the environment, before time is up here."""
+    waits = section.wait if section.kind == "openenv" else 0.0
+    return Bounds(section.max_turns, section.timeout + section.tool_timeout, section.episode_timeout, waits)
+
+
+def python_environment(
+    section: EnvironmentSection,
+    factory: Callable[[], Any] | Mapping[str, Callable[[], Any]] | None,
+    functions: Sequence[Callable[..., Any]],
+    key: str = "environment.class",
+) -> PythonEnvironment:
+    """A user's own class, functions, or both."""
+    return PythonEnvironment(factory, functions, timeout=section.timeout, tool_timeout=section.tool_timeout, key=key)
+
+
+def check_rewards(rewards: Sequence[Reward], columns: Sequence[str], acting: Acting | None) -> None:
+    """Refuse rewards that read columns which neither the data nor an environment gives."""
+    given = [*columns, *([] if acting is None else [EPISODE])]
+    check_columns(rewards, [name for name in given if name not in OWN_COLUMNS])
+
+
+def _environment(section: EnvironmentSection, folder: Path) -> Environment:
+    if section.kind == "openenv":
+        from upweight.environments.openenv import OpenEnv  # which needs a package of its own
+
+        assert section.url is not None, "a rule holds that the url is given"
+        return OpenEnv(
+            section.url,
+            section.reward,
+            section.columns,
+            section.text_field,
+            section.observation,
+            timeout=section.timeout,
+            wait=section.wait,
+        )
+    kind = None
+    if section.class_path is not None:
+        kind = load_function(section.class_path, folder, "environment.class")
+    functions = [load_function(path, folder, "tools") for path in section.tools]
+    return python_environment(section, kind, functions)
+
+
+def _source(tokenizer: PreTrainedTokenizerBase) -> str:
+    """The text of a tokenizer's chat templates."""
+    template = tokenizer.chat_template
+    return "\n".join(template.values()) if isinstance(template, dict) else str(template or "")

@@ -1,0 +1,219 @@
+"""EBFT in the loop: features of what was written and of what is true, rewards from both, and demonstrations."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from upweight.config.sections.rollout import RolloutSection
+from upweight.engine import Engine
+from upweight.engine.packing import build_batch, plan_rows, whole_blocks
+from upweight.methods import EBFT
+from upweight.methods.base import Method
+from upweight.methods.features import pooled, pooled_positions
+from upweight.models.reference import Reference, adapter_state, make_reference, reference_kind
+from upweight.rollout.ebft.known_turns import ScriptedTurns
+from upweight.rollout.ebft.strided_blocks import StridedBlocks, anchors
+from upweight.rollout.producer import Roll
+from upweight.rollout.sampling_params import sampling_of
+from upweight.rollout.units import demonstration, units_of_documents, units_of_groups
+from upweight.sampler.in_process import InProcess
+from upweight.train.distributed.ranks import from_all_ranks
+from upweight.train.reference.synced import sync_settings
+from upweight.train.step import StepRunner
+from upweight.types import Generator, Group, Sample, Sampling, Unit
+
+SHORTEST_LIMIT = 64  # tokens that a completion may always have, however short the true one is
+
+
+@dataclass(frozen=True)
+class FeatureMatching:
+    """What scores groups by the features of a frozen policy, and what the trainer learns from them."""
+
+    method: EBFT
+    frozen: Reference  # the policy as it was at the start
+
+    @property
+    def strided(self) -> bool:
+        return self.method.mode == "strided"
+
+    @property
+    def adapts(self) -> bool:
+        """Whether true answers bound the length of completions."""
+        return self.method.adaptive_max_tokens and not self.strided
+
+    def sampling(self, section: RolloutSection) -> Sampling:
+        """How completions or blocks are drawn."""
+        method = self.method
+        if not self.strided:
+            return sampling_of(section, method.policy.max_completion_length)
+        return Sampling(method.generate_max_len, temperature=method.temperature, top_p=method.top_p)
+
+    def roll(
+        self,
+        model: nn.Module,
+        tokenizer: PreTrainedTokenizerBase,
+        generator: Generator | None,
+        engine: Engine,
+        device: torch.device | None,
+    ) -> Roll:
+        """What writes completions: the policy in conversations that are known, or in blocks of documents."""
+        if not self.strided:
+            end = tokenizer.eos_token_id
+            return ScriptedTurns(generator, end if isinstance(end, int) else None)
+        assert isinstance(generator, InProcess), "blocks are sampled in process"
+        return StridedBlocks(model, engine, self.method, generator, lambda ids: str(tokenizer.decode(ids)), device)
+
+    def longest(self, groups: Sequence[Group]) -> int:
+        """Tokens that a turn may have, from the longest true one among these prompts."""
+        most = self.method.policy.max_completion_length
+        true = max((len(turn) for group in groups for turn in group.row["truth_ids"][::2]), default=most)
+        return min(max(int(self.method.gt_length_multiplier * true), SHORTEST_LIMIT), most)
+
+    def score(self, groups: Sequence[Group], size: int, runner: StepRunner, model: nn.Module) -> dict[str, float]:
+        """Give every group its rewards, `size` samples for each target; what is to be logged. Every rank calls it."""
+        shares, ranks = runner.shares, runner.accelerator.num_processes
+        own = range(runner.accelerator.process_index * shares // ranks, len(groups), shares)
+        found: dict[int, Tensor] = {}
+        logged: dict[str, tuple[float, int]] = {}
+        with self.frozen.use(model) as network:
+            for place, feature_SF, target_GF in self._features({n: groups[n] for n in own}, size, runner, network):
+                rewards_SR, metrics = self.method.feature_rewards(feature_SF, target_GF, size)
+                found[place] = rewards_SR.float().cpu()
+                for name, values in metrics.items():
+                    total, count = logged.get(name, (0.0, 0))
+                    logged[name] = total + float(values.double().sum()), count + len(values)
+        everyone = from_all_ranks((found, logged))[:: ranks // shares]
+        for place, rewards_SR in (item for theirs, _ in everyone for item in theirs.items()):
+            groups[place].rewards_SR = rewards_SR
+        names = dict.fromkeys(name for _, theirs in everyone for name in theirs)
+        sums = {name: np.sum([theirs[name] for _, theirs in everyone if name in theirs], 0) for name in names}
+        rewards_S = torch.cat([reward.sum(1) for theirs, _ in everyone for reward in theirs.values()])
+        blocks = {"ebft/num_blocks": sum(len(group.completions) for group in groups) / size / len(groups)}
+        return {
+            **{name: float(total / count) for name, (total, count) in sums.items()},
+            "ebft/reward": float(rewards_S.mean()),
+            **(blocks if self.strided else {}),
+        }
+
+    def units(self, groups: Sequence[Group], *, mask_truncated: bool, sampler_logps: bool) -> list[Unit]:
+        """What the policy wrote, one unit for each completion or pass over a document."""
+        if self.strided:
+            return units_of_documents(groups, [anchors(group.row, self.method) for group in groups])
+        return units_of_groups(groups, mask_truncated=mask_truncated, sampler_logps=sampler_logps, labelled=True)
+
+    def demonstrations(self, groups: Sequence[Group]) -> list[Unit]:
+        """What is true, one unit for each group."""
+        if self.strided:
+            return [demonstration(n, group.row["ids"], group.row["scored"]) for n, group in enumerate(groups)]
+        found = []
+        for number, group in enumerate(groups):
+            turns = self._true_turns(group)
+            wrote = [turn % 2 == 0 for turn, ids in enumerate(turns) for _ in ids]
+            ids = [*group.prompt_ids, *(token for turn in turns for token in turn)]
+            found.append(demonstration(number, ids, [*[False] * len(group.prompt_ids), *wrote]))
+        return found
+
+    def cross_entropy(self, groups: Sequence[Group], runner: StepRunner, model: nn.Module) -> float:
+        """Mean negative log-prob of the true tokens under the policy."""
+        logps = np.concatenate([part for unit in runner.logps(model, self.demonstrations(groups)) for part in unit])
+        return -float(logps.mean())
+
+    def _true_turns(self, group: Group) -> list[list[int]]:
+        """The true turns, no longer than the policy's may be, and what others say between them."""
+        most = self.method.policy.max_completion_length
+        turns: list[list[int]] = group.row["truth_ids"]
+        return [list(ids[:most] if turn % 2 == 0 else ids) for turn, ids in enumerate(turns)]
+
+    def _texts(self, group: Group, size: int) -> tuple[list["_Text"], list["_Text"]]:
+        """What is embedded of a group: each completion, and the truth that each `size` of them are compared with."""
+        prompt = group.prompt_ids
+        if not self.strided:
+            true = [token for turn in self._true_turns(group) for token in turn]
+            written = [_Text([*prompt, *one.ids], 0, len(prompt)) for one in group.completions]
+            return written, [_Text([*prompt, *true], 0, len(prompt))]
+        starts, length = anchors(group.row, self.method), self.method.generate_max_len
+        written = [
+            _Text([*prompt[: (at := starts[place // size])], *one.ids], at, at)
+            for place, one in enumerate(group.completions)
+        ]
+        return written, [_Text(prompt[: at + length], at, at) for at in starts]
+
+    def _features(
+        self, groups: dict[int, Group], size: int, runner: StepRunner, network: nn.Module
+    ) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Each group's place, features and targets; every rank runs the same number of forwards."""
+        units: list[_Embedded] = []
+        for place, group in groups.items():
+            for side, texts in enumerate(self._texts(group, size)):
+                units += [self._embedded(text, place, side) for text in texts]
+        plan = plan_rows([one.unit for one in units], runner.token_budget, 1, runner.engine.layout)[0]
+        waiting = {place: sum(one.place == place for one in units) for place in groups}
+        kept: dict[int, Tensor] = {}
+        for number in range(max(from_all_ranks(len(plan)))):
+            row = plan[number] if number < len(plan) else []
+            kept |= dict(zip(row, self._forward([units[n] for n in row], runner, network), strict=True))
+            for n in row:
+                waiting[units[n].place] -= 1
+            for place in sorted({units[n].place for n in row if waiting[units[n].place] == 0}):
+                mine = [n for n, one in enumerate(units) if one.place == place]
+                sides = [torch.stack([kept.pop(n) for n in mine if units[n].side == side]) for side in (0, 1)]
+                yield place, sides[0], sides[1]
+
+    def _embedded(self, text: "_Text", place: int, side: int) -> "_Embedded":
+        positions = pooled_positions(self.method.embed_method, text.begin, text.answer, len(text.ids))
+        distinct, index = np.unique(positions, return_inverse=True)
+        scored = np.zeros(len(text.ids), np.bool_)
+        scored[distinct] = True
+        return _Embedded(Unit((Sample(np.array(text.ids, np.int64), scored),), place), index, place, side)
+
+    def _forward(self, units: Sequence["_Embedded"], runner: StepRunner, network: nn.Module) -> Tensor:
+        """Features of the texts of one row; a row without any only keeps step with the other ranks."""
+        device = runner.accelerator.device
+        pad_to = whole_blocks if device.type == "cuda" else None
+        batch = build_batch([one.unit for one in units], runner.engine.layout, predict=False, pad_to=pad_to)
+        out = runner.engine(network, batch.to(device), depths=self.method.feature_layers, head=False)
+        assert out.features_TF is not None
+        if not units:
+            return out.features_TF[:0]
+        sizes = [int(one.unit.samples[0].scored.sum()) for one in units]
+        index = np.concatenate([one.index + start for one, start in zip(units, np.cumsum([0, *sizes]), strict=False)])
+        sequence = np.repeat(np.arange(len(units)), [len(one.index) for one in units])
+        state_TF = out.features_TF[torch.from_numpy(index).to(device)]
+        return pooled(state_TF, torch.from_numpy(sequence).to(device), len(units), self.method.embed_method)
+
+
+def matching_of(
+    method: Method, policy: nn.Module, dtype: torch.dtype, reference: Reference | None, *, offload: bool = False
+) -> FeatureMatching | None:
+    """What scores by features, for a method that does; `reference` serves if it stays what the policy is now."""
+    if not isinstance(method, EBFT):
+        return None
+    if reference is None or sync_settings(method) is not None:
+        kind = reference_kind(needed=True, adapter=adapter_state(policy))
+        reference = make_reference(kind, policy, dtype, offload=offload)
+    assert reference is not None
+    return FeatureMatching(method, reference)
+
+
+@dataclass(frozen=True)
+class _Text:
+    """Tokens, and where in them begins what is embedded, and what was written."""
+
+    ids: list[int]
+    begin: int
+    answer: int
+
+
+@dataclass(frozen=True, eq=False)
+class _Embedded:
+    """A text on its way through the frozen network: its distinct positions are scored, `index` says how often each."""
+
+    unit: Unit
+    index: NDArray[np.int64]
+    place: int
+    side: int  # 0 written, 1 true

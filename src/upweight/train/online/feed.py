@@ -1,0 +1,284 @@
+"""The loader of online runs: asks for rollouts and cuts them into steps."""
+
+import copy
+import dataclasses
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import TrainerCallback
+
+from upweight.engine.packing import count_batch
+from upweight.methods.base import Method
+from upweight.models.modules import dropout_off
+from upweight.rollout.episodes.gym_agents import GymAgents
+from upweight.rollout.episodes.runner import Player
+from upweight.rollout.producer import Producer
+from upweight.rollout.rollout import Rollout, Rows, from_plain, to_plain
+from upweight.rollout.run_ahead import Ahead
+from upweight.rollout.summary import pass_rates, summary
+from upweight.rollout.units import units_of_groups
+from upweight.train.checkpoints import write_text
+from upweight.train.distributed.ranks import Together
+from upweight.train.online.feature_matching import FeatureMatching
+from upweight.train.step import StepRunner
+from upweight.types import Generator, Mean, Unit
+
+STATE = "rollouts.json"
+
+
+@dataclass
+class Rollouts:
+    """The rollout under way and how much of it has been trained on."""
+
+    producer: Producer
+    method: Method
+    generator: Generator | None  # None: a user's function samples from the policy itself
+    eval_size: int  # completions for each prompt of an evaluation
+    mask_truncated: bool = False
+    sampler_logps: bool = False  # train against what the sampler said of its tokens
+    skips_idle: bool = True  # leave out completions that cannot contribute
+    depth: int = 0  # rollouts that may be under way before they are needed
+    threaded: bool = False  # write them while the trainer works
+    sync_interval: int = 1  # optimizer steps between two syncs of the sampler
+    recompute_replayed: bool = True  # compare replayed groups with the policy as it is now, not as it was
+    shared: Callable[[Rollout | None], Rollout] | None = None  # rank 0's rollout on every rank, where it alone drives
+    drives: bool = True  # this rank produces
+    together: Together | None = None  # how ranks that hold shards take part in a sync; None where rank 0 holds all
+    whole: Callable[[], AbstractContextManager[None]] = nullcontext  # inside, this rank holds all weights
+    matching: FeatureMatching | None = None  # what scores by features, where that is the method
+    written: list[Callable[[Rollout, int], None]] = field(default_factory=list)  # told of each rollout and its step
+    evaluated: list[Callable[[Rollout, int, str], None]] = field(default_factory=list)  # the same, and the set's name
+    current: Rollout | None = None
+    trained: int = 0  # steps taken on the current rollout
+    units: list[Unit] = field(default_factory=list)
+    demonstrations: list[Unit] = field(default_factory=list)  # of each group, where true answers are learned too
+    counts: dict[str, float] = field(default_factory=dict)
+    synced: int | None = None  # step of the last sync
+
+    def __post_init__(self) -> None:
+        self.ahead = Ahead(self._produce, threaded=self.threaded)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Optimizer steps in which every prompt comes up once."""
+        return self.producer.plan.steps_per_epoch(len(self.producer.rows))
+
+    def next_step(self, runner: StepRunner, model: nn.Module, state: Any) -> dict[str, Any]:
+        """What the next optimizer step trains on, over all ranks."""
+        plan = self.producer.plan
+        runner.meters.add(_means(self._sync(state.global_step), runner.accelerator.device))
+        if self.current is None or self.trained >= plan.updates:
+            began = time.perf_counter()
+            rollout = self._matched(self._everywhere(self.ahead.take(state) if self.drives else None), runner, model)
+            oldest = min(group.version for group in rollout.groups)
+            waited = {"rollout/wait_seconds": time.perf_counter() - began, "rollout/lag": state.global_step - oldest}
+            runner.meters.add(_means(rollout.metrics | waited, runner.accelerator.device))
+            self._take(rollout, 0, runner, model)
+            for hear in self.written:
+                hear(rollout, state.global_step + 1)
+        start = self.trained % plan.steps * plan.step
+        stop = start + plan.step
+        self.trained += 1
+        self._run_ahead(state)
+        # A demonstration is trained on once in a pass, with the first completion of its group.
+        shown = self.demonstrations[-(-start // plan.size) : -(-stop // plan.size)]
+        return {"units": self.units[start:stop] + shown, "counts": self.counts}
+
+    def _matched(self, rollout: Rollout, runner: StepRunner, model: nn.Module) -> Rollout:
+        """The rollout with rewards from features, where they are what scores it."""
+        if self.matching is None:
+            return rollout
+        began, size = time.perf_counter(), self.producer.plan.size
+        rollout.metrics |= self.matching.score(rollout.groups, size, runner, model)
+        rollout.metrics["rollout/feature_seconds"] = time.perf_counter() - began
+        return self.producer.finish(rollout, size)
+
+    def _sync(self, step: int) -> dict[str, float]:
+        """Let the sampler follow the policy, every so many steps exactly; how long that took."""
+        due = self.synced is None or (step != self.synced and step % self.sync_interval == 0)
+        if not due or (self.generator is None and self.together is None):
+            return {}
+        began = time.perf_counter()
+        self.sync(step)
+        return {"rollout/sync_seconds": time.perf_counter() - began} if self.drives else {}
+
+    def sync(self, step: int) -> None:
+        """Have the sampler take the weights as they are; every rank calls it, and those with shards help."""
+        if self.drives and self.generator is not None:
+            try:
+                self.generator.sync(step)
+            finally:
+                if self.together is not None:
+                    self.together.dismiss()
+        elif self.together is not None:
+            self.together.follow()
+        self.synced = step
+
+    def _produce(self, state: Any) -> Rollout:
+        version = state.global_step if self.generator is None else self.generator.version()
+        with self.whole():
+            return self.producer.produce(version, state)
+
+    def _everywhere(self, own: Rollout | None) -> Rollout:
+        """The rollout of the rank that drives."""
+        if self.shared is not None:
+            return self.shared(own)
+        assert own is not None
+        return own
+
+    def _run_ahead(self, state: Any) -> None:
+        """Ask for rollouts so early that each is begun at most `depth` passes of steps before it is needed."""
+        plan = self.producer.plan
+        while self.drives and self.depth:
+            until_needed = plan.updates - self.trained + 1 + plan.updates * len(self.ahead)
+            if len(self.ahead) >= self.depth or until_needed > self.depth * plan.steps:
+                return
+            self.ahead.submit(copy.copy(state))
+
+    def evaluate(
+        self, rows: Rows, state: Any, runner: StepRunner, model: nn.Module, name: str = "eval"
+    ) -> dict[str, float]:
+        """Rewards, pass rates and lengths on held-out prompts; with features also what they and true answers say."""
+        if self.synced != state.global_step:
+            self.sync(state.global_step)
+        step, names = state.global_step, self.producer.names
+        own = None
+        if self.drives:
+            if self.producer.scorer.has_state:
+                self.ahead.wait()  # it would change the state that an evaluation puts back
+            with self.whole():
+                own = Rollout(self.producer.rollouts, step, self.producer.evaluate(rows, self.eval_size, state))
+        rollout = self._everywhere(own)
+        if self.matching is not None:
+            found = self.matching.score(rollout.groups, self.eval_size, runner, model)
+            found["ebft/ce_loss"] = self.matching.cross_entropy(rollout.groups, runner, model)
+        else:
+            found = pass_rates(rollout.groups, names)
+        for hear in self.evaluated:
+            hear(rollout, step, name)
+        return summary(rollout.groups, names, self.method) | found
+
+    def save(self, folder: Path) -> None:
+        """Write to a checkpoint what shapes the steps after it."""
+        plain = None
+        if self.current is not None and self.trained < self.producer.plan.updates:
+            plain = to_plain(self.current)
+            plain["old_logps"] = [
+                [None if sample.old_logps is None else sample.old_logps.tolist() for sample in unit.samples]
+                for unit in self.units
+            ]
+        ahead = [to_plain(rollout) for rollout in self.ahead.wait()]  # nothing that was sampled is lost
+        state = {"producer": self.producer.state(), "trained": self.trained, "current": plain, "ahead": ahead}
+        write_text(folder / STATE, json.dumps(state))
+
+    def restore(self, folder: Path) -> None:
+        """Go on from a checkpoint."""
+        state = json.loads((folder / STATE).read_text(encoding="utf-8"))
+        self.producer.restore(state["producer"])
+        self.ahead.put(from_plain(plain, self.producer.rows) for plain in state["ahead"])
+        if state["current"] is None:
+            self.current = None
+            return
+        old = state["current"].pop("old_logps")
+        self._take(from_plain(state["current"], self.producer.rows), state["trained"])
+        self.units = [
+            unit if None in logps else _with_old(unit, [np.array(one, np.float32) for one in logps])
+            for unit, logps in zip(self.units, old, strict=True)
+        ]
+
+    def close(self) -> None:
+        """End the thread that produces and the processes that compute rewards."""
+        self.ahead.close()
+        self.producer.scorer.close()
+        if isinstance(self.producer.roll, Player | GymAgents):
+            self.producer.roll.close()
+        if self.generator is not None:
+            self.generator.close()
+        self.synced = None
+
+    def old_logps(self) -> list[list[float] | None]:
+        """For each completion under way, what the policy said of its tokens before it trained on them, if asked."""
+        samples = (unit.samples[0] if len(unit.samples) == 1 else None for unit in self.units)
+        return [None if one is None or one.old_logps is None else one.old_logps.tolist() for one in samples]
+
+    def samples_under_way(self) -> Iterator[dict[str, Any]]:
+        """What the rollout under way trains on, for study."""
+        for sample in (sample for unit in self.units for sample in unit.samples):
+            yield {
+                "text": self.producer.decode(sample.ids.tolist()),
+                "ids": sample.ids.tolist(),
+                "scored": sample.scored.tolist(),
+                "advantage": sample.advantage,
+            }
+
+    def _take(self, rollout: Rollout, trained: int, runner: StepRunner | None = None, model: Any = None) -> None:
+        """Train on this rollout from now on; later steps compare with the policy as it is now."""
+        plan = self.producer.plan
+        self.current, self.trained = rollout, trained
+        make = units_of_groups if self.matching is None else self.matching.units
+        self.units = make(rollout.groups, mask_truncated=self.mask_truncated, sampler_logps=self.sampler_logps)
+        self.demonstrations = []
+        if self.matching is not None and self.matching.method.ce_coef:
+            self.demonstrations = self.matching.demonstrations(rollout.groups)
+        totals = self.method.count(count_batch(self.units))
+        self.counts = {name: float(total) / plan.steps for name, total in totals.items() if name.startswith("rollout_")}
+        keeps_old = not self.recompute_replayed and any(group.replayed for group in rollout.groups)
+        has_ratio = self.matching is None or not self.matching.strided
+        if runner is not None and has_ratio and (plan.updates > 1 or keeps_old):
+            with dropout_off(model):
+                logps = runner.logps(model, self.units)
+            self.units = [
+                _with_old(unit, [one.sampler_logps for one in unit.samples] if self._as_sampled(rollout, unit) else own)
+                for unit, own in zip(self.units, logps, strict=True)
+            ]
+
+    def _as_sampled(self, rollout: Rollout, unit: Unit) -> bool:
+        """Whether a sample is compared with the policy that wrote it, long ago."""
+        kept = rollout.groups[unit.group].replayed and not self.recompute_replayed
+        return kept and all(sample.sampler_logps is not None for sample in unit.samples)
+
+
+class RolloutLoader:
+    """What the Trainer iterates over: what is left of an epoch's steps, each fetched when it is asked for."""
+
+    def __init__(self, rollouts: Rollouts, next_step: Callable[[], dict[str, Any]], done: Callable[[], int]) -> None:
+        self.dataset = rollouts.producer.rows
+        self._length = rollouts.steps_per_epoch
+        self._next, self._done = next_step, done
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for _ in range(self._done() % self._length, self._length):
+            yield self._next()
+
+
+class KeepRollouts(TrainerCallback):
+    """Puts the state of the rollouts into each checkpoint."""
+
+    def __init__(self, rollouts: Rollouts) -> None:
+        self.rollouts = rollouts
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        if state.is_world_process_zero and folder.is_dir():
+            self.rollouts.save(folder)
+
+
+def _with_old(unit: Unit, logps: Sequence[Any]) -> Unit:
+    samples = [dataclasses.replace(one, old_logps=old) for one, old in zip(unit.samples, logps, strict=True)]
+    return dataclasses.replace(unit, samples=tuple(samples))
+
+
+def _means(metrics: Mapping[str, float], device: torch.device) -> dict[str, Mean]:
+    one = torch.ones((), device=device, dtype=torch.float64)
+    return {name: Mean(one * value, one) for name, value in metrics.items()}

@@ -1,0 +1,127 @@
+"""A config's rewards tried without training: on what its model writes now, or on a file of completions."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from upweight.config import Config
+from upweight.errors import UserError
+from upweight.log import warn_once
+from upweight.models.tokenizer import load_tokenizer
+from upweight.rewards.builtin.text import texts_of
+from upweight.rewards.call import RewardCall
+from upweight.rewards.reward import Reward
+from upweight.rewards.trial import Trial, remarks, try_rewards
+from upweight.rollout.plan import PromptOrder
+from upweight.train.online.assemble import rewards_of
+from upweight.train.online.environments import acting_of
+from upweight.train.run import build
+from upweight.types import Group
+
+EXAMPLES = 2  # of the best and of the worst, for each reward
+
+
+@dataclass(frozen=True)
+class TriedRewards:
+    """Rewards with their scores on some completions, and what is to be said of them."""
+
+    call: RewardCall
+    trials: list[Trial]
+    remarks: list[str]
+
+    def as_plain(self) -> dict[str, Any]:
+        """Everything as plain values, for JSON."""
+        return {
+            "completions": len(self.call),
+            "prompts": len(self.call.groups()),
+            "rewards": [trial.summary() | self.examples(trial) for trial in self.trials],
+            "remarks": self.remarks,
+        }
+
+    def examples(self, trial: Trial) -> dict[str, list[dict[str, Any]]]:
+        """A reward's best and worst completions with their prompts and scores."""
+        texts = texts_of(self.call.completions)
+
+        def shown(numbers: Sequence[int]) -> list[dict[str, Any]]:
+            return [{"score": trial.scores[n], "prompt": self.call.prompts[n], "completion": texts[n]} for n in numbers]
+
+        best, worst = trial.extremes(EXAMPLES)
+        return {"best": shown(best), "worst": shown(worst)}
+
+
+def try_on_samples(config: Config, prompts: int, count: int | None = None) -> TriedRewards:
+    """Rewards on completions that the config's model writes for some prompts of its data."""
+    config = _with_rewards(config)
+    trainer = build(config)
+    rollouts = trainer.rollouts
+    assert rollouts is not None
+    producer = rollouts.producer
+    rows, order = producer.rows, PromptOrder(len(producer.rows), config.optim.seed)
+    numbers = order.take(min(prompts, len(rows)))
+    groups = [Group(number, rows[number], list(rows[number]["prompt_ids"])) for number in numbers]
+    assert isinstance(trainer.model, torch.nn.Module)
+    trainer.model.eval()
+    if rollouts.generator is not None:
+        rollouts.generator.sync(0)
+    producer.roll(groups, count or producer.plan.size, producer.sampling, None)
+    rollouts.close()
+    return _try(config, producer.scorer.rewards, producer.reward_call(groups))
+
+
+def try_on_rows(config: Config, rows: Sequence[Mapping[str, Any]]) -> TriedRewards:
+    """Rewards on rows of prompt, completion and columns; rows of one prompt that follow each other are a group."""
+    config = _with_rewards(config)
+    for number, row in enumerate(rows, 1):
+        if not isinstance(row.get("completion"), str | list):
+            raise UserError(f"row {number} of the completions has no 'completion', a text or a list of messages.")
+    columns = sorted({name for row in rows for name in row} - {"prompt", "completion"})
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    rewards = rewards_of(config, device, columns, acting_of(config))
+    completions = [_as_prompted(row) for row in rows]
+    ids = _tokens(config, rewards, texts_of(completions))
+    group, group_S = -1, []
+    for number, row in enumerate(rows):
+        group += number == 0 or row.get("prompt") != rows[number - 1].get("prompt")
+        group_S.append(group)
+    given = {name: [row.get(name) for row in rows] for name in columns}
+    return _try(config, rewards, RewardCall([row.get("prompt") for row in rows], completions, ids, given, group_S))
+
+
+def _tokens(config: Config, rewards: Sequence[Reward], texts: Sequence[str]) -> list[list[int]]:
+    """The token ids of completions, where a reward may read them."""
+    must = any("completion_ids" in reward.takes.named for reward in rewards)
+    may = any(reward.takes.everything for reward in rewards)
+    try:
+        tokenizer = load_tokenizer(config.model) if must or may else None
+    except UserError as error:
+        if must:
+            raise
+        warn_once(f"rewards get no completion_ids: {error}")
+        tokenizer = None
+    return [list(tokenizer.encode(text, add_special_tokens=False)) if tokenizer else [] for text in texts]
+
+
+def _with_rewards(config: Config) -> Config:
+    """The config, or the last of its stages that samples."""
+    found = next((stage for stage in reversed((*config.stages, config)) if stage.method.online), None)
+    if found is None or not found.rollout.reward_funcs:
+        raise UserError("trl.reward_funcs is empty: there is nothing to try. Name rewards there, with an online `rl`.")
+    return found
+
+
+def _as_prompted(row: Mapping[str, Any]) -> Any:
+    """A completion in the form that rewards get in training: messages where the prompt is."""
+    completion = row["completion"]
+    if isinstance(completion, str) and isinstance(row.get("prompt"), list):
+        return [{"role": "assistant", "content": completion}]
+    return completion
+
+
+def _try(config: Config, rewards: Sequence[Reward], call: RewardCall) -> TriedRewards:
+    section, method = config.rollout, config.method
+    trials = try_rewards(rewards, call, workers=section.reward_workers, timeout=section.reward_timeout)
+    policy = getattr(method, "policy", None)
+    scaled = getattr(method, "aggregation", "sum_then_normalize") != "sum_then_normalize"
+    return TriedRewards(call, trials, remarks(trials, getattr(policy, "reward_weights", None), each_scaled=scaled))

@@ -1,0 +1,83 @@
+"""The vLLM that a run samples from, where it asks for one: servers, or an engine of its own."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState
+
+from upweight.config.sections.rollout import RolloutSection
+from upweight.errors import UserError
+from upweight.log import warn_once
+from upweight.rollout.rollout import Rows
+from upweight.rollout.sampling_params import request_options
+from upweight.rollout.vllm.colocated import VllmColocated
+from upweight.rollout.vllm.server import VllmServer
+from upweight.rollout.vllm.servers import VllmServers
+from upweight.rollout.vllm.versions import OnModel
+from upweight.serve.address import server_urls
+
+Vllm = VllmServer | VllmServers | VllmColocated
+FOLDER = "vllm"  # in the run's folder: weights on their way to the server
+ONE_PROCESS = "vLLM beside the trainer takes the weights of one process; use a server, or one process without shards"
+NEEDS_GPU = "weights go from GPU to GPU, and no CUDA device is visible; use 'folder'"
+NO_SHARDS = "weights that lie in shards are sent through a folder alone; use 'folder'"
+NO_LOOPBACK = "ipc shares the memory of one machine's GPU; name the server by 127.0.0.1, or use 'nccl' or 'folder'"
+NO_VLLM = "nccl needs vLLM in the trainer's environment too; install it, or use 'folder' (on one GPU: 'ipc')"
+NO_PATTERN = "the sampler in process cannot be held to a pattern; use a vLLM server, or reward the format"
+
+
+def server_for(
+    section: RolloutSection,
+    model: Any,
+    tokenizer: Any,
+    *,
+    dtype: torch.dtype,
+    folder: Path,
+    rows: Rows,
+    max_new_tokens: int,
+) -> Vllm | None:
+    """The engine, or the servers, waited for and checked, on rank 0, which drives them; None elsewhere and without."""
+    if not section.use_vllm:
+        return None
+    longest = max((len(rows[number]["prompt_ids"]) for number in range(len(rows))), default=0)
+    given: dict[str, Any] = {
+        "dtype": dtype,
+        "lora_sync": section.lora_sync,
+        "temperature": section.temperature,
+        "options": request_options(section),
+    }
+    if section.vllm_mode == "colocate":
+        if PartialState().num_processes > 1:
+            raise UserError(f"trl.vllm_mode: {ONE_PROCESS}.")
+        if section.weight_transfer != "folder":
+            warn_once("trl.vllm_weight_transfer: no effect with 'vllm_mode: colocate'")
+        return VllmColocated(
+            model,
+            tokenizer,
+            folder=folder / FOLDER,
+            longest=section.colocate_length or longest + max_new_tokens,
+            memory=section.colocate_memory,
+            parallel=section.colocate_parallel,
+            sleeps=section.sleep_mode,
+            **given,
+        )
+    if PartialState().process_index:
+        return None
+    urls = server_urls(section)
+
+    def opens(url: str, number: int | None = None, on_model: OnModel | None = None) -> VllmServer:
+        return VllmServer(
+            url,
+            model,
+            tokenizer,
+            folder=folder / (FOLDER if number is None else f"{FOLDER}-{number}"),
+            timeout=section.server_timeout,
+            transfer=section.weight_transfer,
+            on_model=on_model,
+            **given,
+        )
+
+    server = opens(urls[0]) if len(urls) == 1 else VllmServers(urls, opens)
+    server.require_room(longest, max_new_tokens)
+    return server

@@ -1,0 +1,83 @@
+"""Length rules: dropped, cut or refused, with a reason, and never to nothing."""
+
+import pytest
+
+from made_tokenizers import config
+from upweight.data.raw_row import Record, RowError
+from upweight.data.tokenize.lengths import (
+    CUT,
+    NO_ROOM,
+    NOTHING_LEFT,
+    PROMPT_CUT,
+    TOO_LONG,
+    TOO_SHORT,
+    apply_length_rules,
+)
+
+
+def outcome(columns, rl="dpo", pinned=0, **keys):
+    chosen = {"rl": rl} if rl else {}
+    keys = {"process_reward_model": True, **keys} if "labels" in columns else {**chosen, **keys}
+    made = config({}, **keys)
+    record, reason = apply_length_rules(Record({}, columns, pinned), made.data, made.method)
+    return (record.columns if record else None), reason
+
+
+PAIR = {"prompt_ids": [1, 2, 3], "chosen_ids": [4, 5, 6], "rejected_ids": [7]}
+
+
+@pytest.mark.parametrize("strategy", ["drop", "truncate", "raise"])
+def test_what_fits_is_kept(strategy):
+    assert outcome(PAIR, sequence_len=6, excess_length_strategy=strategy) == (PAIR, None)
+
+
+def test_pairs():
+    assert outcome(PAIR, sequence_len=5) == (None, TOO_LONG)
+    cut = outcome(PAIR, sequence_len=5, excess_length_strategy="truncate")
+    assert cut == ({**PAIR, "chosen_ids": [4, 5]}, CUT)
+    assert outcome(PAIR, sequence_len=3, excess_length_strategy="truncate") == (None, NO_ROOM)
+    with pytest.raises(RowError, match="at most 5 tokens"):
+        outcome(PAIR, sequence_len=5, excess_length_strategy="raise")
+    assert PAIR["chosen_ids"] == [4, 5, 6]
+
+
+def test_labelled():
+    row = {"prompt_ids": [1], "completion_ids": [2, 3, 4], "label": True}
+    assert outcome(row, "kto", sequence_len=3) == (None, TOO_LONG)
+    cut = outcome(row, "kto", sequence_len=3, excess_length_strategy="truncate")
+    assert cut == ({**row, "completion_ids": [2, 3]}, CUT)
+
+
+def test_prompts_lose_their_beginning_but_for_the_bos():
+    assert outcome(PAIR, max_prompt_length=2) == ({**PAIR, "prompt_ids": [2, 3]}, PROMPT_CUT)
+    assert outcome(PAIR, max_prompt_length=2, pinned=1) == ({**PAIR, "prompt_ids": [1, 3]}, PROMPT_CUT)
+    assert outcome(PAIR, max_prompt_length=1, pinned=1) == ({**PAIR, "prompt_ids": [3]}, PROMPT_CUT)
+    row = {"prompt": "x", "prompt_ids": list(range(9))}
+    assert outcome(row, "grpo", max_prompt_length=4) == ({**row, "prompt_ids": [5, 6, 7, 8]}, PROMPT_CUT)
+    assert outcome(row, "grpo", sequence_len=2) == (row, None)
+
+
+def test_short_rows_are_dropped():
+    assert outcome(PAIR, min_sample_len=7) == (None, TOO_SHORT)
+    assert outcome(PAIR, min_sample_len=6) == (PAIR, None)
+
+
+def test_texts():
+    row = {"ids": [1, 2, 3, 4], "scored": [False, False, True, True]}
+    assert outcome(row, None, sequence_len=3) == (None, TOO_LONG)
+    cut = outcome(row, None, sequence_len=3, excess_length_strategy="truncate")
+    assert cut == ({"ids": [1, 2, 3], "scored": [False, False, True]}, CUT)
+    assert outcome(row, None, sequence_len=2, excess_length_strategy="truncate") == (None, NOTHING_LEFT)
+
+
+def test_steps():
+    row = {"ids": [1, 2, 3, 4], "labels": [-100, 0, -100, 1]}
+    cut = outcome(row, sequence_len=3, excess_length_strategy="truncate")
+    assert cut == ({"ids": [1, 2, 3], "labels": [-100, 0, -100]}, CUT)
+    assert outcome(row, sequence_len=1, excess_length_strategy="truncate") == (None, NOTHING_LEFT)
+
+
+def test_documents_are_cut_whatever_the_strategy():
+    row = {"ids": [1, 2, 3, 4], "scored": [False, True, True, True], "prompt_length": 1}
+    cut = outcome(row, "ebft", ebft={"mode": "strided"}, sequence_len=3)
+    assert cut == ({"ids": [1, 2, 3], "scored": [False, True, True], "prompt_length": 1}, CUT)

@@ -1,0 +1,137 @@
+"""The doctor on configs: what would stop or spoil a run is found before it starts."""
+
+import json
+import socket
+
+from made_runs import write_config, write_model, write_online
+from made_vllm import FakeVllm
+from upweight.config import load_config
+from upweight.doctor.config import check_config
+
+
+def found(file, *overrides):
+    """Findings of a config by what they are about; where there are several, the worst."""
+    order = ("ok", "note", "warning", "alarm")
+    return {
+        one.what: one
+        for one in sorted(check_config(load_config(file, list(overrides))), key=lambda f: order.index(f.level))
+    }
+
+
+def test_a_good_config_has_nothing_wrong(model_folder, tmp_path):
+    checked = found(write_online(tmp_path, model_folder))
+    assert not [one for one in checked.values() if one.wrong]
+    assert checked["data"].says.startswith("8 rows to train on with the columns answer")
+    assert checked["rewards"].says == "vowels"
+    assert checked["memory"].evidence["needed_gib"] <= checked["memory"].evidence["there_gib"]
+
+
+def test_rewards_that_cannot_be_had_or_miss_a_column_are_named(model_folder, tmp_path):
+    file = write_online(tmp_path, model_folder)
+    (tmp_path / "needy.py").write_text("def right(completions, gold):\n    return [0.0] * len(completions)\n")
+    assert "nowhere" in found(file, "trl.reward_funcs=[nowhere.right]")["rewards"].says
+    missing = found(file, "trl.reward_funcs=[needy.right]")["rewards"]
+    assert missing.level == "alarm"
+    assert "'gold'" in missing.says
+    (tmp_path / "no_model").mkdir()
+    assert "no_model" in found(file, "trl.reward_funcs=[no_model]")["rewards"].says
+
+
+def test_packages_that_a_config_needs_are_looked_for(model_folder, tmp_path, monkeypatch):
+    file = write_config(tmp_path, model_folder)
+    monkeypatch.setattr("upweight.train.refuse.find_spec", lambda _: None)
+    monkeypatch.setattr("upweight.train.trackers.importlib.util.find_spec", lambda _: None)
+    assert "pip install schedulefree" in found(file, "optimizer=schedule_free_adamw")["keys"].says
+    assert "pip install wandb" in found(file, "wandb_project=x")["keys"].says
+
+
+def test_a_typo_in_the_columns_is_named_with_its_place(model_folder, tmp_path):
+    file = write_online(tmp_path, model_folder)
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"promt": "hello"}) + "\n")
+    checked = found(file)["data"]
+    assert checked.level == "alarm"
+    assert "prompts.jsonl" in checked.says
+    assert "'prompt'" in checked.says
+    assert "Did you mean 'promt'? The row has promt" in checked.says
+
+
+def test_rows_that_are_left_out_and_prompts_that_do_not_fit_are_counted(model_folder, tmp_path):
+    checked = found(write_config(tmp_path, model_folder, sequence_len=24, excess_length_strategy="drop"))
+    assert checked["data"].level == "warning"
+    assert "dropped" in checked["data"].says
+    assert "sequence_len" in checked["data"].remedy
+    too_long = found(write_online(tmp_path, model_folder), "trl.max_completion_length=250")["lengths"]
+    assert too_long.level == "alarm"
+    assert "256 positions" in too_long.says
+
+
+def test_a_model_that_is_too_large_is_told_before_it_is_loaded(tmp_path):
+    large = write_model(tmp_path / "large")
+    config = json.loads((large / "config.json").read_text())
+    (large / "config.json").write_text(json.dumps({**config, "hidden_size": 65536, "intermediate_size": 2**20}))
+    checked = found(write_online(tmp_path, large))["memory"]
+    assert checked.level == "alarm"
+    assert "will not fit" in checked.says
+    assert "upweight fits CONFIG" in checked.remedy
+
+
+def test_the_server_has_to_answer_and_to_serve_the_model_with_room(model_folder, tmp_path):
+    file = write_online(tmp_path, model_folder)
+    served = FakeVllm(model_folder)
+    use = ["trl.use_vllm=true", f"trl.vllm_server_base_url={served.url}"]
+    assert found(file, *use)["server"].level == "ok"
+    several = f"trl.vllm_server_base_urls=[{served.url}, http://127.0.0.1:9]"
+    assert "http://127.0.0.1:9 does not answer" in found(file, use[0], several)["server"].says
+    served.longest = 16
+    assert "vllm.max_model_len" in found(file, *use)["server"].remedy
+    served.folder = tmp_path / "another"
+    other = found(file, *use)["server"]
+    assert other.level == "alarm"
+    assert "another" in other.says
+    served.close()
+    gone = found(file, *use)["server"]
+    assert gone.level == "alarm"
+    assert "upweight vllm-serve" in gone.remedy
+
+
+def test_a_folder_that_cannot_be_written_is_refused(model_folder, tmp_path):
+    (tmp_path / "file").write_text("no folder")
+    assert found(write_online(tmp_path, model_folder, output_dir=str(tmp_path / "file" / "out")))["output_dir"].wrong
+
+
+def test_an_earlier_run_in_the_folder_is_mentioned(model_folder, tmp_path):
+    file = write_online(tmp_path, model_folder)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "metrics.jsonl").write_text("")
+    checked = found(file)["output_dir"]
+    assert (checked.level, "--resume" in checked.remedy) == ("note", True)
+
+
+def test_every_stage_is_looked_at_with_the_first_ones_model(model_folder, tmp_path):
+    file = write_config(tmp_path, model_folder, rl=None)
+    entry = file.read_text().split("datasets:")[1].split("\n")[1:]
+    assert entry
+    text = file.read_text() + "stages:\n- {name: one, rl: dpo}\n- {name: two, rl: ipo, sequence_len: 8}\n"
+    file.write_text(text)
+    checked = found(file)
+    assert checked["stage-1-one: data"].level == "ok"
+    assert checked["stage-2-two: data"].level == "alarm"
+
+
+def test_environments_have_to_be_there(model_folder, tmp_path):
+    file = write_online(tmp_path, model_folder)
+    row = {"responses_create_params": {"input": [{"role": "user", "content": "count"}]}}
+    (tmp_path / "tasks.jsonl").write_text(json.dumps(row) + "\n")
+    gym = ["nemo_gym_enabled=true", "nemo_gym_config_paths=[gym.yaml]", f"nemo_gym_dir={tmp_path}"]
+    gym += ['nemo_gym_datasets=[{"path": "tasks.jsonl", "server_name": "counting"}]', "datasets=null"]
+    assert found(file, *gym)["environment"].level == "ok"
+    assert "clone it" in found(file, *gym, f"nemo_gym_dir={tmp_path / 'nowhere'}")["environment"].remedy
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+    assert found(file, *gym, "nemo_gym_auto_start=false", f"nemo_gym_head_port={port}")["environment"].level == "alarm"
+    (tmp_path / "counting.py").write_text(
+        'def add(a: int) -> int:\n    """Add one.\n\n    Args:\n        a: it.\n    """\n'
+    )
+    assert found(file, "tools=[counting.add]")["rewards"].level == "ok"
+    assert found(file, "tools=[counting.subtract]")["rewards"].level == "alarm"

@@ -1,0 +1,125 @@
+"""The doctor on run folders: sick runs are made on purpose, or recorded, and named with evidence and remedy."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from made_health import HEALTHY, SICK, learning, run_of
+from made_runs import write_online
+from upweight.config import load_config
+from upweight.doctor.run import check_run
+from upweight.errors import UserError
+from upweight.runs.files import this_machine
+from upweight.train.run import train
+
+EMPTY_HANDED = """
+import torch
+
+def nothing(completions, **kwargs):
+    return [0.5] * len(completions)
+
+def too_much(prompts, trainer):
+    raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+"""
+# the verdict of a tiny run, what it trains with, and a key that the remedy names
+MADE = {
+    "no signal": ({"max_steps": 20}, {"reward_funcs": ["sick.nothing"]}, "upweight rewards CONFIG"),
+    "truncated": ({"max_steps": 10}, {"max_completion_length": 2}, "trl.max_completion_length"),
+    "mode collapse": ({"max_steps": 10, "learning_rate": 1e-9}, {"temperature": 0.00001}, "trl.temperature"),
+    "kl explosion": ({"max_steps": 8, "learning_rate": 3.0}, {"beta": 0.001}, "trl.beta"),
+}
+
+
+def recorded(folder, rows, **record):
+    """A run folder with these metrics."""
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if record:
+        (folder / "run.json").write_text(json.dumps(record))
+    return folder
+
+
+def wrong(folder):
+    return {one.what: one for one in check_run(folder) if one.wrong}
+
+
+def online(tmp_path, model_folder, keys, trl):
+    (tmp_path / "sick.py").write_text(EMPTY_HANDED)
+    file = write_online(tmp_path, model_folder, **keys)
+    return load_config(file, [f"trl.{key}={json.dumps(value)}" for key, value in trl.items()])
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_a_run_that_is_made_sick_is_named(name, model_folder, tmp_path):
+    keys, trl, remedy = MADE[name]
+    train(online(tmp_path, model_folder, keys, trl))
+    found = wrong(tmp_path / "out")[name]
+    assert remedy in found.remedy
+    assert found.evidence["step"] <= keys["max_steps"]
+    assert {"metric", "value", "threshold"} <= found.evidence.keys()
+
+
+def test_a_run_out_of_memory_gets_the_ladder(model_folder, tmp_path):
+    config = online(tmp_path, model_folder, {}, {"rollout_func": "sick.too_much"})
+    with pytest.raises(UserError, match="OutOfMemoryError"):
+        train(config)
+    found = wrong(tmp_path / "out")["out of memory"]
+    assert "failed at step 0 of 2" in found.says
+    assert (
+        found.remedy.index("token_budget") < found.remedy.index("gradient_checkpointing") < found.remedy.index("fsdp")
+    )
+
+
+@pytest.mark.parametrize(("name", "healthy", "sick"), SICK, ids=[f"{n} {i}" for i, (n, *_) in enumerate(SICK)])
+def test_every_sickness_that_is_recorded_is_named(name, healthy, sick, tmp_path):
+    healthy = {**healthy, "reward": learning} if name not in ("flat reward", "reward at zero") else healthy
+    found = wrong(recorded(tmp_path, run_of(healthy, sick), state="done", max_steps=300))
+    assert name in found
+    assert found[name].remedy
+    assert str(found[name].evidence["step"]) in found[name].says
+
+
+def test_how_a_run_ended_is_said(tmp_path):
+    rows = run_of({**HEALTHY, "reward": learning}, steps=30)
+
+    def said(**record):
+        found = check_run(recorded(tmp_path, rows, max_steps=90, **record))
+        return found[0].level, found[0].says, found[0].remedy
+
+    here = {"state": "running", "machine": this_machine()}
+    assert said(state="done") == ("ok", "finished at step 30 of 90", "")
+    assert said(**here, pid=os.getpid()) == ("ok", "is running, at step 30 of 90", "")
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    level, says, remedy = said(**here, pid=gone.pid)
+    assert (level, says) == ("alarm", "was ended from outside at step 30 of 90")
+    assert "-9" in remedy
+    level, says, remedy = said(state="stopped")
+    assert (level, says) == ("warning", "was stopped at step 30 of 90")
+    assert "no whole checkpoint" in remedy
+    assert said(state="failed", message="loss is nan")[1] == "failed at step 30 of 90: loss is nan"
+    assert said(state="running", machine="elsewhere", pid=1)[0] == "note"
+
+
+def test_a_cut_off_line_and_an_empty_run_are_lived_through(tmp_path):
+    recorded(tmp_path, run_of({**HEALTHY, "reward": learning}, steps=5), state="done")
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 6, "lo')
+    assert not wrong(tmp_path)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert set(wrong(recorded(empty, [], state="failed", message="no"))) == {"run", "metrics"}
+
+
+def test_stages_are_told_apart_and_other_folders_refused(tmp_path):
+    stage = tmp_path / "stage-1-prefer"
+    stage.mkdir()
+    (stage / "config.yaml").write_text("rl: dpo\n")
+    recorded(stage, run_of({"loss": 1.0, "grad_norm": 900.0}, steps=40), state="done")
+    assert set(wrong(tmp_path)) == {"stage-1-prefer: large gradients"}
+    nothing = tmp_path / "nothing"
+    nothing.mkdir()
+    with pytest.raises(UserError, match="neither a config nor the folder of a run"):
+        check_run(nothing)

@@ -1,0 +1,88 @@
+import pytest
+import torch
+
+from tiny_models import gradients, group, relative_difference, tiny
+from upweight.engine import Engine
+from upweight.engine.activation_budget import fitting, kept_layers, recompute_every_layer
+from upweight.engine.check import enable_checkpointing
+from upweight.engine.packing import build_batch, whole_blocks
+
+
+def recomputing(model):
+    return [layer.gradient_checkpointing for layer in model.model.layers]
+
+
+@pytest.mark.parametrize(
+    ("room", "each", "count"), [(100, 30, 1), (29, 30, 0), (-5, 30, 0), (209, 30, 4), (211, 30, 7), (1e9, 30, 7)]
+)
+def test_as_many_layers_as_fit(room, each, count):
+    assert fitting(room, each, 7) == count
+
+
+def test_the_last_layers_keep_their_activations():
+    model = tiny("llama", num_hidden_layers=3).train()
+    assert kept_layers(model, "adamw") is None
+    enable_checkpointing(model)
+    keeper = kept_layers(model, "adamw")
+    assert keeper is not None
+    keeper.apply(2)
+    assert recomputing(model) == [True, False, False]
+
+
+@pytest.mark.parametrize(("optimizer", "each"), [("adamw_torch_fused", 12), ("adamw_bnb_8bit", 6), ("sgd", 4)])
+def test_what_gradients_and_the_optimizer_will_take_is_left_to_them(optimizer, each):
+    model = tiny("llama").train()
+    model.lm_head.requires_grad_(False)
+    enable_checkpointing(model, optimizer=optimizer)
+    trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
+    assert model.__dict__["_kept_layers"].owed == each * trained
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 3])
+def test_gradients_do_not_depend_on_what_is_kept(count):
+    model = tiny("llama", num_hidden_layers=3).train()
+    engine, batch = Engine(model), build_batch(group())
+    right = gradients(model, engine(model, batch).logps_T.sum())
+    enable_checkpointing(model)
+    model.__dict__["_kept_layers"].apply(count)
+    assert relative_difference(gradients(model, engine(model, batch).logps_T.sum()), right) < 1e-6
+    assert recomputing(model) == [number < 3 - count for number in range(3)]
+
+
+def test_nothing_is_kept_once_memory_ran_out():
+    model = tiny("llama", num_hidden_layers=3).train()
+    enable_checkpointing(model)
+    model.__dict__["_kept_layers"].apply(2)
+    recompute_every_layer(model)
+    recompute_every_layer(model)
+    assert all(recomputing(model))
+    assert model.__dict__["_kept_layers"] is None
+
+
+def test_without_a_gpu_every_layer_is_computed_again():
+    model = tiny("llama").train()
+    enable_checkpointing(model)
+    Engine(model)(model, build_batch(group()))
+    assert all(recomputing(model))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("every_layer", [True, False])
+def test_what_fits_is_kept_on_a_gpu(every_layer):
+    sizes = {"hidden_size": 64, "head_dim": 16, "max_position_embeddings": 1024}  # the kernel wants heads of 16
+    model = tiny("llama", num_hidden_layers=3, **sizes).cuda().train()
+    engine, batch = Engine(model), build_batch(group(200, (150, 90)), pad_to=whole_blocks).to("cuda")
+    right = gradients(model, engine(model, batch).logps_T.sum())
+    enable_checkpointing(model, every_layer=every_layer)
+    for _ in range(2):
+        found = gradients(model, engine(model, batch).logps_T.sum())
+        assert relative_difference(found, right) < 1e-3
+    assert recomputing(model) == [every_layer] * 3
+    keeper = model.__dict__["_kept_layers"]
+    if keeper is not None:
+        keeper.allowance = 2.5 * keeper.bytes_for_token * batch.ids_BN.numel()
+        with torch.no_grad():
+            engine(model, batch)
+        assert not any(recomputing(model))  # without gradients nothing is kept, and nothing need be chosen
+        engine(model, batch)
+        assert recomputing(model) == [True, True, True]

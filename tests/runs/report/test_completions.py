@@ -1,0 +1,75 @@
+"""Completions on the page."""
+
+import json
+
+from made_reports import as_lines, completion
+from upweight.runs.report import written
+from upweight.runs.report.completions import Written, by_importance, conversation, shown
+
+
+def test_the_reward_is_the_weighted_sum_of_what_applies():
+    row = shown(completion(1), [2.0, 0.5])
+    assert row["reward"] == 2.0
+    assert row["rewards"] == {"correct": 1.0, "length": None}
+    assert row["columns"] == {"answer": "Rome"}
+    assert shown(completion(1, rewards={"a": 1.0, "b": 0.5}), [])["reward"] == 1.5
+    assert "reward" not in shown(completion(1, rewards={"a": None}), [])
+
+
+def test_tokens_come_along_where_they_fit_together():
+    tokens = {"token_texts": ["an", "swer"], "sampler_logps": [-0.1, -0.2], "policy_logps": [-0.1]}
+    row = shown(completion(1, **tokens), [])
+    assert row["token_texts"] == ["an", "swer"]
+    assert row["sampler_logps"] == [-0.1, -0.2]
+    assert "policy_logps" not in row
+    assert "sampler_logps" not in shown(completion(1, sampler_logps=[-0.1]), [])
+
+
+def test_conversations_of_every_kind():
+    assert conversation("hi", "user") == [{"role": "user", "content": "hi"}]
+    assert conversation(None, "user") == []
+    calls = [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}, {"name": "now"}, "odd"]
+    (called,) = conversation([{"role": "assistant", "content": None, "tool_calls": calls}], "assistant")
+    assert called == {"role": "assistant", "content": 'add({"a": 1})\nnow()\nodd'}
+    assert conversation([{"content": ["a"]}, 3], "tool") == [
+        {"role": "tool", "content": '["a"]'},
+        {"role": "tool", "content": "3"},
+    ]
+
+
+def test_the_ends_and_the_newest_steps_come_first():
+    steps = {"": list(range(1, 501)), "eval": list(range(0, 501, 10))}
+    wanted = by_importance(steps)
+    assert set(wanted[:4]) == {("", 500), ("", 1), ("eval", 500), ("eval", 0)}
+    trained = sorted(step for name, step in wanted if name == "")
+    assert len(trained) == written.ROLLOUTS
+    assert trained[-written.NEWEST :] == list(range(491, 501))
+    assert sum(name == "eval" for name, _ in wanted) <= written.EVALUATIONS + 2
+
+
+def test_the_page_stays_within_bounds_and_says_what_is_not_on_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(written, "ROOM", 20_000)
+    monkeypatch.setattr(written, "ROWS", 3)
+    folder = tmp_path / "completions"
+    folder.mkdir()
+    for step in range(1, 31):
+        rows = [completion(step, place, completion="word " * 5000) for place in range(5)]
+        (folder / f"step_{step:05d}.jsonl").write_text(as_lines(rows if step == 15 else rows[:1]))
+    (folder / "notes.jsonl").write_text("{}\n")
+    parts, (note,) = Written(tmp_path).read([])
+    assert len(json.dumps(parts)) < 21_000
+    assert {30, 1} <= {part["step"] for part in parts}
+    assert note.startswith(f"Of 30 rollouts and evaluations, {len(parts)} are on this page.")
+
+
+def test_rows_beyond_the_bound_are_counted(tmp_path, monkeypatch):
+    monkeypatch.setattr(written, "ROWS", 3)
+    (tmp_path / "completions").mkdir()
+    file = tmp_path / "completions" / "step_00001.jsonl"
+    file.write_text(as_lines(completion(1, place) for place in range(5)))
+    reader = Written(tmp_path)
+    parts, notes = reader.read([])
+    assert (parts[0]["total"], len(parts[0]["rows"])) == (5, 3)
+    assert notes == ["2 completions of the steps shown are not on it. All of them are in completions/."]
+    file.write_text(as_lines([completion(1)]))
+    assert reader.read([])[0][0]["total"] == 1

@@ -1,0 +1,52 @@
+"""The page in a real browser, where there is one: its scripts run, and what they draw is there."""
+
+import re
+import shutil
+import subprocess
+
+import pytest
+
+from made_reports import as_lines, completion, write_run
+from upweight.runs.report.page import write_report
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+pytestmark = pytest.mark.skipif(BROWSER is None, reason="there is no Chromium here")
+QUIET = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update",
+         "--disable-sync", "--no-first-run")  # fmt: skip
+
+
+def seen(page, tmp_path) -> str:
+    """The elements of a page after its scripts have run."""
+    assert BROWSER is not None
+    command = [BROWSER, *QUIET, f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", page.resolve().as_uri()]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    return re.sub(r"<script.*?</script>", "", shown.stdout, flags=re.DOTALL)
+
+
+def test_a_run_is_drawn_and_its_text_stays_text(tmp_path):
+    run = write_run(tmp_path / "run", record={"state": "failed", "message": "step 3: <b>loss</b> is nan"})
+    nasty = "<img src=x onerror='document.title=1'>"
+    (run / "completions" / "step_00010.jsonl").write_text(as_lines([completion(10, completion=nasty)]))
+    shown = seen(write_report([run]), tmp_path)
+    assert "KL explosion" in shown
+    assert "kl 2.5 (&gt; 2) for 5 steps" in shown
+    assert "step 3: &lt;b&gt;loss&lt;/b&gt; is nan" in shown
+    assert "&lt;img src=x onerror='document.title=1'&gt;" in shown
+    assert "<img" not in shown
+    assert shown.count("<canvas") == len(re.findall(r'<figure class="chart"', shown)) > 5
+    assert "Before and after" in shown
+
+
+def test_runs_are_compared(tmp_path):
+    runs = [write_run(tmp_path / "one"), write_run(tmp_path / "other", config={"rl": "grpo", "seed": 7})]
+    shown = seen(write_report(runs), tmp_path)
+    assert "Comparison" in shown
+    assert "<code>seed</code>" in shown
+    assert "All runs" in shown
+
+
+def test_an_empty_folder_says_so(tmp_path):
+    (tmp_path / "run").mkdir()
+    shown = seen(write_report([tmp_path / "run"]), tmp_path)
+    assert "This folder holds no run." in shown
+    assert "<canvas" not in shown

@@ -1,0 +1,99 @@
+"""A run folder as the page sees it."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from made_reports import CONFIG, metrics, write_run
+from upweight.runs.files import this_machine
+from upweight.runs.report.run import RunReader, folders_of
+
+
+def read(folder):
+    return RunReader(folder, "it").read()
+
+
+def test_a_finished_run(tmp_path):
+    run = read(write_run(tmp_path / "run", record={"state": "done", "started": 1e9, "rows": 1234, "max_steps": 10}))
+    assert (run["state"], run["step"], run["max_steps"], run["method"], run["online"]) == ("done", 10, 10, "GRPO", True)
+    assert run["metrics"]["reward"][0] == 0.01
+    assert run["health"][0]["name"] == "kl explosion"
+    facts = dict(run["facts"])
+    assert facts["Rewards"] == "2 \u00d7 rewards.correct, 0.5 \u00d7 length"
+    assert facts["Rows"] == "1,234"
+    assert facts["Batch"] == "8 \u00d7 2"
+    assert run["completions"][0]["rows"][0]["reward"] == 2.0
+    (held_out,) = run["held_out"]
+    assert held_out["lines"][0] == {"metric": "reward", "before": 0.1, "after": 10.1, "first": 0, "last": 10}
+
+
+def test_secrets_stay_out_of_the_page(tmp_path):
+    run = read(write_run(tmp_path / "run"))
+    assert "s3cret" not in str(run)
+    assert run["settings"]["wandb_api_key"] == "(hidden)"
+    assert run["settings"]["trl.num_generations"] == "2"
+
+
+def test_how_a_run_stands(tmp_path):
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    here = {"state": "running", "machine": this_machine()}
+    cases = {
+        "killed": {**here, "pid": gone.pid},
+        "running": {**here, "pid": os.getpid()},
+        "failed": {"state": "failed", "message": "step 3: loss is nan"},
+        "recorded": {"state": "of another program"},
+    }
+    for state, record in cases.items():
+        run = read(write_run(tmp_path / state, record=record))
+        assert (run["state"], run["message"]) == (state, record.get("message"))
+    elsewhere = {"state": "running", "machine": "another", "pid": gone.pid}
+    assert read(write_run(tmp_path / "elsewhere", record=elsewhere))["state"] == "running"
+
+
+def test_folders_without_a_run(tmp_path):
+    assert read(tmp_path)["state"] == "empty"
+    assert read(tmp_path / "absent")["state"] == "missing"
+    (tmp_path / "config.yaml").write_text("{: broken")
+    (tmp_path / "run.json").write_text("[]")
+    (tmp_path / "health.jsonl").write_text("{half")
+    assert read(tmp_path)["facts"] == []
+
+
+def test_a_long_run_says_that_its_curves_are_sampled(tmp_path):
+    rows = [metrics(step) for step in range(1, 2501)]
+    run = read(write_run(tmp_path / "run", steps=1, rows=rows))
+    assert len(run["steps"]) == 2000
+    assert "Curves show 2,000 of 2,500 logged steps; all of them are in metrics.jsonl." in run["notes"]
+
+
+def test_a_pass_rate_that_is_the_mean_is_not_told_twice(tmp_path):
+    rows = [
+        {
+            "step": step,
+            "eval_rewards/a/mean": step / 10,
+            "eval_rewards/a/pass@1": step / 10,
+            "eval_rewards/a/pass@4": 1.0,
+        }
+        for step in (0, 5)
+    ]
+    (held_out,) = read(write_run(tmp_path / "run", steps=1, rows=rows))["held_out"]
+    assert [line["metric"] for line in held_out["lines"]] == ["rewards/a/mean", "rewards/a/pass@4"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "method"),
+    [({"rl": None}, "SFT"), ({"rl": None, "reward_model": True}, "Reward model"), ({"rl": "simpo"}, "SimPO")],
+)
+def test_methods_have_names(tmp_path, keys, method):
+    assert read(write_run(tmp_path / "run", config={**CONFIG, **keys}))["method"] == method
+
+
+def test_stages_are_read_in_order(tmp_path):
+    for name in ("stage-10-last", "stage-2-middle", "stage-1-first"):
+        write_run(tmp_path / name)
+    (tmp_path / "stage-3-empty").mkdir()
+    assert [path.name for path in folders_of(tmp_path)] == ["stage-1-first", "stage-2-middle", "stage-10-last"]
+    assert folders_of(tmp_path / "stage-3-empty") == [tmp_path / "stage-3-empty"]

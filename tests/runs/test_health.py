@@ -1,0 +1,129 @@
+"""Verdicts on recorded runs: the sick ones are named, the healthy ones are left alone."""
+
+import json
+import logging
+import random
+import re
+from pathlib import Path
+
+import pytest
+from transformers import TrainerControl, TrainerState
+
+from made_health import HEALTHY, PAIRS, SICK, learning, run_of
+from upweight.config.config import general_keys, method_keys
+from upweight.runs.files import HEALTH
+from upweight.runs.health import AGAIN, verdicts
+from upweight.runs.health_rules import RULES, table
+from upweight.train.callbacks import HealthWatch
+
+
+@pytest.mark.parametrize(("name", "healthy", "sick"), SICK, ids=[f"{n} {i}" for i, (n, *_) in enumerate(SICK)])
+@pytest.mark.parametrize("every", [1, 10])
+def test_each_sickness_is_named_once_and_nothing_else_is(name, healthy, sick, every):
+    if healthy.get("reward") == 0.3 and name not in ("flat reward", "entropy rises"):
+        healthy = {**healthy, "reward": learning}
+    found = verdicts(run_of(healthy, sick, every=every))
+    assert [verdict.name for verdict in found] == [name]
+    assert found[0].step > 20 or name in ("reward at zero", "format ignored", "flat reward")
+    assert found[0].name in found[0].line()
+    assert f"at step {found[0].step}" in found[0].line()
+
+
+def test_every_rule_has_a_sick_run():
+    assert {rule.name for rule in RULES} - {name for name, *_ in SICK} == {"overfitting"}
+
+
+def test_healthy_runs_are_left_alone():
+    noisy = random.Random(0)
+    online = {**HEALTHY, "reward": learning, "grad_norm": lambda _: 0.4 if noisy.random() < 0.9 else 30.0,
+              "frac_reward_zero_std": lambda _: noisy.choice([0.0, 0.5, 1.0])}  # fmt: skip
+    pairs = {**PAIRS, "rewards/accuracies": lambda step: 0.5 + 0.3 * min(step / 100, 1) + noisy.uniform(-0.3, 0.2),
+             "rewards/margins": lambda step: step / 100 + noisy.uniform(-0.5, 0.5)}  # fmt: skip
+    assert verdicts(run_of(online)) == []
+    assert verdicts(run_of(pairs)) == []
+    assert verdicts(run_of({"loss": lambda step: 2.0 / (1 + step / 100), "grad_norm": 3.0})) == []
+
+
+@pytest.mark.parametrize(("name", "healthy", "sick"), SICK, ids=[f"{n} {i}" for i, (n, *_) in enumerate(SICK)])
+def test_a_run_of_two_steps_is_not_judged(name, healthy, sick):
+    assert verdicts(run_of(healthy, sick, steps=2, since=0)) == []
+
+
+def test_a_spike_says_nothing():
+    spike = {"kl": lambda step: 2.4 if step == 60 else 0.01, "grad_norm": lambda step: 900.0 if step == 60 else 0.3}
+    assert verdicts(run_of({**HEALTHY, "reward": learning}, spike)) == []
+
+
+def test_what_went_away_is_said_again_only_after_long():
+    def kl(step):
+        return 5.0 if step < 60 or 80 < step < 100 or step > 100 + AGAIN + 20 else 0.01
+
+    found = verdicts(run_of({**HEALTHY, "reward": learning}, {"kl": kl}, since=0))
+    assert [(verdict.name, verdict.step) for verdict in found] == [("kl explosion", 5), ("kl explosion", AGAIN + 125)]
+
+
+def test_overfitting_reads_the_evaluations():
+    rows = []
+    for step in range(1, 201):
+        rows.append({"step": step, "loss": 1.0 - step / 250, "grad_norm": 1.0})
+        if step % 50 == 0:
+            rows.append({"step": step, "eval_loss": 0.8 + abs(step - 100) / 500})
+    (verdict,) = verdicts(rows)
+    assert (verdict.name, verdict.step, verdict.metric) == ("overfitting", 150, "eval_loss:worse")
+
+
+def test_words_and_gaps_in_the_metrics_are_passed_over():
+    rows = run_of({**HEALTHY, "reward": learning})
+    for row in rows[::3]:
+        row["kl"] = "nan"
+        row.pop("entropy")
+    assert verdicts(rows) == []
+
+
+def state(step):
+    return TrainerState(global_step=step, max_steps=300, is_world_process_zero=True)
+
+
+def test_verdicts_are_said_and_kept_and_a_resumed_run_keeps_what_it_had(tmp_path, caplog):
+    rows = run_of({**HEALTHY, "reward": learning}, {"kl": 9.0, "rewards/correct/failed": lambda step: 1.0}, steps=60)
+    whole = verdicts(rows)
+    assert len(whole) == 2
+    caplog.set_level(logging.WARNING, "upweight")
+    logging.getLogger("upweight").propagate = True
+    (tmp_path / HEALTH).write_text("left by an earlier run\n")
+    for since, until in ((0, 27), (25, 60)):  # stopped at 27, resumed from a checkpoint at 25
+        (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:since]))
+        watch = HealthWatch(tmp_path)
+        watch.on_train_begin(None, state(since), TrainerControl())
+        for row in rows[since:until]:
+            logs = {name: value for name, value in row.items() if name != "step"}
+            watch.on_log(None, state(row["step"]), TrainerControl(), logs=logs)
+    kept = [json.loads(line) for line in (tmp_path / HEALTH).read_text().splitlines()]
+    assert [(row["name"], row["step"]) for row in kept] == [(verdict.name, verdict.step) for verdict in whole]
+    assert caplog.messages.count(whole[1].line()) == 1
+
+
+def test_remedies_name_keys_that_exist():
+    known = {*general_keys(), *method_keys()}
+    words = " ".join(f"{rule.remedy} " for rule in RULES)
+    named = {key.rstrip(".") for key in re.findall(r"\b(?:trl|ebft|vllm)\.[a-z_]+", words)}
+    assert named
+    assert not named - known
+    for key in ("learning_rate", "max_grad_norm", "warmup_steps", "lora_target_modules", "unfrozen_parameters",
+                "val_set_size", "load_best_model_at_end", "early_stopping_patience", "rl_beta"):  # fmt: skip
+        assert key in known
+        assert key in words
+
+
+def test_the_table_in_the_docs_is_current():
+    page = Path(__file__).parents[2] / "docs" / "stability.md"
+    assert table() in page.read_text(), "python -m upweight.runs.health_rules prints it"
+
+
+def test_a_first_lucky_completion_is_no_solved_task():
+    """Nothing is earned but by one completion in ten steps: groups score alike because none scores at all."""
+    lucky = {"reward": lambda step: 0.004 if step % 8 == 7 else 0.0, "reward_std": lambda step: 0.03 * (step % 8 == 7),
+             "frac_reward_zero_std": lambda step: 0.875 if step % 8 == 7 else 1.0}  # fmt: skip
+    found = [verdict.name for verdict in verdicts(run_of({**HEALTHY, **lucky}, {}))]
+    assert "solved" not in found
+    assert "little signal" in found

@@ -1,0 +1,99 @@
+"""Attention over a shared prompt and own tokens is attention over both laid end to end."""
+
+import pytest
+import torch
+
+from upweight.engine.attention import Scores
+from upweight.engine.rules import Rule
+from upweight.sampler.attention import Cascade, cascade_attention
+from upweight.sampler.decode import Decoder, Grid
+
+GROUPS, MEMBERS, KEY_HEADS, REPEAT, WIDTH, PROMPT, ROOM = 2, 3, 2, 3, 24, 130, 80
+SLOTS = GROUPS * MEMBERS
+FORMS = {
+    "plain": Scores(Rule(), 0.3),
+    "window": Scores(Rule(window=20), 0.3),
+    "narrowest window": Scores(Rule(window=1), 0.3),
+    "chunk": Scores(Rule(chunk=33), 0.3),
+    "cap": Scores(Rule(), 0.3, softcap=2.0),
+    "all": Scores(Rule(window=9), 0.3, softcap=2.0, sinks=torch.linspace(-1, 2, KEY_HEADS * REPEAT)),
+}
+
+
+def made(step: int, value_width: int, device: str = "cpu"):
+    """Query, key, value of the newest tokens, the caches before them, prompt lengths and the step."""
+    generator = torch.Generator().manual_seed(step)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(device)
+
+    tokens = (normal(SLOTS, KEY_HEADS * REPEAT, 1, WIDTH), normal(SLOTS, KEY_HEADS, 1, WIDTH))
+    value = normal(SLOTS, 1, KEY_HEADS, value_width).transpose(1, 2)
+    caches = tuple(
+        normal(count, KEY_HEADS, length, width)
+        for count, length in ((GROUPS, PROMPT), (SLOTS, ROOM))
+        for width in (WIDTH, value_width)
+    )
+    lengths = torch.tensor([[PROMPT], [5]], device=device)
+    return (*tokens, value), caches, lengths, torch.tensor([step], device=device)
+
+
+def expected(form: Scores, tokens, caches, lengths, step) -> torch.Tensor:
+    """Each slot alone, its keys laid end to end."""
+    out = []
+    for slot in range(SLOTS):
+        group, count = slot // MEMBERS, int(step)
+        length = int(lengths[group])
+        joined = [
+            torch.cat([caches[part][group][:, :length], caches[part + 2][slot][:, :count], tokens[part + 1][slot]], 1)
+            for part in (0, 1)
+        ]
+        key, value = (x.double().repeat_interleave(REPEAT, 0) for x in joined)
+        scores = (tokens[0][slot].double() @ key.transpose(1, 2)) * form.scaling
+        if form.softcap:
+            scores = torch.tanh(scores / form.softcap) * form.softcap
+        at, position = length + count, torch.arange(length + count + 1, device=scores.device)
+        if form.rule.window:
+            scores = scores.masked_fill(at - position >= form.rule.window, -torch.inf)
+        if form.rule.chunk:
+            scores = scores.masked_fill(at // form.rule.chunk != position // form.rule.chunk, -torch.inf)
+        if form.sinks is not None:
+            scores = torch.cat([scores, form.sinks.to(scores)[:, None, None]], -1)
+        out.append(scores.softmax(-1)[..., : length + count + 1] @ value)
+    return torch.stack(out).float()
+
+
+@pytest.mark.parametrize("step", [0, 1, 64, 70])
+@pytest.mark.parametrize("value_width", [16, WIDTH])
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_products(form: Scores, value_width: int, step: int):
+    (query, key, value), caches, lengths, at = made(step, value_width)
+    right = expected(form, (query, key, value), caches, lengths, at)
+    decoder = Decoder.__new__(Decoder)
+    decoder.grid, decoder.device = Grid(GROUPS, MEMBERS, PROMPT, ROOM), torch.device("cpu")
+    decoder.length_G1, decoder.step_1 = lengths, at
+    caches[2].index_copy_(2, at, key)
+    caches[3].index_copy_(2, at, value)
+    new = [cache[:, :, : step + 1] for cache in caches[2:]]
+    kept = Cascade(caches[0], caches[1], new[0], new[1], decoder.bias(form.rule, step + 1))
+    torch.testing.assert_close(cascade_attention(query, kept, form), right, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("programs", [1, 256], ids=["as of many slots", "as of few"])
+@pytest.mark.parametrize("step", [0, 1, 64, 70])
+@pytest.mark.parametrize("value_width", [16, WIDTH])
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_kernel(form: Scores, value_width: int, step: int, programs: int, monkeypatch):
+    from upweight.rollout import cascade_kernel
+    from upweight.sampler.attention_kernel import cascade_step
+
+    monkeypatch.setattr(cascade_kernel, "_PROGRAMS", programs)
+    (query, key, value), caches, lengths, at = made(step, value_width, "cuda")
+    sinks = None if form.sinks is None else form.sinks.cuda()
+    form = Scores(form.rule, form.scaling, form.softcap, sinks)
+    right = expected(form, (query, key, value), caches, lengths, at)
+    found = cascade_step(query, key, value, caches, (lengths, at), form)
+    torch.testing.assert_close(found, right, atol=1e-5, rtol=1e-5)
+    assert torch.equal(caches[2][:, :, step], key[:, :, 0])
+    assert torch.equal(caches[3][:, :, step], value[:, :, 0])
