@@ -85,7 +85,7 @@ def test_products(form: Scores, value_width: int, step: int):
 @pytest.mark.parametrize("value_width", [16, WIDTH])
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 def test_kernel(form: Scores, value_width: int, step: int, programs: int, monkeypatch):
-    from upweight.rollout import cascade_kernel
+    from upweight.sampler import attention_kernel as cascade_kernel
     from upweight.sampler.attention_kernel import cascade_step
 
     monkeypatch.setattr(cascade_kernel, "_PROGRAMS", programs)

@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from upweight.config import ebft_rules, parse_config, rules
+from upweight.config import parse_config
 from upweight.config.resolve import generation_batch
+from upweight.config.rules import ebft as ebft_rules
+from upweight.config.rules import rules
 from upweight.config.rules.rules import EXCLUSIVE
 from upweight.errors import UserError
 

@@ -19,7 +19,8 @@ from made_tokenizers import byte_tokenizer
 from made_vllm import FakeVllm
 from tiny_models import tiny
 from upweight.errors import UserError
-from upweight.rollout import vllm_client, vllm_direct
+from upweight.rollout.vllm import client as vllm_client
+from upweight.rollout.vllm import direct_transfer as vllm_direct
 from upweight.rollout.vllm.server import VllmServer
 from upweight.types import Sampling
 

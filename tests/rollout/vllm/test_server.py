@@ -13,7 +13,8 @@ from made_tokenizers import byte_tokenizer
 from made_vllm import FakeVllm
 from tiny_models import plain_statistics, sample, tiny
 from upweight.errors import UserError
-from upweight.rollout import vllm_client, vllm_weights
+from upweight.rollout.vllm import client as vllm_client
+from upweight.rollout.vllm import versions as vllm_weights
 from upweight.rollout.vllm.server import VllmServer
 from upweight.rollout.vllm.servers import VllmServers
 from upweight.types import Sampling, Unit

@@ -3,7 +3,7 @@
 import json
 
 from made_reports import as_lines, completion
-from upweight.runs.report import written
+from upweight.runs.report import completions as written
 from upweight.runs.report.completions import Written, by_importance, conversation, shown
 
 

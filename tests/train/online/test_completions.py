@@ -6,7 +6,7 @@ import torch
 
 from made_tokenizers import byte_tokenizer
 from upweight.rollout.rollout import Rollout
-from upweight.train import completions
+from upweight.train.online import completions
 from upweight.train.online.completions import CompletionFiles, token_texts
 from upweight.types import Completion, Group
 

@@ -9,7 +9,8 @@ from made_runs import metrics_of, on_ranks, write_model, write_online
 from made_vllm import FakeVllm
 from upweight.config import load_config
 from upweight.errors import UserError
-from upweight.rollout import vllm_client, vllm_servers
+from upweight.rollout.vllm import client as vllm_client
+from upweight.rollout.vllm import servers as vllm_servers
 from upweight.train.online.try_rewards import try_on_samples
 from upweight.train.run import train
 
