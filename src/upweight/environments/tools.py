@@ -10,7 +10,7 @@ from transformers.utils.chat_template_utils import get_json_schema
 
 from upweight.config.explain import did_you_mean
 from upweight.environments.episode import Message, ToolCall
-from upweight.environments.user_calls import OwnCalls, TooSlow
+from upweight.environments.user_calls import TooSlow, UserCalls
 from upweight.errors import UserError
 from upweight.user_modules import described
 
@@ -52,7 +52,7 @@ def unique_tools(functions: Sequence[Callable[..., Any]], key: str) -> dict[str,
 
 
 async def answered(
-    call: ToolCall, functions: Mapping[str, Callable[..., Any]], calls: OwnCalls, limit: float
+    call: ToolCall, functions: Mapping[str, Callable[..., Any]], calls: UserCalls, limit: float
 ) -> tuple[Message, bool]:
     """What a call gives as a message for the policy, and whether it went well; TooSlow is raised."""
     failed = call.error or _mismatch(call, functions)

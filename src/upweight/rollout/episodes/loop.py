@@ -11,13 +11,13 @@ from upweight.environments.episode import Episode, Message, Outcome, Turn
 from upweight.errors import UserError
 from upweight.log import warn_once
 from upweight.rewards.answers import described
-from upweight.rollout.episodes.chat_tokens import Dialogue
+from upweight.rollout.episodes.chat_tokens import ChatTokens
 from upweight.rollout.episodes.token_stream import TokenStream
-from upweight.rollout.episodes.turn_batcher import FirstTurn, Turns
+from upweight.rollout.episodes.turn_batcher import FirstTurnBatcher, TurnBatcher
 from upweight.types import Completion
 
 if TYPE_CHECKING:
-    from upweight.rollout.episodes.runner import Player
+    from upweight.rollout.episodes.runner import EpisodeRunner
 
 T = TypeVar("T")
 
@@ -37,7 +37,7 @@ class Bounds:
 
 
 @dataclass
-class Played:
+class EpisodeResult:
     """What came of an episode."""
 
     stream: TokenStream | None = None
@@ -63,11 +63,15 @@ class Played:
 
 
 async def play(
-    player: "Player", row: Mapping[str, Any], turns: Turns, first: FirstTurn, seed: Callable[[int], int]
-) -> Played:
+    player: "EpisodeRunner",
+    row: Mapping[str, Any],
+    turns: TurnBatcher,
+    first: FirstTurnBatcher,
+    seed: Callable[[int], int],
+) -> EpisodeResult:
     """An episode for a data row; a fault of the environment is noted in it, any other error is raised."""
-    episode, played = player.environment.episode(), Played()
-    game = _Game(player, episode, played, turns, first, seed)
+    episode, played = player.environment.episode(), EpisodeResult()
+    game = _EpisodeRun(player, episode, played, turns, first, seed)
     try:
         await game.run(row)
     except (Fault, RowError) as error:
@@ -81,14 +85,14 @@ async def play(
 
 
 @dataclass
-class _Game:
+class _EpisodeRun:
     """The moves of an episode."""
 
-    player: "Player"
+    player: "EpisodeRunner"
     episode: Episode
-    played: Played
-    turns: Turns
-    first: FirstTurn
+    played: EpisodeResult
+    turns: TurnBatcher
+    first: FirstTurnBatcher
     seed: Callable[[int], int]
     asked: bool = False  # for the first turn
 
@@ -96,7 +100,7 @@ class _Game:
         player, played, bounds = self.player, self.played, self.player.bounds
         opening = await self._call("open", self.episode.open(row), bounds.wait_seconds)
         messages = _with_system(list(opening.messages), player.default_system)
-        dialogue = Dialogue(player.template, player.tokens, player.ends, messages, opening.tools)
+        dialogue = ChatTokens(player.template, player.tokens, player.ends, messages, opening.tools)
         as_in_data = not opening.tools and messages == row.get("prompt")  # the environment adds nothing to it
         prompt = list(row["prompt_ids"]) if as_in_data else dialogue.opening()
         limit = self.turns.sampling.max_new_tokens
@@ -123,7 +127,7 @@ class _Game:
             room = limit + len(prompt) - (len(told.ids) if told.anew else len(stream.ids) + len(told.ids))
             if room < 1:
                 break
-            (stream.begun_anew if told.anew else stream.told)(told.ids)
+            (stream.restart if told.anew else stream.told)(told.ids)
         played.outcome = await self._call("outcome", self.episode.outcome())
         if played.outcome.failure is not None:
             raise Fault(played.outcome.failure)

@@ -36,14 +36,14 @@ class Failed(Exception):
 
 
 @dataclass(frozen=True)
-class Life:
+class ServerIdentity:
     """Which run of the server answers, and how many tokens it has written; None where it does not say."""
 
     began: float | None
     tokens: float | None
 
 
-class Link:
+class VllmClient:
     """A server's address, and the thread that talks to it."""
 
     def __init__(self, url: str, timeout: float) -> None:
@@ -80,19 +80,19 @@ class Link:
         except ValueError as error:
             raise Failed(f"{path}: the answer is no JSON") from error
 
-    async def life(self) -> Life:
+    async def life(self) -> ServerIdentity:
         """Which run of the server this is and how far it has come."""
         try:
             text = str(await self.ask("/metrics"))
         except Refused:
-            return Life(None, None)
+            return ServerIdentity(None, None)
         began = re.search(r"^process_start_time_seconds (\S+)", text, re.MULTILINE)
         tokens = re.findall(r"^vllm:generation_tokens_total\S* (\S+)", text, re.MULTILINE)
-        return Life(float(began[1]) if began else None, sum(map(float, tokens)) if tokens else None)
+        return ServerIdentity(float(began[1]) if began else None, sum(map(float, tokens)) if tokens else None)
 
     async def until_healthy(self, since: float | None = None) -> None:
         """Wait until the server is well, up to the time limit, counted from `since` on the loop's clock."""
-        patience = Patience(self, since)
+        patience = Retry(self, since)
         while True:
             try:
                 await self.ask("/health")
@@ -102,7 +102,7 @@ class Link:
             except Failed as error:
                 if not patience.attempts:
                     logger.info("waiting for a vLLM server at %s, up to %.0f seconds", self.url, self.timeout)
-                await patience.bear(error)
+                await patience.wait_or_raise(error)
 
     async def answered(
         self,
@@ -111,24 +111,24 @@ class Link:
         again: tuple[type[Exception], ...] = (Failed,),
     ) -> T:
         """Some questions, put to a server that is well until they are answered or the time is up."""
-        patience = Patience(self, since)
+        patience = Retry(self, since)
         while True:
             await self.until_healthy(patience.since)
             try:
                 return await work()
             except again as error:
-                await patience.bear(error)
+                await patience.wait_or_raise(error)
 
 
-class Patience:
+class Retry:
     """Failures borne for as long as a link waits, counted from `since` on the loop's clock, with growing pauses."""
 
-    def __init__(self, link: Link, since: float | None = None) -> None:
+    def __init__(self, link: VllmClient, since: float | None = None) -> None:
         self._link, self._clock = link, asyncio.get_running_loop().time
         self.since = self._clock() if since is None else since
         self.attempts = 0
 
-    async def bear(self, problem: Exception) -> None:
+    async def wait_or_raise(self, problem: Exception) -> None:
         """Pause before the next attempt; raise where the time is up."""
         if self._clock() - self.since > self._link.timeout:
             raise UserError(lost(self._link.url, self._link.timeout, problem)) from None

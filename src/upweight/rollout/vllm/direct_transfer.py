@@ -25,7 +25,7 @@ from torch.multiprocessing.reductions import reduce_tensor
 from upweight.errors import UserError
 from upweight.log import warn_once
 from upweight.models.export import sent_weights
-from upweight.rollout.vllm.client import LOAD, Failed, Link, Refused
+from upweight.rollout.vllm.client import LOAD, Failed, Refused, VllmClient
 from upweight.rollout.vllm.file_transfer import Served, Transport, WeightTransport, reset_prefixes
 
 T = TypeVar("T")
@@ -40,14 +40,14 @@ class SharedMemory:
 
     name = "ipc"
 
-    async def meet(self, link: Link) -> None:
+    async def meet(self, link: VllmClient) -> None:
         """Have the server expect pieces."""
         found = re.match(r"(\d+)\.(\d+)", str((await link.ask("/version"))["version"]))
         self._flag = {} if found and (int(found[1]), int(found[2])) >= FLAG_AT_START else {"packed": True}
         init = {} if self._flag else {"packed": True}
         await link.ask("/init_weight_transfer_engine", {"init_info": init}, seconds=LOAD)
 
-    async def send(self, link: Link, chunk: Chunk) -> None:
+    async def send(self, link: VllmClient, chunk: Chunk) -> None:
         """Have the server take a piece; returns when it has."""
         flat = [tensor.detach().contiguous().view(-1).view(torch.uint8) for _, tensor in chunk]
         packed = torch.cat(flat)  # new for each piece: torch counts who uses shared memory once for each export
@@ -72,7 +72,7 @@ class Broadcast:
     def __init__(self) -> None:
         self._group: Any = None
 
-    async def meet(self, link: Link) -> None:
+    async def meet(self, link: VllmClient) -> None:
         """Form the group."""
         from vllm.distributed.weight_transfer import nccl_common  # pyright: ignore[reportMissingImports]
 
@@ -88,7 +88,7 @@ class Broadcast:
                 "each, and a network between them; use 'ipc' on one GPU, or 'folder'."
             ) from None
 
-    async def send(self, link: Link, chunk: Chunk) -> None:
+    async def send(self, link: VllmClient, chunk: Chunk) -> None:
         """Have the server take a piece; returns when it has."""
 
         def broadcast() -> None:
@@ -127,7 +127,7 @@ class DirectTransport(WeightTransport):
 
         return remember
 
-    async def put(self, link: Link, served: Served) -> None:
+    async def put(self, link: VllmClient, served: Served) -> None:
         weights, self._weights = self._weights, None
         if weights is None:
             raise UserError(
@@ -153,7 +153,7 @@ class DirectTransport(WeightTransport):
             raise
         self._met = served.began = began
 
-    async def _meet(self, link: Link) -> None:
+    async def _meet(self, link: VllmClient) -> None:
         try:
             await self.road.meet(link)
         except Failed as error:

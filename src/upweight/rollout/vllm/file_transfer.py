@@ -19,7 +19,7 @@ from transformers.utils import logging as transformers_logging
 
 from upweight.errors import UserError
 from upweight.models.export import refuse_unmergeable, write_adapter, write_weights
-from upweight.rollout.vllm.client import LOAD, Failed, Link, Refused
+from upweight.rollout.vllm.client import LOAD, Failed, Refused, VllmClient
 from upweight.serve.adapters import goes_alone
 
 
@@ -50,7 +50,7 @@ class AdapterTransport:
         """What writes a model as it is then; every rank that holds a part of it is given this."""
         return partial(write_adapter, folder=folder)
 
-    async def put(self, link: Link, served: Served) -> None:
+    async def put(self, link: VllmClient, served: Served) -> None:
         """Have the server take it; returns when it has."""
         body = {"lora_name": served.name, "lora_path": str(served.folder)}
         try:
@@ -59,11 +59,11 @@ class AdapterTransport:
             if "already been loaded" not in str(error):
                 raise UserError(_adapter_refused(link.url, error)) from None
 
-    async def holds(self, link: Link, served: Served) -> bool:
+    async def holds(self, link: VllmClient, served: Served) -> bool:
         """Whether the server has it still."""
         return any(entry["id"] == served.name for entry in (await link.ask("/v1/models"))["data"])
 
-    async def drop(self, link: Link, served: Served) -> None:
+    async def drop(self, link: VllmClient, served: Served) -> None:
         """Have the server forget it, so that its folder may go."""
         with contextlib.suppress(Refused):  # a server that was started anew does not know it
             await link.ask("/v1/unload_lora_adapter", {"lora_name": served.name}, seconds=LOAD)
@@ -84,7 +84,7 @@ class WeightTransport:
     def writer(self, folder: Path) -> Callable[[Any], None]:
         return partial(_write_quietly, folder=folder, dtype=self.dtype)
 
-    async def put(self, link: Link, served: Served) -> None:
+    async def put(self, link: VllmClient, served: Served) -> None:
         call = {"method": "reload_weights", "kwargs": {"weights_path": str(served.folder)}}
         try:
             await link.ask("/collective_rpc", call, seconds=LOAD)
@@ -96,10 +96,10 @@ class WeightTransport:
             ) from None
         served.began = (await link.life()).began
 
-    async def holds(self, link: Link, served: Served) -> bool:
+    async def holds(self, link: VllmClient, served: Served) -> bool:
         return served.began is None or (await link.life()).began == served.began
 
-    async def drop(self, link: Link, served: Served) -> None:
+    async def drop(self, link: VllmClient, served: Served) -> None:
         """Nothing: weights are replaced, never forgotten."""
 
 
@@ -148,14 +148,14 @@ def link_files(source: Path, folder: Path) -> None:
             shutil.copyfile(file, folder / file.name)
 
 
-async def reset_prefixes(link: Link) -> None:
+async def reset_prefixes(link: VllmClient) -> None:
     """Have the server forget the beginnings of prompts, which otherwise stay those of the old weights."""
     answer = await link.ask("/reset_prefix_cache", {})
     if isinstance(answer, dict) and answer.get("success") is False:
         raise Failed("the server still uses its prefix cache")
 
 
-async def forget_leftovers(link: Link, folder: Path) -> None:
+async def forget_leftovers(link: VllmClient, folder: Path) -> None:
     """Have the server forget adapters that an earlier run left in this folder, and remove them."""
     for entry in (await link.ask("/v1/models"))["data"]:
         if entry.get("parent") is not None and Path(str(entry.get("root"))).parent == folder:

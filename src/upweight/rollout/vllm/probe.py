@@ -15,7 +15,7 @@ from upweight.engine.forward import base_of
 from upweight.errors import UserError
 from upweight.models.modules import dropout_off
 from upweight.rollout.sampling_params import completion_fields
-from upweight.rollout.vllm.client import Link, Refused
+from upweight.rollout.vllm.client import Refused, VllmClient
 from upweight.types import Sampling
 
 OUTLOOK = 5  # most likely tokens that are compared
@@ -25,7 +25,7 @@ EXACT = 1e-3  # largest difference in float32; kernels differ by 5e-5
 LOOSE = 0.25
 
 
-async def served_base(link: Link, model_name: str | None) -> tuple[str, int | None]:
+async def served_base(link: VllmClient, model_name: str | None) -> tuple[str, int | None]:
     """The name that the server has for the model that is trained, and its longest sequence."""
     entries = (await link.ask("/v1/models"))["data"]
     bases = [entry for entry in entries if entry.get("parent") is None]
@@ -52,7 +52,7 @@ def _last_name(name: str) -> str:
     return (stored[1] if stored else name.rstrip("/").rpartition("/")[2]).lower()
 
 
-async def check_vocabulary(link: Link, name: str, size: int) -> None:
+async def check_vocabulary(link: VllmClient, name: str, size: int) -> None:
     """Refuse a server that knows fewer or more tokens than the model, by which biases it takes.
 
     Not by a prompt of such a token: where the tokenizer has it and the model does not, vLLM lets it in, and dies.
@@ -83,7 +83,7 @@ def probe_fields(temperature: float) -> dict[str, Any]:
     return completion_fields(1, Sampling(LENGTH - PROMPT, temperature)) | {"ignore_eos": True}
 
 
-async def ask_probe(link: Link, name: str, size: int, temperature: float) -> tuple[list[int], list[float]]:
+async def ask_probe(link: VllmClient, name: str, size: int, temperature: float) -> tuple[list[int], list[float]]:
     """A few given tokens with those that the server writes after them, and the log-probs it reports of the latter."""
     prompt = probe_prompt(size)
     body = probe_fields(temperature) | {"model": name, "prompt": prompt, "return_token_ids": True}
@@ -116,7 +116,7 @@ def agrees(mean: float, largest: float, *, exact: bool) -> bool:
     return largest <= EXACT if exact else mean <= LOOSE
 
 
-async def check_temperature(link: Link, name: str, size: int) -> None:
+async def check_temperature(link: VllmClient, name: str, size: int) -> None:
     """Refuse a server whose log-probs leave out the temperature that it samples at: it would widen their spread."""
     plain, sharp = [await outlook_of(link, name, probe_prompt(size), temperature) for temperature in (1.0, 0.25)]
     if sharp[0] - sharp[-1] < 2 * (plain[0] - plain[-1]):
@@ -126,7 +126,7 @@ async def check_temperature(link: Link, name: str, size: int) -> None:
         )
 
 
-async def outlook_of(link: Link, name: str, ids: Sequence[int], temperature: float = 1.0) -> list[float]:
+async def outlook_of(link: VllmClient, name: str, ids: Sequence[int], temperature: float = 1.0) -> list[float]:
     """The log-probs of the most likely tokens after given ones, best first: the same whenever weights are the same.
 
     Not by `prompt_logprobs`: asked of an adapter while other requests are under way, they bring vLLM 0.32 down.

@@ -14,11 +14,11 @@ from transformers import PreTrainedModel
 from upweight.engine.forward import base_of
 from upweight.errors import UserError
 from upweight.rollout.sampling_params import completion_fields
-from upweight.rollout.vllm.client import Failed, Link, Patience, Refused, lost
+from upweight.rollout.vllm.client import Failed, Refused, Retry, VllmClient, lost
 from upweight.rollout.vllm.direct_transfer import FOLDER, sent_by
 from upweight.rollout.vllm.file_transfer import transport_for
 from upweight.rollout.vllm.probe import check_vocabulary, served_base
-from upweight.rollout.vllm.versions import OnModel, ServedWeights
+from upweight.rollout.vllm.versions import OnModel, ServedVersions
 from upweight.sampler.in_process import end_tokens
 from upweight.types import Completion, Done, Prompts, Sampling
 
@@ -59,7 +59,7 @@ class VllmServer:
         self._finished = 0
         self._calls = 0  # under way
         self._watcher: asyncio.Task[None] | None = None  # one for all calls
-        self.link = link = Link(url, timeout)
+        self.link = link = VllmClient(url, timeout)
 
         async def meet() -> tuple[str, int | None]:
             name, longest = await served_base(link, base.config.name_or_path)
@@ -67,7 +67,7 @@ class VllmServer:
             return name, longest
 
         name, self._longest = link.run(link.answered(meet))
-        self.weights = ServedWeights(
+        self.weights = ServedVersions(
             link,
             model,
             sent_by(transfer, transport_for(model, lora_sync, dtype, name)),
@@ -155,7 +155,7 @@ class VllmServer:
     ) -> None:
         """Every prompt's completions, many prompts at a time; the first failure ends the rest."""
         limit = asyncio.Semaphore(IN_FLIGHT)
-        await self.weights.mended(None)
+        await self.weights.ensure_served(None)
 
         async def one(place: int) -> None:
             async with limit:
@@ -196,7 +196,7 @@ class VllmServer:
 
         On the loop of the link.
         """
-        patience: Patience | None = None
+        patience: Retry | None = None
         while True:
             served = await self.weights.enter()
             try:
@@ -208,9 +208,9 @@ class VllmServer:
                 problem = error
             finally:
                 self.weights.leave(served)
-            patience = patience or Patience(self.link)
-            await patience.bear(problem)
-            await self.weights.mended(patience.since)
+            patience = patience or Retry(self.link)
+            await patience.wait_or_raise(problem)
+            await self.weights.ensure_served(patience.since)
 
     async def _watch(self) -> None:
         """Raise when requests are under way and no token is written for too long."""

@@ -17,7 +17,7 @@ from torch import nn
 from upweight.engine.forward import base_of
 from upweight.errors import UserError
 from upweight.log import logger, warn_once
-from upweight.rollout.vllm.client import Failed, Link, Refused, pause
+from upweight.rollout.vllm.client import Failed, Refused, VllmClient, pause
 from upweight.rollout.vllm.file_transfer import Served, Transport, forget_leftovers, link_files, write_aside
 from upweight.rollout.vllm.probe import agrees, ask_probe, check_temperature, difference, outlook_of, served_base
 
@@ -27,12 +27,12 @@ Sending = tuple[Served, "Future[tuple[list[int], list[float]]]"]  # a version on
 OnModel = Callable[[Callable[[nn.Module], Any]], Any]
 
 
-class ServedWeights:
+class ServedVersions:
     """What a server samples from. State is touched on the link's thread only, weights on the caller's only."""
 
     def __init__(
         self,
-        link: Link,
+        link: VllmClient,
         model: nn.Module,
         transport: Transport,
         *,
@@ -146,7 +146,7 @@ class ServedWeights:
             self._drops.add(task)
             task.add_done_callback(self._drops.discard)
 
-    async def mended(self, since: float | None) -> None:
+    async def ensure_served(self, since: float | None) -> None:
         """Wait for a server that is well and holds the present version, which one that was started anew does not."""
         clock = asyncio.get_running_loop().time
         async with self._mending:

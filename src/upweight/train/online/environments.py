@@ -19,14 +19,14 @@ from upweight.environments.python_class import PythonEnvironment
 from upweight.rewards.environment import COLUMN as EPISODE
 from upweight.rewards.reward import Reward, check_columns
 from upweight.rollout.episodes.loop import Bounds
-from upweight.rollout.episodes.runner import Player
-from upweight.rollout.producer import Roll
+from upweight.rollout.episodes.runner import EpisodeRunner
+from upweight.rollout.producer import CompletionSource
 from upweight.sampler.in_process import end_tokens
 from upweight.types import Generator
 
 
 @dataclass(frozen=True)
-class Acting:
+class EnvironmentSetup:
     """An environment, and how it is played."""
 
     environment: Environment
@@ -35,10 +35,10 @@ class Acting:
     template_args: Mapping[str, Any] = field(default_factory=dict)
     default_system: str | None = None
 
-    def player(self, model: Any, tokenizer: PreTrainedTokenizerBase, generator: Generator | None) -> Roll:
+    def player(self, model: Any, tokenizer: PreTrainedTokenizerBase, generator: Generator | None) -> CompletionSource:
         """What fills groups by playing."""
         template = ChatTemplate(tokenizer, None, self.template_args)
-        return Player(
+        return EpisodeRunner(
             self.environment,
             generator,
             template,
@@ -49,16 +49,16 @@ class Acting:
         )
 
 
-def acting_of(config: Config) -> Acting | None:
+def environment_setup(config: Config) -> EnvironmentSetup | None:
     """What a config's policy acts in; None where it only answers."""
     section = config.environment
     if config.method.online and config.gym.enabled:
-        from upweight.train.online.gym import gym_acting
+        from upweight.train.online.gym import gym_setup
 
-        return gym_acting(config)
+        return gym_setup(config)
     if not config.method.online or not section.acts:
         return None
-    return Acting(
+    return EnvironmentSetup(
         _environment(section, config.folder),
         bounds_of(section),
         section.tool_format,
@@ -83,7 +83,7 @@ def python_environment(
     return PythonEnvironment(factory, functions, timeout=section.timeout, tool_timeout=section.tool_timeout, key=key)
 
 
-def check_rewards(rewards: Sequence[Reward], columns: Sequence[str], acting: Acting | None) -> None:
+def check_rewards(rewards: Sequence[Reward], columns: Sequence[str], acting: EnvironmentSetup | None) -> None:
     """Refuse rewards that read columns which neither the data nor an environment gives."""
     given = [*columns, *([] if acting is None else [EPISODE])]
     check_columns(rewards, [name for name in given if name not in OWN_COLUMNS])

@@ -15,20 +15,20 @@ from upweight.environments.nemo_gym.process import GymProcess
 from upweight.rollout.episodes.gateway import PolicyGateway
 from upweight.rollout.episodes.gym_agents import GymAgents
 from upweight.rollout.episodes.loop import Bounds
-from upweight.rollout.producer import Roll
+from upweight.rollout.producer import CompletionSource
 from upweight.rollout.vllm.server import VllmServer
-from upweight.train.distributed.ranks import as_rank_zero_says
-from upweight.train.online.environments import Acting
+from upweight.train.distributed.ranks import broadcast_from_rank0
+from upweight.train.online.environments import EnvironmentSetup
 from upweight.types import Generator
 
 
 @dataclass(frozen=True)
-class AgentActing(Acting):
+class GymAgentSetup(EnvironmentSetup):
     """A Gym whose agents drive the turns."""
 
     gym: GymSection = field(default_factory=GymSection)
 
-    def player(self, model: Any, tokenizer: PreTrainedTokenizerBase, generator: Generator | None) -> Roll:
+    def player(self, model: Any, tokenizer: PreTrainedTokenizerBase, generator: Generator | None) -> CompletionSource:
         """What fills groups by asking the agents."""
         assert isinstance(self.environment, NemoGym)
         assert generator is None or isinstance(generator, VllmServer), "a rule holds that there is a server"
@@ -38,7 +38,7 @@ class AgentActing(Acting):
         return GymAgents(self.environment, gateway)
 
 
-def gym_acting(config: Config) -> Acting:
+def gym_setup(config: Config) -> EnvironmentSetup:
     """The Gym that a config names: its own servers, or those that rank 0 starts."""
     section = config.gym
     name = section.model_name or str(config.model.base_model)
@@ -46,7 +46,7 @@ def gym_acting(config: Config) -> Acting:
     process = None
     if section.auto_start and PartialState().process_index == 0:
         process = GymProcess(section, config.folder, Path(config.run.output_dir), policy=policy)
-    socket = as_rank_zero_says(None if process is None else process.socket)
+    socket = broadcast_from_rank0(None if process is None else process.socket)
     gym = Gym(
         section.head_port, patience=section.server_timeout, busy=section.verify_timeout, process=process, socket=socket
     )
@@ -54,5 +54,5 @@ def gym_acting(config: Config) -> Acting:
     told = (config.environment.tool_format, config.data.template_args, config.data.default_system_message)
     environment = NemoGym(section, gym, name)
     if section.multi_turn:
-        return AgentActing(environment, bounds, *told, gym=section)
-    return Acting(environment, bounds, *told)
+        return GymAgentSetup(environment, bounds, *told, gym=section)
+    return EnvironmentSetup(environment, bounds, *told)
