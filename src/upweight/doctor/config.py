@@ -23,7 +23,7 @@ from upweight.models.memory import GIB, HEAD_CHUNK, LESS_MEMORY, USABLE, Memory,
 from upweight.models.source import load_failures
 from upweight.models.tokenizer import load_tokenizer
 from upweight.rewards.load import KEY, load_rewards
-from upweight.rollout.vllm.client import Failed, Refused, VllmClient
+from upweight.rollout.vllm.client import RequestFailed, RequestRefused, VllmClient
 from upweight.rollout.vllm.probe import served_base
 from upweight.runs.files import METRICS, no_folder_at
 from upweight.serve.address import server_urls
@@ -200,11 +200,11 @@ def _server(look: Look) -> Iterator[Finding]:
         return
     needed = look.longest_prompt + getattr(config.method, "policy").max_completion_length  # noqa: B009
     for url in server_urls(config.rollout):
-        link = VllmClient(url, PATIENCE)
+        client = VllmClient(url, PATIENCE)
         try:
-            link.run(link.ask("/health", seconds=PATIENCE))
-            name, longest = link.run(served_base(link, config.model.base_model))
-        except (Failed, Refused) as error:
+            client.run(client.ask("/health", seconds=PATIENCE))
+            name, longest = client.run(served_base(client, config.model.base_model))
+        except (RequestFailed, RequestRefused) as error:
             remedy = "start it with `upweight vllm-serve CONFIG`; check trl.vllm_server_host and trl.vllm_server_port"
             yield Finding("alarm", "server", f"{url} does not answer: {error}", remedy)
             continue

@@ -24,7 +24,7 @@ PROMPTS = [[3, 4, 5], [6, 7], [8, 9, 10, 11]]
 
 @pytest.fixture(autouse=True)
 def _no_long_pauses(monkeypatch):
-    monkeypatch.setattr(vllm_client, "PAUSES", (0.01,))
+    monkeypatch.setattr(vllm_client, "BACKOFF", (0.01,))
 
 
 @pytest.fixture(scope="module")
@@ -234,12 +234,12 @@ def test_a_server_may_be_lost_while_another_is_sent_weights(fake, folder, tmp_pa
 
     servers = VllmServers(list(fakes), opened)
     servers.sync(0)
-    first, lost, _ = servers._well.values()
+    first, lost, _ = servers._live.values()
     send = first.weights.send
-    first.weights.send = lambda *given: (servers._mark_lost(lost.link.url, UserError("gone")), send(*given))[1]
+    first.weights.send = lambda *given: (servers._mark_lost(lost.client.url, UserError("gone")), send(*given))[1]
     move(model)
     servers.sync(1)
-    assert [one.version() for one in servers._well.values()] == [1, 1]
+    assert [one.version() for one in servers._live.values()] == [1, 1]
     assert len(servers.generate(PROMPTS, 2, Sampling(3))) == 3
     for one in others:
         one.close()
@@ -252,7 +252,7 @@ def test_no_server_is_left_waiting_where_sending_to_several_broke_off(fake, fold
         lambda url, number, _: backend(fake if number == 0 else other, model, tmp_path / str(number)),
     )
     servers.sync(0)
-    first, second = servers._well.values()
+    first, second = servers._live.values()
 
     def fails(*_given):
         raise RuntimeError("broken")

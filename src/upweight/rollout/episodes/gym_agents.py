@@ -9,8 +9,8 @@ from urllib.parse import urlsplit
 
 from upweight.data.formats.nemo_gym import PARAMS, row_of
 from upweight.environments.nemo_gym.agent_turns import is_finished, messages_of, turns_of
+from upweight.environments.nemo_gym.client import GymFault
 from upweight.environments.nemo_gym.environment import NemoGym
-from upweight.environments.nemo_gym.link import GymFault
 from upweight.environments.nemo_gym.responses import verdict
 from upweight.environments.nemo_gym.servers import Proxy, Server
 from upweight.errors import UserError
@@ -111,7 +111,7 @@ def _stranger(proxy: Proxy, gateway: PolicyGateway) -> str | None:
     place, own = _place(proxy.url), gateway.server
     if place == _place(gateway.url):
         return None
-    if place != _place(own.link.url):
+    if place != _place(own.client.url):
         return f"{proxy.url}, where the policy is not"
     name = own.serves_by_name()
     if name is None:

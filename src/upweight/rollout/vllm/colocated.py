@@ -17,7 +17,7 @@ from upweight.engine.forward import base_of
 from upweight.errors import UserError
 from upweight.log import warn_once
 from upweight.rollout.sampling_params import completion_fields
-from upweight.rollout.vllm.file_transfer import AdapterTransport, Served, transport_for, write_aside
+from upweight.rollout.vllm.file_transfer import AdapterTransport, ServedVersion, transport_for, write_aside
 from upweight.rollout.vllm.probe import agrees, difference, probe_fields, probe_prompt
 from upweight.rollout.vllm.server import completions_of
 from upweight.sampler.in_process import end_tokens
@@ -26,7 +26,7 @@ from upweight.types import Completion, Done, Prompts, Sampling
 
 
 class VllmColocated:
-    """An engine on the trainer's own GPU. New weights are written at a sync, and taken when it samples next."""
+    """An engine on the trainer's GPU. New weights are written at a sync, and taken when it samples next."""
 
     def __init__(
         self,
@@ -61,12 +61,12 @@ class VllmColocated:
             "enable_sleep_mode": self._sleeps,
             "enforce_eager": not on_gpu,
             "logprobs_mode": "processed_logprobs",  # at the sampling temperature, as training has them
-            "generation_config": "vllm",  # no sampling defaults of the model's own
+            "generation_config": "vllm",  # ignore the model's own sampling defaults
             **(_adapter_settings(model) if isinstance(self._transport, AdapterTransport) else {}),
         }
         self._llm: Any = None
-        self._now: Served | None = None  # what the engine samples from
-        self._next: Served | None = None  # written, and not yet taken
+        self._now: ServedVersion | None = None  # what the engine samples from
+        self._next: ServedVersion | None = None  # written, and not yet taken
         self._adapters = 0
         self._adapter: Any = None
         self._engine()
@@ -84,14 +84,14 @@ class VllmColocated:
             if self._now is None:
                 raise UserError("vLLM was sent no weights yet")
             answers = self._ask(prompts, completion_fields(count, sampling, self._ends) | self._options)
-        found = [
+        completions_by_prompt = [
             completions_of(answer, prompt, count, self._now.version)
             for answer, prompt in zip(answers, prompts, strict=True)
         ]
         if done is not None:
-            for place, completions in enumerate(found):
+            for place, completions in enumerate(completions_by_prompt):
                 done(place, completions)
-        return found
+        return completions_by_prompt
 
     def sync(self, version: int) -> None:
         """Sample from the policy's weights as they are now, as `version`, from the next call on."""
@@ -100,7 +100,7 @@ class VllmColocated:
         self._forget(self._next)
         folder = self._folder / f"{self._run}-v{version}"
         write_aside(lambda part: self._transport.writer(part)(self._model), folder)
-        self._next = Served(self._transport.name(folder), version, folder)
+        self._next = ServedVersion(self._transport.name(folder), version, folder)
 
     def version(self) -> int:
         """The policy version that the next call would be sampled from; -1 before the first sync."""
@@ -149,7 +149,7 @@ class VllmColocated:
             if self._sleeps:
                 engine.sleep(level=1)
 
-    def _take(self, served: Served) -> None:
+    def _take(self, served: ServedVersion) -> None:
         """Sample from new weights from now on, if they are those of the policy."""
         last = self._adapter
         if isinstance(self._transport, AdapterTransport):
@@ -171,8 +171,8 @@ class VllmColocated:
         size = base_of(self._model).config.get_text_config().vocab_size
         prompt = probe_prompt(size)
         choice = self._ask([prompt], probe_fields(self._temperature))[0]["choices"][0]
-        ids, said = [*prompt, *choice["token_ids"]], choice["logprobs"]["token_logprobs"]
-        mean, largest = difference(self._model, ids, said, self._temperature, adapted=True)
+        ids, reported_logps = [*prompt, *choice["token_ids"]], choice["logprobs"]["token_logprobs"]
+        mean, largest = difference(self._model, ids, reported_logps, self._temperature, adapted=True)
         if agrees(mean, largest, exact=self._dtype == torch.float32):
             return
         apart = f"log-probs of vLLM differ by {mean:.3g} on average from the trainer's after new weights were taken"
@@ -190,15 +190,15 @@ class VllmColocated:
         fields = dict(fields)
         if "structured_outputs" in fields:
             fields["structured_outputs"] = StructuredOutputsParams(**fields["structured_outputs"])
-        found = self._llm.generate(
+        outputs = self._llm.generate(
             [{"prompt_token_ids": list(prompt)} for prompt in prompts],
             SamplingParams(**fields),
             use_tqdm=False,
             lora_request=self._adapter,
         )
-        return [{"choices": [_choice(one, request.prompt_token_ids) for one in request.outputs]} for request in found]
+        return [{"choices": [_choice(one, request.prompt_token_ids) for one in request.outputs]} for request in outputs]
 
-    def _forget(self, served: Served | None) -> None:
+    def _forget(self, served: ServedVersion | None) -> None:
         if served is not None:
             shutil.rmtree(served.folder, ignore_errors=True)
 

@@ -1,4 +1,4 @@
-"""Completions from a vLLM server that is told of new weights; see `types.Generator`."""
+"""Completions from a vLLM server that is sent new weights; see `types.Generator`."""
 
 import asyncio
 import queue
@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 from upweight.engine.forward import base_of
 from upweight.errors import UserError
 from upweight.rollout.sampling_params import completion_fields
-from upweight.rollout.vllm.client import Failed, Refused, Retry, VllmClient, lost
-from upweight.rollout.vllm.direct_transfer import FOLDER, sent_by
+from upweight.rollout.vllm.client import RequestFailed, RequestRefused, Retry, VllmClient, unreachable
+from upweight.rollout.vllm.direct_transfer import FOLDER, direct_transport
 from upweight.rollout.vllm.file_transfer import transport_for
 from upweight.rollout.vllm.probe import check_vocabulary, served_base
 from upweight.rollout.vllm.versions import OnModel, ServedVersions
@@ -59,18 +59,18 @@ class VllmServer:
         self._finished = 0
         self._calls = 0  # under way
         self._watcher: asyncio.Task[None] | None = None  # one for all calls
-        self.link = link = VllmClient(url, timeout)
+        self.client = client = VllmClient(url, timeout)
 
-        async def meet() -> tuple[str, int | None]:
-            name, longest = await served_base(link, base.config.name_or_path)
-            await check_vocabulary(link, name, base.config.get_text_config().vocab_size)
+        async def connect() -> tuple[str, int | None]:
+            name, longest = await served_base(client, base.config.name_or_path)
+            await check_vocabulary(client, name, base.config.get_text_config().vocab_size)
             return name, longest
 
-        name, self._longest = link.run(link.answered(meet))
+        name, self._longest = client.run(client.retry_until_answered(connect))
         self.weights = ServedVersions(
-            link,
+            client,
             model,
-            sent_by(transfer, transport_for(model, lora_sync, dtype, name)),
+            direct_transport(transfer, transport_for(model, lora_sync, dtype, name)),
             dtype=dtype,
             folder=folder.resolve(),
             temperature=temperature,
@@ -86,17 +86,17 @@ class VllmServer:
             return []
         self.require_room(max(map(len, prompts)), sampling.max_new_tokens)
         arrived: queue.SimpleQueue[int | None] = queue.SimpleQueue()
-        found: list[list[Completion]] = [[] for _ in prompts]
-        work = self.link.start(self._all(prompts, self._body(count, sampling), found, arrived.put))
+        completions: list[list[Completion]] = [[] for _ in prompts]
+        work = self.client.start(self._all(prompts, self._body(count, sampling), completions, arrived.put))
         work.add_done_callback(lambda _: arrived.put(None))
         try:
             while (place := arrived.get()) is not None:
                 if done is not None:
-                    done(place, found[place])
+                    done(place, completions[place])
             work.result()
         finally:
             work.cancel()
-        return found
+        return completions
 
     def on_model(self, does: OnModel) -> None:
         """From now on `does` has the policy written and compared: where its weights are spread over ranks."""
@@ -105,17 +105,17 @@ class VllmServer:
     def start(self, prompt: Sequence[int], count: int, sampling: Sampling) -> "Future[list[Completion]]":
         """Begin the completions of one prompt, beside whatever else is under way."""
         self.require_room(len(prompt), sampling.max_new_tokens)
-        found: list[list[Completion]] = [[]]
+        completions: list[list[Completion]] = [[]]
 
         async def work() -> list[Completion]:
-            await self._all([prompt], self._body(count, sampling), found, lambda _: None)
-            return found[0]
+            await self._all([prompt], self._body(count, sampling), completions, lambda _: None)
+            return completions[0]
 
-        return self.link.start(work())
+        return self.client.start(work())
 
     def serves_by_name(self) -> str | None:
-        """The name that the policy always has on the server; None where each version has its own."""
-        return None if self.weights.now is None or not self.weights.transport.drains else self.weights.now.name
+        """The name that the policy always has on the server; None where each version has a name of its own."""
+        return None if self.weights.current is None or not self.weights.transport.drains else self.weights.current.name
 
     def sync(self, version: int) -> None:
         """Have the server sample from the policy's weights as they are now, as `version`; returns when it does."""
@@ -124,14 +124,14 @@ class VllmServer:
 
     def version(self) -> int:
         """The policy version that the next request would be sampled from; -1 before the first sync."""
-        return -1 if self.weights.now is None else self.weights.now.version
+        return -1 if self.weights.current is None else self.weights.current.version
 
     def health(self) -> str | None:
         """None when the server is well, else what is wrong."""
         try:
-            self.link.run(self.link.ask("/health"))
-        except (Failed, Refused) as error:
-            return f"the vLLM server at {self.link.url}: {error}"
+            self.client.run(self.client.ask("/health"))
+        except (RequestFailed, RequestRefused) as error:
+            return f"the vLLM server at {self.client.url}: {error}"
         return None
 
     def require_room(self, prompt: int, new: int) -> None:
@@ -139,7 +139,7 @@ class VllmServer:
         if self._longest is not None and prompt + new > self._longest:
             raise UserError(
                 f"a prompt of {prompt} tokens with {new} new ones exceeds the {self._longest} that the server at "
-                f"{self.link.url} takes: raise vllm.max_model_len, or shorten prompts or completions"
+                f"{self.client.url} takes: raise vllm.max_model_len, or shorten prompts or completions"
             )
 
     def close(self) -> None:
@@ -150,7 +150,7 @@ class VllmServer:
         self,
         prompts: Prompts,
         body: dict[str, Any],
-        found: list[list[Completion]],
+        completions: list[list[Completion]],
         done: Callable[[int], None],
     ) -> None:
         """Every prompt's completions, many prompts at a time; the first failure ends the rest."""
@@ -159,7 +159,7 @@ class VllmServer:
 
         async def one(place: int) -> None:
             async with limit:
-                found[place] = await self._one(prompts[place], body)
+                completions[place] = await self._one(prompts[place], body)
             self._finished += 1
             done(place)
 
@@ -188,48 +188,48 @@ class VllmServer:
             return await self.asked(
                 "/v1/completions", request, lambda answer, version: completions_of(answer, prompt, body["n"], version)
             )
-        except Refused as error:
-            raise UserError(f"the vLLM server at {self.link.url} refuses a request: {error}") from None
+        except RequestRefused as error:
+            raise UserError(f"the vLLM server at {self.client.url} refuses a request: {error}") from None
 
     async def asked(self, path: str, body: Mapping[str, Any], read: Callable[[Any, int], T]) -> T:
         """What `read` makes of the policy's answer and version, asked for until it comes or the time is up.
 
         On the loop of the link.
         """
-        patience: Retry | None = None
+        retry: Retry | None = None
         while True:
-            served = await self.weights.enter()
+            served = await self.weights.acquire()
             try:
-                answer = await self.link.ask(path, {**body, "model": served.name}, seconds=None)
+                answer = await self.client.ask(path, {**body, "model": served.name}, seconds=None)
                 return read(answer, served.version)
-            except (Failed, Refused) as error:
-                if isinstance(error, Refused) and error.status != 404:  # 404: an adapter that the server has lost
+            except (RequestFailed, RequestRefused) as error:
+                if isinstance(error, RequestRefused) and error.status != 404:  # 404: the server lost the adapter
                     raise
                 problem = error
             finally:
-                self.weights.leave(served)
-            patience = patience or Retry(self.link)
-            await patience.wait_or_raise(problem)
-            await self.weights.ensure_served(patience.since)
+                self.weights.release(served)
+            retry = retry or Retry(self.client)
+            await retry.wait_or_raise(problem)
+            await self.weights.ensure_served(retry.since)
 
     async def _watch(self) -> None:
         """Raise when requests are under way and no token is written for too long."""
         clock = asyncio.get_running_loop().time
-        patience = max(self.link.timeout, STALLED)
+        retry = max(self.client.timeout, STALLED)
         seen, since = None, clock()
         while True:
             await asyncio.sleep(WATCH)
-            limit, problem = patience, "it answers, but writes no tokens"
+            limit, problem = retry, "it answers, but writes no tokens"
             try:
-                life = await self.link.life()
-                state = (self._finished, life)
-                limit *= 1 if life.tokens is not None else 10  # without a count only whole requests tell
-            except Failed as error:
+                identity = await self.client.identity()
+                state = (self._finished, identity)
+                limit *= 1 if identity.tokens is not None else 10  # without a count only whole requests tell
+            except RequestFailed as error:
                 state, problem = seen, str(error)
             if state != seen or not self.weights.open.is_set():
                 seen, since = state, clock()
             elif clock() - since > limit:
-                raise UserError(lost(self.link.url, limit, problem))
+                raise UserError(unreachable(self.client.url, limit, problem))
 
     def _body(self, count: int, sampling: Sampling) -> dict[str, Any]:
         """What every request of a call says."""
@@ -241,13 +241,13 @@ def completions_of(answer: Any, prompt: Sequence[int], count: int, version: int)
     choices = sorted(answer["choices"], key=lambda choice: choice["index"])
     if len(choices) != count or any(choice["finish_reason"] not in ("stop", "length") for choice in choices):
         ends = {choice["finish_reason"] for choice in choices}
-        raise Failed(f"{len(choices)} of {count} completions came back, ended by {', '.join(map(str, ends))}")
-    found = []
+        raise RequestFailed(f"{len(choices)} of {count} completions came back, ended by {', '.join(map(str, ends))}")
+    completions = []
     for choice in choices:
         ids, logps = choice["token_ids"], choice["logprobs"]["token_logprobs"]
         if choice["prompt_token_ids"] != list(prompt) or len(ids) != len(logps):
             raise UserError(
                 "the vLLM server did not continue the prompt's tokens as they were sent; use vLLM 0.26 or later"
             )
-        found.append(Completion(ids, logps, [version] * len(ids), choice["finish_reason"] == "stop"))
-    return found
+        completions.append(Completion(ids, logps, [version] * len(ids), choice["finish_reason"] == "stop"))
+    return completions

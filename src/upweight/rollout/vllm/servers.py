@@ -34,7 +34,7 @@ class VllmServers:
         self._urls, self._opens = list(urls), opens
         self._on_model: OnModel | None = None
         self._changing = threading.Lock()  # a rollout that runs ahead may lose a server while another is sent weights
-        self._well: dict[str, VllmServer] = {}
+        self._live: dict[str, VllmServer] = {}
         self._lost: dict[str, VllmServer] = {}
         for url in urls:
             self._open(url)
@@ -43,23 +43,23 @@ class VllmServers:
         self, prompts: Prompts, count: int, sampling: Sampling, done: Done | None = None
     ) -> list[list[Completion]]:
         """`count` completions for each prompt, in the order of the prompts; `done` hears of each prompt as it ends."""
-        found: list[list[Completion]] = [[] for _ in prompts]
+        completions_by_prompt: list[list[Completion]] = [[] for _ in prompts]
         heard = threading.Lock()
         with ThreadPoolExecutor(2 * len(self._urls), "vllm-servers") as pool:
 
             def ask(server: VllmServer, places: list[int]) -> "Future[object]":
                 def arrived(place: int, completions: list[Completion]) -> None:
                     with heard:
-                        found[places[place]] = completions
+                        completions_by_prompt[places[place]] = completions
                         if done is not None:
                             done(places[place], completions)
 
-                own = [prompts[place] for place in places]
-                return pool.submit(server.generate, own, count, sampling, arrived)
+                share = [prompts[place] for place in places]
+                return pool.submit(server.generate, share, count, sampling, arrived)
 
-            well = self._healthy()
-            shares = _dealt(range(len(prompts)), prompts, list(well))
-            asked = {ask(well[url], places): (url, places) for url, places in shares.items()}
+            live = self._healthy()
+            shares = _dealt(range(len(prompts)), prompts, list(live))
+            asked = {ask(live[url], places): (url, places) for url, places in shares.items()}
             while asked:
                 for work in wait(asked, return_when=FIRST_COMPLETED).done:
                     url, places = asked.pop(work)
@@ -67,10 +67,10 @@ class VllmServers:
                         work.result()
                     except UserError as error:
                         self._mark_lost(url, error)
-                        well = self._healthy()
-                        left = _dealt([one for one in places if not found[one]], prompts, list(well))
-                        asked |= {ask(well[other], share): (other, share) for other, share in left.items()}
-        return found
+                        live = self._healthy()
+                        left = _dealt([one for one in places if not completions_by_prompt[one]], prompts, list(live))
+                        asked |= {ask(live[other], share): (other, share) for other, share in left.items()}
+        return completions_by_prompt
 
     def sync(self, version: int) -> None:
         """Have all servers that are well sample from the policy's weights as they are now, as `version`."""
@@ -134,21 +134,21 @@ class VllmServers:
 
     def _open(self, url: str) -> None:
         server = self._opens(url, self._urls.index(url), self._on_model)
-        server.link.timeout = PATIENCE
+        server.client.timeout = PATIENCE
         with self._changing:
-            self._well[url] = server
+            self._live[url] = server
             self._lost.pop(url, None)
 
     def _healthy(self) -> dict[str, VllmServer]:
         with self._changing:
-            return dict(self._well)
+            return dict(self._live)
 
     def _mark_lost(self, url: str, error: UserError) -> None:
         """Go on without a server, while there is another."""
         with self._changing:
-            if url in self._well:
-                self._lost[url] = self._well.pop(url)
-            if not self._well:
+            if url in self._live:
+                self._lost[url] = self._live.pop(url)
+            if not self._live:
                 raise error
         logger.warning("warning: going on without %s: %s", url, error)
 
