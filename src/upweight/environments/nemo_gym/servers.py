@@ -7,7 +7,7 @@ from typing import Any
 import yaml
 
 from upweight.config.explain import did_you_mean
-from upweight.environments.nemo_gym.link import GymClient, GymFault
+from upweight.environments.nemo_gym.client import GymClient, GymFault
 from upweight.errors import UserError
 
 RESOURCES, AGENTS, MODELS = "resources_servers", "responses_api_agents", "responses_api_models"
