@@ -9,7 +9,7 @@ LINE = (
     "runs > config > methods > types"
 )
 ORDER = LINE.split(" > ")
-BOTTOM = {"types", "settings", "errors", "log", "event_loop", "user_modules"}
+BOTTOM = {"types", "settings", "errors", "log", "files", "processes", "event_loop", "user_modules"}
 
 
 def package_of(path: Path) -> str:

@@ -7,9 +7,8 @@ from pathlib import Path
 from upweight.cli.starter import rewards
 from upweight.cli.starter.configs import GYM_SERVER, MODEL, STARTERS, Starter
 from upweight.cli.starter.rows import ROWS
-from upweight.config.explain import did_you_mean
 from upweight.environments.nemo_gym.agent_config import agent_config
-from upweight.errors import UserError
+from upweight.errors import UserError, did_you_mean
 
 README = """\
 # {about}

@@ -1,6 +1,5 @@
 """Fold an adapter into the weights it was trained on, and compare what the model says before and after."""
 
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from upweight.config.sections.model import ModelSection
 from upweight.errors import UserError
+from upweight.files import written_whole
 from upweight.log import logger
 from upweight.models.load import Head, load_config, load_model
 from upweight.models.merge_files import merge_by_file
@@ -65,19 +65,17 @@ def merge_adapter(adapted: Adapted, output: Path) -> None:
         raise UserError(f"{output} is there already; remove it, or name another folder with --output")
     if adapted.base.gguf_file is None and hasattr(load_config(adapted.base), "quantization_config"):
         raise UserError("base_model: its weights are stored quantised; name the unquantised model to merge into")
-    part = output.with_name(output.name + ".partial")
-    shutil.rmtree(part, ignore_errors=True)
-    part.mkdir(parents=True)
-    tokenizer = adapted.tokenizer()
-    reason = merge_by_file(adapted.base, adapted.head(), adapted.folder, len(tokenizer), part)
-    if reason is not None:
-        logger.info("merging the model as a whole: %s", reason)
-        merged = merged_whole(adapted.load(torch.float32))
-        nn.Module.to(merged, adapted.dtype())
-        merged.config.dtype = adapted.dtype()
-        merged.save_pretrained(part)
-    tokenizer.save_pretrained(part)
-    part.rename(output)
+    with written_whole(output) as part:
+        part.mkdir(parents=True)
+        tokenizer = adapted.tokenizer()
+        reason = merge_by_file(adapted.base, adapted.head(), adapted.folder, len(tokenizer), part)
+        if reason is not None:
+            logger.info("merging the model as a whole: %s", reason)
+            merged = merged_whole(adapted.load(torch.float32))
+            nn.Module.to(merged, adapted.dtype())
+            merged.config.dtype = adapted.dtype()
+            merged.save_pretrained(part)
+        tokenizer.save_pretrained(part)
 
 
 def merged_whole(model: PeftModel) -> PreTrainedModel:

@@ -14,6 +14,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from upweight.processes import process_numbers, signal_group, stat_of
+
 _HERE = Path(__file__).parent
 _REPORT_BYTES = 1_000_000
 WAYS = ("root", "user", "plain")  # of isolating, strongest first; the first the system allows is taken
@@ -192,8 +194,7 @@ def _ready(report: bytes) -> dict | None:
 
 def _end(process: subprocess.Popen[bytes], ready: dict | None, token: str) -> None:
     """Kill the launcher and everything the program started, and reap."""
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
+    signal_group(process.pid, signal.SIGKILL)
     process.wait()
     for pipe in (process.stdin, process.stdout, process.stderr):
         if pipe is not None and not pipe.closed:
@@ -206,34 +207,26 @@ def _end(process: subprocess.Popen[bytes], ready: dict | None, token: str) -> No
 def _sweep(ready: dict | None, token: str) -> None:
     """Kill by group, by the spare user and by the mark in the environment what left the launcher's group."""
     if ready is not None:
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(ready["pid"], signal.SIGKILL)
+        signal_group(ready["pid"], signal.SIGKILL)
     spare = ready["user"] if ready is not None and "spare-user" in ready["holds"] else None
     mark = f"UPWEIGHT_SANDBOX={token}".encode()
     for _ in range(20):
-        left = [int(name) for name in _processes() if _belongs(name, spare, mark)]
+        left = [process for process in process_numbers() if _belongs(process, spare, mark)]
         for process in left:
-            try:
+            with suppress(ProcessLookupError, PermissionError):
                 os.kill(process, signal.SIGKILL)
-            except (ProcessLookupError, PermissionError):
-                continue
         if not left:
             return
         time.sleep(0.02)
 
 
-def _processes() -> list[str]:
-    return [name for name in os.listdir("/proc") if name.isdigit()] if os.path.isdir("/proc") else []
-
-
-def _belongs(name: str, spare: int | None, mark: bytes) -> bool:
+def _belongs(process: int, spare: int | None, mark: bytes) -> bool:
     try:
-        state = Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()[0]
-        if state == "Z":
+        if stat_of(process)[0] == "Z":
             return False
         if spare is not None:
-            return os.stat(f"/proc/{name}").st_uid == spare
-        return mark in Path(f"/proc/{name}/environ").read_bytes()
+            return os.stat(f"/proc/{process}").st_uid == spare
+        return mark in Path(f"/proc/{process}/environ").read_bytes()
     except OSError:
         return False
 

@@ -25,6 +25,7 @@ from torch.multiprocessing.reductions import reduce_tensor
 from upweight.errors import UserError
 from upweight.log import warn_once
 from upweight.models.export import sent_weights
+from upweight.processes import free_port
 from upweight.rollout.vllm.client import LOAD, Failed, Link, Refused
 from upweight.rollout.vllm.file_transfer import Served, Transport, WeightTransport, reset_prefixes
 
@@ -226,9 +227,7 @@ def _own_address(url: str) -> tuple[str, int]:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((parts.hostname, parts.port or 80))  # nothing is sent
         own = probe.getsockname()[0]
-    with socket.socket() as listener:
-        listener.bind((own, 0))
-        return own, listener.getsockname()[1]
+    return own, free_port(own)
 
 
 def _not_prepared(url: str, way: str, error: Exception) -> str:

@@ -10,7 +10,6 @@ from transformers import PreTrainedTokenizerBase
 from upweight.config import Config
 from upweight.config.sections.environment import EnvironmentSection
 from upweight.data.raw_row import OWN_COLUMNS
-from upweight.data.sources.transforms import load_function
 from upweight.data.tokenize.templates import ChatTemplate
 from upweight.engine.forward import base_of
 from upweight.environments.call_formats import format_of
@@ -23,6 +22,7 @@ from upweight.rollout.episodes.runner import Player
 from upweight.rollout.producer import Roll
 from upweight.sampler.in_process import end_tokens
 from upweight.types import Generator
+from upweight.user_modules import load_function
 
 
 @dataclass(frozen=True)
