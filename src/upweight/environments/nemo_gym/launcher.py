@@ -21,7 +21,7 @@ import threading
 import time
 
 from upweight.processes import process_numbers, stat_of
-from upweight.rewards.builtin.sandbox_launch import (
+from upweight.rewards.sandbox.launch import (
     LIBC,
     LINUX,
     MS_BIND,

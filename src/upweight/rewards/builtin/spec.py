@@ -1,4 +1,4 @@
-"""The table of built-in rewards, and how one is named in YAML: `name` or `name(option=value, ...)`."""
+"""How a built-in reward is named in YAML: `name` or `name(option=value, ...)`."""
 
 import ast
 import inspect
@@ -9,39 +9,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from upweight.errors import UserError, did_you_mean
-from upweight.rewards.builtin.adaptive import AdaptiveReward, DebugReward
-from upweight.rewards.builtin.code import CodeReward
-from upweight.rewards.builtin.correctness import ExactReward, MathReward, NumericReward
-from upweight.rewards.builtin.formats import (
-    FormatReward,
-    IncrementalFormatReward,
-    JsonReward,
-    RegexReward,
-    XmlTagsReward,
-)
-from upweight.rewards.builtin.judge import JudgeReward
-from upweight.rewards.builtin.lengths import CosineLengthReward, LengthReward
-from upweight.rewards.builtin.penalties import DiversityReward, RepetitionReward
 
-BUILTINS: dict[str, Callable[..., Any]] = {
-    "exact": ExactReward,
-    "numeric": NumericReward,
-    "math": MathReward,
-    "format": FormatReward,
-    "incremental_format": IncrementalFormatReward,
-    "xml_tags": XmlTagsReward,
-    "regex": RegexReward,
-    "json": JsonReward,
-    "length": LengthReward,
-    "cosine_length": CosineLengthReward,
-    "repetition": RepetitionReward,
-    "diversity": DiversityReward,
-    "code": CodeReward,
-    "judge": JudgeReward,
-    "adaptive": AdaptiveReward,
-    "debug": DebugReward,
-}
-
+BUILTINS: dict[str, Callable[..., Any]] = {}  # filled by the package
 _NAME = re.compile(r"\s*([A-Za-z_]\w*)\s*(?:$|\()")
 
 

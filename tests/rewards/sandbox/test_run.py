@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from upweight.rewards.builtin.sandbox import Limits, SandboxError, run_program
+from upweight.rewards.sandbox.run import Limits, SandboxError, run_program
 
 QUICK = Limits(seconds=3.0, memory_bytes=256 * 2**20, processes=8)
 

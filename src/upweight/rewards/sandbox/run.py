@@ -64,7 +64,7 @@ def run_program(
             "folder": os.path.realpath(folder),
             "home": os.path.realpath(os.path.expanduser("~")),
             "keep": _interpreter_folders(),
-            "program": str(_HERE / "sandbox_program.py"),
+            "program": str(_HERE / "program.py"),
             # A number no account has, and no other run at the same time.
             "spare_user": 1_000_000_000 + secrets.randbelow(1_000_000_000),
             "ways": ways,
@@ -106,7 +106,7 @@ def _launch(request: dict, reading: int, writing: int, token: str, limits: Limit
         "OPENBLAS_NUM_THREADS": "1",
         "UPWEIGHT_SANDBOX": token,
     }
-    command = [sys.executable, "-I", "-S", str(_HERE / "sandbox_launch.py"), str(writing)]
+    command = [sys.executable, "-I", "-S", str(_HERE / "launch.py"), str(writing)]
     try:
         process = subprocess.Popen(
             command,

@@ -1,7 +1,7 @@
 """The process between us and a program under test: takes rights away, then becomes the program.
 
 Imports nothing of ours: it starts fast, and stands alone.
-Started as `python -I -S sandbox_launch.py REPORT_FD` with a JSON request on stdin. It tries the strongest isolation
+Started as `python -I -S launch.py REPORT_FD` with a JSON request on stdin. It tries the strongest isolation
 first; the program's own process writes one line of JSON on REPORT_FD (what holds) just before it is replaced.
 """
 
