@@ -1,4 +1,4 @@
-"""Rewards ready to name in YAML. Light to import: reward workers start with it."""
+"""Rewards ready to name in YAML, light to import, since reward workers start with it."""
 
 from upweight.rewards.builtin.adaptive import AdaptiveReward, DebugReward
 from upweight.rewards.builtin.code import CodeReward

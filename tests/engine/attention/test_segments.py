@@ -3,9 +3,9 @@ import torch
 
 from dense_attention import dense_attention, dense_mask
 from tiny_models import SHAPES
+from upweight.engine.attention.rules import Rule
+from upweight.engine.attention.segments import SegmentPlan, segment_attention
 from upweight.engine.packing import build_batch
-from upweight.engine.rules import Rule
-from upweight.engine.segments import SegmentPlan, segment_attention
 
 RULES = [Rule(), Rule(window=1), Rule(window=4), Rule(window=300), Rule(chunk=3), Rule(chunk=8)]
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from upweight.methods import EBFT
-from upweight.methods.features import leave_one_out_crowding, pooled, pooled_positions, whitened
+from upweight.methods.formulas.features import leave_one_out_crowding, pooled, pooled_positions, whitened
 
 SIZE, GROUPS, WIDTH = 4, 3, 10
 BEGIN, ANSWER, END = 3, 5, 14

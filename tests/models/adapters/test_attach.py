@@ -6,7 +6,7 @@ from transformers import AutoModelForSequenceClassification, AutoModelForTokenCl
 from tiny_models import tiny
 from upweight.config.sections.model import AdapterSection
 from upweight.errors import UserError
-from upweight.models.adapters import attach_adapter, linear_names, lora_config
+from upweight.models.adapters.attach import attach_adapter, linear_names, lora_config
 
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from tiny_models import tiny
-from upweight.models.fused_layers import _gated, _norm, _product, _slopes, fuse_layers, proven
+from upweight.models.kernels.fused_layers import _gated, _norm, _product, _slopes, fuse_layers, proven
 
 PLAIN = ["llama", "qwen2", "qwen3", "mistral", "olmo2", "smollm3"]
 

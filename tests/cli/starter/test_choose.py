@@ -3,8 +3,8 @@
 import pytest
 from typer.testing import CliRunner
 
-from upweight.cli import choose
 from upweight.cli.app import app
+from upweight.cli.starter import choose
 from upweight.cli.starter.configs import STARTERS
 from upweight.errors import UserError
 

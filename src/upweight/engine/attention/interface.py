@@ -19,9 +19,9 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from upweight.engine.flex import BLOCK, flex_tree_attention, tree_block_mask
-from upweight.engine.rules import Rule
-from upweight.engine.segments import SegmentPlan, segment_attention
+from upweight.engine.attention.flex import BLOCK, flex_tree_attention, tree_block_mask
+from upweight.engine.attention.rules import Rule
+from upweight.engine.attention.segments import SegmentPlan, segment_attention
 
 NAME = "upweight_tree"
 

@@ -9,8 +9,8 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
 from tiny_models import tiny
-from upweight.models.fused_layers import fuse_layers
-from upweight.models.fused_projections import join_siblings, side_by_side
+from upweight.models.kernels.fused_layers import fuse_layers
+from upweight.models.kernels.fused_projections import join_siblings, side_by_side
 from upweight.models.patches import add_adapters_in_place
 
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

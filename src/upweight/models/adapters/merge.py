@@ -15,8 +15,8 @@ from upweight.config.sections.model import ModelSection
 from upweight.errors import UserError
 from upweight.files import written_whole
 from upweight.log import logger
+from upweight.models.adapters.merge_files import merge_by_file
 from upweight.models.load import Head, load_config, load_model
-from upweight.models.merge_files import merge_by_file
 from upweight.models.tokenizer import load_tokenizer
 
 HEADS: dict[str, Head] = {"SEQ_CLS": "sequence_score", "TOKEN_CLS": "step_score"}

@@ -40,7 +40,7 @@ def right_of(x_ND: Tensor, number: int, layers: Layers, bias: Tensor | None = No
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize(("rows", "depth", "widths", "rank"), SHAPES + SIBLINGS)
 def test_layers_with_their_adapters_in_one_kernel(rows: int, depth: int, widths: list[int], rank: int, biased: bool):
-    from upweight.models.linear_kernel import few_rows_linears
+    from upweight.models.kernels.linear import few_rows_linears
 
     layers = weights, downs, ups, scalings = layers_of(depth, widths, rank)
     x_ND = drawn(rows, depth)
@@ -59,7 +59,7 @@ def test_layers_with_their_adapters_in_one_kernel(rows: int, depth: int, widths:
     ("rows", "depth", "width", "rank"), [(64, 1536, 8960, 16), (5, 96, 40, 0), (128, 576, 1536, 3)]
 )
 def test_gated_product_in_one_kernel(rows: int, depth: int, width: int, rank: int):
-    from upweight.models.linear_kernel import few_rows_gated
+    from upweight.models.kernels.linear import few_rows_gated
 
     layers = weights, downs, ups, scalings = layers_of(depth, [width, width], rank)
     x_ND = drawn(rows, depth)
@@ -71,7 +71,7 @@ def test_gated_product_in_one_kernel(rows: int, depth: int, width: int, rank: in
 @pytest.mark.gpu
 @pytest.mark.parametrize(("rows", "depth", "width", "rank"), [(256, 1536, 8960, 16), (700, 96, 40, 3)])
 def test_terms_of_both_adapters_are_added_before_the_gate(rows: int, depth: int, width: int, rank: int):
-    from upweight.models.linear_kernel import few_rows_linears, gated_terms
+    from upweight.models.kernels.linear import few_rows_linears, gated_terms
 
     layers = weights, downs, ups, scalings = layers_of(depth, [width, width], rank)
     x_ND = drawn(rows, depth)
@@ -83,7 +83,7 @@ def test_terms_of_both_adapters_are_added_before_the_gate(rows: int, depth: int,
 
 @pytest.mark.gpu
 def test_small_products_take_more_rows():
-    from upweight.models.linear_kernel import most_rows
+    from upweight.models.kernels.linear import most_rows
 
     assert most_rows(1536, 1536) == 512
     assert 64 < most_rows(8960, 1536) < 256

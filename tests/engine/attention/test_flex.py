@@ -6,9 +6,9 @@ from torch.nn.attention.flex_attention import flex_attention
 from dense_attention import dense_attention, dense_mask
 from tiny_models import gradients, group, plain_statistics, relative_difference, tiny, weighted
 from upweight.engine import Engine
-from upweight.engine.flex import BLOCK, block_tables, flex_tree_attention, tree_block_mask
+from upweight.engine.attention.flex import BLOCK, block_tables, flex_tree_attention, tree_block_mask
+from upweight.engine.attention.rules import Rule
 from upweight.engine.packing import build_batch, whole_blocks
-from upweight.engine.rules import Rule
 from upweight.types import Sample, Unit
 
 RULES = [Rule(), Rule(window=40), Rule(window=1000), Rule(chunk=64)]

@@ -5,7 +5,7 @@ import torch
 
 from tiny_models import drawn, group, tiny
 from upweight.engine import Engine
-from upweight.engine.attention import NAME, register, stock_of
+from upweight.engine.attention.interface import NAME, register, stock_of
 from upweight.engine.packing import build_batch
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from upweight.engine.rules import Rule
+from upweight.engine.attention.rules import Rule
 
 BLOCK = 128
 _FORMS = 64  # layer rules times modes times the two below, each compiled once

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from upweight.engine.rules import Rule
+from upweight.engine.attention.rules import Rule
 
 _LONGEST_WINDOWED_PIECE = 256  # cutting finer than the window saves nothing, cutting coarser computes masked scores
 

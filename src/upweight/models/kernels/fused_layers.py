@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from upweight.models.fused_projections import gated_product, join_siblings
+from upweight.models.kernels.fused_projections import gated_product, join_siblings
 
 _PROJECTIONS = {"gate_proj", "up_proj", "down_proj"}
 
