@@ -88,8 +88,8 @@ def groups_of(made, rows):
     groups = []
     for number, row in enumerate(rows):
         prompt = row["prompt"]
-        text = prompt if isinstance(prompt, str) else made.template.prompt(Conversation(list(prompt)))
-        ids = made.tokenizer.encode(text, add_special_tokens=False)
+        text = prompt if isinstance(prompt, str) else made.setup.template.prompt(Conversation(list(prompt)))
+        ids = made.setup.tokenizer.encode(text, add_special_tokens=False)
         groups.append(Group(number, {"prompt_ids": ids, **row}, ids))
     return groups
 
