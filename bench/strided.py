@@ -60,11 +60,11 @@ def measure(threads: int, repeats: int) -> dict[str, Any]:
     ids = np.random.default_rng(0).integers(2, VOCABULARY, LENGTH).tolist()
     row = {"ids": ids, "scored": [False] + [True] * (LENGTH - 1), "prompt_length": 1}
     engine = Engine(model)
-    roll = StridedBlocks(model, engine, method, InProcess(model, engine=engine, end_ids=()), str)
+    completion_source = StridedBlocks(model, engine, method, InProcess(model, engine=engine, end_ids=()), str)
     starts, count, size = anchors(row, method), method.n_samples_per_prompt, method.generate_max_len
 
     def ours() -> None:
-        roll([Group(0, row, ids)], count, Sampling(size, temperature=method.temperature, seed=0), None)
+        completion_source([Group(0, row, ids)], count, Sampling(size, temperature=method.temperature, seed=0), None)
 
     def peer() -> None:
         full_forwards(plain, ids, starts, method)

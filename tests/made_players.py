@@ -7,7 +7,7 @@ from upweight.data.tokenize.messages import Conversation
 from upweight.data.tokenize.templates import ChatTemplate, template_source
 from upweight.environments.python_class import PythonEnvironment
 from upweight.rollout.episodes.loop import Bounds, EpisodeSetup
-from upweight.rollout.episodes.runner import Player
+from upweight.rollout.episodes.runner import EpisodeRunner
 from upweight.sampler.in_process import end_tokens
 from upweight.types import Completion, Group, Sampling
 
@@ -80,7 +80,7 @@ def player(generator, *, factory=None, functions=(), tokenizer=None, bounds=None
     ends = end_tokens(None, tokenizer)
     bounds = bounds or Bounds(max_turns=5, call_seconds=5 * limit)
     template = ChatTemplate(tokenizer, None, {})
-    return Player(EpisodeSetup(environment, template, ends, bounds, tool_format=form, **options), generator)
+    return EpisodeRunner(EpisodeSetup(environment, template, ends, bounds, tool_format=form, **options), generator)
 
 
 def groups_of(made, rows):

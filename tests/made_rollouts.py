@@ -17,8 +17,8 @@ from upweight.models.load import disable_dropout
 from upweight.rewards.load import as_rewards
 from upweight.rollout.plan import Plan
 from upweight.train.assemble import trainer_parts
-from upweight.train.online.assemble import Policy, Recipe, make_rollouts
-from upweight.train.online.feed import KeepRollouts
+from upweight.train.online.assemble import Policy, RolloutSpec, make_rollouts
+from upweight.train.online.feed import SaveRollouts
 from upweight.train.trainer import MethodTrainer
 
 STILL = ("seconds", "runtime", "per_second", "idle")  # in names of metrics that depend on the clock
@@ -109,7 +109,7 @@ def online_trainer(
         context=context,
         sharding=sharding,
     )
-    recipe = Recipe(
+    recipe = RolloutSpec(
         prompts(tokenizer, rows, words) if data is None else data,
         as_rewards(
             [_here(reward) for reward in rewards], environment=acting.environment.reward_names if acting else ()
@@ -132,7 +132,7 @@ def online_trainer(
         rollouts=rollouts,
         **parts,
     )
-    trainer.add_callback(KeepRollouts(rollouts))
+    trainer.add_callback(SaveRollouts(rollouts))
     return trainer
 
 

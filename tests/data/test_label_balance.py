@@ -1,7 +1,7 @@
 import pytest
 from datasets import Dataset
 
-from upweight.data.label_balance import require_both_verdicts
+from upweight.data.label_balance import require_both_labels
 from upweight.errors import UserError
 from upweight.methods import DPO, KTO
 
@@ -16,15 +16,15 @@ def test_rows_of_one_kind_are_refused_with_a_row(label):
     with pytest.raises(
         UserError, match=rf"datasets\[0\], row 3, 'label'.*\(2\) are labelled {str(label).lower()}.*{other}: 0"
     ):
-        require_both_verdicts(labelled(label, label), KTO(), lambda: "datasets[0], row 3")
+        require_both_labels(labelled(label, label), KTO(), lambda: "datasets[0], row 3")
 
 
 def test_a_kind_that_counts_for_nothing_may_be_missing():
-    require_both_verdicts(labelled(True, True), KTO(undesirable_weight=0.0), lambda: "")
+    require_both_labels(labelled(True, True), KTO(undesirable_weight=0.0), lambda: "")
     with pytest.raises(UserError):
-        require_both_verdicts(labelled(True, True), KTO(desirable_weight=0.0), lambda: "")
+        require_both_labels(labelled(True, True), KTO(desirable_weight=0.0), lambda: "")
 
 
 def test_both_kinds_and_other_methods_pass():
-    require_both_verdicts(labelled(True, False), KTO(), lambda: "")
-    require_both_verdicts(labelled(True, True), DPO(), lambda: "")
+    require_both_labels(labelled(True, False), KTO(), lambda: "")
+    require_both_labels(labelled(True, True), DPO(), lambda: "")

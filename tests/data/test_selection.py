@@ -3,7 +3,7 @@
 import json
 
 from upweight.config import parse_config
-from upweight.data.selection import listed
+from upweight.data.selection import selected_datasets
 from upweight.data.sources.open import open_entry
 
 
@@ -28,7 +28,7 @@ def test_a_file_that_both_keys_name_is_read_once(tmp_path):
         nemo_gym_datasets=[{"path": "data/rows.jsonl", "server_name": "sums"}],
         datasets=[{"path": str(file), "type": "chat_template"}, {"path": str(other), "type": "chat_template"}],
     )
-    found = [(key, number, row.path, row.type, row.server_name) for key, number, row in listed(made)]
+    found = [(key, number, row.path, row.type, row.server_name) for key, number, row in selected_datasets(made)]
     assert found == [
         ("datasets", 1, str(other), "chat_template", None),
         ("nemo_gym_datasets", 0, str(file), "nemo_gym", "sums"),
@@ -43,7 +43,7 @@ def test_paths_begin_at_the_gym_its_environment_or_here(tmp_path):
         nemo_gym_dir=str(tmp_path / "env"),
         nemo_gym_datasets=[{"path": "resources_servers/a.jsonl"}, {"path": str(here)}, {"path": "b.jsonl"}],
     )
-    rows = [row for _, _, row in listed(made)]
+    rows = [row for _, _, row in selected_datasets(made)]
     assert [row.path for row in rows] == [str(inside), str(here), "b.jsonl"]
     assert all(len(open_entry(row, "x", tmp_path).rows()) == 10 for row in rows)
 
@@ -51,7 +51,7 @@ def test_paths_begin_at_the_gym_its_environment_or_here(tmp_path):
 def test_samples_are_drawn_by_the_seed(tmp_path):
     rows_file(tmp_path, "rows.jsonl", 50)
     made = config(tmp_path, nemo_gym_datasets=[{"path": "rows.jsonl", "max_samples": 5}])
-    ((_, _, row),) = listed(made)
+    ((_, _, row),) = selected_datasets(made)
 
     def drawn(seed):
         return open_entry(row, "x", tmp_path, seed=seed).rows().index_R.tolist()

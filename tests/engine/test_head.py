@@ -4,9 +4,9 @@ from torch import nn
 
 from upweight.engine import head as head_module
 from upweight.engine.head import install_head, linear_statistics, module_statistics
-from upweight.engine.logits import STATISTICS, Ask, LogitForm, row_statistics
+from upweight.engine.logits import STATISTICS, HeadRequest, LogitForm, row_statistics
 
-ASK = Ask(LogitForm(scale=0.5, cap=4.0), 0.8, frozenset(STATISTICS))
+ASK = HeadRequest(LogitForm(scale=0.5, cap=4.0), 0.8, frozenset(STATISTICS))
 NAMES = ("logps_T", *STATISTICS[:4])
 
 
@@ -145,7 +145,7 @@ def test_gpu_memory_does_not_grow_with_the_tokens():
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        linear_statistics(hidden, layer.weight, None, target, Ask(LogitForm()))["logps_T"].sum().backward()
+        linear_statistics(hidden, layer.weight, None, target, HeadRequest(LogitForm()))["logps_T"].sum().backward()
         layer.weight.grad = None
         return torch.cuda.max_memory_allocated() - before
 

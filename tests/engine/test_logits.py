@@ -3,7 +3,7 @@ import torch
 
 from tiny_models import tiny
 from upweight.engine.forward import body_of
-from upweight.engine.logits import STATISTICS, Ask, LogitForm, logit_form, row_gradient, row_statistics
+from upweight.engine.logits import STATISTICS, HeadRequest, LogitForm, logit_form, row_gradient, row_statistics
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ def test_written_gradients_are_those_of_autograd(form, temperature, reached):
     torch.manual_seed(0)
     projected = (3 * torch.randn(6, 11, dtype=torch.float32)).requires_grad_()
     target = torch.randint(0, 11, (6,))
-    ask = Ask(form, temperature, frozenset(STATISTICS))
+    ask = HeadRequest(form, temperature, frozenset(STATISTICS))
     found = row_statistics(projected, target, ask)
     grads = {name: torch.randn(6) for name in reached}
     (right,) = torch.autograd.grad([found[name] for name in reached], projected, list(grads.values()))
@@ -44,7 +44,7 @@ def test_written_gradients_are_those_of_autograd(form, temperature, reached):
 def test_statistics_are_what_their_names_say():
     projected = torch.tensor([[1.0, 3.0, -1.0], [0.0, 0.0, 0.0]])
     target = torch.tensor([1, 2])
-    out = row_statistics(projected, target, Ask(LogitForm(), 2.0, frozenset(STATISTICS)))
+    out = row_statistics(projected, target, HeadRequest(LogitForm(), 2.0, frozenset(STATISTICS)))
     p = (projected / 2).softmax(-1)
     torch.testing.assert_close(out["logps_T"], p[[0, 1], target].log())
     torch.testing.assert_close(out["entropy_T"], -(p * p.log()).sum(-1))

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from upweight.environments.user_calls import OwnCalls, TooSlow
+from upweight.environments.user_calls import UserCalls, TooSlow
 
 
 def run(work):
@@ -15,7 +15,7 @@ def run(work):
 
 
 def test_results_and_errors_come_back():
-    calls = OwnCalls()
+    calls = UserCalls()
 
     async def soon(x):
         return x
@@ -33,7 +33,7 @@ def test_results_and_errors_come_back():
 
 
 def test_code_that_ends_the_program_only_fails():
-    calls = OwnCalls()
+    calls = UserCalls()
 
     async def leaves():
         sys.exit(3)
@@ -61,7 +61,7 @@ def test_code_that_ends_the_program_only_fails():
 
 
 def test_a_caller_that_is_cancelled_drops_its_call():
-    calls, dropped = OwnCalls(), threading.Event()
+    calls, dropped = UserCalls(), threading.Event()
 
     async def waits():
         try:
@@ -79,7 +79,7 @@ def test_a_caller_that_is_cancelled_drops_its_call():
 
 
 def test_a_thread_outlives_its_call_and_takes_the_next():
-    calls = OwnCalls()
+    calls = UserCalls()
     first = run(calls(threading.current_thread, limit=5))
     first.join(0.3)  # what it started with PR_SET_PDEATHSIG would die with it
     assert first.is_alive()
@@ -87,7 +87,7 @@ def test_a_thread_outlives_its_call_and_takes_the_next():
 
 
 def test_a_hanging_function_is_left_behind_and_others_run():
-    calls, release = OwnCalls(), threading.Event()
+    calls, release = UserCalls(), threading.Event()
 
     async def several():
         stuck = [calls(release.wait, limit=0.2) for _ in range(40)]

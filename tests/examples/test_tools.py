@@ -7,7 +7,7 @@ import torch
 
 from upweight.config import load_config
 from upweight.train.online.assemble import rewards_of
-from upweight.train.online.environments import acting_of
+from upweight.train.online.environments import environment_setup
 
 FOLDER = Path(__file__).parents[2] / "examples" / "tools"
 
@@ -16,7 +16,7 @@ def test_tools_and_reward_of_the_example_fit_its_rows(monkeypatch):
     monkeypatch.chdir(FOLDER)
     config = load_config(FOLDER / "config.yaml")
     rows = [json.loads(line) for line in (FOLDER / "questions.jsonl").read_text().splitlines()]
-    acting = acting_of(config)
+    acting = environment_setup(config)
     assert acting is not None
     assert acting.bounds.max_turns == 4
     (reward,) = rewards_of(config, torch.device("cpu"), list(rows[0]), acting)

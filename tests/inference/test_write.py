@@ -12,7 +12,7 @@ from upweight.config.sections.data import DataSection, DatasetRow
 from upweight.config.sections.model import ModelSection
 from upweight.data.raw_row import RowError
 from upweight.errors import UserError
-from upweight.inference.write import NEW_TOKENS, Writer, load_writer
+from upweight.inference.write import NEW_TOKENS, TextGenerator, load_text_generator
 from upweight.types import Sampling
 
 CHATML = DataSection(chat_template="chatml")
@@ -20,13 +20,13 @@ SAMPLING = Sampling(1, temperature=1.0, seed=3)
 GREEDY = Sampling(1, temperature=0.0)
 
 
-def writer(family: str = "chatml", data: DataSection | None = CHATML, kind: str = "llama", **options) -> Writer:
+def writer(family: str = "chatml", data: DataSection | None = CHATML, kind: str = "llama", **options) -> TextGenerator:
     tokenizer = byte_tokenizer(family)
     ends = {"eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
-    return Writer(tiny(kind, vocab_size=len(tokenizer), **ends), tokenizer, data=data, **options)
+    return TextGenerator(tiny(kind, vocab_size=len(tokenizer), **ends), tokenizer, data=data, **options)
 
 
-def read(asked: Writer, prompt, **row) -> str:
+def read(asked: TextGenerator, prompt, **row) -> str:
     return byte_tokenizer().decode(asked.encode({"prompt": prompt, **row}))
 
 
@@ -135,10 +135,10 @@ def test_the_end_of_a_turn_ends_an_answer_though_it_is_not_the_end_token():
 
 def test_a_folder_is_loaded_and_a_reward_model_refused(tmp_path):
     section = ModelSection(base_model=str(write_model(tmp_path)))
-    asked = load_writer(section, new_tokens=5)
+    asked = load_text_generator(section, new_tokens=5)
     ((answer,),) = asked([asked.encode({"prompt": "hello"})], GREEDY)
     assert 1 <= len(answer.ids) <= 5
     file = tmp_path / "config.json"
     file.write_text(file.read_text().replace("LlamaForCausalLM", "LlamaForSequenceClassification"))
     with pytest.raises(UserError, match="is a reward model"):
-        load_writer(section)
+        load_text_generator(section)

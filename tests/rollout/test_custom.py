@@ -57,7 +57,7 @@ def test_a_token_function_says_what_is_trained_on(tmp_path):
         return [float(ids[0]) for ids in completion_ids]
 
     trainer = online_trainer(tmp_path, rollout_func=token_rollout, rewards=[extra], max_steps=1)
-    trainer.rollouts.producer.roll.trainer = trainer
+    trainer.rollouts.producer.completion_source.trainer = trainer
     trainer.train()
     sample = trainer.rollouts.units[0].samples[0]
     assert sample.ids.tolist() == [1, 2, 10, 11, 12]

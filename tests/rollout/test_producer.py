@@ -133,7 +133,7 @@ def test_scoring_runs_beside_the_writing_when_it_streams(tmp_path):
         return [0.0] * len(completions)
 
     producer = producer_of(tmp_path, rewards=[tell], wanted=32, section={"streaming": True})
-    roll, heard = producer.roll, []
+    completion_source, heard = producer.completion_source, []
 
     def stopped_after_each(groups, count, sampling, done):
         def after_one(place):
@@ -141,8 +141,8 @@ def test_scoring_runs_beside_the_writing_when_it_streams(tmp_path):
             heard.append(scored.wait(60))  # the writing goes on when this group has its rewards
             scored.clear()
 
-        roll(groups, count, sampling, after_one)
+        completion_source(groups, count, sampling, after_one)
 
-    producer.roll = stopped_after_each
+    producer.completion_source = stopped_after_each
     producer.produce(0)
     assert heard == [True] * 8

@@ -8,7 +8,7 @@ import pytest
 from made_rollouts import online_trainer, resumed_as_whole
 from upweight.rollout.plan import Plan
 from upweight.rollout.rollout import Rollout
-from upweight.rollout.run_ahead import Ahead, depth_within, lag_bound
+from upweight.rollout.run_ahead import RunAhead, bounded_depth, lag_bound
 
 
 def numbered():
@@ -18,7 +18,7 @@ def numbered():
 
 @pytest.mark.parametrize("threaded", [False, True])
 def test_rollouts_come_in_the_order_they_were_asked_for(threaded):
-    ahead = Ahead(numbered(), threaded=threaded)
+    ahead = RunAhead(numbered(), threaded=threaded)
     for _ in range(3):
         ahead.submit(None)
     assert [ahead.take(None).number for _ in range(4)] == [0, 1, 2, 3]
@@ -34,7 +34,7 @@ def test_a_thread_writes_while_others_work():
         assert may_end.wait(10)
         return Rollout(7, 0, [])
 
-    ahead = Ahead(produce, threaded=True)
+    ahead = RunAhead(produce, threaded=True)
     ahead.submit(None)
     assert began.wait(10)  # the thread is in the midst of it while this one goes on
     may_end.set()
@@ -43,7 +43,7 @@ def test_a_thread_writes_while_others_work():
 
 
 def test_each_side_is_told_how_long_it_waited_for_the_other():
-    ahead = Ahead(numbered(), threaded=False)
+    ahead = RunAhead(numbered(), threaded=False)
     ahead.submit(None)
     first = ahead.take(None).metrics
     assert "rollout/trainer_idle" not in first  # there is nothing to compare with yet
@@ -61,7 +61,7 @@ def test_a_sampler_that_is_always_waited_for_does_not_idle():
         time.sleep(0.05)
         return Rollout(0, 0, [])
 
-    ahead = Ahead(produce, threaded=True)
+    ahead = RunAhead(produce, threaded=True)
     found = []
     for _ in range(3):
         ahead.submit(None)
@@ -77,7 +77,7 @@ def test_an_error_reaches_whoever_takes():
     def produce(state):
         raise ValueError("no rollout")
 
-    ahead = Ahead(produce, threaded=True)
+    ahead = RunAhead(produce, threaded=True)
     ahead.submit(None)
     with pytest.raises(ValueError, match="no rollout"):
         ahead.take(None)
@@ -85,7 +85,7 @@ def test_an_error_reaches_whoever_takes():
 
 
 def test_what_is_under_way_can_be_waited_for_and_kept():
-    ahead, later = Ahead(numbered(), threaded=True), Ahead(numbered(), threaded=False)
+    ahead, later = RunAhead(numbered(), threaded=True), RunAhead(numbered(), threaded=False)
     ahead.submit(None)
     ahead.submit(None)
     later.put(ahead.wait())
@@ -97,9 +97,9 @@ def test_a_bound_on_staleness_lowers_the_depth():
     plan = Plan(4, 8, 16)  # two steps a rollout
     assert lag_bound(plan, 0, 1) == 1
     assert lag_bound(plan, 2, 3) == 7
-    assert depth_within(plan, 3, 1, None) == 3
-    assert depth_within(plan, 3, 1, 4) == 1
-    assert depth_within(plan, 3, 1, 0) == 0
+    assert bounded_depth(plan, 3, 1, None) == 3
+    assert bounded_depth(plan, 3, 1, 4) == 1
+    assert bounded_depth(plan, 3, 1, 0) == 0
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from upweight.config.config import general_keys, method_keys
 from upweight.runs.files import HEALTH
 from upweight.runs.health import AGAIN, verdicts
 from upweight.runs.health_rules import RULES, table
-from upweight.train.callbacks import HealthWatch
+from upweight.train.callbacks import HealthCallback
 
 
 @pytest.mark.parametrize(("name", "healthy", "sick"), SICK, ids=[f"{n} {i}" for i, (n, *_) in enumerate(SICK)])
@@ -93,7 +93,7 @@ def test_verdicts_are_said_and_kept_and_a_resumed_run_keeps_what_it_had(tmp_path
     (tmp_path / HEALTH).write_text("left by an earlier run\n")
     for since, until in ((0, 27), (25, 60)):  # stopped at 27, resumed from a checkpoint at 25
         (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:since]))
-        watch = HealthWatch(tmp_path)
+        watch = HealthCallback(tmp_path)
         watch.on_train_begin(None, state(since), TrainerControl())
         for row in rows[since:until]:
             logs = {name: value for name, value in row.items() if name != "step"}

@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 
 from made_tokenizers import byte_tokenizer
-from upweight.sampler.collect import Rows, StopStrings, smaller_grid
+from upweight.sampler.collect import CompletionCollector, StopStrings, smaller_grid
 
 NO_STOPS = StopStrings(None, ())
 
 
-def feed(rows: Rows, ids_NB: list[list[int]], block: int, slots: list[list[int]]) -> None:
+def feed(rows: CompletionCollector, ids_NB: list[list[int]], block: int, slots: list[list[int]]) -> None:
     ids, at = np.array(ids_NB), np.array(slots)
     for start in range(0, len(ids), block):
         part = ids[start : start + block]
@@ -19,7 +19,7 @@ def feed(rows: Rows, ids_NB: list[list[int]], block: int, slots: list[list[int]]
 @pytest.mark.parametrize("block", [1, 2, 5])
 def test_rows_end_at_end_tokens_and_prompts_are_announced_in_order_of_ending(block: int):
     heard = []
-    rows = Rows(2, 2, 5, ends={0, 9}, stops=NO_STOPS, version=4, done=lambda *told: heard.append(told))
+    rows = CompletionCollector(2, 2, 5, ends={0, 9}, stops=NO_STOPS, version=4, done=lambda *told: heard.append(told))
     columns = [[1, 2, 3, 4], [1, 9, 0, 9], [1, 1, 1, 1], [0, 1, 1, 1], [7, 7, 7, 7]]
     feed(rows, columns, block, [[0, 1], [2, 3]])
     assert [number for number, _ in heard] == ([0, 1] if block == 5 else [1, 0])
@@ -33,14 +33,14 @@ def test_rows_end_at_end_tokens_and_prompts_are_announced_in_order_of_ending(blo
 
 
 def test_the_length_limit_is_not_an_end():
-    rows = Rows(1, 1, 2, ends={0}, stops=NO_STOPS, version=0, done=None)
+    rows = CompletionCollector(1, 1, 2, ends={0}, stops=NO_STOPS, version=0, done=None)
     feed(rows, [[5], [6]], 1, [[0]])
     assert rows.completions(0)[0].ids == [5, 6]
     assert not rows.completions(0)[0].finished
 
 
 def test_slots_without_a_row_are_ignored():
-    rows = Rows(1, 2, 2, ends=(), stops=NO_STOPS, version=0, done=None)
+    rows = CompletionCollector(1, 2, 2, ends=(), stops=NO_STOPS, version=0, done=None)
     feed(rows, [[1, 8, 2], [3, 8, 4]], 2, [[1, -1, 0]])
     assert [completion.ids for completion in rows.completions(0)] == [[2, 4], [1, 3]]
 
@@ -50,7 +50,7 @@ def test_slots_without_a_row_are_ignored():
 def test_stop_strings_cut_after_the_token_that_completes_them(stop: str, block: int):
     tokenizer = byte_tokenizer()
     ids = tokenizer.encode("The quick brown fox said é! and<|im_end|> more and more of the same")
-    rows = Rows(1, 1, len(ids), ends=(), stops=StopStrings(tokenizer, [stop, "never"]), version=0, done=None)
+    rows = CompletionCollector(1, 1, len(ids), ends=(), stops=StopStrings(tokenizer, [stop, "never"]), version=0, done=None)
     feed(rows, [[token] for token in ids], block, [[0]])
     (found,) = rows.completions(0)
     count = next(n for n in range(len(ids)) if stop in tokenizer.decode(ids[:n]))
@@ -61,7 +61,7 @@ def test_stop_strings_cut_after_the_token_that_completes_them(stop: str, block: 
 def test_an_end_token_before_a_stop_string_wins():
     tokenizer = byte_tokenizer()
     ids = [*tokenizer.encode("a fo"), 3, *tokenizer.encode("x stop")]
-    rows = Rows(1, 1, len(ids), ends={3}, stops=StopStrings(tokenizer, ["stop"]), version=0, done=None)
+    rows = CompletionCollector(1, 1, len(ids), ends={3}, stops=StopStrings(tokenizer, ["stop"]), version=0, done=None)
     feed(rows, [[token] for token in ids], len(ids), [[0]])
     assert rows.completions(0)[0].ids[-1] == 3
 

@@ -12,7 +12,7 @@ from made_tokenizers import byte_tokenizer
 from upweight.environments.python_class import PythonEnvironment
 from upweight.methods import GDPO
 from upweight.rollout.episodes.loop import Bounds
-from upweight.train.online.environments import Acting
+from upweight.train.online.environments import EnvironmentSetup
 
 KEYS, SECRETS = "abcd", "wxyz"
 TEMPLATE = (
@@ -97,7 +97,7 @@ def test_from_chance_to_looking_up_and_answering(tmp_path):
         {"prompt": [{"role": "user", "content": f"find {key}"}], "prompt_ids": [1], "wanted": key, "secret": secret}
         for key, secret in itertools.product(KEYS, SECRETS)
     ]
-    acting = Acting(PythonEnvironment(Library, timeout=20.0), Bounds(max_turns=3), tool_format="json")
+    acting = EnvironmentSetup(PythonEnvironment(Library, timeout=20.0), Bounds(max_turns=3), tool_format="json")
     policy = {"num_generations": 8, "max_completion_length": 32, "entropy_coef": 0.02}
     trainer = online_trainer(
         tmp_path, method=GDPO(policy=policy), rewards=[], model=taught_to_try(tokenizer), tokenizer=tokenizer,

@@ -8,11 +8,11 @@ from upweight.config.sections.model import AdapterSection
 from upweight.config.sections.training import OptimSection, RateGroup
 from upweight.errors import UserError
 from upweight.methods import DPO
-from upweight.train.lr_groups import rate_rules
+from upweight.train.lr_groups import lr_rules
 
 
 def rates(model, optim=None, adapter=None):
-    rate_of = rate_rules(OptimSection(learning_rate=1.0, **(optim or {})), AdapterSection(**(adapter or {})), model)
+    rate_of = lr_rules(OptimSection(learning_rate=1.0, **(optim or {})), AdapterSection(**(adapter or {})), model)
     return {name: rate_of(name, p) for name, p in model.named_parameters() if p.requires_grad} if rate_of else None
 
 

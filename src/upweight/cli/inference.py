@@ -12,7 +12,7 @@ from upweight.cli.score import lines_of, row_of, text_of, utf8_from
 from upweight.cli.trained import as_trained, trained
 from upweight.data.raw_row import RowError
 from upweight.errors import UserError
-from upweight.inference.write import Writer, load_writer
+from upweight.inference.write import TextGenerator, load_text_generator
 from upweight.log import quiet_transformers
 from upweight.types import Sampling
 
@@ -43,7 +43,7 @@ def run(
     quiet_transformers()
     data, entry, _ = as_trained(found)
     kept = {"data": data, "entry": entry, "folder": found.config.folder}
-    writer = load_writer(found.model, found.adapter, **kept, **options)
+    writer = load_text_generator(found.model, found.adapter, **kept, **options)
     # Loading sets the seed of torch's own generator: left to it, every call would write the same.
     seed = secrets.randbits(31) if sampling["seed"] is None else sampling["seed"]
     drawn = Sampling(1, **{**sampling, "seed": seed})
@@ -79,7 +79,7 @@ def _stdin() -> str:
         return sys.stdin.buffer.read().decode("utf-8")  # in the C locale, sys.stdin itself lets any byte through
 
 
-def _encoded(writer: Writer, row: Mapping[str, Any], place: str) -> list[int]:
+def _encoded(writer: TextGenerator, row: Mapping[str, Any], place: str) -> list[int]:
     try:
         return writer.encode(row)
     except RowError as error:
@@ -87,7 +87,7 @@ def _encoded(writer: Writer, row: Mapping[str, Any], place: str) -> list[int]:
 
 
 def _write(  # noqa: PLR0917
-    writer: Writer, rows: list[dict[str, Any]], prompts: list[list[int]], sampling: Sampling, seed: int, count: int
+    writer: TextGenerator, rows: list[dict[str, Any]], prompts: list[list[int]], sampling: Sampling, seed: int, count: int
 ) -> None:
     """A JSON line for each answer with the columns of its row, as `upweight score` and `upweight rewards` read it."""
     for start in range(0, len(rows), AT_ONCE):
@@ -99,7 +99,7 @@ def _write(  # noqa: PLR0917
                 print(json.dumps(shown, ensure_ascii=False), flush=True)
 
 
-def _chat(writer: Writer, sampling: Sampling, seed: int) -> None:
+def _chat(writer: TextGenerator, sampling: Sampling, seed: int) -> None:
     """Turn by turn, until the input ends."""
     if not writer.templated:
         raise UserError("--chat needs a chat template, and the tokenizer has none: name one, `chat_template: chatml`")

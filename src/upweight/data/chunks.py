@@ -22,7 +22,7 @@ from upweight.config.sections.data import DataSection
 from upweight.data.encode import Encoder
 from upweight.data.raw_row import Record, RowError
 from upweight.data.report import lengths_of
-from upweight.data.sources.open import Rows
+from upweight.data.sources.open import RowSelection
 from upweight.data.tokenize.lengths import apply_length_rules
 from upweight.errors import UserError, did_you_mean
 from upweight.methods.base import Method
@@ -55,7 +55,7 @@ class Job:
 
     where: str
     evaluation: bool
-    rows: Rows
+    rows: RowSelection
     encoder: Encoder
     rules: DataSection
     method: Method

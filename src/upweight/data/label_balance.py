@@ -10,7 +10,7 @@ from upweight.methods.base import Method
 from upweight.methods.kto import KTO
 
 
-def require_both_verdicts(rows: Dataset, method: Method, first: Callable[[], str]) -> None:
+def require_both_labels(rows: Dataset, method: Method, first: Callable[[], str]) -> None:
     """Refuse rows that are all labelled alike, unless the other kind counts for nothing; `first` names a row."""
     if not isinstance(method, KTO) or not len(rows):
         return

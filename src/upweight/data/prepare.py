@@ -21,11 +21,11 @@ from upweight.config.config import general_keys
 from upweight.data import cache
 from upweight.data.chunks import Chunk, Job, encode_all, schema_of, with_columns
 from upweight.data.encode import Encoder, build_encoder
-from upweight.data.label_balance import require_both_verdicts
+from upweight.data.label_balance import require_both_labels
 from upweight.data.progress import progress
 from upweight.data.report import Part, Report, measure
-from upweight.data.selection import listed
-from upweight.data.sources.open import Opened, Rows, open_entry
+from upweight.data.selection import selected_datasets
+from upweight.data.sources.open import Opened, RowSelection, open_entry
 from upweight.errors import UserError
 
 # Data settings that change how the work is done and not what comes out.
@@ -72,7 +72,7 @@ def prepare(config: Config, tokenizer: Any) -> Prepared:
     saved = json.loads((folder / "report.json").read_text(encoding="utf-8"))
     report = dataclasses.replace(Report.from_json(saved["report"]), cached=cached)
     train = _read(folder / "train.arrow", saved["columns"], config.data.in_memory).select(np.load(folder / "order.npy"))
-    require_both_verdicts(train, config.method, lambda: _first_row(entries))
+    require_both_labels(train, config.method, lambda: _first_row(entries))
     held = folder / "eval.arrow"
     evaluation = _read(held, saved["columns"], config.data.in_memory) if held.exists() else None
     return Prepared(train, evaluation, report, folder, entries)
@@ -102,7 +102,7 @@ def jobs_of(config: Config, entries: Sequence[Entry]) -> list[Job]:
 
 def _open_entries(config: Config, tokenizer: Any) -> tuple[Entry, ...]:
     entries, seen = [], view(config)
-    for key, number, row in listed(config):
+    for key, number, row in selected_datasets(config):
         evaluation = key == "test_datasets"
         place = f"{key}[{number}]"
         opened = open_entry(row, place, config.folder, evaluation=evaluation, seed=config.optim.seed)
@@ -143,7 +143,7 @@ def _seen_by_transforms(config: Config) -> dict[str, Any]:
     return {path: value for path, value in config.given.items() if shapes(path)}
 
 
-def _keep_shard(config: Config, rows: list[Rows], train: Sequence[int]) -> None:
+def _keep_shard(config: Config, rows: list[RowSelection], train: Sequence[int]) -> None:
     """Keep every n-th row over all training entries, as `dataset_shard_num` asks."""
     count, index, before = config.data.shard_count, config.data.shard_index, 0
     if count is None:
@@ -165,7 +165,7 @@ def _held_out(config: Config, lengths: Sequence[int]) -> list[NDArray[np.bool_]]
     return np.split(mask, np.cumsum(lengths)[:-1])
 
 
-def _job(config: Config, entry: Entry, rows: Rows, *, evaluation: bool) -> Job:
+def _job(config: Config, entry: Entry, rows: RowSelection, *, evaluation: bool) -> Job:
     rules = config.data
     if evaluation and rules.eval_sequence_len:
         rules = rules.model_copy(update={"sequence_len": rules.eval_sequence_len})

@@ -10,7 +10,7 @@ from upweight.config.sections.rollout import GymDataset
 from upweight.log import logger
 
 
-def listed(config: Config) -> Iterator[tuple[str, int, DatasetRow]]:
+def selected_datasets(config: Config) -> Iterator[tuple[str, int, DatasetRow]]:
     """Every entry with its key and number; a file that the Gym lists too is read once, as the Gym's."""
     gym = [_entry(config, dataset) for dataset in config.gym.datasets] if config.gym.enabled else []
     files = {file for row in gym if (file := _real(row.path, config.folder))}

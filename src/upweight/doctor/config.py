@@ -23,11 +23,11 @@ from upweight.models.memory import GIB, HEAD_CHUNK, LESS_MEMORY, USABLE, Memory,
 from upweight.models.source import load_failures
 from upweight.models.tokenizer import load_tokenizer
 from upweight.rewards.load import KEY, load_rewards
-from upweight.rollout.vllm.client import Failed, Link, Refused
+from upweight.rollout.vllm.client import RequestFailed, VllmClient, RequestRefused
 from upweight.rollout.vllm.probe import served_base
 from upweight.runs.files import METRICS, no_folder_at
 from upweight.serve.command import server_urls
-from upweight.train.online.environments import acting_of, check_rewards
+from upweight.train.online.environments import environment_setup, check_rewards
 from upweight.train.refuse import refuse_unsupported, require_optimizer
 from upweight.train.trackers import tracking_arguments
 
@@ -148,7 +148,7 @@ def _rewards(look: Look) -> Iterator[Finding]:
     names = config.rollout.reward_funcs
     if not config.method.online or _is_remote(config):
         return
-    acting = acting_of(config)
+    acting = environment_setup(config)
     models = [name for name in names if "/" in name.partition("(")[0] or (config.folder / name).is_dir()]
     given = acting.environment.reward_names if acting else ()
     rewards = load_rewards([name for name in names if name not in models], config.folder, environment=given)
@@ -200,11 +200,11 @@ def _server(look: Look) -> Iterator[Finding]:
         return
     needed = look.longest_prompt + getattr(config.method, "policy").max_completion_length  # noqa: B009
     for url in server_urls(config.rollout):
-        link = Link(url, PATIENCE)
+        client = VllmClient(url, PATIENCE)
         try:
-            link.run(link.ask("/health", seconds=PATIENCE))
-            name, longest = link.run(served_base(link, config.model.base_model))
-        except (Failed, Refused) as error:
+            client.run(client.ask("/health", seconds=PATIENCE))
+            name, longest = client.run(served_base(client, config.model.base_model))
+        except (RequestFailed, RequestRefused) as error:
             remedy = "start it with `upweight vllm-serve CONFIG`; check trl.vllm_server_host and trl.vllm_server_port"
             yield Finding("alarm", "server", f"{url} does not answer: {error}", remedy)
             continue

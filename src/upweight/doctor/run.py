@@ -11,7 +11,7 @@ from upweight.models.memory import LESS_MEMORY
 from upweight.runs.files import CONFIG, METRICS, RECORD, metrics_of, this_machine
 from upweight.runs.health import verdicts
 from upweight.runs.report.reading import read_json
-from upweight.runs.report.run import standing
+from upweight.runs.report.run import run_status
 from upweight.train.checkpoints import checkpoints_of, is_whole
 
 MEMORY = ("out of GPU memory", "OutOfMemoryError", "out of memory", "MemoryError")
@@ -42,7 +42,7 @@ def _state(folder: Path, rows: list[dict[str, Any]]) -> Finding:
     last, planned = max((row["step"] for row in rows), default=0), record.get("max_steps")
     where = f"at step {last}" + (f" of {planned}" if planned else "")
     evidence = {"step": last, "max_steps": planned, **{key: record[key] for key in ("message",) if key in record}}
-    state = standing(record, there=True, logged=True)["state"]
+    state = run_status(record, there=True, logged=True)["state"]
     if state == "done":
         return Finding("ok", "run", f"finished {where}", evidence=evidence)
     if state == "stopped":

@@ -13,7 +13,7 @@ from upweight.engine.attention.interface import Tree, tree_masks, use_tree_atten
 from upweight.engine.context import Context, SharedTree, require_shareable
 from upweight.engine.head import install_head
 from upweight.engine.layout import choose_layout
-from upweight.engine.logits import STATISTICS, Ask, LogitForm, logit_form, row_statistics
+from upweight.engine.logits import STATISTICS, HeadRequest, LogitForm, logit_form, row_statistics
 from upweight.engine.packing import Layout
 from upweight.errors import UserError
 from upweight.log import warn_once
@@ -147,7 +147,7 @@ def _outputs(base: PreTrainedModel, packed: dict[str, Any]) -> dict[str, Tensor]
     """What this process computes of a packed batch."""
     head = base.get_output_embeddings()
     form: LogitForm | None = base.__dict__.get("_logit_form")
-    ask = Ask(form or LogitForm(), packed["temperature"], frozenset(packed["statistics"]))
+    ask = HeadRequest(form or LogitForm(), packed["temperature"], frozenset(packed["statistics"]))
     if head is not None and form is None and packed["head"] and not packed["depths"]:
         return _through_own_logits(base, packed, ask)
     body = _run(body_of(base), base, packed, output_hidden_states=bool(packed["depths"]))
@@ -192,7 +192,7 @@ def _run(call: Any, base: PreTrainedModel, packed: dict[str, Any], **options: An
         )
 
 
-def _through_own_logits(base: PreTrainedModel, packed: dict[str, Any], ask: Ask) -> dict[str, Tensor]:
+def _through_own_logits(base: PreTrainedModel, packed: dict[str, Any], ask: HeadRequest) -> dict[str, Tensor]:
     """Statistics from the model's own logits, for heads that are more than a projection, a scale and a cap."""
     warn_once(
         f"{type(base).__name__} computes its logits in its own way: they are built as a whole, "

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from upweight.engine.logits import Ask, row_gradient, row_statistics
+from upweight.engine.logits import HeadRequest, row_gradient, row_statistics
 
 # Projections of one chunk, rows times vocabulary: large enough to read the weight seldom, small enough to forget.
 _CHUNK_ON_CPU = 1 << 24
@@ -32,7 +32,7 @@ def install_head(head: nn.Module) -> None:
 
 def _head_forward(self: nn.Module, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Hidden states at the scored tokens, `target` ids and an `ask` -> statistics by name; else the stock forward."""
-    ask: Ask | None = kwargs.pop("ask", None)
+    ask: HeadRequest | None = kwargs.pop("ask", None)
     stock: Callable[..., Tensor] = self.__dict__["_stock_forward"]
     if ask is None:
         return stock(hidden, *args, **kwargs)
@@ -43,7 +43,7 @@ def _head_forward(self: nn.Module, hidden: Tensor, *args: Any, **kwargs: Any) ->
 
 
 def linear_statistics(
-    hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, target_T: Tensor, ask: Ask
+    hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, target_T: Tensor, ask: HeadRequest
 ) -> dict[str, Tensor]:
     """Statistics through a plain linear layer, trained or frozen."""
     kind = hidden_TD.device.type
@@ -55,7 +55,7 @@ def linear_statistics(
 
 
 def module_statistics(
-    project: Callable[[Tensor], Tensor], vocabulary: int, hidden_TD: Tensor, target_T: Tensor, ask: Ask
+    project: Callable[[Tensor], Tensor], vocabulary: int, hidden_TD: Tensor, target_T: Tensor, ask: HeadRequest
 ) -> dict[str, Tensor]:
     """Statistics through any projection (an adapter around the head, a quantized head), each chunk checkpointed."""
     names = ("logps_T", *sorted(ask.statistics))
@@ -99,7 +99,7 @@ class _LinearStatistics(torch.autograd.Function):
         hidden_TD: Tensor,
         weight_VD: Tensor,
         bias_V: Tensor | None,
-        wanted: tuple[Tensor, Ask, tuple[str, ...]],
+        wanted: tuple[Tensor, HeadRequest, tuple[str, ...]],
     ) -> tuple[Tensor, ...]:
         target_T, ask, names = wanted
         project = _projection(hidden_TD, weight_VD, bias_V)

@@ -26,7 +26,7 @@ class LogitForm:
 
 
 @dataclass(frozen=True)
-class Ask:
+class HeadRequest:
     """What a head shall compute at each scored token."""
 
     form: LogitForm
@@ -105,7 +105,7 @@ def _candidates(config: Any) -> list[LogitForm]:
     return [LogitForm(scale, cap) for scale in scales for cap in caps]
 
 
-def row_statistics(projected_TV: Tensor, target_T: Tensor, ask: Ask) -> dict[str, Tensor]:
+def row_statistics(projected_TV: Tensor, target_T: Tensor, ask: HeadRequest) -> dict[str, Tensor]:
     """Projections -> log-prob of each target and the statistics asked for, in float32 at the temperature."""
     logits = ask.form(projected_TV.float())
     if ask.temperature != 1.0:
@@ -128,7 +128,7 @@ def row_statistics(projected_TV: Tensor, target_T: Tensor, ask: Ask) -> dict[str
 
 
 def row_gradient(
-    projected_TV: Tensor, target_T: Tensor, ask: Ask, found: dict[str, Tensor], grads: dict[str, Tensor]
+    projected_TV: Tensor, target_T: Tensor, ask: HeadRequest, found: dict[str, Tensor], grads: dict[str, Tensor]
 ) -> Tensor:
     """The gradient of the projections, from the statistics `found` in the forward and the gradients that reach them."""
     capped = ask.form(projected_TV.float())

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from upweight.data.raw_row import OWN_COLUMNS
 from upweight.environments.episode import Message, Opening, Outcome, Reply, ToolCall, Turn, opening_messages
-from upweight.environments.openenv_link import Broken, Invalid, Link, Server
+from upweight.environments.openenv_link import Broken, Invalid, OpenEnvConnection, Server
 from upweight.environments.tools import tool_message
 from upweight.errors import UserError
 
@@ -43,7 +43,7 @@ class OpenEnv:
 
     def episode(self) -> "OpenEnvEpisode":
         """A new one, not yet connected."""
-        return OpenEnvEpisode(self, Link(self.server))
+        return OpenEnvEpisode(self, OpenEnvConnection(self.server))
 
     async def start(self) -> None:
         """Wait for the server and learn what it takes."""
@@ -99,7 +99,7 @@ class OpenEnvEpisode:
     """One episode over its own connection."""
 
     environment: OpenEnv
-    link: Link
+    link: OpenEnvConnection
     rewards: list[float] = field(default_factory=list)  # of the steps that gave one
     steps: int = 0
     done: bool = False

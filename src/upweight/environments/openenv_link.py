@@ -75,7 +75,7 @@ class Server:
         return answer
 
 
-class Link:
+class OpenEnvConnection:
     """One connection, from the first reset to the end."""
 
     def __init__(self, server: Server) -> None:

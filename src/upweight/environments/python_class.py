@@ -8,7 +8,7 @@ from typing import Any
 
 from upweight.environments.episode import Message, Opening, Outcome, Reply, ToolCall, Turn, opening_messages
 from upweight.environments.tools import Schema, answered, methods_of, schema_of, tool_message, unique_tools
-from upweight.environments.user_calls import OwnCalls, TooSlow
+from upweight.environments.user_calls import UserCalls, TooSlow
 from upweight.errors import UserError
 
 REWARD = "reward"
@@ -28,7 +28,7 @@ class PythonEnvironment:
     timeout: float = 60.0  # seconds of one call of the object
     tool_timeout: float = 30.0
     key: str = "environment.class"
-    calls: OwnCalls = field(default_factory=OwnCalls)
+    calls: UserCalls = field(default_factory=UserCalls)
 
     def __post_init__(self) -> None:
         self._methods: dict[type, dict[str, Schema]] = {}

@@ -9,7 +9,7 @@ from typing import Any
 from transformers.utils.chat_template_utils import get_json_schema
 
 from upweight.environments.episode import Message, ToolCall
-from upweight.environments.user_calls import OwnCalls, TooSlow
+from upweight.environments.user_calls import UserCalls, TooSlow
 from upweight.errors import UserError, did_you_mean
 from upweight.user_modules import described
 
@@ -51,7 +51,7 @@ def unique_tools(functions: Sequence[Callable[..., Any]], key: str) -> dict[str,
 
 
 async def answered(
-    call: ToolCall, functions: Mapping[str, Callable[..., Any]], calls: OwnCalls, limit: float
+    call: ToolCall, functions: Mapping[str, Callable[..., Any]], calls: UserCalls, limit: float
 ) -> tuple[Message, bool]:
     """What a call gives as a message for the policy, and whether it went well; TooSlow is raised."""
     failed = call.error or _mismatch(call, functions)

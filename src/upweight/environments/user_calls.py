@@ -16,7 +16,7 @@ class TooSlow(Exception):
     """A call did not come back within its limit."""
 
 
-class OwnCalls:
+class UserCalls:
     """Runs sync functions in threads and async ones on a loop of their own, so that a stuck one blocks nobody else."""
 
     def __init__(self) -> None:

@@ -29,7 +29,7 @@ from upweight.types import Completion, Prompts, Sampling
 NEW_TOKENS = 512  # where nobody says how many, and the model has room for them
 
 
-class Writer:
+class TextGenerator:
     """A language model that is asked: texts become user turns where there is a chat template and they are not `raw`."""
 
     def __init__(
@@ -136,7 +136,7 @@ class _Pieces:
             self._said = len(text)
 
 
-def load_writer(section: ModelSection, adapter: Path | None = None, **options: Any) -> Writer:
+def load_text_generator(section: ModelSection, adapter: Path | None = None, **options: Any) -> TextGenerator:
     """The language model in a folder or on the hub, or an adapter on its base, on the GPU if there is one."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = compute_dtype(section, device)
@@ -147,4 +147,4 @@ def load_writer(section: ModelSection, adapter: Path | None = None, **options: A
     tokenizer = load_tokenizer(section) if adapted is None else adapted.tokenizer()
     model = load_model(section, dtype, tokenizer=tokenizer) if adapted is None else adapted.load(dtype)
     nn.Module.to(model, device)
-    return Writer(model, tokenizer, **options)
+    return TextGenerator(model, tokenizer, **options)

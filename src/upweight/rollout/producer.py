@@ -22,12 +22,12 @@ from upweight.rewards.scorer import Scorer, Scores
 from upweight.rollout.plan import Plan, PromptOrder
 from upweight.rollout.replay import ReplayBuffer
 from upweight.rollout.reroll import Reroll
-from upweight.rollout.rollout import Rollout, Rows
+from upweight.rollout.rollout import Rollout, PromptRows
 from upweight.rollout.summary import has_signal, summary
 from upweight.types import Completion, Group, Sampling
 
 
-class Roll(Protocol):
+class CompletionSource(Protocol):
     """Writes the completions of prompts: a sampling backend, a user's function or an environment."""
 
     def __call__(
@@ -52,9 +52,9 @@ class Producer:
 
     method: Method
     plan: Plan
-    rows: Rows
+    rows: PromptRows
     order: PromptOrder
-    roll: Roll
+    completion_source: CompletionSource
     scorer: Scorer
     sampling: Sampling
     decode: Callable[[list[int]], str]
@@ -128,7 +128,7 @@ class Producer:
                     groups[place] = group
         return again
 
-    def evaluate(self, rows: Rows, count: int, trainer_state: Any = None) -> list[Group]:
+    def evaluate(self, rows: PromptRows, count: int, trainer_state: Any = None) -> list[Group]:
         """Scored groups of `count` completions for rows of an evaluation; the state of training stays as it was."""
         found: list[Group] = []
         rewards = self.scorer.state()
@@ -202,7 +202,7 @@ class Producer:
                 streamed.append((list(waiting), self.scorer.submit(self.reward_call(waiting, trainer_state))))
                 waiting.clear()
 
-        self.roll(groups, count, sampling, done if self.streaming_groups else None)
+        self.completion_source(groups, count, sampling, done if self.streaming_groups else None)
         written = time.perf_counter() - began
         rest = waiting if self.streaming_groups else groups
         scores_here = rest and not self.method.reward_names

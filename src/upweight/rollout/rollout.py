@@ -12,7 +12,7 @@ from upweight.types import Completion, Group
 TOKENS = ("prompt_ids", "truth_ids", "ids", "scored")  # columns of a row that say in tokens what others say in text
 
 
-class Rows(Protocol):
+class PromptRows(Protocol):
     """Prepared data rows by number."""
 
     def __len__(self) -> int: ...
@@ -40,7 +40,7 @@ def to_plain(rollout: Rollout) -> dict[str, Any]:
     }
 
 
-def from_plain(plain: Mapping[str, Any], rows: Rows) -> Rollout:
+def from_plain(plain: Mapping[str, Any], rows: PromptRows) -> Rollout:
     """The rollout that `to_plain` was given."""
     groups = [group_from_plain(group, rows) for group in plain["groups"]]
     return Rollout(plain["number"], plain["version"], groups, plain["metrics"])
@@ -59,7 +59,7 @@ def group_to_plain(group: Group) -> dict[str, Any]:
     }
 
 
-def group_from_plain(plain: Mapping[str, Any], rows: Rows) -> Group:
+def group_from_plain(plain: Mapping[str, Any], rows: PromptRows) -> Group:
     """The group that `group_to_plain` was given."""
     return Group(
         plain["row"],

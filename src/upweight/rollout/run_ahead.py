@@ -15,14 +15,14 @@ def lag_bound(plan: Plan, depth: int, sync_interval: int) -> int:
     return depth * plan.steps + plan.updates - 1 + sync_interval - 1
 
 
-def depth_within(plan: Plan, depth: int, sync_interval: int, max_staleness: int | None) -> int:
+def bounded_depth(plan: Plan, depth: int, sync_interval: int, max_staleness: int | None) -> int:
     """How many rollouts may be produced ahead without samples growing older than `max_staleness`."""
     while depth and max_staleness is not None and lag_bound(plan, depth, sync_interval) > max_staleness:
         depth -= 1
     return depth
 
 
-class Ahead:
+class RunAhead:
     """A queue of rollouts. In a thread they are written while the trainer works, otherwise at once when asked for."""
 
     def __init__(self, produce: Callable[[Any], Rollout], *, threaded: bool) -> None:

@@ -34,7 +34,7 @@ class StopStrings:
         return any(string in text for string in self._strings)
 
 
-class Rows:
+class CompletionCollector:
     """All completions of one call; row `prompt * count + member`."""
 
     def __init__(

@@ -15,7 +15,7 @@ from upweight.engine.attention.interface import Attends, Scores
 from upweight.engine.attention.rules import Rule
 
 
-class Opaque:
+class CustomAttention:
     """Travels as `tree=` and hands each layer's call on to `attends`; `layers` in the order of their calls."""
 
     def __init__(self, attends: Attends, layers: Iterable[nn.Module]) -> None:
@@ -34,13 +34,13 @@ class Opaque:
         return self._attends.attend(next(self._layers), query, key, value, form)
 
 
-_running: ContextVar[Opaque] = ContextVar("running")
+_running: ContextVar[CustomAttention] = ContextVar("running")
 
 
 @contextmanager
-def opaque(attends: Attends, layers: Iterable[nn.Module]) -> Iterator[Opaque]:
+def attention_op(attends: Attends, layers: Iterable[nn.Module]) -> Iterator[CustomAttention]:
     """What a forward inside is given as `tree=` so that compiled layers attend by `attends`."""
-    given = Opaque(attends, layers)
+    given = CustomAttention(attends, layers)
     token = _running.set(given)
     try:
         yield given

@@ -24,7 +24,7 @@ from upweight.engine.forward import body_of
 from upweight.engine.logits import LogitForm
 from upweight.engine.trees import fold
 from upweight.sampler.attention import Cascade, cascade_attention
-from upweight.sampler.custom_op import opaque
+from upweight.sampler.custom_op import attention_op
 from upweight.sampler.draw import draw
 from upweight.types import Prompts, Sampling
 
@@ -309,7 +309,7 @@ class Decoder:
             "use_cache": False,
         }
         form = self.base.__dict__["_logit_form"]
-        with tree_masks(), opaque(context, self.layers) as inputs["tree"]:
+        with tree_masks(), attention_op(context, self.layers) as inputs["tree"]:
             if form is None:
                 stock = self.base.__dict__["_stock_forward"]
                 fewer = "logits_to_keep" in inspect.signature(type(self.base).forward).parameters

@@ -10,14 +10,14 @@ from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaLis
 from upweight.engine import Engine
 from upweight.engine.forward import base_of
 from upweight.engine.packing import build_batch
-from upweight.sampler.collect import Rows, StopStrings
+from upweight.sampler.collect import CompletionCollector, StopStrings
 from upweight.types import Prompts, Sample, Sampling, Unit
 
 _TOKENS = 1 << 16  # prompts and completions forwarded at a time
 
 
-def stock_generate(
-    model: nn.Module, engine: Engine, prompts: Prompts, rows: Rows, *, sampling: Sampling, seed: int
+def hf_generate(
+    model: nn.Module, engine: Engine, prompts: Prompts, rows: CompletionCollector, *, sampling: Sampling, seed: int
 ) -> None:
     """Sample the completions of each prompt into `rows`.
 
@@ -41,7 +41,7 @@ def stock_generate(
                 rows.take(0, out_BN[:, length:].T.numpy(), logps_BN.T.numpy(), part)
 
 
-def _sampled(base: Any, ids_BN: Tensor, sampling: Sampling, rows: Rows) -> Tensor:
+def _sampled(base: Any, ids_BN: Tensor, sampling: Sampling, rows: CompletionCollector) -> Tensor:
     """Prompts of one length -> prompts and completions, on the host."""
     return base.generate(
         input_ids=ids_BN,

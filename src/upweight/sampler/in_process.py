@@ -16,10 +16,10 @@ from upweight.engine.forward import base_of
 from upweight.errors import UserError
 from upweight.log import warn_once
 from upweight.models.modules import dropout_off
-from upweight.sampler.collect import Rows, StopStrings, smaller_grid
+from upweight.sampler.collect import CompletionCollector, StopStrings, smaller_grid
 from upweight.sampler.cuda_graphs import GraphSteps, PlainSteps
 from upweight.sampler.decode import Decoder, Grid
-from upweight.sampler.hf_generate import stock_generate
+from upweight.sampler.hf_generate import hf_generate
 from upweight.types import Completion, Done, Prompts, Sampling
 
 _PREFILL_TOKENS = 8192
@@ -76,7 +76,7 @@ class InProcess:
             return []
         given = sampling.seeds[0] if sampling.seeds else sampling.seed
         seed = int(torch.randint(1 << 62, ())) if given is None else given
-        rows = Rows(
+        rows = CompletionCollector(
             len(prompts),
             count,
             sampling.max_new_tokens,
@@ -92,7 +92,7 @@ class InProcess:
                     f"{type(self._base).__name__} cannot share the keys and values of prompts: completions are "
                     "sampled by transformers' generate, prompts of one length at a time, which is slower"
                 )
-                stock_generate(self._model, self._engine, prompts, rows, sampling=sampling, seed=seed)
+                hf_generate(self._model, self._engine, prompts, rows, sampling=sampling, seed=seed)
             else:
                 uniform_SN = _uniform(len(prompts), count, sampling, seed)
                 for wave in self._waves(prompts, count, sampling):
@@ -160,7 +160,7 @@ class InProcess:
         wave: list[int],
         sampling: Sampling,
         uniform_SN: Tensor,
-        rows: Rows,
+        rows: CompletionCollector,
     ) -> None:
         """Sample the completions of one wave."""
         steps, count = self._steps, len(uniform_SN) // len(prompts)
@@ -188,7 +188,7 @@ class InProcess:
             queue.append((sampled, steps.read(sampled, stop), slots))
             sampled = stop
 
-    def _shrunk(self, slots: NDArray[np.int64], rows: Rows) -> NDArray[np.int64]:
+    def _shrunk(self, slots: NDArray[np.int64], rows: CompletionCollector) -> NDArray[np.int64]:
         """Drop finished groups and members from the grid where that pays; the rows in its slots."""
         if slots.size <= self._steps.smallest:
             return slots

@@ -19,7 +19,7 @@ from upweight.files import write_text
 from upweight.log import clear_status, logger, show_status
 from upweight.runs.files import HEALTH, metrics_of
 from upweight.runs.health import Health, Verdict
-from upweight.train.distributed.ranks import LargestOverRanks
+from upweight.train.distributed.ranks import MaxOverRanks
 
 SHOWN = ("reward", "reward_std", "loss", "rewards/accuracies", "rewards/margins", "rewards/chosen",
          "rewards/rejected", "accuracy", "mean_token_accuracy",
@@ -34,7 +34,7 @@ class StopOnSignal(TrainerCallback):
     def __init__(self) -> None:
         self.caught = 0
         self._before: dict[int, Any] = {}
-        self._largest, self._process = LargestOverRanks(), os.getpid()
+        self._largest, self._process = MaxOverRanks(), os.getpid()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -107,7 +107,7 @@ class StopOnNan(TrainerCallback):
                     out.write(json.dumps({"step": step + 1, **row}, ensure_ascii=False) + "\n")
 
 
-class HealthWatch(TrainerCallback):
+class HealthCallback(TrainerCallback):
     """Says verdicts while a run goes on, and keeps them in `health.jsonl`."""
 
     def __init__(self, folder: Path) -> None:

@@ -14,10 +14,10 @@ from upweight.engine.forward import base_of
 from upweight.errors import UserError
 from upweight.models.adapters.attach import embedding_names
 
-RateOf = Callable[[str, nn.Parameter], float | None]
+LrOf = Callable[[str, nn.Parameter], float | None]
 
 
-def rate_rules(optim: OptimSection, adapter: AdapterSection, model: nn.Module) -> RateOf | None:
+def lr_rules(optim: OptimSection, adapter: AdapterSection, model: nn.Module) -> LrOf | None:
     """A function from a weight's name to its own learning rate (None: the common one), where any is set.
 
     `lr_groups` win over `embedding_lr`, which wins over LoRA+.
@@ -43,7 +43,7 @@ def rate_rules(optim: OptimSection, adapter: AdapterSection, model: nn.Module) -
     return rate_of
 
 
-def split_by_rate(optimizer: Optimizer, model: nn.Module, rate_of: RateOf) -> None:
+def split_by_lr(optimizer: Optimizer, model: nn.Module, rate_of: LrOf) -> None:
     """Cut an optimizer's groups so that every weight gets its own rate; the common rate's groups come first."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     whole: list[dict[str, Any]] = []
@@ -57,7 +57,7 @@ def split_by_rate(optimizer: Optimizer, model: nn.Module, rate_of: RateOf) -> No
     optimizer.param_groups[:] = [*whole, *special]
 
 
-class RatesAsSet(TrainerCallback):
+class ConfiguredRates(TrainerCallback):
     """Puts this run's learning rates in the place of those that a checkpoint brings with it."""
 
     def __init__(self, optimizer: Optimizer) -> None:

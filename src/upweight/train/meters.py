@@ -6,7 +6,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from upweight.train.distributed.ranks import from_all_ranks
+from upweight.train.distributed.ranks import all_gather_objects
 from upweight.types import Mean
 
 
@@ -36,4 +36,4 @@ class Meters:
 
 def union_over_ranks(names: set[str]) -> list[str]:
     """Names that any rank has, in the same order on all of them."""
-    return sorted({name for own in from_all_ranks(names) for name in own})
+    return sorted({name for own in all_gather_objects(names) for name in own})

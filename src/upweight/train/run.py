@@ -35,7 +35,7 @@ from upweight.rollout.ebft.strided_blocks import with_blocks
 from upweight.runs.record import about, recorded, refuse_busy
 from upweight.train.arguments import training_arguments
 from upweight.train.assemble import trainer_parts
-from upweight.train.callbacks import HealthWatch, LossLimit, Progress, StopOnNan, StopOnSignal
+from upweight.train.callbacks import HealthCallback, LossLimit, Progress, StopOnNan, StopOnSignal
 from upweight.train.checkpoints import (
     KeepCheckpoints,
     SaveFirstStep,
@@ -47,19 +47,19 @@ from upweight.train.checkpoints import (
 from upweight.train.distributed.deepspeed import fit_to_ranks, partitioned_at_once, partitions_weights, zero_config
 from upweight.train.distributed.fsdp import layout_of, read_once, refuse_other_layout, shard_alone, sharding_of
 from upweight.train.distributed.ranks import (
-    as_rank_zero_says,
-    be_one_rank,
-    first_here_then_others,
+    broadcast_from_rank0,
+    init_single_rank,
+    rank0_first,
     join_ranks,
     share_rows,
 )
 from upweight.train.loader import StepSampler
-from upweight.train.lr_groups import rate_rules
+from upweight.train.lr_groups import lr_rules
 from upweight.train.model_card import model_card
 from upweight.train.online.assemble import Policy, plan_of, rewards_of, rollouts_of, watch_rollouts
 from upweight.train.online.before_after import BeforeAndAfter
 from upweight.train.online.completions import cut_completions
-from upweight.train.online.environments import acting_of
+from upweight.train.online.environments import environment_setup
 from upweight.train.profile import Profiler
 from upweight.train.reference.synced import SyncReference, sync_settings
 from upweight.train.refuse import refuse_unsupported, require_optimizer
@@ -76,7 +76,7 @@ def train(config: Config, *, resume: bool = False, watchers: Sequence[TrainerCal
     trainer = build(config, resume=resume, trains=True)
     for callback in (*_callbacks(config, trainer, stop), *watchers):
         trainer.add_callback(callback)
-    checkpoint = as_rank_zero_says(_begin(config, folder, resume) if trainer.is_world_process_zero() else None)
+    checkpoint = broadcast_from_rank0(_begin(config, folder, resume) if trainer.is_world_process_zero() else None)
     if checkpoint is not None:
         refuse_other_layout(checkpoint, sharding_of(config.sharding, PartialState().num_processes))
         if layout_of(checkpoint) == "deepspeed":
@@ -132,13 +132,13 @@ def build(config: Config, *, resume: bool = False, trains: bool = False) -> Meth
     refuse_unsupported(config)
     set_variables(config.tracking)
     if config.sharding.deepspeed is not None or (config.sharding.fsdp and _resumes_shards(config, resume)):
-        be_one_rank()
+        init_single_rank()
     ranks, device = join_ranks(config.sharding.timeout)
     context = _context(config)
     set_seed(config.optim.seed)
     tokenizer = load_tokenizer(config.model)
     data = _data(config, tokenizer, says=ranks.is_main_process)
-    acting = acting_of(config)
+    acting = environment_setup(config)
     rewards = rewards_of(config, device, list(data.train[0]), acting) if config.method.online else []
     dtype, sharding = compute_dtype(config.model, device), sharding_of(config.sharding, ranks.num_processes)
     model = _model(config, tokenizer, dtype, sharding, trains)
@@ -175,7 +175,7 @@ def build(config: Config, *, resume: bool = False, trains: bool = False) -> Meth
         model,
         arguments,
         shuffle=not config.data.curriculum,
-        rate_of=rate_rules(config.optim, config.adapter, model),
+        rate_of=lr_rules(config.optim, config.adapter, model),
         train_dataset=data.train,
         eval_dataset=data.evaluation,
         processing_class=tokenizer,
@@ -188,7 +188,7 @@ def build(config: Config, *, resume: bool = False, trains: bool = False) -> Meth
 
 def _data(config: Config, tokenizer: PreTrainedTokenizerBase, *, says: bool) -> Prepared:
     """The rows of a run, with the chat template they were written by in the tokenizer."""
-    data = first_here_then_others(partial(prepare, config, tokenizer))
+    data = rank0_first(partial(prepare, config, tokenizer))
     if not len(data.train):
         raise UserError("\n".join(["datasets: no row is left to train on.", *data.report.lines()]))
     if says:
@@ -276,7 +276,7 @@ def _callbacks(config: Config, trainer: MethodTrainer, stop: StopOnSignal) -> li
     """What watches a run. The order counts: a save is asked for, then logged, then completed, then marked."""
     run, folder = config.run, Path(config.run.output_dir)
     callbacks: list[TrainerCallback] = [stop, *([SaveFirstStep()] if run.save_first_step else [])]
-    callbacks += [MetricsFile(folder), Progress(bar=is_seen()), HealthWatch(folder), StopOnNan(trainer.rows_of_step)]
+    callbacks += [MetricsFile(folder), Progress(bar=is_seen()), HealthCallback(folder), StopOnNan(trainer.rows_of_step)]
     if run.loss_limit is not None:
         callbacks.append(LossLimit(run.loss_limit, run.loss_limit_patience))
     if run.patience is not None:

@@ -19,7 +19,7 @@ from upweight.engine.packing import build_batch, count_batch, plan_rows, whole_b
 from upweight.methods.base import Method
 from upweight.models.reference import Reference
 from upweight.rollout.units import SHOWN
-from upweight.train.distributed.ranks import from_all_ranks
+from upweight.train.distributed.ranks import all_gather_objects
 from upweight.train.meters import Meters, union_over_ranks
 from upweight.types import Batch, Loss, Mean, Outputs, Sample, Unit
 
@@ -38,7 +38,7 @@ class StepRunner:
     reference: Reference | None = None
     dtype: torch.dtype = torch.float32  # what forwards compute in
     temperature: float = 1.0  # that completions are sampled at; their log-probs are taken at the same
-    skips_idle: bool = False  # leave out samples that cannot contribute to the gradient
+    skip_zero_advantage: bool = False  # leave out samples that cannot contribute to the gradient
     meters: Meters = field(default_factory=Meters)
     tokens: int = 0  # forwarded by this rank since somebody last set it to zero
     checked: bool = False
@@ -70,7 +70,7 @@ class StepRunner:
         """
         counts = self._counts(units, known_counts or {})
         working = units
-        if self.skips_idle:
+        if self.skip_zero_advantage:
             working = [unit for unit in units if any(map(self.method.contributes, unit.samples))]
         rows = self.rows(working) or [Row(self._batch([]), ())]
         known, prepared = self._prepare(model, rows)
@@ -98,7 +98,7 @@ class StepRunner:
             self._check_gradients(model, counts)
         for metrics in metered:
             self.meters.add(metrics)
-        if self.skips_idle:
+        if self.skip_zero_advantage:
             parts = {"forwarded_share": (len(working), len(units)), "skipped_zero_adv_batches": (not working, 1)}
             for name, part in parts.items():
                 self.meters.add({name: Mean(*torch.tensor(part, dtype=torch.float64).to(self.accelerator.device))})
@@ -151,7 +151,7 @@ class StepRunner:
             for number in row.units:
                 pairs = [(int(sample.scored.sum()), next(parts)) for sample in units[number].samples]
                 found[number] = [np.pad(part, (scored - len(part), 0)) for scored, part in pairs]
-        shares = from_all_ranks(found if self._speaks else {})
+        shares = all_gather_objects(found if self._speaks else {})
         everyone = {number: parts for own in shares for number, parts in own.items()}
         return [everyone[number] for number in range(len(units))]
 

@@ -26,9 +26,9 @@ from upweight.models.save import save_model
 from upweight.train.checkpoints import WHOLE, step_of
 from upweight.train.distributed.fsdp import set_up_sharding
 from upweight.train.loader import StepSampler, step_loader
-from upweight.train.lr_groups import RateOf, RatesAsSet, split_by_rate
+from upweight.train.lr_groups import LrOf, ConfiguredRates, split_by_lr
 from upweight.train.meters import Meters
-from upweight.train.online.feed import RolloutLoader, Rollouts
+from upweight.train.online.feed import RolloutLoader, RolloutFeed
 from upweight.train.reference.precomputed import Precompute, with_reference
 from upweight.train.step import StepRunner
 
@@ -57,9 +57,9 @@ class MethodTrainer(Trainer):
         precompute: Precompute | None = None,
         copies: ComputeCopies | None = None,
         shuffle: bool = True,
-        rate_of: RateOf | None = None,
+        rate_of: LrOf | None = None,
         encode: Callable[..., Any] | None = None,
-        rollouts: Rollouts | None = None,
+        rollouts: RolloutFeed | None = None,
         recording: "Callable[[MethodTrainer], AbstractContextManager[None]] | None" = None,
         **options: Any,
     ) -> None:
@@ -77,7 +77,7 @@ class MethodTrainer(Trainer):
         self.rollouts = rollouts  # where an online method's steps come from, instead of the rows
         if rollouts is not None:
             self.runner.temperature = rollouts.producer.sampling.temperature or 1.0  # greedy: taken at 1
-            self.runner.skips_idle = rollouts.skips_idle
+            self.runner.skip_zero_advantage = rollouts.skip_zero_advantage
         if precompute is not None:
             self.train_dataset = with_reference(self.train_dataset, model, self.runner, precompute)
             self.eval_dataset = _each(
@@ -136,8 +136,8 @@ class MethodTrainer(Trainer):
         if optimizer is not known:
             if self.rate_of is not None:
                 assert isinstance(self.model, nn.Module)
-                split_by_rate(optimizer, self.model, self.rate_of)
-            self.add_callback(RatesAsSet(optimizer))
+                split_by_lr(optimizer, self.model, self.rate_of)
+            self.add_callback(ConfiguredRates(optimizer))
             if self.copies is not None:
                 self.copies.follow(optimizer)
         return optimizer

@@ -6,7 +6,7 @@ from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from made_tokenizers import MARKS, byte_tokenizer
-from upweight.data.tokenize.split_tokenizer import PieceTokenizer
+from upweight.data.tokenize.split_tokenizer import SplitTokenizer
 
 TOKENIZERS = {family: byte_tokenizer(family) for family in MARKS}
 
@@ -20,13 +20,13 @@ def test_joined_pieces_are_the_whole(data, family):
     parts = st.sampled_from([*MARKS[family], "user\n", " ", "<", "|>", "the fox", "é😀", "<|im_", "\n\n"]) | st.text()
     texts = data.draw(st.lists(st.lists(parts, max_size=6).map("".join), min_size=1, max_size=5))
     tokenizer = TOKENIZERS[family]
-    assert PieceTokenizer(tokenizer).ids(texts) == whole(tokenizer, texts)
+    assert SplitTokenizer(tokenizer).ids(texts) == whole(tokenizer, texts)
 
 
 def test_shared_pieces_are_tokenised_once():
     seen = []
 
-    class Counting(PieceTokenizer):
+    class Counting(SplitTokenizer):
         def _whole(self, texts):
             seen.append(list(texts))
             return super()._whole(texts)
@@ -39,7 +39,7 @@ def test_shared_pieces_are_tokenised_once():
 
 
 def test_no_texts():
-    assert PieceTokenizer(TOKENIZERS["chatml"]).ids([]) == []
+    assert SplitTokenizer(TOKENIZERS["chatml"]).ids([]) == []
 
 
 def words(special: list[AddedToken]) -> PreTrainedTokenizerFast:
@@ -55,7 +55,7 @@ def words(special: list[AddedToken]) -> PreTrainedTokenizerFast:
 def test_marked_beginnings_stay_where_they_were():
     tokenizer = words([AddedToken("<t>", normalized=False, special=True)])
     texts = ["a b<t>a b", "<t>a<t>b", "a", " b<t> a", "<t>"]
-    assert PieceTokenizer(tokenizer).ids(texts) == whole(tokenizer, texts)
+    assert SplitTokenizer(tokenizer).ids(texts) == whole(tokenizer, texts)
 
 
 def test_tokens_that_swallow_spaces_or_overlap_are_no_cuts():
@@ -66,4 +66,4 @@ def test_tokens_that_swallow_spaces_or_overlap_are_no_cuts():
     ]
     tokenizer = words(special)
     texts = ["a <l>b", "a<x>b", "b<x> a<x>"]
-    assert PieceTokenizer(tokenizer).ids(texts) == whole(tokenizer, texts)
+    assert SplitTokenizer(tokenizer).ids(texts) == whole(tokenizer, texts)

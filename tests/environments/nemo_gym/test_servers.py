@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from made_gym_server import FakeGym, exchange
-from upweight.environments.nemo_gym.link import Link
+from upweight.environments.nemo_gym.link import GymClient
 from upweight.environments.nemo_gym.servers import discover
 from upweight.errors import UserError
 
@@ -17,7 +17,7 @@ def discovered(listed: str, config: str):
     fake._found = lambda instance, *_: (200, answers[instance]["response"]["json"], {})
 
     async def run():
-        link = Link()
+        link = GymClient()
         try:
             return await discover(link, f"http://127.0.0.1:{fake.port}")
         finally:

@@ -1,6 +1,6 @@
 """Conversations whose other side is known."""
 
-from upweight.rollout.ebft.known_turns import ScriptedTurns
+from upweight.rollout.ebft.known_turns import KnownTurns
 from upweight.types import Completion, Group, Sampling
 
 END = 2
@@ -25,7 +25,7 @@ def group(number, *turns):
 
 def test_every_turn_is_sampled_after_what_was_said_before():
     sampler, groups = Sampler(), [group(0, [9], [30, 31], [9]), group(1, [9]), group(2, [9], [40], [9], [41], [9])]
-    ScriptedTurns(sampler, END)(groups, 2, Sampling(4, seed=1), None)
+    KnownTurns(sampler, END)(groups, 2, Sampling(4, seed=1), None)
     assert groups[0].completions[0].ids == [101, END, 30, 31, 105, END]
     assert groups[0].completions[0].sampled == [True, True, False, False, True, True]
     assert groups[1].completions[0].ids == [102, END]
@@ -41,7 +41,7 @@ def test_every_turn_is_sampled_after_what_was_said_before():
 
 def test_a_turn_that_was_cut_is_closed_before_the_reply():
     groups = [group(0, [9], [30], [9])]
-    ScriptedTurns(Sampler(), END)(groups, 1, Sampling(1, seed=1), None)
+    KnownTurns(Sampler(), END)(groups, 1, Sampling(1, seed=1), None)
     (one,) = groups[0].completions
     assert (one.ids, one.sampled, one.finished) == ([101, END, 30, 104], [True, False, False, True], False)
 
@@ -49,6 +49,6 @@ def test_a_turn_that_was_cut_is_closed_before_the_reply():
 def test_what_a_rank_samples_does_not_depend_on_its_neighbours():
     alone, together = Sampler(), Sampler()
     turns = ([9], [30], [9])
-    ScriptedTurns(together, END)([group(0, *turns), group(0, *turns)], 2, Sampling(4, seed=1), None)
-    ScriptedTurns(alone, END)([group(0, *turns)], 2, Sampling(4, seed=1, first=1), None)
+    KnownTurns(together, END)([group(0, *turns), group(0, *turns)], 2, Sampling(4, seed=1), None)
+    KnownTurns(alone, END)([group(0, *turns)], 2, Sampling(4, seed=1, first=1), None)
     assert alone.asked[1][2].seeds == together.asked[1][2].seeds[2:]

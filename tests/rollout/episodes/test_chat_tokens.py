@@ -7,7 +7,7 @@ from upweight.data.raw_row import RowError
 from upweight.data.tokenize.messages import Conversation
 from upweight.data.tokenize.templates import ChatTemplate
 from upweight.data.tokenize.tokens import TextTokens
-from upweight.rollout.episodes.chat_tokens import Dialogue
+from upweight.rollout.episodes.chat_tokens import ChatTokens
 
 ASK = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "what is it?"}]
 FAMILIES = {"chatml": "chatml", "llama3": "llama3", "qwen_25": "chatml", "qwen3": "chatml", "gemma": "gemma"}
@@ -28,7 +28,7 @@ def dialogue_for(name, template=None, **variables):
         tokenizer.chat_template = template
     made = ChatTemplate(tokenizer, None, variables)
     ends = {tokenizer.convert_tokens_to_ids(end) for end in ENDS if end in tokenizer.vocab}
-    return tokenizer, made, Dialogue(made, TextTokens(tokenizer, ()), ends, ASK)
+    return tokenizer, made, ChatTokens(made, TextTokens(tokenizer, ()), ends, ASK)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -72,9 +72,9 @@ def agents(fake, vllm, policy, folder, tmp_path):
         one.close()
 
 
-def rolled(roll: GymAgents, groups: int = 2, count: int = 2) -> list[Group]:
+def rolled(completion_source: GymAgents, groups: int = 2, count: int = 2) -> list[Group]:
     made = [Group(number, ROW, [1]) for number in range(groups)]
-    roll(made, count, Sampling(5, temperature=0.8), None)
+    completion_source(made, count, Sampling(5, temperature=0.8), None)
     return made
 
 
@@ -103,10 +103,10 @@ def test_every_written_token_has_the_log_prob_that_the_policy_gives_it(agents, f
 
 
 def test_turns_have_the_version_that_wrote_them(agents, fake):
-    roll = agents()
-    server = roll.gateway.server
+    completion_source = agents()
+    server = completion_source.gateway.server
     agent_of(fake, "sums_agent", between=lambda: server.sync(server.version() + 1))
-    (group,) = rolled(roll, groups=1, count=1)
+    (group,) = rolled(completion_source, groups=1, count=1)
     (one,) = group.completions
     read = one.sampled.index(False)  # behind the first turn
     assert set(one.versions[:read]) == {3}
@@ -160,28 +160,28 @@ def test_more_turns_than_allowed_are_no_rollout(agents, fake):
 
 def test_a_gym_that_asks_another_model_is_refused(agents, fake, vllm):
     agent_of(fake, "sums_agent")
-    roll = agents()
+    completion_source = agents()
     fake.policy["policy_base_url"] = f"{vllm.url}/v1"
     with pytest.raises(UserError, match=r"adapters have a new name.*policy_base_url=http"):
-        rolled(roll)
+        rolled(completion_source)
     fake.policy["policy_base_url"] = "http://127.0.0.1:9/v1"
     with pytest.raises(UserError, match="where the policy is not"):
-        rolled(agents_again(roll))
+        rolled(agents_again(completion_source))
 
 
-def agents_again(roll: GymAgents) -> GymAgents:
-    roll.close()
-    return roll
+def agents_again(completion_source: GymAgents) -> GymAgents:
+    completion_source.close()
+    return completion_source
 
 
 def test_what_the_server_refuses_reaches_the_gym_as_it_is_and_the_log(agents, vllm, caplog):
-    roll = agents()
-    assert roll.gateway is not None
-    roll.gateway.open()
+    completion_source = agents()
+    assert completion_source.gateway is not None
+    completion_source.gateway.open()
     vllm.faults["/v1/chat/completions"] = [400]
-    answer = httpx.post(f"{roll.gateway.url}/chat/completions", json={"messages": []}, trust_env=False)
+    answer = httpx.post(f"{completion_source.gateway.url}/chat/completions", json={"messages": []}, trust_env=False)
     assert answer.status_code == 400
     assert "refuses a request of the Gym's agents: 400: as was asked" in caplog.text
-    assert httpx.post(f"{roll.gateway.url}/elsewhere", json={}, trust_env=False).status_code == 404
-    assert httpx.get(f"{roll.gateway.url}/models", trust_env=False).json()["data"]
-    assert httpx.post(f"{roll.gateway.url}/chat/completions", content=b"{", trust_env=False).status_code == 400
+    assert httpx.post(f"{completion_source.gateway.url}/elsewhere", json={}, trust_env=False).status_code == 404
+    assert httpx.get(f"{completion_source.gateway.url}/models", trust_env=False).json()["data"]
+    assert httpx.post(f"{completion_source.gateway.url}/chat/completions", content=b"{", trust_env=False).status_code == 400

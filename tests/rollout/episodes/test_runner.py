@@ -18,7 +18,7 @@ from upweight.errors import UserError
 from upweight.methods import GRPO
 from upweight.rollout.episodes.loop import Bounds
 from upweight.rollout.units import units_of_groups
-from upweight.train.online.environments import Acting
+from upweight.train.online.environments import EnvironmentSetup
 
 ROWS = [{"prompt": "what?", "answer": "7"}, {"prompt": [{"role": "user", "content": "and?"}], "answer": "8"}]
 CALL = '<tool_call>{"name": "look", "arguments": {"key": "x"}}</tool_call>'
@@ -315,7 +315,7 @@ def test_environments_answer_while_others_are_sampled():
 
 def acting(factory, **bounds):
     environment = PythonEnvironment(factory, timeout=5.0)
-    return Acting(environment, Bounds(**{"max_turns": 5, "call_seconds": 5.0, **bounds}))
+    return EnvironmentSetup(environment, Bounds(**{"max_turns": 5, "call_seconds": 5.0, **bounds}))
 
 
 def sampled_rollout(tmp_path, *, adapter=False, model=None, template=CHATML, factory=Talk, **options):

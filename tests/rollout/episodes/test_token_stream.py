@@ -27,7 +27,7 @@ def test_a_history_written_anew_leaves_the_earlier_stretch_up_to_its_last_own_to
     stream.wrote(wrote(10, 11))
     stream.told([20])
     stream.wrote(wrote(12, version=2))
-    stream.begun_anew([1, 2, 30, 31])
+    stream.restart([1, 2, 30, 31])
     stream.wrote(wrote(13, version=3))
     found = completion_of(stream, Group(0, {}, [1, 2]), finished=False)
     assert (found.ids, found.sampled, found.finished) == ([30, 31, 13], [False, False, True], False)
@@ -44,7 +44,7 @@ def test_a_groups_prompt_is_what_all_its_sequences_were_given():
     for stream in streams:
         stream.wrote(wrote(3))
     assert shared_prompt(streams) == [1, 2]
-    streams[1].begun_anew([1, 9])
+    streams[1].restart([1, 9])
     streams[1].wrote(wrote(7))
     assert shared_prompt(streams) == [1]
     found = completion_of(streams[0], Group(0, {}, [1]), finished=True)

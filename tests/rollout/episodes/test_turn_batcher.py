@@ -4,7 +4,7 @@ import asyncio
 import threading
 
 from upweight.errors import UserError
-from upweight.rollout.episodes.turn_batcher import FirstTurn, Turns
+from upweight.rollout.episodes.turn_batcher import FirstTurnBatcher, TurnBatcher
 from upweight.types import Completion, Sampling
 
 
@@ -29,7 +29,7 @@ class Echo:
 
 def together(work, episodes):
     """Run `work(turns)` on a loop of another thread while turns are served here."""
-    turns, found = Turns(Echo(), Sampling(9), under_way=episodes), []
+    turns, found = TurnBatcher(Echo(), Sampling(9), under_way=episodes), []
 
     def run():
         try:
@@ -78,7 +78,7 @@ def test_nobody_waits_for_long_for_those_who_are_not_ready():
 
 def test_first_turns_wait_for_their_group_and_are_shared():
     async def work(turns):
-        first = FirstTurn(turns, 4)
+        first = FirstTurnBatcher(turns, 4)
         asked = [first.sample(prompt, 2, seed) for prompt, seed in (([1, 2], 7), ([1, 2], 8), ([3], 9))]
         waiting = asyncio.gather(*asked)
         await asyncio.sleep(0.1)

@@ -31,7 +31,7 @@ ROUTES = (*ROUTES, "/reset_prefix_cache", "/collective_rpc")
 
 @pytest.fixture(autouse=True)
 def _as_on_a_gpu(request, monkeypatch):
-    monkeypatch.setattr(vllm_client, "PAUSES", (0.01,))
+    monkeypatch.setattr(vllm_client, "BACKOFF", (0.01,))
     if "gpu" in request.keywords:
         return
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="GPU-1"))
@@ -210,10 +210,10 @@ def test_another_process_reads_the_memory_of_a_piece():
             sums.append(float(read.stdout))
         return {"version": "0.32.0"}
 
-    async def send(road, link):
-        await road.meet(link)
+    async def send(channel, client):
+        await channel.meet(client)
         for value in (1.0, 2.0):
-            await road.send(link, [(name, torch.full((8, 4), value, device="cuda").bfloat16()) for name in "ab"])
+            await channel.send(client, [(name, torch.full((8, 4), value, device="cuda").bfloat16()) for name in "ab"])
 
     asyncio.run(send(vllm_direct.SharedMemory(), SimpleNamespace(ask=ask)))
     assert sums == [64.0, 128.0]

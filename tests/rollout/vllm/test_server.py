@@ -24,7 +24,7 @@ PROMPTS = [[3, 4, 5], [6, 7], [8, 9, 10, 11]]
 
 @pytest.fixture(autouse=True)
 def _no_long_pauses(monkeypatch):
-    monkeypatch.setattr(vllm_client, "PAUSES", (0.01,))
+    monkeypatch.setattr(vllm_client, "BACKOFF", (0.01,))
 
 
 @pytest.fixture(scope="module")
@@ -236,7 +236,7 @@ def test_a_server_may_be_lost_while_another_is_sent_weights(fake, folder, tmp_pa
     servers.sync(0)
     first, lost, _ = servers._well.values()
     send = first.weights.send
-    first.weights.send = lambda *given: (servers._lose(lost.link.url, UserError("gone")), send(*given))[1]
+    first.weights.send = lambda *given: (servers._mark_lost(lost.client.url, UserError("gone")), send(*given))[1]
     move(model)
     servers.sync(1)
     assert [one.version() for one in servers._well.values()] == [1, 1]

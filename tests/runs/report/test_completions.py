@@ -4,7 +4,7 @@ import json
 
 from made_reports import as_lines, completion
 from upweight.runs.report import completions as written
-from upweight.runs.report.completions import Written, by_importance, conversation, shown
+from upweight.runs.report.completions import CompletionsReader, by_importance, conversation, shown
 
 
 def test_the_reward_is_the_weighted_sum_of_what_applies():
@@ -56,7 +56,7 @@ def test_the_page_stays_within_bounds_and_says_what_is_not_on_it(tmp_path, monke
         rows = [completion(step, place, completion="word " * 5000) for place in range(5)]
         (folder / f"step_{step:05d}.jsonl").write_text(as_lines(rows if step == 15 else rows[:1]))
     (folder / "notes.jsonl").write_text("{}\n")
-    parts, (note,) = Written(tmp_path).read([])
+    parts, (note,) = CompletionsReader(tmp_path).read([])
     assert len(json.dumps(parts)) < 21_000
     assert {30, 1} <= {part["step"] for part in parts}
     assert note.startswith(f"Of 30 rollouts and evaluations, {len(parts)} are on this page.")
@@ -67,7 +67,7 @@ def test_rows_beyond_the_bound_are_counted(tmp_path, monkeypatch):
     (tmp_path / "completions").mkdir()
     file = tmp_path / "completions" / "step_00001.jsonl"
     file.write_text(as_lines(completion(1, place) for place in range(5)))
-    reader = Written(tmp_path)
+    reader = CompletionsReader(tmp_path)
     parts, notes = reader.read([])
     assert (parts[0]["total"], len(parts[0]["rows"])) == (5, 3)
     assert notes == ["2 completions of the steps shown are not on it. All of them are in completions/."]

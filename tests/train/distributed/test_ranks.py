@@ -8,10 +8,10 @@ from accelerate import PartialState
 
 from made_runs import on_ranks
 from upweight.train.distributed.ranks import (
-    LargestOverRanks,
-    as_rank_zero_says,
-    first_here_then_others,
-    from_all_ranks,
+    MaxOverRanks,
+    broadcast_from_rank0,
+    rank0_first,
+    all_gather_objects,
     join_ranks,
 )
 
@@ -28,13 +28,13 @@ def work(folder):
 
 def agree(folder):
     state, device = join_ranks(60)
-    rank, largest = state.process_index, LargestOverRanks()
+    rank, largest = state.process_index, MaxOverRanks()
     found = {
         "device": device.type,
         "largest": [largest(rank), largest(5 - rank)],
-        "zero": as_rank_zero_says(f"of {rank}"),
-        "all": from_all_ranks(rank),
-        "first": first_here_then_others(lambda: work(folder)),
+        "zero": broadcast_from_rank0(f"of {rank}"),
+        "all": all_gather_objects(rank),
+        "first": rank0_first(lambda: work(folder)),
     }
     with open(f"{folder}/{rank}.json", "w") as file:
         json.dump(found, file)
@@ -49,7 +49,7 @@ def test_two_ranks_agree(tmp_path):
 
 def test_alone_everything_is_as_it_is():
     assert PartialState().num_processes == 1
-    assert LargestOverRanks()(3) == 3
-    assert as_rank_zero_says("a") == "a"
-    assert from_all_ranks("a") == ["a"]
-    assert first_here_then_others(lambda: 4) == 4
+    assert MaxOverRanks()(3) == 3
+    assert broadcast_from_rank0("a") == "a"
+    assert all_gather_objects("a") == ["a"]
+    assert rank0_first(lambda: 4) == 4

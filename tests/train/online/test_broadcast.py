@@ -9,7 +9,7 @@ from accelerate import PartialState
 from made_runs import on_ranks
 from upweight.rollout.rollout import Rollout
 from upweight.train.distributed.ranks import join_ranks
-from upweight.train.online.broadcast import from_flat, rank_zeros_rollout, to_flat
+from upweight.train.online.broadcast import from_flat, broadcast_rollout, to_flat
 from upweight.types import Completion, Group
 
 
@@ -68,7 +68,7 @@ def receive():
     join_ranks(60)
     for seed in range(20):
         right = drawn_rollout(seed)
-        found = rank_zeros_rollout(right if PartialState().is_main_process else None)
+        found = broadcast_rollout(right if PartialState().is_main_process else None)
         assert plain(found) == plain(drawn_rollout(seed))
 
 

@@ -16,7 +16,7 @@ from upweight.methods import GDPO, GRPO
 from upweight.rollout.episodes.loop import Bounds
 from upweight.rollout.vllm.server import VllmServer
 from upweight.train.distributed.ranks import join_ranks
-from upweight.train.online.environments import Acting
+from upweight.train.online.environments import EnvironmentSetup
 from upweight.train.run import evaluate, train
 
 CHATML = (
@@ -68,7 +68,7 @@ class Nag:
 
 def acting_trainer(folder, *, kind=GRPO, factory=Nag, **options):
     policy = {"num_generations": 4, "max_completion_length": 90}
-    acting = Acting(PythonEnvironment(factory, timeout=20.0), Bounds(max_turns=4))
+    acting = EnvironmentSetup(PythonEnvironment(factory, timeout=20.0), Bounds(max_turns=4))
     section = {"generation_args": {"stop_token_ids": STOPS}, **options.pop("section", {})}
     return online_trainer(folder, method=kind(policy=policy), rewards=[letters], section=section, acting=acting,
                           template=CHATML, **options)  # fmt: skip
@@ -215,7 +215,7 @@ def test_turns_go_to_a_server_as_they_come(tmp_path, monkeypatch):
     )
     server.sync(3)
     fake.requests.clear()
-    trainer.rollouts.producer.roll.generator = server
+    trainer.rollouts.producer.completion_source.generator = server
     rollout = trainer.rollouts.producer.produce(3)
     asked = fake.asked("/v1/completions")
     assert sorted({body["n"] for body in asked}) == [1, 4]

@@ -239,12 +239,12 @@ def test_groups_whose_completions_are_alike_are_replaced_by_kept_ones(tmp_path):
             if len(seen) % 3 == 2:
                 group.completions = [Completion([5, 6], [-1.0, -1.0], [0, 0], finished=True)] * count
             else:
-                roll([group], count, sampling, None)
+                completion_source([group], count, sampling, None)
             seen.append(group.number)
 
     seen: list[int] = []
     trainer = matching_trainer(tmp_path, EBFT(policy=POLICY), section={"replay_size": 4}, max_steps=4)
-    roll, trainer.rollouts.producer.roll = trainer.rollouts.producer.roll, alike
+    completion_source, trainer.rollouts.producer.completion_source = trainer.rollouts.producer.completion_source, alike
     trainer.train()
     assert sum(row["replay/replaced"] for row in logged(trainer)) >= 1
 

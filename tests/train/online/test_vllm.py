@@ -19,7 +19,7 @@ LORA = {"adapter": "lora", "lora_r": 4, "lora_target_linear": True}
 
 @pytest.fixture(autouse=True)
 def _no_long_pauses(monkeypatch):
-    monkeypatch.setattr(vllm_client, "PAUSES", (0.05,))
+    monkeypatch.setattr(vllm_client, "BACKOFF", (0.05,))
 
 
 @pytest.fixture(scope="module")

@@ -62,7 +62,7 @@ Source = LineFile | Table
 
 
 @dataclass(frozen=True)
-class Rows:
+class RowSelection:
     """Rows picked from sources, in order."""
 
     sources: tuple[Source, ...]
@@ -70,14 +70,14 @@ class Rows:
     index_R: NDArray[np.int64]
 
     @staticmethod
-    def of(source: Source, indices: NDArray[np.int64]) -> "Rows":
-        return Rows((source,), np.zeros(len(indices), np.int32), indices)
+    def of(source: Source, indices: NDArray[np.int64]) -> "RowSelection":
+        return RowSelection((source,), np.zeros(len(indices), np.int32), indices)
 
     @staticmethod
-    def join(parts: Sequence["Rows"]) -> "Rows":
+    def join(parts: Sequence["RowSelection"]) -> "RowSelection":
         """The rows of all parts, one part after the other."""
         before = np.cumsum([0, *(len(part.sources) for part in parts)])
-        return Rows(
+        return RowSelection(
             tuple(source for part in parts for source in part.sources),
             np.concatenate([part.source_R + shift for part, shift in zip(parts, before, strict=False)]).astype(
                 np.int32
@@ -88,9 +88,9 @@ class Rows:
     def __len__(self) -> int:
         return len(self.index_R)
 
-    def select(self, picked: Any) -> "Rows":
+    def select(self, picked: Any) -> "RowSelection":
         """The rows that a slice, a mask or positions pick."""
-        return Rows(self.sources, self.source_R[picked], self.index_R[picked])
+        return RowSelection(self.sources, self.source_R[picked], self.index_R[picked])
 
     def take(self, start: int, stop: int) -> list[dict[str, Any]]:
         """The rows from `start` up to `stop`."""
@@ -119,9 +119,9 @@ class Opened:
             [split, [source.identity() for source in sources]] for part in self.parts for split, sources in part.items()
         ]
 
-    def rows(self) -> Rows:
+    def rows(self) -> RowSelection:
         """The rows of the entry's split and shard."""
-        rows = Rows.join([self._picked(part) for part in self.parts])
+        rows = RowSelection.join([self._picked(part) for part in self.parts])
         if not len(rows):
             raise UserError(f"{self.where}: has no rows.")
         if self.entry.shards:
@@ -131,9 +131,9 @@ class Opened:
             rows = rows.select(np.sort(picked))
         return rows
 
-    def _picked(self, part: dict[str, list[Source]]) -> Rows:
+    def _picked(self, part: dict[str, list[Source]]) -> RowSelection:
         split = self.entry.split or self._default_split(part)
-        whole = {name: Rows.join([Rows.of(s, np.arange(len(s))) for s in sources]) for name, sources in part.items()}
+        whole = {name: RowSelection.join([RowSelection.of(s, np.arange(len(s))) for s in sources]) for name, sources in part.items()}
         try:
             ranges = datasets.ReadInstruction.from_spec(split).to_absolute({name: len(r) for name, r in whole.items()})
         except (ValueError, AssertionError) as error:
@@ -142,7 +142,7 @@ class Opened:
                 f"There {'is' if len(part) == 1 else 'are'} {names}; slices are written 'train[:10%]' or 'train[5:50]'."
             )
             raise UserError(f"{self.where}: split {split!r} cannot be taken. {remedy}") from error
-        return Rows.join([whole[r.splitname].select(slice(r.from_, r.to)) for r in ranges])
+        return RowSelection.join([whole[r.splitname].select(slice(r.from_, r.to)) for r in ranges])
 
     def _default_split(self, part: dict[str, list[Source]]) -> str:
         wanted = ("test", "validation", "eval", "train") if self.evaluation else ("train",)

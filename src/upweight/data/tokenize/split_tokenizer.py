@@ -9,7 +9,7 @@ MOST_CUTS = 64  # kinds of special tokens that texts are cut at
 CHECKED = 8  # texts on which cutting is compared with not cutting
 
 
-class PieceTokenizer:
+class SplitTokenizer:
     """Cuts texts before special tokens, tokenises the pieces, joins their ids.
 
     A tokenizer sets special tokens apart before it looks at anything else, so that what stands on one side of them

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from upweight.data.tokenize.split_tokenizer import PieceTokenizer
+from upweight.data.tokenize.split_tokenizer import SplitTokenizer
 from upweight.errors import UserError
 
 
@@ -12,7 +12,7 @@ class TextTokens:
 
     def __init__(self, tokenizer: Any, eot_tokens: Sequence[str]) -> None:
         self.tokenizer = tokenizer
-        self._pieces = PieceTokenizer(tokenizer)
+        self._pieces = SplitTokenizer(tokenizer)
         self.eos: int | None = tokenizer.eos_token_id
         self.bos: int | None = tokenizer.bos_token_id
         begun = tokenizer("a", verbose=False)["input_ids"]

@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 
-from upweight.environments.nemo_gym.link import BUSY, GymFault, Link, said
+from upweight.environments.nemo_gym.link import BUSY, GymFault, GymClient, said
 from upweight.environments.nemo_gym.process import GymProcess
 from upweight.environments.nemo_gym.servers import AGENTS, RESOURCES, Server, Servers, discover
 from upweight.errors import UserError
@@ -134,7 +134,7 @@ class Gym:
         while True:
             if self.process is not None and self.process.ended():
                 raise UserError(f"the Gym's servers ended: {self.process.last_words()}. See {self.process.log}.")
-            self.link = Link(self._socket)
+            self.link = GymClient(self._socket)
             try:
                 servers = await discover(self.link, self.head)
                 asked = [one for one in servers.all if one.kind in (RESOURCES, AGENTS)]

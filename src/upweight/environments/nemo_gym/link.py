@@ -23,7 +23,7 @@ class GymFault(Exception):
         self.kind: Kind = kind
 
 
-class Link:
+class GymClient:
     """Connections to servers; cookies belong to rollouts and are never shared."""
 
     def __init__(self, socket: str | None = None) -> None:

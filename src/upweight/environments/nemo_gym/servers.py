@@ -6,7 +6,7 @@ from typing import Any
 
 import yaml
 
-from upweight.environments.nemo_gym.link import GymFault, Link
+from upweight.environments.nemo_gym.link import GymFault, GymClient
 from upweight.errors import UserError, did_you_mean
 
 RESOURCES, AGENTS, MODELS = "resources_servers", "responses_api_agents", "responses_api_models"
@@ -73,7 +73,7 @@ class Servers:
         )
 
 
-async def discover(link: Link, head: str) -> Servers:
+async def discover(link: GymClient, head: str) -> Servers:
     """The servers that the head server at an address lists; GymFault where there is none yet."""
     answer = await link.ask(f"{head}/server_instances", limit=ANSWER)
     try:

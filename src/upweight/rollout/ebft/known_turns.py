@@ -12,7 +12,7 @@ Talks = list[tuple[int, Group, list[TokenStream]]]  # place of a group in the ro
 
 
 @dataclass(frozen=True)
-class ScriptedTurns:
+class KnownTurns:
     """Fills groups turn by turn. A row's `truth_ids` has the true turns and, between them, what others said."""
 
     generator: Generator | None  # None where another process samples

@@ -23,14 +23,14 @@ WRITTEN_ANEW = (
 
 
 @dataclass(frozen=True)
-class Told:
+class FollowUp:
     """What the policy reads before its next turn: tokens that follow its last, or a whole prompt anew."""
 
     ids: list[int]
     anew: bool
 
 
-class Dialogue:
+class ChatTokens:
     """One conversation under way."""
 
     def __init__(
@@ -51,7 +51,7 @@ class Dialogue:
         """The prompt of the first turn."""
         return self._tokens.begun(self._encoded(self._template.prompt(self._said)))
 
-    def follow(self, text: str, last: int | None, calls: Sequence[Said], messages: Sequence[Said]) -> Told:
+    def follow(self, text: str, last: int | None, calls: Sequence[Said], messages: Sequence[Said]) -> FollowUp:
         """What the policy reads after a turn that says `text` and ends in token `last`, when `messages` answer it."""
         mark = f"zq{self._turns}turnqz"
         self._turns += 1
@@ -66,11 +66,11 @@ class Dialogue:
         written = stand_in.removeprefix(THOUGHT_BEGINS) if opened else stand_in
         if not _squeezed(after).startswith(_squeezed(before + written)):
             warn_once(WRITTEN_ANEW)
-            return Told(self.opening(), anew=True)
+            return FollowUp(self.opening(), anew=True)
         ids = self._encoded(after[after.rindex(mark) + len(mark) :])
         if last in self._ends and ids and ids[0] in self._ends:
             ids = ids[1:]  # the turn has its end already
-        return Told(ids, anew=False)
+        return FollowUp(ids, anew=False)
 
     def _after(
         self, stand_in: str, mark: str, calls: Sequence[Said], messages: Sequence[Said]

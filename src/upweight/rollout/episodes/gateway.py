@@ -9,7 +9,7 @@ from typing import Any
 from upweight.errors import UserError
 from upweight.log import warn_once
 from upweight.rollout.sampling_params import sampling_fields
-from upweight.rollout.vllm.client import Failed, Refused
+from upweight.rollout.vllm.client import RequestFailed, RequestRefused
 from upweight.rollout.vllm.server import VllmServer
 from upweight.types import Sampling
 
@@ -35,13 +35,13 @@ class PolicyGateway:
     def open(self) -> None:
         """Begin to listen."""
         if self._door is None:
-            self._door = self.server.link.run(self._listen())
+            self._door = self.server.client.run(self._listen())
 
     def close(self) -> None:
         """Listen no more."""
         door, self._door = self._door, None
         if door is not None:
-            self.server.link.run(self._shut(door))
+            self.server.client.run(self._shut(door))
 
     def version_of(self, logps: Sequence[float], otherwise: int) -> int:
         """The version of the policy that wrote a turn with these log-probs."""
@@ -84,13 +84,13 @@ class PolicyGateway:
             if self.template_args:
                 asked["chat_template_kwargs"] = {**self.template_args, **(asked.get("chat_template_kwargs") or {})}
             return 200, await self.server.asked(path, asked, self._noted)
-        except Refused as error:
+        except RequestRefused as error:
             # The Gym answers its caller with a bare 500: here is the last place that knows the reason.
             warn_once(f"the vLLM server refuses a request of the Gym's agents: {error}")
             return error.status, {"error": {"message": str(error), "code": error.status}}
         except (ValueError, TypeError) as error:
             return 400, {"error": {"message": f"no request: {error}", "code": 400}}
-        except (Failed, UserError) as error:
+        except (RequestFailed, UserError) as error:
             return 500, {"error": {"message": str(error), "code": 500}}
 
     def _noted(self, answer: Any, version: int) -> Any:

@@ -10,13 +10,13 @@ from urllib.parse import urlsplit
 from upweight.data.formats.nemo_gym import PARAMS, row_of
 from upweight.environments.nemo_gym.agent_turns import is_finished, messages_of, turns_of
 from upweight.environments.nemo_gym.environment import NemoGym
-from upweight.environments.nemo_gym.link import GymFault
+from upweight.environments.nemo_gym.client import GymFault
 from upweight.environments.nemo_gym.responses import verdict
 from upweight.environments.nemo_gym.servers import Proxy, Server
 from upweight.errors import UserError
 from upweight.log import warn_once
 from upweight.rollout.episodes.gateway import PolicyGateway
-from upweight.rollout.episodes.loop import Played
+from upweight.rollout.episodes.loop import EpisodeResult
 from upweight.rollout.episodes.runner import EnvironmentLoop, fill, together
 from upweight.rollout.episodes.token_stream import TokenStream
 from upweight.types import Completion, Group, Sampling
@@ -57,21 +57,21 @@ class GymAgents:
         if self.gateway is not None:
             self.gateway.close()
 
-    async def _all(self, groups: Sequence[Group], count: int, sampling: Sampling) -> list[list[Played]]:
+    async def _all(self, groups: Sequence[Group], count: int, sampling: Sampling) -> list[list[EpisodeResult]]:
         room = asyncio.Semaphore(AT_A_TIME)
 
-        async def one(group: Group) -> Played:
+        async def one(group: Group) -> EpisodeResult:
             async with room:
                 return await self._play(group.row, sampling)
 
         found = await together(one(group) for group in groups for _ in range(count))
         return [found[start : start + count] for start in range(0, len(found), count)]
 
-    async def _play(self, row: Mapping[str, Any], sampling: Sampling) -> Played:
+    async def _play(self, row: Mapping[str, Any], sampling: Sampling) -> EpisodeResult:
         """One rollout; a fault of the Gym is noted in it."""
         gateway = self.gateway
         assert gateway is not None
-        section, played = self.environment.section, Played()
+        section, played = self.environment.section, EpisodeResult()
         name = self.environment.server_name(row)
         began, version = time.monotonic(), gateway.server.version()
         try:
@@ -111,7 +111,7 @@ def _stranger(proxy: Proxy, gateway: PolicyGateway) -> str | None:
     place, own = _place(proxy.url), gateway.server
     if place == _place(gateway.url):
         return None
-    if place != _place(own.link.url):
+    if place != _place(own.client.url):
         return f"{proxy.url}, where the policy is not"
     name = own.serves_by_name()
     if name is None:
@@ -141,6 +141,6 @@ def _stream(found: Mapping[str, Any], version_of: Callable[[Sequence[float]], in
             if turn.prompt[:known] == stream.ids:
                 stream.told(turn.prompt[known:])
             else:
-                stream.begun_anew(turn.prompt)
+                stream.restart(turn.prompt)
         stream.wrote(Completion(turn.ids, turn.logps, [version_of(turn.logps)] * len(turn.ids), finished=True))
     return stream, 1 + len(others)

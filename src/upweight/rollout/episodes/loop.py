@@ -14,9 +14,9 @@ from upweight.environments.episode import Environment, Episode, Message, Outcome
 from upweight.errors import UserError
 from upweight.log import warn_once
 from upweight.rewards.answers import described
-from upweight.rollout.episodes.chat_tokens import Dialogue
+from upweight.rollout.episodes.chat_tokens import ChatTokens
 from upweight.rollout.episodes.token_stream import TokenStream
-from upweight.rollout.episodes.turn_batcher import FirstTurn, Turns
+from upweight.rollout.episodes.turn_batcher import FirstTurnBatcher, TurnBatcher
 from upweight.types import Completion
 
 T = TypeVar("T")
@@ -65,7 +65,7 @@ class EpisodeSetup:
 
 
 @dataclass
-class Played:
+class EpisodeResult:
     """What came of an episode."""
 
     stream: TokenStream | None = None
@@ -91,11 +91,11 @@ class Played:
 
 
 async def play(
-    setup: EpisodeSetup, row: Mapping[str, Any], turns: Turns, first: FirstTurn, seed: Callable[[int], int]
-) -> Played:
+    setup: EpisodeSetup, row: Mapping[str, Any], turns: TurnBatcher, first: FirstTurnBatcher, seed: Callable[[int], int]
+) -> EpisodeResult:
     """An episode for a data row; a fault of the environment is noted in it, any other error is raised."""
-    episode, played = setup.environment.episode(), Played()
-    game = _Game(setup, episode, played, turns, first, seed)
+    episode, played = setup.environment.episode(), EpisodeResult()
+    game = _EpisodeRun(setup, episode, played, turns, first, seed)
     try:
         await game.run(row)
     except (Fault, RowError) as error:
@@ -109,14 +109,14 @@ async def play(
 
 
 @dataclass
-class _Game:
+class _EpisodeRun:
     """The moves of an episode."""
 
     setup: EpisodeSetup
     episode: Episode
-    played: Played
-    turns: Turns
-    first: FirstTurn
+    played: EpisodeResult
+    turns: TurnBatcher
+    first: FirstTurnBatcher
     seed: Callable[[int], int]
     asked: bool = False  # for the first turn
 
@@ -124,7 +124,7 @@ class _Game:
         setup, played, bounds = self.setup, self.played, self.setup.bounds
         opening = await self._call("open", self.episode.open(row), bounds.wait_seconds)
         messages = _with_system(list(opening.messages), setup.default_system)
-        dialogue = Dialogue(setup.template, setup.tokens, setup.ends, messages, opening.tools)
+        dialogue = ChatTokens(setup.template, setup.tokens, setup.ends, messages, opening.tools)
         as_in_data = not opening.tools and messages == row.get("prompt")  # the environment adds nothing to it
         prompt = list(row["prompt_ids"]) if as_in_data else dialogue.opening()
         limit = self.turns.sampling.max_new_tokens
@@ -151,7 +151,7 @@ class _Game:
             room = limit + len(prompt) - (len(told.ids) if told.anew else len(stream.ids) + len(told.ids))
             if room < 1:
                 break
-            (stream.begun_anew if told.anew else stream.told)(told.ids)
+            (stream.restart if told.anew else stream.told)(told.ids)
         played.outcome = await self._call("outcome", self.episode.outcome())
         if played.outcome.failure is not None:
             raise Fault(played.outcome.failure)

@@ -11,9 +11,9 @@ import numpy as np
 
 from upweight.environments.episode import Environment
 from upweight.event_loop import EventLoop
-from upweight.rollout.episodes.loop import EpisodeSetup, Played, play
+from upweight.rollout.episodes.loop import EpisodeSetup, EpisodeResult, play
 from upweight.rollout.episodes.token_stream import completion_of, shared_prompt
-from upweight.rollout.episodes.turn_batcher import FirstTurn, Turns
+from upweight.rollout.episodes.turn_batcher import FirstTurnBatcher, TurnBatcher
 from upweight.types import Completion, Generator, Group, Sampling
 
 STOPPING = 60.0  # seconds for an environment to stop, which may have to end servers
@@ -44,7 +44,7 @@ class EnvironmentLoop:
 
 
 @dataclass
-class Player:
+class EpisodeRunner:
     """Fills groups by playing. Episodes run on a loop of their own, the policy samples in the caller's thread."""
 
     setup: EpisodeSetup
@@ -58,7 +58,7 @@ class Player:
     ) -> None:
         assert self.generator is not None, "this process does not sample"
         loop = self._loop.running()
-        turns = Turns(self.generator, sampling, under_way=len(groups) * count)
+        turns = TurnBatcher(self.generator, sampling, under_way=len(groups) * count)
         # The first error that is no environment's fault ends all.
         playing = together(self._group(place, group, count, turns) for place, group in enumerate(groups))
         task = loop.start(_as_task(playing)).result()
@@ -76,15 +76,15 @@ class Player:
         """Stop the environment; a later call starts it anew."""
         self._loop.close()
 
-    async def _group(self, place: int, group: Group, count: int, turns: Turns) -> None:
-        first = FirstTurn(turns, count)
+    async def _group(self, place: int, group: Group, count: int, turns: TurnBatcher) -> None:
+        first = FirstTurnBatcher(turns, count)
         sampling = turns.sampling
 
         def seed(member: int, turn: int) -> int:
             entropy = (sampling.seed or 0, sampling.first + place, member, turn)
             return int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0] >> 1)
 
-        async def one(member: int) -> Played:
+        async def one(member: int) -> EpisodeResult:
             try:
                 return await play(self.setup, group.row, turns, first, lambda turn: seed(member, turn))
             finally:
@@ -97,7 +97,7 @@ class Player:
         turns.over(place)
 
 
-def fill(group: Group, played: Sequence[Played]) -> None:
+def fill(group: Group, played: Sequence[EpisodeResult]) -> None:
     """Put played episodes into their group: what they all were given is its prompt."""
     streams = [one.stream for one in played if one.stream is not None and one.failure is None]
     if streams:
@@ -108,7 +108,7 @@ def fill(group: Group, played: Sequence[Played]) -> None:
         group.extras[name] = [one.outcome.details.get(name) for one in played]
 
 
-def _completion(played: Played, group: Group) -> Completion:
+def _completion(played: EpisodeResult, group: Group) -> Completion:
     messages = list(played.messages)
     if played.failure is not None or played.stream is None:
         reason = played.failure or "no turn was played"

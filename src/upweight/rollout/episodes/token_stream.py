@@ -8,7 +8,7 @@ from upweight.types import Completion, Group
 
 
 @dataclass
-class Stretch:
+class Segment:
     """One sequence: tokens from the first of the prompt on, and of those the policy wrote log-prob and version."""
 
     ids: list[int]
@@ -17,9 +17,9 @@ class Stretch:
     versions: list[int | None]
 
     @staticmethod
-    def of(prompt: Sequence[int]) -> "Stretch":
+    def of(prompt: Sequence[int]) -> "Segment":
         count = len(prompt)
-        return Stretch(list(prompt), [False] * count, [0.0] * count, [None] * count)
+        return Segment(list(prompt), [False] * count, [0.0] * count, [None] * count)
 
     @property
     def given(self) -> int:
@@ -45,10 +45,10 @@ class TokenStream:
     """Stretches of one rollout: the last grows, the others end where the template wrote the history anew."""
 
     prompt: Sequence[int]
-    stretches: list[Stretch] = field(init=False)
+    stretches: list[Segment] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.stretches = [Stretch.of(self.prompt)]
+        self.stretches = [Segment.of(self.prompt)]
 
     @property
     def ids(self) -> list[int]:
@@ -69,9 +69,9 @@ class TokenStream:
         """What follows the policy's turn, up to where it writes again."""
         self.stretches[-1].add(ids, [0.0] * len(ids), [None] * len(ids), sampled=False)
 
-    def begun_anew(self, prompt: Sequence[int]) -> None:
+    def restart(self, prompt: Sequence[int]) -> None:
         """The history written otherwise: what was written so far stays behind as a sequence of its own."""
-        self.stretches.append(Stretch.of(prompt))
+        self.stretches.append(Segment.of(prompt))
 
 
 def shared_prompt(streams: Sequence[TokenStream]) -> list[int]:

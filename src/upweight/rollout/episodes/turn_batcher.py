@@ -18,7 +18,7 @@ SHORTEST, LONGEST = 0.005, 1.0  # seconds of that wait
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _PendingTurn:
     """One prompt, how many tokens may follow it, and a seed for each completion."""
 
     prompt: Sequence[int]
@@ -32,7 +32,7 @@ class _End:
 
 
 @dataclass
-class Turns:
+class TurnBatcher:
     """Between episodes, on an event loop, and a backend, in the thread that calls `serve`.
 
     A backend with `start` (a server) gets each turn when it comes; any other gets all that are ready at a time.
@@ -50,7 +50,7 @@ class Turns:
         if start is not None:
             sampling = dataclasses.replace(self.sampling, max_new_tokens=limit)
             return await asyncio.wrap_future(start(prompt, len(seeds), sampling))
-        asked = _Asked(prompt, limit, seeds)
+        asked = _PendingTurn(prompt, limit, seeds)
         self._events.put(asked)
         return await asyncio.wrap_future(asked.answer)
 
@@ -65,7 +65,7 @@ class Turns:
 
     def serve(self, done: Callable[[int], None] | None) -> None:
         """Sample until the end; `done` hears of groups."""
-        asked: list[_Asked] = []
+        asked: list[_PendingTurn] = []
         since = 0.0
         while True:
             left = max(since + self.patience - time.monotonic(), 0.0) if asked else None
@@ -75,7 +75,7 @@ class Turns:
                 event = None
             if isinstance(event, _End):
                 return
-            if isinstance(event, _Asked):
+            if isinstance(event, _PendingTurn):
                 since = since if asked else time.monotonic()
                 asked.append(event)
             elif event is not None and done is not None:
@@ -85,9 +85,9 @@ class Turns:
                 self._generate(asked)
                 asked = []
 
-    def _generate(self, asked: Sequence[_Asked]) -> None:
+    def _generate(self, asked: Sequence[_PendingTurn]) -> None:
         began = time.monotonic()
-        by_count: dict[int, list[_Asked]] = {}
+        by_count: dict[int, list[_PendingTurn]] = {}
         for one in asked:
             if one.answer.set_running_or_notify_cancel():  # nobody waits any more where the rollout was given up
                 by_count.setdefault(len(one.seeds), []).append(one)
@@ -102,9 +102,9 @@ class Turns:
                 one.answer.set_result([_within(completion, one.limit) for completion in completions])
         self.patience = min(max(SHARE * (time.monotonic() - began), SHORTEST), LONGEST)
 
-    def _parts(self, asked: Sequence[_Asked]) -> list[list[_Asked]]:
+    def _parts(self, asked: Sequence[_PendingTurn]) -> list[list[_PendingTurn]]:
         """Requests that one call has room for: the longest prompt of each part with the largest limit in it."""
-        parts: list[list[_Asked]] = []
+        parts: list[list[_PendingTurn]] = []
         for one in sorted(asked, key=lambda one: one.limit, reverse=True):
             longest = max((len(other.prompt) for other in parts[-1]), default=0) if parts else 0
             if parts and self._fits(max(longest, len(one.prompt)), parts[-1][0].limit):
@@ -121,13 +121,13 @@ class Turns:
         return True
 
 
-class FirstTurn:
+class FirstTurnBatcher:
     """The first turn of a group: asked for once all its episodes are open, once for those that begin alike.
 
     Where an environment has no room for all at once, those that are open do not wait for the rest.
     """
 
-    def __init__(self, turns: Turns, episodes: int) -> None:
+    def __init__(self, turns: TurnBatcher, episodes: int) -> None:
         self._turns, self._left = turns, episodes
         self._asked: dict[tuple[int, ...], list[tuple[int, int, asyncio.Future[Completion]]]] = {}
         self._work: list[asyncio.Task[None]] = []

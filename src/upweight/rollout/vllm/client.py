@@ -16,10 +16,10 @@ from upweight.log import logger
 T = TypeVar("T")
 ANSWER = 30.0  # seconds for a question that needs no generation
 LOAD = 600.0  # seconds for loading weights
-PAUSES = (0.2, 0.5, 1.0, 2.0, 4.0, 8.0)  # seconds between attempts
+BACKOFF = (0.2, 0.5, 1.0, 2.0, 4.0, 8.0)  # seconds between attempts
 
 
-class Refused(Exception):
+class RequestRefused(Exception):
     """The server understood a request and said no: asking again is of no use."""
 
     def __init__(self, status: int, message: str) -> None:
@@ -27,7 +27,7 @@ class Refused(Exception):
         self.status = status
 
 
-class Failed(Exception):
+class RequestFailed(Exception):
     """No answer, or an error inside the server, which then has a status: it may go better later."""
 
     def __init__(self, message: str, status: int | None = None) -> None:
@@ -36,14 +36,14 @@ class Failed(Exception):
 
 
 @dataclass(frozen=True)
-class Life:
+class ServerIdentity:
     """Which run of the server answers, and how many tokens it has written; None where it does not say."""
 
     began: float | None
     tokens: float | None
 
 
-class Link:
+class VllmClient:
     """A server's address, and the thread that talks to it."""
 
     def __init__(self, url: str, timeout: float) -> None:
@@ -70,78 +70,78 @@ class Link:
             else:
                 answer = await self._http.post(path, json=body, timeout=limits)
         except httpx.HTTPError as error:
-            raise Failed(f"{path}: {type(error).__name__} {error}".rstrip()) from error
+            raise RequestFailed(f"{path}: {type(error).__name__} {error}".rstrip()) from error
         if answer.status_code >= 500 or answer.status_code == httpx.codes.TOO_MANY_REQUESTS:
-            raise Failed(f"{path}: {answer.status_code} {_message(answer)}", answer.status_code)
+            raise RequestFailed(f"{path}: {answer.status_code} {_message(answer)}", answer.status_code)
         if answer.is_error:
-            raise Refused(answer.status_code, _message(answer))
+            raise RequestRefused(answer.status_code, _message(answer))
         try:
             return answer.json() if "json" in answer.headers.get("content-type", "") else answer.text
         except ValueError as error:
-            raise Failed(f"{path}: the answer is no JSON") from error
+            raise RequestFailed(f"{path}: the answer is no JSON") from error
 
-    async def life(self) -> Life:
+    async def identity(self) -> ServerIdentity:
         """Which run of the server this is and how far it has come."""
         try:
             text = str(await self.ask("/metrics"))
-        except Refused:
-            return Life(None, None)
+        except RequestRefused:
+            return ServerIdentity(None, None)
         began = re.search(r"^process_start_time_seconds (\S+)", text, re.MULTILINE)
         tokens = re.findall(r"^vllm:generation_tokens_total\S* (\S+)", text, re.MULTILINE)
-        return Life(float(began[1]) if began else None, sum(map(float, tokens)) if tokens else None)
+        return ServerIdentity(float(began[1]) if began else None, sum(map(float, tokens)) if tokens else None)
 
     async def until_healthy(self, since: float | None = None) -> None:
         """Wait until the server is well, up to the time limit, counted from `since` on the loop's clock."""
-        patience = Patience(self, since)
+        retry = Retry(self, since)
         while True:
             try:
                 await self.ask("/health")
                 return
-            except Refused as error:
+            except RequestRefused as error:
                 raise UserError(f"{self.url} is no vLLM server: /health answers {error}") from None
-            except Failed as error:
-                if not patience.attempts:
+            except RequestFailed as error:
+                if not retry.attempts:
                     logger.info("waiting for a vLLM server at %s, up to %.0f seconds", self.url, self.timeout)
-                await patience.bear(error)
+                await retry.wait_or_raise(error)
 
-    async def answered(
+    async def retry_until_answered(
         self,
         work: Callable[[], Coroutine[Any, Any, T]],
         since: float | None = None,
-        again: tuple[type[Exception], ...] = (Failed,),
+        again: tuple[type[Exception], ...] = (RequestFailed,),
     ) -> T:
         """Some questions, put to a server that is well until they are answered or the time is up."""
-        patience = Patience(self, since)
+        retry = Retry(self, since)
         while True:
-            await self.until_healthy(patience.since)
+            await self.until_healthy(retry.since)
             try:
                 return await work()
             except again as error:
-                await patience.bear(error)
+                await retry.wait_or_raise(error)
 
 
-class Patience:
+class Retry:
     """Failures borne for as long as a link waits, counted from `since` on the loop's clock, with growing pauses."""
 
-    def __init__(self, link: Link, since: float | None = None) -> None:
-        self._link, self._clock = link, asyncio.get_running_loop().time
+    def __init__(self, client: VllmClient, since: float | None = None) -> None:
+        self._client, self._clock = client, asyncio.get_running_loop().time
         self.since = self._clock() if since is None else since
         self.attempts = 0
 
-    async def bear(self, problem: Exception) -> None:
+    async def wait_or_raise(self, problem: Exception) -> None:
         """Pause before the next attempt; raise where the time is up."""
-        if self._clock() - self.since > self._link.timeout:
-            raise UserError(lost(self._link.url, self._link.timeout, problem)) from None
-        await asyncio.sleep(pause(self.attempts))
+        if self._clock() - self.since > self._client.timeout:
+            raise UserError(unreachable(self._client.url, self._client.timeout, problem)) from None
+        await asyncio.sleep(backoff(self.attempts))
         self.attempts += 1
 
 
-def pause(attempt: int) -> float:
+def backoff(attempt: int) -> float:
     """Seconds before the next attempt."""
-    return PAUSES[min(attempt, len(PAUSES) - 1)]
+    return BACKOFF[min(attempt, len(BACKOFF) - 1)]
 
 
-def lost(url: str, seconds: float, error: BaseException | str) -> str:
+def unreachable(url: str, seconds: float, error: BaseException | str) -> str:
     """One line on a server that does not answer, and the remedy."""
     return (
         f"the vLLM server at {url} has not answered for {seconds:g} seconds ({error}). Start it with "

@@ -17,7 +17,7 @@ from upweight.engine.forward import base_of
 from upweight.errors import UserError
 from upweight.log import warn_once
 from upweight.rollout.sampling_params import completion_fields
-from upweight.rollout.vllm.file_transfer import AdapterTransport, Served, transport_for, write_aside
+from upweight.rollout.vllm.file_transfer import AdapterTransport, ServedVersion, transport_for, write_aside
 from upweight.rollout.vllm.probe import agrees, difference, probe_fields, probe_prompt
 from upweight.rollout.vllm.server import completions_of
 from upweight.sampler.in_process import end_tokens
@@ -65,8 +65,8 @@ class VllmColocated:
             **(_adapter_settings(model) if isinstance(self._transport, AdapterTransport) else {}),
         }
         self._llm: Any = None
-        self._now: Served | None = None  # what the engine samples from
-        self._next: Served | None = None  # written, and not yet taken
+        self._now: ServedVersion | None = None  # what the engine samples from
+        self._next: ServedVersion | None = None  # written, and not yet taken
         self._adapters = 0
         self._adapter: Any = None
         self._engine()
@@ -100,7 +100,7 @@ class VllmColocated:
         self._forget(self._next)
         folder = self._folder / f"{self._run}-v{version}"
         write_aside(lambda part: self._transport.writer(part)(self._model), folder)
-        self._next = Served(self._transport.name(folder), version, folder)
+        self._next = ServedVersion(self._transport.name(folder), version, folder)
 
     def version(self) -> int:
         """The policy version that the next call would be sampled from; -1 before the first sync."""
@@ -149,7 +149,7 @@ class VllmColocated:
             if self._sleeps:
                 engine.sleep(level=1)
 
-    def _take(self, served: Served) -> None:
+    def _take(self, served: ServedVersion) -> None:
         """Sample from new weights from now on, if they are those of the policy."""
         last = self._adapter
         if isinstance(self._transport, AdapterTransport):
@@ -198,7 +198,7 @@ class VllmColocated:
         )
         return [{"choices": [_choice(one, request.prompt_token_ids) for one in request.outputs]} for request in found]
 
-    def _forget(self, served: Served | None) -> None:
+    def _forget(self, served: ServedVersion | None) -> None:
         if served is not None:
             shutil.rmtree(served.folder, ignore_errors=True)
 

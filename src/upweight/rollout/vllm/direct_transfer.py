@@ -26,8 +26,8 @@ from upweight.errors import UserError
 from upweight.log import warn_once
 from upweight.models.export import sent_weights
 from upweight.processes import free_port
-from upweight.rollout.vllm.client import LOAD, Failed, Link, Refused
-from upweight.rollout.vllm.file_transfer import Served, Transport, WeightTransport, reset_prefixes
+from upweight.rollout.vllm.client import LOAD, RequestFailed, VllmClient, RequestRefused
+from upweight.rollout.vllm.file_transfer import ServedVersion, Transport, WeightTransport, reset_prefixes
 
 T = TypeVar("T")
 Chunk = list[tuple[str, Tensor]]
@@ -41,14 +41,14 @@ class SharedMemory:
 
     name = "ipc"
 
-    async def meet(self, link: Link) -> None:
+    async def connect(self, client: VllmClient) -> None:
         """Have the server expect pieces."""
-        found = re.match(r"(\d+)\.(\d+)", str((await link.ask("/version"))["version"]))
+        found = re.match(r"(\d+)\.(\d+)", str((await client.ask("/version"))["version"]))
         self._flag = {} if found and (int(found[1]), int(found[2])) >= FLAG_AT_START else {"packed": True}
         init = {} if self._flag else {"packed": True}
-        await link.ask("/init_weight_transfer_engine", {"init_info": init}, seconds=LOAD)
+        await client.ask("/init_weight_transfer_engine", {"init_info": init}, seconds=LOAD)
 
-    async def send(self, link: Link, chunk: Chunk) -> None:
+    async def send(self, client: VllmClient, chunk: Chunk) -> None:
         """Have the server take a piece; returns when it has."""
         flat = [tensor.detach().contiguous().view(-1).view(torch.uint8) for _, tensor in chunk]
         packed = torch.cat(flat)  # new for each piece: torch counts who uses shared memory once for each export
@@ -57,11 +57,11 @@ class SharedMemory:
         torch.cuda.synchronize(packed.device)
         handles = base64.b64encode(pickle.dumps({uuid: handle})).decode()
         body = _described(chunk) | {"tensor_sizes": [len(part) for part in flat], "ipc_handles_pickled": handles}
-        await link.ask("/update_weights", {"update_info": body | self._flag}, seconds=LOAD)
+        await client.ask("/update_weights", {"update_info": body | self._flag}, seconds=LOAD)
         del packed
         torch.cuda.ipc_collect()
 
-    def part(self) -> None:
+    def disconnect(self) -> None:
         """Nothing: what was shared goes with the piece."""
 
 
@@ -73,23 +73,23 @@ class Broadcast:
     def __init__(self) -> None:
         self._group: Any = None
 
-    async def meet(self, link: Link) -> None:
+    async def connect(self, client: VllmClient) -> None:
         """Form the group."""
         from vllm.distributed.weight_transfer import nccl_common  # pyright: ignore[reportMissingImports]
 
-        workers = (await link.ask("/get_world_size"))["world_size"]
-        own, port = _own_address(link.url)
+        workers = (await client.ask("/get_world_size"))["world_size"]
+        own, port = _local_address(client.url)
         place = {"master_address": own, "master_port": port, "world_size": workers + 1}
-        asked = link.ask("/init_weight_transfer_engine", {"init_info": place | {"rank_offset": 1}}, seconds=LOAD)
+        asked = client.ask("/init_weight_transfer_engine", {"init_info": place | {"rank_offset": 1}}, seconds=LOAD)
         try:
-            self._group = await _beside(asked, partial(nccl_common.trainer_init, place))
+            self._group = await _run_beside(asked, partial(nccl_common.trainer_init, place))
         except RuntimeError as error:
             raise UserError(
-                f"trl.vllm_weight_transfer: nccl: no group with {link.url} ({error}). Trainer and server need a GPU "
+                f"trl.vllm_weight_transfer: nccl: no group with {client.url} ({error}). Trainer and server need a GPU "
                 "each, and a network between them; use 'ipc' on one GPU, or 'folder'."
             ) from None
 
-    async def send(self, link: Link, chunk: Chunk) -> None:
+    async def send(self, client: VllmClient, chunk: Chunk) -> None:
         """Have the server take a piece; returns when it has."""
 
         def broadcast() -> None:
@@ -100,11 +100,11 @@ class Broadcast:
                 torch.cuda.synchronize()
 
         try:
-            await _beside(link.ask("/update_weights", {"update_info": _described(chunk)}, seconds=LOAD), broadcast)
+            await _run_beside(client.ask("/update_weights", {"update_info": _described(chunk)}, seconds=LOAD), broadcast)
         except RuntimeError as error:
-            raise Failed(f"nccl: {error}") from error
+            raise RequestFailed(f"nccl: {error}") from error
 
-    def part(self) -> None:
+    def disconnect(self) -> None:
         """Leave the group: a broadcast that the server no longer waits for would never end."""
         if self._group is not None:
             self._group.destroy()
@@ -115,7 +115,7 @@ class Broadcast:
 class DirectTransport(WeightTransport):
     """All weights, piece by piece, from where they are trained; nothing is kept, so nothing can be sent again."""
 
-    road: SharedMemory | Broadcast
+    channel: SharedMemory | Broadcast
     keeps = False
     _weights: Callable[[], Iterator[tuple[str, Tensor]]] | None = field(default=None, init=False)
     _met: float | None = field(default=None, init=False)  # the run of the server that expects pieces
@@ -128,42 +128,42 @@ class DirectTransport(WeightTransport):
 
         return remember
 
-    async def put(self, link: Link, served: Served) -> None:
+    async def put(self, client: VllmClient, served: ServedVersion) -> None:
         weights, self._weights = self._weights, None
         if weights is None:
             raise UserError(
-                f"the server at {link.url} was started anew, and weights sent by {self.road.name} are not kept: go on "
+                f"the server at {client.url} was started anew, and weights sent by {self.road.name} are not kept: go on "
                 "with --resume; 'trl.vllm_weight_transfer: folder' would send them again"
             )
         try:
-            began = (await link.life()).began
+            began = (await client.identity()).began
             if began is None or began != self._met:
-                await self._meet(link)
-            await link.ask("/start_weight_update", {}, seconds=LOAD)
+                await self._connect(client)
+            await client.ask("/start_weight_update", {}, seconds=LOAD)
             for chunk in chunks(weights()):
-                await self.road.send(link, chunk)
-            await link.ask("/finish_weight_update", {}, seconds=LOAD)
-            await reset_prefixes(link)
-        except Refused as error:
-            raise UserError(_not_prepared(link.url, self.road.name, error)) from None
+                await self.channel.send(client, chunk)
+            await client.ask("/finish_weight_update", {}, seconds=LOAD)
+            await reset_prefixes(client)
+        except RequestRefused as error:
+            raise UserError(_not_prepared(client.url, self.channel.name, error)) from None
         except Exception:  # whatever it was, it left the server and the road amid an update
             self._met = None
-            self.road.part()
-            with contextlib.suppress(Failed, Refused):  # else the server waits for the rest, and takes nothing new
-                await link.ask("/finish_weight_update", {})
+            self.channel.disconnect()
+            with contextlib.suppress(RequestFailed, RequestRefused):  # else the server waits for the rest, and takes nothing new
+                await client.ask("/finish_weight_update", {})
             raise
         self._met = served.began = began
 
-    async def _meet(self, link: Link) -> None:
+    async def _connect(self, client: VllmClient) -> None:
         try:
-            await self.road.meet(link)
-        except Failed as error:
+            await self.channel.connect(client)
+        except RequestFailed as error:
             if error.status is None:
                 raise
-            raise UserError(_not_prepared(link.url, self.road.name, error)) from None
+            raise UserError(_not_prepared(client.url, self.channel.name, error)) from None
 
 
-def sent_by(transfer: str, transport: Transport) -> Transport:
+def direct_transport(transfer: str, transport: Transport) -> Transport:
     """How weights are sent, by the name of the way for all of them."""
     if transfer == FOLDER:
         return transport
@@ -196,7 +196,7 @@ def _described(chunk: Chunk) -> dict[str, Any]:
     }
 
 
-async def _beside(asked: Any, work: Callable[[], T]) -> T:
+async def _run_beside(asked: Any, work: Callable[[], T]) -> T:
     """Some work that only ends together with what the server was asked for; the first failure ends the waiting.
 
     In a thread that the process does not wait for: where the server fails, the work may never end.
@@ -221,7 +221,7 @@ async def _beside(asked: Any, work: Callable[[], T]) -> T:
         answer.cancel()
 
 
-def _own_address(url: str) -> tuple[str, int]:
+def _local_address(url: str) -> tuple[str, int]:
     """An address of this machine that the server at `url` reaches, and a free port there."""
     parts = urlsplit(url)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

@@ -1,6 +1,6 @@
 """Two ways for weights to reach a server: an adapter that it loads by name, or all weights read anew from a folder.
 
-Both go through folders that the server can read: on its machine, or on storage that both see; `vllm_direct` does not.
+Both go through folders that the server can read: on its machine, or on storage that both see; `direct_transfer` does not.
 """
 
 import contextlib
@@ -20,12 +20,12 @@ from transformers.utils import logging as transformers_logging
 from upweight.errors import UserError
 from upweight.files import written_whole
 from upweight.models.export import refuse_unmergeable, write_adapter, write_weights
-from upweight.rollout.vllm.client import LOAD, Failed, Link, Refused
+from upweight.rollout.vllm.client import LOAD, RequestFailed, VllmClient, RequestRefused
 from upweight.serve.adapters import goes_alone
 
 
 @dataclass(eq=False)
-class Served:
+class ServedVersion:
     """A version of the policy as the server has it."""
 
     name: str  # that requests ask for
@@ -33,7 +33,7 @@ class Served:
     folder: Path
     began: float | None = None  # the run of the server that took it
     users: int = 0  # requests under way
-    outlook: tuple[list[int], list[float]] = field(default_factory=lambda: ([], []))  # tokens; what may come after them
+    top_logps: tuple[list[int], list[float]] = field(default_factory=lambda: ([], []))  # tokens; what may come after them
 
 
 @dataclass
@@ -51,23 +51,23 @@ class AdapterTransport:
         """What writes a model as it is then; every rank that holds a part of it is given this."""
         return partial(write_adapter, folder=folder)
 
-    async def put(self, link: Link, served: Served) -> None:
+    async def put(self, client: VllmClient, served: ServedVersion) -> None:
         """Have the server take it; returns when it has."""
         body = {"lora_name": served.name, "lora_path": str(served.folder)}
         try:
-            await link.ask("/v1/load_lora_adapter", body, seconds=LOAD)
-        except Refused as error:
+            await client.ask("/v1/load_lora_adapter", body, seconds=LOAD)
+        except RequestRefused as error:
             if "already been loaded" not in str(error):
-                raise UserError(_adapter_refused(link.url, error)) from None
+                raise UserError(_adapter_refused(client.url, error)) from None
 
-    async def holds(self, link: Link, served: Served) -> bool:
+    async def holds(self, client: VllmClient, served: ServedVersion) -> bool:
         """Whether the server has it still."""
-        return any(entry["id"] == served.name for entry in (await link.ask("/v1/models"))["data"])
+        return any(entry["id"] == served.name for entry in (await client.ask("/v1/models"))["data"])
 
-    async def drop(self, link: Link, served: Served) -> None:
+    async def drop(self, client: VllmClient, served: ServedVersion) -> None:
         """Have the server forget it, so that its folder may go."""
-        with contextlib.suppress(Refused):  # a server that was started anew does not know it
-            await link.ask("/v1/unload_lora_adapter", {"lora_name": served.name}, seconds=LOAD)
+        with contextlib.suppress(RequestRefused):  # a server that was started anew does not know it
+            await client.ask("/v1/unload_lora_adapter", {"lora_name": served.name}, seconds=LOAD)
 
 
 @dataclass
@@ -85,22 +85,22 @@ class WeightTransport:
     def writer(self, folder: Path) -> Callable[[Any], None]:
         return partial(_write_quietly, folder=folder, dtype=self.dtype)
 
-    async def put(self, link: Link, served: Served) -> None:
+    async def put(self, client: VllmClient, served: ServedVersion) -> None:
         call = {"method": "reload_weights", "kwargs": {"weights_path": str(served.folder)}}
         try:
-            await link.ask("/collective_rpc", call, seconds=LOAD)
-            await reset_prefixes(link)
-        except Refused as error:
+            await client.ask("/collective_rpc", call, seconds=LOAD)
+            await reset_prefixes(client)
+        except RequestRefused as error:
             raise UserError(
-                f"the server at {link.url} takes no weights ({error}): start it with `upweight vllm-serve`, which sets "
+                f"the server at {client.url} takes no weights ({error}): start it with `upweight vllm-serve`, which sets "
                 "VLLM_SERVER_DEV_MODE=1"
             ) from None
-        served.began = (await link.life()).began
+        served.began = (await client.identity()).began
 
-    async def holds(self, link: Link, served: Served) -> bool:
-        return served.began is None or (await link.life()).began == served.began
+    async def holds(self, client: VllmClient, served: ServedVersion) -> bool:
+        return served.began is None or (await client.identity()).began == served.began
 
-    async def drop(self, link: Link, served: Served) -> None:
+    async def drop(self, client: VllmClient, served: ServedVersion) -> None:
         """Nothing: weights are replaced, never forgotten."""
 
 
@@ -144,19 +144,19 @@ def link_files(source: Path, folder: Path) -> None:
             shutil.copyfile(file, folder / file.name)
 
 
-async def reset_prefixes(link: Link) -> None:
+async def reset_prefixes(client: VllmClient) -> None:
     """Have the server forget the beginnings of prompts, which otherwise stay those of the old weights."""
-    answer = await link.ask("/reset_prefix_cache", {})
+    answer = await client.ask("/reset_prefix_cache", {})
     if isinstance(answer, dict) and answer.get("success") is False:
-        raise Failed("the server still uses its prefix cache")
+        raise RequestFailed("the server still uses its prefix cache")
 
 
-async def forget_leftovers(link: Link, folder: Path) -> None:
+async def forget_leftovers(client: VllmClient, folder: Path) -> None:
     """Have the server forget adapters that an earlier run left in this folder, and remove them."""
-    for entry in (await link.ask("/v1/models"))["data"]:
+    for entry in (await client.ask("/v1/models"))["data"]:
         if entry.get("parent") is not None and Path(str(entry.get("root"))).parent == folder:
-            with contextlib.suppress(Refused):
-                await link.ask("/v1/unload_lora_adapter", {"lora_name": entry["id"]}, seconds=LOAD)
+            with contextlib.suppress(RequestRefused):
+                await client.ask("/v1/unload_lora_adapter", {"lora_name": entry["id"]}, seconds=LOAD)
     shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -15,26 +15,26 @@ from upweight.engine.forward import base_of
 from upweight.errors import UserError
 from upweight.models.modules import dropout_off
 from upweight.rollout.sampling_params import completion_fields
-from upweight.rollout.vllm.client import Link, Refused
+from upweight.rollout.vllm.client import VllmClient, RequestRefused
 from upweight.types import Sampling
 
-OUTLOOK = 5  # most likely tokens that are compared
+TOP_LOGPS = 5  # most likely tokens that are compared
 LENGTH, PROMPT = 24, 8  # tokens of a probe, and how many of them are given
-EXACT = 1e-3  # largest difference in float32; kernels differ by 5e-5
+FLOAT32_LIMIT = 1e-3  # largest difference in float32; kernels differ by 5e-5
 # Mean difference in half precision: a bfloat16 server differs by 0.05 from itself, another model by 1 and more.
-LOOSE = 0.25
+MEAN_LIMIT = 0.25
 
 
-async def served_base(link: Link, model_name: str | None) -> tuple[str, int | None]:
+async def served_base(client: VllmClient, model_name: str | None) -> tuple[str, int | None]:
     """The name that the server has for the model that is trained, and its longest sequence."""
-    entries = (await link.ask("/v1/models"))["data"]
+    entries = (await client.ask("/v1/models"))["data"]
     bases = [entry for entry in entries if entry.get("parent") is None]
     for entry in bases:
         if any(same_model(model_name or "", str(entry.get(key) or "")) for key in ("id", "root")):
             return entry["id"], entry.get("max_model_len")
     names = ", ".join(repr(entry["id"]) for entry in bases)
     raise UserError(
-        f"the server at {link.url} serves {names}, but base_model is {model_name!r}. Serve that, or mend the address."
+        f"the server at {client.url} serves {names}, but base_model is {model_name!r}. Serve that, or mend the address."
     )
 
 
@@ -52,7 +52,7 @@ def _last_name(name: str) -> str:
     return (stored[1] if stored else name.rstrip("/").rpartition("/")[2]).lower()
 
 
-async def check_vocabulary(link: Link, name: str, size: int) -> None:
+async def check_vocabulary(client: VllmClient, name: str, size: int) -> None:
     """Refuse a server that knows fewer or more tokens than the model, by which biases it takes.
 
     Not by a prompt of such a token: where the tokenizer has it and the model does not, vLLM lets it in, and dies.
@@ -60,15 +60,15 @@ async def check_vocabulary(link: Link, name: str, size: int) -> None:
     for token, known in ((size - 1, True), (size, False)):
         body = {"model": name, "prompt": [0], "max_tokens": 1, "logit_bias": {str(token): 0.0}}
         try:
-            await link.ask("/v1/completions", body, seconds=None)
+            await client.ask("/v1/completions", body, seconds=None)
             accepted = True
-        except Refused as error:
+        except RequestRefused as error:
             if "vocab" not in str(error):
-                raise UserError(f"the server at {link.url} refuses to write: {error}") from None
+                raise UserError(f"the server at {client.url} refuses to write: {error}") from None
             accepted = False
         if accepted != known:
             raise UserError(
-                f"the server at {link.url} knows {'more' if accepted else 'fewer'} tokens than the {size} of the "
+                f"the server at {client.url} knows {'more' if accepted else 'fewer'} tokens than the {size} of the "
                 "model: serve the vocabulary that is trained (with new `tokens`, save the model with them first)."
             )
 
@@ -83,13 +83,13 @@ def probe_fields(temperature: float) -> dict[str, Any]:
     return completion_fields(1, Sampling(LENGTH - PROMPT, temperature)) | {"ignore_eos": True}
 
 
-async def ask_probe(link: Link, name: str, size: int, temperature: float) -> tuple[list[int], list[float]]:
+async def ask_probe(client: VllmClient, name: str, size: int, temperature: float) -> tuple[list[int], list[float]]:
     """A few given tokens with those that the server writes after them, and the log-probs it reports of the latter."""
     prompt = probe_prompt(size)
     body = probe_fields(temperature) | {"model": name, "prompt": prompt, "return_token_ids": True}
-    choice = (await link.ask("/v1/completions", body, seconds=None))["choices"][0]
+    choice = (await client.ask("/v1/completions", body, seconds=None))["choices"][0]
     if choice.get("token_ids") is None or choice.get("logprobs") is None:
-        raise UserError(f"the server at {link.url} does not return token ids and log-probs; use vLLM 0.26 or later.")
+        raise UserError(f"the server at {client.url} does not return token ids and log-probs; use vLLM 0.26 or later.")
     return [*prompt, *choice["token_ids"]], choice["logprobs"]["token_logprobs"]
 
 
@@ -113,24 +113,24 @@ def difference(
 
 def agrees(mean: float, largest: float, *, exact: bool) -> bool:
     """Whether server and trainer hold the same weights; `exact` where both compute in float32. NaN never agrees."""
-    return largest <= EXACT if exact else mean <= LOOSE
+    return largest <= FLOAT32_LIMIT if exact else mean <= MEAN_LIMIT
 
 
-async def check_temperature(link: Link, name: str, size: int) -> None:
+async def check_temperature(client: VllmClient, name: str, size: int) -> None:
     """Refuse a server whose log-probs leave out the temperature that it samples at: it would widen their spread."""
-    plain, sharp = [await outlook_of(link, name, probe_prompt(size), temperature) for temperature in (1.0, 0.25)]
+    plain, sharp = [await top_logps_of(client, name, probe_prompt(size), temperature) for temperature in (1.0, 0.25)]
     if sharp[0] - sharp[-1] < 2 * (plain[0] - plain[-1]):
         raise UserError(
-            f"the log-probs of the server at {link.url} leave out the temperature. Start it with `upweight "
+            f"the log-probs of the server at {client.url} leave out the temperature. Start it with `upweight "
             "vllm-serve`, or add --logprobs-mode processed_logprobs to its command line; or set 'trl.temperature: 1.0'."
         )
 
 
-async def outlook_of(link: Link, name: str, ids: Sequence[int], temperature: float = 1.0) -> list[float]:
+async def top_logps_of(client: VllmClient, name: str, ids: Sequence[int], temperature: float = 1.0) -> list[float]:
     """The log-probs of the most likely tokens after given ones, best first: the same whenever weights are the same.
 
     Not by `prompt_logprobs`: asked of an adapter while other requests are under way, they bring vLLM 0.32 down.
     """
-    body = {"model": name, "prompt": list(ids), "max_tokens": 1, "temperature": temperature, "logprobs": OUTLOOK}
-    answer = await link.ask("/v1/completions", body | {"return_tokens_as_token_ids": True}, seconds=None)
-    return sorted(answer["choices"][0]["logprobs"]["top_logprobs"][0].values(), reverse=True)[:OUTLOOK]
+    body = {"model": name, "prompt": list(ids), "max_tokens": 1, "temperature": temperature, "logprobs": TOP_LOGPS}
+    answer = await client.ask("/v1/completions", body | {"return_tokens_as_token_ids": True}, seconds=None)
+    return sorted(answer["choices"][0]["logprobs"]["top_logprobs"][0].values(), reverse=True)[:TOP_LOGPS]

@@ -14,11 +14,11 @@ from transformers import PreTrainedModel
 from upweight.engine.forward import base_of
 from upweight.errors import UserError
 from upweight.rollout.sampling_params import completion_fields
-from upweight.rollout.vllm.client import Failed, Link, Patience, Refused, lost
-from upweight.rollout.vllm.direct_transfer import FOLDER, sent_by
+from upweight.rollout.vllm.client import RequestFailed, VllmClient, Retry, RequestRefused, lost
+from upweight.rollout.vllm.direct_transfer import FOLDER, direct_transport
 from upweight.rollout.vllm.file_transfer import transport_for
 from upweight.rollout.vllm.probe import check_vocabulary, served_base
-from upweight.rollout.vllm.versions import OnModel, ServedWeights
+from upweight.rollout.vllm.versions import OnModel, ServedVersions
 from upweight.sampler.in_process import end_tokens
 from upweight.types import Completion, Done, Prompts, Sampling
 
@@ -59,18 +59,18 @@ class VllmServer:
         self._finished = 0
         self._calls = 0  # under way
         self._watcher: asyncio.Task[None] | None = None  # one for all calls
-        self.link = link = Link(url, timeout)
+        self.client = client = VllmClient(url, timeout)
 
-        async def meet() -> tuple[str, int | None]:
-            name, longest = await served_base(link, base.config.name_or_path)
-            await check_vocabulary(link, name, base.config.get_text_config().vocab_size)
+        async def connect() -> tuple[str, int | None]:
+            name, longest = await served_base(client, base.config.name_or_path)
+            await check_vocabulary(client, name, base.config.get_text_config().vocab_size)
             return name, longest
 
-        name, self._longest = link.run(link.answered(meet))
-        self.weights = ServedWeights(
-            link,
+        name, self._longest = client.run(client.retry_until_answered(connect))
+        self.weights = ServedVersions(
+            client,
             model,
-            sent_by(transfer, transport_for(model, lora_sync, dtype, name)),
+            direct_transport(transfer, transport_for(model, lora_sync, dtype, name)),
             dtype=dtype,
             folder=folder.resolve(),
             temperature=temperature,
@@ -87,7 +87,7 @@ class VllmServer:
         self.require_room(max(map(len, prompts)), sampling.max_new_tokens)
         arrived: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         found: list[list[Completion]] = [[] for _ in prompts]
-        work = self.link.start(self._all(prompts, self._body(count, sampling), found, arrived.put))
+        work = self.client.start(self._all(prompts, self._body(count, sampling), found, arrived.put))
         work.add_done_callback(lambda _: arrived.put(None))
         try:
             while (place := arrived.get()) is not None:
@@ -111,7 +111,7 @@ class VllmServer:
             await self._all([prompt], self._body(count, sampling), found, lambda _: None)
             return found[0]
 
-        return self.link.start(work())
+        return self.client.start(work())
 
     def serves_by_name(self) -> str | None:
         """The name that the policy always has on the server; None where each version has its own."""
@@ -129,8 +129,8 @@ class VllmServer:
     def health(self) -> str | None:
         """None when the server is well, else what is wrong."""
         try:
-            self.link.run(self.link.ask("/health"))
-        except (Failed, Refused) as error:
+            self.client.run(self.client.ask("/health"))
+        except (RequestFailed, RequestRefused) as error:
             return f"the vLLM server at {self.link.url}: {error}"
         return None
 
@@ -155,7 +155,7 @@ class VllmServer:
     ) -> None:
         """Every prompt's completions, many prompts at a time; the first failure ends the rest."""
         limit = asyncio.Semaphore(IN_FLIGHT)
-        await self.weights.mended(None)
+        await self.weights.ensure_served(None)
 
         async def one(place: int) -> None:
             async with limit:
@@ -188,7 +188,7 @@ class VllmServer:
             return await self.asked(
                 "/v1/completions", request, lambda answer, version: completions_of(answer, prompt, body["n"], version)
             )
-        except Refused as error:
+        except RequestRefused as error:
             raise UserError(f"the vLLM server at {self.link.url} refuses a request: {error}") from None
 
     async def asked(self, path: str, body: Mapping[str, Any], read: Callable[[Any, int], T]) -> T:
@@ -196,40 +196,40 @@ class VllmServer:
 
         On the loop of the link.
         """
-        patience: Patience | None = None
+        retry: Retry | None = None
         while True:
-            served = await self.weights.enter()
+            served = await self.weights.acquire()
             try:
-                answer = await self.link.ask(path, {**body, "model": served.name}, seconds=None)
+                answer = await self.client.ask(path, {**body, "model": served.name}, seconds=None)
                 return read(answer, served.version)
-            except (Failed, Refused) as error:
-                if isinstance(error, Refused) and error.status != 404:  # 404: an adapter that the server has lost
+            except (RequestFailed, RequestRefused) as error:
+                if isinstance(error, RequestRefused) and error.status != 404:  # 404: an adapter that the server has lost
                     raise
                 problem = error
             finally:
-                self.weights.leave(served)
-            patience = patience or Patience(self.link)
-            await patience.bear(problem)
-            await self.weights.mended(patience.since)
+                self.weights.release(served)
+            retry = retry or Retry(self.client)
+            await retry.wait_or_raise(problem)
+            await self.weights.ensure_served(retry.since)
 
     async def _watch(self) -> None:
         """Raise when requests are under way and no token is written for too long."""
         clock = asyncio.get_running_loop().time
-        patience = max(self.link.timeout, STALLED)
+        retry = max(self.client.timeout, STALLED)
         seen, since = None, clock()
         while True:
             await asyncio.sleep(WATCH)
-            limit, problem = patience, "it answers, but writes no tokens"
+            limit, problem = retry, "it answers, but writes no tokens"
             try:
-                life = await self.link.life()
-                state = (self._finished, life)
-                limit *= 1 if life.tokens is not None else 10  # without a count only whole requests tell
-            except Failed as error:
+                identity = await self.client.identity()
+                state = (self._finished, identity)
+                limit *= 1 if identity.tokens is not None else 10  # without a count only whole requests tell
+            except RequestFailed as error:
                 state, problem = seen, str(error)
             if state != seen or not self.weights.open.is_set():
                 seen, since = state, clock()
             elif clock() - since > limit:
-                raise UserError(lost(self.link.url, limit, problem))
+                raise UserError(unreachable(self.client.url, limit, problem))
 
     def _body(self, count: int, sampling: Sampling) -> dict[str, Any]:
         """What every request of a call says."""
@@ -241,7 +241,7 @@ def completions_of(answer: Any, prompt: Sequence[int], count: int, version: int)
     choices = sorted(answer["choices"], key=lambda choice: choice["index"])
     if len(choices) != count or any(choice["finish_reason"] not in ("stop", "length") for choice in choices):
         ends = {choice["finish_reason"] for choice in choices}
-        raise Failed(f"{len(choices)} of {count} completions came back, ended by {', '.join(map(str, ends))}")
+        raise RequestFailed(f"{len(choices)} of {count} completions came back, ended by {', '.join(map(str, ends))}")
     found = []
     for choice in choices:
         ids, logps = choice["token_ids"], choice["logprobs"]["token_logprobs"]

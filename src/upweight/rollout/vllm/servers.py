@@ -57,7 +57,7 @@ class VllmServers:
                 own = [prompts[place] for place in places]
                 return pool.submit(server.generate, own, count, sampling, arrived)
 
-            well = self._those_well()
+            well = self._healthy()
             shares = _dealt(range(len(prompts)), prompts, list(well))
             asked = {ask(well[url], places): (url, places) for url, places in shares.items()}
             while asked:
@@ -66,8 +66,8 @@ class VllmServers:
                     try:
                         work.result()
                     except UserError as error:
-                        self._lose(url, error)
-                        well = self._those_well()
+                        self._mark_lost(url, error)
+                        well = self._healthy()
                         left = _dealt([one for one in places if not found[one]], prompts, list(well))
                         asked |= {ask(well[other], share): (other, share) for other, share in left.items()}
         return found
@@ -82,14 +82,14 @@ class VllmServers:
                 logger.warning("%s is back", url)
             except UserError as error:
                 logger.warning("warning: %s answers, but cannot be used: %s", url, error)
-        behind = {url: server for url, server in self._those_well().items() if server.version() != version}
+        behind = {url: server for url, server in self._healthy().items() if server.version() != version}
         try:
             begun = self._begin(version, behind)
             for url, server in behind.items():
                 try:
                     server.weights.publish(version, begun[url])
                 except UserError as error:
-                    self._lose(url, error)
+                    self._mark_lost(url, error)
         except BaseException as error:
             for server in behind.values():  # requests to them wait for weights that will not come
                 server.weights.give_up(str(error) or type(error).__name__)
@@ -109,41 +109,41 @@ class VllmServers:
 
     def version(self) -> int:
         """The policy version that the next request would be sampled from; -1 before the first sync."""
-        return min(server.version() for server in self._those_well().values())
+        return min(server.version() for server in self._healthy().values())
 
     def health(self) -> str | None:
         """None when all servers are well, else what is wrong."""
-        problems = [problem for server in self._those_well().values() if (problem := server.health()) is not None]
+        problems = [problem for server in self._healthy().values() if (problem := server.health()) is not None]
         return "; ".join([*problems, *(f"the vLLM server at {url} is lost" for url in self._lost)]) or None
 
     def require_room(self, prompt: int, new: int) -> None:
         """Raise where a prompt of so many tokens with so many new ones is longer than any of the servers takes."""
-        for server in self._those_well().values():
+        for server in self._healthy().values():
             server.require_room(prompt, new)
 
     def on_model(self, does: OnModel) -> None:
         """From now on `does` has the policy written and compared: where its weights are spread over ranks."""
         self._on_model = does
-        for server in self._those_well().values():
+        for server in self._healthy().values():
             server.on_model(does)
 
     def close(self) -> None:
         """Have the servers forget what they were sent; a later sync sends anew."""
-        for server in self._those_well().values():
+        for server in self._healthy().values():
             server.close()
 
     def _open(self, url: str) -> None:
         server = self._opens(url, self._urls.index(url), self._on_model)
-        server.link.timeout = PATIENCE
+        server.client.timeout = PATIENCE
         with self._changing:
             self._well[url] = server
             self._lost.pop(url, None)
 
-    def _those_well(self) -> dict[str, VllmServer]:
+    def _healthy(self) -> dict[str, VllmServer]:
         with self._changing:
             return dict(self._well)
 
-    def _lose(self, url: str, error: UserError) -> None:
+    def _mark_lost(self, url: str, error: UserError) -> None:
         """Go on without a server, while there is another."""
         with self._changing:
             if url in self._well:

@@ -17,22 +17,22 @@ from torch import nn
 from upweight.engine.forward import base_of
 from upweight.errors import UserError
 from upweight.log import logger, warn_once
-from upweight.rollout.vllm.client import Failed, Link, Refused, pause
-from upweight.rollout.vllm.file_transfer import Served, Transport, forget_leftovers, link_files, write_aside
-from upweight.rollout.vllm.probe import agrees, ask_probe, check_temperature, difference, outlook_of, served_base
+from upweight.rollout.vllm.client import RequestFailed, VllmClient, RequestRefused, backoff
+from upweight.rollout.vllm.file_transfer import ServedVersion, Transport, forget_leftovers, link_files, write_aside
+from upweight.rollout.vllm.probe import agrees, ask_probe, check_temperature, difference, top_logps_of, served_base
 
 ATTEMPTS = 4  # at sending weights
-JUST = 1.0  # seconds for which a look at the server holds: it cannot be started anew in so few
-Sending = tuple[Served, "Future[tuple[list[int], list[float]]]"]  # a version on its way, and what the server says then
+FRESH = 1.0  # seconds for which a look at the server holds: it cannot be started anew in so few
+Sending = tuple[ServedVersion, "Future[tuple[list[int], list[float]]]"]  # a version on its way, and what the server says then
 OnModel = Callable[[Callable[[nn.Module], Any]], Any]
 
 
-class ServedWeights:
+class ServedVersions:
     """What a server samples from. State is touched on the link's thread only, weights on the caller's only."""
 
     def __init__(
         self,
-        link: Link,
+        client: VllmClient,
         model: nn.Module,
         transport: Transport,
         *,
@@ -42,8 +42,8 @@ class ServedWeights:
         on_model: OnModel | None = None,
     ) -> None:
         """`on_model` does some work on the policy; left out, the work is called with it."""
-        self.link, self.transport = link, transport
-        self.now: Served | None = None
+        self.client, self.transport = client, transport
+        self.now: ServedVersion | None = None
         self.open = asyncio.Event()  # clear while weights are replaced under the name that requests ask for
         self._base = base_of(model)
         self.on_model: OnModel = on_model or (lambda work: work(model))
@@ -51,22 +51,22 @@ class ServedWeights:
         self._vocabulary: int = self._base.config.get_text_config().vocab_size
         self._quantised = bool(getattr(self._base, "is_quantized", False))
         self._run = uuid.uuid4().hex[:8]
-        self._old: list[Served] = []
+        self._old: list[ServedVersion] = []
         self._fault: str | None = None
         self._exact: bool | None = None  # whether server and trainer agree to the last digits, as in float32
-        self._mending = asyncio.Lock()
-        self._well = -JUST  # when the server was last seen to hold the present version
+        self._restoring = asyncio.Lock()
+        self._well = -FRESH  # when the server was last seen to hold the present version
         self._drops: set[asyncio.Task[None]] = set()
 
     def check_base(self, name: str) -> None:
         """Compare what server and trainer say of tokens, where the server goes on with the base it has."""
-        self.link.run(self.link.answered(partial(forget_leftovers, self.link, self._folder)))
+        self.client.run(self.client.retry_until_answered(partial(forget_leftovers, self.client, self._folder)))
         if self._temperature != 1:
-            self.link.run(self.link.answered(partial(check_temperature, self.link, name, self._vocabulary)))
+            self.client.run(self.client.retry_until_answered(partial(check_temperature, self.client, name, self._vocabulary)))
         if self.transport.drains:
             return
-        probe = partial(ask_probe, self.link, name, self._vocabulary, self._temperature)
-        ids, said = self.link.run(self.link.answered(probe))
+        probe = partial(ask_probe, self.client, name, self._vocabulary, self._temperature)
+        ids, said = self.client.run(self.client.retry_until_answered(probe))
         mean, largest = self.on_model(self._against(ids, said, adapted=False))
         if not self._agrees(mean, largest):
             raise UserError(self._other_weights(mean))
@@ -74,14 +74,14 @@ class ServedWeights:
     def send(self, version: int, like: Path | None = None, attempt: int = 0) -> Sending:
         """Write the weights as they are now, or as a folder has them, and begin to have the server take them."""
         folder = self._folder / f"{self._run}-v{version}{f'-{attempt}' if attempt else ''}"
-        served = Served(self.transport.name(folder), version, folder)
+        served = ServedVersion(self.transport.name(folder), version, folder)
         if like is None or not self.transport.keeps:
             write_aside(lambda part: self.on_model(self.transport.writer(part)), folder)
         else:
             write_aside(partial(link_files, like), folder)
-        return served, self.link.start(self._put(served))
+        return served, self.client.start(self._put(served))
 
-    def publish(self, version: int, begun: Sending | None = None) -> Served:
+    def publish(self, version: int, begun: Sending | None = None) -> ServedVersion:
         """Send the weights as they are now, tried several times; returns when the server samples from them.
 
         `begun` is what `send` gave for this version, where it was called before.
@@ -90,20 +90,20 @@ class ServedWeights:
         for attempt in range(ATTEMPTS):
             if attempt:
                 logger.warning("warning: sending the weights of step %d again: %s", version, problem)
-                time.sleep(pause(attempt + 1))
+                time.sleep(backoff(attempt + 1))
             served = None
             try:
                 served, put = begun or self.send(version, attempt=attempt)
                 begun = None
                 mean, largest = self.on_model(self._against(*put.result(), adapted=True))
                 if not self._agrees(mean, largest):
-                    raise Failed(f"log-probs after the sync differ by {mean:.3g} on average from the trainer's")
-                self.link.run(self._retire(served))
+                    raise RequestFailed(f"log-probs after the sync differ by {mean:.3g} on average from the trainer's")
+                self.client.run(self._retire(served))
                 return served
-            except (OSError, SafetensorError, Failed, Refused) as error:
+            except (OSError, SafetensorError, RequestFailed, RequestRefused) as error:
                 problem, begun = error, None
                 if served is not None:
-                    self.link.run(self._drop(served))
+                    self.client.run(self._drop(served))
             except BaseException as error:  # whatever it is, requests wait for these weights
                 self.give_up(str(error) or type(error).__name__)
                 raise
@@ -121,15 +121,15 @@ class ServedWeights:
             self._fault = fault
             self.open.set()
 
-        self.link.run(on_its_thread())
+        self.client.run(on_its_thread())
 
     def close(self) -> None:
         """Have the server forget what it was sent, and remove it."""
-        self.link.run(self._retire(None))
+        self.client.run(self._retire(None))
         if self._folder.is_dir() and not any(self._folder.iterdir()):
             self._folder.rmdir()
 
-    async def enter(self) -> Served:
+    async def acquire(self) -> ServedVersion:
         """The version that a request is to be sampled from; waits while weights are replaced."""
         await self.open.wait()
         if self._fault is not None or self.now is None:
@@ -137,7 +137,7 @@ class ServedWeights:
         self.now.users += 1
         return self.now
 
-    def leave(self, served: Served) -> None:
+    def release(self, served: ServedVersion) -> None:
         """A request has ended; with the last one of an old version the version goes."""
         served.users -= 1
         if served in self._old and not served.users:
@@ -146,45 +146,45 @@ class ServedWeights:
             self._drops.add(task)
             task.add_done_callback(self._drops.discard)
 
-    async def mended(self, since: float | None) -> None:
+    async def ensure_served(self, since: float | None) -> None:
         """Wait for a server that is well and holds the present version, which one that was started anew does not."""
         clock = asyncio.get_running_loop().time
-        async with self._mending:
-            if since is None and clock() - self._well < JUST:  # hundreds of turns begin at a time
+        async with self._restoring:
+            if since is None and clock() - self._well < FRESH:  # hundreds of turns begin at a time
                 return
             # Refused: it was started anew once more since it took the version.
-            await self.link.answered(self._hold, since, again=(Failed, Refused))
+            await self.client.retry_until_answered(self._hold, since, again=(RequestFailed, RequestRefused))
             self._well = clock()
 
-    async def _put(self, served: Served) -> tuple[list[int], list[float]]:
+    async def _put(self, served: ServedVersion) -> tuple[list[int], list[float]]:
         """Have the server take new weights; what it writes with them."""
-        await self.link.until_healthy()
+        await self.client.until_healthy()
         if self.transport.drains:
             if self._fault is None:  # else nobody would open it again
                 self.open.clear()
             while self.now is not None and self.now.users:
                 await asyncio.sleep(0.02)
-        await self.transport.put(self.link, served)
-        if not await self.transport.holds(self.link, served):
-            raise Failed("the server does not list the weights that it took")
-        ids, said = await ask_probe(self.link, served.name, self._vocabulary, self._temperature)
-        served.outlook = ids, await outlook_of(self.link, served.name, ids)
+        await self.transport.put(self.client, served)
+        if not await self.transport.holds(self.client, served):
+            raise RequestFailed("the server does not list the weights that it took")
+        ids, said = await ask_probe(self.client, served.name, self._vocabulary, self._temperature)
+        served.top_logps = ids, await top_logps_of(self.client, served.name, ids)
         return ids, said
 
     async def _hold(self) -> None:
         """Send the present version again where the server has lost it."""
         served = self.now
-        if served is None or not self.open.is_set() or await self.transport.holds(self.link, served):
+        if served is None or not self.open.is_set() or await self.transport.holds(self.client, served):
             return
-        logger.warning("warning: %s was started anew; sending version %d again", self.link.url, served.version)
-        await served_base(self.link, self._base.config.name_or_path)
-        await self.transport.put(self.link, served)
-        ids, before = served.outlook
-        apart = (torch.tensor(await outlook_of(self.link, served.name, ids)) - torch.tensor(before)).abs()
+        logger.warning("warning: %s was started anew; sending version %d again", self.client.url, served.version)
+        await served_base(self.client, self._base.config.name_or_path)
+        await self.transport.put(self.client, served)
+        ids, before = served.top_logps
+        apart = (torch.tensor(await top_logps_of(self.client, served.name, ids)) - torch.tensor(before)).abs()
         if not agrees(float(apart.mean()), float(apart.max()), exact=bool(self._exact)):
             raise UserError(self._other_weights(float(apart.mean())))
 
-    async def _retire(self, new: Served | None) -> None:
+    async def _retire(self, new: ServedVersion | None) -> None:
         """Put a version in the place of the present one, drop those that nobody uses, and let requests in to it."""
         if self.now is not None:
             self._old.append(self.now)
@@ -195,13 +195,13 @@ class ServedWeights:
         if new is not None:
             self.open.set()
 
-    async def _drop(self, served: Served) -> None:
+    async def _drop(self, served: ServedVersion) -> None:
         """Have the server forget a version; only then is its folder removed: a server may read it again until then."""
         if not served.folder.exists():
             return
         try:
-            await self.transport.drop(self.link, served)
-        except Failed as error:
+            await self.transport.drop(self.client, served)
+        except RequestFailed as error:
             logger.warning("warning: %s is left behind: %s", served.folder, error)
             return
         shutil.rmtree(served.folder, ignore_errors=True)

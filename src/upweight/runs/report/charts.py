@@ -70,7 +70,7 @@ KINDS: tuple[Kind, ...] = (
          "end by themselves.", unit=SHARE),
     Kind("Completions", "Distinct completions", ("completions/distinct_share",), "Share of a prompt's completions that "
          "differ from each other.", unit=SHARE),
-    Kind("Environment", "Turns", ("environment/turns_mean", "environment/turns_max"), "Turns of an episode.",
+    Kind("Environment", "TurnBatcher", ("environment/turns_mean", "environment/turns_max"), "Turns of an episode.",
          labels=("mean", "most")),
     Kind("Environment", "Episodes without an end", ("environment/masked", "environment/truncated"), "Episodes of a "
          "rollout whose environment broke (nothing is learned from them), and those that met a limit.",

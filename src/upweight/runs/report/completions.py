@@ -19,7 +19,7 @@ OWN = {"step", "rollout", "version", "row", "prompt", "completion", "messages", 
 Message = dict[str, str]
 
 
-class Written:
+class CompletionsReader:
     """Reads the completions of a run; files that have not changed are not read again."""
 
     def __init__(self, run_folder: Path) -> None:

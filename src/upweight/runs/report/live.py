@@ -14,7 +14,7 @@ from upweight.errors import UserError
 from upweight.runs.files import COMPLETIONS, CONFIG, HEALTH, METRICS, RECORD
 from upweight.runs.report.page import PageReader, page
 from upweight.runs.report.reading import read_json
-from upweight.runs.report.run import folders_of, standing
+from upweight.runs.report.run import folders_of, run_status
 
 HERE = "127.0.0.1"
 PORT = 8799  # taken where it is free and no other was asked for
@@ -104,7 +104,7 @@ def serve(folders: Sequence[Path], port: int | None) -> PageServer:
 
 def _state(folder: Path) -> tuple[Any, ...]:
     """What changes when something in a run's folder does, and when its process is gone."""
-    found: list[Any] = [folder, standing(read_json(folder / RECORD), there=folder.is_dir(), logged=False)["state"]]
+    found: list[Any] = [folder, run_status(read_json(folder / RECORD), there=folder.is_dir(), logged=False)["state"]]
     for name in (METRICS, CONFIG, HEALTH, RECORD, COMPLETIONS):
         try:
             file = (folder / name).stat()

@@ -10,7 +10,7 @@ import yaml
 from upweight.processes import is_alive
 from upweight.runs.files import CONFIG, HEALTH, METRICS, RECORD, this_machine
 from upweight.runs.report.charts import COMPARED, split_set
-from upweight.runs.report.completions import Written
+from upweight.runs.report.completions import CompletionsReader
 from upweight.runs.report.reading import POINTS, JsonLines, columns, number, plain, read_json
 
 SECRET = r"(.*_)?(api_?key|secret|password|(hub|hf|auth|access|bearer)_token)"
@@ -25,7 +25,7 @@ class RunReader:
     def __init__(self, folder: Path, name: str) -> None:
         self.folder, self.name = folder, name
         self.metrics, self.health = JsonLines(folder / METRICS), JsonLines(folder / HEALTH)
-        self.written = Written(folder)
+        self.written = CompletionsReader(folder)
 
     def read(self) -> dict[str, Any]:
         """The run as it stands, as plain values."""
@@ -47,7 +47,7 @@ class RunReader:
             "folder": str(self.folder),
             "method": method,
             "online": str(config.get("rl", "")) in ONLINE or "reward" in values,
-            **standing(record, there=self.folder.is_dir(), logged=bool(steps or eval_steps)),
+            **run_status(record, there=self.folder.is_dir(), logged=bool(steps or eval_steps)),
             "step": step,
             "max_steps": number(record.get("max_steps")) or number(config.get("max_steps")),
             "facts": facts(config, record, method),
@@ -141,7 +141,7 @@ def _in_order(lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     return sorted(told, key=rank)
 
 
-def standing(record: Mapping[str, Any], *, there: bool, logged: bool) -> dict[str, Any]:
+def run_status(record: Mapping[str, Any], *, there: bool, logged: bool) -> dict[str, Any]:
     """Whether a run goes on, and how it ended where it has."""
     state = record.get("state")
     runs = is_alive(record.get("pid"), record.get("begun"))

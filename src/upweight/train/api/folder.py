@@ -11,7 +11,7 @@ from transformers import TrainerCallback
 from upweight.runs.record import about, recorded, refuse_busy
 from upweight.train.api.configs import MethodArguments
 from upweight.train.api.grpo_config import GRPOConfig
-from upweight.train.callbacks import HealthWatch
+from upweight.train.callbacks import HealthCallback
 from upweight.train.online.completions import cut_completions
 from upweight.train.run_folder import MetricsFile, cut_metrics, put_section
 from upweight.train.trainer import MethodTrainer
@@ -23,7 +23,7 @@ def recording(trainer: MethodTrainer, args: MethodArguments) -> Iterator[None]:
     folder = Path(args.output_dir or ".")
     if trainer.is_world_process_zero():  # which alone writes the record, so that the others would find its own
         refuse_busy(folder)
-    callbacks = [_Fresh(folder), MetricsFile(folder), HealthWatch(folder)]
+    callbacks = [_Fresh(folder), MetricsFile(folder), HealthCallback(folder)]
     for callback in callbacks:
         trainer.add_callback(callback)
     try:

@@ -18,7 +18,7 @@ from upweight.rewards.load import as_rewards
 from upweight.rewards.model import ModelOptions
 from upweight.rewards.reward import Reward
 from upweight.rewards.scorer import Scorer
-from upweight.rollout.episodes.runner import Player
+from upweight.rollout.episodes.runner import EpisodeRunner
 from upweight.rollout.rollout import Rollout, readable
 from upweight.rollout.single_turn import SingleTurn
 from upweight.sampler.in_process import InProcess
@@ -26,10 +26,10 @@ from upweight.train.api.grpo_config import GRPOConfig
 from upweight.train.api.policy import Model, model_section
 from upweight.train.api.rows import as_dataset
 from upweight.train.api.trainers import GivenRows, config_of, parts_for, require_kind
-from upweight.train.online.assemble import Policy, Recipe, make_rollouts, watch_rollouts
+from upweight.train.online.assemble import Policy, RolloutSpec, make_rollouts, watch_rollouts
 from upweight.train.online.completions import ShownCompletions
-from upweight.train.online.environments import Acting, bounds_of, check_rewards, python_environment
-from upweight.train.online.feed import STATE, Rollouts
+from upweight.train.online.environments import EnvironmentSetup, bounds_of, check_rewards, python_environment
+from upweight.train.online.feed import STATE, RolloutFeed
 from upweight.train.trainer import MethodTrainer
 
 GivenReward = Any  # a function, a callable object, a name, a reward model, or (model, tokenizer)
@@ -74,7 +74,7 @@ class GRPOTrainer(MethodTrainer):
         )
         folder = Path(args.output_dir or ".")
         policy = Policy.of(parts["model"], parts["processing_class"], parts, sharded=args.sharded)
-        recipe = Recipe(
+        recipe = RolloutSpec(
             parts["train_dataset"],
             rewards,
             args.plan(),
@@ -131,7 +131,7 @@ class GRPOTrainer(MethodTrainer):
             {**{name: row[name] for name in kept}, "reward": total} for row, total in zip(found, totals, strict=True)
         ]
 
-    def _renewed_rollouts(self) -> Rollouts:
+    def _renewed_rollouts(self) -> RolloutFeed:
         """The rollouts without what belongs to a training: its processes, its buffers, a rollout half trained on.
 
         Weights are read where they lie and as they are stored, and both change when a training begins or ends.
@@ -150,22 +150,22 @@ class GRPOTrainer(MethodTrainer):
             rollouts.generator = InProcess(
                 model, self.processing_class, engine=self.runner.engine, device=device, compile=args.compile_sampler
             )
-            if isinstance(producer.roll, SingleTurn | Player):
-                producer.roll.generator = rollouts.generator
+            if isinstance(producer.completion_source, SingleTurn | EpisodeRunner):
+                producer.completion_source.generator = rollouts.generator
         return rollouts
 
 
-def _acting(args: GRPOConfig, tools: Any, factory: Any) -> Acting | None:
+def _acting(args: GRPOConfig, tools: Any, factory: Any) -> EnvironmentSetup | None:
     """What a script's policy acts in."""
     if not tools and factory is None:
         return None
     section = args.environment()
     environment = python_environment(section, factory, list(tools or ()), "environment_factory")
-    return Acting(environment, bounds_of(section), template_args=args.chat_template_kwargs or {})
+    return EnvironmentSetup(environment, bounds_of(section), template_args=args.chat_template_kwargs or {})
 
 
 def _rewards(
-    given: Any, tokenizers: Any, args: GRPOConfig, columns: Sequence[str], acting: Acting | None
+    given: Any, tokenizers: Any, args: GRPOConfig, columns: Sequence[str], acting: EnvironmentSetup | None
 ) -> list[Reward]:
     """The rewards that a script gives and its environment's own, able to read the data's columns."""
     rewards = as_rewards(

@@ -15,7 +15,7 @@ from upweight.config import ConfigView
 from upweight.config.sections.data import DataSection, DatasetRow
 from upweight.data.chunks import Job, encode_all, schema_of, with_columns
 from upweight.data.encode import build_encoder
-from upweight.data.sources.open import Rows, Table
+from upweight.data.sources.open import RowSelection, Table
 from upweight.errors import UserError
 from upweight.log import logger
 from upweight.methods.base import Method
@@ -61,7 +61,7 @@ def prepare_rows(
     )
     entry = _entry(args)
     encoder = build_encoder(data, method, entry, 0, tokenizer, ConfigView({}), Path(), classes)
-    job = Job(where, False, Rows.of(Table(rows), np.arange(len(rows))), encoder, data, method)
+    job = Job(where, False, RowSelection.of(Table(rows), np.arange(len(rows))), encoder, data, method)
     batches, names, changed = [], set[str](), Counter[str]()
     for _, _, chunk in encode_all([job], processes=data.processes, digests=False):
         batches.append(chunk.batch)

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 
-from upweight.data.label_balance import require_both_verdicts
+from upweight.data.label_balance import require_both_labels
 from upweight.errors import UserError
 from upweight.log import warn_once
 from upweight.models.precision import ComputeCopies
@@ -153,7 +153,7 @@ def parts_for(
         return prepare_rows(given, args, method, tokenizer, where, classes=classes_for(model, args, method))
 
     train = encode(train_dataset, "train_dataset")
-    require_both_verdicts(train, method, lambda: "train_dataset, row 0")
+    require_both_labels(train, method, lambda: "train_dataset, row 0")
     if isinstance(args, SFTConfig) and args.shuffle_dataset:
         train = train.shuffle(seed=args.seed)
     named = eval_dataset if isinstance(eval_dataset, Mapping) else {"eval_dataset": eval_dataset}

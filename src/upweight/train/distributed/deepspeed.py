@@ -20,7 +20,7 @@ from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deep
 
 from upweight.errors import UserError
 from upweight.log import warn_once
-from upweight.train.distributed.ranks import as_rank_zero_says
+from upweight.train.distributed.ranks import broadcast_from_rank0
 
 READY = "deepspeed_configs"  # the folder of this package, and the name that other trainers give theirs
 # What one loader item is, and how it is cut, is this loop's business: DeepSpeed sees one batch a step.
@@ -111,7 +111,7 @@ def fit_to_ranks(checkpoint: Path, trainer: Trainer) -> None:
             f"resume: {wrote} ranks wrote {checkpoint}, and these are {ranks}; 'load_best_model_at_end' would mix the "
             f"checkpoints of both, which DeepSpeed does not load; drop the key, or {remedy}."
         )
-    failure = as_rank_zero_says(_convert(folder) if trainer.is_world_process_zero() else None)
+    failure = broadcast_from_rank0(_convert(folder) if trainer.is_world_process_zero() else None)
     if failure is not None:
         raise UserError(
             f"resume: {wrote} ranks wrote {checkpoint}, and DeepSpeed failed to convert it; {remedy}.\n{failure}"

@@ -45,7 +45,7 @@ def share_rows(size: int) -> Context | None:
     return Context(group, ranks.process_index % size, size)
 
 
-def be_one_rank() -> None:
+def init_single_rank() -> None:
     """Let a process that no launcher started be rank 0 of one, for what cannot be without ranks."""
     if "RANK" in os.environ:
         return
@@ -53,37 +53,37 @@ def be_one_rank() -> None:
     os.environ.update({name: str(value) for name, value in alone.items()}, MASTER_PORT=str(free_port()))
 
 
-def first_here_then_others(work: Callable[[], T]) -> T:
+def rank0_first(work: Callable[[], T]) -> T:
     """Let one rank of each machine do some work, however long it takes, before the others find it done."""
     ranks = PartialState()
     if ranks.num_processes == 1:
         return work()
     if not ranks.is_local_main_process:
-        dist.barrier(group=patient())
+        dist.barrier(group=no_timeout_group())
         return work()
     result = work()
-    dist.barrier(group=patient())
+    dist.barrier(group=no_timeout_group())
     return result
 
 
-def as_rank_zero_says(value: Any) -> Any:
+def broadcast_from_rank0(value: Any) -> Any:
     """Rank 0's value on every rank, waited for as long as it takes to come about."""
     if PartialState().num_processes == 1:
         return value
     said = [value]
-    dist.broadcast_object_list(said, src=0, group=patient())
+    dist.broadcast_object_list(said, src=0, group=no_timeout_group())
     return said[0]
 
 
-def from_all_ranks(value: Any) -> list[Any]:
+def all_gather_objects(value: Any) -> list[Any]:
     """Every rank's value, on every rank, waited for as long as the slowest takes."""
     everyone: list[Any] = [value] * PartialState().num_processes
     if len(everyone) > 1:
-        dist.all_gather_object(everyone, value, group=patient())
+        dist.all_gather_object(everyone, value, group=no_timeout_group())
     return everyone
 
 
-class Together:
+class ShardedWork:
     """Work on a model whose weights lie in pieces over the ranks: rank 0 says what is to be done, and all do it."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -91,19 +91,19 @@ class Together:
 
     def lead(self, work: Callable[[nn.Module], T]) -> T:
         """On rank 0: the result of some work that every rank does on its part."""
-        return as_rank_zero_says(work)(self._model)
+        return broadcast_from_rank0(work)(self._model)
 
     def dismiss(self) -> None:
         """On rank 0: there is no more to do for now."""
-        as_rank_zero_says(None)
+        broadcast_from_rank0(None)
 
     def follow(self) -> None:
         """On the other ranks: do what rank 0 says until it says no more."""
-        while (work := as_rank_zero_says(None)) is not None:
+        while (work := broadcast_from_rank0(None)) is not None:
             work(self._model)
 
 
-def patient() -> Any:
+def no_timeout_group() -> Any:
     """All ranks, through the CPU, without a time-out: a rollout takes its time, and a dead rank is noticed at once."""
     return _group_of(dist.group.WORLD)
 
@@ -113,7 +113,7 @@ def _group_of(world: Any) -> Any:
     return dist.new_group(backend="gloo", timeout=datetime.timedelta(days=7))
 
 
-class LargestOverRanks:
+class MaxOverRanks:
     """The largest of the ranks' numbers, through the CPU: it does not wait for the GPU."""
 
     def __init__(self) -> None:

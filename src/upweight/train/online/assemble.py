@@ -26,22 +26,22 @@ from upweight.rewards.reward import Reward
 from upweight.rewards.scorer import Scorer
 from upweight.rollout.custom import CustomRollout
 from upweight.rollout.plan import Plan, PromptOrder
-from upweight.rollout.producer import Producer, Ranks, Roll
+from upweight.rollout.producer import Producer, Ranks, CompletionSource
 from upweight.rollout.replay import ReplayBuffer
 from upweight.rollout.reroll import Reroll
-from upweight.rollout.rollout import Rows
-from upweight.rollout.run_ahead import depth_within
+from upweight.rollout.rollout import PromptRows
+from upweight.rollout.run_ahead import bounded_depth
 from upweight.rollout.sampling_params import sampling_of
 from upweight.rollout.single_turn import SingleTurn
 from upweight.rollout.vllm.colocated import VllmColocated
 from upweight.sampler.in_process import InProcess
 from upweight.train.distributed.fsdp import whole_weights
-from upweight.train.distributed.ranks import Together, from_all_ranks
-from upweight.train.online.broadcast import rank_zeros_rollout
+from upweight.train.distributed.ranks import ShardedWork, all_gather_objects
+from upweight.train.online.broadcast import broadcast_rollout
 from upweight.train.online.completions import CompletionFiles, ShownCompletions
-from upweight.train.online.environments import Acting, check_rewards
-from upweight.train.online.feature_matching import FeatureMatching, matching_of
-from upweight.train.online.feed import KeepRollouts, Rollouts
+from upweight.train.online.environments import EnvironmentSetup, check_rewards
+from upweight.train.online.feature_matching import FeatureMatching, feature_matching_of
+from upweight.train.online.feed import SaveRollouts, RolloutFeed
 from upweight.train.online.vllm import Vllm, server_for
 from upweight.train.trainer import MethodTrainer
 from upweight.types import Generator, Sampling
@@ -76,17 +76,17 @@ class Policy:
 
 
 @dataclass(frozen=True)
-class Recipe:
+class RolloutSpec:
     """What rollouts are made from, and how many of which size."""
 
-    rows: Rows
+    rows: PromptRows
     rewards: Sequence[Reward]
     plan: Plan
     section: RolloutSection
     folder: Path  # of the run
     seed: int
     shuffle: bool = True
-    acting: Acting | None = None
+    acting: EnvironmentSetup | None = None
     rollout_func: Callable[..., Any] | None = None  # a user's own, which writes completions
 
 
@@ -97,7 +97,7 @@ def plan_of(config: Config, ranks: int) -> Plan:
 
 
 def rewards_of(
-    config: Config, device: torch.device, columns: Sequence[str], acting: Acting | None = None
+    config: Config, device: torch.device, columns: Sequence[str], acting: EnvironmentSetup | None = None
 ) -> list[Reward]:
     """The rewards that a config names and its environment gives, able to read the data's columns."""
     rewards = load_rewards(
@@ -113,11 +113,11 @@ def rewards_of(
 
 
 def rollouts_of(
-    config: Config, policy: Policy, rows: Rows, rewards: Sequence[Reward], acting: Acting | None
-) -> Rollouts:
+    config: Config, policy: Policy, rows: PromptRows, rewards: Sequence[Reward], acting: EnvironmentSetup | None
+) -> RolloutFeed:
     """The rollouts that a config describes."""
     path = config.rollout.rollout_func
-    recipe = Recipe(
+    recipe = RolloutSpec(
         rows,
         rewards,
         plan_of(config, PartialState().num_processes // config.sharding.context_parallel_size),
@@ -138,8 +138,8 @@ def watch_rollouts(
     rollouts = trainer.rollouts
     assert rollouts is not None
     producer = rollouts.producer
-    if isinstance(producer.roll, CustomRollout):
-        producer.roll.trainer = trainer
+    if isinstance(producer.completion_source, CustomRollout):
+        producer.completion_source.trainer = trainer
     if trainer.is_world_process_zero():
         names, decode = producer.names, producer.decode
         if writes:
@@ -152,10 +152,10 @@ def watch_rollouts(
         elif is_seen():  # a look now and then
             every = max(every, LOOK_EVERY)
             rollouts.written.append(ShownCompletions(every, section.completions_shown or 2, names, decode))
-    return KeepRollouts(rollouts)
+    return SaveRollouts(rollouts)
 
 
-def make_rollouts(policy: Policy, recipe: Recipe) -> Rollouts:
+def make_rollouts(policy: Policy, recipe: RolloutSpec) -> RolloutFeed:
     """Prompts, sampler, rewards and method, put together."""
     method, section, ranks = policy.method, recipe.section, PartialState()
     gradient: PolicyGradient = getattr(method, "policy")  # noqa: B009 - online methods have one
@@ -169,7 +169,7 @@ def make_rollouts(policy: Policy, recipe: Recipe) -> Rollouts:
         max_new_tokens=gradient.max_completion_length,
     )
     logger.info(LOSS_SAYS_LITTLE, method.name)
-    matching = matching_of(method, policy.model, policy.dtype, policy.reference, offload=policy.offload_reference)
+    matching = feature_matching_of(method, policy.model, policy.dtype, policy.reference, offload=policy.offload_reference)
     sampling = sampling_of(section, gradient.max_completion_length) if matching is None else matching.sampling(section)
     generator: Generator | None = server
     if recipe.rollout_func is None and not section.use_vllm:
@@ -179,24 +179,24 @@ def make_rollouts(policy: Policy, recipe: Recipe) -> Rollouts:
         plan=recipe.plan,
         rows=recipe.rows,
         order=PromptOrder(len(recipe.rows), recipe.seed, shuffle=recipe.shuffle),
-        roll=_roll(policy, recipe, generator, matching),
+        completion_source=_roll(policy, recipe, generator, matching),
         scorer=Scorer(recipe.rewards, workers=section.reward_workers, timeout=section.reward_timeout),
         sampling=sampling,
         decode=lambda ids: str(policy.tokenizer.decode(ids, skip_special_tokens=True)),
         seed=recipe.seed,
-        ranks=Ranks() if section.use_vllm else Ranks(ranks.process_index, ranks.num_processes, from_all_ranks),
+        ranks=Ranks() if section.use_vllm else Ranks(ranks.process_index, ranks.num_processes, all_gather_objects),
         longest=matching.longest if matching is not None and matching.adapts else None,
         **_second_chances(section),
     )
     timing = _timing(section, recipe.plan) | (_of_shards(section, policy, server) if policy.sharded else {})
-    return Rollouts(
+    return RolloutFeed(
         producer,
         method,
         generator,
         eval_size=section.num_generations_eval or method.group_size,
         mask_truncated=gradient.mask_truncated_completions,
         sampler_logps=_sampler_counts(gradient, section, timing["depth"], custom=recipe.rollout_func is not None),
-        skips_idle=section.skip_zero_advantage,
+        skip_zero_advantage=section.skip_zero_advantage,
         recompute_replayed=section.replay_recompute,
         matching=matching,
         **timing,
@@ -210,7 +210,7 @@ def _sampler_counts(policy: PolicyGradient, section: RolloutSection, depth: int,
     return custom and policy.off_policy_mask_threshold is not None
 
 
-def _in_process(policy: Policy, recipe: Recipe, sampling: Sampling, *, endless: bool) -> InProcess:
+def _in_process(policy: Policy, recipe: RolloutSpec, sampling: Sampling, *, endless: bool) -> InProcess:
     """The sampler of this process, which has room for all rows: known now, not hours later when one comes up."""
     generator = InProcess(
         policy.model,
@@ -239,11 +239,11 @@ def _tokens(row: Mapping[str, Any], sampling: Sampling) -> int:
     return len(row["prompt_ids"]) + sum(len(reply) + sampling.max_new_tokens for reply in replies)
 
 
-def _roll(policy: Policy, recipe: Recipe, generator: Generator | None, matching: FeatureMatching | None) -> Roll:
+def _roll(policy: Policy, recipe: RolloutSpec, generator: Generator | None, matching: FeatureMatching | None) -> CompletionSource:
     """What writes completions: a user's function, an environment that is played, or the sampler alone."""
     model, tokenizer, function = policy.model, policy.tokenizer, recipe.rollout_func
     if matching is not None:
-        return matching.roll(model, tokenizer, generator, policy.engine, _device(policy))
+        return matching.completion_source(model, tokenizer, generator, policy.engine, _device(policy))
     if function is not None:
         return CustomRollout(function, getattr(function, "__name__", type(function).__name__), model, tokenizer)
     return SingleTurn(generator) if recipe.acting is None else recipe.acting.player(model, tokenizer, generator)
@@ -265,7 +265,7 @@ def _of_shards(section: RolloutSection, policy: Policy, server: Vllm | None) -> 
     """How sampler and server come by weights of which every rank holds a piece."""
     if not section.use_vllm:
         return {"whole": partial(whole_weights, policy.model, policy.engine)}
-    together = Together(policy.model)
+    together = ShardedWork(policy.model)
     if server is not None:
         assert not isinstance(server, VllmColocated), "shards need a server, which is said before"
         server.on_model(together.lead)
@@ -276,11 +276,11 @@ def _timing(section: RolloutSection, plan: Plan) -> dict[str, Any]:
     """How far rollouts run ahead, how often the sampler follows, and who drives it: with a server, rank 0 alone."""
     ranks = PartialState()
     interval = section.sync_interval if section.use_vllm else 1
-    depth = depth_within(plan, section.prefetch_depth if section.async_prefetch else 0, interval, section.max_staleness)
+    depth = bounded_depth(plan, section.prefetch_depth if section.async_prefetch else 0, interval, section.max_staleness)
     return {
         "depth": depth,
         "threaded": section.use_vllm and depth > 0,
         "sync_interval": interval,
-        "shared": rank_zeros_rollout if section.use_vllm and ranks.num_processes > 1 else None,
+        "shared": broadcast_rollout if section.use_vllm and ranks.num_processes > 1 else None,
         "drives": not section.use_vllm or ranks.process_index == 0,
     }

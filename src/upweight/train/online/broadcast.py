@@ -11,21 +11,21 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from upweight.rollout.rollout import Rollout
-from upweight.train.distributed.ranks import as_rank_zero_says, patient
+from upweight.train.distributed.ranks import broadcast_from_rank0, no_timeout_group
 from upweight.types import Completion, Group
 
 KINDS = (np.int32, np.float64, np.bool_)
 
 
-def rank_zeros_rollout(own: Rollout | None) -> Rollout:
+def broadcast_rollout(own: Rollout | None) -> Rollout:
     """Rank 0's rollout, waited for as long as it takes to come about; other ranks have none."""
     header, numbers = (None, []) if own is None else to_flat(own)
-    header, sizes = as_rank_zero_says((header, [len(flat) for flat in numbers]))
+    header, sizes = broadcast_from_rank0((header, [len(flat) for flat in numbers]))
     if own is None:
         numbers = [np.empty(size, kind) for size, kind in zip(sizes, KINDS, strict=True)]
     for flat in numbers:
         if len(flat):
-            dist.broadcast(torch.from_numpy(flat.view(np.uint8)), src=0, group=patient())
+            dist.broadcast(torch.from_numpy(flat.view(np.uint8)), src=0, group=no_timeout_group())
     return from_flat(header, numbers) if own is None else own
 
 

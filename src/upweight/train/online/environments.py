@@ -25,17 +25,17 @@ from upweight.rewards.reward import Reward, check_columns
 from upweight.rollout.episodes.gateway import PolicyGateway
 from upweight.rollout.episodes.gym_agents import GymAgents
 from upweight.rollout.episodes.loop import Bounds, EpisodeSetup
-from upweight.rollout.episodes.runner import Player
-from upweight.rollout.producer import Roll
+from upweight.rollout.episodes.runner import EpisodeRunner
+from upweight.rollout.producer import CompletionSource
 from upweight.rollout.vllm.server import VllmServer
 from upweight.sampler.in_process import end_tokens
-from upweight.train.distributed.ranks import as_rank_zero_says
+from upweight.train.distributed.ranks import broadcast_from_rank0
 from upweight.types import Generator
 from upweight.user_modules import load_function
 
 
 @dataclass(frozen=True)
-class Acting:
+class EnvironmentSetup:
     """An environment, and how it is played."""
 
     environment: Environment
@@ -44,7 +44,7 @@ class Acting:
     template_args: Mapping[str, Any] = field(default_factory=dict)
     default_system: str | None = None
 
-    def player(self, model: Any, tokenizer: PreTrainedTokenizerBase, generator: Generator | None) -> Roll:
+    def player(self, model: Any, tokenizer: PreTrainedTokenizerBase, generator: Generator | None) -> CompletionSource:
         """What fills groups by playing."""
         template = ChatTemplate(tokenizer, None, self.template_args)
         setup = EpisodeSetup(
@@ -55,16 +55,16 @@ class Acting:
             tool_format=format_of(_source(tokenizer)) if self.tool_format == "auto" else self.tool_format,
             default_system=self.default_system,
         )
-        return Player(setup, generator)
+        return EpisodeRunner(setup, generator)
 
 
 @dataclass(frozen=True)
-class AgentActing(Acting):
+class GymAgentSetup(EnvironmentSetup):
     """A Gym whose agents drive the turns."""
 
     gym: GymSection = field(default_factory=GymSection)
 
-    def player(self, model: Any, tokenizer: PreTrainedTokenizerBase, generator: Generator | None) -> Roll:
+    def player(self, model: Any, tokenizer: PreTrainedTokenizerBase, generator: Generator | None) -> CompletionSource:
         """What fills groups by asking the agents."""
         assert isinstance(self.environment, NemoGym)
         assert generator is None or isinstance(generator, VllmServer), "a rule holds that there is a server"
@@ -74,14 +74,14 @@ class AgentActing(Acting):
         return GymAgents(self.environment, gateway)
 
 
-def acting_of(config: Config) -> Acting | None:
+def environment_setup(config: Config) -> EnvironmentSetup | None:
     """What a config's policy acts in; None where it only answers."""
     section = config.environment
     if config.method.online and config.gym.enabled:
         return _gym(config)
     if not config.method.online or not section.acts:
         return None
-    return Acting(
+    return EnvironmentSetup(
         _environment(section, config.folder),
         bounds_of(section),
         section.tool_format,
@@ -90,7 +90,7 @@ def acting_of(config: Config) -> Acting | None:
     )
 
 
-def _gym(config: Config) -> Acting:
+def _gym(config: Config) -> EnvironmentSetup:
     """The Gym that a config names: its own servers, or those that rank 0 starts."""
     section = config.gym
     name = section.model_name or str(config.model.base_model)
@@ -98,7 +98,7 @@ def _gym(config: Config) -> Acting:
     process = None
     if section.auto_start and PartialState().process_index == 0:
         process = GymProcess(section, config.folder, Path(config.run.output_dir), policy=policy)
-    socket = as_rank_zero_says(None if process is None else process.socket)
+    socket = broadcast_from_rank0(None if process is None else process.socket)
     gym = Gym(
         section.head_port, patience=section.server_timeout, busy=section.verify_timeout, process=process, socket=socket
     )
@@ -106,8 +106,8 @@ def _gym(config: Config) -> Acting:
     told = (config.environment.tool_format, config.data.template_args, config.data.default_system_message)
     environment = NemoGym(section, gym, name)
     if section.multi_turn:
-        return AgentActing(environment, bounds, *told, gym=section)
-    return Acting(environment, bounds, *told)
+        return GymAgentSetup(environment, bounds, *told, gym=section)
+    return EnvironmentSetup(environment, bounds, *told)
 
 
 def bounds_of(section: EnvironmentSection) -> Bounds:
@@ -126,7 +126,7 @@ def python_environment(
     return PythonEnvironment(factory, functions, timeout=section.timeout, tool_timeout=section.tool_timeout, key=key)
 
 
-def check_rewards(rewards: Sequence[Reward], columns: Sequence[str], acting: Acting | None) -> None:
+def check_rewards(rewards: Sequence[Reward], columns: Sequence[str], acting: EnvironmentSetup | None) -> None:
     """Refuse rewards that read columns which neither the data nor an environment gives."""
     given = [*columns, *([] if acting is None else [EPISODE])]
     check_columns(rewards, [name for name in given if name not in OWN_COLUMNS])

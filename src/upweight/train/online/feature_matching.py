@@ -16,13 +16,13 @@ from upweight.methods import EBFT
 from upweight.methods.base import Method
 from upweight.methods.formulas.features import pooled, pooled_positions
 from upweight.models.reference import Reference, adapter_state, make_reference, reference_kind
-from upweight.rollout.ebft.known_turns import ScriptedTurns
+from upweight.rollout.ebft.known_turns import KnownTurns
 from upweight.rollout.ebft.strided_blocks import StridedBlocks, anchors
-from upweight.rollout.producer import Roll
+from upweight.rollout.producer import CompletionSource
 from upweight.rollout.sampling_params import sampling_of
 from upweight.rollout.units import demonstration, units_of_documents, units_of_groups
 from upweight.sampler.in_process import InProcess
-from upweight.train.distributed.ranks import from_all_ranks
+from upweight.train.distributed.ranks import all_gather_objects
 from upweight.train.reference.synced import sync_settings
 from upweight.train.step import StepRunner
 from upweight.types import Generator, Group, Sample, Sampling, Unit
@@ -53,18 +53,18 @@ class FeatureMatching:
             return sampling_of(section, method.policy.max_completion_length)
         return Sampling(method.generate_max_len, temperature=method.temperature, top_p=method.top_p)
 
-    def roll(
+    def completion_source(
         self,
         model: nn.Module,
         tokenizer: PreTrainedTokenizerBase,
         generator: Generator | None,
         engine: Engine,
         device: torch.device | None,
-    ) -> Roll:
+    ) -> CompletionSource:
         """What writes completions: the policy in conversations that are known, or in blocks of documents."""
         if not self.strided:
             end = tokenizer.eos_token_id
-            return ScriptedTurns(generator, end if isinstance(end, int) else None)
+            return KnownTurns(generator, end if isinstance(end, int) else None)
         assert isinstance(generator, InProcess), "blocks are sampled in process"
         return StridedBlocks(model, engine, self.method, generator, lambda ids: str(tokenizer.decode(ids)), device)
 
@@ -87,7 +87,7 @@ class FeatureMatching:
                 for name, values in metrics.items():
                     total, count = logged.get(name, (0.0, 0))
                     logged[name] = total + float(values.double().sum()), count + len(values)
-        everyone = from_all_ranks((found, logged))[:: ranks // shares]
+        everyone = all_gather_objects((found, logged))[:: ranks // shares]
         for place, rewards_SR in (item for theirs, _ in everyone for item in theirs.items()):
             groups[place].rewards_SR = rewards_SR
         names = dict.fromkeys(name for _, theirs in everyone for name in theirs)
@@ -154,7 +154,7 @@ class FeatureMatching:
         plan = plan_rows([one.unit for one in units], runner.token_budget, 1, runner.engine.layout)[0]
         waiting = {place: sum(one.place == place for one in units) for place in groups}
         kept: dict[int, Tensor] = {}
-        for number in range(max(from_all_ranks(len(plan)))):
+        for number in range(max(all_gather_objects(len(plan)))):
             row = plan[number] if number < len(plan) else []
             kept |= dict(zip(row, self._forward([units[n] for n in row], runner, network), strict=True))
             for n in row:
@@ -187,7 +187,7 @@ class FeatureMatching:
         return pooled(state_TF, torch.from_numpy(sequence).to(device), len(units), self.method.embed_method)
 
 
-def matching_of(
+def feature_matching_of(
     method: Method, policy: nn.Module, dtype: torch.dtype, reference: Reference | None, *, offload: bool = False
 ) -> FeatureMatching | None:
     """What scores by features, for a method that does; `reference` serves if it stays what the policy is now."""

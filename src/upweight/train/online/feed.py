@@ -20,13 +20,13 @@ from upweight.files import write_text
 from upweight.methods.base import Method
 from upweight.models.modules import dropout_off
 from upweight.rollout.episodes.gym_agents import GymAgents
-from upweight.rollout.episodes.runner import Player
+from upweight.rollout.episodes.runner import EpisodeRunner
 from upweight.rollout.producer import Producer
-from upweight.rollout.rollout import Rollout, Rows, from_plain, to_plain
-from upweight.rollout.run_ahead import Ahead
+from upweight.rollout.rollout import Rollout, PromptRows, from_plain, to_plain
+from upweight.rollout.run_ahead import RunAhead
 from upweight.rollout.summary import pass_rates, summary
 from upweight.rollout.units import units_of_groups
-from upweight.train.distributed.ranks import Together
+from upweight.train.distributed.ranks import ShardedWork
 from upweight.train.online.feature_matching import FeatureMatching
 from upweight.train.step import StepRunner
 from upweight.types import Generator, Mean, Unit
@@ -35,7 +35,7 @@ STATE = "rollouts.json"
 
 
 @dataclass
-class Rollouts:
+class RolloutFeed:
     """The rollout under way and how much of it has been trained on."""
 
     producer: Producer
@@ -44,14 +44,14 @@ class Rollouts:
     eval_size: int  # completions for each prompt of an evaluation
     mask_truncated: bool = False
     sampler_logps: bool = False  # train against what the sampler said of its tokens
-    skips_idle: bool = True  # leave out completions that cannot contribute
+    skip_zero_advantage: bool = True  # leave out completions that cannot contribute
     depth: int = 0  # rollouts that may be under way before they are needed
     threaded: bool = False  # write them while the trainer works
     sync_interval: int = 1  # optimizer steps between two syncs of the sampler
     recompute_replayed: bool = True  # compare replayed groups with the policy as it is now, not as it was
     shared: Callable[[Rollout | None], Rollout] | None = None  # rank 0's rollout on every rank, where it alone drives
     drives: bool = True  # this rank produces
-    together: Together | None = None  # how ranks that hold shards take part in a sync; None where rank 0 holds all
+    together: ShardedWork | None = None  # how ranks that hold shards take part in a sync; None where rank 0 holds all
     whole: Callable[[], AbstractContextManager[None]] = nullcontext  # inside, this rank holds all weights
     matching: FeatureMatching | None = None  # what scores by features, where that is the method
     written: list[Callable[[Rollout, int], None]] = field(default_factory=list)  # told of each rollout and its step
@@ -64,7 +64,7 @@ class Rollouts:
     synced: int | None = None  # step of the last sync
 
     def __post_init__(self) -> None:
-        self.ahead = Ahead(self._produce, threaded=self.threaded)
+        self.ahead = RunAhead(self._produce, threaded=self.threaded)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -144,7 +144,7 @@ class Rollouts:
             self.ahead.submit(copy.copy(state))
 
     def evaluate(
-        self, rows: Rows, state: Any, runner: StepRunner, model: nn.Module, name: str = "eval"
+        self, rows: PromptRows, state: Any, runner: StepRunner, model: nn.Module, name: str = "eval"
     ) -> dict[str, float]:
         """Rewards, pass rates and lengths on held-out prompts; with features also what they and true answers say."""
         if self.synced != state.global_step:
@@ -198,8 +198,8 @@ class Rollouts:
         """End the thread that produces and the processes that compute rewards."""
         self.ahead.close()
         self.producer.scorer.close()
-        if isinstance(self.producer.roll, Player | GymAgents):
-            self.producer.roll.close()
+        if isinstance(self.producer.completion_source, EpisodeRunner | GymAgents):
+            self.producer.completion_source.close()
         if self.generator is not None:
             self.generator.close()
         self.synced = None
@@ -249,7 +249,7 @@ class Rollouts:
 class RolloutLoader:
     """What the Trainer iterates over: what is left of an epoch's steps, each fetched when it is asked for."""
 
-    def __init__(self, rollouts: Rollouts, next_step: Callable[[], dict[str, Any]], done: Callable[[], int]) -> None:
+    def __init__(self, rollouts: RolloutFeed, next_step: Callable[[], dict[str, Any]], done: Callable[[], int]) -> None:
         self.dataset = rollouts.producer.rows
         self._length = rollouts.steps_per_epoch
         self._next, self._done = next_step, done
@@ -262,10 +262,10 @@ class RolloutLoader:
             yield self._next()
 
 
-class KeepRollouts(TrainerCallback):
+class SaveRollouts(TrainerCallback):
     """Puts the state of the rollouts into each checkpoint."""
 
-    def __init__(self, rollouts: Rollouts) -> None:
+    def __init__(self, rollouts: RolloutFeed) -> None:
         self.rollouts = rollouts
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

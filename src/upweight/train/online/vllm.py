@@ -9,7 +9,7 @@ from accelerate import PartialState
 from upweight.config.sections.rollout import RolloutSection
 from upweight.errors import UserError
 from upweight.log import warn_once
-from upweight.rollout.rollout import Rows
+from upweight.rollout.rollout import PromptRows
 from upweight.rollout.sampling_params import request_options
 from upweight.rollout.vllm.colocated import VllmColocated
 from upweight.rollout.vllm.server import VllmServer
@@ -34,7 +34,7 @@ def server_for(
     *,
     dtype: torch.dtype,
     folder: Path,
-    rows: Rows,
+    rows: PromptRows,
     max_new_tokens: int,
 ) -> Vllm | None:
     """The engine, or the servers, waited for and checked, on rank 0, which drives them; None elsewhere and without."""

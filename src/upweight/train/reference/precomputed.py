@@ -20,7 +20,7 @@ from upweight.methods.base import Method
 from upweight.methods.kto import KTO
 from upweight.models.modules import dropout_off
 from upweight.models.reference import AdapterOff
-from upweight.train.distributed.ranks import LargestOverRanks
+from upweight.train.distributed.ranks import MaxOverRanks
 from upweight.train.step import StepRunner
 
 ROWS_AT_A_TIME = 256
@@ -56,7 +56,7 @@ def with_reference(rows: Any, model: nn.Module, runner: StepRunner, how: Precomp
         return None
     columns = _columns(runner.method)
     file = how.folder / f"reference-{_fingerprint(rows, model, runner, how)}.npz" if how.folder else None
-    missing = LargestOverRanks()(int(file is None or not file.exists()))
+    missing = MaxOverRanks()(int(file is None or not file.exists()))
     if file is None or missing:
         with torch.no_grad(), _policy(model, how):
             logps = _compute(rows, model, runner)
