@@ -8,7 +8,7 @@ from made_gym_server import wait_until
 from made_openenv import BAD_GUESS, GUESS, HANG_UP, MCP, MOVE, FakeOpenEnv, failed, observed
 from upweight.environments.episode import ToolCall, Turn
 from upweight.environments.openenv import OpenEnv
-from upweight.environments.openenv_link import Broken, Server
+from upweight.environments.openenv_connection import Broken, Server
 from upweight.errors import UserError
 
 RESET = observed({"metadata": {}, "hint": "guess a number in [1,20]", "remaining": 7}, 0.0)

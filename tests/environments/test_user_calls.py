@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from upweight.environments.user_calls import UserCalls, TooSlow
+from upweight.environments.user_calls import TooSlow, UserCalls
 
 
 def run(work):

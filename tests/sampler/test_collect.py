@@ -50,7 +50,9 @@ def test_slots_without_a_row_are_ignored():
 def test_stop_strings_cut_after_the_token_that_completes_them(stop: str, block: int):
     tokenizer = byte_tokenizer()
     ids = tokenizer.encode("The quick brown fox said é! and<|im_end|> more and more of the same")
-    rows = CompletionCollector(1, 1, len(ids), ends=(), stops=StopStrings(tokenizer, [stop, "never"]), version=0, done=None)
+    rows = CompletionCollector(
+        1, 1, len(ids), ends=(), stops=StopStrings(tokenizer, [stop, "never"]), version=0, done=None
+    )
     feed(rows, [[token] for token in ids], block, [[0]])
     (found,) = rows.completions(0)
     count = next(n for n in range(len(ids)) if stop in tokenizer.decode(ids[:n]))

@@ -87,7 +87,12 @@ def _encoded(writer: TextGenerator, row: Mapping[str, Any], place: str) -> list[
 
 
 def _write(  # noqa: PLR0917
-    writer: TextGenerator, rows: list[dict[str, Any]], prompts: list[list[int]], sampling: Sampling, seed: int, count: int
+    writer: TextGenerator,
+    rows: list[dict[str, Any]],
+    prompts: list[list[int]],
+    sampling: Sampling,
+    seed: int,
+    count: int,
 ) -> None:
     """A JSON line for each answer with the columns of its row, as `upweight score` and `upweight rewards` read it."""
     for start in range(0, len(rows), AT_ONCE):

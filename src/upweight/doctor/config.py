@@ -23,11 +23,11 @@ from upweight.models.memory import GIB, HEAD_CHUNK, LESS_MEMORY, USABLE, Memory,
 from upweight.models.source import load_failures
 from upweight.models.tokenizer import load_tokenizer
 from upweight.rewards.load import KEY, load_rewards
-from upweight.rollout.vllm.client import RequestFailed, VllmClient, RequestRefused
+from upweight.rollout.vllm.client import RequestFailed, RequestRefused, VllmClient
 from upweight.rollout.vllm.probe import served_base
 from upweight.runs.files import METRICS, no_folder_at
 from upweight.serve.command import server_urls
-from upweight.train.online.environments import environment_setup, check_rewards
+from upweight.train.online.environments import check_rewards, environment_setup
 from upweight.train.refuse import refuse_unsupported, require_optimizer
 from upweight.train.trackers import tracking_arguments
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from upweight.data.raw_row import OWN_COLUMNS
 from upweight.environments.episode import Message, Opening, Outcome, Reply, ToolCall, Turn, opening_messages
-from upweight.environments.openenv_link import Broken, Invalid, OpenEnvConnection, Server
+from upweight.environments.openenv_connection import Broken, Invalid, OpenEnvConnection, Server
 from upweight.environments.tools import tool_message
 from upweight.errors import UserError
 

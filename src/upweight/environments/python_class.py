@@ -8,7 +8,7 @@ from typing import Any
 
 from upweight.environments.episode import Message, Opening, Outcome, Reply, ToolCall, Turn, opening_messages
 from upweight.environments.tools import Schema, answered, methods_of, schema_of, tool_message, unique_tools
-from upweight.environments.user_calls import UserCalls, TooSlow
+from upweight.environments.user_calls import TooSlow, UserCalls
 from upweight.errors import UserError
 
 REWARD = "reward"

@@ -22,7 +22,7 @@ from upweight.rewards.scorer import Scorer, Scores
 from upweight.rollout.plan import Plan, PromptOrder
 from upweight.rollout.replay import ReplayBuffer
 from upweight.rollout.reroll import Reroll
-from upweight.rollout.rollout import Rollout, PromptRows
+from upweight.rollout.rollout import PromptRows, Rollout
 from upweight.rollout.summary import has_signal, summary
 from upweight.types import Completion, Group, Sampling
 

@@ -49,8 +49,8 @@ from upweight.train.distributed.fsdp import layout_of, read_once, refuse_other_l
 from upweight.train.distributed.ranks import (
     broadcast_from_rank0,
     init_single_rank,
-    rank0_first,
     join_ranks,
+    rank0_first,
     share_rows,
 )
 from upweight.train.loader import StepSampler

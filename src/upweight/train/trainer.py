@@ -26,9 +26,9 @@ from upweight.models.save import save_model
 from upweight.train.checkpoints import WHOLE, step_of
 from upweight.train.distributed.fsdp import set_up_sharding
 from upweight.train.loader import StepSampler, step_loader
-from upweight.train.lr_groups import LrOf, ConfiguredRates, split_by_lr
+from upweight.train.lr_groups import ConfiguredRates, LrOf, split_by_lr
 from upweight.train.meters import Meters
-from upweight.train.online.feed import RolloutLoader, RolloutFeed
+from upweight.train.online.feed import RolloutFeed, RolloutLoader
 from upweight.train.reference.precomputed import Precompute, with_reference
 from upweight.train.step import StepRunner
 

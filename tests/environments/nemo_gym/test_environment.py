@@ -9,9 +9,9 @@ from made_gym_server import SECRET, FakeGym, exchange, recorded, verdict
 from upweight.config.sections.rollout import GymDataset, GymSection
 from upweight.environments.episode import ToolCall, Turn
 from upweight.environments.nemo_gym import gym as gym_module
+from upweight.environments.nemo_gym.client import GymFault
 from upweight.environments.nemo_gym.environment import NemoGym
 from upweight.environments.nemo_gym.gym import Gym
-from upweight.environments.nemo_gym.link import GymFault
 from upweight.errors import UserError
 
 ROW = {"responses_create_params": {"input": [{"role": "user", "content": "1 + 1"}]}, "answer": "2"}

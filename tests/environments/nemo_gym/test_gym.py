@@ -12,9 +12,9 @@ from made_gym_server import wait_until
 from upweight.config.sections.rollout import GymDataset, GymSection
 from upweight.environments.episode import Turn
 from upweight.environments.nemo_gym import gym as gym_module
+from upweight.environments.nemo_gym.client import GymFault
 from upweight.environments.nemo_gym.environment import NemoGym
 from upweight.environments.nemo_gym.gym import Gym
-from upweight.environments.nemo_gym.link import GymFault
 from upweight.environments.nemo_gym.process import GymProcess
 from upweight.errors import UserError
 from upweight.processes import free_port

@@ -184,4 +184,7 @@ def test_what_the_server_refuses_reaches_the_gym_as_it_is_and_the_log(agents, vl
     assert "refuses a request of the Gym's agents: 400: as was asked" in caplog.text
     assert httpx.post(f"{completion_source.gateway.url}/elsewhere", json={}, trust_env=False).status_code == 404
     assert httpx.get(f"{completion_source.gateway.url}/models", trust_env=False).json()["data"]
-    assert httpx.post(f"{completion_source.gateway.url}/chat/completions", content=b"{", trust_env=False).status_code == 400
+    assert (
+        httpx.post(f"{completion_source.gateway.url}/chat/completions", content=b"{", trust_env=False).status_code
+        == 400
+    )

@@ -9,10 +9,10 @@ from accelerate import PartialState
 from made_runs import on_ranks
 from upweight.train.distributed.ranks import (
     MaxOverRanks,
-    broadcast_from_rank0,
-    rank0_first,
     all_gather_objects,
+    broadcast_from_rank0,
     join_ranks,
+    rank0_first,
 )
 
 

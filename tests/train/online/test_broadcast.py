@@ -9,7 +9,7 @@ from accelerate import PartialState
 from made_runs import on_ranks
 from upweight.rollout.rollout import Rollout
 from upweight.train.distributed.ranks import join_ranks
-from upweight.train.online.broadcast import from_flat, broadcast_rollout, to_flat
+from upweight.train.online.broadcast import broadcast_rollout, from_flat, to_flat
 from upweight.types import Completion, Group
 
 

@@ -133,7 +133,10 @@ class Opened:
 
     def _picked(self, part: dict[str, list[Source]]) -> RowSelection:
         split = self.entry.split or self._default_split(part)
-        whole = {name: RowSelection.join([RowSelection.of(s, np.arange(len(s))) for s in sources]) for name, sources in part.items()}
+        whole = {
+            name: RowSelection.join([RowSelection.of(s, np.arange(len(s))) for s in sources])
+            for name, sources in part.items()
+        }
         try:
             ranges = datasets.ReadInstruction.from_spec(split).to_absolute({name: len(r) for name, r in whole.items()})
         except (ValueError, AssertionError) as error:

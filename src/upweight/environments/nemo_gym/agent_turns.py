@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from upweight.environments.episode import Message
-from upweight.environments.nemo_gym.link import GymFault
+from upweight.environments.nemo_gym.client import GymFault
 
 IDS, PROMPT, LOGPS = "generation_token_ids", "prompt_token_ids", "generation_log_probs"
 

@@ -9,8 +9,8 @@ import httpx
 from upweight.config.sections.rollout import GymSection
 from upweight.data.formats.nemo_gym import PARAMS, SERVER, row_of, tools_of
 from upweight.environments.episode import Message, Opening, Outcome, Reply, ToolCall, Turn
+from upweight.environments.nemo_gym.client import GymFault
 from upweight.environments.nemo_gym.gym import SEED, Gym
-from upweight.environments.nemo_gym.link import GymFault
 from upweight.environments.nemo_gym.responses import Item, items_of, output_item, response_of, rewards_of, told, verdict
 from upweight.environments.nemo_gym.servers import Server
 from upweight.environments.tools import tool_message

@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 
-from upweight.environments.nemo_gym.link import BUSY, GymFault, GymClient, said
+from upweight.environments.nemo_gym.client import BUSY, GymClient, GymFault, said
 from upweight.environments.nemo_gym.process import GymProcess
 from upweight.environments.nemo_gym.servers import AGENTS, RESOURCES, Server, Servers, discover
 from upweight.errors import UserError

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 
 from upweight.environments.episode import ToolCall, Turn
-from upweight.environments.nemo_gym.link import GymFault, said
+from upweight.environments.nemo_gym.client import GymFault, said
 
 Item = dict[str, Any]
 NOT_TOLD = ("responses_create_params", "response", "reward", "reward_components")

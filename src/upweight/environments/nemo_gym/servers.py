@@ -6,7 +6,7 @@ from typing import Any
 
 import yaml
 
-from upweight.environments.nemo_gym.link import GymFault, GymClient
+from upweight.environments.nemo_gym.client import GymClient, GymFault
 from upweight.errors import UserError, did_you_mean
 
 RESOURCES, AGENTS, MODELS = "resources_servers", "responses_api_agents", "responses_api_models"

@@ -9,8 +9,8 @@ from urllib.parse import urlsplit
 
 from upweight.data.formats.nemo_gym import PARAMS, row_of
 from upweight.environments.nemo_gym.agent_turns import is_finished, messages_of, turns_of
-from upweight.environments.nemo_gym.environment import NemoGym
 from upweight.environments.nemo_gym.client import GymFault
+from upweight.environments.nemo_gym.environment import NemoGym
 from upweight.environments.nemo_gym.responses import verdict
 from upweight.environments.nemo_gym.servers import Proxy, Server
 from upweight.errors import UserError

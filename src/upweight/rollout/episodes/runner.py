@@ -11,7 +11,7 @@ import numpy as np
 
 from upweight.environments.episode import Environment
 from upweight.event_loop import EventLoop
-from upweight.rollout.episodes.loop import EpisodeSetup, EpisodeResult, play
+from upweight.rollout.episodes.loop import EpisodeResult, EpisodeSetup, play
 from upweight.rollout.episodes.token_stream import completion_of, shared_prompt
 from upweight.rollout.episodes.turn_batcher import FirstTurnBatcher, TurnBatcher
 from upweight.types import Completion, Generator, Group, Sampling

@@ -26,7 +26,7 @@ from upweight.errors import UserError
 from upweight.log import warn_once
 from upweight.models.export import sent_weights
 from upweight.processes import free_port
-from upweight.rollout.vllm.client import LOAD, RequestFailed, VllmClient, RequestRefused
+from upweight.rollout.vllm.client import LOAD, RequestFailed, RequestRefused, VllmClient
 from upweight.rollout.vllm.file_transfer import ServedVersion, Transport, WeightTransport, reset_prefixes
 
 T = TypeVar("T")
@@ -100,7 +100,9 @@ class Broadcast:
                 torch.cuda.synchronize()
 
         try:
-            await _run_beside(client.ask("/update_weights", {"update_info": _described(chunk)}, seconds=LOAD), broadcast)
+            await _run_beside(
+                client.ask("/update_weights", {"update_info": _described(chunk)}, seconds=LOAD), broadcast
+            )
         except RuntimeError as error:
             raise RequestFailed(f"nccl: {error}") from error
 
@@ -149,7 +151,9 @@ class DirectTransport(WeightTransport):
         except Exception:  # whatever it was, it left the server and the road amid an update
             self._met = None
             self.channel.disconnect()
-            with contextlib.suppress(RequestFailed, RequestRefused):  # else the server waits for the rest, and takes nothing new
+            with contextlib.suppress(
+                RequestFailed, RequestRefused
+            ):  # else the server waits for the rest, and takes nothing new
                 await client.ask("/finish_weight_update", {})
             raise
         self._met = served.began = began

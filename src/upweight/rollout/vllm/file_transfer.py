@@ -20,7 +20,7 @@ from transformers.utils import logging as transformers_logging
 from upweight.errors import UserError
 from upweight.files import written_whole
 from upweight.models.export import refuse_unmergeable, write_adapter, write_weights
-from upweight.rollout.vllm.client import LOAD, RequestFailed, VllmClient, RequestRefused
+from upweight.rollout.vllm.client import LOAD, RequestFailed, RequestRefused, VllmClient
 from upweight.serve.adapters import goes_alone
 
 
@@ -33,7 +33,9 @@ class ServedVersion:
     folder: Path
     began: float | None = None  # the run of the server that took it
     users: int = 0  # requests under way
-    top_logps: tuple[list[int], list[float]] = field(default_factory=lambda: ([], []))  # tokens; what may come after them
+    top_logps: tuple[list[int], list[float]] = field(
+        default_factory=lambda: ([], [])
+    )  # tokens; what may come after them
 
 
 @dataclass

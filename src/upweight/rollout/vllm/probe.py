@@ -15,7 +15,7 @@ from upweight.engine.forward import base_of
 from upweight.errors import UserError
 from upweight.models.modules import dropout_off
 from upweight.rollout.sampling_params import completion_fields
-from upweight.rollout.vllm.client import VllmClient, RequestRefused
+from upweight.rollout.vllm.client import RequestRefused, VllmClient
 from upweight.types import Sampling
 
 TOP_LOGPS = 5  # most likely tokens that are compared

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from upweight.engine.forward import base_of
 from upweight.errors import UserError
 from upweight.rollout.sampling_params import completion_fields
-from upweight.rollout.vllm.client import RequestFailed, VllmClient, Retry, RequestRefused, lost
+from upweight.rollout.vllm.client import RequestFailed, RequestRefused, Retry, VllmClient
 from upweight.rollout.vllm.direct_transfer import FOLDER, direct_transport
 from upweight.rollout.vllm.file_transfer import transport_for
 from upweight.rollout.vllm.probe import check_vocabulary, served_base
@@ -203,7 +203,9 @@ class VllmServer:
                 answer = await self.client.ask(path, {**body, "model": served.name}, seconds=None)
                 return read(answer, served.version)
             except (RequestFailed, RequestRefused) as error:
-                if isinstance(error, RequestRefused) and error.status != 404:  # 404: an adapter that the server has lost
+                if (
+                    isinstance(error, RequestRefused) and error.status != 404
+                ):  # 404: an adapter that the server has lost
                     raise
                 problem = error
             finally:

@@ -17,13 +17,15 @@ from torch import nn
 from upweight.engine.forward import base_of
 from upweight.errors import UserError
 from upweight.log import logger, warn_once
-from upweight.rollout.vllm.client import RequestFailed, VllmClient, RequestRefused, backoff
+from upweight.rollout.vllm.client import RequestFailed, RequestRefused, VllmClient, backoff
 from upweight.rollout.vllm.file_transfer import ServedVersion, Transport, forget_leftovers, link_files, write_aside
-from upweight.rollout.vllm.probe import agrees, ask_probe, check_temperature, difference, top_logps_of, served_base
+from upweight.rollout.vllm.probe import agrees, ask_probe, check_temperature, difference, served_base, top_logps_of
 
 ATTEMPTS = 4  # at sending weights
 FRESH = 1.0  # seconds for which a look at the server holds: it cannot be started anew in so few
-Sending = tuple[ServedVersion, "Future[tuple[list[int], list[float]]]"]  # a version on its way, and what the server says then
+Sending = tuple[
+    ServedVersion, "Future[tuple[list[int], list[float]]]"
+]  # a version on its way, and what the server says then
 OnModel = Callable[[Callable[[nn.Module], Any]], Any]
 
 
@@ -62,7 +64,9 @@ class ServedVersions:
         """Compare what server and trainer say of tokens, where the server goes on with the base it has."""
         self.client.run(self.client.retry_until_answered(partial(forget_leftovers, self.client, self._folder)))
         if self._temperature != 1:
-            self.client.run(self.client.retry_until_answered(partial(check_temperature, self.client, name, self._vocabulary)))
+            self.client.run(
+                self.client.retry_until_answered(partial(check_temperature, self.client, name, self._vocabulary))
+            )
         if self.transport.drains:
             return
         probe = partial(ask_probe, self.client, name, self._vocabulary, self._temperature)

@@ -26,7 +26,7 @@ from upweight.rewards.reward import Reward
 from upweight.rewards.scorer import Scorer
 from upweight.rollout.custom import CustomRollout
 from upweight.rollout.plan import Plan, PromptOrder
-from upweight.rollout.producer import Producer, Ranks, CompletionSource
+from upweight.rollout.producer import CompletionSource, Producer, Ranks
 from upweight.rollout.replay import ReplayBuffer
 from upweight.rollout.reroll import Reroll
 from upweight.rollout.rollout import PromptRows
@@ -41,7 +41,7 @@ from upweight.train.online.broadcast import broadcast_rollout
 from upweight.train.online.completions import CompletionFiles, ShownCompletions
 from upweight.train.online.environments import EnvironmentSetup, check_rewards
 from upweight.train.online.feature_matching import FeatureMatching, feature_matching_of
-from upweight.train.online.feed import SaveRollouts, RolloutFeed
+from upweight.train.online.feed import RolloutFeed, SaveRollouts
 from upweight.train.online.vllm import Vllm, server_for
 from upweight.train.trainer import MethodTrainer
 from upweight.types import Generator, Sampling
@@ -169,7 +169,9 @@ def make_rollouts(policy: Policy, recipe: RolloutSpec) -> RolloutFeed:
         max_new_tokens=gradient.max_completion_length,
     )
     logger.info(LOSS_SAYS_LITTLE, method.name)
-    matching = feature_matching_of(method, policy.model, policy.dtype, policy.reference, offload=policy.offload_reference)
+    matching = feature_matching_of(
+        method, policy.model, policy.dtype, policy.reference, offload=policy.offload_reference
+    )
     sampling = sampling_of(section, gradient.max_completion_length) if matching is None else matching.sampling(section)
     generator: Generator | None = server
     if recipe.rollout_func is None and not section.use_vllm:
@@ -239,7 +241,9 @@ def _tokens(row: Mapping[str, Any], sampling: Sampling) -> int:
     return len(row["prompt_ids"]) + sum(len(reply) + sampling.max_new_tokens for reply in replies)
 
 
-def _roll(policy: Policy, recipe: RolloutSpec, generator: Generator | None, matching: FeatureMatching | None) -> CompletionSource:
+def _roll(
+    policy: Policy, recipe: RolloutSpec, generator: Generator | None, matching: FeatureMatching | None
+) -> CompletionSource:
     """What writes completions: a user's function, an environment that is played, or the sampler alone."""
     model, tokenizer, function = policy.model, policy.tokenizer, recipe.rollout_func
     if matching is not None:
@@ -276,7 +280,9 @@ def _timing(section: RolloutSection, plan: Plan) -> dict[str, Any]:
     """How far rollouts run ahead, how often the sampler follows, and who drives it: with a server, rank 0 alone."""
     ranks = PartialState()
     interval = section.sync_interval if section.use_vllm else 1
-    depth = bounded_depth(plan, section.prefetch_depth if section.async_prefetch else 0, interval, section.max_staleness)
+    depth = bounded_depth(
+        plan, section.prefetch_depth if section.async_prefetch else 0, interval, section.max_staleness
+    )
     return {
         "depth": depth,
         "threaded": section.use_vllm and depth > 0,

@@ -22,7 +22,7 @@ from upweight.models.modules import dropout_off
 from upweight.rollout.episodes.gym_agents import GymAgents
 from upweight.rollout.episodes.runner import EpisodeRunner
 from upweight.rollout.producer import Producer
-from upweight.rollout.rollout import Rollout, PromptRows, from_plain, to_plain
+from upweight.rollout.rollout import PromptRows, Rollout, from_plain, to_plain
 from upweight.rollout.run_ahead import RunAhead
 from upweight.rollout.summary import pass_rates, summary
 from upweight.rollout.units import units_of_groups
