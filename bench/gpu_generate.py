@@ -20,7 +20,7 @@ from bench.gpu_step import SHAPE, VOCABULARY
 from upweight.config.sections.model import AdapterSection
 from upweight.engine import Engine
 from upweight.engine.packing import bucketed, build_batch
-from upweight.models.adapters import attach_adapter
+from upweight.models.adapters.attach import attach_adapter
 from upweight.models.precision import set_up_precision
 from upweight.sampler.in_process import InProcess
 from upweight.types import Completion, Sample, Sampling, Unit

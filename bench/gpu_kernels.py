@@ -17,9 +17,9 @@ from torch import Tensor
 
 from bench.gpu_share import SHAPE_7B
 from bench.gpu_step import SHAPE
-from upweight.engine.attention import Scores
-from upweight.engine.rules import Rule
-from upweight.models import linear_kernel as kernel
+from upweight.engine.attention.interface import Scores
+from upweight.engine.attention.rules import Rule
+from upweight.models.kernels import linear as kernel
 from upweight.sampler.attention_kernel import cascade_step
 
 SHAPES = {"1.5b": SHAPE, "7b": SHAPE_7B}

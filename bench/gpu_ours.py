@@ -22,7 +22,7 @@ from upweight import GRPOConfig, GRPOTrainer
 from upweight.config.sections.model import AdapterSection
 from upweight.data.units import units_of
 from upweight.methods import SFT
-from upweight.models.adapters import attach_adapter
+from upweight.models.adapters.attach import attach_adapter
 from upweight.train.assemble import trainer_parts
 from upweight.train.step import StepRunner
 

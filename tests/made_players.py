@@ -6,7 +6,7 @@ from made_tokenizers import byte_tokenizer
 from upweight.data.tokenize.messages import Conversation
 from upweight.data.tokenize.templates import ChatTemplate, template_source
 from upweight.environments.python_class import PythonEnvironment
-from upweight.rollout.episodes.loop import Bounds
+from upweight.rollout.episodes.loop import Bounds, EpisodeSetup
 from upweight.rollout.episodes.runner import EpisodeRunner
 from upweight.sampler.in_process import end_tokens
 from upweight.types import Completion, Group, Sampling
@@ -80,7 +80,7 @@ def player(generator, *, factory=None, functions=(), tokenizer=None, bounds=None
     ends = end_tokens(None, tokenizer)
     bounds = bounds or Bounds(max_turns=5, call_seconds=5 * limit)
     template = ChatTemplate(tokenizer, None, {})
-    return EpisodeRunner(environment, generator, template, ends, bounds, tool_format=form, **options)
+    return EpisodeRunner(EpisodeSetup(environment, template, ends, bounds, tool_format=form, **options), generator)
 
 
 def groups_of(made, rows):
@@ -88,8 +88,8 @@ def groups_of(made, rows):
     groups = []
     for number, row in enumerate(rows):
         prompt = row["prompt"]
-        text = prompt if isinstance(prompt, str) else made.template.prompt(Conversation(list(prompt)))
-        ids = made.tokenizer.encode(text, add_special_tokens=False)
+        text = prompt if isinstance(prompt, str) else made.setup.template.prompt(Conversation(list(prompt)))
+        ids = made.setup.tokenizer.encode(text, add_special_tokens=False)
         groups.append(Group(number, {"prompt_ids": ids, **row}, ids))
     return groups
 

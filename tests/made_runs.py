@@ -20,8 +20,8 @@ from tiny_models import drawn, tiny
 from upweight.cli.app import main
 from upweight.methods import DPO, IPO, KTO, ORM, ORPO, PRM, SFT, SimPO
 from upweight.models.load import disable_dropout
+from upweight.processes import free_port
 from upweight.train.assemble import trainer_parts
-from upweight.train.distributed.launch import free_port
 from upweight.train.trainer import MethodTrainer
 
 OFFLINE = {

@@ -70,8 +70,8 @@ def test_help_needs_no_heavy_import():
 
 def test_validate_needs_no_transformers():
     code = (
-        "import sys; from pathlib import Path; from upweight.cli.validate import run;"
-        f"run(Path({str(SAMPLE)!r}), [], fragment=False);"
+        "import sys; from pathlib import Path; from upweight.cli.app import validate;"
+        f"validate(Path({str(SAMPLE)!r}));"
         "print([m for m in ('transformers', 'datasets', 'peft') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

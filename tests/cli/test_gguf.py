@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from made_runs import write_config, write_model
-from upweight.cli.gguf import run
-from upweight.cli.merge_lora import run as merge
+from upweight.cli.export import run_gguf as run
+from upweight.cli.export import run_merge as merge
 from upweight.config import load_config
 from upweight.config.sections.model import ModelSection
 from upweight.errors import UserError

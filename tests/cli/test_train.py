@@ -11,8 +11,8 @@ import pytest
 
 from made_runs import metrics_of, upweight, write_config
 from upweight.cli.app import main
+from upweight.processes import free_port
 from upweight.train.checkpoints import checkpoints_of, is_whole
-from upweight.train.distributed.launch import free_port
 
 
 def command(*arguments):

@@ -6,7 +6,7 @@ from pydantic import ValidationError
 
 from made_batches import flat, made_batch, made_outputs, metrics_of, sigma, tensor, total_loss
 from upweight.methods import GDPO, GRPO, PolicyGradient
-from upweight.methods.policy_losses import quantile
+from upweight.methods.formulas.policy_losses import quantile
 
 # Two completions: advantage 2 with two tokens of ratio 1.5 and 0.9, advantage -1 with one token of ratio 0.5.
 LOGPS = [[-1.0, -0.5], [-2.0]]

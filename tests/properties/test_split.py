@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from made_batches import made_batch
 from upweight.methods import DPO, EBFT, GDPO, GRPO, IPO, KTO, METHODS, ORM, ORPO, PRM, SFT, PolicyGradient, SimPO
-from upweight.methods.dpo_losses import SMOOTHED
+from upweight.methods.formulas.dpo_losses import SMOOTHED
 from upweight.methods.policy_gradient import DIVISOR
 from upweight.types import Outputs
 

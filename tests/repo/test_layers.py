@@ -1,6 +1,8 @@
 """Each package imports only from the packages to its right in the one line that orders them."""
 
 import ast
+import re
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2] / "src" / "upweight"
@@ -9,7 +11,8 @@ LINE = (
     "runs > config > methods > types"
 )
 ORDER = LINE.split(" > ")
-BOTTOM = {"types", "settings", "errors", "log", "event_loop", "user_modules"}
+BOTTOM = {"types", "settings", "errors", "log", "files", "processes", "event_loop", "user_modules"}
+MOST_FILES = 16  # beside __init__.py; more want rooms
 
 
 def package_of(path: Path) -> str:
@@ -46,3 +49,34 @@ def test_every_package_imports_only_to_its_right():
 def test_the_order_is_the_one_in_the_design():
     design = (ROOT.parents[1] / "docs" / "design.md").read_text()
     assert LINE in design
+
+
+def module_of(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT.parent).with_suffix("").parts).removesuffix(".__init__")
+
+
+def imported_modules(path: Path, known: set[str]) -> set[str]:
+    """The modules of ours that a file imports, at its top or inside functions, for types too."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            inside = {f"{node.module}.{alias.name}" for alias in node.names}
+            names |= {name if name in known else str(node.module) for name in inside}
+        elif isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+    return names & known
+
+
+def test_modules_import_each_other_without_a_circle():
+    paths = {module_of(path): path for path in ROOT.rglob("*.py")}
+    del paths["upweight"]  # names the trainers for those who write scripts; inside it only gives the version
+    graph = {name: imported_modules(path, set(paths)) for name, path in paths.items()}
+    TopologicalSorter(graph).prepare()  # a CycleError names the circle
+
+
+def test_a_folder_holds_what_one_sentence_says():
+    for folder in {path.parent for path in ROOT.rglob("*.py")} - {ROOT}:
+        sentence = ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or ""
+        assert re.fullmatch(r"(?:(?!\. ).)+\.", sentence), f"{folder}: {sentence!r} is not one sentence"
+        files = [path for path in folder.glob("*.py") if path.name != "__init__.py"]
+        assert len(files) <= MOST_FILES + (folder == ROOT / "train"), f"{folder} has {len(files)} files"

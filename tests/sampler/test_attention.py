@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from upweight.engine.attention import Scores
-from upweight.engine.rules import Rule
+from upweight.engine.attention.interface import Scores
+from upweight.engine.attention.rules import Rule
 from upweight.sampler.attention import Cascade, cascade_attention
 from upweight.sampler.decode import Decoder, Grid
 

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from upweight.errors import UserError
+from upweight.processes import end_group, free_port
 from upweight.serve import process
 from upweight.serve.command import Command
-from upweight.serve.process import answers, end_group, installed_version, run_server
-from upweight.train.distributed.launch import free_port
+from upweight.serve.process import answers, installed_version, run_server
 
 # Serves /health, and starts a child that does not end by itself and ignores being asked to.
 STAND_IN = """

@@ -1,5 +1,6 @@
 """The command line: every command's arguments; heavy imports happen inside the commands."""
 
+import json
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -7,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from upweight.errors import UserError
-from upweight.log import set_up_logging
+from upweight.log import set_up_logging, warn_once
 
 app = typer.Typer(
     help="Train language models from feedback, driven by one YAML file.",
@@ -52,9 +53,11 @@ def validate(
     fragment: Annotated[bool, typer.Option("--fragment", help="Do not ask for the keys a whole config needs.")] = False,
 ) -> None:
     """Check a config without touching anything else."""
-    from upweight.cli.validate import run
+    from upweight.config import load_config
 
-    run(config, overrides or [], fragment=fragment)
+    for notice in load_config(config, overrides or [], fragment=fragment).notices:
+        warn_once(notice)
+    print("ok")
 
 
 @app.command(**TAKES_OVERRIDES)
@@ -157,9 +160,9 @@ def merge_lora(
     check: Annotated[bool, typer.Option(help="Compare log-probs before and after, with the model in memory.")] = True,
 ) -> None:
     """Fold a trained adapter into its base model."""
-    from upweight.cli.merge_lora import run
+    from upweight.cli.export import run_merge
 
-    run(trained, overrides or [], output=output, check=check)
+    run_merge(trained, overrides or [], output=output, check=check)
 
 
 @app.command(**TAKES_OVERRIDES)
@@ -173,9 +176,9 @@ def gguf(
     kind: Annotated[str, typer.Option("--type", help="f32, f16, bf16, q8_0 or auto.")] = "q8_0",
 ) -> None:
     """Write a trained model as one GGUF file, with llama.cpp's converter."""
-    from upweight.cli.gguf import run
+    from upweight.cli.export import run_gguf
 
-    run(trained, overrides or [], output=output, kind=kind)
+    run_gguf(trained, overrides or [], output=output, kind=kind)
 
 
 @app.command(**TAKES_OVERRIDES)
@@ -227,7 +230,7 @@ def init(
     folder: Annotated[Path | None, typer.Argument(help="Folder to write; named after the method otherwise.")] = None,
 ) -> None:
     """Write a starter: a commented config, sample rows, rewards."""
-    from upweight.cli.init import run
+    from upweight.cli.starter.init import run
 
     run(method, folder)
 
@@ -238,7 +241,7 @@ def choose(
     want: Annotated[str | None, typer.Option(help="What should come of it; asked otherwise.")] = None,
 ) -> None:
     """Find the method that learns from what you have."""
-    from upweight.cli.choose import run
+    from upweight.cli.starter.choose import run
 
     run({"--have": have, "--want": want})
 
@@ -301,12 +304,12 @@ def agent_docs(
 
 @app.command()
 def schema(
-    markdown: Annotated[bool, typer.Option("--markdown", help="Print the reference page instead.")] = False,
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print the reference page instead.")] = False,
 ) -> None:
     """Print the JSON schema of the config."""
-    from upweight.cli.schema import run
+    from upweight.config.schema import json_schema, markdown
 
-    run(as_markdown=markdown)
+    print(markdown() if as_markdown else json.dumps(json_schema(), indent=2), end="" if as_markdown else "\n")
 
 
 @app.callback(invoke_without_command=True)

@@ -6,8 +6,7 @@ from pathlib import Path
 
 from upweight.config import load_config
 from upweight.log import warn_once
-from upweight.serve.address import local_url
-from upweight.serve.command import serve_command, warnings_of
+from upweight.serve.command import local_url, serve_command, warnings_of
 from upweight.serve.process import installed_version, run_server
 
 

@@ -2,44 +2,17 @@
 
 import datetime
 import types
-from collections.abc import Iterable, Iterator
-from difflib import SequenceMatcher
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
+from upweight.errors import did_you_mean
 from upweight.settings import literals
 
 Path = tuple[str | int, ...]
 WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 LIMITS = {"gt": "greater than", "ge": "at least", "lt": "below", "le": "at most"}
-
-
-def closest(word: str, candidates: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The candidate most like `word`, or None if nothing is near."""
-    plain = _plain(word)
-    best, found = min(cutoff, 0.5) if len(plain) <= 3 else cutoff, None
-    matcher = SequenceMatcher(None, autojunk=False)
-    matcher.set_seq2(plain)
-    for candidate in candidates:
-        other = _plain(candidate)
-        bonus = 0.1 if sorted(plain) == sorted(other) else 0.01 if plain[:1] == other[:1] else 0.0
-        matcher.set_seq1(other)
-        if matcher.real_quick_ratio() + bonus >= best and matcher.quick_ratio() + bonus >= best:
-            score = matcher.ratio() + bonus
-            if score >= best and (found is None or score > best):
-                best, found = score, candidate
-    return found
-
-
-def _plain(word: str) -> str:
-    return word.lower().replace("-", "_")
-
-
-def did_you_mean(word: str, candidates: Iterable[str], cutoff: float = 0.6) -> str:
-    """` Did you mean 'x'?`, or nothing."""
-    near = closest(word, candidates, cutoff)
-    return f" Did you mean '{near}'?" if near else ""
 
 
 def show(path: Path) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from upweight.config.config import SECTIONS, Config, blocks, general_keys, how_to_choose, method_keys
-from upweight.config.explain import brief, closest, did_you_mean, explain, show
+from upweight.config.explain import brief, explain, show
 from upweight.config.modernise import Findings, asks_for_something, modernise
 from upweight.config.peers import ATTENTION_SWITCHES, SATISFIED, why_refused
 from upweight.config.resolve import resolve
@@ -17,7 +17,7 @@ from upweight.config.rules.rules import check
 from upweight.config.sections.data import DatasetRow
 from upweight.config.stages import parse_stages
 from upweight.config.yaml_file import apply_overrides, read_yaml
-from upweight.errors import UserError
+from upweight.errors import UserError, closest, did_you_mean
 from upweight.methods import METHODS
 from upweight.methods.base import Method
 from upweight.settings import Section

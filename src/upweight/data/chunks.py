@@ -18,14 +18,13 @@ import pyarrow as pa
 from datasets import Dataset
 from numpy.typing import NDArray
 
-from upweight.config.explain import did_you_mean
 from upweight.config.sections.data import DataSection
 from upweight.data.encode import Encoder
 from upweight.data.raw_row import Record, RowError
 from upweight.data.report import lengths_of
 from upweight.data.sources.open import RowSelection
 from upweight.data.tokenize.lengths import apply_length_rules
-from upweight.errors import UserError
+from upweight.errors import UserError, did_you_mean
 from upweight.methods.base import Method
 
 CHUNK = 512  # rows encoded together

@@ -4,20 +4,20 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from upweight.config.explain import did_you_mean
 from upweight.config.sections.data import DataSection, DatasetRow, UserFormat
 from upweight.config.view import ConfigView
 from upweight.data.examples import Example, Format, Setup
 from upweight.data.formats import FORMATS, UNTYPED, USER_DEFINED, kind_of
 from upweight.data.raw_row import Record, Row, RowError
-from upweight.data.sources.transforms import Transform, load_function, local_file
+from upweight.data.sources.transforms import Transform
 from upweight.data.tokenize.messages import MessageReader
 from upweight.data.tokenize.records import RecordMaker
 from upweight.data.tokenize.templates import chat_template
 from upweight.data.tokenize.tokens import TextTokens
-from upweight.errors import UserError
+from upweight.errors import UserError, did_you_mean
 from upweight.log import warn_once
 from upweight.methods.base import Method
+from upweight.user_modules import load_function, local_file
 
 __all__ = ["Encoder", "Record", "RowError", "build_encoder"]
 

@@ -147,3 +147,9 @@ def common_length(first: Sequence[Any], second: Sequence[Any]) -> int:
     if first[:length] == second[:length]:
         return length
     return next(number for number in range(length) if first[number] != second[number])
+
+
+def common_start(sequences: Sequence[Sequence[Any]]) -> list[Any]:
+    """What all of some sequences begin with."""
+    first = sequences[0]
+    return list(first[: min(common_length(first, other) for other in sequences)])

@@ -26,7 +26,7 @@ from upweight.rewards.load import KEY, load_rewards
 from upweight.rollout.vllm.client import RequestFailed, RequestRefused, VllmClient
 from upweight.rollout.vllm.probe import served_base
 from upweight.runs.files import METRICS, no_folder_at
-from upweight.serve.address import server_urls
+from upweight.serve.command import server_urls
 from upweight.train.online.environments import check_rewards, environment_setup
 from upweight.train.refuse import refuse_unsupported, require_optimizer
 from upweight.train.trackers import tracking_arguments

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from upweight.engine.attention import Scores, Tree
+from upweight.engine.attention.interface import Scores, Tree
 from upweight.errors import UserError
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from upweight.engine.activation_budget import KeptLayers
-from upweight.engine.attention import Tree, tree_masks, use_tree_attention
+from upweight.engine.attention.interface import Tree, tree_masks, use_tree_attention
 from upweight.engine.context import Context, SharedTree, require_shareable
 from upweight.engine.head import install_head
 from upweight.engine.layout import choose_layout
@@ -17,7 +17,7 @@ from upweight.engine.logits import STATISTICS, HeadRequest, LogitForm, logit_for
 from upweight.engine.packing import Layout
 from upweight.errors import UserError
 from upweight.log import warn_once
-from upweight.models.fused_layers import fuse_layers
+from upweight.models.kernels.fused_layers import fuse_layers
 from upweight.models.patches import add_adapters_in_place
 from upweight.types import Batch, Outputs
 

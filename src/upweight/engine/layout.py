@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from transformers import PreTrainedModel
 
-from upweight.engine.attention import register, stock_of
+from upweight.engine.attention.interface import register, stock_of
 from upweight.engine.packing import Layout
 from upweight.errors import UserError
 from upweight.log import logger, warn_once

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from upweight.engine.attention import Tree
+from upweight.engine.attention.interface import Tree
 from upweight.engine.forward import base_of, body_of
 
 

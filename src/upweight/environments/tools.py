@@ -8,10 +8,9 @@ from typing import Any
 
 from transformers.utils.chat_template_utils import get_json_schema
 
-from upweight.config.explain import did_you_mean
 from upweight.environments.episode import Message, ToolCall
 from upweight.environments.user_calls import TooSlow, UserCalls
-from upweight.errors import UserError
+from upweight.errors import UserError, did_you_mean
 from upweight.user_modules import described
 
 Schema = Mapping[str, Any]

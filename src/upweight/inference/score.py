@@ -20,8 +20,8 @@ from upweight.engine import Engine
 from upweight.engine.packing import build_batch, plan_rows, whole_blocks
 from upweight.errors import UserError
 from upweight.methods import KTO, PRM
+from upweight.models.adapters.merge import Adapted
 from upweight.models.load import Head, compute_dtype, load_config, load_model
-from upweight.models.merge import Adapted
 from upweight.models.tokenizer import load_tokenizer
 from upweight.types import Sample, Unit
 

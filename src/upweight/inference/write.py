@@ -20,8 +20,8 @@ from upweight.engine.forward import base_of
 from upweight.errors import UserError
 from upweight.inference.score import HEADS
 from upweight.log import logger
+from upweight.models.adapters.merge import Adapted
 from upweight.models.load import compute_dtype, load_config, load_model
-from upweight.models.merge import Adapted
 from upweight.models.tokenizer import load_tokenizer
 from upweight.sampler.in_process import InProcess, end_tokens
 from upweight.types import Completion, Prompts, Sampling

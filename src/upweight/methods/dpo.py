@@ -18,7 +18,7 @@ from upweight.methods.base import (
     sequence_mean,
     sequence_sum,
 )
-from upweight.methods.dpo_losses import (
+from upweight.methods.formulas.dpo_losses import (
     DIVERGENT,
     PAIR_LOSSES,
     SMOOTHED,

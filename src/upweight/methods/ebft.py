@@ -6,9 +6,9 @@ import torch
 from pydantic import Field, field_validator, model_validator
 from torch import Tensor
 
-from upweight.methods.advantages import leave_one_out, normalised, weighted_reward
 from upweight.methods.base import Method, given
-from upweight.methods.features import Pooling, alignment, crowding, distance, leave_one_out_crowding, whitened
+from upweight.methods.formulas.advantages import leave_one_out, normalised, weighted_reward
+from upweight.methods.formulas.features import Pooling, alignment, crowding, distance, leave_one_out_crowding, whitened
 from upweight.methods.policy_gradient import PolicyGradient, is_sampled
 from upweight.settings import inline, setting
 from upweight.types import Batch, Loss, Mean, Outputs, Sample

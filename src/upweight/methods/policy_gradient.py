@@ -6,9 +6,9 @@ import torch
 from pydantic import model_validator
 from torch import Tensor
 
-from upweight.methods.advantages import Scale, decoupled, leave_one_out, normalised, weighted_reward
 from upweight.methods.base import given, sequence_length, sequence_mean, sequence_sum
-from upweight.methods.policy_losses import (
+from upweight.methods.formulas.advantages import Scale, decoupled, leave_one_out, normalised, weighted_reward
+from upweight.methods.formulas.policy_losses import (
     cispo,
     clipped,
     quantile,

@@ -8,7 +8,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from upweight.config.sections.model import AdapterSection, ModelSection
-from upweight.models.adapters import linear_names
+from upweight.models.adapters.attach import linear_names
 from upweight.models.load import Head, config_with_head, model_class
 
 GIB = 2**30

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 if torch.cuda.is_available() and find_spec("triton"):
-    from upweight.models import linear_kernel as few_rows
+    from upweight.models.kernels import linear as few_rows
 else:
     few_rows = None  # products of few rows have no kernel of their own
 

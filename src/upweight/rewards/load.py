@@ -9,16 +9,14 @@ from typing import Any
 
 from torch import nn
 
-from upweight.config.explain import did_you_mean
 from upweight.config.sections.environment import is_environment_reward
-from upweight.data.sources.transforms import load_function, local_file
-from upweight.errors import UserError
+from upweight.errors import UserError, did_you_mean
 from upweight.rewards.call import takes
 from upweight.rewards.environment import EpisodeReward, environment_rewards
 from upweight.rewards.model import ModelOptions, load_model_reward, model_reward
 from upweight.rewards.reward import Reward, unique_names
 from upweight.rewards.worker import BUILTIN, Source
-from upweight.user_modules import described
+from upweight.user_modules import described, load_function, local_file
 
 KEY = "trl.reward_funcs"
 ON_CPU = ModelOptions()

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from upweight.errors import UserError
+from upweight.errors import UserError, did_you_mean
 from upweight.rewards.answers import Failure, Outcome
 from upweight.rewards.call import RewardCall, Takes, plain_state
 from upweight.rewards.worker import Source
@@ -60,8 +60,6 @@ def unique_names(rewards: Sequence[Reward]) -> list[Reward]:
 
 def check_columns(rewards: Iterable[Reward], columns: Iterable[str]) -> None:
     """A UserError that names every parameter that no column of the data fills."""
-    from upweight.config.explain import did_you_mean
-
     columns = list(columns)
     wrong = [
         f"reward '{reward.name}' needs the column '{name}', which the data does not have.{did_you_mean(name, columns)}"

@@ -8,19 +8,17 @@ import pickle
 import random
 import signal
 import sys
-import threading
-import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
+from upweight.processes import end_this_group, end_with_parent
 from upweight.rewards.answers import Broken, Outcome, failed, invoke
 from upweight.user_modules import described, load_file
 
 Source = tuple[str, str, str | None]  # module, name in it, file; ("builtin", what the config says, None)
 BUILTIN = "builtin"
-LOOK_FOR_PARENT = 1.0
 
 
 def serve(channel: int, trace: int, seed: int) -> None:
@@ -30,7 +28,7 @@ def serve(channel: int, trace: int, seed: int) -> None:
     # A child that a reward leaves behind must not keep the channel open.
     os.register_at_fork(after_in_child=connection.close)
     faulthandler.enable(file=trace)
-    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
+    end_with_parent()
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
     functions: dict[Source, Callable[..., Any]] = {}
@@ -38,7 +36,7 @@ def serve(channel: int, trace: int, seed: int) -> None:
         try:
             request = connection.recv_bytes()
         except (EOFError, OSError):
-            _end()
+            end_this_group()
         reply = _answer(request, functions, trace, seed)
         if os.getpid() != me:
             os._exit(0)  # a child that a reward forked and let return: the parent answers
@@ -92,16 +90,3 @@ def find(source: Source) -> Callable[..., Any]:
         assert reward is not None
         return reward
     return operator.attrgetter(name)(load_file(module, Path(file)) if file else importlib.import_module(module))
-
-
-def _end_with_parent(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(LOOK_FOR_PARENT)
-    _end()
-
-
-def _end() -> NoReturn:
-    """End this process and the children that rewards left in its group."""
-    if os.getpgrp() == os.getpid():
-        os.killpg(os.getpgrp(), signal.SIGKILL)
-    os._exit(1)

@@ -19,6 +19,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from upweight.errors import UserError
+from upweight.processes import signal_group
 from upweight.rewards.answers import Broken, Failure, Outcome
 from upweight.rewards.worker import Source
 from upweight.user_modules import place
@@ -59,7 +60,7 @@ class Worker:
         with self._lock:
             self._closed = True
             if self._process is not None:
-                _kill_group(self._process.pid)
+                signal_group(self._process.pid, signal.SIGKILL)
 
     def clean(self) -> None:
         """Let go of a process that nobody waits for."""
@@ -127,14 +128,9 @@ class Worker:
         look = os.WEXITED | os.WNOHANG | os.WNOWAIT
         while time.monotonic() < deadline and os.waitid(os.P_PID, process.pid, look) is None:
             time.sleep(0.01)
-        _kill_group(process.pid)
+        signal_group(process.pid, signal.SIGKILL)
         connection.close()
         return process.wait()
-
-
-def _kill_group(number: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(number, signal.SIGKILL)
 
 
 def _frames(trace: str) -> list[tuple[str, int]]:

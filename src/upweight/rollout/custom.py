@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from upweight.data.raw_row import common_length
+from upweight.data.raw_row import common_start
 from upweight.engine.forward import base_of
 from upweight.errors import UserError
 from upweight.models.modules import dropout_off
@@ -89,9 +89,7 @@ class CustomRollout:
         for place, group in enumerate(groups):
             own = range(place * count, (place + 1) * count)
             # Prompts of a group may differ, as where an environment's words count as prompt.
-            group.prompt_ids = prompts[own[0]]
-            for number in own:
-                group.prompt_ids = group.prompt_ids[: common_length(group.prompt_ids, prompts[number])]
+            group.prompt_ids = common_start([prompts[number] for number in own])
             group.extras |= {key: [found[key][number] for number in own] for key in extras}
             shared = len(group.prompt_ids)
             completions += [self._from_tokens(found, number, prompts[number][shared:]) for number in own]

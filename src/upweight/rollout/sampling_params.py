@@ -5,9 +5,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from upweight.config.explain import did_you_mean
 from upweight.config.sections.rollout import RolloutSection
-from upweight.errors import UserError
+from upweight.errors import UserError, did_you_mean
 from upweight.types import Sampling
 
 # What other programs call a field of Sampling.

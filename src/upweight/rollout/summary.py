@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from upweight.data.formats.nemo_gym import SERVER
-from upweight.methods.advantages import weighted_reward
 from upweight.methods.base import Method
+from upweight.methods.formulas.advantages import weighted_reward
 from upweight.types import Completion, Group
 
 

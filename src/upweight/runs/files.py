@@ -27,45 +27,6 @@ def no_folder_at(folder: Path) -> str | None:
     return None if os.access(place, os.W_OK | os.X_OK) else f"{place} cannot be written to"
 
 
-def is_alive(pid: object, begun: str | None = None) -> bool:
-    """Whether a process of this machine is there; where it is known when it began, whether it is the same one."""
-    if not isinstance(pid, int):
-        return False
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:  # it is there, and another user's
-        pass
-    state, since = _standing(pid)
-    same = since is None or begun in (None, since)
-    return state != "Z" and same  # one that has ended stays until its parent asks for it
-
-
-def begun_at(pid: int) -> str | None:
-    """When a process began, as the system counts: its number alone may go to another, as where a container restarts."""
-    return _standing(pid)[1]
-
-
-def _standing(pid: int) -> tuple[str | None, str | None]:
-    """A process's state and when it began, where the system has a file that says so."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-    except OSError:
-        return None, None
-    return fields[0], fields[19]
-
-
 def metrics_of(folder: Path) -> list[dict[str, Any]]:
     """The rows that a run has logged; a line that was cut off is passed over."""
     return JsonLines(folder / METRICS).read()
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a file so that it is there in full or not at all."""
-    partial = path.with_name(f".{path.name}.partial")
-    with partial.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from upweight.errors import UserError
+from upweight.files import write_text
 from upweight.log import logger
-from upweight.runs.files import RECORD, begun_at, is_alive, this_machine, write_text
+from upweight.processes import begun_at, is_alive
+from upweight.runs.files import RECORD, this_machine
 from upweight.runs.report.page import write_report
 
 

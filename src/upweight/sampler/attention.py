@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from upweight.engine.attention import Scores
-from upweight.engine.rules import Rule
+from upweight.engine.attention.interface import Scores
+from upweight.engine.attention.rules import Rule
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,8 +11,8 @@ from contextvars import ContextVar
 import torch
 from torch import Tensor, nn
 
-from upweight.engine.attention import Attends, Scores
-from upweight.engine.rules import Rule
+from upweight.engine.attention.interface import Attends, Scores
+from upweight.engine.attention.rules import Rule
 
 
 class CustomAttention:

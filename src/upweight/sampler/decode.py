@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from upweight.engine.attention import Scores, tree_masks, use_tree_attention
+from upweight.engine.attention.interface import Scores, tree_masks, use_tree_attention
+from upweight.engine.attention.rules import Rule
+from upweight.engine.attention.segments import SegmentPlan, segment_attention
 from upweight.engine.forward import body_of
 from upweight.engine.logits import LogitForm
-from upweight.engine.rules import Rule
-from upweight.engine.segments import SegmentPlan, segment_attention
 from upweight.engine.trees import fold
 from upweight.sampler.attention import Cascade, cascade_attention
 from upweight.sampler.custom_op import attention_op

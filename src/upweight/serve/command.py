@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from upweight.config import Config
+from upweight.config.sections.rollout import RolloutSection
 from upweight.errors import UserError
 from upweight.log import warn_once
 from upweight.serve.adapters import adapter_alone, allowed_rank, largest_rank
@@ -19,6 +20,7 @@ LIVE_ADAPTERS = 2
 KEPT_ADAPTERS = 8
 # Agents of a Gym offer tools, which vLLM refuses without a parser: this one reads what most models write.
 AGENTS_PARSER = "hermes"
+EVERYWHERE = ("0.0.0.0", "::", "")  # listened on, but no place to go to
 
 
 @dataclass(frozen=True)
@@ -134,3 +136,18 @@ def _environment(config: Config) -> dict[str, str]:
     elif device != "auto":
         warn_once(f"vllm.device: no effect: vLLM serves on what it was built for; '{device}' is not chosen at start")
     return env
+
+
+def server_urls(section: RolloutSection) -> list[str]:
+    """The addresses of all servers that a training run talks to."""
+    given = section.server_urls or ([section.server_url] if section.server_url is not None else [])
+    if not given:
+        return [local_url(section.server_host or "127.0.0.1", section.server_port or 8000)]
+    plain = [one.rstrip("/").removesuffix("/v1") for one in given]
+    return list(dict.fromkeys(one if "://" in one else f"http://{one}" for one in plain))
+
+
+def local_url(host: str, port: int) -> str:
+    """The address of a server that listens on `host`."""
+    reached = "127.0.0.1" if host in EVERYWHERE else host
+    return f"http://[{reached}]:{port}" if ":" in reached else f"http://{reached}:{port}"

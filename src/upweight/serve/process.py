@@ -1,5 +1,6 @@
 """Start a server, say when it is ready, pass signals on, and leave nothing of it behind."""
 
+import math
 import os
 import shutil
 import signal
@@ -7,12 +8,12 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable
-from types import FrameType
 
 import httpx
 
 from upweight.errors import UserError
 from upweight.log import logger
+from upweight.processes import end_group, passing_on, signal_group
 from upweight.serve.command import Command
 
 GRACE = 20.0  # seconds that a server has to end by itself
@@ -48,35 +49,26 @@ def run_server(command: Command, url: str, ready: Callable[[], None]) -> int:
     env = {**os.environ, "VLLM_RPC_BASE_PATH": sockets, **command.env}
     # A group of its own: what the server starts can be ended with it, and nothing else.
     process = subprocess.Popen(command.argv, env=env, start_new_session=True)
-    ending: list[float] = []
-
-    def pass_on(number: int, _: FrameType | None) -> None:
-        if ending and process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-        ending.append(time.monotonic())
-        if process.poll() is None:
-            process.send_signal(number)
-
-    before = {number: signal.signal(number, pass_on) for number in SIGNALS}
-    try:
-        said, announced = time.monotonic(), False
-        while (code := process.poll()) is None:
-            if not announced and not ending and answers(url):
-                announced = True
-                ready()
-            if not announced and time.monotonic() - said > 60:
-                said = time.monotonic()
-                logger.info("vLLM is still starting")
-            if ending and time.monotonic() - ending[0] > GRACE:
-                os.killpg(process.pid, signal.SIGKILL)
-            time.sleep(0.5)
-        return 0 if ending else code
-    finally:
-        end_group(process.pid)
-        process.wait()
-        shutil.rmtree(sockets, ignore_errors=True)
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    with passing_on(SIGNALS, [process]) as signals:
+        try:
+            since, deadline, announced = time.monotonic(), math.inf, False
+            while (code := process.poll()) is None:
+                if not announced and not signals and answers(url):
+                    announced = True
+                    ready()
+                if not announced and time.monotonic() - since > 60:
+                    since = time.monotonic()
+                    logger.info("vLLM is still starting")
+                if signals:
+                    deadline = min(deadline, time.monotonic() + GRACE)
+                if len(signals) > 1 or time.monotonic() > deadline:
+                    signal_group(process.pid, signal.SIGKILL)
+                time.sleep(0.5)
+            return 0 if signals else code
+        finally:
+            end_group(process.pid)
+            process.wait()
+            shutil.rmtree(sockets, ignore_errors=True)
 
 
 def answers(url: str) -> bool:
@@ -85,24 +77,3 @@ def answers(url: str) -> bool:
         return httpx.get(f"{url}/health", timeout=5, trust_env=False).status_code == httpx.codes.OK
     except httpx.HTTPError:
         return False
-
-
-def end_group(group: int, grace: float = 5.0) -> None:
-    """End every process of a group: asked first, made to after `grace` seconds."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        if not _sent(group, number):
-            return
-        stop = time.monotonic() + grace
-        while time.monotonic() < stop:
-            if not _sent(group, 0):
-                return
-            time.sleep(0.1)
-
-
-def _sent(group: int, number: int) -> bool:
-    """Whether there is anyone in a group to send a signal to."""
-    try:
-        os.killpg(group, number)
-    except (ProcessLookupError, PermissionError):
-        return False
-    return True

@@ -15,8 +15,9 @@ from typing import Any
 from transformers import TrainerCallback
 
 from upweight.errors import UserError
+from upweight.files import write_text
 from upweight.log import clear_status, logger, show_status
-from upweight.runs.files import HEALTH, metrics_of, write_text
+from upweight.runs.files import HEALTH, metrics_of
 from upweight.runs.health import Health, Verdict
 from upweight.train.distributed.ranks import MaxOverRanks
 

@@ -16,8 +16,8 @@ from accelerate import PartialState
 from transformers import TrainerCallback
 
 from upweight.errors import UserError
+from upweight.files import write_text
 from upweight.log import logger
-from upweight.runs.files import write_text
 
 WHOLE = "whole.json"
 

@@ -12,7 +12,7 @@ from upweight.config.sections.model import AdapterSection
 from upweight.config.sections.training import OptimSection
 from upweight.engine.forward import base_of
 from upweight.errors import UserError
-from upweight.models.adapters import embedding_names
+from upweight.models.adapters.attach import embedding_names
 
 LrOf = Callable[[str, nn.Parameter], float | None]
 

@@ -12,8 +12,7 @@ from upweight.config import Config
 from upweight.config.sections.training import OptimizerName
 from upweight.errors import UserError
 from upweight.runs.files import no_folder_at
-from upweight.serve.address import server_urls
-from upweight.serve.command import LOOPBACK, direct_transfer
+from upweight.serve.command import LOOPBACK, direct_transfer, server_urls
 from upweight.train.distributed.deepspeed import partitions_weights
 from upweight.train.online.vllm import NEEDS_GPU, NO_LOOPBACK, NO_PATTERN, NO_SHARDS, NO_VLLM, ONE_PROCESS
 from upweight.train.reference.precomputed import refuse_inexact

@@ -27,7 +27,7 @@ from upweight.errors import UserError
 from upweight.log import is_seen, logger
 from upweight.methods import EBFT
 from upweight.methods.base import Method
-from upweight.models.adapters import attach_adapter
+from upweight.models.adapters.attach import attach_adapter
 from upweight.models.load import compute_dtype, disable_dropout, load_config, load_model, master_dtype
 from upweight.models.precision import Sharding
 from upweight.models.tokenizer import load_tokenizer

@@ -13,7 +13,8 @@ from upweight.config import Config
 from upweight.config.config import SECTIONS
 from upweight.config.sections.run import RunSection, TrackingSection
 from upweight.errors import UserError
-from upweight.runs.files import CONFIG, METRICS, metrics_of, write_text
+from upweight.files import write_text
+from upweight.runs.files import CONFIG, METRICS, metrics_of
 from upweight.settings import Section, keys_of
 
 TRAINED = (  # keys that say which weights are trained, and what is kept of each

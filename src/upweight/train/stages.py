@@ -7,9 +7,10 @@ from typing import Any
 
 from upweight.config import Config
 from upweight.errors import UserError
+from upweight.files import write_text
 from upweight.log import logger
-from upweight.models.merge import Adapted, merge_adapter
-from upweight.runs.files import METRICS, metrics_of, write_text
+from upweight.models.adapters.merge import Adapted, merge_adapter
+from upweight.runs.files import METRICS, metrics_of
 from upweight.runs.record import report_on
 
 DONE, REPORT = "stage.json", "stages.md"

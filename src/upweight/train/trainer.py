@@ -16,13 +16,14 @@ from upweight.engine import Engine
 from upweight.engine.activation_budget import recompute_every_layer
 from upweight.engine.forward import base_of
 from upweight.errors import UserError
+from upweight.files import write_text
 from upweight.log import logger
 from upweight.methods.base import Method
 from upweight.models.memory import LESS_MEMORY
 from upweight.models.precision import ComputeCopies
 from upweight.models.reference import Reference
 from upweight.models.save import save_model
-from upweight.train.checkpoints import WHOLE, step_of, write_text
+from upweight.train.checkpoints import WHOLE, step_of
 from upweight.train.distributed.fsdp import set_up_sharding
 from upweight.train.loader import StepSampler, step_loader
 from upweight.train.lr_groups import ConfiguredRates, LrOf, split_by_lr

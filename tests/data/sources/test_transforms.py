@@ -8,8 +8,8 @@ import pytest
 from made_tokenizers import byte_tokenizer, config, encoder
 from upweight.config.view import view
 from upweight.data.encode import RowError, build_encoder
-from upweight.data.sources.transforms import load_function
 from upweight.errors import UserError
+from upweight.user_modules import load_function
 
 NUMBERS = itertools.count()
 

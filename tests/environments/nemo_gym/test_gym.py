@@ -17,7 +17,7 @@ from upweight.environments.nemo_gym.environment import NemoGym
 from upweight.environments.nemo_gym.gym import Gym
 from upweight.environments.nemo_gym.process import GymProcess
 from upweight.errors import UserError
-from upweight.train.distributed.launch import free_port
+from upweight.processes import free_port
 
 PROGRAM = """
 import http.server, json, os, sys, time

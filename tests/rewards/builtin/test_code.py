@@ -4,7 +4,7 @@ import pytest
 
 from upweight.errors import UserError
 from upweight.rewards.builtin.code import CodeReward
-from upweight.rewards.builtin.sandbox import Limits, SandboxError, run_program
+from upweight.rewards.sandbox.run import Limits, SandboxError, run_program
 
 ADD = "Here it is:\n```python\ndef add(a, b):\n    return a + b\n```\nIt adds."
 

@@ -12,10 +12,10 @@ from upweight.config.sections.rollout import GymDataset, GymSection
 from upweight.environments.nemo_gym.environment import NemoGym
 from upweight.environments.nemo_gym.gym import Gym
 from upweight.errors import UserError
+from upweight.processes import free_port
 from upweight.rollout.episodes.gateway import PolicyGateway
 from upweight.rollout.episodes.gym_agents import GymAgents
 from upweight.rollout.vllm.server import VllmServer
-from upweight.train.distributed.launch import free_port
 from upweight.types import Group, Sampling
 
 ROW = {

@@ -44,7 +44,7 @@ def test_a_conversation_is_one_stream_of_exact_tokens():
         assert len(group.completions) == 3
         for one in group.completions:
             assert [m["role"] for m in one.messages] == ["assistant", "user", "assistant", "user", "assistant"]
-            whole = made.template.render(Conversation([*opening, *map(dict, one.messages)]))
+            whole = made.setup.template.render(Conversation([*opening, *map(dict, one.messages)]))
             assert tokenizer.decode([*group.prompt_ids, *one.ids]) + "\n" == whole
             own = tokenizer.decode([t for t, mine in zip(one.ids, one.sampled, strict=True) if mine])
             assert own == "first answer<|im_end|>second<|im_end|>third<|im_end|>"
@@ -125,7 +125,7 @@ async def leaves(key: str) -> str:
         ('<tool_call>{"name": "look", "arguments": {"kee": "x"}}</tool_call>', "look: missing a required argument"),
         ('<tool_call>{"name": "lok", "arguments": {}}</tool_call>', "there is no tool 'lok'. Did you mean 'look'?"),
         (CALL.replace("look", "raises"), "ValueError: no such key"),
-        (CALL.replace("look", "leaves"), "RuntimeError: the code called sys.exit('no x') (test_player.py, line "),
+        (CALL.replace("look", "leaves"), "RuntimeError: the code called sys.exit('no x') (test_runner.py, line "),
         (CALL.replace("look", "hangs"), "it took longer than 0.2 seconds"),
         (CALL.replace("look", "blocks"), "it took longer than 0.2 seconds"),
     ],

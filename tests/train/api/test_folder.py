@@ -11,7 +11,8 @@ from parity_script import ROWS, TEMPLATE, made_tokenizer, said, write_model
 from upweight import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer
 from upweight.doctor.run import check_run
 from upweight.errors import UserError
-from upweight.runs.files import begun_at, this_machine
+from upweight.processes import begun_at
+from upweight.runs.files import this_machine
 from upweight.runs.report.run import RunReader
 
 COMMON = {"logging_steps": 1, "report_to": "none", "disable_tqdm": True, "per_device_train_batch_size": 4}

@@ -11,7 +11,7 @@ from made_runs import metrics_of
 from upweight.config import load_config
 from upweight.environments.nemo_gym import gym as gym_module
 from upweight.errors import UserError
-from upweight.train.distributed.launch import free_port
+from upweight.processes import free_port
 from upweight.train.run import train
 
 # The two forms that the documentation of another trainer gives; only names of files and sizes are put in.

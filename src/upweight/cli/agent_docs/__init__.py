@@ -2,8 +2,7 @@
 
 from pathlib import Path
 
-from upweight.config.explain import did_you_mean
-from upweight.errors import UserError
+from upweight.errors import UserError, did_you_mean
 
 FOLDER = Path(__file__).parent
 TOPICS = sorted(path.stem for path in FOLDER.glob("*.md"))

@@ -1,1 +1,1 @@
-"""What `upweight init` writes: sample rows, rewards, configs."""
+"""What `upweight init` writes (a config, sample rows, rewards), and `upweight choose`, which finds the method."""

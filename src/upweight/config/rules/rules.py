@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator
 from itertools import combinations
 
 from upweight.config.config import Config, how_to_choose
-from upweight.config.explain import did_you_mean
 from upweight.config.resolve import generation_batch, group_size
 from upweight.config.rules.ebft import ebft_keys_without_effect, features_are_what_rewards
 from upweight.config.sections.data import (
@@ -16,6 +15,7 @@ from upweight.config.sections.data import (
     DatasetRow,
 )
 from upweight.config.sections.environment import is_environment_reward
+from upweight.errors import did_you_mean
 
 Rule = Callable[[Config], Iterator[str]]
 

@@ -17,11 +17,10 @@ from datasets import config as datasets_config
 from datasets.exceptions import DatasetsError
 from numpy.typing import NDArray
 
-from upweight.config.explain import did_you_mean
 from upweight.config.sections.data import DatasetRow
 from upweight.data.progress import quiet_unless_terminal
 from upweight.data.sources.text_files import COMPRESSED, LineFile
-from upweight.errors import UserError
+from upweight.errors import UserError, did_you_mean
 from upweight.log import warn_once
 
 KINDS = {

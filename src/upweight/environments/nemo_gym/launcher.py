@@ -1,7 +1,7 @@
 """The process between a run and the Gym's servers: takes rights away, starts them, and leaves nothing of them behind.
 
 Started as `python -m upweight.environments.nemo_gym.launcher REQUEST` with a JSON request; it ends with its stdin, so
-servers do not outlive the run however that ends. Light: nothing but the standard library.
+servers do not outlive the run however that ends. Light: little but the standard library.
 """
 
 import asyncio
@@ -20,7 +20,8 @@ import sys
 import threading
 import time
 
-from upweight.rewards.builtin.sandbox_launch import (
+from upweight.processes import process_numbers, stat_of
+from upweight.rewards.sandbox.launch import (
     LIBC,
     LINUX,
     MS_BIND,
@@ -98,10 +99,7 @@ async def relay(path: str) -> None:
 
 def descendants() -> set[int]:
     """Processes that stem from this one, also those whose parents are gone: they were handed to it."""
-    parents: dict[int, int] = {}
-    for name in filter(str.isdigit, os.listdir("/proc")):
-        with contextlib.suppress(OSError, ValueError, IndexError), open(f"/proc/{name}/stat") as file:
-            parents[int(name)] = int(file.read().rpartition(")")[2].split()[1])
+    parents = {process: stat_of(process)[1] for process in process_numbers()}
     found = {os.getpid()}
     while more := {child for child, parent in parents.items() if parent in found and child not in found}:
         found |= more

@@ -6,9 +6,8 @@ from typing import Any
 
 import yaml
 
-from upweight.config.explain import did_you_mean
 from upweight.environments.nemo_gym.client import GymClient, GymFault
-from upweight.errors import UserError
+from upweight.errors import UserError, did_you_mean
 
 RESOURCES, AGENTS, MODELS = "resources_servers", "responses_api_agents", "responses_api_models"
 ANSWER = 30.0  # seconds for a question to the head server

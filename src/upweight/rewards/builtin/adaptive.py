@@ -10,6 +10,7 @@ from pydantic import NonNegativeInt, PositiveInt, validate_call
 from pydantic.dataclasses import dataclass
 
 from upweight.errors import UserError
+from upweight.rewards.builtin.spec import builtin_reward
 from upweight.rewards.builtin.text import STRICT, Scores, texts_of
 
 
@@ -116,8 +117,6 @@ def _resolved(reward: str | Callable[..., Any]) -> Any:
         if inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(type(reward).__call__):
             raise UserError("Reward 'adaptive' wraps plain functions only; the one it was given is async.")
         return reward
-    from upweight.rewards.builtin.spec import builtin_reward
-
     built = builtin_reward(reward)
     if built is None:
         raise UserError(

@@ -12,8 +12,8 @@ from pydantic.dataclasses import dataclass
 
 from upweight.errors import UserError
 from upweight.log import warn_once
-from upweight.rewards.builtin.sandbox import Limits, SandboxError, run_program
 from upweight.rewards.builtin.text import STRICT, Scores, between_tags, fenced_blocks, rows_of, texts_of
+from upweight.rewards.sandbox.run import Limits, SandboxError, run_program
 
 _ISOLATION = {"read-only": "files that cannot be written", "hidden": "hidden home folders and sockets"}
 

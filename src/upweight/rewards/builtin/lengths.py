@@ -7,6 +7,7 @@ from pydantic import NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from upweight.errors import UserError
+from upweight.rewards.builtin.spec import builtin_reward
 from upweight.rewards.builtin.text import STRICT, Scores, Unit, units_of
 
 
@@ -55,8 +56,6 @@ class CosineLengthReward:
         self._judge()
 
     def _judge(self) -> Any:
-        from upweight.rewards.builtin.spec import builtin_reward
-
         judge = builtin_reward(self.by)
         if judge is None:
             raise UserError(f"Reward 'cosine_length': by={self.by!r} names no built-in reward; try by='numeric'.")

@@ -1,7 +1,6 @@
-"""The table of built-in rewards, and how one is named in YAML: `name` or `name(option=value, ...)`."""
+"""How a built-in reward is named in YAML: `name` or `name(option=value, ...)`."""
 
 import ast
-import difflib
 import inspect
 import re
 from collections.abc import Callable
@@ -9,40 +8,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from upweight.errors import UserError
-from upweight.rewards.builtin.adaptive import AdaptiveReward, DebugReward
-from upweight.rewards.builtin.code import CodeReward
-from upweight.rewards.builtin.correctness import ExactReward, MathReward, NumericReward
-from upweight.rewards.builtin.formats import (
-    FormatReward,
-    IncrementalFormatReward,
-    JsonReward,
-    RegexReward,
-    XmlTagsReward,
-)
-from upweight.rewards.builtin.judge import JudgeReward
-from upweight.rewards.builtin.lengths import CosineLengthReward, LengthReward
-from upweight.rewards.builtin.penalties import DiversityReward, RepetitionReward
+from upweight.errors import UserError, did_you_mean
 
-BUILTINS: dict[str, Callable[..., Any]] = {
-    "exact": ExactReward,
-    "numeric": NumericReward,
-    "math": MathReward,
-    "format": FormatReward,
-    "incremental_format": IncrementalFormatReward,
-    "xml_tags": XmlTagsReward,
-    "regex": RegexReward,
-    "json": JsonReward,
-    "length": LengthReward,
-    "cosine_length": CosineLengthReward,
-    "repetition": RepetitionReward,
-    "diversity": DiversityReward,
-    "code": CodeReward,
-    "judge": JudgeReward,
-    "adaptive": AdaptiveReward,
-    "debug": DebugReward,
-}
-
+BUILTINS: dict[str, Callable[..., Any]] = {}  # filled by the package
 _NAME = re.compile(r"\s*([A-Za-z_]\w*)\s*(?:$|\()")
 
 
@@ -56,8 +24,7 @@ def builtin_reward(spec: str) -> Callable[..., Any] | None:
     known = options_of(name)
     for option in options:
         if option not in known:
-            near = difflib.get_close_matches(option, known, n=1)
-            meant = f" Did you mean '{near[0]}'?" if near else ""
+            meant = did_you_mean(option, known)
             raise UserError(f"Reward '{name}' has no option '{option}'.{meant} It has: {', '.join(known)}.")
     missing = [
         option for option, default in known.items() if default is inspect.Parameter.empty and option not in options
@@ -94,6 +61,5 @@ def _options(spec: str, name: str) -> dict[str, Any]:
 def _sentence(name: str, options: dict[str, Any], error: Any) -> str:
     option = str(error["loc"][0]) if error["loc"] else ""
     expected = error.get("ctx", {}).get("expected")
-    near = difflib.get_close_matches(str(options.get(option)), re.findall(r"'([^']*)'", str(expected)), n=1)
-    meant = f" Did you mean '{near[0]}'?" if near else ""
+    meant = did_you_mean(str(options.get(option)), re.findall(r"'([^']*)'", str(expected)))
     return f"Reward '{name}': option '{option}' = {options.get(option)!r}: {error['msg']}.{meant}"

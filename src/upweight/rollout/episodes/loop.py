@@ -4,10 +4,13 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from upweight.data.raw_row import RowError
-from upweight.environments.episode import Episode, Message, Outcome, Turn
+from upweight.data.tokenize.templates import ChatTemplate
+from upweight.data.tokenize.tokens import TextTokens
+from upweight.environments.call_formats import parse_calls
+from upweight.environments.episode import Environment, Episode, Message, Outcome, Turn
 from upweight.errors import UserError
 from upweight.log import warn_once
 from upweight.rewards.answers import described
@@ -15,9 +18,6 @@ from upweight.rollout.episodes.chat_tokens import ChatTokens
 from upweight.rollout.episodes.token_stream import TokenStream
 from upweight.rollout.episodes.turn_batcher import FirstTurnBatcher, TurnBatcher
 from upweight.types import Completion
-
-if TYPE_CHECKING:
-    from upweight.rollout.episodes.runner import EpisodeRunner
 
 T = TypeVar("T")
 
@@ -34,6 +34,34 @@ class Bounds:
     call_seconds: float = 60.0  # for one call of the environment
     episode_seconds: float = 600.0  # for all its calls together
     wait_seconds: float = 0.0  # more for the first, where a place in the environment may have to be waited for
+
+
+@dataclass
+class EpisodeSetup:
+    """What the episodes of a run have in common: the environment, how far they go, and how turns are written."""
+
+    environment: Environment
+    template: ChatTemplate
+    ends: frozenset[int]  # tokens that end a turn
+    bounds: Bounds
+    tool_format: str = "hermes"
+    default_system: str | None = None
+
+    def __post_init__(self) -> None:
+        self.tokenizer = self.template.tokenizer
+        self.tokens = TextTokens(self.tokenizer, ())
+        self._marks = [mark for mark in self.tokenizer.all_special_tokens if mark]
+
+    def read(self, completion: Completion, *, tools: bool) -> Turn:
+        """What the policy wrote in a turn."""
+        ids = completion.ids[:-1] if completion.ids and completion.ids[-1] in self.ends else completion.ids
+        text = str(self.tokenizer.decode(ids, skip_special_tokens=True))
+        if not tools:
+            return Turn(text, text, (), completion.finished)
+        content, calls = parse_calls(str(self.tokenizer.decode(ids, skip_special_tokens=False)), self.tool_format)
+        for mark in self._marks:
+            content = content.replace(mark, "")
+        return Turn(text, content if calls else text, calls, completion.finished)
 
 
 @dataclass
@@ -63,15 +91,11 @@ class EpisodeResult:
 
 
 async def play(
-    player: "EpisodeRunner",
-    row: Mapping[str, Any],
-    turns: TurnBatcher,
-    first: FirstTurnBatcher,
-    seed: Callable[[int], int],
+    setup: EpisodeSetup, row: Mapping[str, Any], turns: TurnBatcher, first: FirstTurnBatcher, seed: Callable[[int], int]
 ) -> EpisodeResult:
     """An episode for a data row; a fault of the environment is noted in it, any other error is raised."""
-    episode, played = player.environment.episode(), EpisodeResult()
-    game = _EpisodeRun(player, episode, played, turns, first, seed)
+    episode, played = setup.environment.episode(), EpisodeResult()
+    game = _EpisodeRun(setup, episode, played, turns, first, seed)
     try:
         await game.run(row)
     except (Fault, RowError) as error:
@@ -88,7 +112,7 @@ async def play(
 class _EpisodeRun:
     """The moves of an episode."""
 
-    player: "EpisodeRunner"
+    setup: EpisodeSetup
     episode: Episode
     played: EpisodeResult
     turns: TurnBatcher
@@ -97,10 +121,10 @@ class _EpisodeRun:
     asked: bool = False  # for the first turn
 
     async def run(self, row: Mapping[str, Any]) -> None:
-        player, played, bounds = self.player, self.played, self.player.bounds
+        setup, played, bounds = self.setup, self.played, self.setup.bounds
         opening = await self._call("open", self.episode.open(row), bounds.wait_seconds)
-        messages = _with_system(list(opening.messages), player.default_system)
-        dialogue = ChatTokens(player.template, player.tokens, player.ends, messages, opening.tools)
+        messages = _with_system(list(opening.messages), setup.default_system)
+        dialogue = ChatTokens(setup.template, setup.tokens, setup.ends, messages, opening.tools)
         as_in_data = not opening.tools and messages == row.get("prompt")  # the environment adds nothing to it
         prompt = list(row["prompt_ids"]) if as_in_data else dialogue.opening()
         limit = self.turns.sampling.max_new_tokens
@@ -109,7 +133,7 @@ class _EpisodeRun:
         while True:
             answer = await self._sample(stream.ids, limit - stream.length)
             stream.wrote(answer)
-            turn = player.read(answer, tools=bool(opening.tools))
+            turn = setup.read(answer, tools=bool(opening.tools))
             said = _message(turn)
             played.messages.append(said)
             played.turns += 1
@@ -135,7 +159,7 @@ class _EpisodeRun:
     async def closed(self) -> None:
         """Close the episode; that it does not close well spoils nothing."""
         try:
-            await _limited("close", self.episode.close(), self.player.bounds.call_seconds)
+            await _limited("close", self.episode.close(), self.setup.bounds.call_seconds)
         except Fault as error:
             warn_once(f"an environment did not close: {error}")
 
@@ -148,7 +172,7 @@ class _EpisodeRun:
 
     async def _call(self, what: str, work: Awaitable[T], more: float = 0.0) -> T:
         """An answer of the environment, within the time that this episode has left."""
-        bounds, began = self.player.bounds, time.monotonic()
+        bounds, began = self.setup.bounds, time.monotonic()
         left = max(bounds.episode_seconds - self.played.seconds, 0.0)
         try:
             return await _limited(what, work, min(bounds.call_seconds, left) + more)

@@ -9,12 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from upweight.data.tokenize.templates import ChatTemplate
-from upweight.data.tokenize.tokens import TextTokens
-from upweight.environments.call_formats import parse_calls
-from upweight.environments.episode import Environment, Turn
+from upweight.environments.episode import Environment
 from upweight.event_loop import EventLoop
-from upweight.rollout.episodes.loop import Bounds, EpisodeResult, play
+from upweight.rollout.episodes.loop import EpisodeResult, EpisodeSetup, play
 from upweight.rollout.episodes.token_stream import completion_of, shared_prompt
 from upweight.rollout.episodes.turn_batcher import FirstTurnBatcher, TurnBatcher
 from upweight.types import Completion, Generator, Group, Sampling
@@ -50,19 +47,11 @@ class EnvironmentLoop:
 class EpisodeRunner:
     """Fills groups by playing. Episodes run on a loop of their own, the policy samples in the caller's thread."""
 
-    environment: Environment
+    setup: EpisodeSetup
     generator: Generator | None  # None where another process samples
-    template: ChatTemplate
-    ends: frozenset[int]  # tokens that end a turn
-    bounds: Bounds
-    tool_format: str = "hermes"
-    default_system: str | None = None
 
     def __post_init__(self) -> None:
-        self._loop = EnvironmentLoop(self.environment)
-        self.tokenizer = self.template.tokenizer
-        self.tokens = TextTokens(self.tokenizer, ())
-        self._marks = [mark for mark in self.tokenizer.all_special_tokens if mark]
+        self._loop = EnvironmentLoop(self.setup.environment)
 
     def __call__(
         self, groups: Sequence[Group], count: int, sampling: Sampling, done: Callable[[int], None] | None
@@ -87,17 +76,6 @@ class EpisodeRunner:
         """Stop the environment; a later call starts it anew."""
         self._loop.close()
 
-    def read(self, completion: Completion, *, tools: bool) -> Turn:
-        """What the policy wrote in a turn."""
-        ids = completion.ids[:-1] if completion.ids and completion.ids[-1] in self.ends else completion.ids
-        text = str(self.tokenizer.decode(ids, skip_special_tokens=True))
-        if not tools:
-            return Turn(text, text, (), completion.finished)
-        content, calls = parse_calls(str(self.tokenizer.decode(ids, skip_special_tokens=False)), self.tool_format)
-        for mark in self._marks:
-            content = content.replace(mark, "")
-        return Turn(text, content if calls else text, calls, completion.finished)
-
     async def _group(self, place: int, group: Group, count: int, turns: TurnBatcher) -> None:
         first = FirstTurnBatcher(turns, count)
         sampling = turns.sampling
@@ -108,7 +86,7 @@ class EpisodeRunner:
 
         async def one(member: int) -> EpisodeResult:
             try:
-                return await play(self, group.row, turns, first, lambda turn: seed(member, turn))
+                return await play(self.setup, group.row, turns, first, lambda turn: seed(member, turn))
             finally:
                 turns.over()
 

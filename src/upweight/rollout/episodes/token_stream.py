@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from upweight.data.raw_row import common_length
+from upweight.data.raw_row import common_start
 from upweight.types import Completion, Group
 
 
@@ -76,11 +76,7 @@ class TokenStream:
 
 def shared_prompt(streams: Sequence[TokenStream]) -> list[int]:
     """The beginning that all sequences of a group were given."""
-    stretches = [stretch for stream in streams for stretch in stream.stretches]
-    shared = stretches[0].ids[: stretches[0].given]
-    for stretch in stretches[1:]:
-        shared = shared[: common_length(shared, stretch.ids[: stretch.given])]
-    return shared
+    return common_start([one.ids[: one.given] for stream in streams for one in stream.stretches])
 
 
 def completion_of(stream: TokenStream, group: Group, *, finished: bool) -> Completion:

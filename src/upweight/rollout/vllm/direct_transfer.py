@@ -25,6 +25,7 @@ from torch.multiprocessing.reductions import reduce_tensor
 from upweight.errors import UserError
 from upweight.log import warn_once
 from upweight.models.export import sent_weights
+from upweight.processes import free_port
 from upweight.rollout.vllm.client import LOAD, RequestFailed, RequestRefused, VllmClient
 from upweight.rollout.vllm.file_transfer import ServedVersion, Transport, WeightTransport, reset_prefixes
 
@@ -228,9 +229,7 @@ def _local_address(url: str) -> tuple[str, int]:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((parts.hostname, parts.port or 80))  # nothing is sent
         address = probe.getsockname()[0]
-    with socket.socket() as listener:
-        listener.bind((address, 0))
-        return address, listener.getsockname()[1]
+    return address, free_port(address)
 
 
 def _not_prepared(url: str, way: str, error: Exception) -> str:

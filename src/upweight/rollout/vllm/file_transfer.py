@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from upweight.errors import UserError
+from upweight.files import written_whole
 from upweight.models.export import refuse_unmergeable, write_adapter, write_weights
 from upweight.rollout.vllm.client import LOAD, RequestFailed, RequestRefused, VllmClient
 from upweight.serve.adapters import goes_alone
@@ -129,14 +130,9 @@ def transport_for(
 
 def write_aside(write: Callable[[Path], None], folder: Path) -> None:
     """Write to a temporary name beside `folder` and rename, so that a server never sees half of it."""
-    part = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(part, ignore_errors=True)
-    part.mkdir(parents=True)
-    try:
+    with written_whole(folder) as part:
+        part.mkdir(parents=True)
         write(part)
-        part.rename(folder)
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
 
 
 def link_files(source: Path, folder: Path) -> None:

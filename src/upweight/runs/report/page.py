@@ -12,7 +12,8 @@ from typing import Any
 
 from upweight import __version__
 from upweight.errors import UserError
-from upweight.runs.files import REPORT, write_text
+from upweight.files import write_text
+from upweight.runs.files import REPORT
 from upweight.runs.health_rules import RULES
 from upweight.runs.report.charts import GROUPS, charts_of
 from upweight.runs.report.run import RunReader, folders_of

@@ -7,7 +7,8 @@ from typing import Any
 
 import yaml
 
-from upweight.runs.files import CONFIG, HEALTH, METRICS, RECORD, is_alive, this_machine
+from upweight.processes import is_alive
+from upweight.runs.files import CONFIG, HEALTH, METRICS, RECORD, this_machine
 from upweight.runs.report.charts import COMPARED, split_set
 from upweight.runs.report.completions import CompletionsReader
 from upweight.runs.report.reading import POINTS, JsonLines, columns, number, plain, read_json

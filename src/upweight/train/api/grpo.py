@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
 from upweight.errors import UserError
-from upweight.methods.advantages import weighted_reward
+from upweight.methods.formulas.advantages import weighted_reward
 from upweight.models.load import compute_dtype
 from upweight.rewards.load import as_rewards
 from upweight.rewards.model import ModelOptions

@@ -1,21 +1,19 @@
 """Starting a command as several ranks, here or here and on other machines, and ending them together."""
 
-import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from upweight.errors import UserError
-from upweight.runs.files import write_text
+from upweight.files import write_text
+from upweight.processes import end_with_parent, free_port, passing_on
 
 PORT = 29500  # where ranks of several machines meet unless another is named
 PLACE = "UPWEIGHT_LAUNCHER"  # folder where a rank leaves what it wants the launcher to say
@@ -61,7 +59,7 @@ def launch(arguments: Sequence[str], start: Start, processes: int) -> int:
             ranks = [_start(arguments, rank, processes, folder, (start, port)) for rank in range(processes)]
         else:
             ranks = [_spawn(_foreign(arguments, start, processes), {PLACE: folder, **_on_cpu(start)})]
-        with _passed_on(ranks) as passed:
+        with passing_on((signal.SIGTERM, signal.SIGINT), ranks) as passed:
             try:
                 return _wait(ranks, Path(folder), passed)
             finally:
@@ -81,16 +79,8 @@ def say_through_launcher(text: str) -> None:
 
 def end_with_launcher() -> None:
     """End this rank when the launcher that started it is gone."""
-    if PLACE not in os.environ:
-        return
-    parent = os.getppid()
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(1)
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
+    if PLACE in os.environ:
+        end_with_parent()
 
 
 def _start(
@@ -165,28 +155,3 @@ def _obituary(codes: Sequence[int | None]) -> str:
     memory = " (out of host memory?)" if code == -signal.SIGKILL else ""
     who = f"process {rank} of {len(codes)}" if len(codes) > 1 else "the launcher"
     return f"{who} {how}{memory}, and the run with it; go on from its last checkpoint with --resume"
-
-
-@contextlib.contextmanager
-def _passed_on(ranks: Sequence[subprocess.Popen[bytes]]) -> Iterator[list[int]]:
-    """Signals go to the ranks, which know how to end; yields the list of those passed on."""
-    passed: list[int] = []
-
-    def pass_on(number: int, frame: Any) -> None:
-        passed.append(number)
-        for rank in ranks:
-            rank.send_signal(number)
-
-    before = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield passed
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def free_port() -> int:
-    """A port on loopback that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

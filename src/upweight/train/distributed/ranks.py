@@ -13,7 +13,7 @@ from torch import nn
 
 from upweight.engine.context import Context
 from upweight.errors import UserError
-from upweight.train.distributed.launch import free_port
+from upweight.processes import free_port
 
 T = TypeVar("T")
 

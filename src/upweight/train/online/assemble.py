@@ -13,7 +13,6 @@ from transformers import PreTrainedTokenizerBase, TrainerCallback
 from upweight.config import Config
 from upweight.config.resolve import generation_batch
 from upweight.config.sections.rollout import RolloutSection
-from upweight.data.sources.transforms import load_function
 from upweight.engine import Engine
 from upweight.errors import UserError
 from upweight.log import is_seen, logger
@@ -46,6 +45,7 @@ from upweight.train.online.feed import RolloutFeed, SaveRollouts
 from upweight.train.online.vllm import Vllm, server_for
 from upweight.train.trainer import MethodTrainer
 from upweight.types import Generator, Sampling
+from upweight.user_modules import load_function
 
 LOOK_EVERY = 50  # steps between looks at completions on a terminal, where the config does not ask for them
 REROLL_CAPACITY = 1024  # failed prompts remembered

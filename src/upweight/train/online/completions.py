@@ -9,9 +9,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from upweight.files import write_text
 from upweight.log import clear_status
 from upweight.rollout.rollout import Rollout, readable
-from upweight.runs.files import COMPLETIONS, write_text
+from upweight.runs.files import COMPLETIONS
 from upweight.types import Completion
 
 LONGEST_SHOWN = 600  # characters of one cell

@@ -5,24 +5,33 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from accelerate import PartialState
 from transformers import PreTrainedTokenizerBase
 
 from upweight.config import Config
 from upweight.config.sections.environment import EnvironmentSection
+from upweight.config.sections.rollout import GymSection
 from upweight.data.raw_row import OWN_COLUMNS
-from upweight.data.sources.transforms import load_function
 from upweight.data.tokenize.templates import ChatTemplate
 from upweight.engine.forward import base_of
 from upweight.environments.call_formats import format_of
 from upweight.environments.episode import Environment
+from upweight.environments.nemo_gym.environment import NemoGym
+from upweight.environments.nemo_gym.gym import Gym
+from upweight.environments.nemo_gym.process import GymProcess
 from upweight.environments.python_class import PythonEnvironment
 from upweight.rewards.environment import COLUMN as EPISODE
 from upweight.rewards.reward import Reward, check_columns
-from upweight.rollout.episodes.loop import Bounds
+from upweight.rollout.episodes.gateway import PolicyGateway
+from upweight.rollout.episodes.gym_agents import GymAgents
+from upweight.rollout.episodes.loop import Bounds, EpisodeSetup
 from upweight.rollout.episodes.runner import EpisodeRunner
 from upweight.rollout.producer import CompletionSource
+from upweight.rollout.vllm.server import VllmServer
 from upweight.sampler.in_process import end_tokens
+from upweight.train.distributed.ranks import broadcast_from_rank0
 from upweight.types import Generator
+from upweight.user_modules import load_function
 
 
 @dataclass(frozen=True)
@@ -38,24 +47,38 @@ class EnvironmentSetup:
     def player(self, model: Any, tokenizer: PreTrainedTokenizerBase, generator: Generator | None) -> CompletionSource:
         """What fills groups by playing."""
         template = ChatTemplate(tokenizer, None, self.template_args)
-        return EpisodeRunner(
+        setup = EpisodeSetup(
             self.environment,
-            generator,
             template,
             ends=end_tokens(base_of(model), tokenizer),
             bounds=self.bounds,
             tool_format=format_of(_source(tokenizer)) if self.tool_format == "auto" else self.tool_format,
             default_system=self.default_system,
         )
+        return EpisodeRunner(setup, generator)
+
+
+@dataclass(frozen=True)
+class GymAgentSetup(EnvironmentSetup):
+    """A Gym whose agents drive the turns."""
+
+    gym: GymSection = field(default_factory=GymSection)
+
+    def player(self, model: Any, tokenizer: PreTrainedTokenizerBase, generator: Generator | None) -> CompletionSource:
+        """What fills groups by asking the agents."""
+        assert isinstance(self.environment, NemoGym)
+        assert generator is None or isinstance(generator, VllmServer), "a rule holds that there is a server"
+        gateway = None
+        if generator is not None:
+            gateway = PolicyGateway(generator, self.gym.policy_port, self.template_args)
+        return GymAgents(self.environment, gateway)
 
 
 def environment_setup(config: Config) -> EnvironmentSetup | None:
     """What a config's policy acts in; None where it only answers."""
     section = config.environment
     if config.method.online and config.gym.enabled:
-        from upweight.train.online.gym import gym_setup
-
-        return gym_setup(config)
+        return _gym(config)
     if not config.method.online or not section.acts:
         return None
     return EnvironmentSetup(
@@ -65,6 +88,26 @@ def environment_setup(config: Config) -> EnvironmentSetup | None:
         config.data.template_args,
         config.data.default_system_message,
     )
+
+
+def _gym(config: Config) -> EnvironmentSetup:
+    """The Gym that a config names: its own servers, or those that rank 0 starts."""
+    section = config.gym
+    name = section.model_name or str(config.model.base_model)
+    policy = (f"http://127.0.0.1:{section.policy_port}/v1", name) if section.multi_turn else None
+    process = None
+    if section.auto_start and PartialState().process_index == 0:
+        process = GymProcess(section, config.folder, Path(config.run.output_dir), policy=policy)
+    socket = broadcast_from_rank0(None if process is None else process.socket)
+    gym = Gym(
+        section.head_port, patience=section.server_timeout, busy=section.verify_timeout, process=process, socket=socket
+    )
+    bounds = Bounds(section.max_turns or config.environment.max_turns, section.run_timeout, section.run_timeout)
+    told = (config.environment.tool_format, config.data.template_args, config.data.default_system_message)
+    environment = NemoGym(section, gym, name)
+    if section.multi_turn:
+        return GymAgentSetup(environment, bounds, *told, gym=section)
+    return EnvironmentSetup(environment, bounds, *told)
 
 
 def bounds_of(section: EnvironmentSection) -> Bounds:

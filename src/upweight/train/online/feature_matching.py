@@ -14,7 +14,7 @@ from upweight.engine import Engine
 from upweight.engine.packing import build_batch, plan_rows, whole_blocks
 from upweight.methods import EBFT
 from upweight.methods.base import Method
-from upweight.methods.features import pooled, pooled_positions
+from upweight.methods.formulas.features import pooled, pooled_positions
 from upweight.models.reference import Reference, adapter_state, make_reference, reference_kind
 from upweight.rollout.ebft.known_turns import KnownTurns
 from upweight.rollout.ebft.strided_blocks import StridedBlocks, anchors

@@ -16,6 +16,7 @@ from torch import nn
 from transformers import TrainerCallback
 
 from upweight.engine.packing import count_batch
+from upweight.files import write_text
 from upweight.methods.base import Method
 from upweight.models.modules import dropout_off
 from upweight.rollout.episodes.gym_agents import GymAgents
@@ -25,7 +26,6 @@ from upweight.rollout.rollout import PromptRows, Rollout, from_plain, to_plain
 from upweight.rollout.run_ahead import RunAhead
 from upweight.rollout.summary import pass_rates, summary
 from upweight.rollout.units import units_of_groups
-from upweight.train.checkpoints import write_text
 from upweight.train.distributed.ranks import ShardedWork
 from upweight.train.online.feature_matching import FeatureMatching
 from upweight.train.step import StepRunner

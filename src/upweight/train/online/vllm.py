@@ -15,7 +15,7 @@ from upweight.rollout.vllm.colocated import VllmColocated
 from upweight.rollout.vllm.server import VllmServer
 from upweight.rollout.vllm.servers import VllmServers
 from upweight.rollout.vllm.versions import OnModel
-from upweight.serve.address import server_urls
+from upweight.serve.command import server_urls
 
 Vllm = VllmServer | VllmServers | VllmColocated
 FOLDER = "vllm"  # in the run's folder: weights on their way to the server

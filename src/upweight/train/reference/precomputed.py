@@ -14,6 +14,7 @@ from torch import nn
 
 from upweight.data.units import units_of
 from upweight.errors import UserError
+from upweight.files import written_whole
 from upweight.log import logger
 from upweight.methods.base import Method
 from upweight.methods.kto import KTO
@@ -116,7 +117,5 @@ def _ids(row: Mapping[str, Any]) -> dict[str, list[int]]:
 
 
 def _write(file: Path, logps: Sequence[NDArray[np.float32]]) -> None:
-    partial = file.with_name(f".{file.name}.partial")
-    with partial.open("wb") as out:
+    with written_whole(file) as partial, partial.open("wb") as out:
         np.savez(out, logps=np.concatenate(logps), ends=np.cumsum([len(part) for part in logps]))
-    partial.replace(file)

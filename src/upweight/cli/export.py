@@ -1,0 +1,81 @@
+"""`upweight merge-lora` and `upweight gguf`: a trained model for others to load, its adapter folded in."""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from upweight.cli.trained import Trained, trained
+from upweight.errors import UserError
+from upweight.log import quiet_transformers
+from upweight.models.adapters.merge import Adapted, difference, merge_adapter
+
+CONVERTER, PLACE = "convert_hf_to_gguf.py", "LLAMA_CPP"
+
+
+def run_merge(place: str, overrides: list[str], *, output: Path | None, check: bool) -> None:
+    """Merge, compare log-probs before and after, and print where the model lies and how far they differ."""
+    quiet_transformers()
+    found = trained(place, overrides)
+    if found.adapter is None and not Path(found.model.base_model or "").expanduser().exists():
+        raise UserError(f"{place}: there is neither a config nor a folder of that name, which would hold an adapter")
+    if found.adapter is None:
+        raise UserError(f"{place}: there is no adapter to merge in {found.model.base_model}; it is a whole model")
+    adapted = Adapted(found.model, found.adapter)
+    target = output or found.adapter / "merged"
+    merge_adapter(adapted, target)
+    print(target)
+    if check:
+        what = "log-prob" if adapted.head() == "tokens" else "score"
+        kind = str(adapted.dtype()).removeprefix("torch.")
+        print(f"largest difference of a {what} before and after, in {kind}: {difference(adapted, target):.2g}")
+
+
+def run_gguf(place: str, overrides: list[str], *, output: Path | None, kind: str) -> None:
+    """Convert a trained model, its adapter merged first, and print where the file lies."""
+    converter = _converter()
+    found = trained(place, overrides)
+    # In a folder of its own: transformers would read a file beside an adapter as the adapter's.
+    target = output or (found.adapter or _folder(found)) / "gguf" / f"model-{kind}.gguf"
+    if target.exists():
+        raise UserError(f"{target} is there already; remove it, or name another file with --output")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".gguf-") as scratch:
+        if found.adapter is None:
+            source = _folder(found)
+        else:
+            source = Path(scratch) / "merged"
+            merge_adapter(Adapted(found.model, found.adapter), source)
+        part = Path(scratch) / target.name
+        done = subprocess.run([*converter, str(source), "--outfile", str(part), "--outtype", kind], check=False)
+        if done.returncode or not part.is_file():
+            raise UserError(
+                f"{place}: {converter[-1]} did not convert it (exit {done.returncode}); its words are above"
+            )
+        part.rename(target)
+    print(target)
+
+
+def _converter() -> list[str]:
+    """The command that runs llama.cpp's converter: the one in $LLAMA_CPP, or on the path."""
+    if folder := os.environ.get(PLACE):
+        script = Path(folder).expanduser() / CONVERTER
+        if not script.is_file():
+            raise UserError(f"{PLACE}: {folder} holds no {CONVERTER}; name a checkout of llama.cpp")
+        return [sys.executable, str(script)]
+    if found := shutil.which(CONVERTER):
+        return [found]
+    raise UserError(
+        f"GGUF files are written by llama.cpp's {CONVERTER}, which is not on the path. "
+        f"Get llama.cpp and what it needs (`pip install gguf sentencepiece`), and set {PLACE} to its folder."
+    )
+
+
+def _folder(found: Trained) -> Path:
+    """The folder of a whole model."""
+    folder = Path(found.model.base_model or "").expanduser()
+    if found.model.gguf_file is not None or not folder.is_dir():
+        raise UserError(f"{found.model.base_model}: is no folder with a trained model in it")
+    return folder

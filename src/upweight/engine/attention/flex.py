@@ -1,0 +1,126 @@
+"""Tree attention on a GPU: FlexAttention with a block mask read off the block-wise extremes of `end` and positions."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+
+from upweight.engine.attention.rules import Rule
+
+BLOCK = 128
+_FORMS = 64  # layer rules times modes times the two below, each compiled once
+
+
+def block_tables(end_N: Tensor, position_N: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
+    """Which (query block, key block) pairs hold something visible that must be masked token by token, and which are
+    visible throughout; two [blocks, blocks] tables of booleans that exclude each other."""
+    length = len(end_N)
+    blocks = -(-length // BLOCK)
+    if length % BLOCK:  # the tail sees itself only
+        tail = torch.arange(length, blocks * BLOCK, device=end_N.device, dtype=end_N.dtype)
+        end_N, position_N = torch.cat([end_N, tail + 1]), torch.cat([position_N, torch.zeros_like(tail)])
+    low_end, high_end = end_N.view(blocks, BLOCK).aminmax(dim=1)
+    start = torch.arange(blocks, device=end_N.device) * BLOCK
+    below = start[None, :] < start[:, None]
+    some = below & (high_end[None, :] > start[:, None])
+    every = below & (low_end[None, :] >= start[:, None] + BLOCK)
+    first, last = position_N.view(blocks, BLOCK).aminmax(dim=1)
+    if rule.window is not None:
+        some &= first[:, None] - last[None, :] < rule.window
+        every &= last[:, None] - first[None, :] < rule.window
+    if rule.chunk is not None:
+        first, last = first // rule.chunk, last // rule.chunk
+        some &= (first[:, None] <= last[None, :]) & (first[None, :] <= last[:, None])
+        every &= (first[:, None] == last[None, :]) & (last[:, None] == first[None, :])
+    return (some & ~every) | torch.eye(blocks, dtype=torch.bool, device=end_N.device), every
+
+
+def tree_block_mask(end_N: Tensor, position_N: Tensor, rule: Rule) -> BlockMask:
+    """The block mask of a row of trees, without work of the order of the row squared."""
+    # narrow integers: the kernel gathers them for every masked pair
+    end_N, position_N = end_N.to(torch.int32), position_N.to(torch.int32)
+    partial, full = block_tables(end_N, position_N, rule)
+    return BlockMask.from_kv_blocks(
+        *_ordered(partial),
+        *_ordered(full),
+        BLOCK_SIZE=BLOCK,
+        mask_mod=_visibility(end_N, position_N, rule),
+        seq_lengths=(len(end_N), len(end_N)),
+    )
+
+
+def _ordered(table: Tensor) -> tuple[Tensor, Tensor]:
+    """A table of booleans as counts and column numbers, as FlexAttention wants them."""
+    counts = table.sum(1, dtype=torch.int32)
+    columns = table.int().argsort(dim=1, descending=True, stable=True).to(torch.int32)
+    return counts[None, None], columns[None, None].contiguous()
+
+
+def _visibility(end_N: Tensor, position_N: Tensor, rule: Rule) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+    """The token-by-token test of a rule."""
+    # Sizes as tensors: a number that differs between two rules would make the compiler take it for a variable shape.
+    window, chunk = (None if size is None else end_N.new_full((), size) for size in (rule.window, rule.chunk))
+
+    def sees(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (k <= q) & (q < end_N[k])
+
+    def sees_window(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        assert window is not None
+        return (k <= q) & (q < end_N[k]) & (position_N[q] - position_N[k] < window)
+
+    def sees_chunk(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        assert chunk is not None
+        return (k <= q) & (q < end_N[k]) & (position_N[q] // chunk == position_N[k] // chunk)
+
+    if window is not None:
+        return sees_window
+    return sees if chunk is None else sees_chunk
+
+
+def flex_tree_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: BlockMask,
+    *,
+    scaling: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Attention of a row of trees on a GPU; query [1, heads, N, width], key and value with as many or fewer heads."""
+    options: dict[str, Any] = {"block_mask": mask, "scale": scaling, "enable_gqa": query.shape[1] != key.shape[1]}
+    if query.shape[2] % BLOCK == 0:  # the compiler cannot know it of a length that varies, and checks bounds
+        options["kernel_options"] = {"IS_DIVISIBLE": True}
+    if softcap is not None:
+        options["score_mod"] = _capped(softcap)
+    if sinks is None:
+        return compiled_flex_attention()(query, key, value, **options)
+    out, aux = compiled_flex_attention()(query, key, value, return_aux=AuxRequest(lse=True), **options)
+    # a sink is one more key without a value: it takes its share of the softmax and adds nothing
+    share = torch.sigmoid(aux.lse - sinks.float().view(1, -1, 1))
+    return (out * share[..., None]).to(value.dtype)
+
+
+@functools.cache
+def _capped(softcap: float) -> Callable[..., Tensor]:
+    """The score function of one soft cap; cached, since a new function would be compiled anew."""
+
+    def cap(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return torch.tanh(score / softcap) * softcap
+
+    return cap
+
+
+@functools.cache
+def compiled_flex_attention() -> Callable[..., Any]:
+    """FlexAttention compiled for the first row length, and at the second one for all.
+
+    `fullgraph` makes it an error, not a crawl, to run out of compiled forms.
+    """
+    limits: Any = torch._dynamo.config
+    limits.recompile_limit = max(limits.recompile_limit, _FORMS)
+    limits.specialize_float = True  # a scale or cap that differs between two models cannot be a variable of the kernel
+    return torch.compile(flex_attention, fullgraph=True)

@@ -1,0 +1,178 @@
+"""Tree attention without a special kernel: each unbranched segment attends to its ancestors and itself by SDPA."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from upweight.engine.attention.rules import Rule
+
+_LONGEST_WINDOWED_PIECE = 256  # cutting finer than the window saves nothing, cutting coarser computes masked scores
+
+
+@dataclass(eq=False)
+class Call:
+    """Segments of one shape, attended to in one call; `keys` lists, for each, the segments it sees, itself last."""
+
+    segments: list[int]
+    keys: list[list[int]]
+    visible_QK: Tensor | None  # None: plainly causal
+    _bias: dict[tuple[int, torch.dtype, torch.device], Tensor] = field(default_factory=dict)
+
+    def bias(self, repeat: int, like: Tensor) -> Tensor:
+        """The mask as numbers to add to the scores, repeated for the query heads that share a key head."""
+        assert self.visible_QK is not None
+        key = (repeat, like.dtype, like.device)
+        if key not in self._bias:
+            hidden = ~self.visible_QK.to(like.device)
+            bias = torch.zeros(hidden.shape, dtype=like.dtype, device=like.device).masked_fill(hidden, float("-inf"))
+            self._bias[key] = bias.repeat(repeat, 1)
+        return self._bias[key]
+
+
+@dataclass(frozen=True, eq=False)
+class SegmentPlan:
+    """How one row is cut, and the calls that cover it."""
+
+    sizes: list[int]
+    calls: list[Call]
+
+    @staticmethod
+    def of(end_N: Tensor, position_N: Tensor, rule: Rule) -> "SegmentPlan":
+        """The plan for a row; positions rise by one along every path."""
+        starts, sizes, ancestors = _segments(end_N.cpu().numpy(), rule)
+        position = position_N.cpu().numpy()
+        alike: dict[tuple[int, int, int], list[tuple[int, list[int]]]] = {}
+        for number, (start, size) in enumerate(zip(starts, sizes, strict=True)):
+            first = int(position[start])
+            keys = _within_reach(ancestors[number], sizes, rule, first)
+            width = size + sum(sizes[k] for k in keys)
+            offset = first % rule.chunk if rule.chunk else 0
+            alike.setdefault((size, width, offset), []).append((number, [*keys, number]))
+        calls = [
+            Call([n for n, _ in members], [keys for _, keys in members], _visible(size, width, offset, rule))
+            for (size, width, offset), members in alike.items()
+        ]
+        return SegmentPlan(sizes, calls)
+
+
+def _segments(end_N: NDArray[np.int64], rule: Rule) -> tuple[list[int], list[int], list[list[int]]]:
+    """Starts, sizes and ancestors (root first) of the unbranched segments, cut finer where a rule limits the view."""
+    cuts = [0, *(np.flatnonzero(np.diff(end_N)) + 1).tolist(), len(end_N)]
+    limit = rule.window or rule.chunk
+    if limit is not None:
+        piece = max(limit, _LONGEST_WINDOWED_PIECE)
+        cuts = [at for a, b in pairwise(cuts) for at in range(a, b, piece)] + [len(end_N)]
+    starts = cuts[:-1]
+    ancestors: list[list[int]] = []
+    path: list[int] = []
+    for number, start in enumerate(starts):
+        while path and end_N[starts[path[-1]]] <= start:
+            path.pop()
+        ancestors.append(path.copy())
+        path.append(number)
+    return starts, [b - a for a, b in pairwise(cuts)], ancestors
+
+
+def _within_reach(ancestors: Sequence[int], sizes: Sequence[int], rule: Rule, first_position: int) -> list[int]:
+    """The ancestors that some token of a segment beginning at `first_position` can still see."""
+    if rule.window is not None:
+        reach = rule.window - 1
+    elif rule.chunk is not None:
+        reach = first_position % rule.chunk
+    else:
+        return list(ancestors)
+    kept: list[int] = []
+    for number in reversed(ancestors):
+        if reach <= 0:
+            break
+        kept.append(number)
+        reach -= sizes[number]
+    return kept[::-1]
+
+
+def _visible(size: int, width: int, offset: int, rule: Rule) -> Tensor | None:
+    """Which of the `width` last keys of a path its last `size` tokens see; None where that is plain causality."""
+    limited = (rule.window is not None and rule.window < width) or rule.chunk is not None
+    if size == width and not limited:
+        return None
+    query_Q1, key_K = torch.arange(width - size, width)[:, None], torch.arange(width)
+    seen = key_K <= query_Q1
+    if rule.window is not None:
+        seen &= query_Q1 - key_K < rule.window
+    if rule.chunk is not None:
+        shift = offset + rule.chunk * width - (width - size)  # the first query stands at `offset` in its chunk
+        seen &= (query_Q1 + shift) // rule.chunk == (key_K + shift) // rule.chunk
+    return seen
+
+
+def segment_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    plan: SegmentPlan,
+    *,
+    scaling: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Attention of a row of trees; query [1, heads, N, width], key and value with as many or fewer heads."""
+    # One split for each of q, k, v: its backward is one concatenation, where slices would each write a whole row.
+    queries, keys, values = (x.split(plan.sizes, 2) for x in (query, key, value))
+    out: list[Tensor] = [query] * len(plan.sizes)
+    for call in plan.calls:
+        q = _stacked([queries[s] for s in call.segments])
+        k = _stacked([_joined([keys[i] for i in seen]) for seen in call.keys])
+        v = _stacked([_joined([values[i] for i in seen]) for seen in call.keys])
+        attended = _attend(q, k, v, call, scaling=scaling, softcap=softcap, sinks=sinks)
+        for segment, part in zip(call.segments, attended.split(1, 0), strict=True):
+            out[segment] = part
+    return torch.cat(out, 2)
+
+
+def _stacked(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 0)
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, call: Call, *, scaling: float, softcap: float | None, sinks: Tensor | None
+) -> Tensor:
+    """One call: query heads that share a key head are laid along the query axis, so that keys are never copied."""
+    rows, heads, size, _ = q.shape
+    repeat = heads // k.shape[1]
+    plain = softcap is None and sinks is None
+    if plain and call.visible_QK is None:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=repeat > 1)
+    q = q.reshape(rows, k.shape[1], repeat * size, q.shape[-1])
+    if plain:
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=call.bias(repeat, q), scale=scaling)
+    else:
+        out = _explicit(q, k, v, call, scaling=scaling, softcap=softcap, sinks=sinks)
+    return out.reshape(rows, heads, size, v.shape[-1])
+
+
+def _explicit(
+    q: Tensor, k: Tensor, v: Tensor, call: Call, *, scaling: float, softcap: float | None, sinks: Tensor | None
+) -> Tensor:
+    """The softmax written out, for what SDPA cannot do: capped scores and attention sinks."""
+    if call.visible_QK is None:
+        call.visible_QK = torch.ones(k.shape[2], k.shape[2], dtype=torch.bool).tril()
+    repeat = q.shape[2] // len(call.visible_QK)
+    scores = (q @ k.transpose(-1, -2)).float() * scaling
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    scores = scores + call.bias(repeat, scores)
+    if sinks is not None:
+        per_head = sinks.float().view(1, k.shape[1], repeat, 1, 1)
+        column = per_head.expand(q.shape[0], -1, -1, q.shape[2] // repeat, 1).reshape(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, column], -1)
+    return scores.softmax(-1)[..., : k.shape[2]].to(v.dtype) @ v

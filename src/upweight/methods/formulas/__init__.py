@@ -1,0 +1,1 @@
+"""The formulas that methods are put together from."""

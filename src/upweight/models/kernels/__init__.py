@@ -1,0 +1,1 @@
+"""Kernels of our own for layers of foreign models."""

@@ -1,0 +1,233 @@
+"""The process between us and a program under test: takes rights away, then becomes the program.
+
+Imports nothing of ours: it starts fast, and stands alone.
+Started as `python -I -S launch.py REPORT_FD` with a JSON request on stdin. It tries the strongest isolation
+first; the program's own process writes one line of JSON on REPORT_FD (what holds) just before it is replaced.
+"""
+
+import ctypes
+import json
+import os
+import platform
+import resource
+import signal
+import sys
+from collections.abc import Callable
+
+SETUP_FAILED = 121
+LINUX = sys.platform == "linux"
+NAMESPACES = 0x00020000 | 0x04000000 | 0x08000000 | 0x20000000 | 0x40000000  # mount, uts, ipc, pid, net
+USER_NAMESPACE = 0x10000000
+MS_NOSUID, MS_NODEV, MS_BIND, MS_REC, MS_PRIVATE = 0x2, 0x4, 0x1000, 0x4000, 0x40000
+PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS = 1, 38
+SYS_MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE, ATTR_RDONLY_NOSUID = 442, -100, 0x8000, 0x1 | 0x2
+DEVICES = ("null", "zero", "full", "random", "urandom")
+HIDDEN = ("/home", "/root", "/run", "/tmp", "/var/tmp", "/mnt", "/media")
+LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+def checked(result: int, what: str) -> None:
+    """Raise the C library's error when a call of it failed."""
+    if result != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{what}: {os.strerror(number)}")
+
+
+def mount(source: str, target: str, kind: str, flags: int = 0, options: str = "") -> None:
+    """One mount(2)."""
+    texts = [text.encode() for text in (source, target, kind)]
+    checked(LIBC.mount(*texts, ctypes.c_ulong(flags), options.encode()), f"mount {target}")
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process when the one that started it goes."""
+    if LINUX:
+        LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def hide(folder: str, keep: list[str]) -> None:
+    """Lay an empty folder over one, with only the kept folders under it still to be seen."""
+    if not os.path.isdir(folder) or os.path.islink(folder) or folder in keep:
+        return
+    kept = [(path, os.open(path, os.O_PATH)) for path in keep if path.startswith(folder + "/") and os.path.isdir(path)]
+    mount("tmpfs", folder, "tmpfs", MS_NOSUID | MS_NODEV, "mode=755,size=1m")
+    for path, handle in sorted(kept):
+        os.makedirs(path, exist_ok=True)
+        mount(f"/proc/self/fd/{handle}", path, "", MS_BIND | MS_REC)
+        os.close(handle)
+
+
+def fresh_devices() -> None:
+    """Replace /dev by one that has only the harmless devices."""
+    kept = [(name, os.open(f"/dev/{name}", os.O_PATH)) for name in DEVICES if os.path.exists(f"/dev/{name}")]
+    mount("tmpfs", "/dev", "tmpfs", MS_NOSUID, "mode=755,size=1m")
+    for name, handle in kept:
+        os.close(os.open(f"/dev/{name}", os.O_CREAT | os.O_WRONLY))
+        mount(f"/proc/self/fd/{handle}", f"/dev/{name}", "", MS_BIND)
+        os.close(handle)
+
+
+def read_only() -> bool:
+    """Make every mount read-only; False where the kernel is older than 5.12."""
+    attributes = (ctypes.c_uint64 * 4)(ATTR_RDONLY_NOSUID, 0, 0, 0)
+    where = (ctypes.c_long(SYS_MOUNT_SETATTR), AT_FDCWD, b"/", AT_RECURSIVE)
+    return LIBC.syscall(*where, ctypes.byref(attributes), ctypes.c_size_t(32)) == 0
+
+
+def private_view(request: dict, folder: str) -> list[str]:
+    """In new namespaces: hide homes, sockets and devices, forbid writing, and mount a small folder to work in."""
+    mount("none", "/", "", MS_REC | MS_PRIVATE)
+    fresh_devices()
+    holds = []
+    if request["hide"]:
+        keep = [*request["keep"], folder]
+        for hidden in sorted({*HIDDEN, request["home"]}, key=len):
+            if hidden != "/":
+                hide(hidden, keep)
+        holds.append("hidden")
+    try:
+        mount("proc", "/proc", "proc", MS_NOSUID | MS_NODEV)
+    except OSError:
+        holds.append("outer-proc")  # a container masks parts of /proc and allows no new one
+    if read_only():
+        holds.append("read-only")
+    mount("tmpfs", folder, "tmpfs", MS_NOSUID | MS_NODEV, f"mode=700,size={request['disk_bytes']}")
+    return holds
+
+
+def user_threads() -> int:
+    """How many threads the current user has in the whole system: what the process limit is counted against."""
+    total = 0
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            if os.stat(f"/proc/{name}").st_uid == os.getuid():
+                total += len(os.listdir(f"/proc/{name}/task"))
+        except OSError:
+            continue
+    return total
+
+
+def set_limits(request: dict, mode: str) -> None:
+    """The resource limits of the program."""
+    seconds = int(request["seconds"]) + 1
+    limits = {
+        resource.RLIMIT_CPU: seconds,
+        resource.RLIMIT_AS: request["memory_bytes"],
+        resource.RLIMIT_FSIZE: request["file_bytes"],
+        resource.RLIMIT_NOFILE: 64,
+        resource.RLIMIT_CORE: 0,
+    }
+    counted_apart = os.getuid() != request["user"] or (mode == "user" and kernel() >= (5, 14))
+    if LINUX:
+        limits[resource.RLIMIT_NPROC] = request["processes"] + (0 if counted_apart else user_threads())
+    for kind, wanted in limits.items():
+        hard = resource.getrlimit(kind)[1]
+        most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        try:
+            resource.setrlimit(kind, (most, most))
+        except (OSError, ValueError):
+            if LINUX:  # macOS refuses RLIMIT_AS
+                raise
+
+
+def kernel() -> tuple[int, ...]:
+    """The kernel's version."""
+    return tuple(int(part) for part in platform.release().split("-")[0].split(".")[:2] if part.isdigit())
+
+
+def become_nobody(request: dict, folder: str) -> None:
+    """As root: become a user that nothing else runs as, so that limits bind and no process of ours can be touched."""
+    user = request["spare_user"]
+    for path in [folder, *(os.path.join(folder, name) for name in os.listdir(folder))]:
+        os.chown(path, user, user)
+    os.setgroups([])
+    os.setresgid(user, user, user)
+    os.setresuid(user, user, user)
+
+
+def write_files(request: dict, folder: str) -> None:
+    """Lay the program's payload and its stdin in its folder."""
+    for name in ("payload.json", "stdin"):
+        with open(os.path.join(folder, name), "w", encoding="utf-8", errors="surrogatepass") as file:
+            file.write(request[name])
+
+
+def become_program(request: dict, mode: str, report: int) -> None:
+    """The last steps, in the process that is to be the program; returns only by an exception."""
+    folder, holds = request["folder"], [mode]
+    os.setsid()
+    if mode in ("root", "user"):
+        holds += private_view(request, folder)
+    os.chdir(folder)
+    write_files(request, folder)
+    if mode != "user" and request["user"] == 0:
+        become_nobody(request, folder)
+        holds.append("spare-user")
+    for needed in (request["program"], os.__file__):
+        os.close(os.open(needed, os.O_RDONLY))
+    if not os.access(sys.executable, os.X_OK):
+        raise PermissionError(sys.executable)
+    set_limits(request, mode)
+    die_with_parent()
+    if LINUX:
+        LIBC.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    stdin = os.open("stdin", os.O_RDONLY)
+    os.dup2(stdin, 0)
+    os.set_inheritable(report, True)
+    os.write(report, json.dumps({"holds": holds, "pid": os.getpid(), "user": os.getuid()}).encode() + b"\n")
+    os.execv(sys.executable, [sys.executable, "-I", "-B", request["program"]])
+
+
+def enter(mode: str) -> None:
+    """Leave the namespaces we share with everybody."""
+    user, group = os.geteuid(), os.getegid()
+    if mode == "root":
+        checked(LIBC.unshare(NAMESPACES), "unshare")
+    elif mode == "user":
+        checked(LIBC.unshare(NAMESPACES | USER_NAMESPACE), "unshare")
+        # Not 0 inside: the capabilities of the new namespace are then lost when the program starts.
+        for name, text in (("setgroups", "deny"), ("uid_map", f"1000 {user} 1"), ("gid_map", f"1000 {group} 1")):
+            with open(f"/proc/self/{name}", "w") as file:
+                file.write(text)
+
+
+def in_child(action: Callable[[], None]) -> int:
+    """Run something in a forked process -> its exit status as a shell would give it."""
+    child = os.fork()
+    if child == 0:
+        die_with_parent()
+        try:
+            action()
+        except Exception as error:  # whatever it is, this copy must end below, and never go on as its parent would
+            print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        os._exit(SETUP_FAILED)
+    status = os.waitpid(child, 0)[1]
+    code = os.waitstatus_to_exitcode(status)
+    return 128 - code if code < 0 else code
+
+
+def attempt(request: dict, mode: str, report: int) -> None:
+    """One way of isolating, from start to the program's end; exits with the program's status."""
+    enter(mode)
+    os._exit(in_child(lambda: become_program(request, mode, report)))
+
+
+def main() -> None:
+    """Try the ways of isolating from the strongest down; exit with the program's status."""
+    report = int(sys.argv[1])
+    request = json.load(sys.stdin)
+    request["user"] = os.getuid()
+    die_with_parent()
+    possible = ["plain"]
+    if LINUX:
+        possible = ["root", "user", "plain"] if request["user"] == 0 else ["user", "plain"]
+    ways = [(mode, hidden) for mode in possible for hidden in (True, False) if hidden is False or mode != "plain"]
+    for mode, hidden in (way for way in ways if way[0] in request["ways"]):
+        code = in_child(lambda mode=mode, hidden=hidden: attempt({**request, "hide": hidden}, mode, report))
+        if code != SETUP_FAILED:
+            os._exit(code)
+    os._exit(SETUP_FAILED)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,241 @@
+"""Runs an untrusted Python program in a process of its own, limited and cut off as far as the system allows."""
+
+import json
+import os
+import secrets
+import selectors
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from upweight.processes import process_numbers, signal_group, stat_of
+
+_HERE = Path(__file__).parent
+_REPORT_BYTES = 1_000_000
+WAYS = ("root", "user", "plain")  # of isolating, strongest first; the first the system allows is taken
+
+
+class SandboxError(Exception):
+    """The sandbox itself could not be set up; says nothing about the program."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a program may use: seconds of wall and CPU time, bytes of memory, files and output, processes."""
+
+    seconds: float = 10.0
+    memory_bytes: int = 512 * 2**20
+    file_bytes: int = 16 * 2**20
+    disk_bytes: int = 64 * 2**20
+    output_bytes: int = 2**20
+    processes: int = 16
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a program: whether it ended well, its output, the tests that held, and what isolation held."""
+
+    ended_well: bool
+    stdout: str
+    held: list[bool] | None
+    isolation: tuple[str, ...]
+    reason: str = ""
+
+
+def run_program(
+    code: str, *, tests: list[str] | None, stdin: str, limits: Limits, ways: tuple[str, ...] = WAYS
+) -> Outcome:
+    """Code, tests to run after it or None, and its stdin -> the outcome; every process it started is gone by then."""
+    token = secrets.token_hex(16)
+    folder = tempfile.mkdtemp(prefix="upweight-code-")
+    reading, writing = os.pipe()
+    try:
+        payload = {"code": code, "tests": tests, "token": token, "report": writing}
+        request = {
+            **vars(limits),
+            "payload.json": json.dumps(payload),
+            "stdin": stdin,
+            "folder": os.path.realpath(folder),
+            "home": os.path.realpath(os.path.expanduser("~")),
+            "keep": _interpreter_folders(),
+            "program": str(_HERE / "program.py"),
+            # A number no account has, and no other run at the same time.
+            "spare_user": 1_000_000_000 + secrets.randbelow(1_000_000_000),
+            "ways": ways,
+        }
+        return _launch(request, reading, writing, token, limits)
+    finally:
+        os.close(reading)
+        _remove(folder)
+
+
+def _remove(folder: str) -> None:
+    """Remove a folder, also when the program closed parts of it to its own user."""
+    with suppress(OSError, RecursionError):  # a folder nested without end stays: better than no score
+        for parent, names, _ in os.walk(folder):
+            for path in (os.path.join(parent, name) for name in names):
+                if not os.path.islink(path):
+                    os.chmod(path, 0o700)
+        shutil.rmtree(folder)
+
+
+def _interpreter_folders() -> list[str]:
+    """The folders the program needs to see: this interpreter, each link on the way to it, its packages, this one."""
+    folders = {sys.prefix, sys.base_prefix, os.path.dirname(sys.executable), str(_HERE)}
+    path = sys.executable
+    while os.path.islink(path):
+        path = os.path.join(os.path.dirname(path), os.readlink(path))
+        folders.add(os.path.dirname(os.path.dirname(path)))
+    folders |= {os.path.realpath(folder) for folder in folders}
+    return sorted(os.path.normpath(folder) for folder in folders if folder not in ("", "/"))
+
+
+def _launch(request: dict, reading: int, writing: int, token: str, limits: Limits) -> Outcome:
+    environment = {
+        "PATH": "/usr/bin:/bin",
+        "HOME": request["folder"],
+        "TMPDIR": request["folder"],
+        "LANG": "C.UTF-8",
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+        "UPWEIGHT_SANDBOX": token,
+    }
+    command = [sys.executable, "-I", "-S", str(_HERE / "launch.py"), str(writing)]
+    try:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=environment,
+            cwd=request["folder"],
+            pass_fds=[writing],
+            start_new_session=True,
+        )
+    finally:
+        os.close(writing)
+    report = b""
+    try:
+        _send(process, json.dumps(request).encode("utf-8", errors="surrogatepass"))
+        (stdout, report, stderr), reason = _drain(process, reading, limits)
+    finally:
+        _end(process, _ready(report), token)
+    held = _held(report, token) if not reason else None
+    said = stderr.decode(errors="replace").strip()[-400:]
+    ready = _ready(report)
+    if ready is None:
+        raise SandboxError(f"it did not start: {reason or said}")
+    return Outcome(
+        ended_well=not reason and process.returncode == 0,
+        stdout=stdout.decode(errors="replace"),
+        held=held,
+        isolation=tuple(ready["holds"]),
+        reason=reason or said,
+    )
+
+
+def _send(process: subprocess.Popen[bytes], request: bytes) -> None:
+    assert process.stdin is not None
+    try:
+        process.stdin.write(request)
+        process.stdin.close()
+    except BrokenPipeError:
+        return  # it died at once; what it said is read next
+
+
+def _drain(process: subprocess.Popen[bytes], reading: int, limits: Limits) -> tuple[list[bytes], str]:
+    """Read what the program says until it ends, says too much, or runs out of time -> its words and the reason."""
+    assert process.stdout is not None
+    assert process.stderr is not None
+    sources = [process.stdout.fileno(), reading, process.stderr.fileno()]
+    most = {sources[0]: limits.output_bytes, sources[1]: _REPORT_BYTES, sources[2]: limits.output_bytes}
+    said = {source: bytearray() for source in sources}
+    deadline = time.monotonic() + limits.seconds
+    reason = ""
+    with selectors.DefaultSelector() as selector:
+        for source in sources:
+            os.set_blocking(source, False)
+            selector.register(source, selectors.EVENT_READ)
+        while not reason:
+            ended = process.poll() is not None
+            ready = selector.select(0 if ended else 0.02)
+            for key, _ in ready:
+                _take(selector, key.fd, said[key.fd])
+                if len(said[key.fd]) > most[key.fd]:
+                    reason = "said more than it may"
+            if ended and not ready:
+                break
+            if time.monotonic() > deadline:
+                reason = "ran out of time"
+    return [bytes(said[source][: most[source]]) for source in sources], reason
+
+
+def _take(selector: selectors.BaseSelector, source: int, into: bytearray) -> None:
+    try:
+        piece = os.read(source, 65536)
+    except BlockingIOError:
+        return
+    into += piece
+    if not piece:
+        selector.unregister(source)
+
+
+def _ready(report: bytes) -> dict | None:
+    """The launcher's own line, or None when the program was never reached."""
+    line = report.split(b"\n", 1)[0]
+    return json.loads(line) if line.startswith(b"{") and line.endswith(b"}") else None
+
+
+def _end(process: subprocess.Popen[bytes], ready: dict | None, token: str) -> None:
+    """Kill the launcher and everything the program started, and reap."""
+    signal_group(process.pid, signal.SIGKILL)
+    process.wait()
+    for pipe in (process.stdin, process.stdout, process.stderr):
+        if pipe is not None and not pipe.closed:
+            pipe.close()
+    namespaced = ready is not None and ready["holds"][0] != "plain"
+    if not namespaced:  # with a PID namespace the kernel has done it
+        _sweep(ready, token)
+
+
+def _sweep(ready: dict | None, token: str) -> None:
+    """Kill by group, by the spare user and by the mark in the environment what left the launcher's group."""
+    if ready is not None:
+        signal_group(ready["pid"], signal.SIGKILL)
+    spare = ready["user"] if ready is not None and "spare-user" in ready["holds"] else None
+    mark = f"UPWEIGHT_SANDBOX={token}".encode()
+    for _ in range(20):
+        left = [process for process in process_numbers() if _belongs(process, spare, mark)]
+        for process in left:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(process, signal.SIGKILL)
+        if not left:
+            return
+        time.sleep(0.02)
+
+
+def _belongs(process: int, spare: int | None, mark: bytes) -> bool:
+    try:
+        if stat_of(process)[0] == "Z":
+            return False
+        if spare is not None:
+            return os.stat(f"/proc/{process}").st_uid == spare
+        return mark in Path(f"/proc/{process}/environ").read_bytes()
+    except OSError:
+        return False
+
+
+def _held(report: bytes, token: str) -> list[bool] | None:
+    """The report's lines -> which tests held, from the first line with our token."""
+    for line in report.splitlines()[1:]:
+        with suppress(ValueError):
+            said = json.loads(line)
+            if isinstance(said, dict) and said.get("token") == token:
+                return [bool(one) for one in said["held"]]
+    return None

@@ -1,0 +1,71 @@
+"""Starters: every one validates and trains as it was written; nothing is written over."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from made_runs import metrics_of, write_model
+from upweight.cli.app import app
+from upweight.cli.starter.configs import STARTERS
+from upweight.cli.starter.init import starter_files, write_starter
+from upweight.config import load_config
+from upweight.errors import UserError
+from upweight.train.run import train
+
+TRAINED = [name for name in STARTERS if name != "gym"]  # that one needs servers
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("model"), max_position_embeddings=1024)
+
+
+def command(*arguments):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+@pytest.mark.parametrize("method", TRAINED)
+def test_every_starter_validates_and_trains(method, model_folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = command("init", method)
+    assert done.exit_code == 0, done.output
+    assert f"cd {method} && upweight train config.yaml" in done.stdout
+    monkeypatch.chdir(tmp_path / method)
+    assert command("validate", "config.yaml").stdout == "ok\n"
+    small = ["max_steps=2", "micro_batch_size=8", "chat_template=chatml", "sequence_len=256", "val_set_size=2"]
+    small += ["trl.num_generations=4", "trl.max_completion_length=8"] if method in ("grpo", "gdpo", "ebft") else []
+    train(load_config(Path("config.yaml"), [f"base_model={model_folder}", *small]))
+    rows = metrics_of(tmp_path / method / "out")
+    assert [row["step"] for row in rows if "loss" in row] == [1, 2]
+
+
+@pytest.mark.parametrize("method", STARTERS)
+def test_a_starter_says_what_its_files_are_and_how_rows_look(method, tmp_path):
+    files = starter_files(method)
+    readme = files["README.md"]
+    assert all(f"`{name}`" in readme for name in files if name != "README.md")
+    (rows,) = (text for name, text in files.items() if name.endswith(".jsonl"))
+    assert rows.splitlines()[0] in readme
+    assert len({json.dumps(json.loads(line)) for line in rows.splitlines()}) >= 8
+    load_config(write_starter(method, tmp_path) / "config.yaml")
+
+
+def test_nothing_is_written_over_and_nothing_half_written(tmp_path):
+    (tmp_path / "rewards.py").write_text("mine")
+    done = command("init", "grpo", tmp_path)
+    assert isinstance(done.exception, UserError)
+    assert "rewards.py would be written over" in str(done.exception)
+    assert [path.name for path in tmp_path.iterdir()] == ["rewards.py"]
+    assert (tmp_path / "rewards.py").read_text() == "mine"
+
+
+def test_an_unknown_method_is_named_with_the_nearest():
+    with pytest.raises(UserError, match=r"no starter 'grop'.*grpo"):
+        starter_files("grop")
+
+
+def test_without_a_method_they_are_listed():
+    shown = command("init").stdout.splitlines()
+    assert [line.split()[2] for line in shown] == list(STARTERS)

@@ -1,0 +1,33 @@
+"""What is written is there in full or not at all."""
+
+import os
+
+import pytest
+
+from upweight.files import write_text, written_whole
+
+
+def test_a_text_takes_the_place_of_the_one_before(tmp_path):
+    for text in ("one", "two \u00e9"):
+        write_text(tmp_path / "file", text)
+    assert (tmp_path / "file").read_text(encoding="utf-8") == "two \u00e9"
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_what_fails_half_way_leaves_nothing_new(tmp_path, kind):
+    def fail() -> None:
+        with written_whole(tmp_path / "it") as part:
+            (part.mkdir if kind == "folder" else part.touch)()
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_a_process_of_this_number_left_is_no_hindrance(tmp_path):
+    (tmp_path / f".it.{os.getpid()}.partial" / "left").mkdir(parents=True)
+    with written_whole(tmp_path / "it") as part:
+        part.mkdir()
+    assert not list((tmp_path / "it").iterdir())
