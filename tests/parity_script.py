@@ -32,6 +32,8 @@ TEMPLATE = (
     "{% else %}{{ message['content'] + '<|im_end|>' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
+SPACE, NEWLINE = "\u0120", "\u010a"  # as byte-level tokenizers write them
+LOUD = TEMPLATE.replace("message['role'] +", "message['role'] | upper +")
 WITH_NEWLINES = TEMPLATE.replace("<|im_end|>' }}", "<|im_end|>\\n' }}")
 QUESTIONS = ("Why?", "How many?", "What is red?", "Who was it?", "Name a fish.", "And then?", "1 + 2?", "Go on.")
 GOOD = ("As it rains.", "Three.", "A ripe apple", "My aunt Ada", "Cod", "They slept well.", "3", "So he went home")
@@ -55,6 +57,21 @@ ROWS: dict[str, list[dict[str, Any]]] = {
         {side: said("user", question) + said("assistant", answer) for side, answer in answers.items()}
         for question, *both in zip(QUESTIONS, GOOD, BAD, strict=True)
         for answers in [dict(zip(("chosen", "rejected"), both, strict=True))]
+    ],
+    "spaced pairs": [
+        {"prompt": f"{question} ", "chosen": good, "rejected": bad}
+        for question, good, bad in zip(QUESTIONS, GOOD, BAD, strict=True)
+    ],
+    "broken pairs": [
+        {"prompt": f"{question}\n", "chosen": f"\n{good}", "rejected": f"\n{bad}"}
+        for question, good, bad in zip(QUESTIONS, GOOD, BAD, strict=True)
+    ],
+    "spaced labelled": [
+        {"prompt": f"{question} ", "completion": good if number % 3 else bad, "label": bool(number % 3)}
+        for number, (question, good, bad) in enumerate(zip(QUESTIONS, GOOD, BAD, strict=True))
+    ],
+    "spaced completions": [
+        {"prompt": f"{question} ", "completion": good} for question, good in zip(QUESTIONS, GOOD, strict=True)
     ],
     "labelled": [
         {"prompt": question, "completion": f" {good if number % 3 else bad}", "label": bool(number % 3)}
@@ -85,12 +102,19 @@ ROWS: dict[str, list[dict[str, Any]]] = {
         {"messages": said("user", question) + said("assistant", good) + said("user", "Sure?") + said("assistant", bad)}
         for question, good, bad in zip(QUESTIONS, GOOD, BAD, strict=True)
     ],
+    "talks": [
+        {
+            "prompt": said("user", "Hi!") + said("assistant", "Hello.") + said("user", question),
+            "completion": said("assistant", good) + said("user", "Sure?") + said("assistant", bad),
+        }
+        for question, good, bad in zip(QUESTIONS, GOOD, BAD, strict=True)
+    ],
 }  # fmt: skip
 
 
 def case(trainer: str, rows: str, **options: Any) -> dict[str, Any]:
-    """`lora`, `bos` (a tokenizer that begins texts with one) and `template`; the rest is the trainer's config."""
-    own = {"lora": False, "bos": False, "template": TEMPLATE}
+    """`lora`, what tokenizer (see `made_tokenizer`); the rest is the trainer's config."""
+    own = {"lora": False, "bos": "", "template": TEMPLATE, "merges": False}
     chosen = {name: options.pop(name, default) for name, default in own.items()}
     return {"trainer": trainer, "rows": rows, "config": options, **chosen}
 
@@ -131,11 +155,11 @@ CASES: dict[str, dict[str, Any]] = {
     "dpo messages": case("DPO", "message pairs"),
     "dpo implicit prompt": case("DPO", "whole message pairs"),
     "dpo implicit text prompt": case("DPO", "joined"),
-    "dpo bos": dpo(bos=True),
-    "sft text, bos": case("SFT", "text", bos=True),
-    "orpo, bos": case("ORPO", "pairs", bos=True),
-    "kto, bos": case("KTO", "labelled", bos=True),
-    "reward, bos": case("Reward", "pairs", bos=True),
+    "dpo bos": dpo(bos="written"),
+    "sft text, bos": case("SFT", "text", bos="written"),
+    "orpo, bos": case("ORPO", "pairs", bos="written"),
+    "kto, bos": case("KTO", "labelled", bos="written"),
+    "reward, bos": case("Reward", "pairs", bos="written"),
     "sft text": case("SFT", "text"),
     "sft text, cut": case("SFT", "text", **CUT),
     "sft truncated": case("SFT", "text", max_length=16),
@@ -146,7 +170,25 @@ CASES: dict[str, dict[str, Any]] = {
     "sft assistant": case("SFT", "messages", assistant_only_loss=True, **CUT),
     "sft dft": case("SFT", "completions", loss_type="dft"),
     "sft lora": case("SFT", "completions", lora=True),
+    "sft assistant of completions": case("SFT", "talks", assistant_only_loss=True),
+    "sft assistant everywhere": case("SFT", "talks", assistant_only_loss=True, completion_only_loss=False),
+    "sft masked ids": case("SFT", "masked ids"),
+    "sft masked ids, completions": case("SFT", "masked ids", completion_only_loss=True),
+    "sft template of a file": case("SFT", "messages", chat_template_path="loud.jinja"),
+    "reward template of a file": case("Reward", "message pairs", chat_template_path="loud.jinja"),
+    "sft merged": case("SFT", "spaced completions", merges=True),
+    "dpo merged": case("DPO", "spaced pairs", merges=True),
+    "dpo merged newlines": case("DPO", "broken pairs", merges=True),
+    "kto merged": case("KTO", "spaced labelled", merges=True),
+    "orpo merged newlines": case("ORPO", "broken pairs", merges=True),
+    "cpo merged newlines": case("CPO", "broken pairs", merges=True),
+    "reward merged": case("Reward", "spaced pairs", merges=True),
+    "reward ids": case("Reward", "reward ids"),
+    "dpo named bos": dpo(bos="named"),
+    "kto, named bos": case("KTO", "labelled", bos="named"),
     "kto": case("KTO", "labelled"),
+    "kto other order": case("KTO", "labelled backwards", beta=2.0),
+    "kto uneven batches": case("KTO", "labelled", beta=2.0, per_device_train_batch_size=5),
     "kto weights": case("KTO", "labelled", desirable_weight=1.5, undesirable_weight=0.5, beta=0.3),
     "kto apo_zero_unpaired": case("KTO", "labelled", loss_type="apo_zero_unpaired", **CUT),
     "orpo": case("ORPO", "pairs"),
@@ -165,7 +207,7 @@ CASES: dict[str, dict[str, Any]] = {
 PRM_CASES: dict[str, dict[str, Any]] = {
     "prm": case("PRM", "steps"),
     "prm last step": case("PRM", "steps", train_on_last_step_only=True),
-    "prm separator, bos": case("PRM", "steps", step_separator=" <step>", bos=True),
+    "prm separator, bos": case("PRM", "steps", step_separator=" <step>", bos="written"),
     "prm truncated": case("PRM", "steps", max_length=30, max_completion_length=20),
     "prm lora": case("PRM", "steps", lora=True),
 }
@@ -181,20 +223,30 @@ DIFFERENT: dict[str, dict[str, Any]] = {
     "orpo, cut": case("ORPO", "pairs", **CUT),
     "cpo, cut": case("CPO", "pairs", **CUT),
     "sft newlines": case("SFT", "messages", template=WITH_NEWLINES),
-    "sft messages, bos": case("SFT", "messages", bos=True),
+    "sft messages, bos": case("SFT", "messages", bos="written"),
+    "orpo merged": case("ORPO", "spaced pairs", merges=True),
+    "cpo merged": case("CPO", "spaced pairs", merges=True),
+    "simpo merged": case("CPO", "spaced pairs", loss_type="simpo", cpo_alpha=0.0, beta=2.0, merges=True),
+    "orpo, named bos": case("ORPO", "pairs", bos="named"),
+    "cpo, named bos": case("CPO", "pairs", bos="named"),
     **GRPO_DIFFERENT,
 }
 
 
-def made_tokenizer(template: str, bos: bool) -> PreTrainedTokenizerFast:
-    """Every byte is a token; nothing is learned, so that no version of any library changes it."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(models.BPE(vocab={char: number for number, char in enumerate(alphabet)}, merges=[]))
+def made_tokenizer(template: str, bos: str = "", *, merges: bool = False) -> PreTrainedTokenizerFast:
+    """Every byte is a token; nothing is learned, so that no version of any library changes it.
+
+    `bos`: "written" at the start of texts, or only "named". `merges`: of white space with some of what follows it.
+    """
+    pieces = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merged = [(SPACE, letter) for letter in "ACMNT3"] + [(NEWLINE, NEWLINE), ("?", SPACE)] if merges else []
+    pieces += [first + second for first, second in merged]
+    backend = Tokenizer(models.BPE(vocab={piece: number for number, piece in enumerate(pieces)}, merges=merged))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     marks = ("<|pad|>", "<|im_start|>", "<|im_end|>", "<s>")
     backend.add_special_tokens([AddedToken(mark, special=True) for mark in marks])
-    if bos:
+    if bos == "written":
         backend.post_processor = processors.TemplateProcessing(
             single="<s> $A", special_tokens=[("<s>", backend.token_to_id("<s>"))]
         )
@@ -203,6 +255,24 @@ def made_tokenizer(template: str, bos: bool) -> PreTrainedTokenizerFast:
     )
     tokenizer.chat_template = template
     return tokenizer
+
+
+def tokenised(messages: list[dict[str, str]], first: int) -> dict[str, list[int]]:
+    """A conversation as token ids; the assistant's turns and, from the `first` on, the completion are masked in."""
+    tokenizer = made_tokenizer(TEMPLATE)
+    whole = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+    before = tokenizer.apply_chat_template(messages[:first], return_dict=True)["input_ids"]
+    completion = [int(number >= len(before)) for number in range(len(whole["input_ids"]))]
+    masks = {"assistant_masks": whole["assistant_masks"], "completion_mask": completion}
+    return {"input_ids": whole["input_ids"], **masks}
+
+
+ROWS["labelled backwards"] = ROWS["labelled"][::-1]
+ROWS["masked ids"] = [tokenised(row["messages"], 3) for row in ROWS["messages"]]
+ROWS["reward ids"] = [
+    {f"{side}_ids": made_tokenizer(TEMPLATE)(row["prompt"] + row[side])["input_ids"] for side in ("chosen", "rejected")}
+    for row in ROWS["pairs"]
+]
 
 
 def fill(model: torch.nn.Module, only: str = "") -> None:
@@ -239,7 +309,7 @@ def classes(library: str, trainer: str) -> tuple[Any, Any]:
 
 def run(library: str, case: dict[str, Any], folder: Path, epochs: int = 2) -> dict[str, list[float]]:
     """Loss and gradient norm of each step of a case."""
-    tokenizer = made_tokenizer(case.get("template", TEMPLATE), case.get("bos", False))
+    tokenizer = made_tokenizer(case.get("template", TEMPLATE), case.get("bos", ""), merges=case.get("merges", False))
     write_model(folder / "model", tokenizer, case["trainer"])
     config_class, trainer_class = classes(library, case["trainer"])
     settings = {
@@ -249,6 +319,9 @@ def run(library: str, case: dict[str, Any], folder: Path, epochs: int = 2) -> di
         "train_sampling_strategy": "sequential",
     }  # fmt: skip
     settings |= case["config"] | (case.get("ours", {}) if library == "upweight" else {})
+    if "chat_template_path" in settings:
+        settings["chat_template_path"] = str(folder / settings["chat_template_path"])
+        Path(settings["chat_template_path"]).write_text(LOUD)
     args = config_class(output_dir=str(folder / "out"), **settings)
     adapter = None
     if case["lora"]:

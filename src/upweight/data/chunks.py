@@ -20,6 +20,8 @@ from numpy.typing import NDArray
 
 from upweight.config.sections.data import DataSection
 from upweight.data.encode import Encoder
+from upweight.data.examples import Setup
+from upweight.data.formats import kind_of
 from upweight.data.raw_row import Record, RowError
 from upweight.data.report import lengths_of
 from upweight.data.sources.open import RowSelection
@@ -31,6 +33,13 @@ CHUNK = 512  # rows encoded together
 WORTH_FORKING = 20_000  # rows below which more processes cost more than they bring
 MOST_PROCESSES = 16
 OTHERS = "others"  # column that holds, as JSON, whatever a row carries along
+
+RENAMED = {  # what a mapping of columns can name, by the kind of data
+    "pairs": ("prompt", "chosen", "rejected"),
+    "labelled": ("prompt", "completion", "label"),
+    "text": ("instruction", "output"),
+    "prompts": ("prompt",),
+}
 
 IDS, FLAGS = pa.list_(pa.int32()), pa.list_(pa.bool_())
 SCHEMAS: dict[str, dict[str, pa.DataType]] = {
@@ -178,8 +187,19 @@ def bad_row(job: Job, row: int, error: RowError, given: Any = None) -> UserError
     """The message about a row that cannot be used: dataset, row, key, what was expected, which columns there are."""
     columns, key = "", re.split(r"[.[]", error.key)[0]
     if isinstance(given, Mapping) and key not in given and job.encoder.transform is None:
-        columns = f".{did_you_mean(key, list(given))} The row has {', '.join(map(str, given)) or 'no columns'}"
+        listed = ", ".join(map(str, given)) or "no columns"
+        columns = f".{did_you_mean(key, list(given))} The row has {listed}. {_remedy(job.encoder.setup)}"
     return UserError(f"{job.where}, {job.rows.place(row)}, '{error.key}': expected {error.expected}{columns}")
+
+
+def _remedy(setup: Setup) -> str:
+    """How columns of other names are read."""
+    entry, kind = setup.entry, kind_of(setup.method)
+    if not (entry.path or entry.data_files):
+        return "`rename_column` of the dataset gives columns the names that are read"
+    fields = ", ".join(f"field_{name}: NAME" for name in RENAMED.get(kind, ()))
+    others = ["`field_messages: NAME`"] * (kind in ("text", "ebft")) + [f"`type: {{{fields}}}`"] * bool(fields)
+    return f"{' or '.join([*others, '`type: file.function`, a transform'])} reads columns of other names"
 
 
 def within_limits(job: Job, row: int, record: Record) -> tuple[Record | None, str | None]:

@@ -61,10 +61,9 @@ class Text:
 
 @dataclass(frozen=True)
 class Tokens:
-    """A text that came as token ids."""
+    """What came as token ids: the columns that its record has."""
 
-    ids: list[int]
-    scored: list[bool]
+    columns: dict[str, Any]
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from upweight.data.progress import progress
 from upweight.data.report import Part, Report, measure
 from upweight.data.selection import selected_datasets
 from upweight.data.sources.open import Opened, RowSelection, open_entry
+from upweight.data.unread import refuse_unread
 from upweight.errors import UserError
 
 # Data settings that change how the work is done and not what comes out.
@@ -176,6 +177,8 @@ def _build(config: Config, entries: Sequence[Entry], place: Path) -> None:
     """Encode everything and write it to `place`."""
     started = time.perf_counter()
     jobs = jobs_of(config, entries)
+    for job in jobs:
+        refuse_unread(job)
     work = _Builder(config, jobs, place)
     with progress("preparing data", sum(len(job.rows) for job in jobs)) as advance:
         for number, rows, chunk in encode_all(jobs, processes=config.data.processes, digests=config.data.deduplicate):

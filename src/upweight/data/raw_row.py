@@ -126,6 +126,26 @@ def optional_number(row: Row, key: str) -> float | None:
     return float(value)
 
 
+def id_list(row: Row, key: str) -> list[int]:
+    """The token ids at `key`."""
+    values = checked_list(lookup(row, key), key, "token ids")
+    for value in values:
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise RowError(key, f"token ids, found {found(value)}")
+    return values
+
+
+def label_list(row: Row, size: int) -> list[int]:
+    """The labels of `size` tokens, -100 where a token has none."""
+    labels = checked_list(lookup(row, "labels"), "labels", "labels")
+    if len(labels) != size:
+        raise RowError("labels", f"one label for each of the {size} tokens, found {len(labels)}")
+    for label in labels:
+        if isinstance(label, bool) or not isinstance(label, int):
+            raise RowError("labels", f"whole numbers, found {found(label)}")
+    return labels
+
+
 def check_all_text(value: Any, key: str, depth: int = 0) -> None:
     """A RowError if any text inside `value` is not valid unicode, or if it is nested beyond use."""
     if depth > DEEPEST:

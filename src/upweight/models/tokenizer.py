@@ -1,5 +1,6 @@
 """Load a tokenizer, set and add its tokens, and choose how it pads."""
 
+from pathlib import Path
 from typing import Any
 
 import transformers
@@ -44,6 +45,24 @@ def load_tokenizer(section: ModelSection) -> PreTrainedTokenizerBase:
     if section.special_tokens.pad_token is None:
         choose_padding(tokenizer)
     return tokenizer
+
+
+def take_chat_template(tokenizer: PreTrainedTokenizerBase, place: str, *, trust_remote_code: bool = False) -> None:
+    """Set the template that a file holds; or that of another tokenizer, with its end token and those of its tokens
+    that are missing."""
+    file = Path(place).expanduser()
+    if file.is_file():
+        tokenizer.chat_template = file.read_text(encoding="utf-8")
+        return
+    place, _ = source_of(place, None, "chat_template_path")
+    with load_failures("chat_template_path", place, "tokenizer"):
+        source = AutoTokenizer.from_pretrained(place, trust_remote_code=trust_remote_code)
+    if not source.chat_template:
+        raise UserError(f"chat_template_path: the tokenizer of {place!r} has no chat template. Name another.")
+    tokenizer.chat_template = source.get_chat_template()
+    known = tokenizer.get_vocab()
+    tokenizer.add_tokens([token for token in source.added_tokens_decoder.values() if token.content not in known])
+    tokenizer.eos_token = source.eos_token
 
 
 def set_tokens(tokenizer: PreTrainedTokenizerBase, section: ModelSection) -> int:

@@ -93,3 +93,4 @@ def test_a_missing_verdict_is_named():
     with pytest.raises(RowError) as caught:
         encoder({"type": "chatml.intel"}, rl="kto")({"question": "Why?", "completion": "Good."})
     assert caught.value.key == "label"
+    assert "'chosen', 'rejected'" in str(caught.value)

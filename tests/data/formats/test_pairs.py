@@ -165,6 +165,41 @@ def test_user_defined():
     assert text_of(entry, row, rl="dpo")["prompt"] == "[] {x} {system}? {y}"
 
 
+@pytest.mark.parametrize("rl", ["dpo", "kto", "grpo"])
+@pytest.mark.parametrize(
+    ("form", "row", "text"),
+    [
+        ({"field_system": "s"}, {"s": "Be brief. "}, "Be brief. Why?"),
+        ({"system_prompt": "Be kind.", "system_format": "<{system}>"}, {}, "<Be kind.>Why?"),
+        ({"prompt_format": "{prompt} {system}", "system_format": "<{system}>"}, {"system": "S"}, "Why? <S>"),
+        ({}, {}, "Why?"),
+    ],
+)
+def test_the_system_text_of_a_user_defined_format_goes_first_unless_the_format_places_it(rl, form, row, text):
+    given = {"prompt": "Why?", "chosen": " So.", "rejected": " No.", **row}
+    given |= {} if rl != "kto" else {"completion": " So.", "label": True}
+    assert text_of({"type": {"field_prompt": "prompt", **form}}, given, rl=rl)["prompt"] == text
+
+
+@pytest.mark.parametrize("rl", ["dpo", "kto"])
+def test_a_named_system_column_serves_conversations_without_a_system_turn(rl):
+    entry = {"type": "chat_template", "field_system": "s"}
+    row = {"messages": [{"role": "user", "content": "Why?"}], "s": "Be brief.", "chosen": "So.", "rejected": "No."}
+    row |= {} if rl == "dpo" else {"completion": "So.", "label": True}
+    keys = {"rl": rl, "chat_template": "chatml"}
+    system = "<|im_start|>system\nBe brief.<|im_end|>"
+    assert text_of(entry, row, **keys)["prompt"].startswith(system)
+    assert "Be brief." not in text_of({**entry, "drop_system_message": True}, row, **keys)["prompt"]
+    row["messages"] = [{"role": "system", "content": "Be kind."}, *row["messages"]]
+    assert "Be brief." not in text_of(entry, row, **keys)["prompt"]
+
+
+def test_nectar_has_a_system_text_where_one_is_named():
+    row = {"prompt": "Why?", "s": "S", "answers": [{"answer": "a", "rank": 1}, {"answer": "b", "rank": 2}]}
+    entry = {"type": "zephyr.nectar", "field_system": "s"}
+    assert text_of(entry, row, rl="dpo")["prompt"].startswith("<|system|>\nS</s>")
+
+
 @pytest.mark.parametrize("name", [None, "passthrough"])
 def test_rows_without_a_type(name):
     entry = {} if name is None else {"type": name}

@@ -100,6 +100,13 @@ def test_alpaca(extra):
     assert text.endswith(f"\n\n{middle}### Response:\ndone</s>")
 
 
+@pytest.mark.parametrize("extra", ["", "2 + 3"])
+def test_alpaca_takes_the_system_text_of_a_row(extra):
+    row = {"instruction": "Add.", "input": extra, "output": "5", "system": "Be brief."}
+    ((text, _),) = spans({"type": "alpaca"}, row, "plain")
+    assert text.startswith("<s>Be brief.\n\n### Instruction:\nAdd.")
+
+
 def test_user_defined():
     entry = {"type": {"field_instruction": "q", "field_output": "a", "format": "Q: {instruction}\nA: "}}
     assert spans(entry, {"q": "why", "a": "so"}, "plain") == [("<s>Q: why\nA: so</s>", ["so</s>"])]
@@ -131,6 +138,17 @@ def test_prompt_and_completion():
     assert spans({}, {"prompt": "a b", "completion": " c"}, "plain") == [("<s>a b c</s>", [" c</s>"])]
     ((_, trained),) = spans({}, {"prompt": TALK[:2], "completion": TALK[2:3]}, chat_template="chatml")
     assert trained == ["two<|im_end|>"]
+
+
+def test_roles_are_chosen_in_prompts_and_completions_too():
+    row = {"prompt": TALK[:2], "completion": TALK[2:]}
+    assert spans({"roles_to_train": ["user"]}, row, chat_template="chatml")[0][1] == ["three<|im_end|>"]
+    keys = {"chat_template": "chatml", "train_on_inputs": True}
+    assert spans({"roles_to_train": ["user"]}, row, **keys)[0][1] == ["one<|im_end|>", "three<|im_end|>"]
+
+
+def test_messages_of_another_column_without_a_type():
+    assert spans({"field_messages": "talk"}, {"talk": TALK}, chat_template="chatml") == [chat()]
 
 
 def test_token_ids_are_taken_as_they_are():

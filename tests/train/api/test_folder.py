@@ -21,7 +21,7 @@ PROMPTS = [{"prompt": said("user", f"{number} + 1?")} for number in range(6)]
 
 @pytest.fixture
 def folder(tmp_path):
-    write_model(tmp_path / "model", made_tokenizer(TEMPLATE, bos=False), "")
+    write_model(tmp_path / "model", made_tokenizer(TEMPLATE), "")
     return tmp_path
 
 
@@ -31,7 +31,7 @@ def dpo(folder, **config):
         args=DPOConfig(output_dir=str(folder / "out"), beta=0.3, **COMMON, **config),
         train_dataset=ROWS["pairs"],
         eval_dataset=ROWS["pairs"][:2],
-        processing_class=made_tokenizer(TEMPLATE, bos=False),
+        processing_class=made_tokenizer(TEMPLATE),
         peft_config=LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM"),
     )
 
@@ -63,7 +63,7 @@ def test_an_online_script_leaves_rewards_and_completions(folder):
         short,
         args=GRPOConfig(output_dir=str(folder / "out"), save_strategy="no", **COMMON, **config),
         train_dataset=PROMPTS,
-        processing_class=made_tokenizer(TEMPLATE, bos=False),
+        processing_class=made_tokenizer(TEMPLATE),
     ).train()
     run = read(folder)
     assert (run["method"], run["online"], run["state"]) == ("GRPO", True, "done")

@@ -33,7 +33,7 @@ ROWS = [{"prompt": said("user", f"{n} + 1?"), "answer": str(n + 1)} for n in ran
 
 @pytest.fixture
 def folder(tmp_path):
-    write_model(tmp_path / "model", made_tokenizer(TEMPLATE, bos=False), trainer="GRPO")
+    write_model(tmp_path / "model", made_tokenizer(TEMPLATE), trainer="GRPO")
     return tmp_path
 
 
@@ -65,7 +65,7 @@ def grpo(folder, model=None, reward_funcs=None, *, rows=None, eval_dataset=None,
         args=GRPOConfig(output_dir=str(folder / "out"), **{**COMMON, **config}),
         train_dataset=ROWS if rows is None else rows,
         eval_dataset=eval_dataset,
-        processing_class=made_tokenizer(TEMPLATE, bos=False),
+        processing_class=made_tokenizer(TEMPLATE),
         peft_config=peft_config,
         **own,
     )
@@ -144,7 +144,7 @@ def test_a_reference_that_follows_stays_near(folder):
 
 
 def test_reward_models_functions_and_weights_together(folder):
-    tokenizer = made_tokenizer(TEMPLATE, bos=False)
+    tokenizer = made_tokenizer(TEMPLATE)
     write_model(folder / "judge", tokenizer, trainer="Reward")
     judge = AutoModelForSequenceClassification.from_pretrained(folder / "judge")
     trainer = grpo(

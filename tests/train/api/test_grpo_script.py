@@ -100,7 +100,7 @@ again = pipeline("text-generation", model=merged_model, tokenizer=tokenizer)(que
 
 def test_the_guides_script_runs_from_prompts_to_pipeline(tmp_path, monkeypatch, capsys):
     folder = tmp_path
-    write_model(folder / "model", made_tokenizer(TEMPLATE, bos=False), trainer="GRPO")
+    write_model(folder / "model", made_tokenizer(TEMPLATE), trainer="GRPO")
     monkeypatch.chdir(folder)
     (folder / "script.py").write_text(SCRIPT)
     left = runpy.run_path(str(folder / "script.py"), run_name="__main__")

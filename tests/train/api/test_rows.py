@@ -5,7 +5,7 @@ from upweight import DPOConfig, KTOConfig, PRMConfig, RewardConfig, SFTConfig
 from upweight.errors import UserError
 from upweight.train.api.rows import as_dataset, longest, prepare_rows
 
-TOKENIZER = made_tokenizer(TEMPLATE, bos=False)
+TOKENIZER = made_tokenizer(TEMPLATE)
 
 
 def prepared(config, rows, folder, **settings):
@@ -24,6 +24,16 @@ def trained_text(row):
         ("completions", {}, " As it rains.<|im_end|>"),
         ("completions", {"completion_only_loss": False}, "hy? As it rains.<|im_end|>"),
         ("messages", {"assistant_only_loss": True}, "As it rains.<|im_end|>No.<|im_end|>"),
+        ("talks", {}, "As it rains.<|im_end|><|im_start|>user\nSure?<|im_end|><|im_start|>assistant\nNo.<|im_end|>"),
+        ("talks", {"assistant_only_loss": True}, "As it rains.<|im_end|>No.<|im_end|>"),
+        (
+            "talks",
+            {"assistant_only_loss": True, "completion_only_loss": False},
+            "Hello.<|im_end|>As it rains.<|im_end|>No.<|im_end|>",
+        ),
+        ("masked ids", {}, "As it rains.<|im_end|>No.<|im_end|>"),
+        ("masked ids", {"completion_only_loss": True}, "No.<|im_end|>"),
+        ("masked ids", {"assistant_only_loss": True}, "As it rains.<|im_end|>No.<|im_end|>"),
     ],
 )
 def test_what_sft_trains_on(rows, settings, expected, tmp_path):
@@ -38,6 +48,20 @@ def test_conversations_are_trained_on_whole_by_default(tmp_path):
 def test_masks_that_rows_cannot_have_are_refused(setting, tmp_path):
     with pytest.raises(UserError, match=setting):
         prepared(SFTConfig, ROWS["text"], tmp_path, **{setting: True})
+    ids = [{"input_ids": row["input_ids"]} for row in ROWS["masked ids"]]
+    with pytest.raises(UserError, match=setting):
+        prepared(SFTConfig, ids, tmp_path, **{setting: True})
+
+
+def test_texts_have_no_turns_of_an_assistant(tmp_path):
+    with pytest.raises(UserError, match="'prompt': expected messages"):
+        prepared(SFTConfig, ROWS["completions"], tmp_path, assistant_only_loss=True)
+
+
+@pytest.mark.parametrize("mask", [[1, 0], [2] * 3, "110"])
+def test_masks_fit_their_tokens(mask, tmp_path):
+    with pytest.raises(UserError, match="'assistant_masks': expected"):
+        prepared(SFTConfig, [{"input_ids": [5, 6, 7], "assistant_masks": mask}], tmp_path)
 
 
 def test_another_text_field(tmp_path):
@@ -69,3 +93,30 @@ def test_margins_labels_and_steps_arrive(tmp_path):
     rows = [{"prompt": "Go.", "completions": ["a", "b"], "labels": [True, False]}]
     labels = prepared(PRMConfig, rows, tmp_path, train_on_last_step_only=True, step_separator="#")[0]["labels"]
     assert [label for label in labels if label != -100] == [0]
+
+
+def test_token_ids_of_reward_models_are_taken_as_they_are(tmp_path):
+    rows = [
+        {"chosen_ids": [5, 6, 7], "rejected_ids": [5, 6], "margin": 0.5},
+        {"chosen_ids": [8], "rejected_ids": [9, 5], "margin": None},
+    ]
+    one, other = prepared(RewardConfig, rows, tmp_path)
+    assert one == {"prompt_ids": [5], "chosen_ids": [6, 7], "rejected_ids": [6], "margin": 0.5}
+    assert other == {"prompt_ids": [], "chosen_ids": [8], "rejected_ids": [9, 5], "margin": None}
+    with pytest.raises(UserError, match="'chosen'"):
+        prepared(DPOConfig, rows, tmp_path)
+
+
+def test_token_ids_of_steps_are_taken_as_they_are(tmp_path):
+    rows = [{"input_ids": [5, 6, 7], "labels": [-100, 1, 0]}]
+    assert prepared(PRMConfig, rows, tmp_path)[0] == {"ids": [5, 6, 7], "labels": [-100, 1, 0]}
+    assert prepared(PRMConfig, rows, tmp_path, max_length=2)[0]["labels"] == [-100, 1]
+    with pytest.raises(UserError, match="train_on_last_step_only"):
+        prepared(PRMConfig, rows, tmp_path, train_on_last_step_only=True)
+    with pytest.raises(UserError, match="'labels': expected true, false or a class"):
+        prepared(PRMConfig, [{"input_ids": [5], "labels": [-1]}], tmp_path)
+
+
+def test_columns_of_other_names_are_listed_with_the_remedy(tmp_path):
+    with pytest.raises(UserError, match=r"The row has q, chosen, rejected. `rename_column`"):
+        prepared(DPOConfig, [{"q": "Why?", "chosen": "x", "rejected": "y"}], tmp_path)

@@ -27,7 +27,7 @@ def vowels():
 
 
 def trainers(folder: Path, ranks: int, **options):
-    given = {"model": str(folder / "model"), "processing_class": made_tokenizer(TEMPLATE, bos=False)}
+    given = {"model": str(folder / "model"), "processing_class": made_tokenizer(TEMPLATE)}
     common = {**COMMON, "output_dir": str(folder / "out"), **options}
     yield DPOTrainer(args=DPOConfig(per_device_train_batch_size=4 // ranks, **common), train_dataset=PAIRS, **given)
     sizes = {"per_device_train_batch_size": 8 // ranks, "num_generations": 4, "max_completion_length": 6}
@@ -53,7 +53,7 @@ def run_rank(folder):
 
 
 def test_a_script_shards_and_trains_the_same(tmp_path):
-    write_model(tmp_path / "model", made_tokenizer(TEMPLATE, bos=False), trainer="DPO")
+    write_model(tmp_path / "model", made_tokenizer(TEMPLATE), trainer="DPO")
     on_ranks(run_rank, 2, tmp_path)
     dpo, grpo, rewards = json.loads((tmp_path / "found.json").read_text())
     assert len(rewards) == 6

@@ -48,7 +48,7 @@ STEPS = [
 
 @pytest.fixture
 def folder(tmp_path):
-    write_model(tmp_path / "model", made_tokenizer(TEMPLATE, bos=False), trainer="DPO")
+    write_model(tmp_path / "model", made_tokenizer(TEMPLATE), trainer="DPO")
     return tmp_path
 
 
@@ -59,7 +59,7 @@ def dpo(folder, model=None, *, eval_dataset=None, peft_config=None, ref_model=No
         args=DPOConfig(output_dir=str(folder / "out"), **{**COMMON, **config}),
         train_dataset=ROWS["pairs"],
         eval_dataset=eval_dataset,
-        processing_class=made_tokenizer(TEMPLATE, bos=False),
+        processing_class=made_tokenizer(TEMPLATE),
         peft_config=peft_config,
     )
 
@@ -195,7 +195,7 @@ def test_callbacks_and_optimizers_are_the_scripts(folder):
         model,
         args=args,
         train_dataset=Dataset.from_list(ROWS["text"]),
-        processing_class=made_tokenizer(TEMPLATE, bos=False),
+        processing_class=made_tokenizer(TEMPLATE),
         callbacks=[Count()],
         optimizers=(optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)),
     )
@@ -217,7 +217,7 @@ def test_bfloat16_follows_an_optimizer_of_the_script(folder):
             model,
             args=args,
             train_dataset=ROWS["text"],
-            processing_class=made_tokenizer(TEMPLATE, bos=False),
+            processing_class=made_tokenizer(TEMPLATE),
             optimizers=(optimizer, None),
         )
         trainer.train()
@@ -372,7 +372,7 @@ def test_what_would_never_be_called_cannot_be_overridden(folder):
             super().log(*args, **kwargs)
 
     options = {"args": DPOConfig(output_dir=str(folder / "out"), **COMMON), "train_dataset": ROWS["pairs"]}
-    options["processing_class"] = made_tokenizer(TEMPLATE, bos=False)
+    options["processing_class"] = made_tokenizer(TEMPLATE)
     with pytest.raises(UserError, match=r"OwnLoss\.compute_loss: is never called here"):
         OwnLoss(str(folder / "model"), **options)
     trainer = OwnLog(str(folder / "model"), **options)
@@ -387,7 +387,7 @@ def test_a_folder_that_cannot_be_made_is_named(folder):
             str(folder / "model"),
             args=DPOConfig(output_dir=str(folder / "file" / "out"), **COMMON),
             train_dataset=ROWS["pairs"],
-            processing_class=made_tokenizer(TEMPLATE, bos=False),
+            processing_class=made_tokenizer(TEMPLATE),
         )
 
 

@@ -68,8 +68,10 @@ class UserFormat(Strict):
     field_output: str = inner("output", "Column of the answer, for SFT.")
     format: str | None = inner(None, "SFT prompt; `{instruction}` and `{input}` are filled in.")
     no_input_format: str | None = inner(None, "SFT prompt for rows without an input.")
-    system_prompt: str = inner("", "SFT: system text before the prompt.")
-    system_format: str = inner("{system}", "SFT: how the system text is written.")
+    system_prompt: str = inner("", "System text of rows without one.")
+    system_format: str = inner(
+        "{system}", "How the system text is written; it goes first where no format has a `{system}`."
+    )
 
 
 class DatasetRow(Strict):
@@ -93,7 +95,7 @@ class DatasetRow(Strict):
     field_messages: str | None = inner(None, "Column of the messages; dots reach into nested columns.")
     field_chosen: str | None = inner(None, "Column of the better answer.")
     field_rejected: str | None = inner(None, "Column of the worse answer.")
-    field_system: str | None = inner(None, "Column of the system text.")
+    field_system: str | None = inner(None, "Column of the system text, for conversations without one.")
     field_tools: str | None = inner(None, "Column of the tool definitions.")
     field_thinking: str | None = inner(None, "Message property that holds reasoning text.")
     template_thinking_key: str | None = inner(None, "Name under which the template expects reasoning text.")

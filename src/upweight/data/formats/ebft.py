@@ -157,10 +157,10 @@ def continuous(prompt: str, completion: str) -> Text:
 def untyped(setup: Setup, row: Row) -> list[Example]:
     """Rows that say by their columns what they are: token ids, a prompt with its answer, messages, or text."""
     if has(row, "input_ids"):
-        return [sft.token_ids(row)]
+        return [sft.token_ids(setup, row)]
     if has(row, "prompt"):
         return [_with_truth(setup, row, found) for found in prompts.untyped(setup, row) if isinstance(found, Prompt)]
-    if has(row, "messages") or has(row, "conversations"):
+    if has(row, setup.entry.field_messages or "messages") or has(row, "conversations"):
         return document_of_chat(setup, row) if is_strided(setup) else first_turn(setup, row)
     if is_strided(setup):
         return sft.completion(setup, row)

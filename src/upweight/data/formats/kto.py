@@ -2,9 +2,9 @@
 
 from upweight.data.examples import Example, Format, Labelled, Pair, Setup
 from upweight.data.formats import pairs
-from upweight.data.formats.columns import filled
+from upweight.data.formats.columns import filled, prompt_text
 from upweight.data.formats.markup import FAMILIES, Family, last_answer, single_turn
-from upweight.data.raw_row import Row, RowError, flag_at, has, lookup, optional_text, text_at
+from upweight.data.raw_row import Row, RowError, flag_at, has, lookup, text_at
 
 
 def unpaired(examples: list[Example]) -> list[Example]:
@@ -33,13 +33,20 @@ def pairs_only(paired: Format) -> Format:
     return lambda setup, row: unpaired(paired(setup, row))
 
 
+def verdict(row: Row, key: str = "label") -> bool:
+    """Whether a row's answer is wanted."""
+    if not has(row, key):
+        raise RowError(key, "true or false, since KTO learns which answers are wanted, or pairs: 'chosen', 'rejected'")
+    return flag_at(row, key)
+
+
 def with_prompt(family: Family, user: str) -> Format:
     """A family's text from columns."""
 
     def read(setup: Setup, row: Row) -> list[Example]:
         messages = single_turn(setup, row, text_at(row, user))
         answer = family.answer(text_at(row, "completion"))
-        return [Labelled(family.prompt(messages), answer, flag_at(row, "label"))]
+        return [Labelled(family.prompt(messages), answer, verdict(row))]
 
     return read
 
@@ -60,7 +67,7 @@ def conversation(family: Family) -> Format:
         if not any(message["content"] for message in prompt if message["role"] == "user"):
             raise RowError("chosen" if has(row, "chosen") else "completion", "a user turn that says something")
         messages = setup.reader.conversation(row, prompt).messages
-        return [Labelled(family.prompt(messages), family.answer(answer), flag_at(row, "label"))]
+        return [Labelled(family.prompt(messages), family.answer(answer), verdict(row))]
 
     return read
 
@@ -71,28 +78,28 @@ def templated(setup: Setup, row: Row) -> list[Example]:
     prompt = setup.reader.messages(lookup(row, key), key)
     answer = pairs.last_turn(setup, row, "completion")
     text, (completion,) = setup.template.split(setup.reader.conversation(row, prompt, key), [answer])
-    return [Labelled(text, completion, flag_at(row, "label"))]
+    return [Labelled(text, completion, verdict(row))]
 
 
 def _user_defined_single(setup: Setup, row: Row) -> list[Example]:
     """Columns and the texts they are put into, as the config says."""
     form = setup.form
-    values = {"prompt": text_at(row, form.field_prompt), "system": optional_text(row, form.field_system)}
+    prompt = prompt_text(setup, row, form, form.prompt_format, {"prompt": text_at(row, form.field_prompt)})
     completion = filled(form.completion_format, {"completion": text_at(row, form.field_completion)})
-    return [Labelled(filled(form.prompt_format, values), completion, flag_at(row, form.field_label))]
+    return [Labelled(prompt, completion, verdict(row, form.field_label))]
 
 
 def _untyped_single(setup: Setup, row: Row) -> list[Example]:
     prompt, completion = lookup(row, "prompt"), lookup(row, "completion")
     if isinstance(prompt, str) and isinstance(completion, str):
-        return [Labelled(text_at(row, "prompt"), text_at(row, "completion"), flag_at(row, "label"))]
+        return [Labelled(text_at(row, "prompt"), text_at(row, "completion"), verdict(row))]
     answers = setup.reader.responses(completion, "completion")
     if prompt is not None and answers[0]["role"] == "assistant":
         asked = setup.reader.messages(prompt, "prompt")
     else:
         asked, answers = answers[:-1], answers[-1:]
     text, (answer,) = setup.template.split(setup.reader.conversation(row, asked), [answers])
-    return [Labelled(text, answer, flag_at(row, "label"))]
+    return [Labelled(text, answer, verdict(row))]
 
 
 untyped = or_pairs(_untyped_single, pairs.untyped)

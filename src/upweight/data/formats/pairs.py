@@ -3,8 +3,8 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from upweight.data.examples import Example, Format, Pair, Setup
-from upweight.data.formats.columns import filled
+from upweight.data.examples import Example, Format, Pair, Setup, Tokens
+from upweight.data.formats.columns import filled, prompt_text
 from upweight.data.formats.markup import FAMILIES, ZEPHYR, Family, last_answer, single_turn
 from upweight.data.raw_row import (
     Row,
@@ -15,6 +15,7 @@ from upweight.data.raw_row import (
     first_of,
     found,
     has,
+    id_list,
     lookup,
     optional_number,
     optional_text,
@@ -77,7 +78,10 @@ def nectar(setup: Setup, row: Row) -> list[Example]:
     if len(ranked) < 2:
         raise RowError("answers", "at least two answers")
     (_, chosen), (_, rejected) = sorted(ranked, key=lambda pair: pair[0])[:2]
-    user: list[Message] = [{"role": "system", "content": ""}, {"role": "user", "content": text_at(row, "prompt")}]
+    user: list[Message] = [
+        {"role": "system", "content": setup.reader.system(row)},
+        {"role": "user", "content": text_at(row, "prompt")},
+    ]
     return [Pair(ZEPHYR.prompt(user), chosen, rejected)]
 
 
@@ -152,10 +156,9 @@ def _asked(prompt: list[Message], key: str) -> list[Message]:
 def user_defined(setup: Setup, row: Row) -> list[Example]:
     """Columns and the texts they are put into, as the config says."""
     form = setup.form
-    values = {"prompt": text_at(row, form.field_prompt), "system": optional_text(row, form.field_system)}
     return [
         Pair(
-            filled(form.prompt_format, values),
+            prompt_text(setup, row, form, form.prompt_format, {"prompt": text_at(row, form.field_prompt)}),
             filled(form.chosen_format, {"chosen": text_at(row, form.field_chosen)}),
             filled(form.rejected_format, {"rejected": text_at(row, form.field_rejected)}),
             optional_number(row, "margin"),
@@ -164,7 +167,9 @@ def user_defined(setup: Setup, row: Row) -> list[Example]:
 
 
 def untyped(setup: Setup, row: Row) -> list[Example]:
-    """Rows that say by their columns what they are: text or messages, with a prompt or without."""
+    """Rows that say by their columns what they are: text or messages, with a prompt or without, or token ids."""
+    if setup.method.head == "sequence_score" and has(row, "chosen_ids") and has(row, "rejected_ids"):
+        return [token_ids(row)]
     chosen, rejected, margin = lookup(row, "chosen"), lookup(row, "rejected"), optional_number(row, "margin")
     plain = isinstance(chosen, str) and isinstance(rejected, str)
     if plain and not isinstance(lookup(row, "prompt"), list | tuple):
@@ -175,6 +180,15 @@ def untyped(setup: Setup, row: Row) -> list[Example]:
     prompt, better, worse = _conversational(setup, row, chosen, rejected)
     text, (good, bad) = setup.template.split(setup.reader.conversation(row, prompt), [better, worse])
     return [Pair(text, good, bad, margin)]
+
+
+def token_ids(row: Row) -> Tokens:
+    """Two texts that were tokenised elsewhere, each with its prompt: what both begin with is read once."""
+    chosen, rejected = id_list(row, "chosen_ids"), id_list(row, "rejected_ids")
+    shared = min(common_length(chosen, rejected), len(chosen) - 1, len(rejected) - 1)
+    columns = {"prompt_ids": chosen[:shared], "chosen_ids": chosen[shared:], "rejected_ids": rejected[shared:]}
+    margin = optional_number(row, "margin")
+    return Tokens(columns if margin is None else {**columns, "margin": margin})
 
 
 def _conversational(

@@ -1,8 +1,8 @@
 """Prompts to complete, with the columns that rewards read: for GRPO and GDPO."""
 
 from upweight.data.examples import Example, Format, Prompt, Setup
-from upweight.data.formats.columns import filled
-from upweight.data.raw_row import Row, checked_text, lookup, optional_text, text_at
+from upweight.data.formats.columns import prompt_text
+from upweight.data.raw_row import Row, checked_text, lookup, text_at
 
 
 def untyped(setup: Setup, row: Row) -> list[Example]:
@@ -27,8 +27,7 @@ def chat(setup: Setup, row: Row) -> list[Example]:
 def user_defined(setup: Setup, row: Row) -> list[Example]:
     """A prompt column and the text it is put into, as the config says."""
     form = setup.form
-    values = {"prompt": text_at(row, form.field_prompt), "system": optional_text(row, form.field_system)}
-    text = filled(form.prompt_format, values)
+    text = prompt_text(setup, row, form, form.prompt_format, {"prompt": text_at(row, form.field_prompt)})
     return [Prompt(text, text, {name: value for name, value in row.items() if name != "prompt"})]
 
 

@@ -4,19 +4,34 @@ from typing import Any
 
 from upweight.config.sections.data import UserFormat
 from upweight.data.examples import Example, Format, Setup, Span, Text, Tokens
-from upweight.data.formats.columns import filled
-from upweight.data.raw_row import Row, RowError, checked_list, first_of, found, has, lookup, optional_text, text_at
+from upweight.data.formats.columns import prompt_text
+from upweight.data.raw_row import (
+    Row,
+    RowError,
+    checked_list,
+    first_of,
+    found,
+    has,
+    id_list,
+    label_list,
+    lookup,
+    optional_text,
+    text_at,
+)
 from upweight.data.tokenize.messages import Conversation, Message
 from upweight.data.tokenize.templates import Turn
 
 ALPACA = UserFormat(
-    system_prompt="Below is an instruction that describes a task, paired with an input that provides further context. "
-    "Write a response that appropriately completes the request.",
     format="{system}\n\n### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n",
-    no_input_format="Below is an instruction that describes a task. "
-    "Write a response that appropriately completes the request."
-    "\n\n### Instruction:\n{instruction}\n\n### Response:\n",
+    no_input_format="{system}\n\n### Instruction:\n{instruction}\n\n### Response:\n",
 )
+# What stands for a system text that a row does not have.
+ALPACA_SYSTEM = {
+    ALPACA.format: "Below is an instruction that describes a task, paired with an input that provides further context. "
+    "Write a response that appropriately completes the request.",
+    ALPACA.no_input_format: "Below is an instruction that describes a task. "
+    "Write a response that appropriately completes the request.",
+}
 
 
 def whole_text(setup: Setup, prompt: str, completion: str) -> Text:
@@ -33,12 +48,16 @@ def chat(setup: Setup, row: Row) -> list[Example]:
     return conversation_texts(setup, setup.reader.conversation(row, messages, key), key)
 
 
-def conversation_texts(setup: Setup, conversation: Conversation, key: str) -> list[Example]:
-    """One text for a conversation, or several where the template rewrites turns that others follow."""
-    if setup.data.train_on_inputs:
+def conversation_texts(setup: Setup, conversation: Conversation, key: str, first: int = 0) -> list[Example]:
+    """One text for a conversation, or several where the template rewrites turns that others follow.
+
+    Turns before the `first` are not trained on, nor are those of other roles than an entry names.
+    """
+    if setup.data.train_on_inputs and not setup.entry.roles_to_train:
         text = setup.template.render(conversation).rstrip()
         return [Text(text, [Span(0, len(text))], {"text": text})]
-    wanted = {number for number, message in enumerate(conversation.messages) if _is_trained(setup, message, key)}
+    messages = conversation.messages
+    wanted = {number for number in range(first, len(messages)) if _is_trained(setup, messages[number], key)}
     if not wanted:
         roles = " or ".join(setup.entry.roles_to_train or ["assistant"])
         raise RowError(key, f"at least one turn to train on ({roles})")
@@ -85,13 +104,9 @@ def instruction(setup: Setup, row: Row) -> list[Example]:
     with_input = form.format or ALPACA.format or ""
     without_input = form.no_input_format or form.format or ALPACA.no_input_format or ""
     extra = optional_text(row, form.field_input)
-    said = optional_text(row, form.field_system) or form.system_prompt
-    system = filled(form.system_format, {"system": said}) if said else ""
-    values = {"instruction": text_at(row, form.field_instruction), "input": extra, "system": system}
     chosen = with_input if extra else without_input
-    prompt = filled(chosen, values)
-    if form is not ALPACA and "{system}" not in chosen:
-        prompt = system + prompt
+    values = {"instruction": text_at(row, form.field_instruction), "input": extra}
+    prompt = prompt_text(setup, row, form, chosen, values, usual=ALPACA_SYSTEM.get(chosen, ""))
     return [whole_text(setup, prompt, text_at(row, form.field_output))]
 
 
@@ -104,10 +119,14 @@ def completion(setup: Setup, row: Row) -> list[Example]:
 def untyped(setup: Setup, row: Row) -> list[Example]:
     """Rows that say by their columns what they are."""
     if has(row, "input_ids"):
-        return [token_ids(row)]
+        return [token_ids(setup, row)]
     if has(row, "prompt") and has(row, "completion"):
         return prompt_and_completion(setup, row)
-    for column, read in (("messages", chat), ("conversations", chat), ("instruction", instruction)):
+    for column, read in (
+        (setup.entry.field_messages or "messages", chat),
+        ("conversations", chat),
+        ("instruction", instruction),
+    ):
         if has(row, column):
             return read(setup, row)
     if not has(row, setup.entry.field or "text"):
@@ -118,30 +137,40 @@ def untyped(setup: Setup, row: Row) -> list[Example]:
 def prompt_and_completion(setup: Setup, row: Row) -> list[Example]:
     """`prompt` and `completion` as text or as messages."""
     prompt, answer = lookup(row, "prompt"), lookup(row, "completion")
+    by_turn = bool(setup.entry.roles_to_train or setup.entry.message_field_training)
     if isinstance(prompt, str) and isinstance(answer, str):
+        if by_turn:
+            raise RowError("prompt", "messages, since their turns say what is trained on, found text")
         return [whole_text(setup, text_at(row, "prompt"), text_at(row, "completion"))]
     asked, answers = setup.reader.messages(prompt, "prompt"), setup.reader.responses(answer, "completion")
-    text, (answered,) = setup.template.split(setup.reader.conversation(row, asked), [answers])
+    conversation = setup.reader.conversation(row, asked)
+    if by_turn:
+        first = 0 if setup.data.train_on_inputs else len(conversation.messages)
+        return conversation_texts(setup, conversation.then(*answers), "completion", first)
+    text, (answered,) = setup.template.split(conversation, [answers])
     return [whole_text(setup, text, answered)]
 
 
-def token_ids(row: Row) -> Tokens:
-    """A row that was tokenised elsewhere: `input_ids`, and `labels` that are -100 where nothing is trained on."""
-    ids = _numbers(row, "input_ids")
-    if not has(row, "labels"):
-        return Tokens(ids, [True] * len(ids))
-    labels = _numbers(row, "labels")
-    if len(labels) != len(ids):
-        raise RowError("labels", f"one label for each of the {len(ids)} tokens, found {len(labels)}")
-    return Tokens(ids, [label != -100 for label in labels])
+def token_ids(setup: Setup, row: Row) -> Tokens:
+    """A row that was tokenised elsewhere: `input_ids`, with `labels` (-100: not trained on) or else with masks.
+
+    `assistant_masks` always hold, `completion_mask` unless inputs are trained on.
+    """
+    ids = id_list(row, "input_ids")
+    if has(row, "labels"):
+        return Tokens({"ids": ids, "scored": [label != -100 for label in label_list(row, len(ids))]})
+    scored = [True] * len(ids)
+    for key in ("assistant_masks", *(() if setup.data.train_on_inputs else ("completion_mask",))):
+        if has(row, key):
+            scored = [old and bool(new) for old, new in zip(scored, _mask(row, key, len(ids)), strict=True)]
+    return Tokens({"ids": ids, "scored": scored})
 
 
-def _numbers(row: Row, key: str) -> list[int]:
-    values = checked_list(lookup(row, key), key, "token ids")
-    for value in values:
-        if isinstance(value, bool) or not isinstance(value, int) or (value < 0 and key == "input_ids"):
-            raise RowError(key, f"token ids, found {found(value)}")
-    return values
+def _mask(row: Row, key: str, size: int) -> list[int]:
+    mask = checked_list(lookup(row, key), key, "0 and 1")
+    if len(mask) != size or any(mark not in (0, 1) for mark in mask):
+        raise RowError(key, f"0 or 1 for each of the {size} tokens, found {len(mask)} values")
+    return mask
 
 
 user_defined = instruction

@@ -1,14 +1,27 @@
 """Answers in steps with a verdict on each: for process reward models."""
 
-from upweight.data.examples import Example, Format, Setup, Steps
-from upweight.data.raw_row import Row, RowError, checked_list, checked_text, found, lookup, text_at
+from upweight.data.examples import Example, Format, Setup, Steps, Tokens
+from upweight.data.raw_row import (
+    Row,
+    RowError,
+    checked_list,
+    checked_text,
+    found,
+    has,
+    id_list,
+    label_list,
+    lookup,
+    text_at,
+)
 
 MOST_CLASSES = 1000  # where nobody says how many there are
 
 
 def stepwise(setup: Setup, row: Row) -> list[Example]:
-    """`prompt`, `completions` (one text a step) and `labels` (one class a step)."""
+    """`prompt`, `completions` (one text a step) and `labels` (one class a step); or token ids with labels."""
     count = setup.classes or MOST_CLASSES
+    if has(row, "input_ids"):
+        return [_token_ids(setup, row, count)]
     steps = checked_list(lookup(row, "completions"), "completions", "steps")
     labels = checked_list(lookup(row, "labels"), "labels", "labels")
     if len(steps) != len(labels):
@@ -16,6 +29,18 @@ def stepwise(setup: Setup, row: Row) -> list[Example]:
     texts = [checked_text(step, f"completions[{number}]") for number, step in enumerate(steps)]
     classes = [_class(label, f"labels[{number}]", count) for number, label in enumerate(labels)]
     return [Steps(text_at(row, "prompt"), texts, classes)]
+
+
+def _token_ids(setup: Setup, row: Row, classes: int) -> Tokens:
+    """A row that was tokenised elsewhere: `input_ids`, and `labels` that are -100 where no step ends."""
+    if setup.entry.train_on_last_step_only or setup.entry.max_completion_length:
+        settings = "train_on_last_step_only and max_completion_length"
+        raise RowError("completions", f"steps as text, which {settings} need, found token ids")
+    ids = id_list(row, "input_ids")
+    labels = label_list(row, len(ids))
+    return Tokens(
+        {"ids": ids, "labels": [label if label == -100 else _class(label, "labels", classes) for label in labels]}
+    )
 
 
 def _class(label: object, key: str, classes: int) -> int:

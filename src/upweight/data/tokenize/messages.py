@@ -8,7 +8,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from upweight.config.sections.data import DatasetRow
-from upweight.data.raw_row import Row, RowError, check_all_text, checked_list, checked_text, found, lookup
+from upweight.data.raw_row import (
+    Row,
+    RowError,
+    check_all_text,
+    checked_list,
+    checked_text,
+    found,
+    lookup,
+    optional_text,
+)
 
 Message = dict[str, Any]
 
@@ -45,6 +54,7 @@ class MessageReader:
         self.default_system = default_system
         self.drop_system = entry.drop_system_message
         self.split_thinking = entry.split_thinking
+        self.system_key = entry.field_system
         self.tools_key = entry.field_tools
         self.thinking_from = entry.field_thinking or "reasoning_content"
         self.thinking_to = entry.template_thinking_key or "reasoning_content"
@@ -59,13 +69,18 @@ class MessageReader:
         """Messages with the row's tools and template variables, and with a system turn where one is due."""
         if self.drop_system:
             messages = [message for message in messages if message["role"] != "system"]
-        if self.default_system and not any(message["role"] == "system" for message in messages):
-            messages = [{"role": "system", "content": self.default_system}, *messages]
+        if (system := self.system(row)) and not any(message["role"] == "system" for message in messages):
+            messages = [{"role": "system", "content": system}, *messages]
         variables = lookup(row, "chat_template_kwargs")
         if variables is not None and not isinstance(variables, Mapping):
             raise RowError("chat_template_kwargs", f"a mapping, found {found(variables)}")
         check_all_text(variables, "chat_template_kwargs")
         return Conversation(messages, self._tools(row, key), without_nulls(variables or {}))
+
+    def system(self, row: Row) -> str:
+        """The system text of a row's column, where the entry names one, else the default."""
+        named = optional_text(row, self.system_key) if self.system_key else ""
+        return (named if not self.drop_system else "") or self.default_system or ""
 
     def messages(self, value: Any, key: str) -> list[Message]:
         """A list of messages, or plain text as one user turn."""

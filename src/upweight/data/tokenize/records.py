@@ -50,8 +50,10 @@ class RecordMaker:
                 return self._prompt(example, ids)
             case Text():
                 return self._text(*self._scored(example, ids), example.shown)
-            case Tokens():
-                return self._text(example.ids, list(example.scored), {})
+            case Tokens(columns):
+                if "scored" in columns:
+                    return self._text(columns["ids"], columns["scored"], {})
+                return Record({}, columns, self.tokens.pinned(columns.get("prompt_ids", columns.get("ids", []))))
 
     def _pair(self, pair: Pair, ids: Ids) -> Record:
         prompt, (chosen, rejected) = self._split(ids, ("chosen", "rejected"))

@@ -21,6 +21,7 @@ from upweight.settings import Key, Section, keys_of
 AnySection = TypeVar("AnySection", bound=Section)
 BUDGET = "rows are cut by `token_budget`, whatever is computed on them"
 DROPOUT = "Switch the model's dropout off; an adapter keeps its own."
+TEMPLATE_PATH = "A file with a chat template, or a tokenizer whose template, end token and missing tokens are taken."
 COUNTS_EXAMPLES = f"{PACKED}; `per_device_train_batch_size` counts examples, not packs"
 
 REFUSED = {
@@ -214,6 +215,7 @@ class SFTConfig(MethodArguments):
         None, "Train on completions only; unset: where rows have a prompt and a completion."
     )
     assistant_only_loss: bool = with_help(False, "Train on the assistant's turns only, where rows have messages.")
+    chat_template_path: str | None = with_help(None, TEMPLATE_PATH)
     dataset_text_field: str = with_help("text", "Column of plain text.")
     shuffle_dataset: bool = with_help(False, "Shuffle the rows before training, besides each epoch's order.")
     packing: bool = holds(False, COUNTS_EXAMPLES)
@@ -287,6 +289,7 @@ class RewardConfig(MethodArguments):
     method_class: ClassVar = ORM
     too_long: ClassVar[Literal["drop", "truncate"]] = "drop"
 
+    chat_template_path: str | None = with_help(None, TEMPLATE_PATH)
     center_rewards_coefficient: float | None = of(ORM, "center_rewards_coefficient")
 
 

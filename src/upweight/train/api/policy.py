@@ -11,9 +11,9 @@ from upweight.config.sections.model import ModelSection
 from upweight.errors import UserError
 from upweight.log import warn_once
 from upweight.methods.base import Method
-from upweight.models.load import CLASSES, compute_dtype, disable_dropout, load_model, master_dtype
-from upweight.models.tokenizer import choose_padding, load_tokenizer
-from upweight.train.api.configs import MethodArguments
+from upweight.models.load import CLASSES, compute_dtype, disable_dropout, fit_vocabulary, load_model, master_dtype
+from upweight.models.tokenizer import choose_padding, load_tokenizer, take_chat_template
+from upweight.train.api.configs import MethodArguments, RewardConfig, SFTConfig
 
 Model = PreTrainedModel | PeftModel
 HALF = (torch.bfloat16, torch.float16)
@@ -31,6 +31,8 @@ def tokenizer_for(
         if not name:
             raise UserError("processing_class: the model was not loaded from anywhere: give its tokenizer.")
         tokenizer = load_tokenizer(model_section(name, args))
+    if (template := _template_path(args)) is not None:
+        take_chat_template(tokenizer, template, trust_remote_code=args.trust_remote_code)
     for key in ("eos_token", "pad_token"):
         token = getattr(args, key)
         if token is not None and token not in tokenizer.get_vocab():
@@ -54,9 +56,12 @@ def policy_for(
     if isinstance(model, str):
         section = model_section(model, args)
         dtype = _asked_dtype(args) or master_dtype(section, compute_dtype(section, args.device))
-        model = load_model(section, dtype, head=method.head, tokenizer=tokenizer, seed=args.seed)
+        fitted = tokenizer if _template_path(args) is None else None
+        model = load_model(section, dtype, head=method.head, tokenizer=fitted, seed=args.seed)
     elif args.model_init_kwargs:
         warn_once("model_init_kwargs: not used, since the model is loaded already")
+    if _template_path(args) is not None:
+        _fit_to_template(model, args, tokenizer, peft_config)
     if tokenizer.pad_token_id is not None:
         model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
     if args.disable_dropout:
@@ -68,6 +73,29 @@ def policy_for(
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UserError("model: no weight is trained. Load an adapter with `is_trainable=True`.")
     return model
+
+
+def _template_path(args: MethodArguments) -> str | None:
+    return args.chat_template_path if isinstance(args, SFTConfig | RewardConfig) else None
+
+
+def _fit_to_template(
+    model: Model, args: MethodArguments, tokenizer: PreTrainedTokenizerBase, peft_config: PeftConfig | None
+) -> None:
+    """Give the tokens that came with a chat template their embeddings, where these will be trained."""
+    embedding = model.get_input_embeddings()
+    assert isinstance(embedding, nn.Embedding)
+    new = len(tokenizer) - embedding.num_embeddings
+    if new > 0 and (
+        isinstance(model, PeftModel) or (peft_config and not getattr(peft_config, "modules_to_save", None))
+    ):
+        raise UserError(
+            f"chat_template_path: the model does not know {new} of its tokens, and the adapter would not train them. "
+            "Name the modules of the embeddings in `modules_to_save` of the peft_config, or train without an adapter."
+        )
+    if new > 0:
+        assert isinstance(model, PreTrainedModel)
+        fit_vocabulary(model, tokenizer, model_section(None, args))
 
 
 def classes_for(model: str | Model, args: MethodArguments, method: Method) -> int | None:

@@ -51,15 +51,16 @@ def prepare_rows(
     `classes`: outputs of the score head, below which labels have to be.
     """
     online = isinstance(args, GRPOConfig)
+    columns = set(rows.column_names)
     data = DataSection(
         sequence_len=args.max_length or UNLIMITED,
         too_long=args.too_long,
         processes=args.dataset_num_proc,
-        train_on_inputs=isinstance(args, SFTConfig) and _trains_on_inputs(args, rows.column_names, where),
+        train_on_inputs=isinstance(args, SFTConfig) and _trains_on_inputs(args, columns, where),
         max_prompt_length=args.max_prompt_length if online else None,
         template_args=(args.chat_template_kwargs or {}) if online else {},
     )
-    entry = _entry(args)
+    entry = _entry(args, columns)
     encoder = build_encoder(data, method, entry, 0, tokenizer, ConfigView({}), Path(), classes)
     job = Job(where, False, RowSelection.of(Table(rows), np.arange(len(rows))), encoder, data, method)
     batches, names, changed = [], set[str](), Counter[str]()
@@ -91,23 +92,34 @@ def _lengths(rows: Dataset, name: str) -> Any:
     return pc.call_function("list_value_length", [rows.data.column(name)]).to_numpy()
 
 
-def _entry(args: MethodArguments) -> DatasetRow:
+def _entry(args: MethodArguments, columns: set[str]) -> DatasetRow:
     if isinstance(args, PRMConfig):
         return DatasetRow(
             step_separator=args.step_separator,
             train_on_last_step_only=args.train_on_last_step_only,
             max_completion_length=args.max_completion_length,
         )
-    return DatasetRow(field=args.dataset_text_field) if isinstance(args, SFTConfig) else DatasetRow()
+    if not isinstance(args, SFTConfig):
+        return DatasetRow()
+    roles = ["assistant"] if args.assistant_only_loss and "input_ids" not in columns else None
+    return DatasetRow(field=args.dataset_text_field, roles_to_train=roles)
 
 
-def _trains_on_inputs(args: SFTConfig, columns: Sequence[str], where: str) -> bool:
-    """Whether prompts are trained on too: unless asked, no for completions, yes for conversations."""
-    if "prompt" in columns and "completion" in columns:
-        return args.completion_only_loss is False
-    if args.completion_only_loss:
-        raise UserError(f"completion_only_loss: the rows of {where} need the columns 'prompt' and 'completion'.")
-    conversational = "messages" in columns or "conversations" in columns
-    if args.assistant_only_loss and not conversational:
-        raise UserError(f"assistant_only_loss: the rows of {where} need a column 'messages'.")
-    return not args.assistant_only_loss
+def _trains_on_inputs(args: SFTConfig, columns: set[str], where: str) -> bool:
+    """Whether prompts are trained on too: unless asked, no for completions, yes for conversations and token ids."""
+    tokenised = "input_ids" in columns
+    completions = {"completion_mask", "labels"} & columns if tokenised else {"prompt", "completion"} <= columns
+    turns = "assistant_masks" in columns if tokenised else completions or {"messages", "conversations"} & columns
+    if args.assistant_only_loss and not turns:
+        raise UserError(
+            f"assistant_only_loss: the rows of {where} need messages, in a column 'messages' or in 'prompt' and "
+            "'completion', or token ids with 'assistant_masks'."
+        )
+    if args.completion_only_loss and not completions:
+        raise UserError(
+            f"completion_only_loss: the rows of {where} need the columns 'prompt' and 'completion', or token ids with "
+            "'completion_mask'."
+        )
+    if tokenised:
+        return not args.completion_only_loss
+    return args.completion_only_loss is False if completions else not args.assistant_only_loss

@@ -1,0 +1,54 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+from datasets import Dataset
+
+from made_tokenizers import encoder
+from upweight.data.chunks import Job
+from upweight.data.sources.open import RowSelection, Table
+from upweight.data.unread import refuse_unread
+from upweight.errors import UserError
+
+PAIR = {"prompt": "Why?", "chosen": "So.", "rejected": "No.", "better": "Yes.", "s": "S", "label": True}
+TALK = {"messages": [{"role": "user", "content": "Why?"}], "chosen": "So.", "better": "Yes.", "rejected": "No."}
+
+
+def job(entry, row, folder=None, **keys):
+    made = encoder(entry, folder=folder, chat_template="chatml", **keys)
+    rows = RowSelection.of(Table(Dataset.from_list([row])), np.arange(1))
+    return Job("datasets[0] (rows.jsonl)", False, rows, made, made.setup.data, made.setup.method)
+
+
+@pytest.mark.parametrize(
+    ("entry", "row", "key"),
+    [
+        ({"type": "chatml.prompt_pairs", "field_chosen": "better"}, PAIR, "field_chosen: better"),
+        ({"field_system": "s"}, PAIR, "field_system: s"),
+        ({"type": {"field_instruction": "prompt", "field_label": "label"}}, PAIR, "type.field_label: label"),
+        ({"type": "chatml.prompt_pairs", "field_messages": "s"}, PAIR, "field_messages: s"),
+    ],
+)
+def test_a_column_that_is_named_and_not_read_is_refused(entry, row, key):
+    with pytest.raises(UserError, match=f"'{key}' has no effect"):
+        refuse_unread(job(entry, row, rl="dpo"))
+
+
+@pytest.mark.parametrize(
+    ("entry", "row"),
+    [
+        ({"type": "chatml.prompt_pairs", "field_system": "s"}, PAIR),
+        ({"type": "chat_template", "field_chosen": "better", "field_tools": "none"}, TALK),
+        ({"type": {"field_prompt": "s", "field_chosen": "better"}}, PAIR),
+        ({"type": "chatml.prompt_pairs", "field_chosen": "none"}, PAIR),
+        ({"type": "chatml.intel", "field_chosen": "better"}, PAIR),
+        ({}, PAIR),
+    ],
+)
+def test_columns_that_are_read_or_missing_are_not(entry, row):
+    refuse_unread(job(entry, row, rl="dpo"))
+
+
+def test_transforms_read_what_they_like(tmp_path):
+    (tmp_path / "own_rows.py").write_text("def transform(cfg):\n    return lambda row: row\n")
+    refuse_unread(job({"type": "own_rows.transform", "field_chosen": "better"}, PAIR, Path(tmp_path), rl="dpo"))
