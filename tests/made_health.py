@@ -3,9 +3,10 @@
 import random
 
 HEALTHY = {
-    "loss": 1e-8, "grad_norm": 0.4, "reward": 0.3, "reward_std": 0.4, "frac_reward_zero_std": 0.2, "entropy": 0.4,
+    "loss": 1e-8, "grad_norm": 0.4, "reward": 0.3, "reward_std": 0.4, "group_reward_std": 0.3,
+    "frac_reward_zero_std": 0.2, "entropy": 0.4,
     "sampling/entropy": 0.4, "kl": 0.05, "clip_ratio/region_mean": 0.02, "completions/clipped_ratio": 0.1,
-    "completions/mean_length": 100.0, "completions/distinct_share": 1.0, "rewards/correct/mean": 0.1,
+    "completions/mean_length": 100.0, "completions/distinct_share": 1.0, "rewards/correct/mean": 0.2,
     "rewards/correct/std": 0.3, "rewards/my_format/mean": 0.4, "rewards/my_format/std": 0.5,
     "sampling/sampling_logp_difference/mean": 0.02, "sampling/importance_sampling_ratio/mean": 0.98,
     "ebft/alignment": 0.5, "ebft/diversity": 0.05, "ebft/cfm_loss": 0.8, "rollout/share_of_seconds": 0.6,
@@ -15,7 +16,8 @@ PAIRS = {
     "loss": 0.5, "grad_norm": 2.0, "rewards/margins": 0.3, "rewards/accuracies": 0.65, "rewards/chosen": 0.1,
     "rewards/rejected": -0.2,
 }  # fmt: skip
-ALL_ALIKE = {"reward": 0.35, "frac_reward_zero_std": 1.0, "reward_std": 0.0, "grad_norm": 0.0}
+ALL_ALIKE = {"reward": 0.35, "frac_reward_zero_std": 1.0, "reward_std": 0.0, "group_reward_std": 0.0,
+             "grad_norm": 0.0}  # fmt: skip
 
 # name of a verdict, healthy values of that kind of run, what they are after step 20: numbers, or functions of the step
 SICK = [
@@ -25,6 +27,10 @@ SICK = [
     ("mode collapse", HEALTHY, {**ALL_ALIKE, "sampling/entropy": 0.001}),
     ("mode collapse", HEALTHY, {**ALL_ALIKE, "completions/distinct_share": 0.15}),
     ("reward at zero", {**HEALTHY, "reward": 0.0, "reward_std": 0.0}, {**ALL_ALIKE, "reward": 0.0}),
+    ("low entropy", HEALTHY, {"sampling/entropy": 0.03}),
+    ("rewards draw together", HEALTHY, {"group_reward_std": 0.05}),
+    ("rarely earned", {**HEALTHY, "rewards/correct/mean": 0.1}, {}),
+    ("rarely earned", {**HEALTHY, "rewards/correct/mean": 0.01, "rewards/correct/std": 0.03}, {}),
     ("constant reward", HEALTHY, {"rewards/correct/std": 0.0}),
     ("format ignored", {**HEALTHY, "rewards/my_format/mean": 0.01}, {}),
     ("reward fails", HEALTHY, {"rewards/correct/failed": 3.0}),
@@ -33,6 +39,8 @@ SICK = [
     ("far from the reference", HEALTHY, {"kl": lambda step: 0.8 + 0.2 * (-1) ** step}),
     ("kl explosion", HEALTHY, {"kl": 9.0}),
     ("entropy rises", HEALTHY, {"sampling/entropy": 3.0, "reward": 0.24}),
+    ("high entropy", {**HEALTHY, "sampling/entropy": 0.7}, {"reward": 0.24}),
+    ("gradients above 1", HEALTHY, {"grad_norm": 3.0, "reward": 0.24}),
     ("large gradients", HEALTHY, {"grad_norm": 40.0}),
     ("large gradients", PAIRS, {"grad_norm": 400.0}),
     ("no gradient", PAIRS, {"grad_norm": 0.0}),

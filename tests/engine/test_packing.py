@@ -209,3 +209,10 @@ def test_a_rank_without_work_gets_empty_rows():
 def test_a_shared_system_prompt_counts_once_in_a_row():
     units = [Unit((sample([*range(20), 30 + n]),), group=n) for n in range(10)]
     assert plan_rows(units, budget=30) == [[list(range(10))]]
+
+
+def test_ranks_get_like_sums_of_tokens():
+    lengths = [10, 9, 8, 1]
+    units = [Unit((sample(list(range(100 * n, 100 * n + length))),), n) for n, length in enumerate(lengths)]
+    dealt = plan_rows(units, budget=10, ranks=2)
+    assert sorted(sum(lengths[unit] for row in rows for unit in row) for rows in dealt) == [11, 17]  # not 10 and 18

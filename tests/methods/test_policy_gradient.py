@@ -1,5 +1,6 @@
 from math import exp, log, nan
 
+import numpy as np
 import pytest
 import torch
 from pydantic import ValidationError
@@ -7,6 +8,7 @@ from pydantic import ValidationError
 from made_batches import flat, made_batch, made_outputs, metrics_of, sigma, tensor, total_loss
 from upweight.methods import GDPO, GRPO, PolicyGradient
 from upweight.methods.formulas.policy_losses import quantile
+from upweight.types import Sample
 
 # Two completions: advantage 2 with two tokens of ratio 1.5 and 0.9, advantage -1 with one token of ratio 0.5.
 LOGPS = [[-1.0, -0.5], [-2.0]]
@@ -220,10 +222,20 @@ def test_rloo_and_decoupled_rewards_exclude_each_other():
     rloo = PolicyGradient(advantage_estimator="rloo")
     with pytest.raises(ValidationError, match="sum_then_normalize"):
         GRPO(policy=rloo, aggregation="normalize_then_sum")
-    with pytest.raises(ValidationError, match="does not go with rl: gdpo"):
+    with pytest.raises(ValidationError, match="use rl: grpo"):
         GDPO(policy=rloo)
     with pytest.raises(ValidationError, match="normalize_then_sum"):
         GDPO(aggregation="sum_then_normalize")
+
+
+@pytest.mark.parametrize("scale", ["batch", "none", False])
+def test_a_scale_that_decoupled_rewards_would_ignore_is_refused(scale):
+    policy = PolicyGradient(scale_rewards=scale)
+    with pytest.raises(ValidationError, match=f"trl.scale_rewards: {policy.reward_scale} has no effect"):
+        GDPO(policy=policy)
+    with pytest.raises(ValidationError, match=f"trl.scale_rewards: {policy.reward_scale} has no effect"):
+        GRPO(policy=policy, aggregation="normalize_then_sum")
+    assert GDPO(policy=PolicyGradient(scale_rewards=True))
 
 
 def test_what_the_loss_needs_follows_from_its_settings():
@@ -231,3 +243,16 @@ def test_what_the_loss_needs_follows_from_its_settings():
     assert GRPO(policy=PolicyGradient(beta=0.1)).needs_reference
     assert not GRPO().needs_preparation
     assert GRPO(policy=PolicyGradient(top_entropy_quantile=0.5)).needs_preparation
+
+
+@pytest.mark.parametrize(
+    ("settings", "pulled"),
+    [({}, False), ({"beta": 0.1}, True), ({"entropy_coef": 0.1}, True), ({"top_entropy_quantile": 0.5}, True)],
+)
+def test_a_completion_without_advantage_counts_where_something_else_is_computed_from_it(settings, pulled):
+    scored = np.array([False, True])
+    idle, useful = (Sample(np.arange(2), scored, advantage=advantage) for advantage in (0.0, 1.0))
+    method = GRPO(policy=PolicyGradient(**settings))
+    assert method.contributes(idle) == pulled
+    assert method.contributes(useful)
+    assert not method.contributes(Sample(np.arange(2), np.zeros(2, np.bool_), advantage=1.0))

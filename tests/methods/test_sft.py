@@ -12,6 +12,10 @@ def test_nll_is_the_mean_over_tokens():
     assert total_loss(SFT(), made_outputs(LOGPS), made_batch([2, 1])) == pytest.approx(3.5 / 3)
 
 
+def test_chunked_nll_is_another_word_for_nll():
+    assert SFT(loss_type="chunked_nll") == SFT()
+
+
 def test_dft_weights_each_token_by_its_probability():
     expected = (1.0 * exp(-1.0) + 0.5 * exp(-0.5) + 2.0 * exp(-2.0)) / 3
     assert total_loss(SFT(loss_type="dft"), made_outputs(LOGPS), made_batch([2, 1])) == pytest.approx(expected)

@@ -1,5 +1,6 @@
 """Cutting a step into micro-batches changes neither its loss, nor its gradient, nor its metrics."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -98,9 +99,9 @@ class Step:
         )
         return Outputs(**{name: values[tokens] for name, values in (self.leaves | self.fixed).items()}), batch
 
-    def run(self, cuts):
-        """Loss, gradients and metrics of the step when it is cut like this."""
-        parts = [self.part(pairs) for pairs in cuts]
+    def run(self, cuts, rounded=lambda out, row: out):
+        """Loss, gradients and metrics of the step when it is cut like this, and each row's outputs are rounded so."""
+        parts = [(rounded(out, row), batch) for row, (out, batch) in enumerate(map(self.part, cuts))]
         collected = [self.method.collect(out, batch) for out, batch in parts]
         prepared = self.method.prepare({name: torch.cat([c[name] for c in collected]) for name in collected[0]})
         counts = add_up(self.method.count(batch) for _, batch in parts)
@@ -141,3 +142,23 @@ def test_any_cut_gives_the_same_step(name, order, ends):
     torch.testing.assert_close(cut_total, total)
     torch.testing.assert_close(cut_gradients, gradients)
     torch.testing.assert_close(cut_metrics, metrics, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("share", [0.1, 0.25, 0.4, 0.5, 0.6, 0.75, 0.9])
+@settings(max_examples=12)
+@given(order=st.permutations(range(6)), ends=st.sets(st.integers(1, 5), min_size=1))
+def test_duplicates_stay_together_at_the_entropy_threshold_though_each_row_rounds_otherwise(share, order, ends):
+    step = Step(grpo(top_entropy_quantile=share, entropy_coef=0.1))
+    step.lengths, step.per_token = [4] * 10 + [0, 0], {}
+    with torch.no_grad():
+        for leaf in step.leaves.values():
+            leaf.copy_(torch.cat([leaf[:8].clone()] * 5))  # five times the same two sequences
+
+    def rounded(out, row):
+        return replace(out, entropy_T=out.entropy_T + 1e-6 * torch.tensor(row).sin())
+
+    borders = [0, *sorted(ends), 6]
+    _, gradients, metrics = step.run([range(6)])
+    _, cut_gradients, cut_metrics = step.run([order[a:b] for a, b in pairwise(borders)], rounded)
+    torch.testing.assert_close(cut_gradients[:2], gradients[:2])
+    torch.testing.assert_close(cut_metrics, metrics, rtol=1e-5, atol=1e-5)

@@ -1,5 +1,7 @@
 """Rollout functions that users write."""
 
+import logging
+
 import pytest
 import torch
 
@@ -41,7 +43,8 @@ def texts_are_text(completions, **_):
 
 
 def test_a_text_function_writes_what_rewards_read_and_training_learns(tmp_path):
-    trainer = online_trainer(tmp_path, rollout_func=text_rollout, rewards=[texts_are_text], max_steps=2)
+    method = GRPO(policy={"num_generations": 4, "max_completion_length": 16})
+    trainer = online_trainer(tmp_path, method=method, rollout_func=text_rollout, rewards=[texts_are_text], max_steps=2)
     trainer.processing_class.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }} {% endfor %}"
     trainer.train()
     (group, *_) = trainer.rollouts.current.groups
@@ -49,6 +52,42 @@ def test_a_text_function_writes_what_rewards_read_and_training_learns(tmp_path):
     assert len({one.text for one in group.completions}) > 1
     end = trainer.processing_class.eos_token_id
     assert all(one.ids[-1] == end and one.finished for one in group.completions)
+
+
+def rolled(function, limit):
+    tokenizer = byte_tokenizer("chatml")
+    groups = [Group(0, {"prompt": [{"role": "user", "content": "hi"}]}, [1, 2])]
+    completion_source = CustomRollout(function, "mine.roll", chat_model(tokenizer), tokenizer)
+    completion_source(groups, 2, Sampling(limit), None)
+    return tokenizer, groups[0].completions
+
+
+def test_a_text_above_the_limit_is_cut_and_not_counted_as_finished(caplog):
+    logging.getLogger("upweight").propagate = True
+    tokenizer, (short, long) = rolled(lambda model, processing_class, prompts: ["abc", "abcdefgh"], 4)
+    assert (short.ids[-1], short.finished, short.text) == (tokenizer.eos_token_id, True, "abc")
+    assert (len(long.ids), long.finished, long.text) == (4, False, "abcd")
+    assert "wrote a completion of 8 tokens, above trl.max_completion_length (4): it is cut there" in caplog.text
+
+
+def test_a_text_that_leaves_no_room_for_its_end_has_none():
+    _, (one, _) = rolled(lambda model, processing_class, prompts: ["abcd", "ab"], 4)
+    assert (len(one.ids), one.finished, one.text) == (4, False, "abcd")
+
+
+@pytest.mark.parametrize(("mask", "finished"), [([1, 1, 1], [False, True]), ([1, 0, 1], [True, True])])
+def test_tokens_of_the_policy_above_the_limit_are_kept_and_not_counted_as_finished(caplog, mask, finished):
+    logging.getLogger("upweight").propagate = True
+    end = byte_tokenizer("chatml").eos_token_id
+
+    def function(prompts, trainer):
+        ids = [[10, 11, end], [10, end]]
+        return {"prompt_ids": [[1, 2]] * 2, "completion_ids": ids, "logprobs": None, "env_mask": [mask, [1, 1]]}
+
+    _, found = rolled(function, 2)
+    assert [one.finished for one in found] == finished
+    assert [len(one.ids) for one in found] == [3, 2]
+    assert ("it is kept whole" in caplog.text) != finished[0]
 
 
 def test_a_token_function_says_what_is_trained_on(tmp_path):

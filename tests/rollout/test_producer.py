@@ -40,6 +40,22 @@ def test_rewards_see_prompts_completions_and_columns(tmp_path):
     assert {version for group in rollout.groups for one in group.completions for version in one.versions} <= {0, 4}
 
 
+def test_seconds_and_failures_of_several_calls_add_up_and_other_metrics_are_averaged(tmp_path):
+    calls = []
+
+    def look(completions, log_metric, **_):
+        calls.append(len(completions))
+        for name in ("rewards/look/seconds", "rewards/look/failed", "rewards/look/other"):
+            log_metric(name, 2.0)
+        return [0.0] * len(completions)
+
+    found = producer_of(tmp_path, rewards=[look], wanted=16, section={"streaming": True}).produce(0)
+    assert len(calls) > 1
+    assert found.metrics["rewards/look/other"] == 2.0
+    assert found.metrics["rewards/look/failed"] == 2.0 * len(calls)
+    assert found.metrics["rewards/look/seconds"] >= 2.0 * len(calls)
+
+
 def test_messages_are_answered_by_messages(tmp_path):
     seen = []
 

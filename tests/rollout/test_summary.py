@@ -35,6 +35,7 @@ def test_metrics_have_the_names_and_values_people_know():
     totals = torch.tensor([1.0, 0.0, 3.0, 3.0])
     assert found["reward"] == pytest.approx(1.75)
     assert found["reward_std"] == pytest.approx(float(totals.std()))
+    assert found["group_reward_std"] == pytest.approx((0.5**0.5 + 0) / 2)  # of groups (1, 0) and (3, 3)
     assert found["rewards/a/mean"] == pytest.approx(0.75)
     assert found["rewards/b/mean"] == pytest.approx(2 / 3)
     assert found["frac_reward_zero_std"] == 0.5

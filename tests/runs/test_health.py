@@ -20,11 +20,16 @@ from upweight.train.callbacks import HealthCallback
 @pytest.mark.parametrize(("name", "healthy", "sick"), SICK, ids=[f"{n} {i}" for i, (n, *_) in enumerate(SICK)])
 @pytest.mark.parametrize("every", [1, 10])
 def test_each_sickness_is_named_once_and_nothing_else_is(name, healthy, sick, every):
-    if healthy.get("reward") == 0.3 and name not in ("flat reward", "entropy rises"):
+    if healthy.get("reward") == 0.3 and name not in (
+        "flat reward",
+        "entropy rises",
+        "high entropy",
+        "gradients above 1",
+    ):
         healthy = {**healthy, "reward": learning}
     found = verdicts(run_of(healthy, sick, every=every))
     assert [verdict.name for verdict in found] == [name]
-    assert found[0].step > 20 or name in ("reward at zero", "format ignored", "flat reward")
+    assert found[0].step > 20 or name in ("reward at zero", "format ignored", "flat reward", "rarely earned")
     assert found[0].name in found[0].line()
     assert f"at step {found[0].step}" in found[0].line()
 
@@ -42,6 +47,24 @@ def test_healthy_runs_are_left_alone():
     assert verdicts(run_of(online)) == []
     assert verdicts(run_of(pairs)) == []
     assert verdicts(run_of({"loss": lambda step: 2.0 / (1 + step / 100), "grad_norm": 3.0})) == []
+
+
+@pytest.mark.parametrize(
+    ("mean", "std"),
+    [(0.08, 0.04), (-0.1, 0.3), (0.1, 1.0), (3.0, 2.0)],
+    ids=["small", "a penalty", "right is 1, wrong is -1", "large"],
+)
+def test_rewards_of_another_scale_do_not_count_as_rarely_earned(mean, std):
+    rewards = {"rewards/correct/mean": mean, "rewards/correct/std": std, "rewards/other/mean": 0.9,
+               "rewards/other/std": 0.3}  # fmt: skip
+    assert verdicts(run_of({**HEALTHY, "reward": learning, **rewards})) == []
+
+
+def test_small_spreads_and_gradients_above_1_are_healthy_where_the_reward_rises_or_always_was_small():
+    small = {"group_reward_std": 0.03, "reward_std": 0.04, "reward": lambda step: 0.03 + 0.2 * step / 300}
+    assert verdicts(run_of({**HEALTHY, **small})) == []
+    steep = {"grad_norm": 3.0, "reward": lambda step: 0.3 + step / 30, "sampling/entropy": 1.3}
+    assert verdicts(run_of({**HEALTHY, **steep})) == []
 
 
 @pytest.mark.parametrize(("name", "healthy", "sick"), SICK, ids=[f"{n} {i}" for i, (n, *_) in enumerate(SICK)])

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 
 from made_runs import OFFLINE, policy_for, trainer_for, weights_of
 from upweight.config.sections.model import AdapterSection
@@ -38,6 +39,13 @@ def test_lora_plus_lets_b_learn_faster():
     found = rates(policy_for(DPO(), adapter=True), adapter={"plus_ratio": 16.0})
     assert {rate for name, rate in found.items() if "lora_B" in name} == {16.0}
     assert {rate for name, rate in found.items() if "lora_A" in name} == {None}
+
+
+def test_lora_plus_has_a_rate_for_adapted_embeddings():
+    model = get_peft_model(policy_for(DPO()), LoraConfig(r=4, target_modules=["q_proj", "embed_tokens"]))
+    found = rates(model, adapter={"plus_ratio": 16.0, "plus_embedding_rate": 0.25})
+    assert {rate for name, rate in found.items() if "lora_embedding_" in name} == {0.25}
+    assert {rate for name, rate in found.items() if "lora_B" in name} == {16.0}
 
 
 def test_steps_follow_the_rates_and_decay_and_schedule_stay(tmp_path):

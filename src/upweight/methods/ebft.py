@@ -55,7 +55,10 @@ class EBFT(Method):
     )
     stride: int = setting("ebft.stride", 8, "Tokens between the starts of two blocks (strided mode).", ge=1)
     context_length: int = setting(
-        "ebft.context_length", 8, "Document tokens before the first block (strided mode).", ge=1
+        "ebft.context_length",
+        8,
+        "Document tokens before the first block (strided mode); blocks see all before them.",
+        ge=1,
     )
     generate_max_len: int = setting("ebft.generate_max_len", 8, "Tokens sampled in each block (strided mode).", ge=1)
     n_samples_per_prompt: int = setting(

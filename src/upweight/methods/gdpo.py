@@ -24,9 +24,8 @@ class GDPO(Grouped, Method):
     )
 
     @model_validator(mode="after")
-    def _baseline_fits_aggregation(self) -> "GDPO":
-        if self.policy.advantage_estimator == "rloo":
-            raise ValueError("trl.advantage_estimator: rloo does not go with rl: gdpo; use rl: grpo")
+    def _policy_fits_aggregation(self) -> "GDPO":
+        self.policy.refuse_for_decoupled_rewards("use rl: grpo")
         return self
 
     def advantages(self, rewards_SR: Tensor, group_S: Tensor) -> Tensor:

@@ -66,9 +66,9 @@ class GRPO(Grouped, Method):
     )
 
     @model_validator(mode="after")
-    def _baseline_fits_aggregation(self) -> "GRPO":
-        if self.aggregation == "normalize_then_sum" and self.policy.advantage_estimator == "rloo":
-            raise ValueError("trl.advantage_estimator: rloo needs trl.multi_objective_aggregation: sum_then_normalize")
+    def _policy_fits_aggregation(self) -> "GRPO":
+        if self.aggregation == "normalize_then_sum":
+            self.policy.refuse_for_decoupled_rewards("set trl.multi_objective_aggregation: sum_then_normalize")
         return self
 
     def advantages(self, rewards_SR: Tensor, group_S: Tensor) -> Tensor:

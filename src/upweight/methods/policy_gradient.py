@@ -25,6 +25,8 @@ Aggregation = Literal["sum_then_normalize", "normalize_then_sum"]
 CorrectionMode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"]
 
+SAME_ENTROPY = 1e-5  # nats; what is nearer to the threshold than this counts as having reached it
+
 DIVISOR: dict[str, str] = {
     "grpo": "sequences",
     "sapo": "sequences",
@@ -80,7 +82,7 @@ class PolicyGradient(Section):
     off_policy_mask_threshold: float | None = setting(
         "trl.off_policy_mask_threshold",
         None,
-        "Drop a sequence of negative advantage that drifted further than this from its sampler; unset means none.",
+        "Drop sequences of negative advantage whose mean log-prob fell by more than this since they were sampled.",
     )
     top_entropy_quantile: float = setting(
         "trl.top_entropy_quantile",
@@ -179,6 +181,16 @@ class PolicyGradient(Section):
             return "group" if self.scale_rewards else "none"
         return self.scale_rewards
 
+    def refuse_for_decoupled_rewards(self, otherwise: str) -> None:
+        """Stop at settings that rewards normalised one by one leave nothing to do for; `otherwise` is the remedy."""
+        if self.advantage_estimator == "rloo":
+            raise ValueError(f"trl.advantage_estimator: rloo has no place where rewards are normalised; {otherwise}")
+        if self.reward_scale != "group":
+            raise ValueError(
+                f"trl.scale_rewards: {self.reward_scale} has no effect where each reward is divided by the deviation "
+                f"of its group; remove it, or {otherwise}"
+            )
+
     def advantages(self, rewards_SR: Tensor, group_S: Tensor, aggregation: Aggregation) -> Tensor:
         """One advantage for each sequence of a whole generation batch."""
         if aggregation == "normalize_then_sum":
@@ -199,8 +211,17 @@ class PolicyGradient(Section):
 
     def contributes(self, sample: Sample) -> bool:
         """Whether a sample can move the gradient."""
-        pulled = bool(sample.advantage) or self.beta > 0 or self.entropy_coef > 0 or self.needs_preparation
-        return bool(sample.scored.any()) and (pulled or sample.label == 1)
+        return bool(sample.scored.any()) and bool(sample.advantage or self.reads_all or sample.label == 1)
+
+    @property
+    def reads_all(self) -> list[str]:
+        """The settings for whose sake completions without an advantage are forwarded too."""
+        acts = {
+            "trl.beta": self.beta > 0,
+            "trl.entropy_coef": self.entropy_coef > 0,
+            "trl.top_entropy_quantile": self.needs_preparation,
+        }
+        return [name for name, on in acts.items() if on]
 
     def collect(self, out: Outputs, batch: Batch) -> dict[str, Tensor]:
         """Entropies of the sampled tokens, NaN for all others."""
@@ -217,7 +238,8 @@ class PolicyGradient(Section):
         entropy = entropy[~entropy.isnan()]
         if not len(entropy):
             return {"entropy_threshold": entropy.new_zeros(()), "entropy_share": entropy.new_ones(())}
-        threshold = quantile(entropy, 1 - self.top_entropy_quantile)
+        # Equal entropies come out of different forwards with different roundings, and have to stay on one side.
+        threshold = quantile(entropy, 1 - self.top_entropy_quantile) - SAME_ENTROPY
         return {"entropy_threshold": threshold, "entropy_share": (entropy >= threshold).float().mean()}
 
     def loss(self, out: Outputs, batch: Batch, prepared: dict[str, Tensor]) -> Loss:

@@ -1,7 +1,8 @@
 """SFT: maximum likelihood of the scored tokens, optionally weighted by their own probability."""
 
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
+from pydantic import field_validator
 from torch import Tensor
 
 from upweight.methods.base import Method, given, scalar
@@ -21,6 +22,11 @@ class SFT(Method):
         "nll",
         "Per-token loss: nll is the negative log-prob, dft weights it by the token's probability.",
     )
+
+    @field_validator("loss_type", mode="before")
+    @classmethod
+    def _chunked_is_nll(cls, value: Any) -> Any:
+        return "nll" if value == "chunked_nll" else value  # the head is always computed in chunks
 
     @property
     def statistics(self) -> frozenset[str]:

@@ -3,6 +3,9 @@
 `f(model, processing_class, prompts, generation_config=None) -> list[str]` gets one dict with `messages` (or `prompt`)
 for each completion and answers with text. `f(prompts, trainer) -> dict` gets the prompts of the data rows and answers
 with `prompt_ids`, `completion_ids`, `logprobs` (or None) and maybe `env_mask`; other lists become columns for rewards.
+
+`trl.max_completion_length` bounds both: a text is cut there, tokens are kept as they were returned, and neither counts
+as finished.
 """
 
 import inspect
@@ -17,6 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from upweight.data.raw_row import common_start
 from upweight.engine.forward import base_of
 from upweight.errors import UserError
+from upweight.log import logger
 from upweight.models.modules import dropout_off
 from upweight.rewards.answers import described
 from upweight.sampler.hf_generate import generation_config
@@ -41,6 +45,7 @@ class CustomRollout:
     model: nn.Module
     tokenizer: PreTrainedTokenizerBase
     trainer: Any = None  # what token functions are handed; known once the trainer is built
+    warned: bool = False  # of completions that are too long
 
     def __post_init__(self) -> None:
         self.writes_text = _writes_text(self.function, self.name)
@@ -50,7 +55,7 @@ class CustomRollout:
     ) -> None:
         each = [group for group in groups for _ in range(count)]
         with torch.no_grad(), dropout_off(self.model):
-            found = self._texts(each, sampling) if self.writes_text else self._tokens(groups, each)
+            found = self._texts(each, sampling) if self.writes_text else self._tokens(groups, each, sampling)
         for place, group in enumerate(groups):
             group.completions = found[place * count : (place + 1) * count]
             if done is not None:
@@ -67,11 +72,29 @@ class CustomRollout:
             raise UserError(f"trl.rollout_func: '{self.name}' must return a list of strings, got {_kind(texts)}.")
         if len(texts) != len(each):
             raise UserError(f"trl.rollout_func: '{self.name}' returned {len(texts)} texts for {len(each)} prompts.")
-        end = [] if self.tokenizer.eos_token_id is None else [self.tokenizer.eos_token_id]
-        encoded = [[*self.tokenizer.encode(text, add_special_tokens=False), *end] for text in texts]
-        return [Completion(ids, [], [], finished=True, text=text) for ids, text in zip(encoded, texts, strict=True)]
+        return [self._from_text(text, sampling.max_new_tokens) for text in texts]
 
-    def _tokens(self, groups: Sequence[Group], each: Sequence[Group]) -> list[Completion]:
+    def _from_text(self, text: str, limit: int) -> Completion:
+        """A text as a completion: with an end token where there is room for one, else cut at the limit."""
+        end: list[Any] = [] if self.tokenizer.eos_token_id is None else [self.tokenizer.eos_token_id]
+        ids = self.tokenizer.encode(text, add_special_tokens=False)
+        if len(ids) + len(end) <= limit:
+            return Completion([*ids, *end], [], [], finished=True, text=text)
+        if len(ids) > limit:
+            self._warn(len(ids), limit, "it is cut there")
+            ids = ids[:limit]
+            text = str(self.tokenizer.decode(ids, skip_special_tokens=True))
+        return Completion(ids, [], [], finished=False, text=text)
+
+    def _warn(self, length: int, limit: int, fate: str) -> None:
+        if not self.warned:
+            self.warned = True
+            logger.warning(
+                "trl.rollout_func: '%s' wrote a completion of %d tokens, above trl.max_completion_length (%d): %s and "
+                "counts as truncated. Raise the limit, or let the function heed it.", self.name, length, limit, fate
+            )  # fmt: skip
+
+    def _tokens(self, groups: Sequence[Group], each: Sequence[Group], sampling: Sampling) -> list[Completion]:
         found = self._call([group.row.get("prompt") for group in each], self.trainer)
         if not isinstance(found, Mapping) or not {"prompt_ids", "completion_ids"} <= set(found):
             raise UserError(
@@ -92,10 +115,12 @@ class CustomRollout:
             group.prompt_ids = common_start([prompts[number] for number in own])
             group.extras |= {key: [found[key][number] for number in own] for key in extras}
             shared = len(group.prompt_ids)
-            completions += [self._from_tokens(found, number, prompts[number][shared:]) for number in own]
+            completions += [
+                self._from_tokens(found, number, prompts[number][shared:], sampling.max_new_tokens) for number in own
+            ]
         return completions
 
-    def _from_tokens(self, found: Mapping[str, Any], number: int, given: list[int]) -> Completion:
+    def _from_tokens(self, found: Mapping[str, Any], number: int, given: list[int], limit: int) -> Completion:
         """A completion as it was returned, after the rest of its own prompt."""
         ids = [int(token) for token in found["completion_ids"][number]]
         logps, mask = found.get("logprobs"), found.get("env_mask")
@@ -107,7 +132,10 @@ class CustomRollout:
                     f"trl.rollout_func: '{self.name}', completion {number}: {len(values)} '{key}' for "
                     f"{len(ids)} tokens."
                 )
-        ended = bool(ids) and ids[-1] in end_tokens(base_of(self.model), self.tokenizer)
+        written = len(ids) if sampled is None else sum(sampled)
+        if written > limit:
+            self._warn(written, limit, "it is kept whole")
+        ended = bool(ids) and ids[-1] in end_tokens(base_of(self.model), self.tokenizer) and written <= limit
         if given:
             logps = [0.0] * len(given) + logps if logps else []
             sampled = [False] * len(given) + (sampled or [True] * len(ids))

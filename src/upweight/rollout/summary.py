@@ -31,7 +31,14 @@ def summary(groups: Sequence[Group], names: Sequence[str], method: Method) -> di
     weights = getattr(policy, "reward_weights", None)
     reward_S = weighted_reward(rewards_SR, weights)
     flat = [not has_signal(group) for group in groups]
-    found = {"reward": _mean(reward_S), "reward_std": _std(reward_S), "frac_reward_zero_std": sum(flat) / len(flat)}
+    sizes = [len(group.rewards_SR) for group in groups if group.rewards_SR is not None]
+    spreads = [value for part_S in reward_S.split(sizes) if not math.isnan(value := _std(part_S))]
+    found = {
+        "reward": _mean(reward_S),
+        "reward_std": _std(reward_S),
+        "group_reward_std": sum(spreads) / len(spreads) if spreads else float("nan"),
+        "frac_reward_zero_std": sum(flat) / len(flat),
+    }
     # A method that makes its rewards itself says more of them under names of its own.
     for name, column_S in () if method.reward_names else zip(names, rewards_SR.T, strict=True):
         found |= {f"rewards/{name}/mean": _mean(column_S), f"rewards/{name}/std": _std(column_S)}

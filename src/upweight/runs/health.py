@@ -110,8 +110,12 @@ class Health:
         window = window if len(window) >= fewest else list(islice(reversed(rows), fewest))
         for metric in metrics:
             value = self._holds(metric, first, window, rule.averaged)
+            same = _behind_star(first.metric, metric)
             if value is not None and all(
-                any(self._holds(other, sign, window, rule.averaged) is not None for other in _fitting(sign.metric, row))
+                any(
+                    self._holds(other, sign, window, rule.averaged) is not None
+                    for other in _fitting(sign.metric.replace("*", same), row)
+                )
                 for sign in others
             ):
                 covered = max(rule.steps, step - window[-1]["step"] + 1)
@@ -146,6 +150,9 @@ class Health:
             return value / self.lowest[name] if self.lowest.get(name, 0) > 0 else None
         if not against:
             return value
+        if against == "earned":  # 0 or one size: the mean is share x size, the mean of squares share x size x size
+            std = _number(row.get(name.removesuffix("mean") + "std"))
+            return value**2 / (value**2 + std**2) if std else None
         began = self._began(name)
         if began is None:
             return None
@@ -176,6 +183,12 @@ def _fitting(pattern: str, row: Row) -> list[str]:
     if "*" in names:
         return [name + colon + against for name in row if fnmatchcase(name, names)]
     return [name + colon + against for name in names.split("|") if name in row][:1]
+
+
+def _behind_star(pattern: str, metric: str) -> str:
+    """What a `*` stands for in a metric that fits."""
+    before, _, after = pattern.partition("*")
+    return metric[len(before) : len(metric) - len(after)] if after else ""
 
 
 def _compares(value: float, sign: Sign) -> bool:

@@ -14,9 +14,10 @@ WORDS: dict[str, Relation] = {sign: relation for relation, sign in SIGNS.items()
 class Sign:
     """A comparison with a metric of metrics.jsonl.
 
-    `metric` may hold a `*` (each metric that fits counts by itself) and end in what it is measured against:
-    `:growth` (times its value at the start), `:worse` (times its lowest value), `:lift` (distance from its start, in
-    standard deviations of the rewards at the start or now, whichever is larger).
+    `metric` may hold a `*` (each metric that fits counts by itself, and it stands for the same in the rule's other
+    signs) and end in what it is measured against: `:growth` (times its value at the start), `:worse` (times its lowest
+    value), `:lift` (distance from its start, in standard deviations of the rewards at the start or now, whichever is
+    larger), `:earned` (the share of completions that earn a reward of one size, by its mean and standard deviation).
     """
 
     metric: str
@@ -87,11 +88,35 @@ RULES: tuple[Rule, ...] = (
         hidden_by=("solved",),
     ),
     Rule(
+        "low entropy", "warning", "online", "sampling/entropy|entropy < 0.05", 20,
+        "the policy is nearly certain of every token (0.05 to 0.5 is usual): completions of a prompt become alike, and "
+        "below 0.01 there is nothing left to compare",
+        "raise trl.temperature (0.8 to 1.0), trl.beta or trl.entropy_coef; lower learning_rate; read completions/",
+        hidden_by=("mode collapse", "solved"),
+    ),
+    Rule(
+        "rewards draw together", "warning", "online",
+        "group_reward_std < 0.1 and group_reward_std:growth < 0.5 and frac_reward_zero_std < 0.8", 20,
+        "completions of a prompt are rewarded ever more alike: their spread is below 0.1 and less than half of what it "
+        "was",
+        "read the newest file in completions/: where answers are good, stop or take harder prompts; where they are one "
+        "answer over and over, lower learning_rate, set trl.beta above 0 or raise trl.temperature",
+        hidden_by=("mode collapse", "low entropy"),
+    ),
+    Rule(
         "reward at zero", "alarm", "online", "reward within 1e-6 and reward_std within 1e-6", 20,
         "no completion has earned anything",
         f"{TRY_REWARDS}; check that rewards get the columns they read; give partial credit (`incremental_format`); "
         "show an example of the wanted answer in the system prompt; train on demonstrations first",
         hidden_by=("mode collapse",),
+    ),
+    Rule(
+        "rarely earned", "warning", "online",
+        "rewards/*/mean:earned < 0.15 and rewards/*/mean > 0.0 and rewards/*/std < 0.4", 20,
+        "few completions earn this reward (0.15 of them are to be expected within 20 steps)",
+        f"{TRY_REWARDS}: does it know a right answer? Give partial credit, take easier prompts, or train on "
+        "demonstrations first",
+        averaged=True, hidden_by=("format ignored", "mode collapse", "reward at zero", "no signal", "constant reward"),
     ),
     Rule(
         "constant reward", "warning", "online", "rewards/*/std within 1e-9", 30,
@@ -101,7 +126,7 @@ RULES: tuple[Rule, ...] = (
         hidden_by=("reward at zero", "no signal", "solved", "mode collapse"),
     ),
     Rule(
-        "format ignored", "warning", "online", "rewards/*format*/mean < 0.05 and frac_reward_zero_std < 0.8", 40,
+        "format ignored", "warning", "online", "rewards/*format*/mean < 0.05 and frac_reward_zero_std < 0.8", 20,
         "the wanted format is hardly ever kept, while other rewards separate completions",
         "raise its weight in trl.reward_weights, add `incremental_format` for partial credit, show an example of the "
         "format in the system prompt, or train on the format first",
@@ -144,6 +169,21 @@ RULES: tuple[Rule, ...] = (
         "the policy grows less certain while the reward does not rise: it drifts into noise",
         "lower learning_rate, trl.temperature or trl.entropy_coef; set trl.beta above 0",
         averaged=True,
+    ),
+    Rule(
+        "high entropy", "warning", "online", "sampling/entropy|entropy > 0.5 and reward:lift < 0.1", 100,
+        "the policy is less certain than usual (0.05 to 0.5), and the reward does not rise",
+        "lower trl.temperature (0.7 to 0.9) or trl.entropy_coef; raise learning_rate if the reward is flat; train on "
+        "demonstrations first where the model does not know the task",
+        averaged=True, hidden_by=("entropy rises", "no signal", "reward at zero"),
+    ),
+    Rule(
+        "gradients above 1", "warning", "online", "grad_norm > 1.0 and reward:lift < 0.1", 20,
+        "gradients are above what is usual for online training (0.001 to 1) step after step, and the reward does not "
+        "rise",
+        "lower learning_rate, or max_grad_norm (0.1) to bound each step; enlarge the batch; look for a reward with "
+        "huge values",
+        hidden_by=("large gradients",),
     ),
     Rule(
         "large gradients", "alarm", "online", "grad_norm > 10.0", 10,
@@ -271,11 +311,11 @@ RULES: tuple[Rule, ...] = (
 EXPLAINED = {
     "The loss of an online run is near 0, and may rise": "Advantages of a group sum to 0, so the loss does as long as "
     "the policy is the one that sampled; with `trl.beta` it grows with the distance from the reference. It is no "
-    "measure of progress: watch `reward`, `reward_std` and `kl`.",
+    "measure of progress: watch `reward`, `group_reward_std` and, with `trl.beta`, `kl`.",
     "`grad_norm` is 0 in some steps of an online run": "No group of those steps had completions that score apart, and "
     "`trl.skip_zero_advantage_batches` left them out.",
-    "`entropy` is above 1": "How certain a policy can be depends on the task; only entropy that rises while the reward "
-    "does not is a verdict.",
+    "`entropy` is above 0.5": "How certain a policy can be depends on the task; it is a verdict only where the reward "
+    "does not rise.",
 }
 
 

@@ -21,7 +21,7 @@ from upweight.runs.files import HEALTH, metrics_of
 from upweight.runs.health import Health, Verdict
 from upweight.train.distributed.ranks import MaxOverRanks
 
-SHOWN = ("reward", "reward_std", "loss", "rewards/accuracies", "rewards/margins", "rewards/chosen",
+SHOWN = ("reward", "group_reward_std", "loss", "rewards/accuracies", "rewards/margins", "rewards/chosen",
          "rewards/rejected", "accuracy", "mean_token_accuracy",
          "kl", "entropy", "completions/mean_length", "grad_norm")  # fmt: skip
 BAR = 24  # characters

@@ -9,7 +9,7 @@ import pytest
 from upweight.config import parse_config
 from upweight.config.resolve import generation_batch
 from upweight.config.rules import ebft as ebft_rules
-from upweight.config.rules import rules
+from upweight.config.rules import rules, switched_keys
 from upweight.config.rules.rules import EXCLUSIVE
 from upweight.errors import UserError
 
@@ -77,9 +77,13 @@ ODD = {
     "trl.temperature: no effect with rl: dpo": {**WHOLE, "rl": "dpo", "trl": {"temperature": 0.5}},
     "vllm.port: no effect with rl: dpo: nothing is sampled": {**WHOLE, "rl": "dpo", "vllm": {"port": 8001}},
     "trl.async_prefetch: without": {**GRPO, "trl": {"reward_funcs": ["r.f"], "async_prefetch": True}},
-    "trl.vllm_lora_sync: there is no": {**GRPO, "trl": {"reward_funcs": ["r.f"], "vllm_lora_sync": True}},
+    "trl.vllm_lora_sync: there is no": {
+        **GRPO,
+        "trl": {"reward_funcs": ["r.f"], "use_vllm": True, "vllm_lora_sync": True},
+    },
     "trl.top_p, trl.top_k": {**GRPO, "trl": {"reward_funcs": ["r.f"], "use_vllm": True, "top_p": 0.9}},
     "bfloat16: weights are trained": {**WHOLE, "bfloat16": True},
+    "trl.vllm_sync_interval: no effect on training": {**GRPO, "trl": {**GRPO["trl"], "vllm_sync_interval": 2}},
     "ebft.stride: no effect": {**WHOLE, "rl": "ebft", "ebft": {"stride": 4}},
     "ebft.diversity_coef: whit": {**WHOLE, "rl": "ebft", "ebft": {"use_whitening": True, "diversity_coef": 1.0}},
 }
@@ -109,7 +113,7 @@ def test_each_warning_rule_speaks_when_it_should(message):
 
 def test_every_rule_has_a_config_that_breaks_it():
     said = "\n".join([*map(error, BROKEN.values()), *(one for content in ODD.values() for one in notices(content))])
-    for module in (rules, ebft_rules):
+    for module in (rules, ebft_rules, switched_keys):
         for node in ast.walk(ast.parse(inspect.getsource(module))):
             if isinstance(node, ast.Yield) and not isinstance(node.value, ast.Tuple):
                 words = max((str(part.value) for part in ast.walk(node) if isinstance(part, ast.Constant)), key=len)

@@ -48,7 +48,7 @@ def test_settings_reach_the_method_and_the_rollouts_under_their_own_names(tmp_pa
     args = config(
         tmp_path,
         num_generations=4,
-        scale_rewards=False,
+        scale_rewards=True,
         reward_weights=[1.0, 0.5],
         multi_objective_aggregation="normalize_then_sum",
         vllm_importance_sampling_cap=2.0,
@@ -58,7 +58,7 @@ def test_settings_reach_the_method_and_the_rollouts_under_their_own_names(tmp_pa
         num_completions_to_print=3,
     )
     policy = PolicyGradient(
-        num_generations=4, scale_rewards=False, reward_weights=(1.0, 0.5), sampler_correction_cap=2.0
+        num_generations=4, scale_rewards=True, reward_weights=(1.0, 0.5), sampler_correction_cap=2.0
     )
     assert args.method() == GRPO(policy=policy, aggregation="normalize_then_sum")
     assert args.rollout() == RolloutSection(

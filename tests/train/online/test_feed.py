@@ -1,5 +1,7 @@
 """Rollouts in the loop: against a plain loop, in any cut, over a resume."""
 
+import logging
+
 import numpy as np
 import pytest
 import torch
@@ -52,6 +54,16 @@ def test_without_running_ahead_it_is_a_plain_loop(tmp_path):
     ours.train()
     plain = online_trainer(tmp_path / "b", section={"temperature": 0.7}, max_steps=4)
     assert largest_difference(weights_of(ours), plain_loop(plain, 4)) < 1e-5
+
+
+@pytest.mark.parametrize(("beta", "watched", "skips"), [(0.0, "group_reward_std", True), (0.1, "kl", False)])
+def test_a_run_begins_with_what_to_watch_and_says_when_nothing_can_be_skipped(tmp_path, caplog, beta, watched, skips):
+    caplog.set_level(logging.INFO, "upweight")
+    logging.getLogger("upweight").propagate = True
+    online_trainer(tmp_path, method=GRPO(policy={"num_generations": 4, "max_completion_length": 6, "beta": beta}))
+    (line,) = [line for line in caplog.messages if "no measure of progress" in line]
+    assert line.endswith(watched)
+    assert any("for the sake of trl.beta" in line for line in caplog.messages) != skips
 
 
 @pytest.mark.parametrize("budget", [16, 40])

@@ -82,7 +82,7 @@ class Starter:
 
 
 _MARGINS = "`rewards/margins` should rise above 0 and `rewards/accuracies` above 0.5"
-_REWARD = "`reward` should rise, `reward_std` stay above 0 and `kl` below 0.5; the loss says nothing"
+_REWARD = "`reward` should rise and `group_reward_std` stay above 0; the loss says nothing"
 
 STARTERS: dict[str, Starter] = {
     "dpo": Starter(

@@ -6,6 +6,7 @@ from itertools import combinations
 from upweight.config.config import Config, how_to_choose
 from upweight.config.resolve import generation_batch, group_size
 from upweight.config.rules.ebft import ebft_keys_without_effect, features_are_what_rewards
+from upweight.config.rules.switched_keys import switched_off
 from upweight.config.sections.data import (
     FALLBACK_PREFIX,
     FORMAT_NAMES,
@@ -234,7 +235,7 @@ def without_effect(config: Config) -> Iterator[str]:
         yield f"{', '.join(stray)}: no effect without 'adapter: lora'"
     if rollout.async_prefetch and not rollout.use_vllm and online:
         yield "trl.async_prefetch: without a vLLM server rollouts are produced ahead of training, not beside it"
-    if rollout.lora_sync and config.adapter.kind is None and config.choice.rl is not None:
+    if rollout.lora_sync and rollout.use_vllm and config.adapter.kind is None and config.choice.rl is not None:
         yield "trl.vllm_lora_sync: there is no adapter to send; all weights are sent"
     if online and rollout.use_vllm and (rollout.top_p < 1 or rollout.top_k or rollout.min_p):
         yield (
@@ -264,4 +265,4 @@ ERRORS: tuple[Rule, ...] = (
 )  # fmt: skip
 WHOLE_CONFIG: tuple[Rule, ...] = (whole_config, formats_are_known, gym_is_complete)
 WARNINGS: tuple[Rule, ...] = (groups_fit_the_batch, without_effect, ebft_keys_without_effect)
-WHOLE_CONFIG_WARNINGS: tuple[Rule, ...] = (without_use,)
+WHOLE_CONFIG_WARNINGS: tuple[Rule, ...] = (without_use, switched_off)

@@ -44,8 +44,9 @@ LOSS_OF_ONLINE_RUNS = next(why for what, why in EXPLAINED.items() if what.starts
 KINDS: tuple[Kind, ...] = (
     Kind("Reward", "Reward", ("reward",), "Mean over the completions of a step, weighted by trl.reward_weights. The "
          "band is one standard deviation to each side.", band=("reward_std",)),
-    Kind("Reward", "Spread of the reward", ("reward_std",), "Standard deviation over completions. Near 0 they all "
-         "score alike, and nothing is learned."),
+    Kind("Reward", "Spread of the reward", ("group_reward_std", "reward_std"), "Standard deviation over the "
+         "completions of a prompt, and over all. Where completions of a prompt score alike, nothing is learned.",
+         labels=("within prompts", "over all")),
     Kind("Reward", "Groups without signal", ("frac_reward_zero_std",), "Share of prompts whose completions all score "
          "alike: their advantages are 0.", unit=SHARE),
     Kind("Each reward", "", (r"rewards/(.+)/mean",), "Mean of this reward before weighting. The band is one standard "

@@ -51,7 +51,11 @@ LOOK_EVERY = 50  # steps between looks at completions on a terminal, where the c
 REROLL_CAPACITY = 1024  # failed prompts remembered
 LOSS_SAYS_LITTLE = (
     "%s: the loss is near 0 and may rise while the policy learns; it is no measure of progress: watch reward, "
-    "reward_std and kl"
+    "group_reward_std%s"
+)
+ALL_ARE_READ = (
+    "%s: completions without an advantage are forwarded like all others, for the sake of %s; "
+    "trl.skip_zero_advantage_batches leaves out those that nothing is computed from"
 )
 
 
@@ -168,10 +172,12 @@ def make_rollouts(policy: Policy, recipe: RolloutSpec) -> RolloutFeed:
         rows=recipe.rows,
         max_new_tokens=gradient.max_completion_length,
     )
-    logger.info(LOSS_SAYS_LITTLE, method.name)
+    logger.info(LOSS_SAYS_LITTLE, method.name, " and kl" if method.needs_reference else "")
     matching = feature_matching_of(
         method, policy.model, policy.dtype, policy.reference, offload=policy.offload_reference
     )
+    if section.skip_zero_advantage and gradient.reads_all and not (matching is not None and matching.strided):
+        logger.info(ALL_ARE_READ, method.name, " and ".join(gradient.reads_all))
     sampling = sampling_of(section, gradient.max_completion_length) if matching is None else matching.sampling(section)
     generator: Generator | None = server
     if recipe.rollout_func is None and not section.use_vllm:

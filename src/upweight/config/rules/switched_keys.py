@@ -1,0 +1,62 @@
+"""Keys that act only where another key turns their subject on: what was set and does nothing is named."""
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from upweight.config.config import Config
+
+
+class Switch(NamedTuple):
+    """Keys (a name that ends in `*` stands for all that begin so) and what has to hold for them to act."""
+
+    keys: str
+    needs: str
+    is_on: Callable[[Config], bool]
+
+
+SWITCHES: tuple[Switch, ...] = (
+    Switch(
+        "trl.vllm_mode trl.vllm_server_* trl.vllm_enable_sleep_mode trl.vllm_gpu_memory_utilization"
+        " trl.vllm_max_model_length trl.vllm_tensor_parallel_size trl.vllm_sync_interval trl.vllm_lora_sync"
+        " trl.vllm_weight_transfer vllm.*",
+        "trl.use_vllm: true",
+        lambda c: c.rollout.use_vllm,
+    ),
+    Switch(
+        "trl.vllm_enable_sleep_mode trl.vllm_gpu_memory_utilization trl.vllm_max_model_length"
+        " trl.vllm_tensor_parallel_size",
+        "trl.vllm_mode: colocate",
+        lambda c: not c.rollout.use_vllm or c.rollout.vllm_mode == "colocate",
+    ),
+    Switch(
+        "trl.vllm_server_* trl.vllm_weight_transfer vllm.*",
+        "trl.vllm_mode: server",
+        lambda c: not c.rollout.use_vllm or c.rollout.vllm_mode == "server",
+    ),
+    Switch("trl.prefetch_depth trl.max_staleness", "trl.async_prefetch: true", lambda c: c.rollout.async_prefetch),
+    Switch("trl.streaming_min_groups", "trl.streaming_partial_batch: true", lambda c: c.rollout.streaming),
+    Switch(
+        "trl.replay_recompute_logps trl.replay_max_age",
+        "trl.replay_buffer_size' above '0",
+        lambda c: c.rollout.replay_size > 0,
+    ),
+    Switch("trl.reroll_max_groups", "trl.reroll_start_fraction' below '1", lambda c: c.rollout.reroll_start < 1),
+    Switch("nemo_gym_*", "nemo_gym_enabled: true", lambda c: c.gym.enabled),
+)
+
+
+def switched_off(config: Config) -> Iterator[str]:
+    """Keys of online runs whose switch is off; what no online run could use is said elsewhere."""
+    if not config.method.online:
+        return
+    # What strided mode reads of these blocks is said with its own rules.
+    unread = ("trl.", "vllm.") if getattr(config.method, "mode", None) == "strided" else ()
+    for switch in SWITCHES:
+        stray = [path for path in config.given if _names(switch.keys, path) and not path.startswith(unread)]
+        stray = [path for path in stray if path != "nemo_gym_enabled"]
+        if stray and not switch.is_on(config):
+            yield f"{', '.join(stray)}: no effect on training without '{switch.needs}'"
+
+
+def _names(keys: str, path: str) -> bool:
+    return any(path.startswith(key[:-1]) if key.endswith("*") else path == key for key in keys.split())
