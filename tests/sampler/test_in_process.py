@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from made_tokenizers import byte_tokenizer
-from tiny_models import PADDED, TREES, TREES_TOO, VOCABULARY, drawn, sample, tiny
+from tiny_models import PADDED, SIZES, TREES, TREES_TOO, VOCABULARY, drawn, sample, tiny
 from upweight.engine import Engine
 from upweight.engine.check import enable_checkpointing
 from upweight.engine.packing import build_batch
@@ -249,3 +251,42 @@ def test_graphs_sample_what_the_training_forward_says(adapted: bool, compiled: b
     assert difference.mean() < 1e-3
     again = sampler.generate(PROMPTS, 5, settings)
     assert [c.ids for c in flat(again)] == [c.ids for c in flat(out)]
+
+
+def twice_attending(kind: str):
+    """A model that attends with one module more than once in a forward."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZES)).float().eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(8.0 if weight.ndim > 1 else 1.0)
+    return model
+
+
+@pytest.mark.parametrize("kind", ["diffllama", "hrm_text"])
+def test_a_module_that_attends_twice_in_a_forward_keeps_each_calls_tokens(kind: str):
+    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        pytest.skip("this transformers does not have it")
+    model = twice_attending(kind)
+    engine = Engine(model)
+    sampler = InProcess(model, engine=engine, end_ids=())
+    greedy = sampler.generate(PROMPTS, 2, Sampling(max_new_tokens=12, temperature=0.0))
+    assert sampler.shares_prompts
+    assert largest_difference(engine, model, PROMPTS, greedy, 1.0) < 1e-4
+    for prompt, group in zip(PROMPTS, greedy, strict=True):
+        given = torch.tensor([prompt])
+        expected = model.generate(
+            given, attention_mask=torch.ones_like(given), max_new_tokens=12, do_sample=False, eos_token_id=VOCABULARY
+        )
+        assert [one.ids for one in group] == [expected[0, len(prompt) :].tolist()] * 2
+
+
+def test_a_model_that_generate_cannot_cache_is_sampled_without_one(caplog):
+    """A tiny xLSTM's cache has another shape than its states."""
+    config = AutoConfig.for_model("xlstm", **SIZES, embedding_dim=32, num_blocks=3, num_heads=4, chunk_size=8)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).float().eval()
+    engine = Engine(model)
+    out = InProcess(model, engine=engine).generate(PROMPTS, 2, SAMPLING)
+    assert "sampled by transformers' generate without a cache" in caplog.text
+    assert largest_difference(engine, model, PROMPTS, out) < 1e-4

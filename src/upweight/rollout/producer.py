@@ -24,7 +24,7 @@ from upweight.rollout.replay import ReplayBuffer
 from upweight.rollout.reroll import Reroll
 from upweight.rollout.rollout import PromptRows, Rollout
 from upweight.rollout.summary import has_signal, summary
-from upweight.types import Completion, Group, Sampling
+from upweight.types import Completion, Group, Prompts, Sampling
 
 
 class CompletionSource(Protocol):
@@ -65,6 +65,7 @@ class Producer:
     replay: ReplayBuffer | None = None
     reroll: Reroll | None = None
     longest: Callable[[Sequence[Group]], int] | None = None  # tokens that completions of these prompts may have
+    prove: Callable[[Prompts, Sampling, Callable[[Any], list[Any]]], None] | None = None  # the sampler, on all ranks
     rollouts: int = 0
     tokens: int = 0  # of prompts and completions so far
 
@@ -179,6 +180,8 @@ class Producer:
         sampling = dataclasses.replace(self.sampling, seed=seed, first=first)
         if self.longest is not None:
             sampling = dataclasses.replace(sampling, max_new_tokens=self.longest(groups))
+        if self.prove is not None:
+            self.prove([group.prompt_ids for group in groups], sampling, self.ranks.gather)
         metrics = self._write_and_score(groups[first:stop], count, sampling, trainer_state)
         shares = self.ranks.gather((groups[first:stop], metrics))
         groups = [group for theirs, _ in shares for group in theirs]

@@ -1,7 +1,7 @@
 """How decoding steps are launched: one by one, or replayed as CUDA graphs."""
 
 import contextlib
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from functools import cache
 from types import FunctionType, MethodType
@@ -217,7 +217,9 @@ class GraphSteps:
 def _compiled_layers(decoder: Decoder, name: str) -> dict[nn.Module, Callable[..., Any]]:
     """The layers around each attention, and the compiled forward of their class: one for prompts of any length."""
     modules = dict(decoder.base.named_modules())
-    around = [modules[path.rpartition(".")[0]] for path, module in modules.items() if module in decoder.layers]
+    # A compiler may change the order of calls that a module makes in one layer, and their order tells them apart.
+    calls = Counter(layer.module for layer in decoder.layers)
+    around = [modules[path.rpartition(".")[0]] for path, module in modules.items() if calls[module] == 1]
     plain = [layer for layer in around if "forward" not in vars(layer)]
     forwards = {
         kind: torch.compile(_named(kind.forward, name), dynamic=True if name == "prefill" else None)

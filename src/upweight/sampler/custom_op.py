@@ -1,46 +1,56 @@
 """The sampler's attention as one operation: a compiled layer is then one piece, not the pieces around a call.
 
 All layers of a model share what was compiled for one of them, so an operation cannot be told which layer calls it:
-layers are told apart by the order in which they attend, which is the same in every forward.
+calls are told apart by their order, which is the same in every forward. A module that attends more than once in a
+forward has as many calls.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from itertools import count
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from upweight.engine.attention.interface import Attends, Scores
+from upweight.engine.attention.interface import Scores
 from upweight.engine.attention.rules import Rule
 
 
-class CustomAttention:
-    """Travels as `tree=` and hands each layer's call on to `attends`; `layers` in the order of their calls."""
+class Context(Protocol):
+    """What attends in a forward of the sampler: `engine.attention.Attends`, with the number of the call."""
 
-    def __init__(self, attends: Attends, layers: Iterable[nn.Module]) -> None:
-        self._attends, self._layers = attends, iter(layers)
+    def attend(self, call: int, query: Tensor, key: Tensor, value: Tensor, form: Scores) -> Tensor:
+        """Query [B, heads, N, width], key and value with as many or fewer heads -> [B, heads, N, width]."""
+        ...
+
+
+class CustomAttention:
+    """Travels as `tree=` through one forward, and hands each attention call on with its number."""
+
+    def __init__(self, context: Context) -> None:
+        self._context, self._calls = context, count()
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, form: Scores) -> Tensor:
         """Attention of one layer, see `Attends`."""
         if torch.compiler.is_compiling():
             rule = form.rule
             return _attend(query, key, value, form.scaling, form.softcap, form.sinks, rule.window, rule.chunk)
-        next(self._layers, None)
-        return self._attends.attend(module, query, key, value, form)
+        return self.attend_next(query, key, value, form)
 
     def attend_next(self, query: Tensor, key: Tensor, value: Tensor, form: Scores) -> Tensor:
-        """Attention of the layer whose turn it is."""
-        return self._attends.attend(next(self._layers), query, key, value, form)
+        """Attention of the call whose turn it is."""
+        return self._context.attend(next(self._calls), query, key, value, form)
 
 
 _running: ContextVar[CustomAttention] = ContextVar("running")
 
 
 @contextmanager
-def attention_op(attends: Attends, layers: Iterable[nn.Module]) -> Iterator[CustomAttention]:
-    """What a forward inside is given as `tree=` so that compiled layers attend by `attends`."""
-    given = CustomAttention(attends, layers)
+def attention_op(context: Context) -> Iterator[CustomAttention]:
+    """What one forward inside is given as `tree=` so that compiled layers attend by `context`."""
+    given = CustomAttention(context)
     token = _running.set(given)
     try:
         yield given

@@ -8,6 +8,7 @@ member`; all completions of a grid have the same number of tokens.
 import inspect
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any
@@ -24,7 +25,7 @@ from upweight.engine.forward import body_of
 from upweight.engine.logits import LogitForm
 from upweight.engine.trees import fold
 from upweight.sampler.attention import Cascade, cascade_attention
-from upweight.sampler.custom_op import attention_op
+from upweight.sampler.custom_op import Context, attention_op
 from upweight.sampler.draw import draw
 from upweight.types import Prompts, Sampling
 
@@ -50,9 +51,9 @@ class Grid:
 
 @dataclass(frozen=True)
 class LayerShape:
-    """What one attention layer keeps of a token."""
+    """What one attention call of a forward keeps of a token."""
 
-    number: int
+    module: nn.Module
     heads: int
     key_width: int
     value_width: int
@@ -92,14 +93,13 @@ class Arena:
 
 
 class _Shapes:
-    """Attends to nothing, and notes what each layer would keep."""
+    """Attends to nothing, and notes what each call would keep; travels as `tree=` itself."""
 
     def __init__(self) -> None:
-        self.layers: dict[nn.Module, LayerShape] = {}
+        self.layers: list[LayerShape] = []
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, form: Scores) -> Tensor:
-        shape = LayerShape(len(self.layers), key.shape[1], key.shape[-1], value.shape[-1], key.dtype)
-        self.layers.setdefault(module, shape)
+        self.layers.append(LayerShape(module, key.shape[1], key.shape[-1], value.shape[-1], key.dtype))
         return value.repeat_interleave(query.shape[1] // value.shape[1], 1)
 
 
@@ -111,11 +111,11 @@ class _Prefill:
         self._groups, self._index_GP = groups, index_GP
         self._plans: dict[Rule, SegmentPlan] = {}
 
-    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, form: Scores) -> Tensor:
+    def attend(self, call: int, query: Tensor, key: Tensor, value: Tensor, form: Scores) -> Tensor:
         rule = form.rule
         if rule not in self._plans:
             self._plans[rule] = SegmentPlan.of(self._end_N, self._position_N, rule)
-        kept_key, kept_value = self._decoder.caches[module][:2]
+        kept_key, kept_value = self._decoder.caches[call][:2]
         width = self._index_GP.shape[1]
         for kept, new in ((kept_key, key), (kept_value, value)):
             kept[self._groups, :, :width] = new[0][:, self._index_GP].transpose(0, 1)
@@ -130,9 +130,9 @@ class _Step:
         self._decoder, self._width = decoder, width
         self._bias: dict[Rule, Tensor] = {}
 
-    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, form: Scores) -> Tensor:
+    def attend(self, call: int, query: Tensor, key: Tensor, value: Tensor, form: Scores) -> Tensor:
         decoder = self._decoder
-        prompt_key, prompt_value, new_key, new_value = caches = decoder.caches[module]
+        prompt_key, prompt_value, new_key, new_value = caches = decoder.caches[call]
         if cascade_step is not None and query.is_cuda and decoder.anchor_GM1 is None:
             return cascade_step(query, key, value, caches, (decoder.length_G1, decoder.step_1), form)
         new_key.index_copy_(2, decoder.step_1, key)
@@ -156,8 +156,9 @@ class Decoder:
         self.draw = draw
         self.grid = Grid(0, 0, 0, 0)
         self.sampling = Sampling(max_new_tokens=0)  # of these only what shapes the draw of a token
-        self.caches: dict[nn.Module, tuple[Tensor, Tensor, Tensor, Tensor]] = {}
-        self.layers: dict[nn.Module, LayerShape] = {}
+        # Both by attention call: some models attend with one module more than once in a forward.
+        self.caches: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+        self.layers: list[LayerShape] = []
         self._padded: dict[tuple[int, int], _Prefill] = {}
 
     def token_bytes(self) -> int:
@@ -168,7 +169,7 @@ class Decoder:
             one = torch.zeros(1, 1, dtype=torch.long, device=self.device)
             self._logits(one, one, shapes, None)
             self.layers = shapes.layers
-        return sum(layer.token_bytes for layer in self.layers.values())
+        return sum(layer.token_bytes for layer in self.layers)
 
     def open(self, grid: Grid, sampling: Sampling) -> None:
         """Take a grid's room in the buffers."""
@@ -177,14 +178,15 @@ class Decoder:
         self.grid, self.anchor_GM1 = grid, None
         self.sampling = replace(sampling, max_new_tokens=0, stop_ids=(), stop_strings=(), seed=None, first=0)
         view, slots = self.arena.view, grid.slots
-        for module, layer in self.layers.items():
+        self.caches = []
+        for number, layer in enumerate(self.layers):
             shapes = [
                 (count, layer.heads, length, width)
                 for count, length in ((grid.groups, grid.prompt), (slots, grid.room))
                 for width in (layer.key_width, layer.value_width)
             ]
-            kept = [view((layer.number, part), shape, layer.dtype) for part, shape in enumerate(shapes)]
-            self.caches[module] = (kept[0], kept[1], kept[2], kept[3])
+            kept = [view((number, part), shape, layer.dtype) for part, shape in enumerate(shapes)]
+            self.caches.append((kept[0], kept[1], kept[2], kept[3]))
         self.ids_GP = view("prompts", (grid.groups, grid.prompt), torch.long)
         self.length_G1 = view("length", (grid.groups, 1), torch.long)
         self.step_1 = view("step", (1,), torch.long)
@@ -300,16 +302,19 @@ class Decoder:
         if self.seen_BV is not None:
             self.seen_BV.scatter_(1, self.token_B1, True)
 
-    def _logits(self, ids_BN: Tensor, position_BN: Tensor, context: Any, at: Tensor | None) -> Tensor:
+    def _logits(self, ids_BN: Tensor, position_BN: Tensor, context: "Context | _Shapes", at: Tensor | None) -> Tensor:
         """Logits at flat positions, or at all: the head's own forward and form, as the engine uses them."""
-        inputs = {
+        inputs: dict[str, Any] = {
             "input_ids": ids_BN,
             "attention_mask": torch.ones_like(ids_BN),
             "position_ids": position_BN,
             "use_cache": False,
         }
         form = self.base.__dict__["_logit_form"]
-        with tree_masks(), attention_op(context, self.layers) as inputs["tree"]:
+        with (
+            tree_masks(),
+            nullcontext(context) if isinstance(context, _Shapes) else attention_op(context) as inputs["tree"],
+        ):
             if form is None:
                 stock = self.base.__dict__["_stock_forward"]
                 fewer = "logits_to_keep" in inspect.signature(type(self.base).forward).parameters
@@ -344,12 +349,12 @@ class Decoder:
         """Shrink the grid to some of its groups, and for each of them to some slots, in the new order."""
         old = self.grid
         caches, length, token, uniform, seen = (
-            self.caches.copy(), self.length_G1, self.token_B1, self.uniform_BN, self.seen_BV
+            self.caches, self.length_G1, self.token_B1, self.uniform_BN, self.seen_BV
         )  # fmt: skip
         self.open(Grid(len(groups), len(slots) // len(groups), old.prompt, old.room), self.sampling)
-        for module, new in self.caches.items():
+        for old_parts, new_parts in zip(caches, self.caches, strict=True):
             for part, index in enumerate((groups, groups, slots, slots)):
-                new[part].copy_(caches[module][part].index_select(0, index))
+                new_parts[part].copy_(old_parts[part].index_select(0, index))
         self.length_G1.copy_(length[groups])
         self.token_B1.copy_(token[slots])
         self.uniform_BN.copy_(uniform[slots])

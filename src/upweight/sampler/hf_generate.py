@@ -1,5 +1,6 @@
 """Sampling by transformers' own generate, for architectures whose state of a prompt cannot be shared."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -17,9 +18,16 @@ _TOKENS = 1 << 16  # prompts and completions forwarded at a time
 
 
 def hf_generate(
-    model: nn.Module, engine: Engine, prompts: Prompts, rows: CompletionCollector, *, sampling: Sampling, seed: int
+    model: nn.Module,
+    engine: Engine | None,
+    prompts: Prompts,
+    rows: CompletionCollector,
+    *,
+    sampling: Sampling,
+    seed: int,
+    cached: bool = True,
 ) -> None:
-    """Sample the completions of each prompt into `rows`.
+    """Sample the completions of each prompt into `rows`; log-probs are the engine's, without one `generate`'s.
 
     Prompts of one length are taken together: nothing is padded, which not every recurrent layer bears.
     """
@@ -36,19 +44,38 @@ def hf_generate(
             for start in range(0, len(wanted), size):
                 part = np.asarray(wanted[start : start + size])
                 ids_BN = torch.tensor([list(prompts[row // count]) for row in part], device=base.device)
-                out_BN = _sampled(base, ids_BN, sampling, rows)
-                logps_BN = _logps(model, engine, out_BN, length, sampling.temperature or 1.0)
+                out = _sampled(base, ids_BN, sampling, rows, cached=cached, logits=engine is None)
+                out_BN, temperature = out.sequences.cpu(), sampling.temperature or 1.0
+                if engine is None:
+                    logps_BN = _logps_of(out.logits, out_BN[:, length:], temperature)
+                else:
+                    logps_BN = _logps(model, engine, out_BN, length, temperature)
                 rows.take(0, out_BN[:, length:].T.numpy(), logps_BN.T.numpy(), part)
 
 
-def _sampled(base: Any, ids_BN: Tensor, sampling: Sampling, rows: CompletionCollector) -> Tensor:
-    """Prompts of one length -> prompts and completions, on the host."""
-    return base.generate(
-        input_ids=ids_BN,
-        attention_mask=torch.ones_like(ids_BN),
-        generation_config=generation_config(sampling, rows.ends.tolist() or [base.config.get_text_config().vocab_size]),
-        stopping_criteria=StoppingCriteriaList([_AtStopString(ids_BN.shape[1], rows.stops)] if rows.stops else []),
-    ).cpu()
+def _sampled(
+    base: Any, ids_BN: Tensor, sampling: Sampling, rows: CompletionCollector, *, cached: bool, logits: bool
+) -> Any:
+    """Prompts of one length -> `sequences`, prompts and completions, and the `logits` of each step where asked for."""
+    config = generation_config(sampling, rows.ends.tolist() or [base.config.get_text_config().vocab_size])
+    config.use_cache, config.return_dict_in_generate, config.output_logits = cached, True, logits
+    # What a config leaves out is taken from the model's, be it a forced last token or a ban on repetition.
+    stock, base.generation_config = base.generation_config, config
+    try:
+        return base.generate(
+            input_ids=ids_BN,
+            attention_mask=torch.ones_like(ids_BN),
+            generation_config=config,
+            stopping_criteria=StoppingCriteriaList([_AtStopString(ids_BN.shape[1], rows.stops)] if rows.stops else []),
+        )
+    finally:
+        base.generation_config = stock
+
+
+def _logps_of(logits: Sequence[Tensor], ids_BN: Tensor, temperature: float) -> Tensor:
+    """The logits of each step -> log-probs of what was drawn, before any penalty or truncation."""
+    each = [(step_BV.float().cpu() / temperature).log_softmax(-1) for step_BV in logits]
+    return torch.stack(each, 1).gather(2, ids_BN[:, :, None])[:, :, 0]
 
 
 def _logps(model: nn.Module, engine: Engine, ids_BN: Tensor, length: int, temperature: float) -> Tensor:
@@ -68,6 +95,7 @@ def generation_config(sampling: Sampling, ends: Any, padding: Any = 0) -> Genera
     return GenerationConfig(
         max_new_tokens=sampling.max_new_tokens,
         do_sample=not greedy,
+        use_cache=True,
         min_p=sampling.min_p or None,
         repetition_penalty=sampling.repetition_penalty,
         eos_token_id=ends,

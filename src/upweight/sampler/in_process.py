@@ -3,6 +3,7 @@
 import math
 from collections import deque
 from collections.abc import Callable, Collection
+from enum import StrEnum
 from typing import Any
 
 import numpy as np
@@ -20,16 +21,26 @@ from upweight.sampler.collect import CompletionCollector, StopStrings, smaller_g
 from upweight.sampler.cuda_graphs import GraphSteps, PlainSteps
 from upweight.sampler.decode import Decoder, Grid
 from upweight.sampler.hf_generate import hf_generate
+from upweight.sampler.proof import Trial, Verdict, verdict, worst
 from upweight.types import Completion, Done, Prompts, Sampling
 
 _PREFILL_TOKENS = 8192
 _CACHE_ON_CPU = 4 << 30
 
 
+class Way(StrEnum):
+    """How completions are sampled, the fastest first."""
+
+    SHARED = "the sampler that shares prompts"
+    CACHED = "transformers' generate"
+    PLAIN = "transformers' generate without a cache"
+
+
 class InProcess:
     """Completions from a model in this process, which may change between calls; see `types.Generator`.
 
-    Each prompt is read once for all its completions. On a GPU the steps are CUDA graphs, kept over calls.
+    Each prompt is read once for all its completions. On a GPU the steps are CUDA graphs, kept over calls. Before the
+    first call the way of sampling is proved on the model, see `prove`.
     """
 
     def __init__(
@@ -56,6 +67,7 @@ class InProcess:
         self._device = torch.device(device) if device is not None else self._base.device
         self._cache_bytes, self._prefill_tokens = cache_bytes, prefill_tokens
         self._version = 0
+        self._way, self._proved = Way.CACHED if self._engine.layout == "padded" else Way.SHARED, False
         self._decoder = Decoder(self._base, self._device)
         self._steps = GraphSteps(self._decoder, compile) if self._device.type == "cuda" else PlainSteps(self._decoder)
 
@@ -74,6 +86,7 @@ class InProcess:
         self._check(prompts, count, sampling)
         if not prompts:
             return []
+        self.prove(prompts, sampling)
         given = sampling.seeds[0] if sampling.seeds else sampling.seed
         seed = int(torch.randint(1 << 62, ())) if given is None else given
         rows = CompletionCollector(
@@ -87,17 +100,75 @@ class InProcess:
             heard=heard,
         )
         with torch.no_grad(), dropout_off(self._model):
-            if self._engine.layout == "padded":
-                warn_once(
-                    f"{type(self._base).__name__} cannot share the keys and values of prompts: completions are "
-                    "sampled by transformers' generate, prompts of one length at a time, which is slower"
-                )
-                hf_generate(self._model, self._engine, prompts, rows, sampling=sampling, seed=seed)
-            else:
-                uniform_SN = _uniform(len(prompts), count, sampling, seed)
-                for wave in self._waves(prompts, count, sampling):
-                    self._decode(prompts, wave, sampling, uniform_SN, rows)
+            self._draw(self._way, self._engine, prompts, rows, sampling=sampling, seed=seed)
         return [rows.completions(prompt) for prompt in range(len(prompts))]
+
+    def prove(
+        self,
+        prompts: Prompts,
+        sampling: Sampling,
+        gather: Callable[[Verdict], list[Verdict]] = lambda own: [own],
+    ) -> None:
+        """Before the first call: sample a little, and go on with the first way whose log-probs are the model's own.
+
+        `gather` gives every rank's verdict on every rank, where all of them call this alike.
+        """
+        if self._proved or not prompts:
+            return
+        name = type(self._base).__name__
+        trial = Trial.of(prompts, sampling, self._positions())
+        ways = list(Way)[list(Way).index(self._way) :]
+        failures: list[str] = []
+        for way in ways:
+            with torch.no_grad(), dropout_off(self._model):
+                found = worst(gather(verdict(self._base, trial, lambda one, way=way: self._tried(way, one))))
+            if found.passed:
+                break
+            failures.append(f"{way} {found}")
+        else:
+            raise UserError(
+                f"{name} cannot be sampled in this process: {'; '.join(failures)}. Sample with vLLM "
+                "(`trl.use_vllm: true`) where it knows the model, or train another one."
+            )
+        self._way, self._proved = way, True
+        if failures:
+            warn_once(f"{name}: {'; '.join(failures)}. Completions are sampled by {way}, which is slower")
+        elif way != Way.SHARED:
+            warn_once(
+                f"{name} cannot share the keys and values of prompts: completions are sampled by {way}, prompts of "
+                "one length at a time, which is slower"
+            )
+
+    @property
+    def shares_prompts(self) -> bool:
+        """Whether a prompt is read once for all its completions."""
+        return self._way == Way.SHARED
+
+    def _tried(self, way: Way, trial: Trial) -> list[list[Completion]]:
+        """Completions of a trial, none of them ended early, with log-probs of what drew them."""
+        size = len(trial.prompts), trial.count, trial.sampling.max_new_tokens
+        rows = CompletionCollector(*size, ends=(), stops=StopStrings(None, ()), version=0, done=None)
+        self._draw(way, None, trial.prompts, rows, sampling=trial.sampling, seed=0)
+        return [rows.completions(prompt) for prompt in range(len(trial.prompts))]
+
+    def _draw(
+        self,
+        way: Way,
+        engine: Engine | None,
+        prompts: Prompts,
+        rows: CompletionCollector,
+        *,
+        sampling: Sampling,
+        seed: int,
+    ) -> None:
+        """Sample completions into `rows`; what `generate` samples has the log-probs of the engine where given one."""
+        if way != Way.SHARED:
+            cached = way == Way.CACHED
+            hf_generate(self._model, engine, prompts, rows, sampling=sampling, seed=seed, cached=cached)
+            return
+        uniform_SN = _uniform(len(prompts), rows.count, sampling, seed)
+        for wave in self._waves(prompts, rows.count, sampling):
+            self._decode(prompts, wave, sampling, uniform_SN, rows)
 
     def sync(self, version: int) -> None:
         """The weights are shared: note the version that what is sampled from now on belongs to."""
@@ -128,12 +199,15 @@ class InProcess:
 
     def require_room(self, prompt: int, new: int) -> None:
         """Raise where a prompt of so many tokens with so many new ones is longer than the model's positions."""
-        limit = getattr(self._base.config.get_text_config(), "max_position_embeddings", None)
+        limit = self._positions()
         if limit and prompt + new > limit:
             raise UserError(
                 f"a prompt of {prompt} tokens with {new} new ones exceeds the {limit} positions of the model: shorten "
                 "the prompts (`max_prompt_length`) or the completions (`max_completion_length`)"
             )
+
+    def _positions(self) -> int | None:
+        return getattr(self._base.config.get_text_config(), "max_position_embeddings", None) or None
 
     def _waves(self, prompts: Prompts, count: int, sampling: Sampling) -> list[list[int]]:
         """Prompt numbers in turns that fit into the memory for keys and values."""

@@ -65,7 +65,8 @@ class StridedBlocks:
         self, groups: Sequence[Group], count: int, sampling: Sampling, done: Callable[[int], None] | None
     ) -> None:
         starts = [anchors(group.row, self.method) for group in groups]
-        if self.engine.layout == "padded":
+        self.generator.prove([group.prompt_ids for group in groups], sampling)
+        if not self.generator.shares_prompts:
             self._separately(groups, starts, count, sampling)
         else:
             with torch.no_grad(), dropout_off(self.model):

@@ -150,6 +150,7 @@ class GRPOTrainer(MethodTrainer):
             rollouts.generator = InProcess(
                 model, self.processing_class, engine=self.runner.engine, device=device, compile=args.compile_sampler
             )
+            producer.prove = rollouts.generator.prove
             if isinstance(producer.completion_source, SingleTurn | EpisodeRunner):
                 producer.completion_source.generator = rollouts.generator
         return rollouts

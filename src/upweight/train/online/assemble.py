@@ -194,6 +194,7 @@ def make_rollouts(policy: Policy, recipe: RolloutSpec) -> RolloutFeed:
         seed=recipe.seed,
         ranks=Ranks() if section.use_vllm else Ranks(ranks.process_index, ranks.num_processes, all_gather_objects),
         longest=matching.longest if matching is not None and matching.adapts else None,
+        prove=generator.prove if isinstance(generator, InProcess) else None,
         **_second_chances(section),
     )
     timing = _timing(section, recipe.plan) | (_of_shards(section, policy, server) if policy.sharded else {})
