@@ -12,7 +12,7 @@ QUANT := .cache/quant-env
 GYM_PYTHON ?= $(or $(wildcard $(HOME)/.pyenv/versions/3.12.*/bin/python),python3.12)
 JOBS ?= 2
 
-.PHONY: setup test test-slow test-gpu test-vllm test-openenv test-gym test-deepspeed test-quant lint format docs dist bench demo clean
+.PHONY: setup test test-slow test-models models test-gpu test-vllm test-openenv test-gym test-deepspeed test-quant lint format docs dist bench demo clean
 
 setup: $(READY)
 
@@ -24,10 +24,17 @@ $(READY): pyproject.toml constraints.txt
 	touch $@
 
 test: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadscope -m "not slow and not gpu and not vllm and not openenv and not gym"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadscope -m "not slow and not models and not gpu and not vllm and not openenv and not gym"
 
 test-slow: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadscope -m "slow and not gpu and not vllm and not openenv and not gym"
+
+# Every model type of transformers against its own forward; `make models` writes what comes out into docs/models.md.
+test-models: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m models
+
+models: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/sweep/sweep.py docs/models.md
 
 test-gpu: $(READY)
 	$(BIN)/python -m pytest -m gpu

@@ -6,8 +6,9 @@ import transformers as hf
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from tiny_models import PADDED, group, identical, three_levels, tiny
+from tiny_models import PADDED, SIZES, drawn, group, identical, sample, three_levels, tiny
 from upweight.engine import Engine
+from upweight.engine.attention.interface import TreeRule
 from upweight.engine.check import (
     Check,
     check_first_batch,
@@ -18,6 +19,7 @@ from upweight.engine.check import (
 )
 from upweight.engine.packing import build_batch
 from upweight.errors import UserError
+from upweight.types import Unit
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral", "gemma2", *PADDED])
@@ -88,11 +90,11 @@ def test_a_backward_that_is_cut_is_caught():
     for layer in model.model.layers[1:2]:
         stock = layer.forward
         layer.forward = lambda hidden, stock=stock, **kwargs: (  # only where rows are packed
-            stock(hidden.detach() if "tree" in kwargs else hidden, **kwargs)
+            stock(hidden.detach() if isinstance(kwargs["attention_mask"], TreeRule) else hidden, **kwargs)
         )
     assert check_first_batch(engine, model, build_batch(group())).passed
     check = check_first_gradients(engine, model, build_batch(group()), torch.float32)
-    with pytest.raises(UserError, match="gradients of the first batch"):
+    with pytest.raises(UserError, match="gradients differ"):
         check.require()
 
 
@@ -111,3 +113,55 @@ def test_adapters_without_gradients_are_reported():
     require_gradients(True)
     with pytest.raises(UserError, match="gradient"):
         require_gradients(False)
+
+
+def test_scores_are_compared_with_the_models_own_forward():
+    model = tiny("llama", hf.AutoModelForSequenceClassification, num_labels=1)
+    engine = Engine(model)
+    stock = model.score.forward
+    model.score.forward = lambda hidden: stock(hidden) * (2.0 if hidden.shape[1] == 1 else 1.0)
+    check = check_first_batch(engine, model, build_batch(group(), predict=False))
+    assert not check.passed
+    assert check.what == "scores"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_wrong_at_the_end_of_a_row_only_is_caught(dtype):
+    model = tiny("llama").to(dtype)
+    engine = Engine(model)
+    units = [Unit((sample(drawn(60 + n, 20), prompt=4),)) for n in range(16)]
+    batch = build_batch(units)
+    layer = model.model.layers[1]
+    stock = layer.forward
+
+    def by_place(hidden, **kwargs):  # as a layer does that takes positions from the shape
+        late = torch.arange(hidden.shape[1]) >= 280
+        return stock(torch.where(late[:, None], hidden * 0.5, hidden), **kwargs)
+
+    assert check_first_batch(engine, model, batch).passed
+    layer.forward = by_place
+    assert not check_first_batch(engine, model, batch).passed
+
+
+def test_a_model_that_reads_both_ways_is_no_language_model():
+    config = hf.BertConfig(**{name: SIZES[name] for name in SIZES if name != "num_key_value_heads"})
+    torch.manual_seed(0)
+    model = hf.BertLMHeadModel(config).eval()
+    with pytest.raises(UserError, match="not causal"):
+        Engine(model)(model, build_batch(group()))
+    padded = Engine(model, layout="padded")
+    check = check_first_batch(padded, model, build_batch(group(), "padded"))
+    with pytest.raises(UserError, match=r"both ways.*causal language model"):
+        check.require()
+
+
+def test_the_advice_is_one_that_can_be_followed():
+    model = tiny("llama")
+    engine = Engine(model, layout="padded")
+    batch = build_batch(group(), "padded")
+    spoilt = dataclasses.replace(batch, target_T=batch.target_T.flip(0))
+    model.model.layers[0].register_forward_hook(lambda module, args, out: out * (2 if len(out) > 1 else 1))
+    check = check_first_batch(engine, model, spoilt)
+    with pytest.raises(UserError, match="padded already") as error:
+        check.require()
+    assert "layout" not in str(error.value)

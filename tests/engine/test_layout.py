@@ -1,13 +1,28 @@
 import logging
 
 import pytest
+import torch
 import transformers as hf
 from peft import PromptTuningConfig, TaskType, get_peft_model
 
-from tiny_models import PADDED, TREES, TREES_TOO, tiny
+from tiny_models import (
+    PADDED,
+    SIZES,
+    TREES,
+    TREES_TOO,
+    drawn,
+    plain_statistics,
+    sample,
+    staircase,
+    three_levels,
+    tiny,
+)
 from upweight.engine import Engine
+from upweight.engine.check import check_first_batch
 from upweight.engine.layout import choose_layout, why_not_trees
+from upweight.engine.packing import build_batch
 from upweight.errors import UserError
+from upweight.types import Unit
 
 
 @pytest.mark.parametrize("kind", [*TREES, *TREES_TOO])
@@ -57,3 +72,56 @@ def test_encoder_decoders_and_prompt_tuning_are_refused():
     prompts = PromptTuningConfig(task_type=TaskType.CAUSAL_LM, num_virtual_tokens=2)
     with pytest.raises(UserError, match="LoRA"):
         Engine(get_peft_model(tiny("llama"), prompts))
+
+
+_LONG = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        (
+            "llama",
+            {
+                "max_position_embeddings": 16,
+                "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
+            },
+        ),
+        (
+            "phi3",
+            {
+                "original_max_position_embeddings": 16,
+                "rope_parameters": {**_LONG, "original_max_position_embeddings": 16},
+            },
+        ),
+    ],
+)
+def test_rotary_embeddings_scale_by_each_sequence_whatever_was_forwarded_with_it_or_before(kind, changes):
+    model = tiny(kind, **changes)
+    engine = Engine(model)
+    assert engine.layout == "padded"
+    units = [*three_levels(), *staircase(), Unit((sample(drawn(99, 40), prompt=3),))]
+    ours = engine(model, build_batch(units, "padded")).logps_T
+    plain = plain_statistics(tiny(kind, **changes), units[-1:])["logps_T"]  # one that has seen nothing else
+    torch.testing.assert_close(ours[-len(plain) :], plain, atol=2e-5, rtol=1e-4)
+    alone = torch.cat([engine(model, build_batch([unit], "padded")).logps_T for unit in units])
+    torch.testing.assert_close(ours, alone, atol=2e-5, rtol=1e-4)
+    check_first_batch(engine, model, build_batch(units, "padded")).require()
+
+
+def test_a_scale_by_place_in_the_row_becomes_one_by_position():
+    model = tiny("llama4_text", attn_temperature_tuning=True, floor_scale=4, no_rope_layers=[1, 0, 1])
+    engine = Engine(model)
+    assert engine.layout == "tree"
+    units = three_levels() + staircase()
+    ours = engine(model, build_batch(units)).logps_T
+    torch.testing.assert_close(ours, plain_statistics(model, units)["logps_T"], atol=2e-5, rtol=1e-4)
+
+
+def test_a_model_that_drops_forward_arguments_shares():
+    config = hf.NemotronConfig(**SIZES)
+    torch.manual_seed(0)
+    model = hf.NemotronForCausalLM(config).eval()
+    units = three_levels() + staircase()
+    ours = Engine(model)(model, build_batch(units)).logps_T
+    torch.testing.assert_close(ours, plain_statistics(model, units)["logps_T"], atol=2e-5, rtol=1e-4)

@@ -7,7 +7,13 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models
 from torch import nn
-from transformers import AutoConfig, AutoModelForSequenceClassification, LlamaConfig, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    LlamaConfig,
+    PreTrainedTokenizerFast,
+)
 
 from made_gguf import write_gguf
 from tiny_models import VOCABULARY, tiny
@@ -171,6 +177,24 @@ def test_weights_that_would_be_random_are_refused(tmp_path):
     tiny("llama", auto=AutoModelForSequenceClassification).save_pretrained(tmp_path)
     with pytest.raises(UserError, match=r"lack weights.*lm_head\.weight.*CausalLM"):
         load_model(ModelSection(base_model=str(tmp_path)), torch.float32)
+
+
+def test_layers_before_a_score_may_be_fresh_too(tmp_path):
+    tiny("modernbert-decoder").save_pretrained(tmp_path)
+    load_model(ModelSection(base_model=str(tmp_path)), torch.float32, head="sequence_score")
+
+
+@pytest.mark.parametrize(
+    ("head", "auto", "labels", "remedy"),
+    [
+        ("sequence_score", AutoModelForSequenceClassification, 2, "2 outputs, and 1 .*name one that has as many"),
+        ("step_score", AutoModelForTokenClassification, 3, "3 outputs, and 2 .*num_labels: 3"),
+    ],
+)
+def test_a_saved_head_with_other_outputs_is_refused(head, auto, labels, remedy, tmp_path):
+    tiny("llama", auto=auto, num_labels=labels).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=remedy):
+        load_model(ModelSection(base_model=str(tmp_path)), torch.float32, head=head)
 
 
 def test_remote_code_is_not_run_unless_asked(folder):

@@ -8,7 +8,9 @@ import torch.nn.functional as F
 from made_runs import OFFLINE, policy_for, rows_for, trainer_for
 from tiny_models import gradients, relative_difference
 from upweight.data.units import units_of
+from upweight.engine.check import Check
 from upweight.methods import DPO, SFT
+from upweight.types import Sample, Unit
 
 
 def log_probs(model, prompt, answer):
@@ -175,3 +177,22 @@ def test_precomputed_reference_log_probs_are_used_instead_of_a_forward(tmp_path)
     trainer.runner.train(trainer.model, units_of(known, DPO()))
     metrics = trainer.runner.meters.drain(trainer.accelerator)
     assert metrics["rewards/chosen"] == pytest.approx(0.1 * metrics["logps/chosen"], rel=1e-5)
+
+
+def test_rows_are_proven_again_once_they_are_much_longer(tmp_path, monkeypatch):
+    trainer = trainer_for(SFT(), tmp_path)
+    runner = trainer.runner
+    proven = []
+    monkeypatch.setattr(
+        "upweight.train.step.check_first_batch", lambda *args: proven.append(args[2]) or Check(0.0, 1.0)
+    )
+
+    def step(length, count=1):
+        rng = np.random.default_rng(length)
+        samples = [Sample(rng.integers(3, 60, length), np.arange(length) > 1) for _ in range(count)]
+        before = len(proven)
+        runner.train(trainer.model, [Unit((sample,), group=n) for n, sample in enumerate(samples)])
+        return len(proven) - before
+
+    assert [step(10), step(19), step(20), step(20, 2), step(40), step(10)] == [1, 0, 1, 1, 1, 0]
+    assert max(len(batch.ids_BN[0]) for batch in proven) == 40

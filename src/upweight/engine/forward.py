@@ -1,6 +1,7 @@
 """The engine: the forward of the module that gets wrapped, from a packed batch to log-probs, scores and features."""
 
 import functools
+import inspect
 from types import MethodType
 from typing import Any, Literal
 
@@ -15,10 +16,11 @@ from upweight.engine.head import install_head
 from upweight.engine.layout import choose_layout
 from upweight.engine.logits import STATISTICS, HeadRequest, LogitForm, logit_form, row_statistics
 from upweight.engine.packing import Layout
+from upweight.engine.scores import install_scores, scores_at
 from upweight.errors import UserError
 from upweight.log import warn_once
 from upweight.models.kernels.fused_layers import fuse_layers
-from upweight.models.patches import add_adapters_in_place
+from upweight.models.patches import add_adapters_in_place, row_lengths
 from upweight.types import Batch, Outputs
 
 
@@ -50,7 +52,9 @@ class Engine:
                     f"context_parallel_size: ranks cannot share a row of {type(base).__name__}, whose rows are padded; "
                     "set it to 1"
                 )
+        self.config = base.config
         self.scores = base.get_output_embeddings() is None
+        self.chooses_logits = "logits_to_keep" in inspect.signature(type(base).forward).parameters
         _install(base)
         add_adapters_in_place(model)
         fuse_layers(model)
@@ -111,7 +115,9 @@ def _install(base: PreTrainedModel) -> None:
     if "_stock_forward" in base.__dict__:
         return
     head = base.get_output_embeddings()
-    if head is not None:
+    if head is None:
+        install_scores(base, body_of(base))
+    else:
         base.__dict__["_logit_form"] = logit_form(base, body_of(base))
         install_head(head)
     base.__dict__["_stock_forward"] = base.forward
@@ -150,6 +156,10 @@ def _outputs(base: PreTrainedModel, packed: dict[str, Any]) -> dict[str, Tensor]
     ask = HeadRequest(form or LogitForm(), packed["temperature"], frozenset(packed["statistics"]))
     if head is not None and form is None and packed["head"] and not packed["depths"]:
         return _through_own_logits(base, packed, ask)
+    if head is None and packed["head"]:
+        assert not packed["depths"], "features are read from language models"
+        read = functools.partial(_hidden, base=base, packed=packed)
+        return {"scores_TC": scores_at(base, len(packed["source_T"]), read)}
     body = _run(body_of(base), base, packed, output_hidden_states=bool(packed["depths"]))
     out: dict[str, Tensor] = {}
     if packed["depths"]:
@@ -158,11 +168,15 @@ def _outputs(base: PreTrainedModel, packed: dict[str, Any]) -> dict[str, Tensor]
         out["features_TF"] = torch.cat([state[packed["feature_positions_T"]] for state in picked], -1)
     if not packed["head"]:
         return out
+    assert head is not None
     hidden_TD = _rows(body[0])[packed["source_T"]]
-    if head is None:
-        return out | {"scores_TC": _score(base, hidden_TD)}
     vocabulary = base.config.get_text_config().vocab_size
     return out | head(hidden_TD, target=packed["target_T"], ask=ask, vocabulary=vocabulary)
+
+
+def _hidden(call: Any, base: PreTrainedModel, packed: dict[str, Any]) -> Tensor:
+    """The hidden states that are scored, from the body's forward."""
+    return _rows(_run(call, base, packed)[0])[packed["source_T"]]
 
 
 def _run(call: Any, base: PreTrainedModel, packed: dict[str, Any], **options: Any) -> Any:
@@ -175,18 +189,18 @@ def _run(call: Any, base: PreTrainedModel, packed: dict[str, Any], **options: An
         kept.choose(ids_BN.numel())
     if end_BN is None:
         mask = torch.arange(ids_BN.shape[1], device=ids_BN.device) < length_B[:, None]
-        return call(input_ids=ids_BN, attention_mask=mask.long(), use_cache=False, **options)
+        with row_lengths(length_B):
+            return call(input_ids=ids_BN, attention_mask=mask.long(), use_cache=False, **options)
     use_tree_attention(base)
     position_BN = packed["position_BN"]
     tree = Tree(end_BN, position_BN) if context is None else SharedTree(end_BN, position_BN, context)
     ids_BN = tree.own(ids_BN)
     # A mask of ones, since without one transformers looks for packed sequences in the positions, and waits for the GPU.
-    with tree_masks():
+    with tree_masks(tree):
         return call(
             input_ids=ids_BN,
             attention_mask=torch.ones_like(ids_BN),
             position_ids=tree.own(position_BN),
-            tree=tree,
             use_cache=False,
             **options,
         )
@@ -201,15 +215,6 @@ def _through_own_logits(base: PreTrainedModel, packed: dict[str, Any], ask: Head
     logits = _run(base.__dict__["_stock_forward"], base, packed).logits
     found = row_statistics(_rows(logits)[packed["source_T"]], packed["target_T"], ask)
     return {name: found[name] for name in ("logps_T", *packed["statistics"])}
-
-
-def _score(base: PreTrainedModel, hidden_TD: Tensor) -> Tensor:
-    """Scores of a classifier at the given hidden states, in float32."""
-    head = next((found for name in ("score", "classifier") if (found := getattr(base, name, None)) is not None), None)
-    if head is None:
-        raise UserError(f"{type(base).__name__} has neither a language-model head nor a score head")
-    dropout = getattr(base, "dropout", None)
-    return head(dropout(hidden_TD) if isinstance(dropout, nn.Dropout) else hidden_TD).float()
 
 
 def _rows(values_BNX: Tensor) -> Tensor:

@@ -1,14 +1,14 @@
 """Which layout an architecture takes: rows of prefix trees, or padded rows where a prefix cannot be shared."""
 
-from typing import Any, Literal
+from typing import Literal
 
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from upweight.engine.attention.interface import register, stock_of
 from upweight.engine.packing import Layout
 from upweight.errors import UserError
 from upweight.log import logger, warn_once
-from upweight.models.patches import keep_soft_cap
+from upweight.models.patches import keep_soft_cap, scale_by_own_length
 
 _ATTENTION_KINDS = {"full_attention", "sliding_attention", "chunked_attention", "attention", "moe", "mlp"}
 _READS_ITS_MASK = {"doge"}  # model code that computes with the mask cannot take a rule in its place
@@ -35,21 +35,24 @@ def why_not_trees(base: PreTrainedModel, longest: int | None = None) -> str | No
         return "its attention computes with the mask itself"
     if getattr(config, "use_bidirectional_attention", None) or not getattr(config, "is_causal", True):
         return "its attention is not causal"
-    return _length_dependent(config, longest)
-
-
-def _length_dependent(config: Any, longest: int | None) -> str | None:
-    """Rotary embeddings that are computed from the longest position of the whole forward."""
-    given = getattr(config, "rope_parameters", None) or {}
-    for rope in [given] if "rope_type" in given else [r for r in given.values() if isinstance(r, dict)]:
-        if rope.get("rope_type") not in ("dynamic", "longrope"):
-            continue
-        original = rope.get("original_max_position_embeddings") or getattr(
-            config, "original_max_position_embeddings", config.max_position_embeddings
-        )
-        if longest is None or longest > original:
-            return f"its rotary embedding changes beyond {original} tokens (set a sequence length of at most that)"
+    limit = scaled_beyond(config)
+    if limit is not None and (longest is None or longest > limit):
+        return f"its rotary embedding changes beyond {limit} tokens (set a sequence length of at most that)"
     return None
+
+
+def scaled_beyond(config: PreTrainedConfig) -> int | None:
+    """The sequence length beyond which rotary embeddings depend on that length; None where they never do."""
+    text = config.get_text_config()
+    given = getattr(text, "rope_parameters", None) or {}
+    limits = [
+        rope.get("original_max_position_embeddings")
+        or getattr(text, "original_max_position_embeddings", None)
+        or text.max_position_embeddings
+        for rope in ([given] if "rope_type" in given else [r for r in given.values() if isinstance(r, dict)])
+        if rope.get("rope_type") in ("dynamic", "longrope")
+    ]
+    return min(limits, default=None)
 
 
 def choose_layout(base: PreTrainedModel, wanted: Literal["auto", "tree", "padded"], longest: int | None) -> Layout:
@@ -63,6 +66,8 @@ def choose_layout(base: PreTrainedModel, wanted: Literal["auto", "tree", "padded
         if wanted == "tree":
             raise UserError(f"{type(base).__name__} cannot share prefixes: {reason}. Set `layout: auto`.")
         logger.warning("%s: rows are padded, prefixes are not shared: %s", type(base).__name__, reason)
+        if scaled_beyond(base.config) is not None:
+            scale_by_own_length(base)
         return "padded"
     for name in ("attention_dropout", "attn_pdrop", "attn_dropout"):
         if getattr(base.config.get_text_config(), name, None):

@@ -52,7 +52,7 @@ def logit_form(base: PreTrainedModel, body: nn.Module) -> LogitForm | None:
         return projected_1NV
 
     before = body.__dict__.get("forward"), head.__dict__.get("forward")
-    body.forward = MethodType(lambda self, *a, **k: _BodyOutput(hidden_1ND), body)
+    body.forward = MethodType(lambda self, *a, **k: BodyOutput(hidden_1ND), body)
     head.forward = MethodType(project, head)
     try:
         out = base.forward(input_ids=torch.zeros(1, 2, dtype=torch.long))
@@ -80,7 +80,7 @@ def logit_form(base: PreTrainedModel, body: nn.Module) -> LogitForm | None:
     return None
 
 
-class _BodyOutput:
+class BodyOutput:
     """Stands in for any body output: hidden states, and nothing else."""
 
     def __init__(self, hidden: Tensor) -> None:

@@ -119,6 +119,14 @@ def plan_rows(units: Sequence[Unit], budget: int, ranks: int = 1, layout: Layout
     return _deal(rows, ranks)
 
 
+def row_tokens(units: Sequence[Unit], layout: Layout = "tree") -> int:
+    """Tokens of the row that `build_batch` would make of these units: distinct ones, or samples x longest."""
+    sequences = [sample.ids for unit in units for sample in unit.samples]
+    if layout == "padded":
+        return len(sequences) * max(map(len, sequences))
+    return sum(map(len, sequences)) - int(sorted_with_shared(sequences)[1].sum())
+
+
 _IDLE = Sample(ids=np.zeros(1, np.int64), scored=np.ones(1, np.bool_))
 
 

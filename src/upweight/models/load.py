@@ -24,7 +24,6 @@ AUTO_CLASSES: dict[Head, str] = {
     "step_score": "AutoModelForTokenClassification",
 }
 CLASSES: dict[Head, int] = {"sequence_score": 1, "step_score": 2}
-FRESH_HEADS = ("score", "classifier")
 HAVE_KEYS = {  # arguments of `from_pretrained`, and what they are set by
     **dict.fromkeys(("dtype", "torch_dtype"), "'bf16' or 'fp16'"),
     "num_labels": "'num_labels'",
@@ -99,7 +98,7 @@ def load_model(
             f"model_kwargs (model_init_kwargs in scripts): {unknown[0]!r} is neither an argument of `from_pretrained` "
             "nor a field of the model's config. Mend or remove it."
         ) from error
-    fresh = _refuse_missing(report, place, head)
+    fresh = _refuse_missing(report, place, head, model.base_model_prefix)
     if fresh and not head_follows:
         logger.info("fresh head: %s", ", ".join(fresh))
     keep_soft_cap(model)
@@ -155,8 +154,17 @@ def load_config(section: ModelSection) -> PreTrainedConfig:
 def config_with_head(section: ModelSection, head: Head) -> PreTrainedConfig:
     """The model's config with the outputs that a head of this kind has."""
     config = load_config(section)
-    if head != "tokens":
-        config.num_labels = section.num_labels or CLASSES[head]
+    if head == "tokens":
+        return config
+    wanted, saved = section.num_labels or CLASSES[head], config.num_labels
+    ending = AUTO_CLASSES[head].removeprefix("AutoModel")
+    if saved != wanted and any(name.endswith(ending) for name in config.architectures or ()):
+        remedy = f"set `num_labels: {saved}`" if head == "step_score" and saved > 1 else "name one that has as many"
+        raise UserError(
+            f"base_model: {section.base_model!r} is a classifier with {saved} outputs, and {wanted} are to be trained; "
+            f"{remedy}, or the language model it was made from"
+        )
+    config.num_labels = wanted
     return config
 
 
@@ -233,10 +241,10 @@ def _quantised(adapter: AdapterSection, dtype: torch.dtype) -> dict[str, Any]:
     return {"quantization_config": config, "device_map": {"": torch.cuda.current_device() if on_gpu else "cpu"}}
 
 
-def _refuse_missing(report: dict[str, Any], place: str, head: Head) -> list[str]:
-    """Weights that were not in the files are random: only a score head's may be, which are named."""
+def _refuse_missing(report: dict[str, Any], place: str, head: Head, body: str) -> list[str]:
+    """The names of weights that were not in the files, and are random: only those of a score head may be."""
     missing = sorted({*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])})
-    fresh = [key for key in missing if head != "tokens" and key.split(".")[0] in FRESH_HEADS]
+    fresh = [key for key in missing if head != "tokens" and key.split(".")[0] != body]
     lacking = [key for key in missing if key not in fresh]
     if lacking:
         shown = ", ".join(lacking[:5]) + (f" and {len(lacking) - 5} more" if len(lacking) > 5 else "")

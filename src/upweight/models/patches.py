@@ -1,5 +1,8 @@
 """What foreign code is made to do differently; each patch has a test that says when it can go."""
 
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
 from importlib.util import find_spec
 from types import MethodType
 from typing import Any
@@ -30,6 +33,48 @@ def keep_soft_cap(model: PreTrainedModel) -> None:
     config = model.config.get_text_config()
     if config._attn_implementation == "sdpa" and getattr(config, "attn_logit_softcapping", None):
         model.set_attn_implementation("eager")
+
+
+_lengths_B: ContextVar[Tensor | None] = ContextVar("lengths_B", default=None)
+
+
+@contextlib.contextmanager
+def row_lengths(lengths_B: Tensor) -> Iterator[None]:
+    """Inside, rotary embeddings that scale with length do so by these, a row's own, and not by the widest row."""
+    token = _lengths_B.set(lengths_B)
+    try:
+        yield
+    finally:
+        _lengths_B.reset(token)
+
+
+def scale_by_own_length(model: nn.Module) -> None:
+    """Let rotary embeddings follow the length of each sequence.
+
+    In transformers a batch has one scale, of its widest row, and a dynamic one stays as large as it ever was.
+    """
+    for module in model.modules():
+        if hasattr(module, "original_inv_freq") and "_stock_forward" not in module.__dict__:
+            module.__dict__["_stock_forward"] = module.forward
+            module.forward = MethodType(_rotary_forward, module)
+
+
+def _rotary_forward(self: nn.Module, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """The stock forward for each length apart."""
+
+    def alone(positions_BN: Tensor) -> Any:
+        for name in [name for name in vars(self) if name.endswith("max_seq_len_cached")]:
+            setattr(self, name, 0)
+        return self.__dict__["_stock_forward"](x, positions_BN, *args, **kwargs)
+
+    lengths_B = _lengths_B.get()
+    if lengths_B is None:
+        return alone(position_ids)
+    lengths, number_B = lengths_B.unique(return_inverse=True)
+    parts = [alone(position_ids[..., :1, :].clamp(max=length - 1)) for length in lengths.tolist()]
+    if isinstance(parts[0], Tensor):
+        return torch.cat(parts)[number_B]
+    return tuple(torch.cat(part)[number_B] for part in zip(*parts, strict=True))
 
 
 def add_adapters_in_place(model: nn.Module) -> None:

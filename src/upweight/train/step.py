@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from upweight.engine import Engine
 from upweight.engine.check import check_first_batch, check_first_gradients, gradients_flow, require_gradients
-from upweight.engine.packing import build_batch, count_batch, plan_rows, whole_blocks
+from upweight.engine.packing import build_batch, count_batch, plan_rows, row_tokens, whole_blocks
 from upweight.methods.base import Method
 from upweight.models.reference import Reference
 from upweight.rollout.units import SHOWN
@@ -23,6 +23,7 @@ from upweight.train.distributed.ranks import all_gather_objects
 from upweight.train.meters import Meters, union_over_ranks
 from upweight.types import Batch, Loss, Mean, Outputs, Sample, Unit
 
+GROWTH = 2  # times longer than what was proven: few proofs, and none far beyond one
 SHORT = 1024  # tokens of a unit whose activations are kept to check its gradients
 EXCERPT = 256  # tokens of a sample that stand for it where a plain forward of the whole might not fit one rank
 
@@ -41,7 +42,8 @@ class StepRunner:
     skip_zero_advantage: bool = False  # leave out samples that cannot contribute to the gradient
     meters: Meters = field(default_factory=Meters)
     tokens: int = 0  # forwarded by this rank since somebody last set it to zero
-    checked: bool = False
+    largest: int = 0  # tokens of the largest row of the last plan, on any rank
+    checked: tuple[int, int] | None = None  # the longest sequence and the largest row when rows were last proven
     collects: list[str] = field(default_factory=list)  # names of what the method collects, on any rank
 
     @property
@@ -74,13 +76,9 @@ class StepRunner:
             working = [unit for unit in units if any(map(self.method.contributes, unit.samples))]
         rows = self.rows(working) or [Row(self._batch([]), ())]
         known, prepared = self._prepare(model, rows)
-        # Without an advantage there may be no gradient to check: at the start the KL has none either.
-        first = not self.checked and any(
-            sample.advantage != 0 and _is_scored(sample) for unit in working for sample in unit.samples
-        )
-        self.checked = self.checked or first
-        if first:
-            self._check(model, rows[0], working)
+        first = self.checked is None
+        if checks := self._outgrown(working):
+            self._check(model, max(rows, key=_longest), working)
         total = torch.zeros((), device=self.accelerator.device)
         metered: list[Mapping[str, Mean]] = []
         for number, row in enumerate(rows):
@@ -94,7 +92,7 @@ class StepRunner:
                 share = self._share(out, row, counts, prepared, metered)
                 self.accelerator.backward(share)
             total += share.detach() / self._sharing
-        if first and not self._under_zero:  # which has its gradients elsewhere
+        if checks and first and not self._under_zero:  # which has its gradients elsewhere
             self._check_gradients(model, counts)
         for metrics in metered:
             self.meters.add(metrics)
@@ -125,10 +123,13 @@ class StepRunner:
         # Demonstrations among samples have rows of their own: nothing was sampled there, at no temperature.
         shown = [self.method.online and unit.samples[0].label == SHOWN for unit in units]
         rows: list[Row] = []
+        self.largest = 0
         for kind, temperature in ((False, self.temperature), (True, 1.0)):
             numbers = [number for number, own in enumerate(shown) if own == kind]
             chosen = [units[number] for number in numbers]
             plan = plan_rows(chosen, self.token_budget, self.shares, self.engine.layout)
+            if chosen:  # the first rank's first row is the largest
+                self.largest = max(self.largest, row_tokens([chosen[n] for n in plan[0][0]], self.engine.layout))
             rows += [
                 Row(self._batch([chosen[n] for n in row]), tuple(numbers[n] for n in row), temperature)
                 for row in plan[self.accelerator.process_index // self._sharing]
@@ -233,8 +234,25 @@ class StepRunner:
         parts = [total / counts[unit].clamp(min=1) for unit, total in loss.sums.items()]
         return torch.stack(parts).sum() * self.accelerator.num_processes
 
+    def _outgrown(self, units: Sequence[Unit]) -> bool:
+        """Whether rows are to be proven: at first, and where a sequence or row is much longer than those proven.
+
+        Some positions and scales change beyond a length only. All ranks come to the same answer, since each has the
+        whole step before its eyes.
+        """
+        # Without an advantage there may be no gradient to check: at the start the KL has none either.
+        if not any(sample.advantage != 0 and _is_scored(sample) for unit in units for sample in unit.samples):
+            return False
+        longest, before = max(len(sample.ids) for unit in units for sample in unit.samples), self.checked or (0, 0)
+        # Ranks that share rows compare excerpts, which do not grow.
+        grows = self.checked is None or self.engine.context is None
+        outgrown = grows and (longest >= GROWTH * before[0] or self.largest >= GROWTH * before[1])
+        if outgrown:
+            self.checked = max(longest, before[0]), max(self.largest, before[1])
+        return outgrown
+
     def _check(self, model: nn.Module, row: "Row", units: Sequence[Unit]) -> None:
-        """The first row against plain forwards, jointly for all ranks; a short unit of it by gradients too."""
+        """A row against plain forwards, jointly for all ranks; a short unit of it by gradients too."""
         own = [unit for unit in (units[number] for number in row.units) if any(map(_is_scored, unit.samples))]
         batch = row.batch if own else self._batch([])
         if self.engine.context is not None:
@@ -273,6 +291,10 @@ class Row:
     @property
     def real(self) -> bool:
         return bool(self.units)
+
+
+def _longest(row: Row) -> int:
+    return int(row.batch.position_BN.max()) if row.real else -1
 
 
 def _is_scored(sample: Sample) -> bool:

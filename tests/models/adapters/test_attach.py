@@ -37,6 +37,12 @@ def test_a_score_head_is_not_adapted_but_trained(auto):
     assert any("score.modules_to_save" in name for name in trained_names(model))
 
 
+def test_layers_before_the_score_are_trained_and_saved_with_it():
+    model = attach_adapter(tiny("modernbert-decoder", auto=AutoModelForSequenceClassification), section())
+    assert "dense" not in adapted_names(model)
+    assert any("head.modules_to_save" in name and "dense" in name for name in trained_names(model))
+
+
 def test_settings_reach_peft():
     config = lora_config(
         tiny("llama"),

@@ -1,8 +1,8 @@
 """Tree attention behind transformers' own attention and mask interfaces.
 
-The tree travels as a forward argument (`tree=`), a layer's rule as its attention mask, so that recomputation under
-gradient checkpointing sees exactly what the forward saw. Outside `tree_masks()` both functions do what the model's
-stock implementation does, so that `generate` and `evaluate` need no switch.
+A layer's rule travels as its attention mask, and the tree with it (in sampling as a forward argument, `tree=`), so that
+recomputation under gradient checkpointing sees exactly what the forward saw. Outside `tree_masks()` both functions do
+what the model's stock implementation does, so that `generate` and `evaluate` need no switch.
 """
 
 import contextlib
@@ -13,6 +13,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
@@ -22,11 +23,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from upweight.engine.attention.flex import BLOCK, flex_tree_attention, tree_block_mask
 from upweight.engine.attention.rules import Rule
 from upweight.engine.attention.segments import SegmentPlan, segment_attention
+from upweight.errors import UserError
 
 NAME = "upweight_tree"
 
 _stock_names: list[str] = []
-_in_tree_forward: ContextVar[bool] = ContextVar("in_tree_forward", default=False)
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,11 +41,22 @@ class Scores:
 
 
 class Attends(Protocol):
-    """What travels as `tree=`: attends for a layer, whose module tells layers apart."""
+    """What travels through a tree forward: attends for a layer, whose module tells layers apart."""
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, form: Scores) -> Tensor:
         """Query [B, heads, N, width], key and value with as many or fewer heads -> [B, heads, N, width]."""
         ...
+
+
+@dataclass(frozen=True, eq=False)
+class TreeRule:
+    """What a layer gets for a mask: its rule, and what attends by it."""
+
+    rule: Rule
+    tree: "Tree"
+
+
+_masks: ContextVar[Callable[[Rule], Rule | TreeRule] | None] = ContextVar("tree_masks", default=None)
 
 
 class Tree:
@@ -67,6 +79,17 @@ class Tree:
         """What this process forwards of a row's values: all of them."""
         return values_XN
 
+    def at_positions(self, module: Any, query: Tensor) -> Tensor:
+        """Queries as they are at their positions, where a layer (of Llama 4) scales them by their places in the row."""
+        if not getattr(module, "attn_temperature_tuning", False) or getattr(module, "use_rope", False):
+            return query
+        position_N = self.own(self.position_N)
+        meant, made = (
+            torch.log1p(torch.floor((at_N + 1.0) / module.floor_scale)) * module.attn_scale + 1.0
+            for at_N in (position_N, torch.arange(len(position_N), device=position_N.device))
+        )
+        return (query * (meant / made)[:, None]).to(query.dtype)
+
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, form: Scores) -> Tensor:
         """Attention of one layer over the row."""
         plan = self.plan(form.rule)
@@ -75,13 +98,16 @@ class Tree:
 
 
 @contextlib.contextmanager
-def tree_masks() -> Iterator[None]:
-    """Inside, the mask function answers with rules; masks are made outside the layers that get recomputed."""
-    token = _in_tree_forward.set(True)
+def tree_masks(tree: Tree | None = None) -> Iterator[None]:
+    """Inside, the mask function answers with rules; masks are made outside the layers that get recomputed.
+
+    `tree` goes with the rules; without it the forward has to be given one as `tree=`.
+    """
+    token = _masks.set((lambda rule: rule) if tree is None else lambda rule: TreeRule(rule, tree))
     try:
         yield
     finally:
-        _in_tree_forward.reset(token)
+        _masks.reset(token)
 
 
 def register(stock: str) -> str:
@@ -114,15 +140,22 @@ def _name(number: int) -> str:
 
 def _mask(*args: Any, stock: str, local_size: int | None = None, config: Any = None, **kwargs: Any) -> Any:
     """A layer type's rule inside a tree forward, else what the stock mask function makes."""
-    if not _in_tree_forward.get():
+    bound = _masks.get()
+    if bound is None:
         given = {} if local_size is None else {"local_size": local_size}
         make = ALL_MASK_ATTENTION_FUNCTIONS[stock]
         return make(*args, config=config, **given, **kwargs)
-    if local_size is None:
-        return Rule()
-    if getattr(config, "attention_chunk_size", None) == local_size:
-        return Rule(chunk=local_size)
-    return Rule(window=local_size)
+    rule = Rule()
+    if local_size is not None:
+        chunked = getattr(config, "attention_chunk_size", None) == local_size
+        rule = Rule(chunk=local_size) if chunked else Rule(window=local_size)
+    mask, sees = bound(rule), kwargs.get("mask_function")
+    if isinstance(mask, TreeRule) and sees is not None and bool(sees(0, 0, torch.tensor(0), torch.tensor(1))):
+        raise UserError(
+            "the model's attention is not causal: tokens see what follows them. A language model has to be a causal "
+            'one; for a classifier of tokens set `layout: padded` (`layout="padded"` in scripts).'
+        )
+    return mask
 
 
 def _attention(
@@ -138,6 +171,9 @@ def _attention(
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Attention of one layer, [B, heads, N, width] in and [B, N, heads, width] out; stock where there is no rule."""
+    if isinstance(attention_mask, TreeRule):
+        attention_mask, tree = attention_mask.rule, attention_mask.tree
+        query = tree.at_positions(module, query)
     if not isinstance(attention_mask, Rule):
         given = {} if scaling is None else {"scaling": scaling}
         return _stock_attention(stock, module)(module, query, key, value, attention_mask, **given, **kwargs)

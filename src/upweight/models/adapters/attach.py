@@ -49,6 +49,7 @@ def lora_config(model: PreTrainedModel, section: AdapterSection) -> LoraConfig:
     targets = _targets(model, section)
     saved = list(section.modules_to_save or [])
     _check_names(model, saved, "lora_modules_to_save")
+    saved += [name for name in _score_layers(model) if name not in saved]
     return LoraConfig(
         task_type=_task(model),
         r=section.rank,
@@ -71,14 +72,26 @@ def lora_config(model: PreTrainedModel, section: AdapterSection) -> LoraConfig:
 
 def linear_names(model: PreTrainedModel) -> list[str]:
     """The last names of a model's linear layers, without its head."""
-    head = model.get_output_embeddings()
+    head, after = model.get_output_embeddings(), _score_layers(model)
     found = {
         name.rpartition(".")[2]: None
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear | Conv1D) and module is not head
+        if isinstance(module, nn.Linear | Conv1D) and module is not head and name.split(".")[0] not in after
     }
     heads = {"lm_head", "score", "classifier"} if _task(model) != TaskType.CAUSAL_LM else {"lm_head"}
     return [name for name in found if name not in heads]
+
+
+def _score_layers(model: PreTrainedModel) -> list[str]:
+    """Layers between a classifier's body and its score: drawn anew with it, so trained and saved with it too."""
+    if _task(model) == TaskType.CAUSAL_LM:
+        return []
+    after = [
+        name
+        for name, part in model.named_children()
+        if part is not model.base_model and next(part.parameters(), None) is not None
+    ]
+    return [name for name in after if name not in ("score", "classifier")]  # which PEFT saves by itself
 
 
 def _targets(model: PreTrainedModel, section: AdapterSection) -> list[str] | str:

@@ -12,6 +12,7 @@ from transformers import TrainingArguments
 
 from upweight.config.modernise import asks_for_something
 from upweight.config.peers import FUSED_HEAD, PACKED
+from upweight.config.sections.model import ModelSection
 from upweight.errors import UserError
 from upweight.log import warn_once
 from upweight.methods import DPO, KTO, ORM, ORPO, PRM, SFT, SimPO
@@ -88,6 +89,7 @@ class MethodArguments(TrainingArguments):
     max_length: int | None = with_help(1024, "Longest sequence in tokens, prompt included; None: no limit.")
     dataset_num_proc: int | None = with_help(None, "Processes that prepare data.")
     token_budget: int | None = with_help(None, "Tokens in one forward; by the device's memory when unset.")
+    layout: str = of(ModelSection, "layout")
     truncation_mode: str = with_help("keep_start", "Which end of a long sequence is kept.")
     disable_dropout: bool = with_help(True, DROPOUT)
     eos_token: str | None = with_help(None, "Token that ends a text or turn; unset: the tokenizer's.")
@@ -111,6 +113,7 @@ class MethodArguments(TrainingArguments):
             if (why := help_of(one).holds) and value != one.default and asks_for_something(value):
                 warn_once(f"{one.name}: nothing to do: {why}")
         self.method()
+        self.section(ModelSection)
 
     def _refuse(self) -> None:
         """Name every argument of transformers that this loop would ignore."""

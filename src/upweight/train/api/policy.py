@@ -11,7 +11,15 @@ from upweight.config.sections.model import ModelSection
 from upweight.errors import UserError
 from upweight.log import warn_once
 from upweight.methods.base import Method
-from upweight.models.load import CLASSES, compute_dtype, disable_dropout, fit_vocabulary, load_model, master_dtype
+from upweight.models.load import (
+    AUTO_CLASSES,
+    CLASSES,
+    compute_dtype,
+    disable_dropout,
+    fit_vocabulary,
+    load_model,
+    master_dtype,
+)
 from upweight.models.tokenizer import choose_padding, load_tokenizer, take_chat_template
 from upweight.train.api.configs import MethodArguments, RewardConfig, SFTConfig
 
@@ -99,12 +107,33 @@ def _fit_to_template(
 
 
 def classes_for(model: str | Model, args: MethodArguments, method: Method) -> int | None:
-    """Outputs that the score head has, or will have once a model given by name is loaded; None without one."""
+    """Outputs that the score head has, or will have once a model given by name is loaded; None without one.
+
+    Raises for a head that the method cannot train.
+    """
+    if not isinstance(model, str):
+        _require_head(model, method)
     if method.head == "tokens":
         return None
-    if isinstance(model, str):
-        return model_section(model, args).num_labels or CLASSES[method.head]
-    return model.config.num_labels
+    given = model_section(model, args).num_labels if isinstance(model, str) else model.config.num_labels
+    if given is not None and (given != 1 if method.head == "sequence_score" else given < 2):
+        kind, outputs = ("an outcome", "1 output") if method.head == "sequence_score" else ("a process", "at least 2")
+        where = "model_init_kwargs" if isinstance(model, str) else "model"
+        raise UserError(
+            f"{where}: {kind} reward model has {outputs}, not {given}. "
+            f"Load it with `num_labels={CLASSES[method.head]}`."
+        )
+    return given or CLASSES[method.head]
+
+
+def _require_head(model: Model, method: Method) -> None:
+    """Raise where a model that was handed over has a language-model head for a score head, or the other way round."""
+    speaks = model.get_output_embeddings() is not None
+    if speaks != (method.head == "tokens"):
+        raise UserError(
+            f"model: {type(model).__name__} has {'a' if speaks else 'no'} language-model head. "
+            f"Load it with `{AUTO_CLASSES[method.head]}`."
+        )
 
 
 def dtype_for(model: nn.Module, args: MethodArguments, device: torch.device) -> torch.dtype:

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 
+from upweight.config.sections.model import ModelSection
 from upweight.data.label_balance import require_both_labels
 from upweight.errors import UserError
 from upweight.log import warn_once
@@ -159,16 +160,15 @@ def parts_for(
     named = eval_dataset if isinstance(eval_dataset, Mapping) else {"eval_dataset": eval_dataset}
     held = {name: encode(rows, name) for name, rows in named.items() if rows is not None}
     policy = policy_for(model, args, method, tokenizer, peft_config)
+    completion = args.max_completion_length if isinstance(args, GRPOConfig) else 0
     parts = trainer_parts(
-        policy,
-        method,
-        dtype_for(policy, args, device),
-        device,
-        longest=longest(train, *held.values()) + (args.max_completion_length if isinstance(args, GRPOConfig) else 0),
+        *(policy, method, dtype_for(policy, args, device), device),
+        longest=longest(train, *held.values()) + completion,
         budget=args.token_budget,
         optimizer=getattr(args.optim, "value", args.optim),
         checkpointing=args.checkpointing_options(),
         noise=args.neftune_noise_alpha,
+        layout=args.section(ModelSection).layout,
         separate_reference=None if ref_model is None else partial(reference_model, ref_model, args, device),
         sharding="fsdp" if args.sharded else "none",
     )

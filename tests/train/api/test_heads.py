@@ -1,0 +1,56 @@
+"""Heads that a trainer takes, and how rows are laid out."""
+
+import pytest
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+)
+
+from parity_script import QUESTIONS, ROWS, TEMPLATE, made_tokenizer, write_model
+from upweight import DPOConfig, DPOTrainer, PRMConfig, PRMTrainer, RewardConfig, RewardTrainer
+from upweight.errors import UserError
+
+COMMON = {"save_strategy": "no", "report_to": "none", "disable_tqdm": True}
+STEPS = [{"prompt": question, "completions": ["One.", "Two."], "labels": [True, False]} for question in QUESTIONS]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    write_model(tmp_path / "model", made_tokenizer(TEMPLATE, bos=False), trainer="DPO")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("trainer_class", "labels", "message"),
+    [(RewardTrainer, 2, "1 output, not 2.*num_labels=1"), (PRMTrainer, 1, "at least 2, not 1.*num_labels=2")],
+)
+@pytest.mark.parametrize("given", ["name", "object"])
+def test_a_head_with_outputs_that_the_method_does_not_train_is_refused(given, trainer_class, labels, message, folder):
+    config, rows = (RewardConfig, ROWS["pairs"]) if trainer_class is RewardTrainer else (PRMConfig, STEPS)
+    options = {"num_labels": labels} if given == "name" else None
+    args = config(output_dir=str(folder / "out"), model_init_kwargs=options, **COMMON)
+    model = str(folder / "model")
+    if given == "object":
+        auto = AutoModelForSequenceClassification if trainer_class is RewardTrainer else AutoModelForTokenClassification
+        model = auto.from_pretrained(model, num_labels=labels)
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    with pytest.raises(UserError, match=message):
+        trainer_class(model, args=args, train_dataset=rows, processing_class=tokenizer)
+
+
+def test_a_model_with_the_other_head_is_refused(folder):
+    args = RewardConfig(output_dir=str(folder / "out"), **COMMON)
+    model = AutoModelForCausalLM.from_pretrained(folder / "model")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    with pytest.raises(UserError, match="AutoModelForSequenceClassification"):
+        RewardTrainer(model, args=args, train_dataset=ROWS["pairs"], processing_class=tokenizer)
+
+
+@pytest.mark.parametrize("layout", ["padded", "tree"])
+def test_the_layout_is_an_argument(layout, folder):
+    args = DPOConfig(output_dir=str(folder / "out"), layout=layout, **COMMON)
+    assert DPOTrainer(str(folder / "model"), args=args, train_dataset=ROWS["pairs"]).runner.engine.layout == layout
+    with pytest.raises(UserError, match="layout"):
+        DPOConfig(output_dir=str(folder / "out"), layout="trees")
