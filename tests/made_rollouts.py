@@ -21,7 +21,7 @@ from upweight.train.online.assemble import Policy, RolloutSpec, make_rollouts
 from upweight.train.online.feed import SaveRollouts
 from upweight.train.trainer import MethodTrainer
 
-STILL = ("seconds", "runtime", "per_second", "idle")  # in names of metrics that depend on the clock
+STILL = ("seconds", "runtime", "per_second", "idle", "step_time")  # in names of metrics that depend on the clock
 WORDS = ("a", "be", "cat", "dogs", "zebra")
 
 

@@ -232,3 +232,8 @@ def _in_child(function, arguments, environment) -> None:
     torch.set_num_threads(1)
     gc.freeze()  # what was imported: every training collects garbage
     function(*arguments)
+
+
+def timeless(metrics: dict[str, float]) -> dict[str, float]:
+    """Metrics without what depends on the clock."""
+    return {name: value for name, value in metrics.items() if not name.endswith(("_runtime", "_per_second"))}

@@ -33,6 +33,10 @@ def two(**options: Any) -> dict[str, Any]:
     return grpo("sums", "lengths", **options)
 
 
+def rloo(*rewards: str, **options: Any) -> dict[str, Any]:
+    return grpo(*(rewards or ("sums",)), **options) | {"trainer": "RLOO"}
+
+
 # TRL shuffles a rollout before it cuts it; `replaying` seeds it so that each half keeps its completions.
 CUT = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
 HALVES = {"per_device_train_batch_size": 4, "steps_per_generation": 2}
@@ -80,8 +84,23 @@ GRPO_CASES: dict[str, dict[str, Any]] = {
     "grpo environment, truncated": one(env_mask=True, mask_truncated_completions=True),
     "grpo lora": one(lora=True),
     "grpo lora, beta": one(lora=True, beta=0.3),
+    "rloo": rloo(),
+    "rloo without a reference": rloo(beta=0.0),
+    "rloo, strong pull": rloo(beta=0.5, num_generations=2),
+    "rloo, on policy": rloo(num_iterations=1),
+    "rloo, cut": rloo(**CUT),
+    "rloo, two steps": rloo(num_iterations=1, **HALVES),
+    "rloo two rewards": rloo("sums", "lengths"),
+    "rloo a reward that does not apply to all": rloo("lengths"),
+    "rloo, clip higher": rloo(epsilon=0.05, epsilon_high=0.4),
+    "rloo, normalised": rloo(normalize_advantages=True),
+    "rloo, normalised, some unscored": rloo("lengths", normalize_advantages=True),
+    "rloo, clipped rewards": rloo(reward_clip_range=[0.5, 1.2]),
+    "rloo, temperature": rloo(temperature=0.7),
+    "rloo lora": rloo(lora=True),
 }  # fmt: skip
 GRPO_DIFFERENT: dict[str, dict[str, Any]] = {
+    "rloo, truncated": rloo(mask_truncated_completions=True),
     "grpo cispo, the same cap": one(loss_type="cispo"),
     "grpo bnpo, cut": one(loss_type="bnpo", **CUT),
     "grpo top entropy, cut": one(top_entropy_quantile=0.4, **CUT),

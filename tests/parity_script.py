@@ -198,6 +198,7 @@ CASES: dict[str, dict[str, Any]] = {
     "cpo hinge": case("CPO", "pairs", loss_type="hinge"),
     "cpo ipo": case("CPO", "pairs", loss_type="ipo"),
     "simpo": case("CPO", "pairs", loss_type="simpo", cpo_alpha=0.0, simpo_gamma=0.5, beta=2.0),
+    "alphapo": case("CPO", "pairs", loss_type="simpo", cpo_alpha=0.0, alpha=0.25, beta=2.0),
     "simpo with likelihood": case("CPO", "pairs", loss_type="simpo", beta=2.0),
     "reward": case("Reward", "pairs"),
     "reward margins": case("Reward", "margins", center_rewards_coefficient=0.01, **CUT),
@@ -329,6 +330,8 @@ def run(library: str, case: dict[str, Any], folder: Path, epochs: int = 2) -> di
 
         kind = "TOKEN_CLS" if case["trainer"] == "PRM" else "CAUSAL_LM"
         adapter = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], task_type=kind)
+    online = replaying(case, tokenizer.eos_token_id) if case["trainer"] in ("GRPO", "RLOO") else {}
+    replay = online.pop("rollout_func") if (library, case["trainer"]) == ("trl", "RLOO") else None
     trainer = trainer_class(
         # TRL's PRMTrainer takes no path
         model=Qwen2ForTokenClassification.from_pretrained(folder / "model")
@@ -338,8 +341,11 @@ def run(library: str, case: dict[str, Any], folder: Path, epochs: int = 2) -> di
         train_dataset=Dataset.from_list(ROWS[case["rows"]]),
         processing_class=tokenizer,
         peft_config=adapter,
-        **(replaying(case, tokenizer.eos_token_id) if case["trainer"] == "GRPO" else {}),
+        **online,
     )
+    if replay is not None:  # TRL's RLOOTrainer takes no rollout_func
+        trainer._tokenize_prompts = lambda prompts: ([list(prompt.encode()) for prompt in prompts], None, {})
+        trainer._generate_single_turn = lambda ids, *_: replay([""] * len(ids), trainer)["completion_ids"]
     fill(trainer.model, only="lora_A")
     trainer.train()
     steps = [entry for entry in trainer.state.log_history if "loss" in entry]

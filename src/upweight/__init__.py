@@ -3,6 +3,19 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from upweight.data.row_helpers import (
+        apply_chat_template,
+        extract_prompt,
+        is_conversational,
+        is_conversational_from_value,
+        maybe_apply_chat_template,
+        maybe_convert_to_chatml,
+        maybe_extract_prompt,
+        maybe_unpair_preference_dataset,
+        pack_dataset,
+        truncate_dataset,
+        unpair_preference_dataset,
+    )
     from upweight.train.api.configs import (
         CPOConfig,
         DPOConfig,
@@ -12,8 +25,8 @@ if TYPE_CHECKING:
         RewardConfig,
         SFTConfig,
     )
-    from upweight.train.api.grpo import GRPOTrainer
-    from upweight.train.api.grpo_config import GRPOConfig
+    from upweight.train.api.grpo import GRPOTrainer, RLOOTrainer
+    from upweight.train.api.grpo_config import GRPOConfig, RLOOConfig
     from upweight.train.api.trainers import (
         CPOTrainer,
         DPOTrainer,
@@ -38,17 +51,34 @@ __all__ = [
     "ORPOTrainer",
     "PRMConfig",
     "PRMTrainer",
+    "RLOOConfig",
+    "RLOOTrainer",
     "RewardConfig",
     "RewardTrainer",
     "SFTConfig",
     "SFTTrainer",
+    "apply_chat_template",
+    "extract_prompt",
+    "is_conversational",
+    "is_conversational_from_value",
+    "maybe_apply_chat_template",
+    "maybe_convert_to_chatml",
+    "maybe_extract_prompt",
+    "maybe_unpair_preference_dataset",
+    "pack_dataset",
+    "truncate_dataset",
+    "unpair_preference_dataset",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    """The trainers and configs, imported when they are first asked for: `import upweight` stays light."""
+    """Trainers, configs and helpers, imported when they are first asked for: `import upweight` stays light."""
     if name not in __all__:
         raise AttributeError(f"module 'upweight' has no attribute {name!r}")
+    if name[0].islower():
+        from upweight.data import row_helpers
+
+        return getattr(row_helpers, name)
     from upweight.train.api import configs, grpo, trainers
 
     return next(vars(module)[name] for module in (configs, grpo, trainers) if name in vars(module))

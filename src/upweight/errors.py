@@ -4,8 +4,12 @@ from collections.abc import Iterable
 from difflib import SequenceMatcher
 
 
-class UserError(Exception):
-    """Something the user can mend: the command prints it without a traceback and exits 2."""
+class UserError(ValueError):
+    """Something the user can mend: the command prints it without a traceback and exits 2.
+
+    A ValueError, since scripts catch that around a bad argument. So where our code catches ValueError around a call
+    that may raise this one, it lets this one through first.
+    """
 
 
 def closest(word: str, candidates: Iterable[str], cutoff: float = 0.6) -> str | None:

@@ -1,5 +1,6 @@
 """How a piece of code declares its YAML keys: a Section of settings, each with its path, default and one sentence."""
 
+import copy
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,6 +16,11 @@ BOOL_WORDS = {False: ("no", "false", "off", "none", "disabled"), True: ("yes", "
 def setting(path: str, default: Any, help: str, *, also: tuple[str, ...] = (), **limits: Any) -> Any:
     """A field read from `path` in the YAML (`trl.beta`), or from one of `also`; `limits` are pydantic's."""
     return Field(default, description=help, json_schema_extra={"path": path, "also": list(also)}, **limits)
+
+
+def same_setting(section: type["Section"], name: str) -> Any:
+    """A field declared as another section declares it."""
+    return copy.copy(section.model_fields[name])
 
 
 def inner(default: Any, help: str, **limits: Any) -> Any:

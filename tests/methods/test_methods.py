@@ -6,7 +6,20 @@ from upweight.settings import keys_of
 
 
 def test_methods_are_listed_by_their_own_names():
-    assert sorted(METHODS) == ["dpo", "ebft", "gdpo", "grpo", "ipo", "kto", "orm", "orpo", "prm", "sft", "simpo"]
+    assert sorted(METHODS) == [
+        "dpo",
+        "ebft",
+        "gdpo",
+        "grpo",
+        "ipo",
+        "kto",
+        "orm",
+        "orpo",
+        "prm",
+        "rloo",
+        "sft",
+        "simpo",
+    ]
     assert len({method.__name__ for method in METHODS.values()}) == len(METHODS)
     assert all(name == method.name for name, method in METHODS.items())
 
@@ -50,7 +63,7 @@ def test_learning_rates_follow_the_kind_of_method():
     rates = {name: (method.learning_rate, method.lora_learning_rate) for name, method in METHODS.items()}
     assert rates.pop("sft") == (2e-5, None)
     assert rates.pop("ebft") == (1e-6, None)
-    assert {rates.pop(name) for name in ("grpo", "gdpo")} == {(1e-6, 1e-5)}
+    assert {rates.pop(name) for name in ("grpo", "gdpo", "rloo")} == {(1e-6, 1e-5)}
     assert {rates.pop(name) for name in ("orm", "prm")} == {(1e-5, 1e-4)}
     assert set(rates.values()) == {(1e-6, 5e-6)}
 
@@ -66,4 +79,4 @@ def test_group_sizes_come_from_the_settings():
 
 
 def test_a_reference_is_asked_for_only_where_it_is_read():
-    assert {name for name, method in METHODS.items() if method().needs_reference} == {"dpo", "ipo", "kto"}
+    assert {name for name, method in METHODS.items() if method().needs_reference} == {"dpo", "ipo", "kto", "rloo"}

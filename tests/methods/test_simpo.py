@@ -1,4 +1,4 @@
-from math import log
+from math import exp, log
 
 import pytest
 
@@ -29,3 +29,11 @@ def test_cpo_losses_compare_sums_and_ipo_means(loss_type, expected):
     batch = made_batch([2, 1], pair_P2=[[0, 1]])
     method = SimPO(loss_type=loss_type, beta=2.0, nll_weight=0.0)
     assert total_loss(method, out, batch) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("alpha", [0.25, -0.5])
+def test_alphapo_changes_the_shape_of_the_reward(alpha):
+    out, batch = made_outputs([[-1.0, -0.4], [-2.0]]), made_batch([2, 1], pair_P2=[[0, 1]])
+    chosen, rejected = ((1 - exp(mean) ** -alpha) / alpha for mean in (-0.7, -2.0))
+    expected = -log(sigma(2.0 * (chosen - rejected) - 0.5))
+    assert total_loss(SimPO(beta=2.0, gamma=0.5, nll_weight=0.0, alpha=alpha), out, batch) == pytest.approx(expected)

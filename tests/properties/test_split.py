@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from made_batches import made_batch
-from upweight.methods import DPO, EBFT, GDPO, GRPO, IPO, KTO, METHODS, ORM, ORPO, PRM, SFT, PolicyGradient, SimPO
+from upweight.methods import DPO, EBFT, GDPO, GRPO, IPO, KTO, METHODS, ORM, ORPO, PRM, RLOO, SFT, PolicyGradient, SimPO
 from upweight.methods.formulas.dpo_losses import SMOOTHED
 from upweight.methods.policy_gradient import DIVISOR
 from upweight.types import Outputs
@@ -36,12 +36,14 @@ VARIANTS = {
     "orpo": ORPO(),
     "simpo": SimPO(label_smoothing=0.1),
     "cpo": SimPO(loss_type="sigmoid"),
+    "alphapo": SimPO(alpha=0.3),
     **{f"grpo {name}": grpo(loss_type=name, beta=0.1, epsilon_high=0.3, delta=1.5) for name in DIVISOR},
     **{f"grpo gspo {name}": grpo(loss_type=name, importance_sampling_level="sequence") for name in DIVISOR},
     **{f"grpo {mode}": grpo(sampler_correction_mode=mode, sampler_correction_cap=1.5) for mode in CORRECTIONS},
     **{f"grpo top entropy {name}": grpo(loss_type=name, **TOP_ENTROPY) for name in ("dapo", "bnpo", "grpo")},
     "grpo off-policy mask": grpo(off_policy_mask_threshold=0.05),
     "gdpo": GDPO(policy=PolicyGradient(beta=0.1)),
+    "rloo": RLOO(epsilon_high=0.3),
     "ebft structured": EBFT(ce_coef=0.1, rl_coef=0.5, policy=PolicyGradient(loss_type="grpo", beta=0.1, **TOP_ENTROPY)),
     "ebft strided": EBFT(mode="strided", ce_coef=0.1),
     "orm": ORM(center_rewards_coefficient=0.01),

@@ -11,6 +11,7 @@ from made_runs import (
     metrics_of,
     on_ranks,
     rows_for,
+    timeless,
     trainer_for,
     weights_of,
     write_config,
@@ -51,7 +52,7 @@ def offline_trainer(case, folder, shares, **changes):
 
 def trained(trainer, case):
     trainer.train()
-    found = {"evaluated": trainer.evaluate() if case in EVALUATED else {}}
+    found = {"evaluated": timeless(trainer.evaluate()) if case in EVALUATED else {}}
     log = [{k: v for k, v in row.items() if not any(word in k for word in CLOCK)} for row in trainer.state.log_history]
     weights = weights_of(trainer)
     whole = {n: w.full_tensor() if hasattr(w, "full_tensor") else w for n, w in weights.items()}

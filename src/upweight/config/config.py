@@ -20,7 +20,7 @@ from upweight.settings import Key, Section, keys_of, setting
 class ChoiceSection(Section):
     """Which method trains."""
 
-    rl: Literal["dpo", "ipo", "kto", "orpo", "simpo", "grpo", "gdpo", "ebft"] | None = setting(
+    rl: Literal["dpo", "ipo", "kto", "orpo", "simpo", "grpo", "gdpo", "rloo", "ebft"] | None = setting(
         "rl", None, "Training method; supervised fine-tuning when left out."
     )
     reward_model: bool = setting("reward_model", False, "Train an outcome reward model.")

@@ -26,7 +26,7 @@ SERVES = {
     "labelled": "kto",
     "steps": "process reward models",
     "text": "supervised fine-tuning",
-    "prompts": "grpo and gdpo",
+    "prompts": "grpo, gdpo and rloo",
     "ebft": "ebft",
 }
 

@@ -11,11 +11,12 @@ from upweight.methods.orm import ORM
 from upweight.methods.orpo import ORPO
 from upweight.methods.policy_gradient import PolicyGradient
 from upweight.methods.prm import PRM
+from upweight.methods.rloo import RLOO
 from upweight.methods.sft import SFT
 from upweight.methods.simpo import SimPO
 
 METHODS: dict[str, type[Method]] = {
-    method.name: method for method in (SFT, DPO, IPO, KTO, ORPO, SimPO, GRPO, GDPO, EBFT, ORM, PRM)
+    method.name: method for method in (SFT, DPO, IPO, KTO, ORPO, SimPO, GRPO, GDPO, RLOO, EBFT, ORM, PRM)
 }
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "ORM",
     "ORPO",
     "PRM",
+    "RLOO",
     "SFT",
     "Method",
     "PolicyGradient",

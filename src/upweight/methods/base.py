@@ -27,6 +27,11 @@ class Method(Section, ABC):
         return False
 
     @property
+    def needs_drift(self) -> bool:
+        """Whether `advantages` read how far the policy is from the reference on each completion."""
+        return False
+
+    @property
     def group_size(self) -> int:
         """Completions sampled for each prompt, for online methods."""
         return 1
@@ -65,8 +70,11 @@ class Method(Section, ABC):
     def loss(self, out: Outputs, batch: Batch, prepared: dict[str, Tensor]) -> Loss:
         """Loss terms of this batch, summed by unit."""
 
-    def advantages(self, rewards_SR: Tensor, group_S: Tensor) -> Tensor:
-        """One advantage for each sequence of a whole generation batch (online methods); a NaN reward does not apply."""
+    def advantages(self, rewards_SR: Tensor, group_S: Tensor, drift_S: Tensor | None = None) -> Tensor:
+        """One advantage for each sequence of a whole generation batch (online methods); a NaN reward does not apply.
+
+        `drift_S`: log-probs of the policy minus the reference's, summed over each completion, where `needs_drift`.
+        """
         raise NotImplementedError(f"{self.name}: only online methods have advantages")
 
 

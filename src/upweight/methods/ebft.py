@@ -137,7 +137,7 @@ class EBFT(Method):
         metrics = {"entropy": Mean.over(given(out.entropy_T), sampled_T), "ebft/rl_loss": Mean.over(loss_T, sampled_T)}
         return Loss({"tokens": loss_T.sum()}, metrics)
 
-    def advantages(self, rewards_SR: Tensor, group_S: Tensor) -> Tensor:
+    def advantages(self, rewards_SR: Tensor, group_S: Tensor, drift_S: Tensor | None = None) -> Tensor:
         reward_S = weighted_reward(rewards_SR, None)
         if self.advantage_estimator == "group_norm":
             return normalised(reward_S, group_S, self.policy.reward_scale)

@@ -71,5 +71,5 @@ class GRPO(Grouped, Method):
             self.policy.refuse_for_decoupled_rewards("set trl.multi_objective_aggregation: sum_then_normalize")
         return self
 
-    def advantages(self, rewards_SR: Tensor, group_S: Tensor) -> Tensor:
+    def advantages(self, rewards_SR: Tensor, group_S: Tensor, drift_S: Tensor | None = None) -> Tensor:
         return self.policy.advantages(rewards_SR, group_S, self.aggregation)

@@ -3,6 +3,7 @@
 from typing import ClassVar, Literal
 
 import torch
+from pydantic import model_validator
 from torch import Tensor
 
 from upweight.methods.base import Method, given, pair_metrics, sequence_sum
@@ -34,6 +35,30 @@ class KTO(Method):
     precompute_ref_log_probs: bool = setting(
         "precompute_ref_log_probs", False, "Compute the reference's log-probs once, before training."
     )
+    sync_ref_model: bool = setting(
+        "sync_ref_model", False, "Move the reference towards the policy while training.", also=("trl.sync_ref_model",)
+    )
+    ref_model_mixup_alpha: float = setting(
+        "ref_model_mixup_alpha",
+        0.6,
+        "Share of the policy in the reference at each move.",
+        also=("trl.ref_model_mixup_alpha",),
+        ge=0,
+        le=1,
+    )
+    ref_model_sync_steps: int = setting(
+        "ref_model_sync_steps",
+        512,
+        "Steps between two moves of the reference.",
+        also=("trl.ref_model_sync_steps",),
+        ge=1,
+    )
+
+    @model_validator(mode="after")
+    def _a_reference_that_moves_is_computed(self) -> "KTO":
+        if self.sync_ref_model and self.precompute_ref_log_probs:
+            raise ValueError("sync_ref_model changes the reference, so precompute_ref_log_probs must be off")
+        return self
 
     @property
     def needs_reference(self) -> bool:

@@ -38,6 +38,9 @@ class SimPO(Method):
         "cpo_alpha", 1.0, "Weight of the chosen completion's likelihood; 0 is SimPO as published.", ge=0
     )
     gamma: float = setting("simpo_gamma", 0.5, "Margin by which the chosen completion should win, for simpo.", ge=0)
+    alpha: float = setting(
+        "trl.alpha", 0.0, "Order of AlphaPO's reward (arXiv:2501.03884), (1 - p^-alpha) / alpha; 0 is the log-prob."
+    )
     label_smoothing: float = setting(
         "cpo_label_smoothing", 0.0, "Assumed share of pairs whose two sides are swapped.", ge=0, lt=0.5
     )
@@ -54,7 +57,10 @@ class SimPO(Method):
         logps_T = given(out.logps_T)
         chosen_T = is_chosen(batch)[batch.sequence_T]
         value_of = sequence_mean if self.loss_type in ("simpo", "ipo") else sequence_sum
-        chosen_P, rejected_P = (self.beta * value_of(logps_T, batch))[given(batch.pair_P2)].unbind(1)
+        value_S = value_of(logps_T, batch)
+        if self.alpha:
+            value_S = -torch.expm1(-self.alpha * value_S) / self.alpha
+        chosen_P, rejected_P = (self.beta * value_S)[given(batch.pair_P2)].unbind(1)
         loss_P = self._of_margin(chosen_P - rejected_P)
         metrics = pair_metrics(chosen_P, rejected_P) | pair_token_metrics(out, batch)
         metrics["nll_loss"] = Mean.over(-logps_T, chosen_T)

@@ -159,7 +159,9 @@ def config_with_head(section: ModelSection, head: Head) -> PreTrainedConfig:
     wanted, saved = section.num_labels or CLASSES[head], config.num_labels
     ending = AUTO_CLASSES[head].removeprefix("AutoModel")
     if saved != wanted and any(name.endswith(ending) for name in config.architectures or ()):
-        remedy = f"set `num_labels: {saved}`" if head == "step_score" and saved > 1 else "name one that has as many"
+        remedy = (
+            f"set `num_labels: {saved}`" if head == "step_score" and (saved or 0) > 1 else "name one that has as many"
+        )
         raise UserError(
             f"base_model: {section.base_model!r} is a classifier with {saved} outputs, and {wanted} are to be trained; "
             f"{remedy}, or the language model it was made from"

@@ -252,18 +252,18 @@ class SeparateModel:
     """A frozen model of its own."""
 
     def __init__(self, policy: nn.Module, model: nn.Module) -> None:
-        self._policy, self._model = policy, model.requires_grad_(False).eval()
+        self._policy, self.model = policy, model.requires_grad_(False).eval()
         self._averages: dict[str, Tensor] = {}
 
     @contextmanager
     def use(self, wrapped: nn.Module) -> Iterator[nn.Module]:
         with torch.no_grad():
-            yield self._model
+            yield self.model
 
     def sync(self, alpha: float) -> None:
         policy = dict(self._policy.named_parameters())
         with torch.no_grad():
-            for name, parameter in self._model.named_parameters():
+            for name, parameter in self.model.named_parameters():
                 average = self._averages.setdefault(name, parameter.float().clone())
                 parameter.copy_(average.lerp_(policy[name].to(average), alpha))
 
@@ -272,7 +272,7 @@ class SeparateModel:
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         with torch.no_grad():
-            for name, parameter in self._model.named_parameters():
+            for name, parameter in self.model.named_parameters():
                 if name in state:
                     self._averages[name] = state[name].to(parameter.device, torch.float32, copy=True)
                     parameter.copy_(self._averages[name])

@@ -30,6 +30,8 @@ def load_failures(key: str, place: str, what: str) -> Iterator[None]:
     """Turn the ways in which loading from `place` fails into errors that say what to do."""
     try:
         yield
+    except UserError:
+        raise
     except (OSError, ValueError, ImportError) as error:
         text = str(error)
         first = text.strip().splitlines()[0] if text.strip() else type(error).__name__

@@ -1,1 +1,31 @@
 """Rewards: user functions, built-ins and reward models, run so that none of them can hang or break a run."""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from upweight.rewards.script_rewards import (
+        accuracy_reward,
+        get_cosine_scaled_reward,
+        get_repetition_penalty_reward,
+        get_soft_overlong_punishment,
+        reasoning_accuracy_reward,
+        think_format_reward,
+    )
+
+__all__ = [
+    "accuracy_reward",
+    "get_cosine_scaled_reward",
+    "get_repetition_penalty_reward",
+    "get_soft_overlong_punishment",
+    "reasoning_accuracy_reward",
+    "think_format_reward",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """The rewards that scripts import, when they are first asked for: reward workers start with this package."""
+    if name not in __all__:
+        raise AttributeError(f"module 'upweight.rewards' has no attribute {name!r}")
+    from upweight.rewards import script_rewards
+
+    return getattr(script_rewards, name)

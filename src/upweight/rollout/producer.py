@@ -100,7 +100,7 @@ class Producer:
         method that scores by features has whoever holds the model do that, and call this afterwards.
         """
         groups = rollout.groups
-        self._add_advantages(groups, compared)
+        self.add_advantages(groups, compared)
         rollout.metrics |= summary(groups, self.names, self.method)
         if self.reroll is not None:
             self.reroll.note(groups)
@@ -243,13 +243,16 @@ class Producer:
         text = self.decode(completion.written)
         return text if isinstance(group.row.get("prompt"), str) else [{"role": "assistant", "content": text}]
 
-    def _add_advantages(self, groups: Sequence[Group], compared: int | None) -> None:
+    def add_advantages(
+        self, groups: Sequence[Group], compared: int | None = None, drift_S: Tensor | None = None
+    ) -> None:
+        """Put the method's advantages into scored groups."""
         rewards_SR = torch.cat([_rewards(group) for group in groups])
         sizes = torch.tensor([len(group.completions) for group in groups])
         group_S = torch.repeat_interleave(torch.arange(len(groups)), sizes)
         if compared is not None:
             group_S = torch.arange(len(rewards_SR)) // compared
-        advantage_S = self.method.advantages(rewards_SR, group_S)
+        advantage_S = self.method.advantages(rewards_SR, group_S, drift_S)
         for group, own_S in zip(groups, advantage_S.split(sizes.tolist()), strict=True):
             group.advantage_S = own_S
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_utils import speed_metrics
 
 from upweight.data.units import units_of
 from upweight.engine import Engine
@@ -21,7 +22,7 @@ from upweight.log import logger
 from upweight.methods.base import Method
 from upweight.models.memory import LESS_MEMORY
 from upweight.models.precision import ComputeCopies
-from upweight.models.reference import Reference
+from upweight.models.reference import Reference, SeparateModel
 from upweight.models.save import save_model
 from upweight.train.checkpoints import WHOLE, step_of
 from upweight.train.distributed.fsdp import set_up_sharding
@@ -43,6 +44,7 @@ class MethodTrainer(Trainer):
     """Trains any method. The Trainer sees one batch a step; `StepRunner` cuts it into forwards."""
 
     loss_is_scaled_for_ga = True
+    aux_loss_enabled = False  # scripts ask: the routers' balance is not trained
 
     def __init__(
         self,
@@ -83,10 +85,19 @@ class MethodTrainer(Trainer):
             self.eval_dataset = _each(
                 self.eval_dataset, lambda rows: with_reference(rows, model, self.runner, precompute)
             )
-        self.last_log = time.perf_counter()
+        tagged: Any = model
+        if hasattr(tagged, "add_model_tags"):
+            tagged.add_model_tags(["upweight", method.name])
+        self.last_log, self.last_logged_step = time.perf_counter(), 0
         self.last_blocked = 0.0  # seconds that rollouts had been waited for by then
         if rollouts is None:
             self.add_callback(_EpochOrder(self))
+
+    @property
+    def ref_model(self) -> nn.Module | None:
+        """The model that is the reference, where it is one of its own: else it is the policy with other weights."""
+        reference = self.runner.reference
+        return reference.model if isinstance(reference, SeparateModel) else None
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """The stock loop, on record where that is asked for."""
@@ -156,6 +167,8 @@ class MethodTrainer(Trainer):
         every = self.args.torch_empty_cache_steps
         if every is not None and self.state.global_step % every == 0:
             torch.cuda.empty_cache()
+        tokens = sum(len(sample.ids) for unit in inputs["units"] for sample in unit.samples)
+        self.state.num_input_tokens_seen += tokens
         try:
             return self.runner.train(model, inputs["units"], inputs.get("counts"))
         except torch.cuda.OutOfMemoryError as error:
@@ -190,14 +203,18 @@ class MethodTrainer(Trainer):
         assert isinstance(model, nn.Module)
         model.eval()
         self._optimizer_mode("eval")
-        online = self.rollouts
+        online, began = self.rollouts, time.time()
         metrics = (
             self._loss_on(model, rows)
             if online is None
             else online.evaluate(rows, self.state, self.runner, model, prefix)
         )
         named = {f"{prefix}_{name}": value for name, value in metrics.items()}
-        self.log(dict(named))
+        batch = self.args.per_device_eval_batch_size * self.runner.shares
+        named |= speed_metrics(prefix, began, num_samples=_length(rows), num_steps=-(-_length(rows) // batch))
+        if online is None:
+            named[f"{prefix}_num_tokens"] = self.state.num_input_tokens_seen
+        self.log(named)  # which adds the epoch
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, named)
         return named
 
@@ -222,6 +239,8 @@ class MethodTrainer(Trainer):
         """Add what was metered since the last log to a training log."""
         if self.rollouts is not None:  # the Trainer does not know how much of an epoch was trained before a resume
             self.state.epoch = self.state.global_step / self.rollouts.steps_per_epoch
+        if "train_runtime" in logs:  # the end: what was metered since the last log has no entry of its own
+            logs |= self.runner.meters.drain(self.accelerator)
         if "loss" in logs:
             logs |= self.runner.meters.drain(self.accelerator)
             now = time.perf_counter()
@@ -234,6 +253,11 @@ class MethodTrainer(Trainer):
                 logs["training/tokens_per_second"] = round(float(tokens) / max(worked, 1e-9), 1)
                 logs["rollout/share_of_seconds"] = round((blocked - self.last_blocked) / (now - self.last_log), 3)
                 self.last_blocked = blocked
+                steps = max(self.state.global_step - self.last_logged_step, 1)
+                logs["step_time"] = (now - self.last_log) / steps
+            else:
+                logs["num_tokens"] = self.state.num_input_tokens_seen
+            self.last_logged_step = self.state.global_step
             self.last_log, self.runner.tokens = now, 0
         super().log(logs, start_time)
 
@@ -261,6 +285,10 @@ class MethodTrainer(Trainer):
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Write README.md to the run folder: the run's own card where it has one, else the stock one."""
         if self.card is None:
+            if len(args) < 3:  # which come third
+                given = kwargs.get("tags") or []
+                tags = [given] if isinstance(given, str) else list(given)
+                kwargs["tags"] = [*dict.fromkeys([*tags, *(getattr(self.model, "model_tags", None) or [])])]
             super().create_model_card(*args, **kwargs)
         elif self.is_world_process_zero():
             write_text(Path(self.args.output_dir or ".") / "README.md", self.card())

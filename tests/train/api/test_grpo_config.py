@@ -27,6 +27,8 @@ entropy_target max_tool_calling_iterations log_completions num_completions_to_pr
 log_completions_hub_repo use_liger_kernel max_prompt_length warmup_ratio use_liger_loss
 """
 
+SCRIPTS = {"vllm_mode": "colocate", "sleep_mode": False}  # which are not the defaults of a config
+
 
 def config(tmp_path, **given):
     return GRPOConfig(output_dir=str(tmp_path), **given)
@@ -39,7 +41,7 @@ def test_every_argument_of_scripts_is_there():
 def test_defaults_are_those_of_the_method_and_the_rollouts(tmp_path):
     args = config(tmp_path, max_steps=None)
     assert args.method() == GRPO()
-    assert args.rollout() == RolloutSection()
+    assert args.rollout() == RolloutSection(**SCRIPTS)
     assert (args.max_steps, args.max_completion_length, args.max_prompt_length) == (-1, 256, None)
     assert [args.for_loop(lora=lora).learning_rate for lora in (False, True)] == [1e-6, 1e-5]
 
@@ -62,7 +64,7 @@ def test_settings_reach_the_method_and_the_rollouts_under_their_own_names(tmp_pa
     )
     assert args.method() == GRPO(policy=policy, aggregation="normalize_then_sum")
     assert args.rollout() == RolloutSection(
-        generation_args={"stop": ["\n"]}, num_iterations=2, min_p=0.1, completions_shown=3
+        **SCRIPTS, generation_args={"stop": ["\n"]}, num_iterations=2, min_p=0.1, completions_shown=3
     )
 
 

@@ -350,10 +350,10 @@ def test_a_config_of_another_trainer_is_refused(folder):
             trainer(str(folder / "model"), **given)
 
 
-@pytest.mark.parametrize(("name", "says"), [("data_collator", "differences"), ("tokenizer", "processing_class")])
+@pytest.mark.parametrize(("name", "says"), [("data_collator", "packed"), ("tokenizer", "processing_class")])
 def test_an_unknown_input_is_a_type_error(name, says, folder):
     with pytest.raises(TypeError, match=f"takes no argument '{name}': .*{says}"):
-        DPOTrainer(str(folder / "model"), train_dataset=ROWS["pairs"], **{name: None})  # pyright: ignore
+        DPOTrainer(str(folder / "model"), train_dataset=ROWS["pairs"], **{name: object()})  # pyright: ignore
 
 
 def test_a_reference_that_nothing_is_compared_with_is_refused(folder):
@@ -394,3 +394,75 @@ def test_a_folder_that_cannot_be_made_is_named(folder):
 def test_every_exported_trainer_has_its_config():
     names = {name.removesuffix("Trainer") for name in upweight.__all__ if name.endswith("Trainer")}
     assert names == {name.removesuffix("Config") for name in upweight.__all__ if name.endswith("Config")}
+
+
+def test_evaluations_and_logs_have_what_scripts_read(folder):
+    args = DPOConfig(output_dir=folder / "out", **COMMON | {"logging_steps": 2}, max_steps=3)
+    rows = ROWS["pairs"]
+    trainer = DPOTrainer(str(folder / "model"), args=args, train_dataset=rows, eval_dataset=rows)
+    trainer.train()
+    *logged, last = trainer.state.log_history
+    assert {"train_runtime", "train_loss", "rewards/margins", "epoch"} <= set(last)  # of step 3, which was not logged
+    lengths = [len(part) for row in trainer.train_dataset for part in (row["chosen_ids"], row["rejected_ids"])]
+    prompts = 2 * sum(len(row["prompt_ids"]) for row in trainer.train_dataset)
+    assert logged[-1]["num_tokens"] == sum(lengths) + prompts  # two steps of four pairs, of eight
+    found = trainer.evaluate()
+    assert {"eval_loss", "eval_runtime", "eval_samples_per_second", "eval_steps_per_second", "epoch"} <= set(found)
+    assert trainer.evaluate(metric_key_prefix="test")["test_runtime"] > 0
+
+
+def test_trainers_have_the_attributes_that_scripts_read(folder):
+    args = DPOConfig(output_dir=folder / "out", **COMMON)
+    trainer = DPOTrainer(str(folder / "model"), args=args, train_dataset=ROWS["pairs"])
+    assert (trainer.aux_loss_enabled, trainer.ref_model) == (False, None)
+    assert {"upweight", "dpo"} <= set(trainer.model.model_tags)
+    trainer.create_model_card(tags="mine")
+    card = (folder / "out" / "README.md").read_text()
+    assert all(f"- {tag}\n" in card for tag in ("mine", "upweight", "dpo"))
+    other = AutoModelForCausalLM.from_pretrained(folder / "model")
+    given = DPOTrainer(str(folder / "model"), other, args, train_dataset=ROWS["pairs"], peft_config=LoraConfig(r=2))
+    assert given.ref_model is other
+    assert "upweight" in given.model.model_tags
+
+
+def test_rewards_of_a_trainer_are_listed(folder):
+    def longer(completions, **kwargs):
+        return [len(text) for text in completions]
+
+    args = upweight.GRPOConfig(output_dir=folder / "out", **COMMON, num_generations=4, max_completion_length=8)
+    trainer = GRPOTrainer(str(folder / "model"), [longer, "length(maximum=3)"], args, ROWS["prompts"])
+    assert trainer.reward_func_names == ["longer", "length"]
+    assert trainer.reward_processing_classes == [None, None]
+    assert trainer.reward_funcs[0] is longer
+
+
+def test_what_is_none_was_not_asked_for(folder):
+    given = dict.fromkeys(("data_collator", "compute_metrics", "quantization_config", "optimizer_cls_and_kwargs"))
+    args = {"output_dir": folder / "out", **COMMON}
+    DPOTrainer(str(folder / "model"), args=DPOConfig(**args), train_dataset=ROWS["pairs"], **given)
+    small = {"num_generations": 4, "max_completion_length": 8}
+    rewarded = {"reward_funcs": "length(maximum=3)", "train_dataset": ROWS["prompts"]}
+    GRPOTrainer(str(folder / "model"), args=upweight.GRPOConfig(**args, **small), **rewarded, **given)
+    with pytest.raises(TypeError, match=r"compute_loss_func.*loss_type"):
+        SFTTrainer(str(folder / "model"), SFTConfig(**args), train_dataset=ROWS["text"], compute_loss_func=len)
+    with pytest.raises(TypeError, match=r"'eval_datasets'.*Did you mean 'eval_dataset'"):
+        GRPOTrainer(str(folder / "model"), args=upweight.GRPOConfig(**args, **small), **rewarded, eval_datasets=[])
+
+
+def test_an_optimizer_of_ones_own_by_its_class(folder):
+    given = (torch.optim.SGD, {"lr": 0.25})
+    args = SFTConfig(output_dir=folder / "out", **COMMON, max_steps=1, activation_offloading=True)
+    trainer = SFTTrainer(str(folder / "model"), args, train_dataset=ROWS["text"], optimizer_cls_and_kwargs=given)
+    trainer.train()
+    assert isinstance(trainer.optimizer.optimizer, torch.optim.SGD)
+    assert trainer.optimizer.param_groups[0]["initial_lr"] == 0.25
+
+
+def test_a_chat_template_from_a_file_or_a_tokenizer(folder):
+    short = "{% for m in messages %}{{ m.role }}:{{ m.content }}<|im_end|>{% endfor %}"
+    (folder / "short.jinja").write_text(short)
+    args = {"output_dir": folder / "out", **COMMON}
+    for place, expected in ((folder / "short.jinja", short), (folder / "model", TEMPLATE)):
+        config = SFTConfig(**args, chat_template_path=str(place))
+        trainer = SFTTrainer(str(folder / "model"), config, train_dataset=ROWS["messages"])
+        assert trainer.processing_class.chat_template == expected

@@ -10,7 +10,7 @@ from made_rollouts import even_tokens, logged, online_trainer, resumed_as_whole,
 from made_runs import largest_difference, on_ranks, weights_of
 from made_tokenizers import byte_tokenizer
 from upweight.errors import UserError
-from upweight.methods import GDPO, GRPO
+from upweight.methods import GDPO, GRPO, RLOO
 from upweight.rewards.builtin.adaptive import AdaptiveReward
 from upweight.rewards.load import as_rewards
 from upweight.rewards.scorer import Scorer
@@ -169,6 +169,17 @@ def test_an_evaluation_leaves_the_state_of_rewards_alone(tmp_path):
 @pytest.mark.parametrize(("wanted", "iterations"), [(8, 1), (16, 1), (8, 2), (16, 2)])
 def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, wanted, iterations):
     resumed_as_whole(online_trainer, tmp_path, 7, 3, wanted=wanted, iterations=iterations)
+
+
+@pytest.mark.parametrize(("wanted", "iterations"), [(8, 1), (16, 2)])
+def test_a_resumed_run_whose_rewards_count_the_drift_is_the_uninterrupted_one(tmp_path, wanted, iterations):
+    method = RLOO(num_generations=4, beta=0.5, max_completion_length=6)
+    whole = resumed_as_whole(online_trainer, tmp_path, 5, 3, method=method, wanted=wanted, iterations=iterations)
+    assert all("kl" in line for line in logged(whole))
+    groups = whole.rollouts.current.groups
+    rewards_SR = torch.cat([group.rewards_SR for group in groups])
+    plain_S = method.advantages(rewards_SR, torch.arange(len(groups)).repeat_interleave(4))
+    assert not torch.allclose(plain_S, torch.cat([group.advantage_S for group in groups]))
 
 
 def test_evaluation_samples_held_out_prompts_and_leaves_training_alone(tmp_path):

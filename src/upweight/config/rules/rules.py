@@ -151,7 +151,7 @@ def environments(config: Config) -> Iterator[str]:
     if section.acts and config.gym.enabled:
         yield f"nemo_gym_enabled: cannot be used with '{acts}'. Keep one."
     if section.acts and config.method.name == "ebft":
-        yield f"{acts}: needs rl: grpo or rl: gdpo; ebft compares completions with the data's own answers."
+        yield f"{acts}: needs rl: grpo, gdpo or rloo; ebft compares completions with the data's own answers."
 
 
 def vllm(config: Config) -> Iterator[str]:
@@ -171,7 +171,7 @@ def whole_config(config: Config) -> Iterator[str]:
     if not given.get("datasets") and not given.get("nemo_gym_datasets"):
         yield "datasets: missing. List what to train on."
     rewarded = given.get("trl.reward_funcs") or config.gym.enabled or config.environment.kind
-    if method in ("grpo", "gdpo") and not rewarded:
+    if method in ("grpo", "gdpo", "rloo") and not rewarded:
         yield "trl.reward_funcs: missing. A group of completions is compared by rewards: name at least one."
     if method == "ebft" and not any(path.startswith("ebft.") for path in given):
         yield "ebft: missing. `rl: ebft` needs its block; `ebft: {mode: structured}` takes every default."

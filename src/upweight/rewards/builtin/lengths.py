@@ -64,9 +64,10 @@ class CosineLengthReward:
     def __call__(self, completions: list[Any], **columns: Any) -> Scores:
         marks = self._judge()(completions, **columns)
         pairs = zip(marks, units_of(completions, columns, self.unit, self.__name__), strict=True)
-        return [None if mark is None else self._score(mark, len(units)) for mark, units in pairs]
+        return [None if mark is None else self.scaled(mark, len(units)) for mark, units in pairs]
 
-    def _score(self, mark: float, length: int) -> float:
+    def scaled(self, mark: float, length: int) -> float:
+        """The score of a completion that was judged right (0.5 and above) or wrong, by its length."""
         if length > self.max_length and self.too_long is not None:
             return self.too_long
         right = mark >= 0.5

@@ -28,9 +28,10 @@ class RepetitionReward:
 
     def __call__(self, completions: list[Any], **columns: Any) -> Scores:
         folded = [text.casefold() for text in texts_of(completions)]
-        return [self._score(units) for units in units_of(folded, columns, self.unit, self.__name__)]
+        return [self.penalised(units) for units in units_of(folded, columns, self.unit, self.__name__)]
 
-    def _score(self, units: Sequence[Any]) -> float:
+    def penalised(self, units: Sequence[Any]) -> float:
+        """The penalty times the share of runs that were there before."""
         runs = ngrams(units, self.ngram)
         return self.penalty * (1 - len(set(runs)) / len(runs)) if runs else 0.0
 

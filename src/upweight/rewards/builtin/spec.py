@@ -34,6 +34,9 @@ def builtin_reward(spec: str) -> Callable[..., Any] | None:
     try:
         return BUILTINS[name](**options)
     except ValidationError as error:
+        for one in error.errors():
+            if isinstance(raised := one.get("ctx", {}).get("error"), UserError):
+                raise raised from None  # which pydantic wraps as it does any ValueError
         raise UserError("\n".join(_sentence(name, options, one) for one in error.errors())) from error
 
 
@@ -54,6 +57,8 @@ def _options(spec: str, name: str) -> dict[str, Any]:
             first = next(iter(options_of(name)))
             raise UserError(f"Reward {spec!r}: options are given by name, as in {name}({first}=...).")
         return {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
+    except UserError:
+        raise
     except (SyntaxError, ValueError, RecursionError, MemoryError, TypeError) as error:
         raise UserError(f"Reward {spec!r} cannot be read ({error}): write {example}.") from error
 

@@ -88,10 +88,10 @@ class PolicyGateway:
             # The Gym answers its caller with a bare 500: here is the last place that knows the reason.
             warn_once(f"the vLLM server refuses a request of the Gym's agents: {error}")
             return error.status, {"error": {"message": str(error), "code": error.status}}
-        except (ValueError, TypeError) as error:
-            return 400, {"error": {"message": f"no request: {error}", "code": 400}}
         except (RequestFailed, UserError) as error:
             return 500, {"error": {"message": str(error), "code": 500}}
+        except (ValueError, TypeError) as error:
+            return 400, {"error": {"message": f"no request: {error}", "code": 400}}
 
     def _noted(self, answer: Any, version: int) -> Any:
         """An answer as it is; which version wrote it is remembered."""

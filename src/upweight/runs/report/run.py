@@ -14,7 +14,7 @@ from upweight.runs.report.completions import CompletionsReader
 from upweight.runs.report.reading import POINTS, JsonLines, columns, number, plain, read_json
 
 SECRET = r"(.*_)?(api_?key|secret|password|(hub|hf|auth|access|bearer)_token)"
-ONLINE = ("grpo", "gdpo", "ebft")
+ONLINE = ("grpo", "gdpo", "rloo", "ebft")
 LONGEST_VERDICT = 2000  # letters
 TIMES = "\u00d7"
 

@@ -13,7 +13,7 @@ from transformers import TrainingArguments
 from upweight.config.modernise import asks_for_something
 from upweight.config.peers import FUSED_HEAD, PACKED
 from upweight.config.sections.model import ModelSection
-from upweight.errors import UserError
+from upweight.errors import UserError, did_you_mean
 from upweight.log import warn_once
 from upweight.methods import DPO, KTO, ORM, ORPO, PRM, SFT, SimPO
 from upweight.methods.base import Method
@@ -25,11 +25,29 @@ DROPOUT = "Switch the model's dropout off; an adapter keeps its own."
 TEMPLATE_PATH = "A file with a chat template, or a tokenizer whose template, end token and missing tokens are taken."
 COUNTS_EXAMPLES = f"{PACKED}; `per_device_train_batch_size` counts examples, not packs"
 
+ONLY_ENCODER_DECODER = "only encoder-decoder models read it"
 REFUSED = {
+    "router_aux_loss_coef": "the routers' balance is not trained; remove it",
+    "generate_during_eval": "nothing is generated in an evaluation on pairs; remove it",
+    "is_encoder_decoder": "models that decode from an encoder are not trained",
+    "dataset_kwargs": "rows are prepared from text, messages or `input_ids` here; remove it",
     "auto_find_batch_size": "a batch is cut into forwards by `token_budget`; remove it",
     "label_smoothing_factor": "is for classifiers; preference losses have `label_smoothing`",
     "torch_compile": "layers are not compiled; remove it",
     "deepspeed": "is for runs from a config (`upweight train`); `fsdp=True` shards alike",
+}
+
+REPLACED = {  # arguments of earlier versions of TRL, and what does the same now
+    "max_seq_length": "It is 'max_length' now.",
+    "max_target_length": "'max_length' bounds prompt and completion together.",
+    "dataset_batch_size": "Rows are prepared in batches anyway; leave it out.",
+    "evaluation_strategy": "It is 'eval_strategy' now.",
+    "no_cuda": "It is 'use_cpu' now.",
+    "rpo_alpha": "It is loss_type=['sigmoid', 'sft'] with loss_weights=[1.0, rpo_alpha] now.",
+    "reference_free": "CPO and SimPO (CPOConfig) need no reference.",
+    "ref_model_init_kwargs": "A 'ref_model' given by name is loaded with 'model_init_kwargs'.",
+    "model_adapter_name": "The active adapter is trained.",
+    "ref_adapter_name": "The reference is the adapter as it is at the start.",
 }
 
 
@@ -65,6 +83,18 @@ def holds(default: Any, why: str) -> Any:
     return field(default=default, metadata={"help": text})
 
 
+def asked_for(args: Any) -> list[str]:
+    """The refused arguments that are set to anything but their default, each with its reason."""
+    known = {one.name: one.default for one in dataclasses.fields(args)}
+    reasons = {**REFUSED, **args.refused}
+    given = {name: getattr(args, name) for name in reasons if name in known}
+    return [
+        f"{name}: {reasons[name]}."
+        for name, value in given.items()
+        if value != known[name] and asks_for_something(value)
+    ]
+
+
 def with_help(default: Any, text: str) -> Any:
     return field(default=default, metadata={"help": text})
 
@@ -76,6 +106,19 @@ class MethodArguments(TrainingArguments):
     method_class: ClassVar[type[Method]]
     too_long: ClassVar[Literal["drop", "truncate"]] = "truncate"
     refused: ClassVar[Mapping[str, str]] = MappingProxyType({})  # the method's own, and why
+
+    def __new__(cls, *args: Any, **given: Any) -> "MethodArguments":
+        """Name what an unknown argument may have meant, where the dataclass would only say that it is unknown."""
+        known = [one.name for one in dataclasses.fields(cls)]
+        for name in given:
+            if name not in known:
+                hint = (
+                    REPLACED.get(name)
+                    or did_you_mean(name, known).strip()
+                    or "docs/differences.md says what is not taken."
+                )
+                raise TypeError(f"{cls.__name__} takes no argument '{name}'. {hint}")
+        return super().__new__(cls)
 
     learning_rate: float | None = with_help(None, "Peak learning rate; unset, the method's own, higher with LoRA.")  # pyright: ignore[reportIncompatibleVariableOverride]
     max_steps: int | None = with_help(-1, "Optimizer steps; -1 or None: by `num_train_epochs`.")
@@ -94,6 +137,8 @@ class MethodArguments(TrainingArguments):
     disable_dropout: bool = with_help(True, DROPOUT)
     eos_token: str | None = with_help(None, "Token that ends a text or turn; unset: the tokenizer's.")
     pad_token: str | None = with_help(None, "Padding token; tells a saved reward model where a text ends.")
+    activation_offloading: bool = with_help(False, "Keep activations in host memory until the backward needs them.")
+    router_aux_loss_coef: float | None = with_help(None, "Not supported.")
     use_liger_kernel: bool = holds(False, FUSED_HEAD)
     padding_free: bool = holds(False, PACKED)
     pad_to_multiple_of: int | str | None = holds(None, PACKED)
@@ -117,8 +162,7 @@ class MethodArguments(TrainingArguments):
 
     def _refuse(self) -> None:
         """Name every argument of transformers that this loop would ignore."""
-        unknown = {**REFUSED, **self.refused}
-        refused = [f"{name}: {why}." for name, why in unknown.items() if asks_for_something(getattr(self, name, None))]
+        refused = asked_for(self)
         sizes = {name: getattr(self, name) for name in ("per_device_train_batch_size", "gradient_accumulation_steps")}
         refused += [
             f"{name}: a whole number from 1, not {value!r}."
@@ -224,6 +268,7 @@ class SFTConfig(MethodArguments):
     packing: bool = holds(False, COUNTS_EXAMPLES)
     packing_strategy: str = holds("bfd", PACKED)
     eval_packing: bool | None = holds(None, PACKED)
+    dataset_kwargs: dict[str, Any] | None = with_help(None, "Not supported.")  # noqa: RUF009
 
 
 @dataclass
@@ -259,6 +304,9 @@ class KTOConfig(MethodArguments):
     desirable_weight: float = of(KTO, "desirable_weight")
     undesirable_weight: float = of(KTO, "undesirable_weight")
     precompute_ref_log_probs: bool = of(KTO, "precompute_ref_log_probs")
+    sync_ref_model: bool = of(KTO, "sync_ref_model")
+    ref_model_mixup_alpha: float = of(KTO, "ref_model_mixup_alpha")
+    ref_model_sync_steps: int = of(KTO, "ref_model_sync_steps")
     precompute_ref_batch_size: int | None = holds(None, BUDGET)
 
 
@@ -270,6 +318,10 @@ class ORPOConfig(MethodArguments):
 
     beta: float = of(ORPO, "alpha")
     nll_on_prompt: bool = of(ORPO, "likelihood_of_prompt")
+    max_completion_length: int | None = holds(None, ONLY_ENCODER_DECODER)
+    is_encoder_decoder: bool | None = with_help(None, "Not supported.")
+    generate_during_eval: bool = with_help(False, "Not supported.")
+    padding_value: int | None = holds(None, PACKED)
 
 
 @dataclass
@@ -283,6 +335,10 @@ class CPOConfig(MethodArguments):
     cpo_alpha: float = of(SimPO, "nll_weight")
     simpo_gamma: float = of(SimPO, "gamma")
     label_smoothing: float = of(SimPO, "label_smoothing")
+    alpha: float = of(SimPO, "alpha")
+    max_completion_length: int | None = holds(None, ONLY_ENCODER_DECODER)
+    is_encoder_decoder: bool | None = with_help(None, "Not supported.")
+    generate_during_eval: bool = with_help(False, "Not supported.")
 
 
 @dataclass

@@ -10,7 +10,7 @@ from transformers import TrainerCallback
 
 from upweight.runs.record import about, recorded, refuse_busy
 from upweight.train.api.configs import MethodArguments
-from upweight.train.api.grpo_config import GRPOConfig
+from upweight.train.api.grpo_config import RolloutArguments
 from upweight.train.callbacks import HealthCallback
 from upweight.train.online.completions import cut_completions
 from upweight.train.run_folder import MetricsFile, cut_metrics, put_section
@@ -51,7 +51,7 @@ def _settings(trainer: MethodTrainer, args: MethodArguments) -> dict[str, Any]:
         config: Any = model.active_peft_config
         content |= {"adapter": str(config.peft_type.value).lower(), "lora_r": getattr(config, "r", None)}
     put_section(content, trainer.method)
-    if isinstance(args, GRPOConfig) and trainer.rollouts is not None:
+    if isinstance(args, RolloutArguments) and trainer.rollouts is not None:
         put_section(content, args.rollout())
         content["trl"]["reward_funcs"] = list(trainer.rollouts.producer.names)
     return content

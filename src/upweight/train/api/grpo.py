@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from datasets import Dataset
 from peft import PeftConfig
@@ -22,7 +22,7 @@ from upweight.rollout.episodes.runner import EpisodeRunner
 from upweight.rollout.rollout import Rollout, readable
 from upweight.rollout.single_turn import SingleTurn
 from upweight.sampler.in_process import InProcess
-from upweight.train.api.grpo_config import GRPOConfig
+from upweight.train.api.grpo_config import GRPOConfig, RLOOConfig, RolloutArguments
 from upweight.train.api.policy import Model, model_section
 from upweight.train.api.rows import as_dataset
 from upweight.train.api.trainers import GivenRows, config_of, parts_for, require_kind
@@ -38,11 +38,13 @@ GivenReward = Any  # a function, a callable object, a name, a reward model, or (
 class GRPOTrainer(MethodTrainer):
     """A policy gradient on completions of prompts, by what reward functions say of them."""
 
+    config_class: ClassVar[type[RolloutArguments]] = GRPOConfig
+
     def __init__(  # noqa: PLR0917 - the order that scripts know
         self,
         model: str | Model,
         reward_funcs: GivenReward | list[GivenReward] | None = None,
-        args: GRPOConfig | None = None,
+        args: RolloutArguments | None = None,
         train_dataset: GivenRows | None = None,
         eval_dataset: GivenRows | Mapping[str, GivenRows] | None = None,
         processing_class: PreTrainedTokenizerBase | None = None,
@@ -53,8 +55,9 @@ class GRPOTrainer(MethodTrainer):
         tools: Any = None,
         rollout_func: Callable[..., Any] | None = None,
         environment_factory: Any = None,
+        **inputs: Any,
     ) -> None:
-        args = config_of(args, GRPOConfig)
+        args = config_of(args, self.config_class)
         require_kind("tools", tools, list | tuple, "a list of functions")
         require_kind("environment_factory", environment_factory, Callable | Mapping, "a class, or a dict of them")
         acting = _acting(args, tools, environment_factory)
@@ -71,6 +74,7 @@ class GRPOTrainer(MethodTrainer):
             peft_config=peft_config,
             callbacks=callbacks,
             optimizers=optimizers,
+            **inputs,
         )
         folder = Path(args.output_dir or ".")
         policy = Policy.of(parts["model"], parts["processing_class"], parts, sharded=args.sharded)
@@ -86,6 +90,9 @@ class GRPOTrainer(MethodTrainer):
             rollout_func=rollout_func,
         )
         super().__init__(rollouts=make_rollouts(policy, recipe), **parts)
+        self.reward_funcs = [reward.function for reward in rewards]
+        self.reward_func_names = [reward.name for reward in rewards]
+        self.reward_processing_classes = [getattr(function, "tokenizer", None) for function in self.reward_funcs]
         self.add_callback(watch_rollouts(self, args.rollout(), folder, writes=args.log_completions))
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -98,7 +105,7 @@ class GRPOTrainer(MethodTrainer):
         if resume_from_checkpoint:
             folder = Path(resume_from_checkpoint)
             if not (folder / STATE).is_file():
-                raise UserError(f"resume_from_checkpoint: {folder} has no {STATE}: no run of GRPOTrainer wrote it.")
+                raise UserError(f"resume_from_checkpoint: {folder} has no {STATE}: no run of this trainer wrote it.")
             rollouts.restore(folder)
         try:
             return super().train(resume_from_checkpoint or None, *args, **kwargs)
@@ -145,7 +152,7 @@ class GRPOTrainer(MethodTrainer):
         if isinstance(rollouts.generator, InProcess):
             model: Any = self.model
             args = self.args
-            assert isinstance(args, GRPOConfig)
+            assert isinstance(args, RolloutArguments)
             device = self.accelerator.device if args.fsdp else None
             rollouts.generator = InProcess(
                 model, self.processing_class, engine=self.runner.engine, device=device, compile=args.compile_sampler
@@ -156,7 +163,13 @@ class GRPOTrainer(MethodTrainer):
         return rollouts
 
 
-def _acting(args: GRPOConfig, tools: Any, factory: Any) -> EnvironmentSetup | None:
+class RLOOTrainer(GRPOTrainer):
+    """REINFORCE on whole completions, each compared with the others of its prompt; the KL is in the reward."""
+
+    config_class: ClassVar[type[RolloutArguments]] = RLOOConfig
+
+
+def _acting(args: RolloutArguments, tools: Any, factory: Any) -> EnvironmentSetup | None:
     """What a script's policy acts in."""
     if not tools and factory is None:
         return None
@@ -166,7 +179,7 @@ def _acting(args: GRPOConfig, tools: Any, factory: Any) -> EnvironmentSetup | No
 
 
 def _rewards(
-    given: Any, tokenizers: Any, args: GRPOConfig, columns: Sequence[str], acting: EnvironmentSetup | None
+    given: Any, tokenizers: Any, args: RolloutArguments, columns: Sequence[str], acting: EnvironmentSetup | None
 ) -> list[Reward]:
     """The rewards that a script gives and its environment's own, able to read the data's columns."""
     rewards = as_rewards(

@@ -1,8 +1,8 @@
-"""Settings of GRPO for Python scripts: TRL's names, each handed to the method or to the rollouts."""
+"""Settings of GRPO and RLOO for Python scripts: TRL's names, each handed to the method or to the rollouts."""
 
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from transformers import TrainingArguments
 
@@ -11,7 +11,7 @@ from upweight.config.sections.environment import EnvironmentSection
 from upweight.config.sections.rollout import RolloutSection
 from upweight.errors import UserError
 from upweight.log import warn_once
-from upweight.methods import GRPO
+from upweight.methods import GRPO, RLOO
 from upweight.rollout.plan import Plan
 from upweight.rollout.sampling_params import sampling_of
 from upweight.train.api.configs import MethodArguments, holds, of, with_help
@@ -21,25 +21,27 @@ SAMPLER = "the sampler keeps each prompt once for all its completions, and drops
 ADAPTIVE = "With `use_adaptive_entropy`, which is not supported."
 REFUSED = {
     "use_adaptive_entropy": "not supported; `entropy_coef` is a fixed weight",
-    "router_aux_loss_coef": "the routers' balance is not trained; remove it",
     "cast_lm_head_to_fp32": "logits are in float32 already, the head's weights as the model's; remove it",
     "log_completions_hub_repo": "completions are written to `output_dir/completions`; remove it",
-    "max_length": "prompts are bounded by `max_prompt_length`, completions by `max_completion_length`; remove it",
+}
+BOUNDED_APART = {
+    "max_length": "prompts are bounded by `max_prompt_length`, completions by `max_completion_length`; remove it"
 }
 
 
 @dataclass
-class GRPOConfig(MethodArguments):
-    """Settings of GRPO and the losses that grew from it; a batch counts completions."""
+class RolloutArguments(MethodArguments):
+    """What the configs of online methods share: how completions are sampled and scored; a batch counts completions."""
 
-    method_class: ClassVar = GRPO
-    refused: ClassVar = MappingProxyType(REFUSED)
+    refused: ClassVar = MappingProxyType(BOUNDED_APART)
+    if TYPE_CHECKING:  # of each method its own
+        num_generations: int = 0
+        max_completion_length: int = 0
+        reward_weights: list[float] | None = None
 
     max_length: int | None = with_help(None, "Not used: see `max_prompt_length` and `max_completion_length`.")
 
-    num_generations: int = of(GRPO, "num_generations")
     num_generations_eval: int | None = of(RolloutSection, "num_generations_eval")
-    max_completion_length: int = of(GRPO, "max_completion_length")
     max_prompt_length: int | None = with_help(None, "Longest prompt in tokens; longer ones lose their beginning.")
     shuffle_dataset: bool = with_help(True, "Take prompts in a new order in each epoch.")
     ds3_gather_for_generation: bool = holds(True, "weights are whole where completions are sampled")
@@ -60,7 +62,7 @@ class GRPOConfig(MethodArguments):
     transformers_continuous_batching_config: dict[str, Any] | None = holds(None, SAMPLER)  # noqa: RUF009
 
     use_vllm: bool = of(RolloutSection, "use_vllm")
-    vllm_mode: str = of(RolloutSection, "vllm_mode")
+    vllm_mode: str = of(RolloutSection, "vllm_mode", default="colocate")
     vllm_server_base_url: str | None = of(RolloutSection, "server_url")
     vllm_server_host: str | None = of(RolloutSection, "server_host")
     vllm_server_port: int | None = of(RolloutSection, "server_port")
@@ -68,49 +70,10 @@ class GRPOConfig(MethodArguments):
     vllm_group_port: int = holds(51216, OWN_SERVER)
     vllm_model_impl: str = holds("vllm", OWN_SERVER)
     vllm_structured_outputs_regex: str | None = of(RolloutSection, "regex")
-    vllm_enable_sleep_mode: bool = of(RolloutSection, "sleep_mode")
+    vllm_enable_sleep_mode: bool = of(RolloutSection, "sleep_mode", default=False)
     vllm_gpu_memory_utilization: float = of(RolloutSection, "colocate_memory")
     vllm_max_model_length: int | None = of(RolloutSection, "colocate_length")
     vllm_tensor_parallel_size: int = of(RolloutSection, "colocate_parallel")
-    vllm_importance_sampling_correction: bool | None = of(GRPO, "sampler_correction")
-    vllm_importance_sampling_mode: str | None = of(GRPO, "sampler_correction_mode")
-    vllm_importance_sampling_clip_max: float = of(GRPO, "sampler_correction_cap")
-    vllm_importance_sampling_cap: float | None = of(GRPO, "sampler_correction_cap", default=None)
-    vllm_importance_sampling_clip_min: float | None = of(GRPO, "sampler_correction_floor")
-
-    beta: float = of(GRPO, "beta")
-    loss_type: str = of(GRPO, "loss_type")
-    epsilon: float = of(GRPO, "epsilon")
-    epsilon_high: float | None = of(GRPO, "epsilon_high")
-    delta: float | None = of(GRPO, "delta")
-    importance_sampling_level: str = of(GRPO, "importance_sampling_level")
-    advantage_estimator: str = of(GRPO, "advantage_estimator")
-    scale_rewards: str = of(GRPO, "scale_rewards")  # or a bool, which a command line could not tell from "group"
-    reward_weights: list[float] | None = of(GRPO, "reward_weights")  # noqa: RUF009
-    multi_objective_aggregation: str = of(GRPO, "aggregation")
-    mask_truncated_completions: bool = of(GRPO, "mask_truncated_completions")
-    use_bias_correction_kl: bool = of(GRPO, "use_bias_correction_kl")
-    off_policy_mask_threshold: float | None = of(GRPO, "off_policy_mask_threshold")
-    top_entropy_quantile: float = of(GRPO, "top_entropy_quantile")
-    sapo_temperature_pos: float = of(GRPO, "sapo_temperature_pos")
-    sapo_temperature_neg: float = of(GRPO, "sapo_temperature_neg")
-    vespo_k_pos: float = of(GRPO, "vespo_k_pos")
-    vespo_lambda_pos: float = of(GRPO, "vespo_lambda_pos")
-    vespo_k_neg: float = of(GRPO, "vespo_k_neg")
-    vespo_lambda_neg: float = of(GRPO, "vespo_lambda_neg")
-    sync_ref_model: bool = of(GRPO, "sync_ref_model")
-    ref_model_mixup_alpha: float = of(GRPO, "ref_model_mixup_alpha")
-    ref_model_sync_steps: int = of(GRPO, "ref_model_sync_steps")
-    entropy_coef: float = of(GRPO, "entropy_coef")
-    use_adaptive_entropy: bool = with_help(False, "Not supported.")
-    entropy_coef_min: float = with_help(0.0, ADAPTIVE)
-    entropy_coef_max: float = with_help(1.0, ADAPTIVE)
-    entropy_coef_delta: float = with_help(0.005, ADAPTIVE)
-    entropy_target: float = with_help(0.2, ADAPTIVE)
-    router_aux_loss_coef: float | None = with_help(None, "Not supported.")
-    cast_lm_head_to_fp32: bool = with_help(False, "Not supported.")
-    max_tool_calling_iterations: int | None = with_help(None, "Turns that may call tools before the last one.")
-    use_liger_loss: bool = holds(False, FUSED_HEAD)
 
     compile_sampler: bool = of(RolloutSection, "compile_sampler")
     reward_num_workers: int = of(RolloutSection, "reward_workers")
@@ -120,11 +83,11 @@ class GRPOConfig(MethodArguments):
     streaming_partial_batch: bool = of(RolloutSection, "streaming")
     streaming_min_groups: int = of(RolloutSection, "streaming_groups")
 
+    max_tool_calling_iterations: int | None = with_help(None, "Turns that may call tools before the last one.")
     log_completions: bool = of(RolloutSection, "log_completions")
     num_completions_to_print: int | None = of(RolloutSection, "completions_shown")
     log_unique_prompts: bool = holds(False, "what is shown is spread over the prompts")
     log_multimodal: bool = holds(True, "there are no images")
-    log_completions_hub_repo: str | None = with_help(None, "Not supported.")
 
     def __post_init__(self) -> None:
         if self.load_best_model_at_end and self.metric_for_best_model is None:
@@ -132,9 +95,19 @@ class GRPOConfig(MethodArguments):
         super().__post_init__()
         if self.generation_batch_size is not None and self.steps_per_generation is not None:
             raise UserError("steps_per_generation: cannot be used with 'generation_batch_size'. Keep one.")
+        server = [
+            f"vllm_server_{name}" for name in ("base_url", "host", "port") if getattr(self, f"vllm_server_{name}")
+        ]
+        if self.use_vllm and self.vllm_mode == "colocate" and server:
+            raise UserError(f"{server[0]}: is for vllm_mode='server'; with 'colocate' the trainer starts vLLM itself.")
         if self.vllm_structured_outputs_regex is not None and not self.use_vllm:
             raise UserError(f"vllm_structured_outputs_regex: {NO_PATTERN}.")
         sampling_of(self.rollout(), self.max_completion_length)
+
+    @property
+    def completion_room(self) -> int:
+        """Tokens that are added to a prompt."""
+        return self.max_completion_length
 
     def rollout(self) -> RolloutSection:
         """How completions are produced and scored."""
@@ -171,3 +144,71 @@ class GRPOConfig(MethodArguments):
         seen = super().for_loop(lora=lora)
         seen.ignore_data_skip = True  # rollouts know themselves where they were
         return seen
+
+
+@dataclass
+class GRPOConfig(RolloutArguments):
+    """Settings of GRPO and the losses that grew from it."""
+
+    method_class: ClassVar = GRPO
+    refused: ClassVar = MappingProxyType(REFUSED | BOUNDED_APART)
+
+    num_generations: int = of(GRPO, "num_generations")
+    max_completion_length: int = of(GRPO, "max_completion_length")
+    vllm_importance_sampling_correction: bool | None = of(GRPO, "sampler_correction")
+    vllm_importance_sampling_mode: str | None = of(GRPO, "sampler_correction_mode")
+    vllm_importance_sampling_clip_max: float = of(GRPO, "sampler_correction_cap")
+    vllm_importance_sampling_cap: float | None = of(GRPO, "sampler_correction_cap", default=None)
+    vllm_importance_sampling_clip_min: float | None = of(GRPO, "sampler_correction_floor")
+    beta: float = of(GRPO, "beta")
+    loss_type: str = of(GRPO, "loss_type")
+    epsilon: float = of(GRPO, "epsilon")
+    epsilon_high: float | None = of(GRPO, "epsilon_high")
+    delta: float | None = of(GRPO, "delta")
+    importance_sampling_level: str = of(GRPO, "importance_sampling_level")
+    advantage_estimator: str = of(GRPO, "advantage_estimator")
+    scale_rewards: str = of(GRPO, "scale_rewards")  # or a bool, which a command line could not tell from "group"
+    reward_weights: list[float] | None = of(GRPO, "reward_weights")  # noqa: RUF009
+    multi_objective_aggregation: str = of(GRPO, "aggregation")
+    mask_truncated_completions: bool = of(GRPO, "mask_truncated_completions")
+    use_bias_correction_kl: bool = of(GRPO, "use_bias_correction_kl")
+    off_policy_mask_threshold: float | None = of(GRPO, "off_policy_mask_threshold")
+    top_entropy_quantile: float = of(GRPO, "top_entropy_quantile")
+    sapo_temperature_pos: float = of(GRPO, "sapo_temperature_pos")
+    sapo_temperature_neg: float = of(GRPO, "sapo_temperature_neg")
+    vespo_k_pos: float = of(GRPO, "vespo_k_pos")
+    vespo_lambda_pos: float = of(GRPO, "vespo_lambda_pos")
+    vespo_k_neg: float = of(GRPO, "vespo_k_neg")
+    vespo_lambda_neg: float = of(GRPO, "vespo_lambda_neg")
+    sync_ref_model: bool = of(GRPO, "sync_ref_model")
+    ref_model_mixup_alpha: float = of(GRPO, "ref_model_mixup_alpha")
+    ref_model_sync_steps: int = of(GRPO, "ref_model_sync_steps")
+    entropy_coef: float = of(GRPO, "entropy_coef")
+    use_adaptive_entropy: bool = with_help(False, "Not supported.")
+    entropy_coef_min: float = with_help(0.0, ADAPTIVE)
+    entropy_coef_max: float = with_help(1.0, ADAPTIVE)
+    entropy_coef_delta: float = with_help(0.005, ADAPTIVE)
+    entropy_target: float = with_help(0.2, ADAPTIVE)
+    cast_lm_head_to_fp32: bool = with_help(False, "Not supported.")
+    use_liger_loss: bool = holds(False, FUSED_HEAD)
+    log_completions_hub_repo: str | None = with_help(None, "Not supported.")
+
+
+@dataclass
+class RLOOConfig(RolloutArguments):
+    """Settings of RLOO."""
+
+    method_class: ClassVar = RLOO
+
+    num_generations: int = of(RLOO, "num_generations")
+    max_completion_length: int = of(RLOO, "max_completion_length")
+    beta: float = of(RLOO, "beta")
+    epsilon: float = of(RLOO, "epsilon")
+    epsilon_high: float | None = of(RLOO, "epsilon_high")
+    reward_weights: list[float] | None = of(RLOO, "reward_weights")  # noqa: RUF009
+    normalize_advantages: bool = of(RLOO, "normalize_advantages")
+    reward_clip_range: tuple[float, float] | None = of(RLOO, "reward_clip_range")
+    mask_truncated_completions: bool = of(RLOO, "mask_truncated_completions")
+    sync_ref_model: bool = of(RLOO, "sync_ref_model")
+    ref_model_mixup_alpha: float = of(RLOO, "ref_model_mixup_alpha")
+    ref_model_sync_steps: int = of(RLOO, "ref_model_sync_steps")

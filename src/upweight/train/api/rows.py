@@ -20,7 +20,7 @@ from upweight.errors import UserError
 from upweight.log import logger
 from upweight.methods.base import Method
 from upweight.train.api.configs import MethodArguments, PRMConfig, SFTConfig
-from upweight.train.api.grpo_config import GRPOConfig
+from upweight.train.api.grpo_config import RolloutArguments
 
 UNLIMITED = 2**31 - 1
 
@@ -50,7 +50,7 @@ def prepare_rows(
 
     `classes`: outputs of the score head, below which labels have to be.
     """
-    online = isinstance(args, GRPOConfig)
+    online = isinstance(args, RolloutArguments)
     columns = set(rows.column_names)
     data = DataSection(
         sequence_len=args.max_length or UNLIMITED,

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallba
 
 from upweight.config.sections.model import ModelSection
 from upweight.data.label_balance import require_both_labels
-from upweight.errors import UserError
+from upweight.errors import UserError, did_you_mean
 from upweight.log import warn_once
 from upweight.models.precision import ComputeCopies
 from upweight.train.api.configs import (
@@ -26,7 +26,6 @@ from upweight.train.api.configs import (
     SFTConfig,
 )
 from upweight.train.api.folder import recording
-from upweight.train.api.grpo_config import GRPOConfig
 from upweight.train.api.policy import Model, classes_for, dtype_for, policy_for, reference_model, tokenizer_for
 from upweight.train.api.rows import as_dataset, longest, prepare_rows
 from upweight.train.assemble import trainer_parts
@@ -46,6 +45,7 @@ class Inputs(TypedDict, total=False):
     peft_config: PeftConfig | None
     callbacks: list[TrainerCallback] | None
     optimizers: tuple[Optimizer | None, LRScheduler | None]
+    optimizer_cls_and_kwargs: tuple[type[Optimizer], dict[str, Any]] | None
 
 
 class SFTTrainer(MethodTrainer):
@@ -123,7 +123,15 @@ def config_of(args: AnyConfig | None, kind: type[AnyConfig]) -> AnyConfig:
     return args or kind()
 
 
-OTHER_NAMES = {"tokenizer": "it is 'processing_class' now"}
+NOT_TAKEN = {
+    "tokenizer": "it is 'processing_class' now",
+    "data_collator": "rows are packed into forwards here; change the dataset instead",
+    "compute_metrics": "a step has no predictions to hand out; the method's metrics are logged",
+    "preprocess_logits_for_metrics": "logits are never built whole; the method's metrics are logged",
+    "compute_loss_func": "the loss is the method's; choose `loss_type`, or override `training_step`",
+    "model_init": "give what it returns: `model=model_init()`",
+    "quantization_config": "give a model that was loaded with it: `from_pretrained(..., quantization_config=...)`",
+}
 
 
 def parts_for(
@@ -137,6 +145,7 @@ def parts_for(
     peft_config: PeftConfig | None = None,
     callbacks: list[TrainerCallback] | None = None,
     optimizers: tuple[Optimizer | None, LRScheduler | None] = (None, None),
+    optimizer_cls_and_kwargs: tuple[type[Optimizer], dict[str, Any]] | None = None,
     formatting_func: Callable[[Any], str] | None = None,
     **unknown: Any,
 ) -> dict[str, Any]:
@@ -147,10 +156,7 @@ def parts_for(
     tokenizer = tokenizer_for(model, args, processing_class)
 
     def encode(rows: Any, where: str = "eval_dataset") -> Dataset:
-        given = as_dataset(rows, where)
-        if formatting_func is not None:
-            key = getattr(args, "dataset_text_field", "text")
-            given = Dataset.from_list([{key: formatting_func(row)} for row in given])
+        given = _formatted(as_dataset(rows, where), formatting_func, args)
         return prepare_rows(given, args, method, tokenizer, where, classes=classes_for(model, args, method))
 
     train = encode(train_dataset, "train_dataset")
@@ -160,15 +166,15 @@ def parts_for(
     named = eval_dataset if isinstance(eval_dataset, Mapping) else {"eval_dataset": eval_dataset}
     held = {name: encode(rows, name) for name, rows in named.items() if rows is not None}
     policy = policy_for(model, args, method, tokenizer, peft_config)
-    completion = args.max_completion_length if isinstance(args, GRPOConfig) else 0
     parts = trainer_parts(
         *(policy, method, dtype_for(policy, args, device), device),
-        longest=longest(train, *held.values()) + completion,
+        longest=longest(train, *held.values()) + getattr(args, "completion_room", 0),
         budget=args.token_budget,
         optimizer=getattr(args.optim, "value", args.optim),
         checkpointing=args.checkpointing_options(),
         noise=args.neftune_noise_alpha,
         layout=args.section(ModelSection).layout,
+        offload=args.activation_offloading,
         separate_reference=None if ref_model is None else partial(reference_model, ref_model, args, device),
         sharding="fsdp" if args.sharded else "none",
     )
@@ -183,8 +189,16 @@ def parts_for(
         "recording": partial(recording, args=args),
         "callbacks": [*(callbacks or []), *_own_callbacks(parts, foreign_optimizer=optimizers[0] is not None)],
         "optimizers": optimizers,
+        "optimizer_cls_and_kwargs": optimizer_cls_and_kwargs,
         **parts,
     }
+
+
+def _formatted(rows: Dataset, formatting_func: Callable[[Any], str] | None, args: MethodArguments) -> Dataset:
+    if formatting_func is None:
+        return rows
+    key = getattr(args, "dataset_text_field", "text")
+    return Dataset.from_list([{key: formatting_func(row)} for row in rows])
 
 
 def _require_kinds(args: MethodArguments, callbacks: Any, optimizers: Any, formatting_func: Any) -> None:
@@ -202,8 +216,9 @@ def require_kind(name: str, given: Any, kind: Any, told: str) -> None:
 
 def _refuse(model: Any, args: MethodArguments, ref_model: Any, peft_config: Any, unknown: Mapping[str, Any]) -> None:
     """Raise for inputs that no trainer takes, are of another kind than is told, or do not go together."""
-    for name in unknown:
-        why = OTHER_NAMES.get(name, "docs/differences.md says what is not taken")
+    for name in (name for name, given in unknown.items() if given is not None):
+        known = [*Inputs.__annotations__, "model", "ref_model", "args", "formatting_func", "reward_funcs"]
+        why = NOT_TAKEN.get(name) or did_you_mean(name, known).strip() or "docs/differences.md says what is not taken"
         raise TypeError(f"the trainer takes no argument '{name}': {why}")
     for name, given in (("model", model), ("ref_model", ref_model)):
         if not isinstance(given, str | Model) and (given is not None or name == "model"):

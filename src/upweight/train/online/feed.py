@@ -32,6 +32,7 @@ from upweight.train.step import StepRunner
 from upweight.types import Generator, Mean, Unit
 
 STATE = "rollouts.json"
+KEPT = ("old_logps", "ref_logps")  # of the rollout under way, in a checkpoint
 
 
 @dataclass
@@ -171,10 +172,9 @@ class RolloutFeed:
         plain = None
         if self.current is not None and self.trained < self.producer.plan.updates:
             plain = to_plain(self.current)
-            plain["old_logps"] = [
-                [None if sample.old_logps is None else sample.old_logps.tolist() for sample in unit.samples]
-                for unit in self.units
-            ]
+            for name in KEPT:
+                known = [[getattr(sample, name) for sample in unit.samples] for unit in self.units]
+                plain[name] = [[None if one is None else one.tolist() for one in each] for each in known]
         ahead = [to_plain(rollout) for rollout in self.ahead.wait()]  # nothing that was sampled is lost
         state = {"producer": self.producer.state(), "trained": self.trained, "current": plain, "ahead": ahead}
         write_text(folder / STATE, json.dumps(state))
@@ -187,12 +187,13 @@ class RolloutFeed:
         if state["current"] is None:
             self.current = None
             return
-        old = state["current"].pop("old_logps")
+        kept = {name: state["current"].pop(name) for name in KEPT if name in state["current"]}
         self._take(from_plain(state["current"], self.producer.rows), state["trained"])
-        self.units = [
-            unit if None in logps else _with_old(unit, [np.array(one, np.float32) for one in logps])
-            for unit, logps in zip(self.units, old, strict=True)
-        ]
+        for name, known in kept.items():
+            self.units = [
+                unit if None in logps else _with(unit, name, [np.array(one, np.float32) for one in logps])
+                for unit, logps in zip(self.units, known, strict=True)
+            ]
 
     def close(self) -> None:
         """End the thread that produces and the processes that compute rewards."""
@@ -230,15 +231,36 @@ class RolloutFeed:
             self.demonstrations = self.matching.demonstrations(rollout.groups)
         totals = self.method.count(count_batch(self.units))
         self.counts = {name: float(total) / plan.steps for name, total in totals.items() if name.startswith("rollout_")}
+        if runner is not None and self.method.needs_drift:
+            self._count_drift(rollout, runner, model)
         keeps_old = not self.recompute_replayed and any(group.replayed for group in rollout.groups)
         has_ratio = self.matching is None or not self.matching.strided
         if runner is not None and has_ratio and (plan.updates > 1 or keeps_old):
             with dropout_off(model):
                 logps = runner.logps(model, self.units)
             self.units = [
-                _with_old(unit, [one.sampler_logps for one in unit.samples] if self._as_sampled(rollout, unit) else own)
+                _with(
+                    unit,
+                    "old_logps",
+                    [one.sampler_logps for one in unit.samples] if self._as_sampled(rollout, unit) else own,
+                )
                 for unit, own in zip(self.units, logps, strict=True)
             ]
+
+    def _count_drift(self, rollout: Rollout, runner: StepRunner, model: Any) -> None:
+        """Have advantages count how far the policy is from the reference; units keep the reference's log-probs."""
+        assert runner.reference is not None
+        with dropout_off(model):
+            own = runner.logps(model, self.units)
+            with runner.reference.use(model) as reference:
+                theirs = runner.logps(reference, self.units)
+        drifts = [
+            sum(float((policy - other).sum()) for policy, other in zip(*parts, strict=True))
+            for parts in zip(own, theirs, strict=True)
+        ]
+        self.producer.add_advantages(rollout.groups, drift_S=torch.tensor(drifts, dtype=torch.float64))
+        units = units_of_groups(rollout.groups, mask_truncated=self.mask_truncated, sampler_logps=self.sampler_logps)
+        self.units = [_with(unit, "ref_logps", logps) for unit, logps in zip(units, theirs, strict=True)]
 
     def _as_sampled(self, rollout: Rollout, unit: Unit) -> bool:
         """Whether a sample is compared with the policy that wrote it, long ago."""
@@ -274,8 +296,8 @@ class SaveRollouts(TrainerCallback):
             self.rollouts.save(folder)
 
 
-def _with_old(unit: Unit, logps: Sequence[Any]) -> Unit:
-    samples = [dataclasses.replace(one, old_logps=old) for one, old in zip(unit.samples, logps, strict=True)]
+def _with(unit: Unit, name: str, logps: Sequence[Any]) -> Unit:
+    samples = [dataclasses.replace(one, **{name: own}) for one, own in zip(unit.samples, logps, strict=True)]
     return dataclasses.replace(unit, samples=tuple(samples))
 
 

@@ -1,0 +1,250 @@
+"""Functions that scripts call on rows and datasets before training: templates, prompts, pairs, packing."""
+
+from bisect import bisect_left, insort
+from collections import defaultdict, deque
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from datasets import Dataset, DatasetDict
+
+from upweight.errors import UserError
+
+Row = dict[str, Any]
+TURNS = ("prompt", "completion", "chosen", "rejected", "messages")
+KINDS = (
+    {"messages"},
+    {"prompt"},
+    {"prompt", "completion"},
+    {"prompt", "chosen", "rejected"},
+    {"chosen", "rejected"},
+    {"prompt", "completion", "label"},
+)
+STRATEGIES = ("bfd", "bfd_split", "wrapped")
+
+
+def is_conversational(example: Mapping[str, Any]) -> bool:
+    """Whether a row holds messages (with a `role`) rather than plain text."""
+    held = next((example[name] for name in TURNS if name in example), None)
+    return isinstance(held, list) and bool(held) and isinstance(held[0], Mapping) and "role" in held[0]
+
+
+def is_conversational_from_value(example: Mapping[str, Any]) -> bool:
+    """Whether a row holds messages as `from` and `value`, under `conversations`."""
+    held = example.get("conversations")
+    return isinstance(held, list) and bool(held) and isinstance(held[0], Mapping) and {"from", "value"} <= set(held[0])
+
+
+def maybe_convert_to_chatml(example: Row) -> Row:
+    """The row with `from`, `value` and `conversations` renamed to `role`, `content` and `messages`."""
+    names = {"from": "role", "value": "content"}
+
+    def renamed(message: Any) -> Any:
+        return (
+            {names.get(key, key): value for key, value in message.items()} if isinstance(message, Mapping) else message
+        )
+
+    row = dict(example)
+    for name in (*TURNS, "conversations"):
+        if isinstance(row.get(name), list):
+            row[name] = [renamed(message) for message in row[name]]
+    if "conversations" in row:
+        row["messages"] = row.pop("conversations")
+    return row
+
+
+def apply_chat_template(
+    example: Row, processing_class: Any, tools: list[Any] | None = None, **template_kwargs: Any
+) -> Row:
+    """A row of messages as text; `messages` becomes `text`, and completions are what follows the prompt's text."""
+    given = {name for name in (*TURNS, "label") if name in example}
+    if given not in KINDS:
+        raise KeyError(f"a row with the columns {sorted(given)} has no chat template; there are {list(KINDS)}")
+    options = {
+        "tools": tools or None,
+        "tokenize": False,
+        **(example.get("chat_template_kwargs") or {}),
+        **template_kwargs,
+    }
+
+    def text_of(messages: Any, **more: Any) -> str:
+        return processing_class.apply_chat_template(messages, **options, **more)
+
+    if "messages" in example:
+        return {"text": text_of(example["messages"])}
+    answers = [name for name in ("chosen", "rejected", "completion") if name in example]
+    if "prompt" not in example:
+        return {name: text_of(example[name]) for name in answers}
+    prompt = text_of(example["prompt"], **_ending(example["prompt"]))
+    whole = {name: text_of(example["prompt"] + example[name]) for name in answers}
+    # A template may end a prompt in words that an answer does not begin with, such as an opened thought.
+    for text in whole.values():
+        prompt = prompt[: _shared(prompt, text)]
+    kept = {"label": example["label"]} if "label" in example else {}
+    return {"prompt": prompt, **{name: text[len(prompt) :] for name, text in whole.items()}, **kept}
+
+
+def _ending(messages: Sequence[Mapping[str, Any]]) -> dict[str, bool]:
+    """How a prompt's text ends: before a turn of the assistant, or in the midst of one."""
+    role = messages[-1]["role"]
+    if role not in ("user", "tool", "assistant"):
+        raise UserError(f"prompt: its last message is of {role!r}; nothing answers that. End it with a user's turn.")
+    continues = role == "assistant"
+    return {"add_generation_prompt": not continues, "continue_final_message": continues}
+
+
+def maybe_apply_chat_template(
+    example: Row, processing_class: Any, tools: list[Any] | None = None, **template_kwargs: Any
+) -> Row:
+    """`apply_chat_template` of a row that holds messages; any other row as it is."""
+    if not is_conversational(example):
+        return example
+    return apply_chat_template(example, processing_class, tools, **template_kwargs)
+
+
+def extract_prompt(example: Row) -> Row:
+    """`chosen` and `rejected` without what they begin with alike, which becomes the `prompt`."""
+    chosen, rejected = example["chosen"], example["rejected"]
+    most, shared = min(len(chosen), len(rejected)), _shared(chosen, rejected)
+    if shared == most:
+        shared = max(most - 1, 0)  # neither answer may be left empty
+    elif shared and chosen[shared - 1] == " ":
+        shared -= 1  # words are tokens together with the space before them
+    return {"prompt": chosen[:shared], "chosen": chosen[shared:], "rejected": rejected[shared:]}
+
+
+def maybe_extract_prompt(example: Row) -> Row:
+    """`extract_prompt` of a pair that holds its prompt within; any other row as it is."""
+    if "chosen" not in example or "rejected" not in example:
+        return example
+    turns = is_conversational({"chosen": example["chosen"]})
+    if "prompt" in example and is_conversational({"prompt": example["prompt"]}) == turns:
+        return example
+    return extract_prompt(example)
+
+
+def unpair_preference_dataset(dataset: Any, **map_kwargs: Any) -> Any:
+    """Pairs as completions with a `label`: the chosen ones of a batch of rows, then the rejected ones."""
+    return dataset.map(_unpaired, batched=True, remove_columns=_columns(dataset), **map_kwargs)
+
+
+def maybe_unpair_preference_dataset(dataset: Any, num_proc: int | None = None, desc: str | None = None) -> Any:
+    """`unpair_preference_dataset` of pairs; any other dataset as it is."""
+    if not {"chosen", "rejected"} <= set(_columns(dataset)):
+        return dataset
+    return unpair_preference_dataset(dataset, num_proc=num_proc, desc=desc)
+
+
+def truncate_dataset(dataset: Any, max_length: int, map_kwargs: Mapping[str, Any] | None = None) -> Any:
+    """The dataset with every list of a row cut to `max_length`."""
+
+    def cut(batch: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
+        return {
+            name: [value[:max_length] if isinstance(value, list) else value for value in values]
+            for name, values in batch.items()
+        }
+
+    return _mapped(dataset, cut, map_kwargs)
+
+
+def pack_dataset(
+    dataset: Any, seq_length: int, strategy: str = "bfd", map_kwargs: Mapping[str, Any] | None = None
+) -> Any:
+    """Rows of token lists joined to rows of up to `seq_length` tokens; `seq_lengths` says where they were joined.
+
+    `bfd` puts whole rows, cut to `seq_length`, where they fit best; `bfd_split` goes on with the rest of a long row in
+    another one; `wrapped` cuts one stream of tokens wherever a row is full. Trainers here pack by themselves.
+    """
+    if strategy not in STRATEGIES:
+        raise UserError(f"strategy: {strategy!r} is none of {', '.join(STRATEGIES)}.")
+
+    def packed(batch: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
+        lengths = _lengths(batch)
+        if strategy == "wrapped":
+            return {
+                name: _chunks([one for value in values for one in value], seq_length) for name, values in batch.items()
+            }
+        rows = {
+            name: [part for value in values for part in _cut(value, seq_length, strategy)]
+            for name, values in batch.items()
+        }
+        sizes = [len(part) for length in lengths for part in _cut(range(length), seq_length, strategy)]
+        bins = _best_fit(sizes, seq_length)
+        joined = {
+            name: [[one for at in places for one in parts[at]] for places in bins] for name, parts in rows.items()
+        }
+        return joined | {"seq_lengths": [[sizes[at] for at in places] for places in bins]}
+
+    return _mapped(dataset, packed, map_kwargs, added=() if strategy == "wrapped" else ("seq_lengths",))
+
+
+def _mapped(dataset: Any, change: Any, map_kwargs: Mapping[str, Any] | None, added: Sequence[str] = ()) -> Any:
+    """The dataset changed batch by batch as plain lists, in the format that it had."""
+    if isinstance(dataset, DatasetDict):
+        return DatasetDict({name: _mapped(part, change, map_kwargs, added) for name, part in dataset.items()})
+    changed = dataset.with_format(None).map(change, batched=True, **(map_kwargs or {}))
+    if not isinstance(dataset, Dataset) or dataset.format["type"] is None:
+        return changed
+    shown = dataset.format
+    return changed.with_format(shown["type"], columns=[*shown["columns"], *added], **shown["format_kwargs"])
+
+
+def _shared(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """How far two texts, or lists of messages, begin alike."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((place for place, (left, right) in pairs if left != right), min(len(one), len(other)))
+
+
+def _columns(dataset: Any) -> list[str]:
+    if isinstance(dataset, Mapping):
+        return _columns(next(iter(dataset.values())))
+    return dataset.column_names or list(next(iter(dataset)))
+
+
+def _unpaired(batch: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
+    count = len(batch["chosen"])
+    kept = {name: values + values for name, values in batch.items() if name not in ("chosen", "rejected")}
+    verdicts = {"completion": batch["chosen"] + batch["rejected"], "label": [True] * count + [False] * count}
+    return kept | verdicts
+
+
+def _lengths(batch: Mapping[str, list[Any]]) -> list[int]:
+    """Tokens of each row, which all columns have to agree on."""
+    sizes = [[len(value) if isinstance(value, list) else -1 for value in values] for values in batch.values()]
+    if any(-1 in column for column in sizes):
+        raise TypeError("pack_dataset: every column has to hold lists of tokens; remove the others first")
+    if any(column != sizes[0] for column in sizes):
+        raise UserError("pack_dataset: the columns of a row differ in length.")
+    return sizes[0]
+
+
+def _chunks(values: Sequence[Any], size: int) -> list[Any]:
+    return [values[start : start + size] for start in range(0, len(values), size)]
+
+
+def _cut(values: Any, size: int, strategy: str) -> Iterator[Any]:
+    """What of a row is packed: its beginning, or all of it in parts; nothing of an empty one."""
+    parts = _chunks(values, size)
+    yield from parts if strategy == "bfd_split" else parts[:1]
+
+
+def _best_fit(sizes: Sequence[int], limit: int) -> list[list[int]]:
+    """Places of sizes, longest first, each in the bin that it leaves the least room in."""
+    bins: list[list[int]] = []
+    rooms: list[int] = []  # that bins have left, sorted, each once
+    by_room: dict[int, deque[list[int]]] = defaultdict(deque)
+    for place in sorted(range(len(sizes)), key=lambda at: -sizes[at]):
+        fitting = bisect_left(rooms, sizes[place])
+        if fitting < len(rooms):
+            room = rooms[fitting]
+            chosen = by_room[room].popleft()
+            if not by_room[room]:
+                rooms.pop(fitting)
+        else:
+            room, chosen = limit, []
+            bins.append(chosen)
+        chosen.append(place)
+        left = room - sizes[place]
+        if left and not by_room[left]:
+            insort(rooms, left)
+        by_room[left].append(chosen)
+    return bins

@@ -1,0 +1,21 @@
+import pytest
+
+from upweight.errors import UserError
+from upweight.models.source import load_failures
+from upweight.rewards.builtin import builtin_reward
+
+
+def test_a_script_that_catches_value_errors_catches_ours():
+    from upweight import DPOConfig
+
+    with pytest.raises(ValueError, match="beta"):
+        DPOConfig(output_dir="unused", beta=-1.0, report_to="none")
+
+
+def test_what_wraps_value_errors_of_others_lets_ours_through():
+    with pytest.raises(UserError, match=r"^mine$"), load_failures("key", "place", "weights"):
+        raise UserError("mine")
+    with pytest.raises(UserError, match=r"^Reward 'length\(3\)': options are given by name"):
+        builtin_reward("length(3)")
+    with pytest.raises(UserError, match=r"^Reward 'length': maximum 1 is below minimum 2\.$"):
+        builtin_reward("length(minimum=2, maximum=1)")
