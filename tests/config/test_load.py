@@ -32,7 +32,7 @@ def test_a_whole_config_is_read_into_its_sections():
 
 def test_a_config_is_frozen():
     with pytest.raises(ValueError, match="frozen"):
-        parse(WHOLE).optim.seed = 3
+        parse({**WHOLE, "rl": "dpo"}).optim.seed = 3
 
 
 def test_all_errors_come_at_once_with_path_reason_and_suggestion():

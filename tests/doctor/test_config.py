@@ -39,10 +39,9 @@ def test_rewards_that_cannot_be_had_or_miss_a_column_are_named(model_folder, tmp
 
 def test_packages_that_a_config_needs_are_looked_for(model_folder, tmp_path, monkeypatch):
     file = write_config(tmp_path, model_folder)
-    monkeypatch.setattr("upweight.train.refuse.find_spec", lambda _: None)
-    monkeypatch.setattr("upweight.train.trackers.importlib.util.find_spec", lambda _: None)
-    assert "pip install schedulefree" in found(file, "optimizer=schedule_free_adamw")["keys"].says
-    assert "pip install wandb" in found(file, "wandb_project=x")["keys"].says
+    monkeypatch.setattr("upweight.train.machine_checks._installed", lambda _: False)
+    assert "pip install schedulefree" in found(file, "optimizer=schedule_free_adamw")["optimizer"].says
+    assert "pip install wandb" in found(file, "wandb_project=x")["use_wandb"].says
 
 
 def test_a_typo_in_the_columns_is_named_with_its_place(model_folder, tmp_path):

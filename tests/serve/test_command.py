@@ -118,7 +118,7 @@ def test_the_rank_of_a_continued_adapter_is_its_own(tmp_path):
     assert flags(tmp_path, adapter="lora", lora_r=8, lora_model_dir=str(tmp_path))["--max-lora-rank"] == "128"
 
 
-@pytest.mark.parametrize("keys", [{"peft_use_dora": True}, {"lora_modules_to_save": ["lm_head"]}])
+@pytest.mark.parametrize("keys", [{"lora_target_parameters": ["w"]}, {"lora_modules_to_save": ["lm_head"]}])
 def test_adapters_that_vllm_cannot_load_are_sent_merged_or_refused(tmp_path, keys):
     assert "--enable-lora" not in flags(tmp_path, **LORA, **keys)
     with pytest.raises(UserError, match="vLLM cannot load such an adapter"):

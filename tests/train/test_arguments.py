@@ -1,5 +1,7 @@
 """Every key about optimisation and the run reaches the Trainer."""
 
+import dataclasses
+
 import pytest
 
 from upweight.config import parse_config
@@ -25,6 +27,17 @@ REACHES = [
     ({"num_epochs": 2.5}, {"num_train_epochs": 2.5, "max_steps": -1}),
     ({"max_steps": 9}, {"max_steps": 9}),
     ({"optimizer": "sgd"}, {"optim": "sgd"}),
+    ({"optimizer": "lion"}, {"optim": "lion_32bit"}),
+    ({"optimizer": "paged_adamw"}, {"optim": "paged_adamw_32bit"}),
+    ({"lr_scheduler": "polynomial", "max_steps": 1}, {"warmup_steps": 0}),
+    ({"lr_scheduler": "polynomial", "max_steps": 4, "warmup_ratio": 1.0}, {"warmup_steps": 3}),
+    ({**EVALUATED, "lr_scheduler": "reduce_lr_on_plateau"},
+     {"metric_for_best_model": "loss", "lr_scheduler_kwargs": {"mode": "min"}}),
+    ({**EVALUATED, **ONLINE, "lr_scheduler": "reduce_lr_on_plateau", "lr_scheduler_kwargs": {"patience": 3}},
+     {"metric_for_best_model": "reward", "lr_scheduler_kwargs": {"mode": "max", "patience": 3}}),
+    ({**EVALUATED, "load_best_model_at_end": True, "saves_per_epoch": 4, "evals_per_epoch": 5},
+     {"save_steps": 10, "eval_steps": 10}),
+    ({"warmup_steps": 0.1, "max_steps": 50}, {"warmup_steps": 5}),
     ({"optim_args": {"a": 1, "b": "x"}}, {"optim_args": "a=1,b=x"}),
     ({"lr_scheduler": "linear"}, {"lr_scheduler_type": "linear"}),
     ({"cosine_min_lr_ratio": 0.1},
@@ -82,5 +95,7 @@ def test_a_key_reaches_the_trainer(keys, expected, tmp_path):
 
 
 def test_what_the_trainer_refuses_is_a_user_error(tmp_path):
+    config = parse_config({**BASE, **EVALUATED, "eval_steps": 3}, folder=tmp_path)
+    config = dataclasses.replace(config, run=config.run.model_copy(update={"load_best": True}))  # no rule has seen it
     with pytest.raises(UserError, match="transformers does not take these settings together"):
-        arguments(tmp_path, **EVALUATED, load_best_model_at_end=True, eval_steps=3, save_strategy="epoch")
+        training_arguments(config, steps_per_epoch=5, use_cpu=True)

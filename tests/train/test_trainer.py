@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+from datasets import Dataset
 from transformers import Trainer
 
 from made_runs import OFFLINE, rows_for, timeless, trainer_for, weights_of
 from upweight.errors import UserError
+from upweight.methods import DPO
 from upweight.train.trainer import MethodTrainer, out_of_memory
 
 OVERRIDDEN = {
@@ -107,3 +109,10 @@ def test_loader_processes_do_not_change_what_is_trained(tmp_path):
 
 def test_running_out_of_memory_names_the_next_things_to_try():
     assert "set 'token_budget: 2048'; 'gradient_checkpointing: true'" in out_of_memory("while training", 4096)
+
+
+def test_a_metric_that_evaluations_lack_is_named(tmp_path):
+    held = Dataset.from_list(rows_for(DPO(), 2))
+    options = {"eval_strategy": "steps", "eval_steps": 1, "metric_for_best_model": "nothing", "max_steps": 2}
+    with pytest.raises(UserError, match="evaluations have no 'nothing'"):
+        trainer_for(DPO(), tmp_path, eval_dataset=held, save_strategy="best", **options).train()

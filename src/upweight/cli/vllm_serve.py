@@ -5,8 +5,9 @@ import sys
 from pathlib import Path
 
 from upweight.config import load_config
+from upweight.config.servers import local_url
 from upweight.log import warn_once
-from upweight.serve.command import local_url, serve_command, warnings_of
+from upweight.serve.command import serve_command, warnings_of
 from upweight.serve.process import installed_version, run_server
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
@@ -13,15 +13,15 @@ from upweight.config.explain import brief, explain, show
 from upweight.config.modernise import Findings, asks_for_something, modernise
 from upweight.config.peers import ATTENTION_SWITCHES, SATISFIED, why_refused
 from upweight.config.resolve import resolve
-from upweight.config.rules.rules import check
+from upweight.config.rules import check
 from upweight.config.sections.data import DatasetRow
 from upweight.config.stages import parse_stages
 from upweight.config.yaml_file import apply_overrides, read_yaml
 from upweight.errors import UserError, closest, did_you_mean
 from upweight.methods import METHODS
-from upweight.methods.base import Method
 from upweight.settings import Section
 
+AnySection = TypeVar("AnySection", bound=Section)
 MOST_SUGGESTIONS = 50  # looking for the nearest key takes time, and nobody reads more
 
 
@@ -43,7 +43,6 @@ def parse_config(content: dict[Any, Any], *, folder: Path, fragment: bool = Fals
         draft.place(path, value)
     sections: dict[str, Any] = {name: draft.build(name, cls) for name, cls in SECTIONS.items()}
     method = draft.build("method", METHODS[draft.method])
-    assert isinstance(method, Method)
     config = resolve(Config(**sections, method=method, given=flat, folder=folder))
     errors, warnings = check(config, fragment=fragment)
     findings.errors += errors
@@ -156,7 +155,7 @@ class _Draft:
         self.used[slot] = path
         target[key.name] = value
 
-    def build(self, name: str, cls: type[Section]) -> Section:
+    def build(self, name: str, cls: type[AnySection]) -> AnySection:
         """A section from its values; what is wrong is noted and left out, so that rules can run on the rest."""
         values = self.values.get(name, {})
         try:

@@ -4,7 +4,6 @@ import dataclasses
 from math import lcm
 
 from upweight.config.config import Config
-from upweight.methods import EBFT
 from upweight.methods.base import Method
 
 
@@ -51,9 +50,9 @@ def generation_batch(config: Config, ranks: int = 1) -> int:
 
 def _method(config: Config) -> Method:
     """The method with EBFT's baseline in place, which keys of GRPO may choose too."""
-    method, given = config.method, config.given
-    if not isinstance(method, EBFT) or method.advantage_estimator is not None:
-        return method
+    method, given = config.method.feature_matching, config.given
+    if method is None or method.advantage_estimator is not None:
+        return config.method
     scales = method.policy.reward_scale != "none" and "trl.scale_rewards" in given
     by_group = given.get("trl.advantage_estimator", "group" if scales else "rloo") == "group"
     return method.model_copy(update={"advantage_estimator": "group_norm" if by_group else "rloo"})

@@ -49,8 +49,10 @@ def _checked(stages: Any) -> list[dict[str, Any]]:
         if "output_dir" in stage:
             raise UserError(f"stages[{number}].output_dir: every stage writes to its own folder in the common one")
         name = stage.get("name")
-        if name is not None and not re.fullmatch(r"[A-Za-z0-9._-]+", str(name)):
-            raise UserError(f"stages[{number}].name: names a folder: letters, digits, '.', '-' and '_' only")
+        if name is not None and not re.fullmatch(r"[A-Za-z0-9._-]{1,200}", str(name)):
+            raise UserError(
+                f"stages[{number}].name: names a folder: letters, digits, '.', '-' and '_' only, at most 200"
+            )
     return stages
 
 

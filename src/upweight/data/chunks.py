@@ -54,7 +54,7 @@ SCHEMAS: dict[str, dict[str, pa.DataType]] = {
 
 def schema_of(method: Method) -> dict[str, pa.DataType]:
     """The arrow types of a method's columns."""
-    strided = method.data == "prompts" and getattr(method, "mode", None) == "strided"
+    strided = method.strided
     return SCHEMAS["documents" if strided else method.data]
 
 

@@ -7,16 +7,15 @@ from datasets import Dataset
 
 from upweight.errors import UserError
 from upweight.methods.base import Method
-from upweight.methods.kto import KTO
 
 
 def require_both_labels(rows: Dataset, method: Method, first: Callable[[], str]) -> None:
     """Refuse rows that are all labelled alike, unless the other kind counts for nothing; `first` names a row."""
-    if not isinstance(method, KTO) or not len(rows):
+    weights = method.verdict_weights
+    if weights is None or not len(rows):
         return
     found = pc.call_function("unique", [rows.with_format("arrow")["label"]]).to_pylist()
     missing = {True, False} - set(found)
-    weights = {True: method.desirable_weight, False: method.undesirable_weight}
     if missing and all(weights[verdict] > 0 for verdict in missing):
         label = str(found[0]).lower()
         key = "kto_undesirable_weight" if found[0] else "kto_desirable_weight"

@@ -118,7 +118,7 @@ def _shaped_by(config: Config, tokenizer: Any, entries: Sequence[Entry]) -> dict
     """Everything that the prepared rows depend on."""
     shape: dict[str, Any] = {
         "code": [__version__, transformers.__version__, cache.code_digest()],
-        "method": [config.method.name, config.method.data, getattr(config.method, "mode", None)],
+        "method": [config.method.name, config.method.data, config.method.strided],
         "classes": config.model.num_labels,
         "seed": config.optim.seed,
         "data": config.data.model_dump(mode="json", exclude=set(WITHOUT_EFFECT)),

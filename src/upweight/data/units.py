@@ -2,14 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from itertools import permutations
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from upweight.methods.base import Method
-from upweight.methods.kto import KTO
-from upweight.methods.orpo import ORPO
 from upweight.types import Sample, Unit
 
 IGNORED = -100  # a position of `steps` data without a class
@@ -26,7 +24,7 @@ def units_of(rows: Sequence[Mapping[str, Any]], method: Method, *, compare: bool
     if method.data == "labelled":
         matched = [Unit((_labelled(row, row, int(row["label"])),), number) for number, row in enumerate(rows)]
         matched = _compared(matched, rows) if compare else matched
-        return matched + (_mismatched(rows, method) if isinstance(method, KTO) and method.needs_preparation else [])
+        return matched + (_mismatched(rows, method.mismatched) if method.mismatched else [])
     if method.data == "steps":
         return [Unit((_steps(row),), number) for number, row in enumerate(rows)]
     return [Unit((_text(row),), number) for number, row in enumerate(rows)]
@@ -50,7 +48,7 @@ def _pair(row: Mapping[str, Any], number: int, method: Method) -> Unit:
             ids = np.concatenate([prompt, answer])
             sides.append(Sample(ids, np.arange(len(ids)) == len(ids) - 1, labels=np.zeros(1, np.int64)))
         else:
-            with_prompt = isinstance(method, ORPO) and method.likelihood_of_prompt and side == "chosen"
+            with_prompt = method.scores_prompt and side == "chosen"
             sides.append(_completion(prompt, answer, with_prompt, row.get(f"ref_{side}_logps")))
     return Unit(tuple(sides), number, margin=row.get("margin"))
 
@@ -94,9 +92,9 @@ def _compared(units: Sequence[Unit], rows: Sequence[Mapping[str, Any]]) -> list[
     return [unit for unit in result if unit is not None]
 
 
-def _mismatched(rows: Sequence[Mapping[str, Any]], method: KTO) -> list[Unit]:
+def _mismatched(rows: Sequence[Mapping[str, Any]], which: Literal["rotate", "all"]) -> list[Unit]:
     """Prompts with answers that were given to others: the previous row's, or every other row's."""
-    if method.kl == "all":
+    if which == "all":
         couples = list(permutations(range(len(rows)), 2))
     else:
         couples = [(number, number - 1) for number in range(len(rows))] if len(rows) > 1 else []

@@ -1,7 +1,6 @@
 """A config looked at before training: does its model fit, can its data be read, are its rewards and server there."""
 
 import dataclasses
-import importlib.util
 import shutil
 import socket
 from collections.abc import Callable, Iterable, Iterator
@@ -14,6 +13,7 @@ import torch
 from transformers import AutoConfig
 
 from upweight.config import Config
+from upweight.config.servers import samples_from_server, server_urls
 from upweight.data.prepare import prepare
 from upweight.data.raw_row import OWN_COLUMNS
 from upweight.doctor.findings import Finding
@@ -26,10 +26,8 @@ from upweight.rewards.load import KEY, load_rewards
 from upweight.rollout.vllm.client import RequestFailed, RequestRefused, VllmClient
 from upweight.rollout.vllm.probe import served_base
 from upweight.runs.files import METRICS, no_folder_at
-from upweight.serve.command import server_urls
+from upweight.train.machine_checks import check_machine
 from upweight.train.online.environments import check_rewards, environment_setup
-from upweight.train.refuse import refuse_unsupported, require_optimizer
-from upweight.train.trackers import tracking_arguments
 
 PATIENCE = 5.0  # seconds for a server that is there
 FEW_DROPPED = 0.05  # share of the rows that may be left out without a warning
@@ -69,11 +67,9 @@ def check_config(config: Config) -> list[Finding]:
 def _keys(look: Look) -> Iterator[Finding]:
     for notice in look.config.notices:
         yield Finding("note", "keys", notice.removesuffix("."))
-    refuse_unsupported(look.config)
-    require_optimizer(look.config.optim.optimizer)
-    tracking_arguments(look.config.tracking)
-    if look.config.adapter.kind == "qlora" and importlib.util.find_spec("bitsandbytes") is None:
-        yield Finding("alarm", "bitsandbytes", "is needed and not installed", "pip install 'upweight[quant]'")
+    for message in check_machine(look.config):
+        place, _, text = message.partition(": ")
+        yield Finding("alarm", place, text.removesuffix("."))
     yield Finding("ok", "keys", f"{len(look.config.given)} set, for {look.config.method.name}")
 
 
@@ -109,7 +105,7 @@ def _memory(look: Look) -> Iterator[Finding]:
 
 def _tokens(config: Config) -> int:
     """Tokens of the longest forward that cannot be cut: one row of the data."""
-    policy = getattr(config.method, "policy", None)
+    policy = config.method.policy_settings
     if policy is not None:
         return policy.max_completion_length + (config.data.max_prompt_length or 512)
     return config.data.sequence_len * (2 if config.method.data == "pairs" else 1)
@@ -132,7 +128,7 @@ def _data(look: Look) -> Iterator[Finding]:
     columns = f" with the columns {', '.join(look.columns)}" if config.method.online and look.columns else ""
     says = f"{len(data.train):,} rows to train on{columns}; {shown}"
     yield Finding("ok", "data", says, evidence={"rows": len(data.train), "lengths": lengths})
-    policy = getattr(config.method, "policy", None)
+    policy = config.method.policy_settings
     positions = getattr(load_config(config.model).get_text_config(), "max_position_embeddings", None)
     longest = (
         look.longest_prompt + policy.max_completion_length if policy else lengths.get("sequence", {}).get("max", 0)
@@ -196,9 +192,10 @@ def _environment(look: Look) -> Iterator[Finding]:
 def _server(look: Look) -> Iterator[Finding]:
     """Whether each server answers, serves the model, and has room for the longest row."""
     config = look.config
-    if not (config.method.online and config.rollout.use_vllm and config.rollout.vllm_mode == "server"):
+    policy = config.method.policy_settings
+    if policy is None or not samples_from_server(config):
         return
-    needed = look.longest_prompt + getattr(config.method, "policy").max_completion_length  # noqa: B009
+    needed = look.longest_prompt + policy.max_completion_length
     for url in server_urls(config.rollout):
         client = VllmClient(url, PATIENCE)
         try:
@@ -216,10 +213,9 @@ def _server(look: Look) -> Iterator[Finding]:
 
 
 def _output(look: Look) -> Iterator[Finding]:
-    """Whether the run folder can be written, and has room for what is kept."""
+    """Whether the run folder, where it can be written, has room for what is kept."""
     folder = Path(look.config.run.output_dir)
-    if (reason := no_folder_at(folder)) is not None:
-        yield Finding("alarm", "output_dir", reason, "name another output_dir")
+    if no_folder_at(folder) is not None:
         return
     free = shutil.disk_usage(next(place for place in (folder, *folder.absolute().parents) if place.exists())).free
     needed = 0.0

@@ -1,13 +1,26 @@
 """What every training method is: its settings, what it needs, and pure functions from log-probs to sums."""
 
 from abc import ABC, abstractmethod
-from typing import ClassVar, Literal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from upweight.settings import Section
 from upweight.types import Batch, Loss, Mean, Outputs, Sample
+
+if TYPE_CHECKING:
+    from upweight.methods.ebft import EBFT
+    from upweight.methods.policy_gradient import PolicyGradient
+
+
+@dataclass(frozen=True)
+class ReferenceSync:
+    """How a reference follows the policy: the policy's share in each move, and the steps between two of them."""
+
+    alpha: float
+    steps: int
 
 
 class Method(Section, ABC):
@@ -17,6 +30,8 @@ class Method(Section, ABC):
     head: ClassVar[Literal["tokens", "sequence_score", "step_score"]] = "tokens"
     data: ClassVar[Literal["text", "pairs", "labelled", "steps", "prompts"]]
     online: ClassVar[bool] = False
+    keeps_dropout: ClassVar[bool] = False  # where nothing is compared with what the model says without it
+    takes_noise: ClassVar[bool] = False  # on embeddings, which elsewhere would come between policy and reference
     reward_names: ClassVar[tuple[str, ...]] = ()  # of rewards that the method makes itself, from features
     learning_rate: ClassVar[float]
     lora_learning_rate: ClassVar[float | None] = None  # None: the same as without LoRA
@@ -29,6 +44,51 @@ class Method(Section, ABC):
     @property
     def needs_drift(self) -> bool:
         """Whether `advantages` read how far the policy is from the reference on each completion."""
+        return False
+
+    @property
+    def precomputes_reference(self) -> bool:
+        """Whether the reference's log-probs are computed once, before training."""
+        return False
+
+    @property
+    def reference_sync(self) -> ReferenceSync | None:
+        """How the reference follows the policy; None where it stays as it is."""
+        return None
+
+    @property
+    def policy_settings(self) -> "PolicyGradient | None":
+        """Settings of the policy gradient; None for offline methods."""
+        return None
+
+    @property
+    def feature_matching(self) -> "EBFT | None":
+        """The method itself where it makes rewards from features."""
+        return None
+
+    @property
+    def mismatched(self) -> Literal["rotate", "all"] | None:
+        """Which answers to other prompts each prompt is also seen with, to estimate a KL: the neighbour's, or all."""
+        return None
+
+    @property
+    def strided(self) -> bool:
+        """Whether short blocks all along a document are sampled instead of completions."""
+        return False
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether the likelihood of a chosen answer covers its prompt too."""
+        return False
+
+    @property
+    def verdict_weights(self) -> dict[bool, float] | None:
+        """Weights of wanted and unwanted answers, for a method that compares the two."""
+        return None
+
+    @property
+    def scales_each_reward(self) -> bool:
+        """Whether rewards are normalised one by one before they are summed."""
         return False
 
     @property

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from upweight.methods.base import (
     Method,
+    ReferenceSync,
     given,
     is_chosen,
     pair_metrics,
@@ -109,6 +110,14 @@ class DPO(Method):
     @property
     def needs_reference(self) -> bool:
         return True
+
+    @property
+    def precomputes_reference(self) -> bool:
+        return self.precompute_ref_log_probs
+
+    @property
+    def reference_sync(self) -> ReferenceSync | None:
+        return ReferenceSync(self.ref_model_mixup_alpha, self.ref_model_sync_steps) if self.sync_ref_model else None
 
     @property
     def statistics(self) -> frozenset[str]:

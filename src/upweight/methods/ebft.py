@@ -6,7 +6,7 @@ import torch
 from pydantic import Field, field_validator, model_validator
 from torch import Tensor
 
-from upweight.methods.base import Method, given
+from upweight.methods.base import Method, ReferenceSync, given
 from upweight.methods.formulas.advantages import leave_one_out, normalised, weighted_reward
 from upweight.methods.formulas.features import Pooling, alignment, crowding, distance, leave_one_out_crowding, whitened
 from upweight.methods.policy_gradient import PolicyGradient, is_sampled
@@ -86,6 +86,22 @@ class EBFT(Method):
             key = "temperature" if self.temperature == 0 else "top_p"
             raise ValueError(f"ebft.{key}: at 0 all samples of a block are alike, and nothing is learned from them")
         return self
+
+    @property
+    def policy_settings(self) -> PolicyGradient | None:
+        return self.policy
+
+    @property
+    def reference_sync(self) -> ReferenceSync | None:
+        return self.policy.reference_sync
+
+    @property
+    def feature_matching(self) -> "EBFT | None":
+        return self
+
+    @property
+    def strided(self) -> bool:
+        return self.mode == "strided"
 
     @property
     def needs_reference(self) -> bool:

@@ -28,5 +28,9 @@ class GDPO(Grouped, Method):
         self.policy.refuse_for_decoupled_rewards("use rl: grpo")
         return self
 
+    @property
+    def scales_each_reward(self) -> bool:
+        return True
+
     def advantages(self, rewards_SR: Tensor, group_S: Tensor, drift_S: Tensor | None = None) -> Tensor:
         return self.policy.advantages(rewards_SR, group_S, self.aggregation)

@@ -5,7 +5,7 @@ from typing import ClassVar
 from pydantic import model_validator
 from torch import Tensor
 
-from upweight.methods.base import Method
+from upweight.methods.base import Method, ReferenceSync
 from upweight.methods.policy_gradient import Aggregation, PolicyGradient
 from upweight.settings import inline, setting
 from upweight.types import Batch, Loss, Outputs, Sample
@@ -20,6 +20,14 @@ class Grouped:
     lora_learning_rate: ClassVar[float | None] = 1e-5
 
     policy: PolicyGradient
+
+    @property
+    def policy_settings(self) -> PolicyGradient | None:
+        return self.policy
+
+    @property
+    def reference_sync(self) -> ReferenceSync | None:
+        return self.policy.reference_sync
 
     @property
     def needs_reference(self) -> bool:
@@ -70,6 +78,10 @@ class GRPO(Grouped, Method):
         if self.aggregation == "normalize_then_sum":
             self.policy.refuse_for_decoupled_rewards("set trl.multi_objective_aggregation: sum_then_normalize")
         return self
+
+    @property
+    def scales_each_reward(self) -> bool:
+        return self.aggregation == "normalize_then_sum"
 
     def advantages(self, rewards_SR: Tensor, group_S: Tensor, drift_S: Tensor | None = None) -> Tensor:
         return self.policy.advantages(rewards_SR, group_S, self.aggregation)

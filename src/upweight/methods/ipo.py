@@ -29,6 +29,10 @@ class IPO(Method):
         return True
 
     @property
+    def precomputes_reference(self) -> bool:
+        return self.precompute_ref_log_probs
+
+    @property
     def statistics(self) -> frozenset[str]:
         return frozenset({"entropy_T", "mean_logit_T", "is_top_T"})
 

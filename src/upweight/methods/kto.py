@@ -60,9 +60,30 @@ class KTO(Method):
             raise ValueError("sync_ref_model changes the reference, so precompute_ref_log_probs must be off")
         return self
 
+    @model_validator(mode="after")
+    def _reference_can_be_known(self) -> "KTO":
+        if self.precompute_ref_log_probs and self.loss_type == "kto":
+            raise ValueError(
+                "precompute_ref_log_probs: KTO's KL estimate needs the reference on pairs that only form while "
+                "training. Drop the key, or set 'kto_loss_type: apo_zero_unpaired', which needs no estimate."
+            )
+        return self
+
     @property
     def needs_reference(self) -> bool:
         return True
+
+    @property
+    def precomputes_reference(self) -> bool:
+        return self.precompute_ref_log_probs
+
+    @property
+    def mismatched(self) -> Literal["rotate", "all"] | None:
+        return self.kl if self.loss_type == "kto" else None
+
+    @property
+    def verdict_weights(self) -> dict[bool, float] | None:
+        return {True: self.desirable_weight, False: self.undesirable_weight}
 
     @property
     def statistics(self) -> frozenset[str]:

@@ -16,6 +16,7 @@ class ORM(Method):
     name: ClassVar[str] = "orm"
     head: ClassVar = "sequence_score"
     data: ClassVar = "pairs"
+    keeps_dropout: ClassVar[bool] = True
     learning_rate: ClassVar[float] = 1e-5
     lora_learning_rate: ClassVar[float | None] = 1e-4
 

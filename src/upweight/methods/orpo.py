@@ -28,6 +28,10 @@ class ORPO(Method):
     )
 
     @property
+    def scores_prompt(self) -> bool:
+        return self.likelihood_of_prompt
+
+    @property
     def statistics(self) -> frozenset[str]:
         return frozenset({"entropy_T", "mean_logit_T"})
 

@@ -6,7 +6,7 @@ import torch
 from pydantic import model_validator
 from torch import Tensor
 
-from upweight.methods.base import given, sequence_length, sequence_mean, sequence_sum
+from upweight.methods.base import ReferenceSync, given, sequence_length, sequence_mean, sequence_sum
 from upweight.methods.formulas.advantages import Scale, decoupled, leave_one_out, normalised, weighted_reward
 from upweight.methods.formulas.policy_losses import (
     cispo,
@@ -155,6 +155,11 @@ class PolicyGradient(Section):
     def needs_reference(self) -> bool:
         """Whether `loss` reads the reference's log-probs."""
         return self.beta > 0
+
+    @property
+    def reference_sync(self) -> ReferenceSync | None:
+        """How the reference follows the policy; None where it stays as it is."""
+        return ReferenceSync(self.ref_model_mixup_alpha, self.ref_model_sync_steps) if self.sync_ref_model else None
 
     @property
     def needs_preparation(self) -> bool:

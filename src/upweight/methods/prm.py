@@ -15,6 +15,7 @@ class PRM(Method):
     name: ClassVar[str] = "prm"
     head: ClassVar = "step_score"
     data: ClassVar = "steps"
+    keeps_dropout: ClassVar[bool] = True
     learning_rate: ClassVar[float] = 1e-5
     lora_learning_rate: ClassVar[float | None] = 1e-4
 

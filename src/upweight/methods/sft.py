@@ -15,6 +15,8 @@ class SFT(Method):
 
     name: ClassVar[str] = "sft"
     data: ClassVar = "text"
+    keeps_dropout: ClassVar[bool] = True
+    takes_noise: ClassVar[bool] = True
     learning_rate: ClassVar[float] = 2e-5
 
     loss_type: Literal["nll", "dft"] = setting(

@@ -3,7 +3,7 @@
 import difflib
 import importlib.util
 import logging
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import transformers
@@ -11,24 +11,15 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from transformers.utils.import_utils import is_flash_attn_2_available, is_flash_attn_3_available, is_kernels_available
 
+from upweight.config.rules.model import ENDINGS, HAVE_KEYS, Head
 from upweight.config.sections.model import AdapterSection, ModelSection
 from upweight.errors import UserError
 from upweight.log import logger, warn_once
 from upweight.models.patches import keep_soft_cap
 from upweight.models.source import load_failures, source_of
 
-Head = Literal["tokens", "sequence_score", "step_score"]
-AUTO_CLASSES: dict[Head, str] = {
-    "tokens": "AutoModelForCausalLM",
-    "sequence_score": "AutoModelForSequenceClassification",
-    "step_score": "AutoModelForTokenClassification",
-}
+AUTO_CLASSES: dict[Head, str] = {head: f"AutoModel{ending}" for head, ending in ENDINGS.items()}
 CLASSES: dict[Head, int] = {"sequence_score": 1, "step_score": 2}
-HAVE_KEYS = {  # arguments of `from_pretrained`, and what they are set by
-    **dict.fromkeys(("dtype", "torch_dtype"), "'bf16' or 'fp16'"),
-    "num_labels": "'num_labels'",
-    "config": "'model_config'",
-}
 FLASH = {"flash_attention_2": is_flash_attn_2_available, "flash_attention_3": is_flash_attn_3_available}
 
 

@@ -27,9 +27,8 @@ def spread(group: Group) -> float:
 def summary(groups: Sequence[Group], names: Sequence[str], method: Method) -> dict[str, float]:
     """Metrics of scored groups: rewards, their spread, lengths of completions."""
     rewards_SR = torch.cat([group.rewards_SR for group in groups if group.rewards_SR is not None])
-    policy = getattr(method, "policy", None)
-    weights = getattr(policy, "reward_weights", None)
-    reward_S = weighted_reward(rewards_SR, weights)
+    policy = method.policy_settings
+    reward_S = weighted_reward(rewards_SR, policy and policy.reward_weights)
     flat = [not has_signal(group) for group in groups]
     sizes = [len(group.rewards_SR) for group in groups if group.rewards_SR is not None]
     spreads = [value for part_S in reward_S.split(sizes) if not math.isnan(value := _std(part_S))]

@@ -7,13 +7,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from upweight.config import Config
-from upweight.config.sections.rollout import RolloutSection
+from upweight.config.servers import LOOPBACK, adapter_alone, direct_transfer
 from upweight.errors import UserError
 from upweight.log import warn_once
-from upweight.serve.adapters import adapter_alone, allowed_rank, largest_rank
+from upweight.serve.adapters import allowed_rank, largest_rank
 
 TESTED = ("0.26", "0.32")
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 # Adapters that share a batch: the version in use, and the one before while its last requests end.
 LIVE_ADAPTERS = 2
 # Further versions lie in host memory. vLLM reads an evicted one from disk again, and dies where the folder is gone.
@@ -53,12 +52,6 @@ def warnings_of(config: Config, version: str) -> list[str]:
     if not any(version == known or version.startswith(f"{known}.") for known in TESTED):
         found.append(f"vLLM {version} is not tested; {' and '.join(TESTED)} are")
     return found
-
-
-def direct_transfer(config: Config) -> str | None:
-    """How all weights reach the server without a folder, where they do."""
-    way = config.rollout.weight_transfer
-    return None if way == "folder" or adapter_alone(config.adapter, config.rollout.lora_sync) else way
 
 
 def _flags(config: Config) -> Iterator[tuple[str, str | None]]:
@@ -110,13 +103,6 @@ def _sync_flags(config: Config) -> Iterator[tuple[str, str | None]]:
         yield "--max-loras", str(LIVE_ADAPTERS)
         yield "--max-cpu-loras", str(KEPT_ADAPTERS)
     elif (way := direct_transfer(config)) is not None:
-        if way == "ipc" and config.vllm.host not in LOOPBACK:
-            raise UserError(
-                f"trl.vllm_weight_transfer: ipc has the server run what it is sent, and vllm.host: {config.vllm.host} "
-                "can be reached from other machines; use 127.0.0.1, or 'nccl' or 'folder'."
-            )
-        if way == "ipc" and config.vllm.tensor_parallel_size * config.vllm.data_parallel_size > 1:
-            raise UserError("trl.vllm_weight_transfer: ipc is for a server on the trainer's GPU alone; use 'nccl'.")
         yield "--weight-transfer-config", json.dumps({"backend": way})
 
 
@@ -131,23 +117,6 @@ def _environment(config: Config) -> dict[str, str]:
     device = config.vllm.device
     if numbered := re.fullmatch(r"cuda:(\d+(?:,\d+)*)", device):
         env["CUDA_VISIBLE_DEVICES"] = numbered[1]
-    elif device not in ("auto", "cuda", "cpu"):
-        raise UserError(f"vllm.device: '{device}' is not known. Use auto, cpu, cuda, or a number: cuda:1.")
     elif device != "auto":
         warn_once(f"vllm.device: no effect: vLLM serves on what it was built for; '{device}' is not chosen at start")
     return env
-
-
-def server_urls(section: RolloutSection) -> list[str]:
-    """The addresses of all servers that a training run talks to."""
-    given = section.server_urls or ([section.server_url] if section.server_url is not None else [])
-    if not given:
-        return [local_url(section.server_host or "127.0.0.1", section.server_port or 8000)]
-    plain = [one.rstrip("/").removesuffix("/v1") for one in given]
-    return list(dict.fromkeys(one if "://" in one else f"http://{one}" for one in plain))
-
-
-def local_url(host: str, port: int) -> str:
-    """The address of a server that listens on `host`."""
-    reached = "127.0.0.1" if host in EVERYWHERE else host
-    return f"http://[{reached}]:{port}" if ":" in reached else f"http://{reached}:{port}"

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from transformers import TrainingArguments
+from transformers.utils.import_utils import is_torch_tf32_available
 
 from upweight.config import Config
 from upweight.errors import UserError
@@ -12,6 +13,10 @@ from upweight.models.precision import Sharding
 from upweight.train.distributed.deepspeed import zero_arguments, zero_config
 from upweight.train.distributed.fsdp import fsdp_arguments
 from upweight.train.trackers import tracking_arguments
+
+STOCK_SAVE_STEPS = 500  # transformers' own, where nothing is said
+# Optimizers that transformers knows under longer names alone.
+IN_FULL = {name: f"{name}_32bit" for name in ("lion", "paged_lion", "paged_adamw")}
 
 
 def training_arguments(
@@ -34,10 +39,10 @@ def training_arguments(
         learning_rate=optim.learning_rate or 0.0,
         num_train_epochs=optim.num_epochs,
         max_steps=optim.max_steps or -1,
-        optim=optim.optimizer,
+        optim=IN_FULL.get(optim.optimizer, optim.optimizer),
         optim_args=_optimizer_args(config),
         lr_scheduler_type=optim.scheduler,
-        lr_scheduler_kwargs=optim.scheduler_args,
+        lr_scheduler_kwargs=_scheduler_args(config),
         warmup_steps=_warmup(config, total),
         weight_decay=optim.weight_decay,
         adam_beta1=optim.adam_beta1,
@@ -61,8 +66,7 @@ def training_arguments(
         logging_first_step=True,
         disable_tqdm=True,
         torch_empty_cache_steps=optim.empty_cache_steps,
-        **_saving(config, steps_per_epoch),
-        **_evaluating(config, steps_per_epoch),
+        **_saving_and_evaluating(config, steps_per_epoch),
         **_pushing(config),
         **{
             "bf16": False,  # weights are computed in bfloat16 as they are; autocast would cast them at every use
@@ -81,30 +85,62 @@ def _optimizer_args(config: Config) -> str | None:
     return ",".join(f"{key}={value}" for key, value in given.items()) if isinstance(given, dict) else given
 
 
-def _warmup(config: Config, total: int) -> float:
-    """Steps, or a share below 1, of linear warm-up; without a word, 3% of the steps and at most 100."""
+def _warmup(config: Config, total: int) -> int:
+    """Steps of linear warm-up; without a word, 3% of all and at most 100."""
     optim = config.optim
+    steps = min(math.ceil(0.03 * total), 100)
     if optim.warmup_steps is not None:
-        return optim.warmup_steps
-    if optim.warmup_ratio is not None:
-        return math.ceil(optim.warmup_ratio * total)
-    return min(math.ceil(0.03 * total), 100)
+        steps = math.ceil(optim.warmup_steps * total) if optim.warmup_steps < 1 else int(optim.warmup_steps)
+    elif optim.warmup_ratio is not None:
+        steps = math.ceil(optim.warmup_ratio * total)
+    # transformers' polynomial divides by the steps that are left.
+    return steps - 1 if optim.scheduler == "polynomial" and steps == total else steps
+
+
+def _scheduler_args(config: Config) -> dict[str, Any]:
+    """A plateau is one of the metric that checkpoints are compared by, whichever way that is better."""
+    optim = config.optim
+    if optim.scheduler != "reduce_lr_on_plateau":
+        return optim.scheduler_args
+    return {"mode": "max" if _comparison(config)[1] else "min", **optim.scheduler_args}
 
 
 def _tf32(config: Config) -> bool | None:
-    on_gpu = torch.cuda.is_available()
-    return (True if config.model.tf32 == "auto" else config.model.tf32) if on_gpu else None
+    if not torch.cuda.is_available():
+        return None
+    return is_torch_tf32_available() if config.model.tf32 == "auto" else config.model.tf32
 
 
-def _saving(config: Config, steps_per_epoch: int) -> dict[str, Any]:
-    """When checkpoints are written; how many are kept is not the Trainer's to say, which drops before it is whole."""
+def _comparison(config: Config) -> tuple[str | None, bool | None]:
+    """The metric that tells better evaluations from worse, where something asks for it, and whether more is better."""
     run = config.run
     compared = run.load_best or run.patience is not None or run.save_strategy == "best"
+    compared = compared or config.optim.scheduler == "reduce_lr_on_plateau"
     usual = "reward" if config.method.online else "loss"  # an evaluation of what the policy writes has no loss
     metric = run.best_metric or (usual if compared else None)
     more_is_better = run.greater_is_better
     if more_is_better is None and metric is not None:
         more_is_better = not metric.endswith("loss")
+    return metric, more_is_better
+
+
+def _saving_and_evaluating(config: Config, steps_per_epoch: int) -> dict[str, Any]:
+    """Both, so that the best evaluation can be found again where both go by steps that the data decides."""
+    saving, evaluating = _saving(config, steps_per_epoch), _evaluating(config, steps_per_epoch)
+    every = evaluating.get("eval_steps")
+    by_steps = saving["save_strategy"] == evaluating["eval_strategy"] == "steps"
+    if config.run.load_best and by_steps and not (config.run.save_steps and config.run.eval_steps):
+        saved = saving.get("save_steps", STOCK_SAVE_STEPS)
+        every = saved if every is None else every
+        evaluating["eval_steps"] = every
+        saving["save_steps"] = max(saved - saved % every, every) if every >= 1 and saved >= 1 else every
+    return saving | evaluating
+
+
+def _saving(config: Config, steps_per_epoch: int) -> dict[str, Any]:
+    """When checkpoints are written; how many are kept is not the Trainer's to say, which drops before it is whole."""
+    run = config.run
+    metric, more_is_better = _comparison(config)
     return {
         "save_only_model": run.save_only_model,
         "load_best_model_at_end": run.load_best,

@@ -22,7 +22,6 @@ from upweight.models.precision import Sharding, set_up_precision
 from upweight.models.reference import Reference, adapter_state, make_reference, reference_kind
 from upweight.train.budget import token_budget
 from upweight.train.reference.precomputed import Precompute
-from upweight.train.reference.synced import sync_settings
 
 
 def trainer_parts(
@@ -58,7 +57,7 @@ def trainer_parts(
     copies = set_up_precision(model, dtype, sharding=sharding, pure=pure)
     install = partial(Engine, layout=layout, longest=longest, context=context)
     engine = install(model)
-    precomputed = bool(getattr(method, "precompute_ref_log_probs", False))
+    precomputed = method.precomputes_reference
     reference = None
     if not precomputed:
         reference = _reference(
@@ -105,7 +104,7 @@ def _reference(
     offload: bool,
 ) -> Reference | None:
     """The policy as it is now, or the model that `load_separate` gives, if the method compares with it."""
-    synced = sync_settings(method) is not None
+    synced = method.reference_sync is not None
     kind = reference_kind(
         needed=method.needs_reference, adapter=adapter_state(policy), separate=load_separate is not None, synced=synced
     )

@@ -21,11 +21,11 @@ from transformers import (
 )
 
 from upweight.config import Config
+from upweight.config.zero import partitions_weights
 from upweight.data.prepare import Prepared, prepare
 from upweight.engine.context import Context, require_shareable
 from upweight.errors import UserError
 from upweight.log import is_seen, logger
-from upweight.methods import EBFT
 from upweight.methods.base import Method
 from upweight.models.adapters.attach import attach_adapter
 from upweight.models.load import compute_dtype, disable_dropout, load_config, load_model, master_dtype
@@ -44,7 +44,7 @@ from upweight.train.checkpoints import (
     set_aside,
     step_of,
 )
-from upweight.train.distributed.deepspeed import fit_to_ranks, partitioned_at_once, partitions_weights, zero_config
+from upweight.train.distributed.deepspeed import fit_to_ranks, partitioned_at_once, zero_config
 from upweight.train.distributed.fsdp import layout_of, read_once, refuse_other_layout, shard_alone, sharding_of
 from upweight.train.distributed.ranks import (
     broadcast_from_rank0,
@@ -55,14 +55,14 @@ from upweight.train.distributed.ranks import (
 )
 from upweight.train.loader import StepSampler
 from upweight.train.lr_groups import lr_rules
+from upweight.train.machine_checks import require_machine
 from upweight.train.model_card import model_card
 from upweight.train.online.assemble import Policy, plan_of, rewards_of, rollouts_of, watch_rollouts
 from upweight.train.online.before_after import BeforeAndAfter
 from upweight.train.online.completions import cut_completions
 from upweight.train.online.environments import environment_setup
 from upweight.train.profile import Profiler
-from upweight.train.reference.synced import SyncReference, sync_settings
-from upweight.train.refuse import refuse_unsupported, require_optimizer
+from upweight.train.reference.synced import SyncReference
 from upweight.train.run_folder import MetricsFile, changed_keys, cut_metrics, refuse_other_weights, write_config
 from upweight.train.trackers import set_variables
 from upweight.train.trainer import MethodTrainer, out_of_memory
@@ -72,7 +72,6 @@ def train(config: Config, *, resume: bool = False, watchers: Sequence[TrainerCal
     """Train what a config describes and write the run folder; `watchers` look on."""
     folder, stop = Path(config.run.output_dir), StopOnSignal()
     refuse_busy(folder)
-    require_optimizer(config.optim.optimizer)
     trainer = build(config, resume=resume, trains=True)
     for callback in (*_callbacks(config, trainer, stop), *watchers):
         trainer.add_callback(callback)
@@ -129,7 +128,7 @@ def build(config: Config, *, resume: bool = False, trains: bool = False) -> Meth
 
     Only what is trained next may be loaded in the pieces that ranks will hold of it.
     """
-    refuse_unsupported(config)
+    require_machine(config, trains=trains)
     set_variables(config.tracking)
     if config.sharding.deepspeed is not None or (config.sharding.fsdp and _resumes_shards(config, resume)):
         init_single_rank()
@@ -208,13 +207,13 @@ def _context(config: Config) -> Context | None:
 
 def _with_room_for_blocks(data: Prepared, method: Method) -> Prepared:
     """The data without documents that no block fits into, for a method that samples blocks."""
-    if not isinstance(method, EBFT) or method.mode != "strided":
+    if not method.strided or (matching := method.feature_matching) is None:
         return data
     held = data.evaluation
     return dataclasses.replace(
         data,
-        train=with_blocks(data.train, method, "training"),
-        evaluation=None if held is None else with_blocks(held, method, "evaluation"),
+        train=with_blocks(data.train, matching, "training"),
+        evaluation=None if held is None else with_blocks(held, matching, "evaluation"),
     )
 
 
@@ -252,8 +251,7 @@ def _model(
             adapter=config.adapter,
             seed=config.optim.seed,
         )
-    keeps_dropout = config.method.name in ("sft", "orm", "prm")
-    if config.model.disable_dropout or (config.model.disable_dropout is None and not keeps_dropout):
+    if config.model.disable_dropout or (config.model.disable_dropout is None and not config.method.keeps_dropout):
         disable_dropout(model)
     if config.optim.unfrozen is not None:
         freeze_all_but(model, config.optim.unfrozen)
@@ -283,7 +281,7 @@ def _callbacks(config: Config, trainer: MethodTrainer, stop: StopOnSignal) -> li
         callbacks.append(EarlyStoppingCallback(run.patience))
     if run.profiler_steps is not None:
         callbacks.append(Profiler(folder, run.profiler_steps, run.profiler_start))
-    reference, synced = trainer.runner.reference, sync_settings(config.method)
+    reference, synced = trainer.runner.reference, config.method.reference_sync
     if reference is not None and synced is not None:
         callbacks.append(SyncReference(reference, synced))
     if trainer.rollouts is not None:

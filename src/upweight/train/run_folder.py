@@ -71,7 +71,7 @@ def _content(config: Config) -> dict[str, Any]:
     idle = (
         *(("lora", "peft") if config.adapter.kind is None else ()),
         *(("fsdp",) if not config.sharding.fsdp else ()),
-        *(("sequence_len",) if config.method.online and getattr(config.method, "mode", None) != "strided" else ()),
+        *(("sequence_len",) if config.method.online and not config.method.strided else ()),
     )
     return {key: value for key, value in content.items() if not key.startswith(idle)}
 

@@ -1,11 +1,9 @@
 """Trackers: which of them a run reports to, and the variables they read."""
 
-import importlib.util
 import os
 from typing import Any
 
 from upweight.config.sections.run import TrackingSection
-from upweight.errors import UserError
 
 VARIABLES = {
     "WANDB_PROJECT": "wandb_project",
@@ -31,12 +29,8 @@ def asked_trackers(tracking: TrackingSection) -> list[str]:
 
 
 def tracking_arguments(tracking: TrackingSection) -> dict[str, Any]:
-    """What TrainingArguments say about trackers; one that is not installed is refused."""
+    """What TrainingArguments say about trackers."""
     asked = asked_trackers(tracking)
-    for tracker in asked:
-        packages = ("tensorboard", "tensorboardX") if tracker == "tensorboard" else (tracker,)
-        if not any(importlib.util.find_spec(package) for package in packages):
-            raise UserError(f"use_{tracker}: the tracker is not installed: pip install {tracker}")
     names = {"wandb": tracking.wandb_name, "mlflow": tracking.mlflow_run, "trackio": tracking.trackio_run}
     arguments: dict[str, Any] = {
         "report_to": asked or "none",

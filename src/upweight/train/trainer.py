@@ -192,10 +192,14 @@ class MethodTrainer(Trainer):
         rows = self.eval_dataset if eval_dataset is None else eval_dataset
         if eval_dataset is not None and self.encode is not None:
             rows = _each(eval_dataset, self.encode)
-        if not isinstance(rows, Mapping):
-            return self._measure(rows, metric_key_prefix)
-        parts = [self._measure(part, f"{metric_key_prefix}_{name}") for name, part in rows.items()]
-        return {name: value for part in parts for name, value in part.items()}
+        named = {f"_{name}": part for name, part in rows.items()} if isinstance(rows, Mapping) else {"": rows}
+        parts = [self._measure(part, f"{metric_key_prefix}{name}") for name, part in named.items()]
+        metrics = {name: value for part in parts for name, value in part.items()}
+        wanted = self.args.metric_for_best_model
+        if self.is_in_train and wanted is not None and f"eval_{wanted.removeprefix('eval_')}" not in metrics:
+            has = ", ".join(name.removeprefix("eval_") for name in metrics)
+            raise UserError(f"metric_for_best_model: evaluations have no '{wanted}'. They have {has}.")
+        return metrics
 
     def _measure(self, rows: Any, prefix: str) -> dict[str, float]:
         """Loss and metrics of one set of rows; of an online method, the rewards of what it writes for them."""

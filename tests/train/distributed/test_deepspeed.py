@@ -20,10 +20,11 @@ from made_runs import (
     write_model,
 )
 from upweight.config import load_config
+from upweight.config.zero import ready_configs
 from upweight.errors import UserError
 from upweight.methods import GRPO
 from upweight.models.shards import gathered_weights, is_piece, lies_in_pieces
-from upweight.train.distributed.deepspeed import fit_to_ranks, ready_configs, require_deepspeed, zero_config
+from upweight.train.distributed.deepspeed import fit_to_ranks, require_deepspeed, zero_config
 from upweight.train.distributed.ranks import join_ranks
 from upweight.train.run import build, train
 

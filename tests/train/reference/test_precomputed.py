@@ -3,8 +3,10 @@
 import numpy as np
 import pytest
 import torch
+from pydantic import ValidationError
 
 from made_runs import OFFLINE, largest_difference, on_ranks, rows_for, trainer_for, weights_of
+from upweight import KTOConfig
 from upweight.errors import UserError
 from upweight.methods import DPO, IPO, KTO
 from upweight.train.distributed.ranks import join_ranks
@@ -71,8 +73,10 @@ def test_a_first_token_that_is_scored_has_no_log_prob(tmp_path):
 
 
 def test_kto_with_a_kl_estimate_is_refused(tmp_path):
+    with pytest.raises(ValidationError, match="kto_loss_type: apo_zero_unpaired"):
+        KTO(precompute_ref_log_probs=True)
     with pytest.raises(UserError, match="kto_loss_type: apo_zero_unpaired"):
-        trainer_for(KTO(precompute_ref_log_probs=True), tmp_path)
+        KTOConfig(output_dir=str(tmp_path), precompute_ref_log_probs=True)
 
 
 def run_rank(folder):

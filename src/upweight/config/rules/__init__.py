@@ -1,1 +1,69 @@
-"""Rules across keys: what a config may not ask for together, by subject."""
+"""Rules across keys: what a config may not ask for together, by subject; all that needs no machine to be known."""
+
+from collections.abc import Callable, Iterator
+
+from upweight.config.config import Config
+from upweight.config.rules import data, ebft, model, rollout, training
+from upweight.config.rules.exclusive import exclusive
+from upweight.config.rules.switched_keys import switched_off
+
+Rule = Callable[[Config], Iterator[str]]
+
+# What no rule can know: `upweight doctor` looks at it, and `upweight train` before it loads anything.
+ON_THE_MACHINE = ("GPUs", "installed packages", "files and folders", "servers")
+
+ERRORS: tuple[Rule, ...] = (
+    exclusive,
+    ebft.features_are_what_rewards,
+    model.loading,
+    model.adapters,
+    model.heads,
+    model.references,
+    data.sources,
+    training.batches,
+    training.layers,
+    training.optimizers,
+    training.schedules,
+    training.schedule_values,
+    training.best_checkpoint,
+    training.intervals,
+    training.shards,
+    training.fsdp,
+    training.deepspeed,
+    training.cut_weights,
+    training.paths,
+    training.hub,
+    rollout.rewards,
+    rollout.sampling,
+    rollout.environments,
+    rollout.vllm,
+    rollout.adapters_for_vllm,
+    rollout.weight_transfer,
+)
+WHOLE_CONFIG: tuple[Rule, ...] = (
+    model.model_is_named,
+    data.data_is_named,
+    data.formats_are_known,
+    rollout.rewards_are_there,
+    rollout.gym_is_complete,
+    ebft.block_is_there,
+    training.evaluation_is_there,
+)
+WARNINGS: tuple[Rule, ...] = (
+    rollout.groups_fit_the_batch,
+    rollout.without_effect,
+    model.without_effect,
+    training.without_effect,
+    ebft.ebft_keys_without_effect,
+)
+WHOLE_CONFIG_WARNINGS: tuple[Rule, ...] = (rollout.without_use, switched_off, training.without_evaluation)
+
+
+def check(config: Config, *, fragment: bool = False) -> tuple[list[str], list[str]]:
+    """Errors and warnings, each behind its YAML path; a fragment need not have what only a whole config must."""
+    errors = ERRORS if fragment else (*ERRORS, *WHOLE_CONFIG)
+    warnings = WARNINGS if fragment else (*WARNINGS, *WHOLE_CONFIG_WARNINGS)
+    return (
+        [message for rule in errors for message in rule(config)],
+        [message for rule in warnings for message in rule(config)],
+    )

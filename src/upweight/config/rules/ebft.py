@@ -37,11 +37,17 @@ OF_BLOCKS = {
 OF_ANSWERS = {"ebft.adaptive_max_tokens", "ebft.gt_length_multiplier"}
 
 
+def block_is_there(config: Config) -> Iterator[str]:
+    """EBFT is asked for by name and block."""
+    if config.method.feature_matching and not any(path.startswith("ebft.") for path in config.given):
+        yield "ebft: missing. `rl: ebft` needs its block; `ebft: {mode: structured}` takes every default."
+
+
 def features_are_what_rewards(config: Config) -> Iterator[str]:
     """What EBFT, or its strided mode, has no place for."""
-    if config.method.name != "ebft":
+    if config.method.feature_matching is None:
         return
-    strided = getattr(config.method, "mode", None) == "strided"
+    strided = config.method.strided
     for path, reason in (NOT_WITH_FEATURES | (NOT_WITH_BLOCKS if strided else {})).items():
         value = config.given.get(path)
         if value and (path != "trl.reroll_start_fraction" or value != 1):
@@ -52,18 +58,18 @@ def features_are_what_rewards(config: Config) -> Iterator[str]:
 
 def ebft_keys_without_effect(config: Config) -> Iterator[str]:
     """Keys of the other mode, and what whitening leaves nothing to do for."""
-    given, mode = config.given, getattr(config.method, "mode", None)
-    if config.method.name != "ebft":
+    given, method = config.given, config.method.feature_matching
+    if method is None:
         return
     known = {*READ_WITH_BLOCKS, *NOT_WITH_FEATURES, *NOT_WITH_BLOCKS}
-    if mode == "structured":
+    if not method.strided:
         other, stray = "without", [path for path in given if path in OF_BLOCKS]
     else:
         other, stray = "with", [path for path in given if path.startswith(("trl.", "vllm.")) and path not in known]
         stray += [path for path in given if path in OF_ANSWERS]
     if stray:
         yield f"{', '.join(stray)}: no effect {other} 'ebft.mode: strided'"
-    if getattr(config.method, "use_whitening", False) and given.get("ebft.diversity_coef"):
+    if method.use_whitening and given.get("ebft.diversity_coef"):
         yield (
             "ebft.diversity_coef: whitening by a few samples makes them orthogonal: the diversity term acts on "
             "samples that repeat each other only (docs/ebft.md)"

@@ -1,6 +1,6 @@
 """Keys about optimisation and about spreading it over devices."""
 
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from pydantic import Field
 
@@ -14,6 +14,11 @@ OptimizerName = Literal[
     "rmsprop_bnb_32bit", "adafactor", "sgd", "adagrad", "adamw_torch_4bit", "adamw_torch_8bit", "schedule_free_adamw",
     "schedule_free_sgd", "schedule_free_radam", "stable_adamw",
 ]  # fmt: skip
+FROM_BITSANDBYTES = frozenset(
+    name
+    for name in get_args(OptimizerName)
+    if name.startswith(("paged_", "lion", "ademamix")) or "bnb" in name or name == "adamw_8bit"
+)
 SchedulerName = Literal[
     "cosine", "linear", "constant", "constant_with_warmup", "cosine_with_restarts", "cosine_with_min_lr",
     "polynomial", "inverse_sqrt", "reduce_lr_on_plateau", "warmup_stable_decay",

@@ -58,7 +58,7 @@ def answers_and_replies(template: ChatTemplate, before: Conversation, messages: 
 
 def is_strided(setup: Setup) -> bool:
     """Whether blocks of documents are sampled, and not answers to prompts."""
-    return getattr(setup.method, "mode", "") == "strided"
+    return setup.method.strided
 
 
 def input_output(setup: Setup, row: Row) -> list[Example]:

@@ -17,7 +17,7 @@ class RecordMaker:
         self.entry = setup.entry
         self.tokens = tokens
         self.is_document = setup.method.data == "prompts"  # a text for a method of prompts is EBFT's document
-        self.takes_text = not self.is_document or getattr(setup.method, "mode", "") == "strided"
+        self.takes_text = not self.is_document or setup.method.strided
 
     def texts(self, example: Example) -> list[str]:
         """The texts whose ids `record` wants, in its order."""

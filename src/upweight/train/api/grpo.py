@@ -128,7 +128,8 @@ class GRPOTrainer(MethodTrainer):
         with self.rollouts.whole():
             groups = producer.evaluate(prepared, num_generations or self.rollouts.eval_size, self.state)
         rollout, names = Rollout(producer.rollouts, self.state.global_step, groups), producer.scorer.names
-        weights = getattr(self.method, "policy").reward_weights  # noqa: B009 - GRPO's settings
+        policy = self.method.policy_settings
+        weights = policy and policy.reward_weights
         totals = [total for group in groups for total in weighted_reward(_scored(group.rewards_SR), weights).tolist()]
         found = list(readable(rollout, names, producer.decode))
         if self.is_world_process_zero():

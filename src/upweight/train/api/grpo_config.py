@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from transformers import TrainingArguments
 
 from upweight.config.peers import FUSED_HEAD, OWN_SERVER
+from upweight.config.rules.rollout import NO_PATTERN
 from upweight.config.sections.environment import EnvironmentSection
 from upweight.config.sections.rollout import RolloutSection
 from upweight.errors import UserError
@@ -15,7 +16,6 @@ from upweight.methods import GRPO, RLOO
 from upweight.rollout.plan import Plan
 from upweight.rollout.sampling_params import sampling_of
 from upweight.train.api.configs import MethodArguments, holds, of, with_help
-from upweight.train.online.vllm import NO_PATTERN
 
 SAMPLER = "the sampler keeps each prompt once for all its completions, and drops rows as they end"
 ADAPTIVE = "With `use_adaptive_entropy`, which is not supported."

@@ -29,7 +29,7 @@ from upweight.train.api.folder import recording
 from upweight.train.api.policy import Model, classes_for, dtype_for, policy_for, reference_model, tokenizer_for
 from upweight.train.api.rows import as_dataset, longest, prepare_rows
 from upweight.train.assemble import trainer_parts
-from upweight.train.reference.synced import SyncReference, sync_settings
+from upweight.train.reference.synced import SyncReference
 from upweight.train.trainer import MethodTrainer
 
 AnyConfig = TypeVar("AnyConfig", bound=MethodArguments)
@@ -247,7 +247,7 @@ def _own_callbacks(parts: dict[str, Any], *, foreign_optimizer: bool) -> list[Tr
     callbacks: list[TrainerCallback] = []
     if parts["copies"] is not None:
         callbacks.append(PlainModelAfterwards(parts["copies"], following=not foreign_optimizer))
-    synced = sync_settings(parts["method"])
+    synced = parts["method"].reference_sync
     if synced is not None:
         callbacks.append(SyncReference(parts["reference"], synced))
     return callbacks

@@ -2,13 +2,11 @@
 
 import contextlib
 import copy
-import json
 import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -18,32 +16,21 @@ from accelerate import PartialState
 from transformers import Trainer, TrainerCallback
 from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
+from upweight.config.zero import not_taken, zero_options
 from upweight.errors import UserError
 from upweight.log import warn_once
 from upweight.train.distributed.ranks import broadcast_from_rank0
 
-READY = "deepspeed_configs"  # the folder of this package, and the name that other trainers give theirs
 # What one loader item is, and how it is cut, is this loop's business: DeepSpeed sees one batch a step.
 OURS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-REFUSED = {
-    "optimizer": "name it in the run's own config (`optimizer`)",
-    "scheduler": "name it in the run's own config (`lr_scheduler`)",
-    "amp": "precision follows `bf16` and `fp16`",
-    "tensor_parallel": "layers are not split here; use ZeRO-3",
-}
 
 
 def zero_config(given: str | Mapping[str, Any], folder: Path, dtype: torch.dtype) -> dict[str, Any]:
     """What DeepSpeed is handed: a file (one of ours by its name) or options, for weights computed in `dtype`."""
-    config = dict(_read(given, folder) if isinstance(given, str) else given)
-    refused = [f"deepspeed: '{key}' is not taken: {why}." for key, why in REFUSED.items() if key in config]
-    stage = dict(config.get("zero_optimization") or {})
-    if stage.get("stage", 0) not in (1, 2, 3):
-        refused.append(
-            "deepspeed: 'zero_optimization.stage' has to be 1, 2 or 3; plain data parallelism needs no file."
-        )
-    if refused:
+    config = zero_options(given, folder)
+    if refused := list(not_taken(config)):
         raise UserError("\n".join(refused))
+    stage = dict(config["zero_optimization"])
     if stage["stage"] == 3:
         stage["stage3_gather_16bit_weights_on_model_save"] = True  # else nothing could be saved
     config["zero_optimization"] = stage
@@ -58,12 +45,6 @@ def zero_config(given: str | Mapping[str, Any], folder: Path, dtype: torch.dtype
             )
         config[key] = options | {"enabled": dtype == kind}
     return config
-
-
-def partitions_weights(given: str | Mapping[str, Any] | None, folder: Path) -> bool:
-    """Whether DeepSpeed, if it is asked for, cuts weights too and not only what the optimizer keeps: ZeRO-3."""
-    config = _read(given, folder) if isinstance(given, str) else given or {}
-    return (config.get("zero_optimization") or {}).get("stage") == 3
 
 
 @contextlib.contextmanager
@@ -154,26 +135,3 @@ def _convert(folder: Path) -> str | None:
     places = ["--input_folder", str(folder), "--output_folder", str(converted)]
     done = subprocess.run([sys.executable, "-m", *command, *places], check=False, capture_output=True, text=True)
     return done.stderr.strip()[-2000:] if done.returncode else None
-
-
-def ready_configs() -> list[str]:
-    """Names of the configs that come with this package."""
-    return sorted(entry.name for entry in files("upweight.train").joinpath(READY).iterdir())
-
-
-def _read(name: str, folder: Path) -> dict[str, Any]:
-    """A JSON file, looked for from the config's folder, from here, and among those of this package."""
-    asked = Path(name).expanduser()
-    places: list[Any] = [folder / asked, asked]
-    if asked.parent.name in (READY, ""):
-        places.append(files("upweight.train").joinpath(READY, asked.name))
-    file = next((place for place in places if place.is_file()), None)
-    if file is None:
-        raise UserError(
-            f"deepspeed: there is no file {name}. Ready ones are {', '.join(ready_configs())}, such as "
-            f"'deepspeed: {READY}/zero3_bf16.json'."
-        )
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"deepspeed: {name} is no JSON: {error}") from None

@@ -162,7 +162,8 @@ def watch_rollouts(
 def make_rollouts(policy: Policy, recipe: RolloutSpec) -> RolloutFeed:
     """Prompts, sampler, rewards and method, put together."""
     method, section, ranks = policy.method, recipe.section, PartialState()
-    gradient: PolicyGradient = getattr(method, "policy")  # noqa: B009 - online methods have one
+    gradient = method.policy_settings
+    assert gradient is not None, "online methods have one"
     server = server_for(
         section,
         policy.model,

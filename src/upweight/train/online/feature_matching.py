@@ -23,7 +23,6 @@ from upweight.rollout.sampling_params import sampling_of
 from upweight.rollout.units import demonstration, units_of_documents, units_of_groups
 from upweight.sampler.in_process import InProcess
 from upweight.train.distributed.ranks import all_gather_objects
-from upweight.train.reference.synced import sync_settings
 from upweight.train.step import StepRunner
 from upweight.types import Generator, Group, Sample, Sampling, Unit
 
@@ -191,13 +190,14 @@ def feature_matching_of(
     method: Method, policy: nn.Module, dtype: torch.dtype, reference: Reference | None, *, offload: bool = False
 ) -> FeatureMatching | None:
     """What scores by features, for a method that does; `reference` serves if it stays what the policy is now."""
-    if not isinstance(method, EBFT):
+    matching = method.feature_matching
+    if matching is None:
         return None
-    if reference is None or sync_settings(method) is not None:
+    if reference is None or method.reference_sync is not None:
         kind = reference_kind(needed=True, adapter=adapter_state(policy))
         reference = make_reference(kind, policy, dtype, offload=offload)
     assert reference is not None
-    return FeatureMatching(method, reference)
+    return FeatureMatching(matching, reference)
 
 
 @dataclass(frozen=True)

@@ -122,6 +122,5 @@ def _as_prompted(row: Mapping[str, Any]) -> Any:
 def _try(config: Config, rewards: Sequence[Reward], call: RewardCall) -> TriedRewards:
     section, method = config.rollout, config.method
     trials = try_rewards(rewards, call, workers=section.reward_workers, timeout=section.reward_timeout)
-    policy = getattr(method, "policy", None)
-    scaled = getattr(method, "aggregation", "sum_then_normalize") != "sum_then_normalize"
-    return TriedRewards(call, trials, remarks(trials, getattr(policy, "reward_weights", None), each_scaled=scaled))
+    weights = method.policy_settings and method.policy_settings.reward_weights
+    return TriedRewards(call, trials, remarks(trials, weights, each_scaled=method.scales_each_reward))

@@ -6,7 +6,9 @@ from typing import Any
 import torch
 from accelerate import PartialState
 
+from upweight.config.rules.rollout import ONE_PROCESS
 from upweight.config.sections.rollout import RolloutSection
+from upweight.config.servers import server_urls
 from upweight.errors import UserError
 from upweight.log import warn_once
 from upweight.rollout.rollout import PromptRows
@@ -15,16 +17,9 @@ from upweight.rollout.vllm.colocated import VllmColocated
 from upweight.rollout.vllm.server import VllmServer
 from upweight.rollout.vllm.servers import VllmServers
 from upweight.rollout.vllm.versions import OnModel
-from upweight.serve.command import server_urls
 
 Vllm = VllmServer | VllmServers | VllmColocated
 FOLDER = "vllm"  # in the run's folder: weights on their way to the server
-ONE_PROCESS = "vLLM beside the trainer takes the weights of one process; use a server, or one process without shards"
-NEEDS_GPU = "weights go from GPU to GPU, and no CUDA device is visible; use 'folder'"
-NO_SHARDS = "weights that lie in shards are sent through a folder alone; use 'folder'"
-NO_LOOPBACK = "ipc shares the memory of one machine's GPU; name the server by 127.0.0.1, or use 'nccl' or 'folder'"
-NO_VLLM = "nccl needs vLLM in the trainer's environment too; install it, or use 'folder' (on one GPU: 'ipc')"
-NO_PATTERN = "the sampler in process cannot be held to a pattern; use a vLLM server, or reward the format"
 
 
 def server_for(

@@ -13,11 +13,9 @@ from peft import PeftModel
 from torch import nn
 
 from upweight.data.units import units_of
-from upweight.errors import UserError
 from upweight.files import written_whole
 from upweight.log import logger
 from upweight.methods.base import Method
-from upweight.methods.kto import KTO
 from upweight.models.modules import dropout_off
 from upweight.models.reference import AdapterOff
 from upweight.train.distributed.ranks import MaxOverRanks
@@ -51,7 +49,6 @@ class RowsWithReference:
 
 def with_reference(rows: Any, model: nn.Module, runner: StepRunner, how: Precompute) -> Any:
     """The rows with log-probs of the policy as it is now (or its base model); found on disk if they were kept."""
-    refuse_inexact(runner.method)
     if rows is None:
         return None
     columns = _columns(runner.method)
@@ -67,15 +64,6 @@ def with_reference(rows: Any, model: nn.Module, runner: StepRunner, how: Precomp
             logps = np.split(saved["logps"], saved["ends"][:-1])
         logger.info("reference log-probs: read from %s", file)
     return RowsWithReference(rows, columns, logps)
-
-
-def refuse_inexact(method: Method) -> None:
-    """KTO's mismatched pairs are made of neighbours in a batch, which nobody knows before training."""
-    if isinstance(method, KTO) and method.needs_preparation:
-        raise UserError(
-            "precompute_ref_log_probs: KTO's KL estimate needs the reference on pairs that only form while training. "
-            "Drop the key, or set 'kto_loss_type: apo_zero_unpaired', which needs no estimate."
-        )
 
 
 def _columns(method: Method) -> tuple[str, ...]:

@@ -6,24 +6,18 @@ from typing import Any
 import safetensors.torch
 from transformers import TrainerCallback
 
-from upweight.methods.base import Method
+from upweight.methods.base import ReferenceSync
 from upweight.models.reference import Reference
 
 FILE = "reference.safetensors"
 
 
-def sync_settings(method: Method) -> Any | None:
-    """The settings of a method whose reference follows the policy; None where it stays."""
-    settings = getattr(method, "policy", method)
-    return settings if getattr(settings, "sync_ref_model", False) else None
-
-
 class SyncReference(TrainerCallback):
     """Moves the reference towards the policy every `steps` steps; has to come before what marks checkpoints whole."""
 
-    def __init__(self, reference: Reference, settings: Any) -> None:
+    def __init__(self, reference: Reference, sync: ReferenceSync) -> None:
         self.reference = reference
-        self.alpha, self.steps = settings.ref_model_mixup_alpha, settings.ref_model_sync_steps
+        self.alpha, self.steps = sync.alpha, sync.steps
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         checkpoint = Path(args.output_dir) / f"checkpoint-{state.global_step}"

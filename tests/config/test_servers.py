@@ -3,7 +3,7 @@
 import pytest
 
 from upweight.config.sections.rollout import RolloutSection
-from upweight.serve.command import server_urls
+from upweight.config.servers import server_urls
 
 
 @pytest.mark.parametrize(

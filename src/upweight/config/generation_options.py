@@ -1,0 +1,73 @@
+"""What `trl.generation_kwargs` may say, by the names of `Sampling` and by those of other programs."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from upweight.config.sections.rollout import RolloutSection
+from upweight.errors import did_you_mean
+
+KEY = "trl.generation_kwargs"
+# What other programs call a field of Sampling.
+SPELLINGS = {
+    "max_tokens": "max_new_tokens",
+    "max_completion_length": "max_new_tokens",
+    "stop": "stop_strings",
+    "stop_token_ids": "stop_ids",
+    "eos_token_id": "stop_ids",
+}
+SAMPLED = ("do_sample",)  # completions of a group must differ: sampling is always on
+FIELDS = {
+    "max_new_tokens": int,
+    "temperature": float,
+    "top_p": float,
+    "top_k": int,
+    "min_p": float,
+    "repetition_penalty": float,
+    "stop_ids": int,
+    "stop_strings": str,
+}
+
+
+def read_options(given: Mapping[str, Any], *, others: bool) -> tuple[dict[str, Any], list[str]]:
+    """Sampling options by our names, and what is wrong; unknown ones are, unless `others` are vLLM's matter."""
+    options: dict[str, Any] = {}
+    errors: list[str] = []
+    for key, value in given.items():
+        name = SPELLINGS.get(key, key)
+        if key in SAMPLED and value is not True:
+            errors.append(f"{KEY}: {key}: false makes all completions of a group alike: drop it.")
+        elif name not in FIELDS and key not in SAMPLED and not others:
+            known = [*FIELDS, *SPELLINGS]
+            near = did_you_mean(key, known)
+            errors.append(
+                f"{KEY}: '{key}' is not an option of the in-process sampler.{near} It knows {', '.join(known)}."
+            )
+        elif name in FIELDS and (problem := _problem(name, value)):
+            errors.append(f"{KEY}: '{key}'{problem}.")
+        elif name in FIELDS:
+            many = name in ("stop_ids", "stop_strings")
+            options[name] = tuple(_each(name, value)) if many else FIELDS[name](value)
+    return options, errors
+
+
+def _problem(name: str, value: Any) -> str | None:
+    """What is wrong with an option's value."""
+    kind, many = FIELDS[name], name in ("stop_ids", "stop_strings")
+    wanted = (int, float) if kind is float else kind
+    if any(not isinstance(one, wanted) or isinstance(one, bool) for one in _each(name, value)):
+        return f" must be {kind.__name__}{' or a list' if many else ''}"
+    if name == "max_new_tokens" and value < 1:
+        return f": at least 1, got {value}"
+    if name in RolloutSection.model_fields:
+        try:
+            RolloutSection(**{name: value})  # holds to the limits of the key of that name
+        except ValidationError as error:
+            return f": {error.errors()[0]['msg']}, got {value}"
+    return None
+
+
+def _each(name: str, value: Any) -> list[Any]:
+    """The values of an option, of which some take several."""
+    return list(value) if name in ("stop_ids", "stop_strings") and isinstance(value, list | tuple) else [value]

@@ -1,0 +1,70 @@
+"""Rules about data: sources, shards, what is held out, formats and chat templates."""
+
+from collections.abc import Iterator
+
+from upweight.config.config import Config
+from upweight.config.sections.data import (
+    FALLBACK_PREFIX,
+    FORMAT_NAMES,
+    TEMPLATE_ALIASES,
+    TEMPLATE_NAMES,
+    DataSection,
+    DatasetRow,
+    UserFormat,
+)
+from upweight.errors import did_you_mean
+
+# Kinds of data whose columns no mapping names.
+BY_FORMAT_ALONE = {"steps": "process reward models", "ebft": "ebft"}
+
+
+def data_is_named(config: Config) -> Iterator[str]:
+    """What nothing can be trained without."""
+    if not config.given.get("datasets") and not config.given.get("nemo_gym_datasets"):
+        yield "datasets: missing. List what to train on."
+
+
+def sources(config: Config) -> Iterator[str]:
+    """Sources, shards, what is held out, chat templates."""
+    section = config.data
+    if section.val_set_size > 1 and section.val_set_size != int(section.val_set_size):
+        yield f"val_set_size: a share below 1, or a whole number of rows, not {section.val_set_size:g}."
+    if section.shard_count and section.shard_index >= section.shard_count:
+        yield f"dataset_shard_idx: must be below dataset_shard_num ({section.shard_count})."
+    yield from _template("", section)
+    for place, row in _entries(config):
+        if row.path is None and row.data_files is None:
+            yield f"{place}: names no data. Set 'path' or 'data_files'."
+        if row.shards and row.shards_idx >= row.shards:
+            yield f"{place}.shards_idx: must be below shards ({row.shards})."
+        yield from _template(f"{place}.", row)
+
+
+def _entries(config: Config) -> Iterator[tuple[str, DatasetRow]]:
+    """Every entry of the data, behind its place."""
+    for key, rows in (("datasets", config.data.datasets), ("test_datasets", config.data.test_datasets)):
+        for number, row in enumerate(rows):
+            yield f"{key}[{number}]", row
+
+
+def _template(place: str, own: DataSection | DatasetRow) -> Iterator[str]:
+    plain = ("tokenizer_default" if own.chat_template is None else own.chat_template).removeprefix(FALLBACK_PREFIX)
+    if plain == "jinja" and not own.chat_template_jinja:
+        yield f"{place}chat_template_jinja: missing. 'chat_template: jinja' needs the template's text or file."
+    if plain not in (*TEMPLATE_NAMES, *TEMPLATE_ALIASES, "jinja", "tokenizer_default"):
+        way_out = "'tokenizer_default' takes the model's own; 'jinja' yours."
+        near = did_you_mean(plain, TEMPLATE_NAMES, 0.75)
+        yield f"{place}chat_template: there is no template '{plain}'.{near} {way_out}"
+
+
+def formats_are_known(config: Config) -> Iterator[str]:
+    """The `type` of each entry, unless it is a function of the user's."""
+    kind = "ebft" if config.method.feature_matching else config.method.data
+    names, others = FORMAT_NAMES[kind], {name for known in FORMAT_NAMES.values() for name in known}
+    for place, row in _entries(config):
+        if isinstance(row.type, UserFormat) and kind in BY_FORMAT_ALONE:
+            yield f"{place}.type: a mapping of columns does not serve {BY_FORMAT_ALONE[kind]}. Name a format."
+        if isinstance(row.type, str) and row.type not in names and ("." not in row.type or row.type in others):
+            problem = f"there is no format '{row.type}' here.{did_you_mean(row.type, names)}"
+            way_out = "A function of your own is named file.function."
+            yield f"{place}.type: {problem} Known: {', '.join(names)}. {way_out}"

@@ -1,0 +1,102 @@
+"""Rules about the model: what is loaded, adapters, quantised weights, the head."""
+
+import re
+from collections.abc import Iterator
+from typing import Literal
+
+from upweight.config.config import Config
+
+# Arguments of `from_pretrained` that a key of ours sets.
+HAVE_KEYS = {
+    **dict.fromkeys(("dtype", "torch_dtype"), "'bf16' or 'fp16'"),
+    "num_labels": "'num_labels'",
+    "config": "'model_config'",
+}
+Head = Literal["tokens", "sequence_score", "step_score"]
+ENDINGS: dict[Head, str] = {
+    "tokens": "ForCausalLM",
+    "sequence_score": "ForSequenceClassification",
+    "step_score": "ForTokenClassification",
+}
+
+
+def model_is_named(config: Config) -> Iterator[str]:
+    """What nothing can be loaded without."""
+    if "base_model" not in config.given:
+        yield "base_model: missing. Name the model to train: a hub id or a folder."
+
+
+def loading(config: Config) -> Iterator[str]:
+    """The class, the arguments, and files that are unpacked."""
+    model, adapter = config.model, config.adapter
+    ending = ENDINGS[config.method.head]
+    if model.model_class is not None and not model.model_class.endswith(ending):
+        yield f"model_type: this method needs a model {ending!r}, such as AutoModel{ending}, not {model.model_class}."
+    for name, key in HAVE_KEYS.items():
+        if name in model.load_options:
+            yield f"model_kwargs: {name!r} is set by {key}. Remove it here."
+    unpacked = model.gguf_file is not None or (model.base_model or "").endswith(".gguf")
+    if unpacked and (adapter.load_in_4bit or adapter.load_in_8bit):
+        yield (
+            "load_in_4bit, load_in_8bit: the weights of a GGUF file cannot be quantised as they are unpacked. "
+            "Name a folder of safetensors, or drop the key."
+        )
+
+
+def adapters(config: Config) -> Iterator[str]:
+    """Adapters, quantised base weights, and what else trains."""
+    adapter = config.adapter
+    if (adapter.load_in_4bit or adapter.load_in_8bit) and adapter.kind is None:
+        key, kind = ("load_in_4bit", "qlora") if adapter.load_in_4bit else ("load_in_8bit", "lora")
+        yield f"{key}: quantised weights cannot be trained. Add 'adapter: {kind}'."
+    if adapter.kind == "qlora" and not adapter.load_in_4bit:
+        yield "adapter: qlora needs 'load_in_4bit: true'; without quantisation it is 'adapter: lora'."
+    if adapter.folder and adapter.kind is None:
+        yield "lora_model_dir: needs 'adapter: lora' (or qlora) to be continued."
+    for pattern in config.optim.unfrozen or ():
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            yield f"unfrozen_parameters: {pattern!r} is no regular expression: {error}. Mend it."
+    if config.optim.unfrozen and adapter.kind:
+        yield (
+            "unfrozen_parameters: chooses among all weights, but 'adapter' trains its own; use 'lora_modules_to_save'."
+        )
+
+
+def heads(config: Config) -> Iterator[str]:
+    """How many outputs a reward model has."""
+    labels = config.model.num_labels
+    if config.method.head == "sequence_score" and labels != 1:
+        yield f"num_labels: an outcome reward model has 1 output, not {labels}."
+    if config.method.head == "step_score" and labels is not None and labels < 2:
+        yield f"num_labels: a process reward model has at least 2 outputs, not {labels}."
+
+
+def references(config: Config) -> Iterator[str]:
+    """What the policy is compared with, and what may come between the two."""
+    method = config.method
+    if config.adapter.separate_reference and config.adapter.kind and method.reference_sync is not None:
+        yield (
+            "sync_ref_model: a separate reference model cannot follow an adapter; drop rl_adapter_ref_model: "
+            "the reference is then a copy of the adapter, and follows it."
+        )
+    if config.optim.neftune_alpha and not method.takes_noise:
+        yield (
+            "neftune_noise_alpha: noise on embeddings is for supervised fine-tuning: elsewhere it would come between "
+            "policy and reference. Drop the key."
+        )
+    if config.optim.reference_offloading and config.adapter.separate_reference:
+        yield (
+            "reference_offloading: is for a copy of weights that lie whole on one device; drop it, or "
+            "rl_adapter_ref_model."
+        )
+
+
+def without_effect(config: Config) -> Iterator[str]:
+    """Keys that do less than they seem to."""
+    stray = [path for path in config.given if path.startswith(("lora_", "peft")) and path != "lora_model_dir"]
+    if stray and config.adapter.kind is None:
+        yield f"{', '.join(stray)}: no effect without 'adapter: lora'"
+    if config.model.pure_bf16:
+        yield "bfloat16: weights are trained without float32 masters; at small learning rates most updates are lost"

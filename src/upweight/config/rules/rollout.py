@@ -1,0 +1,203 @@
+"""Rules about rollouts: rewards, sampling, vLLM, environments, NeMo Gym."""
+
+import re
+from collections.abc import Iterator
+
+from upweight.config.config import Config, how_to_choose
+from upweight.config.generation_options import read_options
+from upweight.config.resolve import generation_batch, group_size
+from upweight.config.sections.environment import is_environment_reward
+from upweight.config.servers import (
+    LOOPBACK,
+    adapter_alone,
+    direct_transfer,
+    is_on_this_machine,
+    server_urls,
+    unloadable_by,
+)
+
+ONE_PROCESS = "vLLM beside the trainer takes the weights of one process; use a server, or one process without shards"
+NO_PATTERN = "the sampler in process cannot be held to a pattern; use a vLLM server, or reward the format"
+ONLY_MERGED = (
+    "vLLM cannot load such an adapter; drop the key, or set 'trl.vllm_lora_sync: false' to send merged weights"
+)
+DEVICES = r"auto|cpu|cuda(:\d+(,\d+)*)?"
+
+
+def rewards(config: Config) -> Iterator[str]:
+    """Where rewards come from, and how they are weighed."""
+    weights, named = config.given.get("trl.reward_weights"), config.rollout.reward_funcs
+    from_environment = [name for name in named if is_environment_reward(name)]
+    # How many rewards an environment gives is known when it is there.
+    if isinstance(weights, list) and named and not from_environment and len(weights) != len(named):
+        yield f"trl.reward_weights: {len(weights)} weights for {len(named)} rewards. Give one for each."
+    if from_environment and not config.environment.kind and not config.gym.enabled:
+        name = from_environment[0]
+        yield f"trl.reward_funcs: '{name}' is what an environment says: set 'environment.type' or use another."
+
+
+def rewards_are_there(config: Config) -> Iterator[str]:
+    """What a group of completions cannot be compared without."""
+    rewarded = config.given.get("trl.reward_funcs") or config.gym.enabled or config.environment.kind
+    if config.method.online and not config.method.reward_names and not rewarded:
+        yield "trl.reward_funcs: missing. A group of completions is compared by rewards: name at least one."
+
+
+def sampling(config: Config) -> Iterator[str]:
+    """Options of the sampler, and what only vLLM's has."""
+    if not config.method.online:
+        return
+    yield from read_options(config.rollout.generation_args, others=config.rollout.use_vllm)[1]
+    if config.rollout.regex is not None and not config.rollout.use_vllm:
+        yield f"trl.vllm_structured_outputs_regex: {NO_PATTERN}."
+
+
+def environments(config: Config) -> Iterator[str]:
+    """What answers to a policy's turns: one thing, and all of it."""
+    section, acts = config.environment, "environment.type" if config.environment.kind else "tools"
+    if section.kind == "python" and section.class_path is None:
+        yield "environment.class: missing. Name the class as 'file.Class'."
+    if section.kind == "openenv" and section.url is None:
+        yield "environment.url: missing. Name the server, such as 'http://127.0.0.1:8000'."
+    needs = {"python": ("class",), "openenv": ("url", "reward", "columns", "text_field", "observation", "wait")}
+    for kind, names in needs.items():
+        stray = [f"environment.{name}" for name in names if f"environment.{name}" in config.given]
+        if stray and section.kind != kind:
+            yield f"{', '.join(stray)}: needs 'environment.type: {kind}'."
+    if section.tools and section.kind == "openenv":
+        yield "tools: an OpenEnv server brings its own. Drop one of 'tools' and 'environment.type: openenv'."
+    if section.acts and config.rollout.rollout_func is not None:
+        yield f"trl.rollout_func: cannot be used with '{acts}'. Keep one."
+    if section.acts and config.gym.enabled:
+        yield f"nemo_gym_enabled: cannot be used with '{acts}'. Keep one."
+    if section.acts and config.method.feature_matching:
+        yield f"{acts}: needs rl: grpo, gdpo or rloo; ebft compares completions with the data's own answers."
+
+
+def vllm(config: Config) -> Iterator[str]:
+    """How the server is started, and when it may sample."""
+    rollout = config.rollout
+    if config.vllm.reasoning and not config.vllm.reasoning_parser:
+        yield "vllm.reasoning_parser: missing. 'vllm.enable_reasoning' needs it."
+    if not re.fullmatch(DEVICES, config.vllm.device):
+        yield f"vllm.device: '{config.vllm.device}' is not known. Use auto, cpu, cuda, or a number: cuda:1."
+    if rollout.async_prefetch and rollout.use_vllm and rollout.vllm_mode == "colocate" and config.method.online:
+        yield "trl.async_prefetch: colocated vLLM sleeps while the trainer works. Use 'vllm_mode: server', or drop it."
+    colocated = config.method.online and rollout.use_vllm and rollout.vllm_mode == "colocate"
+    if colocated and (config.sharding.fsdp or config.sharding.deepspeed is not None):
+        yield f"trl.vllm_mode: {ONE_PROCESS}."
+
+
+def adapters_for_vllm(config: Config) -> Iterator[str]:
+    """How an adapter reaches vLLM: by itself, or merged into weights that can be."""
+    adapter, lora_sync = config.adapter, config.rollout.lora_sync
+    if adapter.kind is None or not config.method.online:
+        return
+    unloadable = unloadable_by(adapter)
+    if lora_sync and unloadable is not None:
+        yield f"{unloadable}: {ONLY_MERGED}."
+    if lora_sync or not config.rollout.use_vllm:
+        return
+    if adapter.dora:
+        yield "peft_use_dora: neither the adapter nor merged weights can be sent to vLLM; drop the key."
+    elif not adapter_alone(adapter, lora_sync):
+        key = unloadable or "trl.vllm_lora_sync"
+        if config.sharding.fsdp or config.sharding.deepspeed is not None:
+            yield (
+                f"{key}: an adapter cannot be merged into sharded weights; drop the key, and the adapter alone is sent."
+            )
+        if adapter.load_in_4bit or adapter.load_in_8bit:
+            yield (
+                f"{key}: merged weights of a quantised base cannot be sent; drop the key, and the adapter alone is "
+                "sent."
+            )
+
+
+def weight_transfer(config: Config) -> Iterator[str]:
+    """How all weights reach a server without a folder."""
+    way = direct_transfer(config) if config.rollout.vllm_mode == "server" else None
+    if way is None or not config.method.online:
+        return
+    if config.sharding.fsdp or config.sharding.deepspeed is not None:
+        yield "trl.vllm_weight_transfer: weights that lie in shards are sent through a folder alone; use 'folder'."
+    if way == "ipc" and not all(map(is_on_this_machine, server_urls(config.rollout))):
+        yield (
+            "trl.vllm_weight_transfer: ipc shares the memory of one machine's GPU; name the server by 127.0.0.1, or "
+            "use "
+            "'nccl' or 'folder'."
+        )
+    elif way == "ipc" and config.vllm.host not in LOOPBACK:
+        yield (
+            f"trl.vllm_weight_transfer: ipc has the server run what it is sent, and vllm.host: {config.vllm.host} can "
+            "be reached from other machines; use 127.0.0.1, or 'nccl' or 'folder'."
+        )
+    if way == "ipc" and config.vllm.tensor_parallel_size * config.vllm.data_parallel_size > 1:
+        yield "trl.vllm_weight_transfer: ipc is for a server on the trainer's GPU alone; use 'nccl'."
+
+
+def gym_is_complete(config: Config) -> Iterator[str]:
+    """Rows, servers, and what agents need."""
+    gym = config.gym
+    if not gym.enabled:
+        return
+    if not gym.datasets:
+        yield "nemo_gym_datasets: missing. List the rows and the servers that verify them."
+    elif gym.auto_start and not gym.config_paths:
+        yield (
+            "nemo_gym_config_paths: needed to start the Gym; or set 'nemo_gym_auto_start: false' and start it yourself."
+        )
+    elif gym.multi_turn and not config.rollout.use_vllm:
+        yield (
+            "nemo_gym_multi_turn: needs 'trl.use_vllm: true': the Gym's agents ask a server for turns. Without the key "
+            "rows with tools are played here, with any sampler."
+        )
+    if config.rollout.rollout_func is not None:
+        yield "trl.rollout_func: cannot be used with 'nemo_gym_enabled'. Keep one."
+
+
+def groups_fit_the_batch(config: Config) -> Iterator[str]:
+    """Rollouts that have to be larger than asked for."""
+    group = group_size(config)
+    micro, accumulation = config.optim.micro_batch_size or 1, config.optim.accumulation or 1
+    wanted = config.rollout.generation_batch_size or micro * (config.rollout.steps_per_generation or accumulation)
+    step, made = micro * accumulation, generation_batch(config)
+    if wanted % group == 0 and (made == wanted or step % wanted == 0):
+        return
+    for key, right in (("trl.generation_batch_size", made), ("trl.steps_per_generation", made // micro)):
+        if key in config.given:
+            yield (
+                f"{key}: {wanted} completions do not hold whole groups of {group} and whole batches of {step}; "
+                f"{made} are generated at a time, as by '{key}: {right}'."
+            )
+            return
+    strided = config.method.feature_matching is not None and "ebft.n_samples_per_prompt" in config.given
+    key = "ebft.n_samples_per_prompt" if strided else "trl.num_generations"
+    smallest = next(steps for steps in range(accumulation, accumulation + group + 1) if micro * steps % group == 0)
+    yield (
+        f"{key}: a batch of {wanted} does not hold whole groups of {group}; "
+        f"{made} completions are generated at a time. "
+        f"'gradient_accumulation_steps: {smallest}' would fit."
+    )
+
+
+def without_effect(config: Config) -> Iterator[str]:
+    """Keys that do less than they seem to."""
+    rollout, online = config.rollout, config.method.online
+    if online and not config.method.strided and "sequence_len" in config.given:
+        yield "sequence_len: no effect on prompts; 'max_prompt_length' and 'trl.max_completion_length' bound them"
+    if rollout.async_prefetch and not rollout.use_vllm and online:
+        yield "trl.async_prefetch: without a vLLM server rollouts are produced ahead of training, not beside it"
+    if rollout.lora_sync and rollout.use_vllm and config.adapter.kind is None and config.choice.rl is not None:
+        yield "trl.vllm_lora_sync: there is no adapter to send; all weights are sent"
+    if online and rollout.use_vllm and (rollout.top_p < 1 or rollout.top_k or rollout.min_p):
+        yield (
+            "trl.top_p, trl.top_k, trl.min_p: the sampler's log-probs cover the tokens kept, the trainer's all: "
+            "importance ratios are biased"
+        )
+
+
+def without_use(config: Config) -> Iterator[str]:
+    """Keys of rollouts, where nothing is sampled."""
+    stray = [path for path in config.given if path.startswith(("trl.", "vllm.", "nemo_gym_", "environment.", "tool"))]
+    if stray and not config.method.online:
+        yield f"{', '.join(stray)}: no effect with {how_to_choose(config.method.name)}: nothing is sampled"

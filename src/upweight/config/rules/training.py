@@ -1,0 +1,324 @@
+"""Rules about training: sizes, shards, the course of the learning rate, when a run evaluates and saves, folders."""
+
+import re
+from collections.abc import Iterator
+from pathlib import PurePath
+from typing import Any
+
+from upweight.config.config import Config
+from upweight.config.sections.training import FROM_BITSANDBYTES
+from upweight.config.zero import not_taken, zero_file, zero_options, zero_stage
+from upweight.errors import UserError, did_you_mean
+
+LONGEST_NAME = 255  # bytes that file systems take
+# Names of the hub: 96 characters in all, neither end of a part a dash or a dot, none of them twice in a row.
+REPOSITORY = r"(?!.{97})(?!.*(--|\.\.))(\w([\w.-]*\w)?/)?\w([\w.-]*\w)?"
+NUMBER, WHOLE = "a number", "a whole number"
+SHAPES = ("linear", "cosine", "1-sqrt")
+# What transformers' schedules take under `lr_scheduler_kwargs`: a kind of value, or the words to choose from.
+SCHEDULE_ARGS: dict[str, dict[str, str | tuple[str, ...]]] = {
+    "cosine": {"num_cycles": NUMBER},
+    "cosine_with_restarts": {"num_cycles": WHOLE},
+    "cosine_with_min_lr": {"num_cycles": NUMBER, "min_lr": NUMBER, "min_lr_rate": NUMBER},
+    "polynomial": {"lr_end": NUMBER, "power": NUMBER},
+    "inverse_sqrt": {"timescale": WHOLE},
+    "reduce_lr_on_plateau": {
+        "mode": ("min", "max"), "factor": NUMBER, "patience": WHOLE, "threshold": NUMBER,
+        "threshold_mode": ("rel", "abs"), "cooldown": WHOLE, "min_lr": NUMBER, "eps": NUMBER,
+    },
+    "warmup_stable_decay": {
+        "num_decay_steps": WHOLE, "num_stable_steps": WHOLE, "warmup_type": SHAPES, "decay_type": SHAPES,
+        "min_lr_ratio": NUMBER, "num_cycles": NUMBER,
+    },
+}  # fmt: skip
+WITHOUT_WARMUP = ("constant", "reduce_lr_on_plateau")
+
+
+def batches(config: Config) -> Iterator[str]:
+    """Sizes that have to fit each other."""
+    whole, micro = config.optim.batch_size, config.optim.micro_batch_size or 1
+    if whole and whole % micro:
+        yield f"batch_size: {whole} is not a multiple of micro_batch_size {micro}."
+
+
+def layers(config: Config) -> Iterator[str]:
+    """What is done with the model's layers."""
+    if config.optim.torch_compile:
+        yield (
+            "torch_compile: layers are not compiled, since rows differ in their trees; attention and head are. "
+            "Drop the key."
+        )
+    if set(config.optim.checkpointing_args) - {"use_reentrant", "every_layer"}:
+        yield "gradient_checkpointing_kwargs: only 'use_reentrant' and 'every_layer' are known."
+
+
+def optimizers(config: Config) -> Iterator[str]:
+    """Arguments of the optimizer, which are handed over as text."""
+    given = config.optim.optimizer_args
+    pairs = given.split(",") if isinstance(given, str) and given else []
+    if any(len(pair.split("=")) != 2 or not pair.split("=")[0].strip() for pair in pairs):
+        yield f"optim_args: expected 'name=value' pairs with commas between them, or a mapping, not {given!r}."
+    odd = [name for name, value in given.items() if not _plain(value)] if isinstance(given, dict) else []
+    if odd:
+        yield f"optim_args.{odd[0]}: expected a number, a switch or a word, which are handed over as text."
+
+
+def _plain(value: Any) -> bool:
+    """Whether a value can stand in a line of `name=value` pairs."""
+    return isinstance(value, bool | int | float) or (isinstance(value, str) and not set(",= ") & set(value))
+
+
+def schedules(config: Config) -> Iterator[str]:
+    """What the course of the learning rate takes, and cannot do without."""
+    name, given = config.optim.scheduler, config.optim.scheduler_args
+    known = SCHEDULE_ARGS.get(name, {})
+    for key, value in given.items():
+        if key not in known:
+            taken = f" It takes {', '.join(known)}." if known else " It takes none."
+            yield f"lr_scheduler_kwargs.{key}: is no argument of '{name}'.{did_you_mean(str(key), known)}{taken}"
+        elif not _is(known[key], value):
+            wanted = known[key] if isinstance(known[key], str) else f"one of {', '.join(known[key])}"
+            yield f"lr_scheduler_kwargs.{key}: expected {wanted}, not {value!r}."
+    if name == "warmup_stable_decay" and "num_decay_steps" not in given:
+        yield "lr_scheduler_kwargs.num_decay_steps: missing. 'warmup_stable_decay' has to know how long it decays."
+    floors = {"min_lr", "min_lr_rate"} & set(given)
+    if name == "cosine_with_min_lr" and len(floors) != 1:
+        yield (
+            "lr_scheduler_kwargs: 'cosine_with_min_lr' needs one of 'min_lr' and 'min_lr_rate'; or use "
+            "'lr_scheduler: cosine' with 'cosine_min_lr_ratio'."
+        )
+    if config.optim.cosine_min_ratio is not None and not name.startswith("cosine"):
+        yield f"cosine_min_lr_ratio: is for 'lr_scheduler: cosine', not for '{name}'. Drop one of them."
+
+
+def _is(wanted: str | tuple[str, ...], value: Any) -> bool:
+    if isinstance(wanted, tuple):
+        return value in wanted
+    return isinstance(value, int if wanted == WHOLE else int | float) and not isinstance(value, bool)
+
+
+def schedule_values(config: Config) -> Iterator[str]:
+    """Values at which a schedule would divide by zero or rise for ever."""
+    name, given, rate = config.optim.scheduler, config.optim.scheduler_args, config.optim.learning_rate or 0.0
+    end: Any = given.get("lr_end", 1e-7)  # transformers' own
+    factor: Any = given.get("factor", 0.1)
+    scale: Any = given.get("timescale", 1)
+    if name == "polynomial" and _is(NUMBER, end) and end >= rate:
+        yield f"lr_scheduler_kwargs.lr_end: {end:g} is not below the learning rate, {rate:g}. Lower it."
+    if name == "reduce_lr_on_plateau" and _is(NUMBER, factor) and not 0 < factor < 1:
+        yield f"lr_scheduler_kwargs.factor: a share between 0 and 1, not {factor:g}."
+    if name == "inverse_sqrt" and _is(WHOLE, scale) and scale < 1:
+        yield f"lr_scheduler_kwargs.timescale: at least 1, not {scale}."
+
+
+def evaluates(config: Config) -> bool:
+    """Whether a run has something to evaluate on, and does so."""
+    return bool(config.data.test_datasets or config.data.val_set_size) and config.run.eval_strategy != "no"
+
+
+def evaluation_is_there(config: Config) -> Iterator[str]:
+    """What is decided by evaluations."""
+    asked = [key for key in ("early_stopping_patience", "load_best_model_at_end") if config.given.get(key)]
+    asked += ["lr_scheduler: reduce_lr_on_plateau"] if config.optim.scheduler == "reduce_lr_on_plateau" else []
+    asked += ["save_strategy: best"] if config.run.save_strategy == "best" else []
+    if asked and not evaluates(config):
+        remedy = "Set 'val_set_size' or 'test_datasets'"
+        remedy += ", and drop 'eval_strategy: no'" if config.run.eval_strategy == "no" else ""
+        yield f"{asked[0]}: needs something to evaluate on. {remedy}."
+
+
+def best_checkpoint(config: Config) -> Iterator[str]:
+    """To be found again, the best evaluation must have been saved."""
+    run = config.run
+    if not run.load_best or run.save_strategy == "best" or not evaluates(config):
+        return
+    saves, evaluations = (
+        "steps" if per_epoch else strategy or ("steps" if steps else "epoch")
+        for strategy, steps, per_epoch in (
+            (run.save_strategy, run.save_steps, run.saves_per_epoch),
+            (run.eval_strategy, run.eval_steps, run.evals_per_epoch),
+        )
+    )
+    if saves != evaluations:
+        yield (
+            f"load_best_model_at_end: checkpoints are written by '{saves}', evaluations made by '{evaluations}': the "
+            f"best would be lost. Set 'save_strategy: {evaluations}', or 'save_strategy: best'."
+        )
+    elif saves == "steps" and run.save_steps and run.eval_steps and not _fits(run.save_steps, run.eval_steps):
+        yield (
+            f"load_best_model_at_end: 'save_steps' ({run.save_steps:g}) is not a multiple of 'eval_steps' "
+            f"({run.eval_steps:g}): the best would be lost. Make it one, or set 'save_strategy: best'."
+        )
+
+
+def _fits(many: float, few: float) -> bool:
+    """Whether steps, or shares of all steps, are a multiple of others; a share and a count cannot be compared."""
+    return (many < 1) == (few < 1) and round(many * 1e6) % round(few * 1e6) == 0
+
+
+def intervals(config: Config) -> Iterator[str]:
+    """Steps are counted, or shares of all."""
+    for key, value in (("save_steps", config.run.save_steps), ("eval_steps", config.run.eval_steps)):
+        if value is not None and value > 1 and value != int(value):
+            yield f"{key}: a share below 1, or a whole number of steps, not {value:g}."
+
+
+def shards(config: Config) -> Iterator[str]:
+    """What cannot be done with weights, gradients or states that lie in shards."""
+    section, adapter, optim = config.sharding, config.adapter, config.optim
+    zero = section.deepspeed is not None
+    if not section.fsdp and not zero:
+        return
+    if adapter.separate_reference:
+        yield (
+            "rl_adapter_ref_model: a second model would not be sharded; drop the key: the reference is the adapter "
+            "switched off."
+        )
+    if config.method.precomputes_reference:
+        yield (
+            "precompute_ref_log_probs: weights are sharded only when training begins; drop the key: the reference is "
+            "sharded too."
+        )
+    if config.run.save_only_model and config.run.load_best:
+        yield "save_only_model: the best checkpoint of sharded weights cannot be loaded without the rest; drop one key."
+    if config.model.fp16:
+        yield "fp16: sharded weights are computed in bfloat16 or float32; use 'bf16: true'."
+    if optim.activation_offloading:
+        yield "activation_offloading: gathered weights would be taken for activations; drop it, or fsdp and deepspeed."
+    if optim.reference_offloading:
+        yield (
+            "reference_offloading: is for a copy of weights that lie whole on one device; drop it, or fsdp and "
+            "deepspeed."
+        )
+    if zero and config.method.reference_sync is not None:
+        yield (
+            "sync_ref_model: a reference that follows is not kept by DeepSpeed's checkpoints; use 'fsdp: true' "
+            "instead of deepspeed."
+        )
+    if zero and section.context_parallel_size > 1:
+        yield (
+            "deepspeed, context_parallel_size: ranks that share rows are not known to DeepSpeed; use 'fsdp: true' "
+            "instead."
+        )
+
+
+def fsdp(config: Config) -> Iterator[str]:
+    """What FSDP2 has no form of."""
+    section = config.sharding
+    if not section.fsdp:
+        return
+    if config.optim.optimizer in FROM_BITSANDBYTES:
+        yield "optimizer: bitsandbytes does not know shards; use 'adamw_torch_8bit' or 'adamw_torch_fused'."
+    if config.run.save_only_model and section.state_dict == "SHARDED_STATE_DICT":
+        yield "save_only_model: needs whole weights; set 'fsdp_config.state_dict_type: FULL_STATE_DICT'."
+    if section.wrap_policy == "SIZE_BASED_WRAP":
+        yield (
+            "fsdp_config.auto_wrap_policy: accelerate does not shard by size under FSDP2; use TRANSFORMER_BASED_WRAP, "
+            "or drop the key."
+        )
+    if section.final_state_dict != "FULL_STATE_DICT":
+        yield "fsdp_config.final_state_dict_type: the result is always written whole; drop the key."
+
+
+def deepspeed(config: Config) -> Iterator[str]:
+    """The options, where they are given or their file is here; that it is missing is the machine's matter."""
+    given = config.sharding.deepspeed
+    if given is None or (isinstance(given, str) and (too_long(given) or zero_file(given, config.folder) is None)):
+        return
+    try:
+        yield from not_taken(zero_options(given, config.folder))
+    except UserError as error:
+        yield str(error)
+
+
+def cut_weights(config: Config) -> Iterator[str]:
+    """Quantised weights of which each rank holds a piece."""
+    if not (config.sharding.fsdp or _cuts_weights(config)):
+        return
+    if config.adapter.load_in_8bit:
+        yield (
+            "load_in_8bit: integers cannot be sharded, and their scales would be lost; use 'load_in_4bit: true', "
+            "ZeRO-1 "
+            "or 2, or drop fsdp and deepspeed: each GPU then holds all weights, half as large."
+        )
+    if "bnb_4bit_quant_storage" in config.adapter.quantisation:
+        yield (
+            "bnb_config_kwargs.bnb_4bit_quant_storage: shards of 4-bit weights have to lie in the dtype of the "
+            "computation; drop the key."
+        )
+
+
+def _cuts_weights(config: Config) -> bool:
+    given = config.sharding.deepspeed
+    if given is None or (isinstance(given, str) and (too_long(given) or zero_file(given, config.folder) is None)):
+        return False
+    try:
+        return zero_stage(zero_options(given, config.folder)) == 3
+    except UserError:
+        return False
+
+
+def paths(config: Config) -> Iterator[str]:
+    """Names that are none, or that no file system takes."""
+    named: dict[str, Any] = {
+        "output_dir": config.run.output_dir,
+        "resume_from_checkpoint": config.run.resume_from,
+        "dataset_prepared_path": config.data.prepared_path,
+        "chat_template_jinja": _file_of(config.data.chat_template_jinja),
+        "base_model": config.model.base_model,
+        "base_model_config": config.model.config_source,
+        "tokenizer_config": config.model.tokenizer,
+        "gguf_file": config.model.gguf_file,
+        "lora_model_dir": config.adapter.folder,
+        "nemo_gym_dir": config.gym.folder,
+        "deepspeed": config.sharding.deepspeed if isinstance(config.sharding.deepspeed, str) else None,
+    }
+    for key, rows in (("datasets", config.data.datasets), ("test_datasets", config.data.test_datasets)):
+        for number, row in enumerate(rows):
+            files = row.data_files if isinstance(row.data_files, list) else [row.data_files]
+            jinja = _file_of(row.chat_template_jinja)
+            named |= {f"{key}[{number}].path": row.path, f"{key}[{number}].chat_template_jinja": jinja}
+            named |= {f"{key}[{number}].data_files": name for name in files if name is not None and too_long(name)}
+    for place, name in named.items():
+        if name is not None and not name.strip():
+            yield f"{place}: is empty. Name a place, or drop the key."
+        elif name is not None and too_long(name):
+            yield (
+                f"{place}: a name in it has more than {LONGEST_NAME} bytes or a NUL, which no file system takes. "
+                "Shorten it."
+            )
+
+
+def _file_of(jinja: str | None) -> str | None:
+    """The file that a template is in, where it is not the text itself."""
+    return None if jinja is None or any(mark in jinja for mark in ("{%", "{{", "\n")) else jinja
+
+
+def hub(config: Config) -> Iterator[str]:
+    """Names that the hub takes for a repository."""
+    name = config.run.hub_model_id
+    if name is not None and not re.fullmatch(REPOSITORY, name):
+        yield (
+            f"hub_model_id: {name!r:.100} is no repository: 'owner/name' or 'name', of letters, digits, '-', '_' and "
+            "'.', at most 96 of them."
+        )
+
+
+def too_long(name: str) -> bool:
+    """Whether part of a path is longer than a file system takes."""
+    return "\0" in name or any(len(part.encode(errors="surrogatepass")) > LONGEST_NAME for part in PurePath(name).parts)
+
+
+def without_effect(config: Config) -> Iterator[str]:
+    """Keys that do less than they seem to."""
+    asked = [key for key in ("warmup_steps", "warmup_ratio") if config.given.get(key)]
+    if asked and config.optim.scheduler in WITHOUT_WARMUP:
+        yield f"{asked[0]}: no effect with 'lr_scheduler: {config.optim.scheduler}', which has no warm-up"
+
+
+def without_evaluation(config: Config) -> Iterator[str]:
+    """When to evaluate, with nothing to evaluate on."""
+    asked = [key for key in ("eval_steps", "evals_per_epoch", "eval_strategy") if config.given.get(key)]
+    held = config.data.test_datasets or config.data.val_set_size
+    if asked and not held and config.run.eval_strategy != "no":
+        yield f"{asked[0]}: nothing is evaluated without 'val_set_size' or 'test_datasets'"

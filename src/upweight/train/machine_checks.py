@@ -1,0 +1,104 @@
+"""What a config needs of the machine: looked at before anything is loaded, and by `upweight doctor`.
+
+What a config alone gets wrong is refused by `upweight.config.rules` when it is read.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+from transformers.utils.import_utils import is_torch_tf32_available
+
+from upweight.config import Config
+from upweight.config.sections.training import FROM_BITSANDBYTES
+from upweight.config.servers import direct_transfer, samples_from_server
+from upweight.config.zero import zero_options
+from upweight.errors import UserError
+from upweight.runs.files import no_folder_at
+from upweight.train.trackers import asked_trackers
+
+Check = Callable[[Config], Iterator[str]]
+
+# Optimizers by the package they come from, and what pip calls it.
+SCHEDULE_FREE = ("schedulefree", "schedulefree")
+OPTIMIZER_PACKAGES: dict[str, tuple[str, str]] = {
+    **dict.fromkeys(FROM_BITSANDBYTES, ("bitsandbytes", "bitsandbytes")),
+    **dict.fromkeys(("adamw_torch_8bit", "adamw_torch_4bit"), ("torchao", "torchao")),
+    **dict.fromkeys(("schedule_free_adamw", "schedule_free_sgd", "schedule_free_radam"), SCHEDULE_FREE),
+    "stable_adamw": ("optimi", "torch-optimi"),
+}
+
+
+def gpus(config: Config) -> Iterator[str]:
+    """What only a GPU can do, or only some can."""
+    if torch.cuda.is_available():
+        if config.model.tf32 is True and not is_torch_tf32_available():
+            yield "tf32: this GPU has no TF32; drop the key."
+        return
+    if config.model.fp16:
+        yield (
+            "fp16: float16 with loss scaling needs a CUDA device, and none is visible; drop the key or use 'bf16: "
+            "true'."
+        )
+    if samples_from_server(config) and direct_transfer(config):
+        yield "trl.vllm_weight_transfer: weights go from GPU to GPU, and no CUDA device is visible; use 'folder'."
+
+
+def packages(config: Config) -> Iterator[str]:
+    """What has to be installed besides this package."""
+    for tracker in asked_trackers(config.tracking):
+        names = ("tensorboard", "tensorboardX") if tracker == "tensorboard" else (tracker,)
+        if not any(map(_installed, names)):
+            yield f"use_{tracker}: the tracker is not installed: pip install {tracker}."
+    if (config.adapter.load_in_4bit or config.adapter.load_in_8bit) and not _installed("bitsandbytes"):
+        yield "load_in_4bit, load_in_8bit: quantised weights need bitsandbytes: pip install bitsandbytes."
+    if config.sharding.deepspeed is not None and not _installed("deepspeed"):
+        yield "deepspeed: is not installed. `pip install deepspeed`, or use 'fsdp: true', which shards alike."
+    colocated = config.method.online and config.rollout.use_vllm and config.rollout.vllm_mode == "colocate"
+    if colocated and not _installed("vllm"):
+        yield "trl.vllm_mode: colocate needs vLLM in this Python environment; install it, or use a server."
+    if samples_from_server(config) and direct_transfer(config) == "nccl" and not _installed("vllm"):
+        yield (
+            "trl.vllm_weight_transfer: nccl needs vLLM in the trainer's environment too; install it, or use 'folder' "
+            "(on one GPU: 'ipc')."
+        )
+
+
+def optimizer_package(config: Config) -> Iterator[str]:
+    """What the optimizer comes from, for those who train."""
+    module, package = OPTIMIZER_PACKAGES.get(config.optim.optimizer, (None, None))
+    if module is not None and not _installed(module):
+        yield f"optimizer: {config.optim.optimizer} needs a package: pip install {package}."
+
+
+def folders(config: Config) -> Iterator[str]:
+    """What is read and written besides data and models, which say for themselves what is wrong with them."""
+    if (reason := no_folder_at(Path(config.run.output_dir))) is not None:
+        yield f"output_dir: {reason}. Name another folder."
+    if config.run.resume_from is not None and not (place := Path(config.run.resume_from).expanduser()).is_dir():
+        yield f"resume_from_checkpoint: there is no folder {place}. Mend the path."
+    try:
+        zero_options(config.sharding.deepspeed or {}, config.folder)
+    except UserError as error:
+        yield str(error)
+
+
+def _installed(name: str) -> bool:
+    return name in sys.modules or find_spec(name) is not None
+
+
+CHECKS: tuple[Check, ...] = (gpus, packages, folders)
+
+
+def check_machine(config: Config, *, trains: bool = True) -> list[str]:
+    """What stands against a run on this machine, each behind its YAML path; servers are waited for by who asks them."""
+    checks = (*CHECKS, optimizer_package) if trains else CHECKS
+    return [message for check in checks for message in check(config)]
+
+
+def require_machine(config: Config, *, trains: bool) -> None:
+    """Raise where something stands against a run."""
+    if found := check_machine(config, trains=trains):
+        raise UserError("\n".join(found))
