@@ -4,6 +4,7 @@ import dataclasses
 from math import lcm
 
 from upweight.config.config import Config
+from upweight.methods import feature_matcher
 from upweight.methods.base import Method
 
 
@@ -50,7 +51,7 @@ def generation_batch(config: Config, ranks: int = 1) -> int:
 
 def _method(config: Config) -> Method:
     """The method with EBFT's baseline in place, which keys of GRPO may choose too."""
-    method, given = config.method.feature_matching, config.given
+    method, given = feature_matcher(config.method), config.given
     if method is None or method.advantage_estimator is not None:
         return config.method
     scales = method.policy.reward_scale != "none" and "trl.scale_rewards" in given

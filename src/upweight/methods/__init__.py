@@ -19,6 +19,12 @@ METHODS: dict[str, type[Method]] = {
     method.name: method for method in (SFT, DPO, IPO, KTO, ORPO, SimPO, GRPO, GDPO, RLOO, EBFT, ORM, PRM)
 }
 
+
+def feature_matcher(method: Method) -> EBFT | None:
+    """The method with EBFT's settings where its rewards come from features, else None."""
+    return method if isinstance(method, EBFT) else None
+
+
 __all__ = [
     "DPO",
     "EBFT",
@@ -35,4 +41,5 @@ __all__ = [
     "Method",
     "PolicyGradient",
     "SimPO",
+    "feature_matcher",
 ]

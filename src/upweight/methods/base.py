@@ -2,17 +2,13 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from upweight.settings import Section
 from upweight.types import Batch, Loss, Mean, Outputs, Sample
-
-if TYPE_CHECKING:
-    from upweight.methods.ebft import EBFT
-    from upweight.methods.policy_gradient import PolicyGradient
 
 
 @dataclass(frozen=True)
@@ -21,6 +17,25 @@ class ReferenceSync:
 
     alpha: float
     steps: int
+
+
+class PolicySettings(Protocol):
+    """The settings that rollouts read from every online method."""
+
+    @property
+    def max_completion_length(self) -> int: ...
+    @property
+    def mask_truncated_completions(self) -> bool: ...
+    @property
+    def reward_weights(self) -> tuple[float, ...] | None: ...
+    @property
+    def sampler_correction(self) -> bool | None: ...
+    @property
+    def off_policy_mask_threshold(self) -> float | None: ...
+    @property
+    def reads_all(self) -> list[str]:
+        """Why completions without an advantage are trained on too; empty where they need not be."""
+        ...
 
 
 class Method(Section, ABC):
@@ -57,13 +72,8 @@ class Method(Section, ABC):
         return None
 
     @property
-    def policy_settings(self) -> "PolicyGradient | None":
+    def policy_settings(self) -> PolicySettings | None:
         """Settings of the policy gradient; None for offline methods."""
-        return None
-
-    @property
-    def feature_matching(self) -> "EBFT | None":
-        """The method itself where it makes rewards from features."""
         return None
 
     @property

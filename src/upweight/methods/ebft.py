@@ -96,10 +96,6 @@ class EBFT(Method):
         return self.policy.reference_sync
 
     @property
-    def feature_matching(self) -> "EBFT | None":
-        return self
-
-    @property
     def strided(self) -> bool:
         return self.mode == "strided"
 

@@ -6,7 +6,7 @@ import torch
 from pydantic import model_validator
 from torch import Tensor
 
-from upweight.methods.base import Method, given, sequence_sum
+from upweight.methods.base import Method, ReferenceSync, given, sequence_sum
 from upweight.methods.formulas.advantages import group_statistics, normalised, weighted_reward
 from upweight.methods.formulas.policy_losses import clipped
 from upweight.methods.policy_gradient import PolicyGradient, clip_metrics, is_sampled
@@ -22,8 +22,6 @@ class RLOO(Method):
     online: ClassVar[bool] = True
     learning_rate: ClassVar[float] = 1e-6
     lora_learning_rate: ClassVar[float | None] = 1e-5
-    sampler_correction: ClassVar[bool] = False  # ratios are of the policy that scored the rollout
-    off_policy_mask_threshold: ClassVar[float | None] = None
 
     num_generations: int = setting("trl.num_generations", 2, "Completions sampled for each prompt.", ge=2)
     max_completion_length: int = same_setting(PolicyGradient, "max_completion_length")
@@ -57,9 +55,26 @@ class RLOO(Method):
         return self
 
     @property
-    def policy(self) -> "RLOO":
-        """The settings that online methods share."""
+    def policy_settings(self) -> "RLOO":
         return self
+
+    @property
+    def sampler_correction(self) -> bool:
+        """Off: ratios compare with the policy that scored the rollout."""
+        return False
+
+    @property
+    def off_policy_mask_threshold(self) -> None:
+        return None
+
+    @property
+    def reads_all(self) -> list[str]:
+        """Nothing: the KL is part of the reward, so completions without an advantage have no gradient."""
+        return []
+
+    @property
+    def reference_sync(self) -> ReferenceSync | None:
+        return ReferenceSync(self.ref_model_mixup_alpha, self.ref_model_sync_steps) if self.sync_ref_model else None
 
     @property
     def needs_reference(self) -> bool:

@@ -28,7 +28,7 @@ def summary(groups: Sequence[Group], names: Sequence[str], method: Method) -> di
     """Metrics of scored groups: rewards, their spread, lengths of completions."""
     rewards_SR = torch.cat([group.rewards_SR for group in groups if group.rewards_SR is not None])
     policy = method.policy_settings
-    reward_S = weighted_reward(rewards_SR, policy and policy.reward_weights)
+    reward_S = weighted_reward(rewards_SR, policy.reward_weights if policy else None)
     flat = [not has_signal(group) for group in groups]
     sizes = [len(group.rewards_SR) for group in groups if group.rewards_SR is not None]
     spreads = [value for part_S in reward_S.split(sizes) if not math.isnan(value := _std(part_S))]

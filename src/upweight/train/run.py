@@ -26,6 +26,7 @@ from upweight.data.prepare import Prepared, prepare
 from upweight.engine.context import Context, require_shareable
 from upweight.errors import UserError
 from upweight.log import is_seen, logger
+from upweight.methods import feature_matcher
 from upweight.methods.base import Method
 from upweight.models.adapters.attach import attach_adapter
 from upweight.models.load import compute_dtype, disable_dropout, load_config, load_model, master_dtype
@@ -207,7 +208,7 @@ def _context(config: Config) -> Context | None:
 
 def _with_room_for_blocks(data: Prepared, method: Method) -> Prepared:
     """The data without documents that no block fits into, for a method that samples blocks."""
-    if not method.strided or (matching := method.feature_matching) is None:
+    if not method.strided or (matching := feature_matcher(method)) is None:
         return data
     held = data.evaluation
     return dataclasses.replace(

@@ -13,6 +13,7 @@ from upweight.config.sections.data import (
     UserFormat,
 )
 from upweight.errors import did_you_mean
+from upweight.methods import feature_matcher
 
 # Kinds of data whose columns no mapping names.
 BY_FORMAT_ALONE = {"steps": "process reward models", "ebft": "ebft"}
@@ -59,7 +60,7 @@ def _template(place: str, own: DataSection | DatasetRow) -> Iterator[str]:
 
 def formats_are_known(config: Config) -> Iterator[str]:
     """The `type` of each entry, unless it is a function of the user's."""
-    kind = "ebft" if config.method.feature_matching else config.method.data
+    kind = "ebft" if feature_matcher(config.method) else config.method.data
     names, others = FORMAT_NAMES[kind], {name for known in FORMAT_NAMES.values() for name in known}
     for place, row in _entries(config):
         if isinstance(row.type, UserFormat) and kind in BY_FORMAT_ALONE:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from upweight.config.config import Config
+from upweight.methods import feature_matcher
 
 # What EBFT cannot take over from GRPO, and why.
 NOT_WITH_FEATURES = {
@@ -39,13 +40,13 @@ OF_ANSWERS = {"ebft.adaptive_max_tokens", "ebft.gt_length_multiplier"}
 
 def block_is_there(config: Config) -> Iterator[str]:
     """EBFT is asked for by name and block."""
-    if config.method.feature_matching and not any(path.startswith("ebft.") for path in config.given):
+    if feature_matcher(config.method) and not any(path.startswith("ebft.") for path in config.given):
         yield "ebft: missing. `rl: ebft` needs its block; `ebft: {mode: structured}` takes every default."
 
 
 def features_are_what_rewards(config: Config) -> Iterator[str]:
     """What EBFT, or its strided mode, has no place for."""
-    if config.method.feature_matching is None:
+    if feature_matcher(config.method) is None:
         return
     strided = config.method.strided
     for path, reason in (NOT_WITH_FEATURES | (NOT_WITH_BLOCKS if strided else {})).items():
@@ -58,7 +59,7 @@ def features_are_what_rewards(config: Config) -> Iterator[str]:
 
 def ebft_keys_without_effect(config: Config) -> Iterator[str]:
     """Keys of the other mode, and what whitening leaves nothing to do for."""
-    given, method = config.given, config.method.feature_matching
+    given, method = config.given, feature_matcher(config.method)
     if method is None:
         return
     known = {*READ_WITH_BLOCKS, *NOT_WITH_FEATURES, *NOT_WITH_BLOCKS}

@@ -15,6 +15,7 @@ from upweight.config.servers import (
     server_urls,
     unloadable_by,
 )
+from upweight.methods import feature_matcher
 
 ONE_PROCESS = "vLLM beside the trainer takes the weights of one process; use a server, or one process without shards"
 NO_PATTERN = "the sampler in process cannot be held to a pattern; use a vLLM server, or reward the format"
@@ -70,7 +71,7 @@ def environments(config: Config) -> Iterator[str]:
         yield f"trl.rollout_func: cannot be used with '{acts}'. Keep one."
     if section.acts and config.gym.enabled:
         yield f"nemo_gym_enabled: cannot be used with '{acts}'. Keep one."
-    if section.acts and config.method.feature_matching:
+    if section.acts and feature_matcher(config.method):
         yield f"{acts}: needs rl: grpo, gdpo or rloo; ebft compares completions with the data's own answers."
 
 
@@ -170,7 +171,7 @@ def groups_fit_the_batch(config: Config) -> Iterator[str]:
                 f"{made} are generated at a time, as by '{key}: {right}'."
             )
             return
-    strided = config.method.feature_matching is not None and "ebft.n_samples_per_prompt" in config.given
+    strided = feature_matcher(config.method) is not None and "ebft.n_samples_per_prompt" in config.given
     key = "ebft.n_samples_per_prompt" if strided else "trl.num_generations"
     smallest = next(steps for steps in range(accumulation, accumulation + group + 1) if micro * steps % group == 0)
     yield (

@@ -50,7 +50,7 @@ def switched_off(config: Config) -> Iterator[str]:
     if not config.method.online:
         return
     # What strided mode reads of these blocks is said with its own rules.
-    unread = ("trl.", "vllm.") if getattr(config.method, "mode", None) == "strided" else ()
+    unread = ("trl.", "vllm.") if config.method.strided else ()
     for switch in SWITCHES:
         stray = [path for path in config.given if _names(switch.keys, path) and not path.startswith(unread)]
         stray = [path for path in stray if path != "nemo_gym_enabled"]

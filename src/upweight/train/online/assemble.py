@@ -16,8 +16,7 @@ from upweight.config.sections.rollout import RolloutSection
 from upweight.engine import Engine
 from upweight.errors import UserError
 from upweight.log import is_seen, logger
-from upweight.methods.base import Method
-from upweight.methods.policy_gradient import PolicyGradient
+from upweight.methods.base import Method, PolicySettings
 from upweight.models.load import compute_dtype
 from upweight.models.reference import Reference
 from upweight.rewards.load import load_rewards
@@ -213,7 +212,7 @@ def make_rollouts(policy: Policy, recipe: RolloutSpec) -> RolloutFeed:
     )
 
 
-def _sampler_counts(policy: PolicyGradient, section: RolloutSection, depth: int, *, custom: bool) -> bool:
+def _sampler_counts(policy: PolicySettings, section: RolloutSection, depth: int, *, custom: bool) -> bool:
     """Whether the sampler is another policy than the one that trains: an older one, or another program's."""
     if policy.sampler_correction or section.use_vllm or depth or section.replay_size:
         return True

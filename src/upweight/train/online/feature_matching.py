@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from upweight.config.sections.rollout import RolloutSection
 from upweight.engine import Engine
 from upweight.engine.packing import build_batch, plan_rows, whole_blocks
-from upweight.methods import EBFT
+from upweight.methods import EBFT, feature_matcher
 from upweight.methods.base import Method
 from upweight.methods.formulas.features import pooled, pooled_positions
 from upweight.models.reference import Reference, adapter_state, make_reference, reference_kind
@@ -190,7 +190,7 @@ def feature_matching_of(
     method: Method, policy: nn.Module, dtype: torch.dtype, reference: Reference | None, *, offload: bool = False
 ) -> FeatureMatching | None:
     """What scores by features, for a method that does; `reference` serves if it stays what the policy is now."""
-    matching = method.feature_matching
+    matching = feature_matcher(method)
     if matching is None:
         return None
     if reference is None or method.reference_sync is not None:

@@ -122,5 +122,6 @@ def _as_prompted(row: Mapping[str, Any]) -> Any:
 def _try(config: Config, rewards: Sequence[Reward], call: RewardCall) -> TriedRewards:
     section, method = config.rollout, config.method
     trials = try_rewards(rewards, call, workers=section.reward_workers, timeout=section.reward_timeout)
-    weights = method.policy_settings and method.policy_settings.reward_weights
+    policy = method.policy_settings
+    weights = policy.reward_weights if policy else None
     return TriedRewards(call, trials, remarks(trials, weights, each_scaled=method.scales_each_reward))
