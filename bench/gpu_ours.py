@@ -20,10 +20,11 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from bench.ours import METHODS, grpo_units
 from upweight import GRPOConfig, GRPOTrainer
 from upweight.config.sections.model import AdapterSection
+from upweight.config.sections.training import OptimSection
 from upweight.data.units import units_of
 from upweight.methods import SFT
 from upweight.models.adapters.attach import attach_adapter
-from upweight.train.assemble import trainer_parts
+from upweight.train.policy import make_policy
 from upweight.train.step import StepRunner
 
 
@@ -50,13 +51,10 @@ def runner_of(work: dict[str, Any]) -> tuple[Any, StepRunner, list[Any]]:
     section = AdapterSection(kind="lora", rank=work["lora_r"], alpha=32, target_linear=True) if work["lora_r"] else None
     model = attach_adapter(base, section) if section else base
     model.train()
-    parts = trainer_parts(
-        model, method, torch.bfloat16, torch.device("cuda"), longest=4096, budget=work["budget"], checkpointing={},
-        optimizer=work.get("optimizer", "adamw_torch"),
-    )  # fmt: skip
-    runner = StepRunner(
-        method, parts["engine"], Accelerator(), parts["token_budget"], parts["reference"], torch.bfloat16
-    )
+    optimizer = work.get("optimizer", "adamw_torch")
+    optim = OptimSection(token_budget=work["budget"], gradient_checkpointing=True, optimizer=optimizer)
+    policy = make_policy(model, method, torch.bfloat16, torch.device("cuda"), longest=4096, optim=optim)
+    runner = StepRunner(method, policy.engine, Accelerator(), policy.token_budget, policy.reference, torch.bfloat16)
     return model, runner, units
 
 

@@ -16,10 +16,11 @@ from accelerate import Accelerator
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
 from upweight import GRPOConfig, GRPOTrainer
+from upweight.config.sections.training import OptimSection
 from upweight.data.units import units_of
 from upweight.methods import DPO, GRPO, KTO, ORM, ORPO, SimPO
 from upweight.methods.base import Method
-from upweight.train.assemble import trainer_parts
+from upweight.train.policy import make_policy
 from upweight.train.step import StepRunner
 from upweight.types import Sample, Unit
 
@@ -65,12 +66,9 @@ class TrainingPart:
             self.units = units_of(named, method)
         auto = AutoModelForCausalLM if method.head == "tokens" else AutoModelForSequenceClassification
         self.model = auto.from_pretrained(folder / "model", dtype=torch.float32).train()
-        parts = trainer_parts(
-            self.model, method, torch.float32, torch.device("cpu"), longest=1024, budget=work["budget"]
-        )
-        self.runner = StepRunner(
-            method, parts["engine"], Accelerator(cpu=True), parts["token_budget"], parts["reference"]
-        )
+        optim = OptimSection(token_budget=work["budget"])
+        policy = make_policy(self.model, method, torch.float32, torch.device("cpu"), longest=1024, optim=optim)
+        self.runner = StepRunner(method, policy.engine, Accelerator(cpu=True), policy.token_budget, policy.reference)
 
     def step(self) -> float:
         """Rows, forward, loss and backward of one optimizer step -> the loss; gradients are left on the model."""

@@ -12,14 +12,15 @@ from made_runs import largest_difference, weights_of
 from made_tokenizers import byte_tokenizer
 from tiny_models import tiny
 from upweight.config.sections.rollout import RolloutSection
+from upweight.config.sections.training import OptimSection
 from upweight.methods import GRPO
 from upweight.models.load import disable_dropout
 from upweight.rewards.load import as_rewards
 from upweight.rollout.plan import Plan
-from upweight.train.assemble import trainer_parts
-from upweight.train.online.assemble import Policy, RolloutSpec, make_rollouts
+from upweight.train.online.assemble import RolloutSpec, make_rollouts
 from upweight.train.online.feed import SaveRollouts
-from upweight.train.trainer import MethodTrainer
+from upweight.train.policy import make_policy
+from upweight.train.trainer import MethodTrainer, TrainerParts
 
 STILL = ("seconds", "runtime", "per_second", "idle", "step_time")  # in names of metrics that depend on the clock
 WORDS = ("a", "be", "cat", "dogs", "zebra")
@@ -99,13 +100,14 @@ def online_trainer(
         },
     )  # fmt: skip
     sharding = "fsdp" if arguments.fsdp else "deepspeed" if arguments.deepspeed else "none"
-    parts = trainer_parts(
+    policy = make_policy(
         model,
         method,
         torch.float32,
         torch.device("cpu"),
         longest=128,
-        budget=budget,
+        tokenizer=tokenizer,
+        optim=OptimSection(token_budget=budget),
         context=context,
         sharding=sharding,
     )
@@ -121,17 +123,10 @@ def online_trainer(
         acting=acting,
         rollout_func=rollout_func,
     )
-    policy = Policy.of(model, tokenizer, parts, sharded=sharding != "none")
     rollouts = make_rollouts(policy, recipe)
-    trainer = MethodTrainer(
-        model,
-        arguments,
-        train_dataset=rollouts.producer.rows,
-        eval_dataset=held_out(tokenizer, data, evaluation) if evaluation else None,
-        processing_class=tokenizer,
-        rollouts=rollouts,
-        **parts,
-    )
+    held = held_out(tokenizer, data, evaluation) if evaluation else None
+    parts = TrainerParts(policy, arguments, rollouts.producer.rows, held, rollouts=rollouts)
+    trainer = MethodTrainer(parts)
     trainer.add_callback(SaveRollouts(rollouts))
     return trainer
 

@@ -18,11 +18,12 @@ from transformers import AutoModelForSequenceClassification, AutoModelForTokenCl
 from made_tokenizers import byte_tokenizer
 from tiny_models import drawn, tiny
 from upweight.cli.app import main
+from upweight.config.sections.training import OptimSection
 from upweight.methods import DPO, IPO, KTO, ORM, ORPO, PRM, SFT, SimPO
 from upweight.models.load import disable_dropout
 from upweight.processes import free_port
-from upweight.train.assemble import trainer_parts
-from upweight.train.trainer import MethodTrainer
+from upweight.train.policy import make_policy
+from upweight.train.trainer import MethodTrainer, TrainerParts
 
 OFFLINE = {
     "sft": SFT(),
@@ -82,7 +83,7 @@ def policy_for(method, adapter: bool = False):
 def trainer_for(method, folder, *, rows=None, batch=4, budget=4096, adapter=False, dtype=torch.float32, **options):
     """A trainer of a tiny model with plain SGD; `options` are those of TrainingArguments and of MethodTrainer.
 
-    Its `parts` are further options of `trainer_parts`.
+    Its `parts` are further options of `make_policy`.
     """
     model, parts = policy_for(method, adapter), options.pop("parts", {})
     own = {name: options.pop(name) for name in ("eval_dataset", "callbacks", "rate_of", "shuffle") if name in options}
@@ -96,22 +97,18 @@ def trainer_for(method, folder, *, rows=None, batch=4, budget=4096, adapter=Fals
         },
     )  # fmt: skip
     sharding = "fsdp" if arguments.fsdp else "deepspeed" if arguments.deepspeed else "none"
-    return MethodTrainer(
+    policy = make_policy(
         model,
-        arguments,
-        train_dataset=Dataset.from_list(rows or rows_for(method)),
-        **own,
-        **trainer_parts(
-            model,
-            method,
-            dtype,
-            torch.device("cpu"),
-            longest=64,
-            budget=budget,
-            sharding=sharding,
-            **parts,
-        ),
+        method,
+        dtype,
+        torch.device("cpu"),
+        longest=64,
+        optim=OptimSection(token_budget=budget, **parts.pop("optim", {})),
+        sharding=sharding,
+        **parts,
     )
+    rows = Dataset.from_list(rows or rows_for(method))
+    return MethodTrainer(TrainerParts(policy, arguments, train_dataset=rows, **own))
 
 
 def weights_of(trainer) -> dict[str, torch.Tensor]:

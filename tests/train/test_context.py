@@ -26,11 +26,11 @@ from upweight.train.run import train
 SHARDED = {"fsdp": True, "fsdp_config": {"version": 2}}
 CASES = {
     "dpo": {"max_grad_norm": 0.05},
-    "dpo adapter": {"adapter": True, "parts": {"checkpointing": {}}},
+    "dpo adapter": {"adapter": True, "parts": {"optim": {"gradient_checkpointing": True}}},
     "dpo aot": {},
     "kto": {},
     "kto sharded": SHARDED,
-    "orpo sharded": {**SHARDED, "parts": {"checkpointing": {}}},
+    "orpo sharded": {**SHARDED, "parts": {"optim": {"gradient_checkpointing": True}}},
     "orm": {},
 }
 POLICY = {"num_generations": 4, "max_completion_length": 6}

@@ -16,7 +16,8 @@ from made_runs import largest_difference, metrics_of, on_ranks, started, write_c
 from upweight.config import load_config
 from upweight.errors import UserError
 from upweight.train.checkpoints import checkpoints_of, is_whole
-from upweight.train.run import build, evaluate, freeze_all_but, train
+from upweight.train.policy import freeze_all_but
+from upweight.train.run import build, evaluate, train
 from upweight.train.run_folder import changed_keys
 
 LORA = {"adapter": "lora", "lora_target_linear": True, "lora_r": 4, "lora_dropout": 0.1}

@@ -9,7 +9,8 @@ from upweight.config.schema import markdown
 from upweight.data.encode import SERVES
 from upweight.data.formats.shown import SHOWN
 from upweight.train.api import configs
-from upweight.train.api.configs import MethodArguments, help_of
+from upweight.train.api.configs import MethodArguments
+from upweight.train.api.fields import help_of
 from upweight.train.api.grpo_config import GRPOConfig
 
 MARK = "<!-- From here on made by `make docs`. -->\n"

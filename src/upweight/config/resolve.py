@@ -17,7 +17,7 @@ def resolve(config: Config) -> Config:
         config,
         optim=config.optim.model_copy(
             update={
-                "learning_rate": config.optim.learning_rate or rate_of_method,
+                "learning_rate": rate_of_method if config.optim.learning_rate is None else config.optim.learning_rate,
                 "gradient_checkpointing": config.optim.gradient_checkpointing or config.sharding.fsdp_checkpointing,
                 **_batch(config),
                 **_schedule(config),

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import transformers
 from datasets import Dataset
 from numpy.typing import NDArray
@@ -25,7 +27,7 @@ from upweight.data.label_balance import require_both_labels
 from upweight.data.progress import progress
 from upweight.data.report import Part, Report, measure
 from upweight.data.selection import selected_datasets
-from upweight.data.sources.open import Opened, RowSelection, open_entry
+from upweight.data.sources.open import GivenTable, Opened, RowSelection, open_entry
 from upweight.data.unread import refuse_unread
 from upweight.errors import UserError
 
@@ -64,18 +66,62 @@ class Prepared:
 
 def prepare(config: Config, tokenizer: Any) -> Prepared:
     """Prepare a config's data, or read it from the cache if nothing that shapes it has changed."""
-    entries = _open_entries(config, tokenizer)
+    data = _cached(config, tokenizer, _open_entries(config, tokenizer))
+    require_both_labels(data.train, config.method, lambda: _first_row(data.entries))
+    return data
+
+
+def prepare_given(
+    config: Config, tokenizer: Any, rows: Dataset, where: str, *, trains: bool, keep: bool = True
+) -> Prepared:
+    """Prepare rows that a script hands over, by the config's only entry; what is not kept leaves nothing on disk."""
+    (row,) = config.data.datasets
+    opened = Opened(row, where, ({"train": [GivenTable(rows)]},), evaluation=False, seed=config.optim.seed)
+    encoder = build_encoder(
+        config.data, config.method, row, 0, tokenizer, view(config), config.folder, config.model.num_labels
+    )
+    entries = (Entry(opened, encoder, False),)
+    if keep:
+        data = _cached(config, tokenizer, entries)
+        if trains:
+            require_both_labels(data.train, config.method, lambda: _first_row(entries))
+        return data
+    with tempfile.TemporaryDirectory() as place:
+        _build(config, entries, Path(place))
+        return _read_from(config, entries, Path(place), in_memory=True)
+
+
+def longest_of(*prepared: Dataset | None) -> int:
+    """Tokens of the longest sequence in prepared rows."""
+    lengths = [0]
+    for rows in prepared:
+        if rows is None:
+            continue
+        names = [name for name in rows.data.column_names if name == "ids" or name.endswith("_ids")]
+        sizes = {name: pc.call_function("list_value_length", [rows.data.column(name)]).to_numpy() for name in names}
+        prompt = sizes.pop("prompt_ids", np.zeros(1, np.int64))
+        lengths += [int(np.nanmax(prompt + size)) for size in sizes.values() or [0]]
+    return max(lengths)
+
+
+def _cached(config: Config, tokenizer: Any, entries: tuple[Entry, ...]) -> Prepared:
     key = cache.digest(_shaped_by(config, tokenizer, entries))
     folder = Path(config.data.prepared_path).expanduser() / key
     cached = not config.data.skip_prepare and cache.find(folder)
     if not cached:
         cache.write_whole(folder, lambda place: _build(config, entries, place), replace=config.data.skip_prepare)
+    return _read_from(config, entries, folder, cached=cached, in_memory=config.data.in_memory)
+
+
+def _read_from(
+    config: Config, entries: tuple[Entry, ...], folder: Path, *, in_memory: bool, cached: bool = False
+) -> Prepared:
+    """What `_build` wrote to a folder."""
     saved = json.loads((folder / "report.json").read_text(encoding="utf-8"))
     report = dataclasses.replace(Report.from_json(saved["report"]), cached=cached)
-    train = _read(folder / "train.arrow", saved["columns"], config.data.in_memory).select(np.load(folder / "order.npy"))
-    require_both_labels(train, config.method, lambda: _first_row(entries))
+    train = _read(folder / "train.arrow", saved["columns"], in_memory).select(np.load(folder / "order.npy"))
     held = folder / "eval.arrow"
-    evaluation = _read(held, saved["columns"], config.data.in_memory) if held.exists() else None
+    evaluation = _read(held, saved["columns"], in_memory) if held.exists() else None
     return Prepared(train, evaluation, report, folder, entries)
 
 

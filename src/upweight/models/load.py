@@ -86,7 +86,7 @@ def load_model(
         if not unknown:
             raise
         raise UserError(
-            f"model_kwargs (model_init_kwargs in scripts): {unknown[0]!r} is neither an argument of `from_pretrained` "
+            f"model_kwargs: {unknown[0]!r} is neither an argument of `from_pretrained` "
             "nor a field of the model's config. Mend or remove it."
         ) from error
     fresh = _refuse_missing(report, place, head, model.base_model_prefix)

@@ -66,7 +66,7 @@ class InProcess:
         self._ends = frozenset(end_ids) if end_ids is not None else end_tokens(self._base, tokenizer)
         self._device = torch.device(device) if device is not None else self._base.device
         self._cache_bytes, self._prefill_tokens = cache_bytes, prefill_tokens
-        self._version = 0
+        self._version, self.compile = 0, compile
         self._way, self._proved = Way.CACHED if self._engine.layout == "padded" else Way.SHARED, False
         self._decoder = Decoder(self._base, self._device)
         self._steps = GraphSteps(self._decoder, compile) if self._device.type == "cuda" else PlainSteps(self._decoder)

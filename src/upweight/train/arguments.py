@@ -1,6 +1,8 @@
-"""A config's sections as transformers' TrainingArguments."""
+"""A config's sections, or what a script says, as the TrainingArguments of this loop."""
 
+import copy
 import math
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -21,22 +23,21 @@ IN_FULL = {name: f"{name}_32bit" for name in ("lion", "paged_lion", "paged_adamw
 
 def training_arguments(
     config: Config,
+    given: TrainingArguments | None = None,
     *,
     steps_per_epoch: int,
     use_cpu: bool,
     dtype: torch.dtype = torch.float32,
     sharding: Sharding = "none",
 ) -> TrainingArguments:
-    """The arguments of the loop; accumulation is 1, since a step is cut into forwards by the step runner."""
+    """The arguments of the loop, from a config or from those that a script `given` its trainer."""
+    if given is not None:
+        return _of_script(config, given, sharding, dtype)
     optim, run = config.optim, config.run
     total = optim.max_steps or math.ceil(optim.num_epochs * steps_per_epoch)
-    micro, accumulation = optim.micro_batch_size or 1, optim.accumulation or 1
     arguments: dict[str, Any] = dict(
         output_dir=run.output_dir,
-        per_device_train_batch_size=micro * accumulation,
-        per_device_eval_batch_size=optim.eval_batch_size or micro * accumulation,
-        gradient_accumulation_steps=1,
-        learning_rate=optim.learning_rate or 0.0,
+        per_device_eval_batch_size=optim.eval_batch_size or _batch(config),
         num_train_epochs=optim.num_epochs,
         max_steps=optim.max_steps or -1,
         optim=IN_FULL.get(optim.optimizer, optim.optimizer),
@@ -59,25 +60,59 @@ def training_arguments(
         dataloader_num_workers=config.data.workers,
         dataloader_prefetch_factor=config.data.prefetch if config.data.workers else None,
         dataloader_drop_last=config.data.drop_last,
-        remove_unused_columns=False,
-        ignore_data_skip=config.method.online,  # rollouts know themselves where they were
-        logging_nan_inf_filter=False,
         logging_steps=run.logging_steps or min(max(total // 200, 1), 10),
         logging_first_step=True,
         disable_tqdm=True,
         torch_empty_cache_steps=optim.empty_cache_steps,
         **_saving_and_evaluating(config, steps_per_epoch),
         **_pushing(config),
-        **{
-            "bf16": False,  # weights are computed in bfloat16 as they are; autocast would cast them at every use
-            **_spreading(config, sharding, dtype),
-        },
+        **_of_this_loop(config) | _spreading(config, sharding, dtype),
         **tracking_arguments(config.tracking),
     )
     try:
         return TrainingArguments(**arguments)
     except ValueError as error:
         raise UserError(f"transformers does not take these settings together: {error}") from error
+
+
+def _batch(config: Config) -> int:
+    return (config.optim.micro_batch_size or 1) * (config.optim.accumulation or 1)
+
+
+def _of_this_loop(config: Config) -> dict[str, Any]:
+    """What has to be so, whoever asks for a run: a step is one batch, which the step runner cuts into forwards."""
+    return {
+        "per_device_train_batch_size": _batch(config),
+        "gradient_accumulation_steps": 1,
+        "learning_rate": config.optim.learning_rate or 0.0,
+        "bf16": False,  # weights are computed in bfloat16 as they are; autocast would cast them at every use
+        "gradient_checkpointing": False,  # the engine's own
+        "use_liger_kernel": False,
+        "neftune_noise_alpha": None,  # the stock hook would take a packed row for one sequence
+        "remove_unused_columns": False,
+        "ignore_data_skip": config.method.online,  # rollouts know themselves where they were
+        "logging_nan_inf_filter": False,
+        "ddp_find_unused_parameters": False,
+        "save_total_limit": None,  # the Trainer drops old checkpoints before the new one is whole
+    }
+
+
+def _of_script(config: Config, given: TrainingArguments, sharding: Sharding, dtype: torch.dtype) -> TrainingArguments:
+    """A script's arguments as the loop needs them; its own stay as they are."""
+    seen = copy.copy(given)
+    for name, value in _of_this_loop(config).items():
+        setattr(seen, name, value)
+    if config.sharding.fsdp and sharding == "none":
+        seen.fsdp = seen.fsdp_plugin_args = None
+    if sharding != "deepspeed":
+        seen.deepspeed = None
+        return seen
+    assert config.sharding.deepspeed is not None
+    zero = zero_arguments(zero_config(config.sharding.deepspeed, config.folder, dtype), dtype)
+    for name, value in zero.items():
+        setattr(seen, name, value)
+    # Only making them anew has transformers read DeepSpeed's config, which was too early before the model was there.
+    return TrainingArguments(**{one.name: getattr(seen, one.name) for one in fields(TrainingArguments) if one.init})
 
 
 def _optimizer_args(config: Config) -> str | None:
@@ -176,7 +211,6 @@ def _spreading(config: Config, sharding: Sharding, dtype: torch.dtype) -> dict[s
         "ddp_timeout": config.sharding.timeout,
         "ddp_bucket_cap_mb": config.sharding.bucket_mb,
         "ddp_broadcast_buffers": config.sharding.broadcast_buffers,
-        "ddp_find_unused_parameters": False,
     }
     if sharding == "deepspeed":
         assert config.sharding.deepspeed is not None

@@ -5,6 +5,8 @@ import math
 import os
 import shutil
 import signal
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
@@ -17,6 +19,7 @@ from transformers import TrainerCallback
 from upweight.errors import UserError
 from upweight.files import write_text
 from upweight.log import clear_status, logger, show_status
+from upweight.models.precision import ComputeCopies
 from upweight.runs.files import HEALTH, metrics_of
 from upweight.runs.health import Health, Verdict
 from upweight.train.distributed.ranks import MaxOverRanks
@@ -26,6 +29,7 @@ SHOWN = ("reward", "group_reward_std", "loss", "rewards/accuracies", "rewards/ma
          "kl", "entropy", "completions/mean_length", "grad_norm")  # fmt: skip
 BAR = 24  # characters
 NAN_BATCH = "nan_batch.jsonl"
+RESUME = "resume_from_checkpoint=True"
 
 
 class StopOnSignal(TrainerCallback):
@@ -37,6 +41,8 @@ class StopOnSignal(TrainerCallback):
         self._largest, self._process = MaxOverRanks(), os.getpid()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if threading.current_thread() is not threading.main_thread():  # where Python lets nobody handle signals
+            return
         for number in (signal.SIGTERM, signal.SIGINT):
             self._before[number] = signal.signal(number, self._catch)
 
@@ -54,6 +60,12 @@ class StopOnSignal(TrainerCallback):
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before = {}
+
+    def leave(self, state: Any) -> None:
+        """End the process, as the signal would have, once the checkpoint that it asked for is written."""
+        if self.caught:
+            logger.warning("stopped at step %d; continue with --resume (in a script %s)", state.global_step, RESUME)
+            sys.exit(128 + self.caught)
 
     def _catch(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process:  # a loader's process, which ends with this one
@@ -105,6 +117,23 @@ class StopOnNan(TrainerCallback):
             for step in steps:
                 for row in self.rows_of(step):
                     out.write(json.dumps({"step": step + 1, **row}, ensure_ascii=False) + "\n")
+
+
+class PlainModelAfterwards(TrainerCallback):
+    """Leaves a model that can be merged, moved and copied: after training it reads its masters again."""
+
+    def __init__(self, copies: ComputeCopies, *, following: bool) -> None:
+        self.copies, self.following = copies, following  # the trainer makes copies follow the optimizer it creates
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if not self.following:
+            self.copies.rebuild()
+            self.copies.follow(kwargs["optimizer"])
+            self.following = True
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.copies.remove()
+        self.following = False
 
 
 class HealthCallback(TrainerCallback):

@@ -74,6 +74,27 @@ def named_checkpoint(path: str) -> Path:
     return folder
 
 
+def checkpoint_to_resume(asked: str | bool | Path | None, run_folder: Path) -> Path | None:
+    """Where a training that is asked to resume goes on: the folder it names, or with True the run's last whole one."""
+    if not asked:
+        return None
+    if asked is not True:
+        folder = Path(asked).expanduser()
+        if (folder / WHOLE).exists() and not is_whole(folder):
+            raise UserError(f"resume_from_checkpoint: {folder} is damaged or was cut off; name another.")
+        return folder
+    folders = [folder for _, folder in checkpoints_of(run_folder)]
+    if any((folder / WHOLE).exists() for folder in folders):
+        found = last_whole_checkpoint(run_folder)
+    else:  # of a version that marked none; this file is the last that it wrote
+        found = next((folder for folder in folders if (folder / "trainer_state.json").is_file()), None)
+        if found is not None:
+            logger.warning("warning: %s has no %s: an earlier version wrote it, or it was cut off", found, WHOLE)
+    if found is None:
+        raise UserError(f"resume_from_checkpoint: {run_folder} has no whole checkpoint.")
+    return found
+
+
 def set_aside(run_folder: Path, step: int) -> None:
     """Move checkpoints after `step` out of the way: a later resume must not take them for this run's."""
     later = [folder for number, folder in checkpoints_of(run_folder) if number > step]

@@ -29,7 +29,7 @@ FOLDED = ("batch_size",)  # keys whose value has become that of another
 def write_config(config: Config, folder: Path) -> None:
     """The config with every default filled in, as YAML that trains the same run again."""
     folder.mkdir(parents=True, exist_ok=True)
-    write_text(folder / CONFIG, yaml.safe_dump(_content(config), sort_keys=False, allow_unicode=True))
+    write_text(folder / CONFIG, yaml.safe_dump(content_of(config), sort_keys=False, allow_unicode=True))
 
 
 def changed_keys(config: Config, folder: Path) -> list[str]:
@@ -37,7 +37,7 @@ def changed_keys(config: Config, folder: Path) -> list[str]:
     if not (folder / CONFIG).exists():
         return []
     before = yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8"))
-    now = yaml.safe_load(yaml.safe_dump(_content(config)))
+    now = yaml.safe_load(yaml.safe_dump(content_of(config)))
     paths = [key.path for section in (RunSection, TrackingSection) for key in keys_of(section)]
     return [key for key in {**before, **now} if before.get(key) != now.get(key) and key not in paths]
 
@@ -56,7 +56,7 @@ def refuse_other_weights(changed: Iterable[str], checkpoint: Path | None, schedu
         )
 
 
-def _content(config: Config) -> dict[str, Any]:
+def content_of(config: Config) -> dict[str, Any]:
     """Every value that the run reads, under its own key, by YAML name."""
     off = set() if config.method.online else {"rollout", "vllm", "gym", "environment"}
     content: dict[str, Any] = {}
@@ -82,7 +82,9 @@ def put_section(content: dict[str, Any], section: Section, only: Container[str] 
         owner: Any = section
         for part in key.where:
             owner = getattr(owner, part)
-        value = owner.model_dump(mode="json", exclude_none=True, include={key.name}).get(key.name)
+        # What a script's own arguments have checked may be more than a key takes.
+        shown = owner.model_dump(mode="json", exclude_none=True, include={key.name}, warnings=False)
+        value = shown.get(key.name)
         left_out = key.path != key.canonical or key.path in FOLDED or (only is not None and key.path not in only)
         if left_out or value in (None, {}, []):
             continue

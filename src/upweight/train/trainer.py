@@ -1,8 +1,9 @@
 """The loop: transformers' Trainer, with a step that counts exactly."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,24 +14,27 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import speed_metrics
 
 from upweight.data.units import units_of
-from upweight.engine import Engine
 from upweight.engine.activation_budget import recompute_every_layer
 from upweight.engine.forward import base_of
 from upweight.errors import UserError
 from upweight.files import write_text
 from upweight.log import logger
-from upweight.methods.base import Method
 from upweight.models.memory import LESS_MEMORY
-from upweight.models.precision import ComputeCopies
-from upweight.models.reference import Reference, SeparateModel
+from upweight.models.precision import Sharding
+from upweight.models.reference import SeparateModel
 from upweight.models.save import save_model
-from upweight.train.checkpoints import WHOLE, step_of
-from upweight.train.distributed.fsdp import set_up_sharding
+from upweight.rollout.custom import CustomRollout
+from upweight.train.checkpoints import WHOLE, checkpoint_to_resume, step_of
+from upweight.train.distributed.deepspeed import fit_to_ranks
+from upweight.train.distributed.fsdp import refuse_other_layout, set_up_sharding
+from upweight.train.distributed.ranks import broadcast_from_rank0
 from upweight.train.loader import StepSampler, step_loader
 from upweight.train.lr_groups import ConfiguredRates, LrOf, split_by_lr
 from upweight.train.meters import Meters
 from upweight.train.online.feed import RolloutFeed, RolloutLoader
-from upweight.train.reference.precomputed import Precompute, with_reference
+from upweight.train.policy import Policy
+from upweight.train.reference.precomputed import with_reference
+from upweight.train.reference.synced import SyncReference
 from upweight.train.step import StepRunner
 
 SMALLEST_BUDGET = 256
@@ -40,54 +44,69 @@ NEVER_CALLED = (  # by this loop, of what scripts for other trainers override
 )  # fmt: skip
 
 
+@dataclass
+class TrainerParts:
+    """All that a trainer puts to work, as `assemble` makes it."""
+
+    policy: Policy
+    arguments: TrainingArguments
+    train_dataset: Any = None
+    eval_dataset: Any = None
+    encode: Callable[..., Any] | None = None  # makes prepared rows of those that `evaluate` is handed
+    rollouts: RolloutFeed | None = None  # where an online method's steps come from, instead of the rows
+    shuffle: bool = True
+    rate_of: LrOf | None = None
+    callbacks: Sequence[TrainerCallback] = ()
+    optimizers: tuple[Any, Any] = (None, None)
+    optimizer_class: tuple[type, dict[str, Any]] | None = None
+    recording: "Callable[[MethodTrainer], AbstractContextManager[Any]] | None" = None  # around a script's training
+
+
 class MethodTrainer(Trainer):
     """Trains any method. The Trainer sees one batch a step; `StepRunner` cuts it into forwards."""
 
     loss_is_scaled_for_ga = True
     aux_loss_enabled = False  # scripts ask: the routers' balance is not trained
 
-    def __init__(
-        self,
-        model: nn.Module,
-        args: TrainingArguments,
-        method: Method,
-        engine: Engine,
-        *,
-        token_budget: int,
-        dtype: torch.dtype = torch.float32,
-        reference: Reference | None = None,
-        precompute: Precompute | None = None,
-        copies: ComputeCopies | None = None,
-        shuffle: bool = True,
-        rate_of: LrOf | None = None,
-        encode: Callable[..., Any] | None = None,
-        rollouts: RolloutFeed | None = None,
-        recording: "Callable[[MethodTrainer], AbstractContextManager[None]] | None" = None,
-        **options: Any,
-    ) -> None:
+    def __init__(self, parts: TrainerParts) -> None:
         _refuse_overrides(type(self))
-        _make_folder(args)
-        super().__init__(model=model, args=args, **options)
-        set_up_sharding(self, dtype)
+        policy, rollouts = parts.policy, parts.rollouts
+        Path(parts.arguments.output_dir or ".").mkdir(parents=True, exist_ok=True)
+        super().__init__(
+            model=policy.model,
+            args=parts.arguments,
+            train_dataset=parts.train_dataset,
+            eval_dataset=parts.eval_dataset,
+            processing_class=policy.tokenizer,
+            callbacks=list(parts.callbacks),
+            optimizers=parts.optimizers,
+            optimizer_cls_and_kwargs=parts.optimizer_class,
+        )
+        set_up_sharding(self, policy.dtype)
         # before transformers 5.19 this is what keeps the Trainer from dividing the loss again
         self.model_accepts_loss_kwargs = True
-        self.method, self.copies, self.shuffle, self.rate_of = method, copies, shuffle, rate_of
+        self.method, self.copies = policy.method, policy.copies
+        self.sharding: Sharding = policy.sharding
+        self.shuffle, self.rate_of, self.encode = parts.shuffle, parts.rate_of, parts.encode
+        self.recording, self.rollouts = parts.recording, rollouts
         self.card: Callable[[], str] | None = None  # text of the model's card
-        self.encode = encode  # makes prepared rows of those that `evaluate` is handed
-        self.runner = StepRunner(method, engine, self.accelerator, token_budget, reference, dtype)
-        self.recording = recording  # what a script's run leaves in its folder is written around its training
-        self.rollouts = rollouts  # where an online method's steps come from, instead of the rows
+        self.runner = StepRunner(
+            policy.method, policy.engine, self.accelerator, policy.token_budget, policy.reference, policy.dtype
+        )
         if rollouts is not None:
             self.runner.temperature = rollouts.producer.sampling.temperature or 1.0  # greedy: taken at 1
             self.runner.skip_zero_advantage = rollouts.skip_zero_advantage
-        if precompute is not None:
-            self.train_dataset = with_reference(self.train_dataset, model, self.runner, precompute)
-            self.eval_dataset = _each(
-                self.eval_dataset, lambda rows: with_reference(rows, model, self.runner, precompute)
-            )
-        tagged: Any = model
+            if isinstance(rollouts.producer.completion_source, CustomRollout):
+                rollouts.producer.completion_source.trainer = self
+        self.precompute = policy.precompute
+        if self.precompute is not None:
+            self.train_dataset = with_reference(self.train_dataset, policy.model, self.runner, self.precompute)
+            if parts.encode is not None:  # that folder is the training rows' alone
+                self.precompute = replace(self.precompute, folder=None)
+            self.eval_dataset = _each(self.eval_dataset, self._with_reference)
+        tagged: Any = policy.model
         if hasattr(tagged, "add_model_tags"):
-            tagged.add_model_tags(["upweight", method.name])
+            tagged.add_model_tags(["upweight", policy.method.name])
         self.last_log, self.last_logged_step = time.perf_counter(), 0
         self.last_blocked = 0.0  # seconds that rollouts had been waited for by then
         if rollouts is None:
@@ -99,10 +118,31 @@ class MethodTrainer(Trainer):
         reference = self.runner.reference
         return reference.model if isinstance(reference, SeparateModel) else None
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
-        """The stock loop, on record where that is asked for."""
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """The stock loop, from a checkpoint if one is asked for (True: the last whole one), on record for a script."""
+        folder = Path(self.args.output_dir or ".")
+        checkpoint = broadcast_from_rank0(
+            checkpoint_to_resume(resume_from_checkpoint, folder) if self.is_world_process_zero() else None
+        )
+        if checkpoint is not None:
+            self._restore(checkpoint)
         with nullcontext() if self.recording is None else self.recording(self):
-            return super().train(*args, **kwargs)
+            try:
+                return super().train(None if checkpoint is None else str(checkpoint), *args, **kwargs)
+            except torch.cuda.OutOfMemoryError as error:
+                raise UserError(out_of_memory("while training", self.runner.token_budget)) from error
+
+    def _restore(self, checkpoint: Path) -> None:
+        """Take up what transformers does not keep: rollouts, a reference that follows, shards of other ranks."""
+        refuse_other_layout(checkpoint, self.sharding)
+        if self.sharding == "deepspeed":
+            fit_to_ranks(checkpoint, self)
+        self.args.eval_on_start = False
+        for callback in self.callback_handler.callbacks:
+            if isinstance(callback, SyncReference):
+                callback.restore(checkpoint)
+        if self.rollouts is not None:
+            self.rollouts.restore(checkpoint)
 
     def get_train_dataloader(self) -> Any:
         """Whole steps; not prepared by accelerate, whose loader would split them and run one ahead."""
@@ -191,7 +231,8 @@ class MethodTrainer(Trainer):
         """Loss and metrics of the evaluation rows, counted as exactly as in training; several sets by their names."""
         rows = self.eval_dataset if eval_dataset is None else eval_dataset
         if eval_dataset is not None and self.encode is not None:
-            rows = _each(eval_dataset, self.encode)
+            encode = self.encode
+            rows = _each(eval_dataset, lambda given: self._with_reference(encode(given)))
         named = {f"_{name}": part for name, part in rows.items()} if isinstance(rows, Mapping) else {"": rows}
         parts = [self._measure(part, f"{metric_key_prefix}{name}") for name, part in named.items()]
         metrics = {name: value for part in parts for name, value in part.items()}
@@ -221,6 +262,19 @@ class MethodTrainer(Trainer):
         self.log(named)  # which adds the epoch
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, named)
         return named
+
+    def _with_reference(self, rows: Any) -> Any:
+        """Rows with log-probs of the reference, where no reference is kept to compute them later."""
+        how, model = self.precompute, self.model
+        if how is None:
+            return rows
+        if self.state.global_step and not how.base_model and how.separate is None:
+            raise UserError(
+                "precompute_ref_log_probs: the reference is the policy as it was, which has been trained since. Give "
+                "these rows as eval_dataset when the trainer is made, or leave the argument out."
+            )
+        assert isinstance(model, nn.Module)
+        return with_reference(rows, model, self.runner, how)
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """Refused: a step has no predictions to hand out."""
@@ -330,14 +384,6 @@ def _refuse_overrides(kind: type) -> None:
             f"{kind.__name__}.{own[0]}: is never called here, where a step is trained on in packed rows. Override "
             "`training_step`, which returns a loss after its backward, or use the method's settings."
         )
-
-
-def _make_folder(args: TrainingArguments) -> None:
-    folder = Path(args.output_dir or ".")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"output_dir: {folder} cannot be made: {error.strerror}. Name another folder.") from error
 
 
 class _EpochOrder(TrainerCallback):

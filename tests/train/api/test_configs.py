@@ -4,14 +4,23 @@ import sys
 
 import pytest
 import torch
+from peft import LoraConfig
 from transformers import HfArgumentParser
 
 from upweight import CPOConfig, DPOConfig, GRPOConfig, KTOConfig, ORPOConfig, PRMConfig, RewardConfig, SFTConfig
 from upweight.errors import UserError
 from upweight.log import _said
 from upweight.methods import DPO, METHODS
+from upweight.train.api.as_config import config_of
+from upweight.train.arguments import training_arguments
+from upweight.train.objects import Objects
 
 CONFIGS = (SFTConfig, DPOConfig, KTOConfig, ORPOConfig, CPOConfig, RewardConfig, PRMConfig)
+
+
+def seen_by_the_loop(args, peft_config=None):
+    config = config_of(args, Objects(arguments=args, peft_config=peft_config))
+    return training_arguments(config, args, steps_per_epoch=1, use_cpu=True)
 
 
 def test_import_stays_light():
@@ -83,7 +92,7 @@ def test_what_would_be_ignored_is_refused(asked, tmp_path):
 
 def test_noise_on_embeddings_is_for_sft(tmp_path):
     args = SFTConfig(output_dir=tmp_path, neftune_noise_alpha=5.0)
-    assert args.for_loop(lora=False).neftune_noise_alpha is None  # the stock hook would come on top
+    assert seen_by_the_loop(args).neftune_noise_alpha is None  # the stock hook would come on top
     with pytest.raises(UserError, match="neftune_noise_alpha"):
         DPOConfig(output_dir=tmp_path, neftune_noise_alpha=5.0)
 
@@ -98,7 +107,7 @@ def test_what_holds_by_construction_says_so_once(tmp_path, caplog):
 
 def test_the_trainer_sees_one_batch_a_step_and_the_script_what_it_said(tmp_path):
     args = DPOConfig(output_dir=tmp_path, per_device_train_batch_size=2, gradient_accumulation_steps=4, bf16=True)
-    seen = args.for_loop(lora=False)
+    seen = seen_by_the_loop(args)
     assert (seen.per_device_train_batch_size, seen.gradient_accumulation_steps) == (8, 1)
     assert not seen.bf16
     assert seen.mixed_precision == "no"
@@ -107,6 +116,6 @@ def test_the_trainer_sees_one_batch_a_step_and_the_script_what_it_said(tmp_path)
 
 def test_the_learning_rate_follows_method_and_adapter_unless_set(tmp_path):
     args = DPOConfig(output_dir=tmp_path)
-    assert [args.for_loop(lora=lora).learning_rate for lora in (False, True)] == [1e-6, 5e-6]
-    assert DPOConfig(output_dir=tmp_path, learning_rate=0.0).for_loop(lora=True).learning_rate == 0
+    assert [seen_by_the_loop(args, lora).learning_rate for lora in (None, LoraConfig())] == [1e-6, 5e-6]
+    assert seen_by_the_loop(DPOConfig(output_dir=tmp_path, learning_rate=0.0), LoraConfig()).learning_rate == 0
     assert torch.device("cpu") == DPOConfig(output_dir=tmp_path, use_cpu=True).device

@@ -218,7 +218,7 @@ def test_prompts_are_cut_from_the_left_and_counted(folder, caplog):
         trainer = grpo(folder, rows=long, max_prompt_length=10)
     assert trainer.processing_class.decode(trainer.train_dataset[0]["prompt_ids"]) == "x" * 7 + "end"
     assert trainer.train_dataset[0]["prompt"] == "x" * 30 + "end"
-    assert "train_dataset: 1 of 2 rows: prompt cut to max_prompt_length" in caplog.text
+    assert "train_dataset: 2 rows read, 2 kept; 1 prompt cut to max_prompt_length" in caplog.text
 
 
 def test_chat_template_kwargs_reach_the_template(folder):

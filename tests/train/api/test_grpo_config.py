@@ -2,12 +2,16 @@ import dataclasses
 import logging
 
 import pytest
+from peft import LoraConfig
 
 from upweight import GRPOConfig
 from upweight.config.sections.rollout import RolloutSection
 from upweight.errors import UserError
 from upweight.log import _said
 from upweight.methods import GRPO, PolicyGradient
+from upweight.train.api.as_config import config_of
+from upweight.train.objects import Objects
+from upweight.train.online.assemble import plan_of
 
 # Every argument of TRL 1.16's GRPOConfig beyond those of transformers, and three that scripts for older ones pass.
 NAMES = """
@@ -41,9 +45,10 @@ def test_every_argument_of_scripts_is_there():
 def test_defaults_are_those_of_the_method_and_the_rollouts(tmp_path):
     args = config(tmp_path, max_steps=None)
     assert args.method() == GRPO()
-    assert args.rollout() == RolloutSection(**SCRIPTS)
+    assert args.section(RolloutSection) == RolloutSection(**SCRIPTS)
     assert (args.max_steps, args.max_completion_length, args.max_prompt_length) == (-1, 256, None)
-    assert [args.for_loop(lora=lora).learning_rate for lora in (False, True)] == [1e-6, 1e-5]
+    with_adapter = Objects(arguments=args, peft_config=LoraConfig())
+    assert [config_of(args, given).optim.learning_rate for given in (Objects(), with_adapter)] == [1e-6, 1e-5]
 
 
 def test_settings_reach_the_method_and_the_rollouts_under_their_own_names(tmp_path):
@@ -63,7 +68,7 @@ def test_settings_reach_the_method_and_the_rollouts_under_their_own_names(tmp_pa
         num_generations=4, scale_rewards=True, reward_weights=(1.0, 0.5), sampler_correction_cap=2.0
     )
     assert args.method() == GRPO(policy=policy, aggregation="normalize_then_sum")
-    assert args.rollout() == RolloutSection(
+    assert args.section(RolloutSection) == RolloutSection(
         **SCRIPTS, generation_args={"stop": ["\n"]}, num_iterations=2, min_p=0.1, completions_shown=3
     )
 
@@ -86,7 +91,7 @@ def test_settings_reach_the_method_and_the_rollouts_under_their_own_names(tmp_pa
     ],
 )
 def test_batches_count_completions(given, groups, step, updates, tmp_path):
-    plan = config(tmp_path, num_generations=8, **given).plan()
+    plan = plan_of(config_of(config(tmp_path, num_generations=8, **given)), 1)
     assert (plan.groups, plan.step, plan.updates) == (groups, step, updates)
 
 
@@ -101,7 +106,7 @@ def test_batches_count_completions(given, groups, step, updates, tmp_path):
 def test_a_batch_that_does_not_fit_names_the_smallest_change(given, words, tmp_path, caplog):
     _said.clear()
     with caplog.at_level(logging.WARNING, "upweight"):
-        config(tmp_path, num_generations=8, **given).plan()
+        config(tmp_path, num_generations=8, **given)
     (record,) = caplog.records
     assert words in record.getMessage()
 

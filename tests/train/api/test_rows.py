@@ -1,16 +1,22 @@
+import dataclasses
+
 import pytest
 
 from parity_script import ROWS, TEMPLATE, made_tokenizer
 from upweight import DPOConfig, KTOConfig, PRMConfig, RewardConfig, SFTConfig
+from upweight.data.prepare import longest_of, prepare_given
 from upweight.errors import UserError
-from upweight.train.api.rows import as_dataset, longest, prepare_rows
+from upweight.train.api.as_config import config_of
+from upweight.train.api.inputs import reader
 
 TOKENIZER = made_tokenizer(TEMPLATE)
 
 
 def prepared(config, rows, folder, **settings):
     args = config(output_dir=str(folder), **settings)
-    return prepare_rows(as_dataset(rows, "rows"), args, args.method(), TOKENIZER, "rows")
+    given, section = reader(args, None)(rows, "rows")
+    made = dataclasses.replace(config_of(args), data=section)
+    return prepare_given(made, TOKENIZER, given, "rows", trains=True, keep=False).train
 
 
 def trained_text(row):
@@ -69,16 +75,15 @@ def test_another_text_field(tmp_path):
     assert trained_text(prepared(SFTConfig, rows, tmp_path, dataset_text_field="body")[0]) == "hy not?<|im_end|>"
 
 
-def test_long_rows_are_cut_and_for_reward_models_dropped(tmp_path, caplog):
+def test_long_rows_are_cut_and_for_reward_models_dropped(tmp_path):
     cut, whole = (
         prepared(DPOConfig, ROWS["pairs"], tmp_path, max_length=16),
         prepared(DPOConfig, ROWS["pairs"], tmp_path),
     )
     assert len(cut) == len(whole)
-    assert longest(cut) == 16 < longest(whole)
-    assert "max_length" in caplog.text
+    assert longest_of(cut) == 16 < longest_of(whole)
     assert 0 < len(prepared(RewardConfig, ROWS["pairs"], tmp_path, max_length=20)) < len(whole)
-    assert longest(prepared(DPOConfig, ROWS["pairs"], tmp_path, max_length=None), None) == longest(whole)
+    assert longest_of(prepared(DPOConfig, ROWS["pairs"], tmp_path, max_length=None), None) == longest_of(whole)
 
 
 def test_nothing_left_is_an_error(tmp_path):

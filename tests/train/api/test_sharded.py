@@ -1,6 +1,7 @@
 """`fsdp=True` in a script: two ranks with shards train what one rank trains, offline and online."""
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,23 @@ def test_a_script_shards_and_trains_the_same(tmp_path):
         trainer.train()
         for line, right in zip(found, logged(trainer), strict=True):
             assert line == pytest.approx(right, rel=1e-5, abs=1e-5)
+
+
+def run_zero_rank(folder):
+    trainer = next(trainers(folder, 2, deepspeed={"zero_optimization": {"stage": 3}}))
+    trainer.train()
+    if trainer.is_world_process_zero():
+        (folder / "found.json").write_text(json.dumps(logged(trainer)))
+
+
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs DeepSpeed")
+def test_a_script_under_zero_3_trains_the_same(tmp_path):
+    write_model(tmp_path / "model", made_tokenizer(TEMPLATE, bos=False), trainer="DPO")
+    on_ranks(run_zero_rank, 2, tmp_path)
+    whole = next(trainers(tmp_path, 1))
+    whole.train()
+    for line, right in zip(json.loads((tmp_path / "found.json").read_text()), logged(whole), strict=True):
+        assert line == pytest.approx(right, rel=1e-4, abs=1e-5)
 
 
 def test_what_shards_otherwise_is_refused(tmp_path):

@@ -234,6 +234,13 @@ def test_activations_are_kept_beside_what_the_optimizer_takes(folder, optim, eac
     assert model.__dict__["_kept_layers"].owed == each * trained
 
 
+def test_rows_that_were_cut_are_counted_by_the_argument_that_cut_them(folder, caplog):
+    dpo(folder, max_length=16)
+    assert "train_dataset: 8 rows read, 8 kept; " in caplog.text
+    assert "max_length" in caplog.text
+    assert "sequence_len" not in caplog.text
+
+
 def test_formatting_func_writes_the_text(folder):
     def trained(**rows):
         args = SFTConfig(output_dir=str(folder / "out"), **COMMON)
@@ -353,7 +360,7 @@ def test_a_config_of_another_trainer_is_refused(folder):
 @pytest.mark.parametrize(("name", "says"), [("data_collator", "packed"), ("tokenizer", "processing_class")])
 def test_an_unknown_input_is_a_type_error(name, says, folder):
     with pytest.raises(TypeError, match=f"takes no argument '{name}': .*{says}"):
-        DPOTrainer(str(folder / "model"), train_dataset=ROWS["pairs"], **{name: object()})  # pyright: ignore
+        DPOTrainer(str(folder / "model"), train_dataset=ROWS["pairs"], **{name: len})  # pyright: ignore
 
 
 def test_a_reference_that_nothing_is_compared_with_is_refused(folder):
@@ -382,7 +389,7 @@ def test_what_would_never_be_called_cannot_be_overridden(folder):
 
 def test_a_folder_that_cannot_be_made_is_named(folder):
     (folder / "file").touch()
-    with pytest.raises(UserError, match=r"output_dir: .*/file/out cannot be made: Not a directory"):
+    with pytest.raises(UserError, match=r"output_dir: .*/file is a file\. Name another folder"):
         DPOTrainer(
             str(folder / "model"),
             args=DPOConfig(output_dir=str(folder / "file" / "out"), **COMMON),

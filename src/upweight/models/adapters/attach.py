@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from peft import LoftQConfig, LoraConfig, PeftConfig, PeftModel, TaskType, get_peft_model
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -14,6 +15,7 @@ from upweight.config.sections.model import AdapterSection
 from upweight.errors import UserError
 from upweight.log import logger, warn_once
 
+KEPT = "_upweight_adapter"
 TASKS = {
     "ForCausalLM": TaskType.CAUSAL_LM,
     "ForSequenceClassification": TaskType.SEQ_CLS,
@@ -34,6 +36,38 @@ def attach_adapter(model: PreTrainedModel, section: AdapterSection, *, new_token
             f"lora_modules_to_save (here {', '.join(embedding_names(model))})"
         )
     return adapted
+
+
+def new_adapter(model: Any, config: PeftConfig) -> PeftModel:
+    """The model with a fresh adapter of a script, which is found again when the same model is handed over once more."""
+    asked = _described(config)  # before PEFT finds the modules that it means
+    adapted = get_peft_model(model, config)
+    assert isinstance(adapted, PeftModel)
+    vars(model)[KEPT] = adapted, asked  # not as a module of the model, which it holds itself
+    return adapted
+
+
+def kept_adapter(model: PreTrainedModel, config: PeftConfig | None) -> PeftModel | None:
+    """The PeftModel whose layers a base model has, if `new_adapter` made it and `config` asks for no other one."""
+    if not any(isinstance(module, BaseTunerLayer) for module in model.modules()):
+        return None
+    if KEPT not in vars(model):
+        raise UserError(
+            "model: has the layers of an adapter, but is not its PeftModel. Hand that over, or merge it first "
+            "(`merge_and_unload()`)."
+        )
+    adapted, asked = vars(model)[KEPT]
+    if config is not None and _described(config) not in (asked, _described(adapted.active_peft_config)):
+        raise UserError(
+            "peft_config: the model has the adapter of an earlier trainer, which is another one. Leave out peft_config "
+            "to go on with it, or take `trainer.model.merge_and_unload()` for the model."
+        )
+    return adapted
+
+
+def _described(config: PeftConfig) -> dict[str, Any]:
+    """What a config says of an adapter, without what PEFT notes of the model."""
+    return {**config.to_dict(), "base_model_name_or_path": None, "inference_mode": False, "revision": None}
 
 
 def lora_config(model: PreTrainedModel, section: AdapterSection) -> LoraConfig:

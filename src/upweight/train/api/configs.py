@@ -1,9 +1,8 @@
 """TrainingArguments with the settings of each method, under the names people know from TRL."""
 
-import copy
 import dataclasses
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -12,20 +11,28 @@ from transformers import TrainingArguments
 
 from upweight.config.modernise import asks_for_something
 from upweight.config.peers import FUSED_HEAD, PACKED
+from upweight.config.sections.data import DataSection, DatasetRow
 from upweight.config.sections.model import ModelSection
+from upweight.config.sections.run import RunSection
+from upweight.config.sections.training import OptimSection
 from upweight.errors import UserError, did_you_mean
 from upweight.log import warn_once
 from upweight.methods import DPO, KTO, ORM, ORPO, PRM, SFT, SimPO
 from upweight.methods.base import Method
-from upweight.settings import Key, Section, keys_of
+from upweight.settings import Section
+from upweight.train.api.as_config import checked_config
+from upweight.train.api.fields import help_of, holds, of, with_help
+from upweight.train.distributed.deepspeed import require_deepspeed
+from upweight.train.distributed.ranks import init_single_rank
 
 AnySection = TypeVar("AnySection", bound=Section)
 BUDGET = "rows are cut by `token_budget`, whatever is computed on them"
-DROPOUT = "Switch the model's dropout off; an adapter keeps its own."
+ROWS = "train_dataset"  # where a script's rows come from, for rules that want to know
+UNLIMITED = 2**31 - 1  # tokens
 TEMPLATE_PATH = "A file with a chat template, or a tokenizer whose template, end token and missing tokens are taken."
+ONLY_ENCODER_DECODER = "only encoder-decoder models read it"
 COUNTS_EXAMPLES = f"{PACKED}; `per_device_train_batch_size` counts examples, not packs"
 
-ONLY_ENCODER_DECODER = "only encoder-decoder models read it"
 REFUSED = {
     "router_aux_loss_coef": "the routers' balance is not trained; remove it",
     "generate_during_eval": "nothing is generated in an evaluation on pairs; remove it",
@@ -33,8 +40,6 @@ REFUSED = {
     "dataset_kwargs": "rows are prepared from text, messages or `input_ids` here; remove it",
     "auto_find_batch_size": "a batch is cut into forwards by `token_budget`; remove it",
     "label_smoothing_factor": "is for classifiers; preference losses have `label_smoothing`",
-    "torch_compile": "layers are not compiled; remove it",
-    "deepspeed": "is for runs from a config (`upweight train`); `fsdp=True` shards alike",
 }
 
 REPLACED = {  # arguments of earlier versions of TRL, and what does the same now
@@ -51,38 +56,6 @@ REPLACED = {  # arguments of earlier versions of TRL, and what does the same now
 }
 
 
-class Help(str):
-    """What an argument does, and where it goes; a text, since command-line parsers hand a field's metadata on."""
-
-    section: type[Section] | None = None  # that the argument is handed to,
-    setting: Key | None = None  # as this
-    holds: str | None = None  # why it changes nothing
-
-
-def help_of(argument: dataclasses.Field[Any]) -> Help:
-    """What is known of an argument; of transformers' own, its text."""
-    known = argument.metadata.get("help", "")
-    return known if isinstance(known, Help) else Help(known)
-
-
-def of(section: type[Section], name: str, **changed: Any) -> Any:
-    """A field that is handed to a section's setting, with its default and help; lists where the section has tuples."""
-    key = next(key for key in keys_of(section) if key.name == name)
-    default = changed.get("default", key.field.default)
-    text = Help(key.field.description)
-    text.section, text.setting = section, key
-    if isinstance(default, tuple):
-        return field(default_factory=lambda: list(default), metadata={"help": text})
-    return field(default=default, metadata={"help": text})
-
-
-def holds(default: Any, why: str) -> Any:
-    """A field that may be set and changes nothing, since what it asks for is so anyway."""
-    text = Help(f"Accepted: {why}.")
-    text.holds = why
-    return field(default=default, metadata={"help": text})
-
-
 def asked_for(args: Any) -> list[str]:
     """The refused arguments that are set to anything but their default, each with its reason."""
     known = {one.name: one.default for one in dataclasses.fields(args)}
@@ -93,10 +66,6 @@ def asked_for(args: Any) -> list[str]:
         for name, value in given.items()
         if value != known[name] and asks_for_something(value)
     ]
-
-
-def with_help(default: Any, text: str) -> Any:
-    return field(default=default, metadata={"help": text})
 
 
 @dataclass
@@ -128,16 +97,20 @@ class MethodArguments(TrainingArguments):
     model_init_kwargs: dict[str, Any] | None = with_help(  # noqa: RUF009
         None, "Arguments of `from_pretrained`, for a model given by name."
     )
-    trust_remote_code: bool = with_help(False, "Whether code from the model's repository may run.")
+    trust_remote_code: bool = of(ModelSection, "trust_remote_code")
     max_length: int | None = with_help(1024, "Longest sequence in tokens, prompt included; None: no limit.")
-    dataset_num_proc: int | None = with_help(None, "Processes that prepare data.")
-    token_budget: int | None = with_help(None, "Tokens in one forward; by the device's memory when unset.")
-    layout: str = of(ModelSection, "layout")
+    dataset_num_proc: int | None = of(DataSection, "processes")
+    dataset_prepared_path: str = of(DataSection, "prepared_path")
+    token_budget: int | None = of(OptimSection, "token_budget")
+    layout: Literal["auto", "tree", "padded"] = of(ModelSection, "layout")
+    activation_offloading: bool = of(OptimSection, "activation_offloading")
+    reference_offloading: bool = of(OptimSection, "reference_offloading")
+    loss_watchdog_threshold: float | None = of(RunSection, "loss_limit")
+    loss_watchdog_patience: int = of(RunSection, "loss_limit_patience")
     truncation_mode: str = with_help("keep_start", "Which end of a long sequence is kept.")
-    disable_dropout: bool = with_help(True, DROPOUT)
+    disable_dropout: bool = of(ModelSection, "disable_dropout", default=True)
     eos_token: str | None = with_help(None, "Token that ends a text or turn; unset: the tokenizer's.")
     pad_token: str | None = with_help(None, "Padding token; tells a saved reward model where a text ends.")
-    activation_offloading: bool = with_help(False, "Keep activations in host memory until the backward needs them.")
     router_aux_loss_coef: float | None = with_help(None, "Not supported.")
     use_liger_kernel: bool = holds(False, FUSED_HEAD)
     padding_free: bool = holds(False, PACKED)
@@ -148,17 +121,21 @@ class MethodArguments(TrainingArguments):
             self.max_steps = -1  # pyright: ignore[reportIncompatibleVariableOverride]
         if self.warmup_ratio is not None:
             self._take_warmup_ratio(self.warmup_ratio)
-        # Whether a GPU can autocast is no question here: weights are computed in bfloat16 as they are.
+        if self.deepspeed is not None:
+            require_deepspeed()
+            init_single_rank()
+        # Whether a GPU can autocast is no question here: weights are computed in bfloat16 as they are. DeepSpeed reads
+        # its config when the model is there.
         wanted, self.bf16 = self.bf16, False
+        zero, self.deepspeed = self.deepspeed, None
         super().__post_init__()
-        self.bf16 = wanted  # pyright: ignore[reportIncompatibleVariableOverride]
+        self.bf16, self.deepspeed = wanted, zero  # pyright: ignore[reportIncompatibleVariableOverride]
         self._refuse()
         for one in dataclasses.fields(self):
             value = getattr(self, one.name)
             if (why := help_of(one).holds) and value != one.default and asks_for_something(value):
                 warn_once(f"{one.name}: nothing to do: {why}")
-        self.method()
-        self.section(ModelSection)
+        checked_config(self)
 
     def _refuse(self) -> None:
         """Name every argument of transformers that this loop would ignore."""
@@ -169,18 +146,12 @@ class MethodArguments(TrainingArguments):
             for name, value in sizes.items()
             if not isinstance(value, int) or value < 1
         ]
-        if self.neftune_noise_alpha is not None and self.method_class is not SFT:
-            refused.append("neftune_noise_alpha: noise on embeddings is for supervised fine-tuning; remove it.")
+        if not isinstance(self.model_init_kwargs, Mapping | None):
+            refused.append(f"model_init_kwargs: expected a dict, got {type(self.model_init_kwargs).__name__}.")
         if self.fsdp and (self.fsdp_plugin_args or {}).get("fsdp_version", 2) != 2:
             refused.append("fsdp_config: weights are sharded by FSDP2; leave out 'version'.")
         if self.fsdp and (self.fsdp_plugin_args or {}).get("activation_checkpointing"):
             refused.append("fsdp_config: instead of 'activation_checkpointing', use `gradient_checkpointing=True`.")
-        if self.fsdp and getattr(self, "precompute_ref_log_probs", False):
-            refused.append(
-                "precompute_ref_log_probs: the reference is sharded with the policy; leave it out with fsdp."
-            )
-        if self.fp16 and self.bf16:
-            refused.append("fp16, bf16: choose one of them.")
         if self.truncation_mode != "keep_start":
             refused.append("truncation_mode: only 'keep_start' is there: cutting the beginning loses the prompt.")
         if refused:
@@ -221,33 +192,27 @@ class MethodArguments(TrainingArguments):
             raise UserError(f"warmup_ratio: a share below 1, not {ratio}; `warmup_steps` counts steps.")
         self.warmup_steps, self.warmup_ratio = ratio, None
 
-    def checkpointing_options(self) -> dict[str, Any] | None:
-        """Options of gradient checkpointing; None where it is off."""
-        given = self.gradient_checkpointing_kwargs or {}
-        assert not isinstance(given, str), "transformers parses JSON"
-        return given if self.gradient_checkpointing else None
+    def dataset_row(self, columns: Sequence[str] = ()) -> DatasetRow:
+        """How rows that a script hands over, with these columns, are read, as an entry of `datasets`."""
+        return DatasetRow(path=ROWS)
 
-    @property
-    def sharded(self) -> bool:
-        """Whether the ranks hold shards of the weights."""
-        return bool(self.fsdp) and self.world_size > 1
+    def data_settings(self) -> dict[str, Any]:
+        """What the arguments say of all rows, as settings of `DataSection`."""
+        if self.train_sampling_strategy not in ("random", "sequential"):
+            warn_once(
+                f"train_sampling_strategy: {self.train_sampling_strategy} has no effect: forwards hold equal tokens"
+            )
+        return {
+            "datasets": [self.dataset_row()],
+            "sequence_len": self.max_length or UNLIMITED,
+            "too_long": self.too_long,
+            "shuffle_merged": False,
+            "curriculum": self.train_sampling_strategy == "sequential",
+        }
 
-    def for_loop(self, *, lora: bool) -> TrainingArguments:
-        """The arguments as the Trainer sees them: one batch a step, no autocast; these stay as they are."""
-        method = self.method_class
-        by_method = (lora and method.lora_learning_rate) or method.learning_rate
-        seen = copy.copy(self)
-        seen.learning_rate = by_method if self.learning_rate is None else self.learning_rate
-        seen.per_device_train_batch_size = self.per_device_train_batch_size * self.gradient_accumulation_steps
-        seen.gradient_accumulation_steps = 1
-        seen.bf16 = seen.gradient_checkpointing = seen.use_liger_kernel = False
-        seen.neftune_noise_alpha = None  # the stock hook would take a packed row for one sequence
-        seen.remove_unused_columns = seen.logging_nan_inf_filter = False
-        seen.ddp_find_unused_parameters = False
-        if self.fsdp and not self.sharded:
-            warn_once("fsdp: there is one process, and nothing is sharded; start the script with torchrun")
-            seen.fsdp = seen.fsdp_plugin_args = None
-        return seen
+    def trains_on_prompts(self, columns: Sequence[str], where: str) -> bool:
+        """Whether the tokens of prompts are trained on, in rows with these columns."""
+        return False
 
 
 @dataclass
@@ -257,7 +222,7 @@ class SFTConfig(MethodArguments):
     method_class: ClassVar = SFT
 
     loss_type: str = of(SFT, "loss_type")
-    disable_dropout: bool = with_help(False, DROPOUT)
+    disable_dropout: bool = of(ModelSection, "disable_dropout", default=False)
     completion_only_loss: bool | None = with_help(
         None, "Train on completions only; unset: where rows have a prompt and a completion."
     )
@@ -269,6 +234,35 @@ class SFTConfig(MethodArguments):
     packing_strategy: str = holds("bfd", PACKED)
     eval_packing: bool | None = holds(None, PACKED)
     dataset_kwargs: dict[str, Any] | None = with_help(None, "Not supported.")  # noqa: RUF009
+
+    def dataset_row(self, columns: Sequence[str] = ()) -> DatasetRow:
+        """Plain text is in a column of any name; the masks of token ids say which turns are trained."""
+        roles = ["assistant"] if self.assistant_only_loss and "input_ids" not in columns else None
+        return DatasetRow(path=ROWS, field=self.dataset_text_field, roles_to_train=roles)
+
+    def data_settings(self) -> dict[str, Any]:
+        """Rows may be shuffled before training, besides each epoch's order."""
+        return super().data_settings() | {"shuffle_merged": self.shuffle_dataset}
+
+    def trains_on_prompts(self, columns: Sequence[str], where: str) -> bool:
+        """Unless asked, no for completions, yes for conversations and token ids."""
+        present = set(columns)
+        tokenised = "input_ids" in present
+        completions = {"completion_mask", "labels"} & present if tokenised else {"prompt", "completion"} <= present
+        turns = "assistant_masks" in present if tokenised else completions or {"messages", "conversations"} & present
+        if self.assistant_only_loss and not turns:
+            raise UserError(
+                f"assistant_only_loss: the rows of {where} need messages, in a column 'messages' or in 'prompt' and "
+                "'completion', or token ids with 'assistant_masks'."
+            )
+        if self.completion_only_loss and not completions:
+            raise UserError(
+                f"completion_only_loss: the rows of {where} need the columns 'prompt' and 'completion', or token ids "
+                "with 'completion_mask'."
+            )
+        if tokenised:
+            return not self.completion_only_loss
+        return self.completion_only_loss is False if completions else not self.assistant_only_loss
 
 
 @dataclass
@@ -361,3 +355,12 @@ class PRMConfig(MethodArguments):
     step_separator: str = with_help("\n", "Text after each step.")
     train_on_last_step_only: bool = with_help(False, "Label the last step only.")
     max_completion_length: int | None = with_help(None, "Longest completion in tokens.")
+
+    def dataset_row(self, columns: Sequence[str] = ()) -> DatasetRow:
+        """Steps are joined and labelled as the arguments say."""
+        return DatasetRow(
+            path=ROWS,
+            step_separator=self.step_separator,
+            train_on_last_step_only=self.train_on_last_step_only,
+            max_completion_length=self.max_completion_length,
+        )

@@ -4,18 +4,14 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from transformers import TrainingArguments
-
 from upweight.config.peers import FUSED_HEAD, OWN_SERVER
-from upweight.config.rules.rollout import NO_PATTERN
-from upweight.config.sections.environment import EnvironmentSection
+from upweight.config.sections.data import DataSection
 from upweight.config.sections.rollout import RolloutSection
 from upweight.errors import UserError
-from upweight.log import warn_once
 from upweight.methods import GRPO, RLOO
-from upweight.rollout.plan import Plan
 from upweight.rollout.sampling_params import sampling_of
-from upweight.train.api.configs import MethodArguments, holds, of, with_help
+from upweight.train.api.configs import MethodArguments
+from upweight.train.api.fields import holds, of, with_help
 
 SAMPLER = "the sampler keeps each prompt once for all its completions, and drops rows as they end"
 ADAPTIVE = "With `use_adaptive_entropy`, which is not supported."
@@ -42,7 +38,7 @@ class RolloutArguments(MethodArguments):
     max_length: int | None = with_help(None, "Not used: see `max_prompt_length` and `max_completion_length`.")
 
     num_generations_eval: int | None = of(RolloutSection, "num_generations_eval")
-    max_prompt_length: int | None = with_help(None, "Longest prompt in tokens; longer ones lose their beginning.")
+    max_prompt_length: int | None = of(DataSection, "max_prompt_length")
     shuffle_dataset: bool = with_help(True, "Take prompts in a new order in each epoch.")
     ds3_gather_for_generation: bool = holds(True, "weights are whole where completions are sampled")
 
@@ -55,7 +51,7 @@ class RolloutArguments(MethodArguments):
     min_p: float | None = of(RolloutSection, "min_p")
     repetition_penalty: float = of(RolloutSection, "repetition_penalty")
     generation_kwargs: dict[str, Any] | None = of(RolloutSection, "generation_args", default=None)  # noqa: RUF009
-    chat_template_kwargs: dict[str, Any] | None = with_help(None, "Variables of the chat template.")  # noqa: RUF009
+    chat_template_kwargs: dict[str, Any] | None = of(DataSection, "template_args", default=None)  # noqa: RUF009
     cache_implementation: str | None = holds(None, SAMPLER)
     use_transformers_paged: bool = holds(False, SAMPLER)
     use_transformers_continuous_batching: bool = holds(False, SAMPLER)
@@ -93,57 +89,17 @@ class RolloutArguments(MethodArguments):
         if self.load_best_model_at_end and self.metric_for_best_model is None:
             self.metric_for_best_model = "reward"  # an evaluation of what the policy writes has no loss
         super().__post_init__()
-        if self.generation_batch_size is not None and self.steps_per_generation is not None:
-            raise UserError("steps_per_generation: cannot be used with 'generation_batch_size'. Keep one.")
         server = [
             f"vllm_server_{name}" for name in ("base_url", "host", "port") if getattr(self, f"vllm_server_{name}")
         ]
         if self.use_vllm and self.vllm_mode == "colocate" and server:
             raise UserError(f"{server[0]}: is for vllm_mode='server'; with 'colocate' the trainer starts vLLM itself.")
-        if self.vllm_structured_outputs_regex is not None and not self.use_vllm:
-            raise UserError(f"vllm_structured_outputs_regex: {NO_PATTERN}.")
-        sampling_of(self.rollout(), self.max_completion_length)
+        sampling_of(self.section(RolloutSection), self.max_completion_length)
 
-    @property
-    def completion_room(self) -> int:
-        """Tokens that are added to a prompt."""
-        return self.max_completion_length
-
-    def rollout(self) -> RolloutSection:
-        """How completions are produced and scored."""
-        return self.section(RolloutSection)
-
-    def environment(self) -> EnvironmentSection:
-        """How far episodes may go."""
-        calling = self.max_tool_calling_iterations
-        return EnvironmentSection() if calling is None else EnvironmentSection(max_turns=calling + 1)
-
-    def plan(self) -> Plan:
-        """Sizes of the rollouts over all ranks; a batch that does not hold whole groups gets a warning."""
-        micro = self.per_device_train_batch_size * self.world_size
-        group, accumulation = self.num_generations, self.gradient_accumulation_steps
-        wanted = self.generation_batch_size or micro * (self.steps_per_generation or accumulation)
-        plan = Plan.fitting(wanted, group, micro * accumulation, self.num_iterations)
-        generated = plan.groups * group
-        if wanted % group == 0 and generated not in (wanted, plan.step):
-            warn_once(
-                f"generation_batch_size: {wanted} completions do not make whole optimizer batches of {plan.step}; "
-                f"{generated} are generated at a time"
-            )
-        elif wanted % group:
-            fitting = next(steps for steps in range(accumulation, accumulation + group) if micro * steps % group == 0)
-            warn_once(
-                f"num_generations: a batch of {wanted} does not hold whole groups of {group}; "
-                f"{generated} completions are generated at a time. "
-                f"'gradient_accumulation_steps={fitting}' would fit."
-            )
-        return plan
-
-    def for_loop(self, *, lora: bool) -> TrainingArguments:
-        """The arguments as the Trainer sees them."""
-        seen = super().for_loop(lora=lora)
-        seen.ignore_data_skip = True  # rollouts know themselves where they were
-        return seen
+    def data_settings(self) -> dict[str, Any]:
+        """Prompts are taken in order if they are not to be shuffled."""
+        known = super().data_settings()
+        return known | {"curriculum": known["curriculum"] or not self.shuffle_dataset}
 
 
 @dataclass

@@ -32,7 +32,7 @@ def sharding_of(section: ShardingSection, ranks: int) -> Sharding:
         return "deepspeed"
     one_of_one = ranks == 1 and dist.is_initialized()  # goes on from shards
     if section.fsdp and ranks == 1 and not one_of_one:
-        warn_once("fsdp: there is one process, and nothing is sharded; --num-processes starts more")
+        warn_once("fsdp: there is one process, and nothing is sharded; start more (--num-processes, torchrun)")
     if section.fsdp and section.fsdp_version == 1:
         warn_once("fsdp_version: 1 is old; FSDP2 is taken, and trains the same")
     return "fsdp" if section.fsdp and (ranks > 1 or one_of_one) else "none"

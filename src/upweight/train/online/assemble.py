@@ -1,6 +1,7 @@
-"""Between a policy and its rollouts: what runs from a config and the Python API put together alike."""
+"""Between a policy and its rollouts: prompts, sampler, rewards and method, put together."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -8,18 +9,16 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
-from transformers import PreTrainedTokenizerBase, TrainerCallback
 
 from upweight.config import Config
 from upweight.config.resolve import generation_batch
 from upweight.config.sections.rollout import RolloutSection
-from upweight.engine import Engine
 from upweight.errors import UserError
-from upweight.log import is_seen, logger
-from upweight.methods.base import Method, PolicySettings
+from upweight.log import logger
+from upweight.methods import feature_matcher
+from upweight.methods.base import PolicySettings
 from upweight.models.load import compute_dtype
-from upweight.models.reference import Reference
-from upweight.rewards.load import load_rewards
+from upweight.rewards.load import as_rewards, load_rewards
 from upweight.rewards.model import ModelOptions
 from upweight.rewards.reward import Reward
 from upweight.rewards.scorer import Scorer
@@ -36,17 +35,16 @@ from upweight.rollout.vllm.colocated import VllmColocated
 from upweight.sampler.in_process import InProcess
 from upweight.train.distributed.fsdp import whole_weights
 from upweight.train.distributed.ranks import ShardedWork, all_gather_objects
+from upweight.train.objects import YAML_ONLY, Objects
 from upweight.train.online.broadcast import broadcast_rollout
-from upweight.train.online.completions import CompletionFiles, ShownCompletions
 from upweight.train.online.environments import EnvironmentSetup, check_rewards
 from upweight.train.online.feature_matching import FeatureMatching, feature_matching_of
-from upweight.train.online.feed import RolloutFeed, SaveRollouts
+from upweight.train.online.feed import RolloutFeed, RolloutSchedule
 from upweight.train.online.vllm import Vllm, server_for
-from upweight.train.trainer import MethodTrainer
+from upweight.train.policy import Policy
 from upweight.types import Generator, Sampling
 from upweight.user_modules import load_function
 
-LOOK_EVERY = 50  # steps between looks at completions on a terminal, where the config does not ask for them
 REROLL_CAPACITY = 1024  # failed prompts remembered
 LOSS_SAYS_LITTLE = (
     "%s: the loss is near 0 and may rise while the policy learns; it is no measure of progress: watch reward, "
@@ -56,26 +54,6 @@ ALL_ARE_READ = (
     "%s: completions without an advantage are forwarded like all others, for the sake of %s; "
     "trl.skip_zero_advantage_batches leaves out those that nothing is computed from"
 )
-
-
-@dataclass(frozen=True)
-class Policy:
-    """What trains, as far as rollouts have to do with it."""
-
-    model: Any
-    tokenizer: PreTrainedTokenizerBase
-    engine: Engine
-    method: Method
-    dtype: torch.dtype  # that it computes in
-    reference: Reference | None = None
-    offload_reference: bool = False
-    sharded: bool = False  # or will be: gathered for each rollout, and by pieces for a server
-
-    @staticmethod
-    def of(model: Any, tokenizer: PreTrainedTokenizerBase, parts: Mapping[str, Any], **more: Any) -> "Policy":
-        """With what `trainer_parts` made of it."""
-        named = {name: parts[name] for name in ("engine", "method", "dtype", "reference")}
-        return Policy(model, tokenizer, **named, **more)
 
 
 @dataclass(frozen=True)
@@ -100,26 +78,45 @@ def plan_of(config: Config, ranks: int) -> Plan:
 
 
 def rewards_of(
-    config: Config, device: torch.device, columns: Sequence[str], acting: EnvironmentSetup | None = None
+    config: Config,
+    device: torch.device,
+    columns: Sequence[str],
+    acting: EnvironmentSetup | None = None,
+    objects: Objects = YAML_ONLY,
 ) -> list[Reward]:
-    """The rewards that a config names and its environment gives, able to read the data's columns."""
-    rewards = load_rewards(
-        config.rollout.reward_funcs,
-        config.folder,
-        models=ModelOptions(compute_dtype(config.model, device), device, config.model.trust_remote_code),
-        environment=() if acting is None else acting.environment.reward_names,
-    )
-    if acting is not None and not rewards:
-        raise UserError("trl.reward_funcs: missing. The environment gives no reward: name at least one.")
+    """The rewards that are named or handed over and those of the environment, able to read the data's columns."""
+    models = ModelOptions(compute_dtype(config.model, device), device, config.model.trust_remote_code)
+    names = () if acting is None else acting.environment.reward_names
+    if objects.of_script:
+        rewards = as_rewards(objects.reward_funcs, objects.reward_tokenizers, models=models, environment=names)
+    else:
+        rewards = load_rewards(config.rollout.reward_funcs, config.folder, models=models, environment=names)
+    if not rewards and (objects.of_script or acting is not None):
+        raise UserError(
+            "trl.reward_funcs: empty. A group of completions is compared by rewards, and no environment gives any: "
+            "give at least one."
+        )
+    policy = config.method.policy_settings
+    weights = None if policy is None or feature_matcher(config.method) else policy.reward_weights
+    if weights is not None and len(weights) != len(rewards):  # with those of an environment, which no rule can count
+        raise UserError(f"trl.reward_weights: {len(weights)} weights for {len(rewards)} rewards. Give one for each.")
     check_rewards(rewards, columns, acting)
     return rewards
 
 
 def rollouts_of(
-    config: Config, policy: Policy, rows: PromptRows, rewards: Sequence[Reward], acting: EnvironmentSetup | None
+    config: Config,
+    objects: Objects,
+    policy: Policy,
+    rows: PromptRows,
+    rewards: Sequence[Reward],
+    *,
+    acting: EnvironmentSetup | None,
 ) -> RolloutFeed:
     """The rollouts that a config describes."""
-    path = config.rollout.rollout_func
+    function, path = objects.rollout_func, config.rollout.rollout_func
+    if function is None and path is not None:
+        function = load_function(path, config.folder, "trl.rollout_func")
     recipe = RolloutSpec(
         rows,
         rewards,
@@ -129,44 +126,20 @@ def rollouts_of(
         config.optim.seed,
         shuffle=not config.data.curriculum,
         acting=acting,
-        rollout_func=None if path is None else load_function(path, config.folder, "trl.rollout_func"),
+        rollout_func=function,
     )
     return make_rollouts(policy, recipe)
 
 
-def watch_rollouts(
-    trainer: MethodTrainer, section: RolloutSection, folder: Path, *, writes: bool = True
-) -> TrainerCallback:
-    """Have completions shown, and written to the run's folder; the callback that keeps rollouts in checkpoints."""
-    rollouts = trainer.rollouts
-    assert rollouts is not None
-    producer = rollouts.producer
-    if isinstance(producer.completion_source, CustomRollout):
-        producer.completion_source.trainer = trainer
-    if trainer.is_world_process_zero():
-        names, decode = producer.names, producer.decode
-        if writes:
-            files = CompletionFiles(folder, names, decode, rollouts.old_logps)
-            rollouts.written.append(files)
-            rollouts.evaluated.append(files.of_evaluation)
-        every = int(trainer.args.logging_steps)
-        if section.log_completions:
-            rollouts.written.append(ShownCompletions(every, section.completions_shown or 4, names, decode))
-        elif is_seen():  # a look now and then
-            every = max(every, LOOK_EVERY)
-            rollouts.written.append(ShownCompletions(every, section.completions_shown or 2, names, decode))
-    return SaveRollouts(rollouts)
-
-
 def make_rollouts(policy: Policy, recipe: RolloutSpec) -> RolloutFeed:
     """Prompts, sampler, rewards and method, put together."""
-    method, section, ranks = policy.method, recipe.section, PartialState()
+    method, section, ranks, tokenizer = policy.method, recipe.section, PartialState(), policy.tokenizer
     gradient = method.policy_settings
     assert gradient is not None, "online methods have one"
     server = server_for(
         section,
         policy.model,
-        policy.tokenizer,
+        tokenizer,
         dtype=policy.dtype,
         folder=recipe.folder,
         rows=recipe.rows,
@@ -190,25 +163,25 @@ def make_rollouts(policy: Policy, recipe: RolloutSpec) -> RolloutFeed:
         completion_source=_roll(policy, recipe, generator, matching),
         scorer=Scorer(recipe.rewards, workers=section.reward_workers, timeout=section.reward_timeout),
         sampling=sampling,
-        decode=lambda ids: str(policy.tokenizer.decode(ids, skip_special_tokens=True)),
+        decode=lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)),
         seed=recipe.seed,
         ranks=Ranks() if section.use_vllm else Ranks(ranks.process_index, ranks.num_processes, all_gather_objects),
         longest=matching.longest if matching is not None and matching.adapts else None,
         prove=generator.prove if isinstance(generator, InProcess) else None,
         **_second_chances(section),
     )
-    timing = _timing(section, recipe.plan) | (_of_shards(section, policy, server) if policy.sharded else {})
+    schedule = _schedule(section, recipe.plan, policy, server)
     return RolloutFeed(
         producer,
         method,
         generator,
         eval_size=section.num_generations_eval or method.group_size,
+        schedule=schedule,
         mask_truncated=gradient.mask_truncated_completions,
-        sampler_logps=_sampler_counts(gradient, section, timing["depth"], custom=recipe.rollout_func is not None),
+        sampler_logps=_sampler_counts(gradient, section, schedule.depth, custom=recipe.rollout_func is not None),
         skip_zero_advantage=section.skip_zero_advantage,
         recompute_replayed=section.replay_recompute,
         matching=matching,
-        **timing,
     )
 
 
@@ -272,28 +245,28 @@ def _second_chances(section: RolloutSection) -> dict[str, Any]:
     return found
 
 
-def _of_shards(section: RolloutSection, policy: Policy, server: Vllm | None) -> dict[str, Any]:
-    """How sampler and server come by weights of which every rank holds a piece."""
-    if not section.use_vllm:
-        return {"whole": partial(whole_weights, policy.model, policy.engine)}
-    together = ShardedWork(policy.model)
-    if server is not None:
-        assert not isinstance(server, VllmColocated), "shards need a server, which is said before"
-        server.on_model(together.lead)
-    return {"together": together}
+def _schedule(section: RolloutSection, plan: Plan, policy: Policy, server: Vllm | None) -> RolloutSchedule:
+    """How far rollouts run ahead, how often the sampler follows, and who drives it: with a server, rank 0 alone.
 
-
-def _timing(section: RolloutSection, plan: Plan) -> dict[str, Any]:
-    """How far rollouts run ahead, how often the sampler follows, and who drives it: with a server, rank 0 alone."""
-    ranks = PartialState()
+    Weights of which every rank holds a piece are gathered for the sampler, or sent to a server by all ranks together.
+    """
+    ranks, together = PartialState(), None
     interval = section.sync_interval if section.use_vllm else 1
     depth = bounded_depth(
         plan, section.prefetch_depth if section.async_prefetch else 0, interval, section.max_staleness
     )
-    return {
-        "depth": depth,
-        "threaded": section.use_vllm and depth > 0,
-        "sync_interval": interval,
-        "shared": broadcast_rollout if section.use_vllm and ranks.num_processes > 1 else None,
-        "drives": not section.use_vllm or ranks.process_index == 0,
-    }
+    if policy.sharded and section.use_vllm:
+        together = ShardedWork(policy.model)
+        if server is not None:
+            assert not isinstance(server, VllmColocated), "shards need a server, which is said before"
+            server.on_model(together.lead)
+    gathers = policy.sharded and not section.use_vllm
+    return RolloutSchedule(
+        depth=depth,
+        threaded=section.use_vllm and depth > 0,
+        sync_interval=interval,
+        shared=broadcast_rollout if section.use_vllm and ranks.num_processes > 1 else None,
+        drives=not section.use_vllm or ranks.process_index == 0,
+        together=together,
+        whole=partial(whole_weights, policy.model, policy.engine) if gathers else nullcontext,
+    )

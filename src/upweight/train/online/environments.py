@@ -30,6 +30,7 @@ from upweight.rollout.producer import CompletionSource
 from upweight.rollout.vllm.server import VllmServer
 from upweight.sampler.in_process import end_tokens
 from upweight.train.distributed.ranks import broadcast_from_rank0
+from upweight.train.objects import YAML_ONLY, Objects
 from upweight.types import Generator
 from upweight.user_modules import load_function
 
@@ -74,9 +75,13 @@ class GymAgentSetup(EnvironmentSetup):
         return GymAgents(self.environment, gateway)
 
 
-def environment_setup(config: Config) -> EnvironmentSetup | None:
-    """What a config's policy acts in; None where it only answers."""
+def environment_setup(config: Config, objects: Objects = YAML_ONLY) -> EnvironmentSetup | None:
+    """What a policy acts in, as its config says or a script hands it over; None where it only answers."""
     section = config.environment
+    if objects.tools or objects.environment_factory is not None:
+        factory, tools = objects.environment_factory, list(objects.tools or ())
+        made = python_environment(section, factory, tools, "environment_factory")
+        return EnvironmentSetup(made, bounds_of(section), template_args=config.data.template_args)
     if config.method.online and config.gym.enabled:
         return _gym(config)
     if not config.method.online or not section.acts:

@@ -16,6 +16,7 @@ from torch import nn
 from transformers import TrainerCallback
 
 from upweight.engine.packing import count_batch
+from upweight.errors import UserError
 from upweight.files import write_text
 from upweight.methods.base import Method
 from upweight.models.modules import dropout_off
@@ -35,6 +36,19 @@ STATE = "rollouts.json"
 KEPT = ("old_logps", "ref_logps")  # of the rollout under way, in a checkpoint
 
 
+@dataclass(frozen=True)
+class RolloutSchedule:
+    """When rollouts are made and who makes them; synchronous training in one process by default."""
+
+    depth: int = 0  # rollouts that may be under way before they are needed
+    threaded: bool = False  # write them while the trainer works
+    sync_interval: int = 1  # optimizer steps between two syncs of the sampler
+    shared: Callable[[Rollout | None], Rollout] | None = None  # rank 0's rollout on every rank, where it alone drives
+    drives: bool = True  # this rank produces
+    together: ShardedWork | None = None  # how ranks that hold shards take part in a sync; None where rank 0 holds all
+    whole: Callable[[], AbstractContextManager[None]] = nullcontext  # inside, this rank holds all weights
+
+
 @dataclass
 class RolloutFeed:
     """The rollout under way and how much of it has been trained on."""
@@ -43,17 +57,11 @@ class RolloutFeed:
     method: Method
     generator: Generator | None  # None: a user's function samples from the policy itself
     eval_size: int  # completions for each prompt of an evaluation
+    schedule: RolloutSchedule = RolloutSchedule()
     mask_truncated: bool = False
     sampler_logps: bool = False  # train against what the sampler said of its tokens
     skip_zero_advantage: bool = True  # leave out completions that cannot contribute
-    depth: int = 0  # rollouts that may be under way before they are needed
-    threaded: bool = False  # write them while the trainer works
-    sync_interval: int = 1  # optimizer steps between two syncs of the sampler
     recompute_replayed: bool = True  # compare replayed groups with the policy as it is now, not as it was
-    shared: Callable[[Rollout | None], Rollout] | None = None  # rank 0's rollout on every rank, where it alone drives
-    drives: bool = True  # this rank produces
-    together: ShardedWork | None = None  # how ranks that hold shards take part in a sync; None where rank 0 holds all
-    whole: Callable[[], AbstractContextManager[None]] = nullcontext  # inside, this rank holds all weights
     matching: FeatureMatching | None = None  # what scores by features, where that is the method
     written: list[Callable[[Rollout, int], None]] = field(default_factory=list)  # told of each rollout and its step
     evaluated: list[Callable[[Rollout, int, str], None]] = field(default_factory=list)  # the same, and the set's name
@@ -65,7 +73,7 @@ class RolloutFeed:
     synced: int | None = None  # step of the last sync
 
     def __post_init__(self) -> None:
-        self.ahead = RunAhead(self._produce, threaded=self.threaded)
+        self.ahead = RunAhead(self._produce, threaded=self.schedule.threaded)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -78,7 +86,9 @@ class RolloutFeed:
         runner.meters.add(_means(self._sync(state.global_step), runner.accelerator.device))
         if self.current is None or self.trained >= plan.updates:
             began = time.perf_counter()
-            rollout = self._matched(self._everywhere(self.ahead.take(state) if self.drives else None), runner, model)
+            rollout = self._matched(
+                self._everywhere(self.ahead.take(state) if self.schedule.drives else None), runner, model
+            )
             oldest = min(group.version for group in rollout.groups)
             waited = {"rollout/wait_seconds": time.perf_counter() - began, "rollout/lag": state.global_step - oldest}
             runner.meters.add(_means(rollout.metrics | waited, runner.accelerator.device))
@@ -104,43 +114,43 @@ class RolloutFeed:
 
     def _sync(self, step: int) -> dict[str, float]:
         """Let the sampler follow the policy, every so many steps exactly; how long that took."""
-        due = self.synced is None or (step != self.synced and step % self.sync_interval == 0)
-        if not due or (self.generator is None and self.together is None):
+        due = self.synced is None or (step != self.synced and step % self.schedule.sync_interval == 0)
+        if not due or (self.generator is None and self.schedule.together is None):
             return {}
         began = time.perf_counter()
         self.sync(step)
-        return {"rollout/sync_seconds": time.perf_counter() - began} if self.drives else {}
+        return {"rollout/sync_seconds": time.perf_counter() - began} if self.schedule.drives else {}
 
     def sync(self, step: int) -> None:
         """Have the sampler take the weights as they are; every rank calls it, and those with shards help."""
-        if self.drives and self.generator is not None:
+        if self.schedule.drives and self.generator is not None:
             try:
                 self.generator.sync(step)
             finally:
-                if self.together is not None:
-                    self.together.dismiss()
-        elif self.together is not None:
-            self.together.follow()
+                if self.schedule.together is not None:
+                    self.schedule.together.dismiss()
+        elif self.schedule.together is not None:
+            self.schedule.together.follow()
         self.synced = step
 
     def _produce(self, state: Any) -> Rollout:
         version = state.global_step if self.generator is None else self.generator.version()
-        with self.whole():
+        with self.schedule.whole():
             return self.producer.produce(version, state)
 
     def _everywhere(self, own: Rollout | None) -> Rollout:
         """The rollout of the rank that drives."""
-        if self.shared is not None:
-            return self.shared(own)
+        if self.schedule.shared is not None:
+            return self.schedule.shared(own)
         assert own is not None
         return own
 
     def _run_ahead(self, state: Any) -> None:
         """Ask for rollouts so early that each is begun at most `depth` passes of steps before it is needed."""
         plan = self.producer.plan
-        while self.drives and self.depth:
+        while self.schedule.drives and self.schedule.depth:
             until_needed = plan.updates - self.trained + 1 + plan.updates * len(self.ahead)
-            if len(self.ahead) >= self.depth or until_needed > self.depth * plan.steps:
+            if len(self.ahead) >= self.schedule.depth or until_needed > self.schedule.depth * plan.steps:
                 return
             self.ahead.submit(copy.copy(state))
 
@@ -152,10 +162,10 @@ class RolloutFeed:
             self.sync(state.global_step)
         step, names = state.global_step, self.producer.names
         own = None
-        if self.drives:
+        if self.schedule.drives:
             if self.producer.scorer.has_state:
                 self.ahead.wait()  # it would change the state that an evaluation puts back
-            with self.whole():
+            with self.schedule.whole():
                 own = Rollout(self.producer.rollouts, step, self.producer.evaluate(rows, self.eval_size, state))
         rollout = self._everywhere(own)
         if self.matching is not None:
@@ -181,6 +191,8 @@ class RolloutFeed:
 
     def restore(self, folder: Path) -> None:
         """Go on from a checkpoint."""
+        if not (folder / STATE).is_file():
+            raise UserError(f"resume_from_checkpoint: {folder} has no {STATE}: no run with rollouts wrote it.")
         state = json.loads((folder / STATE).read_text(encoding="utf-8"))
         self.producer.restore(state["producer"])
         self.ahead.put(from_plain(plain, self.producer.rows) for plain in state["ahead"])

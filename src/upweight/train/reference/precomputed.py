@@ -1,7 +1,7 @@
 """Reference log-probs computed once, before training, and carried by the rows from then on."""
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,10 +26,11 @@ ROWS_AT_A_TIME = 256
 
 @dataclass(frozen=True)
 class Precompute:
-    """How the reference is computed ahead: with the policy as it is, or its base model, and where results are kept."""
+    """How the reference is computed ahead, and where results are kept."""
 
-    base_model: bool = False
+    base_model: bool = False  # with the policy's adapter switched off, which leaves its start
     folder: Path | None = None  # of the prepared rows; None keeps results in memory
+    separate: Callable[[], nn.Module] | None = None  # loads the model to compute with, where it is not the policy
 
 
 class RowsWithReference:
@@ -48,9 +49,11 @@ class RowsWithReference:
 
 
 def with_reference(rows: Any, model: nn.Module, runner: StepRunner, how: Precompute) -> Any:
-    """The rows with log-probs of the policy as it is now (or its base model); found on disk if they were kept."""
+    """The rows with log-probs of the policy as it is now, or another model's; found on disk if they were kept."""
     if rows is None:
         return None
+    if how.separate is not None:
+        model = how.separate()
     columns = _columns(runner.method)
     file = how.folder / f"reference-{_fingerprint(rows, model, runner, how)}.npz" if how.folder else None
     missing = MaxOverRanks()(int(file is None or not file.exists()))

@@ -6,6 +6,7 @@ from typing import Any
 import safetensors.torch
 from transformers import TrainerCallback
 
+from upweight.errors import UserError
 from upweight.methods.base import ReferenceSync
 from upweight.models.reference import Reference
 
@@ -19,11 +20,6 @@ class SyncReference(TrainerCallback):
         self.reference = reference
         self.alpha, self.steps = sync.alpha, sync.steps
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        checkpoint = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-        if state.global_step and (checkpoint / FILE).is_file():
-            self.restore(checkpoint)
-
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step % self.steps == 0:
             self.reference.sync(self.alpha)
@@ -36,4 +32,8 @@ class SyncReference(TrainerCallback):
 
     def restore(self, checkpoint: Path) -> None:
         """Take the reference up as a checkpoint left it."""
+        if not (checkpoint / FILE).is_file():
+            raise UserError(
+                f"sync_ref_model: {checkpoint} has no {FILE}: its run had another reference. Turn it off or begin anew."
+            )
         self.reference.load_state_dict(safetensors.torch.load_file(checkpoint / FILE))

@@ -1,0 +1,208 @@
+"""A script's arguments and objects as a Config, and errors about keys of a config in the script's words."""
+
+import dataclasses
+import enum
+import re
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from peft import PeftModel
+
+from upweight.config import Config
+from upweight.config.config import SECTIONS, general_keys
+from upweight.config.resolve import resolve
+from upweight.config.rules import check
+from upweight.config.sections.environment import ENVIRONMENT_REWARDS
+from upweight.config.sections.model import SpecialTokens
+from upweight.errors import UserError
+from upweight.log import warn_once
+from upweight.train.api.fields import help_of
+from upweight.train.objects import YAML_ONLY, Objects
+
+OF_TRANSFORMERS = {  # arguments of transformers, which has checked them, and the key of each
+    **{name: name for name in (
+        "output_dir", "logging_steps", "save_strategy", "save_steps", "save_total_limit", "save_only_model",
+        "eval_strategy", "eval_steps", "load_best_model_at_end", "metric_for_best_model", "hub_model_id",
+        "learning_rate", "gradient_accumulation_steps", "max_steps", "optim_args", "lr_scheduler_kwargs",
+        "warmup_steps", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "seed",
+        "neftune_noise_alpha", "full_determinism", "gradient_checkpointing", "gradient_checkpointing_kwargs",
+        "torch_compile", "torch_empty_cache_steps", "fp16", "bf16", "deepspeed", "fsdp", "ddp_timeout",
+        "dataloader_num_workers", "dataloader_prefetch_factor", "dataloader_drop_last",
+    )},
+    "per_device_train_batch_size": "micro_batch_size",
+    "per_device_eval_batch_size": "eval_batch_size",
+    "num_train_epochs": "num_epochs",
+    "optim": "optimizer",
+    "lr_scheduler_type": "lr_scheduler",
+}  # fmt: skip
+CHOICES = {"sft": {}, "orm": {"reward_model": True}, "prm": {"process_reward_model": True}}
+OF_TRAINERS = {  # what messages say of configs beside the keys of arguments, and what a script has for it
+    "base_model": "model",
+    "model_kwargs": "model_init_kwargs",
+    "sequence_len": "max_length",
+    "rl_adapter_ref_model": "ref_model",
+    "datasets": "train_dataset",
+    "test_datasets": "eval_dataset",
+    "trl.reward_funcs": "reward_funcs",
+    "trl.rollout_func": "rollout_func",
+    "environment.type": "environment_factory",
+    "environment.max_turns": "max_tool_calling_iterations",
+    "load_in_4bit": "quantization_config",
+    "load_in_8bit": "quantization_config",
+    "'adapter: qlora'": "a `peft_config`",
+    "'adapter: lora'": "a `peft_config`",
+    "--resume": "resume_from_checkpoint=True",
+    "the key": "the argument",
+}
+
+
+def config_of(args: Any, objects: Objects = YAML_ONLY, name: str | None = None) -> Config:
+    """The config that says what a script's arguments and objects say; `name`: of a model that is to be loaded."""
+    values: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
+    for argument, path in OF_TRANSFORMERS.items():
+        section, key = general_keys()[path]
+        values[section][key.name] = _plain(getattr(args, argument))
+    values["optim"] |= {"max_steps": args.max_steps if args.max_steps > 0 else None}
+    values["data"] |= args.data_settings()
+    values["data"] |= {"test_datasets": [args.dataset_row() for _ in objects.eval_sets()]}
+    values["sharding"] |= _sharding(args)
+    values["choice"] = CHOICES.get(args.method_class.name, {"rl": args.method_class.name})
+    values["model"] |= _model(args, objects, name)
+    values["adapter"] |= _adapter(objects)
+    values["environment"] |= _environment(args, objects)
+    values["rollout"] |= {"reward_funcs": _reward_names(objects), "rollout_func": _name_of(objects.rollout_func)}
+    sections: dict[str, Any] = {
+        section: args.section(kind).model_copy(
+            update={field: value for field, value in values[section].items() if value is not None or field in NULLABLE}
+        )
+        for section, kind in SECTIONS.items()
+    }
+    given = {path: getattr(args, argument) for path, argument in _set_arguments(args).items()}
+    config = Config(**sections, method=args.method(), given=given, folder=Path.cwd())
+    return resolve(config)
+
+
+def checked_config(args: Any, objects: Objects = YAML_ONLY, name: str | None = None) -> Config:
+    """The config of a script, or every rule that its arguments break, in their names."""
+    config = config_of(args, objects, name)
+    # The rules know of one process; what they ask of a batch, all ranks fill together.
+    batch = args.per_device_train_batch_size * args.world_size
+    seen = dataclasses.replace(config, optim=config.optim.model_copy(update={"micro_batch_size": batch}))
+    worded = words_of(type(args))
+    errors, warnings = check(seen, fragment=True)
+    if errors:
+        raise UserError("\n".join(dict.fromkeys(map(worded, errors))))
+    for warning in warnings:
+        warn_once(worded(warning))
+    return config
+
+
+@cache
+def words_of(kind: type) -> Callable[[str], str]:
+    """What turns a message about keys of a config into one about the arguments of a config class."""
+    names = {**{path: argument for argument, path in OF_TRANSFORMERS.items()}, **OF_TRAINERS}
+    for one in dataclasses.fields(kind):
+        if (key := help_of(one).setting) is not None:
+            names[key.path] = one.name
+    names = {path: argument for path, argument in names.items() if path != argument}
+    longest_first = [re.escape(path) for path in sorted(names, key=len, reverse=True)]
+    words, compound = "|".join(longest_first), "|".join(path for path in longest_first if re.search(r"[._ -]", path))
+    # A key of one word may be a word of the sentence: it is a key where a line begins, or in quotes.
+    pattern = re.compile(rf"(?m)(?<![\w.])(?:{compound})(?!\w)|^(?:{words})(?=[:,])|(?<=')(?:{words})(?=[':])")
+
+    def worded(message: str) -> str:
+        named = pattern.sub(lambda found: names[found[0]], message)
+        return re.sub(r"'(\w+): ([^' ]+)'", lambda found: f"'{found[1]}={_as_python(found[2])}'", named)
+
+    return worded
+
+
+NULLABLE = ("save_total_limit",)  # fields whose key has another default than none
+
+
+def _as_python(value: str) -> str:
+    words = {"true": "True", "false": "False"}
+    return words.get(value) or (value if re.fullmatch(r"[\d.]+", value) else f'"{value}"')
+
+
+def _plain(value: Any) -> Any:
+    return value.value if isinstance(value, enum.Enum) else value
+
+
+def _set_arguments(args: Any) -> dict[str, str]:
+    """Path of a key -> argument, for every argument that is set otherwise than by default."""
+    found = {}
+    for one in dataclasses.fields(args):
+        key = help_of(one).setting
+        path = OF_TRANSFORMERS.get(one.name) if key is None else key.path
+        default = one.default if one.default_factory is dataclasses.MISSING else one.default_factory()
+        if path is not None and getattr(args, one.name) not in (None, default):
+            found[path] = one.name
+    return found
+
+
+def _model(args: Any, objects: Objects, name: str | None) -> dict[str, Any]:
+    """The arguments about loading as the settings that loading reads."""
+    options = dict(args.model_init_kwargs or {})
+    for key in ("dtype", "torch_dtype"):
+        options.pop(key, None)
+    if options.pop("device_map", None) is not None:
+        warn_once("model_init_kwargs: device_map has no effect: the trainer places the model")
+    labels, model = options.pop("num_labels", None), objects.model
+    if model is not None:
+        name = model.config.name_or_path or type(model).__name__
+        labels = model.config.num_labels if args.method_class.head != "tokens" else None
+    return {
+        "base_model": name,
+        "num_labels": labels,
+        "revision": options.pop("revision", None),
+        "trust_remote_code": options.pop("trust_remote_code", args.trust_remote_code),
+        "load_options": options,
+        "special_tokens": SpecialTokens(eos_token=args.eos_token, pad_token=args.pad_token),
+    }
+
+
+def _adapter(objects: Objects) -> dict[str, Any]:
+    given: Any = objects.peft_config
+    if given is None and isinstance(objects.model, PeftModel):
+        given = objects.model.active_peft_config
+    made: dict[str, Any] = {"separate_reference": objects.reference is not None}
+    if given is not None:
+        made |= {"kind": str(given.peft_type.value).lower()}
+        made |= {"rank": given.r, "alpha": given.lora_alpha} if hasattr(given, "lora_alpha") else {}
+    if (packed := objects.quantization_config) is not None:
+        kept = ("bnb_4bit_compute_dtype", "bnb_4bit_quant_type", "bnb_4bit_use_double_quant")
+        options = {key: value for key, value in packed.to_dict().items() if key in kept or key.startswith("llm_int8")}
+        made |= {"load_in_4bit": packed.load_in_4bit, "load_in_8bit": packed.load_in_8bit, "quantisation": options}
+    return made
+
+
+def _environment(args: Any, objects: Objects) -> dict[str, Any]:
+    calling, factory = getattr(args, "max_tool_calling_iterations", None), objects.environment_factory
+    made: dict[str, Any] = {"tools": [_name_of(tool) for tool in objects.tools or ()]}
+    made |= {} if calling is None else {"max_turns": calling + 1}
+    return made | ({} if factory is None else {"kind": "python", "class_path": _name_of(factory)})
+
+
+def _sharding(args: Any) -> dict[str, Any]:
+    plugin = args.fsdp_plugin_args or {}
+    return {
+        "fsdp": bool(args.fsdp),
+        "state_dict": plugin.get("state_dict_type"),
+        "wrap_policy": plugin.get("auto_wrap_policy"),
+        "low_memory_loading": args.deepspeed is not None,
+    }
+
+
+def _reward_names(objects: Objects) -> list[str]:
+    """Rewards by their names; with an environment, which may give more, what it gives too."""
+    given = objects.reward_funcs
+    listed: Sequence[Any] = given if isinstance(given, list | tuple) else [] if given is None else [given]
+    names = [one if isinstance(one, str) else str(_name_of(one)) for one in listed]
+    return [*names, ENVIRONMENT_REWARDS[0]] if objects.environment_factory is not None else names
+
+
+def _name_of(given: Any) -> str | None:
+    return None if given is None else str(getattr(given, "__name__", type(given).__name__))

@@ -1,0 +1,189 @@
+"""What a script hands to its trainer -> a checked config and objects -> the parts of the trainer."""
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import pyarrow as pa
+import torch
+from datasets import Dataset
+from peft import PeftConfig, PeftModel
+from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
+
+from upweight.config.sections.data import DataSection
+from upweight.errors import UserError, did_you_mean
+from upweight.log import logger, warn_once
+from upweight.models.adapters.attach import kept_adapter
+from upweight.models.load import AUTO_CLASSES
+from upweight.train.api.as_config import checked_config, config_of, words_of
+from upweight.train.api.configs import MethodArguments
+from upweight.train.assemble import assemble
+from upweight.train.objects import Model, Objects, ReadRows
+from upweight.train.trainer import TrainerParts
+
+AnyConfig = TypeVar("AnyConfig", bound=MethodArguments)
+GivenRows = Dataset | Sequence[Mapping[str, Any]]
+DATA = ("train_dataset", "eval_dataset")
+TAKEN = (*DATA, "reward_funcs", "reward_tokenizers", "tools", "rollout_func", "environment_factory")
+NO_INPUTS = ("self", "__class__", "unknown")
+NOT_TAKEN = {
+    "tokenizer": "it is 'processing_class' now",
+    "data_collator": "rows are packed into forwards here; change the dataset instead",
+    "compute_metrics": "a step has no predictions to hand out; the method's metrics are logged",
+    "preprocess_logits_for_metrics": "logits are never built whole; the method's metrics are logged",
+    "compute_loss_func": "the loss is the method's; choose `loss_type`, or override `training_step`",
+    "model_init": "give what it returns: `model=model_init()`",
+}
+
+
+def named(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The local names of a trainer's `__init__` as arguments by name; what is None was not asked for."""
+    inputs = {**given, **given["unknown"]}
+    return {name: value for name, value in inputs.items() if name not in NO_INPUTS and value is not None}
+
+
+def parts_for(
+    kind: type[MethodArguments],
+    *,
+    model: str | Model | None = None,
+    args: TrainingArguments | None = None,
+    ref_model: str | PreTrainedModel | None = None,
+    processing_class: PreTrainedTokenizerBase | None = None,
+    peft_config: PeftConfig | None = None,
+    quantization_config: Any = None,
+    callbacks: Any = (),
+    optimizers: Any = (None, None),
+    optimizer_cls_and_kwargs: Any = None,
+    formatting_func: Callable[[Any], str] | None = None,
+    **others: Any,
+) -> TrainerParts:
+    """The parts of a trainer, from what a script hands to it; `others` are further fields of `Objects`."""
+    for name in others:
+        if name not in TAKEN:
+            known = [*inspect.signature(parts_for).parameters, *TAKEN]
+            why = (
+                NOT_TAKEN.get(name) or did_you_mean(name, known).strip() or "docs/differences.md says what is not taken"
+            )
+            raise TypeError(f"the trainer takes no argument '{name}': {why}")
+    args = arguments_of(args, kind)
+    model, peft_config = _adapted(model, peft_config)
+    _refuse(model, args, ref_model, peft_config)
+    require_kind("callbacks", callbacks, list | tuple, "a list of TrainerCallback")
+    require_kind("optimizers", optimizers, tuple | list, "(optimizer, scheduler), either of them None")
+    require_kind("formatting_func", formatting_func, Callable, "a function of a row")
+    require_kind("processing_class", processing_class, PreTrainedTokenizerBase, "a tokenizer")
+    require_kind("quantization_config", quantization_config, BitsAndBytesConfig, "a BitsAndBytesConfig")
+    name = model if isinstance(model, str) else None
+    loading = {"model_init_kwargs": args.model_init_kwargs, "quantization_config": quantization_config}
+    for argument in (argument for argument, given in loading.items() if given and name is None):
+        warn_once(f"{argument}: not used, since the model is loaded already")
+    objects = Objects(
+        arguments=args,
+        model=None if isinstance(model, str) else model,
+        load_dtype=None if name is None else _load_dtype(args),
+        quantization_config=None if name is None else quantization_config,
+        reference=ref_model,
+        tokenizer=processing_class,
+        read_rows=reader(args, formatting_func),
+        peft_config=peft_config,
+        callbacks=tuple(callbacks),
+        optimizers=tuple(optimizers),
+        optimizer_class=optimizer_cls_and_kwargs,
+        chat_template_path=getattr(args, "chat_template_path", None),
+        worded=words_of(kind),
+        **others,
+    )
+    try:
+        return assemble(checked_config(args, objects, name), objects)
+    except UserError as error:
+        raise UserError(objects.worded(str(error))) from error
+
+
+def arguments_of(args: TrainingArguments | None, kind: type[AnyConfig]) -> AnyConfig:
+    """The config that a script gives, or the defaults; plain TrainingArguments become one, all values kept."""
+    if args is None:
+        return kind()
+    if type(args) is TrainingArguments:
+        return kind(**{one.name: getattr(args, one.name) for one in dataclasses.fields(args) if one.init})
+    if not isinstance(args, kind):
+        raise UserError(f"args: expected a {kind.__name__} of upweight, got {type(args).__name__}.")
+    return args
+
+
+def _adapted(model: Any, peft_config: Any) -> tuple[Any, Any]:
+    """A model with the adapter that an earlier trainer gave it, which goes on, instead of a config for a new one."""
+    require_kind("peft_config", peft_config, PeftConfig, "a config of peft, as LoraConfig()")
+    if not isinstance(model, PreTrainedModel) or (kept := kept_adapter(model, peft_config)) is None:
+        return model, peft_config
+    logger.info("model: going on with the adapter that an earlier trainer gave it")
+    return kept, None
+
+
+def reader(args: MethodArguments, formatting_func: Callable[[Any], str] | None) -> ReadRows:
+    """What reads rows of the script: as a Dataset, with the text that a function writes, by its columns."""
+
+    def read(given: Any, where: str) -> tuple[Dataset, DataSection]:
+        rows = as_dataset(given, where)
+        if formatting_func is not None:
+            rows = Dataset.from_list([{getattr(args, "dataset_text_field", "text"): formatting_func(r)} for r in rows])
+        columns = rows.column_names
+        read_by = {"datasets": [args.dataset_row(columns)], "train_on_inputs": args.trains_on_prompts(columns, where)}
+        return rows, config_of(args).data.model_copy(update=read_by)
+
+    return read
+
+
+def as_dataset(rows: Any, where: str) -> Dataset:
+    """Rows as a Dataset, if they are one or a list of mappings."""
+    if isinstance(rows, Dataset):
+        return rows
+    if not isinstance(rows, Sequence) or not all(isinstance(row, Mapping) for row in rows):
+        raise UserError(f"{where}: expected a datasets.Dataset or a list of rows, got {type(rows).__name__}.")
+    try:
+        return Dataset.from_list([dict(row) for row in rows])
+    except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
+        raise UserError(f"{where}: the rows differ in what their columns hold: {error}") from error
+
+
+def require_kind(name: str, given: Any, kind: Any, expected: str) -> None:
+    """Raise for an input of a script that is there and of another kind than it has to be."""
+    if given is not None and not isinstance(given, kind):
+        raise UserError(f"{name}: expected {expected}, got {type(given).__name__}.")
+
+
+def _refuse(model: Any, args: MethodArguments, ref_model: Any, peft_config: Any) -> None:
+    """Raise for models and adapters of the wrong kind, or that do not go together."""
+    for name, given in (("model", model), ("ref_model", ref_model)):
+        if not isinstance(given, str | Model) and (given is not None or name == "model"):
+            raise UserError(
+                f"{name}: expected a name, a transformers model or a PeftModel, got {type(given).__name__}."
+            )
+    head = args.method_class.head
+    if isinstance(model, Model) and (model.get_output_embeddings() is None) == (head == "tokens"):
+        has = "no" if head == "tokens" else "a"
+        raise UserError(
+            f"model: {type(model).__name__} has {has} language-model head. Load it with `{AUTO_CLASSES[head]}`."
+        )
+    if peft_config is not None and isinstance(model, PeftModel):
+        raise UserError("peft_config: the model has an adapter already. Merge it first, or leave out peft_config.")
+    if ref_model is not None and not args.method().needs_reference:
+        raise UserError("ref_model: with these settings nothing is compared with a reference. Leave it out.")
+    if ref_model is not None and ref_model is model:
+        raise UserError("ref_model: is the model that is trained. Leave it out: the reference is then its start.")
+    if args.n_gpu > 1:
+        raise UserError(
+            f"{args.n_gpu} GPUs are visible to one process. Start the script with `accelerate launch` to use them all, "
+            "or set CUDA_VISIBLE_DEVICES to one of them."
+        )
+
+
+def _load_dtype(args: MethodArguments) -> torch.dtype | None:
+    """The dtype in `model_init_kwargs`; None where it is left to the device."""
+    options: dict[str, Any] = args.model_init_kwargs or {}
+    asked = options.get("dtype", options.get("torch_dtype"))
+    if isinstance(asked, str) and asked != "auto":
+        asked = getattr(torch, asked, None)
+        if not isinstance(asked, torch.dtype):
+            raise UserError(f"model_init_kwargs: torch has no dtype {options.get('dtype')!r}.")
+    return asked if isinstance(asked, torch.dtype) else None

@@ -1,0 +1,31 @@
+"""Completions of a training for people to see, and its rollouts in its checkpoints."""
+
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback
+
+from upweight.config.sections.rollout import RolloutSection
+from upweight.log import is_seen
+from upweight.train.online.completions import CompletionFiles, ShownCompletions
+from upweight.train.online.feed import SaveRollouts
+
+LOOK_EVERY = 50  # steps between looks at completions on a terminal, where the config does not ask for them
+
+
+def watch_rollouts(trainer: Any, section: RolloutSection, folder: Path, *, writes: bool) -> TrainerCallback:
+    """Have completions shown, and written to the run's folder; the callback that keeps rollouts in checkpoints."""
+    rollouts = trainer.rollouts
+    if trainer.is_world_process_zero():
+        names, decode = rollouts.producer.names, rollouts.producer.decode
+        if writes:
+            files = CompletionFiles(folder, names, decode, rollouts.old_logps)
+            rollouts.written.append(files)
+            rollouts.evaluated.append(files.of_evaluation)
+        every = int(trainer.args.logging_steps)
+        if section.log_completions:
+            rollouts.written.append(ShownCompletions(every, section.completions_shown or 4, names, decode))
+        elif is_seen():  # a look now and then
+            every = max(every, LOOK_EVERY)
+            rollouts.written.append(ShownCompletions(every, section.completions_shown or 2, names, decode))
+    return SaveRollouts(rollouts)

@@ -1,0 +1,98 @@
+"""What watches a training, and what it leaves in its folder: for `upweight report`, `watch`, `doctor` and a resume."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from transformers import EarlyStoppingCallback, TrainerCallback
+
+from upweight.config import Config
+from upweight.errors import UserError
+from upweight.log import is_seen
+from upweight.runs.record import about, recorded, refuse_busy
+from upweight.train.callbacks import HealthCallback, LossLimit, Progress, StopOnNan, StopOnSignal
+from upweight.train.checkpoints import KeepCheckpoints, SaveFirstStep
+from upweight.train.objects import YAML_ONLY, Objects
+from upweight.train.online.before_after import BeforeAndAfter
+from upweight.train.online.completions import cut_completions
+from upweight.train.online.watch import watch_rollouts
+from upweight.train.profile import Profiler
+from upweight.train.run_folder import MetricsFile, content_of, cut_metrics
+
+
+@contextmanager
+def recording(
+    trainer: Any, config: Config, objects: Objects = YAML_ONLY, watchers: Sequence[TrainerCallback] = ()
+) -> Iterator[StopOnSignal]:
+    """Watch one training: metrics, verdicts, checkpoints, signals, and how it ended; `watchers` look on.
+
+    Once the checkpoint that a signal asks for is written, the process ends as the signal would have ended it.
+    """
+    folder, stop = Path(config.run.output_dir), StopOnSignal()
+    if trainer.is_world_process_zero():  # which alone writes the record, so that the others would find its own
+        refuse_busy(folder)
+    callbacks = [*_callbacks(config, objects, trainer, stop), *watchers, KeepCheckpoints(config.run.save_total_limit)]
+    record = about(trainer)
+    if objects.of_script:
+        record["settings"] = content_of(_with_names(config, trainer))
+    for callback in callbacks:
+        trainer.add_callback(callback)
+    try:
+        with recorded(folder, record, writes=trainer.is_world_process_zero()):
+            try:
+                yield stop
+            except UserError as error:
+                if not objects.of_script:
+                    raise
+                raise UserError(objects.worded(str(error))) from error
+            finally:
+                stop.restore()
+            if objects.of_script:
+                stop.leave(trainer.state)
+    finally:
+        for callback in callbacks:
+            if callback in trainer.callback_handler.callbacks:  # a resume puts its own in place of some
+                trainer.remove_callback(callback)
+        if trainer.rollouts is not None:
+            trainer.rollouts.written, trainer.rollouts.evaluated = [], []
+
+
+def _callbacks(config: Config, objects: Objects, trainer: Any, stop: StopOnSignal) -> list[TrainerCallback]:
+    """What watches a run. The order counts: a save is asked for, then logged, then completed, then marked."""
+    run, folder = config.run, Path(config.run.output_dir)
+    callbacks: list[TrainerCallback] = [_Fresh(folder), stop, *([SaveFirstStep()] if run.save_first_step else [])]
+    callbacks += [MetricsFile(folder), *([] if objects.of_script else [Progress(bar=is_seen())])]
+    callbacks += [HealthCallback(folder), StopOnNan(trainer.rows_of_step)]
+    if run.loss_limit is not None:
+        callbacks.append(LossLimit(run.loss_limit, run.loss_limit_patience))
+    if run.patience is not None:
+        callbacks.append(EarlyStoppingCallback(run.patience))
+    if run.profiler_steps is not None:
+        callbacks.append(Profiler(folder, run.profiler_steps, run.profiler_start))
+    if trainer.rollouts is not None:
+        writes = config.rollout.log_completions or not objects.of_script
+        callbacks.append(watch_rollouts(trainer, config.rollout, folder, writes=writes))
+        callbacks += [] if objects.of_script else [BeforeAndAfter(folder)]
+    return callbacks
+
+
+def _with_names(config: Config, trainer: Any) -> Config:
+    """The config with the rewards of a script by their names."""
+    if trainer.rollouts is None:
+        return config
+    names = list(trainer.rollouts.producer.names)
+    return dataclasses.replace(config, rollout=config.rollout.model_copy(update={"reward_funcs": names}))
+
+
+class _Fresh(TrainerCallback):
+    """Cuts the folder back to the step at which a training begins."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.is_world_process_zero:
+            cut_metrics(self.folder, state.global_step or -1)
+            cut_completions(self.folder, state.global_step or -1)

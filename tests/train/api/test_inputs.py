@@ -1,0 +1,207 @@
+"""What scripts written for TRL hand to their trainers, in its order and forms."""
+
+import inspect
+import math
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TrainingArguments
+
+import upweight
+from parity_script import ROWS, TEMPLATE, made_tokenizer, said, write_model
+from upweight import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, KTOConfig, SFTTrainer
+from upweight.errors import UserError
+from upweight.train.api.as_config import words_of
+
+COMMON = {"logging_steps": 1, "report_to": "none", "disable_tqdm": True, "per_device_train_batch_size": 4,
+          "save_strategy": "no", "learning_rate": 1e-2, "max_steps": 2}  # fmt: skip
+# Positional arguments of TRL 1.16; of PRMTrainer, which it no longer has, those of 0.20.
+SFT_ORDER = """model args data_collator train_dataset eval_dataset processing_class compute_loss_func compute_metrics
+callbacks optimizers optimizer_cls_and_kwargs preprocess_logits_for_metrics quantization_config peft_config
+formatting_func"""
+DPO_ORDER = """model ref_model args data_collator train_dataset eval_dataset processing_class compute_metrics callbacks
+optimizers quantization_config peft_config"""
+CPO_ORDER = """model args data_collator train_dataset eval_dataset processing_class model_init callbacks optimizers
+preprocess_logits_for_metrics peft_config compute_metrics"""
+ORDERS = {
+    "SFT": SFT_ORDER,
+    "DPO": DPO_ORDER,
+    "KTO": DPO_ORDER,
+    "CPO": CPO_ORDER,
+    "ORPO": CPO_ORDER,
+    "Reward": SFT_ORDER.replace("compute_loss_func", "").replace("formatting_func", ""),
+    "PRM": """model args data_collator train_dataset eval_dataset processing_class model_init compute_metrics callbacks
+    optimizers preprocess_logits_for_metrics peft_config""",
+    "GRPO": """model reward_funcs args train_dataset eval_dataset processing_class reward_processing_classes callbacks
+    optimizers quantization_config peft_config tools rollout_func environment_factory""",
+}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    write_model(tmp_path / "model", made_tokenizer(TEMPLATE, bos=False), trainer="DPO")
+    return tmp_path
+
+
+def lora():
+    return LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+
+
+def dpo(folder, model=None, *, ref_model=None, peft_config=None, rows=None, **config):
+    args = DPOConfig(output_dir=str(folder / "out"), **{**COMMON, **config})
+    return DPOTrainer(model or str(folder / "model"), ref_model, args, None, rows or ROWS["pairs"],
+                      processing_class=made_tokenizer(TEMPLATE, bos=False), peft_config=peft_config)  # fmt: skip
+
+
+def losses(trainer):
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+@pytest.mark.parametrize("kind", ORDERS)
+def test_arguments_stand_in_the_order_that_scripts_know(kind):
+    ours = list(inspect.signature(getattr(upweight, f"{kind}Trainer")).parameters)
+    assert ours[: len(ORDERS[kind].split())] == ORDERS[kind].split()
+
+
+def test_what_is_none_was_not_asked_for(folder):
+    args = TrainingArguments(output_dir=str(folder / "out"), **COMMON)
+    trainer = SFTTrainer(
+        str(folder / "model"), args, None, ROWS["text"], None, made_tokenizer(TEMPLATE, bos=False), None, None,
+        quantization_config=None, optimizer_cls_and_kwargs=None,
+    )  # fmt: skip
+    assert isinstance(trainer.args, upweight.SFTConfig)
+    assert (trainer.args.learning_rate, trainer.args.max_steps, trainer.args.per_device_train_batch_size) == (
+        1e-2,
+        2,
+        4,
+    )
+    trainer.train()
+    assert len(losses(trainer)) == 2
+
+
+def test_a_quantisation_needs_an_adapter_and_is_bitsandbytes(folder):
+    packed = BitsAndBytesConfig(load_in_4bit=True)
+    given = {"args": DPOConfig(output_dir=str(folder / "out"), **COMMON), "train_dataset": ROWS["pairs"]}
+    with pytest.raises(
+        UserError, match=r"quantization_config: quantised weights cannot be trained\. Add a `peft_config`"
+    ):
+        DPOTrainer(str(folder / "model"), quantization_config=packed, **given)
+    with pytest.raises(UserError, match="quantization_config: expected a BitsAndBytesConfig, got dict"):
+        DPOTrainer(str(folder / "model"), quantization_config={"load_in_4bit": True}, **given)
+
+
+def test_precomputed_rows_can_be_evaluated_that_come_later(folder):
+    adapted = dpo(folder, precompute_ref_log_probs=True, peft_config=lora())
+    kept = dpo(folder, peft_config=lora())
+    for trainer in (adapted, kept):
+        trainer.train()
+    found, right = (trainer.evaluate(ROWS["pairs"][:3])["eval_loss"] for trainer in (adapted, kept))
+    assert found == pytest.approx(right, abs=1e-6)
+    assert abs(found - math.log(2)) > 1e-6
+    whole = dpo(folder, precompute_ref_log_probs=True)
+    assert whole.evaluate(ROWS["pairs"][:3])["eval_loss"] == pytest.approx(math.log(2))
+    whole.train()
+    with pytest.raises(UserError, match="precompute_ref_log_probs: the reference is the policy as it was"):
+        whole.evaluate(ROWS["pairs"][:3])
+
+
+def test_log_probs_of_another_reference_can_be_precomputed(folder):
+    def curve(**config):
+        reference = AutoModelForCausalLM.from_pretrained(folder / "model")
+        with torch.no_grad():
+            reference.lm_head.weight.mul_(0.5)
+        trainer = dpo(folder, ref_model=reference, **config)
+        trainer.train()
+        return losses(trainer)
+
+    found, right = curve(precompute_ref_log_probs=True), curve()
+    assert found == pytest.approx(right, abs=1e-6)
+    assert abs(found[0] - math.log(2)) > 1e-2
+
+
+def test_a_second_stage_goes_on_with_the_adapter_of_the_first(folder):
+    model = AutoModelForCausalLM.from_pretrained(folder / "model")
+    first = dpo(folder, model, peft_config=lora())
+    first.train()
+    trained = {name: weight.clone() for name, weight in first.model.named_parameters() if weight.requires_grad}
+    second = dpo(folder, model, peft_config=lora())
+    assert second.model is first.model
+    assert all(
+        torch.equal(weight, trained[name]) for name, weight in second.model.named_parameters() if name in trained
+    )
+    second.train()
+    assert losses(second)[0] == pytest.approx(math.log(2), abs=1e-6)  # its reference is where it began
+    with pytest.raises(UserError, match="peft_config: the model has the adapter of an earlier trainer"):
+        dpo(folder, model, peft_config=LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    third = dpo(folder, model)
+    third.save_model(str(folder / "adapter"))
+    again = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder / "model"), folder / "adapter")
+    ids = torch.tensor([[40, 41, 42]])
+    torch.testing.assert_close(again(ids).logits, third.model(ids).logits)
+    merged = third.model.merge_and_unload()
+    assert dpo(folder, merged, peft_config=lora()).model is not first.model
+
+
+def test_layers_of_an_adapter_without_its_model_are_refused(folder):
+    model = AutoModelForCausalLM.from_pretrained(folder / "model")
+    get_peft_model(model, lora())
+    with pytest.raises(UserError, match="model: has the layers of an adapter"):
+        dpo(folder, model)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message", "words"),
+    [
+        (GRPOConfig, "trl.vllm_mode: use a server", "vllm_mode: use a server"),
+        (DPOConfig, "optimizer: the optimizer of shards", "optim: the optimizer of shards"),
+        (DPOConfig, "batch: set 'micro_batch_size: 2'", "batch: set 'per_device_train_batch_size=2'"),
+        (DPOConfig, "use 'fsdp: true' instead; drop the key", "use 'fsdp=True' instead; drop the argument"),
+        (KTOConfig, "set 'kto_loss_type: apo_zero_unpaired'", "set 'loss_type=\"apo_zero_unpaired\"'"),
+        (DPOConfig, "datasets: none of the datasets", "train_dataset: none of the datasets"),
+    ],
+)
+def test_messages_about_keys_are_about_arguments(kind, message, words):
+    assert words_of(kind)(message) == words
+
+
+class Own:
+    """An environment that has its data itself."""
+
+    def reset(self, **row):
+        self.asked = row.get("number", 7)
+        return f"Say {self.asked}."
+
+    def step(self, text):
+        return None
+
+    def get_reward(self):
+        return float(self.asked)
+
+
+@pytest.mark.parametrize(("rows", "reward"), [(None, 7.0), ([{"number": 3}] * 2, 3.0)])
+def test_an_environment_may_own_the_prompts(rows, reward, folder):
+    args = GRPOConfig(output_dir=str(folder / "out"), num_generations=4, max_completion_length=4, **COMMON)
+    given = {"processing_class": made_tokenizer(TEMPLATE, bos=False), "environment_factory": Own}
+    trainer = GRPOTrainer(str(folder / "model"), args=args, train_dataset=rows, **given)
+    trainer.train()
+    assert [entry["reward"] for entry in trainer.state.log_history if "loss" in entry] == [reward] * 2
+    endless = GRPOConfig(output_dir=str(folder / "out"), **{**COMMON, "max_steps": -1})
+    with pytest.raises(UserError, match="max_steps: without train_dataset"):
+        GRPOTrainer(str(folder / "model"), args=endless, **given)
+
+
+def test_stages_of_grpo_share_one_model(folder):
+    model = AutoModelForCausalLM.from_pretrained(folder / "model")
+    rows = [{"prompt": said("user", f"{n}?")} for n in range(4)]
+
+    def short(completions, **kwargs):
+        return [-float(len(answer[0]["content"])) for answer in completions]
+
+    for _ in range(2):
+        args = GRPOConfig(output_dir=str(folder / "out"), num_generations=4, max_completion_length=4, **COMMON)
+        tokenizer = made_tokenizer(TEMPLATE, bos=False)
+        trainer = GRPOTrainer(model, short, args, rows, processing_class=tokenizer, peft_config=lora())
+        before = [w.clone() for n, w in trainer.model.named_parameters() if "lora_B" in n]
+        trainer.train()
+    assert any(weight.any() for weight in before)
