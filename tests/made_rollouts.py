@@ -19,8 +19,9 @@ from upweight.rewards.load import as_rewards
 from upweight.rollout.plan import Plan
 from upweight.train.online.assemble import RolloutSpec, make_rollouts
 from upweight.train.online.feed import SaveRollouts
+from upweight.train.parts import TrainerParts
 from upweight.train.policy import make_policy
-from upweight.train.trainer import MethodTrainer, TrainerParts
+from upweight.train.trainer import MethodTrainer
 
 STILL = ("seconds", "runtime", "per_second", "idle", "step_time")  # in names of metrics that depend on the clock
 WORDS = ("a", "be", "cat", "dogs", "zebra")

@@ -22,8 +22,9 @@ from upweight.config.sections.training import OptimSection
 from upweight.methods import DPO, IPO, KTO, ORM, ORPO, PRM, SFT, SimPO
 from upweight.models.load import disable_dropout
 from upweight.processes import free_port
+from upweight.train.parts import TrainerParts
 from upweight.train.policy import make_policy
-from upweight.train.trainer import MethodTrainer, TrainerParts
+from upweight.train.trainer import MethodTrainer
 
 OFFLINE = {
     "sft": SFT(),

@@ -14,7 +14,7 @@ from upweight.config.config import general_keys, method_keys
 from upweight.runs.files import HEALTH
 from upweight.runs.health import AGAIN, verdicts
 from upweight.runs.health_rules import RULES, table
-from upweight.train.callbacks import HealthCallback
+from upweight.train.recording.callbacks import HealthCallback
 
 
 @pytest.mark.parametrize(("name", "healthy", "sick"), SICK, ids=[f"{n} {i}" for i, (n, *_) in enumerate(SICK)])

@@ -15,10 +15,10 @@ from transformers import AutoTokenizer
 from made_runs import largest_difference, metrics_of, on_ranks, started, write_config
 from upweight.config import load_config
 from upweight.errors import UserError
-from upweight.train.checkpoints import checkpoints_of, is_whole
 from upweight.train.policy import freeze_all_but
+from upweight.train.recording.checkpoints import checkpoints_of, is_whole
+from upweight.train.recording.run_folder import changed_keys
 from upweight.train.run import build, evaluate, train
-from upweight.train.run_folder import changed_keys
 
 LORA = {"adapter": "lora", "lora_target_linear": True, "lora_r": 4, "lora_dropout": 0.1}
 KINDS = {

@@ -61,8 +61,8 @@ def run_train(
 
 def _train(config: Config, *, resume: bool, as_json: bool) -> None:
     with _as_one_of_many():
+        from upweight.train.recording.run_folder import MetricsOut
         from upweight.train.run import train
-        from upweight.train.run_folder import MetricsOut
 
         train(config, resume=resume, watchers=[MetricsOut()] if as_json else [])
 

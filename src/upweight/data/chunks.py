@@ -20,11 +20,10 @@ from numpy.typing import NDArray
 
 from upweight.config.sections.data import DataSection
 from upweight.data.encode import Encoder
-from upweight.data.examples import Setup
 from upweight.data.formats import kind_of
 from upweight.data.raw_row import Record, RowError
 from upweight.data.report import lengths_of
-from upweight.data.sources.open import RowSelection
+from upweight.data.sources.open import GivenTable, RowSelection
 from upweight.data.tokenize.lengths import apply_length_rules
 from upweight.errors import UserError, did_you_mean
 from upweight.methods.base import Method
@@ -188,14 +187,14 @@ def bad_row(job: Job, row: int, error: RowError, given: Any = None) -> UserError
     columns, key = "", re.split(r"[.[]", error.key)[0]
     if isinstance(given, Mapping) and key not in given and job.encoder.transform is None:
         listed = ", ".join(map(str, given)) or "no columns"
-        columns = f".{did_you_mean(key, list(given))} The row has {listed}. {_remedy(job.encoder.setup)}"
+        columns = f".{did_you_mean(key, list(given))} The row has {listed}. {_remedy(job)}"
     return UserError(f"{job.where}, {job.rows.place(row)}, '{error.key}': expected {error.expected}{columns}")
 
 
-def _remedy(setup: Setup) -> str:
+def _remedy(job: Job) -> str:
     """How columns of other names are read."""
-    entry, kind = setup.entry, kind_of(setup.method)
-    if not (entry.path or entry.data_files):
+    kind = kind_of(job.method)
+    if any(isinstance(source, GivenTable) for source in job.rows.sources):
         return "`rename_column` of the dataset gives columns the names that are read"
     fields = ", ".join(f"field_{name}: NAME" for name in RENAMED.get(kind, ()))
     others = ["`field_messages: NAME`"] * (kind in ("text", "ebft")) + [f"`type: {{{fields}}}`"] * bool(fields)

@@ -12,7 +12,7 @@ from upweight.runs.files import CONFIG, METRICS, RECORD, metrics_of, this_machin
 from upweight.runs.health import verdicts
 from upweight.runs.report.reading import read_json
 from upweight.runs.report.run import run_status
-from upweight.train.checkpoints import checkpoints_of, is_whole
+from upweight.train.recording.checkpoints import checkpoints_of, is_whole
 
 MEMORY = ("out of GPU memory", "OutOfMemoryError", "out of memory", "MemoryError")
 LADDER = f"in this order: halve 'token_budget'; {LESS_MEMORY}"

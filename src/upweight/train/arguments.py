@@ -14,7 +14,7 @@ from upweight.errors import UserError
 from upweight.models.precision import Sharding
 from upweight.train.distributed.deepspeed import zero_arguments, zero_config
 from upweight.train.distributed.fsdp import fsdp_arguments
-from upweight.train.trackers import tracking_arguments
+from upweight.train.recording.trackers import tracking_arguments
 
 STOCK_SAVE_STEPS = 500  # transformers' own, where nothing is said
 # Optimizers that transformers knows under longer names alone.

@@ -24,7 +24,6 @@ from upweight.models.tokenizer import choose_padding, load_tokenizer, take_chat_
 from upweight.rollout.ebft.strided_blocks import with_blocks
 from upweight.runs.files import no_folder_at
 from upweight.train.arguments import training_arguments
-from upweight.train.callbacks import PlainModelAfterwards
 from upweight.train.distributed.fsdp import sharding_of
 from upweight.train.distributed.ranks import join_ranks, rank0_first, share_rows
 from upweight.train.loader import StepSampler
@@ -33,11 +32,12 @@ from upweight.train.machine_checks import require_machine
 from upweight.train.objects import YAML_ONLY, Objects
 from upweight.train.online.assemble import plan_of, rewards_of, rollouts_of
 from upweight.train.online.environments import environment_setup
+from upweight.train.parts import TrainerParts
 from upweight.train.policy import Policy, load_policy, make_policy
-from upweight.train.recording import recording
+from upweight.train.recording.callbacks import PlainModelAfterwards
+from upweight.train.recording.session import recording
+from upweight.train.recording.trackers import set_variables
 from upweight.train.reference.synced import SyncReference
-from upweight.train.trackers import set_variables
-from upweight.train.trainer import TrainerParts
 
 
 def assemble(config: Config, objects: Objects = YAML_ONLY, *, trains: bool = True) -> TrainerParts:

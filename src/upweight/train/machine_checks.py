@@ -17,7 +17,7 @@ from upweight.config.servers import direct_transfer, samples_from_server
 from upweight.config.zero import zero_options
 from upweight.errors import UserError
 from upweight.runs.files import no_folder_at
-from upweight.train.trackers import asked_trackers
+from upweight.train.recording.trackers import asked_trackers
 
 Check = Callable[[Config], Iterator[str]]
 

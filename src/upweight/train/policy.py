@@ -11,7 +11,7 @@ import torch
 from accelerate import PartialState
 from peft import PeftModel
 from torch import nn
-from transformers import PreTrainedTokenizerBase, set_seed
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase, set_seed
 
 from upweight.config import Config
 from upweight.config.sections.training import OptimSection
@@ -25,14 +25,17 @@ from upweight.errors import UserError
 from upweight.methods.base import Method
 from upweight.models.adapters.attach import attach_adapter, new_adapter
 from upweight.models.load import disable_dropout, fit_vocabulary, load_model, master_dtype
-from upweight.models.memory import training_bytes
+from upweight.models.memory import activation_bytes, training_bytes
 from upweight.models.precision import ComputeCopies, Sharding, set_up_precision
 from upweight.models.reference import Reference, adapter_state, make_reference, reference_kind
-from upweight.train.budget import token_budget
 from upweight.train.distributed.deepspeed import partitioned_at_once, zero_config
 from upweight.train.distributed.fsdp import read_once
 from upweight.train.objects import Model, Objects
 from upweight.train.reference.precomputed import Precompute
+
+ON_CPU = 4096  # tokens of one forward, unless a budget is set
+SMALLEST_BUDGET, LARGEST_BUDGET = 2048, 65_536
+FREE_SHARE = 0.5  # of the memory that is free once the weights are loaded
 
 
 @dataclass(frozen=True)
@@ -205,6 +208,15 @@ def _separate(load: Callable[[], nn.Module], device: torch.device, install: Call
     nn.Module.to(model, device)
     install(model)
     return model
+
+
+def token_budget(config: PreTrainedConfig, device: torch.device, *, checkpointing: bool, reserved: int) -> int:
+    """Tokens whose activations fit into the device's free memory, but for the bytes `reserved`."""
+    if device.type != "cuda":
+        return ON_CPU
+    free = torch.cuda.mem_get_info(device)[0] - reserved
+    tokens = int(FREE_SHARE * free / activation_bytes(config, checkpointing=checkpointing))
+    return min(max(tokens // 128 * 128, SMALLEST_BUDGET), LARGEST_BUDGET)
 
 
 def _reserved(model: nn.Module, optimizer: str, sharded: bool) -> int:

@@ -16,12 +16,12 @@ from upweight.errors import UserError
 from upweight.log import logger
 from upweight.runs.record import refuse_busy
 from upweight.train.assemble import assemble
-from upweight.train.checkpoints import last_whole_checkpoint, named_checkpoint, set_aside, step_of
 from upweight.train.distributed.fsdp import layout_of, shard_alone
 from upweight.train.distributed.ranks import broadcast_from_rank0, init_single_rank
-from upweight.train.model_card import model_card
-from upweight.train.recording import recording
-from upweight.train.run_folder import changed_keys, refuse_other_weights, write_config
+from upweight.train.recording.checkpoints import last_whole_checkpoint, named_checkpoint, set_aside, step_of
+from upweight.train.recording.model_card import model_card
+from upweight.train.recording.run_folder import changed_keys, refuse_other_weights, write_config
+from upweight.train.recording.session import recording
 from upweight.train.trainer import MethodTrainer
 
 

@@ -1,16 +1,16 @@
 """The loop: transformers' Trainer, with a step that counts exactly."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import speed_metrics
 
 from upweight.data.units import units_of
@@ -24,15 +24,15 @@ from upweight.models.precision import Sharding
 from upweight.models.reference import SeparateModel
 from upweight.models.save import save_model
 from upweight.rollout.custom import CustomRollout
-from upweight.train.checkpoints import WHOLE, checkpoint_to_resume, step_of
 from upweight.train.distributed.deepspeed import fit_to_ranks
 from upweight.train.distributed.fsdp import refuse_other_layout, set_up_sharding
 from upweight.train.distributed.ranks import broadcast_from_rank0
 from upweight.train.loader import StepSampler, step_loader
-from upweight.train.lr_groups import ConfiguredRates, LrOf, split_by_lr
+from upweight.train.lr_groups import ConfiguredRates, split_by_lr
 from upweight.train.meters import Meters
-from upweight.train.online.feed import RolloutFeed, RolloutLoader
-from upweight.train.policy import Policy
+from upweight.train.online.feed import RolloutLoader
+from upweight.train.parts import TrainerParts
+from upweight.train.recording.checkpoints import WHOLE, checkpoint_to_resume, step_of
 from upweight.train.reference.precomputed import with_reference
 from upweight.train.reference.synced import SyncReference
 from upweight.train.step import StepRunner
@@ -42,24 +42,6 @@ NEVER_CALLED = (  # by this loop, of what scripts for other trainers override
     "compute_loss", "_compute_loss", "prediction_step", "get_batch_loss_metrics", "concatenated_forward",
     "tokenize_row", "_prepare_dataset", "_generate_and_score_completions",
 )  # fmt: skip
-
-
-@dataclass
-class TrainerParts:
-    """All that a trainer puts to work, as `assemble` makes it."""
-
-    policy: Policy
-    arguments: TrainingArguments
-    train_dataset: Any = None
-    eval_dataset: Any = None
-    encode: Callable[..., Any] | None = None  # makes prepared rows of those that `evaluate` is handed
-    rollouts: RolloutFeed | None = None  # where an online method's steps come from, instead of the rows
-    shuffle: bool = True
-    rate_of: LrOf | None = None
-    callbacks: Sequence[TrainerCallback] = ()
-    optimizers: tuple[Any, Any] = (None, None)
-    optimizer_class: tuple[type, dict[str, Any]] | None = None
-    recording: "Callable[[MethodTrainer], AbstractContextManager[Any]] | None" = None  # around a script's training
 
 
 class MethodTrainer(Trainer):

@@ -13,7 +13,7 @@ from transformers import TrainerCallback
 from parity_script import ROWS, TEMPLATE, made_tokenizer, said, write_model
 from upweight import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 from upweight.errors import UserError
-from upweight.train.checkpoints import is_whole
+from upweight.train.recording.checkpoints import is_whole
 
 COMMON = {"logging_steps": 1, "report_to": "none", "disable_tqdm": True, "per_device_train_batch_size": 4,
           "save_strategy": "no", "learning_rate": 1e-2}  # fmt: skip

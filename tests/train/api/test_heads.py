@@ -24,7 +24,7 @@ def folder(tmp_path):
 
 @pytest.mark.parametrize(
     ("trainer_class", "labels", "message"),
-    [(RewardTrainer, 2, "1 output, not 2.*num_labels=1"), (PRMTrainer, 1, "at least 2, not 1.*num_labels=2")],
+    [(RewardTrainer, 2, "1 output, not 2.*num_labels=1"), (PRMTrainer, 1, "at least 2 outputs, not 1.*num_labels=2")],
 )
 @pytest.mark.parametrize("given", ["name", "object"])
 def test_a_head_with_outputs_that_the_method_does_not_train_is_refused(given, trainer_class, labels, message, folder):

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 import upweight
+from upweight.config.sections.rollout import RolloutSection
 from upweight.errors import UserError
-from upweight.train.api.trainers import NOT_TAKEN, parts_for
+from upweight.train.api.inputs import NOT_TAKEN, parts_for
 
 RECORD = json.loads((Path(__file__).parent / "trl_names.json").read_text())
 DIFFERENCES = (Path(__file__).parents[3] / "docs" / "differences.md").read_text()
@@ -92,7 +93,7 @@ def test_what_is_refused_is_refused_only_where_it_asks_for_something(name, given
 
 
 def test_scripts_have_the_defaults_of_vllm_that_they_know(tmp_path):
-    rollout = upweight.GRPOConfig(output_dir=tmp_path, use_vllm=True).rollout()
+    rollout = upweight.GRPOConfig(output_dir=tmp_path, use_vllm=True).section(RolloutSection)
     assert (rollout.vllm_mode, rollout.sleep_mode) == ("colocate", False)
     with pytest.raises(UserError, match="vllm_server_port: is for vllm_mode='server'"):
         upweight.GRPOConfig(output_dir=tmp_path, use_vllm=True, vllm_server_port=8001)

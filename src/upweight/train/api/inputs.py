@@ -20,7 +20,7 @@ from upweight.train.api.as_config import checked_config, config_of, words_of
 from upweight.train.api.configs import MethodArguments
 from upweight.train.assemble import assemble
 from upweight.train.objects import Model, Objects, ReadRows
-from upweight.train.trainer import TrainerParts
+from upweight.train.parts import TrainerParts
 
 AnyConfig = TypeVar("AnyConfig", bound=MethodArguments)
 GivenRows = Dataset | Sequence[Mapping[str, Any]]

@@ -3,7 +3,7 @@
 import os
 
 from upweight.config.sections.run import TrackingSection
-from upweight.train.trackers import VARIABLES, asked_trackers, set_variables, tracking_arguments
+from upweight.train.recording.trackers import VARIABLES, asked_trackers, set_variables, tracking_arguments
 
 
 def test_none_is_the_default_and_a_project_turns_wandb_on():

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from upweight.errors import UserError
-from upweight.train.checkpoints import (
+from upweight.train.recording.checkpoints import (
     checkpoints_of,
     is_whole,
     last_whole_checkpoint,

@@ -2,7 +2,7 @@ import yaml
 
 from made_runs import write_config
 from upweight.config import load_config
-from upweight.train.model_card import model_card
+from upweight.train.recording.model_card import model_card
 from upweight.train.run import train
 
 HISTORY = [

@@ -11,7 +11,7 @@ from transformers import TrainerControl, TrainerState
 
 from upweight.errors import UserError
 from upweight.log import logger, set_up_logging
-from upweight.train.callbacks import LossLimit, Progress, StopOnNan, StopOnSignal, duration
+from upweight.train.recording.callbacks import LossLimit, Progress, StopOnNan, StopOnSignal, duration
 
 
 @pytest.fixture
@@ -117,7 +117,7 @@ def test_the_line_shows_what_matters(said):
 
 def test_time_left_is_that_of_the_steps_after_the_first(monkeypatch):
     clock = iter([1000.0, 1010.0, 1030.0])  # the first step took long, and does not count
-    monkeypatch.setattr("upweight.train.callbacks.time.perf_counter", lambda: next(clock))
+    monkeypatch.setattr("upweight.train.recording.callbacks.time.perf_counter", lambda: next(clock))
     line = Progress()
     line.on_train_begin(None, state(4), None)  # resumed
     line.on_step_end(None, state(5), None)

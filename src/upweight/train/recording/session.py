@@ -12,14 +12,14 @@ from upweight.config import Config
 from upweight.errors import UserError
 from upweight.log import is_seen
 from upweight.runs.record import about, recorded, refuse_busy
-from upweight.train.callbacks import HealthCallback, LossLimit, Progress, StopOnNan, StopOnSignal
-from upweight.train.checkpoints import KeepCheckpoints, SaveFirstStep
 from upweight.train.objects import YAML_ONLY, Objects
 from upweight.train.online.before_after import BeforeAndAfter
 from upweight.train.online.completions import cut_completions
 from upweight.train.online.watch import watch_rollouts
-from upweight.train.profile import Profiler
-from upweight.train.run_folder import MetricsFile, content_of, cut_metrics
+from upweight.train.recording.callbacks import HealthCallback, LossLimit, Progress, StopOnNan, StopOnSignal
+from upweight.train.recording.checkpoints import KeepCheckpoints, SaveFirstStep
+from upweight.train.recording.profile import Profiler
+from upweight.train.recording.run_folder import MetricsFile, content_of, cut_metrics
 
 
 @contextmanager

@@ -1,0 +1,30 @@
+"""The parts of a trainer, as the assembly of a run makes them."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import TrainerCallback, TrainingArguments
+
+from upweight.train.lr_groups import LrOf
+from upweight.train.online.feed import RolloutFeed
+from upweight.train.policy import Policy
+
+
+@dataclass
+class TrainerParts:
+    """Everything that `MethodTrainer` is built from."""
+
+    policy: Policy
+    arguments: TrainingArguments
+    train_dataset: Any = None
+    eval_dataset: Any = None
+    encode: Callable[..., Any] | None = None  # prepares the rows that `evaluate` is handed
+    rollouts: RolloutFeed | None = None  # where an online method's steps come from, instead of the rows
+    shuffle: bool = True
+    rate_of: LrOf | None = None
+    callbacks: Sequence[TrainerCallback] = ()
+    optimizers: tuple[Any, Any] = (None, None)
+    optimizer_class: tuple[type, dict[str, Any]] | None = None
+    recording: Callable[[Any], AbstractContextManager[Any]] | None = None  # around a script's training
