@@ -30,13 +30,13 @@ def folder(tmp_path):
 def test_a_head_with_outputs_that_the_method_does_not_train_is_refused(given, trainer_class, labels, message, folder):
     config, rows = (RewardConfig, ROWS["pairs"]) if trainer_class is RewardTrainer else (PRMConfig, STEPS)
     options = {"num_labels": labels} if given == "name" else None
-    args = config(output_dir=str(folder / "out"), model_init_kwargs=options, **COMMON)
     model = str(folder / "model")
     if given == "object":
         auto = AutoModelForSequenceClassification if trainer_class is RewardTrainer else AutoModelForTokenClassification
         model = auto.from_pretrained(model, num_labels=labels)
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     with pytest.raises(UserError, match=message):
+        args = config(output_dir=str(folder / "out"), model_init_kwargs=options, **COMMON)
         trainer_class(model, args=args, train_dataset=rows, processing_class=tokenizer)
 
 

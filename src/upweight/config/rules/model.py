@@ -68,9 +68,9 @@ def heads(config: Config) -> Iterator[str]:
     """How many outputs a reward model has."""
     labels = config.model.num_labels
     if config.method.head == "sequence_score" and labels != 1:
-        yield f"num_labels: an outcome reward model has 1 output, not {labels}: set 'num_labels: 1', or name another model."
+        yield f"num_labels: an outcome reward model has 1 output, not {labels}; set 'num_labels: 1'."
     if config.method.head == "step_score" and labels is not None and labels < 2:
-        yield f"num_labels: a process reward model has at least 2 outputs, not {labels}: set 'num_labels: 2', or name another model."
+        yield f"num_labels: a process reward model has at least 2 outputs, not {labels}; set 'num_labels: 2'."
 
 
 def references(config: Config) -> Iterator[str]:
