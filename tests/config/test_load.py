@@ -223,3 +223,23 @@ def test_a_fragment_needs_no_required_keys_and_a_whole_config_does():
         "datasets: missing. List what to train on.",
         "trl.reward_funcs: missing. A group of completions is compared by rewards: name at least one.",
     ]
+
+
+@pytest.mark.parametrize(
+    ("given", "key", "value"),
+    [
+        ({"torch_dtype": "bfloat16", "bf16": "auto"}, "bf16", True),
+        ({"torch_dtype": "torch.float32"}, "bf16", False),
+        ({"float16": True}, "fp16", True),
+        ({"float16": False}, "fp16", False),
+    ],
+)
+def test_precision_as_other_trainers_write_it(given, key, value):
+    config = parse_config({"base_model": "m", "datasets": [{"path": "d"}], **given}, folder=Path())
+    assert getattr(config.model, key) is value
+
+
+@pytest.mark.parametrize("given", [{"torch_dtype": "bfloat16", "bf16": False}, {"torch_dtype": "int3"}, {"float16": 3}])
+def test_precisions_that_contradict_or_mean_nothing_are_refused(given):
+    with pytest.raises(UserError, match=r"torch_dtype|float16"):
+        parse_config({"base_model": "m", "datasets": [{"path": "d"}], **given}, folder=Path())

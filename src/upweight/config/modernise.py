@@ -8,6 +8,12 @@ from upweight.config.sections.data import OWN_TEMPLATES
 from upweight.config.yaml_file import copy_tree
 
 OTHER_ATTENTION = ("xformers", "sage", "fp8", "varlen", "flash_attention_4")
+PRECISIONS = {
+    "auto": ("bf16", "auto"),
+    "bfloat16": ("bf16", True),
+    "float16": ("fp16", True),
+    "float32": ("bf16", False),
+}
 SHARDING_WORDS = {"FULL_SHARD": True, "HYBRID_SHARD": True, "SHARD_GRAD_OP": False, "NO_SHARD": False}
 
 
@@ -36,6 +42,7 @@ def modernise(content: dict[Any, Any], findings: Findings) -> dict[Any, Any]:
     for key, values in OFF.items():
         if type(content.get(key)) in (int, float) and content[key] in values:
             del content[key]
+    _precision(content, findings)
     _attention(content, findings)
     _checkpointing(content, findings)
     _plugins(content, findings)
@@ -94,6 +101,25 @@ def _holder(content: dict[Any, Any], path: str, make: bool = False) -> tuple[dic
         content[block] = {}
     inner = content.get(block)
     return (inner, name) if isinstance(inner, dict) else ({}, name)
+
+
+def _precision(content: dict[Any, Any], findings: Findings) -> None:
+    """`torch_dtype` and `float16`, as other trainers write the precision, as `bf16` and `fp16`."""
+    dtype, half = content.pop("torch_dtype", None), content.pop("float16", None)
+    if half not in (None, True, False):
+        findings.errors.append(f"float16: expected true or false, got {half!r}")
+    word = "float16" if half is True else str(dtype).removeprefix("torch.")
+    if dtype is None and half is not True:
+        return
+    if word not in PRECISIONS:
+        findings.errors.append(f"torch_dtype: expected one of {', '.join(PRECISIONS)}, got {dtype!r}")
+        return
+    key, value = PRECISIONS[word]
+    named = "float16" if half is True else "torch_dtype"
+    findings.notices.append(f"{named}: is called '{key}: {str(value).lower()}' here")
+    if content.get(key) not in (None, "auto", value):
+        findings.errors.append(f"{named}: contradicts '{key}: {str(content[key]).lower()}'. Keep only '{key}'.")
+    content[key] = value
 
 
 def _attention(content: dict[Any, Any], findings: Findings) -> None:

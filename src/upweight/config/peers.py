@@ -126,8 +126,7 @@ NOT_HERE: dict[str, str] = {
     "training on weights quantised in this way is not supported; use `load_in_4bit` or `load_in_8bit`": "qat"
     " quantization gptq gptq_* use_onebitllms model_quantization_config model_quantization_config_kwargs"
     " quantize_moe_experts llmcompressor nvfp4_* nf4_backend dsv4_*",
-    "not supported; use `bf16: true`": "fp8 fp8_* float32 fp32_norms fp32_norm_classes torch_dtype",
-    "not supported; use `fp16: true`": "float16",
+    "not supported; use `bf16: true`": "fp8 fp8_* float32 fp32_norms fp32_norm_classes",
     "this attention is not supported; leave it out and the tree attention serves": "xformers_attention sage_attention"
     " s2_attention flash_optimum large_head_attention flash_attn_d512"
     " sdpa_varlen scaling_softmax scaling_softmax_factor scaling_softmax_bias",

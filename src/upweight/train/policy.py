@@ -22,6 +22,7 @@ from upweight.engine.context import Context
 from upweight.engine.noise import add_noise
 from upweight.engine.offload import offload_activations
 from upweight.errors import UserError
+from upweight.log import warn_once
 from upweight.methods.base import Method
 from upweight.models.adapters.attach import attach_adapter, new_adapter
 from upweight.models.load import disable_dropout, fit_vocabulary, load_model, master_dtype
@@ -87,6 +88,12 @@ def load_policy(
         model = new_adapter(model, objects.peft_config)
     elif config.adapter.kind is not None and objects.model is None:
         model = attach_adapter(model, config.adapter, new_tokens=len(config.model.new_tokens))  # pyright: ignore
+    coefficient = getattr(model.config.get_text_config(), "router_aux_loss_coef", None)
+    if coefficient:
+        warn_once(
+            f"the load-balancing loss of the model's routers (router_aux_loss_coef {coefficient:g} in its config) is not "
+            "added to the loss: over a long training experts may fall out of use"
+        )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UserError("model: no weight is trained. Load an adapter with `is_trainable=True`.")
     return model

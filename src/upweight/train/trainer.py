@@ -295,8 +295,7 @@ class MethodTrainer(Trainer):
                 self.last_blocked = blocked
                 steps = max(self.state.global_step - self.last_logged_step, 1)
                 logs["step_time"] = (now - self.last_log) / steps
-            else:
-                logs["num_tokens"] = self.state.num_input_tokens_seen
+            logs["num_tokens"] = self.state.num_input_tokens_seen
             self.last_logged_step = self.state.global_step
             self.last_log, self.runner.tokens = now, 0
         super().log(logs, start_time)

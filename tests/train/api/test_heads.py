@@ -35,9 +35,13 @@ def test_a_head_with_outputs_that_the_method_does_not_train_is_refused(given, tr
         auto = AutoModelForSequenceClassification if trainer_class is RewardTrainer else AutoModelForTokenClassification
         model = auto.from_pretrained(model, num_labels=labels)
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
-    with pytest.raises(UserError, match=message):
+
+    def start():
         args = config(output_dir=str(folder / "out"), model_init_kwargs=options, **COMMON)
         trainer_class(model, args=args, train_dataset=rows, processing_class=tokenizer)
+
+    with pytest.raises(UserError, match=message):
+        start()
 
 
 def test_a_model_with_the_other_head_is_refused(folder):
