@@ -91,8 +91,8 @@ def load_policy(
     coefficient = getattr(model.config.get_text_config(), "router_aux_loss_coef", None)
     if coefficient:
         warn_once(
-            f"the load-balancing loss of the model's routers (router_aux_loss_coef {coefficient:g} in its config) is not "
-            "added to the loss: over a long training experts may fall out of use"
+            f"the load-balancing loss of the model's routers (router_aux_loss_coef {coefficient:g} in its config) is "
+            "not added to the loss: over a long training experts may fall out of use"
         )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UserError("model: no weight is trained. Load an adapter with `is_trainable=True`.")

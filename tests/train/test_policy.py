@@ -1,0 +1,23 @@
+"""The policy as it is loaded for training."""
+
+import pytest
+import torch
+
+from parity_script import ROWS, TEMPLATE, made_tokenizer
+from tiny_models import tiny
+from upweight import DPOConfig, DPOTrainer
+from upweight.train.policy import ON_CPU, token_budget
+
+
+@pytest.mark.parametrize(("coefficient", "warns"), [(0.01, True), (0.0, False)])
+def test_a_mixture_whose_routers_loss_is_left_out_says_so(coefficient, warns, tmp_path, caplog):
+    tokenizer = made_tokenizer(TEMPLATE)
+    model = tiny("qwen3_moe", vocab_size=len(tokenizer), router_aux_loss_coef=coefficient)
+    args = DPOConfig(output_dir=str(tmp_path), report_to="none", use_cpu=True)
+    DPOTrainer(model, args=args, train_dataset=ROWS["pairs"], processing_class=tokenizer)
+    assert ("router_aux_loss_coef 0.01" in caplog.text) is warns
+
+
+def test_the_token_budget_of_a_cpu_is_fixed():
+    config = tiny("llama").config
+    assert token_budget(config, torch.device("cpu"), checkpointing=False, reserved=1 << 40) == ON_CPU
