@@ -48,7 +48,7 @@ def row_lengths(lengths_B: Tensor) -> Iterator[None]:
         _lengths_B.reset(token)
 
 
-def scale_by_own_length(model: nn.Module) -> None:
+def scale_rope_by_row_length(model: nn.Module) -> None:
     """Let rotary embeddings follow the length of each sequence.
 
     In transformers a batch has one scale, of its widest row, and a dynamic one stays as large as it ever was.

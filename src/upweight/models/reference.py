@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from upweight.errors import UserError
 from upweight.models.modules import dropout_off
 from upweight.models.precision import TrainedWeight, trained_weights
-from upweight.models.shards import drop_zero_gathered, is_piece, own_piece, zero_piece
+from upweight.models.shards import partition_zero3, is_sharded, local_shard, zero3_shard
 
 AdapterState = Literal["none", "identity", "changed"]
 ReferenceKind = Literal["none", "adapter_off", "frozen_weights", "separate"]
@@ -172,7 +172,7 @@ class FrozenWeights:
             name, parameter = names[weight.parameter], weight.parameter
             self._weights[name] = weight
             home = torch.device("cpu") if offload else parameter.device
-            self._values[name] = own_piece(parameter).to(home, weight.dtype, copy=True)
+            self._values[name] = local_shard(parameter).to(home, weight.dtype, copy=True)
             if synced:
                 self._averages[name] = parameter.detach().to(home, torch.float32, copy=True)
             if offload and parameter.is_cuda:  # a copy from pinned memory takes a fraction of the time
@@ -181,7 +181,7 @@ class FrozenWeights:
     @contextmanager
     def use(self, wrapped: nn.Module) -> Iterator[nn.Module]:
         self._place_all()
-        in_place = any(is_piece(weight.parameter) for weight in self._weights.values())
+        in_place = any(is_sharded(weight.parameter) for weight in self._weights.values())
         with self._exchanged_shards() if in_place else self._shadowed(), torch.no_grad(), dropout_off(wrapped):
             yield wrapped
 
@@ -214,7 +214,7 @@ class FrozenWeights:
                     whole = tensor.to(parameter.device)
                     tensors[name] = distribute_tensor(whole, parameter.device_mesh, parameter.placements)
                 elif hasattr(parameter, "ds_id"):
-                    tensors[name] = zero_piece(tensor, parameter)
+                    tensors[name] = zero3_shard(tensor, parameter)
                 elif tensor.device != parameter.device and not self._offload:
                     tensors[name] = tensor.to(parameter.device)
 
@@ -237,7 +237,7 @@ class FrozenWeights:
     @contextmanager
     def _exchanged_shards(self) -> Iterator[None]:
         """Ranks gather from their pieces, so these are exchanged and nothing gathered earlier is used."""
-        shards = [own_piece(weight.parameter) for weight in self._weights.values()]
+        shards = [local_shard(weight.parameter) for weight in self._weights.values()]
         kept = [shard.clone() for shard in shards]
         _copy_all(shards, list(self._values.values()))
         _drop_gathered(self._policy)
@@ -288,4 +288,4 @@ def _drop_gathered(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-    drop_zero_gathered(model)
+    partition_zero3(model)

@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 
-def is_piece(parameter: Any) -> bool:
+def is_sharded(parameter: Any) -> bool:
     """Whether a rank holds only its piece of this weight."""
     return isinstance(parameter, DTensor) or hasattr(parameter, "ds_id")
 
 
 def lies_in_pieces(model: nn.Module) -> bool:
     """Whether any weight of a model is spread over the ranks."""
-    return any(map(is_piece, model.parameters()))
+    return any(map(is_sharded, model.parameters()))
 
 
 def zero_gathered(parameters: Sequence[nn.Parameter]) -> AbstractContextManager[Any]:
@@ -28,12 +28,12 @@ def zero_gathered(parameters: Sequence[nn.Parameter]) -> AbstractContextManager[
     return zero.GatheredParameters([one for one in parameters if hasattr(one, "ds_id")])
 
 
-def own_piece(parameter: Any) -> Tensor:
+def local_shard(parameter: Any) -> Tensor:
     """What this rank holds of a weight, to be read and written."""
     return parameter.ds_tensor if hasattr(parameter, "ds_id") else parameter.detach()
 
 
-def zero_piece(value: Tensor, parameter: Any) -> Tensor:
+def zero3_shard(value: Tensor, parameter: Any) -> Tensor:
     """The part of a whole tensor that ZeRO-3 keeps on this rank for a parameter of its shape; a part stays itself."""
     own: Tensor = parameter.ds_tensor
     if value.shape == own.shape and value.shape != parameter.ds_shape:
@@ -44,7 +44,7 @@ def zero_piece(value: Tensor, parameter: Any) -> Tensor:
     return piece
 
 
-def drop_zero_gathered(model: nn.Module) -> None:
+def partition_zero3(model: nn.Module) -> None:
     """Have ZeRO-3 keep nothing but its pieces, so that they are what the next forward gathers."""
     for parameter in model.parameters():
         if hasattr(parameter, "ds_id") and parameter.numel() and getattr(parameter, "ds_shape", None):

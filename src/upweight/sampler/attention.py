@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from upweight.engine.attention.interface import Scores
+from upweight.engine.attention.interface import AttentionParams
 from upweight.engine.attention.rules import Rule
 
 
@@ -22,14 +22,14 @@ class Cascade:
     bias_GMK: Tensor  # one member stands for all where they see the same
 
 
-def cascade_attention(query: Tensor, kept: Cascade, form: Scores) -> Tensor:
+def cascade_attention(query: Tensor, kept: Cascade, params: AttentionParams) -> Tensor:
     """Query [slots, heads, 1, width] -> [slots, heads, 1, width].
 
     The members of a group stand along the query axis of one product with their prompt's keys: nothing is copied.
     """
-    plain = form.rule == Rule() and form.softcap is None and form.sinks is None
+    plain = params.rule == Rule() and params.softcap is None and params.sinks is None
     fused = plain and not query.is_cuda and kept.prompt_key.shape[-1] == kept.prompt_value.shape[-1]
-    return _merged(query, kept, form.scaling) if fused else _explicit(query, kept, form)
+    return _merged(query, kept, params.scaling) if fused else _explicit(query, kept, params)
 
 
 def _merged(query: Tensor, kept: Cascade, scaling: float) -> Tensor:
@@ -59,7 +59,7 @@ def _merged(query: Tensor, kept: Cascade, scaling: float) -> Tensor:
     return torch.lerp(on_prompt, on_new, share).reshape(slots, heads, 1, -1)
 
 
-def _explicit(query: Tensor, kept: Cascade, form: Scores) -> Tensor:
+def _explicit(query: Tensor, kept: Cascade, params: AttentionParams) -> Tensor:
     """The softmax written out: for windows, capped scores and attention sinks."""
     slots, heads, _, _ = query.shape
     groups, key_heads, length, _ = kept.prompt_key.shape
@@ -69,12 +69,12 @@ def _explicit(query: Tensor, kept: Cascade, form: Scores) -> Tensor:
     shared = query.reshape(by_member).transpose(1, 2).reshape(groups, key_heads, members * repeat, -1)
     to_prompt = (shared @ kept.prompt_key.transpose(-1, -2)).view(by_head).transpose(1, 2)
     to_new = (query.reshape(slots, key_heads, repeat, -1) @ kept.new_key.transpose(-1, -2)).view(by_member)
-    scores = torch.cat([to_prompt, to_new], -1).float().mul_(form.scaling)
-    if form.softcap is not None:
-        scores = torch.tanh(scores / form.softcap) * form.softcap
+    scores = torch.cat([to_prompt, to_new], -1).float().mul_(params.scaling)
+    if params.softcap is not None:
+        scores = torch.tanh(scores / params.softcap) * params.softcap
     scores += kept.bias_GMK[:, :, None, None]
-    if form.sinks is not None:
-        column = form.sinks.float().view(1, 1, key_heads, repeat, 1).expand(groups, members, -1, -1, -1)
+    if params.sinks is not None:
+        column = params.sinks.float().view(1, 1, key_heads, repeat, 1).expand(groups, members, -1, -1, -1)
         scores = torch.cat([scores, column], -1)
     share = scores.softmax(-1).to(query.dtype)
     on_prompt = share[..., :length].transpose(1, 2).reshape(groups, key_heads, -1, length) @ kept.prompt_value

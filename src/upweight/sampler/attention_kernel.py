@@ -15,7 +15,7 @@ import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
-from upweight.engine.attention.interface import Scores
+from upweight.engine.attention.interface import AttentionParams
 
 _LONG_KEY = 256  # bytes
 _SMALLEST_SIDE = 16  # of a matrix product on tensor cores
@@ -29,7 +29,7 @@ def cascade_step(
     value: Tensor,
     caches: tuple[Tensor, Tensor, Tensor, Tensor],
     at: tuple[Tensor, Tensor],
-    form: Scores,
+    params: AttentionParams,
 ) -> Tensor:
     """The newest query, key and value of each slot, [slots, heads, 1, width] -> attention, [slots, heads, 1, width].
 
@@ -54,14 +54,14 @@ def cascade_step(
     launch: Any = _kernel
     launch[(slots, key_heads, prompt_parts + new_parts)](
         query, key, value, prompt_key, prompt_value, new_key, new_value, lengths, step,
-        form.sinks if form.sinks is not None else lengths,
-        out, left, _counters(query.device, triton.next_power_of_2(pairs)), form.scaling, form.softcap or 0.0,
+        params.sinks if params.sinks is not None else lengths,
+        out, left, _counters(query.device, triton.next_power_of_2(pairs)), params.scaling, params.softcap or 0.0,
         slots // lengths.shape[0], prompt_key.shape[2], new_key.shape[2],
         query.stride(0), query.stride(1), key.stride(0), key.stride(1), value.stride(0), value.stride(1),
         REPEAT=repeat, ROWS=_side(repeat), COLUMNS=columns,
         WIDTH=width, WIDTH_UP=_side(width), VALUE_WIDTH=value_width, VALUE_WIDTH_UP=_side(value_width),
-        WINDOW=form.rule.window or 0, CHUNK=form.rule.chunk or 0,
-        CAPPED=form.softcap is not None, SINKS=form.sinks is not None,
+        WINDOW=params.rule.window or 0, CHUNK=params.rule.chunk or 0,
+        CAPPED=params.softcap is not None, SINKS=params.sinks is not None,
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
         PROMPT_PARTS=prompt_parts, NEW_PARTS=new_parts, num_warps=warps, num_stages=stages,
     )  # fmt: skip

@@ -14,14 +14,14 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from upweight.engine.attention.interface import Scores
+from upweight.engine.attention.interface import AttentionParams
 from upweight.engine.attention.rules import Rule
 
 
 class Context(Protocol):
     """What attends in a forward of the sampler: `engine.attention.Attends`, with the number of the call."""
 
-    def attend(self, call: int, query: Tensor, key: Tensor, value: Tensor, form: Scores) -> Tensor:
+    def attend(self, call: int, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Tensor:
         """Query [B, heads, N, width], key and value with as many or fewer heads -> [B, heads, N, width]."""
         ...
 
@@ -32,16 +32,16 @@ class CustomAttention:
     def __init__(self, context: Context) -> None:
         self._context, self._calls = context, count()
 
-    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, form: Scores) -> Tensor:
-        """Attention of one layer, see `Attends`."""
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Tensor:
+        """Attention of one layer, see `LayerAttention`."""
         if torch.compiler.is_compiling():
-            rule = form.rule
-            return _attend(query, key, value, form.scaling, form.softcap, form.sinks, rule.window, rule.chunk)
-        return self.attend_next(query, key, value, form)
+            rule = params.rule
+            return _attend(query, key, value, params.scaling, params.softcap, params.sinks, rule.window, rule.chunk)
+        return self.attend_next(query, key, value, params)
 
-    def attend_next(self, query: Tensor, key: Tensor, value: Tensor, form: Scores) -> Tensor:
+    def attend_next(self, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Tensor:
         """Attention of the call whose turn it is."""
-        return self._context.attend(next(self._calls), query, key, value, form)
+        return self._context.attend(next(self._calls), query, key, value, params)
 
 
 _running: ContextVar[CustomAttention] = ContextVar("running")
@@ -69,7 +69,7 @@ def _attend(  # noqa: PLR0917 - an operation takes tensors and numbers
     window: int | None,
     chunk: int | None,
 ) -> Tensor:
-    out = _running.get().attend_next(query, key, value, Scores(Rule(window, chunk), scaling, softcap, sinks))
+    out = _running.get().attend_next(query, key, value, AttentionParams(Rule(window, chunk), scaling, softcap, sinks))
     return out.transpose(1, 2).contiguous().transpose(1, 2)
 
 

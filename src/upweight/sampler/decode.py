@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from upweight.engine.attention.interface import Scores, tree_masks, use_tree_attention
+from upweight.engine.attention.interface import AttentionParams, tree_masks, use_tree_attention
 from upweight.engine.attention.rules import Rule
 from upweight.engine.attention.segments import SegmentPlan, segment_attention
 from upweight.engine.forward import body_of
-from upweight.engine.logits import LogitForm
+from upweight.engine.logits import LogitTransform
 from upweight.engine.trees import fold
 from upweight.sampler.attention import Cascade, cascade_attention
 from upweight.sampler.custom_op import Context, attention_op
@@ -98,7 +98,7 @@ class _Shapes:
     def __init__(self) -> None:
         self.layers: list[LayerShape] = []
 
-    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, form: Scores) -> Tensor:
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Tensor:
         self.layers.append(LayerShape(module, key.shape[1], key.shape[-1], value.shape[-1], key.dtype))
         return value.repeat_interleave(query.shape[1] // value.shape[1], 1)
 
@@ -111,8 +111,8 @@ class _Prefill:
         self._groups, self._index_GP = groups, index_GP
         self._plans: dict[Rule, SegmentPlan] = {}
 
-    def attend(self, call: int, query: Tensor, key: Tensor, value: Tensor, form: Scores) -> Tensor:
-        rule = form.rule
+    def attend(self, call: int, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Tensor:
+        rule = params.rule
         if rule not in self._plans:
             self._plans[rule] = SegmentPlan.of(self._end_N, self._position_N, rule)
         kept_key, kept_value = self._decoder.caches[call][:2]
@@ -120,7 +120,7 @@ class _Prefill:
         for kept, new in ((kept_key, key), (kept_value, value)):
             kept[self._groups, :, :width] = new[0][:, self._index_GP].transpose(0, 1)
         plan = self._plans[rule]
-        return segment_attention(query, key, value, plan, scaling=form.scaling, softcap=form.softcap, sinks=form.sinks)
+        return segment_attention(query, key, value, plan, scaling=params.scaling, softcap=params.softcap, sinks=params.sinks)
 
 
 class _Step:
@@ -130,19 +130,19 @@ class _Step:
         self._decoder, self._width = decoder, width
         self._bias: dict[Rule, Tensor] = {}
 
-    def attend(self, call: int, query: Tensor, key: Tensor, value: Tensor, form: Scores) -> Tensor:
+    def attend(self, call: int, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Tensor:
         decoder = self._decoder
         prompt_key, prompt_value, new_key, new_value = caches = decoder.caches[call]
         if cascade_step is not None and query.is_cuda and decoder.anchor_GM1 is None:
-            return cascade_step(query, key, value, caches, (decoder.length_G1, decoder.step_1), form)
+            return cascade_step(query, key, value, caches, (decoder.length_G1, decoder.step_1), params)
         new_key.index_copy_(2, decoder.step_1, key)
         new_value.index_copy_(2, decoder.step_1, value)
-        rule = form.rule
+        rule = params.rule
         if rule not in self._bias:
             self._bias[rule] = decoder.bias(rule, self._width)
         new_key, new_value = new_key[:, :, : self._width], new_value[:, :, : self._width]
         kept = Cascade(prompt_key, prompt_value, new_key, new_value, self._bias[rule])
-        return cascade_attention(query, kept, form)
+        return cascade_attention(query, kept, params)
 
 
 class Decoder:
@@ -310,12 +310,12 @@ class Decoder:
             "position_ids": position_BN,
             "use_cache": False,
         }
-        form = self.base.__dict__["_logit_form"]
+        params = self.base.__dict__["_logit_transform"]
         with (
             tree_masks(),
             nullcontext(context) if isinstance(context, _Shapes) else attention_op(context) as inputs["tree"],
         ):
-            if form is None:
+            if params is None:
                 stock = self.base.__dict__["_stock_forward"]
                 fewer = "logits_to_keep" in inspect.signature(type(self.base).forward).parameters
                 kept = {"logits_to_keep": at} if fewer and at is not None else {}
@@ -324,7 +324,7 @@ class Decoder:
             hidden = body_of(self.base)(**inputs)[0].flatten(0, 1)
         head: Any = self.base.get_output_embeddings()
         projected = head(hidden if at is None else hidden[at])
-        return projected if form == LogitForm() else form(projected.float())
+        return projected if params == LogitTransform() else params(projected.float())
 
     def _before(self) -> Tensor:
         """Tokens before each completion, [groups, members, 1], or for all members of a group at once."""

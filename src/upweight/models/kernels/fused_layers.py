@@ -12,14 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from upweight.models.kernels.fused_projections import gated_product, join_siblings
+from upweight.models.kernels.fused_projections import gated_product, fuse_projections
 
 _PROJECTIONS = {"gate_proj", "up_proj", "down_proj"}
 
 
 def fuse_layers(model: nn.Module) -> None:
     """Let the plain norms and gated blocks of a model that lies on a GPU run fused, and its siblings together."""
-    join_siblings(model)
+    fuse_projections(model)
     verdicts: dict[type, Callable[..., Tensor] | None] = {}
     for module in model.modules():
         weight = next(module.parameters(), None)

@@ -16,7 +16,7 @@ from upweight.models.patches import few_rows, is_few, is_half_inference, plain_a
 _SIBLINGS = ("q_proj", "k_proj", "v_proj")
 
 
-class Siblings:
+class FusedProjections:
     """Layers in the order in which they are called, and what the first of them computed for the others."""
 
     def __init__(self, layers: list[Any]) -> None:
@@ -25,12 +25,12 @@ class Siblings:
         self.out: Tensor | None = None
 
 
-def join_siblings(model: nn.Module) -> None:
+def fuse_projections(model: nn.Module) -> None:
     """Let the query, key and value layers of a model that lies on a GPU be computed together."""
     for module in model.modules():
         layers: list[Any] = [getattr(module, name, None) for name in _SIBLINGS]
         if all(type(layer) in (nn.Linear, LoraLinear) and next(layer.parameters()).is_cuda for layer in layers):
-            siblings = Siblings(layers)
+            siblings = FusedProjections(layers)
             for place, layer in enumerate(layers):
                 if "_siblings" not in vars(layer):
                     vars(layer).update(_siblings=siblings, _place=place, _alone=layer.forward)
@@ -43,7 +43,7 @@ def _forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return self._alone(x, *args, **kwargs)
     siblings, place = self._siblings, self._place
     if place == 0:
-        siblings.x, siblings.out = x, side_by_side(x, siblings.layers)
+        siblings.x, siblings.out = x, concatenated_outputs(x, siblings.layers)
     out = siblings.out if siblings.x is x else None
     if place == len(siblings.layers) - 1:
         siblings.x = siblings.out = None
@@ -53,7 +53,7 @@ def _forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     return out.split(widths, -1)[place]
 
 
-def side_by_side(x: Tensor, layers: list[Any]) -> Tensor | None:
+def concatenated_outputs(x: Tensor, layers: list[Any]) -> Tensor | None:
     """The outputs of layers for one input, one after the other in its last axis; None where they are not plain."""
     x_ND = x.reshape(-1, x.shape[-1])
     parts = _parts(x_ND, layers)
