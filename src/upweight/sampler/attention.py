@@ -1,4 +1,4 @@
-"""Attention of the newest token of each completion: one softmax over the keys of its prompt and its own."""
+"""Cascade attention of the newest token of each completion: one softmax over prompt and completion keys."""
 
 from dataclasses import dataclass
 
@@ -11,21 +11,22 @@ from upweight.engine.attention.rules import Rule
 
 @dataclass(frozen=True, eq=False)
 class Cascade:
-    """Keys and values of prompts [groups, key heads, P, width] and of completions [slots, key heads, L, width], and
-    what to add to the scores of the P + L columns of a group, or of each of its members. Slots of a group lie together.
+    """Keys and values of prompts [groups, key heads, P, width] and of completions [slots, key heads, L, width].
+
+    `bias_GMK` is added to the scores of the P + L columns of a group, or of each member. Slots of a group are adjacent.
     """
 
     prompt_key: Tensor
     prompt_value: Tensor
     new_key: Tensor
     new_value: Tensor
-    bias_GMK: Tensor  # one member stands for all where they see the same
+    bias_GMK: Tensor  # M is 1 where all members see the same columns
 
 
 def cascade_attention(query: Tensor, kept: Cascade, params: AttentionParams) -> Tensor:
-    """Query [slots, heads, 1, width] -> [slots, heads, 1, width].
+    """Attend with a query [slots, heads, 1, width]; the output has the same axes.
 
-    The members of a group stand along the query axis of one product with their prompt's keys: nothing is copied.
+    The members of a group lie along the query axis of one product with their prompt's keys, so no key is copied.
     """
     plain = params.rule == Rule() and params.softcap is None and params.sinks is None
     fused = plain and not query.is_cuda and kept.prompt_key.shape[-1] == kept.prompt_value.shape[-1]
@@ -33,7 +34,7 @@ def cascade_attention(query: Tensor, kept: Cascade, params: AttentionParams) -> 
 
 
 def _merged(query: Tensor, kept: Cascade, scaling: float) -> Tensor:
-    """Two calls of the CPU's fused attention, put together by their log-sum-exps."""
+    """Combine two calls of the CPU's fused attention by their log-sum-exps."""
     slots, heads, _, _ = query.shape
     groups, key_heads, length, _ = kept.prompt_key.shape
     members, repeat = slots // groups, heads // key_heads
@@ -50,8 +51,8 @@ def _merged(query: Tensor, kept: Cascade, scaling: float) -> Tensor:
         attn_mask=bias_GMP[:, None],
         scale=scaling,
     )
-    own = query.reshape(slots, key_heads, repeat, -1)
-    on_new, log_new = attend(own, kept.new_key, kept.new_value, scale=scaling)
+    by_slot = query.reshape(slots, key_heads, repeat, -1)
+    on_new, log_new = attend(by_slot, kept.new_key, kept.new_value, scale=scaling)
     on_prompt, log_prompt = (
         x.reshape(by_head).transpose(1, 2).reshape(slots, key_heads, repeat, -1) for x in (on_prompt, log_prompt)
     )
@@ -60,7 +61,7 @@ def _merged(query: Tensor, kept: Cascade, scaling: float) -> Tensor:
 
 
 def _explicit(query: Tensor, kept: Cascade, params: AttentionParams) -> Tensor:
-    """The softmax written out: for windows, capped scores and attention sinks."""
+    """Compute the softmax step by step, for windows, capped scores and attention sinks."""
     slots, heads, _, _ = query.shape
     groups, key_heads, length, _ = kept.prompt_key.shape
     members, repeat = slots // groups, heads // key_heads

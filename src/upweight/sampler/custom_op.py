@@ -1,8 +1,8 @@
-"""The sampler's attention as one operation: a compiled layer is then one piece, not the pieces around a call.
+"""The sampler's attention as one custom operation, so that a compiled layer has no graph break.
 
-All layers of a model share what was compiled for one of them, so an operation cannot be told which layer calls it:
-calls are told apart by their order, which is the same in every forward. A module that attends more than once in a
-forward has as many calls.
+All layers of a model share one compiled forward, so an operation cannot take the calling layer as an argument: calls
+are identified by their order, which is the same in every forward. A module that attends more than once in a forward
+has as many calls.
 """
 
 from collections.abc import Iterator
@@ -18,8 +18,8 @@ from upweight.engine.attention.interface import AttentionParams
 from upweight.engine.attention.rules import Rule
 
 
-class Context(Protocol):
-    """What attends in a forward of the sampler: `engine.attention.Attends`, with the number of the call."""
+class CallAttention(Protocol):
+    """Computes the attention of every call in a forward of the sampler; `call` is the number of the call."""
 
     def attend(self, call: int, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Tensor:
         """Query [B, heads, N, width], key and value with as many or fewer heads -> [B, heads, N, width]."""
@@ -27,20 +27,20 @@ class Context(Protocol):
 
 
 class CustomAttention:
-    """Travels as `tree=` through one forward, and hands each attention call on with its number."""
+    """Is passed as `tree=` through one forward, and numbers the attention calls."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: CallAttention) -> None:
         self._context, self._calls = context, count()
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Tensor:
-        """Attention of one layer, see `LayerAttention`."""
+        """Compute the attention of one layer, see `LayerAttention`."""
         if torch.compiler.is_compiling():
             rule = params.rule
             return _attend(query, key, value, params.scaling, params.softcap, params.sinks, rule.window, rule.chunk)
         return self.attend_next(query, key, value, params)
 
     def attend_next(self, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Tensor:
-        """Attention of the call whose turn it is."""
+        """Compute the attention of the next call."""
         return self._context.attend(next(self._calls), query, key, value, params)
 
 
@@ -48,12 +48,12 @@ _running: ContextVar[CustomAttention] = ContextVar("running")
 
 
 @contextmanager
-def attention_op(context: Context) -> Iterator[CustomAttention]:
-    """What one forward inside is given as `tree=` so that compiled layers attend by `context`."""
-    given = CustomAttention(context)
-    token = _running.set(given)
+def attention_op(context: CallAttention) -> Iterator[CustomAttention]:
+    """Yield the argument `tree=` for one forward inside, so that compiled layers attend by `context`."""
+    attention = CustomAttention(context)
+    token = _running.set(attention)
     try:
-        yield given
+        yield attention
     finally:
         _running.reset(token)
 

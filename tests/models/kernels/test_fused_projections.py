@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tiny_models import tiny
 from upweight.models.kernels.fused_layers import fuse_layers
-from upweight.models.kernels.fused_projections import fuse_projections, concatenated_outputs
+from upweight.models.kernels.fused_projections import concatenated_outputs, fuse_projections
 from upweight.models.patches import add_adapters_in_place
 
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -62,7 +62,7 @@ def test_compiled_layers_are_the_same(targets: list[str], rows: int):
     with torch.no_grad():
         right = model(ids, use_cache=False).logits
         fuse_layers(model)
-        assert any("_siblings" in vars(module) for module in model.modules())
+        assert any("_fused" in vars(module) for module in model.modules())
         close(model(ids, use_cache=False).logits, right)
         layers = [module for module in model.modules() if type(module).__name__.endswith("DecoderLayer")]
         forward = torch.compile(type(layers[0]).forward)
