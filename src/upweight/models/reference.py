@@ -64,13 +64,9 @@ def _trains_base(model: PeftModel) -> bool:
 
 def _is_identity(module: nn.Module) -> bool:
     if isinstance(module, LoraLayer):
-        return not any(
-            bool(parameter.any())
-            for name in module.active_adapters
-            for container in (module.lora_B, module.lora_embedding_B)
-            if name in container
-            for parameter in _parameters(container[name])
-        )
+        linear = (p for name, up in module.lora_B.items() if name in module.active_adapters for p in up.parameters())
+        embedding = (p for name, p in module.lora_embedding_B.items() if name in module.active_adapters)
+        return not any(bool(parameter.any()) for parameter in (*linear, *embedding))
     if isinstance(module, ModulesToSaveWrapper):
         original = module.original_module.state_dict()
         return all(
@@ -80,10 +76,6 @@ def _is_identity(module: nn.Module) -> bool:
             for key, value in module.modules_to_save[name].state_dict().items()
         )
     return not isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper)
-
-
-def _parameters(item: nn.Module | Tensor) -> list[Tensor]:
-    return list(item.parameters()) if isinstance(item, nn.Module) else [item]
 
 
 def reference_kind(
@@ -239,13 +231,17 @@ class FrozenWeights:
         """Swap the values of the shards, which ranks gather from, and drop what was gathered earlier."""
         shards = [local_shard(weight.parameter) for weight in self._weights.values()]
         kept = [shard.clone() for shard in shards]
-        _copy_all(shards, list(self._values.values()))
-        _drop_gathered(self._policy)
+        self._copy(list(self._values.values()), shards)
         try:
             yield
         finally:
-            _copy_all(shards, kept)
-            _drop_gathered(self._policy)
+            self._copy(kept, shards)
+
+    def _copy(self, values: list[Tensor], shards: list[Tensor]) -> None:
+        with torch.no_grad():
+            for shard, value in zip(shards, values, strict=True):
+                shard.copy_(value)
+        _drop_gathered(self._policy)
 
 
 class SeparateModel:
@@ -276,12 +272,6 @@ class SeparateModel:
                 if name in state:
                     self._averages[name] = state[name].to(parameter.device, torch.float32, copy=True)
                     parameter.copy_(self._averages[name])
-
-
-def _copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
-    with torch.no_grad():
-        for target, source in zip(targets, sources, strict=True):
-            target.copy_(source)
 
 
 def _drop_gathered(model: nn.Module) -> None:

@@ -111,24 +111,23 @@ def _targets(model: PreTrainedModel, section: AdapterSection) -> list[str] | str
 
 def _check_names(model: PreTrainedModel, targets: list[str], key: str) -> None:
     names = [name for name, _ in model.named_modules()]
-    for target in targets:
-        if not any(name == target or name.endswith("." + target) for name in names):
-            last = sorted({name.rpartition(".")[2] for name in names if not name.rpartition(".")[2].isdigit()} - {""})
-            raise UserError(_nothing_matches(key, target, linear_names(model), last))
+    known = {name.rpartition(".")[2] for name in names if not name.rpartition(".")[2].isdigit()} - {""}
+    _check_targets(names, targets, key, shown=linear_names(model), known=sorted(known))
 
 
 def _check_parameters(model: PreTrainedModel, targets: list[str]) -> None:
     names = [name for name, _ in model.named_parameters()]
+    known = sorted({".".join(name.split(".")[-2:]) for name in names})
+    _check_targets(names, targets, "lora_target_parameters", shown=known, known=known)
+
+
+def _check_targets(names: list[str], targets: list[str], key: str, *, shown: list[str], known: list[str]) -> None:
+    """Raise for a target that matches none of the names, with the names of the model and the closest one."""
     for target in targets:
         if not any(name == target or name.endswith("." + target) for name in names):
-            last = sorted({".".join(name.split(".")[-2:]) for name in names})
-            raise UserError(_nothing_matches("lora_target_parameters", target, last, last))
-
-
-def _nothing_matches(key: str, target: str, shown: list[str], known: list[str]) -> str:
-    close = difflib.get_close_matches(target, known, n=1)
-    meant = f" Did you mean {close[0]!r}?" if close else ""
-    return f"{key}: {target!r} matches nothing in the model.{meant} It has {', '.join(shown)}."
+            close = difflib.get_close_matches(target, known, n=1)
+            meant = f" Did you mean {close[0]!r}?" if close else ""
+            raise UserError(f"{key}: {target!r} matches nothing in the model.{meant} It has {', '.join(shown)}.")
 
 
 def _continued(model: PreTrainedModel, folder: str) -> PeftModel:
