@@ -17,7 +17,7 @@ from torch import Tensor
 
 from bench.gpu_share import SHAPE_7B
 from bench.gpu_step import SHAPE
-from upweight.engine.attention.interface import Scores
+from upweight.engine.attention.interface import AttentionParams
 from upweight.engine.attention.rules import Rule
 from upweight.models.kernels import linear as kernel
 from upweight.sampler.attention_kernel import cascade_step
@@ -119,7 +119,9 @@ def attention(_case: str) -> Iterator[dict[str, Any]]:
             prompts = [drawn(slots // GROUP, KEY_HEADS, prompt, HEAD) for _ in range(2)]
             completions = [drawn(slots, KEY_HEADS, new, HEAD) for _ in range(2)]
             newest = [drawn(slots, count, 1, HEAD) for count in (HEADS, KEY_HEADS, KEY_HEADS)]
-            calls.append(partial(cascade_step, *newest, (*prompts, *completions), at, Scores(Rule(), HEAD**-0.5)))
+            calls.append(
+                partial(cascade_step, *newest, (*prompts, *completions), at, AttentionParams(Rule(), HEAD**-0.5))
+            )
         yield {"name": "attention", "slots": slots, "prompt": prompt, "new": new, "ours_us": microseconds(calls)}
 
 

@@ -3,7 +3,7 @@ import torch
 
 from tiny_models import gradients, group, relative_difference, tiny
 from upweight.engine import Engine
-from upweight.engine.activation_budget import fitting, kept_layers, recompute_every_layer
+from upweight.engine.activation_budget import activation_budget, layers_that_fit, recompute_every_layer
 from upweight.engine.check import enable_checkpointing
 from upweight.engine.packing import build_batch, whole_blocks
 
@@ -13,29 +13,30 @@ def recomputing(model):
 
 
 @pytest.mark.parametrize(
-    ("room", "each", "count"), [(100, 30, 1), (29, 30, 0), (-5, 30, 0), (209, 30, 4), (211, 30, 7), (1e9, 30, 7)]
+    ("budget", "layer_bytes", "count"),
+    [(100, 30, 1), (29, 30, 0), (-5, 30, 0), (209, 30, 4), (211, 30, 7), (1e9, 30, 7)],
 )
-def test_as_many_layers_as_fit(room, each, count):
-    assert fitting(room, each, 7) == count
+def test_as_many_layers_as_fit(budget, layer_bytes, count):
+    assert layers_that_fit(budget, layer_bytes, 7) == count
 
 
 def test_the_last_layers_keep_their_activations():
     model = tiny("llama", num_hidden_layers=3).train()
-    assert kept_layers(model, "adamw") is None
+    assert activation_budget(model, "adamw") is None
     enable_checkpointing(model)
-    keeper = kept_layers(model, "adamw")
-    assert keeper is not None
-    keeper.apply(2)
+    budget = activation_budget(model, "adamw")
+    assert budget is not None
+    budget.apply(2)
     assert recomputing(model) == [True, False, False]
 
 
-@pytest.mark.parametrize(("optimizer", "each"), [("adamw_torch_fused", 12), ("adamw_bnb_8bit", 6), ("sgd", 4)])
-def test_what_gradients_and_the_optimizer_will_take_is_left_to_them(optimizer, each):
+@pytest.mark.parametrize(("optimizer", "layer_bytes"), [("adamw_torch_fused", 12), ("adamw_bnb_8bit", 6), ("sgd", 4)])
+def test_what_gradients_and_the_optimizer_will_take_is_left_to_them(optimizer, layer_bytes):
     model = tiny("llama").train()
     model.lm_head.requires_grad_(False)
     enable_checkpointing(model, optimizer=optimizer)
     trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
-    assert model.__dict__["_kept_layers"].owed == each * trained
+    assert model.__dict__["_activation_budget"].reserved == layer_bytes * trained
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 3])
@@ -44,7 +45,7 @@ def test_gradients_do_not_depend_on_what_is_kept(count):
     engine, batch = Engine(model), build_batch(group())
     right = gradients(model, engine(model, batch).logps_T.sum())
     enable_checkpointing(model)
-    model.__dict__["_kept_layers"].apply(count)
+    model.__dict__["_activation_budget"].apply(count)
     assert relative_difference(gradients(model, engine(model, batch).logps_T.sum()), right) < 1e-6
     assert recomputing(model) == [number < 3 - count for number in range(3)]
 
@@ -52,11 +53,11 @@ def test_gradients_do_not_depend_on_what_is_kept(count):
 def test_nothing_is_kept_once_memory_ran_out():
     model = tiny("llama", num_hidden_layers=3).train()
     enable_checkpointing(model)
-    model.__dict__["_kept_layers"].apply(2)
+    model.__dict__["_activation_budget"].apply(2)
     recompute_every_layer(model)
     recompute_every_layer(model)
     assert all(recomputing(model))
-    assert model.__dict__["_kept_layers"] is None
+    assert model.__dict__["_activation_budget"] is None
 
 
 def test_without_a_gpu_every_layer_is_computed_again():
@@ -78,9 +79,9 @@ def test_what_fits_is_kept_on_a_gpu(every_layer):
         found = gradients(model, engine(model, batch).logps_T.sum())
         assert relative_difference(found, right) < 1e-3
     assert recomputing(model) == [every_layer] * 3
-    keeper = model.__dict__["_kept_layers"]
-    if keeper is not None:
-        keeper.allowance = 2.5 * keeper.bytes_for_token * batch.ids_BN.numel()
+    budget = model.__dict__["_activation_budget"]
+    if budget is not None:
+        budget.budget = 2.5 * budget.bytes_for_token * batch.ids_BN.numel()
         with torch.no_grad():
             engine(model, batch)
         assert not any(recomputing(model))  # without gradients nothing is kept, and nothing need be chosen

@@ -151,7 +151,7 @@ def test_a_model_that_reads_both_ways_is_no_language_model():
         Engine(model)(model, build_batch(group()))
     padded = Engine(model, layout="padded")
     check = check_first_batch(padded, model, build_batch(group(), "padded"))
-    with pytest.raises(UserError, match=r"both ways.*causal language model"):
+    with pytest.raises(UserError, match=r"both directions.*causal language model"):
         check.require()
 
 

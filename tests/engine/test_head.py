@@ -4,9 +4,9 @@ from torch import nn
 
 from upweight.engine import head as head_module
 from upweight.engine.head import install_head, linear_statistics, module_statistics
-from upweight.engine.logits import STATISTICS, HeadRequest, LogitForm, row_statistics
+from upweight.engine.logits import STATISTICS, HeadRequest, LogitTransform, row_statistics
 
-ASK = HeadRequest(LogitForm(scale=0.5, cap=4.0), 0.8, frozenset(STATISTICS))
+REQUEST = HeadRequest(LogitTransform(scale=0.5, cap=4.0), 0.8, frozenset(STATISTICS))
 NAMES = ("logps_T", *STATISTICS[:4])
 
 
@@ -31,11 +31,11 @@ def test_chunks_change_nothing(monkeypatch, chunk, kept, bias):
     monkeypatch.setattr(head_module, "_KEPT_ON_CPU", kept)
     hidden, layer, target = made(bias)
     leaves = [hidden, *layer.parameters()]
-    plain = row_statistics(layer(hidden), target, ASK)
+    plain = row_statistics(layer(hidden), target, REQUEST)
     right = pulled(plain, leaves)
     for ours in (
-        linear_statistics(hidden, layer.weight, layer.bias, target, ASK),
-        module_statistics(layer, 50, hidden, target, ASK),
+        linear_statistics(hidden, layer.weight, layer.bias, target, REQUEST),
+        module_statistics(layer, 50, hidden, target, REQUEST),
     ):
         for name in ours:
             torch.testing.assert_close(ours[name], plain[name], atol=1e-5, rtol=1e-5)
@@ -45,9 +45,9 @@ def test_chunks_change_nothing(monkeypatch, chunk, kept, bias):
 
 def test_a_frozen_head_passes_gradients_on_and_keeps_none():
     hidden, layer, target = made()
-    right = torch.autograd.grad(row_statistics(layer(hidden), target, ASK)["logps_T"].sum(), hidden)
+    right = torch.autograd.grad(row_statistics(layer(hidden), target, REQUEST)["logps_T"].sum(), hidden)
     layer.requires_grad_(False)
-    out = linear_statistics(hidden, layer.weight, layer.bias, target, ASK)
+    out = linear_statistics(hidden, layer.weight, layer.bias, target, REQUEST)
     out["logps_T"].sum().backward()
     assert layer.weight.grad is None
     assert layer.bias.grad is None
@@ -56,8 +56,10 @@ def test_a_frozen_head_passes_gradients_on_and_keeps_none():
 
 def test_only_the_entropy_may_be_used():
     hidden, layer, target = made()
-    right = torch.autograd.grad(row_statistics(layer(hidden), target, ASK)["entropy_T"].sum(), [hidden, layer.weight])
-    out = linear_statistics(hidden, layer.weight, layer.bias, target, ASK)
+    right = torch.autograd.grad(
+        row_statistics(layer(hidden), target, REQUEST)["entropy_T"].sum(), [hidden, layer.weight]
+    )
+    out = linear_statistics(hidden, layer.weight, layer.bias, target, REQUEST)
     found = torch.autograd.grad(out["entropy_T"].sum(), [hidden, layer.weight])
     for a, b in zip(found, right, strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
@@ -65,7 +67,7 @@ def test_only_the_entropy_may_be_used():
 
 def test_no_scored_tokens_make_empty_outputs_that_still_have_a_gradient():
     hidden, layer, target = made()
-    out = linear_statistics(hidden[:0], layer.weight, layer.bias, target[:0], ASK)
+    out = linear_statistics(hidden[:0], layer.weight, layer.bias, target[:0], REQUEST)
     assert all(len(value) == 0 for value in out.values())
     out["logps_T"].sum().backward()
     assert not layer.weight.grad.any()
@@ -75,8 +77,8 @@ def test_no_scored_tokens_make_empty_outputs_that_still_have_a_gradient():
 def test_half_precision_has_float32_statistics(mixed):
     hidden, layer, target = made(dtype=torch.float32 if mixed else torch.bfloat16)
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=mixed):
-        out = linear_statistics(hidden, layer.weight, layer.bias, target, ASK)
-        plain = row_statistics(layer(hidden), target, ASK)
+        out = linear_statistics(hidden, layer.weight, layer.bias, target, REQUEST)
+        plain = row_statistics(layer(hidden), target, REQUEST)
     assert all(out[name].dtype == torch.float32 for name in NAMES)
     for name in NAMES:
         torch.testing.assert_close(out[name], plain[name], atol=1e-5, rtol=1e-5)
@@ -92,11 +94,11 @@ def test_memory_kept_for_backward_does_not_grow_with_vocabulary_times_tokens(mon
         hidden, layer, target = made(tokens=tokens, vocabulary=3000)
         saved = []
         with torch.autograd.graph.saved_tensors_hooks(lambda x, saved=saved: saved.append(x) or x, lambda x: x):
-            out = linear_statistics(hidden, layer.weight, layer.bias, target, ASK)
+            out = linear_statistics(hidden, layer.weight, layer.bias, target, REQUEST)
         assert sum(x.numel() for x in saved) < layer.weight.numel() + layer.bias.numel() + tokens * 20
         assert sum(x.numel() for x in out["logps_T"].grad_fn.projected) == 3000 * 40
     with torch.no_grad():
-        assert linear_statistics(hidden, layer.weight, layer.bias, target, ASK)["logps_T"].grad_fn is None
+        assert linear_statistics(hidden, layer.weight, layer.bias, target, REQUEST)["logps_T"].grad_fn is None
 
 
 def test_a_taught_head_is_the_old_one_without_an_ask():
@@ -105,8 +107,8 @@ def test_a_taught_head_is_the_old_one_without_an_ask():
     install_head(layer)
     install_head(layer)
     assert torch.equal(layer(hidden), plain)
-    out = layer(hidden, target=target, ask=ASK, vocabulary=50)
-    torch.testing.assert_close(out["logps_T"], row_statistics(plain, target, ASK)["logps_T"], atol=1e-5, rtol=1e-5)
+    out = layer(hidden, target=target, request=REQUEST, vocabulary=50)
+    torch.testing.assert_close(out["logps_T"], row_statistics(plain, target, REQUEST)["logps_T"], atol=1e-5, rtol=1e-5)
 
 
 def test_other_numbers_of_rows_are_not_compiled_again():
@@ -116,18 +118,18 @@ def test_other_numbers_of_rows_are_not_compiled_again():
     for tokens in (128, 256, 384, 128):
         hidden, layer, target = made(tokens=tokens)
         with torch.no_grad():
-            compiled(layer(hidden), target, ASK)
+            compiled(layer(hidden), target, REQUEST)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
 @pytest.mark.gpu
 def test_gpu_statistics_and_gradients():
     hidden, layer, target = made(tokens=301, width=64, vocabulary=5003)
-    right = row_statistics(layer(hidden), target, ASK)
+    right = row_statistics(layer(hidden), target, REQUEST)
     slopes = pulled(right, [hidden, layer.weight, layer.bias])
     there = layer.cuda()
     hidden_there = hidden.detach().cuda().requires_grad_()
-    out = linear_statistics(hidden_there, there.weight, there.bias, target.cuda(), ASK)
+    out = linear_statistics(hidden_there, there.weight, there.bias, target.cuda(), REQUEST)
     out = {name: value.cpu() for name, value in out.items()}
     for name in NAMES:
         torch.testing.assert_close(out[name], right[name], atol=1e-3, rtol=1e-3)
@@ -145,7 +147,7 @@ def test_gpu_memory_does_not_grow_with_the_tokens():
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        linear_statistics(hidden, layer.weight, None, target, HeadRequest(LogitForm()))["logps_T"].sum().backward()
+        linear_statistics(hidden, layer.weight, None, target, HeadRequest(LogitTransform()))["logps_T"].sum().backward()
         layer.weight.grad = None
         return torch.cuda.max_memory_allocated() - before
 

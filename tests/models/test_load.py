@@ -103,7 +103,7 @@ def test_a_flash_attention_that_is_not_installed_is_done_without(folder, caplog,
     monkeypatch.setitem(load.FLASH, "flash_attention_2", lambda: False)
     model = load_model(ModelSection(base_model=folder, attention="flash_attention_2"), torch.float32)
     assert model.config._attn_implementation == "sdpa"
-    assert "flash_attention_2 is not installed; sdpa serves" in caplog.text
+    assert "flash_attention_2 is not installed; sdpa is used" in caplog.text
 
 
 def test_masters_begin_with_what_the_files_hold(folder, tmp_path_factory):
@@ -155,7 +155,7 @@ def test_vision_models_are_refused(tmp_path):
     ("settings", "message"),
     [
         ({}, "base_model: no model is named"),
-        ({"base_model": "./nowhere"}, r"base_model: \./nowhere is no folder here .*\. Mend the path"),
+        ({"base_model": "./nowhere"}, r"base_model: \./nowhere is no folder here .*\. Correct the path"),
         ({"base_model": "acme/no-such-model"}, "base_model: .*'acme/no-such-model': no folder .*hf auth login"),
     ],
 )

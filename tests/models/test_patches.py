@@ -9,7 +9,7 @@ from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import Linear as LoraLinear
 
 from tiny_models import gradients, relative_difference, tiny
-from upweight.models.patches import add_adapters_in_place, keep_soft_cap, row_lengths, scale_by_own_length
+from upweight.models.patches import add_adapters_in_place, keep_soft_cap, row_lengths, scale_rope_by_row_length
 
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
@@ -111,7 +111,7 @@ def test_a_supported_transformers_still_drops_soft_caps():
 
 
 def test_rotary_scales_still_follow_the_batch_in_transformers():
-    """When this fails, a row's own length decides in transformers too: `scale_by_own_length` can go."""
+    """When this fails, a row's own length decides in transformers too: `scale_rope_by_row_length` can go."""
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
     model = tiny("llama", max_position_embeddings=8, rope_parameters=rope)
     ids = torch.randint(3, 60, (1, 12))
@@ -120,7 +120,7 @@ def test_rotary_scales_still_follow_the_batch_in_transformers():
     mask = (torch.arange(24) < torch.tensor([[12], [24]])).long()
     assert not torch.allclose(model(input_ids=wide, attention_mask=mask).logits[:1, :12], alone, atol=1e-3)
     assert not torch.allclose(model(input_ids=ids).logits, alone, atol=1e-3)
-    scale_by_own_length(model)
+    scale_rope_by_row_length(model)
     assert torch.allclose(model(input_ids=ids).logits, alone, atol=1e-5)
     with row_lengths(torch.tensor([12, 24])):
         assert torch.allclose(model(input_ids=wide, attention_mask=mask).logits[:1, :12], alone, atol=1e-5)

@@ -3,20 +3,20 @@
 import pytest
 import torch
 
-from upweight.engine.attention.interface import Scores
+from upweight.engine.attention.interface import AttentionParams
 from upweight.engine.attention.rules import Rule
 from upweight.sampler.attention import Cascade, cascade_attention
 from upweight.sampler.decode import Decoder, Grid
 
 GROUPS, MEMBERS, KEY_HEADS, REPEAT, WIDTH, PROMPT, ROOM = 2, 3, 2, 3, 24, 130, 80
 SLOTS = GROUPS * MEMBERS
-FORMS = {
-    "plain": Scores(Rule(), 0.3),
-    "window": Scores(Rule(window=20), 0.3),
-    "narrowest window": Scores(Rule(window=1), 0.3),
-    "chunk": Scores(Rule(chunk=33), 0.3),
-    "cap": Scores(Rule(), 0.3, softcap=2.0),
-    "all": Scores(Rule(window=9), 0.3, softcap=2.0, sinks=torch.linspace(-1, 2, KEY_HEADS * REPEAT)),
+PARAMS = {
+    "plain": AttentionParams(Rule(), 0.3),
+    "window": AttentionParams(Rule(window=20), 0.3),
+    "narrowest window": AttentionParams(Rule(window=1), 0.3),
+    "chunk": AttentionParams(Rule(chunk=33), 0.3),
+    "cap": AttentionParams(Rule(), 0.3, softcap=2.0),
+    "all": AttentionParams(Rule(window=9), 0.3, softcap=2.0, sinks=torch.linspace(-1, 2, KEY_HEADS * REPEAT)),
 }
 
 
@@ -38,7 +38,7 @@ def made(step: int, value_width: int, device: str = "cpu"):
     return (*tokens, value), caches, lengths, torch.tensor([step], device=device)
 
 
-def expected(form: Scores, tokens, caches, lengths, step) -> torch.Tensor:
+def expected(params: AttentionParams, tokens, caches, lengths, step) -> torch.Tensor:
     """Each slot alone, its keys laid end to end."""
     out = []
     for slot in range(SLOTS):
@@ -49,51 +49,51 @@ def expected(form: Scores, tokens, caches, lengths, step) -> torch.Tensor:
             for part in (0, 1)
         ]
         key, value = (x.double().repeat_interleave(REPEAT, 0) for x in joined)
-        scores = (tokens[0][slot].double() @ key.transpose(1, 2)) * form.scaling
-        if form.softcap:
-            scores = torch.tanh(scores / form.softcap) * form.softcap
+        scores = (tokens[0][slot].double() @ key.transpose(1, 2)) * params.scaling
+        if params.softcap:
+            scores = torch.tanh(scores / params.softcap) * params.softcap
         at, position = length + count, torch.arange(length + count + 1, device=scores.device)
-        if form.rule.window:
-            scores = scores.masked_fill(at - position >= form.rule.window, -torch.inf)
-        if form.rule.chunk:
-            scores = scores.masked_fill(at // form.rule.chunk != position // form.rule.chunk, -torch.inf)
-        if form.sinks is not None:
-            scores = torch.cat([scores, form.sinks.to(scores)[:, None, None]], -1)
+        if params.rule.window:
+            scores = scores.masked_fill(at - position >= params.rule.window, -torch.inf)
+        if params.rule.chunk:
+            scores = scores.masked_fill(at // params.rule.chunk != position // params.rule.chunk, -torch.inf)
+        if params.sinks is not None:
+            scores = torch.cat([scores, params.sinks.to(scores)[:, None, None]], -1)
         out.append(scores.softmax(-1)[..., : length + count + 1] @ value)
     return torch.stack(out).float()
 
 
 @pytest.mark.parametrize("step", [0, 1, 64, 70])
 @pytest.mark.parametrize("value_width", [16, WIDTH])
-@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
-def test_products(form: Scores, value_width: int, step: int):
+@pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS)
+def test_products(params: AttentionParams, value_width: int, step: int):
     (query, key, value), caches, lengths, at = made(step, value_width)
-    right = expected(form, (query, key, value), caches, lengths, at)
+    right = expected(params, (query, key, value), caches, lengths, at)
     decoder = Decoder.__new__(Decoder)
     decoder.grid, decoder.device = Grid(GROUPS, MEMBERS, PROMPT, ROOM), torch.device("cpu")
     decoder.length_G1, decoder.step_1 = lengths, at
     caches[2].index_copy_(2, at, key)
     caches[3].index_copy_(2, at, value)
     new = [cache[:, :, : step + 1] for cache in caches[2:]]
-    kept = Cascade(caches[0], caches[1], new[0], new[1], decoder.bias(form.rule, step + 1))
-    torch.testing.assert_close(cascade_attention(query, kept, form), right, atol=1e-5, rtol=1e-5)
+    kept = Cascade(caches[0], caches[1], new[0], new[1], decoder.bias(params.rule, step + 1))
+    torch.testing.assert_close(cascade_attention(query, kept, params), right, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("programs", [1, 256], ids=["as of many slots", "as of few"])
 @pytest.mark.parametrize("step", [0, 1, 64, 70])
 @pytest.mark.parametrize("value_width", [16, WIDTH])
-@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
-def test_kernel(form: Scores, value_width: int, step: int, programs: int, monkeypatch):
+@pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS)
+def test_kernel(params: AttentionParams, value_width: int, step: int, programs: int, monkeypatch):
     from upweight.sampler import attention_kernel as cascade_kernel
     from upweight.sampler.attention_kernel import cascade_step
 
     monkeypatch.setattr(cascade_kernel, "_PROGRAMS", programs)
     (query, key, value), caches, lengths, at = made(step, value_width, "cuda")
-    sinks = None if form.sinks is None else form.sinks.cuda()
-    form = Scores(form.rule, form.scaling, form.softcap, sinks)
-    right = expected(form, (query, key, value), caches, lengths, at)
-    found = cascade_step(query, key, value, caches, (lengths, at), form)
+    sinks = None if params.sinks is None else params.sinks.cuda()
+    params = AttentionParams(params.rule, params.scaling, params.softcap, sinks)
+    right = expected(params, (query, key, value), caches, lengths, at)
+    found = cascade_step(query, key, value, caches, (lengths, at), params)
     torch.testing.assert_close(found, right, atol=1e-5, rtol=1e-5)
     assert torch.equal(caches[2][:, :, step], key[:, :, 0])
     assert torch.equal(caches[3][:, :, step], value[:, :, 0])

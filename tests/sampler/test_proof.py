@@ -9,7 +9,7 @@ from made_rollouts import online_trainer
 from tiny_models import drawn, tiny
 from upweight.errors import UserError
 from upweight.sampler.in_process import InProcess
-from upweight.sampler.proof import Trial, Verdict
+from upweight.sampler.proof import ProofResult, Trial
 from upweight.types import Sampling
 
 PROMPTS = [drawn(1, 9).tolist(), drawn(2, 3).tolist()]
@@ -71,11 +71,11 @@ def test_a_model_that_nothing_can_sample_is_refused_in_words(monkeypatch):
 
 def test_all_ranks_take_the_way_of_the_one_that_fails():
     sampler = InProcess(tiny("mistral"), end_ids=())
-    heard: list[Verdict] = []
+    heard: list[ProofResult] = []
 
-    def gather(own: Verdict) -> list[Verdict]:
+    def gather(own: ProofResult) -> list[ProofResult]:
         heard.append(own)
-        return [own, Verdict(2.0, own.limit)] if len(heard) == 1 else [own, own]
+        return [own, ProofResult(2.0, own.limit)] if len(heard) == 1 else [own, own]
 
     sampler.prove(PROMPTS, GREEDY, gather)
     assert [one.passed for one in heard] == [True, True]

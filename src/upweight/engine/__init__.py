@@ -1,4 +1,4 @@
-"""Packed batch -> log-probs, entropy, scores, features; every distinct token is forwarded once."""
+"""Forward packed batches to log-probs, entropy, scores and features, each distinct token once."""
 
 from upweight.engine.forward import Engine
 

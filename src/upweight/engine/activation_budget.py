@@ -1,4 +1,4 @@
-"""Gradient checkpointing no further than memory asks: layers whose activations fit are not computed twice."""
+"""Gradient checkpointing of only as many layers as memory requires; the others keep their activations."""
 
 from collections.abc import Sequence
 
@@ -10,25 +10,25 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from upweight.log import logger
 from upweight.models.memory import training_bytes
 
-SHARE = 0.5  # of the memory that is free at the first training forward, for activations that are kept
+FRACTION = 0.5  # of the memory that is free at the first training forward, for activations that are kept
 
 
-class KeptLayers:
+class ActivationBudget:
     """Decides before each training forward how many of the checkpointed layers keep their activations.
 
-    The last ones do: their activations are used up before the first of the others is computed again. What a layer
-    keeps for each token is measured on the last layer in the first forward, so any architecture is right.
+    The last layers keep theirs, because backward frees them before it recomputes the first of the other layers. The
+    bytes that a layer keeps per token are measured on the last layer in the first forward, for any architecture.
     """
 
-    def __init__(self, layers: Sequence[GradientCheckpointingLayer], owed: int) -> None:
-        """`owed`: bytes that the first step will still allocate for gradients and the optimizer."""
+    def __init__(self, layers: Sequence[GradientCheckpointingLayer], reserved: int) -> None:
+        """`reserved`: bytes that the first step will still allocate for gradients and the optimizer."""
         self.layers = list(layers)
-        self.owed = owed
+        self.reserved = reserved
         self.bytes_for_token: float | None = None
-        self.allowance = 0.0
+        self.budget = 0.0
 
     def choose(self, tokens: int) -> int:
-        """Set each layer to recompute or not for a forward of so many tokens; the number of layers that keep."""
+        """Set which layers recompute in a forward of so many tokens; return how many keep their activations."""
         device = next(self.layers[0].parameters()).device
         if not (torch.is_grad_enabled() and self.layers[0].training):
             return 0
@@ -36,12 +36,12 @@ class KeptLayers:
         if device.type != "cuda" or isinstance(self.layers[0], FSDPModule):
             return 0
         if self.bytes_for_token is None:
-            self.allowance = SHARE * (_unused(device) - self.owed)
+            self.budget = FRACTION * (_free_bytes(device) - self.reserved)
             count = 1
             self._measure(self.layers[-1], tokens, device)
         else:
-            room = min(self.allowance, SHARE * _unused(device))
-            count = fitting(room, self.bytes_for_token * tokens, len(self.layers))
+            free = min(self.budget, FRACTION * _free_bytes(device))
+            count = layers_that_fit(free, self.bytes_for_token * tokens, len(self.layers))
         self.apply(count)
         return count
 
@@ -52,7 +52,7 @@ class KeptLayers:
             layer.gradient_checkpointing = number < first_kept
 
     def _measure(self, layer: nn.Module, tokens: int, device: torch.device) -> None:
-        """Watch how much memory one layer's forward leaves allocated."""
+        """Measure how much memory the next forward of one layer leaves allocated."""
         before: list[int] = []
 
         def enter(*_: object) -> None:
@@ -60,7 +60,7 @@ class KeptLayers:
 
         def leave(*_: object) -> None:
             self.bytes_for_token = max(1, torch.cuda.memory_allocated(device) - before[0]) / tokens
-            count = fitting(self.allowance, self.bytes_for_token * tokens, len(self.layers))
+            count = layers_that_fit(self.budget, self.bytes_for_token * tokens, len(self.layers))
             logger.info(
                 "gradient checkpointing: rows of %d tokens keep the activations of %d of %d layers, %.1f GiB; "
                 "'gradient_checkpointing_kwargs: {every_layer: true}' recomputes all",
@@ -72,28 +72,28 @@ class KeptLayers:
         handles = [layer.register_forward_pre_hook(enter), layer.register_forward_hook(leave)]
 
 
-def fitting(room: float, each: float, layers: int) -> int:
-    """How many layers of `each` bytes fit into `room`: all, or fewer and twice the space to recompute another in."""
-    count = int(room // each)
+def layers_that_fit(budget: float, layer_bytes: float, layers: int) -> int:
+    """Return how many layers fit into `budget` bytes: all, or two fewer, which leaves space to recompute another."""
+    count = int(budget // layer_bytes)
     return layers if count >= layers else max(0, count - 2)
 
 
-def _unused(device: torch.device) -> float:
-    """Bytes that this process could still allocate."""
+def _free_bytes(device: torch.device) -> float:
+    """Return the bytes that this process can still allocate."""
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return torch.cuda.mem_get_info(device)[0] + cached
 
 
 def recompute_every_layer(base: nn.Module) -> None:
-    """Keep nothing from now on: memory was shorter than it looked."""
-    keeper: KeptLayers | None = base.__dict__.get("_kept_layers")
-    if keeper is not None:
-        keeper.apply(0)
-        base.__dict__["_kept_layers"] = None
+    """Recompute every layer from now on, after memory ran out."""
+    budget: ActivationBudget | None = base.__dict__.get("_activation_budget")
+    if budget is not None:
+        budget.apply(0)
+        base.__dict__["_activation_budget"] = None
 
 
-def kept_layers(base: nn.Module, optimizer: str) -> KeptLayers | None:
-    """The keeper for the checkpointed layers of a model that this optimizer trains, or None where it has none."""
+def activation_budget(base: nn.Module, optimizer: str) -> ActivationBudget | None:
+    """Return the budget for the checkpointed layers of a model that this optimizer trains, or None without any."""
     layers = [m for m in base.modules() if isinstance(m, GradientCheckpointingLayer) and m.gradient_checkpointing]
     trained = sum(parameter.numel() for parameter in base.parameters() if parameter.requires_grad)
-    return KeptLayers(layers, trained * training_bytes(optimizer)) if layers else None
+    return ActivationBudget(layers, trained * training_bytes(optimizer)) if layers else None

@@ -1,4 +1,4 @@
-"""The engine: the forward of the module that gets wrapped, from a packed batch to log-probs, scores and features."""
+"""The engine: a model's forward from a packed batch to log-probs, scores and features."""
 
 import functools
 import inspect
@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from upweight.engine.activation_budget import KeptLayers
+from upweight.engine.activation_budget import ActivationBudget
 from upweight.engine.attention.interface import Tree, tree_masks, use_tree_attention
-from upweight.engine.context import Context, SharedTree, require_shareable
+from upweight.engine.context import Context, ShardedTree, require_shareable
 from upweight.engine.head import install_head
 from upweight.engine.layout import choose_layout
-from upweight.engine.logits import STATISTICS, HeadRequest, LogitForm, logit_form, row_statistics
+from upweight.engine.logits import STATISTICS, HeadRequest, LogitTransform, logit_transform, row_statistics
 from upweight.engine.packing import Layout
 from upweight.engine.scores import install_scores, scores_at
 from upweight.errors import UserError
@@ -25,10 +25,10 @@ from upweight.types import Batch, Outputs
 
 
 class Engine:
-    """Installs itself in a model, then turns packed batches into outputs through whatever wraps that model.
+    """Installs the packed forward in a model, then runs packed batches through whatever wraps that model.
 
-    Everything runs inside the wrapped module's own forward and the head module's own forward, each called once, so
-    that the hooks of DDP, FSDP2 and ZeRO-3 fire. Without our argument both stay what they were.
+    Everything runs inside the forward of the wrapped module and the forward of the head module, each called once, so
+    that the hooks of DDP, FSDP2 and ZeRO-3 fire. Without the argument `packed` both run their stock forward.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Engine:
     ) -> None:
         """`model`: a causal language model or classifier, or a PeftModel around one; `longest`: longest sequence.
 
-        `context`: the ranks that share each row of trees with this one.
+        `context`: the context parallel group whose ranks share each row of trees.
         """
         base = base_of(model)
         self.layout: Layout = choose_layout(base, layout, longest)
@@ -70,10 +70,10 @@ class Engine:
         feature_positions_T: Tensor | None = None,
         head: bool = True,
     ) -> Outputs:
-        """What `model` (as wrapped for training) makes of a batch: log-probs and `statistics`, or scores.
+        """Run `model` (as wrapped for training) on a batch; return log-probs and `statistics`, or scores.
 
-        `depths` asks for hidden states too, each a fraction of the model's depth, at the scored positions or at
-        `feature_positions_T`; `head=False` leaves out everything else.
+        `depths` adds hidden states, each at a fraction of the model's depth, at the scored positions or at
+        `feature_positions_T`; `head=False` computes nothing else.
         """
         assert statistics <= set(STATISTICS), f"unknown statistics {sorted(statistics - set(STATISTICS))}"
         assert batch.end_BN is None or self.layout == "tree", "this architecture takes padded rows"
@@ -95,7 +95,7 @@ class Engine:
 
 
 def base_of(model: nn.Module) -> PreTrainedModel:
-    """The transformers model inside a PeftModel, or the model itself."""
+    """Return the transformers model inside a PeftModel, or the model itself."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model  # pyright: ignore[reportCallIssue]
     if any(config.is_prompt_learning for config in getattr(model, "peft_config", {}).values()):
         raise UserError("prompt and prefix tuning put tokens before the sequence and cannot be trained; use LoRA")
@@ -105,20 +105,20 @@ def base_of(model: nn.Module) -> PreTrainedModel:
 
 
 def body_of(base: PreTrainedModel) -> nn.Module:
-    """The part of a model below its head."""
+    """Return the part of a model below its head."""
     body = base.base_model
-    return base.model if body is base else body  # text halves of larger models name their body otherwise than they say
+    return base.model if body is base else body  # text halves of larger models have another `base_model_prefix`
 
 
 def _install(base: PreTrainedModel) -> None:
-    """Give a model the packed forward; bound to the instance, so that a deep copy of the model has its own."""
+    """Give a model the packed forward, bound to the instance, so that a deep copy of the model gets a separate one."""
     if "_stock_forward" in base.__dict__:
         return
     head = base.get_output_embeddings()
     if head is None:
         install_scores(base, body_of(base))
     else:
-        base.__dict__["_logit_form"] = logit_form(base, body_of(base))
+        base.__dict__["_logit_transform"] = logit_transform(base, body_of(base))
         install_head(head)
     base.__dict__["_stock_forward"] = base.forward
 
@@ -133,33 +133,33 @@ def _install(base: PreTrainedModel) -> None:
 
 
 def _packed_forward(base: PreTrainedModel, packed: dict[str, Any]) -> dict[str, Tensor]:
-    """A packed batch -> outputs by name: plain tensors in a dict, which is where wrappers look for them."""
+    """Return outputs by name: plain tensors in a dict, which is where wrappers look for them."""
     context: Context | None = packed["context"]
     if context is None:
         return _outputs(base, packed)
     length = packed["ids_BN"].shape[1]
-    scored = context.share(packed["source_T"], length)
-    featured = context.share(packed["feature_positions_T"], length) if packed["depths"] else scored
-    own = {
+    scored = context.shard(packed["source_T"], length)
+    featured = context.shard(packed["feature_positions_T"], length) if packed["depths"] else scored
+    local = {
         "source_T": scored.positions(),
-        "target_T": scored.of(packed["target_T"]),
+        "target_T": scored.local(packed["target_T"]),
         "feature_positions_T": featured.positions(),
     }
-    out = _outputs(base, packed | own)
-    return {name: (featured if name == "features_TF" else scored).joined(value) for name, value in out.items()}
+    out = _outputs(base, packed | local)
+    return {name: (featured if name == "features_TF" else scored).gather(value) for name, value in out.items()}
 
 
 def _outputs(base: PreTrainedModel, packed: dict[str, Any]) -> dict[str, Tensor]:
-    """What this process computes of a packed batch."""
+    """Compute this rank's outputs of a packed batch."""
     head = base.get_output_embeddings()
-    form: LogitForm | None = base.__dict__.get("_logit_form")
-    ask = HeadRequest(form or LogitForm(), packed["temperature"], frozenset(packed["statistics"]))
-    if head is not None and form is None and packed["head"] and not packed["depths"]:
-        return _through_own_logits(base, packed, ask)
+    transform: LogitTransform | None = base.__dict__.get("_logit_transform")
+    request = HeadRequest(transform or LogitTransform(), packed["temperature"], frozenset(packed["statistics"]))
+    if head is not None and transform is None and packed["head"] and not packed["depths"]:
+        return _from_model_logits(base, packed, request)
     if head is None and packed["head"]:
         assert not packed["depths"], "features are read from language models"
-        read = functools.partial(_hidden, base=base, packed=packed)
-        return {"scores_TC": scores_at(base, len(packed["source_T"]), read)}
+        scored = lambda body: _rows(_run(body, base, packed)[0])[packed["source_T"]]  # noqa: E731
+        return {"scores_TC": scores_at(base, len(packed["source_T"]), scored)}
     body = _run(body_of(base), base, packed, output_hidden_states=bool(packed["depths"]))
     out: dict[str, Tensor] = {}
     if packed["depths"]:
@@ -171,52 +171,47 @@ def _outputs(base: PreTrainedModel, packed: dict[str, Any]) -> dict[str, Tensor]
     assert head is not None
     hidden_TD = _rows(body[0])[packed["source_T"]]
     vocabulary = base.config.get_text_config().vocab_size
-    return out | head(hidden_TD, target=packed["target_T"], ask=ask, vocabulary=vocabulary)
-
-
-def _hidden(call: Any, base: PreTrainedModel, packed: dict[str, Any]) -> Tensor:
-    """The hidden states that are scored, from the body's forward."""
-    return _rows(_run(call, base, packed)[0])[packed["source_T"]]
+    return out | head(hidden_TD, target=packed["target_T"], request=request, vocabulary=vocabulary)
 
 
 def _run(call: Any, base: PreTrainedModel, packed: dict[str, Any], **options: Any) -> Any:
     """Call the body (or the whole stock forward) on the rows of a batch."""
     ids_BN, length_B, end_BN = packed["ids_BN"], packed["length_B"], packed["end_BN"]
     context: Context | None = packed["context"]
-    kept: KeptLayers | None = base.__dict__.get("_kept_layers")
+    budget: ActivationBudget | None = base.__dict__.get("_activation_budget")
     # Recomputing exchanges heads again, and ranks that share a row must do that equally often.
-    if kept is not None and context is None:
-        kept.choose(ids_BN.numel())
+    if budget is not None and context is None:
+        budget.choose(ids_BN.numel())
     if end_BN is None:
         mask = torch.arange(ids_BN.shape[1], device=ids_BN.device) < length_B[:, None]
         with row_lengths(length_B):
             return call(input_ids=ids_BN, attention_mask=mask.long(), use_cache=False, **options)
     use_tree_attention(base)
     position_BN = packed["position_BN"]
-    tree = Tree(end_BN, position_BN) if context is None else SharedTree(end_BN, position_BN, context)
-    ids_BN = tree.own(ids_BN)
+    tree = Tree(end_BN, position_BN) if context is None else ShardedTree(end_BN, position_BN, context)
+    ids_BN = tree.local(ids_BN)
     # A mask of ones, since without one transformers looks for packed sequences in the positions, and waits for the GPU.
     with tree_masks(tree):
         return call(
             input_ids=ids_BN,
             attention_mask=torch.ones_like(ids_BN),
-            position_ids=tree.own(position_BN),
+            position_ids=tree.local(position_BN),
             use_cache=False,
             **options,
         )
 
 
-def _through_own_logits(base: PreTrainedModel, packed: dict[str, Any], ask: HeadRequest) -> dict[str, Tensor]:
-    """Statistics from the model's own logits, for heads that are more than a projection, a scale and a cap."""
+def _from_model_logits(base: PreTrainedModel, packed: dict[str, Any], request: HeadRequest) -> dict[str, Tensor]:
+    """Compute statistics from the model's logits, for heads that are more than a projection, a scale and a cap."""
     warn_once(
         f"{type(base).__name__} computes its logits in its own way: they are built as a whole, "
         "so memory grows with the vocabulary times the tokens"
     )
     logits = _run(base.__dict__["_stock_forward"], base, packed).logits
-    found = row_statistics(_rows(logits)[packed["source_T"]], packed["target_T"], ask)
-    return {name: found[name] for name in ("logps_T", *packed["statistics"])}
+    statistics = row_statistics(_rows(logits)[packed["source_T"]], packed["target_T"], request)
+    return {name: statistics[name] for name in ("logps_T", *packed["statistics"])}
 
 
 def _rows(values_BNX: Tensor) -> Tensor:
-    """Rows laid end to end, so that flat positions index them."""
+    """Return all rows concatenated, so that flat positions index them."""
     return values_BNX.reshape(-1, values_BNX.shape[-1])

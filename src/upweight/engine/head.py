@@ -1,4 +1,4 @@
-"""The vocabulary projection at the scored tokens, in chunks, recomputed in backward: logits never exist as a whole."""
+"""The vocabulary projection at the scored tokens, in chunks recomputed in backward: logits never exist as a whole."""
 
 import functools
 from collections.abc import Callable
@@ -12,67 +12,65 @@ from torch.utils.checkpoint import checkpoint
 
 from upweight.engine.logits import HeadRequest, row_gradient, row_statistics
 
-# Projections of one chunk, rows times vocabulary: large enough to read the weight seldom, small enough to forget.
-_CHUNK_ON_CPU = 1 << 24
-_CHUNK_ON_GPU = 1 << 27
-# Projections that one forward may keep for its backward, which then need not be made again.
-_KEPT_ON_CPU = 1 << 26
-_KEPT_ON_GPU = 1 << 27
+# Elements of a chunk, rows times vocabulary: large enough to read the weight seldom, small beside other memory.
+_CHUNK_ON_CPU, _CHUNK_ON_GPU = 1 << 24, 1 << 27
+# Elements of projections that a forward may keep for its backward, which then need not be recomputed.
+_KEPT_ON_CPU, _KEPT_ON_GPU = 1 << 26, 1 << 27
 _ROW_STEP = 128  # on a GPU chunks are padded to this, so that few shapes exist
 
 _Kernel = Callable[..., Any]
 
 
 def install_head(head: nn.Module) -> None:
-    """Teach a head module to compute statistics in its own forward; without `ask` it stays what it was."""
+    """Let a head module compute statistics in its forward; without `request` it runs its stock forward."""
     if "_stock_forward" not in head.__dict__:
         head.__dict__["_stock_forward"] = head.forward
         head.forward = MethodType(_head_forward, head)
 
 
 def _head_forward(self: nn.Module, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Hidden states at the scored tokens, `target` ids and an `ask` -> statistics by name; else the stock forward."""
-    ask: HeadRequest | None = kwargs.pop("ask", None)
+    """Return statistics by name for hidden states, `target` ids and a `request`; without one, the stock output."""
+    request: HeadRequest | None = kwargs.pop("request", None)
     stock: Callable[..., Tensor] = self.__dict__["_stock_forward"]
-    if ask is None:
+    if request is None:
         return stock(hidden, *args, **kwargs)
     target_T: Tensor = kwargs["target"]
     if isinstance(self, nn.Linear) and type(self).forward is nn.Linear.forward:
-        return linear_statistics(hidden, self.weight, self.bias, target_T, ask)
-    return module_statistics(stock, kwargs["vocabulary"], hidden, target_T, ask)
+        return linear_statistics(hidden, self.weight, self.bias, target_T, request)
+    return module_statistics(stock, kwargs["vocabulary"], hidden, target_T, request)
 
 
 def linear_statistics(
-    hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, target_T: Tensor, ask: HeadRequest
+    hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, target_T: Tensor, request: HeadRequest
 ) -> dict[str, Tensor]:
-    """Statistics through a plain linear layer, trained or frozen."""
+    """Compute statistics through a plain linear layer, trained or frozen."""
     kind = hidden_TD.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden_TD.dtype
-    names = ("logps_T", *sorted(ask.statistics))
-    outs = _LinearStatistics.apply(hidden_TD.to(dtype), weight_VD, bias_V, (target_T, ask, names))
+    names = ("logps_T", *sorted(request.statistics))
+    outs = _LinearStatistics.apply(hidden_TD.to(dtype), weight_VD, bias_V, (target_T, request, names))
     assert isinstance(outs, tuple)
     return dict(zip(names, outs, strict=True))
 
 
 def module_statistics(
-    project: Callable[[Tensor], Tensor], vocabulary: int, hidden_TD: Tensor, target_T: Tensor, ask: HeadRequest
+    project: Callable[[Tensor], Tensor], vocabulary: int, hidden_TD: Tensor, target_T: Tensor, request: HeadRequest
 ) -> dict[str, Tensor]:
-    """Statistics through any projection (an adapter around the head, a quantized head), each chunk checkpointed."""
-    names = ("logps_T", *sorted(ask.statistics))
+    """Compute statistics through any projection (an adapted or quantized head), each chunk checkpointed."""
+    names = ("logps_T", *sorted(request.statistics))
 
-    def one(hidden: Tensor, target: Tensor) -> tuple[Tensor, ...]:
-        found = row_statistics(project(hidden), target, ask)
-        return tuple(found[name] for name in names)
+    def chunk_statistics(hidden: Tensor, target: Tensor) -> tuple[Tensor, ...]:
+        statistics = row_statistics(project(hidden), target, request)
+        return tuple(statistics[name] for name in names)
 
     parts = [
-        checkpoint(one, hidden, target, use_reentrant=False)
+        checkpoint(chunk_statistics, hidden, target, use_reentrant=False)
         for hidden, target in zip(*_chunks(hidden_TD, vocabulary, hidden_TD, target_T), strict=True)
     ]
     return {name: torch.cat(column) for name, column in zip(names, zip(*parts, strict=True), strict=True)}
 
 
 def _chunks(like: Tensor, width: int, *rows: Tensor) -> list[tuple[Tensor, ...]]:
-    """Each tensor cut into the same chunks of rows, such that a chunk of projections stays within bounds."""
+    """Split each tensor into the same chunks of rows, such that a chunk of projections stays within its limit."""
     limit = _CHUNK_ON_GPU if like.is_cuda else _CHUNK_ON_CPU
     count = max(1, limit // width)
     if like.is_cuda:
@@ -81,7 +79,7 @@ def _chunks(like: Tensor, width: int, *rows: Tensor) -> list[tuple[Tensor, ...]]
 
 
 def _without_autocast(backward: _Kernel) -> _Kernel:
-    """Dtypes are chosen in the forward; a backward called inside an autocast region must not change them."""
+    """Run a backward with autocast off: the forward chose the dtypes, and the backward must not change them."""
 
     def run(ctx: Any, *grad_outputs: Any) -> Any:
         with torch.autocast(ctx.saved_tensors[0].device.type, enabled=False):
@@ -91,7 +89,7 @@ def _without_autocast(backward: _Kernel) -> _Kernel:
 
 
 class _LinearStatistics(torch.autograd.Function):
-    """Forward keeps hidden states, per-row numbers and a bounded share of the projections; backward makes the rest."""
+    """Keeps hidden states, per-row statistics and a bounded part of the projections; backward recomputes the rest."""
 
     @staticmethod
     def forward(
@@ -99,30 +97,30 @@ class _LinearStatistics(torch.autograd.Function):
         hidden_TD: Tensor,
         weight_VD: Tensor,
         bias_V: Tensor | None,
-        wanted: tuple[Tensor, HeadRequest, tuple[str, ...]],
+        targets: tuple[Tensor, HeadRequest, tuple[str, ...]],
     ) -> tuple[Tensor, ...]:
-        target_T, ask, names = wanted
+        target_T, request, names = targets
         project = _projection(hidden_TD, weight_VD, bias_V)
         kernel = _kernel(row_statistics, hidden_TD.is_cuda)
         parts: dict[str, list[Tensor]] = {}
-        room = (_KEPT_ON_GPU if hidden_TD.is_cuda else _KEPT_ON_CPU) if any(ctx.needs_input_grad) else 0
+        budget = (_KEPT_ON_GPU if hidden_TD.is_cuda else _KEPT_ON_CPU) if any(ctx.needs_input_grad) else 0
         ctx.projected = []
         with torch.autocast(hidden_TD.device.type, enabled=False):
             for hidden, target in zip(*_chunks(hidden_TD, len(weight_VD), hidden_TD, target_T), strict=True):
                 projected = project(_padded(hidden))
-                for name, value in kernel(projected, _padded(target), ask).items():
+                for name, value in kernel(projected, _padded(target), request).items():
                     parts.setdefault(name, []).append(value[: len(hidden)])
-                room -= projected.numel()
-                if room >= 0:
+                budget -= projected.numel()
+                if budget >= 0:
                     ctx.projected.append(projected)
-        found = {name: torch.cat(values) for name, values in parts.items()}
-        kept = [name for name in ("log_sum_exp_T", "entropy_T", "log_collision_T") if name in found]
-        ctx.save_for_backward(hidden_TD, weight_VD, bias_V, target_T, *(found[name] for name in kept))
-        ctx.ask, ctx.names, ctx.kept = ask, names, kept
+        statistics = {name: torch.cat(values) for name, values in parts.items()}
+        kept = [name for name in ("log_sum_exp_T", "entropy_T", "log_collision_T") if name in statistics]
+        ctx.save_for_backward(hidden_TD, weight_VD, bias_V, target_T, *(statistics[name] for name in kept))
+        ctx.request, ctx.names, ctx.kept = request, names, kept
         ctx.set_materialize_grads(False)
         if "is_top_T" in names:
-            ctx.mark_non_differentiable(found["is_top_T"])
-        return tuple(found[name] for name in names)
+            ctx.mark_non_differentiable(statistics["is_top_T"])
+        return tuple(statistics[name] for name in names)
 
     @staticmethod
     @_without_autocast
@@ -143,17 +141,16 @@ class _LinearStatistics(torch.autograd.Function):
         for hidden, target, *rest in zip(*_chunks(hidden_TD, len(weight_VD), *columns), strict=True):
             rows = len(hidden)
             values = [_padded(value) for value in rest]
-            found = dict(zip(ctx.kept, values, strict=False))
+            statistics = dict(zip(ctx.kept, values, strict=False))
             grads = dict(zip(reached, values[len(kept) :], strict=True))
             projected = ctx.projected.pop(0) if ctx.projected else project(_padded(hidden))
-            slope = kernel(projected, _padded(target), ctx.ask, found, grads)
-            slope = slope[:rows]
+            grad_TV = kernel(projected, _padded(target), ctx.request, statistics, grads)[:rows]
             if grad_hidden is not None:
-                torch.mm(slope, weight, out=grad_hidden[start : start + rows])
+                torch.mm(grad_TV, weight, out=grad_hidden[start : start + rows])
             if grad_weight is not None:
-                _add_product(grad_weight, slope, hidden)
+                _add_product(grad_weight, grad_TV, hidden)
             if grad_bias is not None:
-                grad_bias += slope.sum(0, dtype=torch.float32)
+                grad_bias += grad_TV.sum(0, dtype=torch.float32)
             start += rows
         return (
             grad_hidden,
@@ -164,29 +161,29 @@ class _LinearStatistics(torch.autograd.Function):
 
 
 def _projection(hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> Callable[[Tensor], Tensor]:
-    """The linear layer in the hidden states' dtype."""
+    """Return the linear layer in the dtype of the hidden states."""
     weight = weight_VD.to(hidden_TD.dtype)
     bias = None if bias_V is None else bias_V.to(hidden_TD.dtype)
     return lambda hidden: F.linear(hidden, weight, bias)
 
 
-def _add_product(total_VD: Tensor, slope_TV: Tensor, hidden_TD: Tensor) -> None:
-    """total += slope^T hidden, the sum in float32."""
-    if total_VD.dtype == slope_TV.dtype:
-        total_VD.addmm_(slope_TV.t(), hidden_TD)
+def _add_product(total_VD: Tensor, grad_TV: Tensor, hidden_TD: Tensor) -> None:
+    """total += grad^T hidden, the sum in float32."""
+    if total_VD.dtype == grad_TV.dtype:
+        total_VD.addmm_(grad_TV.t(), hidden_TD)
     elif total_VD.is_cuda:
-        torch.addmm(total_VD, slope_TV.t(), hidden_TD, out_dtype=total_VD.dtype, out=total_VD)
+        torch.addmm(total_VD, grad_TV.t(), hidden_TD, out_dtype=total_VD.dtype, out=total_VD)
     else:
-        total_VD += slope_TV.t() @ hidden_TD
+        total_VD += grad_TV.t() @ hidden_TD
 
 
 def _padded(rows: Tensor) -> Tensor:
-    """On a GPU, rows filled up with zeros to a multiple of the step."""
+    """On a GPU, pad rows with zeros to a multiple of the step."""
     missing = -len(rows) % _ROW_STEP if rows.is_cuda else 0
     return torch.cat([rows, rows.new_zeros(missing, *rows.shape[1:])]) if missing else rows
 
 
 @functools.cache
 def _kernel(function: _Kernel, compiled: bool) -> _Kernel:
-    """A row function as it is, or fused by the compiler: eager passes over a chunk cost as much as its projection."""
+    """Return a row function, or its compiled form: eager passes over a chunk cost as much as its projection."""
     return torch.compile(function, dynamic=True, fullgraph=True) if compiled else function

@@ -1,4 +1,4 @@
-"""Which layout an architecture takes: rows of prefix trees, or padded rows where a prefix cannot be shared."""
+"""The layout of an architecture: rows of prefix trees, or padded rows where prefixes cannot be shared."""
 
 from typing import Literal
 
@@ -8,16 +8,16 @@ from upweight.engine.attention.interface import register, stock_of
 from upweight.engine.packing import Layout
 from upweight.errors import UserError
 from upweight.log import logger, warn_once
-from upweight.models.patches import keep_soft_cap, scale_by_own_length
+from upweight.models.patches import keep_soft_cap, scale_rope_by_row_length
 
 _ATTENTION_KINDS = {"full_attention", "sliding_attention", "chunked_attention", "attention", "moe", "mlp"}
 _READS_ITS_MASK = {"doge"}  # model code that computes with the mask cannot take a rule in its place
 
 
 def why_not_trees(base: PreTrainedModel, longest: int | None = None) -> str | None:
-    """Why this architecture cannot share prefixes, or None when it can.
+    """Return why this architecture cannot share prefixes, or None when it can.
 
-    `longest`: the longest sequence that will come, for rotary embeddings that change with the length of the batch.
+    `longest`: the longest sequence of the run, for rotary embeddings that change with the length of the batch.
     """
     config = base.config.get_text_config()
     kinds = {
@@ -25,8 +25,8 @@ def why_not_trees(base: PreTrainedModel, longest: int | None = None) -> str | No
         for name in ("layer_types", "layers_block_type", "block_types")
         for kind in getattr(config, name, None) or ()
     }
-    if other := sorted(kinds - _ATTENTION_KINDS):
-        return f"it has layers of kind {', '.join(other)}, which mix tokens outside attention"
+    if mixing := sorted(kinds - _ATTENTION_KINDS):
+        return f"it has layers of kind {', '.join(mixing)}, which mix tokens outside attention"
     if base._is_stateful:
         return "it carries a recurrent state"
     if not base._supports_attention_backend:
@@ -42,32 +42,32 @@ def why_not_trees(base: PreTrainedModel, longest: int | None = None) -> str | No
 
 
 def scaled_beyond(config: PreTrainedConfig) -> int | None:
-    """The sequence length beyond which rotary embeddings depend on that length; None where they never do."""
+    """Return the sequence length beyond which rotary embeddings depend on that length; None where they never do."""
     text = config.get_text_config()
-    given = getattr(text, "rope_parameters", None) or {}
+    ropes = getattr(text, "rope_parameters", None) or {}
     limits = [
         rope.get("original_max_position_embeddings")
         or getattr(text, "original_max_position_embeddings", None)
         or text.max_position_embeddings
-        for rope in ([given] if "rope_type" in given else [r for r in given.values() if isinstance(r, dict)])
+        for rope in ([ropes] if "rope_type" in ropes else [r for r in ropes.values() if isinstance(r, dict)])
         if rope.get("rope_type") in ("dynamic", "longrope")
     ]
     return min(limits, default=None)
 
 
-def choose_layout(base: PreTrainedModel, wanted: Literal["auto", "tree", "padded"], longest: int | None) -> Layout:
-    """Decide the layout once, prepare the model's attention for it, and say so when prefixes are not shared."""
+def choose_layout(base: PreTrainedModel, layout: Literal["auto", "tree", "padded"], longest: int | None) -> Layout:
+    """Choose the layout, prepare the model's attention for it, and warn when prefixes are not shared."""
     if base.config.is_encoder_decoder:
         raise UserError(f"{type(base).__name__} is an encoder-decoder: only decoder models can be trained")
     keep_soft_cap(base)
     stock = stock_of(base.config.get_text_config()._attn_implementation or "eager")
-    reason = why_not_trees(base, longest) if wanted != "padded" else "the settings ask for it"
+    reason = why_not_trees(base, longest) if layout != "padded" else "the settings ask for it"
     if reason is not None:
-        if wanted == "tree":
+        if layout == "tree":
             raise UserError(f"{type(base).__name__} cannot share prefixes: {reason}. Set `layout: auto`.")
         logger.warning("%s: rows are padded, prefixes are not shared: %s", type(base).__name__, reason)
         if scaled_beyond(base.config) is not None:
-            scale_by_own_length(base)
+            scale_rope_by_row_length(base)
         return "padded"
     for name in ("attention_dropout", "attn_pdrop", "attn_dropout"):
         if getattr(base.config.get_text_config(), name, None):

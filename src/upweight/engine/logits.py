@@ -1,4 +1,4 @@
-"""From the vocabulary projection to a model's logits, and from logits to statistics with their gradients."""
+"""The vocabulary projection to a model's logits, and logits to statistics with their gradients."""
 
 from dataclasses import dataclass
 from types import MethodType
@@ -14,7 +14,7 @@ _SCALE_FIELDS = ("logit_scale", "logits_scaling", "lm_head_multiplier", "output_
 
 
 @dataclass(frozen=True)
-class LogitForm:
+class LogitTransform:
     """Logits are `cap * tanh(scale * projection / cap)`; without a cap, `scale * projection`."""
 
     scale: float = 1.0
@@ -27,17 +27,17 @@ class LogitForm:
 
 @dataclass(frozen=True)
 class HeadRequest:
-    """What a head shall compute at each scored token."""
+    """What a head computes at each scored token."""
 
-    form: LogitForm
+    transform: LogitTransform
     temperature: float = 1.0
     statistics: frozenset[str] = frozenset()
 
 
-def logit_form(base: PreTrainedModel, body: nn.Module) -> LogitForm | None:
-    """How this model turns its projection into logits, found by watching its own forward; None when it does more.
+def logit_transform(base: PreTrainedModel, body: nn.Module) -> LogitTransform | None:
+    """Return how this model turns its projection into logits, observed in its forward; None when it does more.
 
-    The body and the projection are stood in for by fixed numbers, so that no weight is read: this holds for models
+    Fixed numbers replace the outputs of the body and the projection, so that no weight is read: this works for models
     on the meta device and for sharded ones, and costs nothing.
     """
     head = base.get_output_embeddings()
@@ -52,7 +52,7 @@ def logit_form(base: PreTrainedModel, body: nn.Module) -> LogitForm | None:
         return projected_1NV
 
     before = body.__dict__.get("forward"), head.__dict__.get("forward")
-    body.forward = MethodType(lambda self, *a, **k: BodyOutput(hidden_1ND), body)
+    body.forward = MethodType(lambda self, *a, **k: HiddenStatesOutput(hidden_1ND), body)
     head.forward = MethodType(project, head)
     try:
         out = base.forward(input_ids=torch.zeros(1, 2, dtype=torch.long))
@@ -74,14 +74,14 @@ def logit_form(base: PreTrainedModel, body: nn.Module) -> LogitForm | None:
     elif getattr(head, "bias", None) is not None:
         return None
     logits = out.logits.float()
-    for form in _candidates(config):
-        if torch.allclose(logits, form(projected_1NV), rtol=1e-3, atol=1e-3):
-            return LogitForm(form.scale * ratio, form.cap)
+    for transform in _candidates(config):
+        if torch.allclose(logits, transform(projected_1NV), rtol=1e-3, atol=1e-3):
+            return LogitTransform(transform.scale * ratio, transform.cap)
     return None
 
 
-class BodyOutput:
-    """Stands in for any body output: hidden states, and nothing else."""
+class HiddenStatesOutput:
+    """Replaces any body output: it has hidden states, and None for every other field."""
 
     def __init__(self, hidden: Tensor) -> None:
         self.last_hidden_state = hidden
@@ -93,8 +93,8 @@ class BodyOutput:
         return None
 
 
-def _candidates(config: Any) -> list[LogitForm]:
-    """The forms that the fields of a config allow."""
+def _candidates(config: Any) -> list[LogitTransform]:
+    """Return the transforms that the fields of a config allow."""
     scales = [1.0]
     for name in _SCALE_FIELDS:
         value = getattr(config, name, None)
@@ -102,37 +102,43 @@ def _candidates(config: Any) -> list[LogitForm]:
             scales += [float(value), 1 / value]
     cap = getattr(config, "final_logit_softcapping", None)
     caps = [None] if cap is None else [None, float(cap)]
-    return [LogitForm(scale, cap) for scale in scales for cap in caps]
+    return [LogitTransform(scale, cap) for scale in scales for cap in caps]
 
 
-def row_statistics(projected_TV: Tensor, target_T: Tensor, ask: HeadRequest) -> dict[str, Tensor]:
-    """Projections -> log-prob of each target and the statistics asked for, in float32 at the temperature."""
-    logits = ask.form(projected_TV.float())
-    if ask.temperature != 1.0:
-        logits = logits / ask.temperature
+def row_statistics(projected_TV: Tensor, target_T: Tensor, request: HeadRequest) -> dict[str, Tensor]:
+    """Return the log-prob of each target and the requested statistics, in float32 at the temperature."""
+    logits = request.transform(projected_TV.float())
+    if request.temperature != 1.0:
+        logits = logits / request.temperature
     # one exponential serves all: on a CPU it costs more than everything else here
     top_T = logits.amax(-1).detach()
     shifted_TV = torch.exp(logits - top_T[:, None])
     total_T = shifted_TV.sum(-1)
     log_sum_exp_T = total_T.log() + top_T
     out = {"logps_T": logits.gather(-1, target_T[:, None]).squeeze(-1) - log_sum_exp_T, "log_sum_exp_T": log_sum_exp_T}
-    if "entropy_T" in ask.statistics:
+    if "entropy_T" in request.statistics:
         out["entropy_T"] = log_sum_exp_T - (shifted_TV * logits).sum(-1) / total_T
-    if "mean_logit_T" in ask.statistics:
+    if "mean_logit_T" in request.statistics:
         out["mean_logit_T"] = logits.mean(-1)
-    if "log_collision_T" in ask.statistics:
+    if "log_collision_T" in request.statistics:
         out["log_collision_T"] = (shifted_TV * shifted_TV).sum(-1).log() - 2 * total_T.log()
-    if "is_top_T" in ask.statistics:
+    if "is_top_T" in request.statistics:
         out["is_top_T"] = logits.argmax(-1) == target_T
     return out
 
 
 def row_gradient(
-    projected_TV: Tensor, target_T: Tensor, ask: HeadRequest, found: dict[str, Tensor], grads: dict[str, Tensor]
+    projected_TV: Tensor,
+    target_T: Tensor,
+    request: HeadRequest,
+    statistics: dict[str, Tensor],
+    grads: dict[str, Tensor],
 ) -> Tensor:
-    """The gradient of the projections, from the statistics `found` in the forward and the gradients that reach them."""
-    capped = ask.form(projected_TV.float())
-    log_p = (capped if ask.temperature == 1.0 else capped / ask.temperature) - found["log_sum_exp_T"][:, None]
+    """Return the gradient of the projections, from the forward's `statistics` and the gradients of each of them."""
+    capped = request.transform(projected_TV.float())
+    log_p = (capped if request.temperature == 1.0 else capped / request.temperature) - statistics["log_sum_exp_T"][
+        :, None
+    ]
     p = log_p.exp()
     to_logp = grads["logps_T"]
     weight_T = -to_logp
@@ -142,22 +148,24 @@ def row_gradient(
         weight_T = weight_T - 2 * grads["log_collision_T"]
     extra = None
     if "entropy_T" in grads:
-        extra = p * (log_p + found["entropy_T"][:, None]) * -grads["entropy_T"][:, None]
+        extra = p * (log_p + statistics["entropy_T"][:, None]) * -grads["entropy_T"][:, None]
     if "log_collision_T" in grads:
-        squares = torch.exp(2 * log_p - found["log_collision_T"][:, None]) * (2 * grads["log_collision_T"][:, None])
+        squares = torch.exp(2 * log_p - statistics["log_collision_T"][:, None]) * (
+            2 * grads["log_collision_T"][:, None]
+        )
         extra = squares if extra is None else extra + squares
     if "mean_logit_T" in grads:
         even = grads["mean_logit_T"][:, None] / log_p.shape[-1]
         extra = even if extra is None else extra + even
-    slope = p.mul_(weight_T[:, None])
+    grad_TV = p.mul_(weight_T[:, None])
     if extra is not None:
-        slope += extra
+        grad_TV += extra
     if torch.compiler.is_compiling():  # a scatter would not be fused
-        column_V = torch.arange(slope.shape[1], device=slope.device)
-        slope = torch.where(column_V == target_T[:, None], slope + to_logp[:, None], slope)
+        column_V = torch.arange(grad_TV.shape[1], device=grad_TV.device)
+        grad_TV = torch.where(column_V == target_T[:, None], grad_TV + to_logp[:, None], grad_TV)
     else:
-        slope.scatter_add_(1, target_T[:, None], to_logp[:, None])
-    if ask.form.cap is not None:
-        slope *= 1 - (capped / ask.form.cap) ** 2
-    factor = ask.form.scale / ask.temperature
-    return (slope if factor == 1.0 else slope.mul_(factor)).to(projected_TV.dtype)
+        grad_TV.scatter_add_(1, target_T[:, None], to_logp[:, None])
+    if request.transform.cap is not None:
+        grad_TV *= 1 - (capped / request.transform.cap) ** 2
+    factor = request.transform.scale / request.temperature
+    return (grad_TV if factor == 1.0 else grad_TV.mul_(factor)).to(projected_TV.dtype)

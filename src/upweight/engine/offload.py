@@ -1,4 +1,4 @@
-"""Activations kept in host memory between forward and backward."""
+"""Offload activations to host memory between forward and backward."""
 
 import contextlib
 import functools
@@ -11,11 +11,11 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from upweight.engine.forward import base_of, body_of
 
-SMALLEST = 1 << 18  # elements; what is smaller is not worth a copy
+SMALLEST = 1 << 18  # elements; copying smaller tensors does not pay
 
 
 def offload_activations(model: nn.Module) -> None:
-    """From now on what the layers save for backward goes to host memory; with checkpointing, their inputs alone."""
+    """Save what layers keep for backward in host memory from now on; with checkpointing, only their inputs."""
     body = body_of(base_of(model))
     stock = body.forward
 
@@ -28,7 +28,7 @@ def offload_activations(model: nn.Module) -> None:
 
 
 class OffloadActivations(saved_tensors_hooks):
-    """A context for forwards: large tensors that they save for backward go to host memory; weights stay."""
+    """A context in which forwards save large tensors for backward in host memory; weights stay on the device."""
 
     def __init__(self, model: nn.Module, smallest: int = SMALLEST) -> None:
         self._model, self._smallest = model, smallest
@@ -51,7 +51,7 @@ class OffloadActivations(saved_tensors_hooks):
 
 
 def _weights(model: nn.Module) -> Iterator[Tensor]:
-    """Parameters, and the compute copies that lie under their names."""
+    """Yield parameters, and the compute copies under their names."""
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             copy: Any = vars(module).get(name)

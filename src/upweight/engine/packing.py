@@ -1,4 +1,4 @@
-"""Units of training data -> rows under a token budget -> one Batch for each forward."""
+"""Pack units of training data into rows under a token budget, and build the Batch of each forward."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -16,25 +16,25 @@ Layout = Literal["tree", "padded"]
 
 
 def bucketed(length: int) -> int:
-    """The next of few lengths (multiples of 128, steps of at most an eighth), so that few shapes are compiled."""
+    """Round up to one of few lengths (multiples of 128, steps of at most an eighth), so few shapes are compiled."""
     step = max(128, 1 << max(0, length - 1).bit_length() >> 4)
     return max(1, math.ceil(length / step)) * step
 
 
 def whole_blocks(length: int) -> int:
-    """The next multiple of 128, the block of the attention kernel, which is compiled for any number of blocks."""
+    """Round up to a multiple of 128, the block of the attention kernel, which is compiled for any number of blocks."""
     return max(1, math.ceil(length / 128)) * 128
 
 
 def build_batch(
     units: Sequence[Unit], layout: Layout = "tree", predict: bool = True, pad_to: Callable[[int], int] | None = None
 ) -> Batch:
-    """Units -> one forward: trees in one row, or a right-padded row for each sample.
+    """Build the batch of one forward: trees in one row, or a right-padded row for each sample.
 
-    `predict`: a scored token is the target of the token before it (a first token has none and is left out);
+    `predict`: a scored token is the target of the token before it (a first token has none and is not scored);
     otherwise, for score heads, each scored position is a source itself and its class the target.
-    No units: a one-token row with one scored token, for a rank that has nothing left. Its forward fires every hook;
-    multiply its outputs by zero instead of asking the method for a loss.
+    Without units: a one-token row with one scored token, for a rank that has no more rows. Its forward fires every
+    hook; multiply its outputs by zero instead of calling the method's loss.
     """
     if not units:
         units, predict = [Unit((_IDLE,))], False
@@ -44,15 +44,15 @@ def build_batch(
 
 
 def count_batch(units: Sequence[Unit], predict: bool = True) -> Batch:
-    """What a method may count of units before any forward: a batch without the tokens themselves."""
+    """Build a batch without tokens, which methods count units in before any forward."""
     samples = [sample for unit in units for sample in unit.samples]
-    nothing = torch.zeros((1, 0), dtype=torch.int64)
+    empty = torch.zeros((1, 0), dtype=torch.int64)
     paths = [np.zeros(len(sample.ids), np.int64) for sample in samples]
-    return _batch(units, samples, predict, _Tokens(nothing, nothing, nothing, None, paths))
+    return _batch(units, samples, predict, _Tokens(empty, empty, empty, None, paths))
 
 
 class _Tokens(NamedTuple):
-    """Tokens laid out for the model, and where each sample's lie."""
+    """Tokens in the model's layout, and the flat positions of each sample's tokens."""
 
     ids_BN: Tensor
     position_BN: Tensor
@@ -62,7 +62,7 @@ class _Tokens(NamedTuple):
 
 
 def _batch(units: Sequence[Unit], samples: Sequence[Sample], predict: bool, tokens: _Tokens) -> Batch:
-    """Laid out tokens with what is scored in them and known about them."""
+    """Build a batch from tokens in their layout, their scored positions and the fields of units and samples."""
     scored = [np.flatnonzero(sample.scored) for sample in samples]
     if predict:
         kept = [slice(int(at[:1].tolist() == [0]), None) for at in scored]
@@ -84,23 +84,23 @@ def _batch(units: Sequence[Unit], samples: Sequence[Sample], predict: bool, toke
         sequence_T=torch.from_numpy(np.repeat(np.arange(len(samples)), [len(at) for at in scored])),
         num_sequences=len(samples),
         pair_P2=_pairs(units),
-        margin_P=_each([unit.margin for unit in units], torch.float32),
-        label_S=_each([sample.label for sample in samples], torch.int64),
-        advantage_S=_each([sample.advantage for sample in samples], torch.float32),
-        share_S=_shares(samples),
-        prompt_T=_joined([s.prompt for s in samples], kept, torch.bool),
-        old_logps_T=_joined([s.old_logps for s in samples], kept, torch.float32),
-        sampler_logps_T=_joined([s.sampler_logps for s in samples], kept, torch.float32),
-        ref_logps_T=_joined([s.ref_logps for s in samples], kept, torch.float32),
+        margin_P=_tensor([unit.margin for unit in units], torch.float32),
+        label_S=_tensor([sample.label for sample in samples], torch.int64),
+        advantage_S=_tensor([sample.advantage for sample in samples], torch.float32),
+        share_S=torch.tensor([s.share for s in samples]) if any(s.share != 1 for s in samples) else None,
+        prompt_T=_concatenated([s.prompt for s in samples], kept, torch.bool),
+        old_logps_T=_concatenated([s.old_logps for s in samples], kept, torch.float32),
+        sampler_logps_T=_concatenated([s.sampler_logps for s in samples], kept, torch.float32),
+        ref_logps_T=_concatenated([s.ref_logps for s in samples], kept, torch.float32),
     )
 
 
 def plan_rows(units: Sequence[Unit], budget: int, ranks: int = 1, layout: Layout = "tree") -> list[list[list[int]]]:
-    """Units -> for each rank its rows, each a list of unit numbers for one `build_batch`.
+    """Return the rows of each rank, each a list of unit numbers for one `build_batch`.
 
     A row holds at most `budget` tokens (trees: distinct ones; padded: samples x longest), unless a single unit is
     larger. Groups stay whole unless they exceed the budget or a rank's fair share. Every rank gets the same number of
-    rows, `[]` where it has nothing to do.
+    rows, some of them empty.
     """
     if not units:
         return [[] for _ in range(ranks)]
@@ -116,11 +116,11 @@ def plan_rows(units: Sequence[Unit], budget: int, ranks: int = 1, layout: Layout
     bounds = costs.cut(high)
     rows = [(costs.of(i, j), sorted(u for atom in atoms[i:j] for u in atom)) for i, j in bounds]
     rows += [(0, [])] * (count - len(rows))
-    return _deal(rows, ranks)
+    return _distributed(rows, ranks)
 
 
 def row_tokens(units: Sequence[Unit], layout: Layout = "tree") -> int:
-    """Tokens of the row that `build_batch` would make of these units: distinct ones, or samples x longest."""
+    """Return the tokens of the row that `build_batch` builds of these units: distinct ones, or samples x longest."""
     sequences = [sample.ids for unit in units for sample in unit.samples]
     if layout == "padded":
         return len(sequences) * max(map(len, sequences))
@@ -131,19 +131,19 @@ _IDLE = Sample(ids=np.zeros(1, np.int64), scored=np.ones(1, np.bool_))
 
 
 def _tree_tokens(samples: Sequence[Sample], pad_to: Callable[[int], int] | None) -> _Tokens:
-    """Samples folded into trees in one row."""
+    """Fold samples into trees in one row."""
     forest = fold([sample.ids for sample in samples])
     length = len(forest.ids_N)
     width = max(1, length if pad_to is None else pad_to(length))
     ids, position = np.zeros((2, width), np.int64)
-    end = np.arange(1, width + 1)  # a padding token sees itself alone
+    end = np.arange(1, width + 1)  # a padding token sees only itself
     ids[:length], position[:length], end[:length] = forest.ids_N, forest.position_N, forest.end_N
     ids_BN, position_BN, end_BN = (torch.from_numpy(row)[None] for row in (ids, position, end))
     return _Tokens(ids_BN, position_BN, end_BN, None, forest.paths)
 
 
 def _padded_tokens(samples: Sequence[Sample], pad_to: Callable[[int], int] | None) -> _Tokens:
-    """Samples in a row each, padded on the right."""
+    """Lay each sample out in a row, padded on the right."""
     longest = max(len(sample.ids) for sample in samples)
     width = max(1, longest if pad_to is None else pad_to(longest))
     ids = np.zeros((len(samples), width), np.int64)
@@ -156,14 +156,14 @@ def _padded_tokens(samples: Sequence[Sample], pad_to: Callable[[int], int] | Non
     return _Tokens(torch.from_numpy(ids), position_BN, None, length_B, paths)
 
 
-def _joined(arrays: Sequence[NDArray | None], kept: Sequence[slice], dtype: torch.dtype) -> Tensor | None:
-    """What is kept of each sample's array, end to end, or None when one is missing."""
+def _concatenated(arrays: Sequence[NDArray | None], kept: Sequence[slice], dtype: torch.dtype) -> Tensor | None:
+    """Return the kept parts of all samples' arrays concatenated, or None when an array is missing."""
     parts = [array[keep] for array, keep in zip(arrays, kept, strict=True) if array is not None]
     return torch.from_numpy(np.concatenate(parts)).to(dtype) if len(parts) == len(arrays) else None
 
 
 def _pairs(units: Sequence[Unit]) -> Tensor | None:
-    """Sequence numbers of (chosen, rejected) of the units that are pairs, if any is."""
+    """Return the sequence numbers of (chosen, rejected) of the units that are pairs, or None without pairs."""
     ends = np.cumsum([len(unit.samples) for unit in units])
     firsts = [int(end) - 2 for unit, end in zip(units, ends, strict=True) if len(unit.samples) == 2]
     if units and not firsts:
@@ -171,14 +171,9 @@ def _pairs(units: Sequence[Unit]) -> Tensor | None:
     return torch.tensor([[first, first + 1] for first in firsts], dtype=torch.int64).view(-1, 2)
 
 
-def _each(values: Sequence[float | int | None], dtype: torch.dtype) -> Tensor | None:
-    """The values as a tensor, or None when one is missing."""
+def _tensor(values: Sequence[float | int | None], dtype: torch.dtype) -> Tensor | None:
+    """Return the values as a tensor, or None when a value is missing."""
     return None if any(value is None for value in values) else torch.tensor(values, dtype=dtype)
-
-
-def _shares(samples: Sequence[Sample]) -> Tensor | None:
-    """What part of a completion each sample is, or None when all are whole."""
-    return torch.tensor([s.share for s in samples]) if any(s.share != 1 for s in samples) else None
 
 
 class _Costs:
@@ -192,19 +187,18 @@ class _Costs:
         return self.head[i] + self.width[i] * int(self.running[j] - self.running[i])
 
     def cut(self, cap: int) -> list[tuple[int, int]]:
-        """Neighbouring atoms joined into as few rows of at most `cap` tokens as that allows, as (i, j) ranges."""
+        """Join neighbouring atoms into as few rows of at most `cap` tokens as possible; return (i, j) ranges."""
         bounds, i, count = [], 0, len(self.head)
         while i < count:
             room = (cap - self.head[i]) // self.width[i]
-            j = int(np.searchsorted(self.running, self.running[i] + room, side="right")) - 1
-            j = max(j, i + 1)
+            j = max(int(np.searchsorted(self.running, self.running[i] + room, side="right")) - 1, i + 1)
             bounds.append((i, j))
             i = j
         return bounds
 
 
 def _tree_atoms(units: Sequence[Unit], budget: int, ranks: int) -> tuple[list[list[int]], _Costs]:
-    """What rows are cut from (groups, or the units of groups too large to stay whole), neighbours sharing most."""
+    """Return the atoms of rows (groups, or the units of groups that are too large), neighbours sharing most tokens."""
     sequences = [sample.ids for unit in units for sample in unit.samples]
     order, shared = sorted_with_shared(sequences)
     place = np.empty(len(order), np.int64)
@@ -231,24 +225,24 @@ def _tree_atoms(units: Sequence[Unit], budget: int, ranks: int) -> tuple[list[li
 
 
 def _padded_atoms(units: Sequence[Unit]) -> tuple[list[list[int]], _Costs]:
-    """Units from the longest to the shortest: a row is as wide as its first."""
+    """Return units from the longest to the shortest: a row is as wide as its first unit."""
     longest = np.array([max([1, *(len(sample.ids) for sample in unit.samples)]) for unit in units], np.int64)
     order = np.argsort(-longest, kind="stable")
     samples = np.array([len(unit.samples) for unit in units], np.int64)
     return [[u] for u in order.tolist()], _Costs(np.zeros_like(order), longest[order], samples[order])
 
 
-def _first(place: NDArray[np.int64], family: NDArray[np.int64]) -> NDArray[np.int64]:
-    """For each sample, the smallest place in its family."""
-    first = np.full(family.max() + 1, len(place))
-    np.minimum.at(first, family, place)
-    return first[family]
+def _first(place: NDArray[np.int64], cluster: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return for each sample the smallest place in its cluster (its unit or group)."""
+    first = np.full(cluster.max() + 1, len(place))
+    np.minimum.at(first, cluster, place)
+    return first[cluster]
 
 
 def _shared_between(shared: NDArray[np.int64], place: NDArray[np.int64]) -> NDArray[np.int64]:
-    """How many first tokens the sample at each place shares with the one listed before it.
+    """Return how many first tokens the sample at each place shares with the sample listed before it.
 
-    `shared` says it for neighbouring places: between two places it is the least of what lies between.
+    `shared` holds this number for neighbouring places; for two places it is the minimum between them.
     """
     low, high = np.minimum(place[:-1], place[1:]), np.maximum(place[:-1], place[1:])
     if not len(low):
@@ -258,14 +252,14 @@ def _shared_between(shared: NDArray[np.int64], place: NDArray[np.int64]) -> NDAr
     return np.concatenate([[0], between])
 
 
-def _deal(rows: list[tuple[int, list[int]]], ranks: int) -> list[list[list[int]]]:
-    """Rows with their costs -> rows for each rank: ranks run rows of like size together, and get like sums."""
+def _distributed(rows: list[tuple[int, list[int]]], ranks: int) -> list[list[list[int]]]:
+    """Distribute rows with their costs: ranks run rows of similar size at the same time, and get similar sums."""
     rows = sorted(rows, key=lambda row: -row[0])
-    dealt: list[list[list[int]]] = [[] for _ in range(ranks)]
+    by_rank: list[list[list[int]]] = [[] for _ in range(ranks)]
     load = [0] * ranks
     for i in range(0, len(rows), ranks):
         lightest_first = sorted(range(ranks), key=load.__getitem__)
         for rank, (cost, units) in zip(lightest_first, rows[i : i + ranks], strict=True):
-            dealt[rank].append(units)
+            by_rank[rank].append(units)
             load[rank] += cost
-    return dealt
+    return by_rank

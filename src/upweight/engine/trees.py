@@ -1,4 +1,4 @@
-"""Prefix trees: sequences that begin alike share the tokens of their beginning."""
+"""Prefix trees: sequences with a common prefix share its tokens."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,11 +18,11 @@ class Forest:
     ids_N: NDArray[np.int64]
     position_N: NDArray[np.int64]  # depth: continues from the branch point
     end_N: NDArray[np.int64]
-    paths: list[NDArray[np.int64]]  # where each sequence's tokens lie, in the caller's order of sequences
+    paths: list[NDArray[np.int64]]  # positions of each sequence's tokens, in the caller's order of sequences
 
 
 def fold(sequences: Sequence[NDArray[np.int64]]) -> Forest:
-    """Token sequences -> the forest that holds each of their distinct prefixes once."""
+    """Return the forest that holds each distinct prefix of the sequences once."""
     order, shared = sorted_with_shared(sequences)
     total = sum(len(ids) for ids in sequences) - int(shared.sum())
     ids_N, position_N, end_N = (np.empty(total, np.int64) for _ in range(3))
@@ -32,7 +32,7 @@ def fold(sequences: Sequence[NDArray[np.int64]]) -> Forest:
     for number, common in zip(order, shared.tolist(), strict=True):
         ids = sequences[number]
         depth = len(ids)
-        end_N[path[common:open_depth]] = start  # what the last sequence does not share with this one is complete
+        end_N[path[common:open_depth]] = start  # tokens of the last sequence that this one does not share are complete
         stop = start + depth - common
         ids_N[start:stop] = ids[common:]
         position_N[start:stop] = np.arange(common, depth)
@@ -44,19 +44,14 @@ def fold(sequences: Sequence[NDArray[np.int64]]) -> Forest:
 
 
 def sorted_with_shared(sequences: Sequence[NDArray[np.int64]]) -> tuple[list[int], NDArray[np.int64]]:
-    """Lexicographic order of the sequences, and how many first tokens each one in it shares with the one before."""
-    # Big-endian bytes compare as the numbers do, and a prefix comes before what continues it.
+    """Return the sequences' lexicographic order, and how many first tokens each shares with the one before it."""
+    # Big-endian bytes compare as the numbers do, and a prefix comes before its continuations.
     keys = [ids.astype(">u4").tobytes() for ids in sequences]
     order = sorted(range(len(keys)), key=keys.__getitem__)
     shared = np.zeros(len(order), np.int64)
     for place in range(1, len(order)):
-        shared[place] = _common(sequences[order[place - 1]], sequences[order[place]])
+        left, right = sequences[order[place - 1]], sequences[order[place]]
+        length = min(len(left), len(right))
+        differ = np.append(left[:length] != right[:length], True)
+        shared[place] = differ.argmax()
     return order, shared
-
-
-def _common(left: NDArray[np.int64], right: NDArray[np.int64]) -> int:
-    """Length of the longest common prefix."""
-    length = min(len(left), len(right))
-    differ = left[:length] != right[:length]
-    first = int(differ.argmax()) if length else 0
-    return first if length and differ[first] else length

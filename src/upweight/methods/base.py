@@ -1,4 +1,4 @@
-"""What every training method is: its settings, what it needs, and pure functions from log-probs to sums."""
+"""The interface of training methods: settings, requirements, and pure functions from log-probs to sums."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from upweight.types import Batch, Loss, Mean, Outputs, Sample
 
 @dataclass(frozen=True)
 class ReferenceSync:
-    """How a reference follows the policy: the policy's share in each move, and the steps between two of them."""
+    """How a reference follows the policy: the policy's weight in each sync, and the steps between two syncs."""
 
     alpha: float
     steps: int
@@ -39,15 +39,15 @@ class PolicySettings(Protocol):
 
 
 class Method(Section, ABC):
-    """One training method. Nothing in it divides by a count, talks to other ranks or reads a value off the device."""
+    """A training method. It never divides by a count, communicates with other ranks or reads a value off the device."""
 
     name: ClassVar[str]
     head: ClassVar[Literal["tokens", "sequence_score", "step_score"]] = "tokens"
     data: ClassVar[Literal["text", "pairs", "labelled", "steps", "prompts"]]
     online: ClassVar[bool] = False
-    keeps_dropout: ClassVar[bool] = False  # where nothing is compared with what the model says without it
-    takes_noise: ClassVar[bool] = False  # on embeddings, which elsewhere would come between policy and reference
-    reward_names: ClassVar[tuple[str, ...]] = ()  # of rewards that the method makes itself, from features
+    keeps_dropout: ClassVar[bool] = False  # where outputs are not compared with those of a model without dropout
+    takes_noise: ClassVar[bool] = False  # on embeddings; elsewhere it would make policy and reference differ
+    reward_names: ClassVar[tuple[str, ...]] = ()  # of rewards that the method computes itself, from features
     learning_rate: ClassVar[float]
     lora_learning_rate: ClassVar[float | None] = None  # None: the same as without LoRA
 
@@ -58,7 +58,7 @@ class Method(Section, ABC):
 
     @property
     def needs_drift(self) -> bool:
-        """Whether `advantages` read how far the policy is from the reference on each completion."""
+        """Whether `advantages` read the log-ratio of policy and reference on each completion."""
         return False
 
     @property
@@ -68,7 +68,7 @@ class Method(Section, ABC):
 
     @property
     def reference_sync(self) -> ReferenceSync | None:
-        """How the reference follows the policy; None where it stays as it is."""
+        """How the reference follows the policy; None where it does not change."""
         return None
 
     @property
@@ -78,27 +78,27 @@ class Method(Section, ABC):
 
     @property
     def mismatched(self) -> Literal["rotate", "all"] | None:
-        """Which answers to other prompts each prompt is also seen with, to estimate a KL: the neighbour's, or all."""
+        """Which mismatched completions each prompt is paired with for a KL estimate: the next prompt's, or all."""
         return None
 
     @property
     def strided(self) -> bool:
-        """Whether short blocks all along a document are sampled instead of completions."""
+        """Whether short blocks at strides along a document are sampled instead of completions."""
         return False
 
     @property
     def scores_prompt(self) -> bool:
-        """Whether the likelihood of a chosen answer covers its prompt too."""
+        """Whether the likelihood of a chosen completion covers its prompt too."""
         return False
 
     @property
     def verdict_weights(self) -> dict[bool, float] | None:
-        """Weights of wanted and unwanted answers, for a method that compares the two."""
+        """Weights of desirable and undesirable completions, for a method that compares the two."""
         return None
 
     @property
     def scales_each_reward(self) -> bool:
-        """Whether rewards are normalised one by one before they are summed."""
+        """Whether each reward is normalised separately before the rewards are summed."""
         return False
 
     @property
@@ -113,35 +113,35 @@ class Method(Section, ABC):
 
     @property
     def needs_preparation(self) -> bool:
-        """Whether `loss` reads what `prepare` made of the whole step."""
+        """Whether `loss` reads the output of `prepare` for the whole step."""
         return False
 
     @abstractmethod
     def count(self, batch: Batch) -> dict[str, Tensor]:
-        """Units this batch adds to the global denominators; known before any forward.
+        """Return the units that this batch adds to the global denominators; known before any forward.
 
-        A unit named `rollout_...` is averaged over the optimizer steps of one generation batch, the others belong
-        to their own step.
+        A unit named `rollout_...` is averaged over the optimizer steps of a generation batch, every other unit over
+        its optimizer step.
         """
 
     def contributes(self, sample: Sample) -> bool:
-        """Whether a sample can move the gradient; one that cannot need not be forwarded."""
+        """Return whether a sample can change the gradient; samples that cannot need no forward."""
         return True
 
     def collect(self, out: Outputs, batch: Batch) -> dict[str, Tensor]:
-        """Values that `prepare` wants to see for the whole step; they are joined over batches and ranks."""
+        """Return values that `prepare` reads for the whole step; they are concatenated over batches and ranks."""
         return {}
 
     def prepare(self, collected: dict[str, Tensor]) -> dict[str, Tensor]:
-        """What `loss` needs to know about the whole step, from what `collect` gathered."""
+        """Return what `loss` reads about the whole step, from the values of `collect`."""
         return {}
 
     @abstractmethod
     def loss(self, out: Outputs, batch: Batch, prepared: dict[str, Tensor]) -> Loss:
-        """Loss terms of this batch, summed by unit."""
+        """Return the loss terms of this batch, summed by unit."""
 
     def advantages(self, rewards_SR: Tensor, group_S: Tensor, drift_S: Tensor | None = None) -> Tensor:
-        """One advantage for each sequence of a whole generation batch (online methods); a NaN reward does not apply.
+        """Return one advantage for each sequence of a generation batch (online methods); a NaN reward does not apply.
 
         `drift_S`: log-probs of the policy minus the reference's, summed over each completion, where `needs_drift`.
         """
@@ -149,22 +149,22 @@ class Method(Section, ABC):
 
 
 def sequence_sum(values_T: Tensor, batch: Batch) -> Tensor:
-    """Sum over each sequence's scored tokens."""
+    """Return the sum over each sequence's scored tokens."""
     return values_T.new_zeros(batch.num_sequences).index_add(0, batch.sequence_T, values_T)
 
 
 def sequence_length(batch: Batch) -> Tensor:
-    """Scored tokens of each sequence, at least 1 so that it can divide."""
+    """Return the number of scored tokens of each sequence, at least 1 so that it can divide."""
     return sequence_sum(torch.ones_like(batch.sequence_T), batch).clamp(min=1)
 
 
 def sequence_mean(values_T: Tensor, batch: Batch) -> Tensor:
-    """Mean over each sequence's scored tokens."""
+    """Return the mean over each sequence's scored tokens."""
     return sequence_sum(values_T, batch) / sequence_length(batch)
 
 
 def position_in_sequence(batch: Batch) -> Tensor:
-    """Number of each scored token among the scored tokens of its sequence, from 0."""
+    """Return the index of each scored token among the scored tokens of its sequence, from 0."""
     order_T = torch.argsort(batch.sequence_T, stable=True)
     length_S = sequence_sum(torch.ones_like(batch.sequence_T), batch)
     start_S = length_S.cumsum(0) - length_S
@@ -173,24 +173,24 @@ def position_in_sequence(batch: Batch) -> Tensor:
 
 
 def given(tensor: Tensor | None) -> Tensor:
-    """A tensor that the method's needs promise to be there."""
-    assert tensor is not None, "the engine left out an output or batch field that this method needs"
+    """Return a tensor that must be present by the method's requirements."""
+    assert tensor is not None, "an output or batch field that this method needs is missing"
     return tensor
 
 
 def is_chosen(batch: Batch) -> Tensor:
-    """True for the sequences that are the chosen one of a pair."""
+    """Return True for the sequences that are the chosen side of a pair."""
     chosen_P = given(batch.pair_P2)[:, 0]
     return torch.zeros(batch.num_sequences, dtype=torch.bool, device=chosen_P.device).index_fill(0, chosen_P, True)
 
 
 def scalar(value: int, batch: Batch) -> Tensor:
-    """A count as a tensor on the batch's device."""
+    """Return a count as a tensor on the batch's device."""
     return torch.tensor(float(value), device=batch.sequence_T.device)
 
 
 def pair_metrics(chosen_P: Tensor, rejected_P: Tensor) -> dict[str, Mean]:
-    """The reward metrics that pair methods share."""
+    """Return the reward metrics that pair methods share."""
     return {
         "rewards/chosen": Mean.of(chosen_P),
         "rewards/rejected": Mean.of(rejected_P),
@@ -200,7 +200,7 @@ def pair_metrics(chosen_P: Tensor, rejected_P: Tensor) -> dict[str, Mean]:
 
 
 def pair_token_metrics(out: Outputs, batch: Batch) -> dict[str, Mean]:
-    """Log-prob, logit and accuracy metrics of the two sides of the pairs, as far as the engine computed them."""
+    """Return log-prob, logit and accuracy metrics of both sides of the pairs, as far as the engine computed them."""
     chosen_P, rejected_P = sequence_sum(given(out.logps_T), batch)[given(batch.pair_P2)].unbind(1)
     metrics = {"logps/chosen": Mean.of(chosen_P), "logps/rejected": Mean.of(rejected_P)}
     chosen_T = is_chosen(batch)[batch.sequence_T]

@@ -168,7 +168,7 @@ class DPO(Method):
         return Loss(sums, pair_metrics(*pairs.rewards) | pair_token_metrics(out, batch))
 
     def _pair_log_probs(self, out: Outputs, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Summed log-probs of policy and reference, each [P, 2], long completions damped by `ld_alpha`."""
+        """Return summed log-probs of policy and reference, each [P, 2]; `ld_alpha` weighs tokens of longer sides."""
         policy_T, ref_T, pair_P2 = given(out.logps_T), given(out.ref_logps_T), given(batch.pair_P2)
         if self.ld_alpha is not None:
             length_S = sequence_length(batch)
@@ -180,6 +180,6 @@ class DPO(Method):
         return sequence_sum(policy_T, batch)[pair_P2], sequence_sum(ref_T, batch)[pair_P2]
 
     def _policy_weight(self, out: Outputs, batch: Batch) -> Tensor:
-        """WPO: how likely the policy is to write both sides, against what it would write instead."""
+        """Return WPO's weight: the policy's likelihood of both sides, normalised by the expected likelihood."""
         weight_S = sequence_mean(given(out.logps_T).detach() - given(out.log_collision_T).detach(), batch)
         return weight_S[given(batch.pair_P2)].sum(1).exp()

@@ -134,15 +134,15 @@ class EBFT(Method):
 
     def loss(self, out: Outputs, batch: Batch, prepared: dict[str, Tensor]) -> Loss:
         logps_T, sampled_T = given(out.logps_T), is_sampled(batch)[batch.sequence_T]
-        learned = self._reinforce(out, batch) if self.mode == "strided" else self.policy.loss(out, batch, prepared)
-        sums = {unit: self.rl_coef * total for unit, total in learned.sums.items()}
+        policy = self._reinforce(out, batch) if self.mode == "strided" else self.policy.loss(out, batch, prepared)
+        sums = {unit: self.rl_coef * total for unit, total in policy.sums.items()}
         if not self.ce_coef:
-            return Loss(sums, learned.metrics)
+            return Loss(sums, policy.metrics)
         sums["ce_tokens"] = -self.ce_coef * torch.where(sampled_T, 0.0, logps_T).sum()
-        return Loss(sums, learned.metrics | {"ebft/ce_loss": Mean.over(-logps_T, ~sampled_T)})
+        return Loss(sums, policy.metrics | {"ebft/ce_loss": Mean.over(-logps_T, ~sampled_T)})
 
     def _reinforce(self, out: Outputs, batch: Batch) -> Loss:
-        """The plain policy gradient of strided mode, whose samples are always the current policy's."""
+        """Return the plain policy gradient of strided mode, whose samples are always on-policy."""
         sampled_S, logps_T = is_sampled(batch), given(out.logps_T)
         sampled_T = sampled_S[batch.sequence_T]
         loss_T = -logps_T * torch.where(sampled_S, given(batch.advantage_S), 0.0)[batch.sequence_T]
@@ -158,7 +158,7 @@ class EBFT(Method):
         return leave_one_out(rewards_SR[:, 0], group_S) + leave_one_out_crowding(rewards_SR[:, 1], group_S)
 
     def feature_rewards(self, feature_SF: Tensor, target_GF: Tensor, size: int) -> tuple[Tensor, dict[str, Tensor]]:
-        """Rewards of groups of `size` samples, alignment and diversity apart, and what is to be logged of them."""
+        """Return alignment and diversity rewards of groups of `size` samples, and their metrics."""
         metrics = {"ebft/cfm_loss": distance(feature_SF, target_GF, size)}
         if self.use_whitening:
             feature_SF, target_GF = whitened(feature_SF, target_GF, size)

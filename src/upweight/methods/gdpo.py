@@ -12,7 +12,7 @@ from upweight.settings import inline, setting
 
 
 class GDPO(Grouped, Method):
-    """GRPO whose rewards are normalised one by one before they are summed."""
+    """GRPO whose rewards are normalised separately before they are summed."""
 
     name: ClassVar[str] = "gdpo"
 

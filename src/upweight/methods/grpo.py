@@ -1,4 +1,4 @@
-"""GRPO: Group Relative Policy Optimization (arXiv:2402.03300) and the losses that grew from it."""
+"""GRPO: Group Relative Policy Optimization (arXiv:2402.03300) and the losses derived from it."""
 
 from typing import ClassVar
 
@@ -12,7 +12,7 @@ from upweight.types import Batch, Loss, Outputs, Sample
 
 
 class Grouped:
-    """What GRPO and GDPO answer alike: all but how rewards become one advantage is the policy gradient's."""
+    """The common base of GRPO and GDPO, which delegates everything but the advantages to the policy gradient."""
 
     data: ClassVar = "prompts"
     online: ClassVar[bool] = True

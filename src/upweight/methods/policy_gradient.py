@@ -158,7 +158,7 @@ class PolicyGradient(Section):
 
     @property
     def reference_sync(self) -> ReferenceSync | None:
-        """How the reference follows the policy; None where it stays as it is."""
+        """How the reference follows the policy; None where it does not change."""
         return ReferenceSync(self.ref_model_mixup_alpha, self.ref_model_sync_steps) if self.sync_ref_model else None
 
     @property
@@ -181,13 +181,13 @@ class PolicyGradient(Section):
 
     @property
     def reward_scale(self) -> Scale:
-        """What advantages are divided by, with true and false spelled out."""
+        """What advantages are divided by, with true and false resolved to names."""
         if isinstance(self.scale_rewards, bool):
             return "group" if self.scale_rewards else "none"
         return self.scale_rewards
 
     def refuse_for_decoupled_rewards(self, otherwise: str) -> None:
-        """Stop at settings that rewards normalised one by one leave nothing to do for; `otherwise` is the remedy."""
+        """Raise for settings without effect where each reward is normalised separately; `otherwise` is the remedy."""
         if self.advantage_estimator == "rloo":
             raise ValueError(f"trl.advantage_estimator: rloo has no place where rewards are normalised; {otherwise}")
         if self.reward_scale != "group":
@@ -197,7 +197,7 @@ class PolicyGradient(Section):
             )
 
     def advantages(self, rewards_SR: Tensor, group_S: Tensor, aggregation: Aggregation) -> Tensor:
-        """One advantage for each sequence of a whole generation batch."""
+        """Return one advantage for each sequence of a generation batch."""
         if aggregation == "normalize_then_sum":
             return decoupled(rewards_SR, group_S, self.reward_weights)
         reward_S = weighted_reward(rewards_SR, self.reward_weights)
@@ -206,7 +206,7 @@ class PolicyGradient(Section):
         return normalised(reward_S, group_S, self.reward_scale)
 
     def count(self, batch: Batch) -> dict[str, Tensor]:
-        """Units this batch adds to the denominators."""
+        """Return the units that this batch adds to the denominators."""
         sampled_S = is_sampled(batch)
         tokens = sampled_S[batch.sequence_T].sum().float()
         unit = DIVISOR[self.loss_type]
@@ -215,40 +215,40 @@ class PolicyGradient(Section):
         return counts | {"tokens": tokens} if self.entropy_coef else counts
 
     def contributes(self, sample: Sample) -> bool:
-        """Whether a sample can move the gradient."""
+        """Return whether a sample can change the gradient."""
         return bool(sample.scored.any()) and bool(sample.advantage or self.reads_all or sample.label == 1)
 
     @property
     def reads_all(self) -> list[str]:
-        """The settings for whose sake completions without an advantage are forwarded too."""
-        acts = {
+        """The settings that require a forward of completions without an advantage too."""
+        enabled = {
             "trl.beta": self.beta > 0,
             "trl.entropy_coef": self.entropy_coef > 0,
             "trl.top_entropy_quantile": self.needs_preparation,
         }
-        return [name for name, on in acts.items() if on]
+        return [name for name, on in enabled.items() if on]
 
     def collect(self, out: Outputs, batch: Batch) -> dict[str, Tensor]:
-        """Entropies of the sampled tokens, NaN for all others."""
+        """Return the entropies of the sampled tokens, NaN for all other tokens."""
         if not self.needs_preparation:
             return {}
         sampled_T = is_sampled(batch)[batch.sequence_T]
         return {"entropy": given(out.entropy_T).detach().float().masked_fill(~sampled_T, float("nan"))}
 
     def prepare(self, collected: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The entropy that the most uncertain tokens reach, and the share of tokens that reach it."""
+        """Return the entropy threshold of the most uncertain tokens, and the fraction of tokens above it."""
         if not self.needs_preparation:
             return {}
         entropy = collected.get("entropy", torch.zeros(0))  # none where nothing of the step is scored
         entropy = entropy[~entropy.isnan()]
         if not len(entropy):
             return {"entropy_threshold": entropy.new_zeros(()), "entropy_share": entropy.new_ones(())}
-        # Equal entropies come out of different forwards with different roundings, and have to stay on one side.
+        # Equal entropies of different forwards are rounded differently, and have to stay on the same side.
         threshold = quantile(entropy, 1 - self.top_entropy_quantile) - SAME_ENTROPY
         return {"entropy_threshold": threshold, "entropy_share": (entropy >= threshold).float().mean()}
 
     def loss(self, out: Outputs, batch: Batch, prepared: dict[str, Tensor]) -> Loss:
-        """Loss terms of this batch, summed by unit."""
+        """Return the loss terms of this batch, summed by unit."""
         logps_T, sampled_T = given(out.logps_T), is_sampled(batch)[batch.sequence_T]
         old_T = logps_T.detach()
         if batch.old_logps_T is not None:
@@ -270,7 +270,7 @@ class PolicyGradient(Section):
 
         if self.loss_type in ("grpo", "sapo"):
             length_S = sequence_length(batch)
-            # Stretches of one completion have one mean over all their tokens.
+            # Segments of one completion have one mean over all their tokens.
             length_S = length_S if batch.share_S is None else length_S / batch.share_S.clamp(min=1e-9)
             loss_T = loss_T / length_S[batch.sequence_T]
         if self.loss_type == "dr_grpo":
@@ -287,7 +287,7 @@ class PolicyGradient(Section):
         return log_ratio_T.exp()
 
     def _sampler_correction(self, old_T: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Mean]]:
-        """Importance weight of each token for what separates the sampler from the trainer, and its metrics."""
+        """Return the importance weight of each token for the mismatch of sampler and trainer, and its metrics."""
         if batch.sampler_logps_T is None or self.sampler_correction is False:
             return torch.ones_like(old_T), {}
         sampled_T = is_sampled(batch)[batch.sequence_T]
@@ -303,7 +303,7 @@ class PolicyGradient(Section):
     def _surrogate(
         self, logps_T: Tensor, old_T: Tensor, ratio_T: Tensor, correction_T: Tensor, batch: Batch
     ) -> tuple[Tensor, dict[str, Mean]]:
-        """The policy term of each token, corrected for the sampler, and its metrics."""
+        """Return the policy loss of each token, corrected for the sampler, and its metrics."""
         sampled_S = is_sampled(batch)
         advantage_S = torch.where(sampled_S, given(batch.advantage_S), 0.0)
         advantage_T, sampled_T = advantage_S[batch.sequence_T], sampled_S[batch.sequence_T]
@@ -334,14 +334,14 @@ class PolicyGradient(Section):
 
 
 def is_sampled(batch: Batch) -> Tensor:
-    """True for the sequences that the policy wrote; a demonstration (label 1) is none."""
+    """Return True for sequences sampled from the policy; demonstrations have label 1."""
     if batch.label_S is None:
         return torch.ones(batch.num_sequences, dtype=torch.bool, device=batch.sequence_T.device)
     return batch.label_S == 0
 
 
 def clip_metrics(ratio_T: Tensor, advantage_T: Tensor, sampled_T: Tensor, low: float, high: float) -> dict[str, Mean]:
-    """Shares of tokens whose gradient the clip removed."""
+    """Return the fractions of tokens whose gradient the clip removed."""
     below_T = (ratio_T < 1 - low) & (advantage_T < 0)
     above_T = (ratio_T > 1 + high) & (advantage_T > 0)
     return {

@@ -15,7 +15,7 @@ from upweight.types import Batch, Loss, Mean, Outputs, Sample
 
 
 class RLOO(Method):
-    """A policy gradient on completions as single actions, whose baseline is the others of the same prompt."""
+    """A policy gradient on completions as single actions; the baseline is the prompt's other completions."""
 
     name: ClassVar[str] = "rloo"
     data: ClassVar = "prompts"
@@ -106,7 +106,7 @@ class RLOO(Method):
         if drift_S is not None:
             reward_S = reward_S - self.beta * drift_S
         mean_S, _, size_S = group_statistics(reward_S, group_S)
-        advantage_S = (reward_S - mean_S) * size_S / (size_S - 1)  # one that is alone has nothing to compare with
+        advantage_S = (reward_S - mean_S) * size_S / (size_S - 1)  # a group of one has no baseline
         advantage_S = advantage_S.masked_fill(size_S < 2, float("nan"))
         if self.normalize_advantages:
             return normalised(advantage_S, torch.zeros_like(group_S), "batch")

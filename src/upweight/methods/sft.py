@@ -1,4 +1,4 @@
-"""SFT: maximum likelihood of the scored tokens, optionally weighted by their own probability."""
+"""SFT: maximum likelihood of the scored tokens, optionally weighted by their probability."""
 
 from typing import Any, ClassVar, Literal
 

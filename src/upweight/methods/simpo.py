@@ -67,7 +67,7 @@ class SimPO(Method):
         return Loss({"pairs": loss_P.sum(), "tokens": -self.nll_weight * (logps_T * chosen_T).sum()}, metrics)
 
     def _of_margin(self, margin_P: Tensor) -> Tensor:
-        """The loss of each pair from the difference of its scaled log-probs."""
+        """Return the loss of each pair from the difference of its scaled log-probs."""
         if self.loss_type == "hinge":
             return torch.relu(1 - margin_P)
         if self.loss_type == "ipo":

@@ -1,4 +1,4 @@
-"""Write the weights as they are computed with, for a server to load; the copy that is trained is left alone."""
+"""Export the weights in the dtype of forwards for a server, without changing the weights in training."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,12 +19,12 @@ from upweight.models.shards import gathered_weights, lies_in_pieces
 
 
 def write_adapter(model: PeftModel, folder: Path) -> None:
-    """The adapter alone, in float32, with the config that says how to apply it."""
+    """Write the adapter in float32, with its config."""
     _write(model, folder, torch.float32)
 
 
 def write_weights(model: PreTrainedModel | PeftModel, folder: Path, dtype: torch.dtype) -> None:
-    """All weights as safetensors in `dtype`, an adapter merged into them."""
+    """Write all weights as safetensors in `dtype`, with any adapter merged into them."""
     if not isinstance(model, PeftModel):
         _write(model, folder, dtype)
         return
@@ -41,9 +41,9 @@ def write_weights(model: PreTrainedModel | PeftModel, folder: Path, dtype: torch
 
 
 def sent_weights(model: PreTrainedModel | PeftModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """What `write_weights` writes, tensor by tensor, by the names that files have; tied weights once.
+    """Yield the weights of `write_weights` one by one, under their names in checkpoint files; tied weights once.
 
-    Of a model whose files have other tensors than its modules (experts, for one), all are made at once.
+    For a model whose files hold other tensors than its modules (experts, for example), all are computed at once.
     """
     base = model.get_base_model() if isinstance(model, PeftModel) else model
     assert isinstance(base, PreTrainedModel)
@@ -52,16 +52,16 @@ def sent_weights(model: PreTrainedModel | PeftModel, dtype: torch.dtype) -> Iter
     )
     tied = base.get_expanded_tied_weights_keys(all_submodels=True)
     once = ((name, value) for name, value in weights if name not in tied)
-    own: dict[str, Tensor] = {
+    names: dict[str, Tensor] = {
         name.replace(".base_layer", ""): value.to("meta") for name, value in base.state_dict().items()
     }
-    if revert_weight_conversion(base, own).keys() == own.keys():
+    if revert_weight_conversion(base, names).keys() == names.keys():
         return once
     return iter(revert_weight_conversion(base, dict(once)).items())
 
 
 def _write(model: PreTrainedModel | PeftModel, folder: Path, dtype: torch.dtype) -> None:
-    """Save on rank 0; where weights lie in pieces, every rank calls this and gives its own."""
+    """Save on rank 0; where weights are sharded, every rank calls this and contributes its shards."""
     if not lies_in_pieces(model):
         save_model(model, folder, dtype)
         return
@@ -86,34 +86,33 @@ def refuse_unmergeable(model: PeftModel) -> None:
 
 
 def _merged(model: PeftModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Every weight of the base model by its own name, with what the adapter adds to it, as new tensors."""
+    """Yield every weight of the base model under its name, with the adapter's delta added, as new tensors."""
     (adapter,) = model.active_adapters
     base = model.get_base_model()
-    inside: list[str] = []  # what names under PEFT's wrappers begin with in the base
+    wrapped: list[str] = []  # prefixes of the names under PEFT's wrappers
     for name, module in base.named_modules():
         if isinstance(module, ModulesToSaveWrapper):
-            inside.append(f"{name}.")
             saved = module.modules_to_save[adapter]
-            found = computed_weights(saved, saved.state_dict(), dtype)
+            weights = computed_weights(saved, saved.state_dict(), dtype)
         elif isinstance(module, LoraLayer):
-            inside.append(f"{name}.")
-            found = _with_delta(module, adapter)
+            weights = _with_delta(module, adapter)
         else:
             continue
-        for inner, value in found:
+        wrapped.append(f"{name}.")
+        for inner, value in weights:
             floating = isinstance(value, Tensor) and value.is_floating_point()
             yield f"{name}.{inner}", value.detach().to(dtype) if floating else value
     for name, value in base.state_dict().items():
-        if not name.startswith(tuple(inside)):
+        if not name.startswith(tuple(wrapped)):
             yield name, value.to(dtype) if value.is_floating_point() and value.dtype == torch.float32 else value
 
 
 def _with_delta(module: LoraLayer, adapter: str) -> Iterator[tuple[str, Any]]:
-    """The weights of an adapted layer by their names in it, with what the adapter adds."""
-    own: Any = module.get_base_layer()
-    for name, value in own.state_dict().items():
+    """Yield the weights of an adapted layer under their names in it, with the adapter's delta added."""
+    layer: Any = module.get_base_layer()
+    for name, value in layer.state_dict().items():
         if name == "weight" and adapter in module.r:
             delta: Any = getattr(module, "get_delta_weight")(adapter)  # noqa: B009 - not on every kind of layer
-            yield name, own.weight.detach().float() + delta.detach().float()
+            yield name, layer.weight.detach().float() + delta.detach().float()
         else:
             yield name, value

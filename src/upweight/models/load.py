@@ -1,4 +1,4 @@
-"""Load the model to train: from a folder, the hub or a GGUF file, with the head that the method needs."""
+"""Load the model to train from a folder, the hub or a GGUF file, with the head that the method needs."""
 
 import difflib
 import importlib.util
@@ -24,7 +24,7 @@ FLASH = {"flash_attention_2": is_flash_attn_2_available, "flash_attention_3": is
 
 
 def compute_dtype(section: ModelSection, device: torch.device) -> torch.dtype:
-    """The dtype of forwards: what `bf16` and `fp16` say, or what the device is good at."""
+    """Return the dtype of forwards: that of `bf16` and `fp16`, or the one that suits the device."""
     if section.fp16:
         return torch.float16
     if section.bf16 is True or section.pure_bf16:
@@ -35,13 +35,12 @@ def compute_dtype(section: ModelSection, device: torch.device) -> torch.dtype:
 
 
 def master_dtype(section: ModelSection, dtype: torch.dtype) -> torch.dtype:
-    """The dtype to load weights in that are trained in full: float32 where the files hold it.
+    """Return the dtype to load fully trained weights in: float32 where the files hold it.
 
-    Rounded to a half-precision grid, a master has to move half a step of it before any forward sees a change.
+    A master rounded to half precision has to move half a step of that grid before any forward changes.
     """
     _, gguf_file = source_of(section.base_model, section.gguf_file)
-    unpacked = gguf_file is not None
-    return torch.float32 if unpacked or load_config(section).dtype == torch.float32 else dtype
+    return torch.float32 if gguf_file is not None or load_config(section).dtype == torch.float32 else dtype
 
 
 def load_model(
@@ -54,9 +53,9 @@ def load_model(
     seed: int = 42,
     head_follows: bool = False,
 ) -> PreTrainedModel:
-    """The model in `dtype` on the CPU, its vocabulary fitted to `tokenizer`; fresh weights depend on `seed` alone.
+    """Load the model in `dtype` on the CPU, with its vocabulary resized for `tokenizer`; fresh weights use `seed`.
 
-    A head that is missing is drawn anew, which is said unless an adapter brings it later.
+    A missing head is initialised, which is logged unless an adapter provides it later (`head_follows`).
     """
     place, gguf_file = source_of(section.base_model, section.gguf_file)
     config = config_with_head(section, head)
@@ -65,7 +64,7 @@ def load_model(
         text.pad_token_id = pad if pad is None or pad < text.vocab_size else None  # a new one comes with its row
     options: dict[str, Any] = {**_hub_options(section), **_load_options(section), **_attention(section.attention)}
     for name in [name for name in options if hasattr(config, name) and name != "quantization_config"]:
-        setattr(config, name, options.pop(name))  # as `from_pretrained` does where it is given no config
+        setattr(config, name, options.pop(name))  # as `from_pretrained` does without a config
     if gguf_file is not None:
         options |= _dequantised(gguf_file)
     if adapter is not None and (adapter.load_in_4bit or adapter.load_in_8bit):
@@ -87,7 +86,7 @@ def load_model(
             raise
         raise UserError(
             f"model_kwargs: {unknown[0]!r} is neither an argument of `from_pretrained` "
-            "nor a field of the model's config. Mend or remove it."
+            "nor a field of the model's config. Correct or remove it."
         ) from error
     fresh = _refuse_missing(report, place, head, model.base_model_prefix)
     if fresh and not head_follows:
@@ -99,20 +98,20 @@ def load_model(
     return model
 
 
-def _attention(wanted: str | None) -> dict[str, str]:
-    """The attention that is asked for, where it can be had here."""
-    lacks = None
-    if wanted == "flex_attention" and not torch.cuda.is_available():
-        lacks = "needs a GPU, and none is visible"
-    elif wanted in FLASH and not (FLASH[wanted]() or is_kernels_available()):
-        lacks = "is not installed"
-    if lacks is not None:
-        warn_once(f"attn_implementation: {wanted} {lacks}; sdpa serves in its place")
-    return {} if wanted is None or lacks is not None else {"attn_implementation": wanted}
+def _attention(name: str | None) -> dict[str, str]:
+    """Return the `from_pretrained` argument of the configured attention, where it is available."""
+    problem = None
+    if name == "flex_attention" and not torch.cuda.is_available():
+        problem = "needs a GPU, and none is visible"
+    elif name in FLASH and not (FLASH[name]() or is_kernels_available()):
+        problem = "is not installed"
+    if problem is not None:
+        warn_once(f"attn_implementation: {name} {problem}; sdpa is used instead")
+    return {} if name is None or problem is not None else {"attn_implementation": name}
 
 
 def _load_options(section: ModelSection) -> dict[str, Any]:
-    """Further arguments of `from_pretrained`, without those that have a key of their own."""
+    """Return further arguments of `from_pretrained`; those with a separate key are refused."""
     for name, key in HAVE_KEYS.items():
         if name in section.load_options:
             raise UserError(f"model_kwargs: {name!r} is set by {key}. Remove it here.")
@@ -120,17 +119,17 @@ def _load_options(section: ModelSection) -> dict[str, Any]:
 
 
 def load_config(section: ModelSection) -> PreTrainedConfig:
-    """The model's config with the settings' overrides; models that read more than text are refused."""
+    """Return the model's config with the settings' overrides; models that read more than text are refused."""
     place, gguf_file = source_of(section.base_model, section.gguf_file)
     if section.config_source is not None:
         place, gguf_file = source_of(section.config_source, None, "base_model_config")
     options = _hub_options(section) if gguf_file is None else {**_hub_options(section), "gguf_file": gguf_file}
     with load_failures("base_model_config" if section.config_source else "base_model", place, "config"):
         config = AutoConfig.from_pretrained(place, **options)
-    senses = [name for name in ("vision", "audio") if getattr(config, f"{name}_config", None) is not None]
-    if senses:
+    modalities = [name for name in ("vision", "audio") if getattr(config, f"{name}_config", None) is not None]
+    if modalities:
         raise UserError(
-            f"base_model: {place!r} ({config.model_type}) is a {' and '.join(senses)} model; "
+            f"base_model: {place!r} ({config.model_type}) is a {' and '.join(modalities)} model; "
             "only text models are trained: name its text-only variant"
         )
     for name, value in section.config_overrides.items():
@@ -143,26 +142,26 @@ def load_config(section: ModelSection) -> PreTrainedConfig:
 
 
 def config_with_head(section: ModelSection, head: Head) -> PreTrainedConfig:
-    """The model's config with the outputs that a head of this kind has."""
+    """Return the model's config with the number of outputs of this head."""
     config = load_config(section)
     if head == "tokens":
         return config
-    wanted, saved = section.num_labels or CLASSES[head], config.num_labels
+    labels, saved = section.num_labels or CLASSES[head], config.num_labels
     ending = AUTO_CLASSES[head].removeprefix("AutoModel")
-    if saved != wanted and any(name.endswith(ending) for name in config.architectures or ()):
+    if saved != labels and any(name.endswith(ending) for name in config.architectures or ()):
         remedy = (
             f"set `num_labels: {saved}`" if head == "step_score" and (saved or 0) > 1 else "name one that has as many"
         )
         raise UserError(
-            f"base_model: {section.base_model!r} is a classifier with {saved} outputs, and {wanted} are to be trained; "
+            f"base_model: {section.base_model!r} is a classifier with {saved} outputs, and {labels} are to be trained; "
             f"{remedy}, or the language model it was made from"
         )
-    config.num_labels = wanted
+    config.num_labels = labels
     return config
 
 
 def fit_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, section: ModelSection) -> int:
-    """Grow the embeddings to the tokenizer's size where they are smaller; how many rows were added."""
+    """Grow the embeddings to the tokenizer's size where they are smaller; return how many rows were added."""
     embedding = model.get_input_embeddings()
     assert isinstance(embedding, nn.Embedding)
     before = embedding.num_embeddings
@@ -178,7 +177,7 @@ def fit_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, s
 
 
 def disable_dropout(model: nn.Module) -> None:
-    """Set every dropout probability in the model to zero; an adapter attached later keeps its own."""
+    """Set every dropout probability in the model to zero; an adapter attached later keeps its dropout."""
     for module in model.modules():
         for name, value in list(vars(module).items()):
             is_dropout = "drop" in name or (name == "p" and "Dropout" in type(module).__name__)
@@ -194,7 +193,7 @@ def _hub_options(section: ModelSection) -> dict[str, Any]:
 
 
 def model_class(section: ModelSection, head: Head) -> Any:
-    """The class of transformers that loads the model with this head."""
+    """Return the transformers class that loads the model with this head."""
     default = AUTO_CLASSES[head]
     name = section.model_class or default
     ending = default.removeprefix("AutoModel")
@@ -207,19 +206,19 @@ def model_class(section: ModelSection, head: Head) -> Any:
 
 
 def _dequantised(gguf_file: str) -> dict[str, Any]:
-    """What `from_pretrained` needs to unpack a GGUF file's weights, which could not be trained as they are."""
+    """Return the `from_pretrained` arguments that dequantise a GGUF file's weights, so that they can be trained."""
     packed = getattr(transformers, "GgufConfig", None)  # without this class transformers always unpacks
     return {"gguf_file": gguf_file, **({"quantization_config": packed(dequantize=True)} if packed else {})}
 
 
 def _quantised(adapter: AdapterSection, dtype: torch.dtype) -> dict[str, Any]:
-    """What `from_pretrained` needs to quantise frozen weights as they are loaded."""
+    """Return the `from_pretrained` arguments that quantise frozen weights as they are loaded."""
     if importlib.util.find_spec("bitsandbytes") is None:
         raise UserError("load_in_4bit, load_in_8bit: quantised weights need bitsandbytes: pip install bitsandbytes")
     on_gpu = torch.cuda.is_available()
     if not on_gpu:
         warn_once("load_in_4bit, load_in_8bit: no GPU is visible; quantised weights are slow on a CPU")
-    if adapter.load_in_8bit:  # it says at every layer of every forward that it casts to float16
+    if adapter.load_in_8bit:  # it logs at every layer of every forward that it casts to float16
         logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
     settings: dict[str, Any] = {"load_in_8bit": True}
     if adapter.load_in_4bit:
@@ -235,7 +234,7 @@ def _quantised(adapter: AdapterSection, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def _refuse_missing(report: dict[str, Any], place: str, head: Head, body: str) -> list[str]:
-    """The names of weights that were not in the files, and are random: only those of a score head may be."""
+    """Return the names of randomly initialised weights; raise where others than those of a score head are missing."""
     missing = sorted({*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])})
     fresh = [key for key in missing if head != "tokens" and key.split(".")[0] != body]
     lacking = [key for key in missing if key not in fresh]

@@ -1,4 +1,4 @@
-"""What training would take of a card's memory: arithmetic on the shape of a model, nothing is loaded."""
+"""Estimate the GPU memory of training from the shapes of a model, without loading it."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -12,7 +12,7 @@ from upweight.models.adapters.attach import linear_names
 from upweight.models.load import Head, config_with_head, model_class
 
 GIB = 2**30
-USABLE = 0.9  # of a card: the rest is the driver's, and lost between blocks
+USABLE = 0.9  # of a card: the rest is used by the driver or lost to fragmentation
 HALF, SINGLE = 2, 4
 USUAL_OPTIMIZER = "adamw"  # two moments in float32
 Trained = Literal["all", "lora", "qlora"]
@@ -38,7 +38,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes by what they are for."""
+    """Bytes by purpose."""
 
     weights: float
     training: float  # masters, gradients, optimizer, the reference
@@ -50,7 +50,7 @@ class Memory:
 
 
 def shape_of(section: ModelSection, head: Head) -> Shape:
-    """A model's sizes, from its config alone."""
+    """Return a model's sizes, from its config."""
     config = config_with_head(section, head)
     with torch.device("meta"):
         model = model_class(section, head).from_config(config)
@@ -70,7 +70,7 @@ def shape_of(section: ModelSection, head: Head) -> Shape:
 
 
 def activation_bytes(config: PreTrainedConfig, *, checkpointing: bool) -> int:
-    """Bytes that a token's activations take in half precision; recomputed, one layer's and the others' inputs."""
+    """Return the bytes of a token's activations in half precision; with checkpointing, one layer's and all inputs."""
     wide = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     per_layer = HALF * (20 * config.hidden_size + 6 * wide)
     layers = config.num_hidden_layers
@@ -78,7 +78,7 @@ def activation_bytes(config: PreTrainedConfig, *, checkpointing: bool) -> int:
 
 
 def adapter_parameters(shape: Shape, adapter: AdapterSection) -> int:
-    """Numbers in an adapter with the config's rank on the layers it names, or on all linear ones."""
+    """Return the parameters of an adapter with the config's rank on the layers it names, or on all linear ones."""
     named = [adapter.targets] if isinstance(adapter.targets, str) else adapter.targets or []
     chosen = [name for name in shape.linear if name in named]
     sizes = [shape.linear[name] for name in (chosen if chosen and not adapter.target_linear else shape.linear)]
@@ -86,7 +86,7 @@ def adapter_parameters(shape: Shape, adapter: AdapterSection) -> int:
 
 
 def optimizer_bytes(name: str) -> int:
-    """Bytes of optimizer state for each trained number."""
+    """Return the bytes of optimizer state for each trained parameter."""
     if "8bit" in name:
         return 2
     if "adafactor" in name or name.startswith("sgd"):
@@ -95,7 +95,7 @@ def optimizer_bytes(name: str) -> int:
 
 
 def training_bytes(optimizer: str) -> int:
-    """Bytes that the first step adds for each trained number: its gradient in float32 and the optimizer's state."""
+    """Return the bytes that the first step adds for each trained parameter: float32 gradient and optimizer state."""
     return SINGLE + optimizer_bytes(optimizer)
 
 
@@ -109,7 +109,7 @@ def estimate(
     checkpointing: bool,
     tokens: int,
 ) -> Memory:
-    """The most memory that a step of one forward of `tokens` takes, computing in half precision."""
+    """Return the peak memory of a step with one forward of `tokens`, computing in half precision."""
     weight = HALF
     if trained == "qlora":
         weight = QUANTISED["load_in_8bit" if adapter.load_in_8bit else "load_in_4bit"]
@@ -123,6 +123,6 @@ def estimate(
 
 
 def longest(shape: Shape, memory: Memory, card: float, *, checkpointing: bool, sequences: int) -> int:
-    """Tokens that `sequences` sequences of one forward may each have on a card of so many bytes."""
+    """Return the tokens that `sequences` sequences of one forward may each have on a card of so many bytes."""
     free = USABLE * card - memory.weights - memory.training
     return max(int(free / shape.activation_bytes[checkpointing] / sequences), 0) if free > HEAD_CHUNK else 0

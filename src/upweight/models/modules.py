@@ -1,4 +1,4 @@
-"""All modules of a model: walked, and put into evaluation mode."""
+"""Walk the modules of a model, and switch them to evaluation mode."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,19 +7,19 @@ from torch import nn
 
 
 def every_module(model: nn.Module) -> list[nn.Module]:
-    """Each module of a model once; `modules()` takes three times as long, as long as sampling's first token."""
-    found, waiting = {model: None}, [model]
-    while waiting:
-        for child in waiting.pop()._modules.values():
-            if child is not None and child not in found:
-                found[child] = None
-                waiting.append(child)
-    return list(found)
+    """Return each module of a model once, three times as fast as `modules()`, which takes as long as a first token."""
+    modules, queue = {model: None}, [model]
+    while queue:
+        for child in queue.pop()._modules.values():
+            if child is not None and child not in modules:
+                modules[child] = None
+                queue.append(child)
+    return list(modules)
 
 
 @contextmanager
 def dropout_off(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside; every module's own mode afterwards."""
+    """Switch to evaluation mode inside, and restore the mode of every module afterwards."""
     trained = [module for module in every_module(model) if module.training]
     try:
         for module in trained:

@@ -1,4 +1,4 @@
-"""What foreign code is made to do differently; each patch has a test that says when it can go."""
+"""Patches of transformers, PEFT and accelerate; each has a test that shows when it can be removed."""
 
 import contextlib
 from collections.abc import Iterator
@@ -19,17 +19,17 @@ from transformers import PreTrainedModel
 if torch.cuda.is_available() and find_spec("triton"):
     from upweight.models.kernels import linear as few_rows
 else:
-    few_rows = None  # products of few rows have no kernel of their own
+    few_rows = None  # without Triton, products of few rows run through torch
 
 
 def shard_on_cpu(state: AcceleratorState, plugin: FullyShardedDataParallelPlugin) -> None:
-    """Make accelerate shard over CPU ranks: there it drops the plugin without a word and takes DDP."""
+    """Make accelerate shard over CPU ranks, where it silently drops the plugin and uses DDP."""
     state.fsdp_plugin = plugin
     state.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
 
 
 def keep_soft_cap(model: PreTrainedModel) -> None:
-    """Let Gemma 2 and its kin attend eagerly, not by SDPA, which before transformers 5.21 drops their soft cap."""
+    """Use eager attention for models with a soft cap (Gemma 2), which SDPA drops before transformers 5.21."""
     config = model.config.get_text_config()
     if config._attn_implementation == "sdpa" and getattr(config, "attn_logit_softcapping", None):
         model.set_attn_implementation("eager")
@@ -40,7 +40,7 @@ _lengths_B: ContextVar[Tensor | None] = ContextVar("lengths_B", default=None)
 
 @contextlib.contextmanager
 def row_lengths(lengths_B: Tensor) -> Iterator[None]:
-    """Inside, rotary embeddings that scale with length do so by these, a row's own, and not by the widest row."""
+    """Let rotary embeddings that depend on length use the length of each row inside, not that of the widest row."""
     token = _lengths_B.set(lengths_B)
     try:
         yield
@@ -48,10 +48,10 @@ def row_lengths(lengths_B: Tensor) -> Iterator[None]:
         _lengths_B.reset(token)
 
 
-def scale_by_own_length(model: nn.Module) -> None:
-    """Let rotary embeddings follow the length of each sequence.
+def scale_rope_by_row_length(model: nn.Module) -> None:
+    """Let rotary embeddings depend on the length of each sequence.
 
-    In transformers a batch has one scale, of its widest row, and a dynamic one stays as large as it ever was.
+    In transformers they depend on the widest row of a batch, and dynamic ones on the widest row of all batches.
     """
     for module in model.modules():
         if hasattr(module, "original_inv_freq") and "_stock_forward" not in module.__dict__:
@@ -60,25 +60,25 @@ def scale_by_own_length(model: nn.Module) -> None:
 
 
 def _rotary_forward(self: nn.Module, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """The stock forward for each length apart."""
+    """Run the stock forward once for each length."""
 
-    def alone(positions_BN: Tensor) -> Any:
+    def stock(positions_BN: Tensor) -> Any:
         for name in [name for name in vars(self) if name.endswith("max_seq_len_cached")]:
             setattr(self, name, 0)
         return self.__dict__["_stock_forward"](x, positions_BN, *args, **kwargs)
 
     lengths_B = _lengths_B.get()
     if lengths_B is None:
-        return alone(position_ids)
+        return stock(position_ids)
     lengths, number_B = lengths_B.unique(return_inverse=True)
-    parts = [alone(position_ids[..., :1, :].clamp(max=length - 1)) for length in lengths.tolist()]
+    parts = [stock(position_ids[..., :1, :].clamp(max=length - 1)) for length in lengths.tolist()]
     if isinstance(parts[0], Tensor):
         return torch.cat(parts)[number_B]
     return tuple(torch.cat(part)[number_B] for part in zip(*parts, strict=True))
 
 
 def add_adapters_in_place(model: nn.Module) -> None:
-    """Let plain LoRA layers add their term inside the matrix product, where PEFT takes three passes over the output."""
+    """Let plain LoRA layers add their term inside the matrix product; PEFT takes three passes over the output."""
     for module in model.modules():
         if type(module) is LoraLinear and "_stock_forward" not in module.__dict__:
             vars(module)["_stock_forward"] = module.forward
@@ -86,11 +86,11 @@ def add_adapters_in_place(model: nn.Module) -> None:
 
 
 def _lora_forward(self: LoraLinear, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """The base layer's output with the active adapter's term; whatever is not plain goes through PEFT's own forward."""
-    found = None if args or kwargs else plain_adapter(self, x)
-    if found is None:
+    """Return the base layer's output plus the active adapter's term; layers that are not plain run PEFT's forward."""
+    plain = None if args or kwargs else plain_adapter(self, x)
+    if plain is None:
         return self.__dict__["_stock_forward"](x, *args, **kwargs)
-    weight, bias, down, up, scaling = found
+    weight, bias, down, up, scaling = plain
     x_ND = x.reshape(-1, x.shape[-1])
     if few_rows is not None and is_few(x_ND, len(weight)) and len(down) <= few_rows.MOST_RANK:
         out = few_rows.few_rows_linears(x_ND, [weight], [] if bias is None else [bias], [down], [up], [scaling])
@@ -103,19 +103,19 @@ def _lora_forward(self: LoraLinear, x: Tensor, *args: Any, **kwargs: Any) -> Ten
 
 
 def is_few(x_ND: Tensor, width: int) -> bool:
-    """Whether rows are so few that our kernel, by measurement, computes a product of this width sooner than torch."""
+    """Return whether rows are so few that our kernel computes a product of this width faster than torch."""
     if few_rows is None or not is_half_inference(x_ND):
         return False
     return x_ND.shape[0] <= few_rows.most_rows(x_ND.shape[1], width)
 
 
 def is_half_inference(x_ND: Tensor) -> bool:
-    """Whether rows lie on a GPU in half precision and have no gradients, as in sampling."""
+    """Return whether rows are on a GPU in half precision without gradients, as in sampling."""
     return x_ND.is_cuda and x_ND.dtype != torch.float32 and not torch.is_grad_enabled()
 
 
 def plain_adapter(layer: Any, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor, Tensor, float] | None:
-    """Weight and bias of the layer, weights and scaling of its adapter, if all that does is add a low-rank product."""
+    """Return weight, bias, adapter weights and scaling of a layer whose adapter only adds a low-rank product."""
     active = [name for name in layer.active_adapters if name in layer.lora_A]
     if layer.disable_adapters or layer.merged or layer.lora_variant or len(active) != 1 or layer.fan_in_fan_out:
         return None
@@ -127,8 +127,10 @@ def plain_adapter(layer: Any, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor,
         return None
     weights: list[Tensor] = [base.weight, down.weight, up.weight]
     frozen = not (base.weight.requires_grad or (base.bias is not None and base.bias.requires_grad))
-    alike = all(type(w) in (Tensor, nn.Parameter) and w.dtype == x.dtype for w in weights)
-    return (base.weight, base.bias, down.weight, up.weight, float(layer.scaling[name])) if frozen and alike else None
+    one_dtype = all(type(w) in (Tensor, nn.Parameter) and w.dtype == x.dtype for w in weights)
+    if not (frozen and one_dtype):
+        return None
+    return base.weight, base.bias, down.weight, up.weight, float(layer.scaling[name])
 
 
 class _LowRankLinear(torch.autograd.Function):

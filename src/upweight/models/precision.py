@@ -1,9 +1,9 @@
 """Float32 masters for trained weights, cast once per optimizer step.
 
-The registered parameter is the master, so that the optimizer, clipping, DDP, state dicts and checkpoints are the
-stock ones. Forwards read a copy in the compute dtype: it lies under the same name in the module's `__dict__`, which
-Python looks up before the registered parameters. The copy is the result of one recorded cast that keeps no tensors,
-so every backward may pass through it; it hands the gradient on as float32, and micro-batches add up in float32.
+The registered parameter is the master, so that the optimizer, clipping, DDP, state dicts and checkpoints need no
+change. Forwards read a copy in the compute dtype: it has the same name in the module's `__dict__`, which Python looks
+up before the registered parameters. The copy is the result of one recorded cast that keeps no tensors, so every
+backward may pass through it; its gradient is float32, and micro-batches add up in float32.
 """
 
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ Sharding = Literal["none", "ddp", "fsdp", "deepspeed"]
 
 @dataclass(frozen=True, eq=False)
 class TrainedWeight:
-    """A trained parameter, the dtype it is computed in, and every (module, attribute) that holds it."""
+    """A trained parameter: its compute dtype, and every (module, attribute) that holds it."""
 
     places: tuple[tuple[nn.Module, str], ...]
     dtype: torch.dtype
@@ -37,7 +37,7 @@ class TrainedWeight:
 
 
 def trained_weights(model: nn.Module, dtype: torch.dtype) -> list[TrainedWeight]:
-    """The trained parameters of a model that computes in `dtype`; tied ones once, with all their places."""
+    """Return the trained parameters of a model that computes in `dtype`; tied ones once, with all their places."""
     architecture_chose = not isinstance(model, PeftModel) and any(p.dtype in HALF for p in model.parameters())
     places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
@@ -52,7 +52,7 @@ def trained_weights(model: nn.Module, dtype: torch.dtype) -> list[TrainedWeight]
         # PEFT keeps adapted embeddings in a ParameterDict and sets `requires_grad_` on what it reads from there.
         if isinstance(place[0], nn.ParameterDict | nn.ParameterList):
             return torch.float32
-        # Beside half-precision weights, one in float32 was kept so by the architecture (a router, say).
+        # In a half-precision model, the architecture keeps some weights in float32 (a router, for example).
         return parameter.dtype if parameter.dtype in HALF or architecture_chose else dtype
 
     return [TrainedWeight(tuple(at), compute_dtype(parameter, at[0])) for parameter, at in places.items()]
@@ -61,7 +61,7 @@ def trained_weights(model: nn.Module, dtype: torch.dtype) -> list[TrainedWeight]
 def set_up_precision(
     model: nn.Module, dtype: torch.dtype, *, sharding: Sharding = "none", pure: bool = False
 ) -> "ComputeCopies | None":
-    """Bring a model to `dtype` with float32 masters of trained weights; None where no copies are kept here.
+    """Cast a model to `dtype` with float32 masters of trained weights; None where no copies are kept here.
 
     FSDP2 casts float32 shards by its own mixed-precision policy, and DeepSpeed keeps masters itself. Call it when
     the model is on its device and not yet wrapped: DDP's hooks are lost where a parameter's dtype changes later.
@@ -96,7 +96,7 @@ class ComputeCopies:
         self.rebuild()
 
     def rebuild(self) -> None:
-        """Make every copy anew, for masters that were replaced or moved."""
+        """Create every copy again, for masters that were replaced or moved."""
         with torch.inference_mode(False), torch.enable_grad():
             self._copies = [weight.parameter.to(weight.dtype) for weight in self._weights]
         for weight, copy in zip(self._weights, self._copies, strict=True):
@@ -104,7 +104,7 @@ class ComputeCopies:
                 vars(module)[name] = copy
 
     def refresh(self) -> None:
-        """Write the masters' values into the copies, in place: whoever holds a copy sees the new values."""
+        """Write the masters' values into the copies, in place, so that CUDA graphs see the new values."""
         with torch.inference_mode(False), torch.no_grad():
             masters: list[Tensor] = [weight.parameter for weight in self._weights]
             torch._foreach_copy_(self._copies, masters)  # pyright: ignore[reportPrivateImportUsage]
@@ -129,7 +129,7 @@ class ComputeCopies:
 
 
 def computed_weights(model: nn.Module, state_dict: dict[str, Any], dtype: torch.dtype) -> Iterator[tuple[str, Any]]:
-    """A state dict's entries with trained weights in the dtype they are computed in instead of their masters'."""
+    """Yield a state dict's entries with trained weights in their compute dtype instead of their masters'."""
     copied = {
         (f"{prefix}.{name}" if prefix else name): vars(module)[name].dtype
         for prefix, module in model.named_modules()

@@ -1,7 +1,7 @@
-"""The reference: the policy as it was at the start of the stage, computed with the policy's own module where possible.
+"""The reference model: the policy at the start of the stage, computed with the policy's own module where possible.
 
-Only trained weights can differ from the start, so a frozen copy of those alone, put in their place for the length of a
-forward, is the reference of any adapter and of a fully trained model alike; frozen weights exist once.
+Only trained weights differ from the start, so a frozen copy of those, swapped in for the length of a forward, is the
+reference of any adapter and of a fully trained model; frozen weights exist once.
 """
 
 from collections.abc import Iterator, Mapping
@@ -20,17 +20,17 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from upweight.errors import UserError
 from upweight.models.modules import dropout_off
 from upweight.models.precision import TrainedWeight, trained_weights
-from upweight.models.shards import drop_zero_gathered, is_piece, own_piece, zero_piece
+from upweight.models.shards import is_sharded, local_shard, partition_zero3, zero3_shard
 
 AdapterState = Literal["none", "identity", "changed"]
 ReferenceKind = Literal["none", "adapter_off", "frozen_weights", "separate"]
 
 
 class Reference(Protocol):
-    """What computes reference log-probs."""
+    """A reference model that may share the policy's module."""
 
     def use(self, wrapped: nn.Module) -> AbstractContextManager[nn.Module]:
-        """Inside the context, calling the module it yields is calling the reference; no gradients, no training."""
+        """Yield a module that computes the reference inside the context, without gradients or dropout."""
         ...
 
     def sync(self, alpha: float) -> None:
@@ -38,16 +38,16 @@ class Reference(Protocol):
         ...
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What `sync` has changed, for a checkpoint; every rank must call it."""
+        """Return what `sync` has changed, for a checkpoint; every rank must call it."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Go back to a saved state."""
+        """Restore a saved state."""
         ...
 
 
 def adapter_state(model: nn.Module) -> AdapterState:
-    """Whether a model has an adapter, and whether the adapter changes what the base model computes."""
+    """Return whether a model has an adapter, and whether the adapter changes the base model's outputs."""
     if not isinstance(model, PeftModel):
         return "none"
     if _trains_base(model) or not all(_is_identity(module) for module in model.modules()):
@@ -56,7 +56,7 @@ def adapter_state(model: nn.Module) -> AdapterState:
 
 
 def _trains_base(model: PeftModel) -> bool:
-    """Whether weights of the base model are trained beside the adapter, as by `LoraConfig(bias=...)`."""
+    """Return whether weights of the base model are trained beside the adapter, as by `LoraConfig(bias=...)`."""
     adapters = set(model.active_adapters)
     trained = (name.split(".") for name, weight in model.named_parameters() if weight.requires_grad)
     return any(adapters.isdisjoint(parts) for parts in trained)
@@ -64,13 +64,9 @@ def _trains_base(model: PeftModel) -> bool:
 
 def _is_identity(module: nn.Module) -> bool:
     if isinstance(module, LoraLayer):
-        return not any(
-            bool(parameter.any())
-            for name in module.active_adapters
-            for container in (module.lora_B, module.lora_embedding_B)
-            if name in container
-            for parameter in _parameters(container[name])
-        )
+        linear = (p for name, up in module.lora_B.items() if name in module.active_adapters for p in up.parameters())
+        embedding = (p for name, p in module.lora_embedding_B.items() if name in module.active_adapters)
+        return not any(bool(parameter.any()) for parameter in (*linear, *embedding))
     if isinstance(module, ModulesToSaveWrapper):
         original = module.original_module.state_dict()
         return all(
@@ -82,14 +78,10 @@ def _is_identity(module: nn.Module) -> bool:
     return not isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper)
 
 
-def _parameters(item: nn.Module | Tensor) -> list[Tensor]:
-    return list(item.parameters()) if isinstance(item, nn.Module) else [item]
-
-
 def reference_kind(
     *, needed: bool, adapter: AdapterState, separate: bool = False, synced: bool = False
 ) -> ReferenceKind:
-    """Which reference a run needs; `separate` asks for a model of its own, `synced` for one that follows the policy."""
+    """Return the kind of reference of a run; `separate`: a second model, `synced`: it follows the policy."""
     if not needed:
         return "none"
     if synced and separate and adapter != "none":
@@ -111,7 +103,7 @@ def make_reference(
     offload: bool = False,
     separate_model: nn.Module | None = None,
 ) -> Reference | None:
-    """The reference of this kind for the unwrapped `policy`, before its first step; None where none is computed."""
+    """Build the reference of this kind for the unwrapped `policy`, before its first step; None for kind "none"."""
     if kind == "none":
         return None
     if kind == "adapter_off":
@@ -156,9 +148,9 @@ class AdapterOff:
 
 
 class FrozenWeights:
-    """The trained weights as they were, in the compute dtype, put in place of the present ones.
+    """A copy of the trained weights at the start, in the compute dtype, swapped in for the current ones.
 
-    With `offload` they lie in host memory, and on the device for the length of a use only.
+    With `offload` the copy is in host memory, and on the device only inside `use`.
     """
 
     def __init__(self, policy: nn.Module, dtype: torch.dtype, *, synced: bool, offload: bool) -> None:
@@ -172,7 +164,7 @@ class FrozenWeights:
             name, parameter = names[weight.parameter], weight.parameter
             self._weights[name] = weight
             home = torch.device("cpu") if offload else parameter.device
-            self._values[name] = own_piece(parameter).to(home, weight.dtype, copy=True)
+            self._values[name] = local_shard(parameter).to(home, weight.dtype, copy=True)
             if synced:
                 self._averages[name] = parameter.detach().to(home, torch.float32, copy=True)
             if offload and parameter.is_cuda:  # a copy from pinned memory takes a fraction of the time
@@ -181,7 +173,7 @@ class FrozenWeights:
     @contextmanager
     def use(self, wrapped: nn.Module) -> Iterator[nn.Module]:
         self._place_all()
-        in_place = any(is_piece(weight.parameter) for weight in self._weights.values())
+        in_place = any(is_sharded(weight.parameter) for weight in self._weights.values())
         with self._exchanged_shards() if in_place else self._shadowed(), torch.no_grad(), dropout_off(wrapped):
             yield wrapped
 
@@ -205,7 +197,7 @@ class FrozenWeights:
             self._values[name] = average.to(self._values[name].dtype, copy=True)
 
     def _place_all(self) -> None:
-        """Bring frozen tensors to where the trained weights are by now: another device, or shards."""
+        """Move frozen tensors to where the trained weights are now: another device, or shards."""
         _drop_gathered(self._policy)
         for tensors in (self._values, self._averages):
             for name, tensor in tensors.items():
@@ -214,7 +206,7 @@ class FrozenWeights:
                     whole = tensor.to(parameter.device)
                     tensors[name] = distribute_tensor(whole, parameter.device_mesh, parameter.placements)
                 elif hasattr(parameter, "ds_id"):
-                    tensors[name] = zero_piece(tensor, parameter)
+                    tensors[name] = zero3_shard(tensor, parameter)
                 elif tensor.device != parameter.device and not self._offload:
                     tensors[name] = tensor.to(parameter.device)
 
@@ -236,20 +228,24 @@ class FrozenWeights:
 
     @contextmanager
     def _exchanged_shards(self) -> Iterator[None]:
-        """Ranks gather from their pieces, so these are exchanged and nothing gathered earlier is used."""
-        shards = [own_piece(weight.parameter) for weight in self._weights.values()]
+        """Swap the values of the shards, which ranks gather from, and drop what was gathered earlier."""
+        shards = [local_shard(weight.parameter) for weight in self._weights.values()]
         kept = [shard.clone() for shard in shards]
-        _copy_all(shards, list(self._values.values()))
-        _drop_gathered(self._policy)
+        self._copy(list(self._values.values()), shards)
         try:
             yield
         finally:
-            _copy_all(shards, kept)
-            _drop_gathered(self._policy)
+            self._copy(kept, shards)
+
+    def _copy(self, values: list[Tensor], shards: list[Tensor]) -> None:
+        with torch.no_grad():
+            for shard, value in zip(shards, values, strict=True):
+                shard.copy_(value)
+        _drop_gathered(self._policy)
 
 
 class SeparateModel:
-    """A frozen model of its own."""
+    """A second, frozen model."""
 
     def __init__(self, policy: nn.Module, model: nn.Module) -> None:
         self._policy, self.model = policy, model.requires_grad_(False).eval()
@@ -278,14 +274,8 @@ class SeparateModel:
                     parameter.copy_(self._averages[name])
 
 
-def _copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
-    with torch.no_grad():
-        for target, source in zip(targets, sources, strict=True):
-            target.copy_(source)
-
-
 def _drop_gathered(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-    drop_zero_gathered(model)
+    partition_zero3(model)

@@ -1,4 +1,4 @@
-"""Write the trained model or adapter for others to load."""
+"""Save the trained model or adapter."""
 
 from pathlib import Path
 from typing import Any
@@ -19,13 +19,13 @@ def save_model(
 ) -> None:
     """Write full weights in the compute dtype, or the trained adapter in float32, and the tokenizer.
 
-    `state_dict` is given where gathering the weights is a joint act of all ranks.
+    `state_dict` holds the gathered weights where all ranks have to take part in gathering them.
     """
     if isinstance(model, PeftModel):
         model.save_pretrained(str(folder), state_dict=state_dict, selected_adapters=list(model.active_adapters))
     else:
         weights = computed_weights(model, state_dict or model.state_dict(), dtype)
-        # What was gathered or cast shares no memory, by which tied weights would be told.
+        # Gathered or cast weights share no memory, by which `save_pretrained` recognises tied ones.
         once = {name: value for name, value in weights if name not in model.all_tied_weights_keys}
         model.save_pretrained(str(folder), state_dict=once)
         # save_pretrained notes the dtype of the masters, which `dtype="auto"` would then load.

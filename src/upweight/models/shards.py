@@ -1,4 +1,4 @@
-"""Weights of which each rank holds a piece: FSDP2's shards and ZeRO-3's partitions, gathered one after the other."""
+"""Sharded weights, of FSDP2 and of ZeRO-3, gathered one at a time."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -12,40 +12,40 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 
-def is_piece(parameter: Any) -> bool:
-    """Whether a rank holds only its piece of this weight."""
+def is_sharded(parameter: Any) -> bool:
+    """Return whether a rank holds only a shard of this weight."""
     return isinstance(parameter, DTensor) or hasattr(parameter, "ds_id")
 
 
 def lies_in_pieces(model: nn.Module) -> bool:
-    """Whether any weight of a model is spread over the ranks."""
-    return any(map(is_piece, model.parameters()))
+    """Return whether any weight of a model is sharded over the ranks."""
+    return any(map(is_sharded, model.parameters()))
 
 
 def zero_gathered(parameters: Sequence[nn.Parameter]) -> AbstractContextManager[Any]:
-    """Inside, every rank holds these weights of ZeRO-3 whole; what is not partitioned is left alone."""
+    """Gather the weights that ZeRO-3 partitions on every rank inside; other weights stay as they are."""
     zero: Any = getattr(import_module("deepspeed"), "zero")  # noqa: B009 - it has no types
-    return zero.GatheredParameters([one for one in parameters if hasattr(one, "ds_id")])
+    return zero.GatheredParameters([parameter for parameter in parameters if hasattr(parameter, "ds_id")])
 
 
-def own_piece(parameter: Any) -> Tensor:
-    """What this rank holds of a weight, to be read and written."""
+def local_shard(parameter: Any) -> Tensor:
+    """Return this rank's shard of a weight, to be read and written."""
     return parameter.ds_tensor if hasattr(parameter, "ds_id") else parameter.detach()
 
 
-def zero_piece(value: Tensor, parameter: Any) -> Tensor:
-    """The part of a whole tensor that ZeRO-3 keeps on this rank for a parameter of its shape; a part stays itself."""
-    own: Tensor = parameter.ds_tensor
-    if value.shape == own.shape and value.shape != parameter.ds_shape:
-        return value.to(own.device)
-    piece = torch.zeros_like(own, dtype=value.dtype)
-    part = value.flatten()[own.numel() * dist.get_rank() :][: own.numel()]
-    piece[: len(part)].copy_(part)
-    return piece
+def zero3_shard(value: Tensor, parameter: Any) -> Tensor:
+    """Return this rank's shard of a whole tensor with the shape of a ZeRO-3 parameter; a shard is returned as it is."""
+    local: Tensor = parameter.ds_tensor
+    if value.shape == local.shape and value.shape != parameter.ds_shape:
+        return value.to(local.device)
+    shard = torch.zeros_like(local, dtype=value.dtype)
+    part = value.flatten()[local.numel() * dist.get_rank() :][: local.numel()]
+    shard[: len(part)].copy_(part)
+    return shard
 
 
-def drop_zero_gathered(model: nn.Module) -> None:
-    """Have ZeRO-3 keep nothing but its pieces, so that they are what the next forward gathers."""
+def partition_zero3(model: nn.Module) -> None:
+    """Let ZeRO-3 drop its gathered weights, so that the next forward gathers the shards again."""
     for parameter in model.parameters():
         if hasattr(parameter, "ds_id") and parameter.numel() and getattr(parameter, "ds_shape", None):
             getattr(parameter, "partition")()  # noqa: B009 - a method that ZeRO-3 gives its parameters
@@ -53,24 +53,25 @@ def drop_zero_gathered(model: nn.Module) -> None:
 
 @torch.no_grad()
 def gathered_weights(model: nn.Module, dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """Every weight of a model, or of its adapter alone, in host memory on rank 0; an empty dict on other ranks.
+    """Gather every weight of a model, or of its adapter only, in host memory on rank 0; an empty dict elsewhere.
 
-    A device never holds more than the largest of them. Trained float32 weights come in `dtype` where it is given.
+    A device never holds more than the largest of them. Float32 weights are cast to `dtype` unless it is None.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    wanted = {name: parameters.get(name, value) for name, value in model.state_dict().items()}
+    weights = {name: parameters.get(name, value) for name, value in model.state_dict().items()}
     if isinstance(model, PeftModel):
-        wanted = {name: value for name, value in wanted.items() if getattr(value, "requires_grad", False)}
-    keeps = dist.get_rank() == 0
-    return {name: value for name, value in _one_by_one(wanted, dtype) if keeps}
+        weights = {name: value for name, value in weights.items() if getattr(value, "requires_grad", False)}
+    is_rank0 = dist.get_rank() == 0
+    return {name: value for name, value in _gathered(weights, dtype) if is_rank0}
 
 
-def _one_by_one(wanted: dict[str, Any], dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
-    for name, value in wanted.items():
+def _gathered(weights: dict[str, Any], dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
+    """Yield each weight whole, on the CPU; every rank has to iterate."""
+    for name, value in weights.items():
         cast = dtype if value.dtype == torch.float32 else None
         if hasattr(value, "ds_id"):
             with zero_gathered([value]):
                 yield name, value.detach().to("cpu", cast, copy=True)
         else:
-            own = value.detach().to(cast or value.dtype)
-            yield name, (own.full_tensor() if isinstance(own, DTensor) else own).cpu()
+            local = value.detach().to(cast or value.dtype)
+            yield name, (local.full_tensor() if isinstance(local, DTensor) else local).cpu()

@@ -1,4 +1,4 @@
-"""Where a model comes from, and what to say when it does not come."""
+"""The folder, GGUF file or hub id of a model, and errors of loading it."""
 
 import os
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from upweight.errors import UserError
 
 
 def source_of(base_model: str | None, gguf_file: str | None, key: str = "base_model") -> tuple[str, str | None]:
-    """The folder or hub id, and the GGUF file in it, of what the user named."""
+    """Return the folder or hub id that the user named, and the GGUF file in it."""
     if base_model is None:
         raise UserError("base_model: no model is named; give a folder, a GGUF file or a hub id")
     place = Path(base_model).expanduser()
@@ -21,13 +21,13 @@ def source_of(base_model: str | None, gguf_file: str | None, key: str = "base_mo
         return str(place), gguf_file
     looks_like_a_path = base_model.startswith((".", "~", os.sep)) or base_model.count("/") > 1
     if looks_like_a_path:
-        raise UserError(f"{key}: {base_model} is no folder here (looked in {place.absolute()}). Mend the path")
+        raise UserError(f"{key}: {base_model} is no folder here (looked in {place.absolute()}). Correct the path")
     return base_model, gguf_file
 
 
 @contextmanager
 def load_failures(key: str, place: str, what: str) -> Iterator[None]:
-    """Turn the ways in which loading from `place` fails into errors that say what to do."""
+    """Turn the failures of loading from `place` into user errors with a remedy."""
     try:
         yield
     except UserError:

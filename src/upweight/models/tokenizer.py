@@ -1,4 +1,4 @@
-"""Load a tokenizer, set and add its tokens, and choose how it pads."""
+"""Load a tokenizer, set and add its tokens, and choose its padding token."""
 
 from pathlib import Path
 from typing import Any
@@ -11,22 +11,16 @@ from upweight.errors import UserError
 from upweight.log import logger
 from upweight.models.source import load_failures, source_of
 
-# What model families reserve for padding although their tokenizers do not say so.
+# Tokens that model families reserve for padding although their tokenizers do not declare it.
 PADDING_NAMES = (
-    "<pad>",
-    "[PAD]",
-    "<|pad|>",
-    "<|PAD|>",
-    "<|padding|>",
-    "<PAD>",
-    "<|finetune_right_pad_id|>",
-    "<|endoftext|>",
+    *("<pad>", "[PAD]", "<|pad|>", "<|PAD|>", "<|padding|>", "<PAD>"),
+    *("<|finetune_right_pad_id|>", "<|endoftext|>"),
 )
 
 
 def load_tokenizer(section: ModelSection) -> PreTrainedTokenizerBase:
-    """The model's tokenizer with the tokens that the settings set and add, and a padding token."""
-    packed = section.gguf_file if section.tokenizer is None else None  # it lies in `base_model`
+    """Load the model's tokenizer, with the tokens that the settings set and add, and a padding token."""
+    packed = section.gguf_file if section.tokenizer is None else None  # the file is in `base_model`
     key = "tokenizer_config" if section.tokenizer else "base_model"
     place, gguf_file = source_of(section.tokenizer or section.base_model, packed, key)
     options: dict[str, Any] = {"use_fast": section.tokenizer_use_fast, "trust_remote_code": section.trust_remote_code}
@@ -48,8 +42,7 @@ def load_tokenizer(section: ModelSection) -> PreTrainedTokenizerBase:
 
 
 def take_chat_template(tokenizer: PreTrainedTokenizerBase, place: str, *, trust_remote_code: bool = False) -> None:
-    """Set the template that a file holds; or that of another tokenizer, with its end token and those of its tokens
-    that are missing."""
+    """Set the chat template of a file, or of another tokenizer with its end token and its added tokens."""
     file = Path(place).expanduser()
     if file.is_file():
         tokenizer.chat_template = file.read_text(encoding="utf-8")
@@ -66,7 +59,7 @@ def take_chat_template(tokenizer: PreTrainedTokenizerBase, place: str, *, trust_
 
 
 def set_tokens(tokenizer: PreTrainedTokenizerBase, section: ModelSection) -> int:
-    """Set `special_tokens` and add `tokens`; how many the vocabulary lacked."""
+    """Set `special_tokens` and add `tokens`; return how many the vocabulary lacked."""
     before = len(tokenizer)
     special = {name: value for name, value in section.special_tokens.model_dump().items() if value is not None}
     further = special.pop("additional_special_tokens", [])
@@ -79,7 +72,7 @@ def set_tokens(tokenizer: PreTrainedTokenizerBase, section: ModelSection) -> int
 
 
 def choose_padding(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Make sure there is a padding token, and not the end token while another is reserved for it; say which."""
+    """Set a padding token where it is missing or equals the end token while another one is reserved; log which."""
     if tokenizer.pad_token is not None and tokenizer.pad_token != tokenizer.eos_token:
         return
     vocabulary = tokenizer.get_vocab()

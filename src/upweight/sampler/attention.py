@@ -1,39 +1,40 @@
-"""Attention of the newest token of each completion: one softmax over the keys of its prompt and its own."""
+"""Cascade attention of the newest token of each completion: one softmax over prompt and completion keys."""
 
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from upweight.engine.attention.interface import Scores
+from upweight.engine.attention.interface import AttentionParams
 from upweight.engine.attention.rules import Rule
 
 
 @dataclass(frozen=True, eq=False)
 class Cascade:
-    """Keys and values of prompts [groups, key heads, P, width] and of completions [slots, key heads, L, width], and
-    what to add to the scores of the P + L columns of a group, or of each of its members. Slots of a group lie together.
+    """Keys and values of prompts [groups, key heads, P, width] and of completions [slots, key heads, L, width].
+
+    `bias_GMK` is added to the scores of the P + L columns of a group, or of each member. Slots of a group are adjacent.
     """
 
     prompt_key: Tensor
     prompt_value: Tensor
     new_key: Tensor
     new_value: Tensor
-    bias_GMK: Tensor  # one member stands for all where they see the same
+    bias_GMK: Tensor  # M is 1 where all members see the same columns
 
 
-def cascade_attention(query: Tensor, kept: Cascade, form: Scores) -> Tensor:
-    """Query [slots, heads, 1, width] -> [slots, heads, 1, width].
+def cascade_attention(query: Tensor, kept: Cascade, params: AttentionParams) -> Tensor:
+    """Attend with a query [slots, heads, 1, width]; the output has the same axes.
 
-    The members of a group stand along the query axis of one product with their prompt's keys: nothing is copied.
+    The members of a group lie along the query axis of one product with their prompt's keys, so no key is copied.
     """
-    plain = form.rule == Rule() and form.softcap is None and form.sinks is None
+    plain = params.rule == Rule() and params.softcap is None and params.sinks is None
     fused = plain and not query.is_cuda and kept.prompt_key.shape[-1] == kept.prompt_value.shape[-1]
-    return _merged(query, kept, form.scaling) if fused else _explicit(query, kept, form)
+    return _merged(query, kept, params.scaling) if fused else _explicit(query, kept, params)
 
 
 def _merged(query: Tensor, kept: Cascade, scaling: float) -> Tensor:
-    """Two calls of the CPU's fused attention, put together by their log-sum-exps."""
+    """Combine two calls of the CPU's fused attention by their log-sum-exps."""
     slots, heads, _, _ = query.shape
     groups, key_heads, length, _ = kept.prompt_key.shape
     members, repeat = slots // groups, heads // key_heads
@@ -50,8 +51,8 @@ def _merged(query: Tensor, kept: Cascade, scaling: float) -> Tensor:
         attn_mask=bias_GMP[:, None],
         scale=scaling,
     )
-    own = query.reshape(slots, key_heads, repeat, -1)
-    on_new, log_new = attend(own, kept.new_key, kept.new_value, scale=scaling)
+    by_slot = query.reshape(slots, key_heads, repeat, -1)
+    on_new, log_new = attend(by_slot, kept.new_key, kept.new_value, scale=scaling)
     on_prompt, log_prompt = (
         x.reshape(by_head).transpose(1, 2).reshape(slots, key_heads, repeat, -1) for x in (on_prompt, log_prompt)
     )
@@ -59,8 +60,8 @@ def _merged(query: Tensor, kept: Cascade, scaling: float) -> Tensor:
     return torch.lerp(on_prompt, on_new, share).reshape(slots, heads, 1, -1)
 
 
-def _explicit(query: Tensor, kept: Cascade, form: Scores) -> Tensor:
-    """The softmax written out: for windows, capped scores and attention sinks."""
+def _explicit(query: Tensor, kept: Cascade, params: AttentionParams) -> Tensor:
+    """Compute the softmax step by step, for windows, capped scores and attention sinks."""
     slots, heads, _, _ = query.shape
     groups, key_heads, length, _ = kept.prompt_key.shape
     members, repeat = slots // groups, heads // key_heads
@@ -69,12 +70,12 @@ def _explicit(query: Tensor, kept: Cascade, form: Scores) -> Tensor:
     shared = query.reshape(by_member).transpose(1, 2).reshape(groups, key_heads, members * repeat, -1)
     to_prompt = (shared @ kept.prompt_key.transpose(-1, -2)).view(by_head).transpose(1, 2)
     to_new = (query.reshape(slots, key_heads, repeat, -1) @ kept.new_key.transpose(-1, -2)).view(by_member)
-    scores = torch.cat([to_prompt, to_new], -1).float().mul_(form.scaling)
-    if form.softcap is not None:
-        scores = torch.tanh(scores / form.softcap) * form.softcap
+    scores = torch.cat([to_prompt, to_new], -1).float().mul_(params.scaling)
+    if params.softcap is not None:
+        scores = torch.tanh(scores / params.softcap) * params.softcap
     scores += kept.bias_GMK[:, :, None, None]
-    if form.sinks is not None:
-        column = form.sinks.float().view(1, 1, key_heads, repeat, 1).expand(groups, members, -1, -1, -1)
+    if params.sinks is not None:
+        column = params.sinks.float().view(1, 1, key_heads, repeat, 1).expand(groups, members, -1, -1, -1)
         scores = torch.cat([scores, column], -1)
     share = scores.softmax(-1).to(query.dtype)
     on_prompt = share[..., :length].transpose(1, 2).reshape(groups, key_heads, -1, length) @ kept.prompt_value

@@ -1,10 +1,10 @@
 # ruff: noqa: ANN001, ANN202, PLR0917  (a kernel takes pointers and numbers, each by its place)
-"""The attention of `cascade.py` as one Triton kernel, which also stores the newest key and value.
+"""The attention of `attention.py` as one Triton kernel, which also stores the newest key and value.
 
-A few programs serve the query heads of one slot that share a key head: some share the prompt's keys out among them,
-some the completion's, the last of them with the newest token, which it holds in registers; each goes block by block
-with a running softmax. The last to finish joins what all found, always in the same order. Members of a group read
-their prompt's keys at the same time, so that all but the first find them in the cache.
+A few programs compute the query heads of one slot that share a key head: some split the prompt's keys among them, some
+the completion's, the last of them with the newest token, which it holds in registers; each runs block by block with an
+online softmax. The last program to finish merges the partial results, always in the same order. Members of a group read
+their prompt's keys at the same time, so that all but the first read them from the cache.
 """
 
 from functools import cache
@@ -15,7 +15,7 @@ import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
-from upweight.engine.attention.interface import Scores
+from upweight.engine.attention.interface import AttentionParams
 
 _LONG_KEY = 256  # bytes
 _SMALLEST_SIDE = 16  # of a matrix product on tensor cores
@@ -29,12 +29,12 @@ def cascade_step(
     value: Tensor,
     caches: tuple[Tensor, Tensor, Tensor, Tensor],
     at: tuple[Tensor, Tensor],
-    form: Scores,
+    params: AttentionParams,
 ) -> Tensor:
-    """The newest query, key and value of each slot, [slots, heads, 1, width] -> attention, [slots, heads, 1, width].
+    """Attend with the newest query, key and value of each slot, all [slots, heads, 1, width], as is the output.
 
-    `caches`: keys and values of prompts and of completions; `at`: each group's prompt length, and how many tokens its
-    completions have, which is where the newest key and value go.
+    `caches`: keys and values of prompts and of completions; `at`: each group's prompt length, and the number of tokens
+    in its completions, which is the column of the newest key and value.
     """
     prompt_key, prompt_value, new_key, new_value = caches
     lengths, step = at
@@ -44,24 +44,24 @@ def cascade_step(
     out = torch.empty(slots, heads, 1, value_width, dtype=query.dtype, device=query.device)
     repeat, pairs = heads // key_heads, slots * key_heads
     long = _side(max(width, value_width)) * key.element_size() > _LONG_KEY
-    # Measured on an H200: few programs end soonest with large blocks, many with small ones beside each other.
+    # Measured on an H200: few programs are fastest with large blocks, many programs with small ones.
     columns, warps, stages = (64, 4, 2) if long else (32, 2, 3) if pairs >= _PROGRAMS else (128, 4, 2)
     prompt_parts, new_parts = (_parts(pairs, keys.shape[2], columns) for keys in (prompt_key, new_key))
-    left = torch.empty(
+    partials = torch.empty(
         pairs * (prompt_parts + new_parts), _side(repeat), _side(value_width) + 2,
         dtype=torch.float32, device=query.device,
     )  # fmt: skip
     launch: Any = _kernel
     launch[(slots, key_heads, prompt_parts + new_parts)](
         query, key, value, prompt_key, prompt_value, new_key, new_value, lengths, step,
-        form.sinks if form.sinks is not None else lengths,
-        out, left, _counters(query.device, triton.next_power_of_2(pairs)), form.scaling, form.softcap or 0.0,
+        params.sinks if params.sinks is not None else lengths,
+        out, partials, _counters(query.device, triton.next_power_of_2(pairs)), params.scaling, params.softcap or 0.0,
         slots // lengths.shape[0], prompt_key.shape[2], new_key.shape[2],
         query.stride(0), query.stride(1), key.stride(0), key.stride(1), value.stride(0), value.stride(1),
         REPEAT=repeat, ROWS=_side(repeat), COLUMNS=columns,
         WIDTH=width, WIDTH_UP=_side(width), VALUE_WIDTH=value_width, VALUE_WIDTH_UP=_side(value_width),
-        WINDOW=form.rule.window or 0, CHUNK=form.rule.chunk or 0,
-        CAPPED=form.softcap is not None, SINKS=form.sinks is not None,
+        WINDOW=params.rule.window or 0, CHUNK=params.rule.chunk or 0,
+        CAPPED=params.softcap is not None, SINKS=params.sinks is not None,
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
         PROMPT_PARTS=prompt_parts, NEW_PARTS=new_parts, num_warps=warps, num_stages=stages,
     )  # fmt: skip
@@ -69,14 +69,14 @@ def cascade_step(
 
 
 def _parts(pairs: int, room: int, columns: int) -> int:
-    """How many programs share the keys of each pair of slot and key head: until they fill a GPU, or have a block."""
+    """Return how many programs split the keys of each slot and key head: to fill a GPU, with a block each."""
     wanted = max(_PROGRAMS // (2 * pairs), room // _KEYS)
     return max(1, min(wanted, triton.cdiv(room, columns), _MOST_PARTS))
 
 
 @cache
 def _counters(device: torch.device, pairs: int) -> Tensor:
-    """How many programs of each slot and key head are done; zero between launches."""
+    """Return the counters of finished programs for each slot and key head; zero between launches."""
     return torch.zeros(pairs, dtype=torch.int32, device=device)
 
 
@@ -105,7 +105,7 @@ def _moved(source, target, WIDTH: tl.constexpr, WIDTH_UP: tl.constexpr):
 
 @triton.jit
 def _last(mine, largest, total, mean, counter, PARTS: tl.constexpr, WIDTH: tl.constexpr):
-    """Leave what a part found to the others; whether this was the last part."""
+    """Store the partial softmax of a part; return whether this was the last part."""
     tl.store(mine, largest)
     tl.store(mine + 1, total)
     tl.store(mine[:, None] + 2 + tl.arange(0, WIDTH)[None, :], mean)
@@ -117,7 +117,7 @@ def _last(mine, largest, total, mean, counter, PARTS: tl.constexpr, WIDTH: tl.co
 def _joined(
     ends, sinks, heads, there, PARTS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, SINKS: tl.constexpr
 ):
-    """What the parts found: the softmax's total and the values it weighs; a sink is a logit for seeing nothing."""
+    """Merge the partial softmaxes into the total and the weighted values; a sink is a logit without a value."""
     largest = tl.full((ROWS,), float("-inf"), tl.float32)
     if SINKS:
         largest = tl.load(sinks + heads, mask=there, other=0.0).to(tl.float32)
@@ -144,7 +144,7 @@ def _over(
     VALUE_WIDTH: tl.constexpr, VALUE_WIDTH_UP: tl.constexpr,
     WINDOW: tl.constexpr, CHUNK: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The running softmax carried over keys `first` to `count`, whose positions begin at `offset`."""
+    """Continue the online softmax over keys `first` to `count`, whose positions begin at `offset`."""
     in_width = tl.arange(0, WIDTH_UP)
     in_value = tl.arange(0, VALUE_WIDTH_UP)
     for start in range(first, count, COLUMNS):
@@ -178,7 +178,7 @@ def _over(
 @triton.jit
 def _kernel(
     query_at, key_at, value_at, prompt_keys, prompt_values, new_keys, new_values, lengths, steps, sinks, out,
-    left, counters, scaling, softcap, members, prompt_room, new_room,
+    partials, counters, scaling, softcap, members, prompt_room, new_room,
     query_by_slot, query_by_head, key_by_slot, key_by_head, value_by_slot, value_by_head,
     REPEAT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     WIDTH: tl.constexpr, WIDTH_UP: tl.constexpr, VALUE_WIDTH: tl.constexpr, VALUE_WIDTH_UP: tl.constexpr,
@@ -216,8 +216,8 @@ def _kernel(
         value_at += slot * value_by_slot + head * value_by_head
         key = _moved(key_at, keys + step * WIDTH, WIDTH, WIDTH_UP)
         value = _moved(value_at, values + step * VALUE_WIDTH, VALUE_WIDTH, VALUE_WIDTH_UP)
-        own = tl.sum(query.to(tl.float32) * key.to(tl.float32)[None, :], 1) * scaling
-        largest, total, mean = _capped(own, softcap, CAPPED), total + 1.0, mean + value.to(tl.float32)[None, :]
+        newest = tl.sum(query.to(tl.float32) * key.to(tl.float32)[None, :], 1) * scaling
+        largest, total, mean = _capped(newest, softcap, CAPPED), total + 1.0, mean + value.to(tl.float32)[None, :]
     begin = begin // COLUMNS * COLUMNS
     each = tl.cdiv(tl.cdiv(stop - begin, parts), COLUMNS) * COLUMNS
     first = begin + share * each
@@ -226,7 +226,7 @@ def _kernel(
         COLUMNS, WIDTH, WIDTH_UP, VALUE_WIDTH, VALUE_WIDTH_UP, WINDOW, CHUNK, CAPPED, PRECISION,
     )  # fmt: skip
     place = slot * key_heads + head
-    ends = left + (place * PARTS * ROWS + row) * (VALUE_WIDTH_UP + 2)
+    ends = partials + (place * PARTS * ROWS + row) * (VALUE_WIDTH_UP + 2)
     if _last(ends + part * ROWS * (VALUE_WIDTH_UP + 2), largest, total, mean, counters + place, PARTS, VALUE_WIDTH_UP):
         total, mean = _joined(ends, sinks, head * REPEAT + row, row < REPEAT, PARTS, ROWS, VALUE_WIDTH_UP, SINKS)
         tl.store(

@@ -1,4 +1,4 @@
-"""The host's side of sampling: tokens as they arrive, where each completion ends, and which prompts are done."""
+"""Collect sampled tokens on the host, and find where completions end and which prompts are done."""
 
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -8,11 +8,11 @@ from numpy.typing import NDArray
 
 from upweight.types import Completion, Done
 
-_SLACK = 8  # tokens decoded before the longest stop string could begin: a first token may lose a space or half a letter
+_SLACK = 8  # further tokens decoded before a stop string: a first token may lose a space or half a letter
 
 
 class StopStrings:
-    """Finds stop strings in decoded text, also where they lie across the borders of tokens."""
+    """Finds stop strings in decoded text, also across token borders."""
 
     def __init__(self, tokenizer: Any, strings: Sequence[str]) -> None:
         self._tokenizer = tokenizer
@@ -23,13 +23,13 @@ class StopStrings:
         return bool(self._strings)
 
     def first(self, ids: Sequence[int], known: int) -> int | None:
-        """The number of tokens after which a stop string is complete, when none was within the first `known`."""
+        """Return the number of tokens that complete a stop string, when none is in the first `known` tokens."""
         if not self._within(ids, known, len(ids)):
             return None
         return next((count for count in range(known + 1, len(ids)) if self._within(ids, count - 1, count)), len(ids))
 
     def _within(self, ids: Sequence[int], known: int, count: int) -> bool:
-        """Whether the first `count` tokens hold a stop string that the first `known` do not hold."""
+        """Return whether the first `count` tokens hold a stop string that the first `known` do not hold."""
         text = self._tokenizer.decode(ids[max(0, known - self._reach) : count], skip_special_tokens=False)
         return any(string in text for string in self._strings)
 
@@ -47,22 +47,22 @@ class CompletionCollector:
         stops: StopStrings,
         version: int,
         done: Done | None,
-        heard: Callable[[int, list[int]], None] | None = None,
+        on_tokens: Callable[[int, list[int]], None] | None = None,
     ) -> None:
         self.count, self._room, self._version = count, room, version
         self.ends = np.fromiter(sorted(ends), np.int64, len(ends))
-        self.stops, self._done, self._heard = stops, done, heard
+        self.stops, self._done, self._on_tokens = stops, done, on_tokens
         self._ids_SN = np.zeros((prompts * count, room), np.int64)
         self._logps_SN = np.zeros((prompts * count, room), np.float32)
         self._length_S = np.zeros(prompts * count, np.int64)
         self._finished_S = np.zeros(prompts * count, np.bool_)
         self.alive_S = np.ones(prompts * count, np.bool_)
-        self._left_P = np.full(prompts, count)
+        self._unfinished_P = np.full(prompts, count)
 
     def take(
         self, start: int, ids_KB: NDArray[np.int64], logps_KB: NDArray[np.float32], slots: NDArray[np.int64]
     ) -> None:
-        """Tokens number `start` and on of the rows in `slots` (-1: none); those of rows that have ended are dropped."""
+        """Store tokens from number `start` on of the rows in `slots` (-1: none); rows that have ended are skipped."""
         flat = slots.reshape(-1)
         used = np.flatnonzero((flat >= 0) & self.alive_S[flat])
         rows, stop = flat[used], start + len(ids_KB)
@@ -73,42 +73,41 @@ class CompletionCollector:
         length = np.where(ended, start + is_end.argmax(1) + 1, stop)
         if self.stops:
             for at, row in enumerate(rows.tolist()):
-                found = self.stops.first(self._ids_SN[row, : length[at]].tolist(), start)
-                if found is not None:
-                    ended[at], length[at] = True, found
+                stopped = self.stops.first(self._ids_SN[row, : length[at]].tolist(), start)
+                if stopped is not None:
+                    ended[at], length[at] = True, stopped
         self._length_S[rows], self._finished_S[rows] = length, ended
-        if self._heard is not None:
+        if self._on_tokens is not None:
             for row, end in zip(rows.tolist(), length.tolist(), strict=True):
-                self._heard(row, self._ids_SN[row, start:end].tolist())
+                self._on_tokens(row, self._ids_SN[row, start:end].tolist())
         over = rows[ended | (stop >= self._room)]
         self.alive_S[over] = False
-        np.subtract.at(self._left_P, over // self.count, 1)
+        np.subtract.at(self._unfinished_P, over // self.count, 1)
         for prompt in np.unique(over // self.count).tolist():
-            if self._left_P[prompt] == 0 and self._done is not None:
+            if self._unfinished_P[prompt] == 0 and self._done is not None:
                 self._done(prompt, self.completions(prompt))
 
     def completions(self, prompt: int) -> list[Completion]:
-        """The completions of a prompt that is done."""
-        rows = range(prompt * self.count, (prompt + 1) * self.count)
-        return [self._completion(row) for row in rows]
-
-    def _completion(self, row: int) -> Completion:
-        length = int(self._length_S[row])
-        return Completion(
-            ids=self._ids_SN[row, :length].tolist(),
-            logps=self._logps_SN[row, :length].tolist(),
-            versions=[self._version] * length,
-            finished=bool(self._finished_S[row]),
-        )
+        """Return the completions of a prompt that is done."""
+        return [
+            Completion(
+                ids=self._ids_SN[row, :length].tolist(),
+                logps=self._logps_SN[row, :length].tolist(),
+                versions=[self._version] * length,
+                finished=bool(self._finished_S[row]),
+            )
+            for row in range(prompt * self.count, (prompt + 1) * self.count)
+            for length in (int(self._length_S[row]),)
+        ]
 
 
 def smaller_grid(
     slots: NDArray[np.int64], alive_S: NDArray[np.bool_], share: float, rounded: Callable[[int], int]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]] | None:
-    """Rows by (group, member) and which still run -> groups to keep, for each the slots to keep, and the new rows.
+    """Return the groups to keep, the slots to keep for each, and the new rows by (group, member).
 
-    Groups that have ended go; members shrink to the most that run in any group. None unless at most `share` of the
-    slots remain. `rounded` gives the sizes that grids may have; what fills a grid up has row -1.
+    Finished groups are dropped; members shrink to the most that run in any group. None unless at most `share` of the
+    slots remain. `rounded` gives the sizes that grids may have; unused slots have row -1.
     """
     runs = (slots >= 0) & alive_S[slots]
     by_group = runs.sum(1)

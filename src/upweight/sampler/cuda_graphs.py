@@ -1,4 +1,4 @@
-"""How decoding steps are launched: one by one, or replayed as CUDA graphs."""
+"""Launch decoding steps one by one, or replay them as CUDA graphs."""
 
 import contextlib
 from collections import Counter, OrderedDict
@@ -21,15 +21,15 @@ from upweight.sampler.decode import Decoder
 from upweight.sampler.draw import draw
 from upweight.types import Prompts
 
-Arrived = Callable[[], tuple[NDArray[np.int64], NDArray[np.float32]]]
+PendingTokens = Callable[[], tuple[NDArray[np.int64], NDArray[np.float32]]]  # waits for tokens and log-probs
 
-_BLOCK = 16  # steps launched before the host looks at what arrived
+_BLOCK = 16  # steps launched before the host reads their tokens
 _MOST_GRAPHS = 64
-_PADDED_TOKENS, _PADDING = 4096, 2  # up to which prompts are padded, and how many times their own tokens
+_PADDED_TOKENS, _PADDING = 4096, 2  # prompts are padded up to so many tokens, and so many times their unpadded tokens
 
 
 class PlainSteps:
-    """Every step launched as it comes; shapes are exactly what is needed."""
+    """Launches every step, with exact shapes."""
 
     block = 1
     lag = 0
@@ -40,19 +40,15 @@ class PlainSteps:
         self._decoder = decoder
 
     def rounded(self, count: int) -> int:
-        """The size of a grid's side for `count` groups or members."""
+        """Return the size of a grid for `count` groups or members."""
         return count
 
-    def rounded_room(self, tokens: int) -> int:
-        """The columns kept for completions of up to `tokens`."""
-        return tokens
-
-    def rounded_prompt(self, tokens: int) -> int:
-        """The columns kept for prompts of up to `tokens`."""
+    def rounded_length(self, tokens: int) -> int:
+        """Return the columns of a grid for prompts or completions of up to `tokens`."""
         return tokens
 
     def begin(self, prompts: Prompts, uniform_BN: Tensor, budget: int) -> None:
-        """Read the prompts into a grid that was opened, and sample the tokens of the first column."""
+        """Prefill an opened grid with the prompts, and sample the tokens of the first column."""
         self._decoder.load(prompts, uniform_BN)
         self._decoder.prefill(prompts, budget)
 
@@ -60,21 +56,21 @@ class PlainSteps:
         """Sample the tokens of a column, those before it being there."""
         self._decoder.advance(column)
 
-    def read(self, start: int, stop: int) -> Arrived:
-        """The tokens and log-probs of some columns, which can be asked for later."""
+    def read(self, start: int, stop: int) -> PendingTokens:
+        """Return a function that gives the tokens and log-probs of some columns."""
         ids_KB, logps_KB = (x[start:stop].numpy().copy() for x in (self._decoder.ids_NB, self._decoder.logps_NB))
         return lambda: (ids_KB, logps_KB)
 
     def release(self) -> None:
-        """Nothing is kept."""
+        """Do nothing: no graphs are kept."""
 
 
 class GraphSteps:
-    """Steps on a GPU: captured once for each shape, then replayed; the host looks one block behind.
+    """Captures steps on a GPU once for each shape, then replays them; the host reads tokens one block later.
 
-    Sides of grids, lengths and widths take few values, so that graphs serve again over calls and training steps.
-    Weights are read where they lie: whoever changes them in place needs no new graph, and whoever moves them, or
-    switches adapters, is noticed at the next call.
+    Sizes and lengths of grids take few values, so that graphs are reused over calls and training steps. Graphs read
+    weights at their addresses: weights changed in place need no new graph, and moved weights or switched adapters are
+    detected at the next call.
     """
 
     block = _BLOCK
@@ -94,23 +90,19 @@ class GraphSteps:
             decoder.draw = torch.compile(decoder.draw)
 
     def rounded(self, count: int) -> int:
-        """1, 2, 3, 4, 6, 8, 12, 16, ...: at most half more than asked for."""
+        """Round up to 1, 2, 3, 4, 6, 8, 12, 16, ...: at most by half."""
         power = 1 << max(0, count - 1).bit_length()
         return power if count > power * 3 // 4 or power < 4 else power * 3 // 4
 
-    def rounded_room(self, tokens: int) -> int:
-        """The columns kept for completions of up to `tokens`."""
-        return bucketed(tokens)
-
-    def rounded_prompt(self, tokens: int) -> int:
-        """The columns kept for prompts of up to `tokens`."""
+    def rounded_length(self, tokens: int) -> int:
+        """Return the columns of a grid for prompts or completions of up to `tokens`."""
         return bucketed(tokens)
 
     def begin(self, prompts: Prompts, uniform_BN: Tensor, budget: int) -> None:
-        """Read the prompts into a grid that was opened, and sample the tokens of the first column.
+        """Prefill an opened grid with the prompts, and sample the tokens of the first column.
 
         Few prompts take the GPU less time than launching each kernel takes the host: they are padded to the grid's
-        length, so that a graph serves again. Graphs of what lies elsewhere now are forgotten first.
+        length, so that a graph can be replayed. Graphs are dropped first where weights or buffers have moved.
         """
         decoder = self._decoder
         recorded = [decoder.arena.moved, *_addresses(decoder.base)]
@@ -131,7 +123,7 @@ class GraphSteps:
         self._replayed("step", lambda: self._decoder.advance(self._decoder.grid.room))
 
     def _replayed(self, name: str, work: Callable[[], None]) -> None:
-        """Do some work of the grid, the same for each of its calls, by a graph; the first time as it is."""
+        """Replay the graph of some work of the grid; the first time, run it and capture the graph."""
         key = (name, self._decoder.grid, self._decoder.sampling)
         if key in self._graphs:
             self._graphs.move_to_end(key)
@@ -143,7 +135,7 @@ class GraphSteps:
                 self._capture(key, work)
 
     def _through_compiler(self, name: str, work: Callable[[], None]) -> None:
-        """Do some work with compiled layers; as they are where the compiler fails."""
+        """Run some work with compiled layers, or with eager ones where the compiler fails."""
         step_1 = self._decoder.step_1.clone()
         try:
             # A number that may change would become a tensor on the CPU, for which a C++ compiler is started.
@@ -164,7 +156,7 @@ class GraphSteps:
 
     @contextlib.contextmanager
     def _fused_layers(self, name: str) -> Iterator[None]:
-        """Layers run through the compiler inside, when that is asked for; one compiled forward serves all alike."""
+        """Use compiled layers inside, if `compiled` is set; all layers of a class share one compiled forward."""
         if name not in self._layers and self._compiled:
             self._layers[name] = _compiled_layers(self._decoder, name)
         layers = self._layers[name] if self._compiled else {}
@@ -177,7 +169,7 @@ class GraphSteps:
                 del layer.forward
 
     def _capture(self, key: Any, work: Callable[[], None]) -> None:
-        """Record some work for later."""
+        """Capture some work as a CUDA graph."""
         graph = torch.cuda.CUDAGraph()
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         try:
@@ -185,39 +177,39 @@ class GraphSteps:
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 work()
         except RuntimeError as error:
-            # Also when memory runs out: without a graph this work fitted just now, and a graph keeps memory of its own.
+            # Also when memory runs out: without a graph this work fitted just now, and a graph needs further memory.
             self._capturable.discard(key[0])
             warn_once(
                 f"the {key[0]} of {type(self._decoder.base).__name__} cannot be recorded as a CUDA graph, so it "
-                f"launches every kernel anew: {str(error).splitlines()[0]}"
+                f"launches every kernel each time: {str(error).splitlines()[0]}"
             )
             return
         self._graphs[key] = graph
         if len(self._graphs) > _MOST_GRAPHS:
             self._graphs.popitem(last=False)
 
-    def read(self, start: int, stop: int) -> Arrived:
-        """The tokens and log-probs of some columns, on their way while further steps are launched."""
+    def read(self, start: int, stop: int) -> PendingTokens:
+        """Copy the tokens and log-probs of some columns to the host, while further steps are launched."""
         copies = [_to_host(x[start:stop]) for x in (self._decoder.ids_NB, self._decoder.logps_NB)]
         event = torch.cuda.Event()
         event.record()
 
-        def arrived() -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        def pending() -> tuple[NDArray[np.int64], NDArray[np.float32]]:
             event.synchronize()
             return copies[0].numpy(), copies[1].numpy()
 
-        return arrived
+        return pending
 
     def release(self) -> None:
-        """Forget all graphs, and their memory: a pool that no graph uses any more cannot be captured into."""
+        """Drop all graphs and their memory: a pool that no graph uses any more cannot be captured into."""
         self._graphs.clear()
         self._pool = None
 
 
 def _compiled_layers(decoder: Decoder, name: str) -> dict[nn.Module, Callable[..., Any]]:
-    """The layers around each attention, and the compiled forward of their class: one for prompts of any length."""
+    """Return the layers around each attention with the compiled forward of their class, for prompts of any length."""
     modules = dict(decoder.base.named_modules())
-    # A compiler may change the order of calls that a module makes in one layer, and their order tells them apart.
+    # A compiler may reorder the calls that a module makes in one layer, and calls are identified by their order.
     calls = Counter(layer.module for layer in decoder.layers)
     around = [modules[path.rpartition(".")[0]] for path, module in modules.items() if calls[module] == 1]
     plain = [layer for layer in around if "forward" not in vars(layer)]
@@ -229,7 +221,7 @@ def _compiled_layers(decoder: Decoder, name: str) -> dict[nn.Module, Callable[..
 
 
 def _named(function: Any, name: str) -> Callable[..., Any]:
-    """The function under another name: the compiler draws on what it saw of a function of the same name and place."""
+    """Rename a function, because the compiler reuses guards of functions of the same name and place."""
     code = function.__code__.replace(co_name=name)
     copied = FunctionType(code, function.__globals__, name, function.__defaults__, function.__closure__)
     copied.__kwdefaults__ = function.__kwdefaults__
@@ -237,19 +229,20 @@ def _named(function: Any, name: str) -> Callable[..., Any]:
 
 
 def _addresses(base: nn.Module) -> list[Any]:
-    """Where a forward would read each weight, and which adapters it would apply."""
-    found: list[Any] = []
+    """Return the address that a forward reads each weight from, and the adapters that it applies."""
+    addresses: list[Any] = []
     module: Any
     for module in every_module(base):
-        own = vars(module)
-        found += [own.get(name, weight).data_ptr() for name, weight in own["_parameters"].items() if weight is not None]
-        if _adapts(type(module)):
-            found.append((module.disable_adapters, tuple(module.active_adapters), tuple(module.merged_adapters)))
-    return found
+        values = vars(module)
+        weights = [(name, weight) for name, weight in values["_parameters"].items() if weight is not None]
+        addresses += [values.get(name, weight).data_ptr() for name, weight in weights]
+        if _is_adapter(type(module)):
+            addresses.append((module.disable_adapters, tuple(module.active_adapters), tuple(module.merged_adapters)))
+    return addresses
 
 
-@cache
-def _adapts(kind: type) -> bool:
+@cache  # an uncached `isinstance` of an abstract class takes longer than the rest of the walk
+def _is_adapter(kind: type) -> bool:
     return issubclass(kind, BaseTunerLayer)
 
 

@@ -1,8 +1,8 @@
-"""The sampler's attention as one operation: a compiled layer is then one piece, not the pieces around a call.
+"""The sampler's attention as one custom operation, so that a compiled layer has no graph break.
 
-All layers of a model share what was compiled for one of them, so an operation cannot be told which layer calls it:
-calls are told apart by their order, which is the same in every forward. A module that attends more than once in a
-forward has as many calls.
+All layers of a model share one compiled forward, so an operation cannot take the calling layer as an argument: calls
+are identified by their order, which is the same in every forward. A module that attends more than once in a forward
+has as many calls.
 """
 
 from collections.abc import Iterator
@@ -14,46 +14,46 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from upweight.engine.attention.interface import Scores
+from upweight.engine.attention.interface import AttentionParams
 from upweight.engine.attention.rules import Rule
 
 
-class Context(Protocol):
-    """What attends in a forward of the sampler: `engine.attention.Attends`, with the number of the call."""
+class CallAttention(Protocol):
+    """Computes the attention of every call in a forward of the sampler; `call` is the number of the call."""
 
-    def attend(self, call: int, query: Tensor, key: Tensor, value: Tensor, form: Scores) -> Tensor:
+    def attend(self, call: int, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Tensor:
         """Query [B, heads, N, width], key and value with as many or fewer heads -> [B, heads, N, width]."""
         ...
 
 
 class CustomAttention:
-    """Travels as `tree=` through one forward, and hands each attention call on with its number."""
+    """Is passed as `tree=` through one forward, and numbers the attention calls."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: CallAttention) -> None:
         self._context, self._calls = context, count()
 
-    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, form: Scores) -> Tensor:
-        """Attention of one layer, see `Attends`."""
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Tensor:
+        """Compute the attention of one layer, see `LayerAttention`."""
         if torch.compiler.is_compiling():
-            rule = form.rule
-            return _attend(query, key, value, form.scaling, form.softcap, form.sinks, rule.window, rule.chunk)
-        return self.attend_next(query, key, value, form)
+            rule = params.rule
+            return _attend(query, key, value, params.scaling, params.softcap, params.sinks, rule.window, rule.chunk)
+        return self.attend_next(query, key, value, params)
 
-    def attend_next(self, query: Tensor, key: Tensor, value: Tensor, form: Scores) -> Tensor:
-        """Attention of the call whose turn it is."""
-        return self._context.attend(next(self._calls), query, key, value, form)
+    def attend_next(self, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Tensor:
+        """Compute the attention of the next call."""
+        return self._context.attend(next(self._calls), query, key, value, params)
 
 
 _running: ContextVar[CustomAttention] = ContextVar("running")
 
 
 @contextmanager
-def attention_op(context: Context) -> Iterator[CustomAttention]:
-    """What one forward inside is given as `tree=` so that compiled layers attend by `context`."""
-    given = CustomAttention(context)
-    token = _running.set(given)
+def attention_op(context: CallAttention) -> Iterator[CustomAttention]:
+    """Yield the argument `tree=` for one forward inside, so that compiled layers attend by `context`."""
+    attention = CustomAttention(context)
+    token = _running.set(attention)
     try:
-        yield given
+        yield attention
     finally:
         _running.reset(token)
 
@@ -69,7 +69,7 @@ def _attend(  # noqa: PLR0917 - an operation takes tensors and numbers
     window: int | None,
     chunk: int | None,
 ) -> Tensor:
-    out = _running.get().attend_next(query, key, value, Scores(Rule(window, chunk), scaling, softcap, sinks))
+    out = _running.get().attend_next(query, key, value, AttentionParams(Rule(window, chunk), scaling, softcap, sinks))
     return out.transpose(1, 2).contiguous().transpose(1, 2)
 
 

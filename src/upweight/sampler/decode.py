@@ -1,6 +1,6 @@
-"""Decoding on the device: a prompt's keys and values are kept once for all its completions, each completion's beside.
+"""Decoding on the device, with one KV cache of a prompt for all its completions, and one of each completion.
 
-The model's own modules run; only attention is ours, and it travels as a forward argument (`tree=`) through the same
+The model's modules run unchanged; only attention is replaced, by a forward argument (`tree=`) through the same
 interface as in training. A grid holds `groups` prompts with `members` completions each, in slots `group * members +
 member`; all completions of a grid have the same number of tokens.
 """
@@ -18,14 +18,14 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from upweight.engine.attention.interface import Scores, tree_masks, use_tree_attention
+from upweight.engine.attention.interface import AttentionParams, tree_masks, use_tree_attention
 from upweight.engine.attention.rules import Rule
 from upweight.engine.attention.segments import SegmentPlan, segment_attention
 from upweight.engine.forward import body_of
-from upweight.engine.logits import LogitForm
+from upweight.engine.logits import LogitTransform
 from upweight.engine.trees import fold
 from upweight.sampler.attention import Cascade, cascade_attention
-from upweight.sampler.custom_op import Context, attention_op
+from upweight.sampler.custom_op import CallAttention, attention_op
 from upweight.sampler.draw import draw
 from upweight.types import Prompts, Sampling
 
@@ -37,7 +37,7 @@ else:
 
 @dataclass(frozen=True)
 class Grid:
-    """The shape of what is decoded together: prompts of up to `prompt` tokens, completions of up to `room`."""
+    """The shape of a batch in decoding: prompts of up to `prompt` tokens, completions of up to `room`."""
 
     groups: int
     members: int
@@ -51,7 +51,7 @@ class Grid:
 
 @dataclass(frozen=True)
 class LayerShape:
-    """What one attention call of a forward keeps of a token."""
+    """The keys and values that one attention call of a forward caches for a token."""
 
     module: nn.Module
     heads: int
@@ -65,7 +65,7 @@ class LayerShape:
 
 
 class Arena:
-    """Named buffers handed out as views of any shape; a view keeps its address until more is asked for than ever."""
+    """Named buffers with views of any shape; a view keeps its address until a larger one is requested."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -73,7 +73,7 @@ class Arena:
         self._buffers: dict[Any, Tensor] = {}
 
     def view(self, name: Any, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A view of the buffer's beginning; what it holds is left over from earlier uses, or zeros."""
+        """Return a view of the buffer's beginning, with the values of earlier uses, or zeros."""
         size = math.prod(shape)
         buffer = self._buffers.get(name)
         if buffer is None or buffer.numel() < size or buffer.dtype != dtype:
@@ -83,7 +83,7 @@ class Arena:
         return buffer[:size].view(*shape)
 
     def bytes(self) -> int:
-        """What the buffers hold."""
+        """Return the size of all buffers."""
         return sum(buffer.nbytes for buffer in self._buffers.values())
 
     def clear(self) -> None:
@@ -93,26 +93,26 @@ class Arena:
 
 
 class _Shapes:
-    """Attends to nothing, and notes what each call would keep; travels as `tree=` itself."""
+    """Records the shapes of each attention call without attending; it is passed as `tree=` itself."""
 
     def __init__(self) -> None:
         self.layers: list[LayerShape] = []
 
-    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, form: Scores) -> Tensor:
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Tensor:
         self.layers.append(LayerShape(module, key.shape[1], key.shape[-1], value.shape[-1], key.dtype))
         return value.repeat_interleave(query.shape[1] // value.shape[1], 1)
 
 
 class _Prefill:
-    """Attends over packed prompts, and keeps their keys and values in the grid."""
+    """Attends over packed prompts, and stores their keys and values in the grid."""
 
     def __init__(self, decoder: "Decoder", end_N: Tensor, position_N: Tensor, groups: slice, index_GP: Tensor) -> None:
         self._decoder, self._end_N, self._position_N = decoder, end_N, position_N
         self._groups, self._index_GP = groups, index_GP
         self._plans: dict[Rule, SegmentPlan] = {}
 
-    def attend(self, call: int, query: Tensor, key: Tensor, value: Tensor, form: Scores) -> Tensor:
-        rule = form.rule
+    def attend(self, call: int, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Tensor:
+        rule = params.rule
         if rule not in self._plans:
             self._plans[rule] = SegmentPlan.of(self._end_N, self._position_N, rule)
         kept_key, kept_value = self._decoder.caches[call][:2]
@@ -120,29 +120,31 @@ class _Prefill:
         for kept, new in ((kept_key, key), (kept_value, value)):
             kept[self._groups, :, :width] = new[0][:, self._index_GP].transpose(0, 1)
         plan = self._plans[rule]
-        return segment_attention(query, key, value, plan, scaling=form.scaling, softcap=form.softcap, sinks=form.sinks)
+        return segment_attention(
+            query, key, value, plan, scaling=params.scaling, softcap=params.softcap, sinks=params.sinks
+        )
 
 
 class _Step:
-    """One token of every slot: its key and value join its completion's, and it attends to prompt and completion."""
+    """Stores the key and value of the newest token of every slot, and attends to prompt and completion."""
 
     def __init__(self, decoder: "Decoder", width: int) -> None:
         self._decoder, self._width = decoder, width
         self._bias: dict[Rule, Tensor] = {}
 
-    def attend(self, call: int, query: Tensor, key: Tensor, value: Tensor, form: Scores) -> Tensor:
+    def attend(self, call: int, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Tensor:
         decoder = self._decoder
         prompt_key, prompt_value, new_key, new_value = caches = decoder.caches[call]
         if cascade_step is not None and query.is_cuda and decoder.anchor_GM1 is None:
-            return cascade_step(query, key, value, caches, (decoder.length_G1, decoder.step_1), form)
+            return cascade_step(query, key, value, caches, (decoder.length_G1, decoder.step_1), params)
         new_key.index_copy_(2, decoder.step_1, key)
         new_value.index_copy_(2, decoder.step_1, value)
-        rule = form.rule
+        rule = params.rule
         if rule not in self._bias:
             self._bias[rule] = decoder.bias(rule, self._width)
         new_key, new_value = new_key[:, :, : self._width], new_value[:, :, : self._width]
         kept = Cascade(prompt_key, prompt_value, new_key, new_value, self._bias[rule])
-        return cascade_attention(query, kept, form)
+        return cascade_attention(query, kept, params)
 
 
 class Decoder:
@@ -155,24 +157,24 @@ class Decoder:
         self.arena = Arena(device)
         self.draw = draw
         self.grid = Grid(0, 0, 0, 0)
-        self.sampling = Sampling(max_new_tokens=0)  # of these only what shapes the draw of a token
+        self.sampling = Sampling(max_new_tokens=0)  # only the settings that change the draw of a token
         # Both by attention call: some models attend with one module more than once in a forward.
         self.caches: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
         self.layers: list[LayerShape] = []
         self._padded: dict[tuple[int, int], _Prefill] = {}
 
     def token_bytes(self) -> int:
-        """What one token keeps over all layers."""
+        """Return the bytes that one token takes in the caches of all layers."""
         if not self.layers:
             use_tree_attention(self.base)
             shapes = _Shapes()
-            one = torch.zeros(1, 1, dtype=torch.long, device=self.device)
-            self._logits(one, one, shapes, None)
+            zero_11 = torch.zeros(1, 1, dtype=torch.long, device=self.device)
+            self._logits(zero_11, zero_11, shapes, None)
             self.layers = shapes.layers
         return sum(layer.token_bytes for layer in self.layers)
 
     def open(self, grid: Grid, sampling: Sampling) -> None:
-        """Take a grid's room in the buffers."""
+        """Allocate a grid in the buffers."""
         use_tree_attention(self.base)
         self.token_bytes()
         self.grid, self.anchor_GM1 = grid, None
@@ -200,16 +202,16 @@ class Decoder:
             self.seen_BV = view("seen", (slots, vocabulary), torch.bool)
 
     def release(self) -> None:
-        """Let go of the grid and its buffers."""
+        """Free the grid and its buffers."""
         self.caches.clear()
         self.arena.clear()
         self._padded.clear()
         self.open(Grid(0, 0, 0, 0), self.sampling)
 
     def load(self, prompts: Prompts, uniform_BN: Tensor) -> None:
-        """Note the prompts of an opened grid, and the random numbers of its completions.
+        """Set the prompt lengths of an opened grid, and the random numbers of its completions.
 
-        There may be fewer prompts than groups; what the last groups then sample means nothing.
+        There may be fewer prompts than groups; the samples of the remaining groups are ignored.
         """
         self.length_G1.fill_(1)
         self.length_G1[: len(prompts), 0] = torch.tensor([len(prompt) for prompt in prompts])
@@ -222,7 +224,7 @@ class Decoder:
                 seen[group, :, torch.as_tensor(ids, device=self.device)] = True
 
     def prefill(self, prompts: Prompts, budget: int) -> None:
-        """Read the noted prompts, chunks of at most `budget` tokens at a time, and draw the first tokens."""
+        """Forward the prompts, in chunks of at most `budget` tokens, and draw the first tokens."""
         arrays = [np.asarray(prompt, dtype=np.int64) for prompt in prompts]
         logits = []
         start = 0
@@ -241,14 +243,14 @@ class Decoder:
         self._draw(logits_GV.repeat_interleave(self.grid.members, 0))
 
     def pad(self, prompts: Prompts) -> None:
-        """Lay prompts out for `prefill_padded`, each in a row of the grid's length."""
+        """Copy prompts to the device for `prefill_padded`, each in a row of the grid's length."""
         ids_GP = np.zeros(self.ids_GP.shape, np.int64)
         for row, prompt in zip(ids_GP, prompts, strict=False):
             row[: len(prompt)] = prompt
         self.ids_GP.copy_(torch.from_numpy(ids_GP))
 
     def prefill_padded(self) -> None:
-        """Read the prompts that `pad` laid out, and draw the first tokens: the same work whatever they are."""
+        """Forward the padded prompts and draw the first tokens, by the same kernels for any prompts."""
         groups, length = self.grid.groups, self.grid.prompt
         if (groups, length) not in self._padded:
             row_N = torch.arange(groups * length)
@@ -261,7 +263,7 @@ class Decoder:
         self._draw(logits_GV.repeat_interleave(self.grid.members, 0))
 
     def prefill_branches(self, documents: Sequence[Sequence[int]], anchor_GM: Tensor, uniform_BN: Tensor) -> None:
-        """Fill the opened grid with documents, one at a time, and draw each member's first token behind its anchor."""
+        """Prefill the opened grid with documents, one at a time, and draw first tokens after the anchors."""
         self.anchor_GM1 = anchor_GM.to(self.device)[:, :, None]
         self.uniform_BN.copy_(uniform_BN)
         self.step_1.fill_(-1)
@@ -271,8 +273,8 @@ class Decoder:
         ]
         self._draw(torch.cat(logits))
 
-    def _prefill_chunk(self, prompts: list[Any], start: int, wanted: list[Any]) -> Tensor:
-        """Keys and values of some prompts into the grid; the logits at the wanted positions of each."""
+    def _prefill_chunk(self, prompts: list[Any], start: int, positions: list[Any]) -> Tensor:
+        """Store keys and values of some prompts in the grid; return the logits at the given positions of each."""
         forest = fold(prompts)
         longest = max(len(ids) for ids in prompts)
         index = np.zeros((len(prompts), longest), np.int64)
@@ -281,18 +283,18 @@ class Decoder:
         ids_N, position_N, end_N, index_GP = (
             torch.from_numpy(x).to(self.device) for x in (forest.ids_N, forest.position_N, forest.end_N, index)
         )
-        at = np.concatenate([path[places] for path, places in zip(forest.paths, wanted, strict=True)])
+        at = np.concatenate([path[places] for path, places in zip(forest.paths, positions, strict=True)])
         context = _Prefill(self, end_N, position_N, slice(start, start + len(prompts)), index_GP)
         return self._logits(ids_N[None], position_N[None], context, torch.from_numpy(at).to(self.device))
 
     def advance(self, width: int) -> None:
-        """One more token for every slot; `width` bounds the tokens a completion has."""
+        """Sample one more token for every slot; `width` is an upper bound of the tokens in a completion."""
         before_GM1 = self._before().expand(-1, self.grid.members, -1)
         position_B1 = (before_GM1 + self.step_1).reshape(-1, 1)
         self._draw(self._logits(self.token_B1, position_B1, _Step(self, width), None))
 
     def _draw(self, logits_BV: Tensor) -> None:
-        """Draw a token for every slot, note it, and go on to the next column."""
+        """Draw a token for every slot, and store it in the next column."""
         self.step_1.add_(1)
         uniform_B = self.uniform_BN.index_select(1, self.step_1)[:, 0]
         token_B, logp_B = self.draw(logits_BV, uniform_B, self.sampling, self.seen_BV)
@@ -302,36 +304,38 @@ class Decoder:
         if self.seen_BV is not None:
             self.seen_BV.scatter_(1, self.token_B1, True)
 
-    def _logits(self, ids_BN: Tensor, position_BN: Tensor, context: "Context | _Shapes", at: Tensor | None) -> Tensor:
-        """Logits at flat positions, or at all: the head's own forward and form, as the engine uses them."""
+    def _logits(
+        self, ids_BN: Tensor, position_BN: Tensor, context: "CallAttention | _Shapes", at: Tensor | None
+    ) -> Tensor:
+        """Return logits at flat positions, or at all, through the head's forward and the engine's logit transform."""
         inputs: dict[str, Any] = {
             "input_ids": ids_BN,
             "attention_mask": torch.ones_like(ids_BN),
             "position_ids": position_BN,
             "use_cache": False,
         }
-        form = self.base.__dict__["_logit_form"]
+        params = self.base.__dict__["_logit_transform"]
         with (
             tree_masks(),
             nullcontext(context) if isinstance(context, _Shapes) else attention_op(context) as inputs["tree"],
         ):
-            if form is None:
+            if params is None:
                 stock = self.base.__dict__["_stock_forward"]
-                fewer = "logits_to_keep" in inspect.signature(type(self.base).forward).parameters
-                kept = {"logits_to_keep": at} if fewer and at is not None else {}
-                found = stock(**inputs, **kept).logits.flatten(0, 1)
-                return found if fewer or at is None else found[at]
+                can_select = "logits_to_keep" in inspect.signature(type(self.base).forward).parameters
+                kept = {"logits_to_keep": at} if can_select and at is not None else {}
+                logits = stock(**inputs, **kept).logits.flatten(0, 1)
+                return logits if can_select or at is None else logits[at]
             hidden = body_of(self.base)(**inputs)[0].flatten(0, 1)
         head: Any = self.base.get_output_embeddings()
         projected = head(hidden if at is None else hidden[at])
-        return projected if form == LogitForm() else form(projected.float())
+        return projected if params == LogitTransform() else params(projected.float())
 
     def _before(self) -> Tensor:
-        """Tokens before each completion, [groups, members, 1], or for all members of a group at once."""
+        """Return the tokens before each completion, [groups, members, 1], or [groups, 1, 1] where they are equal."""
         return self.length_G1[:, None] if self.anchor_GM1 is None else self.anchor_GM1
 
     def bias(self, rule: Rule, width: int) -> Tensor:
-        """What to add to the scores of each group: 0 for the columns its newest tokens see, minus infinity else."""
+        """Return the additive mask of each group: 0 for columns that its newest tokens see, else minus infinity."""
         before = self._before()
         column_K = torch.arange(self.grid.prompt + width, device=self.device)
         new_K = column_K - self.grid.prompt
@@ -346,7 +350,7 @@ class Decoder:
         return torch.zeros(seen_GMK.shape, device=self.device).masked_fill_(~seen_GMK, -torch.inf)
 
     def keep(self, groups: Tensor, slots: Tensor) -> None:
-        """Shrink the grid to some of its groups, and for each of them to some slots, in the new order."""
+        """Shrink the grid to some groups and slots, in the new order."""
         old = self.grid
         caches, length, token, uniform, seen = (
             self.caches, self.length_G1, self.token_B1, self.uniform_BN, self.seen_BV

@@ -1,7 +1,7 @@
-"""Logits -> sampled tokens and their log-probs.
+"""Sample tokens from logits, with their log-probs.
 
-A token is drawn by inverting the cumulative distribution at a uniform number that the caller brings: nothing here
-holds random state, so that a CUDA graph can replay it, and a row's tokens depend on its own numbers alone.
+A token is drawn by inverting the cumulative distribution at a uniform number from the caller: nothing here holds random
+state, so that a CUDA graph can replay it, and a row's tokens depend only on the numbers of that row.
 """
 
 import math
@@ -18,14 +18,13 @@ _CHUNK = 128  # the vocabulary is searched in two levels: chunks of this many to
 def draw(
     logits_BV: Tensor, uniform_B: Tensor, sampling: Sampling, seen_BV: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Logits and numbers in [0, 1) in float64 -> tokens, and their log-probs at the temperature, in float32 inside.
+    """Return tokens and their log-probs at the temperature, from logits and float64 numbers in [0, 1).
 
     `seen_BV` marks the tokens that a repetition penalty applies to. Log-probs are those of the training forward:
     of the whole distribution, before any penalty or truncation. Temperature 0 takes the most likely token, and
-    reports log-probs at temperature 1.
+    returns log-probs at temperature 1.
     """
     logits_BV = logits_BV.float()
-    greedy = sampling.temperature == 0
     tempered_BV = _tempered(logits_BV, sampling.temperature)
     weight_BCK, top_B = _weights(tempered_BV)
     sum_BC = weight_BCK.sum(-1).double()
@@ -33,7 +32,7 @@ def draw(
     chosen_BV = tempered_BV
     if seen_BV is not None:
         chosen_BV = _tempered(penalised(logits_BV, seen_BV, sampling.repetition_penalty), sampling.temperature)
-    if greedy:
+    if sampling.temperature == 0:
         token_B = chosen_BV.argmax(-1)
     else:
         if truncates(sampling):
@@ -46,7 +45,7 @@ def draw(
 
 
 def inverted(weight_BCK: Tensor, sum_BC: Tensor, uniform_B: Tensor) -> Tensor:
-    """Weights in chunks, the chunks' sums, numbers in [0, 1) -> for each row the token its number falls on."""
+    """Return the token of each row at its number in [0, 1), from weights in chunks and the chunks' sums."""
     below_BC = sum_BC.cumsum(-1)
     target_B1 = below_BC[:, -1:] * uniform_B[:, None]
     chunk_B1 = (below_BC <= target_B1).sum(-1, keepdim=True).clamp_(max=sum_BC.shape[1] - 1)
@@ -58,17 +57,17 @@ def inverted(weight_BCK: Tensor, sum_BC: Tensor, uniform_B: Tensor) -> Tensor:
 
 
 def penalised(logits_BV: Tensor, seen_BV: Tensor, penalty: float) -> Tensor:
-    """Logits of seen tokens made less likely, as transformers defines it."""
+    """Apply the repetition penalty of transformers to the logits of seen tokens."""
     return torch.where(seen_BV, torch.where(logits_BV > 0, logits_BV / penalty, logits_BV * penalty), logits_BV)
 
 
 def truncates(sampling: Sampling) -> bool:
-    """Whether some tokens can never be drawn."""
+    """Return whether top-k, top-p or min-p exclude tokens."""
     return sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
 
 
 def truncated(logits_BV: Tensor, sampling: Sampling) -> Tensor:
-    """Logits with minus infinity at what top-k, then top-p, then min-p leave out; ties at a border stay."""
+    """Set the logits that top-k, then top-p, then min-p exclude to minus infinity; ties at the threshold stay."""
     width = logits_BV.shape[1]
     if sampling.top_k or sampling.top_p < 1:
         kept = min(sampling.top_k or width, width)
@@ -90,7 +89,7 @@ def _tempered(logits_BV: Tensor, temperature: float) -> Tensor:
 
 
 def _weights(logits_BV: Tensor) -> tuple[Tensor, Tensor]:
-    """exp(logit - largest) as [B, chunks, _CHUNK], filled up with zeros, and the largest logit of each row."""
+    """Return exp(logit - largest) as [B, chunks, _CHUNK], padded with zeros, and the largest logit of each row."""
     top_B1 = logits_BV.amax(-1, keepdim=True)
     weight_BV = (logits_BV - top_B1).exp_()
     missing = -weight_BV.shape[1] % _CHUNK

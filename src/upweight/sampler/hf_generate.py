@@ -1,4 +1,4 @@
-"""Sampling by transformers' own generate, for architectures whose state of a prompt cannot be shared."""
+"""Sampling by transformers' generate, for architectures whose prompt states cannot be shared."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +14,7 @@ from upweight.engine.packing import build_batch
 from upweight.sampler.collect import CompletionCollector, StopStrings
 from upweight.types import Prompts, Sample, Sampling, Unit
 
-_TOKENS = 1 << 16  # prompts and completions forwarded at a time
+_TOKENS = 1 << 16  # of prompts and completions that are forwarded at a time
 
 
 def hf_generate(
@@ -27,9 +27,9 @@ def hf_generate(
     seed: int,
     cached: bool = True,
 ) -> None:
-    """Sample the completions of each prompt into `rows`; log-probs are the engine's, without one `generate`'s.
+    """Sample the completions of each prompt into `rows`; log-probs are the engine's, or without one `generate`'s.
 
-    Prompts of one length are taken together: nothing is padded, which not every recurrent layer bears.
+    Prompts of one length are batched, because not every recurrent layer supports padding.
     """
     count = rows.count
     by_length: dict[int, list[int]] = {}
@@ -39,10 +39,10 @@ def hf_generate(
     devices = [base.device] if base.device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(seed)
-        for length, wanted in by_length.items():
+        for length, numbers in by_length.items():
             size = max(1, _TOKENS // (length + sampling.max_new_tokens))
-            for start in range(0, len(wanted), size):
-                part = np.asarray(wanted[start : start + size])
+            for start in range(0, len(numbers), size):
+                part = np.asarray(numbers[start : start + size])
                 ids_BN = torch.tensor([list(prompts[row // count]) for row in part], device=base.device)
                 out = _sampled(base, ids_BN, sampling, rows, cached=cached, logits=engine is None)
                 out_BN, temperature = out.sequences.cpu(), sampling.temperature or 1.0
@@ -56,10 +56,10 @@ def hf_generate(
 def _sampled(
     base: Any, ids_BN: Tensor, sampling: Sampling, rows: CompletionCollector, *, cached: bool, logits: bool
 ) -> Any:
-    """Prompts of one length -> `sequences`, prompts and completions, and the `logits` of each step where asked for."""
+    """Run `generate` on prompts of one length; return `sequences` with prompts, and `logits` of each step if set."""
     config = generation_config(sampling, rows.ends.tolist() or [base.config.get_text_config().vocab_size])
     config.use_cache, config.return_dict_in_generate, config.output_logits = cached, True, logits
-    # What a config leaves out is taken from the model's, be it a forced last token or a ban on repetition.
+    # Fields that are unset here would be read from the model's config, such as a forced last token.
     stock, base.generation_config = base.generation_config, config
     try:
         return base.generate(
@@ -73,13 +73,13 @@ def _sampled(
 
 
 def _logps_of(logits: Sequence[Tensor], ids_BN: Tensor, temperature: float) -> Tensor:
-    """The logits of each step -> log-probs of what was drawn, before any penalty or truncation."""
+    """Return log-probs of the sampled tokens from the logits of each step, before any penalty or truncation."""
     each = [(step_BV.float().cpu() / temperature).log_softmax(-1) for step_BV in logits]
     return torch.stack(each, 1).gather(2, ids_BN[:, :, None])[:, :, 0]
 
 
 def _logps(model: nn.Module, engine: Engine, ids_BN: Tensor, length: int, temperature: float) -> Tensor:
-    """Log-probs of everything after the first `length` tokens, by the training forward."""
+    """Return log-probs of all tokens after the first `length`, by the training forward."""
     scored = np.arange(ids_BN.shape[1]) >= length
     units = [Unit((Sample(ids=ids, scored=scored),)) for ids in ids_BN.numpy()]
     batch = build_batch(units, "padded").to(base_of(model).device)
@@ -89,7 +89,7 @@ def _logps(model: nn.Module, engine: Engine, ids_BN: Tensor, length: int, temper
 
 
 def generation_config(sampling: Sampling, ends: Any, padding: Any = 0) -> GenerationConfig:
-    """The settings of `generate`; each is set, since what is left out would be taken from the model's own."""
+    """Return the settings of `generate`; each is set, because unset ones would be read from the model's config."""
     greedy = sampling.temperature == 0
     shape = {} if greedy else {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
     return GenerationConfig(
@@ -113,5 +113,5 @@ class _AtStopString(StoppingCriteria):
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
         ids = input_ids[:, self._length :].tolist()
-        found = [self._stops.first(row, len(row) - 1) is not None for row in ids]
-        return torch.tensor(found, device=input_ids.device)
+        ended = [self._stops.first(row, len(row) - 1) is not None for row in ids]
+        return torch.tensor(ended, device=input_ids.device)

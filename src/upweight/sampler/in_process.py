@@ -1,5 +1,6 @@
-"""Sampling with the very weights that are being trained: no second copy, no service, no sync."""
+"""Sampling with the weights in training: no second copy, no server, no sync."""
 
+import functools
 import math
 from collections import deque
 from collections.abc import Callable, Collection
@@ -21,15 +22,15 @@ from upweight.sampler.collect import CompletionCollector, StopStrings, smaller_g
 from upweight.sampler.cuda_graphs import GraphSteps, PlainSteps
 from upweight.sampler.decode import Decoder, Grid
 from upweight.sampler.hf_generate import hf_generate
-from upweight.sampler.proof import Trial, Verdict, verdict, worst
+from upweight.sampler.proof import ProofResult, Trial, first_failure, prove_sampling
 from upweight.types import Completion, Done, Prompts, Sampling
 
 _PREFILL_TOKENS = 8192
 _CACHE_ON_CPU = 4 << 30
 
 
-class Way(StrEnum):
-    """How completions are sampled, the fastest first."""
+class Strategy(StrEnum):
+    """How completions are sampled, the fastest strategy first."""
 
     SHARED = "the sampler that shares prompts"
     CACHED = "transformers' generate"
@@ -39,8 +40,8 @@ class Way(StrEnum):
 class InProcess:
     """Completions from a model in this process, which may change between calls; see `types.Generator`.
 
-    Each prompt is read once for all its completions. On a GPU the steps are CUDA graphs, kept over calls. Before the
-    first call the way of sampling is proved on the model, see `prove`.
+    Each prompt is forwarded once for all its completions. On a GPU the steps are CUDA graphs, kept over calls. Before
+    the first call the sampling strategy is checked on the model, see `prove`.
     """
 
     def __init__(
@@ -55,10 +56,10 @@ class InProcess:
         prefill_tokens: int = _PREFILL_TOKENS,
         compile: bool = False,
     ) -> None:
-        """`model`: as trained, not wrapped, or a PeftModel. `end_ids`: instead of the tokenizer's and the model's.
+        """`model`: the unwrapped model, or a PeftModel. `end_ids`: instead of the tokenizer's and the model's.
 
-        `cache_bytes` bounds the keys and values kept at a time (more prompts are taken in turns); on a GPU half of
-        the free memory when left out. `compile` fuses the layers' kernels on a GPU, which takes some seconds at first.
+        `cache_bytes` limits the KV cache (more prompts are sampled in several waves); by default it is half of the
+        free memory on a GPU. `compile` fuses the layers' kernels on a GPU, which takes some seconds at first.
         """
         self._model, self._base = model, base_of(model)
         self._tokenizer = tokenizer
@@ -67,7 +68,7 @@ class InProcess:
         self._device = torch.device(device) if device is not None else self._base.device
         self._cache_bytes, self._prefill_tokens = cache_bytes, prefill_tokens
         self._version, self.compile = 0, compile
-        self._way, self._proved = Way.CACHED if self._engine.layout == "padded" else Way.SHARED, False
+        self._strategy, self._proved = Strategy.CACHED if self._engine.layout == "padded" else Strategy.SHARED, False
         self._decoder = Decoder(self._base, self._device)
         self._steps = GraphSteps(self._decoder, compile) if self._device.type == "cuda" else PlainSteps(self._decoder)
 
@@ -79,16 +80,16 @@ class InProcess:
         done: Done | None = None,
         heard: Callable[[int, list[int]], None] | None = None,
     ) -> list[list[Completion]]:
-        """`count` completions for each prompt, in the order of the prompts; `done` hears of each prompt as it ends.
+        """Return `count` completions for each prompt, in order; `done` is called for each prompt as it finishes.
 
-        `heard` gets tokens as they arrive, with the number of their completion: `prompt * count + member`.
+        `heard` is called with new tokens and the number of their completion: `prompt * count + member`.
         """
         self._check(prompts, count, sampling)
         if not prompts:
             return []
         self.prove(prompts, sampling)
-        given = sampling.seeds[0] if sampling.seeds else sampling.seed
-        seed = int(torch.randint(1 << 62, ())) if given is None else given
+        seed = sampling.seeds[0] if sampling.seeds else sampling.seed
+        seed = int(torch.randint(1 << 62, ())) if seed is None else seed
         rows = CompletionCollector(
             len(prompts),
             count,
@@ -97,63 +98,63 @@ class InProcess:
             stops=StopStrings(self._tokenizer, sampling.stop_strings),
             version=self._version,
             done=done,
-            heard=heard,
+            on_tokens=heard,
         )
         with torch.no_grad(), dropout_off(self._model):
-            self._draw(self._way, self._engine, prompts, rows, sampling=sampling, seed=seed)
+            self._draw(self._strategy, self._engine, prompts, rows, sampling=sampling, seed=seed)
         return [rows.completions(prompt) for prompt in range(len(prompts))]
 
     def prove(
         self,
         prompts: Prompts,
         sampling: Sampling,
-        gather: Callable[[Verdict], list[Verdict]] = lambda own: [own],
+        gather: Callable[[ProofResult], list[ProofResult]] = lambda result: [result],
     ) -> None:
-        """Before the first call: sample a little, and go on with the first way whose log-probs are the model's own.
+        """Before the first call, sample a few tokens and choose the first strategy with the model's log-probs.
 
-        `gather` gives every rank's verdict on every rank, where all of them call this alike.
+        `gather` returns the results of all ranks on every rank, where all ranks call this method.
         """
         if self._proved or not prompts:
             return
         name = type(self._base).__name__
         trial = Trial.of(prompts, sampling, self._positions())
-        ways = list(Way)[list(Way).index(self._way) :]
         failures: list[str] = []
-        for way in ways:
+        for strategy in list(Strategy)[list(Strategy).index(self._strategy) :]:
+            draw = functools.partial(self._draw_trial, strategy)
             with torch.no_grad(), dropout_off(self._model):
-                found = worst(gather(verdict(self._base, trial, lambda one, way=way: self._tried(way, one))))
-            if found.passed:
+                result = first_failure(gather(prove_sampling(self._base, trial, draw)))
+            if result.passed:
                 break
-            failures.append(f"{way} {found}")
+            failures.append(f"{strategy} {result}")
         else:
             raise UserError(
                 f"{name} cannot be sampled in this process: {'; '.join(failures)}. Sample with vLLM "
                 "(`trl.use_vllm: true`) where it knows the model, or train another one."
             )
-        self._way, self._proved = way, True
+        self._strategy, self._proved = strategy, True
         if failures:
-            warn_once(f"{name}: {'; '.join(failures)}. Completions are sampled by {way}, which is slower")
-        elif way != Way.SHARED:
+            warn_once(f"{name}: {'; '.join(failures)}. Completions are sampled by {strategy}, which is slower")
+        elif strategy != Strategy.SHARED:
             warn_once(
-                f"{name} cannot share the keys and values of prompts: completions are sampled by {way}, prompts of "
-                "one length at a time, which is slower"
+                f"{name} cannot share the keys and values of prompts: completions are sampled by {strategy}, "
+                "prompts of one length at a time, which is slower"
             )
 
     @property
     def shares_prompts(self) -> bool:
-        """Whether a prompt is read once for all its completions."""
-        return self._way == Way.SHARED
+        """Return whether a prompt is forwarded once for all its completions."""
+        return self._strategy == Strategy.SHARED
 
-    def _tried(self, way: Way, trial: Trial) -> list[list[Completion]]:
-        """Completions of a trial, none of them ended early, with log-probs of what drew them."""
+    def _draw_trial(self, strategy: Strategy, trial: Trial) -> list[list[Completion]]:
+        """Return completions of a trial, all of full length, with the log-probs of the strategy."""
         size = len(trial.prompts), trial.count, trial.sampling.max_new_tokens
         rows = CompletionCollector(*size, ends=(), stops=StopStrings(None, ()), version=0, done=None)
-        self._draw(way, None, trial.prompts, rows, sampling=trial.sampling, seed=0)
+        self._draw(strategy, None, trial.prompts, rows, sampling=trial.sampling, seed=0)
         return [rows.completions(prompt) for prompt in range(len(trial.prompts))]
 
     def _draw(
         self,
-        way: Way,
+        strategy: Strategy,
         engine: Engine | None,
         prompts: Prompts,
         rows: CompletionCollector,
@@ -161,9 +162,9 @@ class InProcess:
         sampling: Sampling,
         seed: int,
     ) -> None:
-        """Sample completions into `rows`; what `generate` samples has the log-probs of the engine where given one."""
-        if way != Way.SHARED:
-            cached = way == Way.CACHED
+        """Sample completions into `rows`; with an engine, the log-probs of what `generate` samples are the engine's."""
+        if strategy != Strategy.SHARED:
+            cached = strategy == Strategy.CACHED
             hf_generate(self._model, engine, prompts, rows, sampling=sampling, seed=seed, cached=cached)
             return
         uniform_SN = _uniform(len(prompts), rows.count, sampling, seed)
@@ -171,24 +172,24 @@ class InProcess:
             self._decode(prompts, wave, sampling, uniform_SN, rows)
 
     def sync(self, version: int) -> None:
-        """The weights are shared: note the version that what is sampled from now on belongs to."""
+        """Set the policy version of the following completions; the weights are shared and need no sync."""
         self._version = version
 
     def version(self) -> int:
-        """The policy version that the next request would be sampled from."""
+        """Return the policy version that the next request is sampled from."""
         return self._version
 
     def health(self) -> str | None:
-        """Nothing can be out of order that a call would not say."""
+        """Return None: a failure shows in the call itself."""
         return None
 
     def close(self) -> None:
-        """Free caches and graphs; the next call makes them anew."""
+        """Free caches and graphs; the next call creates them again."""
         self._steps.release()
         self._decoder.release()
 
     def _check(self, prompts: Prompts, count: int, sampling: Sampling) -> None:
-        """Refuse what cannot be sampled, with numbers."""
+        """Raise for requests that cannot be sampled."""
         if count < 1 or sampling.max_new_tokens < 1:
             raise UserError(f"nothing to sample: {count} completions of {sampling.max_new_tokens} tokens")
         if empty := [number for number, prompt in enumerate(prompts) if len(prompt) == 0]:
@@ -198,7 +199,7 @@ class InProcess:
         self.require_room(max((len(prompt) for prompt in prompts), default=0), sampling.max_new_tokens)
 
     def require_room(self, prompt: int, new: int) -> None:
-        """Raise where a prompt of so many tokens with so many new ones is longer than the model's positions."""
+        """Raise where a prompt of so many tokens with so many new ones exceeds the model's positions."""
         limit = self._positions()
         if limit and prompt + new > limit:
             raise UserError(
@@ -210,16 +211,16 @@ class InProcess:
         return getattr(self._base.config.get_text_config(), "max_position_embeddings", None) or None
 
     def _waves(self, prompts: Prompts, count: int, sampling: Sampling) -> list[list[int]]:
-        """Prompt numbers in turns that fit into the memory for keys and values."""
-        room = self._steps.rounded_room(sampling.max_new_tokens)
-        longest = self._steps.rounded_prompt(max(len(prompt) for prompt in prompts))
+        """Return prompt numbers in waves whose keys and values fit into memory."""
+        room = self._steps.rounded_length(sampling.max_new_tokens)
+        longest = self._steps.rounded_length(max(len(prompt) for prompt in prompts))
         tokens = longest + room * self._steps.rounded(count)
         most = max(1, self._memory() // (self._decoder.token_bytes() * tokens))
-        turns = math.ceil(len(prompts) / most)
-        return [wave.tolist() for wave in np.array_split(np.arange(len(prompts)), turns)]
+        waves = math.ceil(len(prompts) / most)
+        return [wave.tolist() for wave in np.array_split(np.arange(len(prompts)), waves)]
 
     def _memory(self) -> int:
-        """Bytes that keys and values may take."""
+        """Return the bytes that keys and values may take."""
         if self._cache_bytes is not None:
             return self._cache_bytes
         if self._device.type != "cuda":
@@ -240,19 +241,19 @@ class InProcess:
         steps, count = self._steps, len(uniform_SN) // len(prompts)
         chosen = [prompts[number] for number in wave]
         groups, members = steps.rounded(len(wave)), steps.rounded(count)
-        room = steps.rounded_room(sampling.max_new_tokens)
-        prompt_room = steps.rounded_prompt(max(len(prompt) for prompt in chosen))
+        room = steps.rounded_length(sampling.max_new_tokens)
+        prompt_room = steps.rounded_length(max(len(prompt) for prompt in chosen))
         slots: NDArray[np.int64] = np.full((groups, members), -1)
         slots[: len(wave), :count] = np.asarray(wave)[:, None] * count + np.arange(count)
         self._decoder.open(Grid(groups, members, prompt_room, room), sampling)
-        uniform_BN = uniform_SN[torch.from_numpy(slots.reshape(-1))]  # -1: the last row's, for slots nobody looks at
+        uniform_BN = uniform_SN[torch.from_numpy(slots.reshape(-1))]  # -1, of unused slots, reads the last row's
         steps.begin(chosen, uniform_BN, self._prefill_tokens)
         queue = deque([(0, steps.read(0, 1), slots)])
         sampled = 1
         while True:
             while len(queue) > (steps.lag if sampled < sampling.max_new_tokens else 0):
-                start, arrived, at = queue.popleft()
-                rows.take(start, *arrived(), at)
+                start, pending, at = queue.popleft()
+                rows.take(start, *pending(), at)
             if sampled == sampling.max_new_tokens or not rows.alive_S[slots[slots >= 0]].any():
                 return
             slots = self._shrunk(slots, rows)
@@ -263,7 +264,7 @@ class InProcess:
             sampled = stop
 
     def _shrunk(self, slots: NDArray[np.int64], rows: CompletionCollector) -> NDArray[np.int64]:
-        """Drop finished groups and members from the grid where that pays; the rows in its slots."""
+        """Drop finished groups and members from the grid where that pays; return the rows in its slots."""
         if slots.size <= self._steps.smallest:
             return slots
         smaller = smaller_grid(slots, rows.alive_S, self._steps.shrink_below, self._steps.rounded)
@@ -275,18 +276,18 @@ class InProcess:
 
 
 def _uniform(prompts: int, count: int, sampling: Sampling, seed: int) -> Tensor:
-    """Random numbers for each token of each completion."""
+    """Return random numbers for each token of each completion."""
     length = sampling.max_new_tokens
     if sampling.seeds is not None:
-        each = [torch.Generator().manual_seed(own) for own in sampling.seeds]
-        return torch.stack([torch.rand(length, generator=own, dtype=torch.float64) for own in each])
+        generators = [torch.Generator().manual_seed(number) for number in sampling.seeds]
+        return torch.stack([torch.rand(length, generator=each, dtype=torch.float64) for each in generators])
     generator = torch.Generator().manual_seed(seed)
     shape = (sampling.first + prompts, count, length)
     return torch.rand(shape, generator=generator, dtype=torch.float64)[sampling.first :].flatten(0, 1)
 
 
 def end_tokens(base: PreTrainedModel, tokenizer: Any) -> frozenset[int]:
-    """The ids that end a completion: the tokenizer's end token and those of the model's generation config."""
-    given = getattr(getattr(base, "generation_config", None), "eos_token_id", None)
-    found = [getattr(tokenizer, "eos_token_id", None), *(given if isinstance(given, list | tuple) else [given])]
-    return frozenset(int(token) for token in found if token is not None)
+    """Return the ids that end a completion: the tokenizer's end token and those of the model's generation config."""
+    eos = getattr(getattr(base, "generation_config", None), "eos_token_id", None)
+    tokens = [getattr(tokenizer, "eos_token_id", None), *(eos if isinstance(eos, list | tuple) else [eos])]
+    return frozenset(int(token) for token in tokens if token is not None)

@@ -1,4 +1,4 @@
-"""Proof on the real model: what a way of sampling says of the tokens it draws, against a plain forward of them."""
+"""Check sampling on the real model: log-probs of a few sampled tokens against those of a plain forward."""
 
 import inspect
 import itertools
@@ -14,18 +14,18 @@ from upweight.errors import UserError
 from upweight.types import Completion, Prompts, Sampling
 
 _PROMPTS, _COUNT, _TOKENS = 2, 2, 24
-_STRETCHED = 2048
-# Wider than for the training forward: one token at a time rounds otherwise, and a wrong cache is off by 0.1 and more.
+_LONGEST = 2048
+# Wider than for the training forward: one token at a time rounds differently, and a wrong cache is off by 0.1 and more.
 _LARGEST_IN_FLOAT32 = 1e-3
-# As in `engine/check.py`: another kernel in bfloat16 makes 0.06, a wrong one 0.3 and more.
+# As in `engine/check.py`: another kernel in bfloat16 differs by 0.06, a wrong one by 0.3 and more.
 _MEAN_IN_HALF_PRECISION = 0.15
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A few prompts that a way of sampling is tried on: some of a call, and one as long as a sequence of it may be.
+    """A few prompts to check a sampling strategy on: some of a call, and one as long as its sequences may become.
 
-    Where a model does something else from some position on, only the long one shows it.
+    Where a model computes differently from some position on, only the long prompt shows it.
     """
 
     prompts: list[list[int]]
@@ -34,20 +34,20 @@ class Trial:
 
     @staticmethod
     def of(prompts: Prompts, sampling: Sampling, limit: int | None) -> "Trial":
-        """`limit`: the positions of the model."""
+        """Build a trial from the prompts of a call; `limit`: the positions of the model."""
         new = _TOKENS if limit is None else max(1, min(_TOKENS, limit - 1))
         most = None if limit is None else max(1, limit - new)
         longest = max(len(prompt) for prompt in prompts)
-        length = max(longest, min(longest + sampling.max_new_tokens - new, _STRETCHED))
-        stretched = list(itertools.islice(itertools.cycle(itertools.chain.from_iterable(prompts)), length))
-        chosen = [list(prompt)[:most] for prompt in [*prompts[:_PROMPTS], stretched]]
+        length = max(longest, min(longest + sampling.max_new_tokens - new, _LONGEST))
+        long_prompt = list(itertools.islice(itertools.cycle(itertools.chain.from_iterable(prompts)), length))
+        chosen = [list(prompt)[:most] for prompt in [*prompts[:_PROMPTS], long_prompt]]
         plain = replace(sampling, max_new_tokens=new, stop_ids=(), stop_strings=(), seed=0, seeds=None, first=0)
         return Trial(chosen, plain)
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """How far a way of sampling lies from plain forwards, and how far it may; `error`: why it does not run at all."""
+class ProofResult:
+    """The difference of a sampling strategy from plain forwards, and its limit; `error`: why it does not run at all."""
 
     difference: float
     limit: float
@@ -63,43 +63,42 @@ class Verdict:
         return f"gives log-probs that differ by {self.difference:.3g} (limit {self.limit:g}) from a plain forward's"
 
 
-def verdict(base: PreTrainedModel, trial: Trial, draw: Callable[[Trial], list[list[Completion]]]) -> Verdict:
-    """Try a way of sampling. The worst prompt counts, so that what only the long one shows is not averaged away."""
+def prove_sampling(base: PreTrainedModel, trial: Trial, draw: Callable[[Trial], list[list[Completion]]]) -> ProofResult:
+    """Check a sampling strategy by its worst prompt, so that an error on the long prompt only is not averaged away."""
     exact = _is_exact(base)
     limit = _LARGEST_IN_FLOAT32 if exact else _MEAN_IN_HALF_PRECISION
     try:
-        drawn = draw(trial)
         differences = [
-            (torch.tensor([one.logps for one in group]) - _plain_logps(base, prompt, group, trial)).abs()
-            for prompt, group in zip(trial.prompts, drawn, strict=True)
+            (torch.tensor([completion.logps for completion in group]) - _plain_logps(base, prompt, group, trial)).abs()
+            for prompt, group in zip(trial.prompts, draw(trial), strict=True)
         ]
     except (UserError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # whatever foreign model code raises
         first = str(error).strip().partition("\n")[0]
-        return Verdict(float("inf"), limit, f"{type(error).__name__}: {first}")
+        return ProofResult(float("inf"), limit, f"{type(error).__name__}: {first}")
     each = torch.stack([x.max() if exact else x.mean() for x in differences])
-    return Verdict(float(each.max()), limit)
+    return ProofResult(float(each.max()), limit)
 
 
-def worst(verdicts: list[Verdict]) -> Verdict:
-    """Of all ranks, so that they decide alike."""
-    return next((one for one in verdicts if not one.passed), verdicts[0])
+def first_failure(results: list[ProofResult]) -> ProofResult:
+    """Return the first failed result of all ranks, or a passed one, so that all ranks choose the same strategy."""
+    return next((result for result in results if not result.passed), results[0])
 
 
 def _plain_logps(base: PreTrainedModel, prompt: list[int], group: list[Completion], trial: Trial) -> Tensor:
-    """Log-probs of completions of one length by the model's own forward, without a cache or padding."""
-    ids_BN = torch.tensor([prompt + one.ids for one in group], device=base.device)
+    """Return log-probs of completions of one length by the model's own forward, without a cache or padding."""
+    ids_BN = torch.tensor([prompt + completion.ids for completion in group], device=base.device)
     new = len(group[0].ids)
-    fewer = "logits_to_keep" in inspect.signature(type(base).forward).parameters
-    kept: dict[str, Any] = {"logits_to_keep": new + 1} if fewer else {}
+    can_select = "logits_to_keep" in inspect.signature(type(base).forward).parameters
+    kept: dict[str, Any] = {"logits_to_keep": new + 1} if can_select else {}
     logits_BKV = base(input_ids=ids_BN, attention_mask=torch.ones_like(ids_BN), use_cache=False, **kept).logits
     logps_BKV = (logits_BKV[:, -new - 1 : -1].float() / (trial.sampling.temperature or 1.0)).log_softmax(-1)
     return logps_BKV.gather(2, ids_BN[:, -new:, None])[:, :, 0].cpu()
 
 
 def _is_exact(base: PreTrainedModel) -> bool:
-    """Whether nothing is rounded but to float32: weights may have copies in another dtype that forwards read."""
+    """Return whether forwards compute in float32: they may read copies of the weights in another dtype."""
     embeddings: Any = base.get_input_embeddings()
     dtype = embeddings(torch.zeros(1, 1, dtype=torch.long, device=base.device)).dtype
     return dtype in (torch.float32, torch.float64) and all(p.dtype != torch.int8 for p in base.parameters())

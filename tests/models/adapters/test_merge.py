@@ -102,7 +102,7 @@ def test_merged_folder_is_whole_and_in_the_dtype_of_the_base(tmp_path):
     assert (tmp_path / "merged" / "tokenizer_config.json").is_file()
     assert not list(tmp_path.glob("*.partial"))
     assert 0 < difference(what, tmp_path / "merged") < 0.5
-    with pytest.raises(UserError, match="there already"):
+    with pytest.raises(UserError, match="exists already"):
         merge_adapter(what, tmp_path / "merged")
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tiny_models import tiny
 from upweight.models.kernels.fused_layers import fuse_layers
-from upweight.models.kernels.fused_projections import join_siblings, side_by_side
+from upweight.models.kernels.fused_projections import concatenated_outputs, fuse_projections
 from upweight.models.patches import add_adapters_in_place
 
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -35,7 +35,7 @@ def close(found: Tensor, right: Tensor) -> None:
 
 def test_on_a_cpu_layers_stay_alone():
     model = tiny("qwen2")
-    join_siblings(model)
+    fuse_projections(model)
     assert not any("forward" in vars(module) for module in model.modules())
 
 
@@ -46,11 +46,11 @@ def test_query_key_and_value_together(targets: list[str]):
     x = torch.randn(6, 1, layers[0].in_features, device="cuda", dtype=torch.bfloat16)
     with torch.no_grad():
         right = torch.cat([layer(x) for layer in layers], -1)
-        found = side_by_side(x, layers)
+        found = concatenated_outputs(x, layers)
         assert found is not None
         torch.testing.assert_close(found, right, atol=2e-2, rtol=2e-2)
-        assert side_by_side(x.expand(-1, 100, -1), layers) is None  # not few
-    assert side_by_side(x, layers) is None  # gradients
+        assert concatenated_outputs(x.expand(-1, 100, -1), layers) is None  # not few
+    assert concatenated_outputs(x, layers) is None  # gradients
 
 
 @pytest.mark.gpu
@@ -62,7 +62,7 @@ def test_compiled_layers_are_the_same(targets: list[str], rows: int):
     with torch.no_grad():
         right = model(ids, use_cache=False).logits
         fuse_layers(model)
-        assert any("_siblings" in vars(module) for module in model.modules())
+        assert any("_fused" in vars(module) for module in model.modules())
         close(model(ids, use_cache=False).logits, right)
         layers = [module for module in model.modules() if type(module).__name__.endswith("DecoderLayer")]
         forward = torch.compile(type(layers[0]).forward)

@@ -23,7 +23,7 @@ from upweight.config import load_config
 from upweight.config.zero import ready_configs
 from upweight.errors import UserError
 from upweight.methods import GRPO
-from upweight.models.shards import gathered_weights, is_piece, lies_in_pieces
+from upweight.models.shards import gathered_weights, is_sharded, lies_in_pieces
 from upweight.train.distributed.deepspeed import fit_to_ranks, require_deepspeed, zero_config
 from upweight.train.distributed.ranks import join_ranks
 from upweight.train.run import build, train
@@ -145,9 +145,9 @@ def run_loaded_in_pieces(file, log, quantised):
     trainer = build(load_config(file), trains=True)
     model = trainer.accelerator.unwrap_model(trainer.model)
     base = [weight for name, weight in model.named_parameters() if "lora" not in name]
-    assert all(is_piece(weight) and not weight.numel() for weight in base) != quantised  # before DeepSpeed has it
+    assert all(is_sharded(weight) and not weight.numel() for weight in base) != quantised  # before DeepSpeed has it
     trainer.train()
-    assert all(map(is_piece, base))
+    assert all(map(is_sharded, base))
     if trainer.is_world_process_zero():
         torch.save(trainer.state.log_history, log)
 

@@ -1,1 +1,1 @@
-"""Attention in which a token sees its ancestors in a prefix tree and nothing else."""
+"""Attention in which a token sees only its ancestors in a prefix tree."""

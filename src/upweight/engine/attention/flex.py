@@ -1,4 +1,4 @@
-"""Tree attention on a GPU: FlexAttention with a block mask read off the block-wise extremes of `end` and positions."""
+"""Tree attention on a GPU: FlexAttention with a block mask from the block-wise extremes of `end` and positions."""
 
 import functools
 from collections.abc import Callable
@@ -11,12 +11,14 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 from upweight.engine.attention.rules import Rule
 
 BLOCK = 128
-_FORMS = 64  # layer rules times modes times the two below, each compiled once
+_MOST_COMPILED = 64  # layer rules times modes times the options below, each compiled once
 
 
 def block_tables(end_N: Tensor, position_N: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
-    """Which (query block, key block) pairs hold something visible that must be masked token by token, and which are
-    visible throughout; two [blocks, blocks] tables of booleans that exclude each other."""
+    """Return two [blocks, blocks] tables of booleans by query block and key block: partly visible, fully visible.
+
+    Partly visible blocks are masked token by token; no block is in both tables.
+    """
     length = len(end_N)
     blocks = -(-length // BLOCK)
     if length % BLOCK:  # the tail sees itself only
@@ -39,28 +41,28 @@ def block_tables(end_N: Tensor, position_N: Tensor, rule: Rule) -> tuple[Tensor,
 
 
 def tree_block_mask(end_N: Tensor, position_N: Tensor, rule: Rule) -> BlockMask:
-    """The block mask of a row of trees, without work of the order of the row squared."""
+    """Return the block mask of a row of trees, without work quadratic in the row's length."""
     # narrow integers: the kernel gathers them for every masked pair
     end_N, position_N = end_N.to(torch.int32), position_N.to(torch.int32)
     partial, full = block_tables(end_N, position_N, rule)
     return BlockMask.from_kv_blocks(
-        *_ordered(partial),
-        *_ordered(full),
+        *_counts_and_columns(partial),
+        *_counts_and_columns(full),
         BLOCK_SIZE=BLOCK,
         mask_mod=_visibility(end_N, position_N, rule),
         seq_lengths=(len(end_N), len(end_N)),
     )
 
 
-def _ordered(table: Tensor) -> tuple[Tensor, Tensor]:
-    """A table of booleans as counts and column numbers, as FlexAttention wants them."""
+def _counts_and_columns(table: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a table of booleans as counts and column numbers, the format of FlexAttention."""
     counts = table.sum(1, dtype=torch.int32)
     columns = table.int().argsort(dim=1, descending=True, stable=True).to(torch.int32)
     return counts[None, None], columns[None, None].contiguous()
 
 
 def _visibility(end_N: Tensor, position_N: Tensor, rule: Rule) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """The token-by-token test of a rule."""
+    """Return the token-by-token mask function of a rule."""
     # Sizes as tensors: a number that differs between two rules would make the compiler take it for a variable shape.
     window, chunk = (None if size is None else end_N.new_full((), size) for size in (rule.window, rule.chunk))
 
@@ -90,7 +92,7 @@ def flex_tree_attention(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Attention of a row of trees on a GPU; query [1, heads, N, width], key and value with as many or fewer heads."""
+    """Attend over a row of trees on a GPU; query [1, heads, N, width], key and value with as many or fewer heads."""
     options: dict[str, Any] = {"block_mask": mask, "scale": scaling, "enable_gqa": query.shape[1] != key.shape[1]}
     if query.shape[2] % BLOCK == 0:  # the compiler cannot know it of a length that varies, and checks bounds
         options["kernel_options"] = {"IS_DIVISIBLE": True}
@@ -106,7 +108,7 @@ def flex_tree_attention(
 
 @functools.cache
 def _capped(softcap: float) -> Callable[..., Tensor]:
-    """The score function of one soft cap; cached, since a new function would be compiled anew."""
+    """Return the score function of a soft cap; cached, because a new function would be compiled again."""
 
     def cap(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return torch.tanh(score / softcap) * softcap
@@ -116,11 +118,11 @@ def _capped(softcap: float) -> Callable[..., Tensor]:
 
 @functools.cache
 def compiled_flex_attention() -> Callable[..., Any]:
-    """FlexAttention compiled for the first row length, and at the second one for all.
+    """Return FlexAttention compiled for the first row length, and from the second one on for all lengths.
 
-    `fullgraph` makes it an error, not a crawl, to run out of compiled forms.
+    With `fullgraph`, exceeding the recompile limit is an error and not a silent fall back to eager.
     """
     limits: Any = torch._dynamo.config
-    limits.recompile_limit = max(limits.recompile_limit, _FORMS)
+    limits.recompile_limit = max(limits.recompile_limit, _MOST_COMPILED)
     limits.specialize_float = True  # a scale or cap that differs between two models cannot be a variable of the kernel
     return torch.compile(flex_attention, fullgraph=True)

@@ -1,8 +1,8 @@
-"""Tree attention behind transformers' own attention and mask interfaces.
+"""Tree attention behind transformers' attention and mask interfaces.
 
-A layer's rule travels as its attention mask, and the tree with it (in sampling as a forward argument, `tree=`), so that
-recomputation under gradient checkpointing sees exactly what the forward saw. Outside `tree_masks()` both functions do
-what the model's stock implementation does, so that `generate` and `evaluate` need no switch.
+A layer's rule and tree are passed as its attention mask (in sampling the tree is the forward argument `tree=`), so that
+recomputation under gradient checkpointing sees exactly what the forward saw. Outside `tree_masks()` both functions call
+the model's stock implementation, so that `generate` and `evaluate` need no switch.
 """
 
 import contextlib
@@ -31,8 +31,8 @@ _stock_names: list[str] = []
 
 
 @dataclass(frozen=True, eq=False)
-class Scores:
-    """How a layer attends: what it may see, the scale and soft cap of its scores, each head's logit for nothing."""
+class AttentionParams:
+    """How a layer attends: its rule, the scale and soft cap of its scores, and the sink logit of each head."""
 
     rule: Rule
     scaling: float
@@ -40,27 +40,24 @@ class Scores:
     sinks: Tensor | None = None
 
 
-class Attends(Protocol):
-    """What travels through a tree forward: attends for a layer, whose module tells layers apart."""
+class LayerAttention(Protocol):
+    """Computes the attention of every layer in a tree forward; `module` identifies the layer."""
 
-    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, form: Scores) -> Tensor:
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Tensor:
         """Query [B, heads, N, width], key and value with as many or fewer heads -> [B, heads, N, width]."""
         ...
 
 
 @dataclass(frozen=True, eq=False)
 class TreeRule:
-    """What a layer gets for a mask: its rule, and what attends by it."""
+    """The attention mask of a layer in a tree forward: its rule, and the tree that attends by it."""
 
     rule: Rule
     tree: "Tree"
 
 
-_masks: ContextVar[Callable[[Rule], Rule | TreeRule] | None] = ContextVar("tree_masks", default=None)
-
-
 class Tree:
-    """The trees of one row; for each rule the plan is made once and kept as long as the forward can be recomputed."""
+    """The trees of one row; the plan of each rule is built once and kept as long as the forward can be recomputed."""
 
     def __init__(self, end_BN: Tensor, position_BN: Tensor) -> None:
         assert end_BN.shape[0] == 1, "trees are packed into one row"
@@ -68,50 +65,58 @@ class Tree:
         self._plans: dict[Rule, SegmentPlan | BlockMask] = {}
 
     def plan(self, rule: Rule) -> SegmentPlan | BlockMask:
-        """How to attend under `rule`: a block mask on a GPU, segments elsewhere and for short rows."""
+        """Return how to attend under `rule`: a block mask on a GPU, segments elsewhere and for short rows."""
         if rule not in self._plans:
             on_gpu = self.end_N.is_cuda and len(self.end_N) >= BLOCK
-            make = tree_block_mask if on_gpu else SegmentPlan.of
-            self._plans[rule] = make(self.end_N, self.position_N, rule)
+            build = tree_block_mask if on_gpu else SegmentPlan.of
+            self._plans[rule] = build(self.end_N, self.position_N, rule)
         return self._plans[rule]
 
-    def own(self, values_XN: Tensor) -> Tensor:
-        """What this process forwards of a row's values: all of them."""
+    def local(self, values_XN: Tensor) -> Tensor:
+        """Return the part of a row's values that this rank forwards: all of them."""
         return values_XN
 
-    def at_positions(self, module: Any, query: Tensor) -> Tensor:
-        """Queries as they are at their positions, where a layer (of Llama 4) scales them by their places in the row."""
+    def rescaled(self, module: Any, query: Tensor) -> Tensor:
+        """Correct the queries of layers (of Llama 4) that scale them by their index in the row, not their position."""
         if not getattr(module, "attn_temperature_tuning", False) or getattr(module, "use_rope", False):
             return query
-        position_N = self.own(self.position_N)
-        meant, made = (
+        position_N = self.local(self.position_N)
+        by_position, by_index = (
             torch.log1p(torch.floor((at_N + 1.0) / module.floor_scale)) * module.attn_scale + 1.0
             for at_N in (position_N, torch.arange(len(position_N), device=position_N.device))
         )
-        return (query * (meant / made)[:, None]).to(query.dtype)
+        return (query * (by_position / by_index)[:, None]).to(query.dtype)
 
-    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, form: Scores) -> Tensor:
-        """Attention of one layer over the row."""
-        plan = self.plan(form.rule)
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Tensor:
+        """Compute the attention of one layer over the row."""
+        plan = self.plan(params.rule)
         attend: Callable[..., Tensor] = flex_tree_attention if isinstance(plan, BlockMask) else segment_attention
-        return attend(query, key, value, plan, scaling=form.scaling, softcap=form.softcap, sinks=form.sinks)
+        return attend(query, key, value, plan, scaling=params.scaling, softcap=params.softcap, sinks=params.sinks)
+
+
+_trees: ContextVar[tuple[Tree | None] | None] = ContextVar("trees", default=None)
 
 
 @contextlib.contextmanager
 def tree_masks(tree: Tree | None = None) -> Iterator[None]:
-    """Inside, the mask function answers with rules; masks are made outside the layers that get recomputed.
+    """Let the mask function return rules inside; masks are built outside the layers that get recomputed.
 
-    `tree` goes with the rules; without it the forward has to be given one as `tree=`.
+    `tree` is passed with the rules; without it, the forward needs the argument `tree=`.
     """
-    token = _masks.set((lambda rule: rule) if tree is None else lambda rule: TreeRule(rule, tree))
+    token = _trees.set((tree,))
     try:
         yield
     finally:
-        _masks.reset(token)
+        _trees.reset(token)
+
+
+def current_tree() -> Tree | None:
+    """Return the tree of the forward that runs now, if any."""
+    return (_trees.get() or (None,))[0]
 
 
 def register(stock: str) -> str:
-    """Register tree attention over a stock implementation; returns the name to give to `set_attn_implementation`."""
+    """Register tree attention over a stock implementation and return its name for `set_attn_implementation`."""
     if stock in _stock_names:
         return _name(_stock_names.index(stock))
     _stock_names.append(stock)
@@ -122,14 +127,14 @@ def register(stock: str) -> str:
 
 
 def use_tree_attention(base: PreTrainedModel) -> None:
-    """See to it that a model attends through these functions, whatever was set since."""
+    """Make a model attend through these functions, whatever implementation was set since."""
     current = base.config.get_text_config()._attn_implementation or "eager"
     if current != (name := register(stock_of(current))):
         base.set_attn_implementation(name)
 
 
 def stock_of(name: str) -> str:
-    """The stock implementation behind a registered name; any other name is its own."""
+    """Return the stock implementation behind a registered name; any other name is returned as it is."""
     return next((stock for number, stock in enumerate(_stock_names) if _name(number) == name), name)
 
 
@@ -139,23 +144,23 @@ def _name(number: int) -> str:
 
 
 def _mask(*args: Any, stock: str, local_size: int | None = None, config: Any = None, **kwargs: Any) -> Any:
-    """A layer type's rule inside a tree forward, else what the stock mask function makes."""
-    bound = _masks.get()
-    if bound is None:
-        given = {} if local_size is None else {"local_size": local_size}
-        make = ALL_MASK_ATTENTION_FUNCTIONS[stock]
-        return make(*args, config=config, **given, **kwargs)
+    """Return a layer type's rule inside a tree forward, else the mask of the stock function."""
+    if _trees.get() is None:
+        local = {} if local_size is None else {"local_size": local_size}
+        return ALL_MASK_ATTENTION_FUNCTIONS[stock](*args, config=config, **local, **kwargs)
     rule = Rule()
     if local_size is not None:
         chunked = getattr(config, "attention_chunk_size", None) == local_size
         rule = Rule(chunk=local_size) if chunked else Rule(window=local_size)
-    mask, sees = bound(rule), kwargs.get("mask_function")
-    if isinstance(mask, TreeRule) and sees is not None and bool(sees(0, 0, torch.tensor(0), torch.tensor(1))):
+    if (tree := current_tree()) is None:
+        return rule
+    sees = kwargs.get("mask_function")
+    if sees is not None and bool(sees(0, 0, torch.tensor(0), torch.tensor(1))):
         raise UserError(
             "the model's attention is not causal: tokens see what follows them. A language model has to be a causal "
             'one; for a classifier of tokens set `layout: padded` (`layout="padded"` in scripts).'
         )
-    return mask
+    return TreeRule(rule, tree)
 
 
 def _attention(
@@ -167,27 +172,26 @@ def _attention(
     *,
     stock: str,
     scaling: float | None = None,
-    tree: Attends | None = None,
+    tree: LayerAttention | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention of one layer, [B, heads, N, width] in and [B, N, heads, width] out; stock where there is no rule."""
+    """Attend in one layer, [B, heads, N, width] in and [B, N, heads, width] out; stock where the mask is no rule."""
     if isinstance(attention_mask, TreeRule):
         attention_mask, tree = attention_mask.rule, attention_mask.tree
-        query = tree.at_positions(module, query)
+        query = tree.rescaled(module, query)
     if not isinstance(attention_mask, Rule):
-        given = {} if scaling is None else {"scaling": scaling}
-        return _stock_attention(stock, module)(module, query, key, value, attention_mask, **given, **kwargs)
-    assert tree is not None, f"{type(module).__name__} was not handed the tree: its model drops forward arguments"
+        scale_argument = {} if scaling is None else {"scaling": scaling}
+        return _stock_attention(stock, module)(module, query, key, value, attention_mask, **scale_argument, **kwargs)
+    assert tree is not None, f"{type(module).__name__} did not receive the tree: its model drops forward arguments"
     scale = float(query.shape[-1] ** -0.5 if scaling is None else scaling)
-    form = Scores(attention_mask, scale, kwargs.get("softcap"), kwargs.get("s_aux"))
-    out = tree.attend(module, query, key, value, form)
+    params = AttentionParams(attention_mask, scale, kwargs.get("softcap"), kwargs.get("s_aux"))
+    out = tree.attend(module, query, key, value, params)
     return out.transpose(1, 2).contiguous(), None
 
 
 def _stock_attention(stock: str, module: nn.Module) -> Callable[..., Any]:
-    """The function of a stock implementation; `eager` is written anew in every modeling file."""
+    """Return the function of a stock implementation; every modeling file defines an `eager` one."""
+    if stock != "eager":
+        return ALL_ATTENTION_FUNCTIONS[stock]
     files = (sys.modules[cls.__module__] for cls in type(module).__mro__)
-    eager = next((f.eager_attention_forward for f in files if hasattr(f, "eager_attention_forward")), None)
-    found = eager if stock == "eager" else ALL_ATTENTION_FUNCTIONS[stock]
-    assert found is not None, f"{type(module).__name__} has no {stock} attention"
-    return found
+    return next(file.eager_attention_forward for file in files if hasattr(file, "eager_attention_forward"))

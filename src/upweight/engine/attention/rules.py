@@ -1,11 +1,11 @@
-"""What a layer type adds to the ancestor test: nothing, a sliding window, or chunks."""
+"""The local attention of a layer type: none, a sliding window, or chunks."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Rule:
-    """`window`: a token sees the last so many positions; `chunk`: only positions of its own chunk of that size."""
+    """`window`: a token sees the last so many positions; `chunk`: it sees positions of the same chunk of that size."""
 
     window: int | None = None
     chunk: int | None = None

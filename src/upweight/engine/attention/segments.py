@@ -12,12 +12,12 @@ from torch import Tensor
 
 from upweight.engine.attention.rules import Rule
 
-_LONGEST_WINDOWED_PIECE = 256  # cutting finer than the window saves nothing, cutting coarser computes masked scores
+_LONGEST_WINDOWED_SEGMENT = 256  # shorter than the window saves nothing, longer computes masked scores
 
 
 @dataclass(eq=False)
 class Call:
-    """Segments of one shape, attended to in one call; `keys` lists, for each, the segments it sees, itself last."""
+    """Segments of one shape that attend in one call; `keys` lists for each the segments it sees, itself last."""
 
     segments: list[int]
     keys: list[list[int]]
@@ -25,7 +25,7 @@ class Call:
     _bias: dict[tuple[int, torch.dtype, torch.device], Tensor] = field(default_factory=dict)
 
     def bias(self, repeat: int, like: Tensor) -> Tensor:
-        """The mask as numbers to add to the scores, repeated for the query heads that share a key head."""
+        """Return the mask as an additive bias, repeated for the query heads that share a key head."""
         assert self.visible_QK is not None
         key = (repeat, like.dtype, like.device)
         if key not in self._bias:
@@ -37,37 +37,37 @@ class Call:
 
 @dataclass(frozen=True, eq=False)
 class SegmentPlan:
-    """How one row is cut, and the calls that cover it."""
+    """The sizes of a row's segments, and the attention calls that cover them."""
 
     sizes: list[int]
     calls: list[Call]
 
     @staticmethod
     def of(end_N: Tensor, position_N: Tensor, rule: Rule) -> "SegmentPlan":
-        """The plan for a row; positions rise by one along every path."""
+        """Build the plan of a row; positions rise by one along every path."""
         starts, sizes, ancestors = _segments(end_N.cpu().numpy(), rule)
         position = position_N.cpu().numpy()
-        alike: dict[tuple[int, int, int], list[tuple[int, list[int]]]] = {}
+        by_shape: dict[tuple[int, int, int], list[tuple[int, list[int]]]] = {}
         for number, (start, size) in enumerate(zip(starts, sizes, strict=True)):
             first = int(position[start])
             keys = _within_reach(ancestors[number], sizes, rule, first)
             width = size + sum(sizes[k] for k in keys)
             offset = first % rule.chunk if rule.chunk else 0
-            alike.setdefault((size, width, offset), []).append((number, [*keys, number]))
+            by_shape.setdefault((size, width, offset), []).append((number, [*keys, number]))
         calls = [
             Call([n for n, _ in members], [keys for _, keys in members], _visible(size, width, offset, rule))
-            for (size, width, offset), members in alike.items()
+            for (size, width, offset), members in by_shape.items()
         ]
         return SegmentPlan(sizes, calls)
 
 
 def _segments(end_N: NDArray[np.int64], rule: Rule) -> tuple[list[int], list[int], list[list[int]]]:
-    """Starts, sizes and ancestors (root first) of the unbranched segments, cut finer where a rule limits the view."""
+    """Return starts, sizes and ancestors (root first) of unbranched segments, cut shorter for windows and chunks."""
     cuts = [0, *(np.flatnonzero(np.diff(end_N)) + 1).tolist(), len(end_N)]
     limit = rule.window or rule.chunk
     if limit is not None:
-        piece = max(limit, _LONGEST_WINDOWED_PIECE)
-        cuts = [at for a, b in pairwise(cuts) for at in range(a, b, piece)] + [len(end_N)]
+        longest = max(limit, _LONGEST_WINDOWED_SEGMENT)
+        cuts = [at for a, b in pairwise(cuts) for at in range(a, b, longest)] + [len(end_N)]
     starts = cuts[:-1]
     ancestors: list[list[int]] = []
     path: list[int] = []
@@ -80,7 +80,7 @@ def _segments(end_N: NDArray[np.int64], rule: Rule) -> tuple[list[int], list[int
 
 
 def _within_reach(ancestors: Sequence[int], sizes: Sequence[int], rule: Rule, first_position: int) -> list[int]:
-    """The ancestors that some token of a segment beginning at `first_position` can still see."""
+    """Return the ancestors that some token of a segment beginning at `first_position` can still see."""
     if rule.window is not None:
         reach = rule.window - 1
     elif rule.chunk is not None:
@@ -97,7 +97,7 @@ def _within_reach(ancestors: Sequence[int], sizes: Sequence[int], rule: Rule, fi
 
 
 def _visible(size: int, width: int, offset: int, rule: Rule) -> Tensor | None:
-    """Which of the `width` last keys of a path its last `size` tokens see; None where that is plain causality."""
+    """Return which of the `width` last keys of a path its last `size` tokens see; None for a plain causal mask."""
     limited = (rule.window is not None and rule.window < width) or rule.chunk is not None
     if size == width and not limited:
         return None
@@ -121,32 +121,29 @@ def segment_attention(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Attention of a row of trees; query [1, heads, N, width], key and value with as many or fewer heads."""
+    """Attend over a row of trees; query [1, heads, N, width], key and value with as many or fewer heads."""
     # One split for each of q, k, v: its backward is one concatenation, where slices would each write a whole row.
     queries, keys, values = (x.split(plan.sizes, 2) for x in (query, key, value))
     out: list[Tensor] = [query] * len(plan.sizes)
     for call in plan.calls:
-        q = _stacked([queries[s] for s in call.segments])
-        k = _stacked([_joined([keys[i] for i in seen]) for seen in call.keys])
-        v = _stacked([_joined([values[i] for i in seen]) for seen in call.keys])
+        q = _concatenated([queries[s] for s in call.segments], 0)
+        k, v = (
+            _concatenated([_concatenated([x[i] for i in seen], 2) for seen in call.keys], 0) for x in (keys, values)
+        )
         attended = _attend(q, k, v, call, scaling=scaling, softcap=softcap, sinks=sinks)
         for segment, part in zip(call.segments, attended.split(1, 0), strict=True):
             out[segment] = part
     return torch.cat(out, 2)
 
 
-def _stacked(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts, 0)
-
-
-def _joined(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+def _concatenated(parts: list[Tensor], dim: int) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, call: Call, *, scaling: float, softcap: float | None, sinks: Tensor | None
 ) -> Tensor:
-    """One call: query heads that share a key head are laid along the query axis, so that keys are never copied."""
+    """Compute one call; query heads that share a key head lie along the query axis, so that keys are never copied."""
     rows, heads, size, _ = q.shape
     repeat = heads // k.shape[1]
     plain = softcap is None and sinks is None
@@ -163,7 +160,7 @@ def _attend(
 def _explicit(
     q: Tensor, k: Tensor, v: Tensor, call: Call, *, scaling: float, softcap: float | None, sinks: Tensor | None
 ) -> Tensor:
-    """The softmax written out, for what SDPA cannot do: capped scores and attention sinks."""
+    """Compute the softmax step by step, for what SDPA cannot do: capped scores and attention sinks."""
     if call.visible_QK is None:
         call.visible_QK = torch.ones(k.shape[2], k.shape[2], dtype=torch.bool).tril()
     repeat = q.shape[2] // len(call.visible_QK)

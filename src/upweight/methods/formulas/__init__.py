@@ -1,1 +1,1 @@
-"""The formulas that methods are put together from."""
+"""The formulas of the methods: losses, advantages and features."""

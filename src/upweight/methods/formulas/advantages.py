@@ -1,4 +1,4 @@
-"""Rewards of a whole generation batch to one advantage for each sequence; a NaN reward does not apply."""
+"""Advantages of the sequences of a generation batch from its rewards; a NaN reward does not apply."""
 
 from typing import Literal
 
@@ -12,9 +12,9 @@ Scale = Literal["group", "batch", "none"]
 
 
 def group_statistics(values_S: Tensor, group_S: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean, sample standard deviation and size of each value's group, NaN left out, spread over the sequences."""
+    """Return mean, sample standard deviation and size of each value's group, without NaN, for every sequence."""
     valid_S = ~values_S.isnan()
-    # Doubles make the mean of equal float32 rewards exact, so that a group without spread gets exactly zero.
+    # In float64 the mean of equal float32 rewards is exact, so that a group without spread gets exactly zero.
     values_S = values_S.double().nan_to_num(0.0)
     groups = int(group_S.max()) + 1 if len(group_S) else 0
 
@@ -44,7 +44,7 @@ def normalised(reward_S: Tensor, group_S: Tensor, scale: Scale) -> Tensor:
 
 
 def leave_one_out(reward_S: Tensor, group_S: Tensor) -> Tensor:
-    """RLOO: rewards minus the mean of the group's other rewards; a lone reward stays as it is."""
+    """RLOO: rewards minus the mean of the group's other rewards; the reward of a group of one is unchanged."""
     mean_S, _, size_S = group_statistics(reward_S, group_S)
     apart_S = (reward_S - mean_S) * size_S / (size_S - 1).clamp(min=1)
     return torch.where(size_S > 1, apart_S, reward_S.double()).nan_to_num(0.0).float()

@@ -1,4 +1,4 @@
-"""The per-pair losses of the DPO family: log-probs of pairs in, one loss for each pair out."""
+"""The losses of the DPO family: one loss for each pair from its log-probs."""
 
 import math
 from collections.abc import Callable
@@ -22,7 +22,7 @@ LARGEST_EXPONENT = 80.0
 
 @dataclass(frozen=True, eq=False)
 class Pairs:
-    """What the losses know about a batch of pairs; `ratio` is policy minus reference, `score` its f-divergence form."""
+    """The inputs of the losses; `ratio` is policy minus reference log-prob, `score` its f-divergence form."""
 
     policy_P2: Tensor
     ref_P2: Tensor
@@ -53,7 +53,7 @@ class Pairs:
 
 
 def divergence_score(ratio: Tensor, divergence: Divergence, alpha: float) -> Tensor:
-    """The log-ratio as seen by an f-divergence (arXiv:2309.16240), up to a constant."""
+    """Return the score of a log-ratio under an f-divergence (arXiv:2309.16240), up to a constant."""
     if divergence == "forward_kl":
         return 1 - torch.exp((-ratio).clamp(max=LARGEST_EXPONENT))
     if divergence == "js_divergence":
@@ -64,7 +64,7 @@ def divergence_score(ratio: Tensor, divergence: Divergence, alpha: float) -> Ten
 
 
 def smoothed_sigmoid(margin_P: Tensor, smoothing: float) -> Tensor:
-    """Negative log-likelihood that the chosen side wins, when a share `smoothing` of the labels is wrong."""
+    """Return the negative log-likelihood that the chosen side wins, if a fraction `smoothing` of labels is wrong."""
     return -(1 - smoothing) * F.logsigmoid(margin_P) - smoothing * F.logsigmoid(-margin_P)
 
 
@@ -122,12 +122,12 @@ def apo_down(p: Pairs) -> Tensor:
 
 def discopop(p: Pairs) -> Tensor:
     gate_P = torch.sigmoid(p.margin_P / p.tau)
-    # The second term is gate x exp(-margin), whose factors alone overflow.
+    # The second term is gate x exp(-margin), whose separate factors overflow.
     return -(1 - gate_P) * F.logsigmoid(p.margin_P) + torch.exp(F.logsigmoid(p.margin_P / p.tau) - p.margin_P)
 
 
 def step_values(loss_types: tuple[LossType, ...], policy_P2: Tensor, ref_P2: Tensor) -> dict[str, Tensor]:
-    """The values that `aot` and `aot_unpaired` want sorted over the whole step."""
+    """Return the values that `aot` and `aot_unpaired` need sorted over the whole step."""
     values: dict[str, Tensor] = {}
     if "aot" in loss_types:
         values |= {"policy_margin": policy_P2[:, 0] - policy_P2[:, 1], "ref_margin": ref_P2[:, 0] - ref_P2[:, 1]}
@@ -138,7 +138,7 @@ def step_values(loss_types: tuple[LossType, ...], policy_P2: Tensor, ref_P2: Ten
 
 
 def at_same_rank(values_P: Tensor, sorted_own: Tensor, sorted_other: Tensor) -> Tensor:
-    """Members of another sample of the same size that hold the ranks of these values in their own."""
+    """Return the values of another sample of the same size that have the same ranks."""
     # Between neighbours, not at them: a value computed again with another rounding keeps its rank.
     borders = (sorted_own[1:] + sorted_own[:-1]) / 2
     return sorted_other[torch.searchsorted(borders, values_P.detach().contiguous())]

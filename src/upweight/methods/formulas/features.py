@@ -13,12 +13,12 @@ from torch import Tensor
 
 Pooling = Literal["last_token", "mean_pooling", "completion_mean", "concat"]
 
-# Singular values below this share of the largest one are noise: samples that are alike.
+# Singular values below this fraction of the largest one are noise, from samples that are equal.
 _SMALLEST_SINGULAR = 1e-5
 
 
 def pooled_positions(pooling: Pooling, begin: int, answer: int, end: int) -> NDArray[np.int64]:
-    """The tokens whose hidden states make up the features of the text from `begin` to `end`, written from `answer`."""
+    """Return the pooled tokens of a text from `begin` to `end` whose completion starts at `answer`."""
     if pooling == "last_token":
         return np.array([end - 1])
     if pooling == "concat":
@@ -27,7 +27,7 @@ def pooled_positions(pooling: Pooling, begin: int, answer: int, end: int) -> NDA
 
 
 def pooled(state_TF: Tensor, sequence_T: Tensor, sequences: int, pooling: Pooling) -> Tensor:
-    """Hidden states at the pooled positions of texts -> a feature vector of length 1 for each text."""
+    """Return a feature vector of norm 1 for each text, from hidden states at its pooled positions."""
     state_TF = F.normalize(state_TF.float(), dim=1)
     if pooling == "concat":
         return F.normalize(state_TF.reshape(sequences, -1), dim=1)
@@ -36,7 +36,7 @@ def pooled(state_TF: Tensor, sequence_T: Tensor, sequences: int, pooling: Poolin
 
 
 def whitened(feature_SF: Tensor, target_GF: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Features and targets under the inverse root of the second moment of each group's features.
+    """Whiten features and targets by the inverse root of the second moment of each group's features.
 
     The moment of n samples has rank n at most: its pseudo-inverse is taken through their n x n inner products.
     """
@@ -51,24 +51,24 @@ def whitened(feature_SF: Tensor, target_GF: Tensor, size: int) -> tuple[Tensor, 
 
 
 def alignment(feature_SF: Tensor, target_GF: Tensor, size: int) -> Tensor:
-    """Cosine between each sample's features and those of its true completion."""
+    """Return the cosine between each sample's features and those of the ground-truth completion."""
     return F.cosine_similarity(feature_SF, target_GF.repeat_interleave(size, 0), dim=1)
 
 
 def crowding(feature_SF: Tensor, size: int) -> Tensor:
-    """Mean inner product of each sample's features with those of the other samples of its group; 0 for a lone one."""
+    """Return each sample's mean inner product with the other samples of its group; 0 in a group of one."""
     rows = feature_SF.view(-1, size, feature_SF.shape[1])
     others = rows.sum(1, keepdim=True) - rows
     return (rows * others).sum(2).flatten() / max(size - 1, 1)
 
 
 def distance(feature_SF: Tensor, target_GF: Tensor, size: int) -> Tensor:
-    """Squared distance between the mean of each group's features and its target: the feature-matching loss."""
+    """Return the feature-matching loss: squared distance between each group's mean features and its target."""
     return (feature_SF.view(-1, size, feature_SF.shape[1]).mean(1) - target_GF).square().sum(1)
 
 
 def leave_one_out_crowding(term_S: Tensor, group_S: Tensor) -> Tensor:
-    """A crowding term minus its mean over the pairs that a sample is not part of.
+    """Return a crowding term minus its mean over the pairs without the sample.
 
     The plain leave-one-out mean would not do: the others' crowding holds their products with the sample itself,
     which takes 1 / (n - 1) of the penalty back (all of it for two samples).

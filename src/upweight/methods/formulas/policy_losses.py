@@ -1,4 +1,4 @@
-"""Token losses of the policy gradient: log-probs and advantages in, one loss for each token out."""
+"""Token losses of the policy gradient, from log-probs and advantages."""
 
 import math
 
@@ -21,7 +21,7 @@ def cispo(logps_T: Tensor, ratio_T: Tensor, advantage_T: Tensor, high: float) ->
 
 
 def sapo(ratio_T: Tensor, advantage_T: Tensor, positive: float, negative: float) -> Tensor:
-    """SAPO: a soft gate around ratio 1 in place of the clip, with its own temperature for each sign."""
+    """SAPO: a soft gate around ratio 1 in place of the clip, with a temperature for each sign."""
     tau_T = torch.where(advantage_T > 0, positive, negative)
     return -4 / tau_T * torch.sigmoid(tau_T * (ratio_T - 1)) * advantage_T
 
@@ -37,18 +37,18 @@ def vespo_weight(
 
 
 def reference_kl(logps_T: Tensor, ref_logps_T: Tensor) -> Tensor:
-    """The low-variance estimate of the KL from the reference, never negative."""
+    """Return the low-variance estimate of the KL from the reference, which is never negative."""
     gap_T = ref_logps_T - logps_T
     return torch.expm1(gap_T) - gap_T
 
 
 def sampler_gap(trainer_logps_T: Tensor, sampler_logps_T: Tensor) -> Tensor:
-    """Log-prob under the trainer minus that under the sampler; 0 where the sampler reported none."""
+    """Return trainer log-probs minus sampler log-probs; 0 where the sampler reported none."""
     return (trainer_logps_T - sampler_logps_T).detach().nan_to_num(0.0)
 
 
 def sampler_correction(gap_T: Tensor, batch: Batch, mode: str, floor: float | None, cap: float) -> Tensor:
-    """Importance weights for tokens that the sampler drew from slightly different weights than the trainer's."""
+    """Return importance weights for tokens that the sampler drew from slightly different weights than the trainer's."""
     if mode.startswith("sequence"):
         gap_T = sequence_sum(gap_T, batch)[batch.sequence_T]
     weight_T = gap_T.exp()
@@ -59,7 +59,7 @@ def sampler_correction(gap_T: Tensor, batch: Batch, mode: str, floor: float | No
 
 
 def quantile(values: Tensor, share: float) -> Tensor:
-    """Linear quantile of any number of values (torch.quantile stops at 16 million)."""
+    """Return the linear quantile of any number of values (torch.quantile stops at 16 million)."""
     place = share * (len(values) - 1)
     below = int(place)
     ordered = values.sort().values

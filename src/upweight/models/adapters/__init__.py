@@ -1,1 +1,1 @@
-"""Attach an adapter to a model, and fold it into the weights again."""
+"""Attach an adapter to a model, and merge it into the weights."""

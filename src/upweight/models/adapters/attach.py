@@ -24,11 +24,10 @@ TASKS = {
 
 
 def attach_adapter(model: PreTrainedModel, section: AdapterSection, *, new_tokens: int = 0) -> PeftModel:
-    """The model with a trainable adapter, fresh or continued from `lora_model_dir`; everything else is frozen."""
+    """Attach a trainable adapter, fresh or continued from `lora_model_dir`, and freeze everything else."""
     if section.folder is not None:
         return _continued(model, section.folder)
-    config = lora_config(model, section)
-    adapted = get_peft_model(model, config)
+    adapted = get_peft_model(model, lora_config(model, section))
     assert isinstance(adapted, PeftModel)
     if new_tokens and not _trains_embeddings(model):
         warn_once(
@@ -71,7 +70,7 @@ def _described(config: PeftConfig) -> dict[str, Any]:
 
 
 def lora_config(model: PreTrainedModel, section: AdapterSection) -> LoraConfig:
-    """PEFT's description of the adapter that the settings ask for on this model, every target checked."""
+    """Return the PEFT config of the adapter in the settings, with every target checked against this model."""
     options: dict[str, Any] = {"init_lora_weights": section.init}
     if section.peft.loftq_config is not None:
         options = {
@@ -105,19 +104,19 @@ def lora_config(model: PreTrainedModel, section: AdapterSection) -> LoraConfig:
 
 
 def linear_names(model: PreTrainedModel) -> list[str]:
-    """The last names of a model's linear layers, without its head."""
+    """Return the last names of a model's linear layers, without its head."""
     head, after = model.get_output_embeddings(), _score_layers(model)
-    found = {
+    names = {
         name.rpartition(".")[2]: None
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear | Conv1D) and module is not head and name.split(".")[0] not in after
     }
     heads = {"lm_head", "score", "classifier"} if _task(model) != TaskType.CAUSAL_LM else {"lm_head"}
-    return [name for name in found if name not in heads]
+    return [name for name in names if name not in heads]
 
 
 def _score_layers(model: PreTrainedModel) -> list[str]:
-    """Layers between a classifier's body and its score: drawn anew with it, so trained and saved with it too."""
+    """Return the fresh layers between a classifier's body and its score, which are trained and saved with it."""
     if _task(model) == TaskType.CAUSAL_LM:
         return []
     after = [
@@ -125,11 +124,11 @@ def _score_layers(model: PreTrainedModel) -> list[str]:
         for name, part in model.named_children()
         if part is not model.base_model and next(part.parameters(), None) is not None
     ]
-    return [name for name in after if name not in ("score", "classifier")]  # which PEFT saves by itself
+    return [name for name in after if name not in ("score", "classifier")]  # PEFT saves these itself
 
 
 def _targets(model: PreTrainedModel, section: AdapterSection) -> list[str] | str:
-    """The modules to adapt: a list of names, or a pattern."""
+    """Return the modules to adapt: a list of names, or a pattern."""
     if isinstance(section.targets, str) and not section.target_linear:
         if any(re.fullmatch(section.targets, name) for name, _ in model.named_modules()):
             return section.targets
@@ -146,28 +145,27 @@ def _targets(model: PreTrainedModel, section: AdapterSection) -> list[str] | str
 
 def _check_names(model: PreTrainedModel, targets: list[str], key: str) -> None:
     names = [name for name, _ in model.named_modules()]
-    for target in targets:
-        if not any(name == target or name.endswith("." + target) for name in names):
-            last = sorted({name.rpartition(".")[2] for name in names if not name.rpartition(".")[2].isdigit()} - {""})
-            raise UserError(_nothing_matches(key, target, linear_names(model), last))
+    known = {name.rpartition(".")[2] for name in names if not name.rpartition(".")[2].isdigit()} - {""}
+    _check_targets(names, targets, key, shown=linear_names(model), known=sorted(known))
 
 
 def _check_parameters(model: PreTrainedModel, targets: list[str]) -> None:
     names = [name for name, _ in model.named_parameters()]
+    known = sorted({".".join(name.split(".")[-2:]) for name in names})
+    _check_targets(names, targets, "lora_target_parameters", shown=known, known=known)
+
+
+def _check_targets(names: list[str], targets: list[str], key: str, *, shown: list[str], known: list[str]) -> None:
+    """Raise for a target that matches none of the names, with the names of the model and the closest one."""
     for target in targets:
         if not any(name == target or name.endswith("." + target) for name in names):
-            last = sorted({".".join(name.split(".")[-2:]) for name in names})
-            raise UserError(_nothing_matches("lora_target_parameters", target, last, last))
-
-
-def _nothing_matches(key: str, target: str, shown: list[str], known: list[str]) -> str:
-    close = difflib.get_close_matches(target, known, n=1)
-    meant = f" Did you mean {close[0]!r}?" if close else ""
-    return f"{key}: {target!r} matches nothing in the model.{meant} It has {', '.join(shown)}."
+            close = difflib.get_close_matches(target, known, n=1)
+            meant = f" Did you mean {close[0]!r}?" if close else ""
+            raise UserError(f"{key}: {target!r} matches nothing in the model.{meant} It has {', '.join(shown)}.")
 
 
 def _continued(model: PreTrainedModel, folder: str) -> PeftModel:
-    """The model with the adapter of `folder`, trainable; the folder's settings hold."""
+    """Load the adapter of `folder` for further training, with the settings saved there."""
     if Path(folder).exists() and not (Path(folder) / "adapter_config.json").is_file():
         raise UserError(
             f"lora_model_dir: {folder!r} holds no adapter_config.json; give the folder an adapter was saved to"
@@ -178,7 +176,7 @@ def _continued(model: PreTrainedModel, folder: str) -> PeftModel:
         raise UserError(
             f"lora_model_dir: no adapter at {folder!r}: not a folder here, and the hub did not give it ({error})"
         ) from None
-    logger.info("continuing the adapter in %s; its own rank, alpha and targets hold", folder)
+    logger.info("continuing the adapter in %s with the rank, alpha and targets saved there", folder)
     try:
         return PeftModel.from_pretrained(model, folder, config=config, is_trainable=True)
     except (ValueError, RuntimeError) as error:
@@ -195,13 +193,13 @@ def _as_list(value: str | list[str] | None) -> list[str]:
 
 
 def embedding_names(model: PreTrainedModel) -> list[str]:
-    """The last names of the modules that hold input and output embeddings."""
+    """Return the last names of the modules that hold input and output embeddings."""
     layers = (model.get_input_embeddings(), model.get_output_embeddings())
     return [name.rpartition(".")[2] for name, module in model.named_modules() if any(module is x for x in layers)]
 
 
 def _ties_saved(model: PreTrainedModel, saved: list[str]) -> bool:
-    """Whether a module trained in full shares its weight with another, which must then go on sharing it."""
+    """Return whether a fully trained module is tied to another one, so that both have to stay tied."""
     return bool(getattr(model.config, "tie_word_embeddings", False)) and bool({*saved} & {*embedding_names(model)})
 
 

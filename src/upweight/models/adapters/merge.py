@@ -1,4 +1,4 @@
-"""Fold an adapter into the weights it was trained on, and compare what the model says before and after."""
+"""Merge an adapter into the weights it was trained on, and compare the model's outputs before and after."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,7 @@ from upweight.models.load import Head, load_config, load_model
 from upweight.models.tokenizer import load_tokenizer
 
 HEADS: dict[str, Head] = {"SEQ_CLS": "sequence_score", "TOKEN_CLS": "step_score"}
-SAID = (
+PROBE_TEXTS = (
     "The capital of France is Paris, and the capital of Italy is Rome.",
     "def add(a, b):\n    return a + b\n",
     "Question: what is 12 times 7? Answer: 12 times 7 is 84.",
@@ -39,22 +39,22 @@ class Adapted:
             raise UserError(f"{self.folder} holds no adapter_config.json: there is no adapter in it")
 
     def head(self) -> Head:
-        """The head that the adapter was trained with."""
+        """Return the head that the adapter was trained with."""
         return HEADS.get(str(PeftConfig.from_pretrained(str(self.folder)).task_type), "tokens")
 
     def dtype(self) -> torch.dtype:
-        """The dtype of the base's weights; where its files do not say, that of training on a GPU."""
+        """Return the dtype of the base's weights, or that of training on a GPU where its config has none."""
         stored = load_config(self.base).dtype
         return stored if isinstance(stored, torch.dtype) else torch.float32 if not self.base.bf16 else torch.bfloat16
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer that training used: the adapter's where it has one."""
+        """Return the tokenizer of training: the adapter's where it has one, else the base model's."""
         if (self.folder / "tokenizer_config.json").is_file():
             return AutoTokenizer.from_pretrained(str(self.folder))
         return load_tokenizer(self.base)
 
     def load(self, dtype: torch.dtype) -> PeftModel:
-        """The base model in `dtype`, not quantised, with the adapter on top."""
+        """Load the base model in `dtype`, not quantised, with the adapter attached."""
         model = load_model(self.base, dtype, head=self.head(), tokenizer=self.tokenizer(), head_follows=True)
         return PeftModel.from_pretrained(model, str(self.folder))
 
@@ -62,7 +62,7 @@ class Adapted:
 def merge_adapter(adapted: Adapted, output: Path) -> None:
     """Write the merged model, in the dtype of the base's weights, and the tokenizer to `output`, a new folder."""
     if output.exists():
-        raise UserError(f"{output} is there already; remove it, or name another folder with --output")
+        raise UserError(f"{output} exists already; remove it, or name another folder with --output")
     if adapted.base.gguf_file is None and hasattr(load_config(adapted.base), "quantization_config"):
         raise UserError("base_model: its weights are stored quantised; name the unquantised model to merge into")
     with written_whole(output) as part:
@@ -79,7 +79,7 @@ def merge_adapter(adapted: Adapted, output: Path) -> None:
 
 
 def merged_whole(model: PeftModel) -> PreTrainedModel:
-    """The merged model; where the adapter changes one of two tied weights, they are tied no longer."""
+    """Return the merged model; where the adapter changes only one of two tied weights, they are untied."""
     base = model.get_base_model()
     assert isinstance(base, PreTrainedModel)
     head: Any = base.get_output_embeddings()
@@ -99,22 +99,23 @@ def merged_whole(model: PeftModel) -> PreTrainedModel:
 
 
 def difference(adapted: Adapted, merged: Path) -> float:
-    """The largest difference that merging makes to log-probs (or scores) of a few texts; one model at a time."""
+    """Return the largest change of log-probs (or scores) of a few texts by merging; one model is loaded at a time."""
     tokenizer, dtype, head = adapted.tokenizer(), adapted.dtype(), adapted.head()
-    before = _said(adapted.load(dtype), tokenizer)
+    before = _probe_outputs(adapted.load(dtype), tokenizer)
     section = ModelSection(base_model=str(merged), trust_remote_code=adapted.base.trust_remote_code)
-    after = _said(load_model(section, dtype, head=head), tokenizer)
+    after = _probe_outputs(load_model(section, dtype, head=head), tokenizer)
     return float((before - after).abs().max())
 
 
 @torch.no_grad()
-def _said(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> Tensor:
-    """Log-probs of the tokens of a few texts, or the scores of a model that has no words."""
+def _probe_outputs(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> Tensor:
+    """Return log-probs of the tokens of a few texts, or the scores of a classifier."""
     model = model.eval().to("cuda" if torch.cuda.is_available() else "cpu")
-    found = []
-    for text in SAID:
+    outputs = []
+    for text in PROBE_TEXTS:
         ids = torch.tensor([tokenizer(text)["input_ids"]], device=next(model.parameters()).device)
         logits = model(input_ids=ids).logits.float()
         is_score = logits.shape[-1] < len(tokenizer)
-        found.append(logits.flatten() if is_score else logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0])
-    return torch.cat(found).cpu()
+        logps = logits[0, :-1].log_softmax(-1)
+        outputs.append(logits.flatten() if is_score else logps.gather(1, ids[0, 1:, None])[:, 0])
+    return torch.cat(outputs).cpu()

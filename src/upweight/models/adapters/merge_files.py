@@ -23,15 +23,15 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
 @dataclass(frozen=True)
-class New:
-    """A merged weight: of the base's weight in float32, or instead of it."""
+class MergedWeight:
+    """How a weight is merged: by a function of the base's weight in float32, or by replacement."""
 
-    of: Callable[[Tensor], Tensor] | None
-    instead: Tensor | None = None
+    merge: Callable[[Tensor], Tensor] | None
+    replacement: Tensor | None = None
 
 
 def merge_by_file(section: ModelSection, head: Head, adapter: Path, tokens: int, output: Path) -> str | None:
-    """Write merged weights and config to `output`; or the reason why only the whole model can be merged."""
+    """Write merged weights and config to `output`; return why not, where only the whole model can be merged."""
     files = _files(section)
     if not files:
         return "its weights are not in safetensors files"
@@ -43,37 +43,37 @@ def merge_by_file(section: ModelSection, head: Head, adapter: Path, tokens: int,
     embedding = base.get_input_embeddings()
     if tokens > embedding.num_embeddings:
         return "its vocabulary has grown"
-    own, tied = set(base.state_dict()), base.get_expanded_tied_weights_keys(all_submodels=True)
+    in_model, tied = set(base.state_dict()), base.get_expanded_tied_weights_keys(all_submodels=True)
     prefix = base.base_model_prefix
     plan = new_weights(_with_adapter(base, adapter))
-    names = {key: name for file in files for key in _keys(file) if (name := _own_name(key, own, prefix)) is not None}
-    found = set(names.values())
-    replaced = {name for name, new in plan.items() if new.instead is not None}
-    if own - found - replaced - set(tied) or not set(plan) <= found | replaced:
+    names = {key: name for file in files for key in _keys(file) if (name := _model_name(key, in_model, prefix))}
+    in_files = set(names.values())
+    replaced = {name: new.replacement.detach() for name, new in plan.items() if new.replacement is not None}
+    if in_model - in_files - set(replaced) - set(tied) or not set(plan) <= in_files | set(replaced):
         return "its files name weights otherwise than the model"
-    if any(not _equally(plan.get(target), plan.get(source)) for target, source in tied.items()):
+    if any(not _stay_tied(plan.get(target), plan.get(source)) for target, source in tied.items()):
         return "the adapter changes one of two weights that were tied"
-    added = {n: _of(plan[n].instead) for n in replaced if n not in found and n not in tied}
+    added = {name: value for name, value in replaced.items() if name not in in_files and name not in tied}
     _write(files, names, plan, added, output)
     _write_configs(base, output)
     return None
 
 
-def new_weights(model: PeftModel) -> dict[str, New]:
-    """How PEFT changes each weight of the base model that the adapter touches, by the base's own names."""
+def new_weights(model: PeftModel) -> dict[str, MergedWeight]:
+    """Return how PEFT changes each weight that the adapter touches, by the names of the base model."""
     (adapter,) = model.active_adapters
-    plan: dict[str, New] = {}
+    plan: dict[str, MergedWeight] = {}
     for name, module in model.get_base_model().named_modules():
         if isinstance(module, ModulesToSaveWrapper):
             weights = module.modules_to_save[adapter].state_dict()
-            plan |= {f"{name}.{inner}": New(None, value) for inner, value in weights.items()}
+            plan |= {f"{name}.{inner}": MergedWeight(None, value) for inner, value in weights.items()}
         elif isinstance(module, LoraLayer) and adapter in module.r:
-            plan[f"{name}.weight"] = New(lambda weight, module=module: _merged(module, weight, adapter))
+            plan[f"{name}.weight"] = MergedWeight(lambda weight, module=module: _merged(module, weight, adapter))
     return plan
 
 
 def _with_adapter(base: PreTrainedModel, adapter: Path) -> PeftModel:
-    """A model without weights under an adapter that has them."""
+    """Attach an adapter with its weights to a model without weights."""
     hollow: dict[nn.Parameter, nn.Parameter] = {}
     for module in base.modules():
         for name, weight in module.named_parameters(recurse=False):
@@ -84,7 +84,7 @@ def _with_adapter(base: PreTrainedModel, adapter: Path) -> PeftModel:
 
 
 def _merged(module: LoraLayer, weight: Tensor, adapter: str) -> Tensor:
-    """PEFT's own merge of one layer, with the weight put in place for as long as it takes."""
+    """Run PEFT's merge of one layer, with the weight put in place for its duration."""
     layer = module.get_base_layer()
     empty, layer.weight = layer.weight, nn.Parameter(weight, requires_grad=False)
     module.merge(safe_merge=True, adapter_names=[adapter])
@@ -92,8 +92,10 @@ def _merged(module: LoraLayer, weight: Tensor, adapter: str) -> Tensor:
     return merged
 
 
-def _write(files: list[Path], names: dict[str, str], plan: dict[str, New], added: dict[str, Tensor], out: Path) -> None:
-    """One merged file for each of the base's, and one for weights that the base has not."""
+def _write(
+    files: list[Path], names: dict[str, str], plan: dict[str, MergedWeight], added: dict[str, Tensor], out: Path
+) -> None:
+    """Write one merged file for each file of the base, and one for weights that the base lacks."""
     placed: dict[str, str] = {}
     size = 0
     for file in (*files, None):
@@ -109,8 +111,8 @@ def _write(files: list[Path], names: dict[str, str], plan: dict[str, New], added
         (out / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True))
 
 
-def _merged_file(file: Path, names: dict[str, str], plan: dict[str, New]) -> dict[str, Tensor]:
-    """The weights of a file, those that the adapter touches merged in float32 and cast back."""
+def _merged_file(file: Path, names: dict[str, str], plan: dict[str, MergedWeight]) -> dict[str, Tensor]:
+    """Return the weights of a file; those that the adapter touches are merged in float32 and cast back."""
     weights: dict[str, Tensor] = {}
     with safe_open(file, "pt") as opened:
         for key in opened.keys():  # noqa: SIM118
@@ -119,7 +121,9 @@ def _merged_file(file: Path, names: dict[str, str], plan: dict[str, New]) -> dic
                 continue
             weight, new = opened.get_tensor(key), plan.get(name)
             if new is not None:
-                weight = (new.of(weight.float()) if new.of else _of(new.instead)).to(weight.dtype)
+                merged = new.replacement if new.merge is None else new.merge(weight.float())
+                assert merged is not None
+                weight = merged.detach().to(weight.dtype)
             weights[name] = weight.contiguous()
     return weights
 
@@ -132,15 +136,15 @@ def _write_configs(base: PreTrainedModel, output: Path) -> None:
 
 
 def _files(section: ModelSection) -> list[Path]:
-    """The base's weight files; none where they are of another kind."""
+    """Return the base's safetensors files; none where its weights have another format."""
     place, gguf_file = source_of(section.base_model, section.gguf_file)
     if gguf_file is not None:
         return []
     folder = Path(place)
     if not folder.is_dir():
         with load_failures("base_model", place, "weights"):
-            wanted = ["*.safetensors", "*.json"]
-            folder = Path(snapshot_download(place, revision=section.revision, allow_patterns=wanted))
+            patterns = ["*.safetensors", "*.json"]
+            folder = Path(snapshot_download(place, revision=section.revision, allow_patterns=patterns))
     index = folder / INDEX
     if index.is_file():
         return [folder / name for name in sorted({*json.loads(index.read_text())["weight_map"].values()})]
@@ -152,18 +156,14 @@ def _keys(file: Path) -> list[str]:
         return list(opened.keys())
 
 
-def _own_name(key: str, own: set[str], prefix: str) -> str | None:
-    """The model's name for a weight in a file, which may be saved with or without the name of the body before it."""
-    return next((name for name in (key, f"{prefix}.{key}", key.removeprefix(f"{prefix}.")) if name in own), None)
+def _model_name(key: str, in_model: set[str], prefix: str) -> str | None:
+    """Return the model's name for a weight in a file, which may have the body's prefix or not."""
+    return next((name for name in (key, f"{prefix}.{key}", key.removeprefix(f"{prefix}.")) if name in in_model), None)
 
 
-def _equally(one: New | None, other: New | None) -> bool:
-    """Whether two tied weights stay the same: both untouched, or both replaced alike."""
-    if one is None or other is None:
-        return one is other
-    return one.instead is not None and other.instead is not None and torch.equal(one.instead, other.instead)
-
-
-def _of(tensor: Tensor | None) -> Tensor:
-    assert tensor is not None
-    return tensor.detach()
+def _stay_tied(left: MergedWeight | None, right: MergedWeight | None) -> bool:
+    """Return whether two tied weights stay equal: both untouched, or replaced by the same tensor."""
+    if left is None or right is None:
+        return left is right
+    a, b = left.replacement, right.replacement
+    return a is not None and b is not None and torch.equal(a, b)

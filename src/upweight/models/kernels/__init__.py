@@ -1,1 +1,1 @@
-"""Kernels of our own for layers of foreign models."""
+"""Fused kernels for the layers of transformers models."""

@@ -1,6 +1,6 @@
 """RMS norms and SwiGLU blocks as one kernel each way: on a GPU their many small passes cost as much as attention.
 
-A class is taken over only where it proves on random numbers to compute just that, so no architecture is named here.
+A class is replaced only where its output on random inputs equals that of the fused form, for any architecture.
 """
 
 from collections.abc import Callable
@@ -12,29 +12,30 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from upweight.models.kernels.fused_projections import gated_product, join_siblings
+from upweight.models.kernels.fused_projections import fuse_projections, gated_product
 
 _PROJECTIONS = {"gate_proj", "up_proj", "down_proj"}
 
 
 def fuse_layers(model: nn.Module) -> None:
-    """Let the plain norms and gated blocks of a model that lies on a GPU run fused, and its siblings together."""
-    join_siblings(model)
-    verdicts: dict[type, Callable[..., Tensor] | None] = {}
+    """Run the RMS norms, SwiGLU blocks and query, key and value projections of a model on a GPU as fused kernels."""
+    fuse_projections(model)
+    forms: dict[type, Callable[..., Tensor] | None] = {}
     for module in model.modules():
         weight = next(module.parameters(), None)
         if weight is None or not weight.is_cuda or "forward" in vars(module):
             continue
-        if type(module) not in verdicts:
-            verdicts[type(module)] = next((form for form in (_norm, _gated) if proven(module, form)), None)
-        if (form := verdicts[type(module)]) is not None:
+        if type(module) not in forms:
+            forms[type(module)] = next((form for form in (_norm, _gated) if proven(module, form)), None)
+        if (form := forms[type(module)]) is not None:
             module.forward = MethodType(form, module)
 
 
 def proven(module: Any, form: Callable[..., Tensor]) -> bool:
-    """Whether a module has the parts that a form needs, and gives what the form gives."""
+    """Return whether a module has the parts that a fused form needs, and the same output on random inputs."""
     if form is _norm:
-        width = module.weight.numel() if _epsilon(module) is not None and _only_weight(module) else 0
+        shapes = [(name, weight.dim()) for name, weight in module.named_parameters()]
+        width = module.weight.numel() if _epsilon(module) is not None and shapes == [("weight", 1)] else 0
     else:
         named = dict(module.named_children())
         gated = _PROJECTIONS <= set(named) <= _PROJECTIONS | {"act_fn"} and callable(getattr(module, "act_fn", None))
@@ -44,42 +45,38 @@ def proven(module: Any, form: Callable[..., Tensor]) -> bool:
     weight = module.weight if form is _norm else module.gate_proj.weight  # as forwards read it, not a float32 master
     if not weight.is_floating_point():  # quantised
         return False
-    own = torch.Generator().manual_seed(0)
-    x_ND = torch.randn(8, width, generator=own).to(weight.device, weight.dtype)
+    generator = torch.Generator().manual_seed(0)
+    x_ND = torch.randn(8, width, generator=generator).to(weight.device, weight.dtype)
     with torch.no_grad():
-        right, found = module(x_ND).float(), form(module, x_ND).float()
-    return bool((right - found).abs().max() <= 0.02 * right.abs().max())
-
-
-def _only_weight(module: nn.Module) -> bool:
-    return [(name, weight.dim()) for name, weight in module.named_parameters()] == [("weight", 1)]
+        stock, fused = module(x_ND).float(), form(module, x_ND).float()
+    return bool((stock - fused).abs().max() <= 0.02 * stock.abs().max())
 
 
 def _epsilon(module: nn.Module) -> float | None:
-    """A norm's epsilon, by the names that norms give it."""
+    """Return a norm's epsilon, under any of its usual names."""
     return next((value for name in ("variance_epsilon", "eps") if (value := getattr(module, name, None))), None)
 
 
 def _norm(self: Any, x: Tensor) -> Tensor:
-    """x / root of its mean square * weight, in float32 inside."""
+    """Compute x / sqrt(mean(x^2) + epsilon) * weight, in float32 inside."""
     if self.weight.dtype != x.dtype:
         return type(self).forward(self, x)
     return F.rms_norm(x, (x.shape[-1],), self.weight, _epsilon(self))
 
 
 def _gated(self: Any, x: Tensor) -> Tensor:
-    """down(silu(gate(x)) * up(x))."""
+    """Compute down(silu(gate(x)) * up(x))."""
     if (product := gated_product(x, self.gate_proj, self.up_proj)) is not None:
         return self.down_proj(product)
     gate, up = self.gate_proj(x), self.up_proj(x)
     if torch.compiler.is_compiling() or not x.is_cuda:
         return self.down_proj(_product(gate, up))
-    # The same kernel with and without gradients: a policy that is its reference differs by nothing.
+    # The same kernel with and without gradients: a policy that equals its reference has the same log-probs.
     return self.down_proj(_SiluTimes.apply(gate, up) if torch.is_grad_enabled() else _compiled(_product)(gate, up))
 
 
 class _SiluTimes(torch.autograd.Function):
-    """silu(gate) * up, of which only the two factors are kept."""
+    """silu(gate) * up, which keeps only the two factors for backward."""
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:

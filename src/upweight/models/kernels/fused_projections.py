@@ -1,6 +1,6 @@
-"""Layers that read the same input, such as query, key and value: one launch for all of them while decoding.
+"""Query, key and value projections, which read the same input, as one kernel launch while decoding.
 
-Only inside compiled layers, which is where decoding runs: whatever else runs a model computes as it always did.
+They are fused only inside compiled layers, which decoding uses; every other forward is unchanged.
 """
 
 from types import MethodType
@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from upweight.models.patches import few_rows, is_few, is_half_inference, plain_adapter
 
-_SIBLINGS = ("q_proj", "k_proj", "v_proj")
+_PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 
 
-class Siblings:
-    """Layers in the order in which they are called, and what the first of them computed for the others."""
+class FusedProjections:
+    """Layers in their order of calls, and the outputs that the first of them computed for all."""
 
     def __init__(self, layers: list[Any]) -> None:
         self.layers = layers
@@ -25,42 +25,42 @@ class Siblings:
         self.out: Tensor | None = None
 
 
-def join_siblings(model: nn.Module) -> None:
-    """Let the query, key and value layers of a model that lies on a GPU be computed together."""
+def fuse_projections(model: nn.Module) -> None:
+    """Fuse the query, key and value layers of a model on a GPU."""
     for module in model.modules():
-        layers: list[Any] = [getattr(module, name, None) for name in _SIBLINGS]
+        layers: list[Any] = [getattr(module, name, None) for name in _PROJECTIONS]
         if all(type(layer) in (nn.Linear, LoraLinear) and next(layer.parameters()).is_cuda for layer in layers):
-            siblings = Siblings(layers)
+            fused = FusedProjections(layers)
             for place, layer in enumerate(layers):
-                if "_siblings" not in vars(layer):
-                    vars(layer).update(_siblings=siblings, _place=place, _alone=layer.forward)
+                if "_fused" not in vars(layer):
+                    vars(layer).update(_fused=fused, _place=place, _unfused_forward=layer.forward)
                     layer.forward = MethodType(_forward, layer)
 
 
 def _forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """The layer's output, cut from that of all siblings where the first was called with the same input."""
+    """Return the layer's output, cut from the fused output where the first layer was called with the same input."""
     if not torch.compiler.is_compiling() or args or kwargs:
-        return self._alone(x, *args, **kwargs)
-    siblings, place = self._siblings, self._place
+        return self._unfused_forward(x, *args, **kwargs)
+    fused, place = self._fused, self._place
     if place == 0:
-        siblings.x, siblings.out = x, side_by_side(x, siblings.layers)
-    out = siblings.out if siblings.x is x else None
-    if place == len(siblings.layers) - 1:
-        siblings.x = siblings.out = None
+        fused.x, fused.out = x, concatenated_outputs(x, fused.layers)
+    out = fused.out if fused.x is x else None
+    if place == len(fused.layers) - 1:
+        fused.x = fused.out = None
     if out is None:
-        return self._alone(x)
-    widths = [layer.out_features for layer in siblings.layers]
+        return self._unfused_forward(x)
+    widths = [layer.out_features for layer in fused.layers]
     return out.split(widths, -1)[place]
 
 
-def side_by_side(x: Tensor, layers: list[Any]) -> Tensor | None:
-    """The outputs of layers for one input, one after the other in its last axis; None where they are not plain."""
+def concatenated_outputs(x: Tensor, layers: list[Any]) -> Tensor | None:
+    """Return the outputs of layers for one input, concatenated along the last axis; None if they cannot be fused."""
     x_ND = x.reshape(-1, x.shape[-1])
     parts = _parts(x_ND, layers)
     if few_rows is None or parts is None:
         return None
     weights, biases, downs, ups, scalings = parts
-    # Apart, each layer with an adapter would cost two more launches, so there the limit holds for each layer.
+    # Unfused, each layer with an adapter would cost two more launches, so there the limit holds for each layer.
     width = sum(map(len, weights)) // (len(weights) if downs else 1)
     if len(biases) not in (0, len(layers)) or not is_few(x_ND, width):
         return None
@@ -68,7 +68,7 @@ def side_by_side(x: Tensor, layers: list[Any]) -> Tensor | None:
 
 
 def gated_product(x: Tensor, gate: Any, up: Any) -> Tensor | None:
-    """silu(gate(x)) * up(x) in one launch, or for many rows with the terms of their adapters in it; None for others."""
+    """Compute silu(gate(x)) * up(x) in one launch, for many rows only with adapters; None where fusing does not pay."""
     x_ND = x.reshape(-1, x.shape[-1])
     parts = _parts(x_ND, [gate, up]) if torch.compiler.is_compiling() else None
     if few_rows is None or parts is None:
@@ -90,23 +90,23 @@ def gated_product(x: Tensor, gate: Any, up: Any) -> Tensor | None:
 def _parts(
     x_ND: Tensor, layers: list[Any]
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[float]] | None:
-    """Weights, biases, and adapters of layers; None in training, where a layer is not plain, or they are not alike."""
+    """Return weights, biases and adapters of layers; None in training, or where layers are not plain or differ."""
     if few_rows is None or not is_half_inference(x_ND):
         return None
-    found: list[Any] = []
+    plain: list[Any] = []
     for layer in layers:
         if type(layer) is LoraLinear:
-            found.append(plain_adapter(layer, x_ND))
+            plain.append(plain_adapter(layer, x_ND))
         elif type(layer) is nn.Linear and layer.weight.dtype == x_ND.dtype:
-            found.append((layer.weight, layer.bias, None, None, 0.0))
+            plain.append((layer.weight, layer.bias, None, None, 0.0))
         else:
             return None
-    if None in found:
+    if None in plain:
         return None
-    downs = [down for _, _, down, _, _ in found if down is not None]
+    downs = [down for _, _, down, _, _ in plain if down is not None]
     ranks = {len(down) for down in downs}
     if len(downs) not in (0, len(layers)) or len(ranks) > 1 or max(ranks, default=0) > few_rows.MOST_RANK:
         return None
-    weights, biases, _, ups, scalings = map(list, zip(*found, strict=True))
+    weights, biases, _, ups, scalings = map(list, zip(*plain, strict=True))
     adapted = bool(downs)
     return weights, [b for b in biases if b is not None], downs, ups if adapted else [], scalings if adapted else []

@@ -1,9 +1,9 @@
 # ruff: noqa: ANN001, ANN202, PLR0917  (a kernel takes pointers and numbers, each by its place)
-"""Linear layers for few rows, as decoding has them: x W' + b + s (x A') B' in one Triton kernel.
+"""Linear layers for the few rows of decoding: x W' + b + s (x A') B' in one Triton kernel.
 
-Such a product takes as long as reading W. A program reads one piece of W and the same columns of A beside it, so the
-adapter costs no launch of its own; layers that read the same input share a launch. Columns are split over programs
-until they fill the GPU; the last one to finish a tile adds up what the others left, always in the same order.
+Such a product takes as long as reading W. A program reads one tile of W and the same columns of A, so the adapter needs
+no further launch; layers that read the same input share a launch. Columns are split over programs until they fill the
+GPU; the last program to finish a tile sums the partial results, always in the same order.
 
 For more rows torch's products are faster, and only the adapters' terms of a gated product are added here.
 """
@@ -28,7 +28,7 @@ _MOST_PARTS = 8
 
 
 def most_rows(depth: int, width: int) -> int:
-    """Up to how many rows a layer of this width is faster here than by torch's products, measured on an H200."""
+    """Return up to how many rows a layer of this width is faster here than torch's products, measured on an H200."""
     return max(FEW_ROWS, min(_MOST_ROWS, _MOST_MULTIPLICATIONS // (depth * width)))
 
 
@@ -41,9 +41,9 @@ def few_rows_linears(
     ups: list[Tensor],
     scalings: list[float],
 ) -> Tensor:
-    """Rows of x, best at most `most_rows`, through layers that all, or none, have a bias, and an adapter of one rank.
+    """Return the concatenated outputs of layers for rows of x, best at most `most_rows`.
 
-    The layers' outputs lie side by side.
+    All layers, or none, have a bias; all, or none, have an adapter of the same rank.
     """
     x_ND = x_ND.contiguous()
     count, depth = x_ND.shape
@@ -57,12 +57,12 @@ def few_rows_linears(
     each = triton.cdiv(triton.cdiv(depth, min(wanted, _MOST_PARTS)), block) * block
     parts = triton.cdiv(depth, each)
     out = torch.empty(count, width, dtype=x_ND.dtype, device=x_ND.device)
-    left = torch.empty(sum(tiles) * below * parts * rows * columns, dtype=torch.float32, device=x_ND.device)
+    partials = torch.empty(sum(tiles) * below * parts * rows * columns, dtype=torch.float32, device=x_ND.device)
     rank = len(downs[0]) if downs else 0
     launch: Any = _kernel
     launch[(sum(tiles) * parts, below)](
         x_ND, *_three(weights), *_three(biases or weights), *_three(downs or weights), *_three(ups or weights),
-        out, left, _counters(x_ND.device), count, *_three([len(weight) for weight in weights]), depth, each,
+        out, partials, _counters(x_ND.device), count, *_three([len(weight) for weight in weights]), depth, each,
         *_three(scalings or [0.0]),
         LAYERS=len(weights), PARTS=parts, ROWS=rows, COLUMNS=columns, DEPTH=block,
         RANK=rank, RANK_UP=_side(rank), BIAS=bool(biases), num_warps=4, num_stages=4,
@@ -79,7 +79,7 @@ def _shape(x_ND: Tensor, weights: list[Tensor], *_: object) -> Tensor:
 def few_rows_gated(
     x_ND: Tensor, weights: list[Tensor], downs: list[Tensor], ups: list[Tensor], scalings: list[float]
 ) -> Tensor:
-    """silu(gate) * up of rows of x, best few: two layers without bias, both or none with an adapter."""
+    """Compute silu(gate) * up for few rows of x: two layers without bias, both or none with an adapter."""
     x_ND = x_ND.contiguous()
     count, depth = x_ND.shape
     rows = min(_ROWS, max(_SMALLEST_SIDE, triton.next_power_of_2(count)))
@@ -102,7 +102,7 @@ def _gated_shape(x_ND: Tensor, weights: list[Tensor], *_: object) -> Tensor:
 
 @torch.library.custom_op("upweight::gated_terms", mutates_args=())
 def gated_terms(gate_NF: Tensor, up_NF: Tensor, narrow_NR: Tensor, ups: list[Tensor], scalings: list[float]) -> Tensor:
-    """silu(gate) * up of the two layers' outputs and what their adapters made of x side by side, for any rows."""
+    """Compute silu(gate) * up from two layers' outputs and the concatenated x A' of their adapters, for any rows."""
     out = torch.empty_like(gate_NF)
     (count, width), rank = gate_NF.shape, ups[0].shape[1]
     launch: Any = _terms_kernel
@@ -123,7 +123,7 @@ def _side(rank: int) -> int:
 
 
 def _three(of: list[Any]) -> list[Any]:
-    """A kernel's three arguments for one, two or three layers."""
+    """Repeat the values of one, two or three layers to fill a kernel's three arguments."""
     return (of * MOST_LAYERS)[:MOST_LAYERS]
 
 
@@ -134,13 +134,13 @@ def _processors(device: torch.device) -> int:
 
 @cache
 def _counters(device: torch.device) -> Tensor:
-    """How many programs of each tile are done; zero between launches."""
+    """Return the counters of finished programs for each tile; zero between launches."""
     return torch.zeros(1 << 16, dtype=torch.int32, device=device)
 
 
 @triton.jit
-def _piece(at, row, rows, column, columns):
-    """The elements [row, column] of a matrix with `columns` columns; zero outside."""
+def _load_tile(at, row, rows, column, columns):
+    """Load the elements [row, column] of a matrix with `columns` columns; zero outside."""
     return tl.load(
         at + row[:, None].to(tl.int64) * columns + column[None, :],
         mask=(row[:, None] < rows) & (column[None, :] < columns), other=0.0,
@@ -148,8 +148,8 @@ def _piece(at, row, rows, column, columns):
 
 
 @triton.jit
-def _added(first_at, PARTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The sum of the parts of a tile, which lie one after the other."""
+def _summed_parts(first_at, PARTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Sum the partial results of a tile, which are stored one after the other."""
     sums = tl.zeros((ROWS, COLUMNS), tl.float32)
     for part in range(PARTS):
         sums += tl.load(first_at + part * ROWS * COLUMNS)
@@ -159,45 +159,45 @@ def _added(first_at, PARTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.conste
 @triton.jit
 def _kernel(
     x_at, weight_at, weight_1, weight_2, bias_at, bias_1, bias_2, down_at, down_1, down_2, up_at, up_1, up_2,
-    out_at, left_at, counters, count, width, width_1, width_2, depth, each, scaling, scaling_1, scaling_2,
+    out_at, partials_at, counters, count, width, width_1, width_2, depth, each, scaling, scaling_1, scaling_2,
     LAYERS: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
     RANK: tl.constexpr, RANK_UP: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
     part, tile = tl.program_id(0) % PARTS, tl.program_id(0) // PARTS
-    own, before, total = tile, 0, width
+    layer_tile, before, total = tile, 0, width
     if LAYERS > 1:
         tiles, total = tl.cdiv(width, COLUMNS), total + width_1
-        if own >= tiles:
-            own, before = own - tiles, width
+        if layer_tile >= tiles:
+            layer_tile, before = layer_tile - tiles, width
             weight_at, bias_at, down_at, up_at, width, scaling = weight_1, bias_1, down_1, up_1, width_1, scaling_1
     if LAYERS > 2:
         tiles, total = tl.cdiv(width_1, COLUMNS), total + width_2
-        if (before > 0) & (own >= tiles):
-            own, before = own - tiles, before + width_1
+        if (before > 0) & (layer_tile >= tiles):
+            layer_tile, before = layer_tile - tiles, before + width_1
             weight_at, bias_at, down_at, up_at, width, scaling = weight_2, bias_2, down_2, up_2, width_2, scaling_2
-    column = own * COLUMNS + tl.arange(0, COLUMNS)
+    column = layer_tile * COLUMNS + tl.arange(0, COLUMNS)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     in_rank = tl.arange(0, RANK_UP)
     sums = tl.zeros((ROWS, COLUMNS), tl.float32)
     narrow = tl.zeros((ROWS, RANK_UP), tl.float32)
     for start in range(part * each, tl.minimum(part * each + each, depth), DEPTH):
         at = start + tl.arange(0, DEPTH)
-        x = _piece(x_at, row, count, at, depth)
-        sums = tl.dot(x, tl.trans(_piece(weight_at, column, width, at, depth)), sums)
+        x = _load_tile(x_at, row, count, at, depth)
+        sums = tl.dot(x, tl.trans(_load_tile(weight_at, column, width, at, depth)), sums)
         if RANK > 0:
-            narrow = tl.dot(x, tl.trans(_piece(down_at, in_rank, RANK, at, depth)), narrow)
+            narrow = tl.dot(x, tl.trans(_load_tile(down_at, in_rank, RANK, at, depth)), narrow)
     if RANK > 0:
-        up = _piece(up_at, column, width, in_rank, RANK)
+        up = _load_tile(up_at, column, width, in_rank, RANK)
         sums += tl.dot(narrow.to(up.dtype), tl.trans(up)) * scaling
     last = True
     if PARTS > 1:
         place = tl.program_id(1) * (tl.num_programs(0) // PARTS) + tile
         cell = tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-        tl.store(left_at + (place * PARTS + part) * ROWS * COLUMNS + cell, sums)
+        tl.store(partials_at + (place * PARTS + part) * ROWS * COLUMNS + cell, sums)
         tl.debug_barrier()
         last = tl.atomic_add(counters + place, 1, sem="acq_rel") == PARTS - 1
         if last:
-            sums = _added(left_at + place * PARTS * ROWS * COLUMNS + cell, PARTS, ROWS, COLUMNS)
+            sums = _summed_parts(partials_at + place * PARTS * ROWS * COLUMNS + cell, PARTS, ROWS, COLUMNS)
             tl.store(counters + place, 0)
     if last:
         if BIAS:
@@ -222,16 +222,16 @@ def _gated_kernel(
     up_narrow = tl.zeros((ROWS, RANK_UP), tl.float32)
     for start in range(0, depth, DEPTH):
         at = start + tl.arange(0, DEPTH)
-        x = _piece(x_at, row, count, at, depth)
-        gate = tl.dot(x, tl.trans(_piece(gate_at, column, width, at, depth)), gate)
-        up = tl.dot(x, tl.trans(_piece(up_at, column, width, at, depth)), up)
+        x = _load_tile(x_at, row, count, at, depth)
+        gate = tl.dot(x, tl.trans(_load_tile(gate_at, column, width, at, depth)), gate)
+        up = tl.dot(x, tl.trans(_load_tile(up_at, column, width, at, depth)), up)
         if RANK > 0:
-            gate_narrow = tl.dot(x, tl.trans(_piece(gate_down, in_rank, RANK, at, depth)), gate_narrow)
-            up_narrow = tl.dot(x, tl.trans(_piece(up_down, in_rank, RANK, at, depth)), up_narrow)
+            gate_narrow = tl.dot(x, tl.trans(_load_tile(gate_down, in_rank, RANK, at, depth)), gate_narrow)
+            up_narrow = tl.dot(x, tl.trans(_load_tile(up_down, in_rank, RANK, at, depth)), up_narrow)
     if RANK > 0:
-        wide = _piece(gate_up, column, width, in_rank, RANK)
+        wide = _load_tile(gate_up, column, width, in_rank, RANK)
         gate += tl.dot(gate_narrow.to(wide.dtype), tl.trans(wide)) * gate_scaling
-        wide = _piece(up_up, column, width, in_rank, RANK)
+        wide = _load_tile(up_up, column, width, in_rank, RANK)
         up += tl.dot(up_narrow.to(wide.dtype), tl.trans(wide)) * up_scaling
     _store_gated(gate, up, out_at, row, count, column, width)
 
@@ -255,12 +255,12 @@ def _terms_kernel(
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     in_rank = tl.arange(0, RANK_UP)
-    gate = _piece(gate_at, row, count, column, width).to(tl.float32)
-    up = _piece(up_at, row, count, column, width).to(tl.float32)
+    gate = _load_tile(gate_at, row, count, column, width).to(tl.float32)
+    up = _load_tile(up_at, row, count, column, width).to(tl.float32)
     inside = (row[:, None] < count) & (in_rank[None, :] < RANK)
     narrow_at += row[:, None] * 2 * RANK + in_rank[None, :]
     narrow = tl.load(narrow_at, mask=inside, other=0.0)
-    gate += tl.dot(narrow, tl.trans(_piece(gate_up, column, width, in_rank, RANK))) * gate_scaling
+    gate += tl.dot(narrow, tl.trans(_load_tile(gate_up, column, width, in_rank, RANK))) * gate_scaling
     narrow = tl.load(narrow_at + RANK, mask=inside, other=0.0)
-    up += tl.dot(narrow, tl.trans(_piece(up_up, column, width, in_rank, RANK))) * up_scaling
+    up += tl.dot(narrow, tl.trans(_load_tile(up_up, column, width, in_rank, RANK))) * up_scaling
     _store_gated(gate, up, out_at, row, count, column, width)
