@@ -28,7 +28,7 @@ class KnownTurns:
             group.completions = completions
             streams = [TokenStream(group.prompt_ids) for _ in completions]
             for stream, one in zip(streams, completions, strict=True):
-                stream.wrote(one)
+                stream.append_sampled(one)
             talks.append((sampling.first + place, group, streams))
         turn = 0
         while talks := [talk for talk in talks if turn < len(_replies(talk[1]))]:
@@ -44,7 +44,7 @@ class KnownTurns:
         for _, group, streams in talks:
             for stream, one in zip(streams, group.completions, strict=True):
                 closing = [] if one.finished or self.end is None else [self.end]
-                stream.told([*closing, *_replies(group)[turn]])
+                stream.append_observation([*closing, *_replies(group)[turn]])
         seeds = [
             int(np.random.SeedSequence((sampling.seed or 0, turn, place, member)).generate_state(1)[0])
             for place, _, streams in talks
@@ -55,7 +55,7 @@ class KnownTurns:
         for _, group, streams in talks:
             group.completions = []
             for stream, (one,) in zip(streams, written, strict=False):
-                stream.wrote(one)
+                stream.append_sampled(one)
                 group.completions.append(completion_of(stream, group, finished=one.finished))
 
 
