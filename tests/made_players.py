@@ -1,4 +1,4 @@
-"""Players around scripted policies and small environments, for tests of rollouts that act."""
+"""Episode runners around scripted policies and small environments, for tests of rollouts that act."""
 
 import torch
 
@@ -74,7 +74,9 @@ class Talk:
         return 1.0
 
 
-def player(generator, *, factory=None, functions=(), tokenizer=None, bounds=None, form="hermes", limit=1.0, **options):
+def episode_runner(
+    generator, *, factory=None, functions=(), tokenizer=None, bounds=None, form="hermes", limit=1.0, **options
+):
     tokenizer = tokenizer or generator.tokenizer
     environment = PythonEnvironment(factory, functions, timeout=limit, tool_timeout=limit)
     ends = end_tokens(None, tokenizer)
@@ -94,8 +96,8 @@ def groups_of(made, rows):
     return groups
 
 
-def played(made, rows, *, count=2, tokens=200, seed=7, first=0, done=None):
-    """Groups filled by a player, which is then closed."""
+def run_episodes(made, rows, *, count=2, tokens=200, seed=7, first=0, done=None):
+    """Groups filled by an episode runner, which is then closed."""
     groups = groups_of(made, rows)
     try:
         made(groups, count, Sampling(tokens, seed=seed, first=first), done)

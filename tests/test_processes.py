@@ -53,7 +53,7 @@ input()
 CHILD = """
 import subprocess, sys, time
 from upweight import processes
-processes.LOOK_FOR_PARENT = 0.05
+processes.PARENT_CHECK_SECONDS = 0.05
 subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
 processes.end_with_parent()
 time.sleep(60)

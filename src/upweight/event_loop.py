@@ -1,4 +1,4 @@
-"""Async work for code that is not async: an event loop in a thread of its own."""
+"""An event loop in a separate thread, for async work of code that is not async."""
 
 import asyncio
 import contextlib
@@ -11,23 +11,23 @@ T = TypeVar("T")
 
 
 class EventLoop:
-    """A daemon thread with an event loop; it begins with the first work, and anew with the first after `close`."""
+    """A daemon thread with an event loop, which starts with the first work, also after `close`."""
 
     def __init__(self, name: str) -> None:
-        self._name, self._changing = name, threading.Lock()
+        self._name, self._lock = name, threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def start(self, work: Coroutine[Any, Any, T]) -> "Future[T]":
-        """Begin some work on the thread."""
-        with self._changing:
+        """Start a coroutine on the thread and return its future."""
+        with self._lock:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
                 threading.Thread(target=_run, args=(self._loop,), name=self._name, daemon=True).start()
             return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def close(self) -> None:
-        """Stop the loop; what is under way is dropped."""
-        with self._changing:
+        """Stop the loop and drop the work that runs on it."""
+        with self._lock:
             loop, self._loop = self._loop, None
             if loop is not None:
                 loop.call_soon_threadsafe(loop.stop)
@@ -36,7 +36,7 @@ class EventLoop:
 def _run(loop: asyncio.AbstractEventLoop) -> None:
     stopped = False
     while not stopped:
-        # Out of a task, asyncio raises these here too: one user's `sys.exit` would leave everybody else's work undone.
+        # asyncio also raises these here when a task does: one `sys.exit` would stop the work of all others.
         with contextlib.suppress(SystemExit, KeyboardInterrupt):
             loop.run_forever()
             stopped = True

@@ -1,4 +1,4 @@
-"""Files and folders that are there in full or not at all."""
+"""Atomic writes of files and folders."""
 
 import contextlib
 import os
@@ -9,9 +9,9 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def written_whole(path: Path) -> Iterator[Path]:
-    """Yield a temporary name beside `path` for a file or folder to be written under, which then takes that place."""
+    """Yield a temporary path beside `path` to write a file or folder to, and rename it to `path` afterwards."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    _remove(partial)  # a process of this number may have left one
+    _remove(partial)  # an earlier process with this id may have left one
     try:
         yield partial
         partial.replace(path)
@@ -20,7 +20,7 @@ def written_whole(path: Path) -> Iterator[Path]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file that has reached the disk before it takes its place."""
+    """Write a file atomically, flushed to disk before it is renamed."""
     with written_whole(path) as partial, partial.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()

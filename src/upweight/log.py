@@ -1,16 +1,16 @@
-"""The package's logger: plain lines on stderr, and each notice once."""
+"""The package's logger: plain lines on stderr, a status line, and warnings that appear once."""
 
 import logging
 import sys
 from typing import ClassVar, TextIO
 
 logger = logging.getLogger("upweight")
-_said: set[str] = set()
+_warned: set[str] = set()
 
 
 def set_up_logging() -> None:
     """Send the package's log to stderr as plain lines; stdout is for results only."""
-    handler = _AfterStatus(sys.stderr)
+    handler = _ClearingHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(message)s"))
     logger.handlers = [handler]
     logger.setLevel(logging.INFO)
@@ -18,7 +18,7 @@ def set_up_logging() -> None:
 
 
 def quiet_transformers() -> None:
-    """Keep warnings and bars of transformers away from what a command prints."""
+    """Turn off the warnings and progress bars of transformers."""
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.set_verbosity_error()
@@ -26,14 +26,14 @@ def quiet_transformers() -> None:
 
 
 def is_seen() -> bool:
-    """Whether somebody watches: stderr is a terminal, and more than warnings is wanted."""
+    """Whether a status line is shown: stderr is a terminal, and the level includes INFO."""
     return sys.stderr.isatty() and logger.isEnabledFor(logging.INFO)
 
 
-class _AfterStatus(logging.StreamHandler[TextIO]):
-    """Writes lines where a passing one stands."""
+class _ClearingHandler(logging.StreamHandler[TextIO]):
+    """A handler that clears the status line before it writes."""
 
-    passing: ClassVar[bool] = False  # whether one stands there: all handlers share a terminal
+    shown: ClassVar[bool] = False  # whether there is a status line; all handlers share one terminal
 
     def emit(self, record: logging.LogRecord) -> None:
         clear_status()
@@ -41,23 +41,23 @@ class _AfterStatus(logging.StreamHandler[TextIO]):
 
 
 def show_status(text: str) -> None:
-    """Show a passing line on stderr, a terminal: whatever is written next takes its place."""
+    """Show a status line on stderr, which the next output replaces."""
     clear_status()
     sys.stderr.write(text)
     sys.stderr.flush()
-    _AfterStatus.passing = True
+    _ClearingHandler.shown = True
 
 
 def clear_status() -> None:
-    """Take a passing line away, for what does not go through the logger."""
-    if _AfterStatus.passing:
-        _AfterStatus.passing = False
+    """Clear the status line, before output that does not go through the logger."""
+    if _ClearingHandler.shown:
+        _ClearingHandler.shown = False
         sys.stderr.write("\r\x1b[2K")
         sys.stderr.flush()
 
 
 def warn_once(message: str) -> None:
-    """Log a warning the first time it is met in this process."""
-    if message not in _said:
-        _said.add(message)
+    """Log a warning the first time that it occurs in this process."""
+    if message not in _warned:
+        _warned.add(message)
         logger.warning("warning: %s", message)

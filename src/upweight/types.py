@@ -34,7 +34,7 @@ class Sample:
     label: int | None = None  # becomes Batch.label_S
     prompt: NDArray[np.bool_] | None = None  # over scored tokens: belongs to the prompt
     advantage: float | None = None
-    share: float = 1.0  # of the completion that it is a stretch of, by scored tokens
+    share: float = 1.0  # of the scored tokens of its completion, where that has several segments
     old_logps: NDArray[np.float32] | None = None
     sampler_logps: NDArray[np.float32] | None = None
     ref_logps: NDArray[np.float32] | None = None
@@ -72,7 +72,7 @@ class Batch:
     label_S: Tensor | None = None
     prompt_T: Tensor | None = None  # True where a scored token belongs to the prompt (ORPO's likelihood term)
     advantage_S: Tensor | None = None
-    share_S: Tensor | None = None  # of a completion, for its stretches; None: each sequence is a whole one
+    share_S: Tensor | None = None  # of its completion's scored tokens; None: each sequence is a whole completion
     old_logps_T: Tensor | None = None  # under the policy when the rollout was scored; None: the current policy
     sampler_logps_T: Tensor | None = None  # as the sampler reported them
     ref_logps_T: Tensor | None = None  # precomputed reference log-probs
@@ -140,7 +140,8 @@ class Completion:
     sampled: list[bool] | None = None  # False where an environment wrote the token; None: the policy wrote all
     text: str | None = None  # what rewards read, where a rollout function says so
     messages: list[Mapping[str, Any]] | None = None  # the conversation after the prompt, where an environment took part
-    # Stretches before this one, each up to where the chat template wrote the history anew: sequences of their own.
+    # Segments before this one: each ended where the chat template rendered the history differently. They are separate
+    # sequences, and all of them share the rewards and the advantage of this completion.
     earlier: list["Completion"] = field(default_factory=list)
     failure: str | None = None  # why nothing is to be learned from it: its environment broke
     given: int = 0  # tokens it begins with that belong to its prompt, where the prompts of its group differ

@@ -1,4 +1,4 @@
-"""A user's code by dotted path or file, and errors out of it; light to import, since the processes of rewards do it."""
+"""Loads the user's functions by dotted path, and describes their errors. Light to import, for reward workers."""
 
 import importlib
 import importlib.util
@@ -18,18 +18,18 @@ OURS, STANDARD_LIBRARY = str(Path(__file__).parent), str(Path(os.__file__).paren
 
 
 def local_file(path: str, folder: Path) -> Path | None:
-    """The user's file that a dotted path would be read from, if there is one."""
+    """Return the user's file that a dotted path refers to, or None."""
     module = path.rpartition(".")[0]
     for root in dict.fromkeys((Path.cwd(), folder)):
-        place = root.joinpath(*module.split("."))
-        for file in (place.with_name(f"{place.name}.py"), place / "__init__.py"):
+        stem = root.joinpath(*module.split("."))
+        for file in (stem.with_name(f"{stem.name}.py"), stem / "__init__.py"):
             if module and file.is_file():
                 return file.resolve()
     return None
 
 
 def load_function(path: str, folder: Path, key: str) -> Callable[..., Any]:
-    """The function at a dotted path; `key` is the config key that names it."""
+    """Return the function at a dotted path; `key` is the config key for error messages."""
     module_name, _, name = path.rpartition(".")
     file = local_file(path, folder)
     try:
@@ -44,19 +44,19 @@ def load_function(path: str, folder: Path, key: str) -> Callable[..., Any]:
                 f"{' or '.join(map(str, roots))}, and no installed package of that name.{near}"
             ) from error
         raise UserError(f"{key}: '{path}' cannot be imported: {error}. Install '{error.name}' first.") from error
-    except (Exception, SystemExit) as error:  # importing runs foreign code
+    except (Exception, SystemExit) as error:  # importing runs the user's code
         raise UserError(f"{key}: '{path}' cannot be imported: {described(error)}") from error
     function = getattr(module, name, None)
     if not callable(function):
-        own = {other: value for other, value in vars(module).items() if callable(value) and not other.startswith("_")}
-        known = [other for other, value in own.items() if getattr(value, "__module__", "") == module.__name__]
-        hint = did_you_mean(name, own) or (f" It has {', '.join(known[:8])}." if known else "")
+        public = {other: value for other, value in vars(module).items() if callable(value) and other[0] != "_"}
+        known = [other for other, value in public.items() if getattr(value, "__module__", "") == module.__name__]
+        hint = did_you_mean(name, public) or (f" It has {', '.join(known[:8])}." if known else "")
         raise UserError(f"{key}: {file or module_name} has no function '{name}'.{hint}")
     return function
 
 
 def source_of(function: Callable[..., Any]) -> str:
-    """The text of the module that holds a function and of the user's modules beside it that are loaded."""
+    """Return the source of a function's module and of the user's loaded modules in the same folder."""
     module = sys.modules.get(function.__module__)
     file = file_of(module) if module else None
     if file is None:
@@ -71,7 +71,7 @@ def source_of(function: Callable[..., Any]) -> str:
 
 
 def load_file(name: str, file: Path) -> ModuleType:
-    """The module in a file: under its own name unless that is taken, then under another."""
+    """Return the module in a file, imported under `name` unless another module has that name."""
     parts = len(name.split(".")) + (file.name == "__init__.py")
     with _importable(file.parents[parts - 1]):
         loaded = sys.modules.get(name)
@@ -81,7 +81,7 @@ def load_file(name: str, file: Path) -> ModuleType:
             module = importlib.import_module(name)
             if file_of(module) == file:
                 return module
-        # The name is taken by a module that others use: the user's file gets a name of its own.
+        # Another module in use has the name, so the user's file gets a different one.
         spec = importlib.util.spec_from_file_location(f"upweight_user.{name}", file)
         assert spec is not None
         assert spec.loader is not None
@@ -92,27 +92,27 @@ def load_file(name: str, file: Path) -> ModuleType:
 
 
 def file_of(module: ModuleType) -> Path | None:
-    """Where a module was read from, if it was."""
+    """Return the file of a module, or None."""
     file = getattr(module, "__file__", None)
     return Path(file).resolve() if file else None
 
 
 @contextmanager
 def _importable(root: Path) -> Iterator[None]:
-    """The folder first on the path while importing, and last from then on, for imports inside functions."""
-    place = str(root)
-    sys.path.insert(0, place)
+    """Put a folder first on the path while importing, and last afterwards, for imports inside functions."""
+    folder = str(root)
+    sys.path.insert(0, folder)
     importlib.invalidate_caches()
     try:
         yield
     finally:
-        sys.path.remove(place)
-        if place not in sys.path:
-            sys.path.append(place)
+        sys.path.remove(folder)
+        if folder not in sys.path:
+            sys.path.append(folder)
 
 
 def described(error: BaseException) -> str:
-    """An error as people quote it, with its line in the user's code."""
+    """Return the type, message and place in the user's code of an error."""
     text = str(error).strip()
     shown = (text[:297] + "...") if len(text) > 300 else text
     frames = [(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)]
@@ -120,14 +120,14 @@ def described(error: BaseException) -> str:
 
 
 def place(frames: list[tuple[str, int]]) -> str:
-    """The innermost frame of the user's code, as ` (file, line n)`; frames run from the outermost inwards."""
-    known = [at for at in frames if not at[0].startswith(("<", OURS))]
-    known = [at for at in known if is_installed(at[0]) or not at[0].startswith(STANDARD_LIBRARY)]
-    users = [at for at in known if not is_installed(at[0])]
-    file, line = (users or known or [("", 0)])[-1]
+    """Return the innermost frame of the user's code as ` (file, line n)`; frames begin with the outermost."""
+    foreign = [frame for frame in frames if not frame[0].startswith(("<", OURS))]
+    foreign = [frame for frame in foreign if is_installed(frame[0]) or not frame[0].startswith(STANDARD_LIBRARY)]
+    users = [frame for frame in foreign if not is_installed(frame[0])]
+    file, line = (users or foreign or [("", 0)])[-1]
     return f" ({Path(file).name}, line {line})" if file else ""
 
 
 def is_installed(file: Path | str) -> bool:
-    """Whether a file belongs to a package that somebody installed."""
+    """Whether a file belongs to an installed package."""
     return any(part in INSTALLED for part in Path(file).parts)

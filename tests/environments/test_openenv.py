@@ -8,7 +8,7 @@ from made_gym_server import wait_until
 from made_openenv import BAD_GUESS, GUESS, HANG_UP, MCP, MOVE, FakeOpenEnv, failed, observed
 from upweight.environments.episode import ToolCall, Turn
 from upweight.environments.openenv import OpenEnv
-from upweight.environments.openenv_connection import Broken, Server
+from upweight.environments.openenv_connection import OpenEnvFault, OpenEnvServer
 from upweight.errors import UserError
 
 RESET = observed({"metadata": {}, "hint": "guess a number in [1,20]", "remaining": 7}, 0.0)
@@ -181,25 +181,25 @@ def test_a_turn_without_a_call_ends_the_episode(serving):
     ],
 )
 def test_what_the_environment_does_wrong_is_raised(serving, answer, message):
-    with pytest.raises(Broken, match=message):
+    with pytest.raises(OpenEnvFault, match=message):
         played(serving(GUESS, [RESET, answer]).url, said("1"))
 
 
 def test_a_tool_that_times_out_is_the_environments_fault(serving):
     late = observed({"tool_name": "add", "result": None, "error": {"error_type": "timeout", "message": "30 s"}})
-    with pytest.raises(Broken, match="timeout"):
+    with pytest.raises(OpenEnvFault, match="timeout"):
         played(serving(MCP, [TASK, TOOLS, late]).url, called("add", a=1))
 
 
 def test_a_slow_step_is_not_waited_for_longer_than_its_limit(serving):
     server = serving(GUESS, [RESET])
     server.delay = 1.0
-    with pytest.raises(Broken, match=r"no answer to .reset. within 0\.1 seconds"):
+    with pytest.raises(OpenEnvFault, match=r"no answer to .reset. within 0\.1 seconds"):
         played(server.url, timeout=0.1)
 
 
 def test_a_refused_reset_masks_the_sample(serving):
-    with pytest.raises(Broken, match="reset was refused"):
+    with pytest.raises(OpenEnvFault, match="reset was refused"):
         played(serving(GUESS, [BAD_GUESS]).url)
 
 
@@ -211,7 +211,7 @@ def test_a_server_that_hangs_up_at_reset_is_asked_again(serving):
 
 
 def test_a_full_server_is_waited_for_and_the_remedy_named(serving, caplog, monkeypatch):
-    monkeypatch.setattr("upweight.log._said", set())
+    monkeypatch.setattr("upweight.log._warned", set())
     server = serving(GUESS, [RESET, CORRECT], sessions=2)
     server.delay = 0.02
 
@@ -235,7 +235,7 @@ def test_a_full_server_is_waited_for_and_the_remedy_named(serving, caplog, monke
 
 
 def test_a_full_server_is_given_up_on_after_the_limit(serving):
-    with pytest.raises(Broken, match=r"no session within 0\.2 seconds"):
+    with pytest.raises(OpenEnvFault, match=r"no session within 0\.2 seconds"):
         played(serving(GUESS, [RESET], sessions=0).url, wait=0.2)
 
 
@@ -250,12 +250,12 @@ def test_no_server_or_another_kind_of_server_is_said_before_training(serving):
 
 @pytest.mark.parametrize("url", ["127.0.0.1:8000", "http://127.0.0.1:8000/", "ws://127.0.0.1:8000/ws"])
 def test_an_address_may_be_written_in_several_ways(url):
-    server = Server(url, 1, 1)
+    server = OpenEnvServer(url, 1, 1)
     assert (server.url, server.socket) == ("http://127.0.0.1:8000", "ws://127.0.0.1:8000/ws")
 
 
 def test_an_address_below_a_path_keeps_it():
-    server = Server("https://host.example/games/one", 1, 1)
+    server = OpenEnvServer("https://host.example/games/one", 1, 1)
     assert (server.url, server.socket) == ("https://host.example/games/one", "wss://host.example/games/one/ws")
     with pytest.raises(UserError, match=r"environment\.url"):
-        Server("file:///tmp", 1, 1)
+        OpenEnvServer("file:///tmp", 1, 1)

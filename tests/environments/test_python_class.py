@@ -6,7 +6,7 @@ import pytest
 
 from upweight.environments.episode import ToolCall, Turn
 from upweight.environments.python_class import PythonEnvironment
-from upweight.environments.user_calls import TooSlow
+from upweight.environments.user_calls import CallTimeout
 from upweight.errors import UserError
 
 ROW = {"prompt": "hello", "prompt_ids": [1], "answer": "7"}
@@ -116,7 +116,7 @@ def test_a_method_that_hangs_is_a_fault_of_the_environment():
             time.sleep(30)
             return key
 
-    with pytest.raises(TooSlow):
+    with pytest.raises(CallTimeout):
         through(PythonEnvironment(Stuck, tool_timeout=0.1), said("", ("turn", {"key": "3"})))
 
 
@@ -133,7 +133,7 @@ def test_classes_that_cannot_be_environments_are_named():
         def reset(self):
             return None
 
-    with pytest.raises(UserError, match="Empty has nothing that answers"):
+    with pytest.raises(UserError, match="Empty cannot reply to the policy"):
         PythonEnvironment(Empty)
     with pytest.raises(UserError, match="has no method 'reset"):
         PythonEnvironment(int)

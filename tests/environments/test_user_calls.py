@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from upweight.environments.user_calls import TooSlow, UserCalls
+from upweight.environments.user_calls import CallTimeout, UserCalls
 
 
 def run(work):
@@ -98,4 +98,4 @@ def test_a_hanging_function_is_left_behind_and_others_run():
     release.set()
     assert time.monotonic() - began < 20
     assert found[-1] == "well"
-    assert all(isinstance(one, TooSlow) for one in found[:-1])
+    assert all(isinstance(one, CallTimeout) for one in found[:-1])

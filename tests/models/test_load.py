@@ -98,7 +98,7 @@ def test_a_new_padding_token_gets_a_row(folder):
 
 
 def test_a_flash_attention_that_is_not_installed_is_done_without(folder, caplog, monkeypatch):
-    monkeypatch.setattr("upweight.log._said", set())
+    monkeypatch.setattr("upweight.log._warned", set())
     monkeypatch.setattr("upweight.models.load.is_kernels_available", lambda: False)
     monkeypatch.setitem(load.FLASH, "flash_attention_2", lambda: False)
     model = load_model(ModelSection(base_model=folder, attention="flash_attention_2"), torch.float32)

@@ -226,7 +226,7 @@ def test_gradient_checkpointing_gives_the_same_gradients(reentrant):
 
 
 def test_pure_half_precision_warns_and_keeps_no_masters():
-    log._said.clear()
+    log._warned.clear()
     model = lora(llama(BF16))
     with pytest.MonkeyPatch.context() as patch:
         heard = []

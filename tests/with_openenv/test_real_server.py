@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from made_runs import write_model
 from upweight.environments.episode import ToolCall, Turn
 from upweight.environments.openenv import OpenEnv
-from upweight.environments.openenv_connection import Broken
+from upweight.environments.openenv_connection import OpenEnvFault
 from with_openenv.real_server import running
 
 pytestmark = [pytest.mark.openenv, pytest.mark.timeout(600)]
@@ -79,9 +79,9 @@ def test_tools_of_an_mcp_environment_earn_rewards(sums):
 
 
 def test_a_failing_and_a_slow_step_are_the_environments_fault(guess):
-    with pytest.raises(Broken, match="EXECUTION_ERROR: env bug"):
+    with pytest.raises(OpenEnvFault, match="EXECUTION_ERROR: env bug"):
         played(guess.url, {"prompt": "Play."}, said("13"))
-    with pytest.raises(Broken, match=r"within 0\.2 seconds"):
+    with pytest.raises(OpenEnvFault, match=r"within 0\.2 seconds"):
         played(guess.url, {"prompt": "Play.", "delay": 1.0}, said("1"), timeout=0.2)
 
 

@@ -1,1 +1,1 @@
-"""Rollouts that act: tools, environment classes, OpenEnv, NeMo Gym."""
+"""Environments for multi-turn rollouts: tools, Python classes, OpenEnv, NeMo Gym."""

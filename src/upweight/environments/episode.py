@@ -1,4 +1,4 @@
-"""What an environment is to the loop that plays it: it opens, replies to turns, says how it went, and closes."""
+"""The interface of environments: an episode opens, replies to turns, reports its outcome, and closes."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,17 +9,17 @@ Message = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call that the policy wrote."""
+    """A tool call of the policy."""
 
     name: str
     arguments: Mapping[str, Any]
-    error: str | None = None  # what was wrong with how it was written; the name and arguments are then what was read
+    error: str | None = None  # why it could not be parsed; name and arguments are then incomplete
     id: str | None = None
 
 
 @dataclass(frozen=True)
 class Opening:
-    """What stands before the policy's first turn."""
+    """The messages before the policy's first turn, and the tools."""
 
     messages: Sequence[Message]
     tools: Sequence[Mapping[str, Any]] = ()  # {"type": "function", "function": {name, description, parameters}}
@@ -27,78 +27,78 @@ class Opening:
 
 @dataclass(frozen=True)
 class Turn:
-    """What the policy wrote in one turn."""
+    """One turn of the policy."""
 
-    text: str  # all of it, special tokens left out
-    content: str  # what is left without the tool calls
+    text: str  # all of it, without special tokens
+    content: str  # the text without the tool calls
     calls: Sequence[ToolCall]
-    finished: bool  # ended by itself, not by a limit
+    finished: bool  # ended by an end token, not by a limit
 
 
 @dataclass(frozen=True)
 class Reply:
-    """What the policy reads next; no messages: the episode is over."""
+    """What the policy reads next; no messages end the episode."""
 
     messages: Sequence[Message] = ()
-    failed: int = 0  # calls of the turn that went wrong
+    failed: int = 0  # number of calls of the turn that failed
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How an episode went."""
+    """The rewards of an episode, or why it failed."""
 
-    rewards: Mapping[str, float] = field(default_factory=dict)  # by name; empty: the environment gives none
-    failure: str | None = None  # the environment broke: nothing is to be learned from this sample
+    rewards: Mapping[str, float] = field(default_factory=dict)  # by name; empty where the environment gives none
+    failure: str | None = None  # why the environment failed; the sample is then masked
     details: Mapping[str, Any] = field(default_factory=dict)  # columns of the completions file
 
 
 def opening_messages(prompt: Any, text: str = "") -> list[Message]:
-    """A prompt's messages, and text behind them: in the user's last message where there is one."""
+    """Return a prompt's messages with `text` added: to the last message where that is the user's, else as a new one."""
     messages: list[Message] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt or ())
     if not text:
         return messages
     if messages and messages[-1].get("role") == "user" and isinstance(messages[-1].get("content"), str):
-        written = messages[-1]["content"]
-        return [*messages[:-1], {**messages[-1], "content": f"{written}\n\n{text}" if written else text}]
+        content = messages[-1]["content"]
+        return [*messages[:-1], {**messages[-1], "content": f"{content}\n\n{text}" if content else text}]
     return [*messages, {"role": "user", "content": text}]
 
 
 class Episode(Protocol):
-    """One rollout in an environment. A fault of the environment is raised, and masks the sample."""
+    """One rollout in an environment. An error that it raises masks the sample."""
 
     async def open(self, row: Mapping[str, Any]) -> Opening:
-        """Begin with a data row; its `prompt` is what the user wrote."""
+        """Begin with a data row, whose `prompt` is the user's."""
         ...
 
     async def reply(self, turn: Turn) -> Reply:
-        """Act on a turn."""
+        """Act on a turn of the policy and return what it reads next."""
         ...
 
     async def outcome(self) -> Outcome:
-        """The rewards, after the last turn: the episode is over, or a limit was reached."""
+        """Return the rewards after the last turn, which ended the episode or reached a limit."""
         ...
 
     async def close(self) -> None:
-        """Give back connections; called once, whatever happened."""
+        """Release connections; called exactly once."""
         ...
 
 
 class Environment(Protocol):
-    """Opens episodes; one object for a run."""
+    """Creates episodes; a run has one environment."""
 
     @property
     def reward_names(self) -> Sequence[str]:
-        """Names that outcomes may carry."""
+        """The names of the rewards that outcomes may have."""
         ...
 
     def episode(self) -> Episode:
-        """A new one, not yet open."""
+        """Return a new episode that is not yet open."""
         ...
 
     async def start(self) -> None:
-        """Before the first episode: servers are there and answer."""
+        """Prepare for the first episode: start servers, or wait until they answer."""
         ...
 
     async def stop(self) -> None:
-        """After the last."""
+        """Release everything after the last episode."""
         ...

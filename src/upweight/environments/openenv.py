@@ -1,4 +1,4 @@
-"""Episodes on an OpenEnv server: typed actions or MCP tools, a reward for each step."""
+"""Episodes on an OpenEnv server, with typed actions or MCP tools and a reward for each step."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -7,46 +7,46 @@ from typing import Any, Literal
 
 from upweight.data.raw_row import OWN_COLUMNS
 from upweight.environments.episode import Message, Opening, Outcome, Reply, ToolCall, Turn, opening_messages
-from upweight.environments.openenv_connection import Broken, Invalid, OpenEnvConnection, Server
+from upweight.environments.openenv_connection import ActionRejected, OpenEnvConnection, OpenEnvFault, OpenEnvServer
 from upweight.environments.tools import tool_message
 from upweight.errors import UserError
 
 REWARD = "openenv"
-STEP = "step"  # the tool that a typed action is offered as
-ERROR = "error: "  # before what the policy did wrong
-PLAIN = ("string", "integer", "number", "boolean")
+STEP = "step"  # name of the tool that takes a typed action
+ERROR = "error: "  # prefix of what the policy did wrong
+SCALARS = ("string", "integer", "number", "boolean")
 MODEL_ERRORS = ("invalid_args", "tool_not_found", "execution_error")
 
-Total = Literal["sum", "last", "mean", "max"]
+Reduction = Literal["sum", "last", "mean", "max"]
 
 
 @dataclass
 class OpenEnv:
-    """A server of environments, one connection for each episode."""
+    """An OpenEnv server; each episode has its own connection."""
 
     url: str
-    reward: Total = "sum"  # of the rewards of an episode's steps
-    columns: Sequence[str] | None = None  # of the row, handed to `reset`; None: all but the prompt
-    text_field: str | None = None  # of the action, filled by what the policy writes; None: the only one, if there is
-    observation: str | None = None  # field that the policy reads; None: all of them
+    reward: Reduction = "sum"  # how the step rewards of an episode are combined
+    columns: Sequence[str] | None = None  # of the row, passed to `reset`; None: all but the prompt
+    text_field: str | None = None  # field of the action for the policy's text; None: the only one, if any
+    observation: str | None = None  # field of the observation that the policy reads; None: all
     timeout: float = 60.0  # seconds for one answer
-    wait: float = 300.0  # seconds for the server to be there and to have a free session
+    wait: float = 300.0  # seconds to wait for the server and for a free session
     actions: "Actions" = field(init=False)
 
     def __post_init__(self) -> None:
-        self.server = Server(self.url, self.timeout, self.wait)
+        self.server = OpenEnvServer(self.url, self.timeout, self.wait)
 
     @property
     def reward_names(self) -> Sequence[str]:
-        """One: the steps' rewards together."""
+        """The one name of the combined step rewards."""
         return (REWARD,)
 
     def episode(self) -> "OpenEnvEpisode":
-        """A new one, not yet connected."""
+        """Return a new episode that is not yet connected."""
         return OpenEnvEpisode(self, OpenEnvConnection(self.server))
 
     async def start(self) -> None:
-        """Wait for the server and learn what it takes."""
+        """Wait for the server and read the schema of its actions."""
         schema = await self.server.schema()
         self.actions = Actions.of(schema["action"], self.text_field)
         known = (schema.get("observation") or {}).get("properties") or {}
@@ -57,12 +57,12 @@ class OpenEnv:
             )
 
     async def stop(self) -> None:
-        """The server is the user's own; it stays."""
+        """Leave the server running, since the user started it."""
 
 
 @dataclass(frozen=True)
 class Actions:
-    """How what the policy writes becomes an action: MCP tools, one field of plain text, or a call of `step`."""
+    """How a turn becomes an action: by MCP tools, one field of plain text, or a call of `step`."""
 
     mcp: bool
     text_field: str | None
@@ -70,9 +70,9 @@ class Actions:
 
     @staticmethod
     def of(schema: Mapping[str, Any], text_field: str | None) -> "Actions":
-        """Read off an action's JSON schema."""
-        named = schema.get("properties") or {}
-        fields = {name: kind for name, kind in named.items() if name != "metadata" and "const" not in kind}
+        """Choose the way by the JSON schema of an action."""
+        properties = schema.get("properties") or {}
+        fields = {name: kind for name, kind in properties.items() if name != "metadata" and "const" not in kind}
         if text_field is not None and text_field not in fields:
             raise UserError(
                 f"environment.text_field: the environment's action has no field '{text_field}'; "
@@ -82,7 +82,7 @@ class Actions:
             return Actions(True, None, ())
         if text_field is None and len(fields) == 1:
             (name, kind), *_ = fields.items()
-            text_field = name if kind.get("type") in PLAIN else None
+            text_field = name if kind.get("type") in SCALARS else None
         parameters = {
             "type": "object",
             "properties": fields,
@@ -90,39 +90,39 @@ class Actions:
         }
         if "$defs" in schema:
             parameters["$defs"] = schema["$defs"]
-        about = str(schema.get("description") or "Act on the environment.")
-        return Actions(False, text_field, () if text_field else (_tool(STEP, about, parameters),))
+        description = str(schema.get("description") or "Act on the environment.")
+        return Actions(False, text_field, () if text_field else (_tool(STEP, description, parameters),))
 
 
 @dataclass
 class OpenEnvEpisode:
-    """One episode over its own connection."""
+    """One episode, over one connection."""
 
     environment: OpenEnv
-    link: OpenEnvConnection
-    rewards: list[float] = field(default_factory=list)  # of the steps that gave one
+    connection: OpenEnvConnection
+    rewards: list[float] = field(default_factory=list)  # of the steps that returned one
     steps: int = 0
     done: bool = False
 
     async def open(self, row: Mapping[str, Any]) -> Opening:
-        """Reset with the row's columns; the first observation follows the prompt."""
-        wanted = self.environment.columns
-        names = [name for name in row if name not in OWN_COLUMNS] if wanted is None else wanted
+        """Reset the environment with the row's columns; the first observation follows the prompt."""
+        columns = self.environment.columns
+        names = [name for name in row if name not in OWN_COLUMNS] if columns is None else columns
         if missing := [name for name in names if name not in row]:
             raise UserError(
                 f"environment.columns: the data has no column {', '.join(missing)}; it has {', '.join(row)}"
             )
         arguments = {name: row[name] for name in names if row[name] is not None}
         try:
-            found = await self.link.reset(arguments)
-        except Invalid as error:
-            raise Broken(f"reset was refused: {error}") from error
+            result = await self.connection.reset(arguments)
+        except ActionRejected as error:
+            raise OpenEnvFault(f"reset was refused: {error}") from error
         actions = self.environment.actions
         tools = await self._tools() if actions.mcp else actions.tools
-        return Opening(opening_messages(row.get("prompt"), self._text(found)), tools)
+        return Opening(opening_messages(row.get("prompt"), self._text(result)), tools)
 
     async def reply(self, turn: Turn) -> Reply:
-        """Step once with plain text, or once for each call; without a call the policy has had enough."""
+        """Step once with plain text, or once for each call; a turn without a call ends the episode."""
         name = self.environment.actions.text_field
         if name is not None:
             text = await self._step({name: turn.text.strip()})
@@ -136,19 +136,19 @@ class OpenEnvEpisode:
         return Reply([] if self.done else messages, failed)
 
     async def outcome(self) -> Outcome:
-        """The steps' rewards, put together as the user says."""
-        total = {REWARD: _total(self.rewards, self.environment.reward)}
+        """Return the combined step rewards."""
+        total = {REWARD: _combined(self.rewards, self.environment.reward)}
         return Outcome(total, details={"step_rewards": list(self.rewards), "steps": self.steps, "done": self.done})
 
     async def close(self) -> None:
-        """End the connection, and with it the environment."""
-        await self.link.close()
+        """Close the connection, which ends the environment."""
+        await self.connection.close()
 
     async def _tools(self) -> list[Mapping[str, Any]]:
-        found = (await self.link.step({"type": "list_tools"})).get("observation") or {}
+        observation = (await self.connection.step({"type": "list_tools"})).get("observation") or {}
         return [
-            _tool(one["name"], one.get("description") or "", one.get("input_schema") or {})
-            for one in found.get("tools") or ()
+            _tool(tool["name"], tool.get("description") or "", tool.get("input_schema") or {})
+            for tool in observation.get("tools") or ()
         ]
 
     async def _call(self, call: ToolCall) -> str:
@@ -162,46 +162,46 @@ class OpenEnvEpisode:
         return await self._step(arguments)
 
     async def _step(self, action: Mapping[str, Any]) -> str:
-        """What the policy reads after an action; what it did wrong is told, what the environment did wrong raises."""
+        """Return what the policy reads after an action: the observation, or why the action was rejected."""
         try:
-            found = await self.link.step(action)
-        except Invalid as error:
+            result = await self.connection.step(action)
+        except ActionRejected as error:
             return f"{ERROR}{error}"
         self.steps += 1
-        if found.get("reward") is not None:
-            self.rewards.append(float(found["reward"]))
-        self.done = bool(found.get("done"))
-        return self._text(found)
+        if result.get("reward") is not None:
+            self.rewards.append(float(result["reward"]))
+        self.done = bool(result.get("done"))
+        return self._text(result)
 
-    def _text(self, found: Mapping[str, Any]) -> str:
-        observation = found.get("observation") or {}
-        named = self.environment.observation
-        if named is not None and named in observation:
-            return _written(observation[named])
+    def _text(self, result: Mapping[str, Any]) -> str:
+        observation = result.get("observation") or {}
+        field_name = self.environment.observation
+        if field_name is not None and field_name in observation:
+            return _as_text(observation[field_name])
         if self.environment.actions.mcp and "tool_name" in observation:
             return _tool_text(observation)
         shown = {name: value for name, value in observation.items() if name not in ("metadata", "done", "reward")}
         shown = shown or observation.get("metadata") or {}
         if len(shown) == 1 and isinstance(text := next(iter(shown.values())), str):
             return text
-        return _written(shown) if shown else ""
+        return _as_text(shown) if shown else ""
 
 
 def _tool_text(observation: Mapping[str, Any]) -> str:
-    """What an MCP tool answered."""
+    """Return the result of an MCP tool as text."""
     if error := observation.get("error"):
         kind, message = error.get("error_type"), error.get("message")
         if kind not in MODEL_ERRORS:
-            raise Broken(f"{observation['tool_name']}: {kind}: {message}")
+            raise OpenEnvFault(f"{observation['tool_name']}: {kind}: {message}")
         return f"{ERROR}{message}"
     result = observation.get("result")
     parts = result.get("content") if isinstance(result, Mapping) else None
     texts = [part["text"] for part in parts or () if isinstance(part, Mapping) and isinstance(part.get("text"), str)]
-    return "\n".join(texts) if texts else _written(result)
+    return "\n".join(texts) if texts else _as_text(result)
 
 
-def _total(rewards: Sequence[float], how: Total) -> float:
-    """A step without a reward does not count; an episode without any earns 0."""
+def _combined(rewards: Sequence[float], how: Reduction) -> float:
+    """Combine step rewards; an episode without any earns 0."""
     if not rewards:
         return 0.0
     if how == "last":
@@ -209,9 +209,9 @@ def _total(rewards: Sequence[float], how: Total) -> float:
     return max(rewards) if how == "max" else sum(rewards) / (len(rewards) if how == "mean" else 1)
 
 
-def _tool(name: str, about: str, parameters: Mapping[str, Any]) -> Mapping[str, Any]:
-    return {"type": "function", "function": {"name": name, "description": about, "parameters": dict(parameters)}}
+def _tool(name: str, description: str, parameters: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": dict(parameters)}}
 
 
-def _written(value: Any) -> str:
+def _as_text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)

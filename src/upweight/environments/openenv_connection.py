@@ -1,4 +1,4 @@
-"""The wire of OpenEnv: one WebSocket is one environment, asked to reset and to step."""
+"""The WebSocket protocol of OpenEnv: each connection is one environment, with reset and step."""
 
 import asyncio
 import contextlib
@@ -18,25 +18,25 @@ try:
 except ImportError:
     raise UserError("environment.type: openenv needs the package `websockets`: pip install websockets") from None
 
-PAUSE, LONGEST_PAUSE = 0.05, 2.0  # seconds between attempts to get in
-GOODBYE = 2.0  # seconds for closing
-LOCAL = ("127.0.0.1", "localhost", "::1")
+MIN_BACKOFF, MAX_BACKOFF = 0.05, 2.0  # seconds between attempts to connect
+CLOSE_SECONDS = 2.0
+LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
 
 
-class Broken(Exception):
-    """The environment failed: what the policy did in it says nothing about the policy."""
+class OpenEnvFault(Exception):
+    """The environment failed, so the episode says nothing about the policy."""
 
 
-class Invalid(Exception):
-    """The environment understood an action and refused it."""
+class ActionRejected(Exception):
+    """The environment rejected an action as invalid."""
 
 
-class _NoRoom(Exception):
-    """All sessions of the server are taken."""
+class _ServerFull(Exception):
+    """All sessions of the server are in use."""
 
 
-class Server:
-    """An OpenEnv server's address, and how long to be patient with it."""
+class OpenEnvServer:
+    """The address and the timeouts of an OpenEnv server."""
 
     def __init__(self, url: str, timeout: float, wait: float) -> None:
         address = httpx.URL(url if "://" in url else f"http://{url}")
@@ -46,11 +46,11 @@ class Server:
         path = address.path.removesuffix("/ws").rstrip("/")
         self.url = str(address.copy_with(scheme=f"http{safe}", path=path or "/")).rstrip("/")
         self.socket = str(address.copy_with(scheme=f"ws{safe}", path=f"{path}/ws"))
-        self.local = address.host in LOCAL  # proxies of the environment are for the outside world
+        self.local = address.host in LOCAL_HOSTS  # the proxies of environment variables are for other hosts
         self.timeout, self.wait = timeout, wait
 
     async def schema(self) -> dict[str, Any]:
-        """What actions and observations look like, from a server that is waited for."""
+        """Wait for the server and return the schemas of its actions and observations."""
         clock = asyncio.get_running_loop().time
         stop = clock() + self.wait
         async with httpx.AsyncClient(base_url=self.url, timeout=10, trust_env=not self.local) as http:
@@ -68,7 +68,7 @@ class Server:
                         ) from None
                 if attempt == 0:
                     logger.info("waiting for an OpenEnv server at %s, up to %.0f seconds", self.url, self.wait)
-                await asyncio.sleep(_pause(attempt))
+                await asyncio.sleep(_backoff(attempt))
                 attempt += 1
         if not isinstance(answer, dict) or not isinstance(answer.get("action"), dict):
             raise UserError(f"environment.url: {self.url} is no OpenEnv server: /schema names no action")
@@ -76,14 +76,14 @@ class Server:
 
 
 class OpenEnvConnection:
-    """One connection, from the first reset to the end."""
+    """One connection, which is one environment."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: OpenEnvServer) -> None:
         self.server = server
         self._socket: Any = None
 
     async def reset(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Get a session, waiting for a server that is away or full, and begin an episode."""
+        """Begin an episode; wait while the server is away or full."""
         clock = asyncio.get_running_loop().time
         stop = clock() + self.server.wait
         attempt = 0
@@ -91,30 +91,30 @@ class OpenEnvConnection:
             try:
                 await self._connect()
                 return await self._ask("reset", arguments)
-            except (OSError, ConnectionClosed, InvalidHandshake, _NoRoom) as error:
+            except (OSError, ConnectionClosed, InvalidHandshake, _ServerFull) as error:
                 await self.close()
                 if clock() > stop:
-                    raise Broken(f"no session within {self.server.wait:g} seconds: {error}") from error
-            await asyncio.sleep(_pause(attempt))
+                    raise OpenEnvFault(f"no session within {self.server.wait:g} seconds: {error}") from error
+            await asyncio.sleep(_backoff(attempt))
             attempt += 1
 
     async def step(self, action: Mapping[str, Any]) -> dict[str, Any]:
-        """Observation, reward and done after an action."""
+        """Return observation, reward and done after an action."""
         try:
             return await self._ask("step", action)
         except (OSError, ConnectionClosed) as error:
-            raise Broken(f"the connection was lost: {error}") from error
+            raise OpenEnvFault(f"the connection was lost: {error}") from error
 
     async def close(self) -> None:
-        """Give the session back."""
+        """Release the session."""
         socket, self._socket = self._socket, None
         if socket is None:
             return
         try:
-            async with asyncio.timeout(GOODBYE):
+            async with asyncio.timeout(CLOSE_SECONDS):
                 await socket.send(json.dumps({"type": "close"}))
                 await socket.close()
-        except (OSError, ConnectionClosed):  # gone already, which is what was wanted
+        except (OSError, ConnectionClosed):  # closed already
             socket.transport.abort()
 
     async def _connect(self) -> None:
@@ -122,42 +122,44 @@ class OpenEnvConnection:
             self.server.socket,
             open_timeout=self.server.timeout,
             max_size=None,
-            ping_interval=None,  # a busy environment may not answer pings; each message has its own limit
+            ping_interval=None,  # a busy environment may not answer pings; each message has a timeout
             proxy=None if self.server.local else True,
         )
 
     async def _ask(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
-        with contextlib.suppress(ConnectionClosed):  # a full server says so and hangs up; that is still to be read
+        with contextlib.suppress(ConnectionClosed):  # a full server sends its error and closes; that is still read
             await self._socket.send(json.dumps({"type": kind, "data": dict(data)}, default=str))
         try:
             async with asyncio.timeout(self.server.timeout):
                 answer = json.loads(await self._socket.recv())
         except TimeoutError:
-            raise Broken(f"no answer to '{kind}' within {self.server.timeout:g} seconds") from None
+            raise OpenEnvFault(f"no answer to '{kind}' within {self.server.timeout:g} seconds") from None
         except ValueError as error:
-            raise Broken(f"the answer to '{kind}' is no JSON: {error}") from error
-        found = answer.get("data") if isinstance(answer, dict) else None
-        if not isinstance(found, dict):
-            raise Broken(f"the answer to '{kind}' is no OpenEnv message")
+            raise OpenEnvFault(f"the answer to '{kind}' is no JSON: {error}") from error
+        content = answer.get("data") if isinstance(answer, dict) else None
+        if not isinstance(content, dict):
+            raise OpenEnvFault(f"the answer to '{kind}' is no OpenEnv message")
         if answer["type"] == "error":
-            raise _error(found)
-        return found
+            raise _error(content)
+        return content
 
 
-def _error(found: Mapping[str, Any]) -> Exception:
-    """What the server's complaint means for the episode."""
-    code, message = found.get("code"), str(found.get("message", ""))
+def _error(content: Mapping[str, Any]) -> Exception:
+    """Return the exception for an error message of the server."""
+    code, message = content.get("code"), str(content.get("message", ""))
     if code == "VALIDATION_ERROR":
-        faults = [f"{'.'.join(map(str, one.get('loc', ())))}: {one.get('msg')}" for one in found.get("errors") or ()]
-        return Invalid("; ".join(faults) or message)
+        faults = [
+            f"{'.'.join(map(str, fault.get('loc', ())))}: {fault.get('msg')}" for fault in content.get("errors") or ()
+        ]
+        return ActionRejected("; ".join(faults) or message)
     if code == "CAPACITY_REACHED":
         warn_once(
-            f"the OpenEnv server has room for {found.get('max_sessions', 'few')} sessions only, and others wait: raise "
-            "max_concurrent_envs in its create_app (the class needs SUPPORTS_CONCURRENT_SESSIONS = True)"
+            f"the OpenEnv server has room for {content.get('max_sessions', 'few')} sessions only, and others wait: "
+            "raise max_concurrent_envs in its create_app (the class needs SUPPORTS_CONCURRENT_SESSIONS = True)"
         )
-        return _NoRoom(message)
-    return Broken(f"{code}: {message}")
+        return _ServerFull(message)
+    return OpenEnvFault(f"{code}: {message}")
 
 
-def _pause(attempt: int) -> float:
-    return min(PAUSE * 2 ** min(attempt, 10), LONGEST_PAUSE) * random.uniform(0.5, 1.0)
+def _backoff(attempt: int) -> float:
+    return min(MIN_BACKOFF * 2 ** min(attempt, 10), MAX_BACKOFF) * random.uniform(0.5, 1.0)

@@ -1,4 +1,4 @@
-"""A user's tools and environment class: functions to call, and an object for each episode that keeps its state."""
+"""A user's tools and environment class: functions to call, and one object for each episode."""
 
 import asyncio
 import inspect
@@ -7,25 +7,25 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from upweight.environments.episode import Message, Opening, Outcome, Reply, ToolCall, Turn, opening_messages
-from upweight.environments.tools import Schema, answered, methods_of, schema_of, tool_message, unique_tools
-from upweight.environments.user_calls import TooSlow, UserCalls
+from upweight.environments.tools import Schema, methods_of, run_tool, schema_of, tool_message, unique_tools
+from upweight.environments.user_calls import CallTimeout, UserCalls
 from upweight.errors import UserError
 
 REWARD = "reward"
-TOOLS = "tools"  # the key that names functions
+TOOLS = "tools"  # the config key of the functions
 Factory = Callable[[], Any]
 
 
 @dataclass
 class PythonEnvironment:
-    """Episodes of a user's code; without a class, the tools alone.
+    """Episodes of a user's class with the tools, or of the tools alone.
 
-    `factory` makes the object of an episode, or is such a function by the value of the row's `environment`.
+    `factory` makes the object of an episode; as a mapping, it has such a function for each `environment` of the rows.
     """
 
     factory: Factory | Mapping[str, Factory] | None = None
     functions: Sequence[Callable[..., Any]] = ()
-    timeout: float = 60.0  # seconds of one call of the object
+    timeout: float = 60.0  # seconds for one call of the object
     tool_timeout: float = 30.0
     key: str = "environment.class"
     calls: UserCalls = field(default_factory=UserCalls)
@@ -35,35 +35,35 @@ class PythonEnvironment:
         self.tools = unique_tools(self.functions, TOOLS)
         self.schemas = {name: schema_of(function, TOOLS) for name, function in self.tools.items()}
         factories = self.factory.values() if isinstance(self.factory, Mapping) else [self.factory]
-        self.kinds = [_kind(factory) for factory in factories if factory is not None]
-        for kind in self.kinds:
-            self._check(kind)
+        self.classes = [_class_of(factory) for factory in factories if factory is not None]
+        for cls in self.classes:
+            self._check(cls)
 
-    def methods_of(self, kind: type) -> dict[str, Schema]:
-        """Tools of a class, read once."""
-        if kind not in self._methods:
-            self._methods[kind] = methods_of(kind, self.key)
-        return self._methods[kind]
+    def methods_of(self, cls: type) -> dict[str, Schema]:
+        """Return the tools of a class, which are read once."""
+        if cls not in self._methods:
+            self._methods[cls] = methods_of(cls, self.key)
+        return self._methods[cls]
 
     @property
     def reward_names(self) -> Sequence[str]:
-        """What the classes list in `reward_names`, else one name where they have `get_reward`."""
-        rewarded = [kind for kind in self.kinds if hasattr(kind, "get_reward")]
-        return list(dict.fromkeys(str(name) for kind in rewarded for name in getattr(kind, "reward_names", (REWARD,))))
+        """The `reward_names` of the classes, or one name for a class that only has `get_reward`."""
+        rewarded = [cls for cls in self.classes if hasattr(cls, "get_reward")]
+        return list(dict.fromkeys(str(name) for cls in rewarded for name in getattr(cls, "reward_names", (REWARD,))))
 
     def episode(self) -> "PythonEpisode":
-        """A new one, not yet open."""
+        """Return a new episode that is not yet open."""
         return PythonEpisode(self)
 
     async def start(self) -> None:
-        """Nothing: the user's code is here."""
+        """Do nothing, since the user's code runs in this process."""
 
     async def stop(self) -> None:
-        """End the loop that async functions ran on."""
+        """Stop the loop of async functions."""
         self.calls.close()
 
     def factory_for(self, row: Mapping[str, Any]) -> Factory | None:
-        """What makes the object for a row."""
+        """Return the factory for a row."""
         if not isinstance(self.factory, Mapping):
             return self.factory
         name = str(row.get("environment"))
@@ -72,101 +72,102 @@ class PythonEnvironment:
             raise UserError(f"column 'environment': there is no environment {name!r}; known: {known}.")
         return self.factory[name]
 
-    def _check(self, kind: type) -> None:
+    def _check(self, cls: type) -> None:
         """Refuse a class that cannot be an environment."""
-        if not callable(getattr(kind, "reset", None)):
-            raise UserError(f"{self.key}: {kind.__name__} has no method 'reset(self, **row)'.")
-        both = set(self.methods_of(kind)) & set(self.tools)
+        if not callable(getattr(cls, "reset", None)):
+            raise UserError(f"{self.key}: {cls.__name__} has no method 'reset(self, **row)'.")
+        both = set(self.methods_of(cls)) & set(self.tools)
         if both:
-            raise UserError(f"{TOOLS}: '{both.pop()}' is also a method of {kind.__name__}. Rename one.")
-        if not self.methods_of(kind) and not self.tools and not hasattr(kind, "step"):
+            raise UserError(f"{TOOLS}: '{both.pop()}' is also a method of {cls.__name__}. Rename one.")
+        if not self.methods_of(cls) and not self.tools and not hasattr(cls, "step"):
             raise UserError(
-                f"{self.key}: {kind.__name__} has nothing that answers: give it public methods with docstrings (tools) "
-                "or a method 'step(self, text)'."
+                f"{self.key}: {cls.__name__} cannot reply to the policy: give it public methods with docstrings "
+                "(tools) or a method 'step(self, text)'."
             )
 
 
 class PythonEpisode:
-    """One object's life: reset, calls and steps, its reward."""
+    """One episode with one object: its reset, tool calls, steps and reward."""
 
     def __init__(self, environment: PythonEnvironment) -> None:
-        self._of = environment
+        self._environment = environment
         self._object: Any = None
         self._tools = dict(environment.tools)
 
     async def open(self, row: Mapping[str, Any]) -> Opening:
-        """The row's prompt, and what `reset` says: text joins the user's last message, messages follow."""
+        """Return the row's prompt with what `reset` returns: text joins the last user message, messages follow."""
         messages = opening_messages(row.get("prompt"))
-        schemas = dict(self._of.schemas)
-        factory = self._of.factory_for(row)
+        schemas = dict(self._environment.schemas)
+        factory = self._environment.factory_for(row)
         if factory is not None:
             self._object = await self._run(factory)
-            methods = self._of.methods_of(type(self._object))
+            methods = self._environment.methods_of(type(self._object))
             self._tools |= {name: getattr(self._object, name) for name in methods}
             schemas |= methods
-            said = await self._run(self._object.reset, **_taken(self._object.reset, row))
-            if isinstance(said, str):
-                messages = opening_messages(messages, said)
-            elif said is not None:
-                messages += _messages(said)
+            observation = await self._run(self._object.reset, **_accepted(self._object.reset, row))
+            if isinstance(observation, str):
+                messages = opening_messages(messages, observation)
+            elif observation is not None:
+                messages += _messages(observation)
         return Opening(messages, list(schemas.values()))
 
     async def reply(self, turn: Turn) -> Reply:
-        """Results of the turn's calls, in their order; a turn without calls goes to `step`, or ends the episode."""
+        """Return the results of the turn's calls in order; a turn without calls goes to `step`, or ends the episode."""
         if turn.calls:
             if self._object is None:
-                answers = await asyncio.gather(*map(self._answer, turn.calls))
+                results = await asyncio.gather(*map(self._run_tool, turn.calls))
             else:
-                answers = [await self._answer(call) for call in turn.calls]  # its state changes with each
-            over = getattr(self._object, "done", False) is True
-            return Reply([] if over else [message for message, _ in answers], sum(not well for _, well in answers))
+                results = [await self._run_tool(call) for call in turn.calls]  # its state changes with each
+            done = getattr(self._object, "done", False) is True
+            failed = sum(not succeeded for _, succeeded in results)
+            return Reply([] if done else [message for message, _ in results], failed)
         step = getattr(self._object, "step", None)
         if step is None:
             return Reply()
-        return _stepped(await self._run(step, turn.text))
+        return _step_reply(await self._run(step, turn.text))
 
     async def outcome(self) -> Outcome:
-        """What `get_reward` says: a number, or several by name."""
+        """Return the result of `get_reward`: a number, or several by name."""
         get_reward = getattr(self._object, "get_reward", None)
         if get_reward is None:
             return Outcome()
-        found = await self._run(get_reward)
-        if found is None:
+        returned = await self._run(get_reward)
+        if returned is None:
             return Outcome()
-        rewards = found if isinstance(found, Mapping) else {REWARD: found}
-        known = self._of.reward_names
-        stray = [name for name in rewards if name not in known]
-        if stray:
+        rewards = returned if isinstance(returned, Mapping) else {REWARD: returned}
+        known = self._environment.reward_names
+        unknown = [name for name in rewards if name not in known]
+        if unknown:
             raise UserError(
-                f"{self._of.key}: get_reward() returned '{stray[0]}', which is not in the class's `reward_names` "
-                f"({', '.join(known)}): list every name there."
+                f"{self._environment.key}: get_reward() returned '{unknown[0]}', which is not in the class's "
+                f"`reward_names` ({', '.join(known)}): list every name there."
             )
         return Outcome({str(name): float(value) for name, value in rewards.items() if value is not None})
 
     async def close(self) -> None:
-        """The object's own `close`, where it has one."""
+        """Call the object's `close`, where it has one."""
         if callable(getattr(self._object, "close", None)):
             await self._run(self._object.close)
 
-    async def _answer(self, call: ToolCall) -> tuple[Message, bool]:
+    async def _run_tool(self, call: ToolCall) -> tuple[Message, bool]:
         try:
-            return await answered(call, self._tools, self._of.calls, self._of.tool_timeout)
-        except TooSlow as error:
-            if call.name not in self._of.tools:
-                raise  # the object is still at work: nobody knows its state
+            return await run_tool(call, self._tools, self._environment.calls, self._environment.tool_timeout)
+        except CallTimeout as error:
+            if call.name not in self._environment.tools:
+                raise  # the call still runs, so the state of the object is not known
             return tool_message(call, f"error: {error}"), False
 
     async def _run(self, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-        return await self._of.calls(function, *arguments, limit=self._of.timeout, **named)
+        return await self._environment.calls(function, *arguments, limit=self._environment.timeout, **named)
 
 
-def _kind(factory: Factory) -> type:
-    """The class of what a factory makes."""
+def _class_of(factory: Factory) -> type:
+    """Return the class of the objects that a factory makes."""
     return factory if inspect.isclass(factory) else type(factory())
 
 
-def _taken(reset: Callable[..., Any], row: Mapping[str, Any]) -> dict[str, Any]:
-    """The columns of a row that `reset` takes."""
+def _accepted(reset: Callable[..., Any], row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the columns of a row that `reset` accepts."""
     parameters = inspect.signature(reset).parameters.values()
     columns = {name: value for name, value in row.items() if name != "prompt_ids"}
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
@@ -174,19 +175,19 @@ def _taken(reset: Callable[..., Any], row: Mapping[str, Any]) -> dict[str, Any]:
     return {parameter.name: columns[parameter.name] for parameter in parameters if parameter.name in columns}
 
 
-def _stepped(said: Any) -> Reply:
-    """What `step` returned: an observation, or (observation, done); None ends the episode."""
+def _step_reply(observation: Any) -> Reply:
+    """Convert what `step` returned: an observation, or (observation, done); None ends the episode."""
     done = False
-    if isinstance(said, tuple) and len(said) == 2:
-        said, done = said
-    if done or said is None:
+    if isinstance(observation, tuple) and len(observation) == 2:
+        observation, done = observation
+    if done or observation is None:
         return Reply()
-    return Reply([{"role": "user", "content": said}] if isinstance(said, str) else _messages(said))
+    is_text = isinstance(observation, str)
+    return Reply([{"role": "user", "content": observation}] if is_text else _messages(observation))
 
 
-def _messages(said: Any) -> list[dict[str, Any]]:
-    if isinstance(said, Mapping):
-        said = [said]
-    if not isinstance(said, list | tuple) or not all(isinstance(one, Mapping) and "role" in one for one in said):
-        raise UserError(f"an environment must say text or messages, got {said!r:.80}")
-    return [dict(one) for one in said]
+def _messages(observation: Any) -> list[dict[str, Any]]:
+    messages = [observation] if isinstance(observation, Mapping) else observation
+    if not isinstance(messages, list | tuple) or not all(isinstance(m, Mapping) and "role" in m for m in messages):
+        raise UserError(f"an environment must return text or messages, got {observation!r:.80}")
+    return [dict(message) for message in messages]

@@ -1,4 +1,4 @@
-"""Calls of a user's code from the loop that plays episodes: never on that loop, never longer than a limit."""
+"""Calls the user's code from the event loop of episodes, but never on that loop and never beyond a time limit."""
 
 import asyncio
 import inspect
@@ -12,12 +12,12 @@ from typing import Any
 from upweight.event_loop import EventLoop
 
 
-class TooSlow(Exception):
-    """A call did not come back within its limit."""
+class CallTimeout(Exception):
+    """A call did not return within its time limit."""
 
 
 class UserCalls:
-    """Runs sync functions in threads and async ones on a loop of their own, so that a stuck one blocks nobody else."""
+    """Runs sync functions in threads and async ones on a loop of their own, so that one that hangs blocks no other."""
 
     def __init__(self) -> None:
         self._loop = EventLoop("tools")
@@ -25,7 +25,7 @@ class UserCalls:
         self._free = threading.Semaphore(0)
 
     async def __call__(self, function: Callable[..., Any], *arguments: Any, limit: float, **named: Any) -> Any:
-        """What a function returns; whatever it raises, or TooSlow."""
+        """Return what a function returns; raise what it raises, or CallTimeout."""
         call = partial(function, *arguments, **named)
         done: Future[Any] = Future()
         if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None)):  # noqa: B004
@@ -35,14 +35,14 @@ class UserCalls:
             if not self._free.acquire(blocking=False):
                 # A daemon: threads cannot be ended, and one that hangs must not keep the program from ending.
                 threading.Thread(target=self._work, name="environments", daemon=True).start()
-        waited = asyncio.wrap_future(done)
+        result = asyncio.wrap_future(done)
         try:
-            await asyncio.wait({waited}, timeout=limit)
-            if not waited.done():
-                raise TooSlow(f"it took longer than {limit:g} seconds")
-            return waited.result()
+            await asyncio.wait({result}, timeout=limit)
+            if not result.done():
+                raise CallTimeout(f"it took longer than {limit:g} seconds")
+            return result.result()
         finally:
-            waited.cancel()  # else an answer that comes late would be handed to a loop that may be closed by then
+            result.cancel()  # else a late result would be passed to a loop that may be closed by then
 
     def _work(self) -> None:
         # Forever: a program started with PR_SET_PDEATHSIG (`bwrap --die-with-parent`) dies with the thread.
@@ -51,7 +51,7 @@ class UserCalls:
             self._free.release()
 
     def close(self) -> None:
-        """Stop the loop; what is under way is dropped."""
+        """Stop the loop and drop the calls that run on it."""
         self._loop.close()
 
 
@@ -62,7 +62,7 @@ def _settle(call: Callable[[], Any], done: "Future[Any]") -> None:
         result = call()
     except (StopIteration, SystemExit, KeyboardInterrupt) as error:
         done.set_exception(_for_asyncio(error))
-    except BaseException as error:  # foreign code: handed to whoever waits
+    except BaseException as error:  # the user's code: raised in the caller
         done.set_exception(error)
     else:
         done.set_result(result)
@@ -76,8 +76,8 @@ async def _awaited(call: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
 
 
 def _for_asyncio(error: BaseException) -> RuntimeError:
-    """An error that asyncio would not hand on, or would end its loop with, as one like any other of the code."""
-    said = type(error).__name__
+    """Convert an exception that asyncio would not pass on, or would end its loop with."""
+    message = type(error).__name__
     if isinstance(error, SystemExit):
-        said = f"the code called sys.exit({'' if error.code is None else repr(error.code)})"
-    return RuntimeError(said).with_traceback(error.__traceback__)
+        message = f"the code called sys.exit({'' if error.code is None else repr(error.code)})"
+    return RuntimeError(message).with_traceback(error.__traceback__)

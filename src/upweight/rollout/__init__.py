@@ -1,1 +1,1 @@
-"""Prompts -> scored groups: sampling backends, the producer, weight sync, replay."""
+"""Prompts to scored groups: completion sources, the producer, weight sync, replay."""

@@ -1,11 +1,10 @@
-"""Completions from a user's rollout function, in the two forms that people write.
+"""Completions from a user's rollout function, which has one of two forms.
 
 `f(model, processing_class, prompts, generation_config=None) -> list[str]` gets one dict with `messages` (or `prompt`)
-for each completion and answers with text. `f(prompts, trainer) -> dict` gets the prompts of the data rows and answers
-with `prompt_ids`, `completion_ids`, `logprobs` (or None) and maybe `env_mask`; other lists become columns for rewards.
+for each completion and returns texts. `f(prompts, trainer) -> dict` gets the prompts of the data rows and returns
+`prompt_ids`, `completion_ids`, `logprobs` (or None) and optionally `env_mask`; other lists become reward columns.
 
-`trl.max_completion_length` bounds both: a text is cut there, tokens are kept as they were returned, and neither counts
-as finished.
+`trl.max_completion_length` applies to both: a longer text is cut, longer tokens are kept, neither counts as finished.
 """
 
 import inspect
@@ -44,20 +43,20 @@ class CustomRollout:
     name: str
     model: nn.Module
     tokenizer: PreTrainedTokenizerBase
-    trainer: Any = None  # what token functions are handed; known once the trainer is built
-    warned: bool = False  # of completions that are too long
+    trainer: Any = None  # passed to token functions; set once the trainer is built
+    warned: bool = False  # about completions above the limit
 
     def __post_init__(self) -> None:
-        self.writes_text = _writes_text(self.function, self.name)
+        self.returns_text = _returns_text(self.function, self.name)
 
     def __call__(
         self, groups: Sequence[Group], count: int, sampling: Sampling, done: Callable[[int], None] | None
     ) -> None:
         each = [group for group in groups for _ in range(count)]
         with torch.no_grad(), dropout_off(self.model):
-            found = self._texts(each, sampling) if self.writes_text else self._tokens(groups, each, sampling)
+            completions = self._texts(each, sampling) if self.returns_text else self._tokens(groups, each, sampling)
         for place, group in enumerate(groups):
-            group.completions = found[place * count : (place + 1) * count]
+            group.completions = completions[place * count : (place + 1) * count]
             if done is not None:
                 done(place)
 
@@ -75,7 +74,7 @@ class CustomRollout:
         return [self._from_text(text, sampling.max_new_tokens) for text in texts]
 
     def _from_text(self, text: str, limit: int) -> Completion:
-        """A text as a completion: with an end token where there is room for one, else cut at the limit."""
+        """Return a text as a completion: with an end token where the limit has room for it, else cut at the limit."""
         end: list[Any] = [] if self.tokenizer.eos_token_id is None else [self.tokenizer.eos_token_id]
         ids = self.tokenizer.encode(text, add_special_tokens=False)
         if len(ids) + len(end) <= limit:
@@ -95,35 +94,37 @@ class CustomRollout:
             )  # fmt: skip
 
     def _tokens(self, groups: Sequence[Group], each: Sequence[Group], sampling: Sampling) -> list[Completion]:
-        found = self._call([group.row.get("prompt") for group in each], self.trainer)
-        if not isinstance(found, Mapping) or not {"prompt_ids", "completion_ids"} <= set(found):
+        returned = self._call([group.row.get("prompt") for group in each], self.trainer)
+        if not isinstance(returned, Mapping) or not {"prompt_ids", "completion_ids"} <= set(returned):
             raise UserError(
-                f"trl.rollout_func: '{self.name}' must return a dict with {', '.join(TOKEN_KEYS)}, got {_kind(found)}."
+                f"trl.rollout_func: '{self.name}' must return a dict with {', '.join(TOKEN_KEYS)}, "
+                f"got {_kind(returned)}."
             )
-        for key, values in found.items():
+        for key, values in returned.items():
             if values is not None and len(values) != len(each):
                 raise UserError(
                     f"trl.rollout_func: '{self.name}' returned {len(values)} '{key}' for {len(each)} prompts."
                 )
-        extras = [key for key in found if key not in (*TOKEN_KEYS, "env_mask") and found[key] is not None]
-        prompts = [[int(token) for token in ids] for ids in found["prompt_ids"]]
+        extras = [key for key in returned if key not in (*TOKEN_KEYS, "env_mask") and returned[key] is not None]
+        prompts = [[int(token) for token in ids] for ids in returned["prompt_ids"]]
         count = len(each) // len(groups)
         completions = []
         for place, group in enumerate(groups):
-            own = range(place * count, (place + 1) * count)
-            # Prompts of a group may differ, as where an environment's words count as prompt.
-            group.prompt_ids = common_start([prompts[number] for number in own])
-            group.extras |= {key: [found[key][number] for number in own] for key in extras}
+            numbers = range(place * count, (place + 1) * count)
+            # Prompts of a group may differ, as where an environment's messages count as prompt.
+            group.prompt_ids = common_start([prompts[number] for number in numbers])
+            group.extras |= {key: [returned[key][number] for number in numbers] for key in extras}
             shared = len(group.prompt_ids)
             completions += [
-                self._from_tokens(found, number, prompts[number][shared:], sampling.max_new_tokens) for number in own
+                self._from_tokens(returned, number, prompts[number][shared:], sampling.max_new_tokens)
+                for number in numbers
             ]
         return completions
 
-    def _from_tokens(self, found: Mapping[str, Any], number: int, given: list[int], limit: int) -> Completion:
-        """A completion as it was returned, after the rest of its own prompt."""
-        ids = [int(token) for token in found["completion_ids"][number]]
-        logps, mask = found.get("logprobs"), found.get("env_mask")
+    def _from_tokens(self, returned: Mapping[str, Any], number: int, prompt_rest: list[int], limit: int) -> Completion:
+        """Return a completion as it was returned, after the part of its prompt that its group does not share."""
+        ids = [int(token) for token in returned["completion_ids"][number]]
+        logps, mask = returned.get("logprobs"), returned.get("env_mask")
         logps = [] if logps is None else [float(logp) for logp in logps[number]]
         sampled = None if mask is None else [bool(flag) for flag in mask[number]]
         for key, values in (("logprobs", logps or ids), ("env_mask", ids if sampled is None else sampled)):
@@ -132,26 +133,26 @@ class CustomRollout:
                     f"trl.rollout_func: '{self.name}', completion {number}: {len(values)} '{key}' for "
                     f"{len(ids)} tokens."
                 )
-        written = len(ids) if sampled is None else sum(sampled)
-        if written > limit:
-            self._warn(written, limit, "it is kept whole")
-        ended = bool(ids) and ids[-1] in end_tokens(base_of(self.model), self.tokenizer) and written <= limit
-        if given:
-            logps = [0.0] * len(given) + logps if logps else []
-            sampled = [False] * len(given) + (sampled or [True] * len(ids))
-        return Completion([*given, *ids], logps, [], finished=ended, sampled=sampled, given=len(given))
+        sampled_tokens = len(ids) if sampled is None else sum(sampled)
+        if sampled_tokens > limit:
+            self._warn(sampled_tokens, limit, "it is kept whole")
+        ended = bool(ids) and ids[-1] in end_tokens(base_of(self.model), self.tokenizer) and sampled_tokens <= limit
+        if prompt_rest:
+            logps = [0.0] * len(prompt_rest) + logps if logps else []
+            sampled = [False] * len(prompt_rest) + (sampled or [True] * len(ids))
+        return Completion([*prompt_rest, *ids], logps, [], finished=ended, sampled=sampled, given=len(prompt_rest))
 
     def _call(self, *arguments: Any, **options: Any) -> Any:
         try:
             return self.function(*arguments, **options)
         except UserError:
             raise
-        except Exception as error:  # foreign code
+        except Exception as error:  # the user's code
             raise UserError(f"trl.rollout_func: '{self.name}' failed: {described(error)}") from error
 
 
 class RolloutTokenizer:
-    """A tokenizer that takes `processing_class=False` in `apply_chat_template` for "give me text"."""
+    """A tokenizer whose `apply_chat_template` takes `processing_class` in place of `tokenize`."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
@@ -166,14 +167,14 @@ class RolloutTokenizer:
         return len(self._tokenizer)
 
     def apply_chat_template(self, *args: Any, **kwargs: Any) -> Any:
-        """As the tokenizer's own, with `processing_class` as another word for `tokenize`."""
+        """Call the tokenizer's method, with `processing_class` as another name of `tokenize`."""
         if "processing_class" in kwargs:
             kwargs["tokenize"] = bool(kwargs.pop("processing_class"))
         return self._tokenizer.apply_chat_template(*args, **kwargs)
 
 
-def _writes_text(function: Callable[..., Any], name: str) -> bool:
-    """Which of the two forms a function has, by the names of its parameters, else by their number."""
+def _returns_text(function: Callable[..., Any], name: str) -> bool:
+    """Whether a function has the form that returns text, by the names of its parameters, else by their number."""
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):

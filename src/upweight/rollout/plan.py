@@ -1,4 +1,4 @@
-"""Sizes of a rollout, and the order in which prompts come up."""
+"""The sizes of a rollout, and the order in which prompts are sampled."""
 
 from dataclasses import dataclass
 from fractions import Fraction
@@ -19,21 +19,21 @@ class Plan:
 
     @staticmethod
     def fitting(wanted: int, size: int, step: int, iterations: int = 1) -> "Plan":
-        """The smallest rollout of at least `wanted` completions' kind that holds whole groups and whole steps."""
+        """Return the smallest multiple of `wanted` completions that holds whole groups and whole steps."""
         return Plan(lcm(wanted, size, step) // size, size, step, iterations)
 
     @property
     def steps(self) -> int:
-        """Optimizer steps of one pass over a rollout."""
+        """The optimizer steps of one pass over a rollout."""
         return self.groups * self.size // self.step
 
     @property
     def updates(self) -> int:
-        """Optimizer steps that one rollout feeds."""
+        """The optimizer steps of all passes over a rollout."""
         return self.steps * self.iterations
 
     def steps_per_epoch(self, prompts: int) -> int:
-        """Optimizer steps after which every prompt has come up once."""
+        """Return the optimizer steps after which every prompt was sampled once."""
         return max(1, ceil(Fraction(prompts * self.size * self.iterations, self.step)))
 
 
@@ -46,16 +46,16 @@ class PromptOrder:
         self._epoch, self._order = -1, np.zeros(0, np.int64)
 
     def take(self, count: int) -> list[int]:
-        """The next rows."""
+        """Return the numbers of the next rows."""
         taken: list[int] = []
         while len(taken) < count:
             epoch, start = divmod(self.position, self.rows)
-            part = self._of(epoch)[start : start + count - len(taken)].tolist()
+            part = self._order_of(epoch)[start : start + count - len(taken)].tolist()
             taken += part
             self.position += len(part)
         return taken
 
-    def _of(self, epoch: int) -> NDArray[np.int64]:
+    def _order_of(self, epoch: int) -> NDArray[np.int64]:
         if epoch != self._epoch:
             self._epoch, self._order = epoch, np.arange(self.rows)
             if self.shuffle:

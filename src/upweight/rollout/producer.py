@@ -1,9 +1,9 @@
-"""Prompts in, scored groups out, one rollout at a time."""
+"""Produces one rollout at a time: prompts in, scored groups out."""
 
 import dataclasses
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -28,18 +28,18 @@ from upweight.types import Completion, Group, Prompts, Sampling
 
 
 class CompletionSource(Protocol):
-    """Writes the completions of prompts: a sampling backend, a user's function or an environment."""
+    """Fills groups with completions: a sampling backend, a user's function or an environment."""
 
     def __call__(
         self, groups: Sequence[Group], count: int, sampling: Sampling, done: Callable[[int], None] | None
     ) -> None:
-        """Give every group `count` completions; `done` hears of each group as it ends."""
+        """Give every group `count` completions; call `done` with the place of each group as it ends."""
         ...
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among those that produce a rollout together."""
+    """This rank, and how it exchanges values with the other ranks."""
 
     rank: int = 0
     count: int = 1
@@ -48,7 +48,7 @@ class Ranks:
 
 @dataclass
 class Producer:
-    """Everything between the prompts and the trainer. All ranks call it alike and get the same rollouts."""
+    """Samples and scores rollouts. Every rank calls it in the same way and gets the same rollouts."""
 
     method: Method
     plan: Plan
@@ -59,45 +59,45 @@ class Producer:
     sampling: Sampling
     decode: Callable[[list[int]], str]
     seed: int = 0
-    extra_rounds: int = 0  # of sampling anew what came out without signal
-    streaming_groups: int | None = None  # groups scored together while others are still being written
+    extra_rounds: int = 0  # of sampling other prompts in place of groups without signal
+    streaming_groups: int | None = None  # groups scored together while others are still being sampled
     ranks: Ranks = field(default_factory=Ranks)
     replay: ReplayBuffer | None = None
     reroll: Reroll | None = None
-    longest: Callable[[Sequence[Group]], int] | None = None  # tokens that completions of these prompts may have
+    longest: Callable[[Sequence[Group]], int] | None = None  # the limit of new tokens for these prompts
     prove: Callable[[Prompts, Sampling, Callable[[Any], list[Any]]], None] | None = None  # the sampler, on all ranks
     rollouts: int = 0
     tokens: int = 0  # of prompts and completions so far
 
     def produce(self, version: int, trainer_state: Any = None) -> Rollout:
-        """The next rollout, written by policy `version` or, where tokens say so themselves, later ones."""
+        """Return the next rollout; tokens without a version of their own count as sampled by policy `version`."""
         began = time.perf_counter()
         number, self.rollouts = self.rollouts, self.rollouts + 1
-        again = [] if self.reroll is None else self.reroll.take(_progress(trainer_state), self.plan.groups)
-        fresh = self.order.take(self.plan.groups - len(again))
-        groups, metrics = self._scored([*fresh, *again], (number, 0), trainer_state)
-        if reason := _failed_throughout(groups):  # a server that was started anew took all of them with it
-            logger.warning("warning: %s; they are played again", reason)
-            groups, metrics = self._scored([*fresh, *again], (number, 0), trainer_state)
+        rerolled = [] if self.reroll is None else self.reroll.take(_progress(trainer_state), self.plan.groups)
+        fresh = self.order.take(self.plan.groups - len(rerolled))
+        groups, metrics = self._sample_rows([*fresh, *rerolled], (number, 0), trainer_state)
+        if reason := _failed_throughout(groups):  # as when a server restarts during a rollout
+            logger.warning("warning: %s; the rollout is repeated", reason)
+            groups, metrics = self._sample_rows([*fresh, *rerolled], (number, 0), trainer_state)
             metrics["rollout/played_again"] = 1.0
         _require_some(groups)
         if self.extra_rounds:
             metrics["rollout/sampled_again"] = float(self._resample(groups, number, trainer_state))
         for group in groups:
-            written = [part for one in group.completions for part in (one, *one.earlier)]
-            group.version = min((one for each in written for one in each.versions), default=version)
+            versions = [version for segment in _segments([group]) for version in segment.versions]
+            group.version = min(versions, default=version)
         self.tokens += sum(len(group.prompt_ids) + len(one.ids) for group in groups for one in group.completions)
         if self.reroll is not None:
-            metrics["reroll/tried_again"] = float(len(again))
+            metrics["reroll/tried_again"] = float(len(rerolled))
         metrics |= {"num_tokens": float(self.tokens), "rollout/seconds": time.perf_counter() - began}
         rollout = Rollout(number, version, groups, metrics)
         return rollout if self.method.reward_names else self.finish(rollout)
 
     def finish(self, rollout: Rollout, compared: int | None = None) -> Rollout:
-        """A scored rollout with advantages, and with what is known of it.
+        """Add advantages and metrics to a scored rollout, and apply re-roll and replay.
 
-        `compared`: how many completions that follow each other are compared, where that is not the whole group. A
-        method that scores by features has whoever holds the model do that, and call this afterwards.
+        `compared` is the number of consecutive completions that are compared, where that is not the whole group. A
+        method that computes its rewards from features is scored by the trainer, which calls this afterwards.
         """
         groups = rollout.groups
         self.add_advantages(groups, compared)
@@ -112,40 +112,40 @@ class Producer:
 
     @property
     def names(self) -> Sequence[str]:
-        """Names of the rewards."""
+        """The names of the rewards."""
         return self.method.reward_names or self.scorer.names
 
     def _resample(self, groups: list[Group], number: int, trainer_state: Any) -> int:
-        """Replace groups without signal by those of further prompts, within bounds; how many were sampled."""
-        again = 0
+        """Replace groups without signal by groups of further prompts; return how many groups were sampled."""
+        sampled = 0
         for attempt in range(1, self.extra_rounds + 1):
-            dull = [place for place, group in enumerate(groups) if not has_signal(group)]
-            if not dull:
+            without_signal = [place for place, group in enumerate(groups) if not has_signal(group)]
+            if not without_signal:
                 break
-            fresh, _ = self._scored(self.order.take(len(dull)), (number, attempt), trainer_state)
-            again += len(dull)
-            for place, group in zip(dull, fresh, strict=True):
+            fresh, _ = self._sample_rows(self.order.take(len(without_signal)), (number, attempt), trainer_state)
+            sampled += len(without_signal)
+            for place, group in zip(without_signal, fresh, strict=True):
                 if has_signal(group):
                     groups[place] = group
-        return again
+        return sampled
 
     def evaluate(self, rows: PromptRows, count: int, trainer_state: Any = None) -> list[Group]:
-        """Scored groups of `count` completions for rows of an evaluation; the state of training stays as it was."""
-        found: list[Group] = []
+        """Return scored groups of `count` completions for evaluation rows; the state of the scorer is restored."""
+        evaluated: list[Group] = []
         rewards = self.scorer.state()
         try:
             for start in range(0, len(rows), self.plan.groups):
                 stop = min(start + self.plan.groups, len(rows))
                 groups = [_group(number, rows[number]) for number in range(start, stop)]
-                scored, _ = self._share(groups, count, (2**31, start), trainer_state)
-                found += scored
+                scored, _ = self._sample_groups(groups, count, (2**31, start), trainer_state)
+                evaluated += scored
         finally:
             self.scorer.restore(rewards)
-        _require_some(found)
-        return found
+        _require_some(evaluated)
+        return evaluated
 
     def state(self) -> dict[str, Any]:
-        """What a later run needs to go on from here, as plain values."""
+        """Return the state for a checkpoint, as JSON values."""
         return {
             "position": self.order.position,
             "rollouts": self.rollouts,
@@ -156,7 +156,7 @@ class Producer:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from where `state` was taken."""
+        """Restore the state of a checkpoint."""
         self.order.position, self.rollouts, self.tokens = state["position"], state["rollouts"], state["tokens"]
         self.scorer.restore(state["rewards"])
         if self.replay is not None:
@@ -164,35 +164,32 @@ class Producer:
         if self.reroll is not None:
             self.reroll.waiting.extend(state.get("reroll") or [])
 
-    def _scored(
+    def _sample_rows(
         self, numbers: Sequence[int], round_: tuple[int, int], trainer_state: Any
     ) -> tuple[list[Group], dict[str, float]]:
         groups = [_group(number, self.rows[number]) for number in numbers]
-        return self._share(groups, self.plan.size, round_, trainer_state)
+        return self._sample_groups(groups, self.plan.size, round_, trainer_state)
 
-    def _share(
+    def _sample_groups(
         self, groups: list[Group], count: int, round_: tuple[int, int], trainer_state: Any
     ) -> tuple[list[Group], dict[str, float]]:
-        """Every rank writes and scores its share of the groups; all of them come back in order."""
+        """Sample and score this rank's share of the groups; return the groups of all ranks in order, and metrics."""
         first, stop = shares_of(len(groups), self.ranks.count)[self.ranks.rank]
-        # One seed for all ranks, and the place of this rank's share: the same is sampled on any number of ranks.
+        # One seed for all ranks and the place of this rank's share: any number of ranks samples the same.
         seed = int(np.random.SeedSequence((self.seed, *round_)).generate_state(1)[0])
         sampling = dataclasses.replace(self.sampling, seed=seed, first=first)
         if self.longest is not None:
             sampling = dataclasses.replace(sampling, max_new_tokens=self.longest(groups))
         if self.prove is not None:
             self.prove([group.prompt_ids for group in groups], sampling, self.ranks.gather)
-        metrics = self._write_and_score(groups[first:stop], count, sampling, trainer_state)
+        metrics = self._sample_and_score(groups[first:stop], count, sampling, trainer_state)
         shares = self.ranks.gather((groups[first:stop], metrics))
-        groups = [group for theirs, _ in shares for group in theirs]
-        names = {name for _, found in shares for name in found}
-        known = {name: [found[name] for _, found in shares if name in found] for name in sorted(names)}
-        return groups, {name: _joined(name, values) for name, values in known.items()}
+        return [group for part, _ in shares for group in part], _joined(part for _, part in shares)
 
-    def _write_and_score(
+    def _sample_and_score(
         self, groups: list[Group], count: int, sampling: Sampling, trainer_state: Any
     ) -> dict[str, float]:
-        """Completions and rewards of this rank's groups; scoring runs beside the writing where streaming is on."""
+        """Fill this rank's groups with completions and rewards; with streaming, scoring overlaps with sampling."""
         if not groups:
             return {}
         began = time.perf_counter()
@@ -206,20 +203,19 @@ class Producer:
                 waiting.clear()
 
         self.completion_source(groups, count, sampling, done if self.streaming_groups else None)
-        written = time.perf_counter() - began
+        seconds = time.perf_counter() - began
         rest = waiting if self.streaming_groups else groups
         scores_here = rest and not self.method.reward_names
         scored = [(rest, self.scorer.score(self.reward_call(rest, trainer_state)))] if scores_here else []
-        metrics = _collect([*((part, future.result()) for part, future in streamed), *scored])
-        parts = [part for group in groups for one in group.completions for part in (one, *one.earlier)]
-        tokens = sum(len(one.ids) if one.sampled is None else sum(one.sampled) for one in parts)
+        metrics = _assign_rewards([*((part, future.result()) for part, future in streamed), *scored])
+        tokens = sum(len(one.ids) if one.sampled is None else sum(one.sampled) for one in _segments(groups))
         return metrics | {
-            "rollout/generation_seconds": written,
-            "rollout/tokens_per_second": tokens / max(written, 1e-9),
+            "rollout/generation_seconds": seconds,
+            "rollout/tokens_per_second": tokens / max(seconds, 1e-9),
         }
 
     def reward_call(self, groups: Sequence[Group], trainer_state: Any = None) -> RewardCall:
-        """What reward functions are handed for these groups."""
+        """Return the arguments of reward functions for these groups, without failed completions."""
         each = [(group, one) for group in groups for one in group.completions if one.failure is None]
         names = dict.fromkeys(name for group in groups for name in group.row if name not in OWN_COLUMNS)
         columns = {name: [group.row.get(name) for group, _ in each] for name in names}
@@ -227,15 +223,15 @@ class Producer:
             columns[name] = [value for group in groups for value in _extra(group, name)]
         return RewardCall(
             prompts=[group.row.get("prompt") for group, _ in each],
-            completions=[self._answer(group, one) for group, one in each],
+            completions=[self._content(group, one) for group, one in each],
             completion_ids=[one.written for _, one in each],
             columns=columns,
             group_S=[place for place, group in enumerate(groups) for one in group.completions if one.failure is None],
             trainer_state=trainer_state,
         )
 
-    def _answer(self, group: Group, completion: Completion) -> Any:
-        """A completion as rewards read it: messages where the prompt is, unless a rollout function wrote text."""
+    def _content(self, group: Group, completion: Completion) -> Any:
+        """Return what rewards read: messages where the prompt has messages, unless a rollout function returned text."""
         if completion.messages is not None:
             return list(completion.messages)
         if completion.text is not None:
@@ -246,19 +242,19 @@ class Producer:
     def add_advantages(
         self, groups: Sequence[Group], compared: int | None = None, drift_S: Tensor | None = None
     ) -> None:
-        """Put the method's advantages into scored groups."""
+        """Set the advantages of scored groups."""
         rewards_SR = torch.cat([_rewards(group) for group in groups])
         sizes = torch.tensor([len(group.completions) for group in groups])
         group_S = torch.repeat_interleave(torch.arange(len(groups)), sizes)
         if compared is not None:
             group_S = torch.arange(len(rewards_SR)) // compared
         advantage_S = self.method.advantages(rewards_SR, group_S, drift_S)
-        for group, own_S in zip(groups, advantage_S.split(sizes.tolist()), strict=True):
-            group.advantage_S = own_S
+        for group, group_advantage_S in zip(groups, advantage_S.split(sizes.tolist()), strict=True):
+            group.advantage_S = group_advantage_S
 
 
 def shares_of(count: int, ranks: int) -> list[tuple[int, int]]:
-    """The first and the end of each rank's share of so many groups."""
+    """Return the (first, stop) range of each rank's share of `count` groups."""
     return list(pairwise(count * number // ranks for number in range(ranks + 1)))
 
 
@@ -267,7 +263,7 @@ def _group(number: int, row: Mapping[str, Any]) -> Group:
 
 
 def _progress(trainer_state: Any) -> float:
-    """Share of training that is done."""
+    """Return the share of training that is done."""
     return trainer_state.global_step / trainer_state.max_steps if getattr(trainer_state, "max_steps", 0) else 0.0
 
 
@@ -282,7 +278,7 @@ def _extra(group: Group, name: str) -> list[Any]:
 
 
 def _failed_throughout(groups: Sequence[Group]) -> str | None:
-    """Why not one completion came of a whole rollout; None where some did."""
+    """Return why every completion of a rollout failed; None where some did not."""
     failures = [one.failure for group in groups for one in group.completions]
     if not failures or None in failures:
         return None
@@ -291,14 +287,13 @@ def _failed_throughout(groups: Sequence[Group]) -> str | None:
 
 
 def _require_some(groups: Sequence[Group]) -> None:
-    """Raise where not one completion came of a whole rollout."""
+    """Raise where every completion of a rollout failed."""
     if reason := _failed_throughout(groups):
         raise UserError(reason)
 
 
-def _collect(scored: Sequence[tuple[list[Group], Scores]]) -> dict[str, float]:
-    """Rewards into their groups; metrics of all calls together."""
-    logged: dict[str, list[float]] = {}
+def _assign_rewards(scored: Sequence[tuple[list[Group], Scores]]) -> dict[str, float]:
+    """Set the rewards of groups, and return the metrics of all calls of the scorer."""
     for groups, scores in scored:
         start = 0
         for group in groups:
@@ -311,11 +306,18 @@ def _collect(scored: Sequence[tuple[list[Group], Scores]]) -> dict[str, float]:
                 for number, value in zip(kept, values[start:stop], strict=True):
                     group.extras[name][number] = value
             start = stop
-        for name, value in scores.metrics.items():
-            logged.setdefault(name, []).append(value)
-    return {name: _joined(name, values) for name, values in logged.items()}
+    return _joined(scores.metrics for _, scores in scored)
 
 
-def _joined(name: str, values: Sequence[float]) -> float:
-    """One value of what several calls or ranks logged: failures and seconds add up, all else is averaged."""
-    return sum(values) / (1 if name.endswith(("/failed", "/seconds")) else len(values))
+def _joined(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Join the metrics of several calls or ranks: failures and seconds add up, all others are averaged."""
+    values: dict[str, list[float]] = {}
+    for name, value in (item for part in parts for item in part.items()):
+        values.setdefault(name, []).append(value)
+    added = ("/failed", "/seconds")
+    return {name: sum(each) / (1 if name.endswith(added) else len(each)) for name, each in sorted(values.items())}
+
+
+def _segments(groups: Sequence[Group]) -> list[Completion]:
+    """Return all segments of all completions."""
+    return [segment for group in groups for one in group.completions for segment in (one, *one.earlier)]

@@ -1,4 +1,4 @@
-"""Groups worth training on again, to take the place of groups without signal."""
+"""A replay buffer: earlier groups take the place of groups without signal."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -12,36 +12,35 @@ from upweight.types import Group
 
 
 class ReplayBuffer:
-    """The best of the groups that had signal, each for at most so many optimizer steps."""
+    """Keeps the most useful groups that had signal, each for at most `max_age` optimizer steps."""
 
     def __init__(self, size: int, max_age: int) -> None:
         self.size, self.max_age = size, max_age
         self.kept: list[Group] = []
 
     def fill(self, groups: Sequence[Group], step: int, seed: Sequence[int]) -> tuple[list[Group], dict[str, float]]:
-        """The groups with those that have no signal replaced by kept ones, and what is to be logged.
+        """Replace groups without signal by kept ones, and keep the new groups with signal; also return metrics.
 
-        A kept group is drawn in proportion to its worth and at most once. What is replaced was sampled and scored,
-        and found to teach nothing; what is new and has signal is kept from now on.
+        Kept groups are drawn in proportion to `worth`, each at most once.
         """
         self.kept = [group for group in self.kept if step - group.version <= self.max_age]
-        dull = [place for place, group in enumerate(groups) if not has_signal(group)]
-        chosen = self._draw(len(dull), seed)
+        without_signal = [place for place, group in enumerate(groups) if not has_signal(group)]
+        drawn = self._draw(len(without_signal), seed)
         filled = list(groups)
-        for place, group in zip(dull, chosen, strict=False):
+        for place, group in zip(without_signal, drawn, strict=False):
             filled[place] = dataclasses.replace(group, replayed=True)
-        ages = [step - group.version for group in chosen]
+        ages = [step - group.version for group in drawn]
         fresh = [group for group in groups if has_signal(group)]
         self.kept = sorted([*self.kept, *fresh], key=worth, reverse=True)[: self.size]
-        metrics = {"replay/kept": float(len(self.kept)), "replay/replaced": float(len(chosen))}
+        metrics = {"replay/kept": float(len(self.kept)), "replay/replaced": float(len(drawn))}
         return filled, metrics | ({"replay/age": sum(ages) / len(ages)} if ages else {})
 
     def state(self) -> list[dict[str, Any]]:
-        """The kept groups as plain values."""
+        """Return the kept groups as JSON values, for a checkpoint."""
         return [group_to_plain(group) for group in self.kept]
 
     def restore(self, state: Sequence[Mapping[str, Any]], rows: Any) -> None:
-        """Keep what `state` kept."""
+        """Restore the buffer from a checkpoint."""
         self.kept = [group_from_plain(plain, rows) for plain in state]
 
     def _draw(self, count: int, seed: Sequence[int]) -> list[Group]:
@@ -55,6 +54,6 @@ class ReplayBuffer:
 
 
 def worth(group: Group) -> float:
-    """How much a group can teach: the size of its advantages times the spread of its rewards."""
+    """Return how much a group can teach: the sum of its absolute advantages times the spread of its rewards."""
     assert group.advantage_S is not None
     return float(group.advantage_S.abs().sum()) * spread(group)

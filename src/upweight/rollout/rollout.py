@@ -1,4 +1,4 @@
-"""A rollout, also as plain values: for checkpoints and for people to read."""
+"""A rollout, and its conversion to JSON values for checkpoints and for the completions file."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -9,11 +9,11 @@ import torch
 
 from upweight.types import Completion, Group
 
-TOKENS = ("prompt_ids", "truth_ids", "ids", "scored")  # columns of a row that say in tokens what others say in text
+TOKEN_COLUMNS = ("prompt_ids", "truth_ids", "ids", "scored")  # of a row; other columns have the same as text
 
 
 class PromptRows(Protocol):
-    """Prepared data rows by number."""
+    """Prepared data rows, by number."""
 
     def __len__(self) -> int: ...
 
@@ -22,16 +22,16 @@ class PromptRows(Protocol):
 
 @dataclass
 class Rollout:
-    """Scored groups of one rollout over all ranks, and what is to be logged about them."""
+    """The scored groups of one rollout over all ranks, and its metrics."""
 
     number: int
-    version: int  # policy that wrote it
+    version: int  # policy version that sampled it
     groups: list[Group]
     metrics: dict[str, float] = field(default_factory=dict)
 
 
 def to_plain(rollout: Rollout) -> dict[str, Any]:
-    """A rollout without the data rows, which are found again by their numbers."""
+    """Return a rollout as JSON values, without the data rows, which are looked up by number later."""
     return {
         "number": rollout.number,
         "version": rollout.version,
@@ -41,26 +41,26 @@ def to_plain(rollout: Rollout) -> dict[str, Any]:
 
 
 def from_plain(plain: Mapping[str, Any], rows: PromptRows) -> Rollout:
-    """The rollout that `to_plain` was given."""
+    """Return the rollout that `to_plain` converted."""
     groups = [group_from_plain(group, rows) for group in plain["groups"]]
     return Rollout(plain["number"], plain["version"], groups, plain["metrics"])
 
 
 def group_to_plain(group: Group) -> dict[str, Any]:
-    """A group without its data row."""
+    """Return a group as JSON values, without its data row."""
     return {
         "row": group.number,
         "version": group.version,
         "replayed": group.replayed,
         "prompt_ids": group.prompt_ids,
-        "completions": [_completion_to_plain(one) for one in group.completions],
+        "completions": [_completion_to_plain(completion) for completion in group.completions],
         "rewards": None if group.rewards_SR is None else group.rewards_SR.tolist(),
         "advantages": None if group.advantage_S is None else group.advantage_S.tolist(),
     }
 
 
 def group_from_plain(plain: Mapping[str, Any], rows: PromptRows) -> Group:
-    """The group that `group_to_plain` was given."""
+    """Return the group that `group_to_plain` converted."""
     return Group(
         plain["row"],
         rows[plain["row"]],
@@ -74,40 +74,40 @@ def group_from_plain(plain: Mapping[str, Any], rows: PromptRows) -> Group:
 
 
 def _completion_to_plain(completion: Completion) -> dict[str, Any]:
-    return {**vars(completion), "earlier": [_completion_to_plain(one) for one in completion.earlier]}
+    return {**vars(completion), "earlier": [_completion_to_plain(segment) for segment in completion.earlier]}
 
 
 def _completion_from_plain(plain: Mapping[str, Any]) -> Completion:
-    earlier = [_completion_from_plain(one) for one in plain.get("earlier", ())]
+    earlier = [_completion_from_plain(segment) for segment in plain.get("earlier", ())]
     return Completion(**{**plain, "earlier": earlier})
 
 
-def _said(completion: Completion, decode: Callable[[list[int]], str]) -> Any:
-    """What a completion says: the conversation, where there is one."""
+def _content(completion: Completion, decode: Callable[[list[int]], str]) -> Any:
+    """Return the messages of a completion where it has any, else its text."""
     if completion.messages is not None:
         return completion.messages
     return decode(completion.written) if completion.text is None else completion.text
 
 
 def readable(rollout: Rollout, names: Sequence[str], decode: Callable[[list[int]], str]) -> Iterator[dict[str, Any]]:
-    """One flat object for each completion: the columns of its row, text, rewards, advantage."""
+    """Yield one flat object for each completion: the columns of its row, its text, rewards and advantage."""
     for group in rollout.groups:
         rewards = [] if group.rewards_SR is None else group.rewards_SR.tolist()
         advantages = [] if group.advantage_S is None else group.advantage_S.tolist()
-        for place, one in enumerate(group.completions):
+        for place, completion in enumerate(group.completions):
             yield {
-                **{name: value for name, value in group.row.items() if name not in TOKENS},
+                **{name: value for name, value in group.row.items() if name not in TOKEN_COLUMNS},
                 "rollout": rollout.number,
                 "version": rollout.version,
                 "row": group.number,
                 "prompt": group.row.get("prompt", decode(group.prompt_ids)),
-                "completion": _said(one, decode),
-                "tokens": len(one.written),
-                "finished": one.finished,
+                "completion": _content(completion, decode),
+                "tokens": len(completion.written),
+                "finished": completion.finished,
                 "rewards": {name: _number(value) for name, value in zip(names, rewards[place], strict=True)},
                 "advantage": advantages[place] if advantages else None,
                 **{name: values[place] for name, values in group.extras.items()},
-                **({} if one.failure is None else {"failure": one.failure}),
+                **({} if completion.failure is None else {"failure": completion.failure}),
             }
 
 

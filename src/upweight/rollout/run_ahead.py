@@ -1,4 +1,4 @@
-"""Rollouts that are produced before they are needed, in the order they were asked for."""
+"""Produces rollouts before the trainer needs them, in the order of submission."""
 
 import time
 from collections import deque
@@ -11,34 +11,34 @@ from upweight.rollout.rollout import Rollout
 
 
 def lag_bound(plan: Plan, depth: int, sync_interval: int) -> int:
-    """Optimizer steps by which the policy that trains on a sample can be ahead of the one that wrote it."""
+    """Return by how many optimizer steps the trained policy can be ahead of the one that sampled a completion."""
     return depth * plan.steps + plan.updates - 1 + sync_interval - 1
 
 
 def bounded_depth(plan: Plan, depth: int, sync_interval: int, max_staleness: int | None) -> int:
-    """How many rollouts may be produced ahead without samples growing older than `max_staleness`."""
+    """Return how many rollouts may be produced ahead without samples growing older than `max_staleness`."""
     while depth and max_staleness is not None and lag_bound(plan, depth, sync_interval) > max_staleness:
         depth -= 1
     return depth
 
 
 class RunAhead:
-    """A queue of rollouts. In a thread they are written while the trainer works, otherwise at once when asked for."""
+    """A queue of rollouts, produced in a thread while the trainer works, or else at once in `submit`."""
 
     def __init__(self, produce: Callable[[Any], Rollout], *, threaded: bool) -> None:
         self._produce = produce
         self._pool = ThreadPoolExecutor(1, "rollouts") if threaded else None
         self._pending: deque[Future[Rollout]] = deque()
-        self.blocked = 0.0  # seconds that whoever takes has spent waiting in all
-        self._busy = 0.0  # seconds that rollouts have been produced for
-        self._ready: dict[int, float] = {}  # when each rollout was finished
-        self._last: tuple[float, float, float] | None = None  # time of the last take; blocked and busy by then
+        self.blocked = 0.0  # seconds that the trainer has waited in total
+        self._busy = 0.0  # seconds spent on producing rollouts
+        self._ready: dict[int, float] = {}  # when each rollout was finished, by its number
+        self._last: tuple[float, float, float] | None = None  # time of the last take; `blocked` and `_busy` then
 
     def __len__(self) -> int:
         return len(self._pending)
 
     def submit(self, state: Any) -> None:
-        """Have one more rollout produced."""
+        """Start the production of one more rollout."""
         if self._pool is not None:
             self._pending.append(self._pool.submit(self._timed, state))
         else:
@@ -47,7 +47,7 @@ class RunAhead:
             self.blocked += time.perf_counter() - began
 
     def take(self, state: Any) -> Rollout:
-        """The oldest rollout, with how long each side waited for the other; a new one where none is under way."""
+        """Return the oldest rollout with metrics of the waiting times; start one where none is pending."""
         if not self._pending:
             self.submit(state)
         began = time.perf_counter()
@@ -64,11 +64,11 @@ class RunAhead:
         return rollout
 
     def wait(self) -> list[Rollout]:
-        """All rollouts that are under way, finished; they stay in the queue."""
+        """Wait for all pending rollouts and return them; they stay in the queue."""
         return [future.result() for future in self._pending]
 
     def put(self, rollouts: Iterable[Rollout]) -> None:
-        """Queue rollouts that are finished already."""
+        """Queue finished rollouts."""
         self._pending.extend(_done(rollout) for rollout in rollouts)
 
     def _timed(self, state: Any) -> Rollout:
@@ -79,7 +79,7 @@ class RunAhead:
         return rollout
 
     def close(self) -> None:
-        """Forget what was not begun, and wait for what was."""
+        """Cancel the rollouts that have not started, and wait for the one that has."""
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
 

@@ -1,4 +1,4 @@
-"""The sampling that a config asks for, also in vLLM's words."""
+"""The sampling parameters of a config, and the fields of vLLM requests for them."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -10,7 +10,7 @@ from upweight.types import Sampling
 
 
 def sampling_of(section: RolloutSection, max_new_tokens: int) -> Sampling:
-    """How completions are drawn; `generation_kwargs` has the last word."""
+    """Return the sampling parameters; `generation_kwargs` override the other keys."""
     plain = Sampling(
         max_new_tokens,
         temperature=section.temperature,
@@ -26,16 +26,19 @@ def sampling_of(section: RolloutSection, max_new_tokens: int) -> Sampling:
 
 
 def request_options(section: RolloutSection) -> dict[str, Any]:
-    """Fields of requests to a vLLM server beyond the sampling: structured outputs, and what only vLLM knows."""
-    given = {key: value for key, value in section.generation_args.items() if key not in SAMPLED}
-    options = {key: value for key, value in given.items() if SPELLINGS.get(key, key) not in FIELDS}
+    """Return further fields of requests to vLLM: structured outputs, and options that only vLLM has."""
+    options = {
+        key: value
+        for key, value in section.generation_args.items()
+        if key not in SAMPLED and SPELLINGS.get(key, key) not in FIELDS
+    }
     if section.regex is not None:
         options["structured_outputs"] = {"regex": section.regex}
     return options
 
 
 def sampling_fields(sampling: Sampling, ends: Iterable[int] = ()) -> dict[str, Any]:
-    """How to sample, in vLLM's words; nothing is left to its defaults."""
+    """Return sampling parameters as fields of a vLLM request; all are set, so that no default of vLLM applies."""
     return {
         "max_tokens": sampling.max_new_tokens,
         "temperature": sampling.temperature,
@@ -49,5 +52,5 @@ def sampling_fields(sampling: Sampling, ends: Iterable[int] = ()) -> dict[str, A
 
 
 def completion_fields(count: int, sampling: Sampling, ends: Iterable[int] = ()) -> dict[str, Any]:
-    """The same for so many completions, with the log-probs of what is sampled."""
+    """Return the fields of a request for `count` completions with the log-probs of the sampled tokens."""
     return sampling_fields(sampling, ends) | {"n": count, "logprobs": 0, "skip_special_tokens": False}

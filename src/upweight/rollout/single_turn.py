@@ -1,4 +1,4 @@
-"""Completions straight from a sampling backend: one answer to each prompt."""
+"""Single-turn completions from a sampling backend."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from upweight.types import Completion, Generator, Group, Sampling
 
 @dataclass
 class SingleTurn:
-    """Fills groups from a backend."""
+    """Fills groups with completions of their prompts."""
 
     generator: Generator | None  # None where another process samples
 
@@ -22,7 +22,6 @@ class SingleTurn:
 
         assert self.generator is not None, "this process does not sample"
         prompts = [group.prompt_ids for group in groups]
-        found = self.generator.generate(prompts, count, sampling, take if done is not None else None)
-        if done is None:
-            for group, completions in zip(groups, found, strict=True):
-                group.completions = completions
+        by_prompt = self.generator.generate(prompts, count, sampling, take if done is not None else None)
+        for group, completions in zip(groups, by_prompt, strict=True):
+            group.completions = completions

@@ -1,4 +1,4 @@
-"""Scored groups -> what the trainer learns from."""
+"""Converts scored groups into the units that the trainer learns from."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -7,66 +7,72 @@ import numpy as np
 
 from upweight.types import Completion, Group, Sample, Unit
 
-SAMPLED, FAILED, SHOWN = 0, -1, 1  # labels, where not all samples are the policy's
+SAMPLED, FAILED, SHOWN = 0, -1, 1  # labels, where some samples are not the policy's
 
 
 def units_of_groups(
     groups: Sequence[Group], *, mask_truncated: bool, sampler_logps: bool, labelled: bool = False
 ) -> list[Unit]:
-    """One unit for each completion, in order; group-mates carry the same group number.
+    """Return one unit for each completion, in order; completions of one prompt have the same group number.
 
-    A completion in several stretches is a unit of several samples, which share its place in a mean. One that failed is
-    a sample without scored tokens, labelled as not the policy's, so that no denominator counts it.
+    A completion of several segments is a unit of several samples, which share one weight in a mean over sequences. A
+    failed completion is a sample without scored tokens, labelled FAILED, so that no denominator counts it.
 
-    `mask_truncated`: nothing of a completion that hit the length limit is scored. `sampler_logps`: completions carry
-    what their sampler said, where that is not the policy that trains. `labelled`: demonstrations are
-    trained on beside them.
+    `mask_truncated`: no token of a completion that hit the length limit is scored. `sampler_logps`: samples carry the
+    sampler's log-probs, where those may differ from the policy's. `labelled`: samples get labels, because
+    demonstrations are trained on beside them.
     """
     units: list[Unit] = []
     for number, group in enumerate(groups):
         assert group.advantage_S is not None, "a group reached the trainer without advantages"
         for completion, advantage in zip(group.completions, group.advantage_S.tolist(), strict=True):
             hidden = mask_truncated and not completion.finished
-            parts = [
-                _sample(group.prompt_ids, part, advantage, hidden=hidden, sampler_logps=sampler_logps)
-                for part in (completion, *completion.earlier)
+            segments = [
+                _sample(group.prompt_ids, segment, advantage, hidden=hidden, sampler_logps=sampler_logps)
+                for segment in (completion, *completion.earlier)
             ]
-            units.append(Unit(_shared(parts), number))
-    failed = [one.failure is not None for group in groups for one in group.completions]
-    if any(failed) or labelled:
-        units = [_labelled(unit, FAILED if gone else SAMPLED) for unit, gone in zip(units, failed, strict=True)]
+            units.append(Unit(_with_shares(segments), number))
+    failures = [completion.failure is not None for group in groups for completion in group.completions]
+    if any(failures) or labelled:
+        units = [_labelled(unit, FAILED if failed else SAMPLED) for unit, failed in zip(units, failures, strict=True)]
     return units
 
 
 def units_of_documents(groups: Sequence[Group], starts: Sequence[Sequence[int]]) -> list[Unit]:
-    """One unit for each pass over a document: a sample of every block, with the text before it.
+    """Return one unit for each pass over a document: a sample of every block, with the text before it.
 
-    A group's completions lie block by block; `starts` says where the blocks of each group begin.
+    A group's completions are ordered by block; `starts` has the block starts of each group.
     """
     units: list[Unit] = []
-    for number, (group, own) in enumerate(zip(groups, starts, strict=True)):
+    for number, (group, block_starts) in enumerate(zip(groups, starts, strict=True)):
         assert group.advantage_S is not None, "a document reached the trainer without advantages"
-        count, advantages = len(group.completions) // len(own), group.advantage_S.tolist()
+        count, advantages = len(group.completions) // len(block_starts), group.advantage_S.tolist()
         blocks = [
-            _sample(group.prompt_ids[: own[place // count]], one, advantages[place], hidden=False, sampler_logps=False)
-            for place, one in enumerate(group.completions)
+            _sample(
+                group.prompt_ids[: block_starts[place // count]],
+                completion,
+                advantages[place],
+                hidden=False,
+                sampler_logps=False,
+            )
+            for place, completion in enumerate(group.completions)
         ]
         units += [_labelled(Unit(tuple(blocks[member::count]), number), SAMPLED) for member in range(count)]
     return units
 
 
 def demonstration(number: int, ids: Sequence[int], scored: Sequence[bool]) -> Unit:
-    """A true text, of which the scored tokens are to be learned."""
+    """Return a demonstration, whose scored tokens are trained on."""
     sample = Sample(np.array(ids, np.int64), np.array(scored, np.bool_), label=SHOWN, advantage=0.0)
     return Unit((sample,), number)
 
 
-def _shared(parts: Sequence[Sample]) -> tuple[Sample, ...]:
-    """The stretches of one completion, each with its share of the completion's scored tokens."""
-    tokens = [int(part.scored.sum()) for part in parts]
-    whole = sum(tokens)
-    shares = [count / whole if whole else 1 / len(parts) for count in tokens]
-    return tuple(replace(part, share=share) for part, share in zip(parts, shares, strict=True))
+def _with_shares(segments: Sequence[Sample]) -> tuple[Sample, ...]:
+    """Give each segment of a completion its share of the completion's scored tokens."""
+    tokens = [int(segment.scored.sum()) for segment in segments]
+    total = sum(tokens)
+    shares = [count / total if total else 1 / len(segments) for count in tokens]
+    return tuple(replace(segment, share=share) for segment, share in zip(segments, shares, strict=True))
 
 
 def _labelled(unit: Unit, label: int) -> Unit:

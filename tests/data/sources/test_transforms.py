@@ -134,7 +134,7 @@ def test_imports_of_neighbours_work_and_count_as_source(write, tmp_path):
 
 
 def test_a_built_in_is_not_shadowed_silently(write, tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr("upweight.log._said", set())
+    monkeypatch.setattr("upweight.log._warned", set())
     write("def intel(cfg): raise RuntimeError", "chatml")
     made = encoder({"type": "chatml.intel"}, folder=tmp_path, rl="dpo")
     assert made({"question": "a", "chosen": "b", "rejected": "c"})[0].text["prompt"].startswith("<|im_start|>user")

@@ -144,7 +144,7 @@ def test_the_prompt_ends_where_the_template_parts_from_its_opening():
 
 
 def test_a_template_that_rewrites_the_prompt_falls_back_and_says_so(caplog, monkeypatch):
-    monkeypatch.setattr("upweight.log._said", set())
+    monkeypatch.setattr("upweight.log._warned", set())
     prompt, answers = template(REWRITES).split(Conversation([ANSWER, USER]), [[ANSWER]])
     assert prompt == "[assistant]YO;[user]hi;[assistant]"
     assert answers == ["yo"]
@@ -187,7 +187,7 @@ def test_a_header_is_given_also_where_the_template_does_not_open_turns(header, t
     ],
 )
 def test_what_a_template_leaves_out_of_an_answer_is_said(said, warned, way, caplog, monkeypatch):
-    monkeypatch.setattr("upweight.log._said", set())
+    monkeypatch.setattr("upweight.log._warned", set())
     made = template(OWN.replace("{{ m.content }}", "{{ m.content.split('</think>')[-1] | trim }}"))
     asked, answer = Conversation([USER]), {"role": "assistant", **said}
     _ = made.turns(asked.then(answer), {1}) if way == "turns" else made.split(asked, [[answer]])

@@ -74,7 +74,7 @@ def test_what_is_sampled_does_not_depend_on_neighbours_ranks_or_waves():
     for first in range(4):
         blocks_of(model, method)(alone[first : first + 1], 2, Sampling(4, seed=3, first=first), None)
     small = blocks_of(model, method)
-    small.scores_at_once = 1000
+    small.max_scores = 1000
     small(waves, 2, sampling, None)
     for one, two, three in zip(together, alone, waves, strict=True):
         assert (

@@ -1,4 +1,4 @@
-"""Episodes played by scripted and sampled policies."""
+"""Episodes of scripted and sampled policies."""
 
 import asyncio
 import sys
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from made_players import Script, Talk, played, player, tokenizer_for
+from made_players import Script, Talk, episode_runner, run_episodes, tokenizer_for
 from made_rollouts import chat_model, online_trainer
 from tiny_models import plain_statistics
 from upweight.data.tokenize.messages import Conversation
@@ -37,8 +37,8 @@ def look(key: str) -> str:
 def test_a_conversation_is_one_stream_of_exact_tokens():
     tokenizer = tokenizer_for()
     script = Script(tokenizer, ["first answer", "second", "third"])
-    made = player(script, factory=Talk)
-    groups = played(made, ROWS, count=3)
+    made = episode_runner(script, factory=Talk)
+    groups = run_episodes(made, ROWS, count=3)
     for group, row in zip(groups, ROWS, strict=True):
         opening = row["prompt"] if isinstance(row["prompt"], list) else [{"role": "user", "content": row["prompt"]}]
         assert len(group.completions) == 3
@@ -59,7 +59,7 @@ def test_a_conversation_is_one_stream_of_exact_tokens():
 
 def test_first_turns_of_a_group_are_sampled_together_and_every_prompt_extends_the_last():
     script = Script(tokenizer_for(), ["one", "two", "three"])
-    played(player(script, factory=Talk), ROWS, count=3)
+    run_episodes(episode_runner(script, factory=Talk), ROWS, count=3)
     assert (2, 3) in script.calls or script.calls[:2] == [(1, 3), (1, 3)]
     for group in range(2):
         lengths = sorted({len(p) for p in script.prompts if ("what?" in script.tokenizer.decode(p)) == (group == 0)})
@@ -68,7 +68,7 @@ def test_first_turns_of_a_group_are_sampled_together_and_every_prompt_extends_th
 
 def test_tools_are_called_and_their_results_shown():
     script = Script(tokenizer_for("qwen_25"), [f"let me see {CALL}", "it is 7"])
-    (group,) = played(player(script, functions=[look]), ROWS[:1])
+    (group,) = run_episodes(episode_runner(script, functions=[look]), ROWS[:1])
     said = group.completions[0].messages
     call = {"type": "function", "function": {"name": "look", "arguments": {"key": "x"}}}
     assert said[0] == {"role": "assistant", "content": "let me see", "tool_calls": [call]}
@@ -119,7 +119,7 @@ async def leaves(key: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("call", "told"),
+    ("call", "error"),
     [
         ('<tool_call>{"name": "look", "arguments": {"key": </tool_call>', "the call is no JSON"),
         ('<tool_call>{"name": "look", "arguments": {"kee": "x"}}</tool_call>', "look: missing a required argument"),
@@ -131,15 +131,17 @@ async def leaves(key: str) -> str:
     ],
     ids=["malformed", "wrong arguments", "unknown", "raises", "leaves", "hangs", "blocks its loop"],
 )  # fmt: skip
-def test_what_goes_wrong_with_a_call_is_told_to_the_policy(call, told):
+def test_what_goes_wrong_with_a_call_is_told_to_the_policy(call, error):
     script = Script(tokenizer_for("qwen_25"), [call, "I give up"])
     began = time.monotonic()
-    (group,) = played(player(script, functions=[look, raises, leaves, hangs, blocks], limit=0.2), ROWS[:1], tokens=500)
+    (group,) = run_episodes(
+        episode_runner(script, functions=[look, raises, leaves, hangs, blocks], limit=0.2), ROWS[:1], tokens=500
+    )
     assert time.monotonic() - began < 30
     for one in group.completions:
         assert one.failure is None
         assert one.messages[1]["role"] == "tool"
-        assert told in one.messages[1]["content"]
+        assert error in one.messages[1]["content"]
         assert one.messages[2]["content"] == "I give up"
     assert [one["tool_failures"] for one in group.extras["episode"]] == [1, 1]
 
@@ -184,7 +186,7 @@ def test_a_broken_environment_masks_its_sample_and_no_other(how, place):
     script = Script(tokenizer_for(), ["first answer", "second", "third"])
     rows = [{**ROWS[0], "fault": f"{how} in {place}"}]
     began = time.monotonic()
-    (group,) = played(player(script, factory=Faulty, limit=0.3), rows, count=4)
+    (group,) = run_episodes(episode_runner(script, factory=Faulty, limit=0.3), rows, count=4)
     assert time.monotonic() - began < 30
     failed = [one for one in group.completions if one.failure is not None]
     assert len(failed) == 2
@@ -196,7 +198,7 @@ def test_a_broken_environment_masks_its_sample_and_no_other(how, place):
 
 def test_an_episode_that_does_not_close_well_is_kept():
     script = Script(tokenizer_for(), ["a", "b", "c"])
-    (group,) = played(player(script, factory=Faulty), [{**ROWS[0], "fault": "raise in close"}])
+    (group,) = run_episodes(episode_runner(script, factory=Faulty), [{**ROWS[0], "fault": "raise in close"}])
     assert all(one.failure is None for one in group.completions)
 
 
@@ -210,20 +212,20 @@ def test_all_its_calls_together_are_bounded():
 
     script = Script(tokenizer_for(), ["a"])
     bounds = Bounds(max_turns=20, call_seconds=5.0, episode_seconds=0.4)
-    (group,) = played(player(script, factory=Slow, bounds=bounds), ROWS[:1], tokens=2000)
+    (group,) = run_episodes(episode_runner(script, factory=Slow, bounds=bounds), ROWS[:1], tokens=2000)
     assert all("took longer than" in one.failure for one in group.completions)
 
 
 def test_turns_and_tokens_are_bounded():
     script = Script(tokenizer_for(), ["answer"])
-    (group,) = played(player(script, factory=Talk, bounds=Bounds(max_turns=2)), ROWS[:1])
+    (group,) = run_episodes(episode_runner(script, factory=Talk, bounds=Bounds(max_turns=2)), ROWS[:1])
     assert [one["turns"] for one in group.extras["episode"]] == [2, 2]
     assert not any(one.finished for one in group.completions)
     assert all(one.sampled[-1] for one in group.completions)
 
     long = Script(tokenizer_for(), ["answer " * 5])
     for tokens in range(3, 60, 7):
-        (group,) = played(player(long, factory=Talk), ROWS[:1], tokens=tokens)
+        (group,) = run_episodes(episode_runner(long, factory=Talk), ROWS[:1], tokens=tokens)
         assert all(0 < len(one.ids) <= tokens and one.sampled[-1] for one in group.completions)
 
 
@@ -231,7 +233,7 @@ def test_a_prompt_that_leaves_no_room_is_left_out():
     tokenizer = tokenizer_for()
     script = Script(tokenizer, ["a"])
     script.require_room = lambda prompt, new: (_ for _ in ()).throw(UserError("too long")) if prompt > 60 else None
-    groups = played(player(script, factory=Talk), [ROWS[0], {"prompt": "long " * 100}])
+    groups = run_episodes(episode_runner(script, factory=Talk), [ROWS[0], {"prompt": "long " * 100}])
     assert [one.failure for group in groups for one in group.completions] == [None, None, "too long", "too long"]
 
 
@@ -242,7 +244,7 @@ def test_openings_that_differ_share_what_they_share():
             return f"number {id(self)}"
 
     script = Script(tokenizer_for(), ["a", "b", "c"])
-    (group,) = played(player(script, factory=Own), ROWS[:1], count=3)
+    (group,) = run_episodes(episode_runner(script, factory=Own), ROWS[:1], count=3)
     texts = [script.tokenizer.decode([*group.prompt_ids, *one.ids]) for one in group.completions]
     assert len(set(texts)) == 3
     assert all(text.startswith("<|im_start|>user\nwhat?\n\nnumber ") for text in texts)
@@ -253,7 +255,11 @@ def test_openings_that_differ_share_what_they_share():
 def test_seeds_belong_to_group_place_and_turn():
     def seeds(rows, **options):
         script = Script(tokenizer_for(), [lambda seed: f"n{seed % 97}"])
-        return [one.ids for group in played(player(script, factory=Talk), rows, **options) for one in group.completions]
+        return [
+            one.ids
+            for group in run_episodes(episode_runner(script, factory=Talk), rows, **options)
+            for one in group.completions
+        ]
 
     whole = seeds(ROWS * 2, count=3)
     assert len(set(map(tuple, whole))) == len(whole)
@@ -265,7 +271,7 @@ def test_seeds_belong_to_group_place_and_turn():
 def test_groups_are_told_of_as_they_end():
     ended = []
     script = Script(tokenizer_for(), ["a", "b", "c"])
-    played(player(script, factory=Talk), ROWS * 3, done=ended.append)
+    run_episodes(episode_runner(script, factory=Talk), ROWS * 3, done=ended.append)
     assert sorted(ended) == list(range(6))
 
 
@@ -275,7 +281,7 @@ def test_a_failing_backend_stops_the_rollout():
             raise UserError("the sampler is gone")
 
     with pytest.raises(UserError, match="the sampler is gone"):
-        played(player(Dead(tokenizer_for(), ["a"]), factory=Talk), ROWS)
+        run_episodes(episode_runner(Dead(tokenizer_for(), ["a"]), factory=Talk), ROWS)
 
 
 def test_a_class_that_breaks_the_contract_stops_the_rollout():
@@ -284,7 +290,7 @@ def test_a_class_that_breaks_the_contract_stops_the_rollout():
             return {"unheard of": 1.0}
 
     with pytest.raises(UserError, match="not in the class's `reward_names`"):
-        played(player(Script(tokenizer_for(), ["a"]), factory=Wrong), ROWS)
+        run_episodes(episode_runner(Script(tokenizer_for(), ["a"]), factory=Wrong), ROWS)
 
 
 def test_environments_answer_while_others_are_sampled():
@@ -309,7 +315,7 @@ def test_environments_answer_while_others_are_sampled():
     script = Script(tokenizer_for(), ["a", "b", "c"])
     order = []
     rows = [{"prompt": "p", "answer": "slow"}, {"prompt": "q", "answer": "quick"}]
-    played(player(script, factory=OneSlow, limit=20.0), rows, count=1, done=order.append)
+    run_episodes(episode_runner(script, factory=OneSlow, limit=20.0), rows, count=1, done=order.append)
     assert order == [1, 0]
 
 
@@ -356,7 +362,7 @@ def test_split_conversations_are_trained_on_as_the_policy_saw_them():
     model = chat_model(tokenizer)
     texts = ["<think>\nhm\n</think>\n\nfirst", "<think>\nwell\n</think>\n\nsecond", "third"]
     script = Script(tokenizer, texts, model)
-    (group,) = played(player(script, factory=Talk), ROWS[:1])
+    (group,) = run_episodes(episode_runner(script, factory=Talk), ROWS[:1])
     group.advantage_S = torch.tensor([1.0, -1.0])
     assert [len(one.earlier) for one in group.completions] == [2, 2]
     assert [one["splits"] for one in group.extras["episode"]] == [2, 2]
@@ -395,5 +401,5 @@ def test_async_environments_run_on_a_loop_of_their_own():
             await asyncio.sleep(0)
             return self.left.pop(0) if self.left else None
 
-    (group,) = played(player(Script(tokenizer_for(), ["a", "b", "c"]), factory=Async), ROWS[:1])
+    (group,) = run_episodes(episode_runner(Script(tokenizer_for(), ["a", "b", "c"]), factory=Async), ROWS[:1])
     assert all(one.finished and len(one.messages) == 5 for one in group.completions)

@@ -1,18 +1,18 @@
-"""Tokens of a rollout, in stretches."""
+"""Tokens of a rollout, in segments."""
 
 from upweight.rollout.episodes.token_stream import TokenStream, completion_of, shared_prompt
 from upweight.types import Completion, Group
 
 
-def wrote(*ids, version=1):
+def sampled(*ids, version=1):
     return Completion(list(ids), [-float(i) for i in ids], [version] * len(ids), True)
 
 
 def test_only_what_the_policy_wrote_is_marked_as_its_own():
     stream = TokenStream([1, 2, 3])
-    stream.wrote(wrote(10, 11, version=4))
-    stream.told([20, 21])
-    stream.wrote(wrote(12, version=5))
+    stream.append_sampled(sampled(10, 11, version=4))
+    stream.append_observation([20, 21])
+    stream.append_sampled(sampled(12, version=5))
     assert stream.length == 5
     found = completion_of(stream, Group(0, {}, [1, 2, 3]), finished=True)
     assert found.ids == [10, 11, 20, 21, 12]
@@ -22,13 +22,13 @@ def test_only_what_the_policy_wrote_is_marked_as_its_own():
     assert found.earlier == []
 
 
-def test_a_history_written_anew_leaves_the_earlier_stretch_up_to_its_last_own_token():
+def test_a_restarted_history_leaves_the_earlier_segment_up_to_its_last_sampled_token():
     stream = TokenStream([1, 2])
-    stream.wrote(wrote(10, 11))
-    stream.told([20])
-    stream.wrote(wrote(12, version=2))
+    stream.append_sampled(sampled(10, 11))
+    stream.append_observation([20])
+    stream.append_sampled(sampled(12, version=2))
     stream.restart([1, 2, 30, 31])
-    stream.wrote(wrote(13, version=3))
+    stream.append_sampled(sampled(13, version=3))
     found = completion_of(stream, Group(0, {}, [1, 2]), finished=False)
     assert (found.ids, found.sampled, found.finished) == ([30, 31, 13], [False, False, True], False)
     (earlier,) = found.earlier
@@ -42,10 +42,10 @@ def test_a_history_written_anew_leaves_the_earlier_stretch_up_to_its_last_own_to
 def test_a_groups_prompt_is_what_all_its_sequences_were_given():
     streams = [TokenStream([1, 2, 3]), TokenStream([1, 2, 4, 5])]
     for stream in streams:
-        stream.wrote(wrote(3))
+        stream.append_sampled(sampled(3))
     assert shared_prompt(streams) == [1, 2]
     streams[1].restart([1, 9])
-    streams[1].wrote(wrote(7))
+    streams[1].append_sampled(sampled(7))
     assert shared_prompt(streams) == [1]
     found = completion_of(streams[0], Group(0, {}, [1]), finished=True)
     assert (found.ids, found.sampled) == ([2, 3, 3], [False, False, True])

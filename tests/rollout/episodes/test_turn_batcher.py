@@ -29,7 +29,7 @@ class Echo:
 
 def together(work, episodes):
     """Run `work(turns)` on a loop of another thread while turns are served here."""
-    turns, found = TurnBatcher(Echo(), Sampling(9), under_way=episodes), []
+    turns, found = TurnBatcher(Echo(), Sampling(9), active=episodes), []
 
     def run():
         try:
@@ -83,8 +83,8 @@ def test_first_turns_wait_for_their_group_and_are_shared():
         waiting = asyncio.gather(*asked)
         await asyncio.sleep(0.1)
         assert turns.generator.calls == []
-        turns.over()
-        first.one_less()
+        turns.end_episode()
+        first.count_episode()
         return await waiting
 
     found, calls = together(work, 4)

@@ -9,7 +9,7 @@ from transformers import HfArgumentParser
 
 from upweight import CPOConfig, DPOConfig, GRPOConfig, KTOConfig, ORPOConfig, PRMConfig, RewardConfig, SFTConfig
 from upweight.errors import UserError
-from upweight.log import _said
+from upweight.log import _warned
 from upweight.methods import DPO, METHODS
 from upweight.train.api.as_config import config_of
 from upweight.train.arguments import training_arguments
@@ -98,7 +98,7 @@ def test_noise_on_embeddings_is_for_sft(tmp_path):
 
 
 def test_what_holds_by_construction_says_so_once(tmp_path, caplog):
-    _said.clear()
+    _warned.clear()
     with caplog.at_level(logging.WARNING, "upweight"):
         for _ in range(2):
             SFTConfig(output_dir=tmp_path, packing=True, packing_strategy="bfd", padding_free=False)

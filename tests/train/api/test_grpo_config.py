@@ -7,7 +7,7 @@ from peft import LoraConfig
 from upweight import GRPOConfig
 from upweight.config.sections.rollout import RolloutSection
 from upweight.errors import UserError
-from upweight.log import _said
+from upweight.log import _warned
 from upweight.methods import GRPO, PolicyGradient
 from upweight.train.api.as_config import config_of
 from upweight.train.objects import Objects
@@ -104,7 +104,7 @@ def test_batches_count_completions(given, groups, step, updates, tmp_path):
     ],
 )
 def test_a_batch_that_does_not_fit_names_the_smallest_change(given, words, tmp_path, caplog):
-    _said.clear()
+    _warned.clear()
     with caplog.at_level(logging.WARNING, "upweight"):
         config(tmp_path, num_generations=8, **given)
     (record,) = caplog.records
@@ -136,7 +136,7 @@ def test_what_cannot_be_honoured_is_refused(asked, words, tmp_path):
 
 
 def test_what_is_for_a_server_alone_may_be_said(tmp_path, caplog):
-    _said.clear()
+    _warned.clear()
     with caplog.at_level(logging.WARNING, "upweight"):
         config(tmp_path, vllm_mode="colocate", vllm_gpu_memory_utilization=0.5, vllm_max_model_length=512)
         config(tmp_path, cache_implementation="static", ds3_gather_for_generation=True)

@@ -1,1 +1,1 @@
-"""Completions for EBFT: short blocks along documents, and turns of known conversations."""
+"""Completions for EBFT: short blocks along documents, and assistant turns of known conversations."""

@@ -1,7 +1,7 @@
-"""A conversation as its chat template writes it: what follows a turn of the policy, as tokens.
+"""The tokens that a chat template adds after each turn of the policy.
 
-What the policy wrote is never rendered to find out: a stand-in takes its place, and what the template writes after the
-stand-in is what follows the policy's own tokens.
+The policy's turns are never rendered: a placeholder stands for each, and the text that the template writes after the
+placeholder follows the sampled tokens.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -12,99 +12,107 @@ from upweight.data.raw_row import RowError
 from upweight.data.tokenize.messages import Conversation
 from upweight.data.tokenize.templates import ChatTemplate
 from upweight.data.tokenize.tokens import TextTokens
+from upweight.environments.episode import Message
 from upweight.log import warn_once
 
-Said = Mapping[str, Any]  # a message, or a call in one
-THOUGHT_ENDS, THOUGHT_BEGINS = "</think>", "<think>"
-WRITTEN_ANEW = (
-    "the chat template writes earlier turns otherwise once more follow (it drops their reasoning, perhaps): such "
-    "conversations are trained on as several sequences, each as the policy saw it (rollout/splits counts them)"
+THINK_END, THINK_START = "</think>", "<think>"
+HISTORY_CHANGED = (
+    "the chat template renders earlier turns differently once later messages follow (for example, it drops their "
+    "reasoning): such conversations are trained on as several sequences, each as the policy saw it (rollout/splits "
+    "counts them)"
 )
 
 
 @dataclass(frozen=True)
 class FollowUp:
-    """What the policy reads before its next turn: tokens that follow its last, or a whole prompt anew."""
+    """The tokens before the policy's next turn: they follow its last turn, or restart with a whole new prompt."""
 
     ids: list[int]
-    anew: bool
+    restarts: bool
 
 
 class ChatTokens:
-    """One conversation under way."""
+    """Tokenizes one conversation turn by turn."""
 
     def __init__(
         self,
         template: ChatTemplate,
         tokens: TextTokens,
         ends: Collection[int],
-        messages: Sequence[Said],
+        messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> None:
         self._template, self._tokens, self._ends = template, tokens, ends
         opening = [dict(message) for message in messages]
-        self._said = Conversation(opening, list(tools) or None)  # with what the policy wrote
-        self._shown = self._said  # with stand-ins for it
+        self._conversation = Conversation(opening, list(tools) or None)  # with the policy's text
+        self._with_placeholders = self._conversation
         self._turns = 0
 
     def opening(self) -> list[int]:
-        """The prompt of the first turn."""
-        return self._tokens.begun(self._encoded(self._template.prompt(self._said)))
+        """Return the prompt of the first turn."""
+        return self._tokens.begun(self._encode(self._template.prompt(self._conversation)))
 
-    def follow(self, text: str, last: int | None, calls: Sequence[Said], messages: Sequence[Said]) -> FollowUp:
-        """What the policy reads after a turn that says `text` and ends in token `last`, when `messages` answer it."""
+    def follow(
+        self, text: str, last_id: int | None, tool_calls: Sequence[Mapping[str, Any]], messages: Sequence[Message]
+    ) -> FollowUp:
+        """Return the tokens after a turn with this text, calls and last token, when `messages` answer it."""
         mark = f"zq{self._turns}turnqz"
         self._turns += 1
-        thinks = THOUGHT_ENDS in text
-        stand_in = f"{THOUGHT_BEGINS}\n{mark}\n{THOUGHT_ENDS}\n\n{mark}" if thinks else mark
-        before = self._template.prompt(self._shown)
-        after, self._shown = self._after(stand_in, mark, calls, messages)
-        if thinks and THOUGHT_BEGINS not in text:
-            text = f"{THOUGHT_BEGINS}\n{text}"  # the prompt had it
-        self._said = self._said.then({"role": "assistant", "content": text}, *map(dict, messages))
-        opened = before.rstrip().endswith(THOUGHT_BEGINS)
-        written = stand_in.removeprefix(THOUGHT_BEGINS) if opened else stand_in
-        if not _squeezed(after).startswith(_squeezed(before + written)):
-            warn_once(WRITTEN_ANEW)
-            return FollowUp(self.opening(), anew=True)
-        ids = self._encoded(after[after.rindex(mark) + len(mark) :])
-        if last in self._ends and ids and ids[0] in self._ends:
-            ids = ids[1:]  # the turn has its end already
-        return FollowUp(ids, anew=False)
+        thinks = THINK_END in text
+        placeholder = f"{THINK_START}\n{mark}\n{THINK_END}\n\n{mark}" if thinks else mark
+        before = self._template.prompt(self._with_placeholders)
+        after, self._with_placeholders = self._render(placeholder, mark, tool_calls, messages)
+        if thinks and THINK_START not in text:
+            text = f"{THINK_START}\n{text}"  # the prompt ended with it
+        self._conversation = self._conversation.then({"role": "assistant", "content": text}, *map(dict, messages))
+        opens_thought = before.rstrip().endswith(THINK_START)
+        turn = placeholder.removeprefix(THINK_START) if opens_thought else placeholder
+        if not _without_space(after).startswith(_without_space(before + turn)):
+            warn_once(HISTORY_CHANGED)
+            return FollowUp(self.opening(), restarts=True)
+        ids = self._encode(after[after.rindex(mark) + len(mark) :])
+        if last_id in self._ends and ids and ids[0] in self._ends:
+            ids = ids[1:]  # the turn has its end token already
+        return FollowUp(ids, restarts=False)
 
-    def _after(
-        self, stand_in: str, mark: str, calls: Sequence[Said], messages: Sequence[Said]
+    def _render(
+        self, placeholder: str, mark: str, tool_calls: Sequence[Mapping[str, Any]], messages: Sequence[Message]
     ) -> tuple[str, Conversation]:
-        """The conversation with a stand-in and what answers it, as text that opens the next turn."""
-        plain = self._shown.then({"role": "assistant", "content": stand_in}, *map(dict, messages))
+        """Render the conversation with a placeholder turn and the messages after it, up to the next turn."""
+        turn = {"role": "assistant", "content": placeholder}
+        plain = self._with_placeholders.then(turn, *map(dict, messages))
         try:
             text = self._template.render(plain, ask=True)
-            if mark in text and _tells(text, messages):
+            if mark in text and _contains(text, messages):
                 return text, plain
         except RowError:
-            if not calls:
+            if not tool_calls:
                 raise
         # Some templates want to see the call that a tool's result belongs to.
-        turn = {"role": "assistant", "content": stand_in}
-        whole = self._shown.then({**turn, "tool_calls": list(calls)}, *map(dict, messages))
-        ended, plainly = (
-            self._template.render(self._shown.then(one)) for one in (whole.messages[len(self._shown.messages)], turn)
+        calling_turn = {**turn, "tool_calls": list(tool_calls)}
+        whole = self._with_placeholders.then(calling_turn, *map(dict, messages))
+        with_calls, without_calls = (
+            self._template.render(self._with_placeholders.then(message)) for message in (calling_turn, turn)
         )
-        text, tail = self._template.render(whole, ask=True), plainly[plainly.rindex(mark) + len(mark) :]
-        if not text.startswith(ended) or not ended.endswith(tail):
-            raise RowError("messages", "a chat template that shows what tools answer to the model")
-        begun = ended[: ended.rindex(mark) + len(mark)] if mark in ended else plainly[: len(plainly) - len(tail)]
-        return begun + tail + text[len(ended) :], whole
+        text = self._template.render(whole, ask=True)
+        tail = without_calls[without_calls.rindex(mark) + len(mark) :]
+        if not text.startswith(with_calls) or not with_calls.endswith(tail):
+            raise RowError("messages", "a chat template that shows tool results to the model")
+        if mark in with_calls:
+            head = with_calls[: with_calls.rindex(mark) + len(mark)]
+        else:
+            head = without_calls[: len(without_calls) - len(tail)]
+        return head + tail + text[len(with_calls) :], whole
 
-    def _encoded(self, text: str) -> list[int]:
+    def _encode(self, text: str) -> list[int]:
         return self._tokens.ids([text])[0]
 
 
-def _tells(text: str, messages: Sequence[Said]) -> bool:
-    """Whether a text has what messages say; white space is the template's own affair."""
-    text = _squeezed(text)
-    return all(_squeezed(str(message.get("content") or "")) in text for message in messages)
+def _contains(text: str, messages: Sequence[Message]) -> bool:
+    """Whether a text has the content of all messages; templates may change white space."""
+    text = _without_space(text)
+    return all(_without_space(str(message.get("content") or "")) in text for message in messages)
 
 
-def _squeezed(text: str) -> str:
+def _without_space(text: str) -> str:
     return "".join(text.split())

@@ -83,7 +83,7 @@ class PolicyGateway:
                 return 404, {"error": {"message": f"there is no {path}"}}
             if self.template_args:
                 asked["chat_template_kwargs"] = {**self.template_args, **(asked.get("chat_template_kwargs") or {})}
-            return 200, await self.server.asked(path, asked, self._noted)
+            return 200, await self.server.request(path, asked, self._noted)
         except RequestRefused as error:
             # The Gym answers its caller with a bare 500: here is the last place that knows the reason.
             warn_once(f"the vLLM server refuses a request of the Gym's agents: {error}")

@@ -17,7 +17,7 @@ from upweight.errors import UserError
 from upweight.log import warn_once
 from upweight.rollout.episodes.gateway import PolicyGateway
 from upweight.rollout.episodes.loop import EpisodeResult
-from upweight.rollout.episodes.runner import EnvironmentLoop, fill, together
+from upweight.rollout.episodes.runner import EnvironmentLoop, fill_group, gather_or_cancel
 from upweight.rollout.episodes.token_stream import TokenStream
 from upweight.types import Completion, Group, Sampling
 
@@ -47,7 +47,7 @@ class GymAgents:
         finally:
             work.cancel()
         for place, (group, played) in enumerate(zip(groups, found, strict=True)):
-            fill(group, played)
+            fill_group(group, played)
             if done is not None:
                 done(place)
 
@@ -64,7 +64,7 @@ class GymAgents:
             async with room:
                 return await self._play(group.row, sampling)
 
-        found = await together(one(group) for group in groups for _ in range(count))
+        found = await gather_or_cancel(one(group) for group in groups for _ in range(count))
         return [found[start : start + count] for start in range(0, len(found), count)]
 
     async def _play(self, row: Mapping[str, Any], sampling: Sampling) -> EpisodeResult:
@@ -139,8 +139,8 @@ def _stream(found: Mapping[str, Any], version_of: Callable[[Sequence[float]], in
         if turn is not first:
             known = len(stream.ids)
             if turn.prompt[:known] == stream.ids:
-                stream.told(turn.prompt[known:])
+                stream.append_observation(turn.prompt[known:])
             else:
                 stream.restart(turn.prompt)
-        stream.wrote(Completion(turn.ids, turn.logps, [version_of(turn.logps)] * len(turn.ids), finished=True))
+        stream.append_sampled(Completion(turn.ids, turn.logps, [version_of(turn.logps)] * len(turn.ids), finished=True))
     return stream, 1 + len(others)

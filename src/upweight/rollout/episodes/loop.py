@@ -1,4 +1,4 @@
-"""One episode from its opening to its reward, within bounds."""
+"""Runs one episode from its opening to its reward, within limits."""
 
 import asyncio
 import time
@@ -22,23 +22,23 @@ from upweight.types import Completion
 T = TypeVar("T")
 
 
-class Fault(Exception):
-    """An environment broke, or took too long."""
+class EnvironmentFault(Exception):
+    """An environment failed or took too long."""
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """How far an episode may go."""
+    """Limits of an episode."""
 
     max_turns: int = 10
     call_seconds: float = 60.0  # for one call of the environment
-    episode_seconds: float = 600.0  # for all its calls together
-    wait_seconds: float = 0.0  # more for the first, where a place in the environment may have to be waited for
+    episode_seconds: float = 600.0  # for all calls of the environment
+    wait_seconds: float = 0.0  # more for the first call, which may have to wait for a free session
 
 
 @dataclass
 class EpisodeSetup:
-    """What the episodes of a run have in common: the environment, how far they go, and how turns are written."""
+    """What all episodes of a run share: the environment, their limits, and how turns are rendered and parsed."""
 
     environment: Environment
     template: ChatTemplate
@@ -50,23 +50,23 @@ class EpisodeSetup:
     def __post_init__(self) -> None:
         self.tokenizer = self.template.tokenizer
         self.tokens = TextTokens(self.tokenizer, ())
-        self._marks = [mark for mark in self.tokenizer.all_special_tokens if mark]
+        self._special_tokens = [token for token in self.tokenizer.all_special_tokens if token]
 
     def read(self, completion: Completion, *, tools: bool) -> Turn:
-        """What the policy wrote in a turn."""
+        """Parse a sampled turn into its text and its tool calls."""
         ids = completion.ids[:-1] if completion.ids and completion.ids[-1] in self.ends else completion.ids
         text = str(self.tokenizer.decode(ids, skip_special_tokens=True))
         if not tools:
             return Turn(text, text, (), completion.finished)
         content, calls = parse_calls(str(self.tokenizer.decode(ids, skip_special_tokens=False)), self.tool_format)
-        for mark in self._marks:
-            content = content.replace(mark, "")
+        for token in self._special_tokens:
+            content = content.replace(token, "")
         return Turn(text, content if calls else text, calls, completion.finished)
 
 
 @dataclass
 class EpisodeResult:
-    """What came of an episode."""
+    """The tokens, messages, counts and outcome of an episode."""
 
     stream: TokenStream | None = None
     messages: list[Message] = field(default_factory=list)  # after the prompt
@@ -79,115 +79,121 @@ class EpisodeResult:
     failure: str | None = None
 
     def record(self) -> dict[str, Any]:
-        """What rewards, metrics and people may want to know about it."""
+        """Return the `episode` column, which rewards, metrics and the completions file read."""
         return {
             "turns": self.turns,
             "tool_calls": self.calls,
             "tool_failures": self.failed_calls,
             "seconds": round(self.seconds, 3),
-            "splits": 0 if self.stream is None else len(self.stream.stretches) - 1,
+            "splits": 0 if self.stream is None else len(self.stream.segments) - 1,
             "rewards": dict(self.outcome.rewards),
         }
 
 
-async def play(
-    setup: EpisodeSetup, row: Mapping[str, Any], turns: TurnBatcher, first: FirstTurnBatcher, seed: Callable[[int], int]
+async def run_episode(
+    setup: EpisodeSetup,
+    row: Mapping[str, Any],
+    batcher: TurnBatcher,
+    first_turns: FirstTurnBatcher,
+    seed: Callable[[int], int],
 ) -> EpisodeResult:
-    """An episode for a data row; a fault of the environment is noted in it, any other error is raised."""
-    episode, played = setup.environment.episode(), EpisodeResult()
-    game = _EpisodeRun(setup, episode, played, turns, first, seed)
+    """Run an episode for a data row; a fault of the environment is noted in the result, other errors are raised."""
+    run = _EpisodeRun(setup, setup.environment.episode(), batcher, first_turns, seed)
     try:
-        await game.run(row)
-    except (Fault, RowError) as error:
-        played.failure = str(error)
+        await run.run(row)
+    except (EnvironmentFault, RowError) as error:
+        run.result.failure = str(error)
         warn_once(f"an environment failed, and its sample is left out (environment/masked counts them): {error}")
     finally:
-        if not game.asked:
-            first.one_less()
-        await game.closed()
-    return played
+        if not run.requested_first_turn:
+            first_turns.count_episode()
+        await run.close()
+    return run.result
 
 
 @dataclass
 class _EpisodeRun:
-    """The moves of an episode."""
+    """An episode while it runs."""
 
     setup: EpisodeSetup
     episode: Episode
-    played: EpisodeResult
-    turns: TurnBatcher
-    first: FirstTurnBatcher
-    seed: Callable[[int], int]
-    asked: bool = False  # for the first turn
+    batcher: TurnBatcher
+    first_turns: FirstTurnBatcher
+    seed: Callable[[int], int]  # by the number of the turn
+    result: EpisodeResult = field(default_factory=EpisodeResult)
+    requested_first_turn: bool = False
 
     async def run(self, row: Mapping[str, Any]) -> None:
-        setup, played, bounds = self.setup, self.played, self.setup.bounds
+        setup, result, bounds = self.setup, self.result, self.setup.bounds
         opening = await self._call("open", self.episode.open(row), bounds.wait_seconds)
         messages = _with_system(list(opening.messages), setup.default_system)
-        dialogue = ChatTokens(setup.template, setup.tokens, setup.ends, messages, opening.tools)
+        chat = ChatTokens(setup.template, setup.tokens, setup.ends, messages, opening.tools)
         as_in_data = not opening.tools and messages == row.get("prompt")  # the environment adds nothing to it
-        prompt = list(row["prompt_ids"]) if as_in_data else dialogue.opening()
-        limit = self.turns.sampling.max_new_tokens
+        prompt = list(row["prompt_ids"]) if as_in_data else chat.opening()
+        limit = self.batcher.sampling.max_new_tokens
         self._require_room(len(prompt), limit)
-        stream = played.stream = TokenStream(prompt)
+        stream = result.stream = TokenStream(prompt)
         while True:
-            answer = await self._sample(stream.ids, limit - stream.length)
-            stream.wrote(answer)
-            turn = setup.read(answer, tools=bool(opening.tools))
-            said = _message(turn)
-            played.messages.append(said)
-            played.turns += 1
-            played.calls += len(turn.calls)
+            completion = await self._sample(stream.ids, limit - stream.length)
+            stream.append_sampled(completion)
+            turn = setup.read(completion, tools=bool(opening.tools))
+            message = _message(turn)
+            result.messages.append(message)
+            result.turns += 1
+            result.calls += len(turn.calls)
             reply = await self._call("reply", self.episode.reply(turn))
-            played.failed_calls += reply.failed
-            played.messages += reply.messages
+            result.failed_calls += reply.failed
+            result.messages += reply.messages
             if not reply.messages:
-                played.finished = turn.finished
+                result.finished = turn.finished
                 break
-            if played.turns >= bounds.max_turns or stream.length >= limit:
+            if result.turns >= bounds.max_turns or stream.length >= limit:
                 break
-            last = answer.ids[-1] if answer.ids else None
-            told = dialogue.follow(turn.text, last, said.get("tool_calls") or (), reply.messages)
-            room = limit + len(prompt) - (len(told.ids) if told.anew else len(stream.ids) + len(told.ids))
-            if room < 1:
+            last_id = completion.ids[-1] if completion.ids else None
+            follow_up = chat.follow(turn.text, last_id, message.get("tool_calls") or (), reply.messages)
+            length = len(follow_up.ids) + (0 if follow_up.restarts else len(stream.ids))
+            if length >= limit + len(prompt):
                 break
-            (stream.restart if told.anew else stream.told)(told.ids)
-        played.outcome = await self._call("outcome", self.episode.outcome())
-        if played.outcome.failure is not None:
-            raise Fault(played.outcome.failure)
+            if follow_up.restarts:
+                stream.restart(follow_up.ids)
+            else:
+                stream.append_observation(follow_up.ids)
+        result.outcome = await self._call("outcome", self.episode.outcome())
+        if result.outcome.failure is not None:
+            raise EnvironmentFault(result.outcome.failure)
 
-    async def closed(self) -> None:
-        """Close the episode; that it does not close well spoils nothing."""
+    async def close(self) -> None:
+        """Close the episode; a failure to close does not change its result."""
         try:
             await _limited("close", self.episode.close(), self.setup.bounds.call_seconds)
-        except Fault as error:
+        except EnvironmentFault as error:
             warn_once(f"an environment did not close: {error}")
 
     async def _sample(self, prompt: Sequence[int], room: int) -> Completion:
-        number = self.played.turns
-        if number == 0:
-            self.asked = True
-            return await self.first.sample(prompt, room, self.seed(0))
-        return (await self.turns.sample(prompt, room, [self.seed(number)]))[0]
+        turn = self.result.turns
+        if turn == 0:
+            self.requested_first_turn = True
+            return await self.first_turns.sample(prompt, room, self.seed(0))
+        return (await self.batcher.sample(prompt, room, [self.seed(turn)]))[0]
 
     async def _call(self, what: str, work: Awaitable[T], more: float = 0.0) -> T:
-        """An answer of the environment, within the time that this episode has left."""
+        """Return the environment's answer, within the time that remains for this episode."""
         bounds, began = self.setup.bounds, time.monotonic()
-        left = max(bounds.episode_seconds - self.played.seconds, 0.0)
+        remaining = max(bounds.episode_seconds - self.result.seconds, 0.0)
         try:
-            return await _limited(what, work, min(bounds.call_seconds, left) + more)
+            return await _limited(what, work, min(bounds.call_seconds, remaining) + more)
         finally:
-            self.played.seconds += time.monotonic() - began
+            self.result.seconds += time.monotonic() - began
 
     def _require_room(self, prompt: int, new: int) -> None:
         try:
-            self.turns.generator.require_room(prompt, new)
+            self.batcher.generator.require_room(prompt, new)
         except UserError as error:
-            raise Fault(str(error)) from error
+            raise EnvironmentFault(str(error)) from error
 
 
 async def _limited(what: str, work: Awaitable[T], limit: float) -> T:
-    """What some work gives; a Fault where it fails, or takes too long: it is then left to itself."""
+    """Return what some work returns; raise an EnvironmentFault where it fails or exceeds the time limit."""
     task = asyncio.ensure_future(work)
     try:
         await asyncio.wait({task}, timeout=limit)
@@ -195,30 +201,30 @@ async def _limited(what: str, work: Awaitable[T], limit: float) -> T:
         if not task.done():
             task.cancel()
     if not task.done():
-        raise Fault(f"{what}: it took longer than {limit:g} seconds")
+        raise EnvironmentFault(f"{what}: it took longer than {limit:g} seconds")
     if task.cancelled():
-        raise Fault(f"{what}: it was cancelled")
+        raise EnvironmentFault(f"{what}: it was cancelled")
     error = task.exception()
     if isinstance(error, UserError):
         raise error
     if error is not None:
-        raise Fault(f"{what}: {described(error)}") from error
+        raise EnvironmentFault(f"{what}: {described(error)}") from error
     return task.result()
 
 
 def _message(turn: Turn) -> dict[str, Any]:
-    """A turn as people, rewards and templates read it."""
-    made = [call for call in turn.calls if call.error is None]
-    whole = len(made) == len(turn.calls)
-    message: dict[str, Any] = {"role": "assistant", "content": turn.content if whole else turn.text}
-    if made:
+    """Return a turn as an assistant message; it keeps the raw text where a call could not be parsed."""
+    calls = [call for call in turn.calls if call.error is None]
+    all_parsed = len(calls) == len(turn.calls)
+    message: dict[str, Any] = {"role": "assistant", "content": turn.content if all_parsed else turn.text}
+    if calls:
         message["tool_calls"] = [
             {
                 "type": "function",
                 **({"id": call.id} if call.id else {}),
                 "function": {"name": call.name, "arguments": dict(call.arguments)},
             }
-            for call in made
+            for call in calls
         ]
     return message
 

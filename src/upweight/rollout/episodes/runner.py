@@ -1,51 +1,52 @@
-"""Completions by playing an environment: many episodes at once, each a conversation with what answers the policy."""
+"""Completions from an environment: many episodes at once, each a conversation with the policy."""
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from upweight.environments.episode import Environment
 from upweight.event_loop import EventLoop
-from upweight.rollout.episodes.loop import EpisodeResult, EpisodeSetup, play
+from upweight.rollout.episodes.loop import EpisodeResult, EpisodeSetup, run_episode
 from upweight.rollout.episodes.token_stream import completion_of, shared_prompt
 from upweight.rollout.episodes.turn_batcher import FirstTurnBatcher, TurnBatcher
 from upweight.types import Completion, Generator, Group, Sampling
 
-STOPPING = 60.0  # seconds for an environment to stop, which may have to end servers
-ENDING = 10.0  # seconds for episodes to close when a rollout is given up
+T = TypeVar("T")
+STOP_SECONDS = 60.0  # for an environment to stop, which may have to end servers
+CANCEL_SECONDS = 10.0  # for episodes to close when a rollout is cancelled
 
 
 @dataclass
 class EnvironmentLoop:
-    """A loop on which an environment is started when it is first asked for."""
+    """An event loop on which an environment is started at first use."""
 
     environment: Environment
     _loop: EventLoop | None = field(default=None, init=False)
 
     def running(self) -> EventLoop:
-        """The loop, with the environment started."""
+        """Return the loop, with the environment started."""
         if self._loop is None:
             self._loop = EventLoop("episodes")
             self._loop.start(self.environment.start()).result()
         return self._loop
 
     def close(self) -> None:
-        """Stop the environment; a later call starts it anew."""
+        """Stop the environment; a later call starts it again."""
         loop, self._loop = self._loop, None
         if loop is not None:
             with contextlib.suppress(TimeoutError):
-                loop.start(self.environment.stop()).result(STOPPING)
+                loop.start(self.environment.stop()).result(STOP_SECONDS)
             loop.close()
 
 
 @dataclass
 class EpisodeRunner:
-    """Fills groups by playing. Episodes run on a loop of their own, the policy samples in the caller's thread."""
+    """Fills groups by running episodes on an event loop, while the policy samples in the caller's thread."""
 
     setup: EpisodeSetup
     generator: Generator | None  # None where another process samples
@@ -58,67 +59,67 @@ class EpisodeRunner:
     ) -> None:
         assert self.generator is not None, "this process does not sample"
         loop = self._loop.running()
-        turns = TurnBatcher(self.generator, sampling, under_way=len(groups) * count)
-        # The first error that is no environment's fault ends all.
-        playing = together(self._group(place, group, count, turns) for place, group in enumerate(groups))
-        task = loop.start(_as_task(playing)).result()
-        over: Future[None] = Future()
-        task.add_done_callback(lambda _: over.set_result(None))
-        over.add_done_callback(lambda _: turns.end())
+        batcher = TurnBatcher(self.generator, sampling, active=len(groups) * count)
+        # The first error that is no environment's fault ends all episodes.
+        work = gather_or_cancel(self._group(place, group, count, batcher) for place, group in enumerate(groups))
+        task = loop.start(_as_task(work)).result()
+        ended: Future[None] = Future()
+        task.add_done_callback(lambda _: ended.set_result(None))
+        ended.add_done_callback(lambda _: batcher.end())
         try:
-            turns.serve(done)
+            batcher.serve(done)
         finally:
             task.get_loop().call_soon_threadsafe(task.cancel)
-            wait([over], timeout=ENDING)
+            wait([ended], timeout=CANCEL_SECONDS)
         task.result()
 
     def close(self) -> None:
-        """Stop the environment; a later call starts it anew."""
+        """Stop the environment; a later call starts it again."""
         self._loop.close()
 
-    async def _group(self, place: int, group: Group, count: int, turns: TurnBatcher) -> None:
-        first = FirstTurnBatcher(turns, count)
-        sampling = turns.sampling
+    async def _group(self, place: int, group: Group, count: int, batcher: TurnBatcher) -> None:
+        first_turns = FirstTurnBatcher(batcher, count)
+        sampling = batcher.sampling
 
         def seed(member: int, turn: int) -> int:
             entropy = (sampling.seed or 0, sampling.first + place, member, turn)
             return int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0] >> 1)
 
-        async def one(member: int) -> EpisodeResult:
+        async def run(member: int) -> EpisodeResult:
             try:
-                return await play(self.setup, group.row, turns, first, lambda turn: seed(member, turn))
+                return await run_episode(self.setup, group.row, batcher, first_turns, lambda turn: seed(member, turn))
             finally:
-                turns.over()
+                batcher.end_episode()
 
         try:
-            fill(group, await together(one(member) for member in range(count)))
+            fill_group(group, await gather_or_cancel(run(member) for member in range(count)))
         finally:
-            first.end()
-        turns.over(place)
+            first_turns.cancel()
+        batcher.end_group(place)
 
 
-def fill(group: Group, played: Sequence[EpisodeResult]) -> None:
-    """Put played episodes into their group: what they all were given is its prompt."""
-    streams = [one.stream for one in played if one.stream is not None and one.failure is None]
+def fill_group(group: Group, results: Sequence[EpisodeResult]) -> None:
+    """Put the results of episodes into their group; what all episodes begin with becomes its prompt."""
+    streams = [result.stream for result in results if result.stream is not None and result.failure is None]
     if streams:
         group.prompt_ids = shared_prompt(streams)
-    group.completions = [_completion(one, group) for one in played]
-    group.extras["episode"] = [one.record() for one in played]
-    for name in dict.fromkeys(name for one in played for name in one.outcome.details):
-        group.extras[name] = [one.outcome.details.get(name) for one in played]
+    group.completions = [_completion(result, group) for result in results]
+    group.extras["episode"] = [result.record() for result in results]
+    for name in dict.fromkeys(name for result in results for name in result.outcome.details):
+        group.extras[name] = [result.outcome.details.get(name) for result in results]
 
 
-def _completion(played: EpisodeResult, group: Group) -> Completion:
-    messages = list(played.messages)
-    if played.failure is not None or played.stream is None:
-        reason = played.failure or "no turn was played"
+def _completion(result: EpisodeResult, group: Group) -> Completion:
+    messages = list(result.messages)
+    if result.failure is not None or result.stream is None:
+        reason = result.failure or "the episode had no turn"
         return Completion([], [], [], finished=False, sampled=[], messages=messages, failure=reason)
-    return replace(completion_of(played.stream, group, finished=played.finished), messages=messages)
+    return replace(completion_of(result.stream, group, finished=result.finished), messages=messages)
 
 
-async def together(work: Any) -> list[Any]:
-    """Results in order; where one fails the rest is cancelled and waited for."""
-    tasks = [asyncio.ensure_future(one) for one in work]
+async def gather_or_cancel(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Return the results in order; where one fails, the others are cancelled and waited for."""
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in work]
     try:
         return await asyncio.gather(*tasks)
     finally:

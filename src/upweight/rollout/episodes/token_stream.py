@@ -1,7 +1,7 @@
-"""The tokens of one rollout in order: what was given, what the policy wrote, what it was told in between."""
+"""The tokens of one rollout in order: the prompt, what the policy sampled, and the observations in between."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from upweight.data.raw_row import common_start
 from upweight.types import Completion, Group
@@ -9,7 +9,7 @@ from upweight.types import Completion, Group
 
 @dataclass
 class Segment:
-    """One sequence: tokens from the first of the prompt on, and of those the policy wrote log-prob and version."""
+    """One token sequence with its prompt; sampled tokens carry a log-prob and a policy version."""
 
     ids: list[int]
     sampled: list[bool]
@@ -22,69 +22,68 @@ class Segment:
         return Segment(list(prompt), [False] * count, [0.0] * count, [None] * count)
 
     @property
-    def given(self) -> int:
-        """Tokens before the first that the policy wrote."""
+    def prompt_length(self) -> int:
+        """The number of tokens before the first sampled token."""
         return self.sampled.index(True) if True in self.sampled else len(self.ids)
 
-    def add(self, ids: Sequence[int], logps: Sequence[float], versions: Sequence[int | None], *, sampled: bool) -> None:
+    def append(
+        self, ids: Sequence[int], logps: Sequence[float], versions: Sequence[int | None], *, sampled: bool
+    ) -> None:
         self.ids += ids
         self.logps += logps
         self.versions += versions
         self.sampled += [sampled] * len(ids)
 
     def completion(self, start: int, *, finished: bool, stop: int | None = None) -> Completion:
-        """What stands after `start`; tokens that were told count as old as the oldest that was written."""
+        """Return the tokens from `start` to `stop`; observations get the oldest version of the sampled tokens."""
         oldest = min((version for version in self.versions if version is not None), default=0)
         versions = [oldest if version is None else version for version in self.versions[start:stop]]
         ids, logps, sampled = self.ids[start:stop], self.logps[start:stop], self.sampled[start:stop]
         return Completion(ids, logps, versions, finished, sampled)
 
 
-@dataclass
 class TokenStream:
-    """Stretches of one rollout: the last grows, the others end where the template wrote the history anew."""
+    """The segments of one rollout. The last one grows; each restart of the history ends the one before it."""
 
-    prompt: Sequence[int]
-    stretches: list[Segment] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.stretches = [Segment.of(self.prompt)]
+    def __init__(self, prompt: Sequence[int]) -> None:
+        self.prompt = prompt
+        self.segments = [Segment.of(prompt)]
 
     @property
     def ids(self) -> list[int]:
-        """What the next turn continues."""
-        return self.stretches[-1].ids
+        """The tokens that the next turn continues."""
+        return self.segments[-1].ids
 
     @property
     def length(self) -> int:
-        """Tokens beyond the prompt."""
+        """The number of tokens beyond the prompt."""
         return len(self.ids) - len(self.prompt)
 
-    def wrote(self, turn: Completion) -> None:
-        """A turn of the policy."""
+    def append_sampled(self, turn: Completion) -> None:
+        """Append a turn of the policy."""
         logps = turn.logps or [0.0] * len(turn.ids)
-        self.stretches[-1].add(turn.ids, logps, turn.versions, sampled=True)
+        self.segments[-1].append(turn.ids, logps, turn.versions, sampled=True)
 
-    def told(self, ids: Sequence[int]) -> None:
-        """What follows the policy's turn, up to where it writes again."""
-        self.stretches[-1].add(ids, [0.0] * len(ids), [None] * len(ids), sampled=False)
+    def append_observation(self, ids: Sequence[int]) -> None:
+        """Append what the policy reads between two of its turns."""
+        self.segments[-1].append(ids, [0.0] * len(ids), [None] * len(ids), sampled=False)
 
     def restart(self, prompt: Sequence[int]) -> None:
-        """The history written otherwise: what was written so far stays behind as a sequence of its own."""
-        self.stretches.append(Segment.of(prompt))
+        """Begin a new segment with a history that the chat template rendered differently."""
+        self.segments.append(Segment.of(prompt))
 
 
 def shared_prompt(streams: Sequence[TokenStream]) -> list[int]:
-    """The beginning that all sequences of a group were given."""
-    return common_start([one.ids[: one.given] for stream in streams for one in stream.stretches])
+    """Return the longest common prefix of the prompts of all segments of a group."""
+    return common_start([segment.ids[: segment.prompt_length] for stream in streams for segment in stream.segments])
 
 
 def completion_of(stream: TokenStream, group: Group, *, finished: bool) -> Completion:
-    """A rollout after its group's prompt, with its earlier stretches, each up to the last token that was written."""
+    """Return a rollout after its group's prompt; each earlier segment ends with its last sampled token."""
     start = len(group.prompt_ids)
-    *earlier, last = stream.stretches
-    whole = last.completion(start, finished=finished)
-    for stretch in earlier:
-        stop = len(stretch.sampled) - stretch.sampled[::-1].index(True)
-        whole.earlier.append(stretch.completion(start, finished=True, stop=stop))
-    return whole
+    *earlier, last = stream.segments
+    completion = last.completion(start, finished=finished)
+    for segment in earlier:
+        stop = len(segment.sampled) - segment.sampled[::-1].index(True)
+        completion.earlier.append(segment.completion(start, finished=True, stop=stop))
+    return completion

@@ -1,4 +1,4 @@
-"""Turns of many episodes, sampled together: whoever waits for the policy, in one call of the backend."""
+"""Samples the turns of many episodes together: all turns that are ready go into one call of the backend."""
 
 import asyncio
 import dataclasses
@@ -12,106 +12,110 @@ from typing import Any
 from upweight.errors import UserError
 from upweight.types import Completion, Generator, Sampling
 
-SHARE = 0.25  # of the last call's time that turns which are ready wait for those that are not
-LATE = 1.0  # seconds that the first turn of open episodes waits for others of its group to open
-SHORTEST, LONGEST = 0.005, 1.0  # seconds of that wait
+WAIT_SHARE = 0.25  # of the last call's time, for which turns that are ready wait for the others
+MIN_WAIT, MAX_WAIT = 0.005, 1.0  # seconds of that wait
+OPENING_WAIT = 1.0  # seconds for which the first turn of open episodes waits for the next of its group to open
 
 
 @dataclass(frozen=True)
-class _PendingTurn:
-    """One prompt, how many tokens may follow it, and a seed for each completion."""
+class _TurnRequest:
+    """A prompt, its limit of new tokens, and a seed for each completion."""
 
     prompt: Sequence[int]
     limit: int
     seeds: Sequence[int]
-    answer: "Future[list[Completion]]" = field(default_factory=Future)
+    completions: "Future[list[Completion]]" = field(default_factory=Future)
 
 
 class _End:
-    """Nothing more will come."""
+    """The event after which no request follows."""
 
 
 @dataclass
 class TurnBatcher:
-    """Between episodes, on an event loop, and a backend, in the thread that calls `serve`.
+    """Passes turns from episodes, on an event loop, to a backend, in the thread that calls `serve`.
 
-    A backend with `start` (a server) gets each turn when it comes; any other gets all that are ready at a time.
+    A backend with `start` (a server) gets each turn at once; any other gets all that are ready in one call.
     """
 
     generator: Generator
     sampling: Sampling
-    under_way: int = 0  # episodes that are not over
-    patience: float = SHORTEST
+    active: int = 0  # episodes that have not ended
+    max_wait: float = MIN_WAIT
     _events: "queue.SimpleQueue[Any]" = field(default_factory=queue.SimpleQueue)
 
     async def sample(self, prompt: Sequence[int], limit: int, seeds: Sequence[int]) -> list[Completion]:
-        """One completion for each seed; called on the loop."""
+        """Return one completion for each seed; called on the event loop."""
         start = getattr(self.generator, "start", None)
         if start is not None:
             sampling = dataclasses.replace(self.sampling, max_new_tokens=limit)
             return await asyncio.wrap_future(start(prompt, len(seeds), sampling))
-        asked = _PendingTurn(prompt, limit, seeds)
-        self._events.put(asked)
-        return await asyncio.wrap_future(asked.answer)
+        request = _TurnRequest(prompt, limit, seeds)
+        self._events.put(request)
+        return await asyncio.wrap_future(request.completions)
 
-    def over(self, place: int | None = None) -> None:
-        """An episode, or all of the group at `place`, is over."""
-        self.under_way -= place is None
+    def end_episode(self) -> None:
+        """Signal that an episode has ended."""
+        self.active -= 1
+        self._events.put(None)
+
+    def end_group(self, place: int) -> None:
+        """Signal that every episode of the group at `place` has ended."""
         self._events.put(place)
 
     def end(self) -> None:
-        """All of them are."""
+        """Signal that every episode has finished."""
         self._events.put(_End())
 
     def serve(self, done: Callable[[int], None] | None) -> None:
-        """Sample until the end; `done` hears of groups."""
-        asked: list[_PendingTurn] = []
+        """Sample requested turns until `end`; call `done` with the place of each group that ends."""
+        requests: list[_TurnRequest] = []
         since = 0.0
         while True:
-            left = max(since + self.patience - time.monotonic(), 0.0) if asked else None
+            timeout = max(since + self.max_wait - time.monotonic(), 0.0) if requests else None
             try:
-                event = self._events.get(timeout=left)
+                event = self._events.get(timeout=timeout)
             except queue.Empty:
                 event = None
             if isinstance(event, _End):
                 return
-            if isinstance(event, _PendingTurn):
-                since = since if asked else time.monotonic()
-                asked.append(event)
+            if isinstance(event, _TurnRequest):
+                since = since if requests else time.monotonic()
+                requests.append(event)
             elif event is not None and done is not None:
                 done(event)
-            late = bool(asked) and self._events.empty() and time.monotonic() >= since + self.patience
-            if asked and (late or sum(len(one.seeds) for one in asked) >= self.under_way):
-                self._generate(asked)
-                asked = []
+            late = bool(requests) and self._events.empty() and time.monotonic() >= since + self.max_wait
+            if requests and (late or sum(len(request.seeds) for request in requests) >= self.active):
+                self._generate(requests)
+                requests = []
 
-    def _generate(self, asked: Sequence[_PendingTurn]) -> None:
+    def _generate(self, requests: Sequence[_TurnRequest]) -> None:
         began = time.monotonic()
-        by_count: dict[int, list[_PendingTurn]] = {}
-        for one in asked:
-            if one.answer.set_running_or_notify_cancel():  # nobody waits any more where the rollout was given up
-                by_count.setdefault(len(one.seeds), []).append(one)
-        for together in (part for alike in by_count.values() for part in self._parts(alike)):
+        by_count: dict[int, list[_TurnRequest]] = {}
+        for request in requests:
+            if request.completions.set_running_or_notify_cancel():  # cancelled with its rollout otherwise
+                by_count.setdefault(len(request.seeds), []).append(request)
+        for batch in (batch for same_count in by_count.values() for batch in self._batches(same_count)):
             sampling = dataclasses.replace(
                 self.sampling,
-                max_new_tokens=max(one.limit for one in together),
-                seeds=tuple(seed for one in together for seed in one.seeds),
+                max_new_tokens=max(request.limit for request in batch),
+                seeds=tuple(seed for request in batch for seed in request.seeds),
             )
-            found = self.generator.generate([one.prompt for one in together], len(together[0].seeds), sampling)
-            for one, completions in zip(together, found, strict=True):
-                one.answer.set_result([_within(completion, one.limit) for completion in completions])
-        self.patience = min(max(SHARE * (time.monotonic() - began), SHORTEST), LONGEST)
+            by_prompt = self.generator.generate([request.prompt for request in batch], len(batch[0].seeds), sampling)
+            for request, completions in zip(batch, by_prompt, strict=True):
+                request.completions.set_result([_cut(completion, request.limit) for completion in completions])
+        self.max_wait = min(max(WAIT_SHARE * (time.monotonic() - began), MIN_WAIT), MAX_WAIT)
 
-    def _parts(self, asked: Sequence[_PendingTurn]) -> list[list[_PendingTurn]]:
-        """Requests that one call has room for: the longest prompt of each part with the largest limit in it."""
-        parts: list[list[_PendingTurn]] = []
-        for one in sorted(asked, key=lambda one: one.limit, reverse=True):
-            longest = max((len(other.prompt) for other in parts[-1]), default=0) if parts else 0
-            if parts and self._fits(max(longest, len(one.prompt)), parts[-1][0].limit):
-                parts[-1].append(one)
+    def _batches(self, requests: Sequence[_TurnRequest]) -> list[list[_TurnRequest]]:
+        """Split requests so that the longest prompt and the largest limit of each batch fit together."""
+        batches: list[list[_TurnRequest]] = []
+        for request in sorted(requests, key=lambda request: request.limit, reverse=True):
+            longest = max(len(member.prompt) for member in (*(batches[-1] if batches else ()), request))
+            if batches and self._fits(longest, batches[-1][0].limit):
+                batches[-1].append(request)
             else:
-                parts.append([one])
-        return parts
+                batches.append([request])
+        return batches
 
     def _fits(self, prompt: int, new: int) -> bool:
         try:
@@ -122,62 +126,61 @@ class TurnBatcher:
 
 
 class FirstTurnBatcher:
-    """The first turn of a group: asked for once all its episodes are open, once for those that begin alike.
+    """Samples the first turn of a group once all its episodes are open, in one request for each distinct prompt.
 
-    Where an environment has no room for all at once, those that are open do not wait for the rest.
+    Where an environment cannot open all at once, those that are open do not wait for the rest.
     """
 
-    def __init__(self, turns: TurnBatcher, episodes: int) -> None:
-        self._turns, self._left = turns, episodes
-        self._asked: dict[tuple[int, ...], list[tuple[int, int, asyncio.Future[Completion]]]] = {}
-        self._work: list[asyncio.Task[None]] = []
-        self._late: asyncio.TimerHandle | None = None
+    def __init__(self, batcher: TurnBatcher, episodes: int) -> None:
+        self._batcher, self._missing = batcher, episodes
+        self._requests: dict[tuple[int, ...], list[tuple[int, int, asyncio.Future[Completion]]]] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+        self._timer: asyncio.TimerHandle | None = None
 
     async def sample(self, prompt: Sequence[int], limit: int, seed: int) -> Completion:
-        """This episode's first turn."""
-        answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        self._asked.setdefault(tuple(prompt), []).append((seed, limit, answer))
-        self.one_less()
-        return await answer
+        """Return the first turn of an episode."""
+        completion: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        self._requests.setdefault(tuple(prompt), []).append((seed, limit, completion))
+        self.count_episode()
+        return await completion
 
-    def one_less(self) -> None:
-        """One episode of the group has asked, or never will."""
-        self._left -= 1
-        if self._late is not None:
-            self._late.cancel()
-        if self._left == 0:
-            self._ask_all()
+    def count_episode(self) -> None:
+        """Count an episode that has requested its first turn, or that ended before it could."""
+        self._missing -= 1
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._missing == 0:
+            self._start_requests()
         else:
-            self._late = asyncio.get_running_loop().call_later(LATE, self._ask_all)
+            self._timer = asyncio.get_running_loop().call_later(OPENING_WAIT, self._start_requests)
 
-    def _ask_all(self) -> None:
-        """Ask for those that are open."""
-        asked, self._asked = self._asked, {}
-        self._work += [asyncio.ensure_future(self._ask(*one)) for one in asked.items()]
+    def _start_requests(self) -> None:
+        requests, self._requests = self._requests, {}
+        self._tasks += [asyncio.ensure_future(self._request(*request)) for request in requests.items()]
 
-    def end(self) -> None:
-        """Nobody waits any more."""
-        for task in self._work:
+    def cancel(self) -> None:
+        """Cancel the requests that are still running, when no episode waits for them any more."""
+        for task in self._tasks:
             task.cancel()
 
-    async def _ask(
-        self, prompt: tuple[int, ...], asking: Sequence[tuple[int, int, "asyncio.Future[Completion]"]]
+    async def _request(
+        self, prompt: tuple[int, ...], waiting: Sequence[tuple[int, int, "asyncio.Future[Completion]"]]
     ) -> None:
-        answers = [answer for _, _, answer in asking]
+        futures = [future for _, _, future in waiting]
         try:
-            found = await self._turns.sample(prompt, asking[0][1], [seed for seed, _, _ in asking])
-        except Exception as error:  # handed to those who wait
-            for answer in answers:
-                if not answer.done():
-                    answer.set_exception(error)
+            completions = await self._batcher.sample(prompt, waiting[0][1], [seed for seed, _, _ in waiting])
+        except Exception as error:  # raised in the episodes that wait
+            for future in futures:
+                if not future.done():
+                    future.set_exception(error)
             return
-        for answer, completion in zip(answers, found, strict=True):
-            if not answer.done():
-                answer.set_result(completion)
+        for future, completion in zip(futures, completions, strict=True):
+            if not future.done():
+                future.set_result(completion)
 
 
-def _within(completion: Completion, limit: int) -> Completion:
-    """A completion cut to the tokens that its own episode has left."""
+def _cut(completion: Completion, limit: int) -> Completion:
+    """Cut a completion to the token limit of its episode."""
     if len(completion.ids) <= limit:
         return completion
     return dataclasses.replace(

@@ -1,1 +1,1 @@
-"""Completions from vLLM: its servers, an engine in this process, and how new weights reach them."""
+"""Completions from vLLM servers or an engine in this process, and the transfer of new weights to them."""

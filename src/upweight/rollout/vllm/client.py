@@ -1,4 +1,4 @@
-"""HTTP to a vLLM server: requests sent from one thread, and what the server reports about itself."""
+"""An HTTP client of a vLLM server: requests, retries, and the server's health and identity."""
 
 import asyncio
 import re
@@ -14,13 +14,13 @@ from upweight.event_loop import EventLoop
 from upweight.log import logger
 
 T = TypeVar("T")
-ANSWER = 30.0  # seconds for a question that needs no generation
+ANSWER = 30.0  # seconds for a request without generation
 LOAD = 600.0  # seconds for loading weights
 BACKOFF = (0.2, 0.5, 1.0, 2.0, 4.0, 8.0)  # seconds between attempts
 
 
 class RequestRefused(Exception):
-    """The server understood a request and rejected it: sending it again is of no use."""
+    """The server rejected a request; a retry would not help."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(f"{status}: {message}")
@@ -28,7 +28,7 @@ class RequestRefused(Exception):
 
 
 class RequestFailed(Exception):
-    """No answer, or an error inside the server, which then has a status: it may go better later."""
+    """There was no answer, or an error inside the server, which then has a status; a retry may succeed."""
 
     def __init__(self, message: str, status: int | None = None) -> None:
         super().__init__(message)
@@ -37,32 +37,32 @@ class RequestFailed(Exception):
 
 @dataclass(frozen=True)
 class ServerIdentity:
-    """Which run of the server answers, and how many tokens it has written; None where it does not say."""
+    """The start time of the server process and its count of generated tokens; None where not reported."""
 
     began: float | None
     tokens: float | None
 
 
 class VllmClient:
-    """A server's address, and the thread that talks to it."""
+    """Sends requests to one server from one thread."""
 
     def __init__(self, url: str, timeout: float) -> None:
         self.url, self.timeout = url, timeout
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
-        # Proxies of the environment are for the outside world, not for a server next door.
+        # The proxies of environment variables are not meant for a server on the local network.
         self._http = httpx.AsyncClient(base_url=url, limits=limits, trust_env=False)
         self._loop = EventLoop("vllm")
 
     def start(self, work: Coroutine[Any, Any, T]) -> "Future[T]":
-        """Begin some work on the thread."""
+        """Start a coroutine on the thread and return its future."""
         return self._loop.start(work)
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Work done on the thread, waited for."""
+        """Run a coroutine on the thread and return its result."""
         return self.start(work).result()
 
     async def ask(self, path: str, body: Any = None, *, seconds: float | None = ANSWER) -> Any:
-        """One request, with POST where there is a body; the answer as JSON, or as text where it is none."""
+        """Send a GET request, or a POST with a body; return the answer as JSON, or else as text."""
         limits = httpx.Timeout(seconds, connect=10.0)
         try:
             if body is None:
@@ -81,7 +81,7 @@ class VllmClient:
             raise RequestFailed(f"{path}: the answer is no JSON") from error
 
     async def identity(self) -> ServerIdentity:
-        """Which run of the server this is and how far it has come."""
+        """Return the server's start time and token count from its metrics."""
         try:
             text = str(await self.ask("/metrics"))
         except RequestRefused:
@@ -91,7 +91,7 @@ class VllmClient:
         return ServerIdentity(float(began[1]) if began else None, sum(map(float, tokens)) if tokens else None)
 
     async def until_healthy(self, since: float | None = None) -> None:
-        """Wait until the server is well, up to the time limit, counted from `since` on the loop's clock."""
+        """Wait until the server is healthy, up to the time limit, counted from `since` on the loop's clock."""
         retry = Retry(self, since)
         while True:
             try:
@@ -110,7 +110,7 @@ class VllmClient:
         since: float | None = None,
         again: tuple[type[Exception], ...] = (RequestFailed,),
     ) -> T:
-        """Some questions, put to a server that is well until they are answered or the time is up."""
+        """Run requests on a healthy server, and retry errors of the types `again` until the time limit."""
         retry = Retry(self, since)
         while True:
             await self.until_healthy(retry.since)
@@ -129,7 +129,7 @@ class Retry:
         self.attempts = 0
 
     async def wait_or_raise(self, problem: Exception) -> None:
-        """Pause before the next attempt; raise where the time is up."""
+        """Wait before the next attempt, or raise a UserError after the time limit."""
         if self._clock() - self.since > self._client.timeout:
             raise UserError(unreachable(self._client.url, self._client.timeout, problem)) from None
         await asyncio.sleep(backoff(self.attempts))
@@ -137,12 +137,12 @@ class Retry:
 
 
 def backoff(attempt: int) -> float:
-    """Seconds before the next attempt."""
+    """Return the seconds to wait before the next attempt."""
     return BACKOFF[min(attempt, len(BACKOFF) - 1)]
 
 
 def unreachable(url: str, seconds: float, error: BaseException | str) -> str:
-    """One line on a server that does not answer, and the remedy."""
+    """Return the error message for a server that does not answer, with the remedy."""
     return (
         f"the vLLM server at {url} has not answered for {seconds:g} seconds ({error}). Start it with "
         "`upweight vllm-serve`, check trl.vllm_server_host and trl.vllm_server_port, or raise trl.vllm_server_timeout; "
@@ -151,7 +151,7 @@ def unreachable(url: str, seconds: float, error: BaseException | str) -> str:
 
 
 def _message(answer: httpx.Response) -> str:
-    """What the server says is wrong, in one line."""
+    """Return the error message of an answer, in one line."""
     try:
         content = answer.json()
         error = content.get("error", content)

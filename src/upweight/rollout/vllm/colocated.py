@@ -1,4 +1,4 @@
-"""Completions from a vLLM engine that this process starts and that sleeps while it trains; see `types.Generator`."""
+"""Completions from a vLLM engine in this process, which sleeps during training; see `types.Generator`."""
 
 import contextlib
 import gc
@@ -26,7 +26,7 @@ from upweight.types import Completion, Done, Prompts, Sampling
 
 
 class VllmColocated:
-    """An engine on the trainer's GPU. New weights are written at a sync, and taken when it samples next."""
+    """An engine on the trainer's GPU. A sync writes new weights, which the engine loads before it samples next."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class VllmColocated:
         temperature: float = 1.0,
         options: Mapping[str, Any] | None = None,
     ) -> None:
-        """`longest`: tokens of a prompt and its completion; `memory`: share of the GPU while awake."""
+        """`longest` limits the tokens of a prompt and its completion; `memory` is the share of the GPU while awake."""
         base = base_of(model)
         name = str(base.config.name_or_path)
         self._model, self._dtype, self._temperature = model, dtype, temperature
@@ -65,8 +65,8 @@ class VllmColocated:
             **(_adapter_settings(model) if isinstance(self._transport, AdapterTransport) else {}),
         }
         self._llm: Any = None
-        self._now: ServedVersion | None = None  # what the engine samples from
-        self._next: ServedVersion | None = None  # written, and not yet taken
+        self._now: ServedVersion | None = None  # loaded by the engine
+        self._next: ServedVersion | None = None  # written, and not yet loaded
         self._adapters = 0
         self._adapter: Any = None
         self._engine()
@@ -74,13 +74,13 @@ class VllmColocated:
     def generate(
         self, prompts: Prompts, count: int, sampling: Sampling, done: Done | None = None
     ) -> list[list[Completion]]:
-        """`count` completions for each prompt, in the order of the prompts; `done` hears of each prompt at the end."""
+        """Return `count` completions for each prompt, in order; `done` is called for each prompt at the end."""
         if not prompts:
             return []
         self.require_room(max(map(len, prompts)), sampling.max_new_tokens)
         with self._awake():
             if self._next is not None:
-                self._take(self._next)
+                self._load(self._next)
             if self._now is None:
                 raise UserError("vLLM was sent no weights yet")
             answers = self._ask(prompts, completion_fields(count, sampling, self._ends) | self._options)
@@ -94,25 +94,25 @@ class VllmColocated:
         return completions_by_prompt
 
     def sync(self, version: int) -> None:
-        """Sample from the policy's weights as they are now, as `version`, from the next call on."""
+        """Write the policy's present weights as `version`, for the next call."""
         if self.version() == version:
             return
-        self._forget(self._next)
+        self._remove(self._next)
         folder = self._folder / f"{self._run}-v{version}"
         write_aside(lambda part: self._transport.writer(part)(self._model), folder)
         self._next = ServedVersion(self._transport.name(folder), version, folder)
 
     def version(self) -> int:
-        """The policy version that the next call would be sampled from; -1 before the first sync."""
+        """Return the policy version that the next call samples from; -1 before the first sync."""
         served = self._next or self._now
         return -1 if served is None else served.version
 
     def health(self) -> str | None:
-        """None: an engine that fails raises when it is used."""
+        """Return None, since an engine that fails raises when it is used."""
         return None
 
     def require_room(self, prompt: int, new: int) -> None:
-        """Raise where a prompt of so many tokens with so many new ones is longer than the engine takes."""
+        """Raise a UserError where a prompt and its new tokens exceed the engine's limit."""
         if prompt + new > self._longest:
             raise UserError(
                 f"a prompt of {prompt} tokens with {new} new ones exceeds the {self._longest} that vLLM was started "
@@ -120,9 +120,9 @@ class VllmColocated:
             )
 
     def close(self) -> None:
-        """End the engine; a later sync starts it anew."""
+        """Stop the engine; a later sync starts it again."""
         for served in (self._now, self._next):
-            self._forget(served)
+            self._remove(served)
         self._now = self._next = self._adapter = self._llm = None
         gc.collect()
         if self._folder.is_dir() and not any(self._folder.iterdir()):
@@ -130,7 +130,7 @@ class VllmColocated:
 
     def _engine(self) -> Any:
         if self._llm is None:
-            _give_back_memory()
+            _free_cached_memory()
             self._llm = _vllm().LLM(**self._settings)
             if self._sleeps:
                 self._llm.sleep(level=1)
@@ -138,10 +138,10 @@ class VllmColocated:
 
     @contextlib.contextmanager
     def _awake(self) -> Iterator[None]:
-        """The engine with its memory, which it gives back afterwards."""
+        """Wake the engine up, and put it to sleep afterwards."""
         engine = self._engine()
         if self._sleeps:
-            _give_back_memory()
+            _free_cached_memory()
             engine.wake_up()
         try:
             yield
@@ -149,9 +149,9 @@ class VllmColocated:
             if self._sleeps:
                 engine.sleep(level=1)
 
-    def _take(self, served: ServedVersion) -> None:
-        """Sample from new weights from now on, if they are those of the policy."""
-        last = self._adapter
+    def _load(self, served: ServedVersion) -> None:
+        """Load new weights into the engine and check that they are the policy's."""
+        previous = self._adapter
         if isinstance(self._transport, AdapterTransport):
             from vllm.lora.request import LoRARequest  # pyright: ignore[reportMissingImports]
 
@@ -159,15 +159,15 @@ class VllmColocated:
             self._adapter = LoRARequest(served.name, self._adapters, str(served.folder))
         else:
             self._llm.collective_rpc("reload_weights", kwargs={"weights_path": str(served.folder)})
-            self._llm.reset_prefix_cache()  # else the beginnings of prompts stay those of the old weights
+            self._llm.reset_prefix_cache()  # it was computed with the old weights
         self._check()
-        if last is not None:
-            self._llm.llm_engine.remove_lora(last.lora_int_id)
-        self._forget(self._now)
+        if previous is not None:
+            self._llm.llm_engine.remove_lora(previous.lora_int_id)
+        self._remove(self._now)
         self._now, self._next = served, None
 
     def _check(self) -> None:
-        """Compare what engine and trainer say of a few tokens."""
+        """Compare the log-probs of engine and trainer on a few tokens."""
         size = base_of(self._model).config.get_text_config().vocab_size
         prompt = probe_prompt(size)
         choice = self._ask([prompt], probe_fields(self._temperature))[0]["choices"][0]
@@ -175,13 +175,13 @@ class VllmColocated:
         mean, largest = difference(self._model, ids, reported_logps, self._temperature, adapted=True)
         if agrees(mean, largest, exact=self._dtype == torch.float32):
             return
-        apart = f"log-probs of vLLM differ by {mean:.3g} on average from the trainer's after new weights were taken"
+        apart = f"log-probs of vLLM differ by {mean:.3g} on average from the trainer's after new weights were loaded"
         if not getattr(base_of(self._model), "is_quantized", False):
             raise UserError(f"{apart}. Sample from a server, or in process (drop 'use_vllm').")
         warn_once(f"{apart}: the base is quantised here")
 
     def _ask(self, prompts: Prompts, fields: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """The engine's answers, in the form that a server gives them."""
+        """Return the engine's answers in the form of a server's."""
         from vllm.sampling_params import (  # pyright: ignore[reportMissingImports]
             SamplingParams,
             StructuredOutputsParams,
@@ -196,15 +196,18 @@ class VllmColocated:
             use_tqdm=False,
             lora_request=self._adapter,
         )
-        return [{"choices": [_choice(one, request.prompt_token_ids) for one in request.outputs]} for request in outputs]
+        return [
+            {"choices": [_choice(output, request.prompt_token_ids) for output in request.outputs]}
+            for request in outputs
+        ]
 
-    def _forget(self, served: ServedVersion | None) -> None:
+    def _remove(self, served: ServedVersion | None) -> None:
         if served is not None:
             shutil.rmtree(served.folder, ignore_errors=True)
 
 
 def _choice(output: Any, prompt: Sequence[int]) -> dict[str, Any]:
-    """One completion as a server would say it."""
+    """Return one completion in the form of a server's answer."""
     ids = list(output.token_ids)
     logps = [step[token].logprob for step, token in zip(output.logprobs, ids, strict=True)]
     return {
@@ -223,15 +226,15 @@ def _adapter_settings(model: PreTrainedModel | PeftModel) -> dict[str, Any]:
     return {"enable_lora": True, "max_lora_rank": allowed_rank(rank), "max_loras": 1, "max_cpu_loras": 2}
 
 
-def _give_back_memory() -> None:
-    """What torch keeps for later allocations is memory that vLLM cannot have."""
+def _free_cached_memory() -> None:
+    """Free the memory that torch caches, so that vLLM can use it."""
     if torch.cuda.is_available():
         gc.collect()
         torch.cuda.empty_cache()
 
 
 def _vllm() -> Any:
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")  # as much again as the run itself says
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")  # its INFO lines would double the log of a run
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     try:
         import vllm  # pyright: ignore[reportMissingImports]

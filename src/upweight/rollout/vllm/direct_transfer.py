@@ -1,6 +1,6 @@
-"""All weights handed to a server without a file, by vLLM's own weight transfer.
+"""Weight transfer without files, by vLLM's weight transfer engine.
 
-Through the memory of a GPU that both use (CUDA IPC), or by NCCL from the trainer's GPU to the server's.
+It uses the memory of a shared GPU (CUDA IPC), or NCCL from the trainer's GPU to the server's.
 """
 
 import asyncio
@@ -32,26 +32,26 @@ from upweight.rollout.vllm.file_transfer import ServedVersion, Transport, Weight
 T = TypeVar("T")
 Chunk = list[tuple[str, Tensor]]
 FOLDER = "folder"
-CHUNK = 256 * 2**20  # bytes on their way at a time; a larger tensor goes alone
+CHUNK = 256 * 2**20  # bytes sent at a time; a larger tensor is sent alone
 FLAG_AT_START = (0, 27)  # from this vLLM on, the packing format is declared once instead of with each chunk
 
 
 class SharedMemory:
-    """Pieces in the memory of the GPU that the server runs on; the server copies each before it answers."""
+    """Sends chunks through the memory of the server's GPU; the server copies each before it answers."""
 
     name = "ipc"
 
     async def connect(self, client: VllmClient) -> None:
-        """Have the server expect pieces."""
+        """Initialise the server's weight transfer."""
         version = re.match(r"(\d+)\.(\d+)", str((await client.ask("/version"))["version"]))
         self._flag = {} if version and (int(version[1]), int(version[2])) >= FLAG_AT_START else {"packed": True}
         init = {} if self._flag else {"packed": True}
         await client.ask("/init_weight_transfer_engine", {"init_info": init}, seconds=LOAD)
 
     async def send(self, client: VllmClient, chunk: Chunk) -> None:
-        """Have the server take a piece; returns when it has."""
+        """Send a chunk; return when the server has loaded it."""
         flat = [tensor.detach().contiguous().view(-1).view(torch.uint8) for _, tensor in chunk]
-        packed = torch.cat(flat)  # new for each piece: torch counts who uses shared memory once for each export
+        packed = torch.cat(flat)  # a new tensor for each chunk, since torch counts the users of shared memory by export
         _, handle = reduce_tensor(packed)
         uuid = str(torch.cuda.get_device_properties(packed.device).uuid)
         torch.cuda.synchronize(packed.device)
@@ -62,11 +62,11 @@ class SharedMemory:
         torch.cuda.ipc_collect()
 
     def disconnect(self) -> None:
-        """Nothing: what was shared goes with the piece."""
+        """Do nothing, since shared memory is freed with each chunk."""
 
 
 class Broadcast:
-    """Pieces sent by NCCL, in a group of the trainer and the server's workers."""
+    """Sends chunks by NCCL, in a group of the trainer and the server's workers."""
 
     name = "nccl"
 
@@ -74,15 +74,17 @@ class Broadcast:
         self._group: Any = None
 
     async def connect(self, client: VllmClient) -> None:
-        """Form the group."""
+        """Form the NCCL group."""
         from vllm.distributed.weight_transfer import nccl_common  # pyright: ignore[reportMissingImports]
 
         workers = (await client.ask("/get_world_size"))["world_size"]
         address, port = _local_address(client.url)
-        place = {"master_address": address, "master_port": port, "world_size": workers + 1}
-        asked = client.ask("/init_weight_transfer_engine", {"init_info": place | {"rank_offset": 1}}, seconds=LOAD)
+        rendezvous = {"master_address": address, "master_port": port, "world_size": workers + 1}
+        request = client.ask(
+            "/init_weight_transfer_engine", {"init_info": rendezvous | {"rank_offset": 1}}, seconds=LOAD
+        )
         try:
-            self._group = await _run_beside(asked, partial(nccl_common.trainer_init, place))
+            self._group = await _run_beside(request, partial(nccl_common.trainer_init, rendezvous))
         except RuntimeError as error:
             raise UserError(
                 f"trl.vllm_weight_transfer: nccl: no group with {client.url} ({error}). Trainer and server need a GPU "
@@ -90,7 +92,7 @@ class Broadcast:
             ) from None
 
     async def send(self, client: VllmClient, chunk: Chunk) -> None:
-        """Have the server take a piece; returns when it has."""
+        """Send a chunk; return when the server has loaded it."""
 
         def broadcast() -> None:
             with torch.cuda.device(chunk[0][1].device):
@@ -107,7 +109,7 @@ class Broadcast:
             raise RequestFailed(f"nccl: {error}") from error
 
     def disconnect(self) -> None:
-        """Leave the group: a broadcast that the server no longer waits for would never end."""
+        """Leave the group, since a broadcast that the server no longer expects would never end."""
         if self._group is not None:
             self._group.destroy()
         self._group = None
@@ -115,15 +117,15 @@ class Broadcast:
 
 @dataclass
 class DirectTransport(WeightTransport):
-    """All weights, piece by piece, from where they are trained; nothing is kept, so nothing can be sent again."""
+    """Sends all weights in chunks from the trainer's memory; nothing is kept, so nothing can be sent again."""
 
     channel: SharedMemory | Broadcast
     keeps = False
     _weights: Callable[[], Iterator[tuple[str, Tensor]]] | None = field(default=None, init=False)
-    _met: float | None = field(default=None, init=False)  # the run of the server that expects pieces
+    _connected_to: float | None = field(default=None, init=False)  # start time of the server process
 
     def writer(self, folder: Path) -> Callable[[Any], None]:
-        """What remembers a model, whose weights have to stay as they are until `put` returns."""
+        """Return a function that stores a model, whose weights must not change until `put` returns."""
 
         def remember(model: Any) -> None:
             self._weights = partial(sent_weights, model, self.dtype)
@@ -139,7 +141,7 @@ class DirectTransport(WeightTransport):
             )
         try:
             began = (await client.identity()).began
-            if began is None or began != self._met:
+            if began is None or began != self._connected_to:
                 await self._connect(client)
             await client.ask("/start_weight_update", {}, seconds=LOAD)
             for chunk in chunks(weights()):
@@ -148,13 +150,13 @@ class DirectTransport(WeightTransport):
             await reset_prefixes(client)
         except RequestRefused as error:
             raise UserError(_not_prepared(client.url, self.channel.name, error)) from None
-        except Exception:  # whatever it was, it left the server and the road amid an update
-            self._met = None
+        except Exception:  # the server and the channel are then in the middle of an update
+            self._connected_to = None
             self.channel.disconnect()
             with contextlib.suppress(RequestFailed, RequestRefused):  # else the server keeps waiting for the rest
                 await client.ask("/finish_weight_update", {})
             raise
-        self._met = served.began = began
+        self._connected_to = served.began = began
 
     async def _connect(self, client: VllmClient) -> None:
         try:
@@ -166,7 +168,7 @@ class DirectTransport(WeightTransport):
 
 
 def direct_transport(transfer: str, transport: Transport) -> Transport:
-    """How weights are sent, by the name of the way for all of them."""
+    """Choose the transport by `trl.vllm_weight_transfer`, which applies where all weights are sent."""
     if transfer == FOLDER:
         return transport
     if not isinstance(transport, WeightTransport):
@@ -176,7 +178,7 @@ def direct_transport(transfer: str, transport: Transport) -> Transport:
 
 
 def chunks(weights: Iterator[tuple[str, Tensor]], limit: int | None = None) -> Iterator[Chunk]:
-    """Neighbours of one precision together, up to so many bytes; a larger tensor alone."""
+    """Yield chunks of consecutive tensors of one dtype, up to `limit` bytes; a larger tensor alone."""
     chunk: Chunk = []
     size = 0
     for name, tensor in weights:
@@ -190,7 +192,7 @@ def chunks(weights: Iterator[tuple[str, Tensor]], limit: int | None = None) -> I
 
 
 def _described(chunk: Chunk) -> dict[str, Any]:
-    """What the server has to know of tensors before it has them."""
+    """Return the names, dtypes and shapes that the server needs before the tensors."""
     return {
         "names": [name for name, _ in chunk],
         "dtype_names": [str(tensor.dtype).removeprefix("torch.") for _, tensor in chunk],
@@ -198,10 +200,10 @@ def _described(chunk: Chunk) -> dict[str, Any]:
     }
 
 
-async def _run_beside(asked: Any, work: Callable[[], T]) -> T:
-    """Some work that only ends together with what the server was asked for; the first failure ends the waiting.
+async def _run_beside(request: Any, work: Callable[[], T]) -> T:
+    """Run work that ends only together with a request to the server; the first failure is raised.
 
-    In a thread that the process does not wait for: where the server fails, the work may never end.
+    The work runs in a daemon thread, since it may never end where the server fails.
     """
     result: Future[T] = Future()
     result.set_running_or_notify_cancel()
@@ -209,22 +211,22 @@ async def _run_beside(asked: Any, work: Callable[[], T]) -> T:
     def run() -> None:
         try:
             result.set_result(work())
-        except Exception as error:  # else lost with the thread, and whoever waits would wait forever
+        except Exception as error:  # else it would be lost with the thread, and the caller would wait forever
             result.set_exception(error)
 
     threading.Thread(target=run, name="vllm-nccl", daemon=True).start()
-    answer, done = asyncio.ensure_future(asked), asyncio.wrap_future(result)
+    answer, done = asyncio.ensure_future(request), asyncio.wrap_future(result)
     try:
         ended, _ = await asyncio.wait({answer, done}, return_when=asyncio.FIRST_EXCEPTION)
-        for one in ended:
-            one.result()
+        for future in ended:
+            future.result()
         return done.result()
     finally:
         answer.cancel()
 
 
 def _local_address(url: str) -> tuple[str, int]:
-    """An address of this machine that the server at `url` reaches, and a free port there."""
+    """Return an address of this machine that the server at `url` can reach, and a free port."""
     parts = urlsplit(url)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((parts.hostname, parts.port or 80))  # nothing is sent

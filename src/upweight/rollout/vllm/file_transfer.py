@@ -1,6 +1,6 @@
-"""Two ways for weights to reach a server: an adapter that it loads by name, or all weights read anew from a folder.
+"""Weight transfer through folders: a LoRA adapter that the server loads by name, or all weights that it reloads.
 
-Both go through folders that the server can read: on its machine, or on shared storage; `direct_transfer` needs none.
+The server has to read the folders: on its machine, or on shared storage. `direct_transfer` needs none.
 """
 
 import contextlib
@@ -26,33 +26,33 @@ from upweight.serve.adapters import goes_alone
 
 @dataclass(eq=False)
 class ServedVersion:
-    """A version of the policy as the server has it."""
+    """A version of the policy on a server."""
 
-    name: str  # that requests ask for
+    name: str  # the model name in requests
     version: int
     folder: Path
-    began: float | None = None  # the run of the server that took it
-    users: int = 0  # requests under way
-    top_logps: tuple[list[int], list[float]] = field(default_factory=lambda: ([], []))  # tokens, and what may follow
+    began: float | None = None  # start time of the server process that loaded it
+    users: int = 0  # running requests
+    top_logps: tuple[list[int], list[float]] = field(default_factory=lambda: ([], []))  # tokens; logps after them
 
 
 @dataclass
 class AdapterTransport:
-    """A new name for each version: requests under way go on with theirs."""
+    """Sends a LoRA adapter under a new name for each version, so running requests keep theirs."""
 
-    drains = False  # whether requests under way must end before new weights are taken
-    keeps = True  # whether what was written can be sent again, or to another server
+    drains = False  # whether running requests must end before new weights are loaded
+    keeps = True  # whether the written files can be sent again, or to another server
 
     def name(self, folder: Path) -> str:
-        """What requests ask for to be served from the weights of `folder`."""
+        """Return the model name in requests for the weights of `folder`."""
         return folder.name
 
     def writer(self, folder: Path) -> Callable[[Any], None]:
-        """What writes a model as it is then; every rank that holds a part of it is given this."""
+        """Return the function that writes a model to `folder`; every rank that holds a part of the model calls it."""
         return partial(write_adapter, folder=folder)
 
     async def put(self, client: VllmClient, served: ServedVersion) -> None:
-        """Have the server take it; returns when it has."""
+        """Have the server load the version; return when it has."""
         body = {"lora_name": served.name, "lora_path": str(served.folder)}
         try:
             await client.ask("/v1/load_lora_adapter", body, seconds=LOAD)
@@ -61,18 +61,18 @@ class AdapterTransport:
                 raise UserError(_adapter_refused(client.url, error)) from None
 
     async def holds(self, client: VllmClient, served: ServedVersion) -> bool:
-        """Whether the server has it still."""
+        """Whether the server still has the version."""
         return any(entry["id"] == served.name for entry in (await client.ask("/v1/models"))["data"])
 
     async def drop(self, client: VllmClient, served: ServedVersion) -> None:
-        """Have the server forget it, so that its folder may go."""
-        with contextlib.suppress(RequestRefused):  # a server that was started anew does not know it
+        """Unload the version, so that its folder can be removed."""
+        with contextlib.suppress(RequestRefused):  # a restarted server does not have it
             await client.ask("/v1/unload_lora_adapter", {"lora_name": served.name}, seconds=LOAD)
 
 
 @dataclass
 class WeightTransport:
-    """All weights, an adapter merged into them, under the name of the base; answers what the other one does."""
+    """Sends all weights, with an adapter merged, under the name of the base; has the methods of AdapterTransport."""
 
     dtype: torch.dtype
     base: str
@@ -101,7 +101,7 @@ class WeightTransport:
         return served.began is None or (await client.identity()).began == served.began
 
     async def drop(self, client: VllmClient, served: ServedVersion) -> None:
-        """Nothing: weights are replaced, never forgotten."""
+        """Do nothing, since the next version replaces the weights."""
 
 
 Transport = AdapterTransport | WeightTransport
@@ -110,7 +110,7 @@ Transport = AdapterTransport | WeightTransport
 def transport_for(
     model: PreTrainedModel | PeftModel, lora_sync: bool | None, dtype: torch.dtype, base: str
 ) -> Transport:
-    """How this policy is sent: the adapter alone where it was asked for or left open, if vLLM can load it."""
+    """Choose the transport: the adapter alone unless `lora_sync` is False, if vLLM can load it."""
     if not isinstance(model, PeftModel):
         return WeightTransport(dtype, base)
     config = model.peft_config[model.active_adapters[0]]
@@ -129,14 +129,14 @@ def transport_for(
 
 
 def write_aside(write: Callable[[Path], None], folder: Path) -> None:
-    """Write to a temporary name beside `folder` and rename, so that a server never sees half of it."""
+    """Write a folder atomically, so that a server never reads an incomplete one."""
     with written_whole(folder) as part:
         part.mkdir(parents=True)
         write(part)
 
 
 def link_files(source: Path, folder: Path) -> None:
-    """The files of one folder in another, without their bytes a second time where the file system can."""
+    """Link the files of a folder into another one, or copy them where the file system has no links."""
     for file in source.iterdir():
         try:
             os.link(file, folder / file.name)
@@ -145,14 +145,14 @@ def link_files(source: Path, folder: Path) -> None:
 
 
 async def reset_prefixes(client: VllmClient) -> None:
-    """Have the server forget the beginnings of prompts, which otherwise stay those of the old weights."""
+    """Reset the prefix cache, which was computed with the old weights."""
     answer = await client.ask("/reset_prefix_cache", {})
     if isinstance(answer, dict) and answer.get("success") is False:
         raise RequestFailed("the server still uses its prefix cache")
 
 
 async def forget_leftovers(client: VllmClient, folder: Path) -> None:
-    """Have the server forget adapters that an earlier run left in this folder, and remove them."""
+    """Unload and remove the adapters that an earlier run left in this folder."""
     for entry in (await client.ask("/v1/models"))["data"]:
         if entry.get("parent") is not None and Path(str(entry.get("root"))).parent == folder:
             with contextlib.suppress(RequestRefused):
@@ -172,7 +172,7 @@ def _adapter_refused(url: str, error: Any) -> str:
 
 
 def _write_quietly(model: PreTrainedModel | PeftModel, folder: Path, dtype: torch.dtype) -> None:
-    """Weights are written at every sync: a progress bar for each would bury the log."""
+    """Write weights without a progress bar, which every sync would repeat in the log."""
     shown = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:

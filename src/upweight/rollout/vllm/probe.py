@@ -1,4 +1,4 @@
-"""Whether a server serves the model that is trained: its name, its vocabulary, what it says of tokens."""
+"""Checks that a server serves the trained model: by its name, its vocabulary and its log-probs."""
 
 import contextlib
 import re
@@ -19,14 +19,14 @@ from upweight.rollout.vllm.client import RequestRefused, VllmClient
 from upweight.types import Sampling
 
 TOP_LOGPS = 5  # most likely tokens that are compared
-LENGTH, PROMPT = 24, 8  # tokens of a probe, and how many of them are given
+LENGTH, PROMPT = 24, 8  # tokens of a probe, and of its prompt
 FLOAT32_LIMIT = 1e-3  # largest difference in float32; kernels differ by 5e-5
 # Mean difference in half precision: a bfloat16 server differs by 0.05 from itself, another model by 1 and more.
 MEAN_LIMIT = 0.25
 
 
 async def served_base(client: VllmClient, model_name: str | None) -> tuple[str, int | None]:
-    """The name that the server has for the model that is trained, and its longest sequence."""
+    """Return the server's name for the trained model, and its maximal sequence length."""
     entries = (await client.ask("/v1/models"))["data"]
     bases = [entry for entry in entries if entry.get("parent") is None]
     for entry in bases:
@@ -34,12 +34,12 @@ async def served_base(client: VllmClient, model_name: str | None) -> tuple[str, 
             return entry["id"], entry.get("max_model_len")
     names = ", ".join(repr(entry["id"]) for entry in bases)
     raise UserError(
-        f"the server at {client.url} serves {names}, but base_model is {model_name!r}. Serve that, or mend the address."
+        f"the server at {client.url} serves {names}, but base_model is {model_name!r}. Serve that, or fix the address."
     )
 
 
 def same_model(one: str, other: str) -> bool:
-    """Whether two names mean one model: alike, one folder, or one last name (a hub id and where it was stored)."""
+    """Whether two names mean one model: the same folder, or the same last part (a hub id and its cache folder)."""
     if not one or not other:
         return False
     if Path(one).is_dir() and Path(other).is_dir():
@@ -53,9 +53,9 @@ def _last_name(name: str) -> str:
 
 
 async def check_vocabulary(client: VllmClient, name: str, size: int) -> None:
-    """Refuse a server that knows fewer or more tokens than the model, by which biases it takes.
+    """Raise a UserError for a server with fewer or more tokens than the model, by the logit biases that it accepts.
 
-    Not by a prompt of such a token: where the tokenizer has it and the model does not, vLLM lets it in, and dies.
+    A prompt of such a token is no test: where the tokenizer has it and the model does not, vLLM accepts it and crashes.
     """
     for token, known in ((size - 1, True), (size, False)):
         body = {"model": name, "prompt": [0], "max_tokens": 1, "logit_bias": {str(token): 0.0}}
@@ -74,17 +74,17 @@ async def check_vocabulary(client: VllmClient, name: str, size: int) -> None:
 
 
 def probe_prompt(size: int) -> list[int]:
-    """Tokens of a vocabulary for others to be written after."""
+    """Return the random prompt of a probe."""
     return np.random.default_rng(7).integers(0, size, PROMPT).tolist()
 
 
 def probe_fields(temperature: float) -> dict[str, Any]:
-    """How what follows them is asked for, in vLLM's words."""
+    """Return the fields of a probe's request."""
     return completion_fields(1, Sampling(LENGTH - PROMPT, temperature)) | {"ignore_eos": True}
 
 
 async def ask_probe(client: VllmClient, name: str, size: int, temperature: float) -> tuple[list[int], list[float]]:
-    """A few given tokens with those that the server writes after them, and the log-probs it reports of the latter."""
+    """Return a prompt with the tokens that the server samples after it, and their log-probs."""
     prompt = probe_prompt(size)
     body = probe_fields(temperature) | {"model": name, "prompt": prompt, "return_token_ids": True}
     choice = (await client.ask("/v1/completions", body, seconds=None))["choices"][0]
@@ -96,7 +96,7 @@ async def ask_probe(client: VllmClient, name: str, size: int, temperature: float
 def difference(
     model: nn.Module, ids: Sequence[int], reported_logps: Sequence[float], temperature: float, *, adapted: bool
 ) -> tuple[float, float]:
-    """Mean and largest difference of the server's log-probs from those of the model, with or without its adapter."""
+    """Return the mean and the largest difference between the log-probs of server and model, `adapted` or not."""
     base = base_of(model)
     if max(ids) >= base.config.get_text_config().vocab_size or len(reported_logps) != len(ids) - PROMPT:
         return float("inf"), float("inf")
@@ -104,20 +104,20 @@ def difference(
     if isinstance(model, PeftModel) and not adapted:
         off = model.disable_adapter()
     with torch.no_grad(), dropout_off(model), off:
-        given = torch.tensor([list(ids)], device=base.device)
-        logits_NV = model(input_ids=given, use_cache=False).logits[0, PROMPT - 1 : -1].float() / temperature
-        trainer_logps = logits_NV.log_softmax(-1).gather(1, given[0, PROMPT:, None])[:, 0].cpu()
+        ids_BN = torch.tensor([list(ids)], device=base.device)
+        logits_NV = model(input_ids=ids_BN, use_cache=False).logits[0, PROMPT - 1 : -1].float() / temperature
+        trainer_logps = logits_NV.log_softmax(-1).gather(1, ids_BN[0, PROMPT:, None])[:, 0].cpu()
     apart = (trainer_logps - torch.tensor(reported_logps)).abs()
     return float(apart.mean()), float(apart.max())
 
 
 def agrees(mean: float, largest: float, *, exact: bool) -> bool:
-    """Whether server and trainer hold the same weights; `exact` where both compute in float32. NaN never agrees."""
+    """Whether server and trainer have the same weights; `exact` where both compute in float32. NaN never agrees."""
     return largest <= FLOAT32_LIMIT if exact else mean <= MEAN_LIMIT
 
 
 async def check_temperature(client: VllmClient, name: str, size: int) -> None:
-    """Refuse a server whose log-probs leave out the temperature that it samples at: it would widen their spread."""
+    """Raise a UserError where a lower temperature does not widen the spread of the server's log-probs."""
     plain, sharp = [await top_logps_of(client, name, probe_prompt(size), temperature) for temperature in (1.0, 0.25)]
     if sharp[0] - sharp[-1] < 2 * (plain[0] - plain[-1]):
         raise UserError(
@@ -127,9 +127,9 @@ async def check_temperature(client: VllmClient, name: str, size: int) -> None:
 
 
 async def top_logps_of(client: VllmClient, name: str, ids: Sequence[int], temperature: float = 1.0) -> list[float]:
-    """The log-probs of the most likely tokens after given ones, best first: the same whenever weights are the same.
+    """Return the log-probs of the most likely next tokens, best first; the same weights give the same values.
 
-    Not by `prompt_logprobs`: asked of an adapter while other requests are under way, they bring vLLM 0.32 down.
+    `prompt_logprobs` are no choice: requested from an adapter beside other requests, they crash vLLM 0.32.
     """
     body = {"model": name, "prompt": list(ids), "max_tokens": 1, "temperature": temperature, "logprobs": TOP_LOGPS}
     answer = await client.ask("/v1/completions", body | {"return_tokens_as_token_ids": True}, seconds=None)

@@ -1,4 +1,4 @@
-"""Completions from a vLLM server that is sent new weights; see `types.Generator`."""
+"""Completions from a vLLM server that receives new weights; see `types.Generator`."""
 
 import asyncio
 import queue
@@ -24,14 +24,14 @@ from upweight.types import Completion, Done, Prompts, Sampling
 
 T = TypeVar("T")
 IN_FLIGHT = 512  # requests at a time; each has all completions of its prompt
-STALLED = 120.0  # seconds without a token after which a server hangs, at least
-WATCH = 5.0  # seconds between looks
+STALLED = 120.0  # least seconds without a token after which a server counts as hanging
+WATCH = 5.0  # seconds between checks
 
 
 class VllmServer:
-    """Talks to a server; new weights are written to folders in `folder`, which the server has to see too.
+    """Samples from one server. New weights are written to `folder`, which the server has to read under the same path.
 
-    One process drives it. Requests carry the version that they began with.
+    Only one process uses it. Completions carry the version that their request began with.
     """
 
     def __init__(
@@ -49,15 +49,16 @@ class VllmServer:
         options: Mapping[str, Any] | None = None,
         on_model: OnModel | None = None,
     ) -> None:
-        """`options`: further fields of every request, such as `structured_outputs`. `timeout`: how long to wait.
+        """Wait for the server up to `timeout` seconds and check that it serves the model.
 
+        `options`: further fields of every request, such as `structured_outputs`.
         `transfer`: how all weights are sent, as in `trl.vllm_weight_transfer`.
-        `on_model`: has work done on the policy, where that is not simply calling it with the model.
+        `on_model`: calls a function with the policy, on all ranks where its weights are sharded.
         """
         base = base_of(model)
         self.options, self._ends = dict(options or {}), sorted(end_tokens(base, tokenizer))
         self._finished = 0
-        self._calls = 0  # under way
+        self._calls = 0  # running
         self._watcher: asyncio.Task[None] | None = None  # one for all calls
         self.client = client = VllmClient(url, timeout)
 
@@ -81,7 +82,7 @@ class VllmServer:
     def generate(
         self, prompts: Prompts, count: int, sampling: Sampling, done: Done | None = None
     ) -> list[list[Completion]]:
-        """`count` completions for each prompt, in the order of the prompts; `done` hears of each prompt as it ends."""
+        """Return `count` completions for each prompt, in order; `done` is called for each prompt as it ends."""
         if not prompts:
             return []
         self.require_room(max(map(len, prompts)), sampling.max_new_tokens)
@@ -98,12 +99,12 @@ class VllmServer:
             work.cancel()
         return completions
 
-    def on_model(self, does: OnModel) -> None:
-        """From now on `does` has the policy written and compared: where its weights are spread over ranks."""
-        self.weights.on_model = does
+    def on_model(self, call: OnModel) -> None:
+        """Have `call` run functions on the policy from now on, where its weights are sharded over ranks."""
+        self.weights.on_model = call
 
     def start(self, prompt: Sequence[int], count: int, sampling: Sampling) -> "Future[list[Completion]]":
-        """Begin the completions of one prompt, beside whatever else is under way."""
+        """Start the completions of one prompt, concurrently with other requests."""
         self.require_room(len(prompt), sampling.max_new_tokens)
         completions: list[list[Completion]] = [[]]
 
@@ -114,20 +115,20 @@ class VllmServer:
         return self.client.start(work())
 
     def serves_by_name(self) -> str | None:
-        """The name that the policy always has on the server; None where each version has a name of its own."""
+        """Return the policy's name on the server; None where each version has a different name."""
         return None if self.weights.current is None or not self.weights.transport.drains else self.weights.current.name
 
     def sync(self, version: int) -> None:
-        """Have the server sample from the policy's weights as they are now, as `version`; returns when it does."""
+        """Send the policy's present weights as `version`; return when the server samples from them."""
         if self.version() != version:
             self.weights.publish(version)
 
     def version(self) -> int:
-        """The policy version that the next request would be sampled from; -1 before the first sync."""
+        """Return the policy version that the next request samples from; -1 before the first sync."""
         return -1 if self.weights.current is None else self.weights.current.version
 
     def health(self) -> str | None:
-        """None when the server is well, else what is wrong."""
+        """Return None when the server is healthy, else the problem."""
         try:
             self.client.run(self.client.ask("/health"))
         except (RequestFailed, RequestRefused) as error:
@@ -135,7 +136,7 @@ class VllmServer:
         return None
 
     def require_room(self, prompt: int, new: int) -> None:
-        """Raise where a prompt of so many tokens with so many new ones is longer than the server takes."""
+        """Raise a UserError where a prompt and its new tokens exceed the server's limit."""
         if self._longest is not None and prompt + new > self._longest:
             raise UserError(
                 f"a prompt of {prompt} tokens with {new} new ones exceeds the {self._longest} that the server at "
@@ -143,7 +144,7 @@ class VllmServer:
             )
 
     def close(self) -> None:
-        """Have the server forget what it was sent; a later sync sends anew."""
+        """Unload what was sent to the server; a later sync sends weights again."""
         self.weights.close()
 
     async def _all(
@@ -153,17 +154,17 @@ class VllmServer:
         completions: list[list[Completion]],
         done: Callable[[int], None],
     ) -> None:
-        """Every prompt's completions, many prompts at a time; the first failure ends the rest."""
+        """Fill in the completions of every prompt, many at a time; the first failure cancels the rest."""
         limit = asyncio.Semaphore(IN_FLIGHT)
         await self.weights.ensure_served(None)
 
-        async def one(place: int) -> None:
+        async def complete(place: int) -> None:
             async with limit:
-                completions[place] = await self._one(prompts[place], body)
+                completions[place] = await self._complete(prompts[place], body)
             self._finished += 1
             done(place)
 
-        work = [asyncio.ensure_future(one(place)) for place in range(len(prompts))]
+        work = [asyncio.ensure_future(complete(place)) for place in range(len(prompts))]
         watcher = self._watcher = self._watcher or asyncio.ensure_future(self._watch())
         pending, self._calls = {*work}, self._calls + 1
         try:
@@ -181,20 +182,20 @@ class VllmServer:
                 task.cancel()
             await asyncio.gather(*work, return_exceptions=True)
 
-    async def _one(self, prompt: Sequence[int], body: dict[str, Any]) -> list[Completion]:
-        """One prompt's completions."""
+    async def _complete(self, prompt: Sequence[int], body: dict[str, Any]) -> list[Completion]:
+        """Return the completions of one prompt."""
         request = {**body, "prompt": list(prompt)}
         try:
-            return await self.asked(
+            return await self.request(
                 "/v1/completions", request, lambda answer, version: completions_of(answer, prompt, body["n"], version)
             )
         except RequestRefused as error:
             raise UserError(f"the vLLM server at {self.client.url} refuses a request: {error}") from None
 
-    async def asked(self, path: str, body: Mapping[str, Any], read: Callable[[Any, int], T]) -> T:
-        """What `read` makes of the policy's answer and version, asked for until it comes or the time is up.
+    async def request(self, path: str, body: Mapping[str, Any], read: Callable[[Any, int], T]) -> T:
+        """Send a request to the policy, with retries up to the time limit; return `read(answer, version)`.
 
-        On the loop of the link.
+        It is called on the client's event loop.
         """
         retry: Retry | None = None
         while True:
@@ -213,17 +214,19 @@ class VllmServer:
             await self.weights.ensure_served(retry.since)
 
     async def _watch(self) -> None:
-        """Raise when requests are under way and no token is written for too long."""
+        """Raise when requests are running and no token is generated for too long."""
         clock = asyncio.get_running_loop().time
-        retry = max(self.client.timeout, STALLED)
+        timeout = max(self.client.timeout, STALLED)
         seen, since = None, clock()
         while True:
             await asyncio.sleep(WATCH)
-            limit, problem = retry, "it answers, but writes no tokens"
+            limit, problem = timeout, "it answers, but writes no tokens"
             try:
                 identity = await self.client.identity()
                 state = (self._finished, identity)
-                limit *= 1 if identity.tokens is not None else 10  # without a count only whole requests tell
+                limit *= (
+                    1 if identity.tokens is not None else 10
+                )  # without a token count only finished requests show progress
             except RequestFailed as error:
                 state, problem = seen, str(error)
             if state != seen or not self.weights.open.is_set():
@@ -232,12 +235,12 @@ class VllmServer:
                 raise UserError(unreachable(self.client.url, limit, problem))
 
     def _body(self, count: int, sampling: Sampling) -> dict[str, Any]:
-        """What every request of a call says."""
+        """Return the fields of every request of a call."""
         return completion_fields(count, sampling, self._ends) | {"return_token_ids": True} | self.options
 
 
 def completions_of(answer: Any, prompt: Sequence[int], count: int, version: int) -> list[Completion]:
-    """The completions in a server's answer, in its order."""
+    """Return the completions in a server's answer, in the order of their index."""
     choices = sorted(answer["choices"], key=lambda choice: choice["index"])
     if len(choices) != count or any(choice["finish_reason"] not in ("stop", "length") for choice in choices):
         ends = {choice["finish_reason"] for choice in choices}

@@ -1,4 +1,4 @@
-"""Several vLLM servers of one policy: prompts are shared out, and a server that is lost is done without."""
+"""Several vLLM servers of one policy: prompts are distributed, and a lost server is left out."""
 
 import threading
 from collections.abc import Sequence
@@ -14,26 +14,26 @@ from upweight.rollout.vllm.server import VllmServer
 from upweight.rollout.vllm.versions import OnModel, Sending
 from upweight.types import Completion, Done, Prompts, Sampling
 
-PATIENCE = 20.0  # seconds after which the others take over from a server that does not answer
+PATIENCE = 20.0  # seconds without an answer after which the other servers take over
 
 
 class Opens(Protocol):
-    """Waits for the server at an address and checks it; `number` is its place in the list."""
+    """Connects to the server at an address and checks it; `number` is its place in the list."""
 
     def __call__(self, url: str, number: int, on_model: OnModel | None) -> VllmServer: ...
 
 
 class VllmServers:
-    """Talks to several servers as to one; see `types.Generator`.
+    """Samples from several servers as from one; see `types.Generator`.
 
-    All have to be there at the start. One that is lost later is left out; at the next sync at which it is well again,
-    it is checked as at the start, sent the weights, and given prompts again.
+    All servers have to answer at the start. A server that is lost later is left out; at the next sync at which it is
+    healthy, it is checked as at the start, receives the weights, and gets prompts again.
     """
 
     def __init__(self, urls: Sequence[str], opens: Opens) -> None:
         self._urls, self._opens = list(urls), opens
         self._on_model: OnModel | None = None
-        self._changing = threading.Lock()  # a rollout that runs ahead may lose a server while another is sent weights
+        self._lock = threading.Lock()  # a rollout that runs ahead may lose a server during a sync
         self._live: dict[str, VllmServer] = {}
         self._lost: dict[str, VllmServer] = {}
         for url in urls:
@@ -42,14 +42,14 @@ class VllmServers:
     def generate(
         self, prompts: Prompts, count: int, sampling: Sampling, done: Done | None = None
     ) -> list[list[Completion]]:
-        """`count` completions for each prompt, in the order of the prompts; `done` hears of each prompt as it ends."""
+        """Return `count` completions for each prompt, in order; `done` is called for each prompt as it ends."""
         completions_by_prompt: list[list[Completion]] = [[] for _ in prompts]
-        heard = threading.Lock()
+        arriving = threading.Lock()
         with ThreadPoolExecutor(2 * len(self._urls), "vllm-servers") as pool:
 
             def ask(server: VllmServer, places: list[int]) -> "Future[object]":
                 def arrived(place: int, completions: list[Completion]) -> None:
-                    with heard:
+                    with arriving:
                         completions_by_prompt[places[place]] = completions
                         if done is not None:
                             done(places[place], completions)
@@ -58,23 +58,24 @@ class VllmServers:
                 return pool.submit(server.generate, share, count, sampling, arrived)
 
             live = self._healthy()
-            shares = _dealt(range(len(prompts)), prompts, list(live))
-            asked = {ask(live[url], places): (url, places) for url, places in shares.items()}
-            while asked:
-                for work in wait(asked, return_when=FIRST_COMPLETED).done:
-                    url, places = asked.pop(work)
+            shares = _distribute(range(len(prompts)), prompts, list(live))
+            requests = {ask(live[url], places): (url, places) for url, places in shares.items()}
+            while requests:
+                for work in wait(requests, return_when=FIRST_COMPLETED).done:
+                    url, places = requests.pop(work)
                     try:
                         work.result()
                     except UserError as error:
                         self._mark_lost(url, error)
                         live = self._healthy()
-                        left = _dealt([one for one in places if not completions_by_prompt[one]], prompts, list(live))
-                        asked |= {ask(live[other], share): (other, share) for other, share in left.items()}
+                        missing = [place for place in places if not completions_by_prompt[place]]
+                        shares = _distribute(missing, prompts, list(live))
+                        requests |= {ask(live[other], share): (other, share) for other, share in shares.items()}
         return completions_by_prompt
 
     def sync(self, version: int) -> None:
-        """Have all servers that are well sample from the policy's weights as they are now, as `version`."""
-        with self._changing:
+        """Send the policy's present weights as `version` to all healthy servers."""
+        with self._lock:
             lost = dict(self._lost)
         for url in [url for url, server in lost.items() if server.health() is None]:
             try:
@@ -84,10 +85,10 @@ class VllmServers:
                 logger.warning("warning: %s answers, but cannot be used: %s", url, error)
         behind = {url: server for url, server in self._healthy().items() if server.version() != version}
         try:
-            begun = self._begin(version, behind)
+            sent = self._send(version, behind)
             for url, server in behind.items():
                 try:
-                    server.weights.publish(version, begun[url])
+                    server.weights.publish(version, sent[url])
                 except UserError as error:
                     self._mark_lost(url, error)
         except BaseException as error:
@@ -95,57 +96,57 @@ class VllmServers:
                 server.weights.give_up(str(error) or type(error).__name__)
             raise
 
-    def _begin(self, version: int, behind: dict[str, VllmServer]) -> dict[str, Sending | None]:
-        """Have servers begin to take the weights, which are written once; None where it has to be tried again."""
-        begun: dict[str, Sending | None] = {}
+    def _send(self, version: int, behind: dict[str, VllmServer]) -> dict[str, Sending | None]:
+        """Start the transfer of the weights, which are written once; None where it has to be repeated."""
+        sent: dict[str, Sending | None] = {}
         written: Path | None = None
         for url, server in behind.items():
             try:
-                begun[url] = sending = server.weights.send(version, written)
+                sent[url] = sending = server.weights.send(version, written)
                 written = sending[0].folder
             except (OSError, SafetensorError):
-                begun[url] = None
-        return begun
+                sent[url] = None
+        return sent
 
     def version(self) -> int:
-        """The policy version that the next request would be sampled from; -1 before the first sync."""
+        """Return the policy version that the next request samples from; -1 before the first sync."""
         return min(server.version() for server in self._healthy().values())
 
     def health(self) -> str | None:
-        """None when all servers are well, else what is wrong."""
+        """Return None when all servers are healthy, else the problems."""
         problems = [problem for server in self._healthy().values() if (problem := server.health()) is not None]
         return "; ".join([*problems, *(f"the vLLM server at {url} is lost" for url in self._lost)]) or None
 
     def require_room(self, prompt: int, new: int) -> None:
-        """Raise where a prompt of so many tokens with so many new ones is longer than any of the servers takes."""
+        """Raise a UserError where a prompt and its new tokens exceed the limit of a server."""
         for server in self._healthy().values():
             server.require_room(prompt, new)
 
-    def on_model(self, does: OnModel) -> None:
-        """From now on `does` has the policy written and compared: where its weights are spread over ranks."""
-        self._on_model = does
+    def on_model(self, call: OnModel) -> None:
+        """Have `call` run functions on the policy from now on, where its weights are sharded over ranks."""
+        self._on_model = call
         for server in self._healthy().values():
-            server.on_model(does)
+            server.on_model(call)
 
     def close(self) -> None:
-        """Have the servers forget what they were sent; a later sync sends anew."""
+        """Unload what was sent to the servers; a later sync sends weights again."""
         for server in self._healthy().values():
             server.close()
 
     def _open(self, url: str) -> None:
         server = self._opens(url, self._urls.index(url), self._on_model)
         server.client.timeout = PATIENCE
-        with self._changing:
+        with self._lock:
             self._live[url] = server
             self._lost.pop(url, None)
 
     def _healthy(self) -> dict[str, VllmServer]:
-        with self._changing:
+        with self._lock:
             return dict(self._live)
 
     def _mark_lost(self, url: str, error: UserError) -> None:
-        """Go on without a server, while there is another."""
-        with self._changing:
+        """Leave a server out; raise where no other is left."""
+        with self._lock:
             if url in self._live:
                 self._lost[url] = self._live.pop(url)
             if not self._live:
@@ -153,8 +154,8 @@ class VllmServers:
         logger.warning("warning: going on without %s: %s", url, error)
 
 
-def _dealt(places: Sequence[int], prompts: Prompts, urls: Sequence[str]) -> dict[str, list[int]]:
-    """Places of prompts for each server: as many for each, and about as many tokens."""
+def _distribute(places: Sequence[int], prompts: Prompts, urls: Sequence[str]) -> dict[str, list[int]]:
+    """Return the places of each server's prompts, about equal in number and in tokens."""
     longest_first = sorted(places, key=lambda place: -len(prompts[place]))
     shares = {url: sorted(longest_first[number :: len(urls)]) for number, url in enumerate(urls)}
     return {url: share for url, share in shares.items() if share}

@@ -1,4 +1,4 @@
-"""The versions of the policy on a server: sent, verified, kept while in use, sent again after a restart."""
+"""The policy versions on a server: they are sent, verified, kept while in use, and sent again after a restart."""
 
 import asyncio
 import shutil
@@ -22,13 +22,13 @@ from upweight.rollout.vllm.file_transfer import ServedVersion, Transport, forget
 from upweight.rollout.vllm.probe import agrees, ask_probe, check_temperature, difference, served_base, top_logps_of
 
 ATTEMPTS = 4  # at sending weights
-FRESH = 1.0  # seconds for which a look at the server holds: it cannot be started anew in so few
-Sending = tuple[ServedVersion, "Future[tuple[list[int], list[float]]]"]  # and its probe's tokens and log-probs
+FRESH = 1.0  # seconds for which a check of the server stays valid: a restart takes longer
+Sending = tuple[ServedVersion, "Future[tuple[list[int], list[float]]]"]  # with tokens and log-probs of its probe
 OnModel = Callable[[Callable[[nn.Module], Any]], Any]
 
 
 class ServedVersions:
-    """What a server samples from. State is touched on the link's thread only, weights on the caller's only."""
+    """The versions on one server. State is used on the client's thread only, weights on the caller's only."""
 
     def __init__(
         self,
@@ -41,10 +41,10 @@ class ServedVersions:
         temperature: float,
         on_model: OnModel | None = None,
     ) -> None:
-        """`on_model` does some work on the policy; left out, the work is called with it."""
+        """`on_model` calls a function with the policy; by default it is called directly with the model."""
         self.client, self.transport = client, transport
         self.current: ServedVersion | None = None
-        self.open = asyncio.Event()  # clear while weights are replaced under the name that requests ask for
+        self.open = asyncio.Event()  # clear while the weights under one name are replaced
         self._base = base_of(model)
         self.on_model: OnModel = on_model or (lambda work: work(model))
         self._dtype, self._folder, self._temperature = dtype, folder, temperature
@@ -55,11 +55,11 @@ class ServedVersions:
         self._fault: str | None = None
         self._exact: bool | None = None  # whether server and trainer agree to the last digits, as in float32
         self._restoring = asyncio.Lock()
-        self._healthy_at = -FRESH  # when the server was last seen to hold the present version
+        self._healthy_at = -FRESH  # when the server last had the current version
         self._drops: set[asyncio.Task[None]] = set()
 
     def check_base(self, name: str) -> None:
-        """Compare what server and trainer say of tokens, where the server goes on with the base it has."""
+        """Check the server's temperature, and its log-probs against the trainer's where it keeps its base weights."""
         self.client.run(self.client.retry_until_answered(partial(forget_leftovers, self.client, self._folder)))
         if self._temperature != 1:
             self.client.run(
@@ -69,12 +69,12 @@ class ServedVersions:
             return
         probe = partial(ask_probe, self.client, name, self._vocabulary, self._temperature)
         ids, logps = self.client.run(self.client.retry_until_answered(probe))
-        mean, largest = self.on_model(self._against(ids, logps, adapted=False))
+        mean, largest = self.on_model(self._comparison(ids, logps, adapted=False))
         if not self._agrees(mean, largest):
             raise UserError(self._other_weights(mean))
 
     def send(self, version: int, like: Path | None = None, attempt: int = 0) -> Sending:
-        """Write the weights as they are now, or as a folder has them, and begin to have the server take them."""
+        """Write the present weights, or link those of the folder `like`, and start their transfer."""
         folder = self._folder / f"{self._run}-v{version}{f'-{attempt}' if attempt else ''}"
         served = ServedVersion(self.transport.name(folder), version, folder)
         if like is None or not self.transport.keeps:
@@ -83,10 +83,10 @@ class ServedVersions:
             write_aside(partial(link_files, like), folder)
         return served, self.client.start(self._put(served))
 
-    def publish(self, version: int, begun: Sending | None = None) -> ServedVersion:
-        """Send the weights as they are now, tried several times; returns when the server samples from them.
+    def publish(self, version: int, sending: Sending | None = None) -> ServedVersion:
+        """Send the present weights, with retries; return when the server samples from them.
 
-        `begun` is what `send` gave for this version, where it was called before.
+        `sending` is what `send` returned for this version, where it was called before.
         """
         problem: Exception | None = None
         for attempt in range(ATTEMPTS):
@@ -95,44 +95,44 @@ class ServedVersions:
                 time.sleep(backoff(attempt + 1))
             served = None
             try:
-                served, put = begun or self.send(version, attempt=attempt)
-                begun = None
-                mean, largest = self.on_model(self._against(*put.result(), adapted=True))
+                served, put = sending or self.send(version, attempt=attempt)
+                sending = None
+                mean, largest = self.on_model(self._comparison(*put.result(), adapted=True))
                 if not self._agrees(mean, largest):
                     raise RequestFailed(f"log-probs after the sync differ by {mean:.3g} on average from the trainer's")
                 self.client.run(self._retire(served))
                 return served
             except (OSError, SafetensorError, RequestFailed, RequestRefused) as error:
-                problem, begun = error, None
+                problem, sending = error, None
                 if served is not None:
                     self.client.run(self._drop(served))
-            except BaseException as error:  # whatever it is, requests wait for these weights
+            except BaseException as error:  # requests wait for these weights, whatever the error
                 self.give_up(str(error) or type(error).__name__)
                 raise
         fault = (
             f"the weights of step {version} could not be sent to the vLLM server at {self.client.url}: {problem}. "
-            "Mend that and go on with --resume."
+            "Fix that and go on with --resume."
         )
         self.give_up(fault)
         raise UserError(fault)
 
     def give_up(self, fault: str) -> None:
-        """Let requests that wait for weights hear that none will come."""
+        """Fail the requests that wait for weights, since none will come."""
 
-        async def on_its_thread() -> None:
+        async def fail() -> None:
             self._fault = fault
             self.open.set()
 
-        self.client.run(on_its_thread())
+        self.client.run(fail())
 
     def close(self) -> None:
-        """Have the server forget what it was sent, and remove it."""
+        """Unload all versions from the server, and remove their files."""
         self.client.run(self._retire(None))
         if self._folder.is_dir() and not any(self._folder.iterdir()):
             self._folder.rmdir()
 
     async def acquire(self) -> ServedVersion:
-        """The version that a request is to be sampled from; waits while weights are replaced."""
+        """Return the version for a new request; wait while weights are replaced."""
         await self.open.wait()
         if self._fault is not None or self.current is None:
             raise UserError(self._fault or "the server was sent no weights yet")
@@ -140,7 +140,7 @@ class ServedVersions:
         return self.current
 
     def release(self, served: ServedVersion) -> None:
-        """A request has ended; with the last one of an old version the version goes."""
+        """Signal that a request has ended; the last one of an old version drops the version."""
         served.users -= 1
         if served in self._old and not served.users:
             self._old.remove(served)
@@ -149,36 +149,36 @@ class ServedVersions:
             task.add_done_callback(self._drops.discard)
 
     async def ensure_served(self, since: float | None) -> None:
-        """Wait for a server that is well and holds the present version, which one that was started anew does not."""
+        """Wait until the server is healthy and has the current version, which a restarted server does not."""
         clock = asyncio.get_running_loop().time
         async with self._restoring:
-            if since is None and clock() - self._healthy_at < FRESH:  # hundreds of turns begin at a time
+            if since is None and clock() - self._healthy_at < FRESH:  # hundreds of turns start at the same time
                 return
-            # Refused: it was started anew once more since it took the version.
-            await self.client.retry_until_answered(self._hold, since, again=(RequestFailed, RequestRefused))
+            # A refusal means another restart since the version was loaded.
+            await self.client.retry_until_answered(self._restore, since, again=(RequestFailed, RequestRefused))
             self._healthy_at = clock()
 
     async def _put(self, served: ServedVersion) -> tuple[list[int], list[float]]:
-        """Have the server take new weights; what it writes with them."""
+        """Have the server load new weights; return the tokens and log-probs of a probe."""
         await self.client.until_healthy()
         if self.transport.drains:
-            if self._fault is None:  # else nobody would open it again
+            if self._fault is None:  # else nothing would set it again
                 self.open.clear()
             while self.current is not None and self.current.users:
                 await asyncio.sleep(0.02)
         await self.transport.put(self.client, served)
         if not await self.transport.holds(self.client, served):
-            raise RequestFailed("the server does not list the weights that it took")
+            raise RequestFailed("the server does not list the weights that it loaded")
         ids, logps = await ask_probe(self.client, served.name, self._vocabulary, self._temperature)
         served.top_logps = ids, await top_logps_of(self.client, served.name, ids)
         return ids, logps
 
-    async def _hold(self) -> None:
-        """Send the present version again where the server has lost it."""
+    async def _restore(self) -> None:
+        """Send the current version again where the server has lost it."""
         served = self.current
         if served is None or not self.open.is_set() or await self.transport.holds(self.client, served):
             return
-        logger.warning("warning: %s was started anew; sending version %d again", self.client.url, served.version)
+        logger.warning("warning: %s was restarted; sending version %d again", self.client.url, served.version)
         await served_base(self.client, self._base.config.name_or_path)
         await self.transport.put(self.client, served)
         ids, before = served.top_logps
@@ -187,18 +187,18 @@ class ServedVersions:
             raise UserError(self._other_weights(float(apart.mean())))
 
     async def _retire(self, new: ServedVersion | None) -> None:
-        """Put a version in the place of the present one, drop those that nobody uses, and let requests in to it."""
+        """Make a version the current one, drop unused old ones, and let requests use it."""
         if self.current is not None:
             self._old.append(self.current)
         self.current = new
-        for served in [one for one in self._old if not one.users]:
+        for served in [old for old in self._old if not old.users]:
             self._old.remove(served)
             await self._drop(served)
         if new is not None:
             self.open.set()
 
     async def _drop(self, served: ServedVersion) -> None:
-        """Have the server forget a version; only then is its folder removed: a server may read it again until then."""
+        """Unload a version and then remove its folder, which the server may read until then."""
         if not served.folder.exists():
             return
         try:
@@ -208,19 +208,19 @@ class ServedVersions:
             return
         shutil.rmtree(served.folder, ignore_errors=True)
 
-    def _against(self, ids: list[int], logps: list[float], *, adapted: bool) -> Callable[[nn.Module], Any]:
-        """What compares a model, with or without its adapter, with the log-probs that the server reported."""
+    def _comparison(self, ids: list[int], logps: list[float], *, adapted: bool) -> Callable[[nn.Module], Any]:
+        """Return a function that compares a model, with or without its adapter, with the server's log-probs."""
         return partial(difference, ids=ids, reported_logps=logps, temperature=self._temperature, adapted=adapted)
 
     def _agrees(self, mean: float, largest: float) -> bool:
-        """Whether a difference is as small as it should be; the first one says how small later ones have to be."""
+        """Whether a difference is within the limit; the first one decides which limit later ones have."""
         if self._exact is None:
             self._exact = self._dtype == torch.float32 and agrees(mean, largest, exact=True)
             if self._dtype == torch.float32 and not self._exact and agrees(mean, largest, exact=False):
                 warn_once(
                     f"the server's log-probs differ by up to {largest:.2g} from the trainer's, which computes in "
                     "float32: it serves in another precision (vllm.dtype: float32 would make them equal), or holds "
-                    "what an earlier run sent (start it anew)"
+                    "what an earlier run sent (restart it)"
                 )
         if agrees(mean, largest, exact=self._exact):
             return True
@@ -231,5 +231,5 @@ class ServedVersions:
     def _other_weights(self, mean: float) -> str:
         return (
             f"the server at {self.client.url} computes with other weights: its log-probs differ by {mean:.3g} on "
-            "average from those of base_model. Start it anew with `upweight vllm-serve`."
+            "average from those of base_model. Restart it with `upweight vllm-serve`."
         )
