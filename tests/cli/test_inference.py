@@ -109,7 +109,7 @@ def test_gguf_files_are_read(tmp_path):
 
 def test_what_is_wrong_is_said(model, tmp_path):
     for options, given, said in (
-        (("--prompt", " "), None, "--prompt: 'prompt': expected text, found an empty one"),
+        (("--prompt", " "), None, "--prompt: 'prompt': expected text, got an empty one"),
         (("--prompt", "x" * 300), None, "at most 255 tokens"),
         (("--prompt", "a", "--chat"), None, "exclude each other"),
         (("--chat", "--raw"), None, "goes with none of"),

@@ -59,11 +59,11 @@ def test_what_is_no_prompt_is_refused(prompt):
 
 
 def test_too_long_prompts_are_refused_with_numbers():
-    with pytest.raises(RowError, match=r"at most 255 tokens .*256 positions, and 1 new .*found 300"):
+    with pytest.raises(RowError, match=r"at most 255 tokens .*256 positions, and 1 new .*got 300"):
         writer(raw=True).encode({"prompt": "0" * 300})
     short = writer(raw=True, new_tokens=200)
     assert len(short.encode({"prompt": "0" * 56})) == 56
-    with pytest.raises(RowError, match=r"at most 56 tokens .*200 new tokens are to follow.*found 57"):
+    with pytest.raises(RowError, match=r"at most 56 tokens .*200 new tokens are to follow.*got 57"):
         short.encode({"prompt": "0" * 57})
 
 

@@ -67,7 +67,7 @@ class TextGenerator:
         """The `prompt` of a row, text or messages, as token ids; what cannot be answered is a RowError."""
         prompt = row.get("prompt")
         if isinstance(prompt, str) and not prompt.strip():
-            raise RowError("prompt", "text, found an empty one")
+            raise RowError("prompt", "text, got an empty one")
         if self.raw or (isinstance(prompt, str) and not self.templated):
             text = checked_text(prompt, "prompt")
         else:
@@ -77,7 +77,7 @@ class TextGenerator:
         wanted = self._new_tokens or 1
         if self._limit is not None and len(ids) + wanted > self._limit:
             follow = f"the model has {self._limit} positions, and {wanted} new tokens are to follow"
-            raise RowError("prompt", f"at most {self._limit - wanted} tokens ({follow}), found {len(ids)}")
+            raise RowError("prompt", f"at most {self._limit - wanted} tokens ({follow}), got {len(ids)}")
         return ids
 
     def __call__(
