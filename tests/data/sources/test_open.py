@@ -58,9 +58,7 @@ def test_splits_and_slices(folder, split, expected):
 
 @pytest.mark.parametrize("split", ["test", "train[:5", "train[a:b]"])
 def test_a_split_that_is_not_there(folder, split):
-    with pytest.raises(
-        UserError, match=r"datasets\[0\] \(rows.jsonl\): split '.*' cannot be selected. There is 'train'"
-    ):
+    with pytest.raises(UserError, match=r"datasets\[0\] \(rows.jsonl\): split '.*' cannot be selected. There"):
         prompts(folder, path="rows.jsonl", split=split)
 
 
@@ -187,7 +185,7 @@ def test_a_hub_dataset_that_cannot_be_had(folder, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     with pytest.raises(
         UserError,
-        match=r"datasets\[0\] \(who/what\): is no file or folder .*it cannot be loaded from the hub.*HF_HUB_OFFLINE",
+        match=r"datasets\[0\] \(who/what\): is no file or folder .*be loaded from the hub.*HF_HUB_OFFLINE",
     ):
         prompts(folder, path="who/what")
 

@@ -86,7 +86,7 @@ class ChatTemplate:
         return prompt, [text[len(prompt) :].rstrip() for text in whole]
 
     def turns(self, conversation: Conversation, wanted: Collection[int]) -> list[tuple[str, list[Turn]]]:
-        """Return the text with the ranges of the wanted turns; a turn that the template changes later is rendered apart."""
+        """Return the text with the ranges of the wanted turns; a turn that the template changes later comes apart."""
         text, turns = self.render(conversation).rstrip(), []
         separate = []
         last = len(conversation.messages) - 1

@@ -11,7 +11,7 @@ from pydantic.dataclasses import dataclass
 
 from upweight.errors import UserError
 from upweight.rewards.builtin.spec import builtin_reward
-from upweight.rewards.builtin.text import STRICT, Scores, texts_of
+from upweight.rewards.builtin.text import STRICT, ScoreList, texts_of
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -22,7 +22,7 @@ class DebugReward:
     width: PositiveInt = 200
     __name__ = "debug"
 
-    def __call__(self, completions: list[Any], **_: Any) -> Scores:
+    def __call__(self, completions: list[Any], **_: Any) -> ScoreList:
         for row, text in enumerate(texts_of(completions)[: self.show]):
             more = "..." if len(text) > self.width else ""
             print(f"completion {row}: {_harmless(text[: self.width])}{more}", file=sys.stderr, flush=True)
@@ -68,7 +68,7 @@ class AdaptiveReward:
         self._step: int | None = None
         self._succeeded = self._scored = 0
 
-    def __call__(self, completions: list[Any], **columns: Any) -> Scores:
+    def __call__(self, completions: list[Any], **columns: Any) -> ScoreList:
         step = getattr(columns.get("trainer_state"), "global_step", None)
         # Within a step the weight stands still, however many calls score its groups.
         if step is not None and step != self._step:

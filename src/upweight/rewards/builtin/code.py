@@ -12,7 +12,7 @@ from pydantic.dataclasses import dataclass
 
 from upweight.errors import UserError
 from upweight.log import warn_once
-from upweight.rewards.builtin.text import STRICT, Scores, between_tags, fenced_blocks, rows_of, texts_of
+from upweight.rewards.builtin.text import STRICT, ScoreList, between_tags, fenced_blocks, rows_of, texts_of
 from upweight.rewards.sandbox.run import Limits, SandboxError, run_program
 
 _ISOLATION = {"read-only": "files that cannot be written", "hidden": "hidden home folders and sockets"}
@@ -48,7 +48,7 @@ class CodeReward:
         if os.name != "posix":
             raise UserError("Reward 'code' needs Linux or macOS: it has no way to limit a program on this system.")
 
-    def __call__(self, completions: list[Any], **columns: Any) -> Scores:
+    def __call__(self, completions: list[Any], **columns: Any) -> ScoreList:
         if not isinstance(columns.get(self.tests), list) and not isinstance(columns.get(self.output), list):
             raise UserError(
                 f"Reward 'code' reads the column '{self.tests}' (tests) or '{self.output}' (expected output), and the "

@@ -11,10 +11,10 @@ from pydantic.dataclasses import dataclass
 from upweight.errors import UserError
 from upweight.log import warn_once
 from upweight.rewards.builtin.numbers import last_number, same_number
-from upweight.rewards.builtin.text import STRICT, Extract, Scores, column_of, marked_answer, normalised, texts_of
+from upweight.rewards.builtin.text import STRICT, Extract, ScoreList, column_of, marked_answer, normalised, texts_of
 
 
-def _scores(self: Any, completions: list[Any], **columns: Any) -> Scores:
+def _scores(self: Any, completions: list[Any], **columns: Any) -> ScoreList:
     """Each completion against the answer of its row, by the reward's `_score`."""
     answers = column_of(columns, self.column, self.__name__, len(completions))
     return [self._score(*pair) for pair in zip(texts_of(completions), answers, strict=True)]

@@ -13,7 +13,7 @@ from pydantic.dataclasses import dataclass
 
 from upweight.errors import UserError
 from upweight.log import warn_once
-from upweight.rewards.builtin.text import STRICT, Scores, rows_of, texts_of
+from upweight.rewards.builtin.text import STRICT, ScoreList, rows_of, texts_of
 
 _TEMPLATE = """You grade the response of an assistant. {rubric}
 
@@ -88,7 +88,7 @@ class JudgeReward:
                 f"Export it with the key before the run."
             )
 
-    def __call__(self, completions: list[Any], **columns: Any) -> Scores:
+    def __call__(self, completions: list[Any], **columns: Any) -> ScoreList:
         texts = texts_of(completions)
         questions = [self._question(*pair) for pair in zip(texts, rows_of(columns, len(texts)), strict=True)]
         headers = {"Authorization": f"Bearer {os.environ[self.api_key_env]}"} if self.api_key_env else {}

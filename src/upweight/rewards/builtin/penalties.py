@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from pydantic import Field, PositiveInt
 from pydantic.dataclasses import dataclass
 
-from upweight.rewards.builtin.text import STRICT, Scores, Unit, texts_of, units_of
+from upweight.rewards.builtin.text import STRICT, ScoreList, Unit, texts_of, units_of
 
 Penalty = Annotated[float, Field(le=0)]
 
@@ -26,7 +26,7 @@ class RepetitionReward:
     penalty: Penalty = -1.0
     __name__ = "repetition"
 
-    def __call__(self, completions: list[Any], **columns: Any) -> Scores:
+    def __call__(self, completions: list[Any], **columns: Any) -> ScoreList:
         folded = [text.casefold() for text in texts_of(completions)]
         return [self.penalised(units) for units in units_of(folded, columns, self.unit, self.__name__)]
 
@@ -45,12 +45,12 @@ class DiversityReward:
     penalty: Penalty = -1.0
     __name__ = "diversity"
 
-    def __call__(self, completions: list[Any], **columns: Any) -> Scores:
+    def __call__(self, completions: list[Any], **columns: Any) -> ScoreList:
         folded = [text.casefold() for text in texts_of(completions)]
         units = units_of(folded, columns, self.unit, self.__name__)
         runs = [frozenset(ngrams(one, min(self.ngram, len(one)) or 1)) for one in units]
         prompts = columns.get("prompts") or [None] * len(runs)
-        scores: Scores = []
+        scores: ScoreList = []
         # groupby compares with ==, which message lists have; hashing them would not work.
         for _, rows in groupby(range(len(runs)), key=lambda row: prompts[row]):
             scores += self._group([runs[row] for row in rows])

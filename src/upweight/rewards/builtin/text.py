@@ -10,7 +10,7 @@ from pydantic import ConfigDict
 from upweight.errors import UserError
 
 STRICT = ConfigDict(extra="forbid")  # an option that does not exist is an error in Python too
-Scores = list[float | None]
+ScoreList = list[float | None]
 Extract = Literal["auto", "tag", "boxed", "hash", "phrase", "last", "whole"]
 Unit = Literal["words", "tokens", "characters"]
 

@@ -38,7 +38,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ProgramResult:
     """What became of a program: whether it ended well, its output, the tests that held, and what isolation held."""
 
     ended_well: bool
@@ -50,7 +50,7 @@ class Outcome:
 
 def run_program(
     code: str, *, tests: list[str] | None, stdin: str, limits: Limits, ways: tuple[str, ...] = WAYS
-) -> Outcome:
+) -> ProgramResult:
     """Code, tests to run after it or None, and its stdin -> the outcome; every process it started is gone by then."""
     token = secrets.token_hex(16)
     folder = tempfile.mkdtemp(prefix="upweight-code-")
@@ -96,7 +96,7 @@ def _interpreter_folders() -> list[str]:
     return sorted(os.path.normpath(folder) for folder in folders if folder not in ("", "/"))
 
 
-def _launch(request: dict, reading: int, writing: int, token: str, limits: Limits) -> Outcome:
+def _launch(request: dict, reading: int, writing: int, token: str, limits: Limits) -> ProgramResult:
     environment = {
         "PATH": "/usr/bin:/bin",
         "HOME": request["folder"],
@@ -131,7 +131,7 @@ def _launch(request: dict, reading: int, writing: int, token: str, limits: Limit
     ready = _ready(report)
     if ready is None:
         raise SandboxError(f"it did not start: {reason or said}")
-    return Outcome(
+    return ProgramResult(
         ended_well=not reason and process.returncode == 0,
         stdout=stdout.decode(errors="replace"),
         held=held,
