@@ -93,7 +93,7 @@ def test_pieces_are_the_text_and_end_between_letters(kind: str):
     asked = writer(kind=kind, new_tokens=60)
     prompts = [asked.encode({"prompt": text}) for text in ("hello", "good day")]
     pieces: list[str] = []
-    groups = asked(prompts, SAMPLING, 2, heard=pieces.append)
+    groups = asked(prompts, SAMPLING, 2, on_text=pieces.append)
     assert "".join(pieces) == groups[0][0].text
     assert kind == "mamba" or len(pieces) > 5
     assert all(pieces)
@@ -121,7 +121,7 @@ def test_half_a_letter_waits_for_its_rest():
         base.get_input_embeddings().weight.copy_(embedding)
         base.get_output_embeddings().weight.copy_(head)
     pieces: list[str] = []
-    ((answer,),) = asked([asked.encode({"prompt": "hello"})], GREEDY, heard=pieces.append)
+    ((answer,),) = asked([asked.encode({"prompt": "hello"})], GREEDY, on_text=pieces.append)
     assert (answer.text, answer.finished) == ("a\u20ac", True)
     assert pieces == ["a", "\u20ac"]
 

@@ -90,7 +90,7 @@ def test_built_ins_by_name_and_with_options(tmp_path):
     [
         ("lenght", r"there is no reward 'lenght'.*Did you mean 'length'\?"),
         ("length(5)", r"options are given by name, as in length\(minimum=\.\.\.\)"),
-        ("adaptive(reward='load_wrong.reward')", "To wrap a function of your own"),
+        ("adaptive(reward='load_wrong.reward')", "To wrap your function"),
         ("no_such_file.reward", "no no_such_file.py in"),
         ("load_wrng.reward", r"no load_wrng\.py in .* Did you mean 'load_wrong'\?$"),
         ("load_wrong.reword", r"Did you mean 'reward'\?"),
