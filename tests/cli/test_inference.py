@@ -109,15 +109,15 @@ def test_gguf_files_are_read(tmp_path):
 
 def test_what_is_wrong_is_said(model, tmp_path):
     for options, given, said in (
-        (("--prompt", " "), None, "--prompt: 'prompt': expected text, found an empty one"),
+        (("--prompt", " "), None, "--prompt: 'prompt': expected text, got an empty one"),
         (("--prompt", "x" * 300), None, "at most 255 tokens"),
         (("--prompt", "a", "--chat"), None, "exclude each other"),
         (("--chat", "--raw"), None, "goes with none of"),
         (("--chat",), "hello\n", "--chat needs a chat template"),
-        (("--prompt", "a", "--count", 2, "--temperature", 0), None, "always writes the same"),
+        (("--prompt", "a", "--count", 2, "--temperature", 0), None, "always generates the same"),
         (("--prompt", "a", "--system", "b"), None, "needs a chat template"),
         (("--file", tmp_path / "none"), None, "there is no such file"),
-        ((), "\n", "stdin: there is no prompt in it"),
+        ((), "\n", "stdin: has no prompt"),
         ((), b"\xff\n", "stdin: is not UTF-8 text"),
         (("chat_template=chatml", "--chat"), b"\xff\n", "stdin: is not UTF-8 text"),
         (("--prompts", "hello"), "\n", "prompts: unknown key"),

@@ -39,4 +39,4 @@ def test_watching_what_is_not_there_yet_says_so(tmp_path, monkeypatch, capsys):
     run_watch([tmp_path / "later"], port=None, open_it=False)
     shown = capsys.readouterr()
     assert "http://127.0.0.1:" in shown.out
-    assert f"{tmp_path / 'later'}: nothing is there yet" in shown.err
+    assert f"{tmp_path / 'later'}: does not exist yet" in shown.err

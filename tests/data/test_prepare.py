@@ -284,9 +284,7 @@ def test_classes_that_the_head_does_not_have_are_refused(run):
     keys = {"rl": None, "process_reward_model": True}
     keys["datasets"] = [{"path": "rows.jsonl", "type": "stepwise_supervised"}]
     assert len(run(rows, **keys, num_labels=3).train) == 1
-    with pytest.raises(
-        UserError, match=r"row 0 .*'labels\[1\]': expected .* below 2 \(num_labels\), found the number 2"
-    ):
+    with pytest.raises(UserError, match=r"row 0 .*'labels\[1\]': expected .* below 2 \(num_labels\), got the number 2"):
         run(**keys)
 
 

@@ -59,11 +59,11 @@ def test_what_is_no_prompt_is_refused(prompt):
 
 
 def test_too_long_prompts_are_refused_with_numbers():
-    with pytest.raises(RowError, match=r"at most 255 tokens .*256 positions, and 1 new .*found 300"):
+    with pytest.raises(RowError, match=r"at most 255 tokens .*256 positions, and 1 new .*got 300"):
         writer(raw=True).encode({"prompt": "0" * 300})
     short = writer(raw=True, new_tokens=200)
     assert len(short.encode({"prompt": "0" * 56})) == 56
-    with pytest.raises(RowError, match=r"at most 56 tokens .*200 new tokens are to follow.*found 57"):
+    with pytest.raises(RowError, match=r"at most 56 tokens .*200 new tokens are to follow.*got 57"):
         short.encode({"prompt": "0" * 57})
 
 
@@ -93,7 +93,7 @@ def test_pieces_are_the_text_and_end_between_letters(kind: str):
     asked = writer(kind=kind, new_tokens=60)
     prompts = [asked.encode({"prompt": text}) for text in ("hello", "good day")]
     pieces: list[str] = []
-    groups = asked(prompts, SAMPLING, 2, heard=pieces.append)
+    groups = asked(prompts, SAMPLING, 2, on_text=pieces.append)
     assert "".join(pieces) == groups[0][0].text
     assert kind == "mamba" or len(pieces) > 5
     assert all(pieces)
@@ -121,7 +121,7 @@ def test_half_a_letter_waits_for_its_rest():
         base.get_input_embeddings().weight.copy_(embedding)
         base.get_output_embeddings().weight.copy_(head)
     pieces: list[str] = []
-    ((answer,),) = asked([asked.encode({"prompt": "hello"})], GREEDY, heard=pieces.append)
+    ((answer,),) = asked([asked.encode({"prompt": "hello"})], GREEDY, on_text=pieces.append)
     assert (answer.text, answer.finished) == ("a\u20ac", True)
     assert pieces == ["a", "\u20ac"]
 

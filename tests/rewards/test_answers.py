@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from upweight.errors import UserError
-from upweight.rewards.answers import Answer, Broken, Failure, checked_values, invoke
+from upweight.rewards.answers import FatalRewardError, RewardFailure, RewardValues, checked_values, invoke
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_arrays_and_tensors_are_taken():
 )
 def test_other_things_are_refused_in_words(returned, said):
     found = checked_values(returned, "mine", 2)
-    assert isinstance(found, Broken)
+    assert isinstance(found, FatalRewardError)
     assert re.search(said, found.message)
     assert "reward 'mine'" in found.message
 
@@ -58,7 +58,7 @@ def test_what_is_logged_comes_with_the_values():
         return [1.0, 2.0]
 
     answer = invoke(reward, {"completions": ["a", "bb"]}, ("log_extra", "log_metric"), "mine", 2)
-    assert isinstance(answer, Answer)
+    assert isinstance(answer, RewardValues)
     assert answer.extras == [("length", [1, 2])]
     assert answer.metrics == [("mean_length", 1.5)]
 
@@ -70,7 +70,7 @@ def test_wrong_columns_are_refused(column, said):
         return [1.0, 2.0]
 
     answer = invoke(reward, {}, ("log_extra",), "mine", 2)
-    assert isinstance(answer, Broken)
+    assert isinstance(answer, FatalRewardError)
     assert said in answer.message
 
 
@@ -79,7 +79,7 @@ def test_an_error_is_told_with_its_line():
         return [int("x")]
 
     failure = invoke(reward, {}, (), "mine", 1)
-    assert isinstance(failure, Failure)
+    assert isinstance(failure, RewardFailure)
     line = reward.__code__.co_firstlineno + 1
     assert failure.reason == f"ValueError: invalid literal for int() with base 10: 'x' (test_answers.py, line {line})"
 
@@ -88,4 +88,4 @@ def test_an_error_for_the_user_ends_the_run():
     def reward():
         raise UserError("there is no column 'answer'")
 
-    assert invoke(reward, {}, (), "mine", 1) == Broken("there is no column 'answer'")
+    assert invoke(reward, {}, (), "mine", 1) == FatalRewardError("there is no column 'answer'")

@@ -4,19 +4,19 @@ import pytest
 
 from made_rewards import reward_call
 from upweight.errors import UserError
-from upweight.rewards.call import Takes, plain_state, takes
+from upweight.rewards.call import RewardParameters, parameters_of, plain_state
 from upweight.rewards.reward import Reward, check_columns
 
 
 def test_a_call_is_cut_at_groups():
     call = reward_call(["a", "b"], ["c", "d"], ["e"], answer=["1", "2", "3", "4", "5"])
     assert call.groups() == [(0, 2), (2, 4), (4, 5)]
-    assert call.shares(1) == [(0, 5)]
-    assert call.shares(2) == [(0, 2), (2, 5)]
-    assert call.shares(9) == call.groups()
+    assert call.shards(1) == [(0, 5)]
+    assert call.shards(2) == [(0, 2), (2, 5)]
+    assert call.shards(9) == call.groups()
     part = call.part(2, 5)
     assert (part.completions, part.columns, part.group_S) == (["c", "d", "e"], {"answer": ["3", "4", "5"]}, [1, 1, 2])
-    assert reward_call().shares(3) == []
+    assert reward_call().shards(3) == []
 
 
 def test_a_function_gets_what_its_signature_takes():
@@ -26,11 +26,11 @@ def test_a_function_gets_what_its_signature_takes():
 
     def wide(completions, log_metric=None, **kwargs): ...
 
-    assert takes(narrow, "narrow", "k").arguments(call) == {"completions": ["a", "b"], "answer": ["1", "2"]}
-    assert takes(narrow, "narrow", "k").logs == ()
-    given = takes(wide, "wide", "k").arguments(call)
+    assert parameters_of(narrow, "narrow", "k").arguments(call) == {"completions": ["a", "b"], "answer": ["1", "2"]}
+    assert parameters_of(narrow, "narrow", "k").logs == ()
+    given = parameters_of(wide, "wide", "k").arguments(call)
     assert set(given) == {"prompts", "completions", "completion_ids", "trainer_state", "answer", "level"}
-    assert takes(wide, "wide", "k").logs == ("log_extra", "log_metric")
+    assert parameters_of(wide, "wide", "k").logs == ("log_extra", "log_metric")
 
 
 @pytest.mark.parametrize(
@@ -38,20 +38,20 @@ def test_a_function_gets_what_its_signature_takes():
     [("answers", "answer"), ("boxes", "box"), ("categories", "category"), ("class_s", "class_")],
 )
 def test_a_plural_is_filled_from_the_singular(parameter, column):
-    taken = Takes(("completions", parameter), ("completions", parameter), everything=False)
+    taken = RewardParameters(("completions", parameter), ("completions", parameter), everything=False)
     assert taken.arguments(reward_call(["a"], **{column: ["x"]}))[parameter] == ["x"]
-    assert taken.lacking([column]) == []
+    assert taken.missing_in([column]) == []
 
 
 def test_a_column_of_the_plural_name_wins():
-    taken = Takes(("completions", "answers"), (), everything=False)
+    taken = RewardParameters(("completions", "answers"), (), everything=False)
     assert taken.arguments(reward_call(["a"], answer=["one"], answers=["many"]))["answers"] == ["many"]
 
 
 def test_columns_that_nothing_fills_are_named_with_a_suggestion():
     def exact(completions, answer, level=None, **kwargs): ...
 
-    rewards = [Reward("exact", exact, takes(exact, "exact", "k"))]
+    rewards = [Reward("exact", exact, parameters_of(exact, "exact", "k"))]
     check_columns(rewards, ["answer"])
     with pytest.raises(UserError, match=r"reward 'exact' needs the column 'answer'.*Did you mean 'anser'\?") as caught:
         check_columns(rewards, ["question", "anser"])
@@ -61,16 +61,16 @@ def test_columns_that_nothing_fills_are_named_with_a_suggestion():
 @pytest.mark.parametrize(
     ("function", "said"),
     [
-        (lambda: [], "never sees the completions"),
-        (lambda text: [], r"takes \(text\) and so never sees"),
-        (lambda *completions: [], "never sees"),
+        (lambda: [], "never gets the completions"),
+        (lambda text: [], r"takes \(text\) and so never gets"),
+        (lambda *completions: [], "never gets"),
         (lambda completions, /: [], "called by name"),
-        (dict.fromkeys, "never sees|cannot be read|called by name"),
+        (dict.fromkeys, "never gets|cannot be read|called by name"),
     ],
 )
 def test_wrong_arity_is_said_when_loading(function, said):
     with pytest.raises(UserError, match=said) as caught:
-        takes(function, "mine", "trl.reward_funcs")
+        parameters_of(function, "mine", "trl.reward_funcs")
     assert "mine" in str(caught.value)
 
 

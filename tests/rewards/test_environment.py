@@ -35,7 +35,7 @@ def test_scripts_get_them_beside_their_own():
 
 
 def test_without_an_environment_there_is_no_such_reward(tmp_path):
-    with pytest.raises(UserError, match="'reward_env' is what an environment says"):
+    with pytest.raises(UserError, match="'reward_env' needs an environment"):
         load_rewards(["reward_env"], tmp_path)
 
 

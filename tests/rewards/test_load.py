@@ -50,7 +50,7 @@ def test_classes_objects_and_closures_stay_here(tmp_path):
     )
     kinds = load_rewards(["load_objects.Kind", "load_objects.made"], tmp_path)
     assert [(reward.name, reward.runs) for reward in kinds] == [("Kind", "here"), ("Kind_2", "here")]
-    with pytest.raises(UserError, match="a Needy cannot be made without arguments"):
+    with pytest.raises(UserError, match="a Needy cannot be created without arguments"):
         load_rewards(["load_objects.Needy"], tmp_path)
     with pytest.raises(UserError, match=r"a Leaving cannot be made .* SystemExit: 3 \(load_objects\.py, line 7\)"):
         load_rewards(["load_objects.Leaving"], tmp_path)
@@ -90,12 +90,12 @@ def test_built_ins_by_name_and_with_options(tmp_path):
     [
         ("lenght", r"there is no reward 'lenght'.*Did you mean 'length'\?"),
         ("length(5)", r"options are given by name, as in length\(minimum=\.\.\.\)"),
-        ("adaptive(reward='load_wrong.reward')", "To wrap a function of your own"),
+        ("adaptive(reward='load_wrong.reward')", "To wrap your function"),
         ("no_such_file.reward", "no no_such_file.py in"),
         ("load_wrng.reward", r"no load_wrng\.py in .* Did you mean 'load_wrong'\?$"),
         ("load_wrong.reword", r"Did you mean 'reward'\?"),
         ("load_wrong.other", r"has no function 'other'\. It has reward, arity\.$"),
-        ("load_wrong.arity", "never sees the completions"),
+        ("load_wrong.arity", "never gets the completions"),
         ("load_broken.reward", r"cannot be imported: ZeroDivisionError.*line 1"),
         ("./nowhere", "is no folder here"),
         ("owner/nothing-there", "could not load the reward model of 'owner/nothing-there'"),

@@ -98,7 +98,7 @@ def test_an_object_that_is_stuck_is_not_called_again():
         return [1.0] * len(completions)
 
     with scorer_of(reward, timeout=0.2) as scorer:
-        for said in ("longer than 0.2 seconds", "an earlier call has not come back"):
+        for said in ("longer than 0.2 seconds", "an earlier call has not returned"):
             with pytest.raises(UserError, match=said):
                 scorer.submit(reward_call(*BOTH)).result(timeout=20)
         assert len(calls) == 1
@@ -197,5 +197,5 @@ def test_an_alarm_in_a_thread_is_explained():
     def reward(completions):
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
 
-    with scorer_of(reward) as scorer, pytest.raises(UserError, match="put the function into a file of its own"):
+    with scorer_of(reward) as scorer, pytest.raises(UserError, match="put the function into a separate file"):
         scorer.submit(reward_call(["a"])).result(timeout=20)

@@ -105,5 +105,5 @@ def test_a_model_without_a_score_head_is_refused(tokenizer, tmp_path):
 
 
 def test_a_model_built_in_code_needs_its_tokenizer(tokenizer):
-    with pytest.raises(UserError, match=r"give \(model, tokenizer\)"):
+    with pytest.raises(UserError, match=r"pass \(model, tokenizer\)"):
         as_rewards(classifier(tokenizer))

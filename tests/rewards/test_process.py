@@ -9,7 +9,7 @@ from tiny_models import tiny
 from upweight.config.sections.data import DatasetRow
 from upweight.inference.score import ScoreModel
 from upweight.rewards.load import load_rewards
-from upweight.rewards.process import is_process_model, weakest_steps
+from upweight.rewards.process import is_process_model, lowest_step_scores
 from upweight.rewards.scorer import Scorer
 
 TOKENIZER = byte_tokenizer("chatml")
@@ -29,7 +29,7 @@ def steps_of(model, text, separator="\n"):
 def test_the_weakest_step_counts_and_nothing_said_has_no_score():
     model = process()
     scorer, asked = ScoreModel(model, TOKENIZER, "step_score"), ["p", "p", [{"role": "user", "content": "p"}]]
-    found = weakest_steps(scorer, asked, ["one\ntwo", " ", [{"content": "one\ntwo"}]])
+    found = lowest_step_scores(scorer, asked, ["one\ntwo", " ", [{"content": "one\ntwo"}]])
     assert found == [pytest.approx(min(steps_of(model, "one\ntwo"))), None, pytest.approx(found[0])]
 
 

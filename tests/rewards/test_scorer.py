@@ -113,7 +113,7 @@ def test_a_state_that_json_cannot_hold_is_refused():
             raise AssertionError
 
     with Scorer(as_rewards([Odd(), lambda completions: [1.0]])) as scorer:
-        with pytest.raises(UserError, match="reward 'Odd': its state must be fit for JSON"):
+        with pytest.raises(UserError, match="reward 'Odd': its state must be JSON-serializable"):
             scorer.state()
         scorer.restore({})
 

@@ -75,7 +75,7 @@ def test_failures_do_not_keep_others_from_being_tried():
     said = remarks(trials)
     assert said[0].startswith("reward 'raises' always fails: ValueError: no such key (test_trial.py, line")
     assert said[1].startswith("reward 'short' always fails: it must return a list of 6 numbers")
-    assert said[2] == "reward 'some' failed on 3 of 6 completions; the reason is in the warning above"
+    assert said[2] == "reward 'some' failed on 3 of 6 completions; see the warning above"
     assert trials[2].summary()["does_not_apply"] == 1
     assert [trial.summary()["failed"] for trial in trials] == [6, 6, 3, 0]
 
@@ -84,7 +84,7 @@ def test_none_throughout_and_groups_without_signal_are_said():
     trials = try_rewards(as_rewards([lambda completions: [None] * len(completions)]), CALL)
     assert remarks(trials) == ["reward '<lambda>' applies to none of the completions (None throughout)"]
     trials = try_rewards(as_rewards([lambda completions: [0.0, 1.0, 0.0, 0.0, 0.0, 0.0]]), CALL)
-    assert remarks(trials) == ["no reward separates the completions of 1 of 2 prompts: they teach nothing"]
+    assert remarks(trials) == ["no reward separates the completions of 1 of 2 prompts: their advantages are 0"]
 
 
 def test_rewards_on_different_scales_are_named_unless_weights_or_the_method_mend_it():

@@ -12,7 +12,7 @@ from transformers import TrainerControl, TrainerState
 from made_health import HEALTHY, PAIRS, SICK, learning, run_of
 from upweight.config.config import general_keys, method_keys
 from upweight.runs.files import HEALTH
-from upweight.runs.health import AGAIN, verdicts
+from upweight.runs.health import REPEAT_AFTER, verdicts
 from upweight.runs.health_rules import RULES, table
 from upweight.train.recording.callbacks import HealthCallback
 
@@ -79,10 +79,13 @@ def test_a_spike_says_nothing():
 
 def test_what_went_away_is_said_again_only_after_long():
     def kl(step):
-        return 5.0 if step < 60 or 80 < step < 100 or step > 100 + AGAIN + 20 else 0.01
+        return 5.0 if step < 60 or 80 < step < 100 or step > 100 + REPEAT_AFTER + 20 else 0.01
 
     found = verdicts(run_of({**HEALTHY, "reward": learning}, {"kl": kl}, since=0))
-    assert [(verdict.name, verdict.step) for verdict in found] == [("kl explosion", 5), ("kl explosion", AGAIN + 125)]
+    assert [(verdict.name, verdict.step) for verdict in found] == [
+        ("kl explosion", 5),
+        ("kl explosion", REPEAT_AFTER + 125),
+    ]
 
 
 def test_overfitting_reads_the_evaluations():

@@ -6,7 +6,7 @@ import os
 import pytest
 
 from upweight.errors import UserError
-from upweight.runs.files import begun_at
+from upweight.processes import begun_at
 from upweight.runs.record import recorded, refuse_busy
 
 

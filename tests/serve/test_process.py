@@ -14,7 +14,7 @@ from upweight.errors import UserError
 from upweight.processes import end_group, free_port
 from upweight.serve import process
 from upweight.serve.command import Command
-from upweight.serve.process import answers, installed_version, run_server
+from upweight.serve.process import installed_version, is_healthy, run_server
 
 # Serves /health, and starts a child that does not end by itself and ignores being asked to.
 STAND_IN = """
@@ -51,7 +51,7 @@ def test_a_server_says_when_it_is_ready_and_ends_with_its_children(tmp_path):
     seen = []
 
     def ready() -> None:
-        seen.append(answers(url))
+        seen.append(is_healthy(url))
         threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
 
     before = signal.getsignal(signal.SIGTERM)
@@ -61,7 +61,7 @@ def test_a_server_says_when_it_is_ready_and_ends_with_its_children(tmp_path):
     assert told == "yes"
     assert not Path(sockets).exists()
     assert not alive(int(child))
-    assert not answers(url)
+    assert not is_healthy(url)
     assert signal.getsignal(signal.SIGTERM) is before
 
 
@@ -76,7 +76,7 @@ def test_a_port_that_is_taken_is_named(tmp_path):
     argv = (sys.executable, "-c", STAND_IN, str(port), str(file))
 
     def ready() -> None:
-        with pytest.raises(UserError, match=r"answers at .* already"):
+        with pytest.raises(UserError, match=r"is_healthy at .* already"):
             run_server(Command(argv), url, lambda: None)
         threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
 

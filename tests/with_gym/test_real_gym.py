@@ -13,7 +13,7 @@ import yaml
 
 from made_gym import arithmetic_rows, synonym_rows, write_caller, write_rows
 from upweight.config import load_config
-from upweight.data.selection import listed
+from upweight.data.selection import selected_datasets
 from upweight.data.sources.open import open_entry
 from upweight.environments.nemo_gym.command import config_files, find_gym
 from upweight.train.run import train
@@ -110,5 +110,5 @@ def test_the_example_names_files_that_the_gym_has(tmp_path):
     config = load_config(example, [f"nemo_gym_dir={GYM}"])
     files = config_files(config.gym, find_gym(GYM), config.folder)
     assert [Path(file).is_file() for file in files] == [True] * 3  # the agent's proxy comes by itself
-    rows = [open_entry(row, key, config.folder).rows() for key, _, row in listed(config)]
+    rows = [open_entry(row, key, config.folder).rows() for key, _, row in selected_datasets(config)]
     assert [len(one) for one in rows] == [5, 5]

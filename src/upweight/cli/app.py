@@ -220,9 +220,9 @@ def inference(
     from upweight.cli.inference import run
 
     sampling = {"temperature": temperature, "top_p": top_p, "seed": seed}
-    writer = {"system": system, "raw": raw, "new_tokens": max_new_tokens}
-    asked = {"prompt": prompt, "file": file, "chat": chat, "count": count, "as_json": as_json}
-    run(trained, overrides or [], sampling=sampling, **asked, **writer)
+    generator = {"system": system, "raw": raw, "new_tokens": max_new_tokens}
+    request = {"prompt": prompt, "file": file, "chat": chat, "count": count, "as_json": as_json}
+    run(trained, overrides or [], sampling=sampling, **request, **generator)
 
 
 @app.command()
@@ -260,7 +260,7 @@ def doctor(
 ) -> None:
     """Find what is wrong before or after a run.
 
-    Exits with 1 where something wants to be done.
+    Exits with 1 if something needs action.
     """
     from upweight.cli.doctor import run
 
@@ -335,7 +335,7 @@ def _with_launcher_arguments(arguments: list[str]) -> list[str]:
 
 
 def main() -> None:
-    """Run a command; what a user can mend is printed without a traceback and exits 2."""
+    """Run a command; a UserError is printed without a traceback and exits with 2."""
     set_up_logging()
     try:
         app(args=_with_launcher_arguments(sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""`upweight doctor`: what is wrong with a machine, a config or a run, and what to do."""
+"""`upweight doctor`: finds problems of a machine, a config or a run, with remedies."""
 
 import json
 from collections.abc import Iterator
@@ -16,22 +16,26 @@ MARKS = {"ok": "ok     ", "note": "note   ", "warning": "WARNING", "alarm": "ALA
 
 
 def run(place: str | None, overrides: list[str], *, as_json: bool) -> int:
-    """Print what was found; 1 where something is wrong."""
+    """Print the findings; return 1 if something is wrong."""
     if place is not None and "=" in place and not Path(place).exists():
-        raise UserError(f"{place}: a key can be set behind a config only")
+        raise UserError(f"{place}: a key can only be set after a config")
     path = Path(place).expanduser() if place is not None else None
     if path is not None and not path.exists():
-        raise UserError(f"{place}: is not there. Name a config (a YAML file) or a run (its `output_dir`).")
-    found = list(_findings(path, overrides))
-    wrong = [one for one in found if one.wrong]
+        raise UserError(f"{place}: does not exist. Name a config (a YAML file) or a run (its `output_dir`).")
+    findings = list(_findings(path, overrides))
+    wrong = [finding for finding in findings if finding.wrong]
     if as_json:
-        print(json.dumps({"wrong": len(wrong), "findings": [one.as_plain() for one in found]}, ensure_ascii=False))
+        print(
+            json.dumps(
+                {"wrong": len(wrong), "findings": [finding.as_plain() for finding in findings]}, ensure_ascii=False
+            )
+        )
         return int(bool(wrong))
-    for one in found:
-        print(f"{MARKS[one.level]} {one.what}: {one.says}")
-        if one.remedy:
-            print(f"{'':8}{'remedy' if one.wrong else 'hint'}: {one.remedy}")
-    print(f"\n{len(wrong)} of {len(found)} findings want something done" if wrong else "\nnothing is wrong")
+    for finding in findings:
+        print(f"{MARKS[finding.level]} {finding.what}: {finding.says}")
+        if finding.remedy:
+            print(f"{'':8}{'remedy' if finding.wrong else 'hint'}: {finding.remedy}")
+    print(f"\n{len(wrong)} of {len(findings)} findings need action" if wrong else "\nnothing is wrong")
     return int(bool(wrong))
 
 

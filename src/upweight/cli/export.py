@@ -1,4 +1,4 @@
-"""`upweight merge-lora` and `upweight gguf`: a trained model for others to load, its adapter folded in."""
+"""`upweight merge-lora` and `upweight gguf`: export a trained model with its adapter merged."""
 
 import os
 import shutil
@@ -16,15 +16,15 @@ CONVERTER, PLACE = "convert_hf_to_gguf.py", "LLAMA_CPP"
 
 
 def run_merge(place: str, overrides: list[str], *, output: Path | None, check: bool) -> None:
-    """Merge, compare log-probs before and after, and print where the model lies and how far they differ."""
+    """Merge, compare log-probs before and after, and print the folder and the largest difference."""
     quiet_transformers()
-    found = trained(place, overrides)
-    if found.adapter is None and not Path(found.model.base_model or "").expanduser().exists():
+    exported = trained(place, overrides)
+    if exported.adapter is None and not Path(exported.model.base_model or "").expanduser().exists():
         raise UserError(f"{place}: there is neither a config nor a folder of that name, which would hold an adapter")
-    if found.adapter is None:
-        raise UserError(f"{place}: there is no adapter to merge in {found.model.base_model}; it is a whole model")
-    adapted = Adapted(found.model, found.adapter)
-    target = output or found.adapter / "merged"
+    if exported.adapter is None:
+        raise UserError(f"{place}: there is no adapter to merge in {exported.model.base_model}; it is a whole model")
+    adapted = Adapted(exported.model, exported.adapter)
+    target = output or exported.adapter / "merged"
     merge_adapter(adapted, target)
     print(target)
     if check:
@@ -34,25 +34,25 @@ def run_merge(place: str, overrides: list[str], *, output: Path | None, check: b
 
 
 def run_gguf(place: str, overrides: list[str], *, output: Path | None, kind: str) -> None:
-    """Convert a trained model, its adapter merged first, and print where the file lies."""
+    """Convert a trained model, its adapter merged first, and print the file."""
     converter = _converter()
-    found = trained(place, overrides)
+    exported = trained(place, overrides)
     # In a folder of its own: transformers would read a file beside an adapter as the adapter's.
-    target = output or (found.adapter or _folder(found)) / "gguf" / f"model-{kind}.gguf"
+    target = output or (exported.adapter or _folder(exported)) / "gguf" / f"model-{kind}.gguf"
     if target.exists():
         raise UserError(f"{target} is there already; remove it, or name another file with --output")
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".gguf-") as scratch:
-        if found.adapter is None:
-            source = _folder(found)
+        if exported.adapter is None:
+            source = _folder(exported)
         else:
             source = Path(scratch) / "merged"
-            merge_adapter(Adapted(found.model, found.adapter), source)
+            merge_adapter(Adapted(exported.model, exported.adapter), source)
         part = Path(scratch) / target.name
         done = subprocess.run([*converter, str(source), "--outfile", str(part), "--outtype", kind], check=False)
         if done.returncode or not part.is_file():
             raise UserError(
-                f"{place}: {converter[-1]} did not convert it (exit {done.returncode}); its words are above"
+                f"{place}: {converter[-1]} did not convert it (exit {done.returncode}); its output is above"
             )
         part.rename(target)
     print(target)
@@ -65,17 +65,17 @@ def _converter() -> list[str]:
         if not script.is_file():
             raise UserError(f"{PLACE}: {folder} holds no {CONVERTER}; name a checkout of llama.cpp")
         return [sys.executable, str(script)]
-    if found := shutil.which(CONVERTER):
-        return [found]
+    if command := shutil.which(CONVERTER):
+        return [command]
     raise UserError(
         f"GGUF files are written by llama.cpp's {CONVERTER}, which is not on the path. "
         f"Get llama.cpp and what it needs (`pip install gguf sentencepiece`), and set {PLACE} to its folder."
     )
 
 
-def _folder(found: Trained) -> Path:
+def _folder(exported: Trained) -> Path:
     """The folder of a whole model."""
-    folder = Path(found.model.base_model or "").expanduser()
-    if found.model.gguf_file is not None or not folder.is_dir():
-        raise UserError(f"{found.model.base_model}: is no folder with a trained model in it")
+    folder = Path(exported.model.base_model or "").expanduser()
+    if exported.model.gguf_file is not None or not folder.is_dir():
+        raise UserError(f"{exported.model.base_model}: is no folder with a trained model in it")
     return folder

@@ -11,36 +11,36 @@ HEADINGS = ("trained", "recompute", "weights", "training", "activations", "total
 
 
 def run(path: Path, overrides: list[str], *, memory: float | None) -> None:
-    """Print one line for each way of training: GiB by part, the verdict, and the longest sequence that fits."""
+    """Print one line for each way of training: GiB by part, whether it fits, and the longest sequence that fits."""
     config = load_config(path, overrides)
     for line in table(config, (memory or _visible_memory()) * GIB):
         print(line)
 
 
 def table(config: Config, card: float) -> list[str]:
-    """The estimates as lines; the config's own way is marked."""
+    """Return the estimates as lines; the config's setting is marked."""
     shape = shape_of(config.model, config.method.head)
     sequences = 2 if config.method.data == "pairs" else 1
     sharing = config.sharding.context_parallel_size
     tokens = -(-config.data.sequence_len * sequences // sharing)
-    own = (config.adapter.kind or "all", config.optim.gradient_checkpointing)
+    configured = (config.adapter.kind or "all", config.optim.gradient_checkpointing)
     rows: list[tuple[str, ...]] = [HEADINGS]
     for trained in WAYS:
-        for again in (False, True):
+        for recompute in (False, True):
             need = estimate(
                 shape,
                 trained,
                 config.adapter,
                 optimizer=config.optim.optimizer,
                 reference=config.method.needs_reference,
-                checkpointing=again,
+                checkpointing=recompute,
                 tokens=tokens,
             )
             parts = [f"{part / GIB:.1f}" for part in (need.weights, need.training, need.activations, need.total)]
-            verdict = "yes" if need.total <= USABLE * card else "no"
-            most = longest(shape, need, card, checkpointing=again, sequences=sequences) * sharing
-            mark = "* " if (trained, again) == own else ""
-            rows.append((mark + trained, "yes" if again else "no", *parts, verdict, str(most)))
+            fits = "yes" if need.total <= USABLE * card else "no"
+            most = longest(shape, need, card, checkpointing=recompute, sequences=sequences) * sharing
+            mark = "* " if (trained, recompute) == configured else ""
+            rows.append((mark + trained, "yes" if recompute else "no", *parts, fits, str(most)))
     widths = [max(len(row[column]) for row in rows) for column in range(len(HEADINGS))]
     what = f"{shape.parameters / 1e9:.2f} billion weights, {config.method.name}, {config.data.sequence_len} tokens"
     about = f"{what}, {sequences} in a row; GiB of {card / GIB:.0f}, bfloat16; * is this config"

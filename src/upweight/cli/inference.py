@@ -1,4 +1,4 @@
-"""`upweight inference`: what a trained model answers."""
+"""`upweight inference`: completions of a trained model."""
 
 import dataclasses
 import json
@@ -31,44 +31,44 @@ def run(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Print answers: to one prompt as text, to many as JSON lines, or talk; `options` are those of Writer."""
+    """Print completions: of one prompt as text, of many as JSON lines, or chat; `options` go to TextGenerator."""
     if sum((prompt is not None, file is not None, chat)) > 1:
         raise UserError("--prompt, --file and --chat exclude each other")
     if chat and (options.get("raw") or count > 1 or as_json):
         raise UserError("--chat goes with none of --raw, --count and --json")
     if count > 1 and sampling["temperature"] == 0:
-        raise UserError("--temperature 0 always writes the same: raise it, or leave --count out")
-    found = trained(place, overrides, or_base=True)  # before anybody is asked for prompts
+        raise UserError("--temperature 0 always generates the same text: raise it, or leave --count out")
+    model = trained(place, overrides, or_base=True)  # before prompts are read from the terminal
     rows = {"--prompt": {"prompt": prompt}} if prompt is not None else {} if chat else _read(file)
     quiet_transformers()
-    data, entry, _ = as_trained(found)
-    kept = {"data": data, "entry": entry, "folder": found.config.folder}
-    writer = load_text_generator(found.model, found.adapter, **kept, **options)
-    # Loading sets the seed of torch's own generator: left to it, every call would write the same.
+    data, entry, _ = as_trained(model)
+    kept = {"data": data, "entry": entry, "folder": model.config.folder}
+    generator = load_text_generator(model.model, model.adapter, **kept, **options)
+    # Loading seeds torch's generator: without a random seed every call would sample the same.
     seed = secrets.randbits(31) if sampling["seed"] is None else sampling["seed"]
     drawn = Sampling(1, **{**sampling, "seed": seed})
     if chat:
-        _chat(writer, drawn, seed)
+        _chat(generator, drawn, seed)
         return
-    prompts = [_encoded(writer, row, at) for at, row in rows.items()]
+    prompts = [_encoded(generator, row, at) for at, row in rows.items()]
     if prompt is None or as_json:
-        _write(writer, list(rows.values()), prompts, drawn, seed, count)
+        _write(generator, list(rows.values()), prompts, drawn, seed, count)
     elif count == 1:
-        writer(prompts, drawn, heard=_say)
+        generator(prompts, drawn, on_text=_print_text)
         print()
     else:
-        for number, answer in enumerate(writer(prompts, drawn, count)[0], 1):
-            print(f"--- {number} of {count}\n{answer.text}")
+        for number, completion in enumerate(generator(prompts, drawn, count)[0], 1):
+            print(f"--- {number} of {count}\n{completion.text}")
 
 
 def _read(file: Path | None) -> dict[str, dict[str, Any]]:
-    """Rows of a file or of standard input by their places: each line a JSON object, or each the text of a prompt."""
+    """Return the rows of a file or of stdin by place: each line is a JSON object, or the text of a prompt."""
     if file is None and sys.stdin.isatty():
         print("Prompts, one on each line; Ctrl-D ends.", file=sys.stderr)
     name = file or "stdin"
     lines = lines_of(_stdin() if file is None else text_of(file), name)
     if not lines:
-        raise UserError(f"{name}: there is no prompt in it")
+        raise UserError(f"{name}: has no prompt")
     if not next(iter(lines.values())).lstrip().startswith("{"):
         return {place: {"prompt": line} for place, line in lines.items()}
     return {place: row_of(line, place, ", as the first line seems to be") for place, line in lines.items()}
@@ -79,50 +79,50 @@ def _stdin() -> str:
         return sys.stdin.buffer.read().decode("utf-8")  # in the C locale, sys.stdin itself lets any byte through
 
 
-def _encoded(writer: TextGenerator, row: Mapping[str, Any], place: str) -> list[int]:
+def _encoded(generator: TextGenerator, row: Mapping[str, Any], place: str) -> list[int]:
     try:
-        return writer.encode(row)
+        return generator.encode(row)
     except RowError as error:
         raise UserError(f"{place}: {error}") from error
 
 
 def _write(  # noqa: PLR0917
-    writer: TextGenerator,
+    generator: TextGenerator,
     rows: list[dict[str, Any]],
     prompts: list[list[int]],
     sampling: Sampling,
     seed: int,
     count: int,
 ) -> None:
-    """A JSON line for each answer with the columns of its row, as `upweight score` and `upweight rewards` read it."""
+    """Print a JSON line for each completion with its row's columns, for `upweight score` and `upweight rewards`."""
     for start in range(0, len(rows), AT_ONCE):
         drawn = dataclasses.replace(sampling, seed=seed + start)
-        groups = writer(prompts[start : start + AT_ONCE], drawn, count)
+        groups = generator(prompts[start : start + AT_ONCE], drawn, count)
         for row, group in zip(rows[start : start + AT_ONCE], groups, strict=True):
-            for answer in group:
-                shown = {**row, "completion": answer.text, "finished": answer.finished}
+            for completion in group:
+                shown = {**row, "completion": completion.text, "finished": completion.finished}
                 print(json.dumps(shown, ensure_ascii=False), flush=True)
 
 
-def _chat(writer: TextGenerator, sampling: Sampling, seed: int) -> None:
-    """Turn by turn, until the input ends."""
-    if not writer.templated:
+def _chat(generator: TextGenerator, sampling: Sampling, seed: int) -> None:
+    """Chat turn by turn until the input ends."""
+    if not generator.templated:
         raise UserError("--chat needs a chat template, and the tokenizer has none: name one, `chat_template: chatml`")
-    print("/reset forgets what was said; Ctrl-D ends.", file=sys.stderr)
+    print("/reset clears the conversation; Ctrl-D ends.", file=sys.stderr)
     messages: list[dict[str, str]] = []
     for turn, line in enumerate(iter(_line, None)):
         if line.strip() == "/reset":
             messages = []
         elif line.strip():
-            said = [*messages, {"role": "user", "content": line}]
+            conversation = [*messages, {"role": "user", "content": line}]
             try:
-                ids = _encoded(writer, {"prompt": said}, "chat")
+                ids = _encoded(generator, {"prompt": conversation}, "chat")
             except UserError as error:
-                print(f"{error}; /reset begins anew", file=sys.stderr)
+                print(f"{error}; /reset starts again", file=sys.stderr)
                 continue
-            ((answer,),) = writer([ids], dataclasses.replace(sampling, seed=seed + turn), heard=_say)
+            ((completion,),) = generator([ids], dataclasses.replace(sampling, seed=seed + turn), on_text=_print_text)
             print()
-            messages = [*said, {"role": "assistant", "content": str(answer.text)}]
+            messages = [*conversation, {"role": "assistant", "content": str(completion.text)}]
 
 
 def _line() -> str | None:
@@ -134,5 +134,5 @@ def _line() -> str | None:
         return None
 
 
-def _say(text: str) -> None:
+def _print_text(text: str) -> None:
     print(text, end="", flush=True)

@@ -1,4 +1,4 @@
-"""What the code makes of the documentation: `python -m upweight.cli.pages FOLDER` writes it into its pages."""
+"""Generates parts of the documentation: `python -m upweight.cli.pages FOLDER` writes them into its pages."""
 
 import dataclasses
 import json
@@ -51,10 +51,10 @@ def arguments() -> str:
     return "\n".join([*lines, ""])
 
 
-def renewed(page: str, made: str) -> str:
+def renewed(page: str, generated: str) -> str:
     """A page with what is made behind its mark; without a mark all of it is made."""
     written, mark, _ = page.partition(MARK)
-    return written + mark + made if mark else made
+    return written + mark + generated if mark else generated
 
 
 PAGES = {"config.md": markdown, "formats.md": formats, "peers.md": arguments}

@@ -25,7 +25,7 @@ def run_watch(runs: Sequence[Path], *, port: int | None, open_it: bool) -> None:
     folders = [_folder(run) for run in runs]
     for folder in folders:
         if not folder.exists():
-            print(f"{folder}: nothing is there yet; its run is shown from when it begins", file=sys.stderr)
+            print(f"{folder}: does not exist yet; its run is shown once it begins", file=sys.stderr)
     with serve(folders, port) as server:
         address = f"http://{HERE}:{server.server_address[1]}/"
         print(f"{address}  (Ctrl-C ends it)", flush=True)
@@ -50,6 +50,6 @@ def _folder(run: Path) -> Path:
 
 
 def _open(address: str) -> None:
-    """Show an address where there is a screen; a browser in the terminal would only be in the way."""
+    """Open an address in a browser if there is a display."""
     if sys.platform in ("darwin", "win32") or os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"):
         webbrowser.open(address)

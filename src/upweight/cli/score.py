@@ -1,4 +1,4 @@
-"""`upweight score`: a file of completions under a trained reward model."""
+"""`upweight score`: scores a file of completions with a trained reward model."""
 
 import json
 import sys
@@ -17,12 +17,12 @@ AT_ONCE = 64  # rows between two writes
 
 
 def run(place: str, file: Path, overrides: list[str], *, output: Path | None, chat: bool) -> None:
-    """Every row with its score (and those of its steps), as JSON lines on stdout or in `output`."""
+    """Write every row with its score (and those of its steps) as JSON lines to stdout or to `output`."""
     quiet_transformers()
     rows = read_rows(file)
-    found = trained(place, overrides)
-    data, entry, templated = as_trained(found)
-    scorer = load_score_model(found.model, found.adapter, data=data, entry=entry, chat=chat or templated)
+    model = trained(place, overrides)
+    data, entry, templated = as_trained(model)
+    scorer = load_score_model(model.model, model.adapter, data=data, entry=entry, chat=chat or templated)
     if output is None:
         _write(scorer, rows, sys.stdout)
         return
@@ -39,7 +39,7 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
 
 
 def text_of(file: Path) -> str:
-    """What a file says."""
+    """Return the text of a file."""
     if not file.is_file():
         raise UserError(f"{file}: there is no such file")
     with utf8_from(file):
@@ -48,7 +48,7 @@ def text_of(file: Path) -> str:
 
 @contextmanager
 def utf8_from(name: object) -> Iterator[None]:
-    """Say where text comes from that cannot be decoded."""
+    """Raise a UserError with the source of text that is not UTF-8."""
     try:
         yield
     except UnicodeDecodeError as error:
@@ -56,12 +56,12 @@ def utf8_from(name: object) -> Iterator[None]:
 
 
 def lines_of(text: str, name: object) -> dict[str, str]:
-    """The lines of a text that hold something, by their places; texts within JSON may hold other ends of lines."""
+    """Return the non-empty lines of a text by place; only \\n counts, because JSON texts may hold other line ends."""
     return {f"{name}:{n}": line.rstrip("\r") for n, line in enumerate(text.split("\n"), 1) if line.strip()}
 
 
 def row_of(line: str, place: str, why: str = "") -> dict[str, Any]:
-    """The JSON object that a line holds; `why` says why it should hold one."""
+    """Parse the JSON object of a line; `why` is added to the error."""
     try:
         row = json.loads(line)
     except ValueError as error:
@@ -73,8 +73,8 @@ def row_of(line: str, place: str, why: str = "") -> dict[str, Any]:
 
 def _write(scorer: ScoreModel, rows: list[dict[str, Any]], out: TextIO) -> None:
     for start in range(0, len(rows), AT_ONCE):
-        some = rows[start : start + AT_ONCE]
-        for row, scores in zip(some, scorer(some, first=start), strict=True):
+        batch = rows[start : start + AT_ONCE]
+        for row, scores in zip(batch, scorer(batch, first=start), strict=True):
             out.write(json.dumps({**row, **_summary(scorer, scores)}, ensure_ascii=False) + "\n")
         out.flush()
 

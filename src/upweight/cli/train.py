@@ -1,4 +1,4 @@
-"""`upweight train` and `upweight evaluate`: alone, as the launcher of several ranks, or as one of them."""
+"""`upweight train` and `upweight evaluate`: in one process, as launcher of ranks, or as one rank."""
 
 import contextlib
 import gc
@@ -48,8 +48,8 @@ def run_train(
     if quiet or as_json:
         logger.setLevel(logging.WARNING)
     config = _config(path, overrides)
-    said = [option for option, wanted in (("--quiet", quiet), ("--json", as_json)) if wanted]
-    arguments = ["train", str(path), *overrides, *said]
+    options = [option for option, wanted in (("--quiet", quiet), ("--json", as_json)) if wanted]
+    arguments = ["train", str(path), *overrides, *options]
     if config.stages and stage is None:
         _train_stages(config, arguments, resume or config.run.auto_resume, start, as_json=as_json)
         return
@@ -73,10 +73,10 @@ def _train_stages(config: Config, arguments: list[str], resume: bool, start: Sta
         raise UserError("stages: start the command by itself; it starts the ranks of each stage (--num-processes).")
     from upweight.train.stages import train_stages
 
-    def run_stage(number: int, again: bool) -> None:
-        code = _launched([*arguments, "--stage", str(number), *(["--resume"] if again else [])], start)
+    def run_stage(number: int, resume_stage: bool) -> None:
+        code = _launched([*arguments, "--stage", str(number), *(["--resume"] if resume_stage else [])], start)
         if code is None:
-            _train(config.stages[number], resume=again, as_json=as_json)
+            _train(config.stages[number], resume=resume_stage, as_json=as_json)
             gc.collect()  # the next stage's model needs the memory of this one's
         elif code:
             sys.exit(code)
@@ -91,29 +91,29 @@ def run_evaluate(path: Path, overrides: list[str], *, start: Start) -> None:
     with _as_one_of_many():
         from upweight.train.run import evaluate
 
-        _say_what_is_measured(config)
+        _warn_if_untrained(config)
         metrics = evaluate(config)
     if os.environ.get("RANK", "0") == "0":
         print(json.dumps(metrics))
 
 
-def _say_what_is_measured(config: Config) -> None:
-    """A word where people may take the model that training begins with for the one that came of it."""
+def _warn_if_untrained(config: Config) -> None:
+    """Warn that the initial model is evaluated if a trained one exists."""
     folder, compares = Path(config.run.output_dir), config.method.needs_reference
     if (folder / ADAPTER).is_file() and config.adapter.folder is None:
         remedy = f"for the result, add: lora_model_dir={folder}" + (" rl_adapter_ref_model=true" if compares else "")
     elif (folder / "config.json").is_file() and Path(config.model.base_model or "") != folder:
         remedy = (
-            f"what the run found is in {folder / METRICS}" if compares else f"for the result, add: base_model={folder}"
+            f"the run's metrics are in {folder / METRICS}" if compares else f"for the result, add: base_model={folder}"
         )
     else:
         return
-    logger.warning("this measures the model that training begins with; %s", remedy)
+    logger.warning("this evaluates the model before training; %s", remedy)
 
 
 def _config(path: Path, overrides: list[str]) -> Config:
     if os.environ.get("RANK", "0") != "0":
-        logger.setLevel(logging.ERROR)  # rank 0 speaks for all
+        logger.setLevel(logging.ERROR)  # only rank 0 logs
     config = load_config(path, overrides)
     for notice in config.notices:
         warn_once(notice)

@@ -1,4 +1,4 @@
-"""What a command that reads a trained model is pointed at: a config, a run folder, an adapter or a model."""
+"""Resolves the model argument of commands: a config, a run folder, an adapter or a model."""
 
 import json
 from dataclasses import dataclass
@@ -21,25 +21,25 @@ class Trained:
 
     model: ModelSection
     adapter: Path | None
-    config: Config  # of the run that trained it where that is known, else the keys of the command line
+    config: Config  # of the run that trained it if known, else the keys of the command line
 
 
 def trained(place: str, overrides: list[str], *, or_base: bool = False) -> Trained:
-    """The model that a config trained (with `or_base`, else its base), or the one in a folder or on the hub."""
+    """Return the model that a config trained (with `or_base` else its base), or the one of a folder or the hub."""
     path = Path(place).expanduser()
     if path.is_file() and path.suffix == ".gguf":
         return _named({"base_model": str(path)}, None, overrides)
     if path.is_file():
         config = load_config(path, overrides)
         config = config.stages[-1] if config.stages else config
-        found = _result(config)
-        if found is None and or_base:
-            warn_once(f"{config.run.output_dir} holds no trained model: {config.model.base_model} is taken, untrained")
+        folder = _result(config)
+        if folder is None and or_base:
+            warn_once(f"{config.run.output_dir} holds no trained model: {config.model.base_model} is used, untrained")
             return Trained(config.model, None, config)
-        if found is None:
+        if folder is None:
             where = config.run.output_dir
             raise UserError(f"output_dir: {where} holds no trained model. Train it first: `upweight train CONFIG`.")
-        return _in_folder(found, config, overrides)
+        return _in_folder(folder, config, overrides)
     if not path.is_dir():
         if path.suffix in (".yaml", ".yml") or place.startswith((".", "/", "~")):
             raise UserError(f"{place}: there is neither a config nor a folder of that name")
@@ -48,9 +48,9 @@ def trained(place: str, overrides: list[str], *, or_base: bool = False) -> Train
     return _in_folder(path, load_config(run, overrides) if run else None, overrides)
 
 
-def as_trained(found: Trained) -> tuple[DataSection, DatasetRow | None, bool]:
-    """How the run that trained the model put text together: templates, step separator, and whether as chat turns."""
-    data = found.config.data
+def as_trained(model: Trained) -> tuple[DataSection, DatasetRow | None, bool]:
+    """Return how the training run formatted text: templates, step separator, and whether as chat messages."""
+    data = model.config.data
     if not data.datasets:
         return data, None, False
     first = data.datasets[0]
@@ -65,7 +65,7 @@ def as_trained(found: Trained) -> tuple[DataSection, DatasetRow | None, bool]:
 
 
 def _result(config: Config) -> Path | None:
-    """The folder that a config's run leaves its model in; an adapter that it only continues will do."""
+    """Return the folder of a config's trained model, or of the adapter that it continues, or None."""
     folders = [Path(config.run.output_dir), *([Path(config.adapter.folder)] if config.adapter.folder else [])]
     return next(
         (folder for folder in folders if (folder / ADAPTER).is_file() or (folder / "config.json").is_file()), None
@@ -75,8 +75,8 @@ def _result(config: Config) -> Path | None:
 def _in_folder(folder: Path, config: Config | None, overrides: list[str]) -> Trained:
     is_adapter = (folder / ADAPTER).is_file()
     if config is not None:
-        own = ModelSection(base_model=str(folder), trust_remote_code=config.model.trust_remote_code)
-        return Trained(config.model, folder, config) if is_adapter else Trained(own, None, config)
+        section = ModelSection(base_model=str(folder), trust_remote_code=config.model.trust_remote_code)
+        return Trained(config.model, folder, config) if is_adapter else Trained(section, None, config)
     if not is_adapter:
         return _named({"base_model": str(folder)}, None, overrides)
     named = json.loads((folder / ADAPTER).read_text(encoding="utf-8"))
@@ -85,6 +85,6 @@ def _in_folder(folder: Path, config: Config | None, overrides: list[str]) -> Tra
 
 
 def _named(content: dict[str, Any], adapter: Path | None, overrides: list[str]) -> Trained:
-    """A model that no config is known of but what the command line says."""
-    given = parse_config(apply_overrides(content, overrides), folder=Path.cwd(), fragment=True)
-    return Trained(given.model, adapter, given)
+    """Return a model without a known config, with the keys of the command line."""
+    config = parse_config(apply_overrides(content, overrides), folder=Path.cwd(), fragment=True)
+    return Trained(config.model, adapter, config)

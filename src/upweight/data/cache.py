@@ -1,4 +1,4 @@
-"""Prepared data on disk: a key over everything that shapes it, written whole or not at all, checked when read."""
+"""The cache of prepared data on disk: keyed by everything that affects it, written atomically, verified when read."""
 
 import functools
 import hashlib
@@ -20,12 +20,12 @@ BLOCK = 1 << 24
 
 
 def digest(content: Any) -> str:
-    """A name for JSON-like content: equal content, equal name."""
+    """Return a hash of JSON-like content."""
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
 def tokenizer_digest(tokenizer: Any) -> str:
-    """A name for a tokenizer by what it is saved as; where it was loaded from does not matter."""
+    """Return a hash of the files that a tokenizer is saved as; its source path does not count."""
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
         files = {
@@ -33,34 +33,34 @@ def tokenizer_digest(tokenizer: Any) -> str:
         }
     for name, text in files.items():
         if name.endswith(".json"):
-            files[name] = json.dumps(_lasting(json.loads(text)), sort_keys=True)
+            files[name] = json.dumps(_without_transient(json.loads(text)), sort_keys=True)
     return digest([type(tokenizer).__name__, files])
 
 
-def _lasting(content: Any) -> Any:
-    """A saved tokenizer without what calls leave behind in it, and without where it came from."""
-    passing = ("truncation", "padding", "name_or_path", "tokenizer_file", "vocab_file", "is_local")
-    return {k: v for k, v in content.items() if k not in passing} if isinstance(content, dict) else content
+def _without_transient(content: Any) -> Any:
+    """Return a saved tokenizer's content without the state of past calls and without its source path."""
+    transient = ("truncation", "padding", "name_or_path", "tokenizer_file", "vocab_file", "is_local")
+    return {k: v for k, v in content.items() if k not in transient} if isinstance(content, dict) else content
 
 
 @functools.cache
 def code_digest() -> str:
-    """A name for the code and the templates that prepare data: a mended format must not meet old rows."""
+    """Return a hash of the code and the templates that prepare data, so that a changed format makes new rows."""
     files = sorted(file for file in Path(__file__).parent.rglob("*") if file.suffix in (".py", ".jinja"))
     return digest([[file.name, file.read_text(encoding="utf-8")] for file in files])
 
 
 def is_whole(folder: Path) -> bool:
-    """Whether a folder holds exactly the bytes that were written to it."""
+    """Return whether a folder holds exactly the bytes that were written to it."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        return bool(manifest) and all(_checksum(folder / name) == found for name, found in manifest.items())
+        return bool(manifest) and all(_checksum(folder / name) == checksum for name, checksum in manifest.items())
     except (OSError, ValueError, AttributeError):
         return False
 
 
 def write_whole(folder: Path, fill: Callable[[Path], None], *, replace: bool) -> None:
-    """Let `fill` write a folder under another name, then rename it; `replace` says to put it over a whole one too."""
+    """Let `fill` write a temporary folder, then rename it; `replace` also replaces a folder that is whole."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         building = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}")
@@ -78,7 +78,7 @@ def write_whole(folder: Path, fill: Callable[[Path], None], *, replace: bool) ->
 
 
 def find(folder: Path) -> bool:
-    """Whether `folder` can be read; a damaged one is reported and will be replaced."""
+    """Return whether `folder` can be read; warns about a damaged one, which will be replaced."""
     if not folder.exists():
         return False
     if is_whole(folder):
@@ -88,7 +88,7 @@ def find(folder: Path) -> bool:
 
 
 def _put_in_place(building: Path, folder: Path, replace: bool) -> None:
-    """Rename; what stands there makes way, unless another process has just finished the same work."""
+    """Rename `building` to `folder` and replace what is there, unless another process has finished the same work."""
     while True:
         try:
             os.rename(building, folder)
@@ -104,7 +104,7 @@ def _put_in_place(building: Path, folder: Path, replace: bool) -> None:
 
 
 def _checksum(file: Path) -> list[int]:
-    """Size and CRC of a file."""
+    """Return the size and the CRC of a file."""
     size, crc = 0, 0
     with file.open("rb") as content:
         while block := content.read(BLOCK):

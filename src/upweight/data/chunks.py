@@ -1,4 +1,4 @@
-"""Rows to arrow, a few hundred at a time, in one process or several."""
+"""Encodes rows into Arrow batches, a few hundred rows at a time, in one process or several."""
 
 import hashlib
 import json
@@ -31,9 +31,9 @@ from upweight.methods.base import Method
 CHUNK = 512  # rows encoded together
 WORTH_FORKING = 20_000  # rows below which more processes cost more than they bring
 MOST_PROCESSES = 16
-OTHERS = "others"  # column that holds, as JSON, whatever a row carries along
+OTHERS = "others"  # column that holds all further columns of a row as JSON
 
-RENAMED = {  # what a mapping of columns can name, by the kind of data
+RENAMED = {  # columns that a `type` mapping can name, by the kind of data
     "pairs": ("prompt", "chosen", "rejected"),
     "labelled": ("prompt", "completion", "label"),
     "text": ("instruction", "output"),
@@ -52,14 +52,13 @@ SCHEMAS: dict[str, dict[str, pa.DataType]] = {
 
 
 def schema_of(method: Method) -> dict[str, pa.DataType]:
-    """The arrow types of a method's columns."""
-    strided = method.strided
-    return SCHEMAS["documents" if strided else method.data]
+    """Return the Arrow types of a method's columns."""
+    return SCHEMAS["documents" if method.strided else method.data]
 
 
 @dataclass(frozen=True)
 class Job:
-    """The rows of one entry that go to one side, and what is done with them."""
+    """The rows of one entry that are used for training or for evaluation, and how they are encoded."""
 
     where: str
     evaluation: bool
@@ -71,19 +70,19 @@ class Job:
 
 @dataclass
 class Chunk:
-    """What became of consecutive rows of a job."""
+    """The encoded records of consecutive rows of a job."""
 
     batch: pa.RecordBatch
     origin_N2: NDArray[np.int64]  # row of the job, and number among that row's records
     length_M3: NDArray[np.int64]  # prompt, completion, sequence; of every record, kept or not
     names: set[str] = field(default_factory=set)  # columns that any record has
-    digests: list[bytes] = field(default_factory=list)  # of the records kept, to find repeated ones
+    digests: list[bytes] = field(default_factory=list)  # of the records kept, for deduplication
     dropped: Counter[str] = field(default_factory=Counter)
     notes: Counter[str] = field(default_factory=Counter)
 
 
 def encode_all(jobs: Sequence[Job], *, processes: int | None, digests: bool) -> Iterator[tuple[int, int, Chunk]]:
-    """Every chunk in order, as (number of its job, its rows, what became of them)."""
+    """Yield every chunk in order as (number of its job, number of its rows, chunk)."""
     tasks = (
         (number, start, min(start + CHUNK, len(job.rows)))
         for number, job in enumerate(jobs)
@@ -122,7 +121,7 @@ def _work(number: int, start: int, stop: int) -> Chunk:
 
 
 def _start_process() -> None:
-    # The processes themselves keep the processors busy; threads inside them would only compete.
+    # The processes already keep all cores busy; threads inside them would only compete.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 
@@ -136,16 +135,16 @@ def _next(waiting: deque[tuple[int, int, Future[Chunk]]]) -> tuple[int, int, Chu
         ) from error
 
 
-def _processes(asked: int | None, rows: int) -> int:
+def _processes(configured: int | None, rows: int) -> int:
     if "fork" not in multiprocessing.get_all_start_methods():
         return 1
-    if asked is not None:
-        return asked
+    if configured is not None:
+        return configured
     return min(len(os.sched_getaffinity(0)), MOST_PROCESSES) if rows >= WORTH_FORKING else 1
 
 
 def encode_chunk(job: Job, start: int, stop: int, digests: bool) -> Chunk:
-    """Encode the rows from `start` to `stop`; a row that cannot be used stops the run with its place."""
+    """Encode the rows from `start` to `stop`; a row that cannot be used raises a UserError with its place."""
     schema = schema_of(job.method)
     columns: dict[str, list[Any]] = {name: [] for name in schema}
     chunk = Chunk(pa.RecordBatch.from_pylist([]), np.zeros((0, 2), np.int64), np.zeros((0, 3), np.int64))
@@ -182,27 +181,27 @@ def _encode(job: Job, start: int, stop: int) -> list[list[Record]]:
         raise
 
 
-def bad_row(job: Job, row: int, error: RowError, given: Any = None) -> UserError:
-    """The message about a row that cannot be used: dataset, row, key, what was expected, which columns there are."""
+def bad_row(job: Job, row: int, error: RowError, content: Any = None) -> UserError:
+    """Return the error about a row: dataset, row number, key, what was expected, and the columns of `content`."""
     columns, key = "", re.split(r"[.[]", error.key)[0]
-    if isinstance(given, Mapping) and key not in given and job.encoder.transform is None:
-        listed = ", ".join(map(str, given)) or "no columns"
-        columns = f".{did_you_mean(key, list(given))} The row has {listed}. {_remedy(job)}"
+    if isinstance(content, Mapping) and key not in content and job.encoder.transform is None:
+        names = ", ".join(map(str, content)) or "no columns"
+        columns = f".{did_you_mean(key, list(content))} The row has {names}. {_remedy(job)}"
     return UserError(f"{job.where}, {job.rows.place(row)}, '{error.key}': expected {error.expected}{columns}")
 
 
 def _remedy(job: Job) -> str:
-    """How columns of other names are read."""
+    """Return the advice on how to read columns with other names."""
     kind = kind_of(job.method)
     if any(isinstance(source, GivenTable) for source in job.rows.sources):
-        return "`rename_column` of the dataset gives columns the names that are read"
+        return "`rename_column` of the dataset changes the names of columns"
     fields = ", ".join(f"field_{name}: NAME" for name in RENAMED.get(kind, ()))
-    others = ["`field_messages: NAME`"] * (kind in ("text", "ebft")) + [f"`type: {{{fields}}}`"] * bool(fields)
-    return f"{' or '.join([*others, '`type: file.function`, a transform'])} reads columns of other names"
+    options = ["`field_messages: NAME`"] * (kind in ("text", "ebft")) + [f"`type: {{{fields}}}`"] * bool(fields)
+    return f"{' or '.join([*options, '`type: file.function`, a transform'])} reads columns of other names"
 
 
 def within_limits(job: Job, row: int, record: Record) -> tuple[Record | None, str | None]:
-    """The record as the length rules leave it, and what they did."""
+    """Return the record after the length rules, or None if they drop it, and the reason for any change."""
     try:
         return apply_length_rules(record, job.rules, job.method)
     except RowError as error:
@@ -210,7 +209,7 @@ def within_limits(job: Job, row: int, record: Record) -> tuple[Record | None, st
 
 
 def _append(columns: dict[str, list[Any]], record: dict[str, Any], names: set[str]) -> None:
-    """Add a record to columns; what has no column of its own is kept as JSON."""
+    """Append a record to columns; values without a column in the schema are stored as JSON."""
     names.update(record)
     for name, values in columns.items():
         if name != OTHERS:
@@ -220,14 +219,14 @@ def _append(columns: dict[str, list[Any]], record: dict[str, Any], names: set[st
 
 
 def with_columns(stored: Dataset, names: Collection[str]) -> Dataset:
-    """Stored rows with those of `names` that any of them has as columns of their own."""
+    """Return stored rows with only the columns in `names`; those stored as JSON become columns again."""
     kept = [name for name in stored.column_names if name in names or name == OTHERS]
     rows = stored.select_columns(kept)
     return rows.with_transform(partial(_unfold, sorted(set(names) - set(kept)))) if OTHERS in kept else rows
 
 
 def _unfold(names: Sequence[str], columns: dict[str, list[Any]]) -> dict[str, list[Any]]:
-    """Rows with the columns that were kept as JSON; one that a row lacks is None."""
+    """Turn the columns that were stored as JSON back into columns; a missing value is None."""
     if OTHERS not in columns:
         return columns
     others = [json.loads(text) for text in columns[OTHERS]]

@@ -1,4 +1,4 @@
-"""Raw rows into prepared records: format, then tokens."""
+"""Turns raw rows into prepared records: first by a dataset format, then by the tokenizer."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -8,7 +8,7 @@ from upweight.config.sections.data import DataSection, DatasetRow, UserFormat
 from upweight.config.view import ConfigView
 from upweight.data.examples import Example, Format, Setup
 from upweight.data.formats import FORMATS, UNTYPED, USER_DEFINED, kind_of
-from upweight.data.raw_row import Record, Row, RowError
+from upweight.data.raw_row import RawRow, Record, RowError
 from upweight.data.sources.transforms import Transform
 from upweight.data.tokenize.messages import MessageReader
 from upweight.data.tokenize.records import RecordMaker
@@ -41,7 +41,7 @@ def build_encoder(  # noqa: PLR0917
     folder: Path,
     classes: int | None = None,
 ) -> "Encoder":
-    """What turns the rows of one entry of `datasets` (or `test_datasets`) into records."""
+    """Build the encoder for the rows of one entry of `datasets` (or `test_datasets`)."""
     template = chat_template(data, entry, tokenizer, folder)
     reader = MessageReader(entry, data.default_system_message)
     setup = Setup(data, entry, method, reader, template, classes)
@@ -54,13 +54,13 @@ def _built_in(setup: Setup) -> Format:
     kind, name = kind_of(setup.method), setup.entry.type
     if isinstance(name, UserFormat):
         if kind not in USER_DEFINED:
-            raise UserError(f"datasets.type: a mapping of columns does not serve {SERVES[kind]}. Name a format.")
+            raise UserError(f"datasets.type: a mapping of columns does not work for {SERVES[kind]}. Name a format.")
         return USER_DEFINED[kind]
     return UNTYPED[kind] if name is None else FORMATS[kind][name]
 
 
 def _transform(setup: Setup, index: int, tokenizer: Any, cfg: ConfigView, folder: Path) -> Transform | None:
-    """The user's transform, where the type is none of ours."""
+    """Load the user's transform if `type` is not a built-in format."""
     kind, name = kind_of(setup.method), setup.entry.type
     if not isinstance(name, str):
         return None
@@ -68,9 +68,9 @@ def _transform(setup: Setup, index: int, tokenizer: Any, cfg: ConfigView, folder
         if "." in name and (file := local_file(name, folder)):
             warn_once(f"datasets.type: '{name}' is a built-in format; {file} is not used. Rename the file to use it.")
         return None
-    others = [SERVES[other] for other, formats in FORMATS.items() if name in formats]
-    if others:
-        raise UserError(f"datasets.type: '{name}' is for {' and '.join(others)}, not for {setup.method.name}.")
+    other_kinds = [SERVES[other] for other, formats in FORMATS.items() if name in formats]
+    if other_kinds:
+        raise UserError(f"datasets.type: '{name}' is for {' and '.join(other_kinds)}, not for {setup.method.name}.")
     families = {known.split(".")[0] for formats in FORMATS.values() for known in formats}
     if "." not in name or (name.split(".")[0] in families and not local_file(name, folder)):
         raise UserError(f"datasets.type: there is no format '{name}'.{did_you_mean(name, FORMATS[kind])}")
@@ -80,19 +80,19 @@ def _transform(setup: Setup, index: int, tokenizer: Any, cfg: ConfigView, folder
         if local_file(name, folder) is not None:
             raise
         raise UserError(f"{error} Formats for {setup.method.name}: {', '.join(FORMATS[kind])}.") from error
-    return Transform(function, name, _seen_from(setup, index, cfg), index, tokenizer)
+    return Transform(function, name, _view_for_entry(setup, index, cfg), index, tokenizer)
 
 
-def _seen_from(setup: Setup, index: int, cfg: ConfigView) -> ConfigView:
-    """The config with `datasets` the list that holds the entry, so that `cfg.datasets[dataset_idx]` is the entry."""
-    held = [row is setup.entry for row in setup.data.test_datasets]
-    if any(held) and held.index(True) == index and "test_datasets" in cfg:
+def _view_for_entry(setup: Setup, index: int, cfg: ConfigView) -> ConfigView:
+    """Return the config in which `cfg.datasets[dataset_idx]` is the entry, also for an entry of `test_datasets`."""
+    is_entry = [row is setup.entry for row in setup.data.test_datasets]
+    if any(is_entry) and is_entry.index(True) == index and "test_datasets" in cfg:
         return ConfigView({**cfg, "datasets": cfg["test_datasets"]})
     return cfg
 
 
 class Encoder:
-    """Rows of one dataset into records."""
+    """Turns the rows of one dataset entry into records."""
 
     def __init__(self, setup: Setup, read: Format, transform: Transform | None, tokenizer: Any) -> None:
         self.setup = setup
@@ -103,21 +103,24 @@ class Encoder:
         self.source_text = (setup.template.written or "") + (transform.source_text if transform else "")
 
     def __call__(self, row: Mapping[str, Any]) -> list[Record]:
-        """The records that a row becomes; none where a transform drops it. A bad row is a RowError."""
+        """Return the records of a row, none if a transform drops it; a bad row raises a RowError."""
         return self.encode_many([row])[0]
 
     def encode_many(self, rows: Sequence[Mapping[str, Any]]) -> list[list[Record]]:
-        """The records of each row; the first bad one is a RowError."""
+        """Return the records of each row; the first bad row raises a RowError."""
         examples = [self._examples(row) for row in rows]
-        texts = [[self.maker.texts(example) for example in one] for one in examples]
+        texts = [[self.maker.texts(example) for example in row] for row in examples]
         ids = iter(self.tokens.ids([text for row in texts for example in row for text in example]))
         return [
-            [self.maker.record(example, [next(ids) for _ in wanted]) for example, wanted in zip(*both, strict=True)]
-            for both in zip(examples, texts, strict=True)
+            [
+                self.maker.record(example, [next(ids) for _ in row_texts])
+                for example, row_texts in zip(*row, strict=True)
+            ]
+            for row in zip(examples, texts, strict=True)
         ]
 
-    def _examples(self, row: Row) -> list[Example]:
+    def _examples(self, row: RawRow) -> list[Example]:
         if not isinstance(row, Mapping):
-            raise RowError("row", f"a mapping of columns, found {type(row).__name__}")
-        rows: Sequence[Row] = self.transform(row) if self.transform else [row]
-        return [example for one in rows for example in self.read(self.setup, one)]
+            raise RowError("row", f"a mapping of columns, got {type(row).__name__}")
+        rows: Sequence[RawRow] = self.transform(row) if self.transform else [row]
+        return [example for raw_row in rows for example in self.read(self.setup, raw_row)]

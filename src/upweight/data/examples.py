@@ -1,21 +1,21 @@
-"""What a format makes of a row: text, not yet tokens. One shape for each kind of training data."""
+"""Examples that formats build from rows: text before tokenization, one class for each kind of training data."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from upweight.config.sections.data import DataSection, DatasetRow, UserFormat
-from upweight.data.raw_row import Row
+from upweight.data.raw_row import RawRow
 from upweight.data.tokenize.messages import MessageReader
 from upweight.data.tokenize.templates import ChatTemplate
 from upweight.methods.base import Method
 
-USUAL = UserFormat()
+DEFAULT_COLUMNS = UserFormat()
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A prompt and two answers, the better one first."""
+    """A prompt with its chosen and its rejected completion."""
 
     prompt: str
     chosen: str
@@ -25,7 +25,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Labelled:
-    """A prompt, an answer, and whether the answer is wanted."""
+    """A prompt, a completion, and whether the completion is desirable."""
 
     prompt: str
     completion: str
@@ -34,7 +34,7 @@ class Labelled:
 
 @dataclass(frozen=True)
 class Steps:
-    """A prompt, the steps of an answer, and the class of each step."""
+    """A prompt, the steps of a completion, and the class of each step."""
 
     prompt: str
     completions: list[str]
@@ -43,16 +43,16 @@ class Steps:
 
 @dataclass(frozen=True)
 class Span:
-    """A stretch of text that somebody wrote in one turn."""
+    """A range of characters that is trained on: the text of one turn."""
 
     start: int
     end: int
-    holes: tuple[tuple[int, int], ...] = ()  # stretches inside it that are not trained on
+    holes: tuple[tuple[int, int], ...] = ()  # ranges inside it that are not trained on
 
 
 @dataclass(frozen=True)
 class Text:
-    """One text and the stretches of it that are trained on."""
+    """One text and the ranges of it that are trained on."""
 
     text: str
     spans: list[Span]
@@ -61,19 +61,19 @@ class Text:
 
 @dataclass(frozen=True)
 class Tokens:
-    """What came as token ids: the columns that its record has."""
+    """A row that was tokenized before: the columns of its record."""
 
     columns: dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt as the row gave it, its text, the columns that rewards will see, and what is known to follow."""
+    """A prompt as the row holds it, its rendered text, the columns for rewards, and the true continuation for EBFT."""
 
     prompt: str | list[dict[str, Any]]
     text: str
     columns: dict[str, Any] = field(default_factory=dict)
-    # The true answer as the template writes it; then, in turn, what others said up to the next answer, and that answer.
+    # The true completion as the template writes it; then, in turn, the text up to the next completion, and that one.
     truth: tuple[str, ...] = ()
 
 
@@ -82,19 +82,19 @@ Example = Pair | Labelled | Steps | Text | Tokens | Prompt
 
 @dataclass(frozen=True)
 class Setup:
-    """All that a format may look at besides the row."""
+    """Everything that a format reads besides the row."""
 
     data: DataSection
     entry: DatasetRow
     method: Method
     reader: MessageReader
     template: ChatTemplate
-    classes: int | None = None  # outputs of the score head, where known
+    classes: int | None = None  # outputs of the score head, if known
 
     @property
     def form(self) -> UserFormat:
-        """The columns that the config names, where `type` is a mapping; else the usual ones."""
-        return self.entry.type if isinstance(self.entry.type, UserFormat) else USUAL
+        """The column names of the config if `type` is a mapping, else the default ones."""
+        return self.entry.type if isinstance(self.entry.type, UserFormat) else DEFAULT_COLUMNS
 
 
-Format = Callable[[Setup, Row], list[Example]]
+Format = Callable[[Setup, RawRow], list[Example]]

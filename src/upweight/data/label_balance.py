@@ -1,4 +1,4 @@
-"""Whether labelled rows hold what KTO compares: answers that are wanted, and others that are not."""
+"""Checks that KTO data has both desirable and undesirable completions."""
 
 from collections.abc import Callable
 
@@ -10,16 +10,16 @@ from upweight.methods.base import Method
 
 
 def require_both_labels(rows: Dataset, method: Method, first: Callable[[], str]) -> None:
-    """Refuse rows that are all labelled alike, unless the other kind counts for nothing; `first` names a row."""
+    """Raise a UserError if all rows have the same label, unless the other label has weight 0; `first` names a row."""
     weights = method.verdict_weights
     if weights is None or not len(rows):
         return
-    found = pc.call_function("unique", [rows.with_format("arrow")["label"]]).to_pylist()
-    missing = {True, False} - set(found)
-    if missing and all(weights[verdict] > 0 for verdict in missing):
-        label = str(found[0]).lower()
-        key = "kto_undesirable_weight" if found[0] else "kto_desirable_weight"
+    labels = pc.call_function("unique", [rows.with_format("arrow")["label"]]).to_pylist()
+    missing = {True, False} - set(labels)
+    if missing and all(weights[label] > 0 for label in missing):
+        label = str(labels[0]).lower()
+        key = "kto_undesirable_weight" if labels[0] else "kto_desirable_weight"
         raise UserError(
-            f"{first()}, 'label': it and all other rows ({len(rows)}) are labelled {label}; KTO compares wanted with "
-            f"unwanted answers. Add rows of the other kind, or set '{key}: 0' to train on these alone."
+            f"{first()}, 'label': it and all other rows ({len(rows)}) are labelled {label}; KTO compares "
+            f"desirable with undesirable completions. Add rows with the other label, or set '{key}: 0' to train on one."
         )

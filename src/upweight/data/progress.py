@@ -1,4 +1,4 @@
-"""Progress on stderr where someone watches, silence elsewhere."""
+"""Progress bars on stderr, shown only if it is a terminal."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -9,7 +9,7 @@ import datasets
 
 @contextmanager
 def quiet_unless_terminal() -> Iterator[None]:
-    """Keep the bars of `datasets` off stderr unless it is a terminal."""
+    """Disable the progress bars of `datasets` unless stderr is a terminal."""
     if sys.stderr.isatty() or datasets.are_progress_bars_disabled():
         yield
         return
@@ -22,7 +22,7 @@ def quiet_unless_terminal() -> Iterator[None]:
 
 @contextmanager
 def progress(label: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A bar over `total` rows; the function it gives is called with the rows done since the last call."""
+    """Show a bar over `total` rows; yields a function that takes the rows done since its last call."""
     from rich.console import Console
     from rich.progress import (
         BarColumn,

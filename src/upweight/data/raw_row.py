@@ -1,4 +1,4 @@
-"""Reading one raw row: every wrong value becomes a RowError that names its key."""
+"""Reads values of one raw row; every wrong value becomes a RowError that names its key."""
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -6,14 +6,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-Row = Mapping[str, Any]
+RawRow = Mapping[str, Any]
 LARGEST = sys.float_info.max
 DEEPEST = 64
-OWN_COLUMNS = ("prompt", "prompt_ids")  # of a prepared prompt; its others are the user's
+OWN_COLUMNS = ("prompt", "prompt_ids")  # columns that preparation adds to a prompt; all others come from the user's row
 
 
 class RowError(Exception):
-    """A row that cannot be used: the key, and what was expected there."""
+    """The error for a row that cannot be used; it holds the key and what was expected there."""
 
     def __init__(self, key: str, expected: str) -> None:
         super().__init__(f"'{key}': expected {expected}")
@@ -23,15 +23,15 @@ class RowError(Exception):
 
 @dataclass
 class Record:
-    """One prepared row: its text for people, its columns for training."""
+    """One prepared row: the text that `preprocess --show` prints, and the columns that training reads."""
 
     text: dict[str, Any]
     columns: dict[str, Any]
     pinned: int = 0  # leading tokens that truncation keeps: 1 where the sequence begins with BOS
 
 
-def lookup(row: Row, key: str) -> Any:
-    """The value at `key`, where dots reach into nested columns; None where there is nothing."""
+def lookup(row: RawRow, key: str) -> Any:
+    """Return the value at `key`, where dots address nested columns, or None."""
     if key in row:
         return row[key]
     value: Any = row
@@ -42,13 +42,13 @@ def lookup(row: Row, key: str) -> Any:
     return value
 
 
-def has(row: Row, key: str) -> bool:
-    """Whether a row has a value at `key`."""
+def has(row: RawRow, key: str) -> bool:
+    """Return whether a row has a value other than None at `key`."""
     return lookup(row, key) is not None
 
 
-def found(value: Any) -> str:
-    """A value in words, for messages about what was found in its place."""
+def describe_value(value: Any) -> str:
+    """Return the type of a value in words, for error messages."""
     if value is None:
         return "nothing"
     if isinstance(value, str):
@@ -65,89 +65,89 @@ def found(value: Any) -> str:
 
 
 def checked_text(value: Any, key: str, *, empty: bool = False) -> str:
-    """`value` if it is valid text, else a RowError."""
+    """Return `value` if it is valid text, else raise a RowError."""
     if not isinstance(value, str) or (not value and not empty):
-        raise RowError(key, f"text, found {found(value)}")
+        raise RowError(key, f"text, got {describe_value(value)}")
     if not value.isascii():
         try:
             value.encode("utf-8")
         except UnicodeEncodeError as error:
-            raise RowError(key, f"valid unicode, found half a surrogate pair at character {error.start}") from error
+            raise RowError(key, f"valid unicode, got half a surrogate pair at character {error.start}") from error
     return value
 
 
-def text_at(row: Row, key: str) -> str:
-    """The text at `key`; it must be there and not be empty."""
+def text_at(row: RawRow, key: str) -> str:
+    """Return the text at `key`; raise a RowError if it is missing or empty."""
     return checked_text(lookup(row, key), key)
 
 
-def optional_text(row: Row, key: str) -> str:
-    """The text at `key`, empty where there is none."""
+def optional_text(row: RawRow, key: str) -> str:
+    """Return the text at `key`, or an empty text if the row has none."""
     value = lookup(row, key)
     return "" if value is None else checked_text(value, key, empty=True)
 
 
-def first_of(row: Row, keys: Iterable[str]) -> str:
-    """The first of `keys` that the row has; an error that names them all where it has none."""
+def first_of(row: RawRow, keys: Iterable[str]) -> str:
+    """Return the first of `keys` that the row has; raise a RowError that names them all if it has none."""
     keys = list(keys)
     for key in keys:
         if has(row, key):
             return key
-    raise RowError(keys[0], f"text under {' or '.join(repr(key) for key in keys)}, found nothing")
+    raise RowError(keys[0], f"text under {' or '.join(repr(key) for key in keys)}, got nothing")
 
 
 def checked_list(value: Any, key: str, of: str) -> list[Any]:
-    """`value` if it is a list with something in it, else a RowError."""
+    """Return `value` if it is a non-empty list, else raise a RowError."""
     if not isinstance(value, list | tuple) or not value:
-        raise RowError(key, f"a list of {of}, found {found(value)}")
+        raise RowError(key, f"a list of {of}, got {describe_value(value)}")
     return list(value)
 
 
-def flag_at(row: Row, key: str) -> bool:
-    """The verdict at `key`: true or false, 1 or 0, or these as text."""
+def flag_at(row: RawRow, key: str) -> bool:
+    """Return the boolean at `key`, written as true or false, 1 or 0, or these as text."""
     value = lookup(row, key)
     if isinstance(value, str) and value.strip().lower() in ("true", "false", "1", "0"):
         return value.strip().lower() in ("true", "1")
     if isinstance(value, bool | int | float) and value in (0, 1):
         return bool(value)
-    raise RowError(key, f"true or false, found {found(value)}")
+    raise RowError(key, f"true or false, got {describe_value(value)}")
 
 
-def optional_number(row: Row, key: str) -> float | None:
-    """The finite number at `key`, as such or as text; None where there is none."""
+def optional_number(row: RawRow, key: str) -> float | None:
+    """Return the finite number at `key`, also if it is written as text, or None."""
     value = lookup(row, key)
     if value is None or value == "":
         return None
-    if isinstance(value, str):  # as every cell of a CSV is
+    if isinstance(value, str):  # every cell of a CSV file is text
         with suppress(ValueError):
             value = float(value)
     if isinstance(value, bool) or not isinstance(value, int | float) or not -LARGEST <= value <= LARGEST:
-        raise RowError(key, f"a finite number, found {found(value)}")
+        raise RowError(key, f"a finite number, got {describe_value(value)}")
     return float(value)
 
 
-def id_list(row: Row, key: str) -> list[int]:
-    """The token ids at `key`."""
+def id_list(row: RawRow, key: str) -> list[int]:
+    """Return the token ids at `key`."""
     values = checked_list(lookup(row, key), key, "token ids")
     for value in values:
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise RowError(key, f"token ids, found {found(value)}")
+            raise RowError(key, f"token ids, got {describe_value(value)}")
     return values
 
 
-def label_list(row: Row, size: int) -> list[int]:
-    """The labels of `size` tokens, -100 where a token has none."""
+def label_list(row: RawRow, size: int) -> list[int]:
+    """Return the labels of `size` tokens; -100 marks a token without a label."""
     labels = checked_list(lookup(row, "labels"), "labels", "labels")
     if len(labels) != size:
-        raise RowError("labels", f"one label for each of the {size} tokens, found {len(labels)}")
+        raise RowError("labels", f"one label for each of the {size} tokens, got {len(labels)}")
     for label in labels:
         if isinstance(label, bool) or not isinstance(label, int):
-            raise RowError("labels", f"whole numbers, found {found(label)}")
+            raise RowError("labels", f"whole numbers, got {describe_value(label)}")
     return labels
 
 
 def check_all_text(value: Any, key: str, depth: int = 0) -> None:
-    """A RowError if any text inside `value` is not valid unicode, or if it is nested beyond use."""
+    """Raise a RowError if any text inside `value` is not valid unicode, or if it is nested too deeply."""
     if depth > DEEPEST:
         raise RowError(key[:80], f"at most {DEEPEST} levels of nesting")
     if isinstance(value, str):
@@ -162,7 +162,7 @@ def check_all_text(value: Any, key: str, depth: int = 0) -> None:
 
 
 def common_length(first: Sequence[Any], second: Sequence[Any]) -> int:
-    """Length of the common beginning of two texts or lists."""
+    """Return the length of the common prefix of two texts or lists."""
     length = min(len(first), len(second))
     if first[:length] == second[:length]:
         return length
@@ -170,6 +170,6 @@ def common_length(first: Sequence[Any], second: Sequence[Any]) -> int:
 
 
 def common_start(sequences: Sequence[Sequence[Any]]) -> list[Any]:
-    """What all of some sequences begin with."""
+    """Return the longest common prefix of some sequences."""
     first = sequences[0]
-    return list(first[: min(common_length(first, other) for other in sequences)])
+    return list(first[: min(common_length(first, sequence) for sequence in sequences)])

@@ -1,4 +1,4 @@
-"""What preparation did, in numbers: rows read, kept and dropped, lengths, and the settings they suggest."""
+"""The report on data preparation: rows read, kept and dropped, token lengths, and suggested settings."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -13,19 +13,19 @@ ROUNDING = 64  # suggested lengths are multiples of this
 
 @dataclass
 class Part:
-    """What became of one entry's rows."""
+    """The counts of one dataset entry: rows read, records kept, records dropped and changed."""
 
     where: str
     evaluation: bool
     read: int
     kept: int = 0
     dropped: Counter[str] = field(default_factory=Counter)  # reason -> records
-    notes: Counter[str] = field(default_factory=Counter)  # what was done to records that were kept -> records
+    notes: Counter[str] = field(default_factory=Counter)  # change made to records that were kept -> records
 
 
 @dataclass
 class Report:
-    """The summary that `preprocess` prints and the cache keeps."""
+    """The summary that `preprocess` prints and the cache stores."""
 
     parts: list[Part]
     lengths: dict[str, dict[str, int]]  # of training rows before any was dropped or cut: prompt -> {"50%": 12, ...}
@@ -44,12 +44,12 @@ class Report:
         return sum(part.kept for part in self.parts if part.evaluation)
 
     def to_json(self) -> dict[str, Any]:
-        """The report as JSON values."""
+        """Return the report as JSON values."""
         return {**vars(self), "parts": [dict(vars(part)) for part in self.parts]}
 
     @staticmethod
     def from_json(values: dict[str, Any]) -> "Report":
-        """The report that `to_json` wrote."""
+        """Return the report that `to_json` wrote."""
         parts = [
             Part(**{**part, "dropped": Counter(part["dropped"]), "notes": Counter(part["notes"])})
             for part in values["parts"]
@@ -57,7 +57,7 @@ class Report:
         return Report(**{**values, "parts": parts})
 
     def lines(self) -> list[str]:
-        """The report in words."""
+        """Return the report as lines of text."""
         lines = [_line(part) for part in self.parts]
         if self.lengths:
             heads = list(next(iter(self.lengths.values())))
@@ -85,7 +85,7 @@ def _line(part: Part) -> str:
 
 
 def percentiles(lengths: NDArray[np.int64]) -> dict[str, int]:
-    """Percentiles and the largest of some lengths."""
+    """Return the percentiles and the maximum of some lengths."""
     values = np.percentile(lengths, PERCENTILES, method="higher")
     return {f"{p}%": int(v) for p, v in zip(PERCENTILES, values, strict=True)} | {"max": int(lengths.max())}
 
@@ -93,14 +93,14 @@ def percentiles(lengths: NDArray[np.int64]) -> dict[str, int]:
 def measure(
     parts: list[Part], lengths: dict[str, NDArray[np.int64]], limits: dict[str, tuple[str, int | None]]
 ) -> Report:
-    """The report on parts and lengths; `limits` maps a setting to the lengths it bounds and its present value."""
+    """Build the report; `limits` maps a setting to the name of the lengths it bounds and to its present value."""
     counted = {name: values for name, values in lengths.items() if len(values) and values.any()}
     suggested: dict[str, dict[str, int]] = {}
     within: dict[str, float] = {}
     for setting, (name, present) in limits.items():
         if name in counted:
-            found = percentiles(counted[name])
-            suggested[setting] = {"99%": _round_up(found["99%"]), "100%": _round_up(found["max"])}
+            shares = percentiles(counted[name])
+            suggested[setting] = {"99%": _round_up(shares["99%"]), "100%": _round_up(shares["max"])}
             if present:
                 within[setting] = float((counted[name] <= present).mean())
     present_values = {setting: value for setting, (_, value) in limits.items() if value and setting in suggested}
@@ -113,7 +113,7 @@ def _round_up(length: int) -> int:
 
 
 def lengths_of(columns: dict[str, Any]) -> tuple[int, int, int]:
-    """Tokens of a record's prompt, of its longest completion, and of its longest sequence."""
+    """Return the token counts of a record's prompt, of its longest completion, and of its longest sequence."""
     if "chosen_ids" in columns:
         return _with_prompt(columns, max(len(columns["chosen_ids"]), len(columns["rejected_ids"])))
     if "completion_ids" in columns:

@@ -7,11 +7,11 @@ from typing import Any
 
 from datasets import Dataset, DatasetDict
 
+from upweight.data.raw_row import common_length
 from upweight.errors import UserError
 
-Row = dict[str, Any]
-TURNS = ("prompt", "completion", "chosen", "rejected", "messages")
-KINDS = (
+MESSAGE_COLUMNS = ("prompt", "completion", "chosen", "rejected", "messages")
+COLUMN_SETS = (
     {"messages"},
     {"prompt"},
     {"prompt", "completion"},
@@ -23,19 +23,21 @@ STRATEGIES = ("bfd", "bfd_split", "wrapped")
 
 
 def is_conversational(example: Mapping[str, Any]) -> bool:
-    """Whether a row holds messages (with a `role`) rather than plain text."""
-    held = next((example[name] for name in TURNS if name in example), None)
-    return isinstance(held, list) and bool(held) and isinstance(held[0], Mapping) and "role" in held[0]
+    """Return whether a row holds messages (with a `role`) rather than plain text."""
+    value = next((example[name] for name in MESSAGE_COLUMNS if name in example), None)
+    return isinstance(value, list) and bool(value) and isinstance(value[0], Mapping) and "role" in value[0]
 
 
 def is_conversational_from_value(example: Mapping[str, Any]) -> bool:
-    """Whether a row holds messages as `from` and `value`, under `conversations`."""
-    held = example.get("conversations")
-    return isinstance(held, list) and bool(held) and isinstance(held[0], Mapping) and {"from", "value"} <= set(held[0])
+    """Return whether a row holds messages as `from` and `value`, under `conversations`."""
+    messages = example.get("conversations")
+    if not isinstance(messages, list) or not messages or not isinstance(messages[0], Mapping):
+        return False
+    return {"from", "value"} <= set(messages[0])
 
 
-def maybe_convert_to_chatml(example: Row) -> Row:
-    """The row with `from`, `value` and `conversations` renamed to `role`, `content` and `messages`."""
+def maybe_convert_to_chatml(example: dict[str, Any]) -> dict[str, Any]:
+    """Return the row with `from`, `value` and `conversations` renamed to `role`, `content` and `messages`."""
     names = {"from": "role", "value": "content"}
 
     def renamed(message: Any) -> Any:
@@ -44,7 +46,7 @@ def maybe_convert_to_chatml(example: Row) -> Row:
         )
 
     row = dict(example)
-    for name in (*TURNS, "conversations"):
+    for name in (*MESSAGE_COLUMNS, "conversations"):
         if isinstance(row.get(name), list):
             row[name] = [renamed(message) for message in row[name]]
     if "conversations" in row:
@@ -53,12 +55,12 @@ def maybe_convert_to_chatml(example: Row) -> Row:
 
 
 def apply_chat_template(
-    example: Row, processing_class: Any, tools: list[Any] | None = None, **template_kwargs: Any
-) -> Row:
-    """A row of messages as text; `messages` becomes `text`, and completions are what follows the prompt's text."""
-    given = {name for name in (*TURNS, "label") if name in example}
-    if given not in KINDS:
-        raise KeyError(f"a row with the columns {sorted(given)} has no chat template; there are {list(KINDS)}")
+    example: dict[str, Any], processing_class: Any, tools: list[Any] | None = None, **template_kwargs: Any
+) -> dict[str, Any]:
+    """Render a row of messages as text; `messages` becomes `text`, completions are the text after the prompt."""
+    columns = {name for name in (*MESSAGE_COLUMNS, "label") if name in example}
+    if columns not in COLUMN_SETS:
+        raise KeyError(f"a row with the columns {sorted(columns)} has no chat template; there are {list(COLUMN_SETS)}")
     options = {
         "tools": tools or None,
         "tokenize": False,
@@ -76,66 +78,68 @@ def apply_chat_template(
         return {name: text_of(example[name]) for name in answers}
     prompt = text_of(example["prompt"], **_ending(example["prompt"]))
     whole = {name: text_of(example["prompt"] + example[name]) for name in answers}
-    # A template may end a prompt in words that an answer does not begin with, such as an opened thought.
+    # A template may end a prompt in text that a completion does not begin with, such as an opened thought.
     for text in whole.values():
-        prompt = prompt[: _shared(prompt, text)]
+        prompt = prompt[: common_length(prompt, text)]
     kept = {"label": example["label"]} if "label" in example else {}
     return {"prompt": prompt, **{name: text[len(prompt) :] for name, text in whole.items()}, **kept}
 
 
 def _ending(messages: Sequence[Mapping[str, Any]]) -> dict[str, bool]:
-    """How a prompt's text ends: before a turn of the assistant, or in the midst of one."""
+    """Return the template options by which a prompt ends: before an assistant turn, or inside one."""
     role = messages[-1]["role"]
     if role not in ("user", "tool", "assistant"):
-        raise UserError(f"prompt: its last message is of {role!r}; nothing answers that. End it with a user's turn.")
+        raise UserError(
+            f"prompt: its last message has the role {role!r}, which no completion can follow. End it with a user turn."
+        )
     continues = role == "assistant"
     return {"add_generation_prompt": not continues, "continue_final_message": continues}
 
 
 def maybe_apply_chat_template(
-    example: Row, processing_class: Any, tools: list[Any] | None = None, **template_kwargs: Any
-) -> Row:
-    """`apply_chat_template` of a row that holds messages; any other row as it is."""
+    example: dict[str, Any], processing_class: Any, tools: list[Any] | None = None, **template_kwargs: Any
+) -> dict[str, Any]:
+    """Apply the chat template to a row that holds messages; return any other row unchanged."""
     if not is_conversational(example):
         return example
     return apply_chat_template(example, processing_class, tools, **template_kwargs)
 
 
-def extract_prompt(example: Row) -> Row:
-    """`chosen` and `rejected` without what they begin with alike, which becomes the `prompt`."""
+def extract_prompt(example: dict[str, Any]) -> dict[str, Any]:
+    """Split the common prefix of `chosen` and `rejected` off as the `prompt`."""
     chosen, rejected = example["chosen"], example["rejected"]
-    most, shared = min(len(chosen), len(rejected)), _shared(chosen, rejected)
+    most, shared = min(len(chosen), len(rejected)), common_length(chosen, rejected)
     if shared == most:
-        shared = max(most - 1, 0)  # neither answer may be left empty
+        shared = max(most - 1, 0)  # neither completion may become empty
     elif shared and chosen[shared - 1] == " ":
         shared -= 1  # words are tokens together with the space before them
     return {"prompt": chosen[:shared], "chosen": chosen[shared:], "rejected": rejected[shared:]}
 
 
-def maybe_extract_prompt(example: Row) -> Row:
-    """`extract_prompt` of a pair that holds its prompt within; any other row as it is."""
+def maybe_extract_prompt(example: dict[str, Any]) -> dict[str, Any]:
+    """Extract the prompt of a pair that has none of its kind; return any other row unchanged."""
     if "chosen" not in example or "rejected" not in example:
         return example
-    turns = is_conversational({"chosen": example["chosen"]})
-    if "prompt" in example and is_conversational({"prompt": example["prompt"]}) == turns:
+    conversational = is_conversational({"chosen": example["chosen"]})
+    if "prompt" in example and is_conversational({"prompt": example["prompt"]}) == conversational:
         return example
     return extract_prompt(example)
 
 
 def unpair_preference_dataset(dataset: Any, **map_kwargs: Any) -> Any:
-    """Pairs as completions with a `label`: the chosen ones of a batch of rows, then the rejected ones."""
+    """Turn pairs into completions with a `label`: the chosen ones of a batch of rows, then the rejected ones."""
     return dataset.map(_unpaired, batched=True, remove_columns=_columns(dataset), **map_kwargs)
 
 
 def maybe_unpair_preference_dataset(dataset: Any, num_proc: int | None = None, desc: str | None = None) -> Any:
-    """`unpair_preference_dataset` of pairs; any other dataset as it is."""
+    """Unpair a dataset of pairs; return any other dataset unchanged."""
     if not {"chosen", "rejected"} <= set(_columns(dataset)):
         return dataset
     return unpair_preference_dataset(dataset, num_proc=num_proc, desc=desc)
 
 
 def truncate_dataset(dataset: Any, max_length: int, map_kwargs: Mapping[str, Any] | None = None) -> Any:
-    """The dataset with every list of a row cut to `max_length`."""
+    """Cut every list of every row to `max_length`."""
 
     def cut(batch: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
         return {
@@ -149,10 +153,10 @@ def truncate_dataset(dataset: Any, max_length: int, map_kwargs: Mapping[str, Any
 def pack_dataset(
     dataset: Any, seq_length: int, strategy: str = "bfd", map_kwargs: Mapping[str, Any] | None = None
 ) -> Any:
-    """Rows of token lists joined to rows of up to `seq_length` tokens; `seq_lengths` says where they were joined.
+    """Pack rows of token lists into rows of up to `seq_length` tokens; `seq_lengths` holds the packed lengths.
 
-    `bfd` puts whole rows, cut to `seq_length`, where they fit best; `bfd_split` goes on with the rest of a long row in
-    another one; `wrapped` cuts one stream of tokens wherever a row is full. Trainers here pack by themselves.
+    `bfd` truncates rows to `seq_length` and packs them by best fit; `bfd_split` packs the rest of a long row as another
+    row; `wrapped` cuts one stream of tokens wherever a row is full. Trainers here pack by themselves.
     """
     if strategy not in STRATEGIES:
         raise UserError(f"strategy: {strategy!r} is none of {', '.join(STRATEGIES)}.")
@@ -161,7 +165,8 @@ def pack_dataset(
         lengths = _lengths(batch)
         if strategy == "wrapped":
             return {
-                name: _chunks([one for value in values for one in value], seq_length) for name, values in batch.items()
+                name: _chunks([token for value in values for token in value], seq_length)
+                for name, values in batch.items()
             }
         rows = {
             name: [part for value in values for part in _cut(value, seq_length, strategy)]
@@ -170,7 +175,7 @@ def pack_dataset(
         sizes = [len(part) for length in lengths for part in _cut(range(length), seq_length, strategy)]
         bins = _best_fit(sizes, seq_length)
         joined = {
-            name: [[one for at in places for one in parts[at]] for places in bins] for name, parts in rows.items()
+            name: [[token for at in places for token in parts[at]] for places in bins] for name, parts in rows.items()
         }
         return joined | {"seq_lengths": [[sizes[at] for at in places] for places in bins]}
 
@@ -178,20 +183,14 @@ def pack_dataset(
 
 
 def _mapped(dataset: Any, change: Any, map_kwargs: Mapping[str, Any] | None, added: Sequence[str] = ()) -> Any:
-    """The dataset changed batch by batch as plain lists, in the format that it had."""
+    """Map a dataset in batches of plain lists, and restore its format."""
     if isinstance(dataset, DatasetDict):
         return DatasetDict({name: _mapped(part, change, map_kwargs, added) for name, part in dataset.items()})
     changed = dataset.with_format(None).map(change, batched=True, **(map_kwargs or {}))
     if not isinstance(dataset, Dataset) or dataset.format["type"] is None:
         return changed
-    shown = dataset.format
-    return changed.with_format(shown["type"], columns=[*shown["columns"], *added], **shown["format_kwargs"])
-
-
-def _shared(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """How far two texts, or lists of messages, begin alike."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((place for place, (left, right) in pairs if left != right), min(len(one), len(other)))
+    view = dataset.format
+    return changed.with_format(view["type"], columns=[*view["columns"], *added], **view["format_kwargs"])
 
 
 def _columns(dataset: Any) -> list[str]:
@@ -203,12 +202,12 @@ def _columns(dataset: Any) -> list[str]:
 def _unpaired(batch: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
     count = len(batch["chosen"])
     kept = {name: values + values for name, values in batch.items() if name not in ("chosen", "rejected")}
-    verdicts = {"completion": batch["chosen"] + batch["rejected"], "label": [True] * count + [False] * count}
-    return kept | verdicts
+    labels = [True] * count + [False] * count
+    return kept | {"completion": batch["chosen"] + batch["rejected"], "label": labels}
 
 
 def _lengths(batch: Mapping[str, list[Any]]) -> list[int]:
-    """Tokens of each row, which all columns have to agree on."""
+    """Return the token count of each row; all columns must have the same lengths."""
     sizes = [[len(value) if isinstance(value, list) else -1 for value in values] for values in batch.values()]
     if any(-1 in column for column in sizes):
         raise TypeError("pack_dataset: every column has to hold lists of tokens; remove the others first")
@@ -222,15 +221,15 @@ def _chunks(values: Sequence[Any], size: int) -> list[Any]:
 
 
 def _cut(values: Any, size: int, strategy: str) -> Iterator[Any]:
-    """What of a row is packed: its beginning, or all of it in parts; nothing of an empty one."""
+    """Yield the parts of a row that are packed: the first `size` tokens, or all of them in chunks."""
     parts = _chunks(values, size)
     yield from parts if strategy == "bfd_split" else parts[:1]
 
 
 def _best_fit(sizes: Sequence[int], limit: int) -> list[list[int]]:
-    """Places of sizes, longest first, each in the bin that it leaves the least room in."""
+    """Return bins of row numbers by best fit decreasing: each row goes to the bin with the least sufficient room."""
     bins: list[list[int]] = []
-    rooms: list[int] = []  # that bins have left, sorted, each once
+    rooms: list[int] = []  # distinct free sizes of bins, sorted
     by_room: dict[int, deque[list[int]]] = defaultdict(deque)
     for place in sorted(range(len(sizes)), key=lambda at: -sizes[at]):
         fitting = bisect_left(rooms, sizes[place])
@@ -243,8 +242,8 @@ def _best_fit(sizes: Sequence[int], limit: int) -> list[list[int]]:
             room, chosen = limit, []
             bins.append(chosen)
         chosen.append(place)
-        left = room - sizes[place]
-        if left and not by_room[left]:
-            insort(rooms, left)
-        by_room[left].append(chosen)
+        remaining = room - sizes[place]
+        if remaining and not by_room[remaining]:
+            insort(rooms, remaining)
+        by_room[remaining].append(chosen)
     return bins

@@ -1,4 +1,4 @@
-"""What a config trains and evaluates on: its `datasets`, and those of NeMo Gym among them."""
+"""The dataset entries that a config trains and evaluates on, including those of NeMo Gym."""
 
 import os
 from collections.abc import Iterator
@@ -11,12 +11,12 @@ from upweight.log import logger
 
 
 def selected_datasets(config: Config) -> Iterator[tuple[str, int, DatasetRow]]:
-    """Every entry with its key and number; a file that the Gym lists too is read once, as the Gym's."""
-    gym = [_entry(config, dataset) for dataset in config.gym.datasets] if config.gym.enabled else []
-    files = {file for row in gym if (file := _real(row.path, config.folder))}
+    """Yield every entry with its key and index; a file that is also a Gym dataset is read once, as the Gym's."""
+    gym = [_gym_entry(config, dataset) for dataset in config.gym.datasets] if config.gym.enabled else []
+    files = {file for row in gym if (file := _resolved(row.path, config.folder))}
     for number, row in enumerate(config.data.datasets):
-        if _real(row.path, config.folder) in files:
-            logger.info("datasets[%d] (%s): is listed in nemo_gym_datasets too, and is read once", number, row.path)
+        if _resolved(row.path, config.folder) in files:
+            logger.info("datasets[%d] (%s): is listed in nemo_gym_datasets too; it is read once", number, row.path)
         else:
             yield "datasets", number, row
     for number, row in enumerate(gym):
@@ -25,20 +25,22 @@ def selected_datasets(config: Config) -> Iterator[tuple[str, int, DatasetRow]]:
         yield "test_datasets", number, row
 
 
-def _entry(config: Config, dataset: GymDataset) -> DatasetRow:
-    """An entry of `nemo_gym_datasets` as one of `datasets`."""
+def _gym_entry(config: Config, dataset: GymDataset) -> DatasetRow:
+    """Return an entry of `nemo_gym_datasets` as an entry of `datasets`."""
     path, root = Path(os.path.expanduser(dataset.path)), Path(os.path.expanduser(config.gym.folder))
-    # The folder of the Gym is a clone of it or an environment that it is installed in.
-    places = [root / path, *(inside / path for inside in root.glob("lib/python3*/site-packages")), path]
+    # The Gym's folder is a clone of its repository or a virtual environment with it installed.
+    candidates = [root / path, *(inside / path for inside in root.glob("lib/python3*/site-packages")), path]
     return DatasetRow(
-        path=str(next((place for place in places if _real(str(place), config.folder)), places[0])),
+        path=str(
+            next((candidate for candidate in candidates if _resolved(str(candidate), config.folder)), candidates[0])
+        ),
         type="nemo_gym",
         server_name=dataset.server_name,
         max_samples=dataset.max_samples,
     )
 
 
-def _real(path: str | None, folder: Path) -> Path | None:
-    """Where a path leads, seen from the working directory and then from the config's folder."""
-    wide = Path(os.path.expanduser(path or ""))
-    return next((place.resolve() for place in (wide, folder / wide) if place.is_file()), None)
+def _resolved(path: str | None, folder: Path) -> Path | None:
+    """Resolve a file path from the working directory, then from the config's folder; None if neither exists."""
+    expanded = Path(os.path.expanduser(path or ""))
+    return next((candidate.resolve() for candidate in (expanded, folder / expanded) if candidate.is_file()), None)

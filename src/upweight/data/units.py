@@ -1,4 +1,4 @@
-"""Prepared rows of one optimizer step -> the units the engine packs."""
+"""Builds the units that the engine packs from the prepared rows of one optimizer step."""
 
 from collections.abc import Mapping, Sequence
 from itertools import permutations
@@ -15,15 +15,15 @@ MISMATCHED = -1
 
 
 def units_of(rows: Sequence[Mapping[str, Any]], method: Method, *, compare: bool = False) -> list[Unit]:
-    """The units of one optimizer step over all ranks, in the order of its rows; KTO's mismatched ones come last.
+    """Return the units of one optimizer step over all ranks, in row order; KTO's mismatched pairs come last.
 
-    `compare`: of labelled rows, a desirable and an undesirable answer to one prompt become a pair.
+    With `compare`, a desirable and an undesirable completion of the same prompt become one unit.
     """
     if method.data == "pairs":
         return [_pair(row, number, method) for number, row in enumerate(rows)]
     if method.data == "labelled":
         matched = [Unit((_labelled(row, row, int(row["label"])),), number) for number, row in enumerate(rows)]
-        matched = _compared(matched, rows) if compare else matched
+        matched = _paired_by_prompt(matched, rows) if compare else matched
         return matched + (_mismatched(rows, method.mismatched) if method.mismatched else [])
     if method.data == "steps":
         return [Unit((_steps(row),), number) for number, row in enumerate(rows)]
@@ -43,62 +43,62 @@ def _steps(row: Mapping[str, Any]) -> Sample:
 def _pair(row: Mapping[str, Any], number: int, method: Method) -> Unit:
     sides = []
     for side in ("chosen", "rejected"):
-        prompt, answer = _ids(row["prompt_ids"]), _ids(row[f"{side}_ids"])
+        prompt, completion = _ids(row["prompt_ids"]), _ids(row[f"{side}_ids"])
         if method.head == "sequence_score":  # a reward head scores the last position
-            ids = np.concatenate([prompt, answer])
+            ids = np.concatenate([prompt, completion])
             sides.append(Sample(ids, np.arange(len(ids)) == len(ids) - 1, labels=np.zeros(1, np.int64)))
         else:
             with_prompt = method.scores_prompt and side == "chosen"
-            sides.append(_completion(prompt, answer, with_prompt, row.get(f"ref_{side}_logps")))
+            sides.append(_completion(prompt, completion, with_prompt, row.get(f"ref_{side}_logps")))
     return Unit(tuple(sides), number, margin=row.get("margin"))
 
 
 def _completion(
-    prompt: NDArray[np.int64], answer: NDArray[np.int64], with_prompt: bool = False, ref_logps: Any = None
+    prompt: NDArray[np.int64], completion: NDArray[np.int64], with_prompt: bool = False, ref_logps: Any = None
 ) -> Sample:
-    """A prompt and an answer; the answer's tokens are scored, on request the prompt's too."""
-    in_prompt = np.arange(len(prompt) + len(answer)) < len(prompt)
+    """Build a sample that scores the completion's tokens, and with `with_prompt` the prompt's too."""
+    in_prompt = np.arange(len(prompt) + len(completion)) < len(prompt)
     scored = np.ones_like(in_prompt) if with_prompt else ~in_prompt
     return Sample(
-        np.concatenate([prompt, answer]),
+        np.concatenate([prompt, completion]),
         scored,
         prompt=in_prompt[scored],
         ref_logps=None if ref_logps is None else np.asarray(ref_logps, np.float32),
     )
 
 
-def _labelled(prompt: Mapping[str, Any], answer: Mapping[str, Any], label: int) -> Sample:
-    whole = _completion(_ids(prompt["prompt_ids"]), _ids(answer["completion_ids"]))
-    ref_logps = answer.get("ref_completion_logps") if label != MISMATCHED else None
+def _labelled(prompt: Mapping[str, Any], completion: Mapping[str, Any], label: int) -> Sample:
+    whole = _completion(_ids(prompt["prompt_ids"]), _ids(completion["completion_ids"]))
+    ref_logps = completion.get("ref_completion_logps") if label != MISMATCHED else None
     return Sample(
         whole.ids, whole.scored, label=label, ref_logps=None if ref_logps is None else np.asarray(ref_logps, np.float32)
     )
 
 
-def _compared(units: Sequence[Unit], rows: Sequence[Mapping[str, Any]]) -> list[Unit]:
-    """The units, those of a prompt's desirable and undesirable answers joined one to one."""
+def _paired_by_prompt(units: Sequence[Unit], rows: Sequence[Mapping[str, Any]]) -> list[Unit]:
+    """Join the units of desirable and undesirable completions of the same prompt one to one."""
     result: list[Unit | None] = []
     waiting: dict[tuple[bytes, bool], list[int]] = {}
     for place, (unit, row) in enumerate(zip(units, rows, strict=True)):
-        prompt, good = _ids(row["prompt_ids"]).tobytes(), bool(row["label"])
-        if others := waiting.get((prompt, not good)):
-            other = units[first := others.pop(0)]
-            pair = (unit, other) if good else (other, unit)
-            result[first] = Unit(pair[0].samples + pair[1].samples, other.group)
+        prompt, desirable = _ids(row["prompt_ids"]).tobytes(), bool(row["label"])
+        if partners := waiting.get((prompt, not desirable)):
+            partner = units[first := partners.pop(0)]
+            pair = (unit, partner) if desirable else (partner, unit)
+            result[first] = Unit(pair[0].samples + pair[1].samples, partner.group)
             result.append(None)
         else:
-            waiting.setdefault((prompt, good), []).append(place)
+            waiting.setdefault((prompt, desirable), []).append(place)
             result.append(unit)
     return [unit for unit in result if unit is not None]
 
 
 def _mismatched(rows: Sequence[Mapping[str, Any]], which: Literal["rotate", "all"]) -> list[Unit]:
-    """Prompts with answers that were given to others: the previous row's, or every other row's."""
+    """Build units of prompts with completions of other rows: the previous row's, or every other row's."""
     if which == "all":
-        couples = list(permutations(range(len(rows)), 2))
+        pairs = list(permutations(range(len(rows)), 2))
     else:
-        couples = [(number, number - 1) for number in range(len(rows))] if len(rows) > 1 else []
-    return [Unit((_labelled(rows[prompt], rows[answer], MISMATCHED),), prompt) for prompt, answer in couples]
+        pairs = [(number, number - 1) for number in range(len(rows))] if len(rows) > 1 else []
+    return [Unit((_labelled(rows[prompt], rows[completion], MISMATCHED),), prompt) for prompt, completion in pairs]
 
 
 def _ids(values: Any) -> NDArray[np.int64]:

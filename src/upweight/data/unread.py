@@ -1,4 +1,4 @@
-"""Columns that an entry of `datasets` names although its format does not read them."""
+"""Refuses columns that an entry of `datasets` names although its format does not read them."""
 
 from typing import Any
 
@@ -10,8 +10,8 @@ from upweight.errors import UserError
 NAMING = ("field_messages", "field_chosen", "field_rejected", "field_system", "field_tools", "field")
 
 
-class Watched(dict[str, Any]):
-    """A row that notes which of its columns are read."""
+class TrackedRow(dict[str, Any]):
+    """A row that records which of its columns are read."""
 
     def __init__(self, row: Any) -> None:
         super().__init__(row)
@@ -23,15 +23,15 @@ class Watched(dict[str, Any]):
 
 
 def refuse_unread(job: Job) -> None:
-    """Raise where an entry names a column that its first row has and its format leaves alone."""
+    """Raise a UserError if an entry names a column that its first row has and its format does not read."""
     encoder = job.encoder
-    if encoder.transform is not None or not len(job.rows):  # a transform reads what it likes
+    if encoder.transform is not None or not len(job.rows):  # a transform may read any column
         return
-    row, entry = Watched(job.rows.take(0, 1)[0]), encoder.setup.entry
+    row, entry = TrackedRow(job.rows.take(0, 1)[0]), encoder.setup.entry
     try:
         encoder.read(encoder.setup, row)
     except RowError:
-        return  # preparing the row says why
+        return  # preparing the row raises the error with its place
     named = {key: getattr(entry, key) for key in NAMING}
     kind = f"'type: {entry.type}'" if entry.type else "rows without a 'type'"
     if isinstance(entry.type, UserFormat):

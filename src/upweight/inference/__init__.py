@@ -1,1 +1,1 @@
-"""Trained models used outside of training: texts that a model writes, scores that a reward model gives."""
+"""Trained models outside of training: text generation, and scores of reward models."""

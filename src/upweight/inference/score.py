@@ -1,4 +1,4 @@
-"""Completions under a trained reward model: one score for each, or one for each reasoning step."""
+"""Scores completions with a trained reward model: one score for each, or one for each reasoning step."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -26,13 +26,13 @@ from upweight.models.tokenizer import load_tokenizer
 from upweight.types import Sample, Unit
 
 HEADS: dict[str, Head] = {"ForSequenceClassification": "sequence_score", "ForTokenClassification": "step_score"}
-LONGEST_ROW = 4096  # tokens of a forward; a longer sequence has one of its own
+LONGEST_ROW = 4096  # tokens of a forward; a longer sequence has a separate one
 
 
 class ScoreModel:
-    """A reward model that is asked about rows: `prompt` and `completion`, `messages`, or `prompt` and `completions`.
+    """Scores rows with a reward model: `prompt` and `completion`, `messages`, or `prompt` and `completions`.
 
-    `chat` makes turns of prompts and completions that are plain text.
+    `chat` puts plain text prompts and completions into the chat template.
     """
 
     def __init__(
@@ -54,12 +54,12 @@ class ScoreModel:
         self.encoder = build_encoder(data or DataSection(), method, self.entry, 0, tokenizer, ConfigView({}), Path())
 
     def __call__(self, rows: Sequence[Mapping[str, Any]], first: int = 0) -> list[list[float]]:
-        """The scores of each row: one of an outcome reward model; of a process reward model one for each step.
+        """Return the scores of each row: one by an outcome reward model, one for each step by a process reward model.
 
         `first` is the first row's number, for messages about rows.
         """
         units = [self._unit(row, number) for number, row in enumerate(rows, first)]
-        found: list[list[float]] = [[] for _ in units]
+        scores: list[list[float]] = [[] for _ in units]
         (plan,) = plan_rows(units, LONGEST_ROW, layout=self.engine.layout)
         device = next(self.model.parameters()).device
         pad_to = whole_blocks if device.type == "cuda" else None
@@ -69,11 +69,11 @@ class ScoreModel:
                 out = self.engine(self.model, batch.to(device))
             assert out.scores_TC is not None
             for sequence, score in zip(batch.sequence_T.tolist(), self._values(out.scores_TC).tolist(), strict=True):
-                found[numbers[sequence]].append(score)
-        return found
+                scores[numbers[sequence]].append(score)
+        return scores
 
     def _values(self, scores_TC: Tensor) -> Tensor:
-        """An outcome's score as it is; of a step the probability of the best class."""
+        """Return an outcome's score unchanged, and the probability of the best class for a step."""
         if self.head == "sequence_score":
             return scores_TC[:, 0]
         return scores_TC[:, 0].sigmoid() if scores_TC.shape[1] == 1 else scores_TC.softmax(-1)[:, -1]
@@ -90,7 +90,7 @@ class ScoreModel:
         return Unit((Sample(ids, np.arange(len(ids)) == len(ids) - 1),), group=number)
 
     def _as_trained(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """A row in the shape of training data."""
+        """Convert a row to the columns of training data."""
         prompt, completion = row.get("prompt"), row.get("completion")
         if self.head == "step_score":
             steps = row.get("completions")
@@ -112,25 +112,24 @@ def load_score_model(
     entry: DatasetRow | None = None,
     chat: bool = False,
 ) -> ScoreModel:
-    """The reward model in a folder or on the hub, or the adapter of one on its base, on the GPU if there is one."""
+    """Load the reward model of a folder or the hub, or an adapter on its base, on the GPU if there is one."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = compute_dtype(section, device)
     adapted = None if adapter is None else Adapted(section, adapter)
     head = _head_of(section) if adapted is None else adapted.head()
     if head == "tokens":
         place = adapter or section.base_model
-        raise UserError(f"{place} is no reward model: it has no score head. Train one with 'reward_model: true'.")
+        raise UserError(f"{place} is not a reward model: it has no score head. Train one with 'reward_model: true'.")
     if adapted is not None:
         model, tokenizer = adapted.load(dtype), adapted.tokenizer()
     else:
-        own = section.model_copy(update={"num_labels": load_config(section).num_labels})
-        model, tokenizer = load_model(own, dtype, head=head), load_tokenizer(section)
+        labelled = section.model_copy(update={"num_labels": load_config(section).num_labels})
+        model, tokenizer = load_model(labelled, dtype, head=head), load_tokenizer(section)
     nn.Module.to(model, device)
     return ScoreModel(model, tokenizer, head, data=data, entry=entry, chat=chat)
 
 
 def _head_of(section: ModelSection) -> Head:
-    """The head that a whole model was saved with."""
+    """Return the head that a full model was saved with."""
     (name, *_) = load_config(section).architectures or [""]
-    found: list[Head] = [head for ending, head in HEADS.items() if name.endswith(ending)]
-    return found[0] if found else "tokens"
+    return next((head for ending, head in HEADS.items() if name.endswith(ending)), "tokens")

@@ -1,4 +1,4 @@
-"""Asking a language model outside of training: prompts in, texts out."""
+"""Generates text with a language model outside of training."""
 
 import dataclasses
 import sys
@@ -26,11 +26,11 @@ from upweight.models.tokenizer import load_tokenizer
 from upweight.sampler.in_process import InProcess, end_tokens
 from upweight.types import Completion, Prompts, Sampling
 
-NEW_TOKENS = 512  # where nobody says how many, and the model has room for them
+NEW_TOKENS = 512  # default limit, if the model has room for as many
 
 
 class TextGenerator:
-    """A language model that is asked: texts become user turns where there is a chat template and they are not `raw`."""
+    """Generates completions of prompts; texts become user messages if there is a chat template and `raw` is False."""
 
     def __init__(
         self,
@@ -44,9 +44,9 @@ class TextGenerator:
         raw: bool = False,
         new_tokens: int | None = None,
     ) -> None:
-        """`data`, `entry`: how training put text together; `folder`: beside which files that they name may lie.
+        """`data`, `entry`: how training formatted text; `folder`: the base of file paths that they name.
 
-        `new_tokens`: the most that an answer may have; when left out, what there is room for, up to a default.
+        `new_tokens`: the token limit of a completion; without it, the free context up to a default.
         """
         data, entry = data or DataSection(), entry or DatasetRow()
         self._tokenizer, self._tokens = tokenizer, TextTokens(tokenizer, data.eot_tokens)
@@ -64,10 +64,10 @@ class TextGenerator:
         self._sampler = InProcess(model, tokenizer, end_ids=self._ends)
 
     def encode(self, row: Mapping[str, Any]) -> list[int]:
-        """The `prompt` of a row, text or messages, as token ids; what cannot be answered is a RowError."""
+        """Encode the `prompt` of a row, text or messages, as token ids; raise a RowError if it cannot be used."""
         prompt = row.get("prompt")
         if isinstance(prompt, str) and not prompt.strip():
-            raise RowError("prompt", "text, found an empty one")
+            raise RowError("prompt", "text, got an empty one")
         if self.raw or (isinstance(prompt, str) and not self.templated):
             text = checked_text(prompt, "prompt")
         else:
@@ -77,73 +77,73 @@ class TextGenerator:
         wanted = self._new_tokens or 1
         if self._limit is not None and len(ids) + wanted > self._limit:
             follow = f"the model has {self._limit} positions, and {wanted} new tokens are to follow"
-            raise RowError("prompt", f"at most {self._limit - wanted} tokens ({follow}), found {len(ids)}")
+            raise RowError("prompt", f"at most {self._limit - wanted} tokens ({follow}), got {len(ids)}")
         return ids
 
     def __call__(
-        self, prompts: Prompts, sampling: Sampling, count: int = 1, heard: Callable[[str], None] | None = None
+        self, prompts: Prompts, sampling: Sampling, count: int = 1, on_text: Callable[[str], None] | None = None
     ) -> list[list[Completion]]:
-        """`count` completions of each prompt, with their texts; `heard` gets the first one's text piece by piece.
+        """Return `count` completions of each prompt; `on_text` gets the first one's text while it is sampled.
 
-        How long they may be is the writer's own affair, whatever `sampling` says.
+        The length limit is the generator's, not that of `sampling`.
         """
-        found: list[list[Completion]] = [[] for _ in prompts]
+        completions: list[list[Completion]] = [[] for _ in prompts]
         rooms = [self._new_tokens or min(NEW_TOKENS, (self._limit or sys.maxsize) - len(ids)) for ids in prompts]
         for room in dict.fromkeys(rooms):
-            numbers = [number for number, one in enumerate(rooms) if one == room]
+            numbers = [number for number, limit in enumerate(rooms) if limit == room]
             seed = None if sampling.seed is None else sampling.seed + numbers[0]
             drawn = dataclasses.replace(sampling, max_new_tokens=room, seed=seed)
-            listener = _Pieces(self._text, heard) if heard and numbers[0] == 0 else None
+            listener = _TextStream(self._text, on_text) if on_text and numbers[0] == 0 else None
             out = self._sampler.generate([prompts[n] for n in numbers], count, drawn, heard=listener)
             for number, group in zip(numbers, out, strict=True):
-                found[number] = [dataclasses.replace(one, text=self._text(one.ids)) for one in group]
+                completions[number] = [dataclasses.replace(item, text=self._text(item.ids)) for item in group]
             if listener is not None:
-                listener.say(str(found[0][0].text))
-        return found
+                listener.emit(str(completions[0][0].text))
+        return completions
 
     def _text(self, ids: list[int]) -> str:
         kept = ids[:-1] if ids and ids[-1] in self._ends else ids
         return str(self._tokenizer.decode(kept, skip_special_tokens=True))
 
     def _turn_end(self) -> frozenset[int]:
-        """The token that ends a turn in the chat template, which need not be the tokenizer's end token."""
+        """Return the token that ends a turn in the chat template, which may differ from the tokenizer's EOS."""
         if not self.templated:
             return frozenset()
-        talk = Conversation([{"role": "user", "content": "a"}])
+        probe = Conversation([{"role": "user", "content": "a"}])
         try:
-            _, (answer,) = self._template.split(talk, [[{"role": "assistant", "content": "a"}]])
-        except RowError:  # the template wants more than this; then the tokenizer's end token has to do
+            _, (answer,) = self._template.split(probe, [[{"role": "assistant", "content": "a"}]])
+        except RowError:  # the template needs more messages; then only EOS ends a turn
             return frozenset()
         return frozenset(self._tokens.ids([answer])[0][-1:]) & self._tokens.ends
 
 
-class _Pieces:
-    """Tokens of the first completion in, whole letters out."""
+class _TextStream:
+    """Decodes the tokens of the first completion as they arrive and emits whole characters."""
 
-    def __init__(self, text_of: Callable[[list[int]], str], heard: Callable[[str], None]) -> None:
-        self._text_of, self._heard, self._said = text_of, heard, 0
+    def __init__(self, text_of: Callable[[list[int]], str], on_text: Callable[[str], None]) -> None:
+        self._text_of, self._on_text, self._emitted = text_of, on_text, 0
         self._ids: list[int] = []
 
     def __call__(self, row: int, ids: list[int]) -> None:
         if row == 0:
             self._ids += ids
-            self.say(self._text_of(self._ids).rstrip("\ufffd"))  # half a letter: its other bytes are yet to come
+            self.emit(self._text_of(self._ids).rstrip("\ufffd"))  # an incomplete character
 
-    def say(self, text: str) -> None:
-        """Hand on what has not been said of a text."""
-        if len(text) > self._said:
-            self._heard(text[self._said :])
-            self._said = len(text)
+    def emit(self, text: str) -> None:
+        """Pass on the part of a text that has not been emitted yet."""
+        if len(text) > self._emitted:
+            self._on_text(text[self._emitted :])
+            self._emitted = len(text)
 
 
 def load_text_generator(section: ModelSection, adapter: Path | None = None, **options: Any) -> TextGenerator:
-    """The language model in a folder or on the hub, or an adapter on its base, on the GPU if there is one."""
+    """Load the language model of a folder or the hub, or an adapter on its base, on the GPU if there is one."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = compute_dtype(section, device)
     adapted = None if adapter is None else Adapted(section, adapter)
     architecture = (load_config(section).architectures or [""])[0]
     if architecture.endswith(tuple(HEADS)) if adapted is None else adapted.head() != "tokens":
-        raise UserError(f"{adapter or section.base_model} is a reward model, which writes nothing: `upweight score`")
+        raise UserError(f"{adapter or section.base_model} is a reward model: use `upweight score`")
     tokenizer = load_tokenizer(section) if adapted is None else adapted.tokenizer()
     model = load_model(section, dtype, tokenizer=tokenizer) if adapted is None else adapted.load(dtype)
     nn.Module.to(model, device)

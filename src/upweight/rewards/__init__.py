@@ -1,4 +1,4 @@
-"""Rewards: user functions, built-ins and reward models, run so that none of them can hang or break a run."""
+"""Rewards: user functions, built-ins and reward models; none of them can hang or crash a run."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """The rewards that scripts import, when they are first asked for: reward workers start with this package."""
+    """Import the script rewards lazily, because reward workers import this package."""
     if name not in __all__:
         raise AttributeError(f"module 'upweight.rewards' has no attribute {name!r}")
     from upweight.rewards import script_rewards

@@ -1,4 +1,4 @@
-"""What comes back from a call of a reward function: values that keep the contract, or why there are none."""
+"""The outcome of calling a reward function: checked values, a failure, or an error that ends the run."""
 
 import math
 import time
@@ -17,8 +17,8 @@ Value = float | None
 
 
 @dataclass(frozen=True)
-class Answer:
-    """The values of a call, what it logged, and how long it took."""
+class RewardValues:
+    """The values that a call returned, what it logged, and how long it took."""
 
     values: list[Value]
     extras: list[tuple[str, list[Any]]] = field(default_factory=list)
@@ -27,8 +27,8 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Failure:
-    """Why a call gave no values. A call that is stuck still occupies its function, so it cannot be tried again."""
+class RewardFailure:
+    """The reason why a call returned no values; a call that is stuck cannot be retried."""
 
     kind: Literal["raised", "timed out", "died", "stuck"]
     reason: str
@@ -36,60 +36,60 @@ class Failure:
 
 
 @dataclass(frozen=True)
-class Broken:
-    """A call that ends the run: the function breaks the contract, or says itself what the user has to mend."""
+class FatalRewardError:
+    """An error that ends the run: the function returned wrong values or raised a UserError."""
 
     message: str
 
 
-Outcome = Answer | Failure | Broken
+RewardOutcome = RewardValues | RewardFailure | FatalRewardError
 
 
-class Logged:
-    """Collects what one call logs; wrong use of it is noted, to be raised when the call is over."""
+class RewardLogger:
+    """Collects what one call logs; a wrong use is recorded and raised when the call is over."""
 
     def __init__(self, name: str, count: int) -> None:
         self.name, self.count = name, count
         self.extras: list[tuple[str, list[Any]]] = []
         self.metrics: list[tuple[str, float]] = []
-        self.wrong: str | None = None
+        self.error: str | None = None
 
     def log_extra(self, column: str, values: Any) -> None:
-        """Show a column of values, one for each completion, beside the completions."""
+        """Log a column of values, one for each completion."""
         listed = _plain(values)
         if not isinstance(listed, list) or len(listed) != self.count:
             got = f"{len(listed)} values" if isinstance(listed, list) else f"a {type(values).__name__}"
-            self.wrong = f"reward '{self.name}': log_extra('{column}') needs {self.count} values, got {got}."
+            self.error = f"reward '{self.name}': log_extra('{column}') needs {self.count} values, got {got}."
             return
         self.extras.append((str(column), listed))
 
     def log_metric(self, name: str, value: Any) -> None:
-        """Log a number under a name of its own."""
+        """Log a number as a metric."""
         number = _number(value)
         if number is None:
-            self.wrong = f"reward '{self.name}': log_metric('{name}') needs a number, got a {type(value).__name__}."
+            self.error = f"reward '{self.name}': log_metric('{name}') needs a number, got a {type(value).__name__}."
             return
         self.metrics.append((str(name), number))
 
     def functions(self, names: Iterable[str]) -> dict[str, Callable[..., None]]:
-        """The logging functions of these names."""
+        """Return the logging functions with these names."""
         return {name: getattr(self, name) for name in names}
 
-    def answer(self, returned: Any, seconds: float) -> Answer | Broken:
-        """What a call returned, checked, with what it logged."""
+    def answer(self, returned: Any, seconds: float) -> RewardValues | FatalRewardError:
+        """Check what a call returned, and return it with what the call logged."""
         values = checked_values(returned, self.name, self.count)
-        if isinstance(values, Broken):
+        if isinstance(values, FatalRewardError):
             return values
-        if self.wrong is not None:
-            return Broken(self.wrong)
-        return Answer(values, self.extras, self.metrics, seconds)
+        if self.error is not None:
+            return FatalRewardError(self.error)
+        return RewardValues(values, self.extras, self.metrics, seconds)
 
 
 def invoke(
     function: Callable[..., Any], arguments: dict[str, Any], logs: Iterable[str], name: str, count: int
-) -> Outcome:
-    """Call a function here and now."""
-    logged, start = Logged(name, count), time.perf_counter()
+) -> RewardOutcome:
+    """Call a reward function in this thread."""
+    logged, start = RewardLogger(name, count), time.perf_counter()
     try:
         returned = function(**arguments, **logged.functions(logs))
     except (Exception, SystemExit) as error:  # foreign code
@@ -97,36 +97,38 @@ def invoke(
     return logged.answer(returned, time.perf_counter() - start)
 
 
-def failed(error: BaseException, seconds: float) -> Failure | Broken:
-    """An error out of a reward function, in words."""
+def failed(error: BaseException, seconds: float) -> RewardFailure | FatalRewardError:
+    """Convert an exception of a reward function to an outcome."""
     if isinstance(error, UserError):
-        return Broken(str(error))
+        return FatalRewardError(str(error))
     hint = ""
     if "signal only works in main thread" in str(error):
-        hint = "; put the function into a file of its own, so that it runs in the main thread of a worker process"
-    return Failure("raised", f"{described(error)}{hint}", seconds)
+        hint = "; put the function into a separate file, so that it runs in the main thread of a worker process"
+    return RewardFailure("raised", f"{described(error)}{hint}", seconds)
 
 
-def checked_values(returned: Any, name: str, count: int) -> list[Value] | Broken:
-    """The values a reward returned as plain numbers and Nones, NaN kept; or how they break the contract."""
+def checked_values(returned: Any, name: str, count: int) -> list[Value] | FatalRewardError:
+    """Return the values of a reward as plain numbers and Nones (NaN is kept), or the error about them."""
     expected = f"reward '{name}' must return a list of {count} numbers (None where it does not apply), one for each "
     listed = returned.tolist() if hasattr(returned, "tolist") else returned
     if not isinstance(listed, list | tuple):
         hint = ": await what it calls, and declare it `async def`" if hasattr(returned, "__await__") else ""
-        return Broken(f"{expected}completion, but returned a {type(returned).__name__}{hint}.")
+        return FatalRewardError(f"{expected}completion, but returned a {type(returned).__name__}{hint}.")
     if len(listed) != count:
-        return Broken(f"{expected}completion, but returned {len(listed)} of them.")
+        return FatalRewardError(f"{expected}completion, but returned {len(listed)} of them.")
     values: list[Value] = []
-    for position, given in enumerate(listed):
-        number = None if given is None else _number(given)
-        if given is not None and number is None:
-            return Broken(f"{expected}completion, but value {position} is a {type(given).__name__}: {given!r:.80}")
+    for position, item in enumerate(listed):
+        number = None if item is None else _number(item)
+        if item is not None and number is None:
+            return FatalRewardError(
+                f"{expected}completion, but value {position} is a {type(item).__name__}: {item!r:.80}"
+            )
         values.append(number)
     return values
 
 
 def _number(value: Any) -> float | None:
-    """A number of whatever library as a float; None where it is none."""
+    """Convert a number of any library to a float; None if it is not a number."""
     if not isinstance(value, str | bytes) and hasattr(value, "item") and getattr(value, "size", 1) is not None:
         try:
             value = value.item()
@@ -141,7 +143,7 @@ def _number(value: Any) -> float | None:
 
 
 def _plain(value: Any) -> Any:
-    """A value that any process can read and JSON can hold."""
+    """Convert a value to plain types that can be pickled and written as JSON."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if hasattr(value, "tolist"):

@@ -1,4 +1,4 @@
-"""What a reward is called with: whole groups of completions, and what a function's signature takes of them."""
+"""The arguments of a reward call: whole groups of completions, and which of them a function's signature takes."""
 
 import inspect
 from collections.abc import Callable, Iterable, Sequence
@@ -10,16 +10,16 @@ from typing import Any
 from upweight.errors import UserError
 
 LOGS = ("log_extra", "log_metric")
-GIVEN = ("prompts", "completions", "completion_ids", "trainer_state", *LOGS)
-HISTORY = 100  # log entries of the trainer's state that travel to worker processes
+STANDARD_ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state", *LOGS)
+HISTORY = 100  # log entries of the trainer's state that are sent to worker processes
 
 
 @dataclass(frozen=True)
 class RewardCall:
-    """Everything about some whole groups of completions; groups are consecutive."""
+    """The completions of some whole groups with their prompts and columns; groups are consecutive."""
 
-    prompts: list[Any]  # text or messages, as the row had them, one for each completion
-    completions: list[Any]  # text, or one assistant message where the prompt is messages
+    prompts: list[Any]  # text or messages, as in the row, one for each completion
+    completions: list[Any]  # text, or a list of one assistant message if the prompt is messages
     completion_ids: list[list[int]]
     columns: dict[str, list[Any]]  # every other dataset column, one value for each completion
     group_S: list[int]
@@ -29,7 +29,7 @@ class RewardCall:
         return len(self.completions)
 
     def part(self, start: int, stop: int) -> "RewardCall":
-        """The completions from `start` up to `stop`."""
+        """Return the call for the completions from `start` up to `stop`."""
         return replace(
             self,
             prompts=self.prompts[start:stop],
@@ -40,7 +40,7 @@ class RewardCall:
         )
 
     def groups(self) -> list[tuple[int, int]]:
-        """Where each group starts and stops."""
+        """Return the start and stop of each group."""
         bounds, start = [], 0
         for _, members in groupby(self.group_S):
             stop = start + len(list(members))
@@ -48,8 +48,8 @@ class RewardCall:
             start = stop
         return bounds
 
-    def shares(self, count: int) -> list[tuple[int, int]]:
-        """Where each of at most `count` shares of whole groups starts and stops, about equal in groups."""
+    def shards(self, count: int) -> list[tuple[int, int]]:
+        """Split into at most `count` shards of whole groups, about equal in groups; return their starts and stops."""
         groups = self.groups()
         count = min(count, len(groups))
         edges = [len(groups) * number // count for number in range(count + 1)] if count else []
@@ -57,7 +57,7 @@ class RewardCall:
 
 
 @dataclass(frozen=True)
-class Takes:
+class RewardParameters:
     """The keyword parameters of a reward function."""
 
     named: tuple[str, ...]
@@ -66,37 +66,37 @@ class Takes:
 
     @property
     def logs(self) -> tuple[str, ...]:
-        """Which of the logging functions it takes."""
+        """The logging functions that the reward function takes."""
         return tuple(name for name in LOGS if self.everything or name in self.named)
 
     def arguments(self, call: RewardCall) -> dict[str, Any]:
-        """What a call gives to this function by name, the logging functions aside."""
-        given = {
+        """Return the keyword arguments of a call for this function, without the logging functions."""
+        available = {
             **call.columns,
             "prompts": call.prompts,
             "completions": call.completions,
             "completion_ids": call.completion_ids,
             "trainer_state": call.trainer_state,
         }
-        chosen = {name: value for name, value in given.items() if self.everything or name in self.named}
+        chosen = {name: value for name, value in available.items() if self.everything or name in self.named}
         for name in self.named:
-            column = None if name in given else _singular(name, call.columns)
+            column = None if name in available else _singular(name, call.columns)
             if column is not None:
                 chosen[name] = call.columns[column]
         return {name: value for name, value in chosen.items() if name not in LOGS}
 
-    def lacking(self, columns: Iterable[str]) -> list[str]:
-        """The parameters without a default that these columns do not fill."""
+    def missing_in(self, columns: Iterable[str]) -> list[str]:
+        """Return the required parameters that these columns do not fill."""
         columns = set(columns)
         return [
             name
             for name in self.required
-            if name not in GIVEN and name not in columns and _singular(name, columns) is None
+            if name not in STANDARD_ARGUMENTS and name not in columns and _singular(name, columns) is None
         ]
 
 
-def takes(function: Callable[..., Any], name: str, key: str) -> Takes:
-    """The parameters of a reward function, or a UserError where it cannot be called as one."""
+def parameters_of(function: Callable[..., Any], name: str, key: str) -> RewardParameters:
+    """Return the parameters of a reward function; raise a UserError if it cannot be called as one."""
     example = f"write it as `def {name if name.isidentifier() else 'reward'}(completions, **kwargs)`"
     try:
         parameters = inspect.signature(function).parameters.values()
@@ -113,12 +113,12 @@ def takes(function: Callable[..., Any], name: str, key: str) -> Takes:
     by_name = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     named = tuple(p.name for p in by_name)
     if not everything and not {"completions", "completion_ids"} & set(named):
-        raise UserError(f"{key}: reward '{name}' takes ({shown}) and so never sees the completions; {example}.")
-    return Takes(named, tuple(p.name for p in by_name if p.default is p.empty), everything)
+        raise UserError(f"{key}: reward '{name}' takes ({shown}) and so never gets the completions; {example}.")
+    return RewardParameters(named, tuple(p.name for p in by_name if p.default is p.empty), everything)
 
 
 def plain_state(state: Any) -> Any:
-    """The trainer's state as a namespace of plain values, which a process without transformers can read."""
+    """Return the trainer's state as a namespace of plain values, which a process without transformers can read."""
     if state is None:
         return None
     plain = bool | int | float | str | list | dict | None
@@ -129,7 +129,7 @@ def plain_state(state: Any) -> Any:
 
 
 def _singular(name: str, columns: Iterable[str]) -> str | None:
-    """The column that a parameter named in the plural means."""
+    """Return the column whose name is the singular of a parameter's name, or None."""
     endings: Sequence[tuple[str, str]] = (("s", ""), ("es", ""), ("ies", "y"))
-    singles = {name.removesuffix(ending) + other for ending, other in endings if name.endswith(ending)}
-    return next((column for column in columns if column in singles), None)
+    singulars = {name.removesuffix(ending) + other for ending, other in endings if name.endswith(ending)}
+    return next((column for column in columns if column in singulars), None)

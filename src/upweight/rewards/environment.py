@@ -1,32 +1,32 @@
-"""What an environment itself says of an episode, as rewards beside any others."""
+"""Rewards that an environment returns for an episode."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from upweight.config.sections.environment import ENVIRONMENT_REWARDS
-from upweight.rewards.call import Takes
+from upweight.rewards.call import RewardParameters
 from upweight.rewards.reward import Reward
 
-COLUMN = "episode"  # of a call: what is known about each completion's episode
+COLUMN = "episode"  # column of a call with the episode of each completion
 
 
 @dataclass(frozen=True)
 class EpisodeReward:
-    """Reads one named reward of each episode; None where it gave none."""
+    """Reads one named reward of each episode; None if the episode has none."""
 
     component: str
 
     def __call__(self, completions: Sequence[Any], episode: Sequence[Mapping[str, Any] | None] = ()) -> list[Any]:
-        known = [one or {} for one in episode] or [{}] * len(completions)
-        return [one.get("rewards", {}).get(self.component) for one in known]
+        episodes = [info or {} for info in episode] or [{}] * len(completions)
+        return [info.get("rewards", {}).get(self.component) for info in episodes]
 
 
 def environment_rewards(names: Sequence[str]) -> list[Reward]:
-    """A reward for each name that outcomes may carry; a single one is named as people ask for it."""
-    takes = Takes(("completions", COLUMN), (), everything=False)
+    """Return one reward for each component name; a single one gets the name that configs use."""
+    parameters = RewardParameters(("completions", COLUMN), (), everything=False)
     shown = names if len(names) > 1 else [ENVIRONMENT_REWARDS[0]] * len(names)
     return [
-        Reward(own, EpisodeReward(component), takes, is_limited=False)
-        for own, component in zip(shown, names, strict=True)
+        Reward(name, EpisodeReward(component), parameters, has_timeout=False)
+        for name, component in zip(shown, names, strict=True)
     ]

@@ -1,4 +1,4 @@
-"""Rewards that stay in the main process: objects with state, closures, models, and async functions."""
+"""Rewards that run in the main process: objects with state, closures, models, and async functions."""
 
 import asyncio
 import signal
@@ -10,91 +10,91 @@ from contextlib import contextmanager
 from typing import Any
 
 from upweight.event_loop import EventLoop
-from upweight.rewards.answers import Failure, Logged, Outcome, failed, invoke
+from upweight.rewards.answers import RewardFailure, RewardLogger, RewardOutcome, failed, invoke
 from upweight.rewards.call import RewardCall
-from upweight.rewards.reward import Attempts, Reward, attempts_of
+from upweight.rewards.reward import Attempts, Reward, call_with_retries
 
 GRACE = 5.0
 
 
-class _TimeIsUp(BaseException):
-    """Raised in the main thread by the alarm; no `except Exception` of a reward catches it."""
+class _Timeout(BaseException):
+    """Raised by the alarm in the main thread; a BaseException, so that no `except Exception` of a reward catches it."""
 
 
-class Local:
+class InProcessRunner:
     """Calls rewards in this process, one at a time."""
 
     def __init__(self) -> None:
-        self._turn = threading.Lock()
+        self._lock = threading.Lock()
         self._stuck: dict[str, threading.Thread] = {}
 
     def run(self, reward: Reward, call: RewardCall, limit: float) -> Attempts:
-        """Call a reward; what raised or took too long is tried again group by group."""
-        with self._turn:
-            return attempts_of(lambda part, limit: self._attempt(reward, part, limit), call, limit)
+        """Call a reward; a call that raised or timed out is retried group by group."""
+        with self._lock:
+            return call_with_retries(lambda part, limit: self._attempt(reward, part, limit), call, limit)
 
-    def _attempt(self, reward: Reward, call: RewardCall, limit: float) -> Outcome:
-        def work() -> Outcome:
+    def _attempt(self, reward: Reward, call: RewardCall, limit: float) -> RewardOutcome:
+        def work() -> RewardOutcome:
             return invoke(reward.function, reward.takes.arguments(call), reward.takes.logs, reward.name, len(call))
 
-        if not reward.is_limited:
+        if not reward.has_timeout:
             return work()
         if threading.current_thread() is threading.main_thread():
             return _with_alarm(work, limit)
         return self._in_thread(reward, work, limit)
 
-    def _in_thread(self, reward: Reward, work: Callable[[], Outcome], limit: float) -> Outcome:
-        """A call in a thread, which is left behind when the time is up: threads cannot be ended."""
-        before = self._stuck.get(reward.name)
-        if before is not None and before.is_alive():
-            return Failure("stuck", "an earlier call has not come back")
-        done: list[Outcome] = []
+    def _in_thread(self, reward: Reward, work: Callable[[], RewardOutcome], limit: float) -> RewardOutcome:
+        """Call in a thread, which is abandoned after the timeout because threads cannot be killed."""
+        earlier = self._stuck.get(reward.name)
+        if earlier is not None and earlier.is_alive():
+            return RewardFailure("stuck", "an earlier call has not returned")
+        done: list[RewardOutcome] = []
         thread = threading.Thread(target=lambda: done.append(work()), daemon=True)
         thread.start()
         thread.join(limit)
         if done:
             return done[0]
         self._stuck[reward.name] = thread
-        return Failure("stuck", f"it took longer than {limit:g} seconds", limit)
+        return RewardFailure("stuck", f"it took longer than {limit:g} seconds", limit)
 
 
-def _with_alarm(work: Callable[[], Outcome], limit: float) -> Outcome:
+def _with_alarm(work: Callable[[], RewardOutcome], limit: float) -> RewardOutcome:
     start = time.perf_counter()
     try:
         with _alarm(limit):
             return work()
-    except _TimeIsUp as error:
-        told = failed(error, time.perf_counter() - start)
-        where = told.reason.removeprefix(type(error).__name__) if isinstance(told, Failure) else ""
-        return Failure("timed out", f"it took longer than {limit:g} seconds{where}", time.perf_counter() - start)
+    except _Timeout as error:
+        failure = failed(error, time.perf_counter() - start)
+        where = failure.reason.removeprefix(type(error).__name__) if isinstance(failure, RewardFailure) else ""
+        return RewardFailure("timed out", f"it took longer than {limit:g} seconds{where}", time.perf_counter() - start)
 
 
 @contextmanager
 def _alarm(limit: float) -> Iterator[None]:
-    """Raise in the main thread when the time is up, every second until it is heard; other alarms are kept."""
+    """Raise in the main thread after `limit` seconds, and every second after that; restore other alarms."""
 
     def ring(number: int, frame: Any) -> None:
-        raise _TimeIsUp
+        raise _Timeout
 
     handler = signal.signal(signal.SIGALRM, ring)
-    left, interval = signal.setitimer(signal.ITIMER_REAL, limit, 1.0)
+    remaining, interval = signal.setitimer(signal.ITIMER_REAL, limit, 1.0)
     start = time.monotonic()
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, handler if handler is not None else signal.SIG_DFL)
-        if left:
-            signal.setitimer(signal.ITIMER_REAL, max(left - (time.monotonic() - start), 0.001), interval)
+        if remaining:
+            signal.setitimer(signal.ITIMER_REAL, max(remaining - (time.monotonic() - start), 0.001), interval)
 
 
 def start_async(loop: EventLoop, reward: Reward, call: RewardCall, limit: float) -> "Future[Attempts]":
-    """Start an async reward on a loop; several run together."""
+    """Start an async reward on the event loop; several run concurrently."""
     result: Future[Attempts] = Future()
     loop.start(_run_async(reward, call, limit, result))
-    # A function that blocks the loop instead of awaiting cannot be cancelled from inside it.
+    # A function that blocks the loop instead of awaiting cannot be cancelled from within the loop.
     longest = 2 * limit + GRACE
-    blocked = Failure("stuck", f"it took longer than {limit:g} seconds without awaiting anything", longest)
+    blocked = RewardFailure("stuck", f"it took longer than {limit:g} seconds without awaiting anything", longest)
     watch = threading.Timer(longest, _settle, (result, [((0, len(call)), blocked)]))
     watch.daemon = True
     watch.start()
@@ -111,14 +111,14 @@ async def _run_async(reward: Reward, call: RewardCall, limit: float, result: "Fu
     whole = (0, len(call))
     outcome = await _attempt_async(reward, call, limit)
     groups = call.groups()
-    if not isinstance(outcome, Failure) or len(groups) == 1:
+    if not isinstance(outcome, RewardFailure) or len(groups) == 1:
         return _settle(result, [(whole, outcome)])
-    again = await asyncio.gather(*(_attempt_async(reward, call.part(*bounds), limit) for bounds in groups))
-    return _settle(result, list(zip(groups, again, strict=True)))
+    retries = await asyncio.gather(*(_attempt_async(reward, call.part(*bounds), limit) for bounds in groups))
+    return _settle(result, list(zip(groups, retries, strict=True)))
 
 
-async def _attempt_async(reward: Reward, call: RewardCall, limit: float) -> Outcome:
-    logged, start = Logged(reward.name, len(call)), time.perf_counter()
+async def _attempt_async(reward: Reward, call: RewardCall, limit: float) -> RewardOutcome:
+    logged, start = RewardLogger(reward.name, len(call)), time.perf_counter()
     scope = asyncio.timeout(limit)
     try:
         async with scope:
@@ -126,6 +126,6 @@ async def _attempt_async(reward: Reward, call: RewardCall, limit: float) -> Outc
     except (Exception, SystemExit) as error:  # foreign code
         seconds = time.perf_counter() - start
         if scope.expired():
-            return Failure("timed out", f"it took longer than {limit:g} seconds", seconds)
+            return RewardFailure("timed out", f"it took longer than {limit:g} seconds", seconds)
         return failed(error, seconds)
     return logged.answer(returned, time.perf_counter() - start)

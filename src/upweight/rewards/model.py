@@ -1,4 +1,4 @@
-"""Reward models as rewards: a sequence classifier with one label, its score at the last token of the conversation."""
+"""Outcome reward models as rewards: the score of a sequence classifier at the last token of the conversation."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,16 +14,16 @@ from upweight.errors import UserError
 from upweight.log import warn_once
 from upweight.models.patches import keep_soft_cap
 from upweight.models.source import load_failures, source_of
-from upweight.rewards.call import takes
+from upweight.rewards.call import parameters_of
 from upweight.rewards.process import is_process_model, load_process_reward, run_config
 from upweight.rewards.reward import Reward
 
-TOKENS_AT_ONCE = 16384  # of a batch, padding included
+TOKENS_AT_ONCE = 16384  # tokens of a batch, padding included
 
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """How reward models are loaded."""
+    """Options for loading reward models."""
 
     dtype: torch.dtype = torch.float32
     device: torch.device | str = "cpu"
@@ -31,17 +31,17 @@ class ModelOptions:
 
 
 class ModelReward:
-    """Prompts and completions in, scores of a reward model out."""
+    """Scores prompts with completions by a reward model."""
 
-    def __init__(self, model: Any, tokenizer: Any, name: str, *, cuts_space: bool = False) -> None:
-        self.model, self.tokenizer, self.name, self.cuts_space = model.eval(), tokenizer, name, cuts_space
+    def __init__(self, model: Any, tokenizer: Any, name: str, *, strips_space: bool = False) -> None:
+        self.model, self.tokenizer, self.name, self.strips_space = model.eval(), tokenizer, name, strips_space
         keep_soft_cap(model)
         self._tokens = TextTokens(tokenizer, [])
-        places = getattr(model.config, "max_position_embeddings", None)
-        self._longest = min(places or 10**9, tokenizer.model_max_length or 10**9)
+        positions = getattr(model.config, "max_position_embeddings", None)
+        self._max_length = min(positions or 10**9, tokenizer.model_max_length or 10**9)
 
     def __call__(self, prompts: list[Any], completions: list[Any]) -> list[float]:
-        """One score for each completion."""
+        """Return one score for each completion."""
         ids = [self._ids(prompt, answer) for prompt, answer in zip(prompts, completions, strict=True)]
         order = sorted(range(len(ids)), key=lambda number: len(ids[number]))
         batches = _batches(order, [len(row) for row in ids])
@@ -54,33 +54,31 @@ class ModelReward:
             ids = self._tokens.ended(self._tokens.ids([prompt + str(completion)])[0])
         else:
             text = self.tokenizer.apply_chat_template([*prompt, *completion], tokenize=False)
-            ids = self._tokens.ids([text.rstrip() if self.cuts_space else text])[0]
+            ids = self._tokens.ids([text.rstrip() if self.strips_space else text])[0]
         ids = self._tokens.begun(ids)
-        if len(ids) > self._longest:
-            warn_once(
-                f"reward '{self.name}': conversations over {self._longest} tokens are scored without their beginning"
-            )
-            ids = ids[-self._longest :]
+        if len(ids) > self._max_length:
+            warn_once(f"reward '{self.name}': conversations over {self._max_length} tokens are truncated on the left")
+            ids = ids[-self._max_length :]
         return ids
 
     @torch.no_grad()
     def _scores(self, rows: Sequence[list[int]]) -> list[float]:
-        """Scores of one right-padded batch."""
+        """Return the scores of one right-padded batch."""
         device = next(self.model.parameters()).device
-        padding = self._padding(rows)
+        padding = self._pad_id(rows)
         width = max(len(row) for row in rows)
         ids_BN = torch.tensor([row + [padding] * (width - len(row)) for row in rows], device=device)
         mask_BN = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows], device=device)
         config = self.model.config.get_text_config()
-        # The model finds the last token by the padding id in its config.
-        before, config.pad_token_id = config.pad_token_id, padding
+        # The model locates the last token by the padding id in its config.
+        old_pad_id, config.pad_token_id = config.pad_token_id, padding
         try:
             return self.model(input_ids=ids_BN, attention_mask=mask_BN).logits[:, 0].float().tolist()
         finally:
-            config.pad_token_id = before
+            config.pad_token_id = old_pad_id
 
-    def _padding(self, rows: Sequence[list[int]]) -> int:
-        """A padding id that no row ends in, else its last token would be taken for padding."""
+    def _pad_id(self, rows: Sequence[list[int]]) -> int:
+        """Return a padding id that no row ends with; else the model would take the last token for padding."""
         ends = {row[-1] for row in rows}
         usual = self.tokenizer.pad_token_id
         return (
@@ -89,7 +87,7 @@ class ModelReward:
 
 
 def _batches(order: list[int], lengths: list[int]) -> list[list[int]]:
-    """Numbers of rows, shortest first, cut into batches that stay within the budget when padded."""
+    """Split row numbers, shortest first, into batches within the token budget after padding."""
     batches: list[list[int]] = [[]]
     for number in order:
         if batches[-1] and (len(batches[-1]) + 1) * lengths[number] > TOKENS_AT_ONCE:
@@ -99,9 +97,9 @@ def _batches(order: list[int], lengths: list[int]) -> list[list[int]]:
 
 
 def model_reward(
-    model: Any, tokenizer: Any = None, name: str | None = None, *, cuts_space: bool = False, key: str
+    model: Any, tokenizer: Any = None, name: str | None = None, *, strips_space: bool = False, key: str
 ) -> Reward:
-    """A reward from a loaded model; its tokenizer is found where the model came from when none is given."""
+    """Build a reward from a loaded model; without a tokenizer, load it from the model's source."""
     config = model.config
     place = getattr(config, "name_or_path", "") or ""
     if getattr(config, "num_labels", 1) != 1:
@@ -110,16 +108,16 @@ def model_reward(
         )
     if tokenizer is None:
         if not place:
-            raise UserError(f"{key}: a model built in code needs its tokenizer: give (model, tokenizer).")
+            raise UserError(f"{key}: a model built in code needs its tokenizer: pass (model, tokenizer).")
         with load_failures(key, place, "tokenizer"):
             tokenizer = AutoTokenizer.from_pretrained(place)
     name = name or Path(place).name or type(model).__name__
-    function = ModelReward(model, tokenizer, name, cuts_space=cuts_space)
-    return Reward(name, function, takes(function, name, key), is_limited=False)
+    function = ModelReward(model, tokenizer, name, strips_space=strips_space)
+    return Reward(name, function, parameters_of(function, name, key), has_timeout=False)
 
 
 def load_model_reward(place: str, options: ModelOptions, key: str) -> Reward:
-    """The reward model in a folder or on the hub, or an adapter folder with the base model it names."""
+    """Load the reward model of a folder or the hub, or an adapter with the base model it names."""
     place, _ = source_of(place, None, key)
     if is_process_model(place):
         return load_process_reward(place, key, trust_remote_code=options.trust_remote_code)
@@ -128,9 +126,9 @@ def load_model_reward(place: str, options: ModelOptions, key: str) -> Reward:
     with load_failures(key, place, "tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=options.trust_remote_code)
     model = model.to(options.device).requires_grad_(False)
-    # Trained here, it knows conversations without the space after their last turn.
+    # Upweight trains reward models on conversations without white space after their last turn.
     is_ours = run_config(Path(place)).get("reward_model") is True
-    return model_reward(model, tokenizer, Path(place).name, cuts_space=is_ours, key=key)
+    return model_reward(model, tokenizer, Path(place).name, strips_space=is_ours, key=key)
 
 
 def _loaded(place: str, options: ModelOptions, key: str) -> Any:
@@ -163,5 +161,5 @@ def _adapted(place: str, options: ModelOptions, key: str) -> Any:
         model = AutoModelForSequenceClassification.from_pretrained(
             base, num_labels=1, dtype=options.dtype, trust_remote_code=options.trust_remote_code
         )
-        # Not merged: in half precision a small adapter would be lost in the weights.
+        # Not merged: rounding to half precision would lose a small adapter.
         return PeftModel.from_pretrained(model, place, config=adapter)

@@ -1,4 +1,4 @@
-"""Process reward models as rewards: the lowest score among the steps of a completion."""
+"""Process reward models as rewards: the lowest score of the steps of a completion."""
 
 import json
 from functools import partial
@@ -10,23 +10,23 @@ import yaml
 from upweight.config.sections.data import DatasetRow
 from upweight.config.sections.model import ModelSection
 from upweight.inference.score import ScoreModel, load_score_model
-from upweight.rewards.call import takes
+from upweight.rewards.call import parameters_of
 from upweight.rewards.reward import Reward
 
 
-def weakest_steps(model: ScoreModel, prompts: list[Any], completions: list[Any]) -> list[float | None]:
-    """For each completion the probability that its weakest step is right; none where it is empty."""
+def lowest_step_scores(model: ScoreModel, prompts: list[Any], completions: list[Any]) -> list[float | None]:
+    """Return the lowest step probability of each completion; None if it is empty."""
     pairs = zip(prompts, completions, strict=True)
     rows = [{"prompt": _text(prompt), "completion": _text(completion)} for prompt, completion in pairs]
-    said = [number for number, row in enumerate(rows) if row["completion"].strip()]
+    filled = [number for number, row in enumerate(rows) if row["completion"].strip()]
     scores: list[float | None] = [None] * len(rows)
-    for number, steps in zip(said, model([rows[number] for number in said]), strict=True):
+    for number, steps in zip(filled, model([rows[number] for number in filled]), strict=True):
         scores[number] = min(steps)
     return scores
 
 
 def is_process_model(place: str) -> bool:
-    """Whether a folder holds a process reward model, or an adapter of one."""
+    """Return whether a folder holds a process reward model or an adapter of one."""
     adapter, config = Path(place) / "adapter_config.json", Path(place) / "config.json"
     if adapter.is_file():
         return json.loads(adapter.read_text(encoding="utf-8")).get("task_type") == "TOKEN_CLS"
@@ -35,7 +35,7 @@ def is_process_model(place: str) -> bool:
 
 
 def load_process_reward(place: str, key: str, *, trust_remote_code: bool = False) -> Reward:
-    """The process reward model in a folder; steps are cut as in the run that trained it, else by lines."""
+    """Load the process reward model of a folder; steps are split as in its training run, else by lines."""
     folder = Path(place)
     adapter, base = None, place
     if (folder / "adapter_config.json").is_file():
@@ -44,17 +44,17 @@ def load_process_reward(place: str, key: str, *, trust_remote_code: bool = False
     section = ModelSection(base_model=base, trust_remote_code=trust_remote_code)
     (rows, *_) = run_config(folder).get("datasets") or [{}]
     entry = DatasetRow(step_separator=rows.get("step_separator"))
-    function = partial(weakest_steps, load_score_model(section, adapter, entry=entry))
-    return Reward(folder.name, function, takes(function, folder.name, key), is_limited=False)
+    function = partial(lowest_step_scores, load_score_model(section, adapter, entry=entry))
+    return Reward(folder.name, function, parameters_of(function, folder.name, key), has_timeout=False)
 
 
 def run_config(folder: Path) -> dict[str, Any]:
-    """The config of the run that left a folder, there or above it; empty where there is none."""
+    """Return the config of the run that wrote a folder, from it or its parent; empty if there is none."""
     file = next((file for file in (folder / "config.yaml", folder.parent / "config.yaml") if file.is_file()), None)
     content = yaml.safe_load(file.read_text(encoding="utf-8")) if file else None
     return content if isinstance(content, dict) else {}
 
 
-def _text(said: Any) -> str:
-    """A text as it is; of messages what the last one says, since steps are judged without a chat template."""
-    return said if isinstance(said, str) else str(said[-1].get("content") or "") if said else ""
+def _text(value: Any) -> str:
+    """Return a text, or the content of the last message, because steps are scored without a chat template."""
+    return value if isinstance(value, str) else str(value[-1].get("content") or "") if value else ""

@@ -1,4 +1,4 @@
-"""One reward: its name, its function, and where it runs."""
+"""A reward: its name, its function, and where it runs."""
 
 import pickle
 from collections.abc import Callable, Iterable, Sequence
@@ -6,38 +6,38 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from upweight.errors import UserError, did_you_mean
-from upweight.rewards.answers import Failure, Outcome
-from upweight.rewards.call import RewardCall, Takes, plain_state
+from upweight.rewards.answers import RewardFailure, RewardOutcome
+from upweight.rewards.call import RewardCall, RewardParameters, plain_state
 from upweight.rewards.worker import Source
 
-Attempts = list[tuple[tuple[int, int], Outcome]]  # where in the call, and what came of it
+Attempts = list[tuple[tuple[int, int], RewardOutcome]]  # (start, stop) within the call, outcome
 
 
 @dataclass(frozen=True)
 class Reward:
-    """A reward function and how it is run: in a worker process, here, or on the event loop here."""
+    """A reward function and where it runs: in a worker process, in this process, or on its event loop."""
 
     name: str
     function: Callable[..., Any]
-    takes: Takes
+    takes: RewardParameters
     runs: Literal["worker", "here", "async"] = "here"
-    source: Source | None = None  # where a worker process finds the function
-    is_limited: bool = True  # a model's forward is not a foreign function that may hang
+    source: Source | None = None  # from where a worker process imports the function
+    has_timeout: bool = True  # False for models, whose forward cannot hang as a user's function can
 
     def job(self, call: RewardCall) -> bytes:
-        """A call as a worker process reads it."""
+        """Pickle a call for a worker process."""
         arguments = self.takes.arguments(replace(call, trainer_state=plain_state(call.trainer_state)))
         try:
             return pickle.dumps((arguments, self.takes.logs, self.name, len(call)))
         except (pickle.PicklingError, TypeError, AttributeError) as error:
-            wrong = ", ".join(name for name, value in arguments.items() if not _travels(value))
+            unpicklable = ", ".join(name for name, value in arguments.items() if not _is_picklable(value))
             raise UserError(
-                f"reward '{self.name}' runs in a worker process, and {wrong} cannot be sent there ({error}); remove "
-                "the column, or give the reward as a callable object, which stays in the main process."
+                f"reward '{self.name}' runs in a worker process, and {unpicklable} cannot be sent there ({error}); "
+                "remove the column, or pass the reward as a callable object, which runs in the main process."
             ) from error
 
 
-def _travels(value: Any) -> bool:
+def _is_picklable(value: Any) -> bool:
     try:
         pickle.dumps(value)
     except (pickle.PicklingError, TypeError, AttributeError):
@@ -46,7 +46,7 @@ def _travels(value: Any) -> bool:
 
 
 def unique_names(rewards: Sequence[Reward]) -> list[Reward]:
-    """The same rewards; where two share a name the later one gets a number."""
+    """Return the rewards with unique names: a repeated name gets a number."""
     taken: set[str] = set()
     renamed = []
     for reward in rewards:
@@ -59,29 +59,33 @@ def unique_names(rewards: Sequence[Reward]) -> list[Reward]:
 
 
 def check_columns(rewards: Iterable[Reward], columns: Iterable[str]) -> None:
-    """A UserError that names every parameter that no column of the data fills."""
+    """Raise a UserError that names every required parameter that no column of the data fills."""
     columns = list(columns)
     wrong = [
         f"reward '{reward.name}' needs the column '{name}', which the data does not have.{did_you_mean(name, columns)}"
         for reward in rewards
-        for name in reward.takes.lacking(columns)
+        for name in reward.takes.missing_in(columns)
     ]
     if wrong:
         shown = ", ".join(columns) or "none"
-        raise UserError("\n".join([*wrong, f"Columns: {shown}. Give the parameter a default, or make the column."]))
+        raise UserError("\n".join([*wrong, f"Columns: {shown}. Give the parameter a default, or add the column."]))
 
 
-def attempts_of(attempt: Callable[[RewardCall, float], Outcome], call: RewardCall, limit: float) -> Attempts:
-    """Call a reward; after a failure again, group by group, so that one bad completion costs its group alone.
+def call_with_retries(
+    attempt: Callable[[RewardCall, float], RewardOutcome], call: RewardCall, limit: float
+) -> Attempts:
+    """Call a reward; after a failure retry group by group, so that one bad completion affects only its group.
 
-    After a time-out the groups share the limit once more, so a call costs twice the limit at most.
+    After a timeout the groups share one more limit, so a call takes at most twice the limit.
     """
     first = attempt(call, limit)
     groups = call.groups()
-    if not isinstance(first, Failure) or first.kind == "stuck" or (len(groups) == 1 and first.kind != "died"):
+    if not isinstance(first, RewardFailure) or first.kind == "stuck" or (len(groups) == 1 and first.kind != "died"):
         return [((0, len(call)), first)]
     limit = limit / len(groups) if first.kind == "timed out" else limit
-    again: Attempts = [((start, stop), attempt(call.part(start, stop), limit)) for start, stop in groups]
-    if first.kind == "timed out" and all(isinstance(one, Failure) and one.kind == "timed out" for _, one in again):
+    retries: Attempts = [((start, stop), attempt(call.part(start, stop), limit)) for start, stop in groups]
+    if first.kind == "timed out" and all(
+        isinstance(retry, RewardFailure) and retry.kind == "timed out" for _, retry in retries
+    ):
         return [((0, len(call)), first)]  # the first names the limit that the user set
-    return again
+    return retries

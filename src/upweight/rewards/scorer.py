@@ -1,4 +1,4 @@
-"""Completions in, a column of rewards for each function out, whatever the functions do."""
+"""Scores completions with all rewards of a run; a failing or hanging reward does not stop it."""
 
 import json
 import math
@@ -16,21 +16,21 @@ from torch import Tensor, nn
 from upweight.errors import UserError
 from upweight.event_loop import EventLoop
 from upweight.log import logger
-from upweight.rewards.answers import IN_MESSAGES, Answer, Broken, Failure
+from upweight.rewards.answers import IN_MESSAGES, FatalRewardError, RewardFailure, RewardValues
 from upweight.rewards.call import RewardCall
-from upweight.rewards.local import Local, start_async
-from upweight.rewards.reward import Attempts, Reward, attempts_of
-from upweight.rewards.workers import Lanes, Worker
+from upweight.rewards.local import InProcessRunner, start_async
+from upweight.rewards.reward import Attempts, Reward, call_with_retries
+from upweight.rewards.workers import Worker, WorkerPool
 
 NOT_FINITE = "it returned NaN or infinity; return None where a reward does not apply"
-SILENT = 256  # completions without a value after which a reward is told of
-NEVER_APPLIES = "warning: reward '%s' returned None for each of %d completions: it applies to none and teaches nothing"
+WARN_AFTER = 256  # completions without a value after which a warning is logged
+NEVER_APPLIES = "warning: reward '%s' returned None for each of %d completions: it has no effect"
 STATE_METHODS = (("state", "restore"), ("state_dict", "load_state_dict"))
 
 
 @dataclass
 class Scores:
-    """The rewards of a call, NaN where one does not apply or failed, and what the functions logged."""
+    """The rewards of a call, NaN if a reward does not apply or failed, and what the functions logged."""
 
     rewards_SR: Tensor
     extras: dict[str, list[Any]] = field(default_factory=dict)
@@ -38,8 +38,8 @@ class Scores:
 
 
 @dataclass
-class _History:
-    """How a reward has done so far."""
+class _RewardStats:
+    """Counts of how a reward has performed so far."""
 
     scored: int = 0
     applied: int = 0
@@ -49,19 +49,19 @@ class _History:
 
 
 class Scorer:
-    """Runs rewards: plain functions in worker processes, objects with state here, async functions together."""
+    """Runs rewards: functions in worker processes, stateful objects in this process, async functions concurrently."""
 
     def __init__(self, rewards: Sequence[Reward], *, workers: int = 1, timeout: float = 120.0) -> None:
         self.rewards = list(rewards)
         self.names = [reward.name for reward in self.rewards]
         self.num_workers, self.timeout = workers, timeout
-        self._history = {name: _History() for name in self.names}
-        self._merging = threading.Lock()
-        self._local = Local()
-        self._loop = EventLoop("rewards")  # lives as long as the rewards, so that clients they keep stay usable
-        self._lanes = Lanes(workers if any(reward.runs == "worker" for reward in self.rewards) else 0)
-        self._local_lane = Lanes(1 if any(reward.runs == "here" for reward in self.rewards) else 0)
-        self._ending = weakref.finalize(self, _end, self._lanes, self._local_lane, self._loop)
+        self._stats = {name: _RewardStats() for name in self.names}
+        self._stats_lock = threading.Lock()
+        self._local = InProcessRunner()
+        self._loop = EventLoop("rewards")  # lives as long as the rewards, so that HTTP clients they hold stay usable
+        self._worker_pool = WorkerPool(workers if any(reward.runs == "worker" for reward in self.rewards) else 0)
+        self._local_pool = WorkerPool(1 if any(reward.runs == "here" for reward in self.rewards) else 0)
+        self._finalizer = weakref.finalize(self, _close_all, self._worker_pool, self._local_pool, self._loop)
 
     def __enter__(self) -> "Scorer":
         return self
@@ -70,20 +70,20 @@ class Scorer:
         self.close()
 
     def submit(self, call: RewardCall) -> "Future[Scores]":
-        """Start scoring; calls are taken in the order they come, and several may be under way."""
-        return self._start(call, in_lane=True)
+        """Start scoring; calls run in submission order, and several may be pending."""
+        return self._start(call, in_pool=True)
 
     def score(self, call: RewardCall) -> Scores:
-        """Score now; rewards that stay in this process run in the thread that calls."""
-        return self._start(call, in_lane=False).result()
+        """Score and wait; rewards of this process run in the calling thread."""
+        return self._start(call, in_pool=False).result()
 
     @property
     def has_state(self) -> bool:
-        """Whether any reward has one to keep."""
+        """Whether any reward has a state to checkpoint."""
         return any(_state_method(reward, 0) is not None for reward in self.rewards)
 
     def state(self) -> dict[str, Any]:
-        """What rewards with a state say of it, by name, fit for JSON."""
+        """Return the states of stateful rewards by name, as JSON values."""
         states = {}
         for reward in self.rewards:
             method = _state_method(reward, 0)
@@ -92,42 +92,42 @@ class Scorer:
                 try:
                     json.dumps(states[reward.name])
                 except (TypeError, ValueError) as error:
-                    raise UserError(f"reward '{reward.name}': its state must be fit for JSON: {error}.") from error
+                    raise UserError(f"reward '{reward.name}': its state must be JSON-serializable: {error}.") from error
         return states
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Give rewards the states that `state` returned."""
+        """Restore the states that `state` returned."""
         for reward in self.rewards:
             method = _state_method(reward, 1)
             if method is not None and reward.name in state:
                 method(state[reward.name])
 
     def close(self) -> None:
-        """End the worker processes, and say how many completions each reward failed on."""
-        if not self._ending.alive:
+        """Stop the worker processes, and log how many completions each reward failed on."""
+        if not self._finalizer.alive:
             return
-        self._ending()
-        for name, history in self._history.items():
-            if history.failed:
-                logger.warning("reward '%s' failed on %d of %d completions", name, history.failed, history.scored)
-            elif 0 < history.scored < SILENT and not history.applied:
-                logger.warning(NEVER_APPLIES, name, history.scored)
+        self._finalizer()
+        for name, stats in self._stats.items():
+            if stats.failed:
+                logger.warning("reward '%s' failed on %d of %d completions", name, stats.failed, stats.scored)
+            elif 0 < stats.scored < WARN_AFTER and not stats.applied:
+                logger.warning(NEVER_APPLIES, name, stats.scored)
 
-    def _start(self, call: RewardCall, *, in_lane: bool) -> "Future[Scores]":
+    def _start(self, call: RewardCall, *, in_pool: bool) -> "Future[Scores]":
         result: Future[Scores] = Future()
-        if not len(call):  # every completion failed: there is nothing to ask
+        if not len(call):  # every completion failed: there is nothing to score
             result.set_result(Scores(torch.zeros(0, len(self.rewards))))
             return result
         parts: list[list[tuple[int, Future[Attempts]]]] = [[] for _ in self.rewards]
         here = [number for number, reward in enumerate(self.rewards) if reward.runs == "here"]
         for number, reward in enumerate(self.rewards):
             if reward.runs == "worker":
-                for start, stop in call.shares(self.num_workers):
+                for start, stop in call.shards(self.num_workers):
                     parts[number].append((start, self._in_worker(reward, call.part(start, stop))))
             elif reward.runs == "async":
                 parts[number].append((0, start_async(self._loop, reward, call, self.timeout)))
         for number in here:
-            parts[number].append((0, self._here(self.rewards[number], call, in_lane)))
+            parts[number].append((0, self._in_process(self.rewards[number], call, in_pool)))
         self._when_done(call, parts, result)
         return result
 
@@ -136,13 +136,15 @@ class Scorer:
         assert source is not None
 
         def work(worker: Worker) -> Attempts:
-            return attempts_of(lambda part, limit: worker.call(source, reward.job(part), limit), call, self.timeout)
+            return call_with_retries(
+                lambda part, limit: worker.call(source, reward.job(part), limit), call, self.timeout
+            )
 
-        return self._lanes.put(work)
+        return self._worker_pool.submit(work)
 
-    def _here(self, reward: Reward, call: RewardCall, in_lane: bool) -> "Future[Attempts]":
-        if in_lane:
-            return self._local_lane.put(lambda _: self._local.run(reward, call, self.timeout))
+    def _in_process(self, reward: Reward, call: RewardCall, in_pool: bool) -> "Future[Attempts]":
+        if in_pool:
+            return self._local_pool.submit(lambda _: self._local.run(reward, call, self.timeout))
         done: Future[Attempts] = Future()
         done.set_result(self._local.run(reward, call, self.timeout))
         return done
@@ -150,23 +152,23 @@ class Scorer:
     def _when_done(
         self, call: RewardCall, parts: list[list[tuple[int, "Future[Attempts]"]]], result: "Future[Scores]"
     ) -> None:
-        """Set the result once every part is there."""
+        """Set the result when every part is done."""
         futures = [future for of_reward in parts for _, future in of_reward]
-        left, lock = [len(futures) + 1], threading.Lock()
+        pending, lock = [len(futures) + 1], threading.Lock()
 
-        def one_less(_: object = None) -> None:
+        def part_done(_: object = None) -> None:
             with lock:
-                left[0] -= 1
-                if left[0]:
+                pending[0] -= 1
+                if pending[0]:
                     return
             try:
                 result.set_result(self._merged(call, parts))
-            except BaseException as error:  # handed to whoever asked for the result
+            except BaseException as error:  # raised where the result is read
                 result.set_exception(error)
 
         for future in futures:
-            future.add_done_callback(one_less)
-        one_less()
+            future.add_done_callback(part_done)
+        part_done()
 
     def _merged(self, call: RewardCall, parts: list[list[tuple[int, "Future[Attempts]"]]]) -> Scores:
         scores = Scores(torch.full((len(call), len(self.rewards)), math.nan))
@@ -176,13 +178,13 @@ class Scorer:
             seconds = 0.0
             for offset, future in of_reward:
                 for (start, stop), outcome in future.result():
-                    if isinstance(outcome, Broken):
+                    if isinstance(outcome, FatalRewardError):
                         raise UserError(outcome.message)
                     seconds += outcome.seconds
-                    if isinstance(outcome, Failure):
+                    if isinstance(outcome, RewardFailure):
                         reasons[outcome.reason] += stop - start
                         continue
-                    not_finite = _put(scores, number, offset + start, outcome)
+                    not_finite = _store(scores, number, offset + start, outcome)
                     if not_finite:
                         reasons[NOT_FINITE] += not_finite
                     for name, value in outcome.metrics:
@@ -191,34 +193,34 @@ class Scorer:
             if reasons:
                 scores.metrics[f"rewards/{reward.name}/failed"] = float(reasons.total())
             applied = int((~scores.rewards_SR[:, number].isnan()).sum())
-            self._note(reward, call, reasons, applied)
+            self._update_stats(reward, call, reasons, applied)
         scores.metrics |= {name: sum(values) / len(values) for name, values in logged.items()}
         return scores
 
-    def _note(self, reward: Reward, call: RewardCall, reasons: "Counter[str]", applied: int) -> None:
-        """Count failures; warn of them each time they have doubled, and stop when nothing is left."""
+    def _update_stats(self, reward: Reward, call: RewardCall, reasons: "Counter[str]", applied: int) -> None:
+        """Count failures, warn each time they have doubled, and raise a UserError if every completion failed."""
         count, failed = len(call), reasons.total()
-        with self._merging:
-            history = self._history[reward.name]
+        with self._stats_lock:
+            stats = self._stats[reward.name]
             all_failed = bool(count) and failed == count
-            # One group alone can be bad luck where the reward has worked before.
-            forgiven = len(call.groups()) == 1 and history.failed < history.scored and not history.failed_last
-            was_short = history.scored < SILENT
-            history.scored += count
-            history.failed += failed
-            history.applied += applied
-            silent = was_short and history.scored >= SILENT and not history.applied and not history.failed
-            history.failed_last = all_failed
-            warns = failed > 0 and history.failed >= 2 * history.warned_at
+            # A single failed group is tolerated if the reward has worked before.
+            tolerated = len(call.groups()) == 1 and stats.failed < stats.scored and not stats.failed_last
+            was_short = stats.scored < WARN_AFTER
+            stats.scored += count
+            stats.failed += failed
+            stats.applied += applied
+            silent = was_short and stats.scored >= WARN_AFTER and not stats.applied and not stats.failed
+            stats.failed_last = all_failed
+            warns = failed > 0 and stats.failed >= 2 * stats.warned_at
             if warns:
-                history.warned_at = history.failed
+                stats.warned_at = stats.failed
         if silent:
-            logger.warning(NEVER_APPLIES, reward.name, history.scored)
+            logger.warning(NEVER_APPLIES, reward.name, stats.scored)
         if not failed:
             return
         reason = reasons.most_common(1)[0][0]
-        if all_failed and not forgiven:
-            hint = " Mend it, or raise trl.reward_timeout." if "took longer than" in reason else ""
+        if all_failed and not tolerated:
+            hint = " Fix it, or raise trl.reward_timeout." if "took longer than" in reason else ""
             if "'list'" in reason or "not list" in reason:  # methods of a text, or functions on one
                 hint = f" {IN_MESSAGES}."
             raise UserError(f"reward '{reward.name}' failed on all {count} completions: {reason}.{hint}")
@@ -228,22 +230,22 @@ class Scorer:
             )
 
 
-def _put(scores: Scores, number: int, start: int, answer: Answer) -> int:
-    """Write one answer's values and extra columns where they belong; how many values were not finite."""
-    wrong = 0
+def _store(scores: Scores, number: int, start: int, answer: RewardValues) -> int:
+    """Write one outcome's values and extra columns into `scores`; return how many values were not finite."""
+    not_finite = 0
     for position, value in enumerate(answer.values, start):
         if value is not None and not math.isfinite(value):
-            wrong += 1
+            not_finite += 1
         elif value is not None:
             scores.rewards_SR[position, number] = value
     for column, values in answer.extras:
         whole = scores.extras.setdefault(column, [None] * len(scores.rewards_SR))
         whole[start : start + len(values)] = values
-    return wrong
+    return not_finite
 
 
 def _state_method(reward: Reward, which: int) -> Any:
-    """The method that gives (0) or takes (1) a reward's state, where it has both."""
+    """Return the method that returns (0) or restores (1) a reward's state, if it has both, else None."""
     if isinstance(reward.function, nn.Module):
         return None
     for names in STATE_METHODS:
@@ -253,7 +255,7 @@ def _state_method(reward: Reward, which: int) -> Any:
     return None
 
 
-def _end(lanes: Lanes, local_lane: Lanes, loop: EventLoop) -> None:
-    lanes.close()
-    local_lane.close()
+def _close_all(worker_pool: WorkerPool, local_pool: WorkerPool, loop: EventLoop) -> None:
+    worker_pool.close()
+    local_pool.close()
     loop.close()

@@ -1,4 +1,4 @@
-"""The process that calls reward functions, one at a time, in its main thread. Imports nothing heavy."""
+"""The worker process that calls reward functions in its main thread; it imports nothing heavy."""
 
 import faulthandler
 import importlib
@@ -14,18 +14,18 @@ from pathlib import Path
 from typing import Any
 
 from upweight.processes import end_this_group, end_with_parent
-from upweight.rewards.answers import Broken, Outcome, failed, invoke
+from upweight.rewards.answers import FatalRewardError, RewardOutcome, failed, invoke
 from upweight.user_modules import described, load_file
 
-Source = tuple[str, str, str | None]  # module, name in it, file; ("builtin", what the config says, None)
+Source = tuple[str, str, str | None]  # module, name in it, file; ("builtin", the reward as the config writes it, None)
 BUILTIN = "builtin"
 
 
 def serve(channel: int, trace: int, seed: int) -> None:
-    """Answer requests that come through `channel`; where the process is when it hangs or crashes goes to `trace`."""
+    """Answer requests from `channel`; the stack of a hang or a crash is written to `trace`."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    me, connection = os.getpid(), Connection(channel)
-    # A child that a reward leaves behind must not keep the channel open.
+    pid, connection = os.getpid(), Connection(channel)
+    # A child process that a reward leaves running must not keep the channel open.
     os.register_at_fork(after_in_child=connection.close)
     faulthandler.enable(file=trace)
     end_with_parent()
@@ -38,33 +38,33 @@ def serve(channel: int, trace: int, seed: int) -> None:
         except (EOFError, OSError):
             end_this_group()
         reply = _answer(request, functions, trace, seed)
-        if os.getpid() != me:
-            os._exit(0)  # a child that a reward forked and let return: the parent answers
+        if os.getpid() != pid:
+            os._exit(0)  # a child that a reward forked and let return; the parent answers
         connection.send_bytes(pickle.dumps(reply))
 
 
-def _answer(request: bytes, functions: dict[Source, Callable[..., Any]], trace: int, seed: int) -> Outcome | None:
-    me = os.getpid()
+def _answer(request: bytes, functions: dict[Source, Callable[..., Any]], trace: int, seed: int) -> RewardOutcome | None:
+    pid = os.getpid()
     source, limit, job = pickle.loads(request)
     os.ftruncate(trace, 0)
     os.lseek(trace, 0, os.SEEK_SET)
-    # Ends the process from a thread that does not need the interpreter: also where C code hangs.
+    # Ends the process from a thread that does not need the GIL, so also if C code hangs.
     faulthandler.dump_traceback_later(limit, exit=True, file=trace)
     try:
         if job is None:
-            functions[source] = find(source)
+            functions[source] = import_reward(source)
             _seed(seed)
             return None
         arguments, logs, name, count = pickle.loads(job)
         outcome = invoke(functions[source], arguments, logs, name, count)
         _clear_alarm()
         return outcome
-    except Exception as error:  # importing runs foreign code; a reward's own alarm may ring late
+    except Exception as error:  # importing runs foreign code; an alarm that the reward set may fire late
         if job is None:
-            return Broken(described(error))
+            return FatalRewardError(described(error))
         return failed(error, 0.0)
     finally:
-        if os.getpid() == me:  # a forked child has no such thread, and would wait for it for ever
+        if os.getpid() == pid:  # a forked child has no such thread and would wait for it forever
             faulthandler.cancel_dump_traceback_later()
 
 
@@ -80,8 +80,8 @@ def _clear_alarm() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def find(source: Source) -> Callable[..., Any]:
-    """The reward function at a place, as the main process found it there."""
+def import_reward(source: Source) -> Callable[..., Any]:
+    """Import the reward function at `source`, as the main process did."""
     module, name, file = source
     if module == BUILTIN:
         from upweight.rewards.builtin import builtin_reward

@@ -1,4 +1,4 @@
-"""Worker processes as the main process sees them: started when needed, ended when they hang or die, never waited on."""
+"""Worker processes of rewards: started when needed, and replaced when they hang or die."""
 
 import contextlib
 import os
@@ -20,19 +20,19 @@ from typing import Any
 
 from upweight.errors import UserError
 from upweight.processes import signal_group
-from upweight.rewards.answers import Broken, Failure, Outcome
+from upweight.rewards.answers import FatalRewardError, RewardFailure, RewardOutcome
 from upweight.rewards.worker import Source
 from upweight.user_modules import place
 
-GRACE = 5.0  # seconds beyond its limit after which a process that did not end itself is ended
+GRACE = 5.0  # seconds after its limit after which a process that did not exit is killed
 START_LIMIT = 300.0  # seconds for a process to start and import a function's module
-STALLED = 60  # seconds that one message may stand still half sent
+STALLED = 60  # seconds without progress after which sending a message fails
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
 FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 
 
 class Worker:
-    """One process that calls reward functions; a fresh one takes the place of one that is lost."""
+    """One process that calls reward functions; a new one replaces one that died or hung."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
@@ -43,90 +43,90 @@ class Worker:
         self._trace = tempfile.TemporaryFile()  # noqa: SIM115
         self._loaded: set[Source] = set()
 
-    def call(self, source: Source, job: bytes, limit: float) -> Outcome:
-        """Call a function with a pickled job, for at most `limit` seconds."""
+    def call(self, source: Source, job: bytes, limit: float) -> RewardOutcome:
+        """Call a function with pickled arguments, for at most `limit` seconds."""
         if source not in self._loaded or self._process is None:
-            loaded = self._ask(source, START_LIMIT, None)
+            loaded = self._request(source, START_LIMIT, None)
             if loaded is not None:
-                reason = loaded.message if isinstance(loaded, Broken) else getattr(loaded, "reason", "")
+                reason = loaded.message if isinstance(loaded, FatalRewardError) else getattr(loaded, "reason", "")
                 raise UserError(f"a worker process cannot import reward '{source[0]}.{source[1]}': {reason}")
             self._loaded.add(source)
-        outcome = self._ask(source, limit, job)
+        outcome = self._request(source, limit, job)
         assert outcome is not None
         return outcome
 
     def kill(self) -> None:
-        """End the process for good; whoever waits for an answer hears of it, and `clean` comes after."""
+        """Kill the process for good; a pending call returns a failure, and `clean` is called afterwards."""
         with self._lock:
             self._closed = True
             if self._process is not None:
                 signal_group(self._process.pid, signal.SIGKILL)
 
     def clean(self) -> None:
-        """Let go of a process that nobody waits for."""
+        """Kill and reap an idle process."""
         with self._lock:
             self._end()
 
-    def _ask(self, source: Source, limit: float, job: bytes | None) -> Outcome | None:
+    def _request(self, source: Source, limit: float, job: bytes | None) -> RewardOutcome | None:
         start = time.perf_counter()
         with self._lock:
             if self._closed:
-                return Failure("stuck", "the rewards were closed")
+                return RewardFailure("stuck", "the rewards were closed")
             connection = self._connection or self._start()
         try:
             connection.send_bytes(pickle.dumps((source, limit, job)))
             if connection.poll(limit + GRACE):
                 return pickle.loads(connection.recv_bytes())
         except (EOFError, OSError):
-            return self._lost(limit, time.perf_counter() - start, hung=False)
-        return self._lost(limit, time.perf_counter() - start, hung=True)
+            return self._failure(limit, time.perf_counter() - start, hung=False)
+        return self._failure(limit, time.perf_counter() - start, hung=True)
 
     def _start(self) -> Connection:
-        ours, theirs = socket.socketpair()
+        parent_socket, child_socket = socket.socketpair()
         for direction in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
-            ours.setsockopt(socket.SOL_SOCKET, direction, struct.pack("ll", STALLED, 0))
+            parent_socket.setsockopt(socket.SOL_SOCKET, direction, struct.pack("ll", STALLED, 0))
         os.ftruncate(self._trace.fileno(), 0)
         paths = [*sys.path, *([] if os.getcwd() in sys.path else [os.getcwd()])]
         code = (
             f"import sys; sys.path[:] = {paths!r}; from upweight.rewards.worker import serve; "
-            f"serve({theirs.fileno()}, {self._trace.fileno()}, {self.seed})"
+            f"serve({child_socket.fileno()}, {self._trace.fileno()}, {self.seed})"
         )
-        # Its prints go to stderr, as stdout is for results. A session of its own: Ctrl-C reaches the main process
-        # alone, and children that rewards leave behind can be ended with it.
+        # Prints go to stderr because stdout is for results. In a new session, Ctrl-C reaches only the main process,
+        # and child processes that rewards leave running can be killed with the worker.
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-c", code],
             stdin=subprocess.DEVNULL,
             stdout=2,
             env={**os.environ, **ONE_THREAD},
-            pass_fds=(theirs.fileno(), self._trace.fileno()),
+            pass_fds=(child_socket.fileno(), self._trace.fileno()),
             start_new_session=True,
         )
-        theirs.close()
-        self._connection = Connection(ours.detach())
+        child_socket.close()
+        self._connection = Connection(parent_socket.detach())
         self._loaded.clear()
         return self._connection
 
-    def _lost(self, limit: float, seconds: float, *, hung: bool) -> Failure:
-        """End what is left of the process, and say how it was lost."""
+    def _failure(self, limit: float, seconds: float, *, hung: bool) -> RewardFailure:
+        """Kill the process and return the failure with the reason."""
         with self._lock:
             status = self._end(wait=0.0 if hung else 1.0)
         trace = os.pread(self._trace.fileno(), 1 << 16, 0).decode(errors="replace")
         where = place(_frames(trace))
         if hung or trace.startswith("Timeout"):
-            return Failure("timed out", f"it took longer than {limit:g} seconds{where}", seconds)
+            return RewardFailure("timed out", f"it took longer than {limit:g} seconds{where}", seconds)
         how = f"ended with status {status}" if status >= 0 else f"was killed by {_signal_name(-status)}"
-        return Failure("died", f"its worker process {how}{where}", seconds)
+        return RewardFailure("died", f"its worker process {how}{where}", seconds)
 
     def _end(self, wait: float = 0.0) -> int:
-        """End the process and its group; the status it left with."""
+        """Kill the process and its group, and return its exit status."""
         process, self._process = self._process, None
         connection, self._connection = self._connection, None
         if process is None or connection is None:
             return 0
         deadline = time.monotonic() + wait
-        # Not reaped before its group is ended: until then nobody else can have its number.
-        look = os.WEXITED | os.WNOHANG | os.WNOWAIT
-        while time.monotonic() < deadline and os.waitid(os.P_PID, process.pid, look) is None:
+        # Not reaped before its group is killed: until then no other process can have its pid.
+        flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        while time.monotonic() < deadline and os.waitid(os.P_PID, process.pid, flags) is None:
             time.sleep(0.01)
         signal_group(process.pid, signal.SIGKILL)
         connection.close()
@@ -134,11 +134,11 @@ class Worker:
 
 
 def _frames(trace: str) -> list[tuple[str, int]]:
-    """The frames of the thread that answers requests, outermost first, from what faulthandler wrote."""
+    """Return the frames of the thread that answers requests, outermost first, from a faulthandler trace."""
     for thread in trace.split("\n\n"):
-        found = FRAME.findall(thread)
-        if any(name == "serve" for _, _, name in found):
-            return [(file, int(line)) for file, line, _ in reversed(found)]
+        frames = FRAME.findall(thread)
+        if any(name == "serve" for _, _, name in frames):
+            return [(file, int(line)) for file, line, _ in reversed(frames)]
     return []
 
 
@@ -149,33 +149,33 @@ def _signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-Work = Callable[[Worker], Any]
+Task = Callable[[Worker], Any]
 
 
-class Lanes:
-    """Threads that take work in the order it came, each with a worker process to do it in."""
+class WorkerPool:
+    """Threads that run tasks in submission order, each with one worker process."""
 
     def __init__(self, count: int) -> None:
         rank = int(os.environ.get("RANK", "0"))
         self.workers = [Worker(1000 * rank + number) for number in range(count)]
         self._owner = os.getpid()
-        self._queue: queue.SimpleQueue[tuple[Work, Future[Any]] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[Task, Future[Any]] | None] = queue.SimpleQueue()
         self._threads = [
             threading.Thread(target=_run, args=(self._queue, worker), daemon=True) for worker in self.workers
         ]
         for thread in self._threads:
             thread.start()
 
-    def put(self, work: Work) -> "Future[Any]":
-        """Do some work when a lane is free."""
+    def submit(self, work: Task) -> "Future[Any]":
+        """Run a task when a thread is free."""
         future: Future[Any] = Future()
         self._queue.put((work, future))
         return future
 
     def close(self) -> None:
-        """End the threads and their processes; work that nobody began is cancelled."""
+        """Stop the threads and their processes; pending tasks are cancelled."""
         if os.getpid() != self._owner:
-            return  # a fork of the main process, which has neither
+            return  # a fork of the main process has neither threads nor workers
         with contextlib.suppress(queue.Empty):
             while (item := self._queue.get_nowait()) is not None:
                 item[1].cancel()
@@ -187,12 +187,12 @@ class Lanes:
                 thread.join(GRACE)
 
 
-def _run(work: "queue.SimpleQueue[tuple[Work, Future[Any]] | None]", worker: Worker) -> None:
+def _run(work: "queue.SimpleQueue[tuple[Task, Future[Any]] | None]", worker: Worker) -> None:
     while (item := work.get()) is not None:
-        todo, future = item
+        task, future = item
         try:
-            future.set_result(todo(worker))
-        except BaseException as error:  # handed to whoever asked for the result
+            future.set_result(task(worker))
+        except BaseException as error:  # raised where the result is read
             future.set_exception(error)
-        del item, todo, future  # else an idle lane would keep alive what it last worked for
+        del item, task, future  # else an idle thread would keep the arguments of its last task alive
     worker.clean()

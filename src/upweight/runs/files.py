@@ -1,4 +1,4 @@
-"""The names of what a run writes, and how; for those who read a run without the libraries that train."""
+"""The file names of a run folder, readable without importing torch."""
 
 import hashlib
 import os
@@ -13,12 +13,12 @@ COMPLETIONS = "completions"  # a folder
 
 
 def this_machine() -> str:
-    """A mark of this machine that does not tell its name: a folder may be pushed to the hub."""
+    """Return a hash of the host name, because a run folder may be pushed to the hub."""
     return hashlib.sha256(socket.gethostname().encode()).hexdigest()[:12]
 
 
 def no_folder_at(folder: Path) -> str | None:
-    """Why a run's folder cannot be made or written to, or None where it can."""
+    """Return why a run's folder cannot be created or written to, or None if it can."""
     place = folder
     while not place.exists():
         place = place.parent
@@ -28,5 +28,5 @@ def no_folder_at(folder: Path) -> str | None:
 
 
 def metrics_of(folder: Path) -> list[dict[str, Any]]:
-    """The rows that a run has logged; a line that was cut off is passed over."""
+    """Return the rows that a run has logged; an incomplete last line is skipped."""
     return JsonLines(folder / METRICS).read()

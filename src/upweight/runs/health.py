@@ -1,4 +1,4 @@
-"""Health verdicts: the rows of metrics.jsonl against the rules, each verdict once, in words, with its remedy."""
+"""Checks the rows of metrics.jsonl against the health rules; each verdict is reported once, with its remedy."""
 
 import math
 from collections import deque
@@ -10,16 +10,16 @@ from typing import Any
 
 from upweight.runs.health_rules import RULES, SIGNS, Relation, Rule, Sign
 
-START_ROWS, START_STEPS = 5, 20  # at most so many logs of the first steps say where a run began
-FEWEST_ROWS = 3  # logs that a verdict needs, however many steps each covers
-AGAIN = 100  # steps a verdict must have been away to be said again
+START_ROWS, START_STEPS = 5, 20  # logs of the first steps that define the start values
+MIN_ROWS = 3  # logs that a verdict needs, however many steps each covers
+REPEAT_AFTER = 100  # steps without a verdict after which it is reported again
 
-Row = Mapping[str, Any]
+MetricsRow = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What is wrong, since when and by which evidence, what it means, what to do."""
+    """A problem of a run: its evidence, since when it holds, what it means, and the remedy."""
 
     name: str
     level: str
@@ -33,32 +33,32 @@ class Verdict:
     remedy: str
 
     def line(self) -> str:
-        """The verdict for the terminal."""
+        """Return the verdict as one line for the terminal."""
         return f"{self.level}: {self.name} at step {self.step}: {self.seen()}. Remedy: {self.remedy}."
 
     def seen(self) -> str:
-        """What it means, with the evidence."""
+        """Return the meaning with the evidence."""
         limit = f"{SIGNS[self.relation]} {self.threshold:g}" + (" of 0" if self.relation == "near" else "")
         return f"{self.meaning} ({self.metric} {self.value:.4g}, {limit}, for {self.steps} steps)"
 
 
 class Health:
-    """Takes the rows of a run in order and says which verdicts each of them brings."""
+    """Takes the rows of a run in order and returns the new verdicts of each."""
 
     def __init__(self) -> None:
-        self.rows: dict[bool, deque[Row]] = {False: deque(), True: deque()}  # of training, of evaluations
-        self.start: list[Row] = []
-        self.began: dict[str, float | None] = {}  # means of `start`
+        self.rows: dict[bool, deque[MetricsRow]] = {False: deque(), True: deque()}  # of training, of evaluations
+        self.start: list[MetricsRow] = []
+        self.start_value: dict[str, float | None] = {}  # means of `start`
         self.lowest: dict[str, float] = {}
         self.held_at: dict[tuple[str, str], int] = {}  # last step at which a verdict held
         self.keeps = max(rule.steps for rule in RULES)
 
-    def take(self, row: Row) -> list[Verdict]:
-        """What became true with this row."""
+    def take(self, row: MetricsRow) -> list[Verdict]:
+        """Return the verdicts that are new with this row."""
         evaluation = any(name.startswith("eval_") for name in row)
         if not evaluation and "loss" not in row:
             return []
-        self._remember(row, evaluation)
+        self._store(row, evaluation)
         kinds = self._kinds()
         holding = [
             verdict
@@ -68,7 +68,7 @@ class Health:
         ]
         names = {verdict.name for verdict in holding}
         hidden_by = {rule.name: set(rule.hidden_by) for rule in RULES}
-        fresh = []
+        new_verdicts = []
         for verdict in holding:
             if hidden_by[verdict.name] & names:
                 continue
@@ -76,14 +76,14 @@ class Health:
             key, step = (verdict.name, of), verdict.step
             known = self.held_at.get(key)
             self.held_at[key] = step
-            if known is None or step - known >= AGAIN:
-                fresh.append(verdict)
-        return fresh
+            if known is None or step - known >= REPEAT_AFTER:
+                new_verdicts.append(verdict)
+        return new_verdicts
 
-    def _remember(self, row: Row, evaluation: bool) -> None:
+    def _store(self, row: MetricsRow, evaluation: bool) -> None:
         rows = self.rows[evaluation]
         rows.append(row)
-        while len(rows) > FEWEST_ROWS and rows[0]["step"] <= row["step"] - self.keeps:
+        while len(rows) > MIN_ROWS and rows[0]["step"] <= row["step"] - self.keeps:
             rows.popleft()
         if evaluation:
             for name in row:
@@ -91,30 +91,30 @@ class Health:
                     self.lowest[name] = min(value, self.lowest.get(name, math.inf))
         elif not self.start or (len(self.start) < START_ROWS and row["step"] <= START_STEPS):
             self.start.append(row)
-            self.began = {}
+            self.start_value = {}
 
     def _kinds(self) -> set[str]:
-        """Which rules apply, by what the run logs."""
+        """Return the kinds of rules that apply, by the metrics that the run logs."""
         first = self.start[0] if self.start else {}
         if "frac_reward_zero_std" in first:
             return {"online"}
         return {"offline", "pairs"} if "rewards/margins" in first else {"offline"}
 
-    def _verdicts(self, rule: Rule, row: Row, rows: deque[Row]) -> Iterable[Verdict]:
+    def _verdicts(self, rule: Rule, row: MetricsRow, rows: deque[MetricsRow]) -> Iterable[Verdict]:
         first, *others = rule.signs
-        metrics, step = _fitting(first.metric, row), row["step"]
-        fewest = min(FEWEST_ROWS, rule.steps)
-        if not metrics or step - rule.after < rule.steps or len(rows) < fewest:
+        metrics, step = _matching_metrics(first.metric, row), row["step"]
+        min_rows = min(MIN_ROWS, rule.steps)
+        if not metrics or step - rule.after < rule.steps or len(rows) < min_rows:
             return
         window = list(takewhile(lambda known: known["step"] > step - rule.steps, reversed(rows)))
-        window = window if len(window) >= fewest else list(islice(reversed(rows), fewest))
+        window = window if len(window) >= min_rows else list(islice(reversed(rows), min_rows))
         for metric in metrics:
             value = self._holds(metric, first, window, rule.averaged)
-            same = _behind_star(first.metric, metric)
+            same = _star_value(first.metric, metric)
             if value is not None and all(
                 any(
                     self._holds(other, sign, window, rule.averaged) is not None
-                    for other in _fitting(sign.metric.replace("*", same), row)
+                    for other in _matching_metrics(sign.metric.replace("*", same), row)
                 )
                 for sign in others
             ):
@@ -124,8 +124,8 @@ class Health:
                     rule.remedy,
                 )  # fmt: skip
 
-    def _holds(self, metric: str, sign: Sign, window: list[Row], averaged: bool) -> float | None:
-        """The value by which a sign holds over a window of rows, newest first, or None."""
+    def _holds(self, metric: str, sign: Sign, window: list[MetricsRow], averaged: bool) -> float | None:
+        """Return the value by which a sign holds over a window of rows, newest first, or None."""
         values: list[float] = []
         for row in window:
             value = self._value(metric, row)
@@ -140,8 +140,8 @@ class Health:
         mean = sum(values) / len(values)
         return mean if _compares(mean, sign) else None
 
-    def _value(self, metric: str, row: Row) -> float | None:
-        """A metric of a row, or what it is measured against its own past."""
+    def _value(self, metric: str, row: MetricsRow) -> float | None:
+        """Return a metric of a row, or its value relative to earlier rows."""
         name, _, against = metric.partition(":")
         value = _number(row.get(name))
         if value is None:
@@ -153,40 +153,40 @@ class Health:
         if against == "earned":  # 0 or one size: the mean is share x size, the mean of squares share x size x size
             std = _number(row.get(name.removesuffix("mean") + "std"))
             return value**2 / (value**2 + std**2) if std else None
-        began = self._began(name)
-        if began is None:
+        start_value = self._start_value(name)
+        if start_value is None:
             return None
         if against == "growth":
-            return value / began if began > 0 else None
-        spread = self._began(f"{name}_std")
+            return value / start_value if start_value > 0 else None
+        spread = self._start_value(f"{name}_std")
         if spread is None:
             return None
-        # Where nothing was earned at first, the spread of today says whether a rise is one.
-        return (value - began) / max(spread, _number(row.get(f"{name}_std")) or 0.0, 1e-6)
+        # If the reward was 0 at first, the present spread decides whether it has risen.
+        return (value - start_value) / max(spread, _number(row.get(f"{name}_std")) or 0.0, 1e-6)
 
-    def _began(self, name: str) -> float | None:
-        if name not in self.began:
+    def _start_value(self, name: str) -> float | None:
+        if name not in self.start_value:
             values = [value for row in self.start if (value := _number(row.get(name))) is not None]
-            self.began[name] = sum(values) / len(values) if values and len(values) == len(self.start) else None
-        return self.began[name]
+            self.start_value[name] = sum(values) / len(values) if values and len(values) == len(self.start) else None
+        return self.start_value[name]
 
 
-def verdicts(rows: Iterable[Row]) -> list[Verdict]:
-    """Every verdict on a run, from the rows of its metrics.jsonl."""
+def verdicts(rows: Iterable[MetricsRow]) -> list[Verdict]:
+    """Return every verdict on a run, from the rows of its metrics.jsonl."""
     health = Health()
     return [verdict for row in rows for verdict in health.take(row)]
 
 
-def _fitting(pattern: str, row: Row) -> list[str]:
-    """The metrics of a row that a sign means: the first that is there of several, or all that fit a `*`."""
+def _matching_metrics(pattern: str, row: MetricsRow) -> list[str]:
+    """Return the metrics of a row that match a sign: the first of several alternatives, or all that match a `*`."""
     names, colon, against = pattern.partition(":")
     if "*" in names:
         return [name + colon + against for name in row if fnmatchcase(name, names)]
     return [name + colon + against for name in names.split("|") if name in row][:1]
 
 
-def _behind_star(pattern: str, metric: str) -> str:
-    """What a `*` stands for in a metric that fits."""
+def _star_value(pattern: str, metric: str) -> str:
+    """Return what a `*` stands for in a metric that matches."""
     before, _, after = pattern.partition("*")
     return metric[len(before) : len(metric) - len(after)] if after else ""
 

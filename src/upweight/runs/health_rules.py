@@ -1,10 +1,10 @@
-"""The signs that training goes wrong: what is looked at, when it counts, what it means and what to do."""
+"""The health rules of training: which metric is compared, when a rule holds, what it means, and the remedy."""
 
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-Kind = Literal["online", "pairs", "offline"]
+RunKind = Literal["online", "pairs", "offline"]
 Relation = Literal["above", "below", "near"]  # near: no further from 0 than the threshold
 SIGNS: dict[Relation, str] = {"above": ">", "below": "<", "near": "within"}
 WORDS: dict[str, Relation] = {sign: relation for relation, sign in SIGNS.items()}
@@ -31,18 +31,18 @@ class Rule:
 
     name: str
     level: Literal["warning", "alarm"]
-    kind: Kind  # of run
+    kind: RunKind  # of run
     when: str  # signs, as `metric > 0.5 and other within 0.1`
     steps: int
     meaning: str
     remedy: str
     after: int = 0  # first step that counts
     averaged: bool = False  # the mean over the steps counts, for metrics that jump about
-    hidden_by: tuple[str, ...] = ()  # verdicts that say it better
+    hidden_by: tuple[str, ...] = ()  # verdicts that are more specific
 
     @cached_property
     def signs(self) -> list[Sign]:
-        """What `when` says."""
+        """The comparisons of `when`."""
         parts = [sign.split() for sign in self.when.split(" and ")]
         return [Sign(metric, WORDS[relation], float(threshold)) for metric, relation, threshold in parts]
 

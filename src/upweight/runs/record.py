@@ -1,4 +1,4 @@
-"""How a run stands, in `run.json`: begun when, by which process, how far it is to go, and how it ended."""
+"""The state of a run in `run.json`: start time, process, planned steps, and how it ended."""
 
 import contextlib
 import json
@@ -18,7 +18,7 @@ from upweight.runs.report.page import write_report
 
 
 def about(trainer: Any) -> dict[str, Any]:
-    """How long a training is to be, on how much data and how many ranks, for its record."""
+    """Return the planned steps, rows and ranks of a training for its record."""
     steps, held_out = trainer.args.max_steps, trainer.eval_dataset
     if steps <= 0:
         steps = math.ceil(trainer.args.num_train_epochs * len(trainer.get_train_dataloader()))
@@ -31,7 +31,7 @@ def about(trainer: Any) -> dict[str, Any]:
 
 
 def refuse_busy(folder: Path) -> None:
-    """Stop where another process of this machine is training into `folder`."""
+    """Raise a UserError if another process of this machine is training into `folder`."""
     try:
         record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -46,9 +46,9 @@ def refuse_busy(folder: Path) -> None:
 
 @contextlib.contextmanager
 def recorded(folder: Path, about: Mapping[str, Any], *, writes: bool) -> Iterator[None]:
-    """Keep the record of a run while it goes on, and write its report when it has ended, however that was.
+    """Keep the record of a run while it trains, and write its report when it has ended in any way.
 
-    `about` is kept with it; `writes`: this is the rank that does.
+    `about` is stored in the record; `writes`: whether this rank writes it.
     """
     if not writes:
         yield
@@ -66,7 +66,7 @@ def recorded(folder: Path, about: Mapping[str, Any], *, writes: bool) -> Iterato
     except UserError as error:
         end = {"state": "failed", "message": str(error)}
         raise
-    except BaseException as error:  # what is not caught would be recorded as done
+    except BaseException as error:  # an exception that is not caught here would be recorded as done
         end = {"state": "failed", "message": f"{type(error).__name__}: {error}"}
         raise
     finally:
@@ -75,10 +75,10 @@ def recorded(folder: Path, about: Mapping[str, Any], *, writes: bool) -> Iterato
 
 
 def report_on(folder: Path) -> None:
-    """Write the report of a run; a training that took hours does not fail over it."""
+    """Write the report of a run; an error in it is only logged."""
     if not folder.is_dir():
         return
     try:
         logger.info("report: %s", write_report([folder]))
-    except Exception as error:  # it reads whatever files a run left, and would hide the error that ended the run
+    except Exception as error:  # it reads any files in the folder, and its error would hide the one that ended the run
         logger.warning("warning: the report could not be written: %r", error)

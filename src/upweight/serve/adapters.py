@@ -1,4 +1,4 @@
-"""What vLLM can load of an adapter."""
+"""Which adapters vLLM can load."""
 
 import json
 from pathlib import Path
@@ -13,18 +13,18 @@ RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
 def allowed_rank(rank: int) -> int:
-    """The smallest rank that vLLM has room for and that holds `rank`."""
-    found = next((size for size in RANKS if size >= rank), None)
-    if found is None:
+    """Return the smallest `max_lora_rank` of vLLM that holds `rank`."""
+    allowed = next((size for size in RANKS if size >= rank), None)
+    if allowed is None:
         raise UserError(f"lora_r: vLLM serves adapters up to rank {RANKS[-1]}, not {rank}; lower it.")
-    return found
+    return allowed
 
 
 def largest_rank(section: AdapterSection) -> int:
-    """The largest rank in the adapter that a config describes or continues."""
-    kept = Path(section.folder) / "adapter_config.json" if section.folder else None
-    if kept is not None and kept.is_file():
-        stored: dict[str, Any] = json.loads(kept.read_text(encoding="utf-8"))
+    """Return the largest rank of the adapter that a config describes or continues."""
+    adapter_config = Path(section.folder) / "adapter_config.json" if section.folder else None
+    if adapter_config is not None and adapter_config.is_file():
+        stored: dict[str, Any] = json.loads(adapter_config.read_text(encoding="utf-8"))
         return max([int(stored["r"]), *map(int, (stored.get("rank_pattern") or {}).values())])
     return max([section.rank, *section.rank_pattern.values()])
 
@@ -32,7 +32,7 @@ def largest_rank(section: AdapterSection) -> int:
 def goes_alone(
     lora_sync: bool | None, *, dora: bool, modules_to_save: object, target_parameters: object, bias: bool = False
 ) -> bool:
-    """Whether an adapter with these features is sent by itself: asked for or left open, and vLLM can load it."""
+    """Return whether an adapter is synced without merging: `lora_sync` allows it and vLLM can load it."""
     key = not_for_vllm(dora=dora, bias=bias, modules_to_save=modules_to_save, target_parameters=target_parameters)
     if lora_sync and key is not None:
         raise UserError(f"{key}: {ONLY_MERGED}.")

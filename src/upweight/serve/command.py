@@ -1,4 +1,4 @@
-"""A config as the command line and environment of a vLLM OpenAI server."""
+"""Builds the command line and environment of a vLLM OpenAI server from a config."""
 
 import json
 import re
@@ -15,24 +15,24 @@ from upweight.serve.adapters import allowed_rank, largest_rank
 TESTED = ("0.26", "0.32")
 # Adapters that share a batch: the version in use, and the one before while its last requests end.
 LIVE_ADAPTERS = 2
-# Further versions lie in host memory. vLLM reads an evicted one from disk again, and dies where the folder is gone.
+# Further versions stay in host memory. vLLM reads an evicted one from disk again, and dies if the folder is gone.
 KEPT_ADAPTERS = 8
-# Agents of a Gym offer tools, which vLLM refuses without a parser: this one reads what most models write.
+# Gym agents pass tools, which vLLM refuses without a parser; this one fits most models.
 AGENTS_PARSER = "hermes"
-EVERYWHERE = ("0.0.0.0", "::", "")  # listened on, but no place to go to
+EVERYWHERE = ("0.0.0.0", "::", "")  # addresses to listen on, not to connect to
 
 
 @dataclass(frozen=True)
 class Command:
-    """What to run, and what to add to the environment."""
+    """The command line, and variables to add to the environment."""
 
     argv: tuple[str, ...]
     env: dict[str, str] = field(default_factory=dict)
 
 
 def serve_command(config: Config, *, python: str = sys.executable) -> Command:
-    """The server that training with `config` needs; `python` belongs to the environment that vLLM is installed in."""
-    # The module and not the `vllm` script: packages of vLLM for CPUs have another name, which the script stumbles over.
+    """Return the server command for training with `config`; `python` is the interpreter that has vLLM."""
+    # The module and not the `vllm` script, which fails for vLLM's CPU packages because they have another name.
     argv = [python, "-m", "vllm.entrypoints.openai.api_server"]
     for flag, value in _flags(config):
         argv += [flag] if value is None else [flag, value]
@@ -40,22 +40,22 @@ def serve_command(config: Config, *, python: str = sys.executable) -> Command:
 
 
 def warnings_of(config: Config, version: str) -> list[str]:
-    """What a person should know before the server starts."""
-    found = []
+    """Return warnings to show before the server starts."""
+    messages = []
     if config.vllm.host not in LOOPBACK:
-        found.append(
+        messages.append(
             f"vllm.host: {config.vllm.host} can be reached from other machines, and the routes that change weights "
             "are not protected; use 127.0.0.1, or a network that only you can reach"
         )
     if direct_transfer(config) == "ipc" and version.startswith("0.26"):
-        found.append("vLLM 0.26 does not start with trl.vllm_weight_transfer: ipc unless ray is installed beside it")
+        messages.append("vLLM 0.26 does not start with trl.vllm_weight_transfer: ipc unless ray is installed beside it")
     if not any(version == known or version.startswith(f"{known}.") for known in TESTED):
-        found.append(f"vLLM {version} is not tested; {' and '.join(TESTED)} are")
-    return found
+        messages.append(f"vLLM {version} is not tested; {' and '.join(TESTED)} are")
+    return messages
 
 
 def _flags(config: Config) -> Iterator[tuple[str, str | None]]:
-    """Flags with their values; None for those without one."""
+    """Yield flags with their values; None for flags without one."""
     model, vllm = config.model, config.vllm
     if model.base_model is None:
         raise UserError("base_model: missing. Name the model to serve: a hub id or a folder.")
@@ -76,7 +76,7 @@ def _flags(config: Config) -> Iterator[tuple[str, str | None]]:
         "--data-parallel-size": vllm.data_parallel_size,
         "--max-model-len": vllm.max_model_len,
         "--reasoning-parser": vllm.reasoning_parser,
-        # Log-probs at the sampling temperature, and no sampling defaults of the model's own.
+        # Log-probs at the sampling temperature, and no sampling defaults of the model.
         "--logprobs-mode": "processed_logprobs",
         "--generation-config": "vllm",
     }
@@ -95,7 +95,7 @@ def _flags(config: Config) -> Iterator[tuple[str, str | None]]:
 
 
 def _sync_flags(config: Config) -> Iterator[tuple[str, str | None]]:
-    """What the server needs to take new weights."""
+    """Yield the flags that weight sync needs."""
     if adapter_alone(config.adapter, config.rollout.lora_sync):
         rank = config.vllm.max_lora_rank or largest_rank(config.adapter)
         yield "--enable-lora", None
@@ -111,7 +111,7 @@ def _environment(config: Config) -> dict[str, str]:
     if adapter_alone(config.adapter, config.rollout.lora_sync):
         env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     if direct_transfer(config) == "ipc":
-        env["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # handles of memory travel pickled
+        env["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # memory handles are sent pickled
     if config.vllm.host in LOOPBACK:
         env["VLLM_HOST_IP"] = "127.0.0.1"
     device = config.vllm.device

@@ -1,4 +1,4 @@
-"""Start a server, say when it is ready, pass signals on, and leave nothing of it behind."""
+"""Runs a vLLM server process: waits until it is ready, forwards signals, and cleans up after it."""
 
 import math
 import os
@@ -16,23 +16,23 @@ from upweight.log import logger
 from upweight.processes import end_group, passing_on, signal_group
 from upweight.serve.command import Command
 
-GRACE = 20.0  # seconds that a server has to end by itself
+GRACE = 20.0  # seconds that a server has to exit by itself
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-FIND = """
+FIND_VLLM = """
 import importlib.metadata, importlib.util
-found = importlib.util.find_spec("vllm")
-names = importlib.metadata.packages_distributions().get("vllm", []) if found else []
-print(importlib.metadata.version(names[0]) if names else "unknown" if found else "")
+spec = importlib.util.find_spec("vllm")
+names = importlib.metadata.packages_distributions().get("vllm", []) if spec else []
+print(importlib.metadata.version(names[0]) if names else "unknown" if spec else "")
 """
 
 
 def installed_version(python: str) -> str:
-    """The version of vLLM in the environment of an interpreter."""
+    """Return the version of vLLM that an interpreter has installed."""
     try:
-        found = subprocess.run([python, "-c", FIND], capture_output=True, text=True, check=True)
+        result = subprocess.run([python, "-c", FIND_VLLM], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError) as error:
         raise UserError(f"--python: {python} cannot be run: {error}") from None
-    version = found.stdout.strip()
+    version = result.stdout.strip()
     if not version:
         raise UserError(
             f"vLLM is not installed in the environment of {python}: pip install vllm there, or name the interpreter of "
@@ -42,18 +42,18 @@ def installed_version(python: str) -> str:
 
 
 def run_server(command: Command, url: str, ready: Callable[[], None]) -> int:
-    """Run the server until it ends or a signal ends it; its exit code. `ready` is called once it answers."""
-    if answers(url):
+    """Run the server until it exits or a signal ends it; return its exit code. `ready` is called once it answers."""
+    if is_healthy(url):
         raise UserError(f"something answers at {url} already; end it, or choose another port with vllm.port=...")
-    sockets = tempfile.mkdtemp(prefix="vllm-")  # through which its processes talk: vLLM does not remove them
+    sockets = tempfile.mkdtemp(prefix="vllm-")  # sockets between its processes, which vLLM does not remove
     env = {**os.environ, "VLLM_RPC_BASE_PATH": sockets, **command.env}
-    # A group of its own: what the server starts can be ended with it, and nothing else.
+    # A new process group: the server's children can be killed with it, and nothing else.
     process = subprocess.Popen(command.argv, env=env, start_new_session=True)
     with passing_on(SIGNALS, [process]) as signals:
         try:
             since, deadline, announced = time.monotonic(), math.inf, False
             while (code := process.poll()) is None:
-                if not announced and not signals and answers(url):
+                if not announced and not signals and is_healthy(url):
                     announced = True
                     ready()
                 if not announced and time.monotonic() - since > 60:
@@ -71,8 +71,8 @@ def run_server(command: Command, url: str, ready: Callable[[], None]) -> int:
             shutil.rmtree(sockets, ignore_errors=True)
 
 
-def answers(url: str) -> bool:
-    """Whether a server is there and well."""
+def is_healthy(url: str) -> bool:
+    """Return whether a server answers its health check."""
     try:
         return httpx.get(f"{url}/health", timeout=5, trust_env=False).status_code == httpx.codes.OK
     except httpx.HTTPError:

@@ -39,7 +39,7 @@ def test_every_starter_can_be_reached_and_nothing_else():
 def test_without_a_terminal_what_is_missing_is_listed():
     with pytest.raises(UserError, match=r"What do you have\?[^?]*--have pairs"):
         raise chosen().exception
-    with pytest.raises(UserError, match=r"--have cats: Say one of these:\n  --have scores"):
+    with pytest.raises(UserError, match=r"--have cats: Choose one of these:\n  --have scores"):
         raise chosen("--have", "cats").exception
 
 

@@ -58,7 +58,7 @@ def test_splits_and_slices(folder, split, expected):
 
 @pytest.mark.parametrize("split", ["test", "train[:5", "train[a:b]"])
 def test_a_split_that_is_not_there(folder, split):
-    with pytest.raises(UserError, match=r"datasets\[0\] \(rows.jsonl\): split '.*' cannot be taken. There is 'train'"):
+    with pytest.raises(UserError, match=r"datasets\[0\] \(rows.jsonl\): split '.*' cannot be selected. There"):
         prompts(folder, path="rows.jsonl", split=split)
 
 
@@ -104,7 +104,7 @@ def test_cells_of_a_csv_stay_text(folder):
     [
         ("a,b\n1,2\n3,4,5\n", "line 3"),
         ("", "is empty"),
-        ("a,a\n1,2\n", "column 'a' is there twice"),
+        ("a,a\n1,2\n", "column 'a' appears twice"),
         ("a,b\n\n", "has no rows"),
         ("a,b\n\xe9,2\n", "Save it as UTF-8"),
     ],
@@ -177,14 +177,15 @@ def test_the_home_folder_is_meant_by_a_tilde(folder, monkeypatch):
 def test_a_missing_file_names_both_places(folder, path):
     with pytest.raises(UserError, match=r"there is no such file or folder. Tried .*work.* and .*config.*"):
         prompts(folder, path=path)
-    with pytest.raises(UserError, match=r"data_files: nothing is called .* Tried .*work.* and .*config.*"):
+    with pytest.raises(UserError, match=r"data_files: no file matches .* Tried .*work.* and .*config.*"):
         prompts(folder, ds_type="json", data_files=path)
 
 
 def test_a_hub_dataset_that_cannot_be_had(folder, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     with pytest.raises(
-        UserError, match=r"datasets\[0\] \(who/what\): is no file or folder .*the hub did not give it.*HF_HUB_OFFLINE"
+        UserError,
+        match=r"datasets\[0\] \(who/what\): is no file or folder .*be loaded from the hub.*HF_HUB_OFFLINE",
     ):
         prompts(folder, path="who/what")
 

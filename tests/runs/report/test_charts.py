@@ -1,7 +1,7 @@
 """Metrics -> charts."""
 
 from made_reports import metrics
-from upweight.runs.report.charts import KINDS, charts_of, split_set
+from upweight.runs.report.charts import SPECS, charts_of, split_set
 
 
 def by_title(charts):
@@ -57,4 +57,4 @@ def test_sets_of_evaluations_are_told_from_their_metrics():
 
 
 def test_every_kind_says_what_it_means():
-    assert all(kind.meaning.endswith((".", ".)")) for kind in KINDS)
+    assert all(kind.meaning.endswith((".", ".)")) for kind in SPECS)

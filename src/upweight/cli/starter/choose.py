@@ -41,19 +41,19 @@ FIRST = Question("--have", "What do you have?", {
 })  # fmt: skip
 
 
-def run(given: Mapping[str, str | None]) -> None:
-    """Ask what was not given by a flag, and print the command that starts with the method."""
+def run(flags: Mapping[str, str | None]) -> None:
+    """Ask the questions that no flag answers, and print the command that starts with the method."""
     question: str | Question = FIRST
     while isinstance(question, Question):
-        said = given.get(question.flag) or _ask(question)
-        if said not in question.options:
-            raise UserError(f"{question.flag} {said}: {_choices(question)}")
-        _, question = question.options[said]
+        answer = flags.get(question.flag) or _ask(question)
+        if answer not in question.options:
+            raise UserError(f"{question.flag} {answer}: {_choices(question)}")
+        _, question = question.options[answer]
     print(f"upweight init {question}")
 
 
 def _ask(question: Question) -> str:
-    """The answer of whoever sits at the terminal, by number or by word."""
+    """Ask on the terminal; return the answer given by number or by word."""
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise UserError(f"{question.text} {_choices(question)}")
     words = list(question.options)
@@ -61,14 +61,14 @@ def _ask(question: Question) -> str:
     for number, (word, (text, _)) in enumerate(question.options.items(), 1):
         print(f"  {number}  {text} ({word})")
     while True:
-        said = input("> ").strip()
-        if said in words:
-            return said
-        if said.isdigit() and 0 < int(said) <= len(words):
-            return words[int(said) - 1]
+        answer = input("> ").strip()
+        if answer in words:
+            return answer
+        if answer.isdigit() and 0 < int(answer) <= len(words):
+            return words[int(answer) - 1]
         print(f"a number from 1 to {len(words)}, or one of {', '.join(words)}")
 
 
 def _choices(question: Question) -> str:
     listed = "".join(f"\n  {question.flag} {word:<16}{text}" for word, (text, _) in question.options.items())
-    return f"Say one of these:{listed}"
+    return f"Choose one of these:{listed}"

@@ -15,8 +15,8 @@ def correct(completions: list[Any], answer: list[str], **kwargs: Any) -> list[fl
 
 def sentence(completions: list[Any], **kwargs: Any) -> list[float]:
     """Half for a capital letter at the start, half for one full stop, at the end: partial credit helps learning."""
-    said = [text(completion).strip() for completion in completions]
-    return [0.5 * one[:1].isupper() + 0.5 * (one.endswith(".") and one.count(".") == 1) for one in said]
+    texts = [text(completion).strip() for completion in completions]
+    return [0.5 * one[:1].isupper() + 0.5 * (one.endswith(".") and one.count(".") == 1) for one in texts]
 
 
 def text(completion: Any) -> str:

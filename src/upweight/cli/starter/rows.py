@@ -1,9 +1,9 @@
-"""The sample rows of starters: a few facts and sums, put as each kind of data wants them."""
+"""The sample rows of starters: a few facts and sums, in the format of each kind of data."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
 
-Row = dict[str, Any]
+SampleRow = dict[str, Any]
 
 CAPITALS = {
     "France": "Paris", "Italy": "Rome", "Spain": "Madrid", "Greece": "Athens", "Norway": "Oslo", "Japan": "Tokyo",
@@ -35,34 +35,34 @@ def rambling(question: str, number: int) -> str:
     )[number % 3]
 
 
-def pairs() -> Iterator[Row]:
+def pairs() -> Iterator[SampleRow]:
     """A better and a worse answer to each question."""
     for number, (question, answer, _) in enumerate(facts()):
-        yield {"prompt": [said("user", question)], "chosen": [said("assistant", answer)],
-               "rejected": [said("assistant", rambling(question, number))]}  # fmt: skip
+        yield {"prompt": [message("user", question)], "chosen": [message("assistant", answer)],
+               "rejected": [message("assistant", rambling(question, number))]}  # fmt: skip
 
 
-def labelled() -> Iterator[Row]:
+def labelled() -> Iterator[SampleRow]:
     """One answer to each question, with a thumb up or down."""
     for number, (question, answer, _) in enumerate(facts()):
         good = number % 2 == 0
         shown = answer if good else rambling(question, number)
-        yield {"prompt": [said("user", question)], "completion": [said("assistant", shown)], "label": good}
+        yield {"prompt": [message("user", question)], "completion": [message("assistant", shown)], "label": good}
 
 
-def demonstrations() -> Iterator[Row]:
+def demonstrations() -> Iterator[SampleRow]:
     """Conversations to imitate."""
     for question, answer, _ in facts():
-        yield {"messages": [said("user", question), said("assistant", answer)]}
+        yield {"messages": [message("user", question), message("assistant", answer)]}
 
 
-def prompts() -> Iterator[Row]:
+def prompts() -> Iterator[SampleRow]:
     """Questions, with a column that rewards read."""
     for question, _, word in facts():
-        yield {"prompt": [said("user", f"{question} Answer in one short sentence.")], "answer": word}
+        yield {"prompt": [message("user", f"{question} Answer in one short sentence.")], "answer": word}
 
 
-def steps() -> Iterator[Row]:
+def steps() -> Iterator[SampleRow]:
     """Sums worked out in steps, some of which are wrong."""
     for number in range(32):
         a, b, c = 11 + 7 * number % 40, 3 + 5 * number % 17, 2 + number % 5
@@ -76,30 +76,30 @@ def steps() -> Iterator[Row]:
         }
 
 
-def tasks() -> Iterator[Row]:
+def tasks() -> Iterator[SampleRow]:
     """Counting by tools, as NeMo Gym's example server verifies it."""
     count = {"count": {"type": "integer", "description": "How much to add."}}
     tools = [_tool("increment_counter", "Add to the counter.", count), _tool("get_counter_value", "Read it.", {})]
     for number in range(16):
         start, first, second = number % 5, 1 + number % 4, 2 + number % 7
-        asked = f"Add {first} to the counter, then add {second}, then tell me its value."
+        request = f"Add {first} to the counter, then add {second}, then tell me its value."
         yield {
-            "responses_create_params": {"input": [said("user", asked)], "tools": tools},
+            "responses_create_params": {"input": [message("user", request)], "tools": tools},
             "initial_count": start,
             "expected_count": start + first + second,
         }
 
 
-def _tool(name: str, description: str, properties: Row) -> Row:
+def _tool(name: str, description: str, properties: SampleRow) -> SampleRow:
     schema = {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
     return {"type": "function", "name": name, "description": description, "parameters": schema, "strict": True}
 
 
-def said(role: str, content: str) -> dict[str, str]:
-    """A message."""
+def message(role: str, content: str) -> dict[str, str]:
+    """Return a message."""
     return {"role": role, "content": content}
 
 
-ROWS: dict[str, Callable[[], Iterator[Row]]] = {
-    one.__name__: one for one in (pairs, labelled, demonstrations, prompts, steps, tasks)
+ROWS: dict[str, Callable[[], Iterator[SampleRow]]] = {
+    rows.__name__: rows for rows in (pairs, labelled, demonstrations, prompts, steps, tasks)
 }

@@ -1,4 +1,4 @@
-"""Formats by name for each kind of data; a format makes examples of a row."""
+"""Dataset formats by name for each kind of data; a format builds examples from a row."""
 
 from upweight.data.examples import Format
 from upweight.data.formats import ebft, kto, nemo_gym, pairs, prompts, sft, stepwise
@@ -13,7 +13,7 @@ FORMATS: dict[str, dict[str, Format]] = {
     "ebft": ebft.FORMATS,
 }
 
-# Rows without a `type`, and what a user's transform returns.
+# For rows without a `type`, and for the rows that a user's transform returns.
 UNTYPED: dict[str, Format] = {
     "pairs": pairs.untyped,
     "labelled": kto.untyped,
@@ -23,7 +23,7 @@ UNTYPED: dict[str, Format] = {
     "ebft": ebft.untyped,
 }
 
-# A `type` written as a mapping of columns.
+# For a `type` that is a mapping of columns.
 USER_DEFINED: dict[str, Format] = {
     "pairs": pairs.user_defined,
     "labelled": kto.user_defined,
@@ -33,5 +33,5 @@ USER_DEFINED: dict[str, Format] = {
 
 
 def kind_of(method: Method) -> str:
-    """The kind of data whose formats serve a method."""
+    """Return the kind of data whose formats a method reads."""
     return "ebft" if method.name == "ebft" else method.data

@@ -1,14 +1,14 @@
-"""Single answers with a verdict: for KTO. Rows that hold pairs become two examples each."""
+"""Formats for KTO: single completions with a label. Rows that hold pairs become two examples each."""
 
 from upweight.data.examples import Example, Format, Labelled, Pair, Setup
 from upweight.data.formats import pairs
 from upweight.data.formats.columns import filled, prompt_text
 from upweight.data.formats.markup import FAMILIES, Family, last_answer, single_turn
-from upweight.data.raw_row import Row, RowError, flag_at, has, lookup, text_at
+from upweight.data.raw_row import RawRow, RowError, flag_at, has, lookup, text_at
 
 
 def unpaired(examples: list[Example]) -> list[Example]:
-    """Each pair as a wanted and an unwanted answer."""
+    """Split each pair into a desirable and an undesirable completion."""
     result: list[Example] = []
     for pair in examples:
         assert isinstance(pair, Pair)
@@ -17,9 +17,9 @@ def unpaired(examples: list[Example]) -> list[Example]:
 
 
 def or_pairs(labelled: Format, paired: Format) -> Format:
-    """Rows with a completion by the one format, rows with two answers by the other."""
+    """Read rows with one completion by `labelled`, rows with two by `paired`."""
 
-    def read(setup: Setup, row: Row) -> list[Example]:
+    def read(setup: Setup, row: RawRow) -> list[Example]:
         form = setup.form
         rejected = setup.entry.field_rejected or form.field_rejected
         is_pair = not has(row, form.field_completion) and (has(row, rejected) or has(row, "rejected_response"))
@@ -29,32 +29,34 @@ def or_pairs(labelled: Format, paired: Format) -> Format:
 
 
 def pairs_only(paired: Format) -> Format:
-    """Rows that always hold two answers."""
+    """Read rows that always hold two completions."""
     return lambda setup, row: unpaired(paired(setup, row))
 
 
-def verdict(row: Row, key: str = "label") -> bool:
-    """Whether a row's answer is wanted."""
+def label_at(row: RawRow, key: str = "label") -> bool:
+    """Return the label of a row: whether its completion is desirable."""
     if not has(row, key):
-        raise RowError(key, "true or false, since KTO learns which answers are wanted, or pairs: 'chosen', 'rejected'")
+        raise RowError(
+            key, "true or false, because KTO learns from labelled completions, or pairs: 'chosen', 'rejected'"
+        )
     return flag_at(row, key)
 
 
 def with_prompt(family: Family, user: str) -> Format:
-    """A family's text from columns."""
+    """Read text columns and write a model family's markup."""
 
-    def read(setup: Setup, row: Row) -> list[Example]:
+    def read(setup: Setup, row: RawRow) -> list[Example]:
         messages = single_turn(setup, row, text_at(row, user))
         answer = family.answer(text_at(row, "completion"))
-        return [Labelled(family.prompt(messages), answer, verdict(row))]
+        return [Labelled(family.prompt(messages), answer, label_at(row))]
 
     return read
 
 
 def conversation(family: Family) -> Format:
-    """A family's text from messages: the user's in `chosen` or in `completion`, the assistant's in `completion`."""
+    """Read messages and write a model family's markup; the user's turn is in `chosen` or in `completion`."""
 
-    def read(setup: Setup, row: Row) -> list[Example]:
+    def read(setup: Setup, row: RawRow) -> list[Example]:
         completion = setup.reader.messages(lookup(row, "completion"), "completion")
         answer = last_answer(completion, "completion")
         prompt = completion[:-1]
@@ -65,41 +67,41 @@ def conversation(family: Family) -> Format:
             while prompt and prompt[-1]["role"] == "assistant":
                 prompt = prompt[:-1]
         if not any(message["content"] for message in prompt if message["role"] == "user"):
-            raise RowError("chosen" if has(row, "chosen") else "completion", "a user turn that says something")
+            raise RowError("chosen" if has(row, "chosen") else "completion", "a user turn with text")
         messages = setup.reader.conversation(row, prompt).messages
-        return [Labelled(family.prompt(messages), family.answer(answer), verdict(row))]
+        return [Labelled(family.prompt(messages), family.answer(answer), label_at(row))]
 
     return read
 
 
-def templated(setup: Setup, row: Row) -> list[Example]:
-    """Text by the chat template: messages in one column, the answer in `completion`."""
+def templated(setup: Setup, row: RawRow) -> list[Example]:
+    """Render messages of one column and the assistant's turn in `completion` with the chat template."""
     key = setup.entry.field_messages or "messages"
     prompt = setup.reader.messages(lookup(row, key), key)
     answer = pairs.last_turn(setup, row, "completion")
     text, (completion,) = setup.template.split(setup.reader.conversation(row, prompt, key), [answer])
-    return [Labelled(text, completion, verdict(row))]
+    return [Labelled(text, completion, label_at(row))]
 
 
-def _user_defined_single(setup: Setup, row: Row) -> list[Example]:
-    """Columns and the texts they are put into, as the config says."""
+def _user_defined_single(setup: Setup, row: RawRow) -> list[Example]:
+    """Read the columns that the config names, put into the config's text templates."""
     form = setup.form
     prompt = prompt_text(setup, row, form, form.prompt_format, {"prompt": text_at(row, form.field_prompt)})
     completion = filled(form.completion_format, {"completion": text_at(row, form.field_completion)})
-    return [Labelled(prompt, completion, verdict(row, form.field_label))]
+    return [Labelled(prompt, completion, label_at(row, form.field_label))]
 
 
-def _untyped_single(setup: Setup, row: Row) -> list[Example]:
+def _untyped_single(setup: Setup, row: RawRow) -> list[Example]:
     prompt, completion = lookup(row, "prompt"), lookup(row, "completion")
     if isinstance(prompt, str) and isinstance(completion, str):
-        return [Labelled(text_at(row, "prompt"), text_at(row, "completion"), verdict(row))]
+        return [Labelled(text_at(row, "prompt"), text_at(row, "completion"), label_at(row))]
     answers = setup.reader.responses(completion, "completion")
     if prompt is not None and answers[0]["role"] == "assistant":
-        asked = setup.reader.messages(prompt, "prompt")
+        prompt_messages = setup.reader.messages(prompt, "prompt")
     else:
-        asked, answers = answers[:-1], answers[-1:]
-    text, (answer,) = setup.template.split(setup.reader.conversation(row, asked), [answers])
-    return [Labelled(text, answer, verdict(row))]
+        prompt_messages, answers = answers[:-1], answers[-1:]
+    text, (answer,) = setup.template.split(setup.reader.conversation(row, prompt_messages), [answers])
+    return [Labelled(text, answer, label_at(row))]
 
 
 untyped = or_pairs(_untyped_single, pairs.untyped)
@@ -107,14 +109,14 @@ user_defined = or_pairs(_user_defined_single, pairs.user_defined)
 
 
 def _family_formats(name: str, family: Family) -> dict[str, Format]:
-    own = {
+    single_formats = {
         f"{name}.argilla": with_prompt(family, "instruction"),
         f"{name}.argilla_chat": conversation(family),
         f"{name}.intel": with_prompt(family, "question"),
         f"{name}.prompt_pairs": with_prompt(family, "prompt"),
         f"{name}.ultra": with_prompt(family, "prompt"),
     }
-    return {key: or_pairs(single, pairs.FORMATS[key]) for key, single in own.items()}
+    return {key: or_pairs(single, pairs.FORMATS[key]) for key, single in single_formats.items()}
 
 
 FORMATS: dict[str, Format] = {

@@ -1,28 +1,28 @@
-"""Texts with the turn marks of a model family written out: chatml, llama3, zephyr."""
+"""The turn markup of model families: chatml, llama3, zephyr."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from upweight.data.examples import Setup
-from upweight.data.raw_row import Row, RowError, checked_text, optional_text
+from upweight.data.raw_row import RawRow, RowError, checked_text, optional_text
 from upweight.data.tokenize.messages import Message
 
 
 @dataclass(frozen=True)
 class Family:
-    """How one family writes turns: what opens each (`{role}` is filled in) and what closes it."""
+    """The markup of one model family: what opens a turn (with a `{role}` placeholder) and what closes it."""
 
     opening: str
-    closing: str  # right after the text of a turn
+    closing: str  # directly after the text of a turn
     gap: str  # between two turns
 
     def prompt(self, messages: Sequence[Message]) -> str:
-        """The turns as text, with the assistant's next one opened."""
+        """Render messages as text that ends with the opening of the assistant's turn."""
         written = [self._open(message["role"]) + message["content"] + self.closing + self.gap for message in messages]
         return "".join(written) + self._open("assistant")
 
     def answer(self, text: str) -> str:
-        """The text of the assistant's turn."""
+        """Render the text of the assistant's turn."""
         return text + self.closing
 
     def _open(self, role: str) -> str:
@@ -35,15 +35,15 @@ ZEPHYR = Family("<|{role}|>\n", "</s>", "\n")
 FAMILIES = {"chatml": CHATML, "llama3": LLAMA3}
 
 
-def single_turn(setup: Setup, row: Row, user: str) -> list[Message]:
-    """The system text, if there is any, and one user turn."""
+def single_turn(setup: Setup, row: RawRow, user: str) -> list[Message]:
+    """Return the messages of the system text, if there is any, and one user turn."""
     system = optional_text(row, setup.entry.field_system or "system") or setup.data.default_system_message
     turns = [{"role": "system", "content": system}] if system and not setup.entry.drop_system_message else []
     return [*turns, {"role": "user", "content": user}]
 
 
 def last_answer(messages: Sequence[Message], key: str) -> str:
-    """The text of the assistant's turn that ends a conversation."""
+    """Return the text of the assistant's turn that ends a conversation."""
     if not messages or messages[-1]["role"] != "assistant":
         raise RowError(key, "a list of messages that ends with the assistant's")
     return checked_text(messages[-1]["content"], f"{key}[{len(messages) - 1}].content")

@@ -1,23 +1,23 @@
-"""Rows of NeMo Gym: a request to a model, with what verifies the answer beside it."""
+"""The format of NeMo Gym: rows with a request to a model and the columns that its verifier reads."""
 
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from upweight.data.examples import Example, Format, Prompt, Setup
-from upweight.data.raw_row import OWN_COLUMNS, Row, RowError, check_all_text, found
+from upweight.data.raw_row import OWN_COLUMNS, RawRow, RowError, check_all_text, describe_value
 from upweight.data.tokenize.messages import Conversation, without_nulls
 
 PARAMS = "responses_create_params"
 SERVER = "nemo_gym_server"  # column that names the server which verifies a row
-HIDDEN = "nemo_gym_hidden"  # column of what the row holds under names that prepared rows use themselves
+HIDDEN = "nemo_gym_hidden"  # column with the row's values whose names preparation uses itself
 
 
-def gym(setup: Setup, row: Row) -> list[Example]:
-    """The messages and tools of `responses_create_params`; the row itself stays, for the server that verifies it."""
+def gym(setup: Setup, row: RawRow) -> list[Example]:
+    """Read the messages and tools of `responses_create_params`; the other columns are kept for the verifier."""
     params = row.get(PARAMS)
     if not isinstance(params, Mapping) or params.get("input") is None:
-        raise RowError(PARAMS, f"a mapping with `input`, found {found(params)}")
+        raise RowError(PARAMS, f"a mapping with `input`, got {describe_value(params)}")
     messages = setup.reader.messages(_items(params), f"{PARAMS}.input")
     conversation = setup.reader.conversation({}, messages)
     tools = tools_of(row)
@@ -32,14 +32,14 @@ def gym(setup: Setup, row: Row) -> list[Example]:
 
 
 def row_of(prepared: Mapping[str, Any]) -> dict[str, Any]:
-    """The row as the file had it, from its columns after preparation."""
-    own = (*OWN_COLUMNS, SERVER, HIDDEN)
-    kept = {key: value for key, value in prepared.items() if key not in own and value is not None}
+    """Restore the original row from a prepared one."""
+    added = (*OWN_COLUMNS, SERVER, HIDDEN)
+    kept = {key: value for key, value in prepared.items() if key not in added and value is not None}
     return kept | dict(prepared.get(HIDDEN) or {})
 
 
 def tools_of(row: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The tools of a row as chat templates expect them."""
+    """Return the tools of a row as chat templates expect them."""
     tools = (row.get(PARAMS) or {}).get("tools") or []
     if not isinstance(tools, Sequence) or not all(isinstance(tool, Mapping) and "name" in tool for tool in tools):
         raise RowError(f"{PARAMS}.tools", "a list of functions, each with a name")
@@ -51,14 +51,14 @@ def tools_of(row: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _items(params: Mapping[str, Any]) -> Any:
-    """The input as messages: what was called and what came back are items of their own in the Responses API."""
-    given = params["input"]
+    """Return the input as messages; in the Responses API tool calls and their outputs are separate items."""
+    items = params["input"]
     messages: list[Any] = []
     if params.get("instructions"):
         messages.append({"role": "system", "content": params["instructions"]})
-    if isinstance(given, str):
-        return [*messages, {"role": "user", "content": given}]
-    for item in given if isinstance(given, list) else [given]:
+    if isinstance(items, str):
+        return [*messages, {"role": "user", "content": items}]
+    for item in items if isinstance(items, list) else [items]:
         kind = item.get("type") if isinstance(item, Mapping) else None
         if kind == "function_call":
             call = {"id": item.get("call_id"), "name": item.get("name"), "arguments": item.get("arguments") or "{}"}
@@ -70,7 +70,7 @@ def _items(params: Mapping[str, Any]) -> Any:
         elif kind in (None, "message") and isinstance(item, Mapping):
             messages.append({"role": item.get("role"), "content": item.get("content")})
         elif kind != "reasoning":
-            messages.append(item)  # the reader says what is wrong with it
+            messages.append(item)  # the message reader raises the error about it
     return messages
 
 

@@ -1,4 +1,4 @@
-"""Preference pairs: for DPO, IPO, SimPO, ORPO and outcome reward models."""
+"""Formats of preference pairs, for DPO, IPO, SimPO, ORPO and outcome reward models."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -7,13 +7,13 @@ from upweight.data.examples import Example, Format, Pair, Setup, Tokens
 from upweight.data.formats.columns import filled, prompt_text
 from upweight.data.formats.markup import FAMILIES, ZEPHYR, Family, last_answer, single_turn
 from upweight.data.raw_row import (
-    Row,
+    RawRow,
     RowError,
     checked_list,
     checked_text,
     common_length,
+    describe_value,
     first_of,
-    found,
     has,
     id_list,
     lookup,
@@ -24,19 +24,19 @@ from upweight.data.raw_row import (
 from upweight.data.tokenize.messages import Message
 
 PROMPT_KEYS = ("prompt", "input", "question", "instruction")
-SPEAKER = "\n\nAssistant:"  # ends the shared part of pairs that were written as one dialogue each
+SPEAKER = "\n\nAssistant:"  # ends the common prefix of pairs that are two whole dialogues
 
 
 def with_prompt(family: Family, user: str | None, chosen: str | None, rejected: str | None, *, listed: bool) -> Format:
-    """A family's text from columns; None takes the first of the usual names. `listed` answers are message lists."""
+    """Read columns and write a family's markup; None tries the usual names. `listed`: completions are message lists."""
 
-    def answer(setup: Setup, row: Row, key: str | None, usual: Sequence[str]) -> str:
+    def answer(setup: Setup, row: RawRow, key: str | None, usual: Sequence[str]) -> str:
         key = key or first_of(row, usual)
         if listed:
             return last_answer(setup.reader.messages(lookup(row, key), key), key)
         return text_at(row, key)
 
-    def read(setup: Setup, row: Row) -> list[Example]:
+    def read(setup: Setup, row: RawRow) -> list[Example]:
         messages = single_turn(setup, row, text_at(row, user or first_of(row, PROMPT_KEYS)))
         return [
             Pair(
@@ -51,29 +51,29 @@ def with_prompt(family: Family, user: str | None, chosen: str | None, rejected: 
 
 
 def conversations(family: Family) -> Format:
-    """A family's text from two conversations that differ in their last turn."""
+    """Read two conversations that differ in their last turn, and write a model family's markup."""
 
-    def read(setup: Setup, row: Row) -> list[Example]:
+    def read(setup: Setup, row: RawRow) -> list[Example]:
         chosen = setup.reader.messages(lookup(row, "chosen"), "chosen")
         rejected = setup.reader.messages(lookup(row, "rejected"), "rejected")
         better, worse = last_answer(chosen, "chosen"), last_answer(rejected, "rejected")
-        prompt = setup.reader.conversation(row, _asked(chosen[:-1], "chosen")).messages
+        prompt = setup.reader.conversation(row, _checked_prompt(chosen[:-1], "chosen")).messages
         answers = family.answer(better), family.answer(worse)
         return [Pair(family.prompt(prompt), *answers, optional_number(row, "margin"))]
 
     return read
 
 
-def nectar(setup: Setup, row: Row) -> list[Example]:
-    """Ranked answers: the best one over the second best."""
+def nectar(setup: Setup, row: RawRow) -> list[Example]:
+    """Read ranked answers; the best one is chosen, the second best is rejected."""
     ranked: list[tuple[float, str]] = []
     for number, item in enumerate(checked_list(lookup(row, "answers"), "answers", "answers with ranks")):
         place = f"answers[{number}]"
         if not isinstance(item, dict):
-            raise RowError(place, f"an answer with its rank, found {found(item)}")
+            raise RowError(place, f"an answer with its rank, got {describe_value(item)}")
         rank = optional_number(item, "rank")
         if rank is None:
-            raise RowError(f"{place}.rank", "a number, found nothing")
+            raise RowError(f"{place}.rank", "a number, got nothing")
         ranked.append((rank, checked_text(item.get("answer"), f"{place}.answer")))
     if len(ranked) < 2:
         raise RowError("answers", "at least two answers")
@@ -85,28 +85,30 @@ def nectar(setup: Setup, row: Row) -> list[Example]:
     return [Pair(ZEPHYR.prompt(user), chosen, rejected)]
 
 
-def templated(messages_of: Callable[[Setup, Row], tuple[list[Message], list[Message], list[Message], str]]) -> Format:
-    """Text by the chat template, from what a reader makes of a row: prompt, chosen, rejected, key of the prompt."""
+def templated(
+    messages_of: Callable[[Setup, RawRow], tuple[list[Message], list[Message], list[Message], str]],
+) -> Format:
+    """Render with the chat template what `messages_of` reads: prompt, chosen, rejected, key of the prompt."""
 
-    def read(setup: Setup, row: Row) -> list[Example]:
+    def read(setup: Setup, row: RawRow) -> list[Example]:
         prompt, chosen, rejected, key = messages_of(setup, row)
-        conversation = setup.reader.conversation(row, _asked(prompt, key), key)
+        conversation = setup.reader.conversation(row, _checked_prompt(prompt, key), key)
         text, (better, worse) = setup.template.split(conversation, [chosen, rejected])
         return [Pair(text, better, worse, optional_number(row, "margin"))]
 
     return read
 
 
-def _separate(setup: Setup, row: Row) -> tuple[list[Message], list[Message], list[Message], str]:
-    """Messages in one column, the last turn of each answer in two others."""
+def _messages_and_answers(setup: Setup, row: RawRow) -> tuple[list[Message], list[Message], list[Message], str]:
+    """Read the prompt's messages from one column and the assistant's turns from two others."""
     key = setup.entry.field_messages or "messages"
     better, worse = _answer_keys(setup)
     prompt = setup.reader.messages(lookup(row, key), key)
     return prompt, last_turn(setup, row, better), last_turn(setup, row, worse), key
 
 
-def _joined(setup: Setup, row: Row) -> tuple[list[Message], list[Message], list[Message], str]:
-    """Two conversations that differ in their last turn."""
+def _conversations(setup: Setup, row: RawRow) -> tuple[list[Message], list[Message], list[Message], str]:
+    """Read two conversations that differ in their last turn."""
     better, worse = _answer_keys(setup)
     chosen = setup.reader.messages(lookup(row, better), better)
     rejected = setup.reader.messages(lookup(row, worse), worse)
@@ -115,9 +117,9 @@ def _joined(setup: Setup, row: Row) -> tuple[list[Message], list[Message], list[
     return chosen[:-1], chosen[-1:], rejected[-1:], better
 
 
-def _joined_with_columns(setup: Setup, row: Row) -> tuple[list[Message], list[Message], list[Message], str]:
-    """As `_joined`, with `system` and, where the conversation has one turn, `prompt` from columns of their own."""
-    prompt, chosen, rejected, key = _joined(setup, row)
+def _conversations_and_columns(setup: Setup, row: RawRow) -> tuple[list[Message], list[Message], list[Message], str]:
+    """Read as `_conversations`, with `system` and, for a single user turn, `prompt` from separate columns."""
+    prompt, chosen, rejected, key = _conversations(setup, row)
     users = [number for number, message in enumerate(prompt) if message["role"] == "user"]
     user = optional_text(row, "prompt") if len(users) == 1 else ""
     if user:
@@ -128,8 +130,8 @@ def _joined_with_columns(setup: Setup, row: Row) -> tuple[list[Message], list[Me
     return prompt, chosen, rejected, key
 
 
-def _from_columns(setup: Setup, row: Row) -> tuple[list[Message], list[Message], list[Message], str]:
-    """System, input and two answers in columns of their own."""
+def _from_columns(setup: Setup, row: RawRow) -> tuple[list[Message], list[Message], list[Message], str]:
+    """Read system, input and two completions from separate columns."""
     better, worse = _answer_keys(setup)
     prompt = single_turn(setup, row, text_at(row, "input"))
     return prompt, last_turn(setup, row, better), last_turn(setup, row, worse), "input"
@@ -139,22 +141,22 @@ def _answer_keys(setup: Setup) -> tuple[str, str]:
     return setup.entry.field_chosen or "chosen", setup.entry.field_rejected or "rejected"
 
 
-def last_turn(setup: Setup, row: Row, key: str) -> list[Message]:
-    """The assistant's turn at `key`: text, a message, or the last of a list; it must say something."""
+def last_turn(setup: Setup, row: RawRow, key: str) -> list[Message]:
+    """Return the assistant's turn at `key`: text, a message, or the last of a list; it must not be empty."""
     message = setup.reader.responses(lookup(row, key), key)[-1]
     if not message["content"] and "tool_calls" not in message:
-        raise RowError(f"{key}.content", "text, found an empty text")
+        raise RowError(f"{key}.content", "text, got an empty text")
     return [message]
 
 
-def _asked(prompt: list[Message], key: str) -> list[Message]:
+def _checked_prompt(prompt: list[Message], key: str) -> list[Message]:
     if not any(message["content"] for message in prompt if message["role"] != "system"):
-        raise RowError(key, "a turn that says something before the answer")
+        raise RowError(key, "a turn with text before the completion")
     return prompt
 
 
-def user_defined(setup: Setup, row: Row) -> list[Example]:
-    """Columns and the texts they are put into, as the config says."""
+def user_defined(setup: Setup, row: RawRow) -> list[Example]:
+    """Read the columns that the config names, put into the config's text templates."""
     form = setup.form
     return [
         Pair(
@@ -166,8 +168,8 @@ def user_defined(setup: Setup, row: Row) -> list[Example]:
     ]
 
 
-def untyped(setup: Setup, row: Row) -> list[Example]:
-    """Rows that say by their columns what they are: text or messages, with a prompt or without, or token ids."""
+def untyped(setup: Setup, row: RawRow) -> list[Example]:
+    """Read rows without a `type`: text or messages, with a prompt or without, or token ids."""
     if setup.method.head == "sequence_score" and has(row, "chosen_ids") and has(row, "rejected_ids"):
         return [token_ids(row)]
     chosen, rejected, margin = lookup(row, "chosen"), lookup(row, "rejected"), optional_number(row, "margin")
@@ -182,8 +184,8 @@ def untyped(setup: Setup, row: Row) -> list[Example]:
     return [Pair(text, good, bad, margin)]
 
 
-def token_ids(row: Row) -> Tokens:
-    """Two texts that were tokenised elsewhere, each with its prompt: what both begin with is read once."""
+def token_ids(row: RawRow) -> Tokens:
+    """Read two tokenized sequences, each with its prompt; their common prefix becomes the prompt."""
     chosen, rejected = id_list(row, "chosen_ids"), id_list(row, "rejected_ids")
     shared = min(common_length(chosen, rejected), len(chosen) - 1, len(rejected) - 1)
     columns = {"prompt_ids": chosen[:shared], "chosen_ids": chosen[shared:], "rejected_ids": rejected[shared:]}
@@ -192,21 +194,21 @@ def token_ids(row: Row) -> Tokens:
 
 
 def _conversational(
-    setup: Setup, row: Row, chosen: Any, rejected: Any
+    setup: Setup, row: RawRow, chosen: Any, rejected: Any
 ) -> tuple[list[Message], list[Message], list[Message]]:
     reader = setup.reader
     better, worse = reader.responses(chosen, "chosen"), reader.responses(rejected, "rejected")
-    # Answers that begin with somebody else's turn hold the whole conversation, whatever else the row says.
+    # Completions that begin with another role's turn hold the whole conversation, whatever `prompt` holds.
     if has(row, "prompt") and better[0]["role"] == worse[0]["role"] == "assistant":
-        return _asked(reader.messages(lookup(row, "prompt"), "prompt"), "prompt"), better, worse
+        return _checked_prompt(reader.messages(lookup(row, "prompt"), "prompt"), "prompt"), better, worse
     shared = 0
     while shared < min(len(better), len(worse)) - 1 and better[shared] == worse[shared]:
         shared += 1
-    return _asked(better[:shared], "chosen"), better[shared:], worse[shared:]
+    return _checked_prompt(better[:shared], "chosen"), better[shared:], worse[shared:]
 
 
 def shared_start(chosen: str, rejected: str) -> tuple[str, str, str]:
-    """The prompt that two texts share, and what each goes on with; cut where a speaker or a word begins."""
+    """Split the common prefix of two texts off as the prompt, cut at the start of a speaker or a word."""
     shared = chosen[: common_length(chosen, rejected)]
     cut = shared.rfind(SPEAKER) + len(SPEAKER)
     if cut < len(SPEAKER):
@@ -214,7 +216,7 @@ def shared_start(chosen: str, rejected: str) -> tuple[str, str, str]:
         if len(shared) == cut and not all(text[cut : cut + 1].isspace() for text in (chosen, rejected)):
             cut = len(shared[: max(shared.rfind(" "), shared.rfind("\n"), 0)].rstrip())
     if not shared[:cut] or chosen == rejected or not chosen[cut:] or not rejected[cut:]:
-        raise RowError("prompt", "a prompt, or answers that begin alike and then differ")
+        raise RowError("prompt", "a prompt, or chosen and rejected with a common prefix")
     return chosen[:cut], chosen[cut:], rejected[cut:]
 
 
@@ -236,11 +238,11 @@ FORMATS: dict[str, Format] = {
     **_family_formats("chatml", FAMILIES["chatml"]),
     **_family_formats("llama3", FAMILIES["llama3"]),
     "zephyr.nectar": nectar,
-    "chat_template": templated(_separate),
-    "chat_template.default": templated(_separate),
-    "chat_template.argilla_chat": templated(_joined),
-    "chat_template.argilla": templated(_joined_with_columns),
-    "orpo.chat_template": templated(_joined_with_columns),
+    "chat_template": templated(_messages_and_answers),
+    "chat_template.default": templated(_messages_and_answers),
+    "chat_template.argilla_chat": templated(_conversations),
+    "chat_template.argilla": templated(_conversations_and_columns),
+    "orpo.chat_template": templated(_conversations_and_columns),
     "bradley_terry.chat_template": templated(_from_columns),
     "user_defined": user_defined,
     "user_defined.default": user_defined,

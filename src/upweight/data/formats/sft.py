@@ -1,4 +1,4 @@
-"""Texts to imitate: conversations, instructions, prompts with completions, raw text."""
+"""Formats for supervised fine-tuning: conversations, instructions, prompts with completions, raw text."""
 
 from typing import Any
 
@@ -6,11 +6,11 @@ from upweight.config.sections.data import UserFormat
 from upweight.data.examples import Example, Format, Setup, Span, Text, Tokens
 from upweight.data.formats.columns import prompt_text
 from upweight.data.raw_row import (
-    Row,
+    RawRow,
     RowError,
     checked_list,
+    describe_value,
     first_of,
-    found,
     has,
     id_list,
     label_list,
@@ -25,7 +25,7 @@ ALPACA = UserFormat(
     format="{system}\n\n### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n",
     no_input_format="{system}\n\n### Instruction:\n{instruction}\n\n### Response:\n",
 )
-# What stands for a system text that a row does not have.
+# The system text of rows that have none.
 ALPACA_SYSTEM = {
     ALPACA.format: "Below is an instruction that describes a task, paired with an input that provides further context. "
     "Write a response that appropriately completes the request.",
@@ -35,46 +35,46 @@ ALPACA_SYSTEM = {
 
 
 def whole_text(setup: Setup, prompt: str, completion: str) -> Text:
-    """A prompt and its completion, of which the completion is trained on."""
+    """Join a prompt and its completion; only the completion is trained on unless `train_on_inputs` is set."""
     start = 0 if setup.data.train_on_inputs else len(prompt)
     text = prompt + completion
     return Text(text, [Span(start, len(text))], {"prompt": prompt, "completion": completion})
 
 
-def chat(setup: Setup, row: Row) -> list[Example]:
-    """Messages, rendered by the chat template; the assistant's turns are trained on."""
+def chat(setup: Setup, row: RawRow) -> list[Example]:
+    """Read messages and render them with the chat template; the assistant's turns are trained on."""
     key = setup.entry.field_messages or first_of(row, ("messages", "conversations"))
     messages = setup.reader.messages(lookup(row, key), key)
     return conversation_texts(setup, setup.reader.conversation(row, messages, key), key)
 
 
 def conversation_texts(setup: Setup, conversation: Conversation, key: str, first: int = 0) -> list[Example]:
-    """One text for a conversation, or several where the template rewrites turns that others follow.
+    """Return one text for a conversation, or several if the template changes earlier turns.
 
-    Turns before the `first` are not trained on, nor are those of other roles than an entry names.
+    Messages before index `first` are not trained on, nor are roles that the entry does not name.
     """
     if setup.data.train_on_inputs and not setup.entry.roles_to_train:
         text = setup.template.render(conversation).rstrip()
         return [Text(text, [Span(0, len(text))], {"text": text})]
     messages = conversation.messages
-    wanted = {number for number in range(first, len(messages)) if _is_trained(setup, messages[number], key)}
-    if not wanted:
+    trained = {number for number in range(first, len(messages)) if _is_trained(setup, messages[number], key)}
+    if not trained:
         roles = " or ".join(setup.entry.roles_to_train or ["assistant"])
         raise RowError(key, f"at least one turn to train on ({roles})")
     examples: list[Example] = []
-    for text, turns in setup.template.turns(conversation, wanted):
+    for text, turns in setup.template.turns(conversation, trained):
         spans = [_span(setup, text, turn, conversation.messages[turn.message], key) for turn in turns]
         examples.append(Text(text, spans, {"text": text}))
     return examples
 
 
 def _is_trained(setup: Setup, message: Message, key: str) -> bool:
-    own = message.get(setup.entry.message_field_training or "")
-    if own is None:
+    flag = message.get(setup.entry.message_field_training or "")
+    if flag is None:
         return message["role"] in (setup.entry.roles_to_train or ["assistant"])
-    if not isinstance(own, bool | int):
-        raise RowError(f"{key}.{setup.entry.message_field_training}", f"true or false, found {found(own)}")
-    return bool(own)
+    if not isinstance(flag, bool | int):
+        raise RowError(f"{key}.{setup.entry.message_field_training}", f"true or false, got {describe_value(flag)}")
+    return bool(flag)
 
 
 def _span(setup: Setup, text: str, turn: Turn, message: Message, key: str) -> Span:
@@ -98,26 +98,26 @@ def _holes(detail: Any, start: int, key: str) -> list[tuple[int, int]]:
     return holes
 
 
-def instruction(setup: Setup, row: Row) -> list[Example]:
-    """The columns of `alpaca`, in its own words or in the config's."""
+def instruction(setup: Setup, row: RawRow) -> list[Example]:
+    """Read instruction, input and output, put into the Alpaca prompt or the config's."""
     form = setup.entry.type if isinstance(setup.entry.type, UserFormat) else ALPACA
     with_input = form.format or ALPACA.format or ""
     without_input = form.no_input_format or form.format or ALPACA.no_input_format or ""
     extra = optional_text(row, form.field_input)
     chosen = with_input if extra else without_input
     values = {"instruction": text_at(row, form.field_instruction), "input": extra}
-    prompt = prompt_text(setup, row, form, chosen, values, usual=ALPACA_SYSTEM.get(chosen, ""))
+    prompt = prompt_text(setup, row, form, chosen, values, default_system=ALPACA_SYSTEM.get(chosen, ""))
     return [whole_text(setup, prompt, text_at(row, form.field_output))]
 
 
-def completion(setup: Setup, row: Row) -> list[Example]:
-    """Raw text, all of it trained on."""
+def completion(setup: Setup, row: RawRow) -> list[Example]:
+    """Read raw text; all of it is trained on."""
     text = text_at(row, setup.entry.field or "text")
     return [Text(text, [Span(0, len(text))], {"text": text})]
 
 
-def untyped(setup: Setup, row: Row) -> list[Example]:
-    """Rows that say by their columns what they are."""
+def untyped(setup: Setup, row: RawRow) -> list[Example]:
+    """Read rows without a `type`; their columns decide the format."""
     if has(row, "input_ids"):
         return [token_ids(setup, row)]
     if has(row, "prompt") and has(row, "completion"):
@@ -134,27 +134,32 @@ def untyped(setup: Setup, row: Row) -> list[Example]:
     return completion(setup, row)
 
 
-def prompt_and_completion(setup: Setup, row: Row) -> list[Example]:
-    """`prompt` and `completion` as text or as messages."""
+def prompt_and_completion(setup: Setup, row: RawRow) -> list[Example]:
+    """Read `prompt` and `completion` as text or as messages."""
     prompt, answer = lookup(row, "prompt"), lookup(row, "completion")
     by_turn = bool(setup.entry.roles_to_train or setup.entry.message_field_training)
     if isinstance(prompt, str) and isinstance(answer, str):
         if by_turn:
-            raise RowError("prompt", "messages, since their turns say what is trained on, found text")
+            raise RowError(
+                "prompt", "messages, because roles_to_train and message_field_training select turns, got text"
+            )
         return [whole_text(setup, text_at(row, "prompt"), text_at(row, "completion"))]
-    asked, answers = setup.reader.messages(prompt, "prompt"), setup.reader.responses(answer, "completion")
-    conversation = setup.reader.conversation(row, asked)
+    prompt_messages, completion_messages = (
+        setup.reader.messages(prompt, "prompt"),
+        setup.reader.responses(answer, "completion"),
+    )
+    conversation = setup.reader.conversation(row, prompt_messages)
     if by_turn:
         first = 0 if setup.data.train_on_inputs else len(conversation.messages)
-        return conversation_texts(setup, conversation.then(*answers), "completion", first)
-    text, (answered,) = setup.template.split(conversation, [answers])
-    return [whole_text(setup, text, answered)]
+        return conversation_texts(setup, conversation.then(*completion_messages), "completion", first)
+    text, (completion_text,) = setup.template.split(conversation, [completion_messages])
+    return [whole_text(setup, text, completion_text)]
 
 
-def token_ids(setup: Setup, row: Row) -> Tokens:
-    """A row that was tokenised elsewhere: `input_ids`, with `labels` (-100: not trained on) or else with masks.
+def token_ids(setup: Setup, row: RawRow) -> Tokens:
+    """Read a tokenized row: `input_ids`, with `labels` (-100: not trained on) or else with masks.
 
-    `assistant_masks` always hold, `completion_mask` unless inputs are trained on.
+    `assistant_masks` always apply, `completion_mask` applies unless `train_on_inputs` is set.
     """
     ids = id_list(row, "input_ids")
     if has(row, "labels"):
@@ -166,10 +171,10 @@ def token_ids(setup: Setup, row: Row) -> Tokens:
     return Tokens({"ids": ids, "scored": scored})
 
 
-def _mask(row: Row, key: str, size: int) -> list[int]:
+def _mask(row: RawRow, key: str, size: int) -> list[int]:
     mask = checked_list(lookup(row, key), key, "0 and 1")
     if len(mask) != size or any(mark not in (0, 1) for mark in mask):
-        raise RowError(key, f"0 or 1 for each of the {size} tokens, found {len(mask)} values")
+        raise RowError(key, f"0 or 1 for each of the {size} tokens, got {len(mask)} values")
     return mask
 
 

@@ -1,12 +1,12 @@
-"""Answers in steps with a verdict on each: for process reward models."""
+"""The format for process reward models: completions in steps, each with a label."""
 
 from upweight.data.examples import Example, Format, Setup, Steps, Tokens
 from upweight.data.raw_row import (
-    Row,
+    RawRow,
     RowError,
     checked_list,
     checked_text,
-    found,
+    describe_value,
     has,
     id_list,
     label_list,
@@ -14,28 +14,28 @@ from upweight.data.raw_row import (
     text_at,
 )
 
-MOST_CLASSES = 1000  # where nobody says how many there are
+MOST_CLASSES = 1000  # if num_labels is not known
 
 
-def stepwise(setup: Setup, row: Row) -> list[Example]:
-    """`prompt`, `completions` (one text a step) and `labels` (one class a step); or token ids with labels."""
+def stepwise(setup: Setup, row: RawRow) -> list[Example]:
+    """Read `prompt`, `completions` (one text a step) and `labels` (one class a step), or token ids with labels."""
     count = setup.classes or MOST_CLASSES
     if has(row, "input_ids"):
         return [_token_ids(setup, row, count)]
     steps = checked_list(lookup(row, "completions"), "completions", "steps")
     labels = checked_list(lookup(row, "labels"), "labels", "labels")
     if len(steps) != len(labels):
-        raise RowError("labels", f"one label for each of the {len(steps)} steps, found {len(labels)}")
+        raise RowError("labels", f"one label for each of the {len(steps)} steps, got {len(labels)}")
     texts = [checked_text(step, f"completions[{number}]") for number, step in enumerate(steps)]
     classes = [_class(label, f"labels[{number}]", count) for number, label in enumerate(labels)]
     return [Steps(text_at(row, "prompt"), texts, classes)]
 
 
-def _token_ids(setup: Setup, row: Row, classes: int) -> Tokens:
-    """A row that was tokenised elsewhere: `input_ids`, and `labels` that are -100 where no step ends."""
+def _token_ids(setup: Setup, row: RawRow, classes: int) -> Tokens:
+    """Read a tokenized row: `input_ids`, and `labels` that are -100 except at the end of a step."""
     if setup.entry.train_on_last_step_only or setup.entry.max_completion_length:
         settings = "train_on_last_step_only and max_completion_length"
-        raise RowError("completions", f"steps as text, which {settings} need, found token ids")
+        raise RowError("completions", f"steps as text, which {settings} need, got token ids")
     ids = id_list(row, "input_ids")
     labels = label_list(row, len(ids))
     return Tokens(
@@ -46,7 +46,7 @@ def _token_ids(setup: Setup, row: Row, classes: int) -> Tokens:
 def _class(label: object, key: str, classes: int) -> int:
     if isinstance(label, bool | int | float) and 0 <= label < classes and label == int(label):
         return int(label)
-    raise RowError(key, f"true, false or a class number below {classes} (num_labels), found {found(label)}")
+    raise RowError(key, f"true, false or a class number below {classes} (num_labels), got {describe_value(label)}")
 
 
 FORMATS: dict[str, Format] = {"stepwise_supervised": stepwise, "stepwise_supervised.default": stepwise}

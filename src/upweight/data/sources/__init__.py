@@ -1,1 +1,1 @@
-"""Raw rows: hub datasets, files and folders, and users' transforms of them."""
+"""Opens raw rows from hub datasets, files and folders, and applies users' transforms to them."""

@@ -1,4 +1,4 @@
-"""Where rows come from: hub datasets, files and folders, by split, slice and shard."""
+"""Opens hub datasets, files and folders, and selects rows by split, slice and shard."""
 
 import csv
 import glob
@@ -26,24 +26,24 @@ from upweight.data.sources.text_files import COMPRESSED, LineFile
 from upweight.errors import UserError, did_you_mean
 from upweight.log import warn_once
 
-KINDS = {
+FILE_KINDS = {
     ".json": "json", ".jsonl": "json", ".ndjson": "json", ".csv": "csv", ".tsv": "csv",
     ".parquet": "parquet", ".arrow": "arrow", ".txt": "text",
 }  # fmt: skip
 ALIASES = {"jsonl": "json", "txt": "text"}
 DIGESTED = 1000  # rows at a time
-# What loading fails with when the world, not the program, is at fault.
+# Errors of loading that the user can fix.
 LOADING_ERRORS = (OSError, ValueError, RuntimeError, DatasetsError, csv.Error)
 
 
 class Table:
-    """The rows of a dataset that the `datasets` library keeps on disk."""
+    """The rows of a dataset of the `datasets` library."""
 
     def __init__(self, dataset: datasets.Dataset) -> None:
         self.dataset = dataset
 
     def identity(self) -> list[Any]:
-        """What tells this content from any other: the files behind it and the number of rows."""
+        """Return what identifies this content in the cache key: its files and the number of rows."""
         files = [Path(file["filename"]) for file in self.dataset.cache_files]
         return [[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in files] + [len(self.dataset)]
 
@@ -51,14 +51,14 @@ class Table:
         return len(self.dataset)
 
     def take(self, indices: NDArray[np.int64]) -> list[dict[str, Any]]:
-        """The rows at `indices`."""
+        """Return the rows at `indices`."""
         first, last = int(indices[0]), int(indices[-1])
         contiguous = last - first == len(indices) - 1 and bool((np.diff(indices) == 1).all())
         columns = self.dataset[first : last + 1] if contiguous else self.dataset[indices.tolist()]
         return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
     def place(self, index: int) -> str:
-        """The number of a row, from 0."""
+        """Return the number of a row, counted from 0, for messages."""
         return f"row {index}"
 
 
@@ -86,7 +86,7 @@ Source = LineFile | Table
 
 @dataclass(frozen=True)
 class RowSelection:
-    """Rows picked from sources, in order."""
+    """Rows selected from sources, in order."""
 
     sources: tuple[Source, ...]
     source_R: NDArray[np.int32]
@@ -98,7 +98,7 @@ class RowSelection:
 
     @staticmethod
     def join(parts: Sequence["RowSelection"]) -> "RowSelection":
-        """The rows of all parts, one part after the other."""
+        """Concatenate the rows of all parts."""
         before = np.cumsum([0, *(len(part.sources) for part in parts)])
         return RowSelection(
             tuple(source for part in parts for source in part.sources),
@@ -111,24 +111,24 @@ class RowSelection:
     def __len__(self) -> int:
         return len(self.index_R)
 
-    def select(self, picked: Any) -> "RowSelection":
-        """The rows that a slice, a mask or positions pick."""
-        return RowSelection(self.sources, self.source_R[picked], self.index_R[picked])
+    def select(self, selected: Any) -> "RowSelection":
+        """Return the rows that a slice, a mask or an array of positions selects."""
+        return RowSelection(self.sources, self.source_R[selected], self.index_R[selected])
 
     def take(self, start: int, stop: int) -> list[dict[str, Any]]:
-        """The rows from `start` up to `stop`."""
+        """Return the rows from `start` up to `stop`."""
         source, index = self.source_R[start:stop], self.index_R[start:stop]
         cuts = [0, *(np.flatnonzero(np.diff(source)) + 1), len(index)]
         return [row for a, b in pairwise(cuts) if b > a for row in self.sources[source[a]].take(index[a:b])]
 
     def place(self, row: int) -> str:
-        """Where a row comes from: its number from 0, or `row 16 (file:17)` where it has a line."""
+        """Return where a row comes from: its number from 0, or `row 16 (file:17)` if it has a line."""
         return self.sources[self.source_R[row]].place(int(self.index_R[row]))
 
 
 @dataclass(frozen=True)
 class Opened:
-    """One entry of `datasets`, found and not yet read."""
+    """One entry of `datasets` whose sources are located but not yet read."""
 
     entry: DatasetRow
     where: str  # `datasets[0] (path)`, for messages
@@ -137,24 +137,24 @@ class Opened:
     seed: int = 0  # of `max_samples`
 
     def identity(self) -> list[Any]:
-        """What tells the content behind this entry from any other."""
+        """Return what identifies the content of this entry in the cache key."""
         return [
             [split, [source.identity() for source in sources]] for part in self.parts for split, sources in part.items()
         ]
 
     def rows(self) -> RowSelection:
-        """The rows of the entry's split and shard."""
-        rows = RowSelection.join([self._picked(part) for part in self.parts])
+        """Return the rows of the entry's split, shard and `max_samples`."""
+        rows = RowSelection.join([self._selected(part) for part in self.parts])
         if not len(rows):
             raise UserError(f"{self.where}: has no rows.")
         if self.entry.shards:
             rows = rows.select(slice(self.entry.shards_idx, None, self.entry.shards))
         if self.entry.max_samples and self.entry.max_samples < len(rows):
-            picked = np.random.default_rng(self.seed).permutation(len(rows))[: self.entry.max_samples]
-            rows = rows.select(np.sort(picked))
+            selected = np.random.default_rng(self.seed).permutation(len(rows))[: self.entry.max_samples]
+            rows = rows.select(np.sort(selected))
         return rows
 
-    def _picked(self, part: dict[str, list[Source]]) -> RowSelection:
+    def _selected(self, part: dict[str, list[Source]]) -> RowSelection:
         split = self.entry.split or self._default_split(part)
         whole = {
             name: RowSelection.join([RowSelection.of(s, np.arange(len(s))) for s in sources])
@@ -167,19 +167,19 @@ class Opened:
             remedy = (
                 f"There {'is' if len(part) == 1 else 'are'} {names}; slices are written 'train[:10%]' or 'train[5:50]'."
             )
-            raise UserError(f"{self.where}: split {split!r} cannot be taken. {remedy}") from error
+            raise UserError(f"{self.where}: split {split!r} cannot be selected. {remedy}") from error
         return RowSelection.join([whole[r.splitname].select(slice(r.from_, r.to)) for r in ranges])
 
     def _default_split(self, part: dict[str, list[Source]]) -> str:
-        wanted = ("test", "validation", "eval", "train") if self.evaluation else ("train",)
-        found = next((name for name in wanted if name in part), None)
-        if found is None and len(part) > 1:
+        preferred = ("test", "validation", "eval", "train") if self.evaluation else ("train",)
+        split = next((name for name in preferred if name in part), None)
+        if split is None and len(part) > 1:
             raise UserError(f"{self.where}: has the splits {', '.join(part)}. Choose one with 'split'.")
-        return found or next(iter(part))
+        return split or next(iter(part))
 
 
 def open_entry(entry: DatasetRow, key: str, folder: Path, *, evaluation: bool = False, seed: int = 0) -> Opened:
-    """Find what an entry names; fails with the places that were tried."""
+    """Locate the sources of an entry; the error names the places that were tried."""
     where = f"{key} ({entry.path or _shown_files(entry)})"
     names = entry.name if isinstance(entry.name, list) else [entry.name]
     if entry.trust_remote_code:
@@ -187,6 +187,8 @@ def open_entry(entry: DatasetRow, key: str, folder: Path, *, evaluation: bool = 
     try:
         with quiet_unless_terminal():
             parts = tuple(_open(entry, name, where, folder) for name in names)
+    except UserError:  # which is a ValueError
+        raise
     except LOADING_ERRORS as error:
         remedy = ". Save it as UTF-8" if "codec can't decode" in _reason(error) else ""
         raise UserError(f"{where}: cannot be loaded: {_reason(error)}{remedy}") from error
@@ -194,15 +196,15 @@ def open_entry(entry: DatasetRow, key: str, folder: Path, *, evaluation: bool = 
 
 
 def _open(entry: DatasetRow, name: str | None, where: str, folder: Path) -> dict[str, list[Source]]:
-    """The sources behind one entry (and one of its names), by split."""
+    """Return the sources of one entry (and one of its names), by split."""
     path, kind = entry.path, ALIASES.get(entry.ds_type or "", entry.ds_type)
     if path and "://" in path:
         return _tables(kind or _kind(Path(path)), data_files=path)
     local = _find(path, folder) if path else None
-    if path and local is None and entry.data_files and path in (*KINDS.values(), *ALIASES):
+    if path and local is None and entry.data_files and path in (*FILE_KINDS.values(), *ALIASES):
         path, kind = None, ALIASES.get(path, path)
     if path is None or (local and local.is_dir() and entry.data_files):
-        return _files(_matching(entry, where, local, folder), kind)
+        return _files(_matching_files(entry, where, local, folder), kind)
     if local and local.is_file():
         return _files([local], kind)
     if local:
@@ -215,46 +217,46 @@ def _open(entry: DatasetRow, name: str | None, where: str, folder: Path) -> dict
     try:
         return _tables(path, **options)
     except LOADING_ERRORS as error:
-        offline = " The hub is switched off here (HF_HUB_OFFLINE)." if datasets_config.HF_HUB_OFFLINE else ""
+        offline = " The hub is disabled (HF_HUB_OFFLINE)." if datasets_config.HF_HUB_OFFLINE else ""
         raise UserError(
             f"{where}: is no file or folder (tried {_tried(path, folder)}), "
-            f"and the hub did not give it: {_reason(error)}.{offline}{_similar(path, folder)}"
+            f"and it cannot be loaded from the hub: {_reason(error)}.{offline}{_similar(path, folder)}"
         ) from error
 
 
 def _files(files: list[Path], kind: str | None) -> dict[str, list[Source]]:
-    """Files that together are the split `train`."""
+    """Open files that together make the split `train`."""
     sources: list[Source] = []
     for file in files:
-        found = kind or _kind(file)
-        if found in ("json", "text"):
-            sources.append(LineFile(file, "json" if found == "json" else "text"))
+        file_kind = kind or _kind(file)
+        if file_kind in ("json", "text"):
+            sources.append(LineFile(file, "json" if file_kind == "json" else "text"))
         else:
-            if found == "parquet" and not pyarrow.parquet.read_metadata(file).num_rows:
+            if file_kind == "parquet" and not pyarrow.parquet.read_metadata(file).num_rows:
                 raise UserError(f"{file}: has no rows.")
-            sources += _tables(found, data_files=str(file), **_options(found, file))["train"]
+            sources += _tables(file_kind, data_files=str(file), **_options(file_kind, file))["train"]
     return {"train": sources}
 
 
 def _folder(folder: Path, name: str | None, kind: str | None) -> dict[str, list[Source]]:
-    """A folder: saved by `datasets`, or files whose names say their split."""
+    """Open a folder that `datasets` saved, or one of files whose names contain their split."""
     if (folder / "state.json").exists() or (folder / "dataset_dict.json").exists():
         return _by_split(datasets.load_from_disk(str(folder)))
     if kind:
         builder = datasets.load_dataset_builder(kind, data_dir=str(folder))
     else:
         builder = datasets.load_dataset_builder(str(folder), name)
-    found, files = builder.name or "", builder.config.data_files or {}
-    if found not in ("json", "text", "csv"):
+    file_kind, files = builder.name or "", builder.config.data_files or {}
+    if file_kind not in ("json", "text", "csv"):
         builder.download_and_prepare()
         loaded = builder.as_dataset()
         assert isinstance(loaded, datasets.DatasetDict)
         return _by_split(loaded)
-    return {str(split): _files([Path(file) for file in paths], found)["train"] for split, paths in files.items()}
+    return {str(split): _files([Path(file) for file in paths], file_kind)["train"] for split, paths in files.items()}
 
 
 def _tables(path: str, **options: Any) -> dict[str, list[Source]]:
-    """What `datasets.load_dataset` gives, by split."""
+    """Load a dataset with `datasets.load_dataset`, by split."""
     return _by_split(datasets.load_dataset(path, **options))
 
 
@@ -264,7 +266,7 @@ def _by_split(loaded: Any) -> dict[str, list[Source]]:
 
 
 def _options(kind: str, file: Path) -> dict[str, Any]:
-    """How a CSV is read: every cell as the text it is."""
+    """Return the options for reading a CSV: every cell is read as text."""
     if kind != "csv":
         return {}
     separator = "\t" if ".tsv" in file.suffixes else ","
@@ -278,50 +280,52 @@ def _options(kind: str, file: Path) -> dict[str, Any]:
         raise UserError(f"{file}: has no rows.")
     repeated = sorted({name for name in header if header.count(name) > 1})
     if repeated:
-        raise UserError(f"{file}:1: the column {repeated[0]!r} is there twice.")
+        raise UserError(f"{file}:1: the column {repeated[0]!r} appears twice.")
     text = datasets.Features({name: datasets.Value("string") for name in header})
     return {"sep": separator, "na_filter": False, "features": text, "encoding": "utf-8-sig"}
 
 
-def _matching(entry: DatasetRow, where: str, inside: Path | None, folder: Path) -> list[Path]:
-    """The files that `data_files` names, patterns expanded."""
+def _matching_files(entry: DatasetRow, where: str, inside: Path | None, folder: Path) -> list[Path]:
+    """Return the files that `data_files` names, with patterns expanded."""
     files: list[Path] = []
     patterns = [entry.data_files] if isinstance(entry.data_files, str) else entry.data_files or []
     for pattern in patterns:
         bases = [inside] if inside else [Path(), folder]
-        wide = os.path.expanduser(pattern)
-        found = next((hits for base in bases if (hits := sorted(glob.glob(str(base / wide), recursive=True)))), [])
-        files += [Path(hit) for hit in found if Path(hit).is_file()]
-        if not found:
-            tried = str(inside / wide) if inside else _tried(pattern, folder)
-            raise UserError(f"{where}: data_files: nothing is called {pattern!r}. Tried {tried}.")
+        expanded = os.path.expanduser(pattern)
+        matches = next(
+            (hits for base in bases if (hits := sorted(glob.glob(str(base / expanded), recursive=True)))), []
+        )
+        files += [Path(match) for match in matches if Path(match).is_file()]
+        if not matches:
+            tried = str(inside / expanded) if inside else _tried(pattern, folder)
+            raise UserError(f"{where}: data_files: no file matches {pattern!r}. Tried {tried}.")
     return files
 
 
 def _find(path: str, folder: Path) -> Path | None:
-    """A path as seen from the working directory, then from the config's folder."""
-    wide = Path(os.path.expanduser(path))
-    return next((place for place in (wide, folder / wide) if place.exists()), None)
+    """Resolve a path from the working directory, then from the config's folder; None if neither exists."""
+    expanded = Path(os.path.expanduser(path))
+    return next((place for place in (expanded, folder / expanded) if place.exists()), None)
 
 
 def _tried(path: str, folder: Path) -> str:
-    wide = Path(os.path.expanduser(path))
-    return " and ".join(dict.fromkeys(str(place) for place in (Path.cwd() / wide, folder / wide)))
+    expanded = Path(os.path.expanduser(path))
+    return " and ".join(dict.fromkeys(str(place) for place in (Path.cwd() / expanded, folder / expanded)))
 
 
 def _similar(path: str, folder: Path) -> str:
-    """What stands where `path` was looked for and is called almost so."""
-    wide = Path(os.path.expanduser(path))
-    parents = [place.parent for place in (wide, folder / wide) if place.parent.is_dir()]
-    return did_you_mean(wide.name, {found.name for parent in parents for found in parent.iterdir()})
+    """Suggest a file with a similar name where `path` was searched."""
+    expanded = Path(os.path.expanduser(path))
+    parents = [place.parent for place in (expanded, folder / expanded) if place.parent.is_dir()]
+    return did_you_mean(expanded.name, {file.name for parent in parents for file in parent.iterdir()})
 
 
 def _is_local(path: str) -> bool:
-    """Whether a path that does not exist cannot be meant for the hub."""
+    """Return whether a path that does not exist cannot be the name of a hub dataset."""
     return (
         path.startswith((".", "/", "~"))
         or path.count("/") > 1
-        or _ending(Path(path)) in KINDS
+        or _ending(Path(path)) in FILE_KINDS
         or not re.fullmatch(r"[\w./-]+", path)
     )
 
@@ -331,7 +335,7 @@ def _ending(file: Path) -> str:
 
 
 def _kind(file: Path) -> str:
-    return KINDS.get(_ending(file), "json")
+    return FILE_KINDS.get(_ending(file), "json")
 
 
 def _shown_files(entry: DatasetRow) -> str:
@@ -340,7 +344,7 @@ def _shown_files(entry: DatasetRow) -> str:
 
 
 def _reason(error: BaseException) -> str:
-    """The first line of the deepest cause."""
+    """Return the first line of the root cause of an error."""
     while error.__cause__ is not None:
         error = error.__cause__
     return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

@@ -1,4 +1,4 @@
-"""Text files by row number: JSON lines, JSON lists and plain text, parsed when asked for and never held in memory."""
+"""Random access to the rows of JSON lines, JSON lists and plain text files, which are parsed on demand."""
 
 import bz2
 import gzip
@@ -27,26 +27,26 @@ COMPRESSED = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 
 
 class LineFile:
-    """The rows of one file of JSON or text; blank lines are no rows."""
+    """The rows of one file of JSON or text; blank lines are skipped."""
 
     def __init__(self, path: Path, kind: Literal["json", "text"]) -> None:
         self.path = path
         self.kind = kind
 
     def identity(self) -> list[Any]:
-        """What tells this content from any other: path, size, time of change."""
-        found = self.path.stat()
-        return [str(self.path.resolve()), found.st_size, found.st_mtime_ns]
+        """Return what identifies this content in the cache key: path, size, modification time."""
+        stat = self.path.stat()
+        return [str(self.path.resolve()), stat.st_size, stat.st_mtime_ns]
 
     def __len__(self) -> int:
         return len(self._spans)
 
     def take(self, indices: Iterable[int]) -> list[dict[str, Any]]:
-        """The rows at `indices`."""
+        """Return the rows at `indices`."""
         return [self._parse(int(index)) for index in indices]
 
     def place(self, index: int) -> str:
-        """The number of a row, from 0, and the line it stands on, from 1."""
+        """Return the number of a row, counted from 0, and its line, counted from 1."""
         return f"row {index} ({self.path.name}:{self._spans[index, 2]})"
 
     @cached_property
@@ -69,7 +69,7 @@ class LineFile:
 
     @cached_property
     def _spans(self) -> NDArray[np.int64]:
-        """First byte, byte after the last, and line number (from 1) of each row."""
+        """Return the first byte, the byte after the last, and the line number (from 1) of each row."""
         if self.kind == "text":
             return _line_spans(self._bytes)
         if LIST.match(self._bytes):
@@ -82,18 +82,18 @@ class LineFile:
         return np.array([[0, len(self._bytes), spans[0, 2]]])
 
     def _is_document(self, spans: NDArray[np.int64]) -> bool:
-        """Whether the first line only begins an object that later lines continue."""
+        """Return whether the first line only begins an object that later lines continue."""
         text = self._text(spans[0, 0], spans[0, 1], 1).rstrip()
         try:
             json.loads(text)
         except json.JSONDecodeError as error:
             return text.startswith("{") and error.pos >= len(text)
         except RecursionError:
-            return False  # parsing the row will say so
+            return False  # parsing the row raises the error
         return False
 
     def _list_spans(self) -> NDArray[np.int64]:
-        """Spans of the rows of a file that is one JSON list."""
+        """Return the spans of the rows of a file that is one JSON list."""
         text, decoder, spans = self._text(0, len(self._bytes), 1), json.JSONDecoder(), []
         mark = BOM_UTF8 if self._bytes[: len(BOM_UTF8)] == BOM_UTF8 else b""
         position, seen, seen_bytes, line = text.index("[") + 1, 0, len(mark), 1
@@ -134,7 +134,7 @@ class LineFile:
 
     @contextmanager
     def _explained(self, line: int) -> Iterator[None]:
-        """Errors of decoding as errors about this file; the text that is decoded begins on `line`."""
+        """Turn JSON errors into errors about this file; the text that is decoded begins on `line`."""
         try:
             yield
         except json.JSONDecodeError as error:
@@ -143,8 +143,8 @@ class LineFile:
             raise UserError(f"{self.path}:{line}: cannot be read as JSON: {error}.") from error
 
     def _not_json(self, error: json.JSONDecodeError, line: int) -> UserError:
-        found = error.doc.splitlines()[error.lineno - 1] if error.doc.splitlines()[error.lineno - 1 :] else ""
-        rest = found[error.colno - 1 :].lstrip()
+        lines = error.doc.splitlines()[error.lineno - 1 :]
+        rest = lines[0][error.colno - 1 :].lstrip() if lines else ""
         if rest.startswith(("//", "#", "/*")):
             return UserError(f"{self.path}:{line}: a comment ({rest[:30]!r}) is not JSON. Remove it.")
         remedy = "Write one object on each line, or one list of objects."
@@ -152,7 +152,7 @@ class LineFile:
 
 
 def _line_spans(content: mmap.mmap | bytes) -> NDArray[np.int64]:
-    """First byte, byte after the last, and number of each line that is not blank."""
+    """Return the first byte, the byte after the last, and the number of each line that is not blank."""
     size = len(content)
     ends = [
         np.flatnonzero(np.frombuffer(content[start : start + BLOCK], np.uint8) == ord("\n")) + start

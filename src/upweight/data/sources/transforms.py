@@ -1,4 +1,4 @@
-"""A user's transform of rows, as `datasets.type` names it."""
+"""A user's transform of rows, named by `datasets.type`."""
 
 import inspect
 import sys
@@ -6,27 +6,28 @@ from collections.abc import Callable
 from contextlib import redirect_stdout
 from typing import Any
 
-from upweight.data.raw_row import Row, RowError
+from upweight.data.raw_row import RawRow, RowError
 from upweight.errors import UserError
 from upweight.user_modules import described, source_of
 
 
 class Transform:
-    """A user's transform: a row in, the rows it becomes out, with untouched columns kept."""
+    """A user's transform: it takes a row and returns the rows it becomes, with all other columns kept."""
 
     def __init__(self, function: Callable[..., Any], name: str, cfg: Any, dataset_idx: int, tokenizer: Any) -> None:
         self.name = name
         self.source_text = source_of(function)
-        made = self._make(function, cfg, dataset_idx)
-        row_function, options = made if isinstance(made, tuple) and len(made) == 2 else (made, {})
+        factory_result = self._call_factory(function, cfg, dataset_idx)
+        is_pair = isinstance(factory_result, tuple) and len(factory_result) == 2
+        row_function, options = factory_result if is_pair else (factory_result, {})
         if not callable(row_function) or not isinstance(options, dict):
             raise UserError(f"datasets.type: '{name}' must return a function of a row, alone or with options.")
         self.row_function: Callable[..., Any] = row_function
         self.removed = options.get("remove_columns") or []
         self.batched = bool(options.get("batched"))
-        self.extra = _tokenizer_argument(self.row_function, tokenizer)
+        self.tokenizer_argument = _tokenizer_argument(self.row_function, tokenizer)
 
-    def _make(self, function: Callable[..., Any], cfg: Any, dataset_idx: int) -> Any:
+    def _call_factory(self, function: Callable[..., Any], cfg: Any, dataset_idx: int) -> Any:
         parameters = inspect.signature(function).parameters.values()
         takes_index = any(p.kind is p.VAR_KEYWORD or p.name == "dataset_idx" for p in parameters)
         try:
@@ -35,23 +36,23 @@ class Transform:
         except (Exception, SystemExit) as error:  # foreign code
             raise UserError(f"datasets.type: '{self.name}' failed: {described(error)}") from error
 
-    def __call__(self, row: Row) -> list[dict[str, Any]]:
-        """The rows that a row becomes; none where the transform drops it."""
-        given = {key: [value] for key, value in row.items()} if self.batched else dict(row)
+    def __call__(self, row: RawRow) -> list[dict[str, Any]]:
+        """Return the rows that a row becomes; none if the transform drops it."""
+        argument = {key: [value] for key, value in row.items()} if self.batched else dict(row)
         try:
-            with redirect_stdout(sys.stderr):  # what a user prints must not mix with rows that are shown
-                made = self.row_function(given, **self.extra)
+            with redirect_stdout(sys.stderr):  # stdout is for the rows that `preprocess --show` prints
+                result = self.row_function(argument, **self.tokenizer_argument)
         except (Exception, SystemExit) as error:  # foreign code
             expected = f"a row that this transform can read; it failed with {described(error)}"
             raise RowError(self.name, expected) from error
-        if made is None:
+        if result is None:
             return []
-        if not isinstance(made, dict):
-            raise RowError(self.name, f"a mapping of columns or None from this transform, found {type(made).__name__}")
+        if not isinstance(result, dict):
+            raise RowError(self.name, f"a mapping of columns or None from this transform, got {type(result).__name__}")
         kept = {} if self.removed == "__all__" else {k: v for k, v in row.items() if k not in self.removed}
         if not self.batched:
-            return [kept | made]
-        return [kept | one for one in self._rows(made)]
+            return [kept | result]
+        return [kept | columns for columns in self._rows(result)]
 
     def _rows(self, columns: dict[str, Any]) -> list[dict[str, Any]]:
         if not all(isinstance(values, list | tuple) for values in columns.values()):
@@ -63,7 +64,7 @@ class Transform:
 
 
 def _tokenizer_argument(function: Callable[..., Any], tokenizer: Any) -> dict[str, Any]:
-    """The tokenizer under the name that a row function takes it by, if it takes it."""
+    """Return the tokenizer under the parameter name of a row function; empty if it takes none."""
     parameters = inspect.signature(function).parameters
     for name in ("tokenizer", "processing_class"):
         if name in parameters:

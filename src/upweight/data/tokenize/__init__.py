@@ -1,1 +1,1 @@
-"""Text and messages into token ids: chat templates, loss masks, length limits."""
+"""Turns text and messages into token ids: chat templates, loss masks, length limits."""

@@ -1,4 +1,4 @@
-"""How long records may be: what is too long is dropped, cut or refused, and nothing is cut to nothing."""
+"""Length limits of records: a record that is too long is dropped, truncated or refused, never cut to nothing."""
 
 from dataclasses import replace
 from typing import Any
@@ -16,27 +16,27 @@ PROMPT_CUT = "prompt cut to max_prompt_length"
 
 ANSWERS = {"pairs": ("chosen_ids", "rejected_ids"), "labelled": ("completion_ids",)}
 
-Outcome = tuple[Record | None, str | None]
+LengthOutcome = tuple[Record | None, str | None]
 
 
-def apply_length_rules(record: Record, data: DataSection, method: Method) -> Outcome:
-    """The record, cut where the rules say so, or None where it is dropped; and the reason, if anything happened."""
+def apply_length_rules(record: Record, data: DataSection, method: Method) -> LengthOutcome:
+    """Return the record, truncated if the rules say so, or None if it is dropped; and the reason for any change."""
     reason = None
     if "prompt_ids" in record.columns:
         record, reason = _cut_prompt(record, data.max_prompt_length)
     if token_count(record) < data.min_sample_len:
         return None, TOO_SHORT
     if "ids" in record.columns:
-        kept, why = _whole(record, data, method)
+        kept, outcome_reason = _whole(record, data, method)
     elif method.data in ANSWERS:
-        kept, why = _answers(record, data, ANSWERS[method.data])
+        kept, outcome_reason = _answers(record, data, ANSWERS[method.data])
     else:
-        kept, why = record, None
-    return kept, why or reason
+        kept, outcome_reason = record, None
+    return kept, outcome_reason or reason
 
 
 def token_count(record: Record) -> int:
-    """Tokens of the longest sequence that a record makes."""
+    """Return the token count of the longest sequence of a record."""
     columns = record.columns
     if "ids" in columns:
         return len(columns["ids"])
@@ -52,29 +52,29 @@ def _cut_prompt(record: Record, limit: int | None) -> tuple[Record, str | None]:
     return _with(record, prompt_ids=first + ids[len(ids) - (limit - len(first)) :]), PROMPT_CUT
 
 
-def _answers(record: Record, data: DataSection, keys: tuple[str, ...]) -> Outcome:
+def _answers(record: Record, data: DataSection, keys: tuple[str, ...]) -> LengthOutcome:
     if token_count(record) <= data.sequence_len:
         return record, None
     if data.too_long == "drop":
         return None, TOO_LONG
     if data.too_long == "raise":
-        raise _refused(record, data)
+        raise _too_long_error(record, data)
     room = data.sequence_len - len(record.columns["prompt_ids"])
     if room < 1:
         return None, NO_ROOM
     return _with(record, **{key: record.columns[key][:room] for key in keys}), CUT
 
 
-def _whole(record: Record, data: DataSection, method: Method) -> Outcome:
+def _whole(record: Record, data: DataSection, method: Method) -> LengthOutcome:
     parallel = "labels" if "labels" in record.columns else "scored"
     limit, reason = data.sequence_len, None
     is_document = method.data == "prompts"
     if len(record.columns["ids"]) > limit:
-        # A document has no end that would be missed: it is cut whatever the strategy.
+        # A document has no end that training needs: it is truncated whatever the strategy.
         if data.too_long == "drop" and not is_document:
             return None, TOO_LONG
         if data.too_long == "raise" and not is_document:
-            raise _refused(record, data)
+            raise _too_long_error(record, data)
         record, reason = _with(record, **{key: record.columns[key][:limit] for key in ("ids", parallel)}), CUT
     return (record, reason) if _is_trained(record.columns[parallel]) else (None, NOTHING_LEFT)
 
@@ -83,9 +83,9 @@ def _is_trained(marks: list[Any]) -> bool:
     return any(mark is True or (mark is not False and mark != -100) for mark in marks)
 
 
-def _refused(record: Record, data: DataSection) -> RowError:
+def _too_long_error(record: Record, data: DataSection) -> RowError:
     rule = f"at most {data.sequence_len} tokens (excess_length_strategy: raise)"
-    return RowError("sequence_len", f"{rule}, found {token_count(record)}")
+    return RowError("sequence_len", f"{rule}, got {token_count(record)}")
 
 
 def _with(record: Record, **columns: Any) -> Record:

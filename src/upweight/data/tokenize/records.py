@@ -1,4 +1,4 @@
-"""Examples into records. First all texts are named, so that many rows are tokenised at once; then ids are placed."""
+"""Turns examples into records; texts are collected first, so that many rows are tokenized at once."""
 
 from typing import Any
 
@@ -11,16 +11,16 @@ Ids = list[list[int]]
 
 
 class RecordMaker:
-    """Which texts of an example need token ids, and what record these ids make."""
+    """Lists the texts of an example that need token ids, and builds its record from these ids."""
 
     def __init__(self, setup: Setup, tokens: TextTokens) -> None:
         self.entry = setup.entry
         self.tokens = tokens
-        self.is_document = setup.method.data == "prompts"  # a text for a method of prompts is EBFT's document
+        self.is_document = setup.method.data == "prompts"  # a text for a method of prompts is a document of EBFT
         self.takes_text = not self.is_document or setup.method.strided
 
     def texts(self, example: Example) -> list[str]:
-        """The texts whose ids `record` wants, in its order."""
+        """Return the texts whose ids `record` takes, in its order."""
         match example:
             case Pair():
                 return _prompt_and_whole(example.prompt, {"chosen": example.chosen, "rejected": example.rejected})
@@ -33,12 +33,12 @@ class RecordMaker:
                 check_all_text(example.columns, "row")
                 return [example.text, *example.truth]
             case Text():
-                return [example.text, *(example.text[:place] for place in _places(example))]
+                return [example.text, *(example.text[:place] for place in _boundaries(example))]
             case Tokens():
                 return []
 
     def record(self, example: Example, ids: Ids) -> Record:
-        """The record of an example from the ids of its texts."""
+        """Build the record of an example from the ids of its texts."""
         match example:
             case Pair():
                 return self._pair(example, ids)
@@ -70,16 +70,16 @@ class RecordMaker:
         return Record(text, columns, self.tokens.pinned(prompt))
 
     def _split(self, ids: Ids, keys: tuple[str, ...]) -> tuple[list[int], Ids]:
-        """Ids of the prompt and of each answer; a token that spans both is the answer's."""
-        alone, *whole = ids
-        shared = min(common_length(alone, both) for both in whole)
-        prompt = self.tokens.begun(alone[:shared])
+        """Return the ids of the prompt and of each completion; a token that spans both belongs to the completion."""
+        prompt_only, *sequences = ids
+        shared = min(common_length(prompt_only, sequence) for sequence in sequences)
+        prompt = self.tokens.begun(prompt_only[:shared])
         if not prompt:
-            raise RowError("prompt", "text that makes at least one token before the answer")
-        for key, both in zip(keys, whole, strict=True):
-            if len(both) <= shared:
-                raise RowError(key, "text that makes at least one token")
-        return prompt, [self.tokens.ended(both[shared:]) for both in whole]
+            raise RowError("prompt", "text of at least one token before the completion")
+        for key, sequence in zip(keys, sequences, strict=True):
+            if len(sequence) <= shared:
+                raise RowError(key, "text of at least one token")
+        return prompt, [self.tokens.ended(sequence[shared:]) for sequence in sequences]
 
     def _steps(self, example: Steps, ids: Ids) -> Record:
         prompt, separator, *steps = ids
@@ -87,7 +87,7 @@ class RecordMaker:
         for number, (step, label) in enumerate(zip(steps, example.labels, strict=True)):
             size = len(step) + len(separator)
             if not step:
-                raise RowError(f"completions[{number}]", "text that makes at least one token")
+                raise RowError(f"completions[{number}]", "text of at least one token")
             counts = not self.entry.train_on_last_step_only or number == len(steps) - 1
             answer += [*step, *separator]
             labels += [-100] * (size - 1) + [label if counts else -100]
@@ -102,18 +102,18 @@ class RecordMaker:
     def _prompt(self, example: Prompt, ids: Ids) -> Record:
         prompt = self.tokens.begun(ids[0])
         if not prompt:
-            raise RowError("prompt", "text that makes at least one token")
+            raise RowError("prompt", "text of at least one token")
         columns = {**example.columns, "prompt": example.prompt, "prompt_ids": prompt}
         if example.truth:
-            answers, given = [self.tokens.ended(turn) for turn in ids[1::2]], ids[2::2]
-            columns["truth_ids"] = [turn for pair in zip(answers, [*given, []], strict=True) for turn in pair][:-1]
+            answers, replies = [self.tokens.ended(turn) for turn in ids[1::2]], ids[2::2]
+            columns["truth_ids"] = [turn for pair in zip(answers, [*replies, []], strict=True) for turn in pair][:-1]
         return Record({**example.columns, "prompt": example.text}, columns, self.tokens.pinned(prompt))
 
     def _text(self, ids: list[int], scored: list[bool], shown: dict[str, Any]) -> Record:
         if not self.takes_text:
-            made_by = f"'{self.entry.type}' makes" if self.entry.type else "these rows are"
-            raise UserError(f"datasets.type: {made_by} documents, which only 'ebft.mode: strided' reads.")
-        scored[0] = False  # nothing comes before the first token to predict it from
+            source = f"'{self.entry.type}' makes" if self.entry.type else "these rows are"
+            raise UserError(f"datasets.type: {source} documents, which only 'ebft.mode: strided' reads.")
+        scored[0] = False  # no token precedes the first one to predict it from
         if not any(scored):
             raise RowError("row", "at least two tokens, of which one is trained on")
         columns: dict[str, Any] = {"ids": ids, "scored": scored}
@@ -122,27 +122,27 @@ class RecordMaker:
         return Record(shown, columns, self.tokens.pinned(ids))
 
     def _scored(self, example: Text, ids: Ids) -> tuple[list[int], list[bool]]:
-        """Ids of a text, and which of them are trained on: those that lie wholly inside its spans."""
+        """Return the ids of a text, and the mask of those that lie wholly inside its spans."""
         whole, *before = ids
         if not whole:
-            raise RowError("row", "text that makes at least one token")
-        at = {place: common_length(whole, part) for place, part in zip(_places(example), before, strict=True)}
+            raise RowError("row", "text of at least one token")
+        at = {place: common_length(whole, part) for place, part in zip(_boundaries(example), before, strict=True)}
         scored = [False] * len(whole)
         for span in example.spans:
             scored[at[span.start] : at[span.end]] = [True] * (at[span.end] - at[span.start])
             for start, end in span.holes:
                 scored[at[start] : at[end]] = [False] * (at[end] - at[start])
         self._score_ends(whole, scored, [at[span.end] - 1 for span in example.spans])
-        begun = self.tokens.begun(whole)
-        added = len(begun) - len(whole)
+        with_bos = self.tokens.begun(whole)
+        added = len(with_bos) - len(whole)
         scored = [False] * added + scored[max(0, -added) :]
-        # A document may go on: only answers and texts of their own get an end.
-        ended = begun if self.is_document else self.tokens.ended(begun)
+        # A document may continue after its end: only completions and single texts get an end token.
+        ended = with_bos if self.is_document else self.tokens.ended(with_bos)
         is_scored = scored[-1] and self.entry.train_on_eos != "none"
-        return ended, scored + [is_scored] * (len(ended) - len(begun))
+        return ended, scored + [is_scored] * (len(ended) - len(with_bos))
 
     def _score_ends(self, ids: list[int], scored: list[bool], closing: list[int]) -> None:
-        """Whether the tokens that end turns are trained on, as `train_on_eos` and `train_on_eot` say."""
+        """Set in `scored` whether the tokens that end turns are trained on, by `train_on_eos` and `train_on_eot`."""
         on_eos = self.entry.train_on_eos or "turn"
         on_eot = self.entry.train_on_eot or on_eos
         if on_eos == on_eot == "turn":
@@ -160,12 +160,12 @@ class RecordMaker:
 def _prompt_and_whole(prompt: str, answers: dict[str, str]) -> list[str]:
     for key, answer in answers.items():
         if not answer:
-            raise RowError(key, "text, found an empty text")
+            raise RowError(key, "text, got an empty text")
     return [prompt, *(prompt + answer for answer in answers.values())]
 
 
-def _places(example: Text) -> list[int]:
-    """Where in a text something begins or ends to be trained on."""
+def _boundaries(example: Text) -> list[int]:
+    """Return the positions in a text where a trained range begins or ends."""
     ends = {place for span in example.spans for place in (span.start, span.end)}
     holes = {place for span in example.spans for hole in span.holes for place in hole}
     return sorted(ends | holes)

@@ -1,4 +1,4 @@
-"""Chat templates: conversations in, text out, and where in that text each turn stands."""
+"""Chat templates: render conversations as text, and locate each turn in that text."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,32 +14,32 @@ from upweight.errors import UserError
 from upweight.log import warn_once
 
 REWRITTEN_PROMPT = (
-    "the chat template writes earlier turns differently once an answer follows: prompts are kept as the model meets "
-    "them, and answers are rendered on their own"
+    "the chat template writes earlier turns differently once a completion follows: prompts are kept as the model sees "
+    "them when it generates, and completions are rendered separately"
 )
 REWRITTEN_TURN = (
-    "the chat template writes an assistant turn differently when it is not the last one: such turns become samples of "
-    "their own, each rendered as the last one"
+    "the chat template writes an assistant turn differently when it is not the last one: such turns become separate "
+    "samples, each rendered as the last one"
 )
 LEFT_OUT = (
-    "the chat template leaves out part of what some answers say, their reasoning perhaps: it is not trained on "
+    "the chat template leaves out part of some completions, perhaps their reasoning: it is not trained on "
     "(look at rows with `upweight preprocess CONFIG --show 3`; 'chat_template' names another template)"
 )
-SAID_IN = ("content", "reasoning_content", "thinking")
-OTHER_WORDS = ("\u2021", "\u2020")  # whatever a turn says, it does not begin with both
+TEXT_KEYS = ("content", "reasoning_content", "thinking")
+PROBE_MARKS = ("\u2021", "\u2020")  # no text begins with both
 
 
 @dataclass(frozen=True)
 class Turn:
-    """A turn's place in the rendered text: from the first character the model writes to the last."""
+    """The range of a turn in the rendered text: from the first character that the model writes to the last."""
 
     start: int
     end: int
-    message: int  # number of the message
+    message: int  # index of the message
 
 
 class ChatTemplate:
-    """A template bound to a tokenizer; without a source, the tokenizer's own."""
+    """A chat template bound to a tokenizer; without a source, the tokenizer's template."""
 
     def __init__(
         self, tokenizer: Any, source: str | None, variables: Mapping[str, Any], written: str | None = None
@@ -47,84 +47,83 @@ class ChatTemplate:
         self.tokenizer = tokenizer
         self.source = source
         self.variables = dict(variables)
-        self.written = written  # the user's own text, if the source is that
+        self.written = written  # the source, if it is the user's text
 
     def render(self, conversation: Conversation, *, ask: bool = False, resume: bool = False) -> str:
-        """The conversation as text; `ask` opens the assistant's next turn, `resume` leaves its last one open."""
+        """Render a conversation as text; `ask` adds the generation prompt, `resume` leaves the last message open."""
         if not conversation.messages:
             raise RowError("messages", "at least one message")
         if self.source is None and not getattr(self.tokenizer, "chat_template", None):
             raise UserError(
-                "chat_template: the tokenizer has no chat template of its own. "
-                "Name one, for example 'chat_template: chatml'."
+                "chat_template: the tokenizer has no chat template. Name one, for example 'chat_template: chatml'."
             )
         if conversation.tools and "tools" not in str(self.source or self.tokenizer.chat_template):
-            warn_once("the chat template does not show tools to the model; say in the prompt how to call them")
+            warn_once("the chat template does not show tools to the model; describe in the prompt how to call them")
         try:
-            return self._apply(self._fit(conversation), ask, resume)
+            return self._apply(self._with_supported_roles(conversation), ask, resume)
         except Exception as error:  # a template is foreign code and may fail in any way
             reason = str(error).strip() or type(error).__name__
-            raise RowError("messages", f"messages that the chat template accepts; it says: {reason}") from error
+            raise RowError("messages", f"messages that the chat template accepts; its error: {reason}") from error
 
     def prompt(self, conversation: Conversation) -> str:
-        """The text that the assistant goes on from: its next turn opened, or its last one where that ends the chat."""
+        """Render the prompt: with a generation prompt, or with an open last message if that is the assistant's."""
         resume = bool(conversation.messages) and conversation.messages[-1]["role"] == "assistant"
         return self.render(conversation, ask=not resume, resume=resume)
 
     def split(self, conversation: Conversation, answers: Sequence[Sequence[Message]]) -> tuple[str, list[str]]:
-        """The prompt as text, and each answer as the text that follows it."""
+        """Return the prompt as text, and each completion as the text that follows it."""
         prompt = self.render(conversation, ask=True)
         whole = [self.render(conversation.then(*answer)) for answer in answers]
         if not all(text.startswith(prompt) for text in whole):
-            # Some templates open a turn with more than they keep of it (`<think>`): the prompt ends where they part.
+            # Some generation prompts add text that a finished turn lacks (`<think>`): the prompt ends before it.
             shared = prompt[: min(common_length(prompt, text) for text in whole)]
             if not shared.startswith(self.render(conversation)):
                 warn_once(REWRITTEN_PROMPT)
-                return prompt, [self._alone(conversation, answer) for answer in answers]
+                return prompt, [self._rendered_separately(conversation, answer) for answer in answers]
             prompt = shared
         for text, answer in zip(whole, answers, strict=True):
             _warn_if_left_out(answer[-1], text[len(prompt) :])
         return prompt, [text[len(prompt) :].rstrip() for text in whole]
 
     def turns(self, conversation: Conversation, wanted: Collection[int]) -> list[tuple[str, list[Turn]]]:
-        """The text with the places of the wanted turns; a turn that later ones rewrite gets a text of its own."""
+        """Return the text with the ranges of the wanted turns; a turn that the template changes later comes apart."""
         text, turns = self.render(conversation).rstrip(), []
-        alone = []
+        separate = []
         last = len(conversation.messages) - 1
         for number, message in enumerate(conversation.messages):
             if number not in wanted:
                 continue
             upto = text if number == last else self.render(conversation.upto(number + 1)).rstrip()
-            turn = Turn(self._start(conversation.upto(number), message, upto), len(upto), number)
+            turn = Turn(self._turn_start(conversation.upto(number), message, upto), len(upto), number)
             if message["role"] == "assistant":
                 _warn_if_left_out(message, upto[turn.start :])
             if text.startswith(upto):
                 turns.append(turn)
             else:
                 warn_once(REWRITTEN_TURN)
-                alone.append((upto, [turn]))
-        return [*alone, (text, turns)] if turns else alone
+                separate.append((upto, [turn]))
+        return [*separate, (text, turns)] if turns else separate
 
-    def _start(self, before: Conversation, message: Message, text: str) -> int:
-        """Where in the text that a message ends its turn begins: behind the header, which is given and not written."""
+    def _turn_start(self, before: Conversation, message: Message, text: str) -> int:
+        """Return where the last message's turn starts in `text`: after the header, which the model does not write."""
         if before.messages and message["role"] == "assistant":
             opened = self.render(before, ask=True)
             shared = common_length(opened, text)
-            if shared == len(opened) and not self._opens_turns:  # a header, if there is one, lies before the words
-                words = self._words(before, message, text)
-                return words if text[shared:words].strip() else shared
+            if shared == len(opened) and not self._has_generation_prompt:  # a header, if any, precedes the content
+                content_start = self._content_start(before, message, text)
+                return content_start if text[shared:content_start].strip() else shared
             if shared == len(opened) or text.startswith(self.render(before)):
                 return shared
-        # Nothing opens this turn, or earlier ones look different without it.
-        return self._words(before, message, text)
+        # The template has no header for this turn, or renders earlier turns differently without it.
+        return self._content_start(before, message, text)
 
-    def _words(self, before: Conversation, message: Message, text: str) -> int:
-        """Where a text parts from one with other words in its last message."""
-        other = next(mark for mark in OTHER_WORDS if not message["content"].lstrip().startswith(mark))
-        return common_length(self.render(before.then({**message, "content": other})), text)
+    def _content_start(self, before: Conversation, message: Message, text: str) -> int:
+        """Return where a text starts to differ from one with other content in its last message."""
+        probe_content = next(mark for mark in PROBE_MARKS if not message["content"].lstrip().startswith(mark))
+        return common_length(self.render(before.then({**message, "content": probe_content})), text)
 
-    def _alone(self, conversation: Conversation, answer: Sequence[Message]) -> str:
-        """An answer rendered after the last message only."""
+    def _rendered_separately(self, conversation: Conversation, answer: Sequence[Message]) -> str:
+        """Render a completion after the last message only."""
         short = Conversation(conversation.messages[-1:], conversation.tools, conversation.variables)
         prompt, whole = self.render(short, ask=True), self.render(short.then(*answer))
         return whole[len(prompt) :].rstrip() if whole.startswith(prompt) else answer[-1]["content"]
@@ -142,10 +141,10 @@ class ChatTemplate:
         assert isinstance(text, str)
         return text
 
-    def _fit(self, conversation: Conversation) -> Conversation:
-        """The conversation with system text in the first user turn, where the template has no system role."""
+    def _with_supported_roles(self, conversation: Conversation) -> Conversation:
+        """Move system text into the first user message if the template has no system role."""
         system = [message["content"] for message in conversation.messages if message["role"] == "system"]
-        if not system or self._takes_system:
+        if not system or self._has_system_role:
             return conversation
         others = [message for message in conversation.messages if message["role"] != "system"]
         number = next((n for n, message in enumerate(others) if message["role"] == "user"), None)
@@ -156,39 +155,39 @@ class ChatTemplate:
         return Conversation(others, conversation.tools, conversation.variables)
 
     @cached_property
-    def _takes_system(self) -> bool:
+    def _has_system_role(self) -> bool:
         probe = Conversation([{"role": "system", "content": "SYSTEM-PROBE"}, {"role": "user", "content": "USER-PROBE"}])
         try:
             return "SYSTEM-PROBE" in self._apply(probe, ask=True)
-        except Exception:  # foreign code, and failing is an answer: rows are rendered without that role
+        except Exception:  # foreign code; a failure means that the template has no system role
             return False
 
     @cached_property
-    def _opens_turns(self) -> bool:
-        """Whether asking for the assistant's turn writes anything."""
+    def _has_generation_prompt(self) -> bool:
+        """Whether the generation prompt adds any text."""
         probe = Conversation([{"role": "user", "content": "USER-PROBE"}])
         try:
             return self._apply(probe, ask=True) != self._apply(probe, ask=False)
-        except Exception:  # foreign code, which may want more messages
+        except Exception:  # foreign code, which may need more messages
             return True
 
 
 def _warn_if_left_out(message: Message, text: str) -> None:
-    """Say so where a template does not write all that an answer says; white space is the template's own affair."""
-    for said in filter(None, map(message.get, SAID_IN)):
-        if isinstance(said, str) and said not in text and "".join(said.split()) not in "".join(text.split()):
+    """Warn if a template does not write all of a completion; differences in white space do not count."""
+    for part in filter(None, map(message.get, TEXT_KEYS)):
+        if isinstance(part, str) and part not in text and "".join(part.split()) not in "".join(text.split()):
             warn_once(LEFT_OUT)
 
 
 def chat_template(data: DataSection, entry: DatasetRow, tokenizer: Any, folder: Path) -> ChatTemplate:
-    """The template for the rows of one entry: its own setting, else the config's, else the tokenizer's."""
-    own = entry if entry.chat_template or entry.chat_template_jinja else data
-    source = template_source(own.chat_template, own.chat_template_jinja, tokenizer, folder)
-    return ChatTemplate(tokenizer, source, data.template_args, source if own.chat_template_jinja else None)
+    """Return the template for the rows of one entry: the entry's, else the config's, else the tokenizer's."""
+    section = entry if entry.chat_template or entry.chat_template_jinja else data
+    source = template_source(section.chat_template, section.chat_template_jinja, tokenizer, folder)
+    return ChatTemplate(tokenizer, source, data.template_args, source if section.chat_template_jinja else None)
 
 
 def template_source(name: str | None, jinja: str | None, tokenizer: Any, folder: Path) -> str | None:
-    """The text of a template by name; None is the tokenizer's own."""
+    """Return the text of a template by name; None means the tokenizer's template."""
     if name is not None and name.startswith(FALLBACK_PREFIX):
         if getattr(tokenizer, "chat_template", None):
             return None

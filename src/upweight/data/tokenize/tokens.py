@@ -8,19 +8,19 @@ from upweight.errors import UserError
 
 
 class TextTokens:
-    """A tokenizer with the rules that every format shares."""
+    """A tokenizer with the rules for BOS and end tokens that all formats share."""
 
     def __init__(self, tokenizer: Any, eot_tokens: Sequence[str]) -> None:
         self.tokenizer = tokenizer
-        self._pieces = SplitTokenizer(tokenizer)
+        self._split_tokenizer = SplitTokenizer(tokenizer)
         self.eos: int | None = tokenizer.eos_token_id
         self.bos: int | None = tokenizer.bos_token_id
-        begun = tokenizer("a", verbose=False)["input_ids"]
-        self.adds_bos = self.bos is not None and bool(begun) and begun[0] == self.bos
-        self.turn_ends = self._known(eot_tokens)
+        probe = tokenizer("a", verbose=False)["input_ids"]
+        self.adds_bos = self.bos is not None and probe[:1] == [self.bos]
+        self.turn_ends = self._ids_of_tokens(eot_tokens)
         self.ends = self._ends()
 
-    def _known(self, tokens: Sequence[str]) -> set[int]:
+    def _ids_of_tokens(self, tokens: Sequence[str]) -> set[int]:
         ids = {token: self.tokenizer.convert_tokens_to_ids(token) for token in tokens}
         for token, number in ids.items():
             if number is None or number == self.tokenizer.unk_token_id:
@@ -28,7 +28,7 @@ class TextTokens:
         return set(ids.values())
 
     def _ends(self) -> frozenset[int]:
-        """Tokens that end a text: EOS, the config's, and every special token that is no filler."""
+        """Return the tokens that end a text: EOS, `eot_tokens`, and all special tokens but BOS, padding and unknown."""
         added = getattr(self.tokenizer, "added_tokens_decoder", {})
         special = {number for number, token in added.items() if token.special} | set(self.tokenizer.all_special_ids)
         fillers = {self.bos, self.tokenizer.pad_token_id, self.tokenizer.unk_token_id}
@@ -36,11 +36,11 @@ class TextTokens:
         return frozenset((special - fillers) | self.turn_ends | eos)
 
     def ids(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of each text, nothing added."""
-        return self._pieces.ids(texts)
+        """Return the token ids of each text, without added special tokens."""
+        return self._split_tokenizer.ids(texts)
 
     def begun(self, ids: list[int]) -> list[int]:
-        """The ids with exactly one BOS in front, where the tokenizer begins texts with one."""
+        """Return the ids with exactly one BOS in front, if the tokenizer adds one to texts."""
         while len(ids) > 1 and ids[0] == ids[1] == self.bos:
             ids = ids[1:]
         if self.adds_bos and self.bos is not None and ids[:1] != [self.bos]:
@@ -48,11 +48,11 @@ class TextTokens:
         return ids
 
     def pinned(self, ids: list[int]) -> int:
-        """Leading tokens that truncation must keep."""
+        """Return how many leading tokens truncation must keep: 1 for a BOS."""
         return int(self.bos is not None and ids[:1] == [self.bos])
 
     def ended(self, ids: list[int]) -> list[int]:
-        """The ids with an end token."""
+        """Return the ids with an end token appended if they lack one."""
         if self.eos is None or (ids and ids[-1] in self.ends):
             return ids
         return [*ids, self.eos]

@@ -1,4 +1,4 @@
-"""A reward whose weight follows its success, and one that only shows what it is given."""
+"""A reward with an adaptive weight, and one that only prints completions."""
 
 import inspect
 import math
@@ -11,7 +11,7 @@ from pydantic.dataclasses import dataclass
 
 from upweight.errors import UserError
 from upweight.rewards.builtin.spec import builtin_reward
-from upweight.rewards.builtin.text import STRICT, Scores, texts_of
+from upweight.rewards.builtin.text import STRICT, ScoreList, texts_of
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -22,15 +22,15 @@ class DebugReward:
     width: PositiveInt = 200
     __name__ = "debug"
 
-    def __call__(self, completions: list[Any], **_: Any) -> Scores:
+    def __call__(self, completions: list[Any], **_: Any) -> ScoreList:
         for row, text in enumerate(texts_of(completions)[: self.show]):
             more = "..." if len(text) > self.width else ""
-            print(f"completion {row}: {_harmless(text[: self.width])}{more}", file=sys.stderr, flush=True)
+            print(f"completion {row}: {_escaped(text[: self.width])}{more}", file=sys.stderr, flush=True)
         return [1.0] * len(completions)
 
 
-def _harmless(text: str) -> str:
-    """Text -> the same with control characters spelled out: a completion must not drive the terminal."""
+def _escaped(text: str) -> str:
+    """Text -> the same with control characters escaped, so that a completion cannot control the terminal."""
     return "".join(one if one.isprintable() or one == "\n" else repr(one)[1:-1] for one in text)
 
 
@@ -68,11 +68,11 @@ class AdaptiveReward:
         self._step: int | None = None
         self._succeeded = self._scored = 0
 
-    def __call__(self, completions: list[Any], **columns: Any) -> Scores:
+    def __call__(self, completions: list[Any], **columns: Any) -> ScoreList:
         step = getattr(columns.get("trainer_state"), "global_step", None)
         # Within a step the weight stands still, however many calls score its groups.
         if step is not None and step != self._step:
-            self._settle()
+            self._end_step()
             self._step = step
         scores = self.reward(completions, **columns)
         weighted = [None if score is None else score * self.weight for score in scores]
@@ -80,13 +80,13 @@ class AdaptiveReward:
         self._scored += len(known)
         self._succeeded += sum(score >= self.success for score in known)
         if step is None:
-            self._settle()
+            self._end_step()
         log_metric = columns.get("log_metric")
         if log_metric is not None:
             log_metric(f"{self.__name__}/weight", self.weight)
         return weighted
 
-    def _settle(self) -> None:
+    def _end_step(self) -> None:
         if self._scored:
             self.adjust_weight(self._succeeded / self._scored)
         self._succeeded = self._scored = 0
@@ -99,13 +99,13 @@ class AdaptiveReward:
             self.weight = max(self.weight * self.lower_by, self.minimum)
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint must keep, the wrapped reward's state with it."""
+        """Return the state for a checkpoint, including the wrapped reward's."""
         inner = self.reward.state() if getattr(self.reward, "stateful", False) else None
         counts = {"step": self._step, "succeeded": self._succeeded, "scored": self._scored}
         return {"weight": self.weight, **counts, "inner": inner}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue from a kept state."""
+        """Restore the state of a checkpoint."""
         self.weight, self._step = state["weight"], state["step"]
         self._succeeded, self._scored = state["succeeded"], state["scored"]
         if state["inner"] is not None:
@@ -115,12 +115,12 @@ class AdaptiveReward:
 def _resolved(reward: str | Callable[..., Any]) -> Any:
     if callable(reward):
         if inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(type(reward).__call__):
-            raise UserError("Reward 'adaptive' wraps plain functions only; the one it was given is async.")
+            raise UserError("Reward 'adaptive' wraps plain functions only; this one is async.")
         return reward
     built = builtin_reward(reward)
     if built is None:
         raise UserError(
-            f"Reward 'adaptive': reward={reward!r} names no built-in reward. To wrap a function of your own, put "
+            f"Reward 'adaptive': reward={reward!r} names no built-in reward. To wrap your function, put "
             "`mine = AdaptiveReward(function)` (from upweight.rewards.builtin.adaptive) into your file and name "
             "'file.mine'."
         )

@@ -12,7 +12,7 @@ from pydantic.dataclasses import dataclass
 
 from upweight.errors import UserError
 from upweight.log import warn_once
-from upweight.rewards.builtin.text import STRICT, Scores, between_tags, fenced_blocks, rows_of, texts_of
+from upweight.rewards.builtin.text import STRICT, ScoreList, between_tags, fenced_blocks, rows_of, texts_of
 from upweight.rewards.sandbox.run import Limits, SandboxError, run_program
 
 _ISOLATION = {"read-only": "files that cannot be written", "hidden": "hidden home folders and sockets"}
@@ -48,7 +48,7 @@ class CodeReward:
         if os.name != "posix":
             raise UserError("Reward 'code' needs Linux or macOS: it has no way to limit a program on this system.")
 
-    def __call__(self, completions: list[Any], **columns: Any) -> Scores:
+    def __call__(self, completions: list[Any], **columns: Any) -> ScoreList:
         if not isinstance(columns.get(self.tests), list) and not isinstance(columns.get(self.output), list):
             raise UserError(
                 f"Reward 'code' reads the column '{self.tests}' (tests) or '{self.output}' (expected output), and the "
@@ -105,9 +105,9 @@ class CodeReward:
             held = self._run(code, task.tests, "").held or []
             return sum(held) / len(task.tests)
         right = 0
-        for given, wanted in task.cases:
-            outcome = self._run(code, None, given)
-            if outcome.ended_well and _lines(outcome.stdout) == _lines(wanted):
+        for stdin, expected in task.cases:
+            outcome = self._run(code, None, stdin)
+            if outcome.ended_well and _lines(outcome.stdout) == _lines(expected):
                 right += 1
             elif not self.partial:
                 return 0.0
@@ -127,15 +127,17 @@ class CodeReward:
         return outcome
 
 
-def _cases(given: Any, wanted: Any) -> Task | None:
+def _cases(stdin: Any, expected: Any) -> Task | None:
     """One stdin and stdout, or lists of them -> the task; None when nothing is expected."""
-    if wanted is None or wanted == []:
+    if expected is None or expected == []:
         return None
-    outputs = wanted if isinstance(wanted, list) else [wanted]
-    inputs = given if isinstance(given, list) else [given] * len(outputs)
+    outputs = expected if isinstance(expected, list) else [expected]
+    inputs = stdin if isinstance(stdin, list) else [stdin] * len(outputs)
     if len(inputs) != len(outputs):
         raise UserError(f"Reward 'code': a row has {len(inputs)} inputs for {len(outputs)} outputs.")
-    return Task([], [("" if one is None else str(one), str(two)) for one, two in zip(inputs, outputs, strict=True)])
+    return Task(
+        [], [("" if text is None else str(text), str(output)) for text, output in zip(inputs, outputs, strict=True)]
+    )
 
 
 def _lines(text: str) -> list[str]:

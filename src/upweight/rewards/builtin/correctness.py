@@ -11,17 +11,17 @@ from pydantic.dataclasses import dataclass
 from upweight.errors import UserError
 from upweight.log import warn_once
 from upweight.rewards.builtin.numbers import last_number, same_number
-from upweight.rewards.builtin.text import STRICT, Extract, Scores, column_of, marked_answer, normalised, texts_of
+from upweight.rewards.builtin.text import STRICT, Extract, ScoreList, column_of, marked_answer, normalised, texts_of
 
 
-def _scores(self: Any, completions: list[Any], **columns: Any) -> Scores:
-    """Each completion against the answer of its row, by the reward's `_score`."""
+def _scores(self: Any, completions: list[Any], **columns: Any) -> ScoreList:
+    """Score each completion against the answer of its row with the reward's `_score`."""
     answers = column_of(columns, self.column, self.__name__, len(completions))
     return [self._score(*pair) for pair in zip(texts_of(completions), answers, strict=True)]
 
 
-def _given(text: str, extract: Extract, tag: str | None) -> str | None:
-    """The marked answer; the whole text where nothing is marked and nobody asked for a mark."""
+def _extracted(text: str, extract: Extract, tag: str | None) -> str | None:
+    """Return the marked answer; the whole text if there is no mark and the options require none."""
     marked = marked_answer(text, extract, tag)
     return text if marked is None and extract == "auto" and tag is None else marked
 
@@ -42,9 +42,9 @@ class ExactReward:
     def _score(self, text: str, answer: Any) -> float | None:
         if answer is None:
             return None
-        given = _given(text, self.extract, self.tag)
-        wanted = marked_answer(str(answer), "auto", None) or str(answer)
-        return self.score if given is not None and normalised(given) == normalised(wanted) else self.wrong
+        given = _extracted(text, self.extract, self.tag)
+        expected = marked_answer(str(answer), "auto", None) or str(answer)
+        return self.score if given is not None and normalised(given) == normalised(expected) else self.wrong
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -63,14 +63,14 @@ class NumericReward:
     __call__ = _scores
 
     def _score(self, text: str, answer: Any) -> float | None:
-        wanted = None if answer is None else last_number(marked_answer(str(answer), "auto", None) or str(answer))
-        if wanted is None:
+        expected = None if answer is None else last_number(marked_answer(str(answer), "auto", None) or str(answer))
+        if expected is None:
             if answer is not None:
                 warn_once(f"reward 'numeric': no number in the answer {str(answer)[:80]!r}; such rows do not count.")
             return None
-        marked = _given(text, self.extract, self.tag)
+        marked = _extracted(text, self.extract, self.tag)
         given = None if marked is None else last_number(marked)
-        right = given is not None and same_number(given, wanted, self.tolerance, self.relative)
+        right = given is not None and same_number(given, expected, self.tolerance, self.relative)
         return self.score if right else self.wrong
 
 
@@ -97,23 +97,23 @@ class MathReward:
     def _score(self, text: str, answer: Any) -> float | None:
         if answer is None:
             return None
-        wanted = _expression(marked_answer(str(answer), "hash", None) or str(answer))
-        if not wanted:
+        expected = _expression(marked_answer(str(answer), "hash", None) or str(answer))
+        if not expected:
             warn_once(f"reward 'math': cannot read the answer {str(answer)[:80]!r}; such rows do not count.")
             return None
         marked = marked_answer(text, self.extract, self.tag)
         whole = self.extract == "last" and self.tag is None
         given = [] if marked is None else _expression(marked[-20_000:], whole)
-        return self.score if given and math_verify().verify(wanted, given, timeout_seconds=_alarm(5)) else self.wrong
+        return self.score if given and math_verify().verify(expected, given, timeout_seconds=_alarm(5)) else self.wrong
 
 
 def math_verify() -> Any:
-    """The optional package, met when it is first needed."""
+    """Import the optional package when it is first needed."""
     return import_module("math_verify")
 
 
 def _expression(text: str, whole: bool = False) -> list[Any]:
-    """Text -> the expression math-verify finds; a bare LaTeX piece is set in dollars first, as it expects."""
+    """Text -> the expression math-verify finds; bare LaTeX is put in dollar signs first, as it expects."""
     if not whole and "\\" in text and "$" not in text and "\\boxed" not in text:
         text = f"${text}$"
     return math_verify().parse(text, parsing_timeout=_alarm(5))

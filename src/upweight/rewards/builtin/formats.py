@@ -8,7 +8,7 @@ from pydantic import Field, NonNegativeFloat
 from pydantic.dataclasses import dataclass
 
 from upweight.errors import UserError
-from upweight.rewards.builtin.text import STRICT, Scores, fenced_blocks, texts_of
+from upweight.rewards.builtin.text import STRICT, ScoreList, fenced_blocks, texts_of
 
 Tags = Annotated[list[Annotated[str, Field(pattern=r"^[^<>\s/]+$")]], Field(min_length=1)]
 JsonType = Literal["string", "number", "integer", "boolean", "array", "object", "null"]
@@ -25,7 +25,7 @@ class FormatReward:
     wrong: float = 0.0
     __name__ = "format"
 
-    def __call__(self, completions: list[Any], **_: Any) -> Scores:
+    def __call__(self, completions: list[Any], **_: Any) -> ScoreList:
         return [self.score if self._holds(text) else self.wrong for text in texts_of(completions)]
 
     def _holds(self, text: str) -> bool:
@@ -56,7 +56,7 @@ class IncrementalFormatReward:
     lowest: float = -1.0
     __name__ = "incremental_format"
 
-    def __call__(self, completions: list[Any], **_: Any) -> Scores:
+    def __call__(self, completions: list[Any], **_: Any) -> ScoreList:
         return [self._score(text) for text in texts_of(completions)]
 
     def _score(self, text: str) -> float:
@@ -76,7 +76,7 @@ class XmlTagsReward:
     score: float = 1.0
     __name__ = "xml_tags"
 
-    def __call__(self, completions: list[Any], **_: Any) -> Scores:
+    def __call__(self, completions: list[Any], **_: Any) -> ScoreList:
         return [
             self.score * sum(_has_tag(text, tag) for tag in self.tags) / len(self.tags)
             for text in texts_of(completions)
@@ -113,7 +113,7 @@ class RegexReward:
             flags |= re.RegexFlag[letter.upper()]
         return re.compile(self.pattern, flags)
 
-    def __call__(self, completions: list[Any], **_: Any) -> Scores:
+    def __call__(self, completions: list[Any], **_: Any) -> ScoreList:
         compiled = self._compiled()
         match = {"anywhere": compiled.search, "start": compiled.match, "whole": compiled.fullmatch}[self.where]
         return [self.score if match(text) else self.wrong for text in texts_of(completions)]
@@ -131,7 +131,7 @@ class JsonReward:
     wrong: float = 0.0
     __name__ = "json"
 
-    def __call__(self, completions: list[Any], **_: Any) -> Scores:
+    def __call__(self, completions: list[Any], **_: Any) -> ScoreList:
         return [self._score(text) for text in texts_of(completions)]
 
     def _score(self, text: str) -> float:

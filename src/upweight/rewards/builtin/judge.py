@@ -13,7 +13,7 @@ from pydantic.dataclasses import dataclass
 
 from upweight.errors import UserError
 from upweight.log import warn_once
-from upweight.rewards.builtin.text import STRICT, Scores, rows_of, texts_of
+from upweight.rewards.builtin.text import STRICT, ScoreList, rows_of, texts_of
 
 _TEMPLATE = """You grade the response of an assistant. {rubric}
 
@@ -88,11 +88,11 @@ class JudgeReward:
                 f"Export it with the key before the run."
             )
 
-    def __call__(self, completions: list[Any], **columns: Any) -> Scores:
+    def __call__(self, completions: list[Any], **columns: Any) -> ScoreList:
         texts = texts_of(completions)
         questions = [self._question(*pair) for pair in zip(texts, rows_of(columns, len(texts)), strict=True)]
         headers = {"Authorization": f"Bearer {os.environ[self.api_key_env]}"} if self.api_key_env else {}
-        # A proxy from the environment would be asked for a server on this very machine.
+        # A proxy of the environment must not be used for a server on this machine.
         local = httpx.URL(self.url).host in _LOCAL
         with (
             httpx.Client(headers=headers, timeout=self.timeout, trust_env=not local) as client,
@@ -127,25 +127,25 @@ class JudgeReward:
             "temperature": self.temperature,
             "max_tokens": self.max_tokens,
         }
-        trouble = ""
+        problem = ""
         for attempt in range(self.retries + 1):
-            asked_to_wait = 0.0
+            retry_after = 0.0
             try:
                 answer = client.post(f"{self.url.rstrip('/')}/chat/completions", json=body)
                 if answer.status_code == 200:
                     return answer.json()["choices"][0]["message"]["content"] or ""
-                trouble = f"status {answer.status_code}: {answer.text[:200]}"
+                problem = f"status {answer.status_code}: {answer.text[:200]}"
                 if answer.status_code not in _TRY_AGAIN:
                     break
                 named = answer.headers.get("retry-after", "")
-                asked_to_wait = float(named) if named.isdigit() else 0.0
+                retry_after = float(named) if named.isdigit() else 0.0
             except httpx.HTTPError as error:
-                trouble = f"{type(error).__name__} {error}"
+                problem = f"{type(error).__name__} {error}"
             except (json.JSONDecodeError, KeyError, IndexError, TypeError, UnicodeDecodeError) as error:
-                trouble = f"not a chat completion ({type(error).__name__} {error})"
+                problem = f"not a chat completion ({type(error).__name__} {error})"
             if attempt < self.retries:
-                time.sleep(min(max(self.backoff * 2**attempt, asked_to_wait), self.timeout))
-        warn_once(f"reward 'judge': {self.url} failed, such completions do not count: {trouble}")
+                time.sleep(min(max(self.backoff * 2**attempt, retry_after), self.timeout))
+        warn_once(f"reward 'judge': {self.url} failed, such completions do not count: {problem}")
         return None
 
 

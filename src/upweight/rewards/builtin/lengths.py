@@ -8,7 +8,7 @@ from pydantic.dataclasses import dataclass
 
 from upweight.errors import UserError
 from upweight.rewards.builtin.spec import builtin_reward
-from upweight.rewards.builtin.text import STRICT, Scores, Unit, units_of
+from upweight.rewards.builtin.text import STRICT, ScoreList, Unit, units_of
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -29,7 +29,7 @@ class LengthReward:
         if self.maximum is None and not self.minimum:
             raise UserError("Reward 'length': give a minimum, a maximum or both, as in length(maximum=200).")
 
-    def __call__(self, completions: list[Any], **columns: Any) -> Scores:
+    def __call__(self, completions: list[Any], **columns: Any) -> ScoreList:
         return [self._score(len(units)) for units in units_of(completions, columns, self.unit, self.__name__)]
 
     def _score(self, length: int) -> float:
@@ -61,7 +61,7 @@ class CosineLengthReward:
             raise UserError(f"Reward 'cosine_length': by={self.by!r} names no built-in reward; try by='numeric'.")
         return judge
 
-    def __call__(self, completions: list[Any], **columns: Any) -> Scores:
+    def __call__(self, completions: list[Any], **columns: Any) -> ScoreList:
         marks = self._judge()(completions, **columns)
         pairs = zip(marks, units_of(completions, columns, self.unit, self.__name__), strict=True)
         return [None if mark is None else self.scaled(mark, len(units)) for mark, units in pairs]

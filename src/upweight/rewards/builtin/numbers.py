@@ -1,4 +1,4 @@
-"""Numbers as people write them: signs, currency, thousands, percent, fractions, LaTeX."""
+"""Parses numbers with signs, currency, thousands separators, percent, fractions and LaTeX."""
 
 import math
 import re
@@ -54,8 +54,8 @@ def _value(match: re.Match[str]) -> Number | None:
 
 def last_number(text: str) -> Number | None:
     """Text -> its last number, or None when there is none or it is not finite."""
-    found = deque(_NUMBER.finditer(_plain(text)), maxlen=1)
-    return _value(found[0]) if found else None
+    matches = deque(_NUMBER.finditer(_plain(text)), maxlen=1)
+    return _value(matches[0]) if matches else None
 
 
 def same_number(given: Number, wanted: Number, tolerance: float, relative: float) -> bool:

@@ -1,4 +1,4 @@
-"""Penalties for saying the same thing: within a completion, and among the completions of a group."""
+"""Penalties for repetition within a completion and for similarity among the completions of a group."""
 
 from collections.abc import Sequence
 from itertools import groupby
@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from pydantic import Field, PositiveInt
 from pydantic.dataclasses import dataclass
 
-from upweight.rewards.builtin.text import STRICT, Scores, Unit, texts_of, units_of
+from upweight.rewards.builtin.text import STRICT, ScoreList, Unit, texts_of, units_of
 
 Penalty = Annotated[float, Field(le=0)]
 
@@ -19,19 +19,19 @@ def ngrams(units: Sequence[Any], size: int) -> list[tuple[Any, ...]]:
 
 @dataclass(frozen=True, config=STRICT)
 class RepetitionReward:
-    """Gives the penalty times the share of n-grams that were said before in the same completion."""
+    """Gives the penalty times the share of n-grams that repeat earlier ones of the same completion."""
 
     ngram: PositiveInt = 3
     unit: Unit = "words"
     penalty: Penalty = -1.0
     __name__ = "repetition"
 
-    def __call__(self, completions: list[Any], **columns: Any) -> Scores:
+    def __call__(self, completions: list[Any], **columns: Any) -> ScoreList:
         folded = [text.casefold() for text in texts_of(completions)]
         return [self.penalised(units) for units in units_of(folded, columns, self.unit, self.__name__)]
 
     def penalised(self, units: Sequence[Any]) -> float:
-        """The penalty times the share of runs that were there before."""
+        """Return the penalty times the share of repeated n-grams."""
         runs = ngrams(units, self.ngram)
         return self.penalty * (1 - len(set(runs)) / len(runs)) if runs else 0.0
 
@@ -45,12 +45,12 @@ class DiversityReward:
     penalty: Penalty = -1.0
     __name__ = "diversity"
 
-    def __call__(self, completions: list[Any], **columns: Any) -> Scores:
+    def __call__(self, completions: list[Any], **columns: Any) -> ScoreList:
         folded = [text.casefold() for text in texts_of(completions)]
         units = units_of(folded, columns, self.unit, self.__name__)
-        runs = [frozenset(ngrams(one, min(self.ngram, len(one)) or 1)) for one in units]
+        runs = [frozenset(ngrams(row, min(self.ngram, len(row)) or 1)) for row in units]
         prompts = columns.get("prompts") or [None] * len(runs)
-        scores: Scores = []
+        scores: ScoreList = []
         # groupby compares with ==, which message lists have; hashing them would not work.
         for _, rows in groupby(range(len(runs)), key=lambda row: prompts[row]):
             scores += self._group([runs[row] for row in rows])
@@ -61,12 +61,13 @@ class DiversityReward:
         if not others:
             return [0.0]
         sums = [
-            sum(_similarity(one, two) for at, two in enumerate(group) if at != row) for row, one in enumerate(group)
+            sum(_similarity(first, second) for at, second in enumerate(group) if at != row)
+            for row, first in enumerate(group)
         ]
         return [self.penalty * total / others for total in sums]
 
 
-def _similarity(one: frozenset[Any], two: frozenset[Any]) -> float:
+def _similarity(first: frozenset[Any], second: frozenset[Any]) -> float:
     """Shared over all n-grams; two empty completions are the same."""
-    together = len(one | two)
-    return len(one & two) / together if together else 1.0
+    union = len(first | second)
+    return len(first & second) / union if union else 1.0

@@ -34,15 +34,15 @@ def builtin_reward(spec: str) -> Callable[..., Any] | None:
     try:
         return BUILTINS[name](**options)
     except ValidationError as error:
-        for one in error.errors():
-            if isinstance(raised := one.get("ctx", {}).get("error"), UserError):
+        for detail in error.errors():
+            if isinstance(raised := detail.get("ctx", {}).get("error"), UserError):
                 raise raised from None  # which pydantic wraps as it does any ValueError
-        raise UserError("\n".join(_sentence(name, options, one) for one in error.errors())) from error
+        raise UserError("\n".join(_sentence(name, options, detail) for detail in error.errors())) from error
 
 
 def options_of(name: str) -> dict[str, Any]:
     """A built-in's name -> its options and their defaults (`inspect.Parameter.empty` for one that must be given)."""
-    return {option: given.default for option, given in inspect.signature(BUILTINS[name]).parameters.items()}
+    return {option: parameter.default for option, parameter in inspect.signature(BUILTINS[name]).parameters.items()}
 
 
 def _options(spec: str, name: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What every built-in reward reads: the text of a completion, a column of the row, the marked answer in a text."""
+"""Helpers of built-in rewards: the text of a completion, a column of the row, the marked answer of a text."""
 
 import re
 import unicodedata
@@ -10,7 +10,7 @@ from pydantic import ConfigDict
 from upweight.errors import UserError
 
 STRICT = ConfigDict(extra="forbid")  # an option that does not exist is an error in Python too
-Scores = list[float | None]
+ScoreList = list[float | None]
 Extract = Literal["auto", "tag", "boxed", "hash", "phrase", "last", "whole"]
 Unit = Literal["words", "tokens", "characters"]
 
@@ -27,8 +27,8 @@ def texts_of(completions: Sequence[Any]) -> list[str]:
 def _final_text(messages: Any) -> str:
     if isinstance(messages, dict):
         messages = [messages]
-    spoken = [message for message in messages or () if message.get("role", "assistant") == "assistant"]
-    content = spoken[-1].get("content") if spoken else ""
+    assistant_messages = [message for message in messages or () if message.get("role", "assistant") == "assistant"]
+    content = assistant_messages[-1].get("content") if assistant_messages else ""
     if isinstance(content, list):
         return "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
     return content or ""
@@ -99,7 +99,7 @@ def after_phrase(text: str) -> str | None:
 
 
 def marked_answer(text: str, extract: Extract, tag: str | None) -> str | None:
-    """Text -> the part marked as the answer; with "auto" the first mark found of tag, box, hash, phrase."""
+    """Text -> the part marked as the answer; with "auto" the first of tag, box, hash and phrase."""
     if extract == "tag" or tag is not None:
         return between_tags(text, tag or "answer")
     if extract in ("last", "whole"):

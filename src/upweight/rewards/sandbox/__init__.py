@@ -1,1 +1,1 @@
-"""A program that nobody trusts, run in a process of its own that is cut off as far as the system allows."""
+"""Runs an untrusted program in a separate process, isolated as far as the system allows."""

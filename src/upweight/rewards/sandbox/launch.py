@@ -1,8 +1,8 @@
-"""The process between us and a program under test: takes rights away, then becomes the program.
+"""The launcher of a sandboxed program: it drops rights, then becomes the program.
 
-Imports nothing of ours: it starts fast, and stands alone.
+It imports nothing of Upweight, so that it starts fast.
 Started as `python -I -S launch.py REPORT_FD` with a JSON request on stdin. It tries the strongest isolation
-first; the program's own process writes one line of JSON on REPORT_FD (what holds) just before it is replaced.
+first; the program's process writes one line of JSON on REPORT_FD (the isolation in effect) just before exec.
 """
 
 import ctypes
@@ -40,13 +40,13 @@ def mount(source: str, target: str, kind: str, flags: int = 0, options: str = ""
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when the one that started it goes."""
+    """Have the kernel kill this process when its parent exits."""
     if LINUX:
         LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def hide(folder: str, keep: list[str]) -> None:
-    """Lay an empty folder over one, with only the kept folders under it still to be seen."""
+    """Mount an empty folder over `folder`; only the folders in `keep` stay visible under it."""
     if not os.path.isdir(folder) or os.path.islink(folder) or folder in keep:
         return
     kept = [(path, os.open(path, os.O_PATH)) for path in keep if path.startswith(folder + "/") and os.path.isdir(path)]
@@ -136,7 +136,7 @@ def kernel() -> tuple[int, ...]:
 
 
 def become_nobody(request: dict, folder: str) -> None:
-    """As root: become a user that nothing else runs as, so that limits bind and no process of ours can be touched."""
+    """As root, switch to an unused user id, so that limits apply and no other process can be signalled."""
     user = request["spare_user"]
     for path in [folder, *(os.path.join(folder, name) for name in os.listdir(folder))]:
         os.chown(path, user, user)
@@ -179,7 +179,7 @@ def become_program(request: dict, mode: str, report: int) -> None:
 
 
 def enter(mode: str) -> None:
-    """Leave the namespaces we share with everybody."""
+    """Enter new namespaces."""
     user, group = os.geteuid(), os.getegid()
     if mode == "root":
         checked(LIBC.unshare(NAMESPACES), "unshare")
@@ -198,7 +198,7 @@ def in_child(action: Callable[[], None]) -> int:
         die_with_parent()
         try:
             action()
-        except Exception as error:  # whatever it is, this copy must end below, and never go on as its parent would
+        except Exception as error:  # this copy must exit below in any case and never continue as its parent
             print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
         os._exit(SETUP_FAILED)
     status = os.waitpid(child, 0)[1]

@@ -1,4 +1,4 @@
-"""Runs inside the sandbox: the program from payload.json, then each test in the program's own namespace."""
+"""Runs inside the sandbox: the program from payload.json, then each test in the program's namespace."""
 
 import json
 import os
@@ -20,7 +20,7 @@ def main() -> None:
         try:
             exec(compile(test, "<test>", "exec"), names)
             held.append(True)
-        except BaseException:  # a test may call sys.exit: that one failed, and the rest is still to run
+        except BaseException:  # a test may call sys.exit: that test failed, and the rest still runs
             held.append(False)
     if os.getpid() == process:
         os.write(payload["report"], json.dumps({"token": payload["token"], "held": held}).encode() + b"\n")

@@ -1,4 +1,4 @@
-"""Runs an untrusted Python program in a process of its own, limited and cut off as far as the system allows."""
+"""Runs an untrusted Python program in a separate process, limited and isolated as far as the system allows."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from upweight.processes import process_numbers, signal_group, stat_of
 
 _HERE = Path(__file__).parent
 _REPORT_BYTES = 1_000_000
-WAYS = ("root", "user", "plain")  # of isolating, strongest first; the first the system allows is taken
+WAYS = ("root", "user", "plain")  # of isolating, strongest first; the first that the system allows is used
 
 
 class SandboxError(Exception):
@@ -38,8 +38,8 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What became of a program: whether it ended well, its output, the tests that held, and what isolation held."""
+class ProgramResult:
+    """The result of a program: whether it exited with 0, its output, the passed tests, and the isolation in effect."""
 
     ended_well: bool
     stdout: str
@@ -50,7 +50,7 @@ class Outcome:
 
 def run_program(
     code: str, *, tests: list[str] | None, stdin: str, limits: Limits, ways: tuple[str, ...] = WAYS
-) -> Outcome:
+) -> ProgramResult:
     """Code, tests to run after it or None, and its stdin -> the outcome; every process it started is gone by then."""
     token = secrets.token_hex(16)
     folder = tempfile.mkdtemp(prefix="upweight-code-")
@@ -76,8 +76,8 @@ def run_program(
 
 
 def _remove(folder: str) -> None:
-    """Remove a folder, also when the program closed parts of it to its own user."""
-    with suppress(OSError, RecursionError):  # a folder nested without end stays: better than no score
+    """Remove a folder, also if the program removed permissions in it."""
+    with suppress(OSError, RecursionError):  # a folder that is nested too deeply stays, which is better than no score
         for parent, names, _ in os.walk(folder):
             for path in (os.path.join(parent, name) for name in names):
                 if not os.path.islink(path):
@@ -96,7 +96,7 @@ def _interpreter_folders() -> list[str]:
     return sorted(os.path.normpath(folder) for folder in folders if folder not in ("", "/"))
 
 
-def _launch(request: dict, reading: int, writing: int, token: str, limits: Limits) -> Outcome:
+def _launch(request: dict, reading: int, writing: int, token: str, limits: Limits) -> ProgramResult:
     environment = {
         "PATH": "/usr/bin:/bin",
         "HOME": request["folder"],
@@ -127,16 +127,16 @@ def _launch(request: dict, reading: int, writing: int, token: str, limits: Limit
     finally:
         _end(process, _ready(report), token)
     held = _held(report, token) if not reason else None
-    said = stderr.decode(errors="replace").strip()[-400:]
+    stderr_tail = stderr.decode(errors="replace").strip()[-400:]
     ready = _ready(report)
     if ready is None:
-        raise SandboxError(f"it did not start: {reason or said}")
-    return Outcome(
+        raise SandboxError(f"it did not start: {reason or stderr_tail}")
+    return ProgramResult(
         ended_well=not reason and process.returncode == 0,
         stdout=stdout.decode(errors="replace"),
         held=held,
         isolation=tuple(ready["holds"]),
-        reason=reason or said,
+        reason=reason or stderr_tail,
     )
 
 
@@ -146,16 +146,16 @@ def _send(process: subprocess.Popen[bytes], request: bytes) -> None:
         process.stdin.write(request)
         process.stdin.close()
     except BrokenPipeError:
-        return  # it died at once; what it said is read next
+        return  # it exited at once; its stderr is read next
 
 
 def _drain(process: subprocess.Popen[bytes], reading: int, limits: Limits) -> tuple[list[bytes], str]:
-    """Read what the program says until it ends, says too much, or runs out of time -> its words and the reason."""
+    """Read the program's output until it ends, exceeds a limit or times out; return the output and the reason."""
     assert process.stdout is not None
     assert process.stderr is not None
     sources = [process.stdout.fileno(), reading, process.stderr.fileno()]
     most = {sources[0]: limits.output_bytes, sources[1]: _REPORT_BYTES, sources[2]: limits.output_bytes}
-    said = {source: bytearray() for source in sources}
+    output = {source: bytearray() for source in sources}
     deadline = time.monotonic() + limits.seconds
     reason = ""
     with selectors.DefaultSelector() as selector:
@@ -166,28 +166,28 @@ def _drain(process: subprocess.Popen[bytes], reading: int, limits: Limits) -> tu
             ended = process.poll() is not None
             ready = selector.select(0 if ended else 0.02)
             for key, _ in ready:
-                _take(selector, key.fd, said[key.fd])
-                if len(said[key.fd]) > most[key.fd]:
-                    reason = "said more than it may"
+                _take(selector, key.fd, output[key.fd])
+                if len(output[key.fd]) > most[key.fd]:
+                    reason = "wrote more output than allowed"
             if ended and not ready:
                 break
             if time.monotonic() > deadline:
                 reason = "ran out of time"
-    return [bytes(said[source][: most[source]]) for source in sources], reason
+    return [bytes(output[source][: most[source]]) for source in sources], reason
 
 
 def _take(selector: selectors.BaseSelector, source: int, into: bytearray) -> None:
     try:
-        piece = os.read(source, 65536)
+        block = os.read(source, 65536)
     except BlockingIOError:
         return
-    into += piece
-    if not piece:
+    into += block
+    if not block:
         selector.unregister(source)
 
 
 def _ready(report: bytes) -> dict | None:
-    """The launcher's own line, or None when the program was never reached."""
+    """Return the launcher's report line, or None if the program was never started."""
     line = report.split(b"\n", 1)[0]
     return json.loads(line) if line.startswith(b"{") and line.endswith(b"}") else None
 
@@ -211,11 +211,11 @@ def _sweep(ready: dict | None, token: str) -> None:
     spare = ready["user"] if ready is not None and "spare-user" in ready["holds"] else None
     mark = f"UPWEIGHT_SANDBOX={token}".encode()
     for _ in range(20):
-        left = [process for process in process_numbers() if _belongs(process, spare, mark)]
-        for process in left:
+        remaining = [process for process in process_numbers() if _belongs(process, spare, mark)]
+        for process in remaining:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(process, signal.SIGKILL)
-        if not left:
+        if not remaining:
             return
         time.sleep(0.02)
 
@@ -235,7 +235,7 @@ def _held(report: bytes, token: str) -> list[bool] | None:
     """The report's lines -> which tests held, from the first line with our token."""
     for line in report.splitlines()[1:]:
         with suppress(ValueError):
-            said = json.loads(line)
-            if isinstance(said, dict) and said.get("token") == token:
-                return [bool(one) for one in said["held"]]
+            content = json.loads(line)
+            if isinstance(content, dict) and content.get("token") == token:
+                return [bool(passed) for passed in content["held"]]
     return None

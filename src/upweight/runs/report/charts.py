@@ -1,4 +1,4 @@
-"""Which charts a run's metrics make: what stands together, under which heading, and what it means."""
+"""Groups a run's metrics into charts with titles and explanations."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -10,10 +10,10 @@ SHARE = "share"  # values between 0 and 1
 
 
 @dataclass(frozen=True)
-class Kind:
-    """A chart; a metric belongs to the first kind one of whose patterns it fits, by its whole name.
+class Spec:
+    """The definition of a chart; a metric belongs to the first one with a pattern that matches its whole name.
 
-    With `each`, every metric that fits has a chart of its own, named by what the pattern's brackets hold.
+    With `each`, every metric that matches has a separate chart, named by the pattern's group.
     """
 
     group: str
@@ -41,92 +41,92 @@ class Chart:
 
 LOSS_OF_ONLINE_RUNS = next(why for what, why in EXPLAINED.items() if what.startswith("The loss of an online run"))
 
-KINDS: tuple[Kind, ...] = (
-    Kind("Reward", "Reward", ("reward",), "Mean over the completions of a step, weighted by trl.reward_weights. The "
+SPECS: tuple[Spec, ...] = (
+    Spec("Reward", "Reward", ("reward",), "Mean over the completions of a step, weighted by trl.reward_weights. The "
          "band is one standard deviation to each side.", band=("reward_std",)),
-    Kind("Reward", "Spread of the reward", ("group_reward_std", "reward_std"), "Standard deviation over the "
+    Spec("Reward", "Spread of the reward", ("group_reward_std", "reward_std"), "Standard deviation over the "
          "completions of a prompt, and over all. Where completions of a prompt score alike, nothing is learned.",
          labels=("within prompts", "over all")),
-    Kind("Reward", "Groups without signal", ("frac_reward_zero_std",), "Share of prompts whose completions all score "
+    Spec("Reward", "Groups without signal", ("frac_reward_zero_std",), "Share of prompts whose completions all score "
          "alike: their advantages are 0.", unit=SHARE),
-    Kind("Each reward", "", (r"rewards/(.+)/mean",), "Mean of this reward before weighting. The band is one standard "
+    Spec("Each reward", "", (r"rewards/(.+)/mean",), "Mean of this reward before weighting. The band is one standard "
          "deviation to each side.", band=(r"rewards/{}/std",), each=True),
-    Kind("Each reward", "{} without a value", (r"rewards/(.+)/failed",), "Completions for which this reward raised, "
+    Spec("Each reward", "{} without a value", (r"rewards/(.+)/failed",), "Completions for which this reward raised, "
          "timed out or returned what is no number.", each=True),
-    Kind("Policy", "KL from the reference", ("kl",), "How far the policy has moved from where it began. Moderate "
+    Spec("Policy", "KL from the reference", ("kl",), "How far the policy has moved from where it began. Moderate "
          "growth is learning; above 0.5 it is far, above 2 it has left the reference behind."),
-    Kind("Policy", "Entropy", ("entropy", "sampling/entropy"), "How uncertain the policy is of its next token: by the "
+    Spec("Policy", "Entropy", ("entropy", "sampling/entropy"), "How uncertain the policy is of its next token: by the "
          "trainer over all words, by the sampler over what it wrote. Near 0 it always writes the same.",
          labels=("trainer", "sampler")),
-    Kind("Policy", "Clip ratios", ("clip_ratio/region_mean", "clip_ratio/low_mean", "clip_ratio/high_mean"), "Share of "
+    Spec("Policy", "Clip ratios", ("clip_ratio/region_mean", "clip_ratio/low_mean", "clip_ratio/high_mean"), "Share of "
          "tokens whose update was clipped, in all, at the lower and at the upper bound. It stays 0 while each rollout "
          "feeds one step.", labels=("all", "low", "high"), unit=SHARE),
-    Kind("Policy", "Clip ratio (cispo)", ("cispo_clip_ratio",), "Share of tokens whose weight was capped.", unit=SHARE),
-    Kind("Completions", "Length", ("completions/mean_length",), "Tokens of a completion. The band goes from the "
+    Spec("Policy", "Clip ratio (cispo)", ("cispo_clip_ratio",), "Share of tokens whose weight was capped.", unit=SHARE),
+    Spec("Completions", "Length", ("completions/mean_length",), "Tokens of a completion. The band goes from the "
          "shortest to the longest.", band=("completions/min_length", "completions/max_length"), unit="tokens"),
-    Kind("Completions", "Length of those that ended", ("completions/mean_terminated_length",), "Tokens of completions "
+    Spec("Completions", "Length of those that ended", ("completions/mean_terminated_length",), "Tokens of completions "
          "that ended by themselves. The band goes from the shortest to the longest.",
          band=("completions/min_terminated_length", "completions/max_terminated_length"), unit="tokens"),
-    Kind("Completions", "Cut at the length limit", ("completions/clipped_ratio",), "Share of completions that did not "
+    Spec("Completions", "Cut at the length limit", ("completions/clipped_ratio",), "Share of completions that did not "
          "end by themselves.", unit=SHARE),
-    Kind("Completions", "Distinct completions", ("completions/distinct_share",), "Share of a prompt's completions that "
+    Spec("Completions", "Distinct completions", ("completions/distinct_share",), "Share of a prompt's completions that "
          "differ from each other.", unit=SHARE),
-    Kind("Environment", "TurnBatcher", ("environment/turns_mean", "environment/turns_max"), "Turns of an episode.",
+    Spec("Environment", "Turns", ("environment/turns_mean", "environment/turns_max"), "Turns of an episode.",
          labels=("mean", "most")),
-    Kind("Environment", "Episodes without an end", ("environment/masked", "environment/truncated"), "Episodes of a "
+    Spec("Environment", "Episodes without an end", ("environment/masked", "environment/truncated"), "Episodes of a "
          "rollout whose environment broke (nothing is learned from them), and those that met a limit.",
          labels=("broken", "at a limit")),
-    Kind("Environment", "Calls of tools", ("tools/call_frequency",), "For each episode."),
-    Kind("Environment", "Failed calls", ("tools/failure_frequency",), "Share of the calls of tools.", unit=SHARE),
-    Kind("Environment", "{}", (r"environment/(.+)",), "Of one server or environment, or seconds in all of them.",
+    Spec("Environment", "Calls of tools", ("tools/call_frequency",), "For each episode."),
+    Spec("Environment", "Failed calls", ("tools/failure_frequency",), "Share of the calls of tools.", unit=SHARE),
+    Spec("Environment", "{}", (r"environment/(.+)",), "Of one server or environment, or seconds in all of them.",
          each=True),
-    Kind("Preferences", "Accuracy", ("rewards/accuracies", "accuracy"), "Share of pairs (or marked steps) that the "
+    Spec("Preferences", "Accuracy", ("rewards/accuracies", "accuracy"), "Share of pairs (or marked steps) that the "
          "model ranks as the data does. 0.5 is a guess.", unit=SHARE),
-    Kind("Preferences", "Margin", ("rewards/margins", "margin"), "By how much chosen answers are preferred to rejected "
+    Spec("Preferences", "Margin", ("rewards/margins", "margin"), "By how much chosen answers are preferred to rejected "
          "ones; it should rise above 0."),
-    Kind("Preferences", "Chosen and rejected", ("rewards/chosen", "rewards/rejected"), "Implied rewards of both sides. "
+    Spec("Preferences", "Chosen and rejected", ("rewards/chosen", "rewards/rejected"), "Implied rewards of both sides. "
          "Both may fall while the distance grows.", labels=("chosen", "rejected")),
-    Kind("Preferences", "Log-probs", ("logps/chosen", "logps/rejected"), "Summed over the tokens of an answer.",
+    Spec("Preferences", "Log-probs", ("logps/chosen", "logps/rejected"), "Summed over the tokens of an answer.",
          labels=("chosen", "rejected")),
-    Kind("Preferences", "Logits", ("logits/chosen", "logits/rejected"), "Mean logit over the vocabulary.",
+    Spec("Preferences", "Logits", ("logits/chosen", "logits/rejected"), "Mean logit over the vocabulary.",
          labels=("chosen", "rejected")),
-    Kind("Preferences", "Score", ("mean_reward",), "Mean score of the reward model."),
-    Kind("Preferences", "Log-odds", ("log_odds_chosen", "log_odds_ratio"), "Odds of the chosen answer against the "
+    Spec("Preferences", "Score", ("mean_reward",), "Mean score of the reward model."),
+    Spec("Preferences", "Log-odds", ("log_odds_chosen", "log_odds_ratio"), "Odds of the chosen answer against the "
          "rejected one, as ORPO's loss sees them.", labels=("chosen", "ratio")),
-    Kind("Loss", "Loss", ("loss",), "What is minimised. Lower is better for offline methods. Of online runs: "
+    Spec("Loss", "Loss", ("loss",), "What is minimised. Lower is better for offline methods. Of online runs: "
          + LOSS_OF_ONLINE_RUNS.replace("`", "")),
-    Kind("Loss", "Loss of the chosen text", ("nll_loss",), "Cross-entropy on the chosen answers."),
-    Kind("Loss", "Token accuracy", ("mean_token_accuracy",), "Share of tokens that the model finds likeliest.",
+    Spec("Loss", "Loss of the chosen text", ("nll_loss",), "Cross-entropy on the chosen answers."),
+    Spec("Loss", "Token accuracy", ("mean_token_accuracy",), "Share of tokens that the model finds likeliest.",
          unit=SHARE),
-    Kind("Loss", "Gradient norm", ("grad_norm",), "Before clipping. Jumps by a factor of ten and more are a warning."),
-    Kind("Loss", "Learning rate", ("learning_rate",), "As the schedule sets it."),
-    Kind("Sampler", "Lag", ("rollout/lag",), "Optimizer steps between the policy that wrote a rollout and the one that "
+    Spec("Loss", "Gradient norm", ("grad_norm",), "Before clipping. Jumps by a factor of ten and more are a warning."),
+    Spec("Loss", "Learning rate", ("learning_rate",), "As the schedule sets it."),
+    Spec("Sampler", "Lag", ("rollout/lag",), "Optimizer steps between the policy that wrote a rollout and the one that "
          "trains on it.", unit="steps"),
-    Kind("Sampler", "Sampler against trainer", ("sampling/sampling_logp_difference/mean",), "Mean distance between "
+    Spec("Sampler", "Sampler against trainer", ("sampling/sampling_logp_difference/mean",), "Mean distance between "
          "what sampler and trainer say of the same tokens. Above 1 the sampler's weights are old or another model's."),
-    Kind("Sampler", "Importance ratio", ("sampling/importance_sampling_ratio/mean",), "Weight that the correction for "
+    Spec("Sampler", "Importance ratio", ("sampling/importance_sampling_ratio/mean",), "Weight that the correction for "
          "the sampler leaves to tokens; near 1 is good."),
-    Kind("Sampler", "Kept samples", ("sampling/off_policy_kept",), "Share of samples that are not too far from the "
+    Spec("Sampler", "Kept samples", ("sampling/off_policy_kept",), "Share of samples that are not too far from the "
          "policy.", unit=SHARE),
-    Kind("Sampler", "Forwarded completions", ("forwarded_share",), "Share of completions that can contribute to the "
+    Spec("Sampler", "Forwarded completions", ("forwarded_share",), "Share of completions that can contribute to the "
          "loss and were forwarded.", unit=SHARE),
-    Kind("Speed", "Tokens per second", ("tokens_per_second", "training/tokens_per_second",
+    Spec("Speed", "Tokens per second", ("tokens_per_second", "training/tokens_per_second",
          "rollout/tokens_per_second"), "Of the run in all, while it trains, and while completions are written.",
          labels=("all", "training", "sampling")),
-    Kind("Speed", "Seconds of a rollout", ("rollout/seconds", "rollout/generation_seconds", "rollout/wait_seconds",
+    Spec("Speed", "Seconds of a rollout", ("rollout/seconds", "rollout/generation_seconds", "rollout/wait_seconds",
          "rollout/sync_seconds", "rollout/queued_seconds"), "Time for a rollout, its part for writing, how long "
          "training waited for it, how long the sampler took to follow the policy, and how long a rollout lay ready.",
          labels=("in all", "writing", "waited for", "sync", "lay ready"), unit="seconds"),
-    Kind("Speed", "Seconds in rewards", (r"rewards/(.+)/seconds",), "Time for the rewards of one rollout.",
+    Spec("Speed", "Seconds in rewards", (r"rewards/(.+)/seconds",), "Time for the rewards of one rollout.",
          unit="seconds"),
-    Kind("Speed", "Waiting", ("rollout/trainer_idle", "rollout/sampler_idle", "rollout/share_of_seconds"), "Share of "
+    Spec("Speed", "Waiting", ("rollout/trainer_idle", "rollout/sampler_idle", "rollout/share_of_seconds"), "Share of "
          "the time in which training waited for rollouts, the sampler for work, and all waited for a rollout.",
          labels=("trainer", "sampler", "rollouts"), unit=SHARE),
-    Kind("Speed", "Tokens so far", ("num_tokens",), "Prompts and completions.", unit="tokens"),
-    Kind("Features", "{}", (r"ebft/(.+)",), "Terms of feature matching (EBFT): alignment of 0.3 to 0.9 and diversity "
+    Spec("Speed", "Tokens so far", ("num_tokens",), "Prompts and completions.", unit="tokens"),
+    Spec("Features", "{}", (r"ebft/(.+)",), "Terms of feature matching (EBFT): alignment of 0.3 to 0.9 and diversity "
          "of 0.01 to 0.1 are usual.", each=True),
 )  # fmt: skip
-GROUPS = tuple(dict.fromkeys(kind.group for kind in KINDS))
+GROUPS = tuple(dict.fromkeys(spec.group for spec in SPECS))
 # What is worth comparing between evaluations, or between training and held-out rows.
 COMPARED = (
     r"loss|reward|rewards/(accuracies|margins|.+/(mean|pass@\d+))|accuracy|margin|mean_token_accuracy|"
@@ -136,23 +136,23 @@ UNCHARTED = {"step", "epoch", "total_flos", "train_loss", "train_runtime"}
 
 
 def charts_of(trained: Iterable[str], evaluated: Iterable[str]) -> list[Chart]:
-    """The charts of these metrics of training and of evaluations (`eval_...`), in the order of the page."""
-    own = [name for name in dict.fromkeys(trained) if name not in UNCHARTED]
-    held_out = [split_set(name, own) for name in dict.fromkeys(evaluated)]
+    """Return the charts of these metrics of training and of evaluations (`eval_...`), in page order."""
+    logged = [name for name in dict.fromkeys(trained) if name not in UNCHARTED]
+    held_out = [split_set(name, logged) for name in dict.fromkeys(evaluated)]
     names = list(
         dict.fromkeys(
-            [*own, *(metric for _, metric in held_out if _charted(metric) and re.fullmatch(COMPARED, metric))]
+            [*logged, *(metric for _, metric in held_out if _charted(metric) and re.fullmatch(COMPARED, metric))]
         )
     )
     charts: list[Chart] = []
     taken: set[str] = set()
-    for kind in KINDS:
-        fitting = [name for pattern in kind.metrics for name in names if re.fullmatch(pattern, name)]
-        fitting = [name for name in dict.fromkeys(fitting) if name not in taken]
-        for part in [[name] for name in fitting] if kind.each else [fitting] if fitting else []:
-            charts.append(_chart(kind, part, names))
+    for spec in SPECS:
+        matching = [name for pattern in spec.metrics for name in names if re.fullmatch(pattern, name)]
+        matching = [name for name in dict.fromkeys(matching) if name not in taken]
+        for part in [[name] for name in matching] if spec.each else [matching] if matching else []:
+            charts.append(_chart(spec, part, names))
             taken |= {*part, *(name for name in charts[-1].band if name != "reward_std")}
-    charts += [Chart("Other", name, "", "", [("", name)]) for name in own if name not in taken]
+    charts += [Chart("Other", name, "", "", [("", name)]) for name in logged if name not in taken]
     for chart in charts:
         metrics = {metric for _, metric in chart.series}
         chart.held_out = [pair for pair in held_out if pair[1] in metrics and re.fullmatch(COMPARED, pair[1])]
@@ -160,7 +160,7 @@ def charts_of(trained: Iterable[str], evaluated: Iterable[str]) -> list[Chart]:
 
 
 def split_set(name: str, known: Sequence[str] = ()) -> tuple[str, str]:
-    """The name of the set and of the metric of `eval_<metric>` or `eval_<set>_<metric>`."""
+    """Split `eval_<metric>` or `eval_<set>_<metric>` into the name of the set and of the metric."""
     rest = name.removeprefix("eval_")
     if rest in known or _charted(rest):
         return "", rest
@@ -171,17 +171,17 @@ def split_set(name: str, known: Sequence[str] = ()) -> tuple[str, str]:
 
 
 def _charted(name: str) -> bool:
-    return any(re.fullmatch(pattern, name) for kind in KINDS for pattern in kind.metrics)
+    return any(re.fullmatch(pattern, name) for spec in SPECS for pattern in spec.metrics)
 
 
-def _chart(kind: Kind, metrics: list[str], names: list[str]) -> Chart:
-    held = re.fullmatch(kind.metrics[0], metrics[0])
-    of = held[1] if held and held.groups() else ""
+def _chart(spec: Spec, metrics: list[str], names: list[str]) -> Chart:
+    first_match = re.fullmatch(spec.metrics[0], metrics[0])
+    of = first_match[1] if first_match and first_match.groups() else ""
     series = []
     for name in metrics:
-        match = re.fullmatch(kind.metrics[0], name)
-        label = dict(zip(kind.metrics, kind.labels, strict=False)).get(name, "")
-        series.append((match[1] if match and match.groups() and not kind.each else label, name))
-    band = [pattern.format(of) for pattern in kind.band]
-    title = kind.title.format(of) if kind.title else of
-    return Chart(kind.group, title, kind.meaning, kind.unit, series, band if set(band) <= set(names) else [])
+        match = re.fullmatch(spec.metrics[0], name)
+        label = dict(zip(spec.metrics, spec.labels, strict=False)).get(name, "")
+        series.append((match[1] if match and match.groups() and not spec.each else label, name))
+    band = [pattern.format(of) for pattern in spec.band]
+    title = spec.title.format(of) if spec.title else of
+    return Chart(spec.group, title, spec.meaning, spec.unit, series, band if set(band) <= set(names) else [])

@@ -1,4 +1,4 @@
-"""What a run wrote, out of `completions/`: as much as a page can hold, the newest and evenly spaced earlier steps."""
+"""Reads the completions of a run for its page: the newest and evenly spaced earlier steps, up to a size limit."""
 
 import json
 import re
@@ -14,7 +14,7 @@ ROWS = 64  # completions of a file
 LONGEST = 8000  # letters of one text
 ROOM = 4_000_000  # letters of all of them as JSON
 
-OWN = {"step", "rollout", "version", "row", "prompt", "completion", "messages", "tokens", "finished", "rewards",
+FIELDS = {"step", "rollout", "version", "row", "prompt", "completion", "messages", "tokens", "finished", "rewards",
        "advantage", "token_texts", "sampler_logps", "policy_logps", "sampled", "failure"}  # fmt: skip
 Message = dict[str, str]
 
@@ -27,16 +27,16 @@ class CompletionsReader:
         self.known: dict[Path, tuple[tuple[int, int], dict[str, Any], int]] = {}
 
     def files(self) -> dict[str, dict[int, Path]]:
-        """Files by step, by the name of the set: `` for training."""
-        found: dict[str, dict[int, Path]] = {}
+        """Return the files by set name (empty for training) and step."""
+        files: dict[str, dict[int, Path]] = {}
         for file in self.folder.glob("*step_*.jsonl"):
             match = re.fullmatch(r"(?:(.+)_)?step_(\d+)\.jsonl", file.name)
             if match:
-                found.setdefault(match[1] or "", {})[int(match[2])] = file
-        return found
+                files.setdefault(match[1] or "", {})[int(match[2])] = file
+        return files
 
     def read(self, weights: Sequence[float]) -> tuple[list[dict[str, Any]], list[str]]:
-        """One object for each file shown, by set and step, and what was left out, in words."""
+        """Return one object for each file shown, by set and step, and notes on what is left out."""
         files = self.files()
         room, parts = ROOM, []
         for name, step in by_importance({name: sorted(steps) for name, steps in files.items()}):
@@ -48,12 +48,12 @@ class CompletionsReader:
         return parts, left_out(parts, sum(map(len, files.values())))
 
     def _file(self, file: Path, name: str, step: int, weights: Sequence[float]) -> tuple[dict[str, Any], int]:
-        """What the page shows of a file, and its size there."""
+        """Return what the page shows of a file, and its size there."""
         try:
-            found = file.stat()
-        except OSError:  # a run that begins anew drops its files
+            stat = file.stat()
+        except OSError:  # a run that starts again removes its files
             return {"set": name, "step": step, "total": 0, "rows": []}, 0
-        state = (found.st_mtime_ns, found.st_size)
+        state = (stat.st_mtime_ns, stat.st_size)
         if file not in self.known or self.known[file][0] != state:
             rows = JsonLines(file).read()
             part = {"set": name, "step": step, "total": len(rows), "rows": [shown(row, weights) for row in rows[:ROWS]]}
@@ -62,7 +62,7 @@ class CompletionsReader:
 
 
 def left_out(parts: Sequence[Mapping[str, Any]], files: int) -> list[str]:
-    """What of so many files is not on the page, in words."""
+    """Return notes on what is not on the page; `files` is the number of all files."""
     rows = sum(part["total"] - len(part["rows"]) for part in parts)
     notes = []
     if files > len(parts):
@@ -73,23 +73,23 @@ def left_out(parts: Sequence[Mapping[str, Any]], files: int) -> list[str]:
 
 
 def by_importance(steps: Mapping[str, Sequence[int]]) -> list[tuple[str, int]]:
-    """Set and step of the files to show, what a page must not miss first: the ends, then what lies between."""
-    wanted: list[tuple[str, int]] = [(name, step) for name, own in steps.items() for step in (own[-1], own[0])]
+    """Return set and step of the files to show, most important first: the ends, then those between."""
+    wanted: list[tuple[str, int]] = [(name, step) for name, known in steps.items() for step in (known[-1], known[0])]
     trained = list(steps.get("", ()))
     newest, earlier = trained[-NEWEST:], trained[:-NEWEST]
     wanted += [("", step) for step in reversed(newest)]
     wanted += [("", step) for step in reversed(evenly(earlier, ROLLOUTS - NEWEST))]
-    wanted += [(name, step) for name, own in steps.items() if name for step in evenly(own, EVALUATIONS)]
+    wanted += [(name, step) for name, known in steps.items() if name for step in evenly(known, EVALUATIONS)]
     return list(dict.fromkeys(wanted))
 
 
 def shown(row: Mapping[str, Any], weights: Sequence[float]) -> dict[str, Any]:
-    """A completion as the page shows it; `weights` are those of the rewards, in order, or empty."""
+    """Return a completion as the page shows it; `weights` are the reward weights in order, or empty."""
     rewards = row.get("rewards") if isinstance(row.get("rewards"), dict) else {}
     values = [number(value) for value in (rewards or {}).values()]
     factors = weights if len(weights) == len(values) else [1.0] * len(values)
     known = [factor * value for factor, value in zip(factors, values, strict=True) if value is not None]
-    found = {
+    fields = {
         "row": number(row.get("row")),
         "prompt": conversation(row.get("prompt"), "user"),
         "completion": conversation(row.get("completion"), "assistant"),
@@ -100,40 +100,40 @@ def shown(row: Mapping[str, Any], weights: Sequence[float]) -> dict[str, Any]:
         "reward": number(sum(known)) if known else None,
         "advantage": number(row.get("advantage")),
         "failure": None if row.get("failure") is None else _text(row["failure"]),
-        "columns": {name: plain(value, LONGEST) for name, value in row.items() if name not in OWN},
+        "columns": {name: plain(value, LONGEST) for name, value in row.items() if name not in FIELDS},
     }
     texts = row.get("token_texts")
     if isinstance(texts, list):
-        found["token_texts"] = plain(texts, LONGEST)
+        fields["token_texts"] = plain(texts, LONGEST)
         for name in ("sampler_logps", "policy_logps", "sampled"):
             values = row.get(name)
             if isinstance(values, list) and len(values) == len(texts):
-                found[name] = plain(values, LONGEST)
-    return {name: value for name, value in found.items() if value not in (None, {}, [])}
+                fields[name] = plain(values, LONGEST)
+    return {name: value for name, value in fields.items() if value not in (None, {}, [])}
 
 
 def conversation(value: Any, role: str) -> list[Message]:
-    """Messages of a text or a conversation; calls of tools are written out."""
+    """Return the messages of a text or a conversation; tool calls become text."""
     if value is None:
         return []
     if not isinstance(value, list):
         return [{"role": role, "content": _text(value)}]
-    found = []
+    messages = []
     for message in value:
         if not isinstance(message, Mapping):
-            found.append({"role": role, "content": _text(message)})
+            messages.append({"role": role, "content": _text(message)})
             continue
         content = _text(message.get("content") or "")
         calls = message.get("tool_calls")
         if calls:
-            told = [_call(one) for one in calls] if isinstance(calls, list) else [_text(calls)]
-            content = "\n".join(part for part in (content, *told) if part)
-        found.append({"role": _text(message.get("role") or role), "content": content})
-    return found
+            call_texts = [_call(call) for call in calls] if isinstance(calls, list) else [_text(calls)]
+            content = "\n".join(part for part in (content, *call_texts) if part)
+        messages.append({"role": _text(message.get("role") or role), "content": content})
+    return messages
 
 
 def _call(call: Any) -> str:
-    """The call of a tool as people write calls."""
+    """Return a tool call as `name(arguments)`."""
     inner = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(inner, Mapping) or not isinstance(inner.get("name"), str):
         return _text(call)

@@ -1,4 +1,4 @@
-"""The page of a run that goes on: served on this machine alone, asking every few seconds what is new."""
+"""Serves the page of a running training on this machine; the page polls for new data."""
 
 import json
 import sys
@@ -17,7 +17,7 @@ from upweight.runs.report.reading import read_json
 from upweight.runs.report.run import folders_of, run_status
 
 HERE = "127.0.0.1"
-PORT = 8799  # taken where it is free and no other was asked for
+PORT = 8799  # default, if it is free
 HEADERS = {
     "Cache-Control": "no-store",
     "X-Content-Type-Options": "nosniff",
@@ -28,7 +28,7 @@ HEADERS = {
 
 
 class PageServer(ThreadingHTTPServer):
-    """Answers with the page of some runs and its data, on this machine's own address; `serve_forever` starts it."""
+    """Answers with the page of some runs and its data, on 127.0.0.1; `serve_forever` starts it."""
 
     daemon_threads = True
 
@@ -41,7 +41,7 @@ class PageServer(ThreadingHTTPServer):
         self.mark = 0
 
     def newest(self) -> dict[str, Any]:
-        """The data of the page, read anew when a file of the runs has changed; their mark then changes too."""
+        """Return the data of the page; it is read again, with a new mark, when a file of the runs has changed."""
         with self.reading:
             seen = tuple(_state(part) for folder in self.folders for part in folders_of(folder))
             if seen != self.seen:
@@ -51,27 +51,27 @@ class PageServer(ThreadingHTTPServer):
             return self.data
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A browser that goes away in the middle of an answer is no error."""
+        """Ignore a browser that closes the connection during an answer."""
         if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(request, client_address)
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Knows two addresses, and only under names of this machine: other sites must not read a run by DNS tricks."""
+    """Serves two paths, only for local host names, as a protection against DNS rebinding."""
 
     server_version, sys_version = "upweight", ""
 
     def do_GET(self) -> None:
         server = self.server
         assert isinstance(server, PageServer)
-        asked = urlsplit(self.path)
+        url = urlsplit(self.path)
         if self.headers.get("Host") not in {f"{HERE}:{server.server_port}", f"localhost:{server.server_port}"}:
             self._answer(HTTPStatus.MISDIRECTED_REQUEST, "text/plain", f"This server answers to {HERE} only.\n")
-        elif asked.path == "/":
+        elif url.path == "/":
             self._answer(HTTPStatus.OK, "text/html", page(server.newest()))
-        elif asked.path == "/data.json":
+        elif url.path == "/data.json":
             data = server.newest()
-            if parse_qs(asked.query).get("since") == [data["mark"]]:
+            if parse_qs(url.query).get("since") == [data["mark"]]:
                 self._answer(HTTPStatus.NO_CONTENT, "application/json", "")
             else:
                 self._answer(HTTPStatus.OK, "application/json", json.dumps(data, allow_nan=False))
@@ -89,11 +89,11 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Requests of the page are nothing to tell."""
+        """Do not log requests."""
 
 
 def serve(folders: Sequence[Path], port: int | None) -> PageServer:
-    """A server at this port, or at a free one where none is asked for."""
+    """Create a server at this port, or at a free one if `port` is None."""
     try:
         return PageServer(folders, PORT if port is None else port)
     except OSError as error:
@@ -103,13 +103,13 @@ def serve(folders: Sequence[Path], port: int | None) -> PageServer:
 
 
 def _state(folder: Path) -> tuple[Any, ...]:
-    """What changes when something in a run's folder does, and when its process is gone."""
-    found: list[Any] = [folder, run_status(read_json(folder / RECORD), there=folder.is_dir(), logged=False)["state"]]
+    """Return values that change with the files of a run's folder and with the state of its process."""
+    state: list[Any] = [folder, run_status(read_json(folder / RECORD), there=folder.is_dir(), logged=False)["state"]]
     for name in (METRICS, CONFIG, HEALTH, RECORD, COMPLETIONS):
         try:
             file = (folder / name).stat()
         except OSError:
-            found.append(None)
+            state.append(None)
         else:
-            found.append((file.st_mtime_ns, file.st_size))
-    return tuple(found)
+            state.append((file.st_mtime_ns, file.st_size))
+    return tuple(state)

@@ -1,4 +1,4 @@
-"""Runs -> one page that needs nothing else: styles, scripts and data are in it, and nothing is loaded from outside."""
+"""Builds one self-contained HTML page from runs, with styles, scripts and data in it."""
 
 import base64
 import hashlib
@@ -21,18 +21,18 @@ from upweight.runs.report.run import RunReader, folders_of
 STYLES = ("uplot/uPlot.min.css", "page.css")
 SCRIPTS = ("uplot/uPlot.iife.min.js", "dom.js", "charts.js", "completions.js", "sections.js", "main.js")
 COMPARISON = "comparison.html"
-GENERIC = {"out", "output", "outputs", "run", "model"}  # names of folders that say nothing
+GENERIC = {"out", "output", "outputs", "run", "model"}  # folder names that do not identify a run
 
 
 class PageReader:
-    """Reads what a page shows: one run, the stages of one, or several runs to compare."""
+    """Reads the data of a page: one run, the stages of one, or several runs to compare."""
 
     def __init__(self, folders: Sequence[Path]) -> None:
         self.folders = folders
         self.readers: dict[Path, RunReader] = {}
 
     def read(self, *, live: bool = False) -> dict[str, Any]:
-        """The data of the page."""
+        """Return the data of the page."""
         parts = [part for folder in self.folders for part in folders_of(folder)]
         staged = len(parts) > len(self.folders)
         names = _names(parts)
@@ -58,7 +58,7 @@ class PageReader:
 
 
 def write_report(folders: Sequence[Path], output: Path | None = None) -> Path:
-    """Write the page on one run, or on several to compare, and say where."""
+    """Write the page of one run, or of several to compare, and return its path."""
     for folder in folders:
         if not folder.is_dir():
             raise UserError(f"{folder}: there is no such folder. A run's folder is the `output_dir` of its config.")
@@ -69,7 +69,7 @@ def write_report(folders: Sequence[Path], output: Path | None = None) -> Path:
 
 
 def page(data: Mapping[str, Any]) -> str:
-    """The whole page; with `live` in its data it asks its own server for more."""
+    """Return the HTML of the page; with `live` in its data it polls its server."""
     styles = [_asset(name) for name in STYLES]
     scripts = [_asset(name) for name in SCRIPTS]
     policy = "; ".join(
@@ -99,7 +99,7 @@ def page(data: Mapping[str, Any]) -> str:
 
 
 def embedded(data: Mapping[str, Any]) -> str:
-    """JSON that no text within it can break out of a script element."""
+    """Return JSON that is safe inside a script element."""
     text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 
@@ -113,7 +113,7 @@ def _hash(text: str) -> str:
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
-    """The last names of folders, and as much before them as tells them apart."""
+    """Return the last path parts of folders, as many as make them distinct."""
     paths = [folder.resolve() for folder in folders]
     fewest = 2 if any(path.name in GENERIC for path in paths) else 1
     for count in range(fewest, max(len(path.parts) for path in paths) + 1):

@@ -1,4 +1,4 @@
-"""Files of a run folder, also while they are being written -> plain values for the page."""
+"""Reads files of a run folder, also while they are being written, as plain values for the page."""
 
 import json
 import math
@@ -8,33 +8,33 @@ from pathlib import Path
 from typing import Any
 
 POINTS = 2000  # of a series
-OF_ALL = ("step", "epoch")  # in rows of training and of evaluations alike
+OF_ALL = ("step", "epoch")  # in rows of training and of evaluations
 
 
 class JsonLines:
-    """Rows of a file of JSON lines; a later call reads what was added, or all of it where it was written anew."""
+    """Rows of a JSON lines file; a later call reads what was added, or everything if the file was replaced."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._forget()
+        self._reset()
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         self.rows: list[dict[str, Any]] = []
         self.unreadable = 0
-        self._read, self._file = 0, -1
+        self._read, self._inode = 0, -1
 
     def read(self) -> list[dict[str, Any]]:
-        """All rows; a last line without its end is still being written, or was cut off."""
+        """Return all rows; an incomplete last line is skipped."""
         try:
             with self.path.open("rb") as file:
-                found = os.fstat(file.fileno())
-                if found.st_ino != self._file or found.st_size < self._read:
-                    self._forget()
-                    self._file = found.st_ino
+                stat = os.fstat(file.fileno())
+                if stat.st_ino != self._inode or stat.st_size < self._read:
+                    self._reset()
+                    self._inode = stat.st_ino
                 file.seek(self._read)
                 whole, end, _ = file.read().rpartition(b"\n")
         except FileNotFoundError:
-            self._forget()
+            self._reset()
             return self.rows
         self._read += len(whole) + len(end)
         for line in whole.splitlines():
@@ -47,12 +47,12 @@ class JsonLines:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """An object from a file; empty where there is none, or none that can be read."""
+    """Return the JSON object of a file; empty if there is none or it cannot be read."""
     try:
-        found = _parsed(path.read_bytes())
+        content = _parsed(path.read_bytes())
     except OSError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}
 
 
 def _parsed(text: bytes) -> Any:
@@ -63,21 +63,21 @@ def _parsed(text: bytes) -> Any:
 
 
 def columns(rows: Iterable[Mapping[str, Any]], *, evaluation: bool) -> tuple[list[int], dict[str, list[float | None]]]:
-    """Steps and values by metric, of training or of evaluations (`eval_...`); at most `POINTS`, evenly spaced."""
-    found: dict[int, list[Mapping[str, Any]]] = {}
+    """Return steps and values by metric, of training or evaluations (`eval_...`); at most `POINTS`, evenly spaced."""
+    by_step: dict[int, list[Mapping[str, Any]]] = {}
     for row in rows:
         step = row.get("step")
         if isinstance(step, int) and any(name.startswith("eval_") == evaluation for name in row if name not in OF_ALL):
-            found.setdefault(step, []).append(row)
-    steps = evenly(sorted(found), POINTS)  # before anything is read out of rows, of which there may be very many
-    joined = [{name: value for row in found[step] for name, value in row.items()} for step in steps]
+            by_step.setdefault(step, []).append(row)
+    steps = evenly(sorted(by_step), POINTS)  # before values are read, because there may be very many rows
+    joined = [{name: value for row in by_step[step] for name, value in row.items()} for step in steps]
     names = sorted({name for row in joined for name in row if name.startswith("eval_") == evaluation} - {"step"})
     values = {name: [number(row.get(name)) for row in joined] for name in names}
     return steps, {name: column for name, column in values.items() if any(value is not None for value in column)}
 
 
 def evenly(values: Sequence[Any], count: int) -> list[Any]:
-    """At most `count` values, evenly spaced, the first and the last among them."""
+    """Return at most `count` values, evenly spaced, including the first and the last."""
     if len(values) <= count:
         return list(values)
     if count < 2:
@@ -86,14 +86,14 @@ def evenly(values: Sequence[Any], count: int) -> list[Any]:
 
 
 def number(value: Any) -> float | None:
-    """A finite number with the digits that a page shows, or nothing."""
+    """Return a finite number rounded for the page, or None."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return None
     return value if isinstance(value, int) else float(f"{value:.6g}")
 
 
 def plain(value: Any, longest: int) -> Any:
-    """A value of JSON as a page can hold it: finite numbers, texts of a bounded length in whole letters."""
+    """Return a JSON value for the page, with finite numbers and texts of at most `longest` characters."""
     if isinstance(value, str):
         text = value.encode("utf-8", "replace").decode("utf-8")
         return text if len(text) <= longest else f"{text[:longest]} … ({len(text) - longest:,} more letters)"

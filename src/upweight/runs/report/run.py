@@ -1,4 +1,4 @@
-"""One run folder -> everything that the page shows of it."""
+"""Reads everything that the page shows of one run folder."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ TIMES = "\u00d7"
 
 
 class RunReader:
-    """Reads a run folder, again and again while the run goes on."""
+    """Reads a run folder, repeatedly while the run trains."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self.folder, self.name = folder, name
@@ -28,7 +28,7 @@ class RunReader:
         self.written = CompletionsReader(folder)
 
     def read(self) -> dict[str, Any]:
-        """The run as it stands, as plain values."""
+        """Return the present state of the run as plain values."""
         rows, record = self.metrics.read(), read_json(self.folder / RECORD)
         config = self._config(record)
         steps, values = columns(rows, evaluation=False)
@@ -64,34 +64,34 @@ class RunReader:
         }
 
     def _config(self, record: Mapping[str, Any]) -> dict[str, Any]:
-        """The resolved config, or what a script's record has of one, without what is nobody's business."""
+        """Return the resolved config, or the settings in a script's record, without secrets."""
         try:
-            found = record.get("settings") or yaml.safe_load((self.folder / CONFIG).read_text(encoding="utf-8"))
+            config = record.get("settings") or yaml.safe_load((self.folder / CONFIG).read_text(encoding="utf-8"))
         except (OSError, ValueError, yaml.YAMLError):
             return {}
-        return _without_secrets(found) if isinstance(found, dict) else {}
+        return _without_secrets(config) if isinstance(config, dict) else {}
 
 
 def folders_of(folder: Path) -> list[Path]:
-    """The run folders of a run: its stages, or itself."""
-    found = []
+    """Return the folders of a run: its stages, or itself."""
+    stages = []
     for path in folder.glob("stage-*"):
         match = re.fullmatch(r"stage-(\d+)-.+", path.name)
         if match and any((path / name).is_file() for name in (METRICS, CONFIG)):
-            found.append((int(match[1]), path))
+            stages.append((int(match[1]), path))
     alone = (folder / METRICS).is_file()
-    return [folder] if alone or not found else [path for _, path in sorted(found)]
+    return [folder] if alone or not stages else [path for _, path in sorted(stages)]
 
 
 def facts(config: Mapping[str, Any], record: Mapping[str, Any], method: str) -> list[tuple[str, str]]:
-    """Model, data and the settings that people ask for first, in words."""
+    """Return the model, the data and the main settings as labelled texts."""
     trl = config.get("trl") if isinstance(config.get("trl"), Mapping) else {}
     assert isinstance(trl, Mapping)
     adapter = config.get("adapter")
     rank = f", rank {config['lora_r']}" if config.get("lora_r") else ""
     batch = [config.get("micro_batch_size"), config.get("gradient_accumulation_steps"), record.get("ranks")]
     held_out = record.get("held_out_rows")
-    found = {
+    texts = {
         "Method": method + (f", {trl['loss_type']} loss" if trl.get("loss_type") else ""),
         "Model": config.get("base_model"),
         "Trained": f"{adapter} adapter{rank}" if adapter else "all weights" if config else None,
@@ -106,28 +106,28 @@ def facts(config: Mapping[str, Any], record: Mapping[str, Any], method: str) -> 
         "Sampler": ("vLLM server" if trl.get("use_vllm") else "in process") if trl else None,
         "Seed": config.get("seed"),
     }
-    return [(name, plain(str(value), 400)) for name, value in found.items() if value not in (None, "")]
+    return [(name, plain(str(value), 400)) for name, value in texts.items() if value not in (None, "")]
 
 
 def first_and_last(
     steps: Sequence[int], evaluated: Mapping[str, Sequence[float | None]], known: Sequence[str]
 ) -> list[dict[str, Any]]:
-    """The first evaluation of each held-out set against its last, by metric."""
-    found: dict[str, list[dict[str, Any]]] = {}
+    """Return the first and the last evaluation of each held-out set, by metric."""
+    lines_of: dict[str, list[dict[str, Any]]] = {}
     for name, values in evaluated.items():
         of, metric = split_set(name, known)
         there = [(step, value) for step, value in zip(steps, values, strict=True) if value is not None]
         if re.fullmatch(COMPARED, metric) and len(there) > 1:
             (first, before), (last, after) = there[0], there[-1]
             line = {"metric": metric, "before": before, "after": after, "first": first, "last": last}
-            found.setdefault(of, []).append(line)
-    return [{"set": of, "lines": _in_order(lines)} for of, lines in sorted(found.items())]
+            lines_of.setdefault(of, []).append(line)
+    return [{"set": of, "lines": _in_order(lines)} for of, lines in sorted(lines_of.items())]
 
 
 def _in_order(lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """What is trained for first; a pass rate that is its reward's mean says nothing more."""
+    """Sort metrics by importance; leave out a pass rate that equals its reward's mean."""
     values = {line["metric"]: (line["before"], line["after"]) for line in lines}
-    told = [
+    kept = [
         line
         for line in lines
         if not line["metric"].endswith("/pass@1")
@@ -138,11 +138,11 @@ def _in_order(lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     def rank(line: Mapping[str, Any]) -> tuple[int, str]:
         return next(n for n, pattern in enumerate(ranks) if re.fullmatch(pattern, line["metric"])), line["metric"]
 
-    return sorted(told, key=rank)
+    return sorted(kept, key=rank)
 
 
 def run_status(record: Mapping[str, Any], *, there: bool, logged: bool) -> dict[str, Any]:
-    """Whether a run goes on, and how it ended where it has."""
+    """Return whether a run is training, and how it ended if it has."""
     state = record.get("state")
     runs = is_alive(record.get("pid"), record.get("begun"))
     if state == "running" and record.get("machine") == this_machine() and not runs:
@@ -194,11 +194,11 @@ def _without_secrets(value: Any) -> Any:
 
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Every key by its whole path, for the differences between two runs."""
-    found: dict[str, str] = {}
+    """Return every key by its full path, for comparing two runs."""
+    flat: dict[str, str] = {}
     for key, value in config.items():
         if isinstance(value, Mapping):
-            found |= _flat(value, f"{prefix}{key}.")
+            flat |= _flat(value, f"{prefix}{key}.")
         else:
-            found[f"{prefix}{key}"] = plain(value if isinstance(value, str) else str(value), 300)
-    return found
+            flat[f"{prefix}{key}"] = plain(value if isinstance(value, str) else str(value), 300)
+    return flat
