@@ -76,7 +76,7 @@ BROKEN = {
     "tools: needs rl: grpo": {**WHOLE, "rl": "ebft", "ebft": {"mode": "structured"}, "tools": ["t.f"]},
     "trl.reward_funcs: 'reward_env' is what": {**GRPO, "trl": {"reward_funcs": ["reward_env"]}},
     "nemo_gym_datasets: missing": {**GRPO, "nemo_gym_enabled": True},
-    "nemo_gym_config_paths: needed": {**GRPO, **GYM, "nemo_gym_auto_start": True},
+    "nemo_gym_config_paths: missing": {**GRPO, **GYM, "nemo_gym_auto_start": True},
     "nemo_gym_multi_turn: needs 'trl.use_vllm: true'": {**GRPO, **GYM, "nemo_gym_multi_turn": True},
     "trl.rollout_func: cannot be used with 'nemo_gym_enabled'": {**ROLLED, **GYM},
     "unfrozen_parameters: chooses among": {**WHOLE, **LORA, "unfrozen_parameters": ["a"]},

@@ -22,6 +22,15 @@ def test_only_what_the_policy_wrote_is_marked_as_its_own():
     assert found.earlier == []
 
 
+def test_log_probs_of_a_rollout_are_unknown_where_those_of_a_turn_are():
+    stream = TokenStream([1])
+    stream.wrote(wrote(10))
+    stream.told([20])
+    stream.wrote(Completion([11], [], [1], True))
+    completion = completion_of(stream, Group(0, {}, [1]), finished=True)
+    assert (completion.ids, completion.logps) == ([10, 20, 11], [])
+
+
 def test_a_history_written_anew_leaves_the_earlier_stretch_up_to_its_last_own_token():
     stream = TokenStream([1, 2])
     stream.wrote(wrote(10, 11))

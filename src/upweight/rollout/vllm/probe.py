@@ -1,4 +1,4 @@
-"""Whether a server serves the model that is trained: its name, its vocabulary, what it says of tokens."""
+"""Checks that a server serves the model that is trained: its name, its vocabulary, its log-probs."""
 
 import contextlib
 import re
@@ -34,7 +34,7 @@ async def served_base(client: VllmClient, model_name: str | None) -> tuple[str, 
             return entry["id"], entry.get("max_model_len")
     names = ", ".join(repr(entry["id"]) for entry in bases)
     raise UserError(
-        f"the server at {client.url} serves {names}, but base_model is {model_name!r}. Serve that, or mend the address."
+        f"the server at {client.url} serves {names}, but base_model is {model_name!r}. Serve that, or fix the address."
     )
 
 
@@ -104,9 +104,9 @@ def difference(
     if isinstance(model, PeftModel) and not adapted:
         off = model.disable_adapter()
     with torch.no_grad(), dropout_off(model), off:
-        given = torch.tensor([list(ids)], device=base.device)
-        logits_NV = model(input_ids=given, use_cache=False).logits[0, PROMPT - 1 : -1].float() / temperature
-        trainer_logps = logits_NV.log_softmax(-1).gather(1, given[0, PROMPT:, None])[:, 0].cpu()
+        ids_1T = torch.tensor([list(ids)], device=base.device)
+        logits_NV = model(input_ids=ids_1T, use_cache=False).logits[0, PROMPT - 1 : -1].float() / temperature
+        trainer_logps = logits_NV.log_softmax(-1).gather(1, ids_1T[0, PROMPT:, None])[:, 0].cpu()
     apart = (trainer_logps - torch.tensor(reported_logps)).abs()
     return float(apart.mean()), float(apart.max())
 

@@ -192,11 +192,11 @@ class VllmServer:
             return completions if known else [replace(completion, logps=[]) for completion in completions]
 
         try:
-            return await self.asked("/v1/completions", request, read)
+            return await self.request_policy("/v1/completions", request, read)
         except RequestRefused as error:
             raise UserError(f"the vLLM server at {self.client.url} refuses a request: {error}") from None
 
-    async def asked(self, path: str, body: Mapping[str, Any], read: Callable[[Any, int], T]) -> T:
+    async def request_policy(self, path: str, body: Mapping[str, Any], read: Callable[[Any, int], T]) -> T:
         """What `read` makes of the policy's answer and version, asked for until it comes or the time is up.
 
         On the loop of the link.

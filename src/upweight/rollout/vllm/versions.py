@@ -27,10 +27,10 @@ Sending = tuple[ServedVersion, "Future[tuple[list[int], list[float]]]"]  # and i
 OnModel = Callable[[Callable[[nn.Module], Any]], Any]
 NO_TEMPERATURE = (
     "the server at %s reports log-probs without the temperature (%g), so the sampler's log-probs are unknown: old "
-    "log-probs come from the trainer, and nothing corrects for what separates the sampler from it (importance sampling "
-    "correction, off-policy mask; with async_prefetch or a larger vllm_sync_interval also its age). To correct for it, "
-    "add `--logprobs-mode processed_logprobs` to the server's command line (`upweight vllm-serve CONFIG --show` prints a "
-    "whole one), or set 'trl.temperature: 1.0'"
+    "log-probs come from the trainer, and training does not correct for the difference between sampler and trainer, "
+    "nor for the age of samples (importance sampling correction, off-policy mask). For that, add `--logprobs-mode "
+    "processed_logprobs` to the server's command line (`upweight vllm-serve CONFIG --show` prints a whole one), or set "
+    "'trl.temperature: 1.0'"
 )
 
 
