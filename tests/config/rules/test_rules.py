@@ -179,6 +179,14 @@ BROKEN = {
     },
 }  # fmt: skip
 ODD = {
+    "nemo_gym_verify_timeout: no effect on": {
+        **GRPO,
+        **GYM,
+        "trl": {**GRPO["trl"], "use_vllm": True},
+        "nemo_gym_multi_turn": True,
+        "nemo_gym_verify_timeout": 9,
+        "nemo_gym_run_timeout": 9,
+    },  # fmt: skip
     "warmup_steps: no effect with": {**WHOLE, "warmup_steps": 5, "lr_scheduler": "constant"},
     "eval_steps: nothing is evaluated": {**WHOLE, "eval_steps": 5},
     "trl.num_generations: a batch of 4": {**GRPO, "micro_batch_size": 4},

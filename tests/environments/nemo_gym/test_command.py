@@ -117,7 +117,7 @@ def test_configs_that_cannot_be_chosen_are_listed(tmp_path):
     config_of(root, "words", "b.yaml", agent=False)
     with pytest.raises(UserError, match=r"nemo_gym_config_paths.*resources_servers/words/configs/a.yaml, .*/b.yaml"):
         derived(folder, "words")
-    with pytest.raises(UserError, match="no config of the Gym has an agent for 'words'.*upweight init gym"):
+    with pytest.raises(UserError, match=r"no config of the Gym has an agent for 'words'.*upweight init gym"):
         derived(folder, "words", multi_turn=True)
     with pytest.raises(UserError, match="has a server 'nothing'"):
         derived(folder, "nothing")

@@ -179,6 +179,16 @@ def test_a_gym_that_asks_another_model_is_refused(agents, fake, vllm):
         rolled(agents_again(completion_source))
 
 
+def test_a_proxy_with_a_fixed_address_is_refused_with_the_argument_that_changes_it(agents, fake, vllm):
+    agent_of(fake, "sums_agent")
+    completion_source = agents()
+    proxy = {"base_url": f"{vllm.url}/v1", "model": "the base"}
+    fake.policy["policy_model"] = {"responses_api_models": {"vllm_model": proxy}}
+    argument = rf"\+\+policy_model\.responses_api_models\.vllm_model\.base_url={completion_source.gateway.url}"
+    with pytest.raises(UserError, match=rf"vLLM for 'the base'.*{argument}"):
+        rolled(completion_source)
+
+
 def agents_again(completion_source: GymAgents) -> GymAgents:
     completion_source.close()
     return completion_source

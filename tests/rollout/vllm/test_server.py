@@ -389,9 +389,9 @@ def test_what_an_earlier_run_left_is_forgotten(fake, folder, tmp_path):
 
 
 # In half precision too, where log-probs are compared loosely, and at temperatures that move them little.
-@pytest.mark.parametrize(("temperature", "dtype"), [(0.3, torch.float32), (0.9, torch.bfloat16)])
-def test_log_probs_without_the_temperature_are_not_known(fake, folder, tmp_path, caplog, temperature, dtype):
-    fake.raw_logps, model = True, policy(folder)
+@pytest.mark.parametrize("precision", [(0.3, torch.float32), (0.9, torch.bfloat16)])
+def test_log_probs_without_the_temperature_are_not_known(fake, folder, tmp_path, caplog, precision):
+    fake.raw_logps, model, (temperature, dtype) = True, policy(folder), precision
     server = backend(fake, model, tmp_path, temperature=temperature, dtype=dtype)
     for version in (0, 1):
         server.sync(version)
