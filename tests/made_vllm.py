@@ -50,6 +50,7 @@ class FakeVllm:
         self.delay = 0.0
         self.held: set[str] = set()  # names whose requests wait
         self.well = True
+        self.raw_logps = False  # log-probs leave out the temperature, as without --logprobs-mode
         self.restart()
         self._server = json_server(self.answer)
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
@@ -182,7 +183,7 @@ class FakeVllm:
             for n in range(body.get("n", 1))
         ]
         if body.get("logprobs"):
-            best = _logps(model, prompt, body["temperature"])[-1].topk(body["logprobs"])
+            best = _logps(model, prompt, 1.0 if self.raw_logps else body["temperature"])[-1].topk(body["logprobs"])
             top = {f"token_id:{token}": logp for logp, token in zip(*(part.tolist() for part in best), strict=True)}
             choices[0]["logprobs"]["top_logprobs"] = [top]
         return 200, {"choices": choices[::-1]}
@@ -191,8 +192,9 @@ class FakeVllm:
         ids, said = [], []
         while len(ids) < body["max_tokens"] and not (ids and ids[-1] in ends):
             log_p = _logps(model, [*prompt, *ids], body.get("temperature", 1.0))[-1]
+            raw = _logps(model, [*prompt, *ids])[-1]
             ids.append(int(torch.multinomial(log_p.exp(), 1)))
-            said.append(float(log_p[ids[-1]]))
+            said.append(float((raw if self.raw_logps else log_p)[ids[-1]]))
         self.tokens += len(ids)
         reason = "stop" if ids[-1] in ends else "length"
         return {"token_ids": ids, "logprobs": {"token_logprobs": said}, "finish_reason": reason}

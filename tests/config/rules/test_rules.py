@@ -19,6 +19,7 @@ LORA = {"adapter": "lora", "lora_target_linear": True}
 GRPO = {**WHOLE, "rl": "grpo", "trl": {"reward_funcs": ["r.f"]}}
 
 GYM = {"nemo_gym_enabled": True, "nemo_gym_auto_start": False, "nemo_gym_datasets": [{"path": "x"}]}
+AGENTS = {**GYM, "trl": {**GRPO["trl"], "use_vllm": True}, "nemo_gym_multi_turn": True}
 ROLLED = {**GRPO, "trl": {**GRPO["trl"], "rollout_func": "r.g"}}
 
 HELD = {**WHOLE, "val_set_size": 2}
@@ -76,7 +77,7 @@ BROKEN = {
     "tools: needs rl: grpo": {**WHOLE, "rl": "ebft", "ebft": {"mode": "structured"}, "tools": ["t.f"]},
     "trl.reward_funcs: 'reward_env' is what": {**GRPO, "trl": {"reward_funcs": ["reward_env"]}},
     "nemo_gym_datasets: missing": {**GRPO, "nemo_gym_enabled": True},
-    "nemo_gym_config_paths: needed": {**GRPO, **GYM, "nemo_gym_auto_start": True},
+    "nemo_gym_config_paths: missing": {**GRPO, **GYM, "nemo_gym_auto_start": True},
     "nemo_gym_multi_turn: needs 'trl.use_vllm: true'": {**GRPO, **GYM, "nemo_gym_multi_turn": True},
     "trl.rollout_func: cannot be used with 'nemo_gym_enabled'": {**ROLLED, **GYM},
     "unfrozen_parameters: chooses among": {**WHOLE, **LORA, "unfrozen_parameters": ["a"]},
@@ -179,6 +180,12 @@ BROKEN = {
     },
 }  # fmt: skip
 ODD = {
+    "nemo_gym_verify_timeout: no effect": {
+        **GRPO,
+        **AGENTS,
+        "nemo_gym_verify_timeout": 9,
+        "nemo_gym_run_timeout": 9,
+    },
     "warmup_steps: no effect with": {**WHOLE, "warmup_steps": 5, "lr_scheduler": "constant"},
     "eval_steps: nothing is evaluated": {**WHOLE, "eval_steps": 5},
     "trl.num_generations: a batch of 4": {**GRPO, "micro_batch_size": 4},

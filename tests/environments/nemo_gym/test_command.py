@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from upweight.config.sections.rollout import GymSection
+from upweight.config.sections.rollout import GymDataset, GymSection
 from upweight.environments.nemo_gym.command import (
     POLICY_MODEL,
     arguments,
@@ -78,6 +78,49 @@ def test_what_is_missing_is_named(tmp_path, monkeypatch):
     gym = GymSection(folder=str(made(tmp_path / "env")), config_paths=["nowhere.yaml"])
     with pytest.raises(UserError, match=r"there is no file nowhere.yaml"):
         config_files(gym, find_gym(gym.folder), tmp_path)
+
+
+def config_of(root: Path, server: str, name: str, *, agent: bool, instance: str | None = None) -> str:
+    """A config of the Gym for a server, with an agent or without."""
+    file = root / "resources_servers" / server / "configs" / name
+    file.parent.mkdir(parents=True, exist_ok=True)
+    instance = instance or server
+    content = {instance: {"resources_servers": {server: {"entrypoint": "app.py"}}}}
+    if agent:
+        content[f"{instance}_agent"] = {"responses_api_agents": {"simple_agent": {"entrypoint": "app.py"}}}
+    file.write_text(yaml.safe_dump(content))
+    return str(file)
+
+
+def derived(folder: Path, server: str, **keys) -> list[str]:
+    gym = GymSection(folder=str(folder), datasets=[GymDataset(path="x", server_name=server)] * 2, **keys)
+    return config_files(gym, find_gym(gym.folder), folder)
+
+
+def test_configs_that_are_not_named_are_those_of_the_datasets_servers(tmp_path):
+    folder = made(tmp_path / "env")
+    root = find_gym(str(folder)).root
+    whole = config_of(root, "words", "words.yaml", agent=True)
+    plain = config_of(root, "words", "resources_only.yaml", agent=False)
+    config_of(root, "words", "other_agent.yaml", agent=True)
+    only = config_of(root, "counting", "some.yaml", agent=False, instance="counting_server")
+    assert derived(folder, "words") == [plain]
+    assert derived(folder, "words", multi_turn=True) == [whole]
+    assert derived(folder, "counting") == derived(folder, "counting_server") == [only]
+    assert derived(folder, "words_agent", multi_turn=True) == [whole]
+
+
+def test_configs_that_cannot_be_chosen_are_listed(tmp_path):
+    folder = made(tmp_path / "env")
+    root = find_gym(str(folder)).root
+    config_of(root, "words", "a.yaml", agent=False)
+    config_of(root, "words", "b.yaml", agent=False)
+    with pytest.raises(UserError, match=r"nemo_gym_config_paths.*resources_servers/words/configs/a.yaml, .*/b.yaml"):
+        derived(folder, "words")
+    with pytest.raises(UserError, match=r"no config of the Gym has an agent for 'words'.*upweight init gym"):
+        derived(folder, "words", multi_turn=True)
+    with pytest.raises(UserError, match="has a server 'nothing'"):
+        derived(folder, "nothing")
 
 
 def test_isolated_servers_are_told_no_keys(tmp_path):

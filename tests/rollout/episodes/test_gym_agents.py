@@ -57,8 +57,8 @@ def policy(folder):
 def agents(fake, vllm, policy, folder, tmp_path):
     made = []
 
-    def make(**keys) -> GymAgents:
-        options = {"dtype": torch.float32, "folder": tmp_path / "vllm", "timeout": 5.0}
+    def make(temperature: float = 1.0, **keys) -> GymAgents:
+        options = {"dtype": torch.float32, "folder": tmp_path / "vllm", "timeout": 5.0, "temperature": temperature}
         server = VllmServer(vllm.url, policy, AutoTokenizer.from_pretrained(folder), **options)
         server.sync(3)
         gateway = PolicyGateway(server, free_port(), {})
@@ -100,6 +100,13 @@ def test_every_written_token_has_the_log_prob_that_the_policy_gives_it(agents, f
     assert [episode["turns"] for episode in groups[0].extras["episode"]] == [2, 2]
     assert groups[0].extras["nemo_gym_server"] == ["sums", "sums"]
     assert groups[0].extras["episode"][0]["rewards"]["nemo_gym"] > 0
+
+
+def test_log_probs_without_the_temperature_are_not_taken_for_the_policys(agents, fake, vllm):
+    vllm.raw_logps = True
+    agent_of(fake, "sums_agent")
+    for group in rolled(agents(temperature=0.8)):
+        assert all(one.failure is None and one.logps == [] and set(one.versions) == {3} for one in group.completions)
 
 
 def test_turns_have_the_version_that_wrote_them(agents, fake):
@@ -145,10 +152,13 @@ def test_a_rollout_that_broke_is_masked_and_the_others_are_not(agents, fake, ans
     assert reason in next(failure for failure in failures if failure is not None)
 
 
-def test_a_rollout_that_hangs_ends_at_its_limit(agents, fake):
+@pytest.mark.parametrize(
+    "keys", [{"run_timeout": 1.0}, {"verify_timeout": 1.0}, {"run_timeout": 1.0, "verify_timeout": 9.0}]
+)
+def test_a_rollout_that_hangs_ends_at_its_limit(agents, fake, keys):
     agent_of(fake, "sums_agent", turns=1)
     fake.faults["sums_agent", "/run"] = ["hang"]
-    (group,) = rolled(agents(run_timeout=1.0), groups=1, count=1)
+    (group,) = rolled(agents(**keys), groups=1, count=1)
     assert "no answer within 1 seconds" in (group.completions[0].failure or "")
 
 
@@ -167,6 +177,16 @@ def test_a_gym_that_asks_another_model_is_refused(agents, fake, vllm):
     fake.policy["policy_base_url"] = "http://127.0.0.1:9/v1"
     with pytest.raises(UserError, match="where the policy is not"):
         rolled(agents_again(completion_source))
+
+
+def test_a_proxy_with_a_fixed_address_is_refused_with_the_argument_that_changes_it(agents, fake, vllm):
+    agent_of(fake, "sums_agent")
+    completion_source = agents()
+    proxy = {"base_url": f"{vllm.url}/v1", "model": "the base"}
+    fake.policy["policy_model"] = {"responses_api_models": {"vllm_model": proxy}}
+    argument = rf"\+\+policy_model\.responses_api_models\.vllm_model\.base_url={completion_source.gateway.url}"
+    with pytest.raises(UserError, match=rf"vLLM for 'the base'.*{argument}"):
+        rolled(completion_source)
 
 
 def agents_again(completion_source: GymAgents) -> GymAgents:

@@ -22,6 +22,15 @@ def test_only_what_the_policy_wrote_is_marked_as_its_own():
     assert found.earlier == []
 
 
+def test_log_probs_of_a_rollout_are_unknown_where_those_of_a_turn_are():
+    stream = TokenStream([1])
+    stream.append_sampled(sampled(10))
+    stream.append_observation([20])
+    stream.append_sampled(Completion([11], [], [1], True))
+    completion = completion_of(stream, Group(0, {}, [1]), finished=True)
+    assert (completion.ids, completion.logps) == ([10, 20, 11], [])
+
+
 def test_a_restarted_history_leaves_the_earlier_segment_up_to_its_last_sampled_token():
     stream = TokenStream([1, 2])
     stream.append_sampled(sampled(10, 11))

@@ -388,13 +388,35 @@ def test_what_an_earlier_run_left_is_forgotten(fake, folder, tmp_path):
     assert not (tmp_path / "vllm" / left).exists()
 
 
-def test_log_probs_without_the_temperature_are_refused(fake, folder, tmp_path, monkeypatch):
-    plain = fake.complete
-    monkeypatch.setattr(fake, "complete", lambda body: plain(body | {"temperature": 1.0}))
-    # In half precision too, where log-probs are compared loosely, and at temperatures that move them little.
-    for temperature, dtype in ((0.3, torch.float32), (0.9, torch.bfloat16)):
-        with pytest.raises(UserError, match="processed_logprobs"):
-            backend(fake, policy(folder), tmp_path, temperature=temperature, dtype=dtype)
+# In half precision too, where log-probs are compared loosely, and at temperatures that move them little.
+@pytest.mark.parametrize("precision", [(0.3, torch.float32), (0.9, torch.bfloat16)])
+def test_log_probs_without_the_temperature_are_not_known(fake, folder, tmp_path, caplog, precision):
+    fake.raw_logps, model, (temperature, dtype) = True, policy(folder), precision
+    server = backend(fake, model, tmp_path, temperature=temperature, dtype=dtype)
+    for version in (0, 1):
+        server.sync(version)
+        completions = server.generate(PROMPTS, 2, Sampling(5, temperature))
+        assert all(len(one.ids) and one.logps == [] for group in completions for one in group)
+        move(model)
+    assert "--logprobs-mode processed_logprobs" in caplog.text
+
+
+def test_other_weights_are_noticed_by_log_probs_without_the_temperature_too(fake, folder, tmp_path):
+    fake.raw_logps = True
+    with torch.no_grad():
+        fake.model.lm_head.weight.add_(1.0 * torch.randn_like(fake.model.lm_head.weight))
+    with pytest.raises(UserError, match="computes with other weights"):
+        backend(fake, policy(folder), tmp_path, temperature=0.8)
+
+
+def test_a_server_restarted_with_the_temperature_in_its_log_probs_is_believed(fake, folder, tmp_path):
+    fake.raw_logps = True
+    server = backend(fake, policy(folder), tmp_path, temperature=0.5)
+    server.sync(0)
+    fake.raw_logps = False
+    fake.restart()
+    completions = server.generate(PROMPTS, 1, Sampling(5, 0.5))
+    assert all(len(one.logps) == len(one.ids) for group in completions for one in group)
 
 
 def test_hundreds_of_requests_are_under_way_and_the_server_is_looked_at_once(fake, folder, tmp_path):

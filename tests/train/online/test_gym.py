@@ -172,10 +172,12 @@ def test_rows_with_tools_are_played_here(tmp_path, model, fake):
     assert fake.asked("synonyms", "/get_synonym_value") or fake.asked("synonyms", "/extract_synonym_values")
 
 
-def test_the_multi_turn_form_trains_an_adapter(tmp_path, model, fake):
+@pytest.mark.parametrize("raw_logps", [False, True])
+def test_the_multi_turn_form_trains_an_adapter(tmp_path, model, fake, raw_logps):
     fake.agents["weather_agent"] = "example_single_tool_call"
     agent_of(fake, "weather_agent")
     vllm = ChatVllm(model, longest=2048)
+    vllm.raw_logps = raw_logps  # as of a server without --logprobs-mode processed_logprobs
     port = free_port()
     fake.policy["policy_base_url"] = f"http://localhost:{port}/v1"
     config = prepared(tmp_path, MULTI_TURN, model, fake, synonym_rows(), nemo_gym_policy_port=port)
@@ -188,6 +190,7 @@ def test_the_multi_turn_form_trains_an_adapter(tmp_path, model, fake):
     found = steps(tmp_path)
     assert len(found) == 2
     assert all(line["environment/turns_max"] == 2 and line["environment/masked"] == 0 for line in found)
+    assert all(("sampling/importance_sampling_ratio/mean" in line) is not raw_logps for line in found)
     assert {body["model"] for body in vllm.asked("/v1/chat/completions")} <= {
         body["lora_name"] for body in vllm.asked("/v1/load_lora_adapter")
     }

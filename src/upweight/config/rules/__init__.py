@@ -52,6 +52,7 @@ WHOLE_CONFIG: tuple[Rule, ...] = (
 WARNINGS: tuple[Rule, ...] = (
     rollout.groups_fit_the_batch,
     rollout.without_effect,
+    rollout.gym_keys_without_effect,
     model.without_effect,
     training.without_effect,
     ebft.ebft_keys_without_effect,

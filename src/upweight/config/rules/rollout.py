@@ -143,9 +143,11 @@ def gym_is_complete(config: Config) -> Iterator[str]:
         return
     if not gym.datasets:
         yield "nemo_gym_datasets: missing. List the rows and the servers that verify them."
-    elif gym.auto_start and not gym.config_paths:
+    elif gym.auto_start and not gym.config_paths and any(dataset.server_name is None for dataset in gym.datasets):
         yield (
-            "nemo_gym_config_paths: needed to start the Gym; or set 'nemo_gym_auto_start: false' and start it yourself."
+            "nemo_gym_config_paths: missing, and a dataset names no server whose config could be started. Give each of "
+            "nemo_gym_datasets a 'server_name', name the Gym's configs, or set 'nemo_gym_auto_start: false' and start "
+            "it yourself."
         )
     elif gym.multi_turn and not config.rollout.use_vllm:
         yield (
@@ -195,6 +197,13 @@ def without_effect(config: Config) -> Iterator[str]:
             "trl.top_p, trl.top_k, trl.min_p: the sampler's log-probs cover the tokens kept, the trainer's all: "
             "importance ratios are biased"
         )
+
+
+def gym_keys_without_effect(config: Config) -> Iterator[str]:
+    """Time limits that agents do not use."""
+    limits = ("nemo_gym_verify_timeout", "nemo_gym_run_timeout")
+    if config.gym.enabled and config.gym.multi_turn and all(key in config.given for key in limits):
+        yield "nemo_gym_verify_timeout: no effect on the rollouts of agents; 'nemo_gym_run_timeout' bounds them"
 
 
 def without_use(config: Config) -> Iterator[str]:

@@ -147,11 +147,18 @@ class GymSection(Section):
     enabled: bool = setting("nemo_gym_enabled", False, "Use NeMo Gym for rollouts or rewards.")
     folder: str = setting("nemo_gym_dir", "~/Gym", "Folder of the Gym repository.")
     auto_start: bool = setting("nemo_gym_auto_start", True, "Start the Gym's servers.")
-    config_paths: list[str] = setting("nemo_gym_config_paths", [], "Gym configs to start, needed by auto start.")
+    config_paths: list[str] = setting(
+        "nemo_gym_config_paths", [], "Gym configs to start; when left out, those of the datasets' servers."
+    )
     head_port: int = setting("nemo_gym_head_port", 11000, "Port of the Gym's head server.", ge=1, le=65535)
     server_timeout: float = setting("nemo_gym_server_timeout", 360, "Seconds to wait for servers to start.", gt=0)
-    verify_timeout: float = setting("nemo_gym_verify_timeout", 30, "Seconds one verification may take.", gt=0)
-    run_timeout: float = setting("nemo_gym_run_timeout", 300, "Seconds one multi-turn rollout may take.", gt=0)
+    verify_timeout: float = setting("nemo_gym_verify_timeout", 30, "Seconds one request may take.", gt=0)
+    run_timeout: float = setting(
+        "nemo_gym_run_timeout",
+        300,
+        "Seconds one rollout may take; of agents, `nemo_gym_verify_timeout` where only that is set.",
+        gt=0,
+    )
     datasets: list[GymDataset] = setting("nemo_gym_datasets", [], "Rows and the servers that verify them.")
     model_name: str | None = setting(
         "nemo_gym_model_name", None, "Model name the Gym asks for; `base_model` when left out."

@@ -1,4 +1,4 @@
-"""What an agent's `/run` says was read and written, turn by turn, in tokens and as messages."""
+"""Reads the answer of an agent's `/run`: the tokens of each turn, and the conversation as messages."""
 
 import json
 import math
@@ -21,10 +21,10 @@ class AgentTurn:
     logps: list[float]
 
 
-def turns_of(found: Mapping[str, Any]) -> list[AgentTurn]:
+def turns_of(run: Mapping[str, Any]) -> list[AgentTurn]:
     """The turns of a rollout; GymFault where their tokens are not all there."""
     turns = []
-    for item in _output(found):
+    for item in _output(run):
         if item.get(IDS) is None:
             continue
         ids, prompt, logps = (item.get(key) or [] for key in (IDS, PROMPT, LOGPS))
@@ -44,10 +44,10 @@ def turns_of(found: Mapping[str, Any]) -> list[AgentTurn]:
     return turns
 
 
-def messages_of(found: Mapping[str, Any]) -> list[Message]:
+def messages_of(run: Mapping[str, Any]) -> list[Message]:
     """The conversation after the prompt."""
     messages: list[Message] = []
-    for item in _output(found):
+    for item in _output(run):
         kind = item.get("type")
         if kind == "message":
             parts = item.get("content") or []
@@ -63,15 +63,15 @@ def messages_of(found: Mapping[str, Any]) -> list[Message]:
     return messages
 
 
-def is_finished(found: Mapping[str, Any]) -> bool:
+def is_finished(run: Mapping[str, Any]) -> bool:
     """Whether the last turn ended by itself, with an answer and not in the middle of calls."""
-    output = _output(found)
-    is_cut = bool((found.get("response") or {}).get("incomplete_details"))
+    output = _output(run)
+    is_cut = bool((run.get("response") or {}).get("incomplete_details"))
     return not is_cut and bool(output) and output[-1].get("type") == "message"
 
 
-def _output(found: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    response = found.get("response")
+def _output(run: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    response = run.get("response")
     output = response.get("output") if isinstance(response, Mapping) else None
     if not isinstance(output, list) or not all(isinstance(item, Mapping) for item in output):
         raise GymFault("/run: the answer holds no output")

@@ -1,4 +1,4 @@
-"""HTTP to the Gym's servers: one request, its time limit, and what may have gone wrong with it."""
+"""HTTP requests to the Gym's servers, with time limits and typed faults."""
 
 import asyncio
 import contextlib
@@ -7,34 +7,34 @@ from typing import Any, Literal
 
 import httpx
 
-AT_A_TIME = 64  # requests under way
-DOWN = 521  # the relay of isolated servers: nobody listens there
+CONCURRENT = 64  # requests at a time
+DOWN = 521  # status of the relay to isolated servers where no server listens at the port
 BUSY = (429, 502, 503, 504)
 
-# unreached: it never arrived. lost: it broke off. late: no answer in time. anew: the server has lost the session.
-Kind = Literal["unreached", "lost", "late", "refused", "anew"]
+# unreached: it never arrived. lost: it broke off. late: no answer in time. restarted: the server has lost the session.
+FaultKind = Literal["unreached", "lost", "late", "refused", "restarted"]
 
 
 class GymFault(Exception):
     """A server of the Gym broke, or gave an answer that nothing can be learned from."""
 
-    def __init__(self, message: str, kind: Kind = "refused") -> None:
+    def __init__(self, message: str, kind: FaultKind = "refused") -> None:
         super().__init__(message)
-        self.kind: Kind = kind
+        self.kind: FaultKind = kind
 
 
 class GymClient:
-    """Connections to servers; cookies belong to rollouts and are never shared."""
+    """Connections to servers. Cookies belong to rollouts and are never shared."""
 
     def __init__(self, socket: str | None = None) -> None:
         """`socket`: file through which servers without a network are reached."""
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=AT_A_TIME)
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=CONCURRENT)
         self._http = httpx.AsyncClient(
             transport=httpx.AsyncHTTPTransport(uds=socket, limits=limits, trust_env=False),
             cookies=CookieJar(DefaultCookiePolicy(allowed_domains=[])),
             timeout=None,
         )
-        self._room = asyncio.Semaphore(AT_A_TIME)
+        self._room = asyncio.Semaphore(CONCURRENT)
 
     async def ask(
         self, url: str, body: Any = None, *, limit: float, cookies: httpx.Cookies | None = None, queues: bool = True
@@ -61,10 +61,10 @@ class GymClient:
         return answer
 
     async def close(self) -> None:
-        """Give back the connections."""
+        """Close the connections."""
         await self._http.aclose()
 
 
-def said(answer: httpx.Response) -> str:
-    """The beginning of what a server said, for messages."""
+def excerpt(answer: httpx.Response) -> str:
+    """Status and beginning of an answer, for messages."""
     return f"{answer.status_code} {' '.join(answer.text.split())[:200]}".rstrip()

@@ -1,4 +1,4 @@
-"""From a config to the command line that starts the Gym's servers."""
+"""Builds the command line that starts the Gym's servers from a config."""
 
 import os
 import shutil
@@ -12,17 +12,18 @@ import yaml
 from upweight.config.sections.rollout import GymSection
 from upweight.environments.nemo_gym.servers import AGENTS, MODELS, RESOURCES
 from upweight.errors import UserError
+from upweight.log import logger
 
 PROGRAM = "ng_run"
 KINDS = (RESOURCES, AGENTS, MODELS)
 POLICY_MODEL = "responses_api_models/vllm_model/configs/vllm_model_for_training.yaml"
-# What a server needs to know of the world; keys, tokens and addresses stay here.
+# Environment variables that servers may see; keys, tokens and addresses are kept from them.
 KEPT = ("PATH", "LANG", "LC_ALL", "TZ", "USER", "LOGNAME", "SHELL", "TERM", "LD_LIBRARY_PATH", "PYENV_ROOT")
 
 
 @dataclass(frozen=True)
 class Installed:
-    """Where the Gym is: its program, the folder that holds its servers, and whether each has an environment there."""
+    """An installed Gym: its program, the folder of its servers, and whether it is a clone with a venv per server."""
 
     program: Path
     root: Path
@@ -30,29 +31,29 @@ class Installed:
 
 
 def find_gym(folder: str) -> Installed:
-    """The Gym in a clone or an environment, else the one that is installed where programs are looked for."""
+    """The Gym in a clone or a virtual environment, otherwise the one on PATH."""
     place = Path(os.path.expanduser(folder))
-    found = next((file for file in (place / ".venv/bin" / PROGRAM, place / "bin" / PROGRAM) if file.is_file()), None)
-    if found is not None and found.parent.parent.name == ".venv" and (place / RESOURCES).is_dir():
-        return Installed(found.absolute(), place.resolve(), is_clone=True)
-    if found is None:
-        beside = shutil.which(PROGRAM)
-        if beside is None:
+    program = next((file for file in (place / ".venv/bin" / PROGRAM, place / "bin" / PROGRAM) if file.is_file()), None)
+    if program is not None and program.parent.parent.name == ".venv" and (place / RESOURCES).is_dir():
+        return Installed(program.absolute(), place.resolve(), is_clone=True)
+    if program is None:
+        on_path = shutil.which(PROGRAM)
+        if on_path is None:
             raise UserError(
                 f"nemo_gym_dir: neither {place} nor PATH has '{PROGRAM}'. Install the Gym (pip install nemo-gym==0.4.0 "
                 "in an environment of Python 3.12) and name the environment's folder, or set 'nemo_gym_auto_start: "
                 "false' and start it yourself."
             )
-        found = Path(beside)
-    roots = [path for path in found.parent.parent.glob("lib/python3*/site-packages") if (path / RESOURCES).is_dir()]
+        program = Path(on_path)
+    roots = [path for path in program.parent.parent.glob("lib/python3*/site-packages") if (path / RESOURCES).is_dir()]
     if not roots:
-        raise UserError(f"nemo_gym_dir: {found} belongs to a Gym without servers; use nemo-gym 0.4.0 or later.")
-    return Installed(found.absolute(), roots[0], is_clone=False)
+        raise UserError(f"nemo_gym_dir: {program} belongs to a Gym without servers; use nemo-gym 0.4.0 or later.")
+    return Installed(program.absolute(), roots[0], is_clone=False)
 
 
 def config_files(gym: GymSection, installed: Installed, folder: Path) -> list[str]:
-    """`nemo_gym_config_paths` as the Gym finds them, with a proxy for the policy where agents ask for one."""
-    files = []
+    """`nemo_gym_config_paths`, or the configs of the datasets' servers; with a proxy where agents need the policy."""
+    files = [] if gym.config_paths else _derived_files(gym, installed)
     for path in gym.config_paths:
         wide = Path(os.path.expanduser(path))
         places = (wide, folder / wide, installed.root / wide)
@@ -61,20 +62,52 @@ def config_files(gym: GymSection, installed: Installed, folder: Path) -> list[st
             tried = ", ".join(str(place) for place in places)
             raise UserError(f"nemo_gym_config_paths: there is no file {path}. Tried {tried}.")
         files.append(str(file.resolve()))
-    servers = [one for file in files for one in _servers(file)]
+    servers = [server for file in files for server in _servers(file)]
     wanted = {server["model_server"]["name"] for *_, server in servers if "model_server" in server}
     if "policy_model" in wanted - {instance for instance, *_ in servers}:
         files.append(str(installed.root / POLICY_MODEL))
     return files
 
 
+def _derived_files(gym: GymSection, installed: Installed) -> list[str]:
+    """The Gym's configs for the servers that the datasets name."""
+    names = dict.fromkeys(dataset.server_name for dataset in gym.datasets if dataset.server_name is not None)
+    files = list(dict.fromkeys(_config_of(name, installed.root, agents=gym.multi_turn) for name in names))
+    logger.info("NeMo Gym: nemo_gym_config_paths: [%s]", ", ".join(files))
+    return [str(installed.root / file) for file in files]
+
+
+def _config_of(name: str, root: Path, *, agents: bool) -> str:
+    """The config below `root` that starts the server of a name, and an agent for it where `agents` are needed."""
+    folder = name if (root / RESOURCES / name).is_dir() else "*"
+    with_agent: dict[str, bool] = {}  # of the configs that have the server
+    for file in sorted((root / RESOURCES).glob(f"{folder}/configs/*.yaml")):
+        servers = list(_servers(file))
+        if any(name == instance or (name, RESOURCES) == (server, kind) for instance, kind, server, _ in servers):
+            with_agent[str(file.relative_to(root))] = any(kind == AGENTS for _, kind, *_ in servers)
+    configs = [path for path, has_agent in with_agent.items() if has_agent or not agents]
+    main = ("{}.yaml", "simple_agent.yaml") if agents else ("resources_only.yaml", "{}.yaml")
+    preferred = [path for form in main for path in configs if Path(path).name == form.format(Path(path).parts[1])]
+    if preferred or len(configs) == 1:
+        return (preferred or configs)[0]
+    key = "nemo_gym_config_paths: missing, and"
+    if configs:
+        raise UserError(f"{key} several configs of the Gym start '{name}'. Name one of {', '.join(configs)}.")
+    if with_agent:
+        raise UserError(
+            f"{key} no config of the Gym has an agent for '{name}', which nemo_gym_multi_turn needs. `upweight init "
+            f"gym` writes one (gym.yaml): name it. Or drop nemo_gym_multi_turn: {next(iter(with_agent))} is enough."
+        )
+    raise UserError(f"{key} no config in {root / RESOURCES} has a server '{name}'. Name the file that has it.")
+
+
 def agent_limits(files: Sequence[str], max_turns: int | None) -> list[str]:
     """Arguments that bound the turns of every agent that takes a bound."""
-    found = [(instance, name) for file in files for instance, kind, name, _ in _servers(file) if kind == AGENTS]
     return [
         f"++{instance}.{AGENTS}.{name}.max_steps={max_turns}"
-        for instance, name in found
-        if max_turns is not None and name == "simple_agent"
+        for file in files
+        for instance, kind, name, _ in _servers(file)
+        if max_turns is not None and kind == AGENTS and name == "simple_agent"
     ]
 
 
@@ -87,8 +120,8 @@ def lacks_environments(installed: Installed, files: Sequence[str]) -> bool:
 def arguments(
     gym: GymSection, installed: Installed, files: Sequence[str], folder: Path, policy: tuple[str, str]
 ) -> list[str]:
-    """The command line; `folder` is for what the Gym writes, `policy` the address and name of the model."""
-    shared = [] if installed.is_clone else [f"+uv_venv_dir={_one_environment(installed, folder / 'servers')}"]
+    """The command line; the Gym writes into `folder`, and `policy` is the address and name of the model."""
+    shared = [] if installed.is_clone else [f"+uv_venv_dir={_shared_environments(installed, folder / 'servers')}"]
     url, name = policy
     return [
         str(installed.program),
@@ -106,9 +139,9 @@ def arguments(
     ]
 
 
-def environment(installed: Installed, folder: Path, given: Mapping[str, str], *, clean: bool) -> dict[str, str]:
-    """The variables of the servers; `clean`: without what they have no use for, such as keys."""
-    kept = {name: value for name, value in given.items() if name in KEPT} if clean else dict(given)
+def environment(installed: Installed, folder: Path, variables: Mapping[str, str], *, clean: bool) -> dict[str, str]:
+    """The servers' environment variables; `clean` drops those they do not need, such as API keys."""
+    kept = {name: value for name, value in variables.items() if name in KEPT} if clean else dict(variables)
     kept |= {"RAY_TMPDIR": str(folder), "TMPDIR": str(folder), "RAY_USAGE_STATS_ENABLED": "0"}
     if clean:
         kept |= {"HOME": str(folder), "PYTHONDONTWRITEBYTECODE": "1", "NO_PROXY": "*"}
@@ -116,8 +149,8 @@ def environment(installed: Installed, folder: Path, given: Mapping[str, str], *,
     return kept
 
 
-def _one_environment(installed: Installed, folder: Path) -> Path:
-    """A folder in which every server finds the environment that the Gym itself is installed in."""
+def _shared_environments(installed: Installed, folder: Path) -> Path:
+    """A folder that links every server to the virtual environment in which the Gym itself is installed."""
     home = installed.program.parent.parent
     for kind in KINDS:
         for server in (installed.root / kind).iterdir():
@@ -128,10 +161,13 @@ def _one_environment(installed: Installed, folder: Path) -> Path:
     return folder
 
 
-def _servers(file: str) -> Iterator[tuple[str, str, str, Mapping[str, Any]]]:
+def _servers(file: str | Path) -> Iterator[tuple[str, str, str, Mapping[str, Any]]]:
     """(instance, kind, implementation, settings) of every server that a config of the Gym describes."""
-    content = yaml.safe_load(Path(file).read_text(encoding="utf-8")) or {}
-    for instance, kinds in content.items():
+    try:
+        content = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
+    except yaml.YAMLError:  # the Gym says what is wrong with a config that it is to start
+        return
+    for instance, kinds in content.items() if isinstance(content, Mapping) else ():
         for kind, implementations in kinds.items() if isinstance(kinds, Mapping) else ():
             if kind in KINDS and isinstance(implementations, Mapping):
                 for name, settings in implementations.items():

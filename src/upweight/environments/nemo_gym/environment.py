@@ -11,8 +11,16 @@ from upweight.data.formats.nemo_gym import PARAMS, SERVER, row_of, tools_of
 from upweight.environments.episode import Message, Opening, Outcome, Reply, ToolCall, Turn
 from upweight.environments.nemo_gym.client import GymFault
 from upweight.environments.nemo_gym.gym import SEED, Gym
-from upweight.environments.nemo_gym.responses import Item, items_of, output_item, response_of, rewards_of, told, verdict
-from upweight.environments.nemo_gym.servers import Server
+from upweight.environments.nemo_gym.responses import (
+    Item,
+    details_of,
+    items_of,
+    output_item,
+    response_of,
+    rewards_of,
+    verification_of,
+)
+from upweight.environments.nemo_gym.servers import GymServer
 from upweight.environments.tools import tool_message
 from upweight.errors import UserError
 
@@ -30,45 +38,45 @@ class NemoGym:
 
     @property
     def reward_names(self) -> Sequence[str]:
-        """The verdict, or the components of it that were asked for."""
+        """The reward of the verification, or the components of it that the config names."""
         return tuple(self.section.reward_components) or (REWARD,)
 
     def episode(self) -> "GymEpisode":
-        """A new one, whose session is not yet begun."""
+        """A new episode without a session yet."""
         return GymEpisode(self)
 
     async def start(self) -> None:
-        """Wait for the servers, and see that those which the data names are among them."""
+        """Wait for the servers, and check that those which the data names are among them."""
         await self.gym.start()
         for dataset in self.section.datasets:
             if dataset.server_name is not None:
                 self.gym.servers.resource(dataset.server_name)
 
     async def stop(self) -> None:
-        """End the servers where they were started here."""
+        """End the servers where the run started them."""
         await self.gym.stop()
 
     def server_name(self, row: Mapping[str, Any]) -> str:
         """The server that verifies a row: named with the data, by the row itself, or the only one that is named."""
         reference = row.get("agent_ref")
-        own = reference.get("name") if isinstance(reference, Mapping) else None
+        agent = reference.get("name") if isinstance(reference, Mapping) else None
         named = {dataset.server_name for dataset in self.section.datasets if dataset.server_name}
-        name = row.get(SERVER) or own or (next(iter(named)) if len(named) == 1 else None)
+        name = row.get(SERVER) or agent or (next(iter(named)) if len(named) == 1 else None)
         if not isinstance(name, str):
             raise UserError(
                 "nemo_gym_datasets: a row names no server. Give its dataset a 'server_name', or the row an 'agent_ref'."
             )
         return name
 
-    def outcome_of(self, found: Mapping[str, Any], server: str) -> Outcome:
-        """What the verdict of a server says of an episode."""
-        rewards = rewards_of(found, self.section.reward_components, REWARD)
-        return Outcome(rewards, details={SERVER: server, **told(found)})
+    def outcome_of(self, verification: Mapping[str, Any], server: str) -> Outcome:
+        """Rewards and details of an episode from a server's verification."""
+        rewards = rewards_of(verification, self.section.reward_components, REWARD)
+        return Outcome(rewards, details={SERVER: server, **details_of(verification)})
 
 
 @dataclass
 class GymEpisode:
-    """One rollout: its session with a server, and what the policy wrote in it."""
+    """One rollout: its session with a server, and the items that the policy wrote."""
 
     environment: NemoGym
     cookies: httpx.Cookies = field(default_factory=httpx.Cookies)
@@ -77,17 +85,17 @@ class GymEpisode:
     name: str = ""  # of the server, as the row has it
     turns: int = 0
     calls: int = 0
-    server: Server | None = None
+    server: GymServer | None = None
 
     async def open(self, row: Mapping[str, Any]) -> Opening:
-        """Begin a session with the whole row."""
+        """Open a session with the whole row."""
         self.row, self.name = row_of(row), self.environment.server_name(row)
-        await self._begin()
+        await self._open_session()
         prompt = row["prompt"]
         return Opening([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt, tools_of(row))
 
     async def reply(self, turn: Turn) -> Reply:
-        """Make the calls of a turn, one after the other; without one the episode is over."""
+        """Execute the calls of a turn in order; a turn without calls ends the episode."""
         self.turns += 1
         calls = [(call.id or f"call_{self.calls + number}", call) for number, call in enumerate(turn.calls)]
         self.items += items_of(turn, calls, self.turns)
@@ -102,29 +110,29 @@ class GymEpisode:
         return Reply(() if most is not None and self.turns >= most else messages, failed)
 
     async def outcome(self) -> Outcome:
-        """The verdict on the whole episode."""
+        """The verification of the whole episode."""
         try:
             answer = await self._verify()
         except GymFault as fault:
-            if fault.kind != "anew" or self.calls:
+            if fault.kind != "restarted" or self.calls:
                 raise
-            # Nothing had happened in the session that is lost: a new one is as good.
-            await self._begin()
+            # No tool was called in the lost session: a new one is equivalent.
+            await self._open_session()
             answer = await self._verify()
-        return self.environment.outcome_of(verdict(answer), self.name)
+        return self.environment.outcome_of(verification_of(answer), self.name)
 
     async def close(self) -> None:
         """Sessions end by themselves."""
 
-    async def _begin(self) -> None:
-        """Begin a session; servers that are started anew meanwhile are asked anew."""
+    async def _open_session(self) -> None:
+        """Open a session; retried once where the server was restarted meanwhile."""
         for last in (False, True):
             self.cookies = httpx.Cookies()
             self.server = await self.environment.gym.resource(self.name)
             try:
                 answer = await self._post(SEED, self.row)
             except GymFault as fault:
-                if fault.kind != "anew" or last:
+                if fault.kind != "restarted" or last:
                     raise
                 continue
             if answer.status_code != httpx.codes.OK:
@@ -136,7 +144,7 @@ class GymEpisode:
         return await self._post("/verify", {**self.row, "response": response})
 
     async def _call(self, call: ToolCall) -> tuple[str, bool]:
-        """What a tool answers, and whether it is no error; errors are the policy's to read, as the Gym has it."""
+        """A tool's output and whether it succeeded; the policy reads errors as output, as with the Gym's agents."""
         self.calls += 1
         if call.error:
             return f"error: {call.error}", False

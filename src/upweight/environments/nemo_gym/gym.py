@@ -1,4 +1,4 @@
-"""A Gym as a run sees it: found, asked with retries, watched, and started anew where it is ours."""
+"""A Gym's servers: discovery, requests with retries, health checks, and restarts of servers that the run started."""
 
 import asyncio
 import contextlib
@@ -7,15 +7,15 @@ from typing import Any
 
 import httpx
 
-from upweight.environments.nemo_gym.client import BUSY, GymClient, GymFault, said
+from upweight.environments.nemo_gym.client import BUSY, GymClient, GymFault, excerpt
 from upweight.environments.nemo_gym.process import GymProcess
-from upweight.environments.nemo_gym.servers import AGENTS, RESOURCES, Server, Servers, discover
+from upweight.environments.nemo_gym.servers import GymServer, GymServers, discover
 from upweight.errors import UserError
 from upweight.log import logger
 
 PAUSES = (0.5, 1.0, 2.0, 4.0)  # seconds between attempts
-WATCH = 5.0  # seconds between looks at servers of ours
-LIVENESS = 10.0  # seconds in which a server says that it is there, at least
+WATCH = 5.0  # seconds between health checks of servers that the run started
+LIVENESS = 10.0  # seconds that a health check may take, at least
 SEED = "/seed_session"
 MOST_RESTARTS = 5  # in a row, without an answer in between
 
@@ -34,52 +34,52 @@ class Gym:
     ) -> None:
         """`patience`: seconds that servers may take to start. `busy`: seconds that one request may keep them.
 
-        `process`: the servers, where they are ours. `socket`: file through which those without a network are reached.
+        `process`: the servers, where the run starts them. `socket`: file that leads to servers without a network.
         """
         self._socket, self._liveness = socket, max(busy, LIVENESS)
         self.head, self.patience, self.process = f"http://127.0.0.1:{port}", patience, process
-        self.servers = Servers((), {}, {})
+        self.servers = GymServers((), {}, {})
         self._in_a_row = 0
         self._watch: asyncio.Task[None] | None = None
-        self._well, self._suspected = asyncio.Event(), asyncio.Event()
+        self._healthy, self._suspected = asyncio.Event(), asyncio.Event()
         self._broken: UserError | None = None
 
     async def start(self) -> None:
-        """Start the servers where they are ours, and wait until they answer."""
-        self._well, self._suspected, self._broken = asyncio.Event(), asyncio.Event(), None
+        """Start the servers where the run starts them, and wait until they answer."""
+        self._healthy, self._suspected, self._broken = asyncio.Event(), asyncio.Event(), None
         if self.process is not None:
             self.process.spawn()
-        await self._meet()
-        self._well.set()
+        await self._connect()
+        self._healthy.set()
         if self.process is not None:
-            self._watch = asyncio.create_task(self._keep())
+            self._watch = asyncio.create_task(self._supervise())
 
     async def stop(self) -> None:
-        """End what was started."""
+        """Close the connections, and end the servers where the run started them."""
         if self._watch is not None:
             self._watch.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._watch
             self._watch = None
         if hasattr(self, "link"):
-            await self.link.close()
+            await self.client.close()
         if self.process is not None:
             await asyncio.to_thread(self.process.end)
             self.process.remove()
 
-    async def resource(self, name: str) -> Server:
-        """The resource server of a name, as soon as it is well."""
-        await self._until_well()
+    async def resource(self, name: str) -> GymServer:
+        """The resource server of a name, once it is healthy."""
+        await self._until_healthy()
         return self.servers.resource(name)
 
-    async def agent(self, name: str) -> Server:
-        """The agent of a name, as soon as it is well."""
-        await self._until_well()
+    async def agent(self, name: str) -> GymServer:
+        """The agent of a name, once it is healthy."""
+        await self._until_healthy()
         return self.servers.agent(name)
 
     async def post(
         self,
-        server: Server,
+        server: GymServer,
         path: str,
         body: Mapping[str, Any],
         *,
@@ -87,21 +87,21 @@ class Gym:
         cookies: httpx.Cookies | None = None,
         repeat: bool = True,
     ) -> httpx.Response:
-        """An answer to a request, asked for again after faults; GymFault where none comes, or the server is another.
+        """The answer to a request, retried after faults; GymFault where none comes or the server was restarted.
 
-        Without `repeat`, what may have had an effect is not asked again, and errors of the server are answers.
+        Without `repeat`, requests that may have had an effect are not retried, and errors of the server are answers.
         """
         problem = GymFault("")
         for pause in (0.0, *PAUSES):
             await asyncio.sleep(pause)
-            await self._until_well()
-            if not any(one == server for one in self.servers.all):
-                raise GymFault(f"{server.instance} was started anew in between", "anew")
+            await self._until_healthy()
+            if server not in self.servers.all:
+                raise GymFault(f"{server.instance} was started anew in between", "restarted")
             try:
-                answer = await self.link.ask(server.url + path, body, limit=limit, cookies=cookies)
+                answer = await self.client.ask(server.url + path, body, limit=limit, cookies=cookies)
             except GymFault as fault:
                 problem = GymFault(f"{server.instance}: {fault}", fault.kind)
-                await self._doubt()
+                await self._check_after_fault()
                 hangs = fault.kind == "late" and path != SEED  # what hung a server would hang it again
                 if hangs or (fault.kind == "lost" and not repeat):
                     raise problem from None
@@ -109,55 +109,54 @@ class Gym:
             self._in_a_row = 0
             if answer.status_code not in BUSY and not (repeat and answer.status_code >= 500):
                 return answer
-            problem = GymFault(f"{server.instance}: {path}: {said(answer)}")
+            problem = GymFault(f"{server.instance}: {path}: {excerpt(answer)}")
         raise problem
 
-    async def _until_well(self) -> None:
-        """Wait while servers of ours are started anew."""
-        await self._well.wait()
+    async def _until_healthy(self) -> None:
+        """Wait while servers are restarted."""
+        await self._healthy.wait()
         if self._broken is not None:
             raise self._broken
 
-    async def _doubt(self) -> None:
-        """After a fault: have servers of ours looked at, and find out whether others have been started anew."""
+    async def _check_after_fault(self) -> None:
+        """After a fault, check the servers that the run started, or discover again those that it did not."""
         if self.process is not None:
             self._suspected.set()
             await asyncio.sleep(0.1)
             return
         with contextlib.suppress(GymFault):
-            self.servers = await discover(self.link, self.head)
+            self.servers = await discover(self.client, self.head)
 
-    async def _meet(self) -> None:
+    async def _connect(self) -> None:
         """Wait until the head server lists servers and all of them answer."""
         clock = asyncio.get_running_loop().time
-        began, told = clock(), False
+        began, announced = clock(), False
         while True:
             if self.process is not None and self.process.ended():
-                raise UserError(f"the Gym's servers ended: {self.process.last_words()}. See {self.process.log}.")
-            self.link = GymClient(self._socket)
+                raise UserError(f"the Gym's servers ended: {self.process.last_log_line()}. See {self.process.log}.")
+            self.client = GymClient(self._socket)
             try:
-                servers = await discover(self.link, self.head)
-                asked = [one for one in servers.all if one.kind in (RESOURCES, AGENTS)]
-                await asyncio.gather(*(self.link.ask(f"{one.url}/", limit=self._liveness) for one in asked))
+                servers = await discover(self.client, self.head)
+                await asyncio.gather(*(self.client.ask(f"{url}/", limit=self._liveness) for url in servers.urls()))
                 self.servers = servers
                 return
             except GymFault as fault:
-                await self.link.close()
+                await self.client.close()
                 if clock() - began > self.patience:
-                    raise UserError(self._absent(fault)) from None
-            if not told:
-                told = True
+                    raise UserError(self._timed_out(fault)) from None
+            if not announced:
+                announced = True
                 logger.info("waiting for the servers of NeMo Gym at %s, up to %.0f seconds", self.head, self.patience)
             await asyncio.sleep(1.0)
 
-    def _absent(self, fault: GymFault) -> str:
+    def _timed_out(self, fault: GymFault) -> str:
         text = f"NeMo Gym at {self.head} does not answer within {self.patience:.0f} seconds: {fault}."
         if self.process is not None:
             return f"{text} See {self.process.log}, or raise 'nemo_gym_server_timeout'."
-        return f"{text} Start it with ng_run, mend 'nemo_gym_head_port', or set 'nemo_gym_auto_start: true'."
+        return f"{text} Start it with ng_run, correct 'nemo_gym_head_port', or set 'nemo_gym_auto_start: true'."
 
-    async def _keep(self) -> None:
-        """Look after servers of ours: start them anew when one has died or hangs."""
+    async def _supervise(self) -> None:
+        """Restart the servers when one has died or hangs."""
         assert self.process is not None
         while True:
             # Not `wait_for`: where the event is set already, it loses the cancellation that ends this.
@@ -165,35 +164,35 @@ class Gym:
                 async with asyncio.timeout(WATCH):
                     await self._suspected.wait()
             self._suspected.clear()
-            problem = "they ended" if self.process.ended() else await self._ailing()
+            problem = "they ended" if self.process.ended() else await self._unhealthy_server()
             if problem is None:
                 continue
             self._in_a_row += 1
             logger.warning("warning: starting the servers of NeMo Gym anew: %s", problem)
-            self._well.clear()
-            old = self.link
+            self._healthy.clear()
+            old = self.client
             await asyncio.to_thread(self.process.end)
             try:
                 if self._in_a_row > MOST_RESTARTS:
                     raise UserError(f"the Gym's servers were started {MOST_RESTARTS} times in vain; see their log.")
                 self.process.spawn()
-                await self._meet()
+                await self._connect()
             except UserError as error:
                 self._broken = error
                 return
             finally:
-                self._well.set()
+                self._healthy.set()
                 await old.close()
 
-    async def _ailing(self) -> str | None:
-        """What is wrong with a server, asked of each whether it is there."""
+    async def _unhealthy_server(self) -> str | None:
+        """The problem of a server that does not answer its health check, or None."""
 
-        async def ask(server: Server) -> str | None:
+        async def problem_of(instance: str, url: str) -> str | None:
             try:
-                await self.link.ask(f"{server.url}/", limit=self._liveness, queues=False)
+                await self.client.ask(f"{url}/", limit=self._liveness, queues=False)
             except GymFault as fault:
-                return f"{server.instance}: {fault}"
+                return f"{instance}: {fault}"
             return None
 
-        asked = [one for one in self.servers.all if one.kind in (RESOURCES, AGENTS)]
-        return next((one for one in await asyncio.gather(*map(ask, asked)) if one is not None), None)
+        problems = await asyncio.gather(*(problem_of(instance, url) for url, instance in self.servers.urls().items()))
+        return next(filter(None, problems), None)

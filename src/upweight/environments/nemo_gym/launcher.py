@@ -100,10 +100,10 @@ async def relay(path: str) -> None:
 def descendants() -> set[int]:
     """Processes that stem from this one, also those whose parents are gone: they were handed to it."""
     parents = {process: stat_of(process)[1] for process in process_numbers()}
-    found = {os.getpid()}
-    while more := {child for child, parent in parents.items() if parent in found and child not in found}:
-        found |= more
-    return found - {os.getpid()}
+    processes = {os.getpid()}
+    while more := {child for child, parent in parents.items() if parent in processes and child not in processes}:
+        processes |= more
+    return processes - {os.getpid()}
 
 
 def run(request: dict) -> int:
@@ -125,14 +125,14 @@ def run(request: dict) -> int:
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.wait(request["grace"])
     for _ in range(20):
-        left = descendants() if LINUX else {child.pid}
-        for process in left:
+        remaining = descendants() if LINUX else {child.pid}
+        for process in remaining:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
-        if not left:
+        if not remaining:
             break
         time.sleep(0.05)
     return child.returncode or 0

@@ -1,4 +1,4 @@
-"""The Gym's servers as a process of ours: started, ended, and the end of what they wrote."""
+"""The Gym's servers as a child process: start, end and log."""
 
 import json
 import os
@@ -22,7 +22,7 @@ NO_POLICY = ("http://127.0.0.1:9/v1", "policy")  # agents that nobody asks need 
 
 
 class GymProcess:
-    """Servers in a process group of their own, without network and on a read-only file system where that is possible.
+    """Servers in a separate process group, without network and on a read-only file system where that is possible.
 
     Verifiers run what the policy wrote. The group ends with this process, however that ends.
     """
@@ -72,7 +72,7 @@ class GymProcess:
         return self._process is None or self._process.poll() is not None
 
     def end(self) -> None:
-        """End the servers: asked first, made to after a while."""
+        """End the servers by SIGINT, and kill them after a while."""
         if self._process is None:
             return
         if self._process.stdin is not None:
@@ -85,11 +85,11 @@ class GymProcess:
         self._process = None
 
     def remove(self) -> None:
-        """Remove what the servers left on disk, but for the log."""
+        """Remove the files of the servers, except the log."""
         shutil.rmtree(self._work, ignore_errors=True)
 
-    def last_words(self) -> str:
-        """The last line of the log that says something."""
+    def last_log_line(self) -> str:
+        """The last line of the log that is not empty."""
         lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines() if self.log.exists() else []
         return next((line.strip() for line in reversed(lines) if line.strip()), "nothing")[:300]
 
@@ -97,8 +97,8 @@ class GymProcess:
 def _can_isolate() -> bool:
     """Whether the system lets a process leave the network."""
     with tempfile.TemporaryDirectory() as folder, open(os.devnull, "ab") as nothing:
-        place, nothing_much = Path(folder), [sys.executable, "-c", ""]
-        tried = _launched(nothing_much, dict(os.environ), place, place, isolated=True, output=nothing)
+        place, command = Path(folder), [sys.executable, "-c", ""]
+        tried = _launched(command, dict(os.environ), place, place, isolated=True, output=nothing)
         return tried.wait() == 0
 
 

@@ -1,4 +1,4 @@
-"""Between turns and the Responses API, in which the Gym's servers are told what the policy wrote."""
+"""Converts turns to the Responses API, which the Gym's servers read, and reads their verifications."""
 
 import json
 import math
@@ -8,21 +8,21 @@ from typing import Any
 import httpx
 
 from upweight.environments.episode import ToolCall, Turn
-from upweight.environments.nemo_gym.client import GymFault, said
+from upweight.environments.nemo_gym.client import GymFault, excerpt
 
 Item = dict[str, Any]
-NOT_TOLD = ("responses_create_params", "response", "reward", "reward_components")
+NOT_DETAILS = ("responses_create_params", "response", "reward", "reward_components")
 
 
 def items_of(turn: Turn, calls: Sequence[tuple[str, ToolCall]], number: int) -> list[Item]:
-    """What one turn wrote: its text, and its calls by their ids."""
+    """The items of one turn: its text, and its calls with their ids."""
     text = turn.content if calls else turn.text
     items = [] if calls and not text else [_message(text, f"msg_{number}", finished=turn.finished)]
     return [*items, *(_call(identity, call) for identity, call in calls)]
 
 
 def output_item(identity: str, output: str) -> Item:
-    """What a tool answered."""
+    """The item of a tool's output."""
     return {"type": "function_call_output", "call_id": identity, "output": output}
 
 
@@ -40,42 +40,42 @@ def response_of(items: Sequence[Item], params: Mapping[str, Any], model: str) ->
     }
 
 
-def verdict(answer: httpx.Response) -> Mapping[str, Any]:
-    """What a verification says; GymFault where it says nothing about the policy."""
+def verification_of(answer: httpx.Response) -> Mapping[str, Any]:
+    """The verification in an answer; GymFault where it has no reward for the policy."""
     try:
-        found = answer.json() if answer.status_code == httpx.codes.OK else None
+        verification = answer.json() if answer.status_code == httpx.codes.OK else None
     except ValueError:
-        found = None
-    if not isinstance(found, Mapping):
-        raise GymFault(f"{answer.request.url.path}: {said(answer)}")
-    if found.get("_ng_failure_class"):
-        raise GymFault(f"{answer.request.url.path}: {found['_ng_failure_class']}")
-    if found.get("mask_sample"):
-        reason = found.get("failure_reason") or found.get("failure_kind") or "no reason given"
+        verification = None
+    if not isinstance(verification, Mapping):
+        raise GymFault(f"{answer.request.url.path}: {excerpt(answer)}")
+    if verification.get("_ng_failure_class"):
+        raise GymFault(f"{answer.request.url.path}: {verification['_ng_failure_class']}")
+    if verification.get("mask_sample"):
+        reason = verification.get("failure_reason") or verification.get("failure_kind") or "no reason given"
         raise GymFault(f"{answer.request.url.path}: the sample is to be masked: {reason}")
-    reward = found.get("reward")
+    reward = verification.get("reward")
     if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
         raise GymFault(f"{answer.request.url.path}: the reward is {reward!r}")
-    return found
+    return verification
 
 
-def rewards_of(found: Mapping[str, Any], components: Sequence[str], name: str) -> dict[str, float]:
-    """The rewards of a verdict: its sum, or the components that were asked for."""
+def rewards_of(verification: Mapping[str, Any], components: Sequence[str], name: str) -> dict[str, float]:
+    """The rewards of a verification: its sum, or the components that the config names."""
     if not components:
-        return {name: float(found["reward"])}
-    given = found.get("reward_components")
-    given = given if isinstance(given, Mapping) else {}
-    lacking = [one for one in components if not isinstance(given.get(one), int | float)]
+        return {name: float(verification["reward"])}
+    values = verification.get("reward_components")
+    values = values if isinstance(values, Mapping) else {}
+    lacking = [one for one in components if not isinstance(values.get(one), int | float)]
     if lacking:
-        has = ", ".join(map(str, given)) or "none"
+        has = ", ".join(map(str, values)) or "none"
         raise GymFault(f"/verify: no reward component {', '.join(lacking)}; there is {has}")
-    return {one: float(given[one]) for one in components}
+    return {one: float(values[one]) for one in components}
 
 
-def told(found: Mapping[str, Any]) -> dict[str, Any]:
-    """What a server adds to its verdict in single values, for people to read."""
+def details_of(verification: Mapping[str, Any]) -> dict[str, Any]:
+    """The single values that a server adds to its verification, for logs."""
     plain = bool | int | float | str
-    return {key: value for key, value in found.items() if key not in NOT_TOLD and isinstance(value, plain)}
+    return {key: value for key, value in verification.items() if key not in NOT_DETAILS and isinstance(value, plain)}
 
 
 def _message(text: str, identity: str, *, finished: bool) -> Item:
@@ -89,7 +89,7 @@ def _message(text: str, identity: str, *, finished: bool) -> Item:
 
 
 def _call(identity: str, call: ToolCall) -> Item:
-    # Arguments that could not be read are told as none: verifiers parse them, and break on what is no JSON.
+    # Arguments that could not be parsed are sent as none: verifiers parse them, and break on what is no JSON.
     arguments = {} if call.error else dict(call.arguments)
     return {
         "type": "function_call",

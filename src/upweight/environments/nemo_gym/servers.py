@@ -1,4 +1,4 @@
-"""Which servers a Gym runs, by the names that configs and rows use for them."""
+"""Discovers the servers of a running Gym and finds them by the names that configs and rows use."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,12 +10,12 @@ from upweight.environments.nemo_gym.client import GymClient, GymFault
 from upweight.errors import UserError, did_you_mean
 
 RESOURCES, AGENTS, MODELS = "resources_servers", "responses_api_agents", "responses_api_models"
-ANSWER = 30.0  # seconds for a question to the head server
+ANSWER = 30.0  # seconds that a request to the head server may take
 
 
 @dataclass(frozen=True)
-class Server:
-    """One server; it is another one after a restart."""
+class GymServer:
+    """One server; after a restart it is a different one."""
 
     instance: str
     implementation: str
@@ -26,27 +26,32 @@ class Server:
 
 @dataclass(frozen=True)
 class Proxy:
-    """What a model server of the Gym asks: an address and a model. Its key is not kept."""
+    """Where a model server of the Gym sends requests: address and model. Its API key is not kept."""
 
     url: str
     model: str
+    url_key: str  # key of the Gym's config that sets the address
 
 
 @dataclass(frozen=True)
-class Servers:
+class GymServers:
     """The servers of a Gym, and which agent works with which of them."""
 
-    all: Sequence[Server]
+    all: Sequence[GymServer]
     resource_of: Mapping[str, str]  # by agent
     proxy_of: Mapping[str, Proxy]  # by agent
 
-    def resource(self, name: str) -> Server:
+    def urls(self) -> dict[str, str]:
+        """Address -> instance of the servers that rollouts use."""
+        return {server.url: server.instance for server in self.all if server.kind in (RESOURCES, AGENTS)}
+
+    def resource(self, name: str) -> GymServer:
         """The resource server of that instance or implementation, or the one that the agent of that name works with."""
         return self._find(RESOURCES, self.resource_of.get(name, name))
 
-    def agent(self, name: str) -> Server:
+    def agent(self, name: str) -> GymServer:
         """The agent of that instance, or the one that works with the resource server of that name."""
-        if any(one.kind == AGENTS and one.instance == name for one in self.all):
+        if any(server.kind == AGENTS and server.instance == name for server in self.all):
             return self._find(AGENTS, name)
         resource = self._find(RESOURCES, name).instance
         agents = [agent for agent, served in self.resource_of.items() if served == resource]
@@ -57,60 +62,69 @@ class Servers:
             )
         return self._find(AGENTS, agents[0])
 
-    def _find(self, kind: str, name: str) -> Server:
-        own = [one for one in self.all if one.kind == kind]
+    def _find(self, kind: str, name: str) -> GymServer:
+        candidates = [server for server in self.all if server.kind == kind]
         for attribute in ("instance", "implementation"):
-            found = [one for one in own if getattr(one, attribute) == name]
-            if len(found) == 1:
-                return found[0]
-            if found:
-                names = ", ".join(one.instance for one in found)
+            servers = [server for server in candidates if getattr(server, attribute) == name]
+            if len(servers) == 1:
+                return servers[0]
+            if servers:
+                names = ", ".join(server.instance for server in servers)
                 raise UserError(f"nemo_gym_datasets: the Gym has several servers '{name}': choose among {names}.")
-        names = [one.instance for one in own]
+        names = [server.instance for server in candidates]
         shown = ", ".join(names) or "none"
         raise UserError(
             f"nemo_gym_datasets: the Gym has no server '{name}'.{did_you_mean(name, names)} It has {shown}."
         )
 
 
-async def discover(link: GymClient, head: str) -> Servers:
+async def discover(client: GymClient, head: str) -> GymServers:
     """The servers that the head server at an address lists; GymFault where there is none yet."""
-    answer = await link.ask(f"{head}/server_instances", limit=ANSWER)
+    answer = await client.ask(f"{head}/server_instances", limit=ANSWER)
     try:
         listed = answer.json() if answer.is_success else None
         servers = [
-            Server(
-                one["config_path"], one["name"], one["server_type"], one["url"], (one.get("pid"), one.get("start_time"))
+            GymServer(
+                entry["config_path"],
+                entry["name"],
+                entry["server_type"],
+                entry["url"],
+                (entry.get("pid"), entry.get("start_time")),
             )
-            for one in listed or ()
-            if one.get("url")
+            for entry in listed or ()
+            if entry.get("url")
         ]
     except (ValueError, KeyError, TypeError, AttributeError):
         servers = []
     if not servers:
         raise GymFault(f"{head}/server_instances lists no servers ({answer.status_code})")
-    if not any(one.kind == AGENTS for one in servers):
-        return Servers(servers, {}, {})
-    config = await link.ask(f"{head}/global_config_dict_yaml", limit=ANSWER)
+    agents = [server for server in servers if server.kind == AGENTS]
+    if not agents:
+        return GymServers(servers, {}, {})
+    config = await client.ask(f"{head}/global_config_dict_yaml", limit=ANSWER)
     # It holds keys in clear text: only names and addresses are taken from it, and nothing of it is ever shown.
     try:
         parsed = yaml.safe_load(config.json())
     except (ValueError, yaml.YAMLError):
         raise GymFault("the head server's config cannot be read", "lost") from None
-    return Servers(servers, *_agents(parsed, [one for one in servers if one.kind == AGENTS]))
+    return GymServers(servers, *_agents(parsed, agents))
 
 
-def _agents(config: Mapping[str, Any], agents: Iterable[Server]) -> tuple[dict[str, str], dict[str, Proxy]]:
+def _agents(config: Mapping[str, Any], agents: Iterable[GymServer]) -> tuple[dict[str, str], dict[str, Proxy]]:
+    """The resource server and the proxy of each agent, as the Gym's config has them."""
     resource_of, proxy_of = {}, {}
     for agent in agents:
         settings = _at(config, agent.instance, AGENTS, agent.implementation)
         resource = _at(settings, "resources_server", "name")
         if isinstance(resource, str):
             resource_of[agent.instance] = resource
-        models = _at(config, str(_at(settings, "model_server", "name")), MODELS)
-        for model in models.values() if isinstance(models, Mapping) else ():
-            url, name = (_resolved(config, _at(model, key)) for key in ("base_url", "model"))
-            proxy_of[agent.instance] = Proxy(str(url[0] if isinstance(url, list) and url else url), str(name))
+        instance = str(_at(settings, "model_server", "name"))
+        models = _at(config, instance, MODELS)
+        for implementation, model in models.items() if isinstance(models, Mapping) else ():
+            key = _reference(_at(model, "base_url")) or f"{instance}.{MODELS}.{implementation}.base_url"
+            url, name = _at(config, *key.split(".")), _at(model, "model")
+            name = _at(config, *reference.split(".")) if (reference := _reference(name)) else name
+            proxy_of[agent.instance] = Proxy(str(url[0] if isinstance(url, list) and url else url), str(name), key)
     return resource_of, proxy_of
 
 
@@ -120,8 +134,6 @@ def _at(value: Any, *keys: str) -> Any:
     return value
 
 
-def _resolved(config: Mapping[str, Any], value: Any) -> Any:
-    """A value that refers to a key of the config as `${key}`."""
-    if isinstance(value, str) and value.startswith("${") and value.endswith("}"):
-        return _at(config, *value[2:-1].split("."))
-    return value
+def _reference(value: Any) -> str | None:
+    """The key that a value refers to as `${key}`."""
+    return value[2:-1] if isinstance(value, str) and value.startswith("${") and value.endswith("}") else None

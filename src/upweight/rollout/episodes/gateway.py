@@ -1,4 +1,4 @@
-"""A door on loopback through which a Gym's model proxy reaches the policy, whatever its name on the server is now."""
+"""A loopback endpoint through which a Gym's model proxy reaches the policy under whatever name vLLM serves it."""
 
 import asyncio
 import contextlib
@@ -14,34 +14,34 @@ from upweight.rollout.vllm.server import VllmServer
 from upweight.types import Sampling
 
 LARGEST = 64 << 20  # bytes of a request
-REMEMBERED = 100_000  # turns whose version is known
+REMEMBERED = 100_000  # turns whose policy version is kept
 CHAT = "/v1/chat/completions"
 
 
 class PolicyGateway:
-    """Passes chat requests on to the vLLM server, as the version of the policy that is served, sampled as asked."""
+    """Forwards chat requests to the policy on the vLLM server, with the sampling parameters of the run."""
 
     def __init__(self, server: VllmServer, port: int, template_args: Mapping[str, Any]) -> None:
         self.server, self.port, self.template_args = server, port, dict(template_args)
         self.sampling: Sampling | None = None
-        self._versions: dict[int, int] = {}  # of turns, by their log-probs: the Gym hands those on as they are
-        self._door: asyncio.Server | None = None
+        self._versions: dict[int, int] = {}  # by the hash of a turn's log-probs, which the Gym returns unchanged
+        self._listener: asyncio.Server | None = None
 
     @property
     def url(self) -> str:
-        """What a Gym's config calls `policy_base_url`."""
+        """The address that is `policy_base_url` in a Gym's config."""
         return f"http://127.0.0.1:{self.port}/v1"
 
     def open(self) -> None:
-        """Begin to listen."""
-        if self._door is None:
-            self._door = self.server.client.run(self._listen())
+        """Start listening."""
+        if self._listener is None:
+            self._listener = self.server.client.run(self._listen())
 
     def close(self) -> None:
-        """Listen no more."""
-        door, self._door = self._door, None
-        if door is not None:
-            self.server.client.run(self._shut(door))
+        """Stop listening."""
+        listener, self._listener = self._listener, None
+        if listener is not None:
+            self.server.client.run(self._close(listener))
 
     def version_of(self, logps: Sequence[float], otherwise: int) -> int:
         """The version of the policy that wrote a turn with these log-probs."""
@@ -53,8 +53,8 @@ class PolicyGateway:
         except OSError as error:
             raise UserError(f"nemo_gym_policy_port: {self.port} cannot be listened on: {error}") from None
 
-    async def _shut(self, door: asyncio.Server) -> None:
-        door.close()
+    async def _close(self, listener: asyncio.Server) -> None:
+        listener.close()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError, ValueError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
@@ -72,18 +72,18 @@ class PolicyGateway:
             writer.close()
 
     async def _answer(self, method: str, path: str, body: bytes) -> tuple[int, Any]:
-        """Status and content for a request; what the server refuses keeps its status, so that the proxy knows why."""
+        """Status and content for a request; errors of the server keep their status for the proxy to act on."""
         if method == "GET":
             return 200, {"object": "list", "data": [{"id": "policy", "object": "model"}], "status": "ok"}
         try:
-            asked = json.loads(body)
+            request = json.loads(body)
             if path == CHAT:
-                asked |= self._fields() | self.server.options
+                request |= self._fields() | self.server.options
             elif path != "/tokenize":
                 return 404, {"error": {"message": f"there is no {path}"}}
             if self.template_args:
-                asked["chat_template_kwargs"] = {**self.template_args, **(asked.get("chat_template_kwargs") or {})}
-            return 200, await self.server.request(path, asked, self._noted)
+                request["chat_template_kwargs"] = {**self.template_args, **(request.get("chat_template_kwargs") or {})}
+            return 200, await self.server.request(path, request, self._remember_version)
         except RequestRefused as error:
             # The Gym answers its caller with a bare 500: here is the last place that knows the reason.
             warn_once(f"the vLLM server refuses a request of the Gym's agents: {error}")
@@ -93,17 +93,17 @@ class PolicyGateway:
         except (ValueError, TypeError) as error:
             return 400, {"error": {"message": f"no request: {error}", "code": 400}}
 
-    def _noted(self, answer: Any, version: int) -> Any:
-        """An answer as it is; which version wrote it is remembered."""
+    def _remember_version(self, answer: Any, version: int) -> Any:
+        """The answer unchanged; the version of the policy that wrote it is remembered."""
         for choice in answer.get("choices") or ():
-            said = (choice.get("logprobs") or {}).get("content") or ()
-            self._versions[hash(tuple(entry["logprob"] for entry in said))] = version
+            tokens = (choice.get("logprobs") or {}).get("content") or ()
+            self._versions[hash(tuple(entry["logprob"] for entry in tokens))] = version
         while len(self._versions) > REMEMBERED:
             del self._versions[next(iter(self._versions))]
         return answer
 
     def _fields(self) -> dict[str, Any]:
-        """How the policy is sampled, whoever asks, and that tokens come back as they were written."""
+        """Fields that every request gets: the run's sampling parameters, and token ids in the answer."""
         return sampling_fields(self.sampling or Sampling(256)) | {
             "max_completion_tokens": None,
             "logprobs": True,

@@ -1,5 +1,6 @@
 """The tokens of one rollout in order: the prompt, what the policy sampled, and the observations in between."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,7 +14,7 @@ class Segment:
 
     ids: list[int]
     sampled: list[bool]
-    logps: list[float]
+    logps: list[float]  # NaN where the sampler's is not known
     versions: list[int | None]
 
     @staticmethod
@@ -39,7 +40,7 @@ class Segment:
         oldest = min((version for version in self.versions if version is not None), default=0)
         versions = [oldest if version is None else version for version in self.versions[start:stop]]
         ids, logps, sampled = self.ids[start:stop], self.logps[start:stop], self.sampled[start:stop]
-        return Completion(ids, logps, versions, finished, sampled)
+        return Completion(ids, [] if any(map(math.isnan, logps)) else logps, versions, finished, sampled)
 
 
 class TokenStream:
@@ -61,7 +62,7 @@ class TokenStream:
 
     def append_sampled(self, turn: Completion) -> None:
         """Append a turn of the policy."""
-        logps = turn.logps or [0.0] * len(turn.ids)
+        logps = turn.logps or [math.nan] * len(turn.ids)
         self.segments[-1].append(turn.ids, logps, turn.versions, sampled=True)
 
     def append_observation(self, ids: Sequence[int]) -> None:

@@ -116,14 +116,10 @@ def agrees(mean: float, largest: float, *, exact: bool) -> bool:
     return largest <= FLOAT32_LIMIT if exact else mean <= MEAN_LIMIT
 
 
-async def check_temperature(client: VllmClient, name: str, size: int) -> None:
-    """Raise a UserError where a lower temperature does not widen the spread of the server's log-probs."""
+async def applies_temperature(client: VllmClient, name: str, size: int) -> bool:
+    """Whether a server reports log-probs at the sampling temperature: a low one widens their spread then."""
     plain, sharp = [await top_logps_of(client, name, probe_prompt(size), temperature) for temperature in (1.0, 0.25)]
-    if sharp[0] - sharp[-1] < 2 * (plain[0] - plain[-1]):
-        raise UserError(
-            f"the log-probs of the server at {client.url} leave out the temperature. Start it with `upweight "
-            "vllm-serve`, or add --logprobs-mode processed_logprobs to its command line; or set 'trl.temperature: 1.0'."
-        )
+    return sharp[0] - sharp[-1] >= 2 * (plain[0] - plain[-1])
 
 
 async def top_logps_of(client: VllmClient, name: str, ids: Sequence[int], temperature: float = 1.0) -> list[float]:

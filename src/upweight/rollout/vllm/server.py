@@ -4,6 +4,7 @@ import asyncio
 import queue
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -185,10 +186,14 @@ class VllmServer:
     async def _complete(self, prompt: Sequence[int], body: dict[str, Any]) -> list[Completion]:
         """Return the completions of one prompt."""
         request = {**body, "prompt": list(prompt)}
+
+        def read(answer: Any, version: int) -> list[Completion]:
+            completions = completions_of(answer, prompt, body["n"], version)
+            known = self.weights.reports_sampler_logps
+            return completions if known else [replace(completion, logps=[]) for completion in completions]
+
         try:
-            return await self.request(
-                "/v1/completions", request, lambda answer, version: completions_of(answer, prompt, body["n"], version)
-            )
+            return await self.request("/v1/completions", request, read)
         except RequestRefused as error:
             raise UserError(f"the vLLM server at {self.client.url} refuses a request: {error}") from None
 

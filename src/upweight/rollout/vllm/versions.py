@@ -19,12 +19,19 @@ from upweight.errors import UserError
 from upweight.log import logger, warn_once
 from upweight.rollout.vllm.client import RequestFailed, RequestRefused, VllmClient, backoff
 from upweight.rollout.vllm.file_transfer import ServedVersion, Transport, forget_leftovers, link_files, write_aside
-from upweight.rollout.vllm.probe import agrees, ask_probe, check_temperature, difference, served_base, top_logps_of
+from upweight.rollout.vllm.probe import agrees, applies_temperature, ask_probe, difference, served_base, top_logps_of
 
 ATTEMPTS = 4  # at sending weights
 FRESH = 1.0  # seconds for which a check of the server stays valid: a restart takes longer
 Sending = tuple[ServedVersion, "Future[tuple[list[int], list[float]]]"]  # with tokens and log-probs of its probe
 OnModel = Callable[[Callable[[nn.Module], Any]], Any]
+NO_TEMPERATURE = (
+    "the server at %s reports log-probs without the temperature (%g), so the sampler's log-probs are unknown: old "
+    "log-probs come from the trainer, and training does not correct for the difference between sampler and trainer, "
+    "nor for the age of samples (importance sampling correction, off-policy mask). For that, add `--logprobs-mode "
+    "processed_logprobs` to the server's command line (`upweight vllm-serve CONFIG --show` prints a whole one), or set "
+    "'trl.temperature: 1.0'"
+)
 
 
 class ServedVersions:
@@ -48,6 +55,7 @@ class ServedVersions:
         self._base = base_of(model)
         self.on_model: OnModel = on_model or (lambda work: work(model))
         self._dtype, self._folder, self._temperature = dtype, folder, temperature
+        self._logps_temperature = temperature  # that the server's log-probs are reported at: 1 where it leaves it out
         self._vocabulary: int = self._base.config.get_text_config().vocab_size
         self._quantised = bool(getattr(self._base, "is_quantized", False))
         self._run = uuid.uuid4().hex[:8]
@@ -61,10 +69,7 @@ class ServedVersions:
     def check_base(self, name: str) -> None:
         """Check the server's temperature, and its log-probs against the trainer's where it keeps its base weights."""
         self.client.run(self.client.retry_until_answered(partial(forget_leftovers, self.client, self._folder)))
-        if self._temperature != 1:
-            self.client.run(
-                self.client.retry_until_answered(partial(check_temperature, self.client, name, self._vocabulary))
-            )
+        self.client.run(self.client.retry_until_answered(partial(self._detect_temperature, name)))
         if self.transport.drains:
             return
         probe = partial(ask_probe, self.client, name, self._vocabulary, self._temperature)
@@ -72,6 +77,11 @@ class ServedVersions:
         mean, largest = self.on_model(self._comparison(ids, logps, adapted=False))
         if not self._agrees(mean, largest):
             raise UserError(self._other_weights(mean))
+
+    @property
+    def reports_sampler_logps(self) -> bool:
+        """Whether the server's log-probs are those of the distribution that it samples from."""
+        return self._logps_temperature == self._temperature
 
     def send(self, version: int, like: Path | None = None, attempt: int = 0) -> Sending:
         """Write the present weights, or link those of the folder `like`, and start their transfer."""
@@ -179,12 +189,22 @@ class ServedVersions:
         if served is None or not self.open.is_set() or await self.transport.holds(self.client, served):
             return
         logger.warning("warning: %s was restarted; sending version %d again", self.client.url, served.version)
-        await served_base(self.client, self._base.config.name_or_path)
+        name, _ = await served_base(self.client, self._base.config.name_or_path)
+        await self._detect_temperature(name)
         await self.transport.put(self.client, served)
         ids, before = served.top_logps
         apart = (torch.tensor(await top_logps_of(self.client, served.name, ids)) - torch.tensor(before)).abs()
         if not agrees(float(apart.mean()), float(apart.max()), exact=bool(self._exact)):
             raise UserError(self._other_weights(float(apart.mean())))
+
+    async def _detect_temperature(self, name: str) -> None:
+        """Find out at which temperature the server reports log-probs; it may be another after a restart."""
+        if self._temperature == 1:
+            return
+        applied = await applies_temperature(self.client, name, self._vocabulary)
+        self._logps_temperature = self._temperature if applied else 1.0
+        if not applied:
+            warn_once(NO_TEMPERATURE % (self.client.url, self._temperature))
 
     async def _retire(self, new: ServedVersion | None) -> None:
         """Make a version the current one, drop unused old ones, and let requests use it."""
@@ -210,7 +230,7 @@ class ServedVersions:
 
     def _comparison(self, ids: list[int], logps: list[float], *, adapted: bool) -> Callable[[nn.Module], Any]:
         """Return a function that compares a model, with or without its adapter, with the server's log-probs."""
-        return partial(difference, ids=ids, reported_logps=logps, temperature=self._temperature, adapted=adapted)
+        return partial(difference, ids=ids, reported_logps=logps, temperature=self._logps_temperature, adapted=adapted)
 
     def _agrees(self, mean: float, largest: float) -> bool:
         """Whether a difference is within the limit; the first one decides which limit later ones have."""
