@@ -132,4 +132,5 @@ def load_score_model(
 def _head_of(section: ModelSection) -> Head:
     """Return the head that a full model was saved with."""
     (name, *_) = load_config(section).architectures or [""]
-    return next((head for ending, head in HEADS.items() if name.endswith(ending)), "tokens")
+    heads: list[Head] = [head for ending, head in HEADS.items() if name.endswith(ending)]
+    return heads[0] if heads else "tokens"
