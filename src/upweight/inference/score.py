@@ -119,7 +119,7 @@ def load_score_model(
     head = _head_of(section) if adapted is None else adapted.head()
     if head == "tokens":
         place = adapter or section.base_model
-        raise UserError(f"{place} is not a reward model: it has no score head. Train one with 'reward_model: true'.")
+        raise UserError(f"{place} is no reward model: it has no score head. Train one with 'reward_model: true'.")
     if adapted is not None:
         model, tokenizer = adapted.load(dtype), adapted.tokenizer()
     else:
