@@ -76,7 +76,7 @@ def test_a_port_that_is_taken_is_named(tmp_path):
     argv = (sys.executable, "-c", STAND_IN, str(port), str(file))
 
     def ready() -> None:
-        with pytest.raises(UserError, match=r"is_healthy at .* already"):
+        with pytest.raises(UserError, match=r"answers at .* already"):
             run_server(Command(argv), url, lambda: None)
         threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
 

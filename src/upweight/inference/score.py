@@ -119,7 +119,7 @@ def load_score_model(
     head = _head_of(section) if adapted is None else adapted.head()
     if head == "tokens":
         place = adapter or section.base_model
-        raise UserError(f"{place} is not a reward model: it has no score head. Train one with 'reward_model: true'.")
+        raise UserError(f"{place} is no reward model: it has no score head. Train one with 'reward_model: true'.")
     if adapted is not None:
         model, tokenizer = adapted.load(dtype), adapted.tokenizer()
     else:
@@ -132,4 +132,5 @@ def load_score_model(
 def _head_of(section: ModelSection) -> Head:
     """Return the head that a full model was saved with."""
     (name, *_) = load_config(section).architectures or [""]
-    return next((head for ending, head in HEADS.items() if name.endswith(ending)), "tokens")
+    heads: list[Head] = [head for ending, head in HEADS.items() if name.endswith(ending)]
+    return heads[0] if heads else "tokens"
