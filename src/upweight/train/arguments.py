@@ -16,9 +16,9 @@ from upweight.train.distributed.deepspeed import zero_arguments, zero_config
 from upweight.train.distributed.fsdp import fsdp_arguments
 from upweight.train.recording.trackers import tracking_arguments
 
-STOCK_SAVE_STEPS = 500  # transformers' own, where nothing is said
+DEFAULT_SAVE_STEPS = 500  # transformers' own, where nothing is said
 # Optimizers that transformers knows under longer names alone.
-IN_FULL = {name: f"{name}_32bit" for name in ("lion", "paged_lion", "paged_adamw")}
+LONG_OPTIMIZER_NAMES = {name: f"{name}_32bit" for name in ("lion", "paged_lion", "paged_adamw")}
 
 
 def training_arguments(
@@ -32,7 +32,7 @@ def training_arguments(
 ) -> TrainingArguments:
     """The arguments of the loop, from a config or from those that a script `given` its trainer."""
     if given is not None:
-        return _of_script(config, given, sharding, dtype)
+        return _script_arguments(config, given, sharding, dtype)
     optim, run = config.optim, config.run
     total = optim.max_steps or math.ceil(optim.num_epochs * steps_per_epoch)
     arguments: dict[str, Any] = dict(
@@ -40,7 +40,7 @@ def training_arguments(
         per_device_eval_batch_size=optim.eval_batch_size or _batch(config),
         num_train_epochs=optim.num_epochs,
         max_steps=optim.max_steps or -1,
-        optim=IN_FULL.get(optim.optimizer, optim.optimizer),
+        optim=LONG_OPTIMIZER_NAMES.get(optim.optimizer, optim.optimizer),
         optim_args=_optimizer_args(config),
         lr_scheduler_type=optim.scheduler,
         lr_scheduler_kwargs=_scheduler_args(config),
@@ -64,9 +64,9 @@ def training_arguments(
         logging_first_step=True,
         disable_tqdm=True,
         torch_empty_cache_steps=optim.empty_cache_steps,
-        **_saving_and_evaluating(config, steps_per_epoch),
-        **_pushing(config),
-        **_of_this_loop(config) | _spreading(config, sharding, dtype),
+        **_save_and_eval_schedule(config, steps_per_epoch),
+        **_hub_arguments(config),
+        **_fixed_arguments(config) | _sharding_arguments(config, sharding, dtype),
         **tracking_arguments(config.tracking),
     )
     try:
@@ -79,7 +79,7 @@ def _batch(config: Config) -> int:
     return (config.optim.micro_batch_size or 1) * (config.optim.accumulation or 1)
 
 
-def _of_this_loop(config: Config) -> dict[str, Any]:
+def _fixed_arguments(config: Config) -> dict[str, Any]:
     """What has to be so, whoever asks for a run: a step is one batch, which the step runner cuts into forwards."""
     return {
         "per_device_train_batch_size": _batch(config),
@@ -97,10 +97,12 @@ def _of_this_loop(config: Config) -> dict[str, Any]:
     }
 
 
-def _of_script(config: Config, given: TrainingArguments, sharding: Sharding, dtype: torch.dtype) -> TrainingArguments:
+def _script_arguments(
+    config: Config, given: TrainingArguments, sharding: Sharding, dtype: torch.dtype
+) -> TrainingArguments:
     """A script's arguments as the loop needs them; its own stay as they are."""
     seen = copy.copy(given)
-    for name, value in _of_this_loop(config).items():
+    for name, value in _fixed_arguments(config).items():
         setattr(seen, name, value)
     if config.sharding.fsdp and sharding == "none":
         seen.fsdp = seen.fsdp_plugin_args = None
@@ -159,20 +161,20 @@ def _comparison(config: Config) -> tuple[str | None, bool | None]:
     return metric, more_is_better
 
 
-def _saving_and_evaluating(config: Config, steps_per_epoch: int) -> dict[str, Any]:
+def _save_and_eval_schedule(config: Config, steps_per_epoch: int) -> dict[str, Any]:
     """Both, so that the best evaluation can be found again where both go by steps that the data decides."""
-    saving, evaluating = _saving(config, steps_per_epoch), _evaluating(config, steps_per_epoch)
+    saving, evaluating = _save_schedule(config, steps_per_epoch), _eval_schedule(config, steps_per_epoch)
     every = evaluating.get("eval_steps")
     by_steps = saving["save_strategy"] == evaluating["eval_strategy"] == "steps"
     if config.run.load_best and by_steps and not (config.run.save_steps and config.run.eval_steps):
-        saved = saving.get("save_steps", STOCK_SAVE_STEPS)
+        saved = saving.get("save_steps", DEFAULT_SAVE_STEPS)
         every = saved if every is None else every
         evaluating["eval_steps"] = every
         saving["save_steps"] = max(saved - saved % every, every) if every >= 1 and saved >= 1 else every
     return saving | evaluating
 
 
-def _saving(config: Config, steps_per_epoch: int) -> dict[str, Any]:
+def _save_schedule(config: Config, steps_per_epoch: int) -> dict[str, Any]:
     """When checkpoints are written; how many are kept is not the Trainer's to say, which drops before it is whole."""
     run = config.run
     metric, more_is_better = _comparison(config)
@@ -181,21 +183,21 @@ def _saving(config: Config, steps_per_epoch: int) -> dict[str, Any]:
         "load_best_model_at_end": run.load_best,
         "metric_for_best_model": metric,
         "greater_is_better": more_is_better,
-        **_when("save", run.save_strategy, run.save_steps, run.saves_per_epoch, steps_per_epoch),
+        **_every("save", run.save_strategy, run.save_steps, run.saves_per_epoch, steps_per_epoch),
     }
 
 
-def _evaluating(config: Config, steps_per_epoch: int) -> dict[str, Any]:
+def _eval_schedule(config: Config, steps_per_epoch: int) -> dict[str, Any]:
     run = config.run
     if not (config.data.test_datasets or config.data.val_set_size):
         return {"eval_strategy": "no"}
     # What an online run has learned shows against what it could do before.
     on_start = run.eval_on_start or (config.method.online and "eval_on_start" not in config.given)
-    when = _when("eval", run.eval_strategy, run.eval_steps, run.evals_per_epoch, steps_per_epoch)
+    when = _every("eval", run.eval_strategy, run.eval_steps, run.evals_per_epoch, steps_per_epoch)
     return {"eval_on_start": on_start, **when}
 
 
-def _when(
+def _every(
     what: str, strategy: str | None, steps: float | None, per_epoch: int | None, steps_per_epoch: int
 ) -> dict[str, Any]:
     """How often the Trainer does something; below 1, `steps` are a share of all."""
@@ -206,7 +208,7 @@ def _when(
     return {f"{what}_strategy": strategy or "epoch"}
 
 
-def _spreading(config: Config, sharding: Sharding, dtype: torch.dtype) -> dict[str, Any]:
+def _sharding_arguments(config: Config, sharding: Sharding, dtype: torch.dtype) -> dict[str, Any]:
     options: dict[str, Any] = {
         "ddp_timeout": config.sharding.timeout,
         "ddp_bucket_cap_mb": config.sharding.bucket_mb,
@@ -218,7 +220,7 @@ def _spreading(config: Config, sharding: Sharding, dtype: torch.dtype) -> dict[s
     return options | (fsdp_arguments(config.sharding) if sharding == "fsdp" else {})
 
 
-def _pushing(config: Config) -> dict[str, Any]:
+def _hub_arguments(config: Config) -> dict[str, Any]:
     run = config.run
     if run.hub_model_id is None:
         return {}

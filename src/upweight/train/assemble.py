@@ -51,8 +51,8 @@ def assemble(config: Config, objects: Objects = YAML_ONLY, *, trains: bool = Tru
     set_seed(config.optim.seed)
     tokenizer = _tokenizer(config, objects)
     data = _data(config, objects, tokenizer)
-    acting = environment_setup(config, objects)
-    rewards = rewards_of(config, device, data.columns, acting, objects) if config.method.online else []
+    env_setup = environment_setup(config, objects)
+    rewards = rewards_of(config, device, data.columns, env_setup, objects) if config.method.online else []
     dtype, sharding = compute_dtype(config.model, device), sharding_of(config.sharding, ranks.num_processes)
     model = load_policy(config, objects, tokenizer, dtype, sharding, trains=trains)
     if objects.model is not None or objects.load_dtype is not None:  # half precision where such weights are
@@ -87,13 +87,13 @@ def assemble(config: Config, objects: Objects = YAML_ONLY, *, trains: bool = Tru
         train_dataset=data.train,
         eval_dataset=data.evaluation,
         encode=data.encode,
-        rollouts=rollouts_of(config, objects, policy, data.train, rewards, acting=acting) if online else None,
+        rollouts=rollouts_of(config, objects, policy, data.train, rewards, env_setup=env_setup) if online else None,
         shuffle=not config.data.curriculum,
         rate_of=lr_rules(config.optim, config.adapter, model),
         callbacks=[*objects.callbacks, *_callbacks(policy, objects)],
         optimizers=objects.optimizers,
         optimizer_class=objects.optimizer_class,
-        recording=partial(recording, config=config, objects=objects) if objects.of_script else None,
+        recording=partial(recording, config=config, objects=objects) if objects.from_script else None,
     )
 
 
@@ -110,7 +110,7 @@ def _tokenizer(config: Config, objects: Objects) -> PreTrainedTokenizerBase:
     tokenizer = objects.tokenizer
     if tokenizer is None and objects.model is not None and not objects.model.config.name_or_path:
         raise UserError("processing_class: the model was not loaded from anywhere: give its tokenizer.")
-    if not objects.of_script:
+    if not objects.from_script:
         return load_tokenizer(config.model)
     tokens = config.model.special_tokens
     if tokenizer is None:
@@ -145,22 +145,22 @@ class Data:
 def _data(config: Config, objects: Objects, tokenizer: PreTrainedTokenizerBase) -> Data:
     """The rows of a run, with the chat template they were written by in the tokenizer."""
     if objects.read_rows is not None:
-        return _given_data(config, objects, tokenizer)
+        return _script_data(config, objects, tokenizer)
     data = rank0_first(partial(prepare, config, tokenizer))
     if not len(data.train):
         raise UserError("\n".join(["datasets: no row is left to train on.", *data.report.lines()]))
-    _say_what_became_of_rows(data)
+    _log_dropped_rows(data)
     if data.template is not None:
         tokenizer.chat_template = data.template  # saved with the model, which knows no other
     held, method = data.evaluation, config.method
-    matching = feature_matcher(method)
-    if matching is not None and matching.strided:  # documents that no block fits into are left out
-        train = with_blocks(data.train, matching, "training")
-        return Data(train, None if held is None else with_blocks(held, matching, "evaluation"), data.folder)
+    feature_matching = feature_matcher(method)
+    if feature_matching is not None and feature_matching.strided:  # documents that no block fits into are left out
+        train = with_blocks(data.train, feature_matching, "training")
+        return Data(train, None if held is None else with_blocks(held, feature_matching, "evaluation"), data.folder)
     return Data(data.train, held, data.folder)
 
 
-def _given_data(config: Config, objects: Objects, tokenizer: PreTrainedTokenizerBase) -> Data:
+def _script_data(config: Config, objects: Objects, tokenizer: PreTrainedTokenizerBase) -> Data:
     """The rows that a script hands over, in its order, through the same cache."""
     read, place = objects.read_rows, Path(config.data.prepared_path).expanduser()
     assert read is not None
@@ -174,7 +174,7 @@ def _given_data(config: Config, objects: Objects, tokenizer: PreTrainedTokenizer
         read_by = dataclasses.replace(config, data=section.model_copy(update=order))
         work = partial(prepare_given, read_by, tokenizer, rows, where, trains=trains, keep=keep)
         data = rank0_first(work) if keep else work()
-        _say_what_became_of_rows(data, objects.worded)
+        _log_dropped_rows(data, objects.translate_error)
         return data
 
     train = encoded(objects.train_dataset, "train_dataset", trains=True)
@@ -188,13 +188,13 @@ def _given_data(config: Config, objects: Objects, tokenizer: PreTrainedTokenizer
     )
 
 
-def _say_what_became_of_rows(data: Prepared, worded: Callable[[str], str] = str) -> None:
+def _log_dropped_rows(data: Prepared, translate_error: Callable[[str], str] = str) -> None:
     """Say which entries lost rows or had rows cut: a run on less than its data must not look like one on all of it."""
     if not PartialState().is_main_process:
         return
     for part, line in zip(data.report.parts, data.report.lines(), strict=False):  # its first lines are the parts
         if part.dropped or part.notes:
-            logger.warning("%s", worded(line))
+            logger.warning("%s", translate_error(line))
 
 
 def _steps_per_epoch(config: Config, rows: int, ranks: int) -> int:
@@ -231,7 +231,7 @@ def _separate_reference(
 def _callbacks(policy: Policy, objects: Objects) -> list[TrainerCallback]:
     """What keeps weights that follow others in step."""
     callbacks: list[TrainerCallback] = []
-    if objects.of_script and policy.copies is not None:
+    if objects.from_script and policy.copies is not None:
         callbacks.append(PlainModelAfterwards(policy.copies, following=objects.optimizers[0] is None))
     synced = policy.method.reference_sync
     if policy.reference is not None and synced is not None:

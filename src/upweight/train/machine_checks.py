@@ -17,7 +17,7 @@ from upweight.config.servers import direct_transfer, samples_from_server
 from upweight.config.zero import zero_options
 from upweight.errors import UserError
 from upweight.runs.files import no_folder_at
-from upweight.train.recording.trackers import asked_trackers
+from upweight.train.recording.trackers import enabled_trackers
 
 Check = Callable[[Config], Iterator[str]]
 
@@ -48,7 +48,7 @@ def gpus(config: Config) -> Iterator[str]:
 
 def packages(config: Config) -> Iterator[str]:
     """What has to be installed besides this package."""
-    for tracker in asked_trackers(config.tracking):
+    for tracker in enabled_trackers(config.tracking):
         names = ("tensorboard", "tensorboardX") if tracker == "tensorboard" else (tracker,)
         if not any(map(_installed, names)):
             yield f"use_{tracker}: the tracker is not installed: pip install {tracker}."

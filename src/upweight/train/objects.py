@@ -38,10 +38,12 @@ class Objects:
     optimizers: tuple[Any, Any] = (None, None)
     optimizer_class: tuple[type, dict[str, Any]] | None = None  # with its arguments
     chat_template_path: str | None = None  # a file, or a tokenizer that has the template
-    worded: Callable[[str], str] = str  # an error about keys of a config -> the same about the script's arguments
+    translate_error: Callable[[str], str] = (
+        str  # an error about keys of a config -> the same about the script's arguments
+    )
 
     @property
-    def of_script(self) -> bool:
+    def from_script(self) -> bool:
         """Whether a script asked for this run, and its own loop goes on after it."""
         return self.arguments is not None
 

@@ -28,8 +28,8 @@ from upweight.models.load import disable_dropout, fit_vocabulary, load_model, ma
 from upweight.models.memory import activation_bytes, training_bytes
 from upweight.models.precision import ComputeCopies, Sharding, set_up_precision
 from upweight.models.reference import Reference, adapter_state, make_reference, reference_kind
-from upweight.train.distributed.deepspeed import partitioned_at_once, zero_config
-from upweight.train.distributed.fsdp import read_once
+from upweight.train.distributed.deepspeed import zero3_partitioned_loading, zero_config
+from upweight.train.distributed.fsdp import rank0_reads_weights
 from upweight.train.objects import Model, Objects
 from upweight.train.reference.precomputed import Precompute
 
@@ -73,9 +73,9 @@ def load_policy(
     set_seed(config.optim.seed)  # of an adapter's first weights, where no model is loaded before
     model = objects.model
     if model is None:
-        model = _loaded(config, objects, tokenizer, dtype, sharding, trains=trains)
+        model = _load_base_model(config, objects, tokenizer, dtype, sharding, trains=trains)
     if objects.chat_template_path is not None:
-        _fit_to_template(model, config, objects, tokenizer)
+        _add_template_tokens(model, config, objects, tokenizer)
     if objects.model is not None and tokenizer.pad_token_id is not None:
         model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
     off = config.model.disable_dropout
@@ -92,7 +92,7 @@ def load_policy(
     return model
 
 
-def _loaded(
+def _load_base_model(
     config: Config,
     objects: Objects,
     tokenizer: PreTrainedTokenizerBase,
@@ -108,7 +108,7 @@ def _loaded(
     in_pieces = cut if sparing and trains and not compared else None
     masters = trains and config.adapter.kind is None and not config.model.pure_bf16 and sharding != "deepspeed"
     wanted = objects.load_dtype or (master_dtype(config.model, dtype) if masters else dtype)
-    with read_once(sparing and sharding == "fsdp"), partitioned_at_once(in_pieces):
+    with rank0_reads_weights(sparing and sharding == "fsdp"), zero3_partitioned_loading(in_pieces):
         return load_model(
             config.model,
             wanted,
@@ -119,7 +119,7 @@ def _loaded(
         )
 
 
-def _fit_to_template(model: Model, config: Config, objects: Objects, tokenizer: PreTrainedTokenizerBase) -> None:
+def _add_template_tokens(model: Model, config: Config, objects: Objects, tokenizer: PreTrainedTokenizerBase) -> None:
     """Give the tokens that came with a chat template their embeddings, where these will be trained."""
     embedding = model.get_input_embeddings()
     assert isinstance(embedding, nn.Embedding)
@@ -174,10 +174,12 @@ def make_policy(
     install = partial(Engine, layout=layout, longest=longest, context=context)
     engine = install(model)
     precomputed = method.precomputes_reference
-    separate = None if separate_reference is None else partial(_separate, separate_reference, device, install)
+    separate = (
+        None if separate_reference is None else partial(_load_separate_reference, separate_reference, device, install)
+    )
     reference = None
     if not precomputed:
-        reference = _reference(model, method, dtype, separate, offload=optim.reference_offloading)
+        reference = _make_policy_reference(model, method, dtype, separate, offload=optim.reference_offloading)
     if optim.neftune_alpha is not None:
         add_noise(model, optim.neftune_alpha)
     if optim.activation_offloading:
@@ -185,7 +187,7 @@ def make_policy(
     if optim.gradient_checkpointing:
         reentrant, every_layer = (bool(optim.checkpointing_args.get(key)) for key in ("use_reentrant", "every_layer"))
         enable_checkpointing(model, reentrant, every_layer, optim.optimizer)
-    text, reserved = model.config.get_text_config(), _reserved(model, optim.optimizer, sharding != "none")
+    text, reserved = model.config.get_text_config(), _reserved_bytes(model, optim.optimizer, sharding != "none")
     by_memory = token_budget(text, device, checkpointing=optim.gradient_checkpointing, reserved=reserved)
     return Policy(
         model,
@@ -202,7 +204,9 @@ def make_policy(
     )
 
 
-def _separate(load: Callable[[], nn.Module], device: torch.device, install: Callable[[nn.Module], Engine]) -> nn.Module:
+def _load_separate_reference(
+    load: Callable[[], nn.Module], device: torch.device, install: Callable[[nn.Module], Engine]
+) -> nn.Module:
     """Another model than the policy, on its device under an engine of its own."""
     model = load()
     nn.Module.to(model, device)
@@ -219,7 +223,7 @@ def token_budget(config: PreTrainedConfig, device: torch.device, *, checkpointin
     return min(max(tokens // 128 * 128, SMALLEST_BUDGET), LARGEST_BUDGET)
 
 
-def _reserved(model: nn.Module, optimizer: str, sharded: bool) -> int:
+def _reserved_bytes(model: nn.Module, optimizer: str, sharded: bool) -> int:
     """Bytes that a rank will need for gradients and the optimizer, and for its shard of the weights."""
     sizes = {parameter: getattr(parameter, "ds_numel", parameter.numel()) for parameter in model.parameters()}
     states = training_bytes(optimizer) * sum(size for weight, size in sizes.items() if weight.requires_grad)
@@ -229,7 +233,7 @@ def _reserved(model: nn.Module, optimizer: str, sharded: bool) -> int:
     return (states + weights) // PartialState().num_processes
 
 
-def _reference(
+def _make_policy_reference(
     policy: nn.Module,
     method: Method,
     dtype: torch.dtype,

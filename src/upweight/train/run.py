@@ -30,7 +30,9 @@ def train(config: Config, *, resume: bool = False, watchers: Sequence[TrainerCal
     folder = Path(config.run.output_dir)
     refuse_busy(folder)
     trainer = build(config, resume=resume, trains=True)
-    checkpoint = broadcast_from_rank0(_begin(config, folder, resume) if trainer.is_world_process_zero() else None)
+    checkpoint = broadcast_from_rank0(
+        _prepare_run_folder(config, folder, resume) if trainer.is_world_process_zero() else None
+    )
     with recording(trainer, config, watchers=watchers) as stop:
         try:
             trainer.train(resume_from_checkpoint=checkpoint)
@@ -39,7 +41,7 @@ def train(config: Config, *, resume: bool = False, watchers: Sequence[TrainerCal
             if trainer.rollouts is not None:
                 trainer.rollouts.close()
         if trainer.state.global_step < trainer.state.max_steps:
-            stop.leave(trainer.state)
+            stop.exit_if_signalled(trainer.state)
         trainer.card = lambda: model_card(config, trainer.state.log_history, len(trainer.train_dataset))
         trainer.save_model()
         trainer.create_model_card()
@@ -69,9 +71,9 @@ def build(config: Config, *, resume: bool = False, trains: bool = False) -> Meth
     return trainer
 
 
-def _begin(config: Config, folder: Path, resume: bool) -> Path | None:
+def _prepare_run_folder(config: Config, folder: Path, resume: bool) -> Path | None:
     """Bring the run folder to where the run begins: at a checkpoint, or before what an earlier run left."""
-    checkpoint = _checkpoint(config, resume)
+    checkpoint = _checkpoint_to_resume(config, resume)
     if resume and checkpoint is None:
         logger.warning("warning: %s has no whole checkpoint; starting anew", folder)
     changed = changed_keys(config, checkpoint.parent) if checkpoint else []
@@ -83,7 +85,7 @@ def _begin(config: Config, folder: Path, resume: bool) -> Path | None:
     return checkpoint
 
 
-def _checkpoint(config: Config, resume: bool) -> Path | None:
+def _checkpoint_to_resume(config: Config, resume: bool) -> Path | None:
     """Where a run goes on from."""
     if config.run.resume_from is not None:
         return named_checkpoint(config.run.resume_from)
@@ -91,5 +93,5 @@ def _checkpoint(config: Config, resume: bool) -> Path | None:
 
 
 def _resumes_shards(config: Config, resume: bool) -> bool:
-    checkpoint = _checkpoint(config, resume)
+    checkpoint = _checkpoint_to_resume(config, resume)
     return checkpoint is not None and layout_of(checkpoint) == "fsdp"

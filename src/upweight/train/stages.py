@@ -20,7 +20,7 @@ HEADINGS = ("stage", "method", "steps", "metric", "first", "last")
 def train_stages(config: Config, run_stage: Callable[[int, bool], None], *, resume: bool = False) -> None:
     """Train every stage with `run_stage(number, resume)`; a resumed run passes over those that are done."""
     folders = [Path(stage.run.output_dir) for stage in config.stages]
-    finished = _finished(folders) if resume else 0
+    finished = _count_finished(folders) if resume else 0
     for folder in folders[finished:]:
         (folder / DONE).unlink(missing_ok=True)
     try:
@@ -30,7 +30,7 @@ def train_stages(config: Config, run_stage: Callable[[int, bool], None], *, resu
                 continue
             logger.info("%s (%d of %d)", folders[number].name, number + 1, len(folders))
             if number and stage.model.base_model == str(folders[number - 1] / "merged"):
-                _merged(config.stages[number - 1])
+                _merge_stage(config.stages[number - 1])
             run_stage(number, resume and number == finished)
             write_text(folders[number] / DONE, json.dumps(summary(stage)))
     finally:
@@ -40,12 +40,12 @@ def train_stages(config: Config, run_stage: Callable[[int, bool], None], *, resu
         logger.info("%s", line)
 
 
-def _finished(folders: list[Path]) -> int:
+def _count_finished(folders: list[Path]) -> int:
     """How many stages, from the first on, are done."""
     return next((number for number, folder in enumerate(folders) if not (folder / DONE).is_file()), len(folders))
 
 
-def _merged(before: Config) -> None:
+def _merge_stage(before: Config) -> None:
     """The result of a stage that trained an adapter, as whole weights for the next one."""
     folder = Path(before.run.output_dir)
     if not (folder / "merged").exists():

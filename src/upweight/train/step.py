@@ -49,14 +49,14 @@ class StepRunner:
     @property
     def shares(self) -> int:
         """Parts that a step is dealt in: one for each rank, or for each group of ranks that share their rows."""
-        return self.accelerator.num_processes // self._sharing
+        return self.accelerator.num_processes // self._context_size
 
     @property
-    def _sharing(self) -> int:
+    def _context_size(self) -> int:
         return 1 if self.engine.context is None else self.engine.context.size
 
     @property
-    def _speaks(self) -> bool:
+    def _reports(self) -> bool:
         """Whether this rank reports what all ranks of its group know."""
         return self.engine.context is None or self.engine.context.rank == 0
 
@@ -77,7 +77,7 @@ class StepRunner:
         rows = self.rows(working) or [Row(self._batch([]), ())]
         known, prepared = self._prepare(model, rows)
         first = self.checked is None
-        if checks := self._outgrown(working):
+        if checks := self._needs_check(working):
             self._check(model, max(rows, key=_longest), working)
         total = torch.zeros((), device=self.accelerator.device)
         metered: list[Mapping[str, Mean]] = []
@@ -89,9 +89,9 @@ class StepRunner:
                 self.accelerator.sync_gradients = last
             with contextlib.nullcontext() if at_once else self.accelerator.no_sync(model):
                 out = self._outputs(model, row, known[number])
-                share = self._share(out, row, counts, prepared, metered)
+                share = self._row_loss(out, row, counts, prepared, metered)
                 self.accelerator.backward(share)
-            total += share.detach() / self._sharing
+            total += share.detach() / self._context_size
         if checks and first and not self._under_zero:  # which has its gradients elsewhere
             self._check_gradients(model, counts)
         for metrics in metered:
@@ -100,7 +100,7 @@ class StepRunner:
             parts = {"forwarded_share": (len(working), len(units)), "skipped_zero_adv_batches": (not working, 1)}
             for name, part in parts.items():
                 self.meters.add({name: Mean(*torch.tensor(part, dtype=torch.float64).to(self.accelerator.device))})
-        self.tokens += sum(row.batch.ids_BN.numel() for row in rows if row.real and self._speaks)
+        self.tokens += sum(row.batch.ids_BN.numel() for row in rows if row.real and self._reports)
         return total
 
     @torch.no_grad()
@@ -132,7 +132,7 @@ class StepRunner:
                 self.largest = max(self.largest, row_tokens([chosen[n] for n in plan[0][0]], self.engine.layout))
             rows += [
                 Row(self._batch([chosen[n] for n in row]), tuple(numbers[n] for n in row), temperature)
-                for row in plan[self.accelerator.process_index // self._sharing]
+                for row in plan[self.accelerator.process_index // self._context_size]
             ]
         return rows
 
@@ -152,7 +152,7 @@ class StepRunner:
             for number in row.units:
                 pairs = [(int(sample.scored.sum()), next(parts)) for sample in units[number].samples]
                 found[number] = [np.pad(part, (scored - len(part), 0)) for scored, part in pairs]
-        shares = all_gather_objects(found if self._speaks else {})
+        shares = all_gather_objects(found if self._reports else {})
         everyone = {number: parts for own in shares for number, parts in own.items()}
         return [everyone[number] for number in range(len(units))]
 
@@ -168,7 +168,7 @@ class StepRunner:
         return dict(zip(counts, torch.stack(list(counts.values())).to(self.accelerator.device).unbind(), strict=True))
 
     def _reduce(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
-        reduced = self.accelerator.reduce(torch.stack(list(values.values())) * self._speaks, "sum")
+        reduced = self.accelerator.reduce(torch.stack(list(values.values())) * self._reports, "sum")
         assert isinstance(reduced, Tensor)
         return dict(zip(values, reduced.unbind(), strict=True))
 
@@ -196,7 +196,7 @@ class StepRunner:
         joined: dict[str, Tensor] = {}
         for name in self.collects:
             nothing = [torch.zeros(0, device=self.accelerator.device)]
-            own = torch.cat(collected.get(name, nothing) if self._speaks else nothing)
+            own = torch.cat(collected.get(name, nothing) if self._reports else nothing)
             padded = self.accelerator.pad_across_processes(own, pad_index=float("nan"))  # pyright: ignore[reportArgumentType]
             gathered = self.accelerator.gather(padded)
             assert isinstance(gathered, Tensor)
@@ -213,7 +213,7 @@ class StepRunner:
         out = self.engine(model, batch, self.method.statistics, temperature=row.temperature)
         return out if known is None else dataclasses.replace(out, ref_logps_T=known)
 
-    def _share(
+    def _row_loss(
         self,
         out: Outputs,
         row: "Row",
@@ -234,7 +234,7 @@ class StepRunner:
         parts = [total / counts[unit].clamp(min=1) for unit, total in loss.sums.items()]
         return torch.stack(parts).sum() * self.accelerator.num_processes
 
-    def _outgrown(self, units: Sequence[Unit]) -> bool:
+    def _needs_check(self, units: Sequence[Unit]) -> bool:
         """Whether rows are to be proven: at first, and where a sequence or row is much longer than those proven.
 
         Some positions and scales change beyond a length only. All ranks come to the same answer, since each has the

@@ -85,14 +85,14 @@ class MethodTrainer(Trainer):
             self.train_dataset = with_reference(self.train_dataset, policy.model, self.runner, self.precompute)
             if parts.encode is not None:  # that folder is the training rows' alone
                 self.precompute = replace(self.precompute, folder=None)
-            self.eval_dataset = _each(self.eval_dataset, self._with_reference)
+            self.eval_dataset = _map_sets(self.eval_dataset, self._with_reference)
         tagged: Any = policy.model
         if hasattr(tagged, "add_model_tags"):
             tagged.add_model_tags(["upweight", policy.method.name])
         self.last_log, self.last_logged_step = time.perf_counter(), 0
         self.last_blocked = 0.0  # seconds that rollouts had been waited for by then
         if rollouts is None:
-            self.add_callback(_EpochOrder(self))
+            self.add_callback(_SetSamplerEpoch(self))
 
     @property
     def ref_model(self) -> nn.Module | None:
@@ -107,14 +107,14 @@ class MethodTrainer(Trainer):
             checkpoint_to_resume(resume_from_checkpoint, folder) if self.is_world_process_zero() else None
         )
         if checkpoint is not None:
-            self._restore(checkpoint)
+            self._restore_from(checkpoint)
         with nullcontext() if self.recording is None else self.recording(self):
             try:
                 return super().train(None if checkpoint is None else str(checkpoint), *args, **kwargs)
             except torch.cuda.OutOfMemoryError as error:
                 raise UserError(out_of_memory("while training", self.runner.token_budget)) from error
 
-    def _restore(self, checkpoint: Path) -> None:
+    def _restore_from(self, checkpoint: Path) -> None:
         """Take up what transformers does not keep: rollouts, a reference that follows, shards of other ranks."""
         refuse_other_layout(checkpoint, self.sharding)
         if self.sharding == "deepspeed":
@@ -214,9 +214,9 @@ class MethodTrainer(Trainer):
         rows = self.eval_dataset if eval_dataset is None else eval_dataset
         if eval_dataset is not None and self.encode is not None:
             encode = self.encode
-            rows = _each(eval_dataset, lambda given: self._with_reference(encode(given)))
+            rows = _map_sets(eval_dataset, lambda given: self._with_reference(encode(given)))
         named = {f"_{name}": part for name, part in rows.items()} if isinstance(rows, Mapping) else {"": rows}
-        parts = [self._measure(part, f"{metric_key_prefix}{name}") for name, part in named.items()]
+        parts = [self._evaluate_set(part, f"{metric_key_prefix}{name}") for name, part in named.items()]
         metrics = {name: value for part in parts for name, value in part.items()}
         wanted = self.args.metric_for_best_model
         if self.is_in_train and wanted is not None and f"eval_{wanted.removeprefix('eval_')}" not in metrics:
@@ -224,7 +224,7 @@ class MethodTrainer(Trainer):
             raise UserError(f"metric_for_best_model: evaluations have no '{wanted}'. They have {has}.")
         return metrics
 
-    def _measure(self, rows: Any, prefix: str) -> dict[str, float]:
+    def _evaluate_set(self, rows: Any, prefix: str) -> dict[str, float]:
         """Loss and metrics of one set of rows; of an online method, the rewards of what it writes for them."""
         model = self.model_wrapped
         assert isinstance(model, nn.Module)
@@ -232,7 +232,7 @@ class MethodTrainer(Trainer):
         self._optimizer_mode("eval")
         online, began = self.rollouts, time.time()
         metrics = (
-            self._loss_on(model, rows)
+            self._evaluate_loss(model, rows)
             if online is None
             else online.evaluate(rows, self.state, self.runner, model, prefix)
         )
@@ -262,7 +262,7 @@ class MethodTrainer(Trainer):
         """Refused: a step has no predictions to hand out."""
         raise UserError("predict: there are no predictions to return; evaluate(rows) gives losses and metrics.")
 
-    def _loss_on(self, model: nn.Module, rows: Any) -> dict[str, float]:
+    def _evaluate_loss(self, model: nn.Module, rows: Any) -> dict[str, float]:
         training, self.runner.meters = self.runner.meters, Meters()
         sums: dict[str, Tensor] = {}
         counts: dict[str, Tensor] = {}
@@ -341,7 +341,7 @@ class MethodTrainer(Trainer):
         """What a step, counted from 0, trained on: token ids, which of them were scored, and their text."""
         rows, tokenizer = self.train_dataset, self.processing_class
         if self.rollouts is not None:
-            yield from self.rollouts.samples_under_way()
+            yield from self.rollouts.current_samples()
             return
         assert rows is not None
         for number in self.sampler.rows_of(step):
@@ -368,7 +368,7 @@ def _refuse_overrides(kind: type) -> None:
         )
 
 
-class _EpochOrder(TrainerCallback):
+class _SetSamplerEpoch(TrainerCallback):
     """Tells the sampler which epoch begins, also after a resume in its midst."""
 
     def __init__(self, trainer: MethodTrainer) -> None:
@@ -378,7 +378,7 @@ class _EpochOrder(TrainerCallback):
         self.trainer.sampler.epoch = state.global_step // len(self.trainer.sampler)
 
 
-def _each(rows: Any, change: Callable[[Any], Any]) -> Any:
+def _map_sets(rows: Any, change: Callable[[Any], Any]) -> Any:
     """The rows changed; where they are several named sets, each of them."""
     return {name: change(part) for name, part in rows.items()} if isinstance(rows, Mapping) else change(rows)
 

@@ -90,17 +90,17 @@ def checked_config(args: Any, objects: Objects = YAML_ONLY, name: str | None = N
     # The rules know of one process; what they ask of a batch, all ranks fill together.
     batch = args.per_device_train_batch_size * args.world_size
     seen = dataclasses.replace(config, optim=config.optim.model_copy(update={"micro_batch_size": batch}))
-    worded = words_of(type(args))
+    translate_error = error_translator(type(args))
     errors, warnings = check(seen, fragment=True)
     if errors:
-        raise UserError("\n".join(dict.fromkeys(map(worded, errors))))
+        raise UserError("\n".join(dict.fromkeys(map(translate_error, errors))))
     for warning in warnings:
-        warn_once(worded(warning))
+        warn_once(translate_error(warning))
     return config
 
 
 @cache
-def words_of(kind: type) -> Callable[[str], str]:
+def error_translator(kind: type) -> Callable[[str], str]:
     """What turns a message about keys of a config into one about the arguments of a config class."""
     names = {**{path: argument for argument, path in OF_TRANSFORMERS.items()}, **OF_TRAINERS}
     for one in dataclasses.fields(kind):
@@ -112,11 +112,11 @@ def words_of(kind: type) -> Callable[[str], str]:
     # A key of one word may be a word of the sentence: it is a key where a line begins, or in quotes.
     pattern = re.compile(rf"(?m)(?<![\w.])(?:{compound})(?!\w)|^(?:{words})(?=[:,])|(?<=')(?:{words})(?=[':])")
 
-    def worded(message: str) -> str:
+    def translate_error(message: str) -> str:
         named = pattern.sub(lambda found: names[found[0]], message)
         return re.sub(r"'(\w+): ([^' ]+)'", lambda found: f"'{found[1]}={_as_python(found[2])}'", named)
 
-    return worded
+    return translate_error
 
 
 NULLABLE = ("save_total_limit",)  # fields whose key has another default than none

@@ -67,11 +67,11 @@ class GRPOTrainer(MethodTrainer):
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train, from a checkpoint if one is given; processes that compute rewards end with it."""
-        self._renew_rollouts()
+        self._reset_rollouts()
         try:
             return super().train(*args, **kwargs)
         finally:
-            self._renew_rollouts()
+            self._reset_rollouts()
 
     def generate_completions(
         self, rows: GivenRows | Mapping[str, Any], num_generations: int | None = None
@@ -86,12 +86,14 @@ class GRPOTrainer(MethodTrainer):
         producer = self.rollouts.producer
         prepared = self.encode(_as_rows(rows), "rows")
         self.rollouts.sync(self.state.global_step)
-        with self.rollouts.schedule.whole():
+        with self.rollouts.schedule.gathered_weights():
             groups = producer.evaluate(prepared, num_generations or self.rollouts.eval_size, self.state)
         rollout, names = Rollout(producer.rollouts, self.state.global_step, groups), producer.scorer.names
         policy = self.method.policy_settings
         weights = policy.reward_weights if policy else None
-        totals = [total for group in groups for total in weighted_reward(_scored(group.rewards_SR), weights).tolist()]
+        totals = [
+            total for group in groups for total in weighted_reward(_require_rewards(group.rewards_SR), weights).tolist()
+        ]
         found = list(readable(rollout, names, producer.decode))
         if self.is_world_process_zero():
             ShownCompletions(1, len(found), names, producer.decode)(rollout, self.state.global_step)
@@ -100,7 +102,7 @@ class GRPOTrainer(MethodTrainer):
             {**{name: row[name] for name in kept}, "reward": total} for row, total in zip(found, totals, strict=True)
         ]
 
-    def _renew_rollouts(self) -> None:
+    def _reset_rollouts(self) -> None:
         """Drop what belongs to a training: its processes, its buffers, a rollout half trained on.
 
         Weights are read where they lie and as they are stored, and both change when a training begins or ends.
@@ -149,6 +151,6 @@ def _as_rows(given: Any) -> Any:
     return Dataset.from_dict(dict(given))
 
 
-def _scored(rewards_SR: Any) -> Any:
+def _require_rewards(rewards_SR: Any) -> Any:
     assert rewards_SR is not None, "a group came back without rewards"
     return rewards_SR

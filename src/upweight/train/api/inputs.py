@@ -16,7 +16,7 @@ from upweight.errors import UserError, did_you_mean
 from upweight.log import logger, warn_once
 from upweight.models.adapters.attach import kept_adapter
 from upweight.models.load import AUTO_CLASSES
-from upweight.train.api.as_config import checked_config, config_of, words_of
+from upweight.train.api.as_config import checked_config, config_of, error_translator
 from upweight.train.api.configs import MethodArguments
 from upweight.train.assemble import assemble
 from upweight.train.objects import Model, Objects, ReadRows
@@ -67,7 +67,7 @@ def parts_for(
             )
             raise TypeError(f"the trainer takes no argument '{name}': {why}")
     args = arguments_of(args, kind)
-    model, peft_config = _adapted(model, peft_config)
+    model, peft_config = _with_kept_adapter(model, peft_config)
     _refuse(model, args, ref_model, peft_config)
     require_kind("callbacks", callbacks, list | tuple, "a list of TrainerCallback")
     require_kind("optimizers", optimizers, tuple | list, "(optimizer, scheduler), either of them None")
@@ -81,7 +81,7 @@ def parts_for(
     objects = Objects(
         arguments=args,
         model=None if isinstance(model, str) else model,
-        load_dtype=None if name is None else _load_dtype(args),
+        load_dtype=None if name is None else _init_dtype(args),
         quantization_config=None if name is None else quantization_config,
         reference=ref_model,
         tokenizer=processing_class,
@@ -91,13 +91,13 @@ def parts_for(
         optimizers=tuple(optimizers),
         optimizer_class=optimizer_cls_and_kwargs,
         chat_template_path=getattr(args, "chat_template_path", None),
-        worded=words_of(kind),
+        translate_error=error_translator(kind),
         **others,
     )
     try:
         return assemble(checked_config(args, objects, name), objects)
     except UserError as error:
-        raise UserError(objects.worded(str(error))) from error
+        raise UserError(objects.translate_error(str(error))) from error
 
 
 def arguments_of(args: TrainingArguments | None, kind: type[AnyConfig]) -> AnyConfig:
@@ -111,7 +111,7 @@ def arguments_of(args: TrainingArguments | None, kind: type[AnyConfig]) -> AnyCo
     return args
 
 
-def _adapted(model: Any, peft_config: Any) -> tuple[Any, Any]:
+def _with_kept_adapter(model: Any, peft_config: Any) -> tuple[Any, Any]:
     """A model with the adapter that an earlier trainer gave it, which goes on, instead of a config for a new one."""
     require_kind("peft_config", peft_config, PeftConfig, "a config of peft, as LoraConfig()")
     if not isinstance(model, PreTrainedModel) or (kept := kept_adapter(model, peft_config)) is None:
@@ -178,7 +178,7 @@ def _refuse(model: Any, args: MethodArguments, ref_model: Any, peft_config: Any)
         )
 
 
-def _load_dtype(args: MethodArguments) -> torch.dtype | None:
+def _init_dtype(args: MethodArguments) -> torch.dtype | None:
     """The dtype in `model_init_kwargs`; None where it is left to the device."""
     options: dict[str, Any] = args.model_init_kwargs or {}
     asked = options.get("dtype", options.get("torch_dtype"))

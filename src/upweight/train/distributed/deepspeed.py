@@ -22,7 +22,7 @@ from upweight.log import warn_once
 from upweight.train.distributed.ranks import broadcast_from_rank0
 
 # What one loader item is, and how it is cut, is this loop's business: DeepSpeed sees one batch a step.
-OURS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
 def zero_config(given: str | Mapping[str, Any], folder: Path, dtype: torch.dtype) -> dict[str, Any]:
@@ -34,7 +34,7 @@ def zero_config(given: str | Mapping[str, Any], folder: Path, dtype: torch.dtype
     if stage["stage"] == 3:
         stage["stage3_gather_16bit_weights_on_model_save"] = True  # else nothing could be saved
     config["zero_optimization"] = stage
-    config |= dict.fromkeys(OURS, "auto")
+    config |= dict.fromkeys(BATCH_KEYS, "auto")
     config.setdefault("gradient_clipping", "auto")  # left out, DeepSpeed clips at 1
     config.setdefault("zero_allow_untested_optimizer", True)
     for key, kind in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
@@ -48,7 +48,7 @@ def zero_config(given: str | Mapping[str, Any], folder: Path, dtype: torch.dtype
 
 
 @contextlib.contextmanager
-def partitioned_at_once(config: Mapping[str, Any] | None) -> Iterator[None]:
+def zero3_partitioned_loading(config: Mapping[str, Any] | None) -> Iterator[None]:
     """Inside, given a config of ZeRO-3, the ranks share out each weight as it is loaded: none holds them all."""
     if config is None:
         yield
@@ -101,10 +101,10 @@ def fit_to_ranks(checkpoint: Path, trainer: Trainer) -> None:
     assert plugin is not None
     plugin.deepspeed_config["checkpoint"] = {**plugin.deepspeed_config.get("checkpoint", {}), "load_universal": True}
     if plugin.deepspeed_config["zero_optimization"]["stage"] == 3:
-        trainer.add_callback(_EachGroupItsOwn(_converted(folder) / "zero" / "optimizer_state.pt"))
+        trainer.add_callback(_RestoreGroupSettings(_converted(folder) / "zero" / "optimizer_state.pt"))
 
 
-class _EachGroupItsOwn(TrainerCallback):
+class _RestoreGroupSettings(TrainerCallback):
     """Mends what ZeRO-3 loads of a converted checkpoint: one count of steps for all weights, one group's settings."""
 
     def __init__(self, file: Path) -> None:

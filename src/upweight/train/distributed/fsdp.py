@@ -56,7 +56,7 @@ def fsdp_arguments(section: ShardingSection) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def read_once(on: bool) -> Iterator[None]:
+def rank0_reads_weights(on: bool) -> Iterator[None]:
     """Where `on`, only the first rank of each machine reads weights inside; sharding gives the others rank 0's."""
     names = ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING") if on else ()
     asked: dict[str, str] = dict.fromkeys(names, "true")

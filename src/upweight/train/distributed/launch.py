@@ -16,7 +16,7 @@ from upweight.files import write_text
 from upweight.processes import end_with_parent, free_port, passing_on
 
 PORT = 29500  # where ranks of several machines meet unless another is named
-PLACE = "UPWEIGHT_LAUNCHER"  # folder where a rank leaves what it wants the launcher to say
+MESSAGE_FOLDER = "UPWEIGHT_LAUNCHER"  # folder where a rank leaves what it wants the launcher to say
 POLL = 0.1
 
 
@@ -58,7 +58,7 @@ def launch(arguments: Sequence[str], start: Start, processes: int) -> int:
             port = start.port or (PORT if start.nodes > 1 else free_port())
             ranks = [_start(arguments, rank, processes, folder, (start, port)) for rank in range(processes)]
         else:
-            ranks = [_spawn(_foreign(arguments, start, processes), {PLACE: folder, **_on_cpu(start)})]
+            ranks = [_spawn(_launcher_command(arguments, start, processes), {MESSAGE_FOLDER: folder, **_on_cpu(start)})]
         with passing_on((signal.SIGTERM, signal.SIGINT), ranks) as passed:
             try:
                 return _wait(ranks, Path(folder), passed)
@@ -70,7 +70,7 @@ def launch(arguments: Sequence[str], start: Start, processes: int) -> int:
 
 def say_through_launcher(text: str) -> None:
     """Leave an error for the launcher, which ends all ranks and prints it once; without our launcher, do nothing."""
-    place = os.environ.get(PLACE)
+    place = os.environ.get(MESSAGE_FOLDER)
     if place is None:
         return
     write_text(Path(place) / f"{os.environ['RANK']}.txt", text)
@@ -79,7 +79,7 @@ def say_through_launcher(text: str) -> None:
 
 def end_with_launcher() -> None:
     """End this rank when the launcher that started it is gone."""
-    if PLACE in os.environ:
+    if MESSAGE_FOLDER in os.environ:
         end_with_parent()
 
 
@@ -96,7 +96,7 @@ def _start(
         "MASTER_ADDR": start.address or "127.0.0.1",
         "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads),
-        PLACE: folder,
+        MESSAGE_FOLDER: folder,
     }
     return _spawn([sys.executable, "-m", "upweight", *arguments], variables)
 
@@ -106,7 +106,7 @@ def _spawn(command: Sequence[str], variables: dict[str, str]) -> subprocess.Pope
     return subprocess.Popen(command, env=os.environ | variables, start_new_session=True)
 
 
-def _foreign(arguments: Sequence[str], start: Start, processes: int) -> list[str]:
+def _launcher_command(arguments: Sequence[str], start: Start, processes: int) -> list[str]:
     """The command line of torchrun or accelerate; arguments after -- come last and win."""
     port = str(start.port or (PORT if start.nodes > 1 else free_port()))
     command, address = ["-m", "upweight", *arguments], start.address or "127.0.0.1"
@@ -140,14 +140,14 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]], folder: Path, passed: list[i
         # Stopped by a signal, they save together, and each may take its time.
         if failed and (not passed or None not in codes):
             if not passed:
-                print(_obituary(codes), file=sys.stderr)
+                print(_failure_message(codes), file=sys.stderr)
             return failed[0] if failed[0] > 0 else 128 - failed[0]
         if None not in codes:
             return 0
         time.sleep(POLL)
 
 
-def _obituary(codes: Sequence[int | None]) -> str:
+def _failure_message(codes: Sequence[int | None]) -> str:
     """Which rank ended the run, and how to go on; one that was killed, not those that missed it afterwards."""
     rank = min((n for n, code in enumerate(codes) if code), key=lambda n: codes[n] or 0)
     code = codes[rank] or 0

@@ -14,7 +14,7 @@ from upweight.rollout.rollout import Rollout
 from upweight.train.distributed.ranks import broadcast_from_rank0, no_timeout_group
 from upweight.types import Completion, Group
 
-KINDS = (np.int32, np.float64, np.bool_)
+DTYPES = (np.int32, np.float64, np.bool_)
 
 
 def broadcast_rollout(own: Rollout | None) -> Rollout:
@@ -22,7 +22,7 @@ def broadcast_rollout(own: Rollout | None) -> Rollout:
     header, numbers = (None, []) if own is None else to_flat(own)
     header, sizes = broadcast_from_rank0((header, [len(flat) for flat in numbers]))
     if own is None:
-        numbers = [np.empty(size, kind) for size, kind in zip(sizes, KINDS, strict=True)]
+        numbers = [np.empty(size, kind) for size, kind in zip(sizes, DTYPES, strict=True)]
     for flat in numbers:
         if len(flat):
             dist.broadcast(torch.from_numpy(flat.view(np.uint8)), src=0, group=no_timeout_group())
@@ -35,11 +35,15 @@ def to_flat(rollout: Rollout) -> tuple[Any, list[NDArray[Any]]]:
     lengths = [[len(one) for one in of_kind] for of_kind in lists]
     numbers = [
         np.fromiter(chain.from_iterable(of_kind), kind, sum(sizes))
-        for of_kind, kind, sizes in zip(lists, KINDS, lengths, strict=True)
+        for of_kind, kind, sizes in zip(lists, DTYPES, lengths, strict=True)
     ]
     # Arrays, since each tensor would be pickled as a file of its own.
     scores = [tuple(None if x is None else x.numpy() for x in (g.rewards_SR, g.advantage_S)) for g in rollout.groups]
-    return (replace(rollout, groups=[_hollow_group(group) for group in rollout.groups]), lengths, scores), numbers
+    return (
+        replace(rollout, groups=[_group_without_tokens(group) for group in rollout.groups]),
+        lengths,
+        scores,
+    ), numbers
 
 
 def from_flat(header: Any, numbers: Sequence[NDArray[Any]]) -> Rollout:
@@ -56,23 +60,25 @@ def from_flat(header: Any, numbers: Sequence[NDArray[Any]]) -> Rollout:
 
 def _lists(rollout: Rollout) -> tuple[list[list[Any]], ...]:
     """Every list of integers, of floats and of booleans that has an entry for each token, in a fixed order."""
-    written = [one for group in rollout.groups for completion in group.completions for one in _stretches(completion)]
+    written = [one for group in rollout.groups for completion in group.completions for one in _segments(completion)]
     integers = [group.prompt_ids for group in rollout.groups]
     integers += [values for one in written for values in (one.ids, one.versions)]
     return integers, [one.logps for one in written], [one.sampled for one in written if one.sampled is not None]
 
 
-def _stretches(completion: Completion) -> Iterator[Completion]:
+def _segments(completion: Completion) -> Iterator[Completion]:
     yield completion
     for earlier in completion.earlier:
-        yield from _stretches(earlier)
+        yield from _segments(earlier)
 
 
-def _hollow_group(group: Group) -> Group:
-    hollow = [_hollow(completion) for completion in group.completions]
+def _group_without_tokens(group: Group) -> Group:
+    hollow = [_without_tokens(completion) for completion in group.completions]
     return replace(group, prompt_ids=[], completions=hollow, rewards_SR=None, advantage_S=None)
 
 
-def _hollow(one: Completion) -> Completion:
+def _without_tokens(one: Completion) -> Completion:
     sampled = None if one.sampled is None else []
-    return replace(one, ids=[], logps=[], versions=[], sampled=sampled, earlier=[_hollow(e) for e in one.earlier])
+    return replace(
+        one, ids=[], logps=[], versions=[], sampled=sampled, earlier=[_without_tokens(e) for e in one.earlier]
+    )

@@ -40,7 +40,7 @@ class CompletionFiles:
     def __call__(self, rollout: Rollout, step: int) -> None:
         self._write(rollout, step, "step", self.policy_logps())
 
-    def of_evaluation(self, rollout: Rollout, step: int, name: str) -> None:
+    def write_evaluation(self, rollout: Rollout, step: int, name: str) -> None:
         """Write what an evaluation after `step` steps saw to `completions/<name>_step_NNNNN.jsonl`."""
         self._write(rollout, step, f"{re.sub(r'[^0-9A-Za-z_.-]', '_', name)}_step")
 

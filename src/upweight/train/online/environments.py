@@ -45,7 +45,9 @@ class EnvironmentSetup:
     template_args: Mapping[str, Any] = field(default_factory=dict)
     default_system: str | None = None
 
-    def player(self, model: Any, tokenizer: PreTrainedTokenizerBase, generator: Generator | None) -> CompletionSource:
+    def completion_source(
+        self, model: Any, tokenizer: PreTrainedTokenizerBase, generator: Generator | None
+    ) -> CompletionSource:
         """What fills groups by playing."""
         template = ChatTemplate(tokenizer, None, self.template_args)
         setup = EpisodeSetup(
@@ -65,7 +67,9 @@ class GymAgentSetup(EnvironmentSetup):
 
     gym: GymSection = field(default_factory=GymSection)
 
-    def player(self, model: Any, tokenizer: PreTrainedTokenizerBase, generator: Generator | None) -> CompletionSource:
+    def completion_source(
+        self, model: Any, tokenizer: PreTrainedTokenizerBase, generator: Generator | None
+    ) -> CompletionSource:
         """What fills groups by asking the agents."""
         assert isinstance(self.environment, NemoGym)
         assert generator is None or isinstance(generator, VllmServer), "a rule holds that there is a server"
@@ -131,9 +135,9 @@ def python_environment(
     return PythonEnvironment(factory, functions, timeout=section.timeout, tool_timeout=section.tool_timeout, key=key)
 
 
-def check_rewards(rewards: Sequence[Reward], columns: Sequence[str], acting: EnvironmentSetup | None) -> None:
+def check_rewards(rewards: Sequence[Reward], columns: Sequence[str], env_setup: EnvironmentSetup | None) -> None:
     """Refuse rewards that read columns which neither the data nor an environment gives."""
-    given = [*columns, *([] if acting is None else [EPISODE])]
+    given = [*columns, *([] if env_setup is None else [EPISODE])]
     check_columns(rewards, [name for name in given if name not in OWN_COLUMNS])
 
 

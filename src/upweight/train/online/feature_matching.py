@@ -146,10 +146,10 @@ class FeatureMatching:
         self, groups: dict[int, Group], size: int, runner: StepRunner, network: nn.Module
     ) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Each group's place, features and targets; every rank runs the same number of forwards."""
-        units: list[_Embedded] = []
+        units: list[_EmbeddedUnit] = []
         for place, group in groups.items():
             for side, texts in enumerate(self._texts(group, size)):
-                units += [self._embedded(text, place, side) for text in texts]
+                units += [self._embedding_unit(text, place, side) for text in texts]
         plan = plan_rows([one.unit for one in units], runner.token_budget, 1, runner.engine.layout)[0]
         waiting = {place: sum(one.place == place for one in units) for place in groups}
         kept: dict[int, Tensor] = {}
@@ -163,14 +163,14 @@ class FeatureMatching:
                 sides = [torch.stack([kept.pop(n) for n in mine if units[n].side == side]) for side in (0, 1)]
                 yield place, sides[0], sides[1]
 
-    def _embedded(self, text: "_Text", place: int, side: int) -> "_Embedded":
+    def _embedding_unit(self, text: "_Text", place: int, side: int) -> "_EmbeddedUnit":
         positions = pooled_positions(self.method.embed_method, text.begin, text.answer, len(text.ids))
         distinct, index = np.unique(positions, return_inverse=True)
         scored = np.zeros(len(text.ids), np.bool_)
         scored[distinct] = True
-        return _Embedded(Unit((Sample(np.array(text.ids, np.int64), scored),), place), index, place, side)
+        return _EmbeddedUnit(Unit((Sample(np.array(text.ids, np.int64), scored),), place), index, place, side)
 
-    def _forward(self, units: Sequence["_Embedded"], runner: StepRunner, network: nn.Module) -> Tensor:
+    def _forward(self, units: Sequence["_EmbeddedUnit"], runner: StepRunner, network: nn.Module) -> Tensor:
         """Features of the texts of one row; a row without any only keeps step with the other ranks."""
         device = runner.accelerator.device
         pad_to = whole_blocks if device.type == "cuda" else None
@@ -210,7 +210,7 @@ class _Text:
 
 
 @dataclass(frozen=True, eq=False)
-class _Embedded:
+class _EmbeddedUnit:
     """A text on its way through the frozen network: its distinct positions are scored, `index` says how often each."""
 
     unit: Unit

@@ -33,7 +33,7 @@ from upweight.train.step import StepRunner
 from upweight.types import Generator, Mean, Unit
 
 STATE = "rollouts.json"
-KEPT = ("old_logps", "ref_logps")  # of the rollout under way, in a checkpoint
+SAVED_LOGPS = ("old_logps", "ref_logps")  # of the rollout under way, in a checkpoint
 
 
 @dataclass(frozen=True)
@@ -43,10 +43,14 @@ class RolloutSchedule:
     depth: int = 0  # rollouts that may be under way before they are needed
     threaded: bool = False  # write them while the trainer works
     sync_interval: int = 1  # optimizer steps between two syncs of the sampler
-    shared: Callable[[Rollout | None], Rollout] | None = None  # rank 0's rollout on every rank, where it alone drives
+    broadcast: Callable[[Rollout | None], Rollout] | None = (
+        None  # rank 0's rollout on every rank, where it alone drives
+    )
     drives: bool = True  # this rank produces
-    together: ShardedWork | None = None  # how ranks that hold shards take part in a sync; None where rank 0 holds all
-    whole: Callable[[], AbstractContextManager[None]] = nullcontext  # inside, this rank holds all weights
+    sharded_work: ShardedWork | None = (
+        None  # how ranks that hold shards take part in a sync; None where rank 0 holds all
+    )
+    gathered_weights: Callable[[], AbstractContextManager[None]] = nullcontext  # inside, this rank holds all weights
 
 
 @dataclass
@@ -62,9 +66,11 @@ class RolloutFeed:
     sampler_logps: bool = False  # train against what the sampler said of its tokens
     skip_zero_advantage: bool = True  # leave out completions that cannot contribute
     recompute_replayed: bool = True  # compare replayed groups with the policy as it is now, not as it was
-    matching: FeatureMatching | None = None  # what scores by features, where that is the method
-    written: list[Callable[[Rollout, int], None]] = field(default_factory=list)  # told of each rollout and its step
-    evaluated: list[Callable[[Rollout, int, str], None]] = field(default_factory=list)  # the same, and the set's name
+    feature_matching: FeatureMatching | None = None  # what scores by features, where that is the method
+    on_rollout: list[Callable[[Rollout, int], None]] = field(default_factory=list)  # told of each rollout and its step
+    on_evaluation: list[Callable[[Rollout, int, str], None]] = field(
+        default_factory=list
+    )  # the same, and the set's name
     current: Rollout | None = None
     trained: int = 0  # steps taken on the current rollout
     units: list[Unit] = field(default_factory=list)
@@ -86,36 +92,36 @@ class RolloutFeed:
         runner.meters.add(_means(self._sync(state.global_step), runner.accelerator.device))
         if self.current is None or self.trained >= plan.updates:
             began = time.perf_counter()
-            rollout = self._matched(
-                self._everywhere(self.ahead.take(state) if self.schedule.drives else None), runner, model
+            rollout = self._score_by_features(
+                self._broadcast(self.ahead.take(state) if self.schedule.drives else None), runner, model
             )
             oldest = min(group.version for group in rollout.groups)
             waited = {"rollout/wait_seconds": time.perf_counter() - began, "rollout/lag": state.global_step - oldest}
             runner.meters.add(_means(rollout.metrics | waited, runner.accelerator.device))
-            self._take(rollout, 0, runner, model)
-            for hear in self.written:
-                hear(rollout, state.global_step + 1)
+            self._start_rollout(rollout, 0, runner, model)
+            for notify in self.on_rollout:
+                notify(rollout, state.global_step + 1)
         start = self.trained % plan.steps * plan.step
         stop = start + plan.step
         self.trained += 1
-        self._run_ahead(state)
+        self._submit_ahead(state)
         # A demonstration is trained on once in a pass, with the first completion of its group.
         shown = self.demonstrations[-(-start // plan.size) : -(-stop // plan.size)]
         return {"units": self.units[start:stop] + shown, "counts": self.counts}
 
-    def _matched(self, rollout: Rollout, runner: StepRunner, model: nn.Module) -> Rollout:
+    def _score_by_features(self, rollout: Rollout, runner: StepRunner, model: nn.Module) -> Rollout:
         """The rollout with rewards from features, where they are what scores it."""
-        if self.matching is None:
+        if self.feature_matching is None:
             return rollout
         began, size = time.perf_counter(), self.producer.plan.size
-        rollout.metrics |= self.matching.score(rollout.groups, size, runner, model)
+        rollout.metrics |= self.feature_matching.score(rollout.groups, size, runner, model)
         rollout.metrics["rollout/feature_seconds"] = time.perf_counter() - began
         return self.producer.finish(rollout, size)
 
     def _sync(self, step: int) -> dict[str, float]:
         """Let the sampler follow the policy, every so many steps exactly; how long that took."""
         due = self.synced is None or (step != self.synced and step % self.schedule.sync_interval == 0)
-        if not due or (self.generator is None and self.schedule.together is None):
+        if not due or (self.generator is None and self.schedule.sharded_work is None):
             return {}
         began = time.perf_counter()
         self.sync(step)
@@ -127,25 +133,25 @@ class RolloutFeed:
             try:
                 self.generator.sync(step)
             finally:
-                if self.schedule.together is not None:
-                    self.schedule.together.dismiss()
-        elif self.schedule.together is not None:
-            self.schedule.together.follow()
+                if self.schedule.sharded_work is not None:
+                    self.schedule.sharded_work.dismiss()
+        elif self.schedule.sharded_work is not None:
+            self.schedule.sharded_work.follow()
         self.synced = step
 
     def _produce(self, state: Any) -> Rollout:
         version = state.global_step if self.generator is None else self.generator.version()
-        with self.schedule.whole():
+        with self.schedule.gathered_weights():
             return self.producer.produce(version, state)
 
-    def _everywhere(self, own: Rollout | None) -> Rollout:
+    def _broadcast(self, own: Rollout | None) -> Rollout:
         """The rollout of the rank that drives."""
-        if self.schedule.shared is not None:
-            return self.schedule.shared(own)
+        if self.schedule.broadcast is not None:
+            return self.schedule.broadcast(own)
         assert own is not None
         return own
 
-    def _run_ahead(self, state: Any) -> None:
+    def _submit_ahead(self, state: Any) -> None:
         """Ask for rollouts so early that each is begun at most `depth` passes of steps before it is needed."""
         plan = self.producer.plan
         while self.schedule.drives and self.schedule.depth:
@@ -165,16 +171,16 @@ class RolloutFeed:
         if self.schedule.drives:
             if self.producer.scorer.has_state:
                 self.ahead.wait()  # it would change the state that an evaluation puts back
-            with self.schedule.whole():
+            with self.schedule.gathered_weights():
                 own = Rollout(self.producer.rollouts, step, self.producer.evaluate(rows, self.eval_size, state))
-        rollout = self._everywhere(own)
-        if self.matching is not None:
-            found = self.matching.score(rollout.groups, self.eval_size, runner, model)
-            found["ebft/ce_loss"] = self.matching.cross_entropy(rollout.groups, runner, model)
+        rollout = self._broadcast(own)
+        if self.feature_matching is not None:
+            found = self.feature_matching.score(rollout.groups, self.eval_size, runner, model)
+            found["ebft/ce_loss"] = self.feature_matching.cross_entropy(rollout.groups, runner, model)
         else:
             found = pass_rates(rollout.groups, names)
-        for hear in self.evaluated:
-            hear(rollout, step, name)
+        for notify in self.on_evaluation:
+            notify(rollout, step, name)
         return summary(rollout.groups, names, self.method) | found
 
     def save(self, folder: Path) -> None:
@@ -182,7 +188,7 @@ class RolloutFeed:
         plain = None
         if self.current is not None and self.trained < self.producer.plan.updates:
             plain = to_plain(self.current)
-            for name in KEPT:
+            for name in SAVED_LOGPS:
                 known = [[getattr(sample, name) for sample in unit.samples] for unit in self.units]
                 plain[name] = [[None if one is None else one.tolist() for one in each] for each in known]
         ahead = [to_plain(rollout) for rollout in self.ahead.wait()]  # nothing that was sampled is lost
@@ -199,11 +205,11 @@ class RolloutFeed:
         if state["current"] is None:
             self.current = None
             return
-        kept = {name: state["current"].pop(name) for name in KEPT if name in state["current"]}
-        self._take(from_plain(state["current"], self.producer.rows), state["trained"])
+        kept = {name: state["current"].pop(name) for name in SAVED_LOGPS if name in state["current"]}
+        self._start_rollout(from_plain(state["current"], self.producer.rows), state["trained"])
         for name, known in kept.items():
             self.units = [
-                unit if None in logps else _with(unit, name, [np.array(one, np.float32) for one in logps])
+                unit if None in logps else _with_logps(unit, name, [np.array(one, np.float32) for one in logps])
                 for unit, logps in zip(self.units, known, strict=True)
             ]
 
@@ -222,7 +228,7 @@ class RolloutFeed:
         samples = (unit.samples[0] if len(unit.samples) == 1 else None for unit in self.units)
         return [None if one is None or one.old_logps is None else one.old_logps.tolist() for one in samples]
 
-    def samples_under_way(self) -> Iterator[dict[str, Any]]:
+    def current_samples(self) -> Iterator[dict[str, Any]]:
         """What the rollout under way trains on, for study."""
         for sample in (sample for unit in self.units for sample in unit.samples):
             yield {
@@ -232,34 +238,36 @@ class RolloutFeed:
                 "advantage": sample.advantage,
             }
 
-    def _take(self, rollout: Rollout, trained: int, runner: StepRunner | None = None, model: Any = None) -> None:
+    def _start_rollout(
+        self, rollout: Rollout, trained: int, runner: StepRunner | None = None, model: Any = None
+    ) -> None:
         """Train on this rollout from now on; later steps compare with the policy as it is now."""
         plan = self.producer.plan
         self.current, self.trained = rollout, trained
-        make = units_of_groups if self.matching is None else self.matching.units
+        make = units_of_groups if self.feature_matching is None else self.feature_matching.units
         self.units = make(rollout.groups, mask_truncated=self.mask_truncated, sampler_logps=self.sampler_logps)
         self.demonstrations = []
-        if self.matching is not None and self.matching.method.ce_coef:
-            self.demonstrations = self.matching.demonstrations(rollout.groups)
+        if self.feature_matching is not None and self.feature_matching.method.ce_coef:
+            self.demonstrations = self.feature_matching.demonstrations(rollout.groups)
         totals = self.method.count(count_batch(self.units))
         self.counts = {name: float(total) / plan.steps for name, total in totals.items() if name.startswith("rollout_")}
         if runner is not None and self.method.needs_drift:
-            self._count_drift(rollout, runner, model)
+            self._add_drift_to_advantages(rollout, runner, model)
         keeps_old = not self.recompute_replayed and any(group.replayed for group in rollout.groups)
-        has_ratio = self.matching is None or not self.matching.strided
+        has_ratio = self.feature_matching is None or not self.feature_matching.strided
         if runner is not None and has_ratio and (plan.updates > 1 or keeps_old):
             with dropout_off(model):
                 logps = runner.logps(model, self.units)
             self.units = [
-                _with(
+                _with_logps(
                     unit,
                     "old_logps",
-                    [one.sampler_logps for one in unit.samples] if self._as_sampled(rollout, unit) else own,
+                    [one.sampler_logps for one in unit.samples] if self._keeps_sampler_logps(rollout, unit) else own,
                 )
                 for unit, own in zip(self.units, logps, strict=True)
             ]
 
-    def _count_drift(self, rollout: Rollout, runner: StepRunner, model: Any) -> None:
+    def _add_drift_to_advantages(self, rollout: Rollout, runner: StepRunner, model: Any) -> None:
         """Have advantages count how far the policy is from the reference; units keep the reference's log-probs."""
         assert runner.reference is not None
         with dropout_off(model):
@@ -272,9 +280,9 @@ class RolloutFeed:
         ]
         self.producer.add_advantages(rollout.groups, drift_S=torch.tensor(drifts, dtype=torch.float64))
         units = units_of_groups(rollout.groups, mask_truncated=self.mask_truncated, sampler_logps=self.sampler_logps)
-        self.units = [_with(unit, "ref_logps", logps) for unit, logps in zip(units, theirs, strict=True)]
+        self.units = [_with_logps(unit, "ref_logps", logps) for unit, logps in zip(units, theirs, strict=True)]
 
-    def _as_sampled(self, rollout: Rollout, unit: Unit) -> bool:
+    def _keeps_sampler_logps(self, rollout: Rollout, unit: Unit) -> bool:
         """Whether a sample is compared with the policy that wrote it, long ago."""
         kept = rollout.groups[unit.group].replayed and not self.recompute_replayed
         return kept and all(sample.sampler_logps is not None for sample in unit.samples)
@@ -308,7 +316,7 @@ class SaveRollouts(TrainerCallback):
             self.rollouts.save(folder)
 
 
-def _with(unit: Unit, name: str, logps: Sequence[Any]) -> Unit:
+def _with_logps(unit: Unit, name: str, logps: Sequence[Any]) -> Unit:
     samples = [dataclasses.replace(one, **{name: own}) for one, own in zip(unit.samples, logps, strict=True)]
     return dataclasses.replace(unit, samples=tuple(samples))
 

@@ -20,12 +20,12 @@ def watch_rollouts(trainer: Any, section: RolloutSection, folder: Path, *, write
         names, decode = rollouts.producer.names, rollouts.producer.decode
         if writes:
             files = CompletionFiles(folder, names, decode, rollouts.old_logps)
-            rollouts.written.append(files)
-            rollouts.evaluated.append(files.of_evaluation)
+            rollouts.on_rollout.append(files)
+            rollouts.on_evaluation.append(files.write_evaluation)
         every = int(trainer.args.logging_steps)
         if section.log_completions:
-            rollouts.written.append(ShownCompletions(every, section.completions_shown or 4, names, decode))
+            rollouts.on_rollout.append(ShownCompletions(every, section.completions_shown or 4, names, decode))
         elif is_seen():  # a look now and then
             every = max(every, LOOK_EVERY)
-            rollouts.written.append(ShownCompletions(every, section.completions_shown or 2, names, decode))
+            rollouts.on_rollout.append(ShownCompletions(every, section.completions_shown or 2, names, decode))
     return SaveRollouts(rollouts)

@@ -61,7 +61,7 @@ class StopOnSignal(TrainerCallback):
             signal.signal(number, handler)
         self._before = {}
 
-    def leave(self, state: Any) -> None:
+    def exit_if_signalled(self, state: Any) -> None:
         """End the process, as the signal would have, once the checkpoint that it asked for is written."""
         if self.caught:
             logger.warning("stopped at step %d; continue with --resume (in a script %s)", state.global_step, RESUME)
@@ -182,10 +182,10 @@ class Progress(TrainerCallback):
         self.bar, self.first = bar, (0, 0.0)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.begun = state.global_step
+        self.start_step = state.global_step
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == self.begun + 1:  # which compiles, allocates and follows an evaluation: no measure
+        if state.global_step == self.start_step + 1:  # which compiles, allocates and follows an evaluation: no measure
             self.first = (state.global_step, time.perf_counter())
         self._draw(state)
 
@@ -201,7 +201,7 @@ class Progress(TrainerCallback):
         if not shown:
             return
         if "tokens_per_second" in logs:
-            shown += [f"{logs['tokens_per_second']:.0f} tokens/s", *self._left(state.global_step, state.max_steps)]
+            shown += [f"{logs['tokens_per_second']:.0f} tokens/s", *self._time_left(state.global_step, state.max_steps)]
         label = "evaluation" if prefix else "step"
         logger.info("%s %d/%d  %s", label, state.global_step, state.max_steps, "  ".join(shown))
         self._draw(state)
@@ -212,10 +212,10 @@ class Progress(TrainerCallback):
 
     def _bar(self, step: int, steps: int) -> str:
         done = BAR * step // steps
-        text = [f"[{'#' * done}{'-' * (BAR - done)}]", f"{step}/{steps}", *self._left(step, steps)]
+        text = [f"[{'#' * done}{'-' * (BAR - done)}]", f"{step}/{steps}", *self._time_left(step, steps)]
         return "  ".join(text)[: shutil.get_terminal_size().columns - 1]
 
-    def _left(self, step: int, steps: int) -> list[str]:
+    def _time_left(self, step: int, steps: int) -> list[str]:
         """The time left at the pace since the first step, evaluations and checkpoints included; nothing before that."""
         since, at = self.first
         if since == 0 or step <= since:

@@ -20,7 +20,7 @@ SHOWN_ENDINGS = ("loss", "accuracy", "accuracies", "margins", "margin", "reward"
 def model_card(config: Config, history: Sequence[Mapping[str, Any]], rows: int) -> str:
     """The card of a run from its config, the Trainer's log history and the number of rows trained on."""
     adapted = config.adapter.kind is not None
-    base, method = _shared(config.model.base_model), config.method.name
+    base, method = _public_name(config.model.base_model), config.method.name
     head = {
         "base_model": base,
         "library_name": "peft" if adapted else "transformers",
@@ -29,7 +29,7 @@ def model_card(config: Config, history: Sequence[Mapping[str, Any]], rows: int) 
     }
     what = f"{'An adapter for' if adapted else 'Trained from'} `{base}`, by {method.upper()}"
     data = [
-        f"- `{_shared(row.path)}`" + (f" ({row.type})" if isinstance(row.type, str) else "")
+        f"- `{_public_name(row.path)}`" + (f" ({row.type})" if isinstance(row.type, str) else "")
         for row in config.data.datasets
     ]
     versions = f"Upweight {__version__}, torch {torch.__version__}, transformers {transformers.__version__}"
@@ -53,7 +53,7 @@ def model_card(config: Config, history: Sequence[Mapping[str, Any]], rows: int) 
         "## Config",
         "",
         "```yaml",
-        yaml.safe_dump(_given(config), sort_keys=False, allow_unicode=True).rstrip(),
+        yaml.safe_dump(_set_keys(config), sort_keys=False, allow_unicode=True).rstrip(),
         "```",
         "",
         f"{versions}{f', peft {peft.__version__}' if adapted else ''}.",
@@ -80,7 +80,7 @@ def _last(history: Sequence[Mapping[str, Any]], name: str) -> Any:
     return _first(list(reversed(history)), name)
 
 
-def _given(config: Config) -> dict[str, Any]:
+def _set_keys(config: Config) -> dict[str, Any]:
     """The keys that were set and shape the model, by their YAML names."""
     content: dict[str, Any] = {}
     for path, value in config.given.items():
@@ -98,10 +98,10 @@ def _without_folders(value: Any) -> Any:
         return {key: _without_folders(inner) for key, inner in value.items()}
     if isinstance(value, list):
         return [_without_folders(inner) for inner in value]
-    return _shared(value) if isinstance(value, str) else value
+    return _public_name(value) if isinstance(value, str) else value
 
 
-def _shared(place: str | None) -> str:
+def _public_name(place: str | None) -> str:
     """A hub id or relative path as it is, an absolute path by its last name."""
     path = Path(place or "")
     return path.name if path.is_absolute() or str(place).startswith("~") else str(place or "")

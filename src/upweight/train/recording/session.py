@@ -35,8 +35,8 @@ def recording(
         refuse_busy(folder)
     callbacks = [*_callbacks(config, objects, trainer, stop), *watchers, KeepCheckpoints(config.run.save_total_limit)]
     record = about(trainer)
-    if objects.of_script:
-        record["settings"] = content_of(_with_names(config, trainer))
+    if objects.from_script:
+        record["settings"] = content_of(_with_reward_names(config, trainer))
     for callback in callbacks:
         trainer.add_callback(callback)
     try:
@@ -44,26 +44,30 @@ def recording(
             try:
                 yield stop
             except UserError as error:
-                if not objects.of_script:
+                if not objects.from_script:
                     raise
-                raise UserError(objects.worded(str(error))) from error
+                raise UserError(objects.translate_error(str(error))) from error
             finally:
                 stop.restore()
-            if objects.of_script:
-                stop.leave(trainer.state)
+            if objects.from_script:
+                stop.exit_if_signalled(trainer.state)
     finally:
         for callback in callbacks:
             if callback in trainer.callback_handler.callbacks:  # a resume puts its own in place of some
                 trainer.remove_callback(callback)
         if trainer.rollouts is not None:
-            trainer.rollouts.written, trainer.rollouts.evaluated = [], []
+            trainer.rollouts.on_rollout, trainer.rollouts.on_evaluation = [], []
 
 
 def _callbacks(config: Config, objects: Objects, trainer: Any, stop: StopOnSignal) -> list[TrainerCallback]:
     """What watches a run. The order counts: a save is asked for, then logged, then completed, then marked."""
     run, folder = config.run, Path(config.run.output_dir)
-    callbacks: list[TrainerCallback] = [_Fresh(folder), stop, *([SaveFirstStep()] if run.save_first_step else [])]
-    callbacks += [MetricsFile(folder), *([] if objects.of_script else [Progress(bar=is_seen())])]
+    callbacks: list[TrainerCallback] = [
+        _CutRunFolder(folder),
+        stop,
+        *([SaveFirstStep()] if run.save_first_step else []),
+    ]
+    callbacks += [MetricsFile(folder), *([] if objects.from_script else [Progress(bar=is_seen())])]
     callbacks += [HealthCallback(folder), StopOnNan(trainer.rows_of_step)]
     if run.loss_limit is not None:
         callbacks.append(LossLimit(run.loss_limit, run.loss_limit_patience))
@@ -72,13 +76,13 @@ def _callbacks(config: Config, objects: Objects, trainer: Any, stop: StopOnSigna
     if run.profiler_steps is not None:
         callbacks.append(Profiler(folder, run.profiler_steps, run.profiler_start))
     if trainer.rollouts is not None:
-        writes = config.rollout.log_completions or not objects.of_script
+        writes = config.rollout.log_completions or not objects.from_script
         callbacks.append(watch_rollouts(trainer, config.rollout, folder, writes=writes))
-        callbacks += [] if objects.of_script else [BeforeAndAfter(folder)]
+        callbacks += [] if objects.from_script else [BeforeAndAfter(folder)]
     return callbacks
 
 
-def _with_names(config: Config, trainer: Any) -> Config:
+def _with_reward_names(config: Config, trainer: Any) -> Config:
     """The config with the rewards of a script by their names."""
     if trainer.rollouts is None:
         return config
@@ -86,7 +90,7 @@ def _with_names(config: Config, trainer: Any) -> Config:
     return dataclasses.replace(config, rollout=config.rollout.model_copy(update={"reward_funcs": names}))
 
 
-class _Fresh(TrainerCallback):
+class _CutRunFolder(TrainerCallback):
     """Cuts the folder back to the step at which a training begins."""
 
     def __init__(self, folder: Path) -> None:

@@ -17,7 +17,7 @@ VARIABLES = {
 }
 
 
-def asked_trackers(tracking: TrackingSection) -> list[str]:
+def enabled_trackers(tracking: TrackingSection) -> list[str]:
     """The trackers that the config turns on."""
     asked = {
         "wandb": tracking.wandb if tracking.wandb is not None else tracking.wandb_project is not None,
@@ -30,7 +30,7 @@ def asked_trackers(tracking: TrackingSection) -> list[str]:
 
 def tracking_arguments(tracking: TrackingSection) -> dict[str, Any]:
     """What TrainingArguments say about trackers."""
-    asked = asked_trackers(tracking)
+    asked = enabled_trackers(tracking)
     names = {"wandb": tracking.wandb_name, "mlflow": tracking.mlflow_run, "trackio": tracking.trackio_run}
     arguments: dict[str, Any] = {
         "report_to": asked or "none",

@@ -58,7 +58,7 @@ def with_reference(rows: Any, model: nn.Module, runner: StepRunner, how: Precomp
     file = how.folder / f"reference-{_fingerprint(rows, model, runner, how)}.npz" if how.folder else None
     missing = MaxOverRanks()(int(file is None or not file.exists()))
     if file is None or missing:
-        with torch.no_grad(), _policy(model, how):
+        with torch.no_grad(), _reference_weights(model, how):
             logps = _compute(rows, model, runner)
         if file is not None and runner.accelerator.is_main_process:
             _write(file, logps)
@@ -74,7 +74,7 @@ def _columns(method: Method) -> tuple[str, ...]:
     return tuple(f"ref_{side}_logps" for side in sides)
 
 
-def _policy(model: nn.Module, how: Precompute) -> Any:
+def _reference_weights(model: nn.Module, how: Precompute) -> Any:
     if how.base_model and isinstance(model, PeftModel):
         return AdapterOff(model).use(model)
     return dropout_off(model)
