@@ -1,8 +1,9 @@
 """A run from its config to its result, in reading order: read this file first.
 
-`train` asks `assemble` for the trainer: tokenizer, rows, rewards, policy, rollouts. The loop is transformers' Trainer
-(`trainer.py`); one item of its loader is one optimizer step (`loader.py`, online `online/feed.py`), which `step.py`
-cuts into packed rows, forwards, and hands to the method's loss. What watches the loop is in `recording.py`.
+`train` calls `assemble`, which builds the parts of the trainer: tokenizer, rows, rewards, policy, rollouts. The loop is
+transformers' Trainer (`trainer.py`). One item of its loader holds the samples of one optimizer step (`loader.py`, or
+`online/feed.py` for online methods). `step.py` packs them into rows, forwards them and computes the method's loss. The
+callbacks that log and save are in `recording/`.
 """
 
 from collections.abc import Sequence
@@ -26,7 +27,7 @@ from upweight.train.trainer import MethodTrainer
 
 
 def train(config: Config, *, resume: bool = False, watchers: Sequence[TrainerCallback] = ()) -> None:
-    """Train what a config describes and write the run folder; `watchers` look on."""
+    """Train the model of a config and write the run folder; `watchers` are further callbacks."""
     folder = Path(config.run.output_dir)
     refuse_busy(folder)
     trainer = build(config, resume=resume, trains=True)
@@ -50,7 +51,7 @@ def train(config: Config, *, resume: bool = False, watchers: Sequence[TrainerCal
 
 
 def evaluate(config: Config) -> dict[str, float]:
-    """Loss and metrics of a config's model on its evaluation data."""
+    """Return loss and metrics of a config's model on its evaluation data."""
     trainer = build(config)
     if trainer.eval_dataset is None:
         raise UserError("there is nothing to evaluate on. Set 'val_set_size' or 'test_datasets'.")
@@ -63,7 +64,7 @@ def evaluate(config: Config) -> dict[str, float]:
 
 
 def build(config: Config, *, resume: bool = False, trains: bool = False) -> MethodTrainer:
-    """The trainer of a config; only what is trained next may be loaded in the pieces that ranks will hold of it."""
+    """Build the trainer of a config. With `trains`, weights may be loaded directly as shards."""
     if config.sharding.deepspeed is not None or (config.sharding.fsdp and _resumes_shards(config, resume)):
         init_single_rank()
     trainer = MethodTrainer(assemble(config, trains=trains))
@@ -72,7 +73,7 @@ def build(config: Config, *, resume: bool = False, trains: bool = False) -> Meth
 
 
 def _prepare_run_folder(config: Config, folder: Path, resume: bool) -> Path | None:
-    """Bring the run folder to where the run begins: at a checkpoint, or before what an earlier run left."""
+    """Write config.yaml, move newer checkpoints away, and return the checkpoint to resume from, if any."""
     checkpoint = _checkpoint_to_resume(config, resume)
     if resume and checkpoint is None:
         logger.warning("warning: %s has no whole checkpoint; starting anew", folder)
@@ -86,7 +87,7 @@ def _prepare_run_folder(config: Config, folder: Path, resume: bool) -> Path | No
 
 
 def _checkpoint_to_resume(config: Config, resume: bool) -> Path | None:
-    """Where a run goes on from."""
+    """Return the checkpoint that the run resumes from, or None."""
     if config.run.resume_from is not None:
         return named_checkpoint(config.run.resume_from)
     return last_whole_checkpoint(Path(config.run.output_dir)) if resume or config.run.auto_resume else None

@@ -300,7 +300,9 @@ def test_evaluation_says_what_features_and_true_answers_say_and_leaves_training_
         weights.append(weights_of(trainer))
     found = trainer.evaluate()
     assert {"eval_reward", "eval_ebft/alignment", "eval_ebft/cfm_loss", "eval_ebft/diversity"} <= set(found)
-    units = trainer.rollouts.feature_matching.demonstrations(trainer.rollouts.producer.evaluate(trainer.eval_dataset, 1))
+    units = trainer.rollouts.feature_matching.demonstrations(
+        trainer.rollouts.producer.evaluate(trainer.eval_dataset, 1)
+    )
     logps = []
     for unit in units:
         ids, scored = torch.from_numpy(unit.samples[0].ids), torch.from_numpy(unit.samples[0].scored)[1:]

@@ -1,4 +1,4 @@
-"""Starting a command as several ranks, here or here and on other machines, and ending them together."""
+"""Launch a command as several ranks, on one machine or as one node of several, and end them together."""
 
 import os
 import signal
@@ -15,8 +15,8 @@ from upweight.errors import UserError
 from upweight.files import write_text
 from upweight.processes import end_with_parent, free_port, passing_on
 
-PORT = 29500  # where ranks of several machines meet unless another is named
-MESSAGE_FOLDER = "UPWEIGHT_LAUNCHER"  # folder where a rank leaves what it wants the launcher to say
+PORT = 29500  # default rendezvous port of several machines
+MESSAGE_FOLDER = "UPWEIGHT_LAUNCHER"  # folder where a rank writes an error for the launcher to print
 POLL = 0.1
 
 
@@ -30,7 +30,7 @@ Launcher = Literal["torchrun", "accelerate", "none"]
 
 @dataclass(frozen=True)
 class Start:
-    """How ranks are started; a launcher other than our own gets `extra` arguments."""
+    """How ranks are started; `extra` arguments go to torchrun or accelerate."""
 
     processes: int | None = None  # on this machine; None: one for each GPU
     launcher: Launcher | None = None
@@ -52,7 +52,7 @@ class Start:
 
 
 def launch(arguments: Sequence[str], start: Start, processes: int) -> int:
-    """Run `upweight ARGUMENTS` as so many ranks here; exit code, and what a user has to read, as from one process."""
+    """Run `upweight ARGUMENTS` as `processes` ranks; return the exit code, and print errors once."""
     with tempfile.TemporaryDirectory() as folder:
         if start.launcher is None:
             port = start.port or (PORT if start.nodes > 1 else free_port())
@@ -69,12 +69,12 @@ def launch(arguments: Sequence[str], start: Start, processes: int) -> int:
 
 
 def say_through_launcher(text: str) -> None:
-    """Leave an error for the launcher, which ends all ranks and prints it once; without our launcher, do nothing."""
+    """Write an error for the launcher, which ends all ranks and prints it once; without it, do nothing."""
     place = os.environ.get(MESSAGE_FOLDER)
     if place is None:
         return
     write_text(Path(place) / f"{os.environ['RANK']}.txt", text)
-    time.sleep(60)  # the others would only see a lost connection, and say so
+    time.sleep(60)  # exiting now would make the other ranks report a lost connection
 
 
 def end_with_launcher() -> None:
@@ -122,7 +122,7 @@ def _launcher_command(arguments: Sequence[str], start: Start, processes: int) ->
 
 
 def _on_cpu(start: Start) -> dict[str, str]:
-    """What tells accelerate's launcher that there is no GPU."""
+    """Return the variable that tells accelerate's launcher that there is no GPU."""
     import torch
 
     return {"ACCELERATE_USE_CPU": "true"} if start.launcher == "accelerate" and not torch.cuda.is_available() else {}
@@ -131,13 +131,13 @@ def _on_cpu(start: Start) -> dict[str, str]:
 def _wait(ranks: Sequence[subprocess.Popen[bytes]], folder: Path, passed: list[int]) -> int:
     """Wait until all are done or one has failed."""
     while True:
-        said = sorted(folder.glob("*.txt"))
-        if said:
-            print(said[0].read_text(encoding="utf-8"), file=sys.stderr)
+        messages = sorted(folder.glob("*.txt"))
+        if messages:
+            print(messages[0].read_text(encoding="utf-8"), file=sys.stderr)
             return 2
         codes = [rank.poll() for rank in ranks]
         failed = [code for code in codes if code]
-        # Stopped by a signal, they save together, and each may take its time.
+        # After a signal, all ranks save together; wait for each of them.
         if failed and (not passed or None not in codes):
             if not passed:
                 print(_failure_message(codes), file=sys.stderr)
@@ -148,7 +148,7 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]], folder: Path, passed: list[i
 
 
 def _failure_message(codes: Sequence[int | None]) -> str:
-    """Which rank ended the run, and how to go on; one that was killed, not those that missed it afterwards."""
+    """Return which rank failed and how to resume; a killed rank is named before those that lost connection to it."""
     rank = min((n for n, code in enumerate(codes) if code), key=lambda n: codes[n] or 0)
     code = codes[rank] or 0
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"

@@ -1,4 +1,4 @@
-"""Between a policy and its rollouts: prompts, sampler, rewards and method, put together."""
+"""Build the rollouts of an online run from its prompts, sampler, rewards and method."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -58,7 +58,7 @@ ZERO_ADVANTAGE_FORWARDED = (
 
 @dataclass(frozen=True)
 class RolloutSpec:
-    """What rollouts are made from, and how many of which size."""
+    """The inputs that rollouts are built from."""
 
     rows: PromptRows
     rewards: Sequence[Reward]
@@ -68,11 +68,11 @@ class RolloutSpec:
     seed: int
     shuffle: bool = True
     env_setup: EnvironmentSetup | None = None
-    rollout_func: Callable[..., Any] | None = None  # a user's own, which writes completions
+    rollout_func: Callable[..., Any] | None = None  # a user's function that returns completions
 
 
 def plan_of(config: Config, ranks: int) -> Plan:
-    """Sizes of a config's rollouts."""
+    """Return the sizes of a config's rollouts."""
     step = (config.optim.micro_batch_size or 1) * (config.optim.accumulation or 1) * ranks
     return Plan.fitting(generation_batch(config, ranks), config.method.group_size, step, config.rollout.num_iterations)
 
@@ -84,7 +84,7 @@ def rewards_of(
     env_setup: EnvironmentSetup | None = None,
     objects: Objects = YAML_ONLY,
 ) -> list[Reward]:
-    """The rewards that are named or handed over and those of the environment, able to read the data's columns."""
+    """Load the rewards of the config or script and of the environment; check that the columns they read exist."""
     models = ModelOptions(compute_dtype(config.model, device), device, config.model.trust_remote_code)
     names = () if env_setup is None else env_setup.environment.reward_names
     if objects.from_script:
@@ -98,7 +98,7 @@ def rewards_of(
         )
     policy = config.method.policy_settings
     weights = None if policy is None or feature_matcher(config.method) else policy.reward_weights
-    if weights is not None and len(weights) != len(rewards):  # with those of an environment, which no rule can count
+    if weights is not None and len(weights) != len(rewards):  # rules of the config cannot count an environment's
         raise UserError(f"trl.reward_weights: {len(weights)} weights for {len(rewards)} rewards. Give one for each.")
     check_rewards(rewards, columns, env_setup)
     return rewards
@@ -113,7 +113,7 @@ def rollouts_of(
     *,
     env_setup: EnvironmentSetup | None,
 ) -> RolloutFeed:
-    """The rollouts that a config describes."""
+    """Build the rollouts of a config."""
     function, path = objects.rollout_func, config.rollout.rollout_func
     if function is None and path is not None:
         function = load_function(path, config.folder, "trl.rollout_func")
@@ -132,10 +132,10 @@ def rollouts_of(
 
 
 def make_rollouts(policy: Policy, spec: RolloutSpec) -> RolloutFeed:
-    """Prompts, sampler, rewards and method, put together."""
+    """Build sampler, completion source, producer and schedule of the rollouts."""
     method, section, ranks, tokenizer = policy.method, spec.section, PartialState(), policy.tokenizer
     gradient = method.policy_settings
-    assert gradient is not None, "online methods have one"
+    assert gradient is not None, "online methods have policy settings"
     server = server_for(
         section,
         policy.model,
@@ -196,14 +196,14 @@ def make_rollouts(policy: Policy, spec: RolloutSpec) -> RolloutFeed:
 
 
 def _uses_sampler_logps(policy: PolicySettings, section: RolloutSection, depth: int, *, custom: bool) -> bool:
-    """Whether the sampler is another policy than the one that trains: an older one, or another program's."""
+    """Whether the loss needs the sampler's log-probs: the sampler may hold older weights or be another program."""
     if policy.sampler_correction or section.use_vllm or depth or section.replay_size:
         return True
     return custom and policy.off_policy_mask_threshold is not None
 
 
 def _in_process(policy: Policy, spec: RolloutSpec, sampling: Sampling, *, endless: bool) -> InProcess:
-    """The sampler of this process, which has room for all rows: known now, not hours later when one comes up."""
+    """Return the in-process sampler; raise now where the longest row would not fit."""
     generator = InProcess(
         policy.model,
         policy.tokenizer,
@@ -219,12 +219,12 @@ def _in_process(policy: Policy, spec: RolloutSpec, sampling: Sampling, *, endles
 
 
 def _device(policy: Policy) -> torch.device | None:
-    """Where a model computes whose weights may still lie elsewhere; None: where they are."""
+    """Return the device of a sharded model, whose weights may still be on the CPU; None: that of its weights."""
     return PartialState().device if policy.sharded else None
 
 
 def _tokens(row: Mapping[str, Any], sampling: Sampling) -> int:
-    """Tokens that a row may have before what is sampled last."""
+    """Return the most tokens that a row may have before its last sampled turn."""
     if "ids" in row:
         return len(row["ids"]) - sampling.max_new_tokens
     replies = (row.get("truth_ids") or [])[1::2]
@@ -234,7 +234,7 @@ def _tokens(row: Mapping[str, Any], sampling: Sampling) -> int:
 def _completion_source(
     policy: Policy, spec: RolloutSpec, generator: Generator | None, feature_matching: FeatureMatching | None
 ) -> CompletionSource:
-    """What writes completions: a user's function, an environment that is played, or the sampler alone."""
+    """Return the source of completions: EBFT's, a user's function, an environment, or the sampler alone."""
     model, tokenizer, function = policy.model, policy.tokenizer, spec.rollout_func
     if feature_matching is not None:
         return feature_matching.completion_source(model, tokenizer, generator, policy.engine, _device(policy))
@@ -248,21 +248,21 @@ def _completion_source(
 
 
 def _resampling_options(section: RolloutSection) -> dict[str, Any]:
-    """What remembers groups and prompts, scores them early or samples them anew, where it is asked for."""
-    found: dict[str, Any] = {"extra_rounds": section.dynamic_sampling}
+    """Return the options of dynamic sampling, streaming, replay and reroll that are turned on."""
+    options: dict[str, Any] = {"extra_rounds": section.dynamic_sampling}
     if section.streaming:
-        found["streaming_groups"] = section.streaming_groups
+        options["streaming_groups"] = section.streaming_groups
     if section.replay_size:
-        found["replay"] = ReplayBuffer(section.replay_size, section.replay_max_age)
+        options["replay"] = ReplayBuffer(section.replay_size, section.replay_max_age)
     if section.reroll_start < 1:
-        found["reroll"] = Reroll(section.reroll_start, section.reroll_groups, REROLL_CAPACITY)
-    return found
+        options["reroll"] = Reroll(section.reroll_start, section.reroll_groups, REROLL_CAPACITY)
+    return options
 
 
 def _schedule(section: RolloutSection, plan: Plan, policy: Policy, server: Vllm | None) -> RolloutSchedule:
-    """How far rollouts run ahead, how often the sampler follows, and who drives it: with a server, rank 0 alone.
+    """Return how far rollouts run ahead, how often the sampler syncs, and which ranks produce (with vLLM rank 0 only).
 
-    Weights of which every rank holds a piece are gathered for the sampler, or sent to a server by all ranks together.
+    Sharded weights are gathered for the in-process sampler, or sent to a server by all ranks together.
     """
     ranks, sharded_work = PartialState(), None
     interval = section.sync_interval if section.use_vllm else 1
@@ -272,7 +272,7 @@ def _schedule(section: RolloutSection, plan: Plan, policy: Policy, server: Vllm 
     if policy.sharded and section.use_vllm:
         sharded_work = ShardedWork(policy.model)
         if server is not None:
-            assert not isinstance(server, VllmColocated), "shards need a server, which is said before"
+            assert not isinstance(server, VllmColocated), "a rule refuses shards without a server"
             server.on_model(sharded_work.lead)
     gathers = policy.sharded and not section.use_vllm
     return RolloutSchedule(

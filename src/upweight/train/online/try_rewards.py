@@ -1,4 +1,4 @@
-"""A config's rewards tried without training: on what its model writes now, or on a file of completions."""
+"""Try a config's rewards without training, on completions of its model or of a file."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ EXAMPLES = 2  # of the best and of the worst, for each reward
 
 @dataclass(frozen=True)
 class TriedRewards:
-    """Rewards with their scores on some completions, and what is to be said of them."""
+    """The scores of rewards on some completions, and remarks on them."""
 
     call: RewardCall
     trials: list[Trial]
@@ -85,8 +85,8 @@ def try_on_rows(config: Config, rows: Sequence[Mapping[str, Any]]) -> TriedRewar
     for number, row in enumerate(rows):
         group += number == 0 or row.get("prompt") != rows[number - 1].get("prompt")
         group_S.append(group)
-    given = {name: [row.get(name) for row in rows] for name in columns}
-    return _try(config, rewards, RewardCall([row.get("prompt") for row in rows], completions, ids, given, group_S))
+    values = {name: [row.get(name) for row in rows] for name in columns}
+    return _try(config, rewards, RewardCall([row.get("prompt") for row in rows], completions, ids, values, group_S))
 
 
 def _tokens(config: Config, rewards: Sequence[Reward], texts: Sequence[str]) -> list[list[int]]:
@@ -104,11 +104,11 @@ def _tokens(config: Config, rewards: Sequence[Reward], texts: Sequence[str]) -> 
 
 
 def _online_stage(config: Config) -> Config:
-    """The config, or the last of its stages that samples."""
-    found = next((stage for stage in reversed((*config.stages, config)) if stage.method.online), None)
-    if found is None or not found.rollout.reward_funcs:
+    """Return the config, or the last of its stages that is online; raise where it has no rewards."""
+    online = next((stage for stage in reversed((*config.stages, config)) if stage.method.online), None)
+    if online is None or not online.rollout.reward_funcs:
         raise UserError("trl.reward_funcs is empty: there is nothing to try. Name rewards there, with an online `rl`.")
-    return found
+    return online
 
 
 def _in_prompt_form(row: Mapping[str, Any]) -> Any:

@@ -1,4 +1,4 @@
-"""What watches a training, and what it leaves in its folder: for `upweight report`, `watch`, `doctor` and a resume."""
+"""Record a training in its run folder, for `upweight report`, `watch`, `doctor` and a resume."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -26,12 +26,12 @@ from upweight.train.recording.run_folder import MetricsFile, content_of, cut_met
 def recording(
     trainer: Any, config: Config, objects: Objects = YAML_ONLY, watchers: Sequence[TrainerCallback] = ()
 ) -> Iterator[StopOnSignal]:
-    """Watch one training: metrics, verdicts, checkpoints, signals, and how it ended; `watchers` look on.
+    """Record one training: metrics, health, checkpoints, signals and how it ended; `watchers` are further callbacks.
 
-    Once the checkpoint that a signal asks for is written, the process ends as the signal would have ended it.
+    After a signal, a script's process exits once the checkpoint is written.
     """
     folder, stop = Path(config.run.output_dir), StopOnSignal()
-    if trainer.is_world_process_zero():  # which alone writes the record, so that the others would find its own
+    if trainer.is_world_process_zero():  # only rank 0 writes the record; other ranks would find it
         refuse_busy(folder)
     callbacks = [*_callbacks(config, objects, trainer, stop), *watchers, KeepCheckpoints(config.run.save_total_limit)]
     record = about(trainer)
@@ -53,14 +53,14 @@ def recording(
                 stop.exit_if_signalled(trainer.state)
     finally:
         for callback in callbacks:
-            if callback in trainer.callback_handler.callbacks:  # a resume puts its own in place of some
+            if callback in trainer.callback_handler.callbacks:  # a resume replaces some
                 trainer.remove_callback(callback)
         if trainer.rollouts is not None:
             trainer.rollouts.on_rollout, trainer.rollouts.on_evaluation = [], []
 
 
 def _callbacks(config: Config, objects: Objects, trainer: Any, stop: StopOnSignal) -> list[TrainerCallback]:
-    """What watches a run. The order counts: a save is asked for, then logged, then completed, then marked."""
+    """Return the callbacks of a run. The order counts: request a save, log, complete the checkpoint, mark it."""
     run, folder = config.run, Path(config.run.output_dir)
     callbacks: list[TrainerCallback] = [
         _CutRunFolder(folder),
@@ -83,7 +83,7 @@ def _callbacks(config: Config, objects: Objects, trainer: Any, stop: StopOnSigna
 
 
 def _with_reward_names(config: Config, trainer: Any) -> Config:
-    """The config with the rewards of a script by their names."""
+    """Return the config with the names of a script's rewards."""
     if trainer.rollouts is None:
         return config
     names = list(trainer.rollouts.producer.names)
@@ -91,7 +91,7 @@ def _with_reward_names(config: Config, trainer: Any) -> Config:
 
 
 class _CutRunFolder(TrainerCallback):
-    """Cuts the folder back to the step at which a training begins."""
+    """Deletes metrics and completions after the step at which a training starts."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
