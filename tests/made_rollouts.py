@@ -79,7 +79,7 @@ def online_trainer(
     world: int = 1,
     seed: int = 5,
     context=None,
-    acting=None,
+    env_setup=None,
     template: str | None = None,
     tokenizer=None,
     data=None,
@@ -115,13 +115,13 @@ def online_trainer(
     recipe = RolloutSpec(
         prompts(tokenizer, rows, words) if data is None else data,
         as_rewards(
-            [_here(reward) for reward in rewards], environment=acting.environment.reward_names if acting else ()
+            [_here(reward) for reward in rewards], environment=env_setup.environment.reward_names if env_setup else ()
         ),
         Plan.fitting((wanted or step) * world, method.group_size, step * world, iterations),
         RolloutSection(**(section or {})),
         Path(folder),
         seed,
-        acting=acting,
+        env_setup=env_setup,
         rollout_func=rollout_func,
     )
     rollouts = make_rollouts(policy, recipe)

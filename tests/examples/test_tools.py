@@ -16,11 +16,11 @@ def test_tools_and_reward_of_the_example_fit_its_rows(monkeypatch):
     monkeypatch.chdir(FOLDER)
     config = load_config(FOLDER / "config.yaml")
     rows = [json.loads(line) for line in (FOLDER / "questions.jsonl").read_text().splitlines()]
-    acting = environment_setup(config)
-    assert acting is not None
-    assert acting.bounds.max_turns == 4
-    (reward,) = rewards_of(config, torch.device("cpu"), list(rows[0]), acting)
-    tool = acting.environment.tools["in_stock"]
+    env_setup = environment_setup(config)
+    assert env_setup is not None
+    assert env_setup.bounds.max_turns == 4
+    (reward,) = rewards_of(config, torch.device("cpu"), list(rows[0]), env_setup)
+    tool = env_setup.environment.tools["in_stock"]
     for row in rows:
         item = row["prompt"][1]["content"].split("'")[1]
         said = [{"role": "assistant", "content": f"We have {tool(item)}."}]

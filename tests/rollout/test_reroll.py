@@ -48,12 +48,12 @@ def test_a_run_tries_failed_prompts_again_and_remembers_them_over_a_resume(tmp_p
     options = {"rewards": [never_dogs], "section": section, "save_strategy": "steps", "save_steps": 6}
     trainer = online_trainer(tmp_path, max_steps=12, **options)
     numbers = []
-    trainer.rollouts.written.append(lambda rollout, step: numbers.append([g.row["answer"] for g in rollout.groups]))
+    trainer.rollouts.on_rollout.append(lambda rollout, step: numbers.append([g.row["answer"] for g in rollout.groups]))
     trainer.train()
     dogs = sum("dogs" in words for words in numbers)
     plain = online_trainer(tmp_path / "plain", rewards=[never_dogs], max_steps=12)
     unrolled = []
-    plain.rollouts.written.append(lambda rollout, step: unrolled.append([g.row["answer"] for g in rollout.groups]))
+    plain.rollouts.on_rollout.append(lambda rollout, step: unrolled.append([g.row["answer"] for g in rollout.groups]))
     plain.train()
     assert dogs > sum("dogs" in words for words in unrolled)
     later = online_trainer(tmp_path, max_steps=12, **options)

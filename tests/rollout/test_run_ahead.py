@@ -111,7 +111,7 @@ def test_lag_stays_within_its_bound_and_no_prompt_is_lost(tmp_path, depth, wante
         max_steps=9, rows=7,
     )  # fmt: skip
     rollouts, seen, lags = trainer.rollouts, [], []
-    rollouts.written.append(lambda rollout, step: seen.append((rollout.number, [g.number for g in rollout.groups])))
+    rollouts.on_rollout.append(lambda rollout, step: seen.append((rollout.number, [g.number for g in rollout.groups])))
     next_step = rollouts.next_step
 
     def watched(runner, model, state):

@@ -136,8 +136,8 @@ def test_the_frozen_copy_is_kept_in_host_memory_where_asked(tmp_path, model_fold
     keys = ("datasets.0.split=train", "reference_offloading=true")
     rollouts = build(run_of(tmp_path, model_folder, STRIDED, CODE, *keys)).rollouts
     assert rollouts is not None
-    assert rollouts.matching is not None
-    assert rollouts.matching.frozen._offload
+    assert rollouts.feature_matching is not None
+    assert rollouts.feature_matching.frozen._offload
 
 
 DATA = {

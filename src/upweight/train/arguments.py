@@ -1,4 +1,4 @@
-"""A config's sections, or what a script says, as the TrainingArguments of this loop."""
+"""Build the TrainingArguments of the loop from a config or from a script's arguments."""
 
 import copy
 import math
@@ -16,23 +16,23 @@ from upweight.train.distributed.deepspeed import zero_arguments, zero_config
 from upweight.train.distributed.fsdp import fsdp_arguments
 from upweight.train.recording.trackers import tracking_arguments
 
-STOCK_SAVE_STEPS = 500  # transformers' own, where nothing is said
-# Optimizers that transformers knows under longer names alone.
-IN_FULL = {name: f"{name}_32bit" for name in ("lion", "paged_lion", "paged_adamw")}
+DEFAULT_SAVE_STEPS = 500  # of transformers
+# Optimizers for which transformers has a longer name only.
+LONG_OPTIMIZER_NAMES = {name: f"{name}_32bit" for name in ("lion", "paged_lion", "paged_adamw")}
 
 
 def training_arguments(
     config: Config,
-    given: TrainingArguments | None = None,
+    script_args: TrainingArguments | None = None,
     *,
     steps_per_epoch: int,
     use_cpu: bool,
     dtype: torch.dtype = torch.float32,
     sharding: Sharding = "none",
 ) -> TrainingArguments:
-    """The arguments of the loop, from a config or from those that a script `given` its trainer."""
-    if given is not None:
-        return _of_script(config, given, sharding, dtype)
+    """Return the arguments of the loop, from a config or from the `script_args` of a trainer."""
+    if script_args is not None:
+        return _script_arguments(config, script_args, sharding, dtype)
     optim, run = config.optim, config.run
     total = optim.max_steps or math.ceil(optim.num_epochs * steps_per_epoch)
     arguments: dict[str, Any] = dict(
@@ -40,7 +40,7 @@ def training_arguments(
         per_device_eval_batch_size=optim.eval_batch_size or _batch(config),
         num_train_epochs=optim.num_epochs,
         max_steps=optim.max_steps or -1,
-        optim=IN_FULL.get(optim.optimizer, optim.optimizer),
+        optim=LONG_OPTIMIZER_NAMES.get(optim.optimizer, optim.optimizer),
         optim_args=_optimizer_args(config),
         lr_scheduler_type=optim.scheduler,
         lr_scheduler_kwargs=_scheduler_args(config),
@@ -64,9 +64,9 @@ def training_arguments(
         logging_first_step=True,
         disable_tqdm=True,
         torch_empty_cache_steps=optim.empty_cache_steps,
-        **_saving_and_evaluating(config, steps_per_epoch),
-        **_pushing(config),
-        **_of_this_loop(config) | _spreading(config, sharding, dtype),
+        **_save_and_eval_schedule(config, steps_per_epoch),
+        **_hub_arguments(config),
+        **_fixed_arguments(config) | _sharding_arguments(config, sharding, dtype),
         **tracking_arguments(config.tracking),
     )
     try:
@@ -79,61 +79,63 @@ def _batch(config: Config) -> int:
     return (config.optim.micro_batch_size or 1) * (config.optim.accumulation or 1)
 
 
-def _of_this_loop(config: Config) -> dict[str, Any]:
-    """What has to be so, whoever asks for a run: a step is one batch, which the step runner cuts into forwards."""
+def _fixed_arguments(config: Config) -> dict[str, Any]:
+    """Return the arguments that every run sets: the Trainer sees one batch per step, which `StepRunner` splits."""
     return {
         "per_device_train_batch_size": _batch(config),
         "gradient_accumulation_steps": 1,
         "learning_rate": config.optim.learning_rate or 0.0,
         "bf16": False,  # weights are computed in bfloat16 as they are; autocast would cast them at every use
-        "gradient_checkpointing": False,  # the engine's own
+        "gradient_checkpointing": False,  # the engine checkpoints
         "use_liger_kernel": False,
-        "neftune_noise_alpha": None,  # the stock hook would take a packed row for one sequence
+        "neftune_noise_alpha": None,  # the hook of transformers takes a packed row for one sequence
         "remove_unused_columns": False,
-        "ignore_data_skip": config.method.online,  # rollouts know themselves where they were
+        "ignore_data_skip": config.method.online,  # rollouts restore their position
         "logging_nan_inf_filter": False,
         "ddp_find_unused_parameters": False,
-        "save_total_limit": None,  # the Trainer drops old checkpoints before the new one is whole
+        "save_total_limit": None,  # the Trainer deletes old checkpoints before the new one is complete
     }
 
 
-def _of_script(config: Config, given: TrainingArguments, sharding: Sharding, dtype: torch.dtype) -> TrainingArguments:
-    """A script's arguments as the loop needs them; its own stay as they are."""
-    seen = copy.copy(given)
-    for name, value in _of_this_loop(config).items():
-        setattr(seen, name, value)
+def _script_arguments(
+    config: Config, script_args: TrainingArguments, sharding: Sharding, dtype: torch.dtype
+) -> TrainingArguments:
+    """Return a copy of a script's arguments with those that the loop needs."""
+    arguments = copy.copy(script_args)
+    for name, value in _fixed_arguments(config).items():
+        setattr(arguments, name, value)
     if config.sharding.fsdp and sharding == "none":
-        seen.fsdp = seen.fsdp_plugin_args = None
+        arguments.fsdp = arguments.fsdp_plugin_args = None
     if sharding != "deepspeed":
-        seen.deepspeed = None
-        return seen
+        arguments.deepspeed = None
+        return arguments
     assert config.sharding.deepspeed is not None
     zero = zero_arguments(zero_config(config.sharding.deepspeed, config.folder, dtype), dtype)
     for name, value in zero.items():
-        setattr(seen, name, value)
-    # Only making them anew has transformers read DeepSpeed's config, which was too early before the model was there.
-    return TrainingArguments(**{one.name: getattr(seen, one.name) for one in fields(TrainingArguments) if one.init})
+        setattr(arguments, name, value)
+    # transformers reads DeepSpeed's config in __init__, which must come after the model is loaded.
+    return TrainingArguments(**{f.name: getattr(arguments, f.name) for f in fields(TrainingArguments) if f.init})
 
 
 def _optimizer_args(config: Config) -> str | None:
-    given = config.optim.optimizer_args
-    return ",".join(f"{key}={value}" for key, value in given.items()) if isinstance(given, dict) else given
+    args = config.optim.optimizer_args
+    return ",".join(f"{key}={value}" for key, value in args.items()) if isinstance(args, dict) else args
 
 
 def _warmup(config: Config, total: int) -> int:
-    """Steps of linear warm-up; without a word, 3% of all and at most 100."""
+    """Return the steps of linear warm-up; by default 3% of all, at most 100."""
     optim = config.optim
     steps = min(math.ceil(0.03 * total), 100)
     if optim.warmup_steps is not None:
         steps = math.ceil(optim.warmup_steps * total) if optim.warmup_steps < 1 else int(optim.warmup_steps)
     elif optim.warmup_ratio is not None:
         steps = math.ceil(optim.warmup_ratio * total)
-    # transformers' polynomial divides by the steps that are left.
+    # transformers' polynomial schedule divides by the steps after warm-up.
     return steps - 1 if optim.scheduler == "polynomial" and steps == total else steps
 
 
 def _scheduler_args(config: Config) -> dict[str, Any]:
-    """A plateau is one of the metric that checkpoints are compared by, whichever way that is better."""
+    """Return the scheduler's arguments; a plateau follows the metric that checkpoints are compared by."""
     optim = config.optim
     if optim.scheduler != "reduce_lr_on_plateau":
         return optim.scheduler_args
@@ -147,33 +149,33 @@ def _tf32(config: Config) -> bool | None:
 
 
 def _comparison(config: Config) -> tuple[str | None, bool | None]:
-    """The metric that tells better evaluations from worse, where something asks for it, and whether more is better."""
+    """Return the metric that compares evaluations, where a setting needs it, and whether greater is better."""
     run = config.run
     compared = run.load_best or run.patience is not None or run.save_strategy == "best"
     compared = compared or config.optim.scheduler == "reduce_lr_on_plateau"
-    usual = "reward" if config.method.online else "loss"  # an evaluation of what the policy writes has no loss
-    metric = run.best_metric or (usual if compared else None)
+    default = "reward" if config.method.online else "loss"  # online evaluations have no loss
+    metric = run.best_metric or (default if compared else None)
     more_is_better = run.greater_is_better
     if more_is_better is None and metric is not None:
         more_is_better = not metric.endswith("loss")
     return metric, more_is_better
 
 
-def _saving_and_evaluating(config: Config, steps_per_epoch: int) -> dict[str, Any]:
-    """Both, so that the best evaluation can be found again where both go by steps that the data decides."""
-    saving, evaluating = _saving(config, steps_per_epoch), _evaluating(config, steps_per_epoch)
+def _save_and_eval_schedule(config: Config, steps_per_epoch: int) -> dict[str, Any]:
+    """Return when to save and evaluate; with `load_best`, save steps are a multiple of the evaluation steps."""
+    saving, evaluating = _save_schedule(config, steps_per_epoch), _eval_schedule(config, steps_per_epoch)
     every = evaluating.get("eval_steps")
     by_steps = saving["save_strategy"] == evaluating["eval_strategy"] == "steps"
     if config.run.load_best and by_steps and not (config.run.save_steps and config.run.eval_steps):
-        saved = saving.get("save_steps", STOCK_SAVE_STEPS)
+        saved = saving.get("save_steps", DEFAULT_SAVE_STEPS)
         every = saved if every is None else every
         evaluating["eval_steps"] = every
         saving["save_steps"] = max(saved - saved % every, every) if every >= 1 and saved >= 1 else every
     return saving | evaluating
 
 
-def _saving(config: Config, steps_per_epoch: int) -> dict[str, Any]:
-    """When checkpoints are written; how many are kept is not the Trainer's to say, which drops before it is whole."""
+def _save_schedule(config: Config, steps_per_epoch: int) -> dict[str, Any]:
+    """Return when checkpoints are saved; `KeepCheckpoints` deletes old ones."""
     run = config.run
     metric, more_is_better = _comparison(config)
     return {
@@ -181,24 +183,24 @@ def _saving(config: Config, steps_per_epoch: int) -> dict[str, Any]:
         "load_best_model_at_end": run.load_best,
         "metric_for_best_model": metric,
         "greater_is_better": more_is_better,
-        **_when("save", run.save_strategy, run.save_steps, run.saves_per_epoch, steps_per_epoch),
+        **_every("save", run.save_strategy, run.save_steps, run.saves_per_epoch, steps_per_epoch),
     }
 
 
-def _evaluating(config: Config, steps_per_epoch: int) -> dict[str, Any]:
+def _eval_schedule(config: Config, steps_per_epoch: int) -> dict[str, Any]:
     run = config.run
     if not (config.data.test_datasets or config.data.val_set_size):
         return {"eval_strategy": "no"}
-    # What an online run has learned shows against what it could do before.
+    # Progress of an online run shows against the rewards before the first step.
     on_start = run.eval_on_start or (config.method.online and "eval_on_start" not in config.given)
-    when = _when("eval", run.eval_strategy, run.eval_steps, run.evals_per_epoch, steps_per_epoch)
+    when = _every("eval", run.eval_strategy, run.eval_steps, run.evals_per_epoch, steps_per_epoch)
     return {"eval_on_start": on_start, **when}
 
 
-def _when(
+def _every(
     what: str, strategy: str | None, steps: float | None, per_epoch: int | None, steps_per_epoch: int
 ) -> dict[str, Any]:
-    """How often the Trainer does something; below 1, `steps` are a share of all."""
+    """Return the strategy and steps of saving or evaluating; below 1, `steps` are a share of all steps."""
     if per_epoch:
         return {f"{what}_strategy": "steps", f"{what}_steps": max(steps_per_epoch // per_epoch, 1)}
     if steps:
@@ -206,7 +208,7 @@ def _when(
     return {f"{what}_strategy": strategy or "epoch"}
 
 
-def _spreading(config: Config, sharding: Sharding, dtype: torch.dtype) -> dict[str, Any]:
+def _sharding_arguments(config: Config, sharding: Sharding, dtype: torch.dtype) -> dict[str, Any]:
     options: dict[str, Any] = {
         "ddp_timeout": config.sharding.timeout,
         "ddp_bucket_cap_mb": config.sharding.bucket_mb,
@@ -218,7 +220,7 @@ def _spreading(config: Config, sharding: Sharding, dtype: torch.dtype) -> dict[s
     return options | (fsdp_arguments(config.sharding) if sharding == "fsdp" else {})
 
 
-def _pushing(config: Config) -> dict[str, Any]:
+def _hub_arguments(config: Config) -> dict[str, Any]:
     run = config.run
     if run.hub_model_id is None:
         return {}

@@ -1,4 +1,4 @@
-"""The one way in which a run is put together, from YAML and by a script."""
+"""Build the parts of a trainer from a config, for runs from YAML and for scripts alike."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -41,7 +41,7 @@ from upweight.train.reference.synced import SyncReference
 
 
 def assemble(config: Config, objects: Objects = YAML_ONLY, *, trains: bool = True) -> TrainerParts:
-    """Everything that computes, put together; with `trains`, weights may be loaded as only training needs them."""
+    """Build the parts of a trainer. With `trains`, weights may be loaded directly as shards."""
     require_machine(config, trains=trains)
     set_variables(config.tracking)
     ranks, device = join_ranks(config.sharding.timeout)
@@ -51,11 +51,11 @@ def assemble(config: Config, objects: Objects = YAML_ONLY, *, trains: bool = Tru
     set_seed(config.optim.seed)
     tokenizer = _tokenizer(config, objects)
     data = _data(config, objects, tokenizer)
-    acting = environment_setup(config, objects)
-    rewards = rewards_of(config, device, data.columns, acting, objects) if config.method.online else []
+    env_setup = environment_setup(config, objects)
+    rewards = rewards_of(config, device, data.columns, env_setup, objects) if config.method.online else []
     dtype, sharding = compute_dtype(config.model, device), sharding_of(config.sharding, ranks.num_processes)
     model = load_policy(config, objects, tokenizer, dtype, sharding, trains=trains)
-    if objects.model is not None or objects.load_dtype is not None:  # half precision where such weights are
+    if objects.model is not None or objects.load_dtype is not None:  # the dtype of the loaded weights wins
         dtype = next((p.dtype for p in model.parameters() if p.dtype in HALF), dtype)
     arguments = training_arguments(
         config,
@@ -87,18 +87,18 @@ def assemble(config: Config, objects: Objects = YAML_ONLY, *, trains: bool = Tru
         train_dataset=data.train,
         eval_dataset=data.evaluation,
         encode=data.encode,
-        rollouts=rollouts_of(config, objects, policy, data.train, rewards, acting=acting) if online else None,
+        rollouts=rollouts_of(config, objects, policy, data.train, rewards, env_setup=env_setup) if online else None,
         shuffle=not config.data.curriculum,
         rate_of=lr_rules(config.optim, config.adapter, model),
         callbacks=[*objects.callbacks, *_callbacks(policy, objects)],
         optimizers=objects.optimizers,
         optimizer_class=objects.optimizer_class,
-        recording=partial(recording, config=config, objects=objects) if objects.of_script else None,
+        recording=partial(recording, config=config, objects=objects) if objects.from_script else None,
     )
 
 
 def _context(config: Config) -> Context | None:
-    """The ranks that share this rank's rows, if any, where the model's heads can be shared."""
+    """Return the context-parallel group of this rank, or None; refuse models whose heads cannot be split over it."""
     context = share_rows(config.sharding.context_parallel_size)
     if context is not None:
         require_shareable(load_config(config.model), context.size)
@@ -106,11 +106,11 @@ def _context(config: Config) -> Context | None:
 
 
 def _tokenizer(config: Config, objects: Objects) -> PreTrainedTokenizerBase:
-    """The tokenizer that was handed over, else the model's; a script's end and padding tokens have to be in it."""
+    """Return the tokenizer of the script, else of the model. A script's EOS and padding tokens must be in it."""
     tokenizer = objects.tokenizer
     if tokenizer is None and objects.model is not None and not objects.model.config.name_or_path:
         raise UserError("processing_class: the model was not loaded from anywhere: give its tokenizer.")
-    if not objects.of_script:
+    if not objects.from_script:
         return load_tokenizer(config.model)
     tokens = config.model.special_tokens
     if tokenizer is None:
@@ -129,76 +129,75 @@ def _tokenizer(config: Config, objects: Objects) -> PreTrainedTokenizerBase:
 
 @dataclass(frozen=True)
 class Data:
-    """Prepared rows, and how further ones are prepared."""
+    """Prepared training and evaluation rows, and a function that prepares more."""
 
     train: Dataset
     evaluation: Any  # a Dataset, several by their names, or None
-    folder: Path | None  # of the prepared training rows, where they are kept
-    encode: Callable[..., Dataset] | None = None  # raw rows, and the argument they came by -> prepared rows
+    folder: Path | None  # the cache of the prepared training rows; None: not cached
+    encode: Callable[..., Dataset] | None = None  # (raw rows, name of their argument) -> prepared rows
 
     @property
     def columns(self) -> list[str]:
-        """Columns that rewards and environments may read."""
+        """Return the columns that rewards and environments may read."""
         return list(self.train[0])
 
 
 def _data(config: Config, objects: Objects, tokenizer: PreTrainedTokenizerBase) -> Data:
-    """The rows of a run, with the chat template they were written by in the tokenizer."""
+    """Prepare the rows of a run, and set the chat template that rendered them in the tokenizer."""
     if objects.read_rows is not None:
-        return _given_data(config, objects, tokenizer)
+        return _script_data(config, objects, tokenizer)
     data = rank0_first(partial(prepare, config, tokenizer))
     if not len(data.train):
         raise UserError("\n".join(["datasets: no row is left to train on.", *data.report.lines()]))
-    _say_what_became_of_rows(data)
+    _log_dropped_rows(data)
     if data.template is not None:
-        tokenizer.chat_template = data.template  # saved with the model, which knows no other
-    held, method = data.evaluation, config.method
-    matching = feature_matcher(method)
-    if matching is not None and matching.strided:  # documents that no block fits into are left out
-        train = with_blocks(data.train, matching, "training")
-        return Data(train, None if held is None else with_blocks(held, matching, "evaluation"), data.folder)
-    return Data(data.train, held, data.folder)
+        tokenizer.chat_template = data.template  # which is saved with the model
+    evaluation, ebft = data.evaluation, feature_matcher(config.method)
+    if ebft is None or not ebft.strided:
+        return Data(data.train, evaluation, data.folder)
+    train = with_blocks(data.train, ebft, "training")  # drops documents that are shorter than a block
+    return Data(train, None if evaluation is None else with_blocks(evaluation, ebft, "evaluation"), data.folder)
 
 
-def _given_data(config: Config, objects: Objects, tokenizer: PreTrainedTokenizerBase) -> Data:
-    """The rows that a script hands over, in its order, through the same cache."""
+def _script_data(config: Config, objects: Objects, tokenizer: PreTrainedTokenizerBase) -> Data:
+    """Prepare the rows that a script passes, in their order, through the same cache."""
     read, place = objects.read_rows, Path(config.data.prepared_path).expanduser()
     assert read is not None
-    kept = (why := no_folder_at(place.absolute())) is None
+    cached = (why := no_folder_at(place.absolute())) is None
     if why is not None:
         warn_once(f"dataset_prepared_path: {why}; rows are prepared anew each time. Name another folder.")
 
-    def encoded(given: Any, where: str, *, keep: bool = kept, trains: bool = False) -> Prepared:
-        rows, section = read(given, where)
+    def encode(raw: Any, where: str, *, keep: bool = cached, trains: bool = False) -> Prepared:
+        rows, section = read(raw, where)
         order = {"shuffle_merged": trains and section.shuffle_merged, "curriculum": False}
-        read_by = dataclasses.replace(config, data=section.model_copy(update=order))
-        work = partial(prepare_given, read_by, tokenizer, rows, where, trains=trains, keep=keep)
+        row_config = dataclasses.replace(config, data=section.model_copy(update=order))
+        work = partial(prepare_given, row_config, tokenizer, rows, where, trains=trains, keep=keep)
         data = rank0_first(work) if keep else work()
-        _say_what_became_of_rows(data, objects.worded)
+        _log_dropped_rows(data, objects.translate_error)
         return data
 
-    train = encoded(objects.train_dataset, "train_dataset", trains=True)
-    held = {name: encoded(rows, name).train for name, rows in objects.eval_sets().items()}
+    train = encode(objects.train_dataset, "train_dataset", trains=True)
+    eval_sets = {name: encode(rows, name).train for name, rows in objects.eval_sets().items()}
     several = isinstance(objects.eval_dataset, Mapping)
     return Data(
         train.train,
-        held if several else held.get("eval_dataset"),
-        train.folder if kept else None,
-        lambda rows, where="eval_dataset": encoded(rows, where, keep=False).train,
+        eval_sets if several else eval_sets.get("eval_dataset"),
+        train.folder if cached else None,
+        lambda rows, where="eval_dataset": encode(rows, where, keep=False).train,
     )
 
 
-def _say_what_became_of_rows(data: Prepared, worded: Callable[[str], str] = str) -> None:
-    """Say which entries lost rows or had rows cut: a run on less than its data must not look like one on all of it."""
+def _log_dropped_rows(data: Prepared, translate_error: Callable[[str], str] = str) -> None:
+    """Warn, on the main process, for each dataset of which rows were dropped or truncated."""
     if not PartialState().is_main_process:
         return
     for part, line in zip(data.report.parts, data.report.lines(), strict=False):  # its first lines are the parts
         if part.dropped or part.notes:
-            logger.warning("%s", worded(line))
+            logger.warning("%s", translate_error(line))
 
 
 def _steps_per_epoch(config: Config, rows: int, ranks: int) -> int:
-    """Optimizer steps in which every row comes up once."""
+    """Return the number of optimizer steps in one pass over the rows."""
     ranks //= config.sharding.context_parallel_size
     if config.method.online:
         return plan_of(config, ranks).steps_per_epoch(rows)
@@ -207,31 +206,31 @@ def _steps_per_epoch(config: Config, rows: int, ranks: int) -> int:
 
 
 def _longest(config: Config, data: Data) -> int:
-    """Tokens of the longest sequence that the policy will see; of prompts, with what it may write."""
-    held = data.evaluation if isinstance(data.evaluation, Mapping) else {"": data.evaluation}
+    """Return the length of the longest sequence in tokens; online, of the longest prompt with its completion."""
+    eval_sets = data.evaluation if isinstance(data.evaluation, Mapping) else {"": data.evaluation}
     policy = config.method.policy_settings
-    return longest_of(data.train, *held.values()) + (0 if policy is None else policy.max_completion_length)
+    return longest_of(data.train, *eval_sets.values()) + (0 if policy is None else policy.max_completion_length)
 
 
 def _separate_reference(
     config: Config, objects: Objects, dtype: torch.dtype, tokenizer: PreTrainedTokenizerBase
 ) -> Callable[[], Any] | None:
-    """What gives the model that the policy is compared with, where it is not the policy's own start."""
-    given, seed = objects.reference, config.optim.seed
-    if isinstance(given, str):
-        section = config.model.model_copy(update={"base_model": given})
+    """Return a function that loads a separate reference model, or None where the initial policy is the reference."""
+    reference, seed = objects.reference, config.optim.seed
+    if isinstance(reference, str):
+        section = config.model.model_copy(update={"base_model": reference})
         return partial(load_model, section, dtype, seed=seed)
-    if given is not None:
-        return lambda: given
+    if reference is not None:
+        return lambda: reference
     if config.adapter.separate_reference:
         return partial(load_model, config.model, dtype, tokenizer=tokenizer, seed=seed)
     return None
 
 
 def _callbacks(policy: Policy, objects: Objects) -> list[TrainerCallback]:
-    """What keeps weights that follow others in step."""
+    """Return the callbacks that sync compute copies and the reference with the trained weights."""
     callbacks: list[TrainerCallback] = []
-    if objects.of_script and policy.copies is not None:
+    if objects.from_script and policy.copies is not None:
         callbacks.append(PlainModelAfterwards(policy.copies, following=objects.optimizers[0] is None))
     synced = policy.method.reference_sync
     if policy.reference is not None and synced is not None:

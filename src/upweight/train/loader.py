@@ -1,4 +1,4 @@
-"""The loader: one item is everything one optimizer step trains on, over all ranks."""
+"""The loader of offline methods: one item holds the units of one optimizer step, of all ranks."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from upweight.types import Unit
 
 
 class StepSampler(Sampler[list[int]]):
-    """Row numbers of each optimizer step; every rank sees the same, so that all plan alike without talking."""
+    """Yields the row numbers of each optimizer step, the same on every rank, so that all ranks plan alike."""
 
     def __init__(self, rows: int, batch: int, seed: int, *, shuffle: bool, drop_last: bool = False) -> None:
         self.rows, self.batch, self.seed = rows, batch, seed
@@ -30,7 +30,7 @@ class StepSampler(Sampler[list[int]]):
         return self.rows // self.batch if self.drop_last else -(-self.rows // self.batch)
 
     def rows_of(self, step: int) -> list[int]:
-        """The rows of a step, counted from 0 over all epochs."""
+        """Return the row numbers of a step, counted from 0 over all epochs."""
         epoch, number = divmod(step, len(self))
         return self._order(epoch)[number * self.batch : (number + 1) * self.batch].tolist()
 
@@ -43,7 +43,7 @@ class StepSampler(Sampler[list[int]]):
 
 @dataclass(frozen=True)
 class Collate:
-    """Rows of a step -> its units; a named class, so that loader processes can be handed it."""
+    """Turns the rows of a step into units; a class, so that it can be pickled for loader processes."""
 
     method: Method
     compare: bool
@@ -53,7 +53,7 @@ class Collate:
 
 
 def step_loader(rows: Any, method: Method, sampler: StepSampler, **options: Any) -> DataLoader[Any]:
-    """A loader of whole steps; it is not split over ranks, since each rank picks its share of every step."""
-    # Shuffled, two answers to one prompt meet by chance, too seldom for a metric.
+    """Return a loader of whole steps; each rank picks its share of every step."""
+    # In shuffled rows, two completions of one prompt are rarely in the same step.
     collate = Collate(method, compare=not sampler.shuffle)
     return DataLoader(rows, batch_sampler=sampler, collate_fn=collate, **options)

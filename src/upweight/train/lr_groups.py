@@ -1,4 +1,4 @@
-"""Learning rates that differ between weights."""
+"""Learning rates per parameter group: `lr_groups`, embeddings and LoRA+."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,7 +18,7 @@ LrOf = Callable[[str, nn.Parameter], float | None]
 
 
 def lr_rules(optim: OptimSection, adapter: AdapterSection, model: nn.Module) -> LrOf | None:
-    """A function from a weight's name to its own learning rate (None: the common one), where any is set.
+    """Return a function from a weight to its learning rate (None: the common one); None where all are the same.
 
     `lr_groups` win over `embedding_lr`, which wins over LoRA+.
     """
@@ -44,7 +44,7 @@ def lr_rules(optim: OptimSection, adapter: AdapterSection, model: nn.Module) -> 
 
 
 def split_by_lr(optimizer: Optimizer, model: nn.Module, rate_of: LrOf) -> None:
-    """Cut an optimizer's groups so that every weight gets its own rate; the common rate's groups come first."""
+    """Split an optimizer's groups by learning rate; the groups with the common rate come first."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     whole: list[dict[str, Any]] = []
     special: list[dict[str, Any]] = []
@@ -58,7 +58,7 @@ def split_by_lr(optimizer: Optimizer, model: nn.Module, rate_of: LrOf) -> None:
 
 
 class ConfiguredRates(TrainerCallback):
-    """Puts this run's learning rates in the place of those that a checkpoint brings with it."""
+    """Replaces the learning rates of a checkpoint by those of this run."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._rates = [group["lr"] for group in optimizer.param_groups]
@@ -68,7 +68,7 @@ class ConfiguredRates(TrainerCallback):
         every, schedule = kwargs["optimizer"].param_groups, kwargs["lr_scheduler"]
         rates = self._rates if len(every) == len(self._rates) else self._used  # DeepSpeed drops empty groups
         pairs = list(zip(every, rates, strict=True))
-        begins = state.global_step == 0  # with the schedule's own, which may not be these
+        begins = state.global_step == 0  # the schedule has set its initial rates
         if begins or all(group.get("initial_lr", rate) == rate for group, rate in pairs):
             return
         for group, rate in pairs:
@@ -79,12 +79,12 @@ class ConfiguredRates(TrainerCallback):
 
 
 def _embedding_names(model: nn.Module) -> Sequence[str]:
-    """What is part of the names of embeddings, also of those that an adapter wraps."""
+    """Return the parts of parameter names that denote embeddings, also where an adapter wraps them."""
     return tuple({*embedding_names(base_of(model))} - {"original_module", "default"}) or ("embed_tokens", "lm_head")
 
 
 def _check_groups(optim: OptimSection, model: nn.Module) -> None:
-    """Every group of `lr_groups` has to reach a trained weight."""
+    """Raise where a group of `lr_groups` matches no trained weight."""
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     for number, group in enumerate(optim.lr_groups):
         for part in group.modules:

@@ -1,6 +1,6 @@
-"""What a config needs of the machine: looked at before anything is loaded, and by `upweight doctor`.
+"""Check that this machine can run a config, before anything is loaded and in `upweight doctor`.
 
-What a config alone gets wrong is refused by `upweight.config.rules` when it is read.
+Errors that a config has on any machine are found by `upweight.config.rules` when it is read.
 """
 
 import sys
@@ -17,7 +17,7 @@ from upweight.config.servers import direct_transfer, samples_from_server
 from upweight.config.zero import zero_options
 from upweight.errors import UserError
 from upweight.runs.files import no_folder_at
-from upweight.train.recording.trackers import asked_trackers
+from upweight.train.recording.trackers import enabled_trackers
 
 Check = Callable[[Config], Iterator[str]]
 
@@ -32,7 +32,7 @@ OPTIMIZER_PACKAGES: dict[str, tuple[str, str]] = {
 
 
 def gpus(config: Config) -> Iterator[str]:
-    """What only a GPU can do, or only some can."""
+    """Check settings that need a GPU, or a certain one."""
     if torch.cuda.is_available():
         if config.model.tf32 is True and not is_torch_tf32_available():
             yield "tf32: this GPU has no TF32; drop the key."
@@ -47,8 +47,8 @@ def gpus(config: Config) -> Iterator[str]:
 
 
 def packages(config: Config) -> Iterator[str]:
-    """What has to be installed besides this package."""
-    for tracker in asked_trackers(config.tracking):
+    """Check that optional packages are installed."""
+    for tracker in enabled_trackers(config.tracking):
         names = ("tensorboard", "tensorboardX") if tracker == "tensorboard" else (tracker,)
         if not any(map(_installed, names)):
             yield f"use_{tracker}: the tracker is not installed: pip install {tracker}."
@@ -67,14 +67,14 @@ def packages(config: Config) -> Iterator[str]:
 
 
 def optimizer_package(config: Config) -> Iterator[str]:
-    """What the optimizer comes from, for those who train."""
+    """Check that the optimizer's package is installed."""
     module, package = OPTIMIZER_PACKAGES.get(config.optim.optimizer, (None, None))
     if module is not None and not _installed(module):
         yield f"optimizer: {config.optim.optimizer} needs a package: pip install {package}."
 
 
 def folders(config: Config) -> Iterator[str]:
-    """What is read and written besides data and models, which say for themselves what is wrong with them."""
+    """Check the output folder, the checkpoint to resume from and the DeepSpeed config."""
     if (reason := no_folder_at(Path(config.run.output_dir))) is not None:
         yield f"output_dir: {reason}. Name another folder."
     if config.run.resume_from is not None and not (place := Path(config.run.resume_from).expanduser()).is_dir():
@@ -93,12 +93,12 @@ CHECKS: tuple[Check, ...] = (gpus, packages, folders)
 
 
 def check_machine(config: Config, *, trains: bool = True) -> list[str]:
-    """What stands against a run on this machine, each behind its YAML path; servers are waited for by who asks them."""
+    """Return what prevents a run on this machine, each with its YAML path; servers are not contacted."""
     checks = (*CHECKS, optimizer_package) if trains else CHECKS
     return [message for check in checks for message in check(config)]
 
 
 def require_machine(config: Config, *, trains: bool) -> None:
-    """Raise where something stands against a run."""
-    if found := check_machine(config, trains=trains):
-        raise UserError("\n".join(found))
+    """Raise where something prevents a run on this machine."""
+    if problems := check_machine(config, trains=trains):
+        raise UserError("\n".join(problems))

@@ -1,4 +1,4 @@
-"""Metrics between two logs: added up on the device, reduced over ranks once."""
+"""Metrics between two logs: summed on the device and reduced over ranks once per log."""
 
 from collections.abc import Mapping
 
@@ -17,13 +17,13 @@ class Meters:
         self._sums: dict[str, Tensor] = {}
 
     def add(self, metrics: Mapping[str, Mean]) -> None:
-        """Add a batch's metrics; nothing is read off the device."""
+        """Add a batch's metrics without a device sync."""
         for name, mean in metrics.items():
             pair = torch.stack([mean.total.detach(), mean.weight.detach()]).double()
             self._sums[name] = self._sums[name] + pair if name in self._sums else pair
 
     def drain(self, accelerator: Accelerator) -> dict[str, float]:
-        """The means since the last call over all ranks; a metric without weight is left out."""
+        """Return the means over all ranks since the last call; a metric without weight is left out."""
         names = union_over_ranks(set(self._sums))
         if not names:
             return {}
@@ -35,5 +35,5 @@ class Meters:
 
 
 def union_over_ranks(names: set[str]) -> list[str]:
-    """Names that any rank has, in the same order on all of them."""
-    return sorted({name for own in all_gather_objects(names) for name in own})
+    """Return the names that any rank has, in the same order on every rank."""
+    return sorted({name for of_rank in all_gather_objects(names) for name in of_rank})

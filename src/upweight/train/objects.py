@@ -1,4 +1,4 @@
-"""What a script hands over as Python objects, beside what its arguments say."""
+"""The Python objects that a script passes to its trainer beside the arguments."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,16 +17,16 @@ ReadRows = Callable[[Any, str], tuple[Dataset, DataSection]]
 
 @dataclass(frozen=True)
 class Objects:
-    """Everything that no config can hold; all of it is None for a run from YAML."""
+    """The objects of a script that a config cannot hold; all are unset for a run from YAML."""
 
-    arguments: TrainingArguments | None = None  # the script's own, which say how long, how often and where
-    model: Model | None = None  # None: loaded as the config says
-    load_dtype: torch.dtype | None = None  # that a named model is loaded in
-    reference: str | PreTrainedModel | None = None  # None: the policy as it is at the start
+    arguments: TrainingArguments | None = None  # of the script
+    model: Model | None = None  # None: loaded from the config's base_model
+    load_dtype: torch.dtype | None = None  # for a model that is loaded by name
+    reference: str | PreTrainedModel | None = None  # None: the initial policy
     tokenizer: PreTrainedTokenizerBase | None = None
     train_dataset: Any = None
-    eval_dataset: Any = None  # or several, by their names
-    read_rows: ReadRows | None = None  # raw rows and the argument they came by -> a Dataset and how it is read
+    eval_dataset: Any = None  # or a mapping of names to datasets
+    read_rows: ReadRows | None = None  # (raw rows, name of their argument) -> a Dataset and its settings
     reward_funcs: Any = None
     reward_tokenizers: Any = None
     tools: Any = None
@@ -38,15 +38,15 @@ class Objects:
     optimizers: tuple[Any, Any] = (None, None)
     optimizer_class: tuple[type, dict[str, Any]] | None = None  # with its arguments
     chat_template_path: str | None = None  # a file, or a tokenizer that has the template
-    worded: Callable[[str], str] = str  # an error about keys of a config -> the same about the script's arguments
+    translate_error: Callable[[str], str] = str  # puts the script's argument names in place of config keys
 
     @property
-    def of_script(self) -> bool:
-        """Whether a script asked for this run, and its own loop goes on after it."""
+    def from_script(self) -> bool:
+        """Whether a script started this training, and continues after it."""
         return self.arguments is not None
 
     def eval_sets(self) -> Mapping[str, Any]:
-        """The rows to evaluate on by name; one set alone goes by the argument's."""
+        """Return the evaluation sets by name; a single set is named `eval_dataset`."""
         if isinstance(self.eval_dataset, Mapping):
             return self.eval_dataset
         return {} if self.eval_dataset is None else {"eval_dataset": self.eval_dataset}

@@ -1,4 +1,4 @@
-"""The parts of a trainer, as the assembly of a run makes them."""
+"""The parts that `assemble` builds and `MethodTrainer` takes."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -20,11 +20,11 @@ class TrainerParts:
     arguments: TrainingArguments
     train_dataset: Any = None
     eval_dataset: Any = None
-    encode: Callable[..., Any] | None = None  # prepares the rows that `evaluate` is handed
-    rollouts: RolloutFeed | None = None  # where an online method's steps come from, instead of the rows
+    encode: Callable[..., Any] | None = None  # prepares rows that a script passes to `evaluate`
+    rollouts: RolloutFeed | None = None  # yields the steps of an online method
     shuffle: bool = True
     rate_of: LrOf | None = None
     callbacks: Sequence[TrainerCallback] = ()
     optimizers: tuple[Any, Any] = (None, None)
     optimizer_class: tuple[type, dict[str, Any]] | None = None
-    recording: Callable[[Any], AbstractContextManager[Any]] | None = None  # around a script's training
+    recording: Callable[[Any], AbstractContextManager[Any]] | None = None  # context manager around a script's training

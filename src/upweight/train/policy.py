@@ -1,4 +1,4 @@
-"""The policy: the model that is trained, with its precision, its engine and the reference it is compared with."""
+"""The policy: the model that is trained, with its precision, engine and reference model."""
 
 import re
 from collections.abc import Callable
@@ -29,19 +29,19 @@ from upweight.models.load import disable_dropout, fit_vocabulary, load_model, ma
 from upweight.models.memory import activation_bytes, training_bytes
 from upweight.models.precision import ComputeCopies, Sharding, set_up_precision
 from upweight.models.reference import Reference, adapter_state, make_reference, reference_kind
-from upweight.train.distributed.deepspeed import partitioned_at_once, zero_config
-from upweight.train.distributed.fsdp import read_once
+from upweight.train.distributed.deepspeed import zero3_partitioned_loading, zero_config
+from upweight.train.distributed.fsdp import rank0_reads_weights
 from upweight.train.objects import Model, Objects
 from upweight.train.reference.precomputed import Precompute
 
-ON_CPU = 4096  # tokens of one forward, unless a budget is set
+ON_CPU = 4096  # token budget of one forward on CPU, unless it is set
 SMALLEST_BUDGET, LARGEST_BUDGET = 2048, 65_536
 FREE_SHARE = 0.5  # of the memory that is free once the weights are loaded
 
 
 @dataclass(frozen=True)
 class Policy:
-    """What computes: the model ready to be trained, and what it is compared with."""
+    """The model that is ready to train, with its engine and its reference."""
 
     model: Any
     method: Method
@@ -51,13 +51,13 @@ class Policy:
     reference: Reference | None = None
     precompute: Precompute | None = None
     copies: ComputeCopies | None = None
-    tokenizer: Any = None  # None where tokens are all there is
+    tokenizer: Any = None  # None where rows are tokenized already
     offload_reference: bool = False
     sharding: Sharding = "none"
 
     @property
     def sharded(self) -> bool:
-        """Whether the ranks hold shards of the weights, or will: gathered for a rollout, sent in pieces to a server."""
+        """Whether the ranks hold shards of the weights, now or once training begins."""
         return self.sharding != "none"
 
 
@@ -70,13 +70,13 @@ def load_policy(
     *,
     trains: bool,
 ) -> Model:
-    """The model to train: loaded or handed over, dropout as the method wants it, adapted or partly frozen."""
-    set_seed(config.optim.seed)  # of an adapter's first weights, where no model is loaded before
+    """Return the model to train: loaded or passed by a script, with dropout, adapter and frozen weights set up."""
+    set_seed(config.optim.seed)  # for the initial adapter weights of a model that a script passes
     model = objects.model
     if model is None:
-        model = _loaded(config, objects, tokenizer, dtype, sharding, trains=trains)
+        model = _load_base_model(config, objects, tokenizer, dtype, sharding, trains=trains)
     if objects.chat_template_path is not None:
-        _fit_to_template(model, config, objects, tokenizer)
+        _add_template_tokens(model, config, objects, tokenizer)
     if objects.model is not None and tokenizer.pad_token_id is not None:
         model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
     off = config.model.disable_dropout
@@ -99,7 +99,7 @@ def load_policy(
     return model
 
 
-def _loaded(
+def _load_base_model(
     config: Config,
     objects: Objects,
     tokenizer: PreTrainedTokenizerBase,
@@ -108,17 +108,18 @@ def _loaded(
     *,
     trains: bool,
 ) -> Model:
-    """The config's model on the CPU; only what is trained next may be loaded in the pieces that ranks will hold."""
-    sparing, zero = config.sharding.low_memory_loading, config.sharding.deepspeed
-    cut = zero_config(zero, config.folder, dtype) if zero and partitions_weights(zero, config.folder) else None
-    compared = config.method.online and config.rollout.use_vllm  # rank 0 compares whole weights with a server's
-    in_pieces = cut if sparing and trains and not compared else None
+    """Load the config's model on the CPU; with `trains`, ZeRO-3 may load it as shards."""
+    low_memory, zero = config.sharding.low_memory_loading, config.sharding.deepspeed
+    zero3 = zero_config(zero, config.folder, dtype) if zero and partitions_weights(zero, config.folder) else None
+    # Rank 0 compares the model's log-probs with those of a vLLM server, which needs all weights.
+    with_vllm = config.method.online and config.rollout.use_vllm
+    shard_config = zero3 if low_memory and trains and not with_vllm else None
     masters = trains and config.adapter.kind is None and not config.model.pure_bf16 and sharding != "deepspeed"
-    wanted = objects.load_dtype or (master_dtype(config.model, dtype) if masters else dtype)
-    with read_once(sparing and sharding == "fsdp"), partitioned_at_once(in_pieces):
+    weight_dtype = objects.load_dtype or (master_dtype(config.model, dtype) if masters else dtype)
+    with rank0_reads_weights(low_memory and sharding == "fsdp"), zero3_partitioned_loading(shard_config):
         return load_model(
             config.model,
-            wanted,
+            weight_dtype,
             head=config.method.head,
             tokenizer=tokenizer if objects.chat_template_path is None else None,
             adapter=config.adapter,
@@ -126,8 +127,8 @@ def _loaded(
         )
 
 
-def _fit_to_template(model: Model, config: Config, objects: Objects, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Give the tokens that came with a chat template their embeddings, where these will be trained."""
+def _add_template_tokens(model: Model, config: Config, objects: Objects, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Resize the embeddings for the new tokens of a chat template; refuse it where they would not be trained."""
     embedding = model.get_input_embeddings()
     assert isinstance(embedding, nn.Embedding)
     new = len(tokenizer) - embedding.num_embeddings
@@ -168,11 +169,10 @@ def make_policy(
     sharding: Sharding = "none",
     context: Context | None = None,
 ) -> Policy:
-    """A model on its device, in its precision, under the engine, with its reference.
+    """Place the model on its device, set up precision, engine, memory savings and reference, and return the policy.
 
-    `optim` says what saves memory and how much of it the optimizer takes; `prepared` is where precomputed log-probs are
-    kept. A model that will be sharded stays where it was loaded, since it need not fit one device. The ranks of
-    `context` share each row.
+    `prepared` is the folder where precomputed reference log-probs are cached. A model that will be sharded stays where
+    it was loaded, since it may not fit one device. The ranks of `context` share each row (context parallelism).
     """
     # Quantised weights are placed as they are loaded.
     if sharding == "none" and getattr(model, "hf_device_map", None) is None:
@@ -181,10 +181,12 @@ def make_policy(
     install = partial(Engine, layout=layout, longest=longest, context=context)
     engine = install(model)
     precomputed = method.precomputes_reference
-    separate = None if separate_reference is None else partial(_separate, separate_reference, device, install)
+    separate = (
+        None if separate_reference is None else partial(_load_separate_reference, separate_reference, device, install)
+    )
     reference = None
     if not precomputed:
-        reference = _reference(model, method, dtype, separate, offload=optim.reference_offloading)
+        reference = _make_policy_reference(model, method, dtype, separate, offload=optim.reference_offloading)
     if optim.neftune_alpha is not None:
         add_noise(model, optim.neftune_alpha)
     if optim.activation_offloading:
@@ -192,7 +194,7 @@ def make_policy(
     if optim.gradient_checkpointing:
         reentrant, every_layer = (bool(optim.checkpointing_args.get(key)) for key in ("use_reentrant", "every_layer"))
         enable_checkpointing(model, reentrant, every_layer, optim.optimizer)
-    text, reserved = model.config.get_text_config(), _reserved(model, optim.optimizer, sharding != "none")
+    text, reserved = model.config.get_text_config(), _reserved_bytes(model, optim.optimizer, sharding != "none")
     by_memory = token_budget(text, device, checkpointing=optim.gradient_checkpointing, reserved=reserved)
     return Policy(
         model,
@@ -209,8 +211,10 @@ def make_policy(
     )
 
 
-def _separate(load: Callable[[], nn.Module], device: torch.device, install: Callable[[nn.Module], Engine]) -> nn.Module:
-    """Another model than the policy, on its device under an engine of its own."""
+def _load_separate_reference(
+    load: Callable[[], nn.Module], device: torch.device, install: Callable[[nn.Module], Engine]
+) -> nn.Module:
+    """Load a reference model that is not the policy, on the device, with an engine."""
     model = load()
     nn.Module.to(model, device)
     install(model)
@@ -218,7 +222,7 @@ def _separate(load: Callable[[], nn.Module], device: torch.device, install: Call
 
 
 def token_budget(config: PreTrainedConfig, device: torch.device, *, checkpointing: bool, reserved: int) -> int:
-    """Tokens whose activations fit into the device's free memory, but for the bytes `reserved`."""
+    """Return how many tokens' activations fit into the device's free memory minus `reserved` bytes."""
     if device.type != "cuda":
         return ON_CPU
     free = torch.cuda.mem_get_info(device)[0] - reserved
@@ -226,8 +230,8 @@ def token_budget(config: PreTrainedConfig, device: torch.device, *, checkpointin
     return min(max(tokens // 128 * 128, SMALLEST_BUDGET), LARGEST_BUDGET)
 
 
-def _reserved(model: nn.Module, optimizer: str, sharded: bool) -> int:
-    """Bytes that a rank will need for gradients and the optimizer, and for its shard of the weights."""
+def _reserved_bytes(model: nn.Module, optimizer: str, sharded: bool) -> int:
+    """Return the bytes that a rank needs for gradients, optimizer states and its shard of the weights."""
     sizes = {parameter: getattr(parameter, "ds_numel", parameter.numel()) for parameter in model.parameters()}
     states = training_bytes(optimizer) * sum(size for weight, size in sizes.items() if weight.requires_grad)
     if not sharded:
@@ -236,7 +240,7 @@ def _reserved(model: nn.Module, optimizer: str, sharded: bool) -> int:
     return (states + weights) // PartialState().num_processes
 
 
-def _reference(
+def _make_policy_reference(
     policy: nn.Module,
     method: Method,
     dtype: torch.dtype,
@@ -244,7 +248,7 @@ def _reference(
     *,
     offload: bool,
 ) -> Reference | None:
-    """The policy as it is now, or the model that `load_separate` gives, if the method compares with it."""
+    """Return the reference of the method, if it needs one: the initial policy or the model of `load_separate`."""
     synced = method.reference_sync is not None
     kind = reference_kind(
         needed=method.needs_reference, adapter=adapter_state(policy), separate=load_separate is not None, synced=synced

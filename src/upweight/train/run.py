@@ -1,8 +1,9 @@
 """A run from its config to its result, in reading order: read this file first.
 
-`train` asks `assemble` for the trainer: tokenizer, rows, rewards, policy, rollouts. The loop is transformers' Trainer
-(`trainer.py`); one item of its loader is one optimizer step (`loader.py`, online `online/feed.py`), which `step.py`
-cuts into packed rows, forwards, and hands to the method's loss. What watches the loop is in `recording.py`.
+`train` calls `assemble`, which builds the parts of the trainer: tokenizer, rows, rewards, policy, rollouts. The loop is
+transformers' Trainer (`trainer.py`). One item of its loader holds the samples of one optimizer step (`loader.py`, or
+`online/feed.py` for online methods). `step.py` packs them into rows, forwards them and computes the method's loss. The
+callbacks that log and save are in `recording/`.
 """
 
 from collections.abc import Sequence
@@ -26,11 +27,13 @@ from upweight.train.trainer import MethodTrainer
 
 
 def train(config: Config, *, resume: bool = False, watchers: Sequence[TrainerCallback] = ()) -> None:
-    """Train what a config describes and write the run folder; `watchers` look on."""
+    """Train the model of a config and write the run folder; `watchers` are further callbacks."""
     folder = Path(config.run.output_dir)
     refuse_busy(folder)
     trainer = build(config, resume=resume, trains=True)
-    checkpoint = broadcast_from_rank0(_begin(config, folder, resume) if trainer.is_world_process_zero() else None)
+    checkpoint = broadcast_from_rank0(
+        _prepare_run_folder(config, folder, resume) if trainer.is_world_process_zero() else None
+    )
     with recording(trainer, config, watchers=watchers) as stop:
         try:
             trainer.train(resume_from_checkpoint=checkpoint)
@@ -39,7 +42,7 @@ def train(config: Config, *, resume: bool = False, watchers: Sequence[TrainerCal
             if trainer.rollouts is not None:
                 trainer.rollouts.close()
         if trainer.state.global_step < trainer.state.max_steps:
-            stop.leave(trainer.state)
+            stop.exit_if_signalled(trainer.state)
         trainer.card = lambda: model_card(config, trainer.state.log_history, len(trainer.train_dataset))
         trainer.save_model()
         trainer.create_model_card()
@@ -48,7 +51,7 @@ def train(config: Config, *, resume: bool = False, watchers: Sequence[TrainerCal
 
 
 def evaluate(config: Config) -> dict[str, float]:
-    """Loss and metrics of a config's model on its evaluation data."""
+    """Return loss and metrics of a config's model on its evaluation data."""
     trainer = build(config)
     if trainer.eval_dataset is None:
         raise UserError("there is nothing to evaluate on. Set 'val_set_size' or 'test_datasets'.")
@@ -61,7 +64,7 @@ def evaluate(config: Config) -> dict[str, float]:
 
 
 def build(config: Config, *, resume: bool = False, trains: bool = False) -> MethodTrainer:
-    """The trainer of a config; only what is trained next may be loaded in the pieces that ranks will hold of it."""
+    """Build the trainer of a config. With `trains`, weights may be loaded directly as shards."""
     if config.sharding.deepspeed is not None or (config.sharding.fsdp and _resumes_shards(config, resume)):
         init_single_rank()
     trainer = MethodTrainer(assemble(config, trains=trains))
@@ -69,9 +72,9 @@ def build(config: Config, *, resume: bool = False, trains: bool = False) -> Meth
     return trainer
 
 
-def _begin(config: Config, folder: Path, resume: bool) -> Path | None:
-    """Bring the run folder to where the run begins: at a checkpoint, or before what an earlier run left."""
-    checkpoint = _checkpoint(config, resume)
+def _prepare_run_folder(config: Config, folder: Path, resume: bool) -> Path | None:
+    """Write config.yaml, move newer checkpoints away, and return the checkpoint to resume from, if any."""
+    checkpoint = _checkpoint_to_resume(config, resume)
     if resume and checkpoint is None:
         logger.warning("warning: %s has no whole checkpoint; starting anew", folder)
     changed = changed_keys(config, checkpoint.parent) if checkpoint else []
@@ -83,13 +86,13 @@ def _begin(config: Config, folder: Path, resume: bool) -> Path | None:
     return checkpoint
 
 
-def _checkpoint(config: Config, resume: bool) -> Path | None:
-    """Where a run goes on from."""
+def _checkpoint_to_resume(config: Config, resume: bool) -> Path | None:
+    """Return the checkpoint that the run resumes from, or None."""
     if config.run.resume_from is not None:
         return named_checkpoint(config.run.resume_from)
     return last_whole_checkpoint(Path(config.run.output_dir)) if resume or config.run.auto_resume else None
 
 
 def _resumes_shards(config: Config, resume: bool) -> bool:
-    checkpoint = _checkpoint(config, resume)
+    checkpoint = _checkpoint_to_resume(config, resume)
     return checkpoint is not None and layout_of(checkpoint) == "fsdp"

@@ -1,4 +1,4 @@
-"""Stages of one config, one after the other, and one report on all of them."""
+"""Train the stages of a config one after the other, and write one report on all of them."""
 
 import json
 from collections.abc import Callable
@@ -18,9 +18,9 @@ HEADINGS = ("stage", "method", "steps", "metric", "first", "last")
 
 
 def train_stages(config: Config, run_stage: Callable[[int, bool], None], *, resume: bool = False) -> None:
-    """Train every stage with `run_stage(number, resume)`; a resumed run passes over those that are done."""
+    """Train every stage with `run_stage(number, resume)`; a resumed run skips finished stages."""
     folders = [Path(stage.run.output_dir) for stage in config.stages]
-    finished = _finished(folders) if resume else 0
+    finished = _count_finished(folders) if resume else 0
     for folder in folders[finished:]:
         (folder / DONE).unlink(missing_ok=True)
     try:
@@ -30,7 +30,7 @@ def train_stages(config: Config, run_stage: Callable[[int, bool], None], *, resu
                 continue
             logger.info("%s (%d of %d)", folders[number].name, number + 1, len(folders))
             if number and stage.model.base_model == str(folders[number - 1] / "merged"):
-                _merged(config.stages[number - 1])
+                _merge_stage(config.stages[number - 1])
             run_stage(number, resume and number == finished)
             write_text(folders[number] / DONE, json.dumps(summary(stage)))
     finally:
@@ -40,20 +40,20 @@ def train_stages(config: Config, run_stage: Callable[[int, bool], None], *, resu
         logger.info("%s", line)
 
 
-def _finished(folders: list[Path]) -> int:
-    """How many stages, from the first on, are done."""
+def _count_finished(folders: list[Path]) -> int:
+    """Return how many stages, from the first on, are finished."""
     return next((number for number, folder in enumerate(folders) if not (folder / DONE).is_file()), len(folders))
 
 
-def _merged(before: Config) -> None:
-    """The result of a stage that trained an adapter, as whole weights for the next one."""
+def _merge_stage(before: Config) -> None:
+    """Merge the adapter of a stage into full weights for the next stage."""
     folder = Path(before.run.output_dir)
     if not (folder / "merged").exists():
         merge_adapter(Adapted(before.model, folder), folder / "merged")
 
 
 def summary(stage: Config) -> dict[str, Any]:
-    """What a finished stage comes to: steps, and the first and last of the number that its method works on."""
+    """Return the summary of a finished stage: its steps, and the first and last reward or loss."""
     folder = Path(stage.run.output_dir)
     if not (folder / METRICS).is_file():
         raise UserError(f"{folder}: the stage left no {METRICS}")
@@ -73,15 +73,15 @@ def summary(stage: Config) -> dict[str, Any]:
 
 
 def table(folders: list[Path]) -> list[str]:
-    """One line for each stage, as Markdown."""
+    """Return a Markdown table with one line per stage."""
     lines = [f"| {' | '.join(HEADINGS)} |", "|---" * len(HEADINGS) + "|"]
     for folder in folders:
-        found = json.loads((folder / DONE).read_text(encoding="utf-8"))
-        cells = [found[name] for name in HEADINGS]
+        values = json.loads((folder / DONE).read_text(encoding="utf-8"))
+        cells = [values[name] for name in HEADINGS]
         lines.append(f"| {' | '.join(f'{cell:.4g}' if isinstance(cell, float) else str(cell) for cell in cells)} |")
     return lines
 
 
 def report(folders: list[Path]) -> str:
-    """The table with where the result lies."""
+    """Return the table with the folder of the final model."""
     return "\n".join(["# Stages", "", *table(folders), "", f"The result is in `{folders[-1].name}`.", ""])

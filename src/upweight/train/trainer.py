@@ -1,4 +1,4 @@
-"""The loop: transformers' Trainer, with a step that counts exactly."""
+"""The training loop: transformers' Trainer with losses divided by the counts of the whole step."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -38,7 +38,7 @@ from upweight.train.reference.synced import SyncReference
 from upweight.train.step import StepRunner
 
 SMALLEST_BUDGET = 256
-NEVER_CALLED = (  # by this loop, of what scripts for other trainers override
+NEVER_CALLED = (  # hooks that scripts for other trainers override and this loop does not call
     "compute_loss", "_compute_loss", "prediction_step", "get_batch_loss_metrics", "concatenated_forward",
     "tokenize_row", "_prepare_dataset", "_generate_and_score_completions",
 )  # fmt: skip
@@ -48,7 +48,7 @@ class MethodTrainer(Trainer):
     """Trains any method. The Trainer sees one batch a step; `StepRunner` cuts it into forwards."""
 
     loss_is_scaled_for_ga = True
-    aux_loss_enabled = False  # scripts ask: the routers' balance is not trained
+    aux_loss_enabled = False  # read by scripts: the router auxiliary loss is not trained
 
     def __init__(self, parts: TrainerParts) -> None:
         _refuse_overrides(type(self))
@@ -71,7 +71,7 @@ class MethodTrainer(Trainer):
         self.sharding: Sharding = policy.sharding
         self.shuffle, self.rate_of, self.encode = parts.shuffle, parts.rate_of, parts.encode
         self.recording, self.rollouts = parts.recording, rollouts
-        self.card: Callable[[], str] | None = None  # text of the model's card
+        self.card: Callable[[], str] | None = None  # returns the text of the model card
         self.runner = StepRunner(
             policy.method, policy.engine, self.accelerator, policy.token_budget, policy.reference, policy.dtype
         )
@@ -83,39 +83,39 @@ class MethodTrainer(Trainer):
         self.precompute = policy.precompute
         if self.precompute is not None:
             self.train_dataset = with_reference(self.train_dataset, policy.model, self.runner, self.precompute)
-            if parts.encode is not None:  # that folder is the training rows' alone
+            if parts.encode is not None:  # the folder caches the training rows only
                 self.precompute = replace(self.precompute, folder=None)
-            self.eval_dataset = _each(self.eval_dataset, self._with_reference)
+            self.eval_dataset = _map_sets(self.eval_dataset, self._with_reference)
         tagged: Any = policy.model
         if hasattr(tagged, "add_model_tags"):
             tagged.add_model_tags(["upweight", policy.method.name])
         self.last_log, self.last_logged_step = time.perf_counter(), 0
-        self.last_blocked = 0.0  # seconds that rollouts had been waited for by then
+        self.last_blocked = 0.0  # seconds spent waiting for rollouts until the last log
         if rollouts is None:
-            self.add_callback(_EpochOrder(self))
+            self.add_callback(_SetSamplerEpoch(self))
 
     @property
     def ref_model(self) -> nn.Module | None:
-        """The model that is the reference, where it is one of its own: else it is the policy with other weights."""
+        """Return the separate reference model, or None where the reference is the policy with other weights."""
         reference = self.runner.reference
         return reference.model if isinstance(reference, SeparateModel) else None
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """The stock loop, from a checkpoint if one is asked for (True: the last whole one), on record for a script."""
+        """Run the Trainer's loop, from a checkpoint if one is passed (True: the last complete one)."""
         folder = Path(self.args.output_dir or ".")
         checkpoint = broadcast_from_rank0(
             checkpoint_to_resume(resume_from_checkpoint, folder) if self.is_world_process_zero() else None
         )
         if checkpoint is not None:
-            self._restore(checkpoint)
+            self._restore_from(checkpoint)
         with nullcontext() if self.recording is None else self.recording(self):
             try:
                 return super().train(None if checkpoint is None else str(checkpoint), *args, **kwargs)
             except torch.cuda.OutOfMemoryError as error:
                 raise UserError(out_of_memory("while training", self.runner.token_budget)) from error
 
-    def _restore(self, checkpoint: Path) -> None:
-        """Take up what transformers does not keep: rollouts, a reference that follows, shards of other ranks."""
+    def _restore_from(self, checkpoint: Path) -> None:
+        """Restore the state that transformers does not: rollouts, a synced reference, shards of another world size."""
         refuse_other_layout(checkpoint, self.sharding)
         if self.sharding == "deepspeed":
             fit_to_ranks(checkpoint, self)
@@ -127,7 +127,7 @@ class MethodTrainer(Trainer):
             self.rollouts.restore(checkpoint)
 
     def get_train_dataloader(self) -> Any:
-        """Whole steps; not prepared by accelerate, whose loader would split them and run one ahead."""
+        """Return a loader of whole steps; accelerate does not prepare it, since it would split each step over ranks."""
         if self.rollouts is not None:
             return RolloutLoader(self.rollouts, self._next_rollout_step, lambda: self.state.global_step)
         batch = self.args.per_device_train_batch_size * self.runner.shares
@@ -146,7 +146,7 @@ class MethodTrainer(Trainer):
         return self._loader(self.train_dataset, self.sampler)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
-        """Whole steps of the evaluation rows, in order."""
+        """Return a loader of whole steps of the evaluation rows, in order."""
         rows = self.eval_dataset if eval_dataset is None else eval_dataset
         batch = self.args.per_device_eval_batch_size * self.runner.shares
         return self._loader(rows, StepSampler(_length(rows), batch, 0, shuffle=False))
@@ -163,10 +163,10 @@ class MethodTrainer(Trainer):
         return self.rollouts.next_step(self.runner, model, self.state)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        """The stock optimizer with a rate for each weight; the compute copies of the weights follow its steps."""
-        known = self.optimizer
+        """Create the optimizer, split its groups by learning rate, and let the compute copies follow its steps."""
+        before = self.optimizer
         optimizer = super().create_optimizer(*args, **kwargs)
-        if optimizer is not known:
+        if optimizer is not before:
             if self.rate_of is not None:
                 assert isinstance(self.model, nn.Module)
                 split_by_lr(optimizer, self.model, self.rate_of)
@@ -176,14 +176,14 @@ class MethodTrainer(Trainer):
         return optimizer
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
-        """The batch of a step; none where a checkpoint has them all, which the stock loop sees one step too late."""
+        """Return the batch of a step; none after the last step, where a resumed Trainer would do one more."""
         if self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
             return [], None
         return super().get_batch_samples(epoch_iterator, num_batches, device)
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
-        """Gradients of this rank's share of a step."""
+        """Compute this rank's gradients of a step; when out of memory, retry with half the token budget."""
         model.train()
         self._optimizer_mode("train")
         every = self.args.torch_empty_cache_steps
@@ -210,29 +210,29 @@ class MethodTrainer(Trainer):
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """Loss and metrics of the evaluation rows, counted as exactly as in training; several sets by their names."""
+        """Return loss and metrics of the evaluation rows; metrics of several sets are prefixed by their names."""
         rows = self.eval_dataset if eval_dataset is None else eval_dataset
         if eval_dataset is not None and self.encode is not None:
             encode = self.encode
-            rows = _each(eval_dataset, lambda given: self._with_reference(encode(given)))
+            rows = _map_sets(eval_dataset, lambda raw: self._with_reference(encode(raw)))
         named = {f"_{name}": part for name, part in rows.items()} if isinstance(rows, Mapping) else {"": rows}
-        parts = [self._measure(part, f"{metric_key_prefix}{name}") for name, part in named.items()]
+        parts = [self._evaluate_set(part, f"{metric_key_prefix}{name}") for name, part in named.items()]
         metrics = {name: value for part in parts for name, value in part.items()}
-        wanted = self.args.metric_for_best_model
-        if self.is_in_train and wanted is not None and f"eval_{wanted.removeprefix('eval_')}" not in metrics:
+        best = self.args.metric_for_best_model
+        if self.is_in_train and best is not None and f"eval_{best.removeprefix('eval_')}" not in metrics:
             has = ", ".join(name.removeprefix("eval_") for name in metrics)
-            raise UserError(f"metric_for_best_model: evaluations have no '{wanted}'. They have {has}.")
+            raise UserError(f"metric_for_best_model: evaluations have no '{best}'. They have {has}.")
         return metrics
 
-    def _measure(self, rows: Any, prefix: str) -> dict[str, float]:
-        """Loss and metrics of one set of rows; of an online method, the rewards of what it writes for them."""
+    def _evaluate_set(self, rows: Any, prefix: str) -> dict[str, float]:
+        """Return and log the metrics of one evaluation set: loss, or online the rewards of completions."""
         model = self.model_wrapped
         assert isinstance(model, nn.Module)
         model.eval()
         self._optimizer_mode("eval")
         online, began = self.rollouts, time.time()
         metrics = (
-            self._loss_on(model, rows)
+            self._evaluate_loss(model, rows)
             if online is None
             else online.evaluate(rows, self.state, self.runner, model, prefix)
         )
@@ -246,7 +246,7 @@ class MethodTrainer(Trainer):
         return named
 
     def _with_reference(self, rows: Any) -> Any:
-        """Rows with log-probs of the reference, where no reference is kept to compute them later."""
+        """Return the rows with precomputed reference log-probs, where `precompute_ref_log_probs` is on."""
         how, model = self.precompute, self.model
         if how is None:
             return rows
@@ -259,10 +259,10 @@ class MethodTrainer(Trainer):
         return with_reference(rows, model, self.runner, how)
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
-        """Refused: a step has no predictions to hand out."""
+        """Refuse: the loop has no predictions to return."""
         raise UserError("predict: there are no predictions to return; evaluate(rows) gives losses and metrics.")
 
-    def _loss_on(self, model: nn.Module, rows: Any) -> dict[str, float]:
+    def _evaluate_loss(self, model: nn.Module, rows: Any) -> dict[str, float]:
         training, self.runner.meters = self.runner.meters, Meters()
         sums: dict[str, Tensor] = {}
         counts: dict[str, Tensor] = {}
@@ -276,7 +276,7 @@ class MethodTrainer(Trainer):
         return metrics
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Add what was metered since the last log to a training log."""
+        """Log, with the metrics and the throughput since the last log."""
         if self.rollouts is not None:  # the Trainer does not know how much of an epoch was trained before a resume
             self.state.epoch = self.state.global_step / self.rollouts.steps_per_epoch
         if "train_runtime" in logs:  # the end: what was metered since the last log has no entry of its own
@@ -301,12 +301,12 @@ class MethodTrainer(Trainer):
         super().log(logs, start_time)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """A checkpoint gets the float32 masters; any other folder gets what others load."""
+        """Save float32 master weights to a checkpoint, and the model in the compute dtype to other folders."""
         folder = Path(output_dir or self.args.output_dir or ".")
         if step_of(folder) is not None:
             if self.args.should_save:
-                (folder / WHOLE).unlink(missing_ok=True)  # whole again only when all of it is written anew
-                folder.mkdir(parents=True, exist_ok=True)  # what the Trainer asks next is whether it is there
+                (folder / WHOLE).unlink(missing_ok=True)  # marked again once every file is written
+                folder.mkdir(parents=True, exist_ok=True)  # the Trainer checks next that it exists
             super().save_model(output_dir, _internal_call)
             return
         self._optimizer_mode("eval")
@@ -322,25 +322,25 @@ class MethodTrainer(Trainer):
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """Write README.md to the run folder: the run's own card where it has one, else the stock one."""
+        """Write README.md to the run folder: the card of the run, else that of the Trainer."""
         if self.card is None:
-            if len(args) < 3:  # which come third
-                given = kwargs.get("tags") or []
-                tags = [given] if isinstance(given, str) else list(given)
+            if len(args) < 3:  # tags are the third argument
+                passed = kwargs.get("tags") or []
+                tags = [passed] if isinstance(passed, str) else list(passed)
                 kwargs["tags"] = [*dict.fromkeys([*tags, *(getattr(self.model, "model_tags", None) or [])])]
             super().create_model_card(*args, **kwargs)
         elif self.is_world_process_zero():
             write_text(Path(self.args.output_dir or ".") / "README.md", self.card())
 
     def floating_point_ops(self, inputs: Any) -> int:
-        """Not counted: the stock estimate assumes padded rows."""
+        """Return 0: the Trainer's estimate assumes padded rows."""
         return 0
 
     def rows_of_step(self, step: int) -> Iterator[dict[str, Any]]:
-        """What a step, counted from 0, trained on: token ids, which of them were scored, and their text."""
+        """Yield the samples of a step, counted from 0: token ids, which of them were scored, and their text."""
         rows, tokenizer = self.train_dataset, self.processing_class
         if self.rollouts is not None:
-            yield from self.rollouts.samples_under_way()
+            yield from self.rollouts.current_samples()
             return
         assert rows is not None
         for number in self.sampler.rows_of(step):
@@ -349,7 +349,7 @@ class MethodTrainer(Trainer):
                 yield {"row": number, "text": text, "ids": sample.ids.tolist(), "scored": sample.scored.tolist()}
 
     def _optimizer_mode(self, mode: str) -> None:
-        """Schedule-free optimizers hold other weights for training than for evaluation."""
+        """Switch a schedule-free optimizer to its weights for training or evaluation."""
         inner = getattr(self.optimizer, "optimizer", self.optimizer)  # accelerate's wrapper has the methods of all
         if callable(set_mode := getattr(inner, mode, None)):
             set_mode()
@@ -358,17 +358,17 @@ class MethodTrainer(Trainer):
 
 
 def _refuse_overrides(kind: type) -> None:
-    """Raise where a subclass overrides what this loop would never call."""
-    own = [name for name in NEVER_CALLED if getattr(kind, name, None) is not getattr(Trainer, name, None)]
-    if own:
+    """Raise where a subclass overrides a method that this loop does not call."""
+    overridden = [name for name in NEVER_CALLED if getattr(kind, name, None) is not getattr(Trainer, name, None)]
+    if overridden:
         raise UserError(
-            f"{kind.__name__}.{own[0]}: is never called here, where a step is trained on in packed rows. Override "
-            "`training_step`, which returns a loss after its backward, or use the method's settings."
+            f"{kind.__name__}.{overridden[0]}: is never called here, where a step is trained on in packed rows. "
+            "Override `training_step`, which returns a loss after its backward, or use the method's settings."
         )
 
 
-class _EpochOrder(TrainerCallback):
-    """Tells the sampler which epoch begins, also after a resume in its midst."""
+class _SetSamplerEpoch(TrainerCallback):
+    """Sets the sampler's epoch, also after a resume in the middle of one."""
 
     def __init__(self, trainer: MethodTrainer) -> None:
         self.trainer = trainer
@@ -377,8 +377,8 @@ class _EpochOrder(TrainerCallback):
         self.trainer.sampler.epoch = state.global_step // len(self.trainer.sampler)
 
 
-def _each(rows: Any, change: Callable[[Any], Any]) -> Any:
-    """The rows changed; where they are several named sets, each of them."""
+def _map_sets(rows: Any, change: Callable[[Any], Any]) -> Any:
+    """Apply `change` to the rows, or to each of several named sets."""
     return {name: change(part) for name, part in rows.items()} if isinstance(rows, Mapping) else change(rows)
 
 
@@ -388,7 +388,7 @@ def _length(rows: Any) -> int:
 
 
 def out_of_memory(where: str, budget: int) -> str:
-    """The ladder of remedies, cheapest first."""
+    """Return the error message with the remedies, cheapest first."""
     return (
         f"out of GPU memory {where} with token_budget {budget}. In this order: "
         f"set 'token_budget: {max(budget // 2, SMALLEST_BUDGET)}'; {LESS_MEMORY}."

@@ -12,7 +12,7 @@ import upweight
 from parity_script import ROWS, TEMPLATE, made_tokenizer, said, write_model
 from upweight import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, KTOConfig, SFTTrainer
 from upweight.errors import UserError
-from upweight.train.api.as_config import words_of
+from upweight.train.api.as_config import error_translator
 
 COMMON = {"logging_steps": 1, "report_to": "none", "disable_tqdm": True, "per_device_train_batch_size": 4,
           "save_strategy": "no", "learning_rate": 1e-2, "max_steps": 2}  # fmt: skip
@@ -162,7 +162,7 @@ def test_layers_of_an_adapter_without_its_model_are_refused(folder):
     ],
 )
 def test_messages_about_keys_are_about_arguments(kind, message, words):
-    assert words_of(kind)(message) == words
+    assert error_translator(kind)(message) == words
 
 
 class Own:

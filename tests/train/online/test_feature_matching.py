@@ -108,7 +108,7 @@ def plain_loss(model, method, trainer, temperature):
             wrote = torch.tensor(one.sampled or [True] * len(one.ids))
             learned, tokens = learned - advantage * logps[wrote].sum(), tokens + int(wrote.sum())
         if method.ce_coef:
-            (sample,) = rollouts.matching.demonstrations([group])[0].samples
+            (sample,) = rollouts.feature_matching.demonstrations([group])[0].samples
             ids, scored = torch.from_numpy(sample.ids), torch.from_numpy(sample.scored)[1:]
             logps = model(input_ids=ids[None]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
             shown, true = shown - logps[scored].sum(), true + int(scored.sum())
@@ -171,7 +171,7 @@ def test_advantages_land_on_their_own_tokens(tmp_path):
             group.completions[place] = Completion([wanted, *ids[1:]], [0.0] * len(ids), [0] * len(ids), finished=True)
         has = torch.tensor([float(one.ids[0] == wanted) for one in group.completions])
         group.rewards_SR = torch.stack([has, torch.zeros_like(has)], 1)
-    rollouts._take(rollouts.producer.finish(rollout, 4), 0)
+    rollouts._start_rollout(rollouts.producer.finish(rollout, 4), 0)
     for unit in rollouts.units:
         starts = anchors(rollout.groups[unit.group].row, method)
         assert len(unit.samples) == len(starts)
@@ -300,7 +300,9 @@ def test_evaluation_says_what_features_and_true_answers_say_and_leaves_training_
         weights.append(weights_of(trainer))
     found = trainer.evaluate()
     assert {"eval_reward", "eval_ebft/alignment", "eval_ebft/cfm_loss", "eval_ebft/diversity"} <= set(found)
-    units = trainer.rollouts.matching.demonstrations(trainer.rollouts.producer.evaluate(trainer.eval_dataset, 1))
+    units = trainer.rollouts.feature_matching.demonstrations(
+        trainer.rollouts.producer.evaluate(trainer.eval_dataset, 1)
+    )
     logps = []
     for unit in units:
         ids, scored = torch.from_numpy(unit.samples[0].ids), torch.from_numpy(unit.samples[0].scored)[1:]

@@ -121,9 +121,9 @@ def test_time_left_is_that_of_the_steps_after_the_first(monkeypatch):
     line = Progress()
     line.on_train_begin(None, state(4), None)  # resumed
     line.on_step_end(None, state(5), None)
-    assert line._left(5, 10) == []
-    assert line._left(6, 10) == ["40 s left"]
-    assert line._left(8, 10) == ["20 s left"]
+    assert line._time_left(5, 10) == []
+    assert line._time_left(6, 10) == ["40 s left"]
+    assert line._time_left(8, 10) == ["20 s left"]
 
 
 def test_a_bar_passes_and_lines_stay(capsys):

@@ -3,14 +3,14 @@
 import os
 
 from upweight.config.sections.run import TrackingSection
-from upweight.train.recording.trackers import VARIABLES, asked_trackers, set_variables, tracking_arguments
+from upweight.train.recording.trackers import VARIABLES, enabled_trackers, set_variables, tracking_arguments
 
 
 def test_none_is_the_default_and_a_project_turns_wandb_on():
-    assert asked_trackers(TrackingSection()) == []
-    assert asked_trackers(TrackingSection(wandb_project="p")) == ["wandb"]
-    assert asked_trackers(TrackingSection(wandb_project="p", wandb=False)) == []
-    assert asked_trackers(TrackingSection(mlflow=True, trackio=True)) == ["mlflow", "trackio"]
+    assert enabled_trackers(TrackingSection()) == []
+    assert enabled_trackers(TrackingSection(wandb_project="p")) == ["wandb"]
+    assert enabled_trackers(TrackingSection(wandb_project="p", wandb=False)) == []
+    assert enabled_trackers(TrackingSection(mlflow=True, trackio=True)) == ["mlflow", "trackio"]
 
 
 def test_settings_become_the_variables_that_trackers_read(monkeypatch):

@@ -1,4 +1,4 @@
-"""A script's arguments and objects as a Config, and errors about keys of a config in the script's words."""
+"""Convert a script's arguments and objects to a Config, and config errors to the script's argument names."""
 
 import dataclasses
 import enum
@@ -21,7 +21,7 @@ from upweight.log import warn_once
 from upweight.train.api.fields import help_of
 from upweight.train.objects import YAML_ONLY, Objects
 
-OF_TRANSFORMERS = {  # arguments of transformers, which has checked them, and the key of each
+OF_TRANSFORMERS = {  # arguments of transformers -> config keys
     **{name: name for name in (
         "output_dir", "logging_steps", "save_strategy", "save_steps", "save_total_limit", "save_only_model",
         "eval_strategy", "eval_steps", "load_best_model_at_end", "metric_for_best_model", "hub_model_id",
@@ -38,7 +38,7 @@ OF_TRANSFORMERS = {  # arguments of transformers, which has checked them, and th
     "lr_scheduler_type": "lr_scheduler",
 }  # fmt: skip
 CHOICES = {"sft": {}, "orm": {"reward_model": True}, "prm": {"process_reward_model": True}}
-OF_TRAINERS = {  # what messages say of configs beside the keys of arguments, and what a script has for it
+OF_TRAINERS = {  # words of error messages -> inputs of a script
     "base_model": "model",
     "model_kwargs": "model_init_kwargs",
     "sequence_len": "max_length",
@@ -59,7 +59,7 @@ OF_TRAINERS = {  # what messages say of configs beside the keys of arguments, an
 
 
 def config_of(args: Any, objects: Objects = YAML_ONLY, name: str | None = None) -> Config:
-    """The config that says what a script's arguments and objects say; `name`: of a model that is to be loaded."""
+    """Return the config of a script's arguments and objects; `name` is that of a model to load."""
     values: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
     for argument, path in OF_TRANSFORMERS.items():
         section, key = general_keys()[path]
@@ -85,23 +85,23 @@ def config_of(args: Any, objects: Objects = YAML_ONLY, name: str | None = None) 
 
 
 def checked_config(args: Any, objects: Objects = YAML_ONLY, name: str | None = None) -> Config:
-    """The config of a script, or every rule that its arguments break, in their names."""
+    """Return the config of a script; raise with every rule that its arguments break."""
     config = config_of(args, objects, name)
-    # The rules know of one process; what they ask of a batch, all ranks fill together.
+    # The rules assume one process, so the batch of all ranks is passed to them.
     batch = args.per_device_train_batch_size * args.world_size
     seen = dataclasses.replace(config, optim=config.optim.model_copy(update={"micro_batch_size": batch}))
-    worded = words_of(type(args))
+    translate_error = error_translator(type(args))
     errors, warnings = check(seen, fragment=True)
     if errors:
-        raise UserError("\n".join(dict.fromkeys(map(worded, errors))))
+        raise UserError("\n".join(dict.fromkeys(map(translate_error, errors))))
     for warning in warnings:
-        warn_once(worded(warning))
+        warn_once(translate_error(warning))
     return config
 
 
 @cache
-def words_of(kind: type) -> Callable[[str], str]:
-    """What turns a message about keys of a config into one about the arguments of a config class."""
+def error_translator(kind: type) -> Callable[[str], str]:
+    """Return a function that replaces config keys in a message by the arguments of a config class."""
     names = {**{path: argument for argument, path in OF_TRANSFORMERS.items()}, **OF_TRAINERS}
     for one in dataclasses.fields(kind):
         if (key := help_of(one).setting) is not None:
@@ -109,17 +109,17 @@ def words_of(kind: type) -> Callable[[str], str]:
     names = {path: argument for path, argument in names.items() if path != argument}
     longest_first = [re.escape(path) for path in sorted(names, key=len, reverse=True)]
     words, compound = "|".join(longest_first), "|".join(path for path in longest_first if re.search(r"[._ -]", path))
-    # A key of one word may be a word of the sentence: it is a key where a line begins, or in quotes.
+    # A key of one word may be plain English: it is a key at the start of a line or in quotes.
     pattern = re.compile(rf"(?m)(?<![\w.])(?:{compound})(?!\w)|^(?:{words})(?=[:,])|(?<=')(?:{words})(?=[':])")
 
-    def worded(message: str) -> str:
-        named = pattern.sub(lambda found: names[found[0]], message)
-        return re.sub(r"'(\w+): ([^' ]+)'", lambda found: f"'{found[1]}={_as_python(found[2])}'", named)
+    def translate_error(message: str) -> str:
+        named = pattern.sub(lambda match: names[match[0]], message)
+        return re.sub(r"'(\w+): ([^' ]+)'", lambda match: f"'{match[1]}={_as_python(match[2])}'", named)
 
-    return worded
+    return translate_error
 
 
-NULLABLE = ("save_total_limit",)  # fields whose key has another default than none
+NULLABLE = ("save_total_limit",)  # fields for which None is not the default
 
 
 def _as_python(value: str) -> str:
@@ -132,19 +132,19 @@ def _plain(value: Any) -> Any:
 
 
 def _set_arguments(args: Any) -> dict[str, str]:
-    """Path of a key -> argument, for every argument that is set otherwise than by default."""
-    found = {}
+    """Return config key -> argument, for every argument that differs from its default."""
+    arguments = {}
     for one in dataclasses.fields(args):
         key = help_of(one).setting
         path = OF_TRANSFORMERS.get(one.name) if key is None else key.path
         default = one.default if one.default_factory is dataclasses.MISSING else one.default_factory()
         if path is not None and getattr(args, one.name) not in (None, default):
-            found[path] = one.name
-    return found
+            arguments[path] = one.name
+    return arguments
 
 
 def _model(args: Any, objects: Objects, name: str | None) -> dict[str, Any]:
-    """The arguments about loading as the settings that loading reads."""
+    """Return the model settings of the arguments about loading."""
     options = dict(args.model_init_kwargs or {})
     for key in ("dtype", "torch_dtype"):
         options.pop(key, None)
@@ -165,25 +165,26 @@ def _model(args: Any, objects: Objects, name: str | None) -> dict[str, Any]:
 
 
 def _adapter(objects: Objects) -> dict[str, Any]:
-    given: Any = objects.peft_config
-    if given is None and isinstance(objects.model, PeftModel):
-        given = objects.model.active_peft_config
-    made: dict[str, Any] = {"separate_reference": objects.reference is not None}
-    if given is not None:
-        made |= {"kind": str(given.peft_type.value).lower()}
-        made |= {"rank": given.r, "alpha": given.lora_alpha} if hasattr(given, "lora_alpha") else {}
+    peft_config: Any = objects.peft_config
+    if peft_config is None and isinstance(objects.model, PeftModel):
+        peft_config = objects.model.active_peft_config
+    settings: dict[str, Any] = {"separate_reference": objects.reference is not None}
+    if peft_config is not None:
+        settings |= {"kind": str(peft_config.peft_type.value).lower()}
+        if hasattr(peft_config, "lora_alpha"):
+            settings |= {"rank": peft_config.r, "alpha": peft_config.lora_alpha}
     if (packed := objects.quantization_config) is not None:
         kept = ("bnb_4bit_compute_dtype", "bnb_4bit_quant_type", "bnb_4bit_use_double_quant")
         options = {key: value for key, value in packed.to_dict().items() if key in kept or key.startswith("llm_int8")}
-        made |= {"load_in_4bit": packed.load_in_4bit, "load_in_8bit": packed.load_in_8bit, "quantisation": options}
-    return made
+        settings |= {"load_in_4bit": packed.load_in_4bit, "load_in_8bit": packed.load_in_8bit, "quantisation": options}
+    return settings
 
 
 def _environment(args: Any, objects: Objects) -> dict[str, Any]:
     calling, factory = getattr(args, "max_tool_calling_iterations", None), objects.environment_factory
-    made: dict[str, Any] = {"tools": [_name_of(tool) for tool in objects.tools or ()]}
-    made |= {} if calling is None else {"max_turns": calling + 1}
-    return made | ({} if factory is None else {"kind": "python", "class_path": _name_of(factory)})
+    settings: dict[str, Any] = {"tools": [_name_of(tool) for tool in objects.tools or ()]}
+    settings |= {} if calling is None else {"max_turns": calling + 1}
+    return settings | ({} if factory is None else {"kind": "python", "class_path": _name_of(factory)})
 
 
 def _sharding(args: Any) -> dict[str, Any]:
@@ -197,12 +198,12 @@ def _sharding(args: Any) -> dict[str, Any]:
 
 
 def _reward_names(objects: Objects) -> list[str]:
-    """Rewards by their names; with an environment, which may give more, what it gives too."""
-    given = objects.reward_funcs
-    listed: Sequence[Any] = given if isinstance(given, list | tuple) else [] if given is None else [given]
-    names = [one if isinstance(one, str) else str(_name_of(one)) for one in listed]
+    """Return the names of the rewards, with that of the environment, which may give rewards too."""
+    funcs = objects.reward_funcs
+    rewards: Sequence[Any] = funcs if isinstance(funcs, list | tuple) else [] if funcs is None else [funcs]
+    names = [reward if isinstance(reward, str) else str(_name_of(reward)) for reward in rewards]
     return [*names, ENVIRONMENT_REWARDS[0]] if objects.environment_factory is not None else names
 
 
-def _name_of(given: Any) -> str | None:
-    return None if given is None else str(getattr(given, "__name__", type(given).__name__))
+def _name_of(value: Any) -> str | None:
+    return None if value is None else str(getattr(value, "__name__", type(value).__name__))

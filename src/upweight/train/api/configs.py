@@ -1,4 +1,4 @@
-"""TrainingArguments with the settings of each method, under the names people know from TRL."""
+"""TrainingArguments with the settings of each method, under TRL's names."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -27,7 +27,7 @@ from upweight.train.distributed.ranks import init_single_rank
 
 AnySection = TypeVar("AnySection", bound=Section)
 BUDGET = "rows are cut by `token_budget`, whatever is computed on them"
-ROWS = "train_dataset"  # where a script's rows come from, for rules that want to know
+ROWS = "train_dataset"  # stands for the path of a script's rows in rules
 UNLIMITED = 2**31 - 1  # tokens
 TEMPLATE_PATH = "A file with a chat template, or a tokenizer whose template, end token and missing tokens are taken."
 ONLY_ENCODER_DECODER = "only encoder-decoder models read it"
@@ -58,28 +58,28 @@ REPLACED = {  # arguments of earlier versions of TRL, and what does the same now
 
 def asked_for(args: Any) -> list[str]:
     """The refused arguments that are set to anything but their default, each with its reason."""
-    known = {one.name: one.default for one in dataclasses.fields(args)}
+    defaults = {field.name: field.default for field in dataclasses.fields(args)}
     reasons = {**REFUSED, **args.refused}
-    given = {name: getattr(args, name) for name in reasons if name in known}
+    values = {name: getattr(args, name) for name in reasons if name in defaults}
     return [
         f"{name}: {reasons[name]}."
-        for name, value in given.items()
-        if value != known[name] and asks_for_something(value)
+        for name, value in values.items()
+        if value != defaults[name] and asks_for_something(value)
     ]
 
 
 @dataclass
 class MethodArguments(TrainingArguments):
-    """What the configs of all methods share."""
+    """The arguments that all methods share."""
 
     method_class: ClassVar[type[Method]]
     too_long: ClassVar[Literal["drop", "truncate"]] = "truncate"
-    refused: ClassVar[Mapping[str, str]] = MappingProxyType({})  # the method's own, and why
+    refused: ClassVar[Mapping[str, str]] = MappingProxyType({})  # further refused arguments of the method -> reason
 
-    def __new__(cls, *args: Any, **given: Any) -> "MethodArguments":
-        """Name what an unknown argument may have meant, where the dataclass would only say that it is unknown."""
+    def __new__(cls, *args: Any, **kwargs: Any) -> "MethodArguments":
+        """Raise for unknown arguments with a hint at what to use instead."""
         known = [one.name for one in dataclasses.fields(cls)]
-        for name in given:
+        for name in kwargs:
             if name not in known:
                 hint = (
                     REPLACED.get(name)
@@ -124,12 +124,12 @@ class MethodArguments(TrainingArguments):
         if self.deepspeed is not None:
             require_deepspeed()
             init_single_rank()
-        # Whether a GPU can autocast is no question here: weights are computed in bfloat16 as they are. DeepSpeed reads
-        # its config when the model is there.
-        wanted, self.bf16 = self.bf16, False
+        # transformers would require a GPU for bf16 autocast, which is not used here, and would read DeepSpeed's
+        # config now, before the model is loaded.
+        bf16, self.bf16 = self.bf16, False
         zero, self.deepspeed = self.deepspeed, None
         super().__post_init__()
-        self.bf16, self.deepspeed = wanted, zero  # pyright: ignore[reportIncompatibleVariableOverride]
+        self.bf16, self.deepspeed = bf16, zero  # pyright: ignore[reportIncompatibleVariableOverride]
         self._refuse()
         for one in dataclasses.fields(self):
             value = getattr(self, one.name)
@@ -138,7 +138,7 @@ class MethodArguments(TrainingArguments):
         checked_config(self)
 
     def _refuse(self) -> None:
-        """Name every argument of transformers that this loop would ignore."""
+        """Raise for every argument of transformers that this loop would ignore."""
         refused = asked_for(self)
         sizes = {name: getattr(self, name) for name in ("per_device_train_batch_size", "gradient_accumulation_steps")}
         refused += [
@@ -158,11 +158,11 @@ class MethodArguments(TrainingArguments):
             raise UserError("\n".join(refused))
 
     def method(self) -> Method:
-        """The method with these settings; None leaves a setting at its default."""
+        """Return the method with these settings; None leaves a setting at its default."""
         return self.section(self.method_class)
 
     def section(self, kind: type[AnySection]) -> AnySection:
-        """The settings of one section, from the arguments that are handed to it."""
+        """Return the settings of one section from the arguments that set them."""
         names: dict[str, str] = {}
         values: dict[str, Any] = {}
         for one in dataclasses.fields(self):
@@ -185,7 +185,7 @@ class MethodArguments(TrainingArguments):
             raise UserError(f"{type(self).__name__}: " + "; ".join(problems)) from None
 
     def _take_warmup_ratio(self, ratio: float) -> None:
-        """Write the share where transformers looks for it: below 1, `warmup_steps` is one."""
+        """Set `warmup_steps` to the ratio: transformers reads values below 1 as a share."""
         if self.warmup_steps:
             raise UserError("warmup_ratio: cannot be used with 'warmup_steps'. Keep one.")
         if not 0 <= ratio < 1:
@@ -193,11 +193,11 @@ class MethodArguments(TrainingArguments):
         self.warmup_steps, self.warmup_ratio = ratio, None
 
     def dataset_row(self, columns: Sequence[str] = ()) -> DatasetRow:
-        """How rows that a script hands over, with these columns, are read, as an entry of `datasets`."""
+        """Return the `datasets` entry that reads a script's rows with these columns."""
         return DatasetRow(path=ROWS)
 
     def data_settings(self) -> dict[str, Any]:
-        """What the arguments say of all rows, as settings of `DataSection`."""
+        """Return the settings of `DataSection` that apply to all rows."""
         if self.train_sampling_strategy not in ("random", "sequential"):
             warn_once(
                 f"train_sampling_strategy: {self.train_sampling_strategy} has no effect: forwards hold equal tokens"
@@ -236,16 +236,16 @@ class SFTConfig(MethodArguments):
     dataset_kwargs: dict[str, Any] | None = with_help(None, "Not supported.")  # noqa: RUF009
 
     def dataset_row(self, columns: Sequence[str] = ()) -> DatasetRow:
-        """Plain text is in a column of any name; the masks of token ids say which turns are trained."""
+        """Return the entry for SFT rows; `dataset_text_field` names the text column, masks of token ids are used."""
         roles = ["assistant"] if self.assistant_only_loss and "input_ids" not in columns else None
         return DatasetRow(path=ROWS, field=self.dataset_text_field, roles_to_train=roles)
 
     def data_settings(self) -> dict[str, Any]:
-        """Rows may be shuffled before training, besides each epoch's order."""
+        """Return the settings, with shuffling before training beside the order of each epoch."""
         return super().data_settings() | {"shuffle_merged": self.shuffle_dataset}
 
     def trains_on_prompts(self, columns: Sequence[str], where: str) -> bool:
-        """Unless asked, no for completions, yes for conversations and token ids."""
+        """By default, prompts of prompt-completion rows are not trained on, conversations and token ids are."""
         present = set(columns)
         tokenised = "input_ids" in present
         completions = {"completion_mask", "labels"} & present if tokenised else {"prompt", "completion"} <= present
@@ -357,7 +357,7 @@ class PRMConfig(MethodArguments):
     max_completion_length: int | None = with_help(None, "Longest completion in tokens.")
 
     def dataset_row(self, columns: Sequence[str] = ()) -> DatasetRow:
-        """Steps are joined and labelled as the arguments say."""
+        """Return the entry for rows with labelled steps, with the separator and labelling of the arguments."""
         return DatasetRow(
             path=ROWS,
             step_separator=self.step_separator,

@@ -1,4 +1,4 @@
-"""Arguments of config classes: what each does, and the setting it is handed to."""
+"""Dataclass fields of the config classes: their help and the config setting that they set."""
 
 import dataclasses
 from dataclasses import field
@@ -8,21 +8,21 @@ from upweight.settings import Key, Section, keys_of
 
 
 class Help(str):
-    """What an argument does, and where it goes; a text, since command-line parsers hand a field's metadata on."""
+    """The help of an argument and the setting it sets; a str, since command-line parsers print the metadata."""
 
-    section: type[Section] | None = None  # that the argument is handed to,
-    setting: Key | None = None  # as this
-    holds: str | None = None  # why it changes nothing
+    section: type[Section] | None = None  # of the setting
+    setting: Key | None = None  # that the argument sets
+    holds: str | None = None  # why the argument has no effect
 
 
 def help_of(argument: dataclasses.Field[Any]) -> Help:
-    """What is known of an argument; of transformers' own, its text."""
-    known = argument.metadata.get("help", "")
-    return known if isinstance(known, Help) else Help(known)
+    """Return the help of an argument."""
+    text = argument.metadata.get("help", "")
+    return text if isinstance(text, Help) else Help(text)
 
 
 def of(section: type[Section], name: str, **changed: Any) -> Any:
-    """A field that is handed to a section's setting, with its default and help; lists where the section has tuples."""
+    """Return a field that sets a section's setting, with its default and help; tuples become lists."""
     key = next(key for key in keys_of(section) if key.name == name)
     default = changed.get("default", key.field.default)
     text = Help(key.field.description)
@@ -33,7 +33,7 @@ def of(section: type[Section], name: str, **changed: Any) -> Any:
 
 
 def holds(default: Any, why: str) -> Any:
-    """A field that may be set and changes nothing, since what it asks for is so anyway."""
+    """Return a field that is accepted without effect, since the loop always does what it sets."""
     text = Help(f"Accepted: {why}.")
     text.holds = why
     return field(default=default, metadata={"help": text})

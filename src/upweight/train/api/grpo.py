@@ -1,4 +1,4 @@
-"""GRPO for Python scripts: a model, reward functions and prompts in, a policy that earns more out."""
+"""The GRPO and RLOO trainers for Python scripts."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
@@ -18,7 +18,7 @@ from upweight.rollout.single_turn import SingleTurn
 from upweight.sampler.in_process import InProcess
 from upweight.train.api.as_config import config_of
 from upweight.train.api.grpo_config import GRPOConfig, RLOOConfig, RolloutArguments
-from upweight.train.api.inputs import GivenRows, arguments_of, as_dataset, named, parts_for, require_kind
+from upweight.train.api.inputs import GivenRows, arguments_of, as_dataset, init_arguments, parts_for, require_kind
 from upweight.train.objects import Model
 from upweight.train.online.assemble import plan_of
 from upweight.train.online.completions import ShownCompletions
@@ -29,7 +29,7 @@ GivenReward = Any  # a function, a callable object, a name, a reward model, or (
 
 
 class GRPOTrainer(MethodTrainer):
-    """A policy gradient on completions of prompts, by what reward functions say of them."""
+    """Trains a policy on completions that reward functions score."""
 
     config_class: ClassVar[type[RolloutArguments]] = GRPOConfig
 
@@ -56,7 +56,7 @@ class GRPOTrainer(MethodTrainer):
         if environment_factory is not None:
             args = arguments_of(args, self.config_class)
             train_dataset = _with_prompts(train_dataset, args, environment_factory)
-        inputs = named(locals())
+        inputs = init_arguments(locals())
         inputs["reward_tokenizers"] = inputs.pop("reward_processing_classes", None)
         super().__init__(parts_for(self.config_class, **inputs))
         assert self.rollouts is not None
@@ -66,17 +66,17 @@ class GRPOTrainer(MethodTrainer):
         self.reward_processing_classes = [getattr(function, "tokenizer", None) for function in self.reward_funcs]
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Train, from a checkpoint if one is given; processes that compute rewards end with it."""
-        self._renew_rollouts()
+        """Train, from a checkpoint if one is passed; reward processes end with the training."""
+        self._reset_rollouts()
         try:
             return super().train(*args, **kwargs)
         finally:
-            self._renew_rollouts()
+            self._reset_rollouts()
 
     def generate_completions(
         self, rows: GivenRows | Mapping[str, Any], num_generations: int | None = None
     ) -> list[dict[str, Any]]:
-        """What the policy writes for some rows, shown with what rewards say of it; nothing is trained.
+        """Sample and print completions for some rows with their rewards; nothing is trained.
 
         `rows` is a Dataset, a slice of one (`dataset[:2]`), a list of rows, or one row. Each completion is a dict with
         `prompt`, `completion`, `rewards` by their names, and `reward`, their weighted sum.
@@ -86,24 +86,27 @@ class GRPOTrainer(MethodTrainer):
         producer = self.rollouts.producer
         prepared = self.encode(_as_rows(rows), "rows")
         self.rollouts.sync(self.state.global_step)
-        with self.rollouts.schedule.whole():
+        with self.rollouts.schedule.gathered_weights():
             groups = producer.evaluate(prepared, num_generations or self.rollouts.eval_size, self.state)
         rollout, names = Rollout(producer.rollouts, self.state.global_step, groups), producer.scorer.names
         policy = self.method.policy_settings
         weights = policy.reward_weights if policy else None
-        totals = [total for group in groups for total in weighted_reward(_scored(group.rewards_SR), weights).tolist()]
-        found = list(readable(rollout, names, producer.decode))
+        totals = [
+            total for group in groups for total in weighted_reward(_require_rewards(group.rewards_SR), weights).tolist()
+        ]
+        completions = list(readable(rollout, names, producer.decode))
         if self.is_world_process_zero():
-            ShownCompletions(1, len(found), names, producer.decode)(rollout, self.state.global_step)
+            ShownCompletions(1, len(completions), names, producer.decode)(rollout, self.state.global_step)
         kept = ("prompt", "completion", "rewards", "finished")
         return [
-            {**{name: row[name] for name in kept}, "reward": total} for row, total in zip(found, totals, strict=True)
+            {**{name: row[name] for name in kept}, "reward": total}
+            for row, total in zip(completions, totals, strict=True)
         ]
 
-    def _renew_rollouts(self) -> None:
-        """Drop what belongs to a training: its processes, its buffers, a rollout half trained on.
+    def _reset_rollouts(self) -> None:
+        """Reset the rollouts before and after a training: processes, buffers and the current rollout.
 
-        Weights are read where they lie and as they are stored, and both change when a training begins or ends.
+        The sampler is rebuilt, since device and dtype of the weights change when a training starts or ends.
         """
         rollouts = self.rollouts
         assert rollouts is not None
@@ -123,32 +126,32 @@ class GRPOTrainer(MethodTrainer):
 
 
 class RLOOTrainer(GRPOTrainer):
-    """REINFORCE on whole completions, each compared with the others of its prompt; the KL is in the reward."""
+    """REINFORCE with a leave-one-out baseline over the completions of a prompt; the KL is part of the reward."""
 
     config_class: ClassVar[type[RolloutArguments]] = RLOOConfig
 
 
-def _with_prompts(given: Any, args: RolloutArguments, factory: Any) -> Any:
-    """Rows for an environment that owns its data: where there are no rows, or no prompts, `reset` gives the prompt."""
-    if given is None and isinstance(factory, Mapping):
+def _with_prompts(train_dataset: Any, args: RolloutArguments, factory: Any) -> Any:
+    """Return rows with empty prompts where there are no rows or no prompts: `reset` of the environment gives them."""
+    if train_dataset is None and isinstance(factory, Mapping):
         raise UserError("train_dataset: several environments need rows, with a column 'environment' that names one.")
-    if given is None and (args.max_steps or 0) <= 0:
+    if train_dataset is None and (args.max_steps or 0) <= 0:
         raise UserError("max_steps: without train_dataset there is no epoch to count; set how many steps to train.")
-    count = plan_of(config_of(args), args.world_size).groups if given is None else 0
-    rows = as_dataset([{"prompt": NO_PROMPT}] * count if given is None else given, "train_dataset")
+    count = plan_of(config_of(args), args.world_size).groups if train_dataset is None else 0
+    rows = as_dataset([{"prompt": NO_PROMPT}] * count if train_dataset is None else train_dataset, "train_dataset")
     return rows if "prompt" in rows.column_names else rows.add_column("prompt", [NO_PROMPT] * len(rows))
 
 
-def _as_rows(given: Any) -> Any:
-    """Rows as a list or a Dataset, from those or from one row or a mapping of columns."""
-    if not isinstance(given, Mapping):
-        return given
-    prompt = given.get("prompt")
+def _as_rows(rows: Any) -> Any:
+    """Return rows as a list or a Dataset, also from one row or a mapping of columns."""
+    if not isinstance(rows, Mapping):
+        return rows
+    prompt = rows.get("prompt")
     if isinstance(prompt, str) or (isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping)):
-        return [given]
-    return Dataset.from_dict(dict(given))
+        return [rows]
+    return Dataset.from_dict(dict(rows))
 
 
-def _scored(rewards_SR: Any) -> Any:
+def _require_rewards(rewards_SR: Any) -> Any:
     assert rewards_SR is not None, "a group came back without rewards"
     return rewards_SR

@@ -1,4 +1,4 @@
-"""Settings of GRPO and RLOO for Python scripts: TRL's names, each handed to the method or to the rollouts."""
+"""The configs of GRPO and RLOO for Python scripts, under TRL's names."""
 
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -27,10 +27,10 @@ BOUNDED_APART = {
 
 @dataclass
 class RolloutArguments(MethodArguments):
-    """What the configs of online methods share: how completions are sampled and scored; a batch counts completions."""
+    """The arguments that online methods share: sampling and scoring of completions; a batch counts completions."""
 
     refused: ClassVar = MappingProxyType(BOUNDED_APART)
-    if TYPE_CHECKING:  # of each method its own
+    if TYPE_CHECKING:  # defined by each method
         num_generations: int = 0
         max_completion_length: int = 0
         reward_weights: list[float] | None = None
@@ -87,7 +87,7 @@ class RolloutArguments(MethodArguments):
 
     def __post_init__(self) -> None:
         if self.load_best_model_at_end and self.metric_for_best_model is None:
-            self.metric_for_best_model = "reward"  # an evaluation of what the policy writes has no loss
+            self.metric_for_best_model = "reward"  # online evaluations have no loss
         super().__post_init__()
         server = [
             f"vllm_server_{name}" for name in ("base_url", "host", "port") if getattr(self, f"vllm_server_{name}")
@@ -97,14 +97,14 @@ class RolloutArguments(MethodArguments):
         sampling_of(self.section(RolloutSection), self.max_completion_length)
 
     def data_settings(self) -> dict[str, Any]:
-        """Prompts are taken in order if they are not to be shuffled."""
+        """Return the data settings; without `shuffle_dataset`, prompts are taken in order."""
         known = super().data_settings()
         return known | {"curriculum": known["curriculum"] or not self.shuffle_dataset}
 
 
 @dataclass
 class GRPOConfig(RolloutArguments):
-    """Settings of GRPO and the losses that grew from it."""
+    """Settings of GRPO and its loss variants."""
 
     method_class: ClassVar = GRPO
     refused: ClassVar = MappingProxyType(REFUSED | BOUNDED_APART)

@@ -1,4 +1,4 @@
-"""What a script hands to its trainer -> a checked config and objects -> the parts of the trainer."""
+"""Turn the inputs of a script's trainer into a checked config and objects, and build the trainer's parts."""
 
 import dataclasses
 import inspect
@@ -16,7 +16,7 @@ from upweight.errors import UserError, did_you_mean
 from upweight.log import logger, warn_once
 from upweight.models.adapters.attach import kept_adapter
 from upweight.models.load import AUTO_CLASSES
-from upweight.train.api.as_config import checked_config, config_of, words_of
+from upweight.train.api.as_config import checked_config, config_of, error_translator
 from upweight.train.api.configs import MethodArguments
 from upweight.train.assemble import assemble
 from upweight.train.objects import Model, Objects, ReadRows
@@ -37,9 +37,9 @@ NOT_TAKEN = {
 }
 
 
-def named(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The local names of a trainer's `__init__` as arguments by name; what is None was not asked for."""
-    inputs = {**given, **given["unknown"]}
+def init_arguments(local_names: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a trainer's `__init__` from its `locals()`, without those that are None."""
+    inputs = {**local_names, **local_names["unknown"]}
     return {name: value for name, value in inputs.items() if name not in NO_INPUTS and value is not None}
 
 
@@ -58,7 +58,7 @@ def parts_for(
     formatting_func: Callable[[Any], str] | None = None,
     **others: Any,
 ) -> TrainerParts:
-    """The parts of a trainer, from what a script hands to it; `others` are further fields of `Objects`."""
+    """Build the parts of a trainer from a script's inputs; `others` are further fields of `Objects`."""
     for name in others:
         if name not in TAKEN:
             known = [*inspect.signature(parts_for).parameters, *TAKEN]
@@ -67,7 +67,7 @@ def parts_for(
             )
             raise TypeError(f"the trainer takes no argument '{name}': {why}")
     args = arguments_of(args, kind)
-    model, peft_config = _adapted(model, peft_config)
+    model, peft_config = _with_kept_adapter(model, peft_config)
     _refuse(model, args, ref_model, peft_config)
     require_kind("callbacks", callbacks, list | tuple, "a list of TrainerCallback")
     require_kind("optimizers", optimizers, tuple | list, "(optimizer, scheduler), either of them None")
@@ -76,12 +76,12 @@ def parts_for(
     require_kind("quantization_config", quantization_config, BitsAndBytesConfig, "a BitsAndBytesConfig")
     name = model if isinstance(model, str) else None
     loading = {"model_init_kwargs": args.model_init_kwargs, "quantization_config": quantization_config}
-    for argument in (argument for argument, given in loading.items() if given and name is None):
+    for argument in (argument for argument, value in loading.items() if value and name is None):
         warn_once(f"{argument}: not used, since the model is loaded already")
     objects = Objects(
         arguments=args,
         model=None if isinstance(model, str) else model,
-        load_dtype=None if name is None else _load_dtype(args),
+        load_dtype=None if name is None else _init_dtype(args),
         quantization_config=None if name is None else quantization_config,
         reference=ref_model,
         tokenizer=processing_class,
@@ -91,28 +91,28 @@ def parts_for(
         optimizers=tuple(optimizers),
         optimizer_class=optimizer_cls_and_kwargs,
         chat_template_path=getattr(args, "chat_template_path", None),
-        worded=words_of(kind),
+        translate_error=error_translator(kind),
         **others,
     )
     try:
         return assemble(checked_config(args, objects, name), objects)
     except UserError as error:
-        raise UserError(objects.worded(str(error))) from error
+        raise UserError(objects.translate_error(str(error))) from error
 
 
 def arguments_of(args: TrainingArguments | None, kind: type[AnyConfig]) -> AnyConfig:
-    """The config that a script gives, or the defaults; plain TrainingArguments become one, all values kept."""
+    """Return the script's config, or the defaults; plain TrainingArguments are converted with all their values."""
     if args is None:
         return kind()
     if type(args) is TrainingArguments:
-        return kind(**{one.name: getattr(args, one.name) for one in dataclasses.fields(args) if one.init})
+        return kind(**{f.name: getattr(args, f.name) for f in dataclasses.fields(args) if f.init})
     if not isinstance(args, kind):
         raise UserError(f"args: expected a {kind.__name__} of upweight, got {type(args).__name__}.")
     return args
 
 
-def _adapted(model: Any, peft_config: Any) -> tuple[Any, Any]:
-    """A model with the adapter that an earlier trainer gave it, which goes on, instead of a config for a new one."""
+def _with_kept_adapter(model: Any, peft_config: Any) -> tuple[Any, Any]:
+    """Return the model with the adapter that an earlier trainer attached, and then no config for a new one."""
     require_kind("peft_config", peft_config, PeftConfig, "a config of peft, as LoraConfig()")
     if not isinstance(model, PreTrainedModel) or (kept := kept_adapter(model, peft_config)) is None:
         return model, peft_config
@@ -121,21 +121,21 @@ def _adapted(model: Any, peft_config: Any) -> tuple[Any, Any]:
 
 
 def reader(args: MethodArguments, formatting_func: Callable[[Any], str] | None) -> ReadRows:
-    """What reads rows of the script: as a Dataset, with the text that a function writes, by its columns."""
+    """Return a function that turns a script's rows into a Dataset and its data settings."""
 
-    def read(given: Any, where: str) -> tuple[Dataset, DataSection]:
-        rows = as_dataset(given, where)
+    def read(raw: Any, where: str) -> tuple[Dataset, DataSection]:
+        rows = as_dataset(raw, where)
         if formatting_func is not None:
             rows = Dataset.from_list([{getattr(args, "dataset_text_field", "text"): formatting_func(r)} for r in rows])
         columns = rows.column_names
-        read_by = {"datasets": [args.dataset_row(columns)], "train_on_inputs": args.trains_on_prompts(columns, where)}
-        return rows, config_of(args).data.model_copy(update=read_by)
+        settings = {"datasets": [args.dataset_row(columns)], "train_on_inputs": args.trains_on_prompts(columns, where)}
+        return rows, config_of(args).data.model_copy(update=settings)
 
     return read
 
 
 def as_dataset(rows: Any, where: str) -> Dataset:
-    """Rows as a Dataset, if they are one or a list of mappings."""
+    """Return rows as a Dataset; raise where they are neither one nor a list of mappings."""
     if isinstance(rows, Dataset):
         return rows
     if not isinstance(rows, Sequence) or not all(isinstance(row, Mapping) for row in rows):
@@ -146,18 +146,18 @@ def as_dataset(rows: Any, where: str) -> Dataset:
         raise UserError(f"{where}: the rows differ in what their columns hold: {error}") from error
 
 
-def require_kind(name: str, given: Any, kind: Any, expected: str) -> None:
-    """Raise for an input of a script that is there and of another kind than it has to be."""
-    if given is not None and not isinstance(given, kind):
-        raise UserError(f"{name}: expected {expected}, got {type(given).__name__}.")
+def require_kind(name: str, value: Any, kind: Any, expected: str) -> None:
+    """Raise where an input of a script is set and has the wrong type."""
+    if value is not None and not isinstance(value, kind):
+        raise UserError(f"{name}: expected {expected}, got {type(value).__name__}.")
 
 
 def _refuse(model: Any, args: MethodArguments, ref_model: Any, peft_config: Any) -> None:
-    """Raise for models and adapters of the wrong kind, or that do not go together."""
-    for name, given in (("model", model), ("ref_model", ref_model)):
-        if not isinstance(given, str | Model) and (given is not None or name == "model"):
+    """Raise for models and adapters of the wrong type, or that do not fit each other."""
+    for name, value in (("model", model), ("ref_model", ref_model)):
+        if not isinstance(value, str | Model) and (value is not None or name == "model"):
             raise UserError(
-                f"{name}: expected a name, a transformers model or a PeftModel, got {type(given).__name__}."
+                f"{name}: expected a name, a transformers model or a PeftModel, got {type(value).__name__}."
             )
     head = args.method_class.head
     if isinstance(model, Model) and (model.get_output_embeddings() is None) == (head == "tokens"):
@@ -178,12 +178,12 @@ def _refuse(model: Any, args: MethodArguments, ref_model: Any, peft_config: Any)
         )
 
 
-def _load_dtype(args: MethodArguments) -> torch.dtype | None:
-    """The dtype in `model_init_kwargs`; None where it is left to the device."""
+def _init_dtype(args: MethodArguments) -> torch.dtype | None:
+    """Return the dtype in `model_init_kwargs`; None where the device decides."""
     options: dict[str, Any] = args.model_init_kwargs or {}
-    asked = options.get("dtype", options.get("torch_dtype"))
-    if isinstance(asked, str) and asked != "auto":
-        asked = getattr(torch, asked, None)
-        if not isinstance(asked, torch.dtype):
+    dtype = options.get("dtype", options.get("torch_dtype"))
+    if isinstance(dtype, str) and dtype != "auto":
+        dtype = getattr(torch, dtype, None)
+        if not isinstance(dtype, torch.dtype):
             raise UserError(f"model_init_kwargs: torch has no dtype {options.get('dtype')!r}.")
-    return asked if isinstance(asked, torch.dtype) else None
+    return dtype if isinstance(dtype, torch.dtype) else None

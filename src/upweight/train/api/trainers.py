@@ -1,4 +1,4 @@
-"""The trainers of Python scripts: the arguments that people know, in their order, in; the loop of every run out."""
+"""The trainers for Python scripts, with the arguments of TRL's in the same order."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,7 +17,7 @@ from upweight.train.api.configs import (
     RewardConfig,
     SFTConfig,
 )
-from upweight.train.api.inputs import GivenRows, named, parts_for
+from upweight.train.api.inputs import GivenRows, init_arguments, parts_for
 from upweight.train.objects import Model
 from upweight.train.trainer import MethodTrainer
 
@@ -39,7 +39,7 @@ class SFTTrainer(MethodTrainer):
         preprocess_logits_for_metrics: None = None, quantization_config: Any = None,
         peft_config: PeftConfig | None = None, formatting_func: Callable[[Any], str] | None = None, **unknown: Any,
     ) -> None:  # fmt: skip
-        super().__init__(parts_for(SFTConfig, **named(locals())))
+        super().__init__(parts_for(SFTConfig, **init_arguments(locals())))
 
 
 class DPOTrainer(MethodTrainer):
@@ -52,7 +52,7 @@ class DPOTrainer(MethodTrainer):
         compute_metrics: None = None, callbacks: Callbacks = None, optimizers: Optimizers = (None, None),
         quantization_config: Any = None, peft_config: PeftConfig | None = None, **unknown: Any,
     ) -> None:  # fmt: skip
-        super().__init__(parts_for(DPOConfig, **named(locals())))
+        super().__init__(parts_for(DPOConfig, **init_arguments(locals())))
 
 
 class KTOTrainer(MethodTrainer):
@@ -65,7 +65,7 @@ class KTOTrainer(MethodTrainer):
         compute_metrics: None = None, callbacks: Callbacks = None, optimizers: Optimizers = (None, None),
         quantization_config: Any = None, peft_config: PeftConfig | None = None, **unknown: Any,
     ) -> None:  # fmt: skip
-        super().__init__(parts_for(KTOConfig, **named(locals())))
+        super().__init__(parts_for(KTOConfig, **init_arguments(locals())))
 
 
 class ORPOTrainer(MethodTrainer):
@@ -78,7 +78,7 @@ class ORPOTrainer(MethodTrainer):
         preprocess_logits_for_metrics: None = None, peft_config: PeftConfig | None = None,
         compute_metrics: None = None, quantization_config: Any = None, **unknown: Any,
     ) -> None:  # fmt: skip
-        super().__init__(parts_for(ORPOConfig, **named(locals())))
+        super().__init__(parts_for(ORPOConfig, **init_arguments(locals())))
 
 
 class CPOTrainer(MethodTrainer):
@@ -91,7 +91,7 @@ class CPOTrainer(MethodTrainer):
         preprocess_logits_for_metrics: None = None, peft_config: PeftConfig | None = None,
         compute_metrics: None = None, quantization_config: Any = None, **unknown: Any,
     ) -> None:  # fmt: skip
-        super().__init__(parts_for(CPOConfig, **named(locals())))
+        super().__init__(parts_for(CPOConfig, **init_arguments(locals())))
 
 
 class RewardTrainer(MethodTrainer):
@@ -104,7 +104,7 @@ class RewardTrainer(MethodTrainer):
         optimizer_cls_and_kwargs: None = None, preprocess_logits_for_metrics: None = None,
         quantization_config: Any = None, peft_config: PeftConfig | None = None, **unknown: Any,
     ) -> None:  # fmt: skip
-        super().__init__(parts_for(RewardConfig, **named(locals())))
+        super().__init__(parts_for(RewardConfig, **init_arguments(locals())))
 
 
 class PRMTrainer(MethodTrainer):
@@ -117,4 +117,4 @@ class PRMTrainer(MethodTrainer):
         optimizers: Optimizers = (None, None), preprocess_logits_for_metrics: None = None,
         peft_config: PeftConfig | None = None, quantization_config: Any = None, **unknown: Any,
     ) -> None:  # fmt: skip
-        super().__init__(parts_for(PRMConfig, **named(locals())))
+        super().__init__(parts_for(PRMConfig, **init_arguments(locals())))

@@ -1,1 +1,1 @@
-"""Several processes: starting ranks, agreeing among them, FSDP2 and DeepSpeed."""
+"""Distributed training: launching ranks, collectives, FSDP2 and DeepSpeed."""

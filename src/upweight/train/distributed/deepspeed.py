@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO: the config that a run names, fitted to this loop."""
+"""DeepSpeed ZeRO: the config for this loop, and resuming with another number of ranks."""
 
 import contextlib
 import copy
@@ -21,20 +21,20 @@ from upweight.errors import UserError
 from upweight.log import warn_once
 from upweight.train.distributed.ranks import broadcast_from_rank0
 
-# What one loader item is, and how it is cut, is this loop's business: DeepSpeed sees one batch a step.
-OURS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+# `StepRunner` splits a step into forwards: DeepSpeed sees one batch per step.
+BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
-def zero_config(given: str | Mapping[str, Any], folder: Path, dtype: torch.dtype) -> dict[str, Any]:
-    """What DeepSpeed is handed: a file (one of ours by its name) or options, for weights computed in `dtype`."""
-    config = zero_options(given, folder)
+def zero_config(options_or_file: str | Mapping[str, Any], folder: Path, dtype: torch.dtype) -> dict[str, Any]:
+    """Return the DeepSpeed config from a file (or the name of a shipped one) or options, for compute in `dtype`."""
+    config = zero_options(options_or_file, folder)
     if refused := list(not_taken(config)):
         raise UserError("\n".join(refused))
     stage = dict(config["zero_optimization"])
     if stage["stage"] == 3:
-        stage["stage3_gather_16bit_weights_on_model_save"] = True  # else nothing could be saved
+        stage["stage3_gather_16bit_weights_on_model_save"] = True  # needed for saving
     config["zero_optimization"] = stage
-    config |= dict.fromkeys(OURS, "auto")
+    config |= dict.fromkeys(BATCH_KEYS, "auto")
     config.setdefault("gradient_clipping", "auto")  # left out, DeepSpeed clips at 1
     config.setdefault("zero_allow_untested_optimizer", True)
     for key, kind in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
@@ -48,30 +48,30 @@ def zero_config(given: str | Mapping[str, Any], folder: Path, dtype: torch.dtype
 
 
 @contextlib.contextmanager
-def partitioned_at_once(config: Mapping[str, Any] | None) -> Iterator[None]:
-    """Inside, given a config of ZeRO-3, the ranks share out each weight as it is loaded: none holds them all."""
+def zero3_partitioned_loading(config: Mapping[str, Any] | None) -> Iterator[None]:
+    """Inside, with a ZeRO-3 config, weights are partitioned over the ranks as they are loaded."""
     if config is None:
         yield
         return
     require_deepspeed()
     fixed = {name: value for name, value in config.items() if value != "auto"}
     stage = {name: value for name, value in config["zero_optimization"].items() if value != "auto"}
-    told = HfDeepSpeedConfig({**fixed, "zero_optimization": stage, "train_micro_batch_size_per_gpu": 1})
-    assert told.is_zero3()
+    hf_config = HfDeepSpeedConfig({**fixed, "zero_optimization": stage, "train_micro_batch_size_per_gpu": 1})
+    assert hf_config.is_zero3()
     try:
         yield
     finally:
-        unset_hf_deepspeed_config()  # the loop will tell transformers again
+        unset_hf_deepspeed_config()  # the loop sets it again
 
 
 def zero_arguments(config: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """What TrainingArguments has to know."""
+    """Return the TrainingArguments of DeepSpeed."""
     require_deepspeed()
     return {"deepspeed": dict(config), "bf16": dtype == torch.bfloat16}
 
 
 def require_deepspeed() -> None:
-    """Raise where DeepSpeed is missing; have it use the CPU where there is no GPU."""
+    """Raise where DeepSpeed is missing; select its CPU backend where there is no GPU."""
     if find_spec("deepspeed") is None:
         raise UserError(
             "deepspeed: is not installed. `pip install deepspeed`, or use 'fsdp: true', which shards alike."
@@ -81,7 +81,7 @@ def require_deepspeed() -> None:
 
 
 def fit_to_ranks(checkpoint: Path, trainer: Trainer) -> None:
-    """Before training goes on from a checkpoint of another number of ranks: have DeepSpeed convert and load it so."""
+    """Convert a checkpoint of another number of ranks to DeepSpeed's universal format, and load that."""
     folder = checkpoint / (checkpoint / "latest").read_text(encoding="utf-8").strip()
     wrote, ranks = len(list(folder.glob("*_optim_states.pt"))), PartialState().num_processes
     if wrote == ranks:
@@ -101,11 +101,11 @@ def fit_to_ranks(checkpoint: Path, trainer: Trainer) -> None:
     assert plugin is not None
     plugin.deepspeed_config["checkpoint"] = {**plugin.deepspeed_config.get("checkpoint", {}), "load_universal": True}
     if plugin.deepspeed_config["zero_optimization"]["stage"] == 3:
-        trainer.add_callback(_EachGroupItsOwn(_converted(folder) / "zero" / "optimizer_state.pt"))
+        trainer.add_callback(_RestoreGroupSettings(_converted(folder) / "zero" / "optimizer_state.pt"))
 
 
-class _EachGroupItsOwn(TrainerCallback):
-    """Mends what ZeRO-3 loads of a converted checkpoint: one count of steps for all weights, one group's settings."""
+class _RestoreGroupSettings(TrainerCallback):
+    """Restores each parameter group's settings and each weight's step count, which ZeRO-3 shares after a conversion."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
@@ -126,7 +126,7 @@ def _converted(folder: Path) -> Path:
 
 
 def _convert(folder: Path) -> str | None:
-    """Write a folder of DeepSpeed's beside it in the form that any number of ranks loads; the error, if it fails."""
+    """Convert a DeepSpeed folder to the universal format beside it; return the error, if it fails."""
     if (folder.parent / "latest_universal").is_file():  # is written last
         return None
     converted = _converted(folder)

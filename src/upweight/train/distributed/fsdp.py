@@ -1,4 +1,4 @@
-"""Weights, gradients and optimizer states cut into shards over the ranks: FSDP2, by accelerate."""
+"""FSDP2 through accelerate: weights, gradients and optimizer states sharded over the ranks."""
 
 import contextlib
 import os
@@ -27,10 +27,10 @@ from upweight.models.shards import lies_in_pieces, zero_gathered
 
 
 def sharding_of(section: ShardingSection, ranks: int) -> Sharding:
-    """What shards a run's weights; under FSDP one rank holds all of them anyway."""
+    """Return how a run's weights are sharded; FSDP with one rank shards nothing."""
     if section.deepspeed is not None:
         return "deepspeed"
-    one_of_one = ranks == 1 and dist.is_initialized()  # goes on from shards
+    one_of_one = ranks == 1 and dist.is_initialized()  # resumes from shards
     if section.fsdp and ranks == 1 and not one_of_one:
         warn_once("fsdp: there is one process, and nothing is sharded; start more (--num-processes, torchrun)")
     if section.fsdp and section.fsdp_version == 1:
@@ -39,12 +39,12 @@ def sharding_of(section: ShardingSection, ranks: int) -> Sharding:
 
 
 def fsdp_arguments(section: ShardingSection) -> dict[str, Any]:
-    """What TrainingArguments has to know; accelerate casts and recomputes nothing, since the engine does."""
+    """Return the TrainingArguments of FSDP; the engine does mixed precision and checkpointing, not accelerate."""
     options: dict[str, Any] = {
         "version": 2,
         "auto_wrap_policy": section.wrap_policy,
         "reshard_after_forward": section.reshard,
-        "cpu_offload": section.offload and torch.cuda.is_available(),  # elsewhere shards lie there anyway
+        "cpu_offload": section.offload and torch.cuda.is_available(),  # without a GPU, shards are on the CPU anyway
         "state_dict_type": section.state_dict,
         "cpu_ram_efficient_loading": section.low_memory_loading,
     }
@@ -56,12 +56,12 @@ def fsdp_arguments(section: ShardingSection) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def read_once(on: bool) -> Iterator[None]:
-    """Where `on`, only the first rank of each machine reads weights inside; sharding gives the others rank 0's."""
+def rank0_reads_weights(on: bool) -> Iterator[None]:
+    """Inside, if `on`, only the first rank of each machine reads weights; sharding broadcasts rank 0's."""
     names = ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING") if on else ()
-    asked: dict[str, str] = dict.fromkeys(names, "true")
-    before = {name: os.environ.get(name) for name in asked}
-    os.environ.update(asked)
+    variables: dict[str, str] = dict.fromkeys(names, "true")
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
     try:
         yield
     finally:
@@ -70,7 +70,7 @@ def read_once(on: bool) -> Iterator[None]:
 
 
 def set_up_sharding(trainer: Trainer, dtype: torch.dtype) -> None:
-    """Before a sharded model is prepared: the accelerator's plugin, with float32 shards that compute in `dtype`."""
+    """Set up the accelerator's FSDP plugin with float32 shards that compute in `dtype`."""
     options: dict[str, Any] | None = trainer.args.fsdp_plugin_args
     if not trainer.args.fsdp or options is None:
         return
@@ -84,29 +84,29 @@ def set_up_sharding(trainer: Trainer, dtype: torch.dtype) -> None:
 
 
 def layout_of(checkpoint: Path) -> Sharding:
-    """What sharded the weights of a checkpoint."""
+    """Return how the weights of a checkpoint are sharded."""
     if any(checkpoint.glob("pytorch_model_fsdp*")):
         return "fsdp"
     return "deepspeed" if any(checkpoint.glob("global_step*")) else "none"
 
 
 def refuse_other_layout(checkpoint: Path, sharding: Sharding) -> None:
-    """Raise where a checkpoint's weights were not sharded by what shards this run's."""
+    """Raise where a checkpoint is sharded in another way than this run."""
     kinds = {"fsdp": "sharded by FSDP", "deepspeed": "partitioned by DeepSpeed"}
     remedies = {"fsdp": "set 'fsdp: true'", "deepspeed": "set 'deepspeed' as it was"}
-    found = layout_of(checkpoint)
-    if found != sharding:
+    layout = layout_of(checkpoint)
+    if layout != sharding:
         raise UserError(
-            f"resume: the weights in {checkpoint} are {kinds.get(found, 'whole')}; to go on from there, "
-            f"{remedies.get(found, 'drop fsdp and deepspeed')}."
+            f"resume: the weights in {checkpoint} are {kinds.get(layout, 'whole')}; to go on from there, "
+            f"{remedies.get(layout, 'drop fsdp and deepspeed')}."
         )
 
 
 @contextlib.contextmanager
 def whole_weights(model: nn.Module, engine: Engine) -> Iterator[None]:
-    """Inside, every rank holds all weights, gathered once, and modules run without the hooks that gather and drop them.
+    """Inside, every rank holds all weights, gathered once, and modules run without the hooks that gather and reshard.
 
-    All ranks enter and leave together; what is not sharded is left alone.
+    All ranks enter and exit together. A model that is not sharded is unchanged.
     """
     if isinstance(model, FSDPModule):
         plugin, device = AcceleratorState().fsdp_plugin, PartialState().device

@@ -1,4 +1,4 @@
-"""Starting a command as several ranks, here or here and on other machines, and ending them together."""
+"""Launch a command as several ranks, on one machine or as one node of several, and end them together."""
 
 import os
 import signal
@@ -15,8 +15,8 @@ from upweight.errors import UserError
 from upweight.files import write_text
 from upweight.processes import end_with_parent, free_port, passing_on
 
-PORT = 29500  # where ranks of several machines meet unless another is named
-PLACE = "UPWEIGHT_LAUNCHER"  # folder where a rank leaves what it wants the launcher to say
+PORT = 29500  # default rendezvous port of several machines
+MESSAGE_FOLDER = "UPWEIGHT_LAUNCHER"  # folder where a rank writes an error for the launcher to print
 POLL = 0.1
 
 
@@ -30,7 +30,7 @@ Launcher = Literal["torchrun", "accelerate", "none"]
 
 @dataclass(frozen=True)
 class Start:
-    """How ranks are started; a launcher other than our own gets `extra` arguments."""
+    """How ranks are started; `extra` arguments go to torchrun or accelerate."""
 
     processes: int | None = None  # on this machine; None: one for each GPU
     launcher: Launcher | None = None
@@ -52,13 +52,13 @@ class Start:
 
 
 def launch(arguments: Sequence[str], start: Start, processes: int) -> int:
-    """Run `upweight ARGUMENTS` as so many ranks here; exit code, and what a user has to read, as from one process."""
+    """Run `upweight ARGUMENTS` as `processes` ranks; return the exit code, and print errors once."""
     with tempfile.TemporaryDirectory() as folder:
         if start.launcher is None:
             port = start.port or (PORT if start.nodes > 1 else free_port())
             ranks = [_start(arguments, rank, processes, folder, (start, port)) for rank in range(processes)]
         else:
-            ranks = [_spawn(_foreign(arguments, start, processes), {PLACE: folder, **_on_cpu(start)})]
+            ranks = [_spawn(_launcher_command(arguments, start, processes), {MESSAGE_FOLDER: folder, **_on_cpu(start)})]
         with passing_on((signal.SIGTERM, signal.SIGINT), ranks) as passed:
             try:
                 return _wait(ranks, Path(folder), passed)
@@ -69,17 +69,17 @@ def launch(arguments: Sequence[str], start: Start, processes: int) -> int:
 
 
 def say_through_launcher(text: str) -> None:
-    """Leave an error for the launcher, which ends all ranks and prints it once; without our launcher, do nothing."""
-    place = os.environ.get(PLACE)
+    """Write an error for the launcher, which ends all ranks and prints it once; without it, do nothing."""
+    place = os.environ.get(MESSAGE_FOLDER)
     if place is None:
         return
     write_text(Path(place) / f"{os.environ['RANK']}.txt", text)
-    time.sleep(60)  # the others would only see a lost connection, and say so
+    time.sleep(60)  # exiting now would make the other ranks report a lost connection
 
 
 def end_with_launcher() -> None:
     """End this rank when the launcher that started it is gone."""
-    if PLACE in os.environ:
+    if MESSAGE_FOLDER in os.environ:
         end_with_parent()
 
 
@@ -96,7 +96,7 @@ def _start(
         "MASTER_ADDR": start.address or "127.0.0.1",
         "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads),
-        PLACE: folder,
+        MESSAGE_FOLDER: folder,
     }
     return _spawn([sys.executable, "-m", "upweight", *arguments], variables)
 
@@ -106,7 +106,7 @@ def _spawn(command: Sequence[str], variables: dict[str, str]) -> subprocess.Pope
     return subprocess.Popen(command, env=os.environ | variables, start_new_session=True)
 
 
-def _foreign(arguments: Sequence[str], start: Start, processes: int) -> list[str]:
+def _launcher_command(arguments: Sequence[str], start: Start, processes: int) -> list[str]:
     """The command line of torchrun or accelerate; arguments after -- come last and win."""
     port = str(start.port or (PORT if start.nodes > 1 else free_port()))
     command, address = ["-m", "upweight", *arguments], start.address or "127.0.0.1"
@@ -122,7 +122,7 @@ def _foreign(arguments: Sequence[str], start: Start, processes: int) -> list[str
 
 
 def _on_cpu(start: Start) -> dict[str, str]:
-    """What tells accelerate's launcher that there is no GPU."""
+    """Return the variable that tells accelerate's launcher that there is no GPU."""
     import torch
 
     return {"ACCELERATE_USE_CPU": "true"} if start.launcher == "accelerate" and not torch.cuda.is_available() else {}
@@ -131,24 +131,24 @@ def _on_cpu(start: Start) -> dict[str, str]:
 def _wait(ranks: Sequence[subprocess.Popen[bytes]], folder: Path, passed: list[int]) -> int:
     """Wait until all are done or one has failed."""
     while True:
-        said = sorted(folder.glob("*.txt"))
-        if said:
-            print(said[0].read_text(encoding="utf-8"), file=sys.stderr)
+        messages = sorted(folder.glob("*.txt"))
+        if messages:
+            print(messages[0].read_text(encoding="utf-8"), file=sys.stderr)
             return 2
         codes = [rank.poll() for rank in ranks]
         failed = [code for code in codes if code]
-        # Stopped by a signal, they save together, and each may take its time.
+        # After a signal, all ranks save together; wait for each of them.
         if failed and (not passed or None not in codes):
             if not passed:
-                print(_obituary(codes), file=sys.stderr)
+                print(_failure_message(codes), file=sys.stderr)
             return failed[0] if failed[0] > 0 else 128 - failed[0]
         if None not in codes:
             return 0
         time.sleep(POLL)
 
 
-def _obituary(codes: Sequence[int | None]) -> str:
-    """Which rank ended the run, and how to go on; one that was killed, not those that missed it afterwards."""
+def _failure_message(codes: Sequence[int | None]) -> str:
+    """Return which rank failed and how to resume; a killed rank is named before those that lost connection to it."""
     rank = min((n for n, code in enumerate(codes) if code), key=lambda n: codes[n] or 0)
     code = codes[rank] or 0
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"

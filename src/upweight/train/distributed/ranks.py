@@ -1,4 +1,4 @@
-"""Joining the other ranks before anything else happens, and agreeing with them on small things."""
+"""Joining the process group, and collectives for small objects."""
 
 import datetime
 import functools
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 def join_ranks(timeout_s: int) -> tuple[PartialState, torch.device]:
-    """This process's place among the ranks a launcher started (alone when there is none), and its device."""
+    """Return the distributed state of this process (a single rank without a launcher) and its device."""
     timeout = datetime.timedelta(seconds=timeout_s)
     on_cpu = not torch.cuda.is_available()
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and on_cpu and not dist.is_initialized():
@@ -31,7 +31,7 @@ def join_ranks(timeout_s: int) -> tuple[PartialState, torch.device]:
 
 
 def share_rows(size: int) -> Context | None:
-    """Form groups of `size` consecutive ranks that share each row; this rank's group, or None where it is alone."""
+    """Form context-parallel groups of `size` consecutive ranks; return this rank's group, or None if `size` is 1."""
     if size == 1:
         return None
     ranks = PartialState()
@@ -46,7 +46,7 @@ def share_rows(size: int) -> Context | None:
 
 
 def init_single_rank() -> None:
-    """Let a process that no launcher started be rank 0 of one, for what cannot be without ranks."""
+    """Set the variables of a world of one rank where no launcher did, for code that needs a process group."""
     if "RANK" in os.environ:
         return
     alone = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1"}
@@ -54,7 +54,7 @@ def init_single_rank() -> None:
 
 
 def rank0_first(work: Callable[[], T]) -> T:
-    """Let one rank of each machine do some work, however long it takes, before the others find it done."""
+    """Run `work` on the first rank of each machine, without a timeout, and then on the others."""
     ranks = PartialState()
     if ranks.num_processes == 1:
         return work()
@@ -67,44 +67,44 @@ def rank0_first(work: Callable[[], T]) -> T:
 
 
 def broadcast_from_rank0(value: Any) -> Any:
-    """Rank 0's value on every rank, waited for as long as it takes to come about."""
+    """Return rank 0's value on every rank, without a timeout."""
     if PartialState().num_processes == 1:
         return value
-    said = [value]
-    dist.broadcast_object_list(said, src=0, group=no_timeout_group())
-    return said[0]
+    objects = [value]
+    dist.broadcast_object_list(objects, src=0, group=no_timeout_group())
+    return objects[0]
 
 
 def all_gather_objects(value: Any) -> list[Any]:
-    """Every rank's value, on every rank, waited for as long as the slowest takes."""
-    everyone: list[Any] = [value] * PartialState().num_processes
-    if len(everyone) > 1:
-        dist.all_gather_object(everyone, value, group=no_timeout_group())
-    return everyone
+    """Return every rank's value on every rank, without a timeout."""
+    values: list[Any] = [value] * PartialState().num_processes
+    if len(values) > 1:
+        dist.all_gather_object(values, value, group=no_timeout_group())
+    return values
 
 
 class ShardedWork:
-    """Work on a model whose weights lie in pieces over the ranks: rank 0 says what is to be done, and all do it."""
+    """Runs functions on a sharded model: rank 0 broadcasts each function, and all ranks call it."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
 
     def lead(self, work: Callable[[nn.Module], T]) -> T:
-        """On rank 0: the result of some work that every rank does on its part."""
+        """On rank 0: have every rank call `work` on the model, and return the result."""
         return broadcast_from_rank0(work)(self._model)
 
     def dismiss(self) -> None:
-        """On rank 0: there is no more to do for now."""
+        """On rank 0: end `follow` on the other ranks."""
         broadcast_from_rank0(None)
 
     def follow(self) -> None:
-        """On the other ranks: do what rank 0 says until it says no more."""
+        """On the other ranks: call what rank 0 broadcasts until `dismiss`."""
         while (work := broadcast_from_rank0(None)) is not None:
             work(self._model)
 
 
 def no_timeout_group() -> Any:
-    """All ranks, through the CPU, without a time-out: a rollout takes its time, and a dead rank is noticed at once."""
+    """Return a gloo group of all ranks with a timeout of days: rollouts take long, dead ranks are noticed at once."""
     return _group_of(dist.group.WORLD)
 
 
@@ -114,7 +114,7 @@ def _group_of(world: Any) -> Any:
 
 
 class MaxOverRanks:
-    """The largest of the ranks' numbers, through the CPU: it does not wait for the GPU."""
+    """Returns the maximum of a number over the ranks, over gloo, without a GPU sync."""
 
     def __init__(self) -> None:
         self._group: Any = None

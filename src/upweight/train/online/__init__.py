@@ -1,1 +1,1 @@
-"""Rollouts inside the training loop: put together, fed into steps, shared by ranks, written down."""
+"""Rollouts in the training loop: assembly, splitting into steps, broadcast over ranks, files of completions."""

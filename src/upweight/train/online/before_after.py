@@ -1,4 +1,4 @@
-"""What an online run has learned: held-out rewards before the first step against those after the last."""
+"""Compare held-out rewards before the first step of an online run with those after the last."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -13,7 +13,7 @@ from upweight.runs.report.run import first_and_last
 
 
 class BeforeAndAfter(TrainerCallback):
-    """Evaluates after the last step and says what has changed since the first evaluation."""
+    """Evaluates after the last step and logs what has changed since the first evaluation."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.evaluated = folder, -1
@@ -33,11 +33,11 @@ class BeforeAndAfter(TrainerCallback):
 
 
 def before_and_after(rows: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Each set's first evaluation against its last, from the rows of metrics.jsonl; nothing where there is one only."""
+    """Return lines that compare each set's first evaluation with its last; none for a set with one evaluation."""
     lines = []
     for held_out in first_and_last(*columns(rows, evaluation=True), known=()):
-        of, found = held_out["set"], held_out["lines"]
-        lines.append(f"held out{f' ({of})' if of else ''}, step {found[0]['first']} -> {found[0]['last']}:")
-        width = max(len(line["metric"]) for line in found)
-        lines += [f"  {line['metric']:<{width}}  {line['before']:.3g} -> {line['after']:.3g}" for line in found]
+        name, changes = held_out["set"], held_out["lines"]
+        lines.append(f"held out{f' ({name})' if name else ''}, step {changes[0]['first']} -> {changes[0]['last']}:")
+        width = max(len(line["metric"]) for line in changes)
+        lines += [f"  {line['metric']:<{width}}  {line['before']:.3g} -> {line['after']:.3g}" for line in changes]
     return lines

@@ -1,4 +1,4 @@
-"""Rank 0's rollout on every rank: numbers of each token as flat arrays, and what is left in a small header."""
+"""Broadcast rank 0's rollout: per-token values as flat arrays, everything else in a small header."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -14,36 +14,40 @@ from upweight.rollout.rollout import Rollout
 from upweight.train.distributed.ranks import broadcast_from_rank0, no_timeout_group
 from upweight.types import Completion, Group
 
-KINDS = (np.int32, np.float64, np.bool_)
+DTYPES = (np.int32, np.float64, np.bool_)
 
 
-def broadcast_rollout(own: Rollout | None) -> Rollout:
-    """Rank 0's rollout, waited for as long as it takes to come about; other ranks have none."""
-    header, numbers = (None, []) if own is None else to_flat(own)
+def broadcast_rollout(rollout: Rollout | None) -> Rollout:
+    """Return rank 0's rollout on every rank, without a timeout; other ranks pass None."""
+    header, numbers = (None, []) if rollout is None else to_flat(rollout)
     header, sizes = broadcast_from_rank0((header, [len(flat) for flat in numbers]))
-    if own is None:
-        numbers = [np.empty(size, kind) for size, kind in zip(sizes, KINDS, strict=True)]
+    if rollout is None:
+        numbers = [np.empty(size, kind) for size, kind in zip(sizes, DTYPES, strict=True)]
     for flat in numbers:
         if len(flat):
             dist.broadcast(torch.from_numpy(flat.view(np.uint8)), src=0, group=no_timeout_group())
-    return from_flat(header, numbers) if own is None else own
+    return from_flat(header, numbers) if rollout is None else rollout
 
 
 def to_flat(rollout: Rollout) -> tuple[Any, list[NDArray[Any]]]:
-    """What `from_flat` makes the rollout of: all but the numbers of tokens, and those in one array for each kind."""
+    """Return a header with everything but the per-token values, and one flat array of those per dtype."""
     lists = _lists(rollout)
     lengths = [[len(one) for one in of_kind] for of_kind in lists]
     numbers = [
         np.fromiter(chain.from_iterable(of_kind), kind, sum(sizes))
-        for of_kind, kind, sizes in zip(lists, KINDS, lengths, strict=True)
+        for of_kind, kind, sizes in zip(lists, DTYPES, lengths, strict=True)
     ]
     # Arrays, since each tensor would be pickled as a file of its own.
     scores = [tuple(None if x is None else x.numpy() for x in (g.rewards_SR, g.advantage_S)) for g in rollout.groups]
-    return (replace(rollout, groups=[_hollow_group(group) for group in rollout.groups]), lengths, scores), numbers
+    return (
+        replace(rollout, groups=[_group_without_tokens(group) for group in rollout.groups]),
+        lengths,
+        scores,
+    ), numbers
 
 
 def from_flat(header: Any, numbers: Sequence[NDArray[Any]]) -> Rollout:
-    """The rollout that `to_flat` was given."""
+    """Return the rollout that `to_flat` flattened."""
     rollout, lengths, scores = header
     for lists, sizes, flat in zip(_lists(rollout), lengths, numbers, strict=True):
         for empty, size, stop in zip(lists, sizes, accumulate(sizes), strict=True):
@@ -55,24 +59,26 @@ def from_flat(header: Any, numbers: Sequence[NDArray[Any]]) -> Rollout:
 
 
 def _lists(rollout: Rollout) -> tuple[list[list[Any]], ...]:
-    """Every list of integers, of floats and of booleans that has an entry for each token, in a fixed order."""
-    written = [one for group in rollout.groups for completion in group.completions for one in _stretches(completion)]
+    """Return the per-token lists of integers, floats and booleans, in a fixed order."""
+    written = [one for group in rollout.groups for completion in group.completions for one in _segments(completion)]
     integers = [group.prompt_ids for group in rollout.groups]
     integers += [values for one in written for values in (one.ids, one.versions)]
     return integers, [one.logps for one in written], [one.sampled for one in written if one.sampled is not None]
 
 
-def _stretches(completion: Completion) -> Iterator[Completion]:
+def _segments(completion: Completion) -> Iterator[Completion]:
     yield completion
     for earlier in completion.earlier:
-        yield from _stretches(earlier)
+        yield from _segments(earlier)
 
 
-def _hollow_group(group: Group) -> Group:
-    hollow = [_hollow(completion) for completion in group.completions]
+def _group_without_tokens(group: Group) -> Group:
+    hollow = [_without_tokens(completion) for completion in group.completions]
     return replace(group, prompt_ids=[], completions=hollow, rewards_SR=None, advantage_S=None)
 
 
-def _hollow(one: Completion) -> Completion:
+def _without_tokens(one: Completion) -> Completion:
     sampled = None if one.sampled is None else []
-    return replace(one, ids=[], logps=[], versions=[], sampled=sampled, earlier=[_hollow(e) for e in one.earlier])
+    return replace(
+        one, ids=[], logps=[], versions=[], sampled=sampled, earlier=[_without_tokens(e) for e in one.earlier]
+    )

@@ -1,4 +1,4 @@
-"""What the policy wrote, for people: a file for each rollout, a few samples on the terminal."""
+"""Completions for people to read: one file per rollout, and a few samples on the terminal."""
 
 import json
 import re
@@ -16,15 +16,15 @@ from upweight.runs.files import COMPLETIONS
 from upweight.types import Completion
 
 LONGEST_SHOWN = 600  # characters of one cell
-TOKENS_WRITTEN = 8192  # of one file: token by token, a completion takes several times the room of its text
-BROKEN = "\ufffd"  # what a tokenizer puts where a token is a part of a letter
+TOKENS_WRITTEN = 8192  # tokens of one file that are written one by one, which takes several times the space of text
+BROKEN = "\ufffd"  # decoded from a token that holds part of a character
 
 
 class CompletionFiles:
     """Writes each rollout to `completions/step_NNNNN.jsonl`, named after the first step that trains on it.
 
-    `policy_logps` gives, for each completion of the rollout under way, what the policy said of the tokens that it
-    sampled before it trained on them, where that is known.
+    `policy_logps` returns, for each completion of the current rollout, the policy's log-probs of its sampled tokens
+    before training on them, or None.
     """
 
     def __init__(
@@ -40,8 +40,8 @@ class CompletionFiles:
     def __call__(self, rollout: Rollout, step: int) -> None:
         self._write(rollout, step, "step", self.policy_logps())
 
-    def of_evaluation(self, rollout: Rollout, step: int, name: str) -> None:
-        """Write what an evaluation after `step` steps saw to `completions/<name>_step_NNNNN.jsonl`."""
+    def write_evaluation(self, rollout: Rollout, step: int, name: str) -> None:
+        """Write the completions of an evaluation after `step` steps to `completions/<name>_step_NNNNN.jsonl`."""
         self._write(rollout, step, f"{re.sub(r'[^0-9A-Za-z_.-]', '_', name)}_step")
 
     def _write(
@@ -53,28 +53,28 @@ class CompletionFiles:
         for place, one in enumerate(one for group in rollout.groups for one in group.completions):
             if len(one.ids) <= room:
                 room -= len(one.ids)
-                own = policy_logps[place] if place < len(policy_logps) else None
-                rows[place] |= self._tokens(one, own)
+                logps = policy_logps[place] if place < len(policy_logps) else None
+                rows[place] |= self._tokens(one, logps)
         text = "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
         write_text(self.folder / f"{name}_{step:05d}.jsonl", text)
 
     def _tokens(self, one: Completion, policy_logps: Sequence[float] | None) -> dict[str, Any]:
-        """A completion token by token: texts, what sampler and policy said of each, and which the policy wrote."""
+        """Return per-token fields of a completion: texts, sampler and policy log-probs, and which were sampled."""
         texts = token_texts(one.ids, self.decode, self.known)
-        found: dict[str, Any] = {"token_texts": texts}
+        fields: dict[str, Any] = {"token_texts": texts}
         if len(one.logps) == len(one.ids):
-            found["sampler_logps"] = [round(logp, 4) for logp in one.logps]
+            fields["sampler_logps"] = [round(logp, 4) for logp in one.logps]
         wrote = one.sampled or [True] * len(one.ids)
         if policy_logps is not None and len(policy_logps) == sum(wrote):
             values = iter(policy_logps)
-            found["policy_logps"] = [round(next(values), 4) if own else None for own in wrote]
+            fields["policy_logps"] = [round(next(values), 4) if sampled else None for sampled in wrote]
         if one.sampled is not None:
-            found["sampled"] = one.sampled
-        return found
+            fields["sampled"] = one.sampled
+        return fields
 
 
 def token_texts(ids: Sequence[int], decode: Callable[[list[int]], str], known: dict[int, str]) -> list[str]:
-    """The text of each token; a letter that several tokens make up stands with the first of them."""
+    """Return the text of each token; a character of several tokens is put with the first of them."""
     for token in set(ids) - known.keys():  # behind another token, since some tokenizers drop a leading space
         known[token] = decode([token, token])[len(decode([token])) :]
     texts = [known[token] for token in ids]
@@ -122,7 +122,7 @@ def cut_completions(run_folder: Path, step: int) -> None:
 
 
 def _text(value: Any) -> str:
-    """A prompt or completion as a person reads it: the last message of a conversation."""
+    """Return the text of a prompt or completion: the last message of a conversation, truncated."""
     if isinstance(value, list) and value and isinstance(value[-1], dict):
         value = value[-1].get("content")
     shown = str(value)

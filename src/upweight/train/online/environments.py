@@ -1,4 +1,4 @@
-"""The environment that a config or a script describes, and the player that fills rollouts by it."""
+"""The environment of a config or a script, and the completion source that runs its episodes."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -37,7 +37,7 @@ from upweight.user_modules import load_function
 
 @dataclass(frozen=True)
 class EnvironmentSetup:
-    """An environment, and how it is played."""
+    """An environment, the bounds of its episodes, and how tools and prompts are rendered."""
 
     environment: Environment
     bounds: Bounds
@@ -45,8 +45,10 @@ class EnvironmentSetup:
     template_args: Mapping[str, Any] = field(default_factory=dict)
     default_system: str | None = None
 
-    def player(self, model: Any, tokenizer: PreTrainedTokenizerBase, generator: Generator | None) -> CompletionSource:
-        """What fills groups by playing."""
+    def completion_source(
+        self, model: Any, tokenizer: PreTrainedTokenizerBase, generator: Generator | None
+    ) -> CompletionSource:
+        """Return the runner that fills groups with episodes."""
         template = ChatTemplate(tokenizer, None, self.template_args)
         setup = EpisodeSetup(
             self.environment,
@@ -61,14 +63,16 @@ class EnvironmentSetup:
 
 @dataclass(frozen=True)
 class GymAgentSetup(EnvironmentSetup):
-    """A Gym whose agents drive the turns."""
+    """A NeMo Gym environment whose agents run the turns."""
 
     gym: GymSection = field(default_factory=GymSection)
 
-    def player(self, model: Any, tokenizer: PreTrainedTokenizerBase, generator: Generator | None) -> CompletionSource:
-        """What fills groups by asking the agents."""
+    def completion_source(
+        self, model: Any, tokenizer: PreTrainedTokenizerBase, generator: Generator | None
+    ) -> CompletionSource:
+        """Return the source that gets episodes from the agents."""
         assert isinstance(self.environment, NemoGym)
-        assert generator is None or isinstance(generator, VllmServer), "a rule holds that there is a server"
+        assert generator is None or isinstance(generator, VllmServer), "a rule refuses agents without a server"
         gateway = None
         if generator is not None:
             gateway = PolicyGateway(generator, self.gym.policy_port, self.template_args)
@@ -76,12 +80,12 @@ class GymAgentSetup(EnvironmentSetup):
 
 
 def environment_setup(config: Config, objects: Objects = YAML_ONLY) -> EnvironmentSetup | None:
-    """What a policy acts in, as its config says or a script hands it over; None where it only answers."""
+    """Return the environment of the config or the script; None for single-turn completions."""
     section = config.environment
     if objects.tools or objects.environment_factory is not None:
         factory, tools = objects.environment_factory, list(objects.tools or ())
-        made = python_environment(section, factory, tools, "environment_factory")
-        return EnvironmentSetup(made, bounds_of(section), template_args=config.data.template_args)
+        environment = python_environment(section, factory, tools, "environment_factory")
+        return EnvironmentSetup(environment, bounds_of(section), template_args=config.data.template_args)
     if config.method.online and config.gym.enabled:
         return _gym(config)
     if not config.method.online or not section.acts:
@@ -96,7 +100,7 @@ def environment_setup(config: Config, objects: Objects = YAML_ONLY) -> Environme
 
 
 def _gym(config: Config) -> EnvironmentSetup:
-    """The Gym that a config names: its own servers, or those that rank 0 starts."""
+    """Return the NeMo Gym of a config: running servers, or those that rank 0 starts."""
     section = config.gym
     name = section.model_name or str(config.model.base_model)
     policy = (f"http://127.0.0.1:{section.policy_port}/v1", name) if section.multi_turn else None
@@ -108,15 +112,15 @@ def _gym(config: Config) -> EnvironmentSetup:
         section.head_port, patience=section.server_timeout, busy=section.verify_timeout, process=process, socket=socket
     )
     bounds = Bounds(section.max_turns or config.environment.max_turns, section.run_timeout, section.run_timeout)
-    told = (config.environment.tool_format, config.data.template_args, config.data.default_system_message)
+    rendering = (config.environment.tool_format, config.data.template_args, config.data.default_system_message)
     environment = NemoGym(section, gym, name)
     if section.multi_turn:
-        return GymAgentSetup(environment, bounds, *told, gym=section)
-    return EnvironmentSetup(environment, bounds, *told)
+        return GymAgentSetup(environment, bounds, *rendering, gym=section)
+    return EnvironmentSetup(environment, bounds, *rendering)
 
 
 def bounds_of(section: EnvironmentSection) -> Bounds:
-    """How far episodes may go; a tool that is too slow is told of by the environment, before time is up here."""
+    """Return the limits of episodes; the time limit leaves the environment room to report a tool that timed out."""
     waits = section.wait if section.kind == "openenv" else 0.0
     return Bounds(section.max_turns, section.timeout + section.tool_timeout, section.episode_timeout, waits)
 
@@ -127,21 +131,21 @@ def python_environment(
     functions: Sequence[Callable[..., Any]],
     key: str = "environment.class",
 ) -> PythonEnvironment:
-    """A user's own class, functions, or both."""
+    """Return an environment of a user's class, functions, or both."""
     return PythonEnvironment(factory, functions, timeout=section.timeout, tool_timeout=section.tool_timeout, key=key)
 
 
-def check_rewards(rewards: Sequence[Reward], columns: Sequence[str], acting: EnvironmentSetup | None) -> None:
-    """Refuse rewards that read columns which neither the data nor an environment gives."""
-    given = [*columns, *([] if acting is None else [EPISODE])]
-    check_columns(rewards, [name for name in given if name not in OWN_COLUMNS])
+def check_rewards(rewards: Sequence[Reward], columns: Sequence[str], env_setup: EnvironmentSetup | None) -> None:
+    """Refuse rewards that read columns which neither the data nor an environment provides."""
+    available = [*columns, *([] if env_setup is None else [EPISODE])]
+    check_columns(rewards, [name for name in available if name not in OWN_COLUMNS])
 
 
 def _environment(section: EnvironmentSection, folder: Path) -> Environment:
     if section.kind == "openenv":
-        from upweight.environments.openenv import OpenEnv  # which needs a package of its own
+        from upweight.environments.openenv import OpenEnv  # an optional package
 
-        assert section.url is not None, "a rule holds that the url is given"
+        assert section.url is not None, "a rule requires the url"
         return OpenEnv(
             section.url,
             section.reward,
@@ -151,14 +155,14 @@ def _environment(section: EnvironmentSection, folder: Path) -> Environment:
             timeout=section.timeout,
             wait=section.wait,
         )
-    kind = None
+    factory = None
     if section.class_path is not None:
-        kind = load_function(section.class_path, folder, "environment.class")
+        factory = load_function(section.class_path, folder, "environment.class")
     functions = [load_function(path, folder, "tools") for path in section.tools]
-    return python_environment(section, kind, functions)
+    return python_environment(section, factory, functions)
 
 
 def _source(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The text of a tokenizer's chat templates."""
+    """Return the text of a tokenizer's chat templates."""
     template = tokenizer.chat_template
     return "\n".join(template.values()) if isinstance(template, dict) else str(template or "")

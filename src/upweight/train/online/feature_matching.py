@@ -1,4 +1,4 @@
-"""EBFT in the loop: features of what was written and of what is true, rewards from both, and demonstrations."""
+"""EBFT in the loop: features of completions and ground truth, rewards from both, and demonstrations."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -31,10 +31,10 @@ SHORTEST_LIMIT = 64  # tokens that a completion may always have, however short t
 
 @dataclass(frozen=True)
 class FeatureMatching:
-    """What scores groups by the features of a frozen policy, and what the trainer learns from them."""
+    """Scores groups by features of a frozen copy of the initial policy, and builds their units."""
 
     method: EBFT
-    frozen: Reference  # the policy as it was at the start
+    frozen: Reference  # the initial policy
 
     @property
     def strided(self) -> bool:
@@ -42,11 +42,11 @@ class FeatureMatching:
 
     @property
     def adapts(self) -> bool:
-        """Whether true answers bound the length of completions."""
+        """Whether ground-truth answers bound the length of completions."""
         return self.method.adaptive_max_tokens and not self.strided
 
     def sampling(self, section: RolloutSection) -> Sampling:
-        """How completions or blocks are drawn."""
+        """Return the sampling parameters of completions or blocks."""
         method = self.method
         if not self.strided:
             return sampling_of(section, method.policy.max_completion_length)
@@ -60,7 +60,7 @@ class FeatureMatching:
         engine: Engine,
         device: torch.device | None,
     ) -> CompletionSource:
-        """What writes completions: the policy in conversations that are known, or in blocks of documents."""
+        """Return the source of completions: turns of known conversations, or strided blocks of documents."""
         if not self.strided:
             end = tokenizer.eos_token_id
             return KnownTurns(generator, end if isinstance(end, int) else None)
@@ -68,30 +68,32 @@ class FeatureMatching:
         return StridedBlocks(model, engine, self.method, generator, lambda ids: str(tokenizer.decode(ids)), device)
 
     def longest(self, groups: Sequence[Group]) -> int:
-        """Tokens that a turn may have, from the longest true one among these prompts."""
+        """Return the length limit of a turn, from the longest ground-truth turn of these prompts."""
         most = self.method.policy.max_completion_length
         true = max((len(turn) for group in groups for turn in group.row["truth_ids"][::2]), default=most)
         return min(max(int(self.method.gt_length_multiplier * true), SHORTEST_LIMIT), most)
 
     def score(self, groups: Sequence[Group], size: int, runner: StepRunner, model: nn.Module) -> dict[str, float]:
-        """Give every group its rewards, `size` samples for each target; what is to be logged. Every rank calls it."""
+        """Set the rewards of every group, `size` samples per target, and return metrics. Every rank calls it."""
         shares, ranks = runner.shares, runner.accelerator.num_processes
-        own = range(runner.accelerator.process_index * shares // ranks, len(groups), shares)
-        found: dict[int, Tensor] = {}
+        rank_groups = range(runner.accelerator.process_index * shares // ranks, len(groups), shares)
+        rewards: dict[int, Tensor] = {}
         logged: dict[str, tuple[float, int]] = {}
         with self.frozen.use(model) as network:
-            for place, feature_SF, target_GF in self._features({n: groups[n] for n in own}, size, runner, network):
+            for place, feature_SF, target_GF in self._features(
+                {n: groups[n] for n in rank_groups}, size, runner, network
+            ):
                 rewards_SR, metrics = self.method.feature_rewards(feature_SF, target_GF, size)
-                found[place] = rewards_SR.float().cpu()
+                rewards[place] = rewards_SR.float().cpu()
                 for name, values in metrics.items():
                     total, count = logged.get(name, (0.0, 0))
                     logged[name] = total + float(values.double().sum()), count + len(values)
-        everyone = all_gather_objects((found, logged))[:: ranks // shares]
-        for place, rewards_SR in (item for theirs, _ in everyone for item in theirs.items()):
+        gathered = all_gather_objects((rewards, logged))[:: ranks // shares]
+        for place, rewards_SR in (item for of_rank, _ in gathered for item in of_rank.items()):
             groups[place].rewards_SR = rewards_SR
-        names = dict.fromkeys(name for _, theirs in everyone for name in theirs)
-        sums = {name: np.sum([theirs[name] for _, theirs in everyone if name in theirs], 0) for name in names}
-        rewards_S = torch.cat([reward.sum(1) for theirs, _ in everyone for reward in theirs.values()])
+        names = dict.fromkeys(name for _, of_rank in gathered for name in of_rank)
+        sums = {name: np.sum([of_rank[name] for _, of_rank in gathered if name in of_rank], 0) for name in names}
+        rewards_S = torch.cat([reward.sum(1) for of_rank, _ in gathered for reward in of_rank.values()])
         blocks = {"ebft/num_blocks": sum(len(group.completions) for group in groups) / size / len(groups)}
         return {
             **{name: float(total / count) for name, (total, count) in sums.items()},
@@ -100,36 +102,36 @@ class FeatureMatching:
         }
 
     def units(self, groups: Sequence[Group], *, mask_truncated: bool, sampler_logps: bool) -> list[Unit]:
-        """What the policy wrote, one unit for each completion or pass over a document."""
+        """Return the units of the completions, one per completion or per pass over a document."""
         if self.strided:
             return units_of_documents(groups, [anchors(group.row, self.method) for group in groups])
         return units_of_groups(groups, mask_truncated=mask_truncated, sampler_logps=sampler_logps, labelled=True)
 
     def demonstrations(self, groups: Sequence[Group]) -> list[Unit]:
-        """What is true, one unit for each group."""
+        """Return the units of the ground truth, one per group."""
         if self.strided:
             return [demonstration(n, group.row["ids"], group.row["scored"]) for n, group in enumerate(groups)]
-        found = []
+        units = []
         for number, group in enumerate(groups):
             turns = self._true_turns(group)
             wrote = [turn % 2 == 0 for turn, ids in enumerate(turns) for _ in ids]
             ids = [*group.prompt_ids, *(token for turn in turns for token in turn)]
-            found.append(demonstration(number, ids, [*[False] * len(group.prompt_ids), *wrote]))
-        return found
+            units.append(demonstration(number, ids, [*[False] * len(group.prompt_ids), *wrote]))
+        return units
 
     def cross_entropy(self, groups: Sequence[Group], runner: StepRunner, model: nn.Module) -> float:
-        """Mean negative log-prob of the true tokens under the policy."""
+        """Return the mean negative log-prob of the ground-truth tokens under the policy."""
         logps = np.concatenate([part for unit in runner.logps(model, self.demonstrations(groups)) for part in unit])
         return -float(logps.mean())
 
     def _true_turns(self, group: Group) -> list[list[int]]:
-        """The true turns, no longer than the policy's may be, and what others say between them."""
+        """Return the ground-truth turns, cut to the completion length, with the other messages between them."""
         most = self.method.policy.max_completion_length
         turns: list[list[int]] = group.row["truth_ids"]
         return [list(ids[:most] if turn % 2 == 0 else ids) for turn, ids in enumerate(turns)]
 
     def _texts(self, group: Group, size: int) -> tuple[list["_Text"], list["_Text"]]:
-        """What is embedded of a group: each completion, and the truth that each `size` of them are compared with."""
+        """Return the completions of a group, and the ground truth that each `size` of them are compared with."""
         prompt = group.prompt_ids
         if not self.strided:
             true = [token for turn in self._true_turns(group) for token in turn]
@@ -145,11 +147,11 @@ class FeatureMatching:
     def _features(
         self, groups: dict[int, Group], size: int, runner: StepRunner, network: nn.Module
     ) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Each group's place, features and targets; every rank runs the same number of forwards."""
-        units: list[_Embedded] = []
+        """Yield each group's number, features and targets; every rank runs the same number of forwards."""
+        units: list[_EmbeddedUnit] = []
         for place, group in groups.items():
             for side, texts in enumerate(self._texts(group, size)):
-                units += [self._embedded(text, place, side) for text in texts]
+                units += [self._embedding_unit(text, place, side) for text in texts]
         plan = plan_rows([one.unit for one in units], runner.token_budget, 1, runner.engine.layout)[0]
         waiting = {place: sum(one.place == place for one in units) for place in groups}
         kept: dict[int, Tensor] = {}
@@ -163,15 +165,15 @@ class FeatureMatching:
                 sides = [torch.stack([kept.pop(n) for n in mine if units[n].side == side]) for side in (0, 1)]
                 yield place, sides[0], sides[1]
 
-    def _embedded(self, text: "_Text", place: int, side: int) -> "_Embedded":
+    def _embedding_unit(self, text: "_Text", place: int, side: int) -> "_EmbeddedUnit":
         positions = pooled_positions(self.method.embed_method, text.begin, text.answer, len(text.ids))
         distinct, index = np.unique(positions, return_inverse=True)
         scored = np.zeros(len(text.ids), np.bool_)
         scored[distinct] = True
-        return _Embedded(Unit((Sample(np.array(text.ids, np.int64), scored),), place), index, place, side)
+        return _EmbeddedUnit(Unit((Sample(np.array(text.ids, np.int64), scored),), place), index, place, side)
 
-    def _forward(self, units: Sequence["_Embedded"], runner: StepRunner, network: nn.Module) -> Tensor:
-        """Features of the texts of one row; a row without any only keeps step with the other ranks."""
+    def _forward(self, units: Sequence["_EmbeddedUnit"], runner: StepRunner, network: nn.Module) -> Tensor:
+        """Return the features of the texts of one row; an empty row only keeps collectives aligned."""
         device = runner.accelerator.device
         pad_to = whole_blocks if device.type == "cuda" else None
         batch = build_batch([one.unit for one in units], runner.engine.layout, predict=False, pad_to=pad_to)
@@ -189,20 +191,20 @@ class FeatureMatching:
 def feature_matching_of(
     method: Method, policy: nn.Module, dtype: torch.dtype, reference: Reference | None, *, offload: bool = False
 ) -> FeatureMatching | None:
-    """What scores by features, for a method that does; `reference` serves if it stays what the policy is now."""
-    matching = feature_matcher(method)
-    if matching is None:
+    """Return the feature matching of EBFT, else None; `reference` is reused if it stays the initial policy."""
+    ebft = feature_matcher(method)
+    if ebft is None:
         return None
     if reference is None or method.reference_sync is not None:
         kind = reference_kind(needed=True, adapter=adapter_state(policy))
         reference = make_reference(kind, policy, dtype, offload=offload)
     assert reference is not None
-    return FeatureMatching(matching, reference)
+    return FeatureMatching(ebft, reference)
 
 
 @dataclass(frozen=True)
 class _Text:
-    """Tokens, and where in them begins what is embedded, and what was written."""
+    """Tokens, where the embedded part begins, and where the answer begins."""
 
     ids: list[int]
     begin: int
@@ -210,10 +212,10 @@ class _Text:
 
 
 @dataclass(frozen=True, eq=False)
-class _Embedded:
-    """A text on its way through the frozen network: its distinct positions are scored, `index` says how often each."""
+class _EmbeddedUnit:
+    """A text to embed: its pooled positions are scored, and `index` maps each pooled position to a scored one."""
 
     unit: Unit
     index: NDArray[np.int64]
     place: int
-    side: int  # 0 written, 1 true
+    side: int  # 0 completion, 1 ground truth

@@ -1,4 +1,4 @@
-"""The loader of online runs: asks for rollouts and cuts them into steps."""
+"""The loader of online runs: it takes rollouts from the producer and splits them into optimizer steps."""
 
 import copy
 import dataclasses
@@ -33,42 +33,46 @@ from upweight.train.step import StepRunner
 from upweight.types import Generator, Mean, Unit
 
 STATE = "rollouts.json"
-KEPT = ("old_logps", "ref_logps")  # of the rollout under way, in a checkpoint
+SAVED_LOGPS = ("old_logps", "ref_logps")  # of the rollout under way, in a checkpoint
 
 
 @dataclass(frozen=True)
 class RolloutSchedule:
-    """When rollouts are made and who makes them; synchronous training in one process by default."""
+    """When rollouts are produced and by which ranks; the default is synchronous training in one process."""
 
-    depth: int = 0  # rollouts that may be under way before they are needed
-    threaded: bool = False  # write them while the trainer works
+    depth: int = 0  # rollouts that may be produced ahead
+    threaded: bool = False  # produce them in a thread while the trainer works
     sync_interval: int = 1  # optimizer steps between two syncs of the sampler
-    shared: Callable[[Rollout | None], Rollout] | None = None  # rank 0's rollout on every rank, where it alone drives
-    drives: bool = True  # this rank produces
-    together: ShardedWork | None = None  # how ranks that hold shards take part in a sync; None where rank 0 holds all
-    whole: Callable[[], AbstractContextManager[None]] = nullcontext  # inside, this rank holds all weights
+    broadcast: Callable[[Rollout | None], Rollout] | None = None  # of rank 0's rollout, where only rank 0 produces
+    drives: bool = True  # whether this rank produces rollouts
+    sharded_work: ShardedWork | None = None  # of a sync by all ranks; None where rank 0 holds all weights
+    gathered_weights: Callable[[], AbstractContextManager[None]] = (
+        nullcontext  # around sampling: gathers sharded weights
+    )
 
 
 @dataclass
 class RolloutFeed:
-    """The rollout under way and how much of it has been trained on."""
+    """The current rollout, split into steps, and how many of them have been trained on."""
 
     producer: Producer
     method: Method
-    generator: Generator | None  # None: a user's function samples from the policy itself
+    generator: Generator | None  # None: a user's rollout_func samples
     eval_size: int  # completions for each prompt of an evaluation
     schedule: RolloutSchedule = RolloutSchedule()
     mask_truncated: bool = False
-    sampler_logps: bool = False  # train against what the sampler said of its tokens
-    skip_zero_advantage: bool = True  # leave out completions that cannot contribute
-    recompute_replayed: bool = True  # compare replayed groups with the policy as it is now, not as it was
-    matching: FeatureMatching | None = None  # what scores by features, where that is the method
-    written: list[Callable[[Rollout, int], None]] = field(default_factory=list)  # told of each rollout and its step
-    evaluated: list[Callable[[Rollout, int, str], None]] = field(default_factory=list)  # the same, and the set's name
+    sampler_logps: bool = False  # use the sampler's log-probs in the loss
+    skip_zero_advantage: bool = True  # do not forward completions without a gradient
+    recompute_replayed: bool = True  # old log-probs of replayed groups: of the current policy
+    feature_matching: FeatureMatching | None = None  # scores rollouts of EBFT
+    on_rollout: list[Callable[[Rollout, int], None]] = field(default_factory=list)  # called with (rollout, step)
+    on_evaluation: list[Callable[[Rollout, int, str], None]] = field(
+        default_factory=list
+    )  # called with (rollout, step, set)
     current: Rollout | None = None
     trained: int = 0  # steps taken on the current rollout
     units: list[Unit] = field(default_factory=list)
-    demonstrations: list[Unit] = field(default_factory=list)  # of each group, where true answers are learned too
+    demonstrations: list[Unit] = field(default_factory=list)  # one per group, for EBFT's cross-entropy
     counts: dict[str, float] = field(default_factory=dict)
     synced: int | None = None  # step of the last sync
 
@@ -77,76 +81,76 @@ class RolloutFeed:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Optimizer steps in which every prompt comes up once."""
+        """Return the number of optimizer steps in one pass over the prompts."""
         return self.producer.plan.steps_per_epoch(len(self.producer.rows))
 
     def next_step(self, runner: StepRunner, model: nn.Module, state: Any) -> dict[str, Any]:
-        """What the next optimizer step trains on, over all ranks."""
+        """Return the units of the next optimizer step, of all ranks, from the current rollout or a new one."""
         plan = self.producer.plan
         runner.meters.add(_means(self._sync(state.global_step), runner.accelerator.device))
         if self.current is None or self.trained >= plan.updates:
             began = time.perf_counter()
-            rollout = self._matched(
-                self._everywhere(self.ahead.take(state) if self.schedule.drives else None), runner, model
+            rollout = self._score_by_features(
+                self._broadcast(self.ahead.take(state) if self.schedule.drives else None), runner, model
             )
             oldest = min(group.version for group in rollout.groups)
             waited = {"rollout/wait_seconds": time.perf_counter() - began, "rollout/lag": state.global_step - oldest}
             runner.meters.add(_means(rollout.metrics | waited, runner.accelerator.device))
-            self._take(rollout, 0, runner, model)
-            for hear in self.written:
-                hear(rollout, state.global_step + 1)
+            self._start_rollout(rollout, 0, runner, model)
+            for callback in self.on_rollout:
+                callback(rollout, state.global_step + 1)
         start = self.trained % plan.steps * plan.step
         stop = start + plan.step
         self.trained += 1
-        self._run_ahead(state)
+        self._submit_ahead(state)
         # A demonstration is trained on once in a pass, with the first completion of its group.
         shown = self.demonstrations[-(-start // plan.size) : -(-stop // plan.size)]
         return {"units": self.units[start:stop] + shown, "counts": self.counts}
 
-    def _matched(self, rollout: Rollout, runner: StepRunner, model: nn.Module) -> Rollout:
-        """The rollout with rewards from features, where they are what scores it."""
-        if self.matching is None:
+    def _score_by_features(self, rollout: Rollout, runner: StepRunner, model: nn.Module) -> Rollout:
+        """Add the rewards of feature matching to the rollout, if the method is EBFT."""
+        if self.feature_matching is None:
             return rollout
         began, size = time.perf_counter(), self.producer.plan.size
-        rollout.metrics |= self.matching.score(rollout.groups, size, runner, model)
+        rollout.metrics |= self.feature_matching.score(rollout.groups, size, runner, model)
         rollout.metrics["rollout/feature_seconds"] = time.perf_counter() - began
         return self.producer.finish(rollout, size)
 
     def _sync(self, step: int) -> dict[str, float]:
-        """Let the sampler follow the policy, every so many steps exactly; how long that took."""
+        """Sync the sampler with the policy every `sync_interval` steps; return the time it took as a metric."""
         due = self.synced is None or (step != self.synced and step % self.schedule.sync_interval == 0)
-        if not due or (self.generator is None and self.schedule.together is None):
+        if not due or (self.generator is None and self.schedule.sharded_work is None):
             return {}
         began = time.perf_counter()
         self.sync(step)
         return {"rollout/sync_seconds": time.perf_counter() - began} if self.schedule.drives else {}
 
     def sync(self, step: int) -> None:
-        """Have the sampler take the weights as they are; every rank calls it, and those with shards help."""
+        """Send the current weights to the sampler; every rank calls this, since each may hold a shard."""
         if self.schedule.drives and self.generator is not None:
             try:
                 self.generator.sync(step)
             finally:
-                if self.schedule.together is not None:
-                    self.schedule.together.dismiss()
-        elif self.schedule.together is not None:
-            self.schedule.together.follow()
+                if self.schedule.sharded_work is not None:
+                    self.schedule.sharded_work.dismiss()
+        elif self.schedule.sharded_work is not None:
+            self.schedule.sharded_work.follow()
         self.synced = step
 
     def _produce(self, state: Any) -> Rollout:
         version = state.global_step if self.generator is None else self.generator.version()
-        with self.schedule.whole():
+        with self.schedule.gathered_weights():
             return self.producer.produce(version, state)
 
-    def _everywhere(self, own: Rollout | None) -> Rollout:
-        """The rollout of the rank that drives."""
-        if self.schedule.shared is not None:
-            return self.schedule.shared(own)
-        assert own is not None
-        return own
+    def _broadcast(self, rollout: Rollout | None) -> Rollout:
+        """Return the rollout of the rank that produces, on every rank."""
+        if self.schedule.broadcast is not None:
+            return self.schedule.broadcast(rollout)
+        assert rollout is not None
+        return rollout
 
-    def _run_ahead(self, state: Any) -> None:
-        """Ask for rollouts so early that each is begun at most `depth` passes of steps before it is needed."""
+    def _submit_ahead(self, state: Any) -> None:
+        """Submit rollouts ahead, each at most `depth` passes of steps before it is needed."""
         plan = self.producer.plan
         while self.schedule.drives and self.schedule.depth:
             until_needed = plan.updates - self.trained + 1 + plan.updates * len(self.ahead)
@@ -157,40 +161,40 @@ class RolloutFeed:
     def evaluate(
         self, rows: PromptRows, state: Any, runner: StepRunner, model: nn.Module, name: str = "eval"
     ) -> dict[str, float]:
-        """Rewards, pass rates and lengths on held-out prompts; with features also what they and true answers say."""
+        """Return rewards, pass rates and lengths on held-out prompts; for EBFT feature rewards and cross-entropy."""
         if self.synced != state.global_step:
             self.sync(state.global_step)
         step, names = state.global_step, self.producer.names
-        own = None
+        produced = None
         if self.schedule.drives:
             if self.producer.scorer.has_state:
-                self.ahead.wait()  # it would change the state that an evaluation puts back
-            with self.schedule.whole():
-                own = Rollout(self.producer.rollouts, step, self.producer.evaluate(rows, self.eval_size, state))
-        rollout = self._everywhere(own)
-        if self.matching is not None:
-            found = self.matching.score(rollout.groups, self.eval_size, runner, model)
-            found["ebft/ce_loss"] = self.matching.cross_entropy(rollout.groups, runner, model)
+                self.ahead.wait()  # rollouts would change the reward state that is restored after an evaluation
+            with self.schedule.gathered_weights():
+                produced = Rollout(self.producer.rollouts, step, self.producer.evaluate(rows, self.eval_size, state))
+        rollout = self._broadcast(produced)
+        if self.feature_matching is not None:
+            metrics = self.feature_matching.score(rollout.groups, self.eval_size, runner, model)
+            metrics["ebft/ce_loss"] = self.feature_matching.cross_entropy(rollout.groups, runner, model)
         else:
-            found = pass_rates(rollout.groups, names)
-        for hear in self.evaluated:
-            hear(rollout, step, name)
-        return summary(rollout.groups, names, self.method) | found
+            metrics = pass_rates(rollout.groups, names)
+        for callback in self.on_evaluation:
+            callback(rollout, step, name)
+        return summary(rollout.groups, names, self.method) | metrics
 
     def save(self, folder: Path) -> None:
-        """Write to a checkpoint what shapes the steps after it."""
+        """Save the state of the rollouts to a checkpoint."""
         plain = None
         if self.current is not None and self.trained < self.producer.plan.updates:
             plain = to_plain(self.current)
-            for name in KEPT:
+            for name in SAVED_LOGPS:
                 known = [[getattr(sample, name) for sample in unit.samples] for unit in self.units]
-                plain[name] = [[None if one is None else one.tolist() for one in each] for each in known]
-        ahead = [to_plain(rollout) for rollout in self.ahead.wait()]  # nothing that was sampled is lost
+                plain[name] = [[None if logps is None else logps.tolist() for logps in unit] for unit in known]
+        ahead = [to_plain(rollout) for rollout in self.ahead.wait()]  # sampled rollouts are kept
         state = {"producer": self.producer.state(), "trained": self.trained, "current": plain, "ahead": ahead}
         write_text(folder / STATE, json.dumps(state))
 
     def restore(self, folder: Path) -> None:
-        """Go on from a checkpoint."""
+        """Restore the state of the rollouts from a checkpoint."""
         if not (folder / STATE).is_file():
             raise UserError(f"resume_from_checkpoint: {folder} has no {STATE}: no run with rollouts wrote it.")
         state = json.loads((folder / STATE).read_text(encoding="utf-8"))
@@ -199,16 +203,16 @@ class RolloutFeed:
         if state["current"] is None:
             self.current = None
             return
-        kept = {name: state["current"].pop(name) for name in KEPT if name in state["current"]}
-        self._take(from_plain(state["current"], self.producer.rows), state["trained"])
-        for name, known in kept.items():
+        saved_logps = {name: state["current"].pop(name) for name in SAVED_LOGPS if name in state["current"]}
+        self._start_rollout(from_plain(state["current"], self.producer.rows), state["trained"])
+        for name, known in saved_logps.items():
             self.units = [
-                unit if None in logps else _with(unit, name, [np.array(one, np.float32) for one in logps])
+                unit if None in logps else _with_logps(unit, name, [np.array(one, np.float32) for one in logps])
                 for unit, logps in zip(self.units, known, strict=True)
             ]
 
     def close(self) -> None:
-        """End the thread that produces and the processes that compute rewards."""
+        """Stop the producing thread, the reward processes, the episode runner and the sampler."""
         self.ahead.close()
         self.producer.scorer.close()
         if isinstance(self.producer.completion_source, EpisodeRunner | GymAgents):
@@ -218,12 +222,12 @@ class RolloutFeed:
         self.synced = None
 
     def old_logps(self) -> list[list[float] | None]:
-        """For each completion under way, what the policy said of its tokens before it trained on them, if asked."""
+        """Return the old log-probs of each completion of the current rollout; None where they were not computed."""
         samples = (unit.samples[0] if len(unit.samples) == 1 else None for unit in self.units)
         return [None if one is None or one.old_logps is None else one.old_logps.tolist() for one in samples]
 
-    def samples_under_way(self) -> Iterator[dict[str, Any]]:
-        """What the rollout under way trains on, for study."""
+    def current_samples(self) -> Iterator[dict[str, Any]]:
+        """Yield the samples of the current rollout as plain values, for debugging."""
         for sample in (sample for unit in self.units for sample in unit.samples):
             yield {
                 "text": self.producer.decode(sample.ids.tolist()),
@@ -232,56 +236,58 @@ class RolloutFeed:
                 "advantage": sample.advantage,
             }
 
-    def _take(self, rollout: Rollout, trained: int, runner: StepRunner | None = None, model: Any = None) -> None:
-        """Train on this rollout from now on; later steps compare with the policy as it is now."""
+    def _start_rollout(
+        self, rollout: Rollout, trained: int, runner: StepRunner | None = None, model: Any = None
+    ) -> None:
+        """Make this the current rollout: build its units, counts and, where later steps need them, old log-probs."""
         plan = self.producer.plan
         self.current, self.trained = rollout, trained
-        make = units_of_groups if self.matching is None else self.matching.units
+        make = units_of_groups if self.feature_matching is None else self.feature_matching.units
         self.units = make(rollout.groups, mask_truncated=self.mask_truncated, sampler_logps=self.sampler_logps)
         self.demonstrations = []
-        if self.matching is not None and self.matching.method.ce_coef:
-            self.demonstrations = self.matching.demonstrations(rollout.groups)
+        if self.feature_matching is not None and self.feature_matching.method.ce_coef:
+            self.demonstrations = self.feature_matching.demonstrations(rollout.groups)
         totals = self.method.count(count_batch(self.units))
         self.counts = {name: float(total) / plan.steps for name, total in totals.items() if name.startswith("rollout_")}
         if runner is not None and self.method.needs_drift:
-            self._count_drift(rollout, runner, model)
+            self._add_drift_to_advantages(rollout, runner, model)
         keeps_old = not self.recompute_replayed and any(group.replayed for group in rollout.groups)
-        has_ratio = self.matching is None or not self.matching.strided
+        has_ratio = self.feature_matching is None or not self.feature_matching.strided
         if runner is not None and has_ratio and (plan.updates > 1 or keeps_old):
             with dropout_off(model):
-                logps = runner.logps(model, self.units)
+                policy_logps = runner.logps(model, self.units)
             self.units = [
-                _with(
+                _with_logps(
                     unit,
                     "old_logps",
-                    [one.sampler_logps for one in unit.samples] if self._as_sampled(rollout, unit) else own,
+                    [one.sampler_logps for one in unit.samples] if self._keeps_sampler_logps(rollout, unit) else logps,
                 )
-                for unit, own in zip(self.units, logps, strict=True)
+                for unit, logps in zip(self.units, policy_logps, strict=True)
             ]
 
-    def _count_drift(self, rollout: Rollout, runner: StepRunner, model: Any) -> None:
-        """Have advantages count how far the policy is from the reference; units keep the reference's log-probs."""
+    def _add_drift_to_advantages(self, rollout: Rollout, runner: StepRunner, model: Any) -> None:
+        """Recompute the advantages with the policy's drift from the reference; units keep the reference log-probs."""
         assert runner.reference is not None
         with dropout_off(model):
-            own = runner.logps(model, self.units)
+            policy_logps = runner.logps(model, self.units)
             with runner.reference.use(model) as reference:
-                theirs = runner.logps(reference, self.units)
+                ref_logps = runner.logps(reference, self.units)
         drifts = [
-            sum(float((policy - other).sum()) for policy, other in zip(*parts, strict=True))
-            for parts in zip(own, theirs, strict=True)
+            sum(float((policy - ref).sum()) for policy, ref in zip(*parts, strict=True))
+            for parts in zip(policy_logps, ref_logps, strict=True)
         ]
         self.producer.add_advantages(rollout.groups, drift_S=torch.tensor(drifts, dtype=torch.float64))
         units = units_of_groups(rollout.groups, mask_truncated=self.mask_truncated, sampler_logps=self.sampler_logps)
-        self.units = [_with(unit, "ref_logps", logps) for unit, logps in zip(units, theirs, strict=True)]
+        self.units = [_with_logps(unit, "ref_logps", logps) for unit, logps in zip(units, ref_logps, strict=True)]
 
-    def _as_sampled(self, rollout: Rollout, unit: Unit) -> bool:
-        """Whether a sample is compared with the policy that wrote it, long ago."""
+    def _keeps_sampler_logps(self, rollout: Rollout, unit: Unit) -> bool:
+        """Whether a replayed sample's old log-probs are those of the sampler that wrote it."""
         kept = rollout.groups[unit.group].replayed and not self.recompute_replayed
         return kept and all(sample.sampler_logps is not None for sample in unit.samples)
 
 
 class RolloutLoader:
-    """What the Trainer iterates over: what is left of an epoch's steps, each fetched when it is asked for."""
+    """The Trainer's loader: yields the remaining steps of an epoch, each fetched on demand."""
 
     def __init__(self, rollouts: RolloutFeed, next_step: Callable[[], dict[str, Any]], done: Callable[[], int]) -> None:
         self.dataset = rollouts.producer.rows
@@ -297,7 +303,7 @@ class RolloutLoader:
 
 
 class SaveRollouts(TrainerCallback):
-    """Puts the state of the rollouts into each checkpoint."""
+    """Saves the state of the rollouts to each checkpoint."""
 
     def __init__(self, rollouts: RolloutFeed) -> None:
         self.rollouts = rollouts
@@ -308,8 +314,8 @@ class SaveRollouts(TrainerCallback):
             self.rollouts.save(folder)
 
 
-def _with(unit: Unit, name: str, logps: Sequence[Any]) -> Unit:
-    samples = [dataclasses.replace(one, **{name: own}) for one, own in zip(unit.samples, logps, strict=True)]
+def _with_logps(unit: Unit, name: str, logps: Sequence[Any]) -> Unit:
+    samples = [dataclasses.replace(one, **{name: values}) for one, values in zip(unit.samples, logps, strict=True)]
     return dataclasses.replace(unit, samples=tuple(samples))
 
 

@@ -1,4 +1,4 @@
-"""A config's rewards tried without training: on what its model writes now, or on a file of completions."""
+"""Try a config's rewards without training, on completions of its model or of a file."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ EXAMPLES = 2  # of the best and of the worst, for each reward
 
 @dataclass(frozen=True)
 class TriedRewards:
-    """Rewards with their scores on some completions, and what is to be said of them."""
+    """The scores of rewards on some completions, and remarks on them."""
 
     call: RewardCall
     trials: list[Trial]
@@ -53,7 +53,7 @@ class TriedRewards:
 
 def try_on_samples(config: Config, prompts: int, count: int | None = None) -> TriedRewards:
     """Rewards on completions that the config's model writes for some prompts of its data."""
-    config = _with_rewards(config)
+    config = _online_stage(config)
     trainer = build(config)
     rollouts = trainer.rollouts
     assert rollouts is not None
@@ -72,21 +72,21 @@ def try_on_samples(config: Config, prompts: int, count: int | None = None) -> Tr
 
 def try_on_rows(config: Config, rows: Sequence[Mapping[str, Any]]) -> TriedRewards:
     """Rewards on rows of prompt, completion and columns; rows of one prompt that follow each other are a group."""
-    config = _with_rewards(config)
+    config = _online_stage(config)
     for number, row in enumerate(rows, 1):
         if not isinstance(row.get("completion"), str | list):
             raise UserError(f"row {number} of the completions has no 'completion', a text or a list of messages.")
     columns = sorted({name for row in rows for name in row} - {"prompt", "completion"})
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     rewards = rewards_of(config, device, columns, environment_setup(config))
-    completions = [_as_prompted(row) for row in rows]
+    completions = [_in_prompt_form(row) for row in rows]
     ids = _tokens(config, rewards, texts_of(completions))
     group, group_S = -1, []
     for number, row in enumerate(rows):
         group += number == 0 or row.get("prompt") != rows[number - 1].get("prompt")
         group_S.append(group)
-    given = {name: [row.get(name) for row in rows] for name in columns}
-    return _try(config, rewards, RewardCall([row.get("prompt") for row in rows], completions, ids, given, group_S))
+    values = {name: [row.get(name) for row in rows] for name in columns}
+    return _try(config, rewards, RewardCall([row.get("prompt") for row in rows], completions, ids, values, group_S))
 
 
 def _tokens(config: Config, rewards: Sequence[Reward], texts: Sequence[str]) -> list[list[int]]:
@@ -103,15 +103,15 @@ def _tokens(config: Config, rewards: Sequence[Reward], texts: Sequence[str]) -> 
     return [list(tokenizer.encode(text, add_special_tokens=False)) if tokenizer else [] for text in texts]
 
 
-def _with_rewards(config: Config) -> Config:
-    """The config, or the last of its stages that samples."""
-    found = next((stage for stage in reversed((*config.stages, config)) if stage.method.online), None)
-    if found is None or not found.rollout.reward_funcs:
+def _online_stage(config: Config) -> Config:
+    """Return the config, or the last of its stages that is online; raise where it has no rewards."""
+    online = next((stage for stage in reversed((*config.stages, config)) if stage.method.online), None)
+    if online is None or not online.rollout.reward_funcs:
         raise UserError("trl.reward_funcs is empty: there is nothing to try. Name rewards there, with an online `rl`.")
-    return found
+    return online
 
 
-def _as_prompted(row: Mapping[str, Any]) -> Any:
+def _in_prompt_form(row: Mapping[str, Any]) -> Any:
     """A completion in the form that rewards get in training: messages where the prompt is."""
     completion = row["completion"]
     if isinstance(completion, str) and isinstance(row.get("prompt"), list):

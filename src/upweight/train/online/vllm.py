@@ -1,4 +1,4 @@
-"""The vLLM that a run samples from, where it asks for one: servers, or an engine of its own."""
+"""The vLLM that a run samples from: servers, or a colocated engine."""
 
 from pathlib import Path
 from typing import Any
@@ -32,11 +32,11 @@ def server_for(
     rows: PromptRows,
     max_new_tokens: int,
 ) -> Vllm | None:
-    """The engine, or the servers, waited for and checked, on rank 0, which drives them; None elsewhere and without."""
+    """Return the engine or the checked servers on rank 0; None on other ranks and without vLLM."""
     if not section.use_vllm:
         return None
     longest = max((len(rows[number]["prompt_ids"]) for number in range(len(rows))), default=0)
-    given: dict[str, Any] = {
+    options: dict[str, Any] = {
         "dtype": dtype,
         "lora_sync": section.lora_sync,
         "temperature": section.temperature,
@@ -55,13 +55,13 @@ def server_for(
             memory=section.colocate_memory,
             parallel=section.colocate_parallel,
             sleeps=section.sleep_mode,
-            **given,
+            **options,
         )
     if PartialState().process_index:
         return None
     urls = server_urls(section)
 
-    def opens(url: str, number: int | None = None, on_model: OnModel | None = None) -> VllmServer:
+    def connect(url: str, number: int | None = None, on_model: OnModel | None = None) -> VllmServer:
         return VllmServer(
             url,
             model,
@@ -70,9 +70,9 @@ def server_for(
             timeout=section.server_timeout,
             transfer=section.weight_transfer,
             on_model=on_model,
-            **given,
+            **options,
         )
 
-    server = opens(urls[0]) if len(urls) == 1 else VllmServers(urls, opens)
+    server = connect(urls[0]) if len(urls) == 1 else VllmServers(urls, connect)
     server.require_room(longest, max_new_tokens)
     return server

@@ -1,4 +1,4 @@
-"""Completions of a training for people to see, and its rollouts in its checkpoints."""
+"""Show and write the completions of a training, and save its rollouts in checkpoints."""
 
 from pathlib import Path
 from typing import Any
@@ -14,18 +14,18 @@ LOOK_EVERY = 50  # steps between looks at completions on a terminal, where the c
 
 
 def watch_rollouts(trainer: Any, section: RolloutSection, folder: Path, *, writes: bool) -> TrainerCallback:
-    """Have completions shown, and written to the run's folder; the callback that keeps rollouts in checkpoints."""
+    """Register what shows and writes completions; return the callback that saves rollouts in checkpoints."""
     rollouts = trainer.rollouts
     if trainer.is_world_process_zero():
         names, decode = rollouts.producer.names, rollouts.producer.decode
         if writes:
             files = CompletionFiles(folder, names, decode, rollouts.old_logps)
-            rollouts.written.append(files)
-            rollouts.evaluated.append(files.of_evaluation)
+            rollouts.on_rollout.append(files)
+            rollouts.on_evaluation.append(files.write_evaluation)
         every = int(trainer.args.logging_steps)
         if section.log_completions:
-            rollouts.written.append(ShownCompletions(every, section.completions_shown or 4, names, decode))
+            rollouts.on_rollout.append(ShownCompletions(every, section.completions_shown or 4, names, decode))
         elif is_seen():  # a look now and then
             every = max(every, LOOK_EVERY)
-            rollouts.written.append(ShownCompletions(every, section.completions_shown or 2, names, decode))
+            rollouts.on_rollout.append(ShownCompletions(every, section.completions_shown or 2, names, decode))
     return SaveRollouts(rollouts)

@@ -1,1 +1,1 @@
-"""What a training leaves behind and what watches it: checkpoints, metrics, callbacks, trackers, the model card."""
+"""The record of a training: checkpoints, metrics, callbacks, trackers, the model card."""

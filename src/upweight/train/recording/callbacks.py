@@ -1,4 +1,4 @@
-"""What watches a run: signals that end it well, losses that are no numbers or too high, the line on the terminal."""
+"""Callbacks of a run: stop on a signal, on NaN or on a high loss, health warnings, and progress lines."""
 
 import json
 import math
@@ -33,7 +33,7 @@ RESUME = "resume_from_checkpoint=True"
 
 
 class StopOnSignal(TrainerCallback):
-    """SIGTERM and Ctrl-C end the run after the current step, with a checkpoint; a second one ends it at once."""
+    """On SIGTERM or Ctrl-C, saves a checkpoint after the current step and stops; a second signal ends it at once."""
 
     def __init__(self) -> None:
         self.caught = 0
@@ -41,34 +41,34 @@ class StopOnSignal(TrainerCallback):
         self._largest, self._process = MaxOverRanks(), os.getpid()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if threading.current_thread() is not threading.main_thread():  # where Python lets nobody handle signals
+        if threading.current_thread() is not threading.main_thread():  # only the main thread may set handlers
             return
         for number in (signal.SIGTERM, signal.SIGINT):
             self._before[number] = signal.signal(number, self._catch)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.caught = self._largest(self.caught)  # a signal reaches the ranks at different moments
+        self.caught = self._largest(self.caught)  # a signal reaches the ranks at different times
         if self.caught:
             control.should_save = control.should_log = control.should_training_stop = True
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.caught and state.epoch != int(state.epoch):  # the epoch did not end, the loop was left
+        if self.caught and state.epoch != int(state.epoch):  # stopped in the middle of an epoch
             control.should_save = control.should_evaluate = False
 
     def restore(self) -> None:
-        """Give signals back to whoever had them before."""
+        """Restore the signal handlers of before the training."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before = {}
 
-    def leave(self, state: Any) -> None:
-        """End the process, as the signal would have, once the checkpoint that it asked for is written."""
+    def exit_if_signalled(self, state: Any) -> None:
+        """Exit the process with the signal's exit code, if one was caught; call it once the checkpoint is written."""
         if self.caught:
             logger.warning("stopped at step %d; continue with --resume (in a script %s)", state.global_step, RESUME)
             sys.exit(128 + self.caught)
 
     def _catch(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._process:  # a loader's process, which ends with this one
+        if os.getpid() != self._process:  # a forked loader process
             return
         if self.caught:
             signal.signal(number, signal.SIG_DFL)
@@ -78,10 +78,10 @@ class StopOnSignal(TrainerCallback):
 
 
 class StopOnNan(TrainerCallback):
-    """Ends the run when the loss or the gradient stops being a number, before such weights are saved."""
+    """Stops the run when the loss or the gradient norm is not finite, before such weights are saved."""
 
     def __init__(self, rows_of: Callable[[int], Iterable[Mapping[str, Any]]]) -> None:
-        """`rows_of`: what the given step, counted from 0, trained on, for the file that is written then."""
+        """`rows_of` returns the samples of a step, counted from 0, for the file `nan_batch.jsonl`."""
         self.rows_of = rows_of
         self.logged = 0
 
@@ -89,14 +89,14 @@ class StopOnNan(TrainerCallback):
         self.logged = state.global_step
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        # What is logged next must not depend on where a run was interrupted, so every checkpoint begins a new log.
+        # Logged means must not depend on where a run was interrupted, so each checkpoint also logs.
         control.should_log = control.should_log or control.should_save or control.should_evaluate
 
     on_epoch_end = on_step_end
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         logs: Mapping[str, float] = kwargs["logs"]
-        # With float16 a step that overflows is left out and the loss scale lowered: nothing is lost by it.
+        # With float16, loss scaling skips a step whose gradients overflow.
         watched = ("loss",) if args.fp16 else ("loss", "grad_norm")
         bad = [name for name in watched if name in logs and not math.isfinite(logs[name])]
         if bad:
@@ -120,10 +120,10 @@ class StopOnNan(TrainerCallback):
 
 
 class PlainModelAfterwards(TrainerCallback):
-    """Leaves a model that can be merged, moved and copied: after training it reads its masters again."""
+    """Removes the compute copies after training, so that the model can be merged, moved and copied."""
 
     def __init__(self, copies: ComputeCopies, *, following: bool) -> None:
-        self.copies, self.following = copies, following  # the trainer makes copies follow the optimizer it creates
+        self.copies, self.following = copies, following  # the trainer hooks them to an optimizer that it creates
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if not self.following:
@@ -137,16 +137,16 @@ class PlainModelAfterwards(TrainerCallback):
 
 
 class HealthCallback(TrainerCallback):
-    """Says verdicts while a run goes on, and keeps them in `health.jsonl`."""
+    """Logs health warnings during a run, and writes them to `health.jsonl`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.health = folder, Health()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """What a resumed run has seen before is not said again."""
+        """Replay the metrics of a resumed run, so that its warnings are not logged again."""
         if state.is_world_process_zero:
-            found = [verdict for row in metrics_of(self.folder) for verdict in self.health.take(row)]
-            write_text(self.folder / HEALTH, "".join(_health_line(verdict) for verdict in found))
+            earlier = [verdict for row in metrics_of(self.folder) for verdict in self.health.take(row)]
+            write_text(self.folder / HEALTH, "".join(_health_line(verdict) for verdict in earlier))
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if not state.is_world_process_zero:
@@ -158,7 +158,7 @@ class HealthCallback(TrainerCallback):
 
 
 class LossLimit(TrainerCallback):
-    """Ends the run when the logged loss stays above a limit."""
+    """Stops the run when the logged loss stays above a limit."""
 
     def __init__(self, limit: float, patience: int) -> None:
         self.limit, self.patience, self.above = limit, patience, 0
@@ -176,16 +176,16 @@ class LossLimit(TrainerCallback):
 
 
 class Progress(TrainerCallback):
-    """One line for each log: what matters, tokens per second, time left; with `bar`, a passing line for each step."""
+    """Prints a line per log with key metrics, throughput and remaining time; with `bar`, a progress bar."""
 
     def __init__(self, *, bar: bool = False) -> None:
         self.bar, self.first = bar, (0, 0.0)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.begun = state.global_step
+        self.start_step = state.global_step
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == self.begun + 1:  # which compiles, allocates and follows an evaluation: no measure
+        if state.global_step == self.start_step + 1:  # the first step compiles and allocates, so it is not timed
             self.first = (state.global_step, time.perf_counter())
         self._draw(state)
 
@@ -201,7 +201,7 @@ class Progress(TrainerCallback):
         if not shown:
             return
         if "tokens_per_second" in logs:
-            shown += [f"{logs['tokens_per_second']:.0f} tokens/s", *self._left(state.global_step, state.max_steps)]
+            shown += [f"{logs['tokens_per_second']:.0f} tokens/s", *self._time_left(state.global_step, state.max_steps)]
         label = "evaluation" if prefix else "step"
         logger.info("%s %d/%d  %s", label, state.global_step, state.max_steps, "  ".join(shown))
         self._draw(state)
@@ -212,11 +212,11 @@ class Progress(TrainerCallback):
 
     def _bar(self, step: int, steps: int) -> str:
         done = BAR * step // steps
-        text = [f"[{'#' * done}{'-' * (BAR - done)}]", f"{step}/{steps}", *self._left(step, steps)]
+        text = [f"[{'#' * done}{'-' * (BAR - done)}]", f"{step}/{steps}", *self._time_left(step, steps)]
         return "  ".join(text)[: shutil.get_terminal_size().columns - 1]
 
-    def _left(self, step: int, steps: int) -> list[str]:
-        """The time left at the pace since the first step, evaluations and checkpoints included; nothing before that."""
+    def _time_left(self, step: int, steps: int) -> list[str]:
+        """Return the remaining time at the pace since the first step, or an empty list before the second."""
         since, at = self.first
         if since == 0 or step <= since:
             return []
@@ -225,7 +225,7 @@ class Progress(TrainerCallback):
 
 
 def duration(seconds: float) -> str:
-    """A length of time in the unit a person would use."""
+    """Format a duration in seconds, minutes or hours."""
     minutes, hours = seconds / 60, seconds / 3600
     return f"{seconds:.0f} s" if minutes < 2 else f"{minutes:.0f} min" if hours < 2 else f"{hours:.1f} h"
 

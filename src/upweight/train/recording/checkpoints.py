@@ -1,8 +1,8 @@
-"""Checkpoints that are whole or do not count.
+"""Complete checkpoints: marking, finding and deleting them.
 
-The Trainer writes a checkpoint file by file. Its list of files and sizes is written last, to a temporary name and
-renamed: a checkpoint without that list, or that does not match it, was cut off and is passed over. Older checkpoints
-are dropped only after that.
+The Trainer writes a checkpoint file by file. We write a list of its files and sizes last, atomically. A checkpoint
+without that list, or that does not match it, is incomplete and is skipped. Older checkpoints are deleted only after
+that.
 """
 
 import json
@@ -23,7 +23,7 @@ WHOLE = "whole.json"
 
 
 def mark_whole(folder: Path) -> None:
-    """Note that everything in a checkpoint has been written, and has reached the disk."""
+    """Mark a checkpoint as complete, after its files are flushed to disk."""
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != WHOLE)
     for path in files:
         with path.open("rb") as file:
@@ -42,19 +42,19 @@ def is_whole(folder: Path) -> bool:
 
 
 def step_of(folder: Path) -> int | None:
-    """The step a checkpoint folder is named after."""
+    """Return the step in the name of a checkpoint folder."""
     match = re.fullmatch(r"checkpoint-(\d+)", folder.name)
     return int(match[1]) if match else None
 
 
 def checkpoints_of(run_folder: Path) -> list[tuple[int, Path]]:
-    """Step and folder of every checkpoint of a run, whole or not, the newest first."""
-    found = [(step, path) for path in run_folder.glob("checkpoint-*") if (step := step_of(path)) is not None]
-    return sorted(found, reverse=True)
+    """Return step and folder of every checkpoint of a run, complete or not, newest first."""
+    checkpoints = [(step, path) for path in run_folder.glob("checkpoint-*") if (step := step_of(path)) is not None]
+    return sorted(checkpoints, reverse=True)
 
 
 def last_whole_checkpoint(run_folder: Path) -> Path | None:
-    """The newest whole checkpoint of a run; damaged ones are named in a warning."""
+    """Return the newest complete checkpoint of a run; warn of damaged ones."""
     for _, folder in checkpoints_of(run_folder):
         if is_whole(folder):
             return folder
@@ -63,7 +63,7 @@ def last_whole_checkpoint(run_folder: Path) -> Path | None:
 
 
 def named_checkpoint(path: str) -> Path:
-    """A checkpoint the user named, which has to be whole."""
+    """Return the checkpoint that the user named; raise where it is not complete."""
     folder = Path(path).expanduser()
     if not folder.is_dir():
         raise UserError(f"resume_from_checkpoint: there is no folder {folder}")
@@ -74,29 +74,29 @@ def named_checkpoint(path: str) -> Path:
     return folder
 
 
-def checkpoint_to_resume(asked: str | bool | Path | None, run_folder: Path) -> Path | None:
-    """Where a training that is asked to resume goes on: the folder it names, or with True the run's last whole one."""
-    if not asked:
+def checkpoint_to_resume(resume_from: str | bool | Path | None, run_folder: Path) -> Path | None:
+    """Return the checkpoint to resume from: the named folder, or with True the last complete one of the run."""
+    if not resume_from:
         return None
-    if asked is not True:
-        folder = Path(asked).expanduser()
+    if resume_from is not True:
+        folder = Path(resume_from).expanduser()
         if (folder / WHOLE).exists() and not is_whole(folder):
             raise UserError(f"resume_from_checkpoint: {folder} is damaged or was cut off; name another.")
         return folder
     folders = [folder for _, folder in checkpoints_of(run_folder)]
     if any((folder / WHOLE).exists() for folder in folders):
-        found = last_whole_checkpoint(run_folder)
-    else:  # of a version that marked none; this file is the last that it wrote
-        found = next((folder for folder in folders if (folder / "trainer_state.json").is_file()), None)
-        if found is not None:
-            logger.warning("warning: %s has no %s: an earlier version wrote it, or it was cut off", found, WHOLE)
-    if found is None:
+        checkpoint = last_whole_checkpoint(run_folder)
+    else:  # an earlier version marked none and wrote this file last
+        checkpoint = next((folder for folder in folders if (folder / "trainer_state.json").is_file()), None)
+        if checkpoint is not None:
+            logger.warning("warning: %s has no %s: an earlier version wrote it, or it was cut off", checkpoint, WHOLE)
+    if checkpoint is None:
         raise UserError(f"resume_from_checkpoint: {run_folder} has no whole checkpoint.")
-    return found
+    return checkpoint
 
 
 def set_aside(run_folder: Path, step: int) -> None:
-    """Move checkpoints after `step` out of the way: a later resume must not take them for this run's."""
+    """Move checkpoints after `step` to a folder `superseded-N`, so that a later resume does not use them."""
     later = [folder for number, folder in checkpoints_of(run_folder) if number > step]
     if not later:
         return
@@ -109,7 +109,7 @@ def set_aside(run_folder: Path, step: int) -> None:
 
 
 class KeepCheckpoints(TrainerCallback):
-    """Marks each checkpoint once all ranks have written their part of it, then drops the oldest beyond `limit`."""
+    """Marks each checkpoint once all ranks have written it, then deletes the oldest beyond `limit`."""
 
     def __init__(self, limit: int | None) -> None:
         self.limit = limit
@@ -128,12 +128,12 @@ class KeepCheckpoints(TrainerCallback):
     def _drop_old(self, run_folder: Path, best: str | None) -> None:
         for _, folder in checkpoints_of(run_folder)[self.limit :]:
             if best is None or folder.resolve() != Path(best).resolve():
-                (folder / WHOLE).unlink(missing_ok=True)  # half a folder must not look whole
+                (folder / WHOLE).unlink(missing_ok=True)  # a half-deleted folder must not count as complete
                 shutil.rmtree(folder)
 
 
 class SaveFirstStep(TrainerCallback):
-    """A checkpoint after the first step, to see that saving works before hours have passed."""
+    """Saves a checkpoint after the first step, to test early that saving works."""
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         control.should_save = control.should_save or state.global_step == 1

@@ -1,4 +1,4 @@
-"""The README.md of a trained model: what it was made from, how, and what came of it."""
+"""The README.md of a trained model: its base model, data, config and metrics."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,14 +13,14 @@ from upweight import __version__
 from upweight.config import Config
 from upweight.config.config import general_keys
 
-PRIVATE_SECTIONS = ("run", "tracking")  # folders and accounts are nobody's business
+PRIVATE_SECTIONS = ("run", "tracking")  # folders and accounts are not published
 SHOWN_ENDINGS = ("loss", "accuracy", "accuracies", "margins", "margin", "reward", "kl", "entropy")
 
 
 def model_card(config: Config, history: Sequence[Mapping[str, Any]], rows: int) -> str:
-    """The card of a run from its config, the Trainer's log history and the number of rows trained on."""
+    """Return the card of a run from its config, the Trainer's log history and the number of training rows."""
     adapted = config.adapter.kind is not None
-    base, method = _shared(config.model.base_model), config.method.name
+    base, method = _public_name(config.model.base_model), config.method.name
     head = {
         "base_model": base,
         "library_name": "peft" if adapted else "transformers",
@@ -29,7 +29,7 @@ def model_card(config: Config, history: Sequence[Mapping[str, Any]], rows: int) 
     }
     what = f"{'An adapter for' if adapted else 'Trained from'} `{base}`, by {method.upper()}"
     data = [
-        f"- `{_shared(row.path)}`" + (f" ({row.type})" if isinstance(row.type, str) else "")
+        f"- `{_public_name(row.path)}`" + (f" ({row.type})" if isinstance(row.type, str) else "")
         for row in config.data.datasets
     ]
     versions = f"Upweight {__version__}, torch {torch.__version__}, transformers {transformers.__version__}"
@@ -53,7 +53,7 @@ def model_card(config: Config, history: Sequence[Mapping[str, Any]], rows: int) 
         "## Config",
         "",
         "```yaml",
-        yaml.safe_dump(_given(config), sort_keys=False, allow_unicode=True).rstrip(),
+        yaml.safe_dump(_set_keys(config), sort_keys=False, allow_unicode=True).rstrip(),
         "```",
         "",
         f"{versions}{f', peft {peft.__version__}' if adapted else ''}.",
@@ -62,7 +62,7 @@ def model_card(config: Config, history: Sequence[Mapping[str, Any]], rows: int) 
 
 
 def _metrics(history: Sequence[Mapping[str, Any]]) -> list[str]:
-    """First and last value of what says how training went."""
+    """Return a table of the first and last values of the main metrics."""
     names = dict.fromkeys(name for entry in history for name in entry if name.split("/")[-1].endswith(SHOWN_ENDINGS))
     lines = [
         f"| {name} | {_first(history, name):.4g} | {_last(history, name):.4g} |"
@@ -80,8 +80,8 @@ def _last(history: Sequence[Mapping[str, Any]], name: str) -> Any:
     return _first(list(reversed(history)), name)
 
 
-def _given(config: Config) -> dict[str, Any]:
-    """The keys that were set and shape the model, by their YAML names."""
+def _set_keys(config: Config) -> dict[str, Any]:
+    """Return the config keys that the user set, without private sections."""
     content: dict[str, Any] = {}
     for path, value in config.given.items():
         if general_keys().get(path, ("", None))[0] in PRIVATE_SECTIONS:
@@ -93,16 +93,16 @@ def _given(config: Config) -> dict[str, Any]:
 
 
 def _without_folders(value: Any) -> Any:
-    """Values with absolute paths cut to their last name."""
+    """Return a value with absolute paths cut to their last component."""
     if isinstance(value, Mapping):
         return {key: _without_folders(inner) for key, inner in value.items()}
     if isinstance(value, list):
         return [_without_folders(inner) for inner in value]
-    return _shared(value) if isinstance(value, str) else value
+    return _public_name(value) if isinstance(value, str) else value
 
 
-def _shared(place: str | None) -> str:
-    """A hub id or relative path as it is, an absolute path by its last name."""
+def _public_name(place: str | None) -> str:
+    """Return a hub id or relative path unchanged, and the last component of an absolute path."""
     path = Path(place or "")
     return path.name if path.is_absolute() or str(place).startswith("~") else str(place or "")
 

@@ -1,4 +1,4 @@
-"""What a run writes besides checkpoints: the resolved config, and one line of metrics for each log."""
+"""The files of a run folder besides checkpoints: the resolved config, and one line of metrics per log."""
 
 import json
 import math
@@ -17,23 +17,23 @@ from upweight.files import write_text
 from upweight.runs.files import CONFIG, METRICS, metrics_of
 from upweight.settings import Section, keys_of
 
-TRAINED = (  # keys that say which weights are trained, and what is kept of each
+TRAINED = (  # keys that decide which weights are trained, and the optimizer states
     *("adapter", "lora_r", "lora_rank_pattern", "lora_target_modules", "lora_target_linear", "lora_target_parameters"),
     *("lora_modules_to_save", "peft_layers_to_transform", "peft_layers_pattern", "peft_use_dora"),
     *("peft_init_lora_weights", "unfrozen_parameters", "reward_model", "process_reward_model", "optimizer"),
     *("tokens", "resize_token_embeddings_to_32x"),  # not base_model, whose folder may have moved
 )
-FOLDED = ("batch_size",)  # keys whose value has become that of another
+FOLDED = ("batch_size",)  # keys that are resolved into other keys
 
 
 def write_config(config: Config, folder: Path) -> None:
-    """The config with every default filled in, as YAML that trains the same run again."""
+    """Write the config with every default filled in, as YAML that repeats the run."""
     folder.mkdir(parents=True, exist_ok=True)
     write_text(folder / CONFIG, yaml.safe_dump(content_of(config), sort_keys=False, allow_unicode=True))
 
 
 def changed_keys(config: Config, folder: Path) -> list[str]:
-    """Keys that shape training and are not what they were when the run in `folder` was started."""
+    """Return the keys that affect training and have changed since the run in `folder` started."""
     if not (folder / CONFIG).exists():
         return []
     before = yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8"))
@@ -43,7 +43,7 @@ def changed_keys(config: Config, folder: Path) -> list[str]:
 
 
 def refuse_other_weights(changed: Iterable[str], checkpoint: Path | None, scheduler: str) -> None:
-    """Stop where a run would go on with other weights, optimizer or rate than its checkpoint holds."""
+    """Raise where changed keys do not fit the weights, optimizer or learning rate of the checkpoint."""
     if "learning_rate" in changed and scheduler == "reduce_lr_on_plateau":
         raise UserError(
             f"resume: learning_rate set otherwise than when the run began, and with 'reduce_lr_on_plateau' the rate is "
@@ -57,7 +57,7 @@ def refuse_other_weights(changed: Iterable[str], checkpoint: Path | None, schedu
 
 
 def content_of(config: Config) -> dict[str, Any]:
-    """Every value that the run reads, under its own key, by YAML name."""
+    """Return every value that the run reads, nested by YAML key."""
     off = set() if config.method.online else {"rollout", "vllm", "gym", "environment"}
     content: dict[str, Any] = {}
     for name in (*SECTIONS, "method"):
@@ -77,12 +77,12 @@ def content_of(config: Config) -> dict[str, Any]:
 
 
 def put_section(content: dict[str, Any], section: Section, only: Container[str] | None = None) -> None:
-    """Write what a section has into nested mappings by YAML name, without what is unset; `only` these paths."""
+    """Write the set values of a section into nested mappings by YAML key; `only` these paths, if set."""
     for key in keys_of(type(section)):
         owner: Any = section
         for part in key.where:
             owner = getattr(owner, part)
-        # What a script's own arguments have checked may be more than a key takes.
+        # Values of a script's arguments may have other types than the key.
         shown = owner.model_dump(mode="json", exclude_none=True, include={key.name}, warnings=False)
         value = shown.get(key.name)
         left_out = key.path != key.canonical or key.path in FOLDED or (only is not None and key.path not in only)
@@ -96,7 +96,7 @@ def put_section(content: dict[str, Any], section: Section, only: Container[str] 
 
 
 def cut_metrics(folder: Path, step: int) -> None:
-    """Drop metrics after `step`, and a line that was cut off; what remains is what the checkpoint had seen."""
+    """Delete the metrics after `step` and an incomplete last line."""
     if (folder / METRICS).exists():
         kept = [row for row in metrics_of(folder) if row.get("step", 0) <= step]
         write_text(folder / METRICS, "".join(json.dumps(row) + "\n" for row in kept))
@@ -116,7 +116,7 @@ class MetricsFile(TrainerCallback):
 
 
 class MetricsOut(TrainerCallback):
-    """The same on standard output, for programs that read along."""
+    """Prints the same JSON to standard output, for other programs."""
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         line = _line(kwargs["logs"], state)
@@ -125,12 +125,12 @@ class MetricsOut(TrainerCallback):
 
 
 def _line(logs: Mapping[str, Any], state: Any) -> str | None:
-    """A log as JSON, on the rank that writes; None for the Trainer's last words."""
+    """Return a log as JSON; None on other ranks and for the Trainer's final summary."""
     if not state.is_world_process_zero or "train_runtime" in logs:
         return None
     return json.dumps({"step": state.global_step, **{name: _number(value) for name, value in logs.items()}})
 
 
 def _number(value: Any) -> Any:
-    """JSON has no NaN; a word keeps the line readable for every parser."""
+    """Return NaN and infinity as text, since JSON has neither."""
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,4 +1,4 @@
-"""What watches a training, and what it leaves in its folder: for `upweight report`, `watch`, `doctor` and a resume."""
+"""Record a training in its run folder, for `upweight report`, `watch`, `doctor` and a resume."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -26,17 +26,17 @@ from upweight.train.recording.run_folder import MetricsFile, content_of, cut_met
 def recording(
     trainer: Any, config: Config, objects: Objects = YAML_ONLY, watchers: Sequence[TrainerCallback] = ()
 ) -> Iterator[StopOnSignal]:
-    """Watch one training: metrics, verdicts, checkpoints, signals, and how it ended; `watchers` look on.
+    """Record one training: metrics, health, checkpoints, signals and how it ended; `watchers` are further callbacks.
 
-    Once the checkpoint that a signal asks for is written, the process ends as the signal would have ended it.
+    After a signal, a script's process exits once the checkpoint is written.
     """
     folder, stop = Path(config.run.output_dir), StopOnSignal()
-    if trainer.is_world_process_zero():  # which alone writes the record, so that the others would find its own
+    if trainer.is_world_process_zero():  # only rank 0 writes the record; other ranks would find it
         refuse_busy(folder)
     callbacks = [*_callbacks(config, objects, trainer, stop), *watchers, KeepCheckpoints(config.run.save_total_limit)]
     record = about(trainer)
-    if objects.of_script:
-        record["settings"] = content_of(_with_names(config, trainer))
+    if objects.from_script:
+        record["settings"] = content_of(_with_reward_names(config, trainer))
     for callback in callbacks:
         trainer.add_callback(callback)
     try:
@@ -44,26 +44,30 @@ def recording(
             try:
                 yield stop
             except UserError as error:
-                if not objects.of_script:
+                if not objects.from_script:
                     raise
-                raise UserError(objects.worded(str(error))) from error
+                raise UserError(objects.translate_error(str(error))) from error
             finally:
                 stop.restore()
-            if objects.of_script:
-                stop.leave(trainer.state)
+            if objects.from_script:
+                stop.exit_if_signalled(trainer.state)
     finally:
         for callback in callbacks:
-            if callback in trainer.callback_handler.callbacks:  # a resume puts its own in place of some
+            if callback in trainer.callback_handler.callbacks:  # a resume replaces some
                 trainer.remove_callback(callback)
         if trainer.rollouts is not None:
-            trainer.rollouts.written, trainer.rollouts.evaluated = [], []
+            trainer.rollouts.on_rollout, trainer.rollouts.on_evaluation = [], []
 
 
 def _callbacks(config: Config, objects: Objects, trainer: Any, stop: StopOnSignal) -> list[TrainerCallback]:
-    """What watches a run. The order counts: a save is asked for, then logged, then completed, then marked."""
+    """Return the callbacks of a run. The order counts: request a save, log, complete the checkpoint, mark it."""
     run, folder = config.run, Path(config.run.output_dir)
-    callbacks: list[TrainerCallback] = [_Fresh(folder), stop, *([SaveFirstStep()] if run.save_first_step else [])]
-    callbacks += [MetricsFile(folder), *([] if objects.of_script else [Progress(bar=is_seen())])]
+    callbacks: list[TrainerCallback] = [
+        _CutRunFolder(folder),
+        stop,
+        *([SaveFirstStep()] if run.save_first_step else []),
+    ]
+    callbacks += [MetricsFile(folder), *([] if objects.from_script else [Progress(bar=is_seen())])]
     callbacks += [HealthCallback(folder), StopOnNan(trainer.rows_of_step)]
     if run.loss_limit is not None:
         callbacks.append(LossLimit(run.loss_limit, run.loss_limit_patience))
@@ -72,22 +76,22 @@ def _callbacks(config: Config, objects: Objects, trainer: Any, stop: StopOnSigna
     if run.profiler_steps is not None:
         callbacks.append(Profiler(folder, run.profiler_steps, run.profiler_start))
     if trainer.rollouts is not None:
-        writes = config.rollout.log_completions or not objects.of_script
+        writes = config.rollout.log_completions or not objects.from_script
         callbacks.append(watch_rollouts(trainer, config.rollout, folder, writes=writes))
-        callbacks += [] if objects.of_script else [BeforeAndAfter(folder)]
+        callbacks += [] if objects.from_script else [BeforeAndAfter(folder)]
     return callbacks
 
 
-def _with_names(config: Config, trainer: Any) -> Config:
-    """The config with the rewards of a script by their names."""
+def _with_reward_names(config: Config, trainer: Any) -> Config:
+    """Return the config with the names of a script's rewards."""
     if trainer.rollouts is None:
         return config
     names = list(trainer.rollouts.producer.names)
     return dataclasses.replace(config, rollout=config.rollout.model_copy(update={"reward_funcs": names}))
 
 
-class _Fresh(TrainerCallback):
-    """Cuts the folder back to the step at which a training begins."""
+class _CutRunFolder(TrainerCallback):
+    """Deletes metrics and completions after the step at which a training starts."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

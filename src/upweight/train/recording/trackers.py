@@ -1,4 +1,4 @@
-"""Trackers: which of them a run reports to, and the variables they read."""
+"""Experiment trackers: which ones a run reports to, and the environment variables they read."""
 
 import os
 from typing import Any
@@ -17,33 +17,33 @@ VARIABLES = {
 }
 
 
-def asked_trackers(tracking: TrackingSection) -> list[str]:
-    """The trackers that the config turns on."""
-    asked = {
+def enabled_trackers(tracking: TrackingSection) -> list[str]:
+    """Return the trackers that the config turns on."""
+    enabled = {
         "wandb": tracking.wandb if tracking.wandb is not None else tracking.wandb_project is not None,
         "mlflow": tracking.mlflow,
         "tensorboard": tracking.tensorboard,
         "trackio": tracking.trackio,
     }
-    return [tracker for tracker, wanted in asked.items() if wanted]
+    return [tracker for tracker, is_on in enabled.items() if is_on]
 
 
 def tracking_arguments(tracking: TrackingSection) -> dict[str, Any]:
-    """What TrainingArguments say about trackers."""
-    asked = asked_trackers(tracking)
+    """Return the TrainingArguments of the trackers."""
+    enabled = enabled_trackers(tracking)
     names = {"wandb": tracking.wandb_name, "mlflow": tracking.mlflow_run, "trackio": tracking.trackio_run}
     arguments: dict[str, Any] = {
-        "report_to": asked or "none",
-        "run_name": next((names[tracker] for tracker in asked if names.get(tracker)), None),
+        "report_to": enabled or "none",
+        "run_name": next((names[tracker] for tracker in enabled if names.get(tracker)), None),
     }
-    if "trackio" in asked:
-        given = {"project": tracking.trackio_project, "trackio_space_id": tracking.trackio_space}
-        arguments |= {name: value for name, value in given.items() if value is not None}
+    if "trackio" in enabled:
+        options = {"project": tracking.trackio_project, "trackio_space_id": tracking.trackio_space}
+        arguments |= {name: value for name, value in options.items() if value is not None}
     return arguments
 
 
 def set_variables(tracking: TrackingSection) -> None:
-    """Hand the trackers' settings on, in the environment variables that they read."""
+    """Set the environment variables that the trackers read."""
     for variable, field in VARIABLES.items():
         if (value := getattr(tracking, field)) is not None:
             os.environ[variable] = str(value)

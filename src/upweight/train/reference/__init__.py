@@ -1,1 +1,1 @@
-"""The reference during training: log-probs computed once beforehand, or weights that follow the policy."""
+"""The reference during training: precomputed log-probs, or weights that are synced with the policy."""

@@ -1,4 +1,4 @@
-"""Reference log-probs computed once, before training, and carried by the rows from then on."""
+"""Reference log-probs that are computed once before training and stored in the rows."""
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
@@ -26,11 +26,11 @@ ROWS_AT_A_TIME = 256
 
 @dataclass(frozen=True)
 class Precompute:
-    """How the reference is computed ahead, and where results are kept."""
+    """How reference log-probs are precomputed, and where they are cached."""
 
-    base_model: bool = False  # with the policy's adapter switched off, which leaves its start
-    folder: Path | None = None  # of the prepared rows; None keeps results in memory
-    separate: Callable[[], nn.Module] | None = None  # loads the model to compute with, where it is not the policy
+    base_model: bool = False  # compute with the adapter disabled
+    folder: Path | None = None  # cache; None: in memory
+    separate: Callable[[], nn.Module] | None = None  # loads a reference model that is not the policy
 
 
 class RowsWithReference:
@@ -44,12 +44,12 @@ class RowsWithReference:
 
     def __getitem__(self, number: int) -> dict[str, Any]:
         width = len(self.columns)
-        own = self.logps[number * width : (number + 1) * width]
-        return {**self.rows[number], **dict(zip(self.columns, own, strict=True))}
+        logps = self.logps[number * width : (number + 1) * width]
+        return {**self.rows[number], **dict(zip(self.columns, logps, strict=True))}
 
 
 def with_reference(rows: Any, model: nn.Module, runner: StepRunner, how: Precompute) -> Any:
-    """The rows with log-probs of the policy as it is now, or another model's; found on disk if they were kept."""
+    """Return the rows with log-probs of the current policy or a separate model, from the cache if they are there."""
     if rows is None:
         return None
     if how.separate is not None:
@@ -58,7 +58,7 @@ def with_reference(rows: Any, model: nn.Module, runner: StepRunner, how: Precomp
     file = how.folder / f"reference-{_fingerprint(rows, model, runner, how)}.npz" if how.folder else None
     missing = MaxOverRanks()(int(file is None or not file.exists()))
     if file is None or missing:
-        with torch.no_grad(), _policy(model, how):
+        with torch.no_grad(), _reference_weights(model, how):
             logps = _compute(rows, model, runner)
         if file is not None and runner.accelerator.is_main_process:
             _write(file, logps)
@@ -74,25 +74,25 @@ def _columns(method: Method) -> tuple[str, ...]:
     return tuple(f"ref_{side}_logps" for side in sides)
 
 
-def _policy(model: nn.Module, how: Precompute) -> Any:
+def _reference_weights(model: nn.Module, how: Precompute) -> Any:
     if how.base_model and isinstance(model, PeftModel):
         return AdapterOff(model).use(model)
     return dropout_off(model)
 
 
 def _compute(rows: Any, model: nn.Module, runner: StepRunner) -> list[NDArray[np.float32]]:
-    """Log-probs of every sample of every row, in order, on every rank."""
+    """Return the log-probs of every sample of every row, in order, on every rank."""
     logger.info("reference log-probs: computing them for %d rows", len(rows))
-    found: list[NDArray[np.float32]] = []
+    logps: list[NDArray[np.float32]] = []
     for start in range(0, len(rows), ROWS_AT_A_TIME):
         numbers = range(start, min(start + ROWS_AT_A_TIME, len(rows)))
         units = units_of([rows[number] for number in numbers], runner.method)
-        found += [part for parts in runner.logps(model, units) for part in parts]
-    return found
+        logps += [part for parts in runner.logps(model, units) for part in parts]
+    return logps
 
 
 def _fingerprint(rows: Any, model: nn.Module, runner: StepRunner, how: Precompute) -> str:
-    """A name for what the log-probs depend on beside the prepared data: rows, weights, precision."""
+    """Return a hash of what the log-probs depend on: rows, weights, precision."""
     known = hashlib.sha256(f"{len(rows)} {runner.dtype} {how.base_model} {_columns(runner.method)}".encode())
     for number in (0, len(rows) // 2, len(rows) - 1):
         known.update(str(_ids(rows[number])).encode())

@@ -1,4 +1,4 @@
-"""A reference that follows the policy, kept in checkpoints."""
+"""A reference that is synced with the policy (TR-DPO) and saved in checkpoints."""
 
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ FILE = "reference.safetensors"
 
 
 class SyncReference(TrainerCallback):
-    """Moves the reference towards the policy every `steps` steps; has to come before what marks checkpoints whole."""
+    """Moves the reference towards the policy every `steps` steps; must run before `KeepCheckpoints`."""
 
     def __init__(self, reference: Reference, sync: ReferenceSync) -> None:
         self.reference = reference
@@ -31,7 +31,7 @@ class SyncReference(TrainerCallback):
             safetensors.torch.save_file(plain, Path(args.output_dir) / f"checkpoint-{state.global_step}" / FILE)
 
     def restore(self, checkpoint: Path) -> None:
-        """Take the reference up as a checkpoint left it."""
+        """Restore the reference from a checkpoint."""
         if not (checkpoint / FILE).is_file():
             raise UserError(
                 f"sync_ref_model: {checkpoint} has no {FILE}: its run had another reference. Turn it off or begin anew."
