@@ -1,4 +1,4 @@
-"""A config looked at before training: does its model fit, can its data be read, are its rewards and server there."""
+"""Checks a config before training: memory, data, rewards, environment, vLLM server and output folder."""
 
 import dataclasses
 import shutil
@@ -29,39 +29,40 @@ from upweight.runs.files import METRICS, no_folder_at
 from upweight.train.machine_checks import check_machine
 from upweight.train.online.environments import check_rewards, environment_setup
 
-PATIENCE = 5.0  # seconds for a server that is there
-FEW_DROPPED = 0.05  # share of the rows that may be left out without a warning
+PATIENCE = 5.0  # seconds to wait for a server's answer
+FEW_DROPPED = 0.05  # share of the rows that may be dropped without a warning
 
 
 @dataclass
 class Look:
-    """What earlier checks of a config have found, for later ones."""
+    """The findings about a config, and measurements of earlier checks that later checks use."""
 
     config: Config
     memory: Memory | None = None
-    columns: list[str] | None = None  # of the data, that rewards may read
+    columns: list[str] | None = None  # data columns that rewards may read
     longest_prompt: int = 0
-    said: list[Finding] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
 
 
 def check_config(config: Config) -> list[Finding]:
-    """What is to be said of a config, or of each of its stages, which all begin with the first one's model."""
+    """Return the findings about a config, or about each of its stages with the first stage's model."""
     if config.stages:
         first = config.stages[0]
         adapter = first.adapter.model_copy(update={"folder": None})
-        found: list[Finding] = []
+        findings: list[Finding] = []
         for stage in config.stages:
-            begun = dataclasses.replace(stage, model=first.model, adapter=adapter, stages=())
+            # The later stages start from folders that do not exist yet.
+            checked = dataclasses.replace(stage, model=first.model, adapter=adapter, stages=())
             name = Path(stage.run.output_dir).name
-            found += [dataclasses.replace(one, what=f"{name}: {one.what}") for one in check_config(begun)]
-        return found
+            findings += [dataclasses.replace(item, what=f"{name}: {item.what}") for item in check_config(checked)]
+        return findings
     look = Look(config)
     for what, check in CHECKS.items():
         try:
-            look.said += check(look)
+            look.findings += check(look)
         except UserError as error:
-            look.said.append(Finding("alarm", what, str(error).removesuffix(".")))
-    return look.said
+            look.findings.append(Finding("alarm", what, str(error).removesuffix(".")))
+    return look.findings
 
 
 def _keys(look: Look) -> Iterator[Finding]:
@@ -74,7 +75,7 @@ def _keys(look: Look) -> Iterator[Finding]:
 
 
 def _memory(look: Look) -> Iterator[Finding]:
-    """The estimate against the card, or against the host's memory where there is none."""
+    """Compare the memory estimate with the GPU's memory, or with host memory where there is no GPU."""
     config = look.config
     need = estimate(
         shape_of(config.model, config.method.head),
@@ -87,10 +88,10 @@ def _memory(look: Look) -> Iterator[Finding]:
     )
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda" if on_gpu else "cpu")
-    wide = compute_dtype(config.model, device).itemsize / 2  # estimates are of half precision
+    width = compute_dtype(config.model, device).itemsize / 2  # the estimate assumes two bytes per value
     shards = torch.cuda.device_count() if on_gpu and config.sharding.fsdp else 1
-    activations = need.activations * (wide if need.activations > HEAD_CHUNK else 1)
-    look.memory = Memory(need.weights * wide / shards, need.training / shards, activations)
+    activations = need.activations * (width if need.activations > HEAD_CHUNK else 1)
+    look.memory = Memory(need.weights * width / shards, need.training / shards, activations)
     room = USABLE * torch.cuda.mem_get_info()[1] if on_gpu else psutil.virtual_memory().available
     where = "the GPU" if on_gpu else "this machine"
     parts = f"weights {look.memory.weights / GIB:.1f}, training {look.memory.training / GIB:.1f}, activations "
@@ -104,7 +105,7 @@ def _memory(look: Look) -> Iterator[Finding]:
 
 
 def _tokens(config: Config) -> int:
-    """Tokens of the longest forward that cannot be cut: one row of the data."""
+    """Return the tokens of the smallest possible forward: one row of the data at its longest."""
     policy = config.method.policy_settings
     if policy is not None:
         return policy.max_completion_length + (config.data.max_prompt_length or 512)
@@ -112,7 +113,7 @@ def _tokens(config: Config) -> int:
 
 
 def _data(look: Look) -> Iterator[Finding]:
-    """Rows read, encoded and measured, as training will."""
+    """Read, tokenize and measure the rows as training does."""
     config = look.config
     data = prepare(config, load_tokenizer(config.model))
     lengths = data.report.lengths
@@ -139,17 +140,17 @@ def _data(look: Look) -> Iterator[Finding]:
 
 
 def _rewards(look: Look) -> Iterator[Finding]:
-    """Functions and built-ins loaded, columns they read found in the data, models looked up."""
+    """Load reward functions, check that the data has the columns they read, and look up reward models."""
     config = look.config
     names = config.rollout.reward_funcs
     if not config.method.online or _is_remote(config):
         return
-    acting = environment_setup(config)
+    setup = environment_setup(config)
     models = [name for name in names if "/" in name.partition("(")[0] or (config.folder / name).is_dir()]
-    given = acting.environment.reward_names if acting else ()
-    rewards = load_rewards([name for name in names if name not in models], config.folder, environment=given)
+    provided = setup.environment.reward_names if setup else ()
+    rewards = load_rewards([name for name in names if name not in models], config.folder, environment=provided)
     if look.columns is not None:
-        check_rewards(rewards, look.columns, acting)
+        check_rewards(rewards, look.columns, setup)
     for name in models:
         place = str(config.folder / name) if (config.folder / name).is_dir() else name
         if not (Path(place) / "adapter_config.json").is_file():
@@ -160,12 +161,12 @@ def _rewards(look: Look) -> Iterator[Finding]:
 
 
 def _is_remote(config: Config) -> bool:
-    """Whether the policy acts in an environment that lives in servers."""
+    """Whether the environment runs on servers: NeMo Gym or OpenEnv."""
     return config.gym.enabled or config.environment.kind == "openenv"
 
 
 def _environment(look: Look) -> Iterator[Finding]:
-    """Whether the servers of an environment are there, or can be started."""
+    """Check that the environment's servers answer, or can be started."""
     config = look.config
     if not config.method.online or not _is_remote(config):
         return
@@ -185,12 +186,12 @@ def _environment(look: Look) -> Iterator[Finding]:
         yield Finding("ok", "environment", f"something listens at {url}")
     except OSError as error:
         yield Finding(
-            "alarm", "environment", f"{url} does not answer: {error}", "start its server, or mend the address"
+            "alarm", "environment", f"{url} does not answer: {error}", "start its server, or correct the address"
         )
 
 
 def _server(look: Look) -> Iterator[Finding]:
-    """Whether each server answers, serves the model, and has room for the longest row."""
+    """Check that each vLLM server answers, serves the model and accepts the longest row."""
     config = look.config
     policy = config.method.policy_settings
     if policy is None or not samples_from_server(config):
@@ -213,7 +214,7 @@ def _server(look: Look) -> Iterator[Finding]:
 
 
 def _output(look: Look) -> Iterator[Finding]:
-    """Whether the run folder, where it can be written, has room for what is kept."""
+    """Check that the disk of the output folder has room for the checkpoints that are kept."""
     folder = Path(look.config.run.output_dir)
     if no_folder_at(folder) is not None:
         return
