@@ -49,7 +49,7 @@ class Strict(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _a_bool_is_a_word_or_a_switch(cls, value: Any, info: ValidationInfo) -> Any:
+    def _bool_to_word(cls, value: Any, info: ValidationInfo) -> Any:
         """Convert a bool back to `no` or `off` where the field expects a word; reject it where a number is expected."""
         annotation = cls.model_fields[info.field_name or ""].annotation
         if not isinstance(value, bool) or _admits(annotation, bool):

@@ -3,7 +3,7 @@
 PACKED = "rows are always packed without padding, and that does not change any number"
 FUSED_HEAD = "logits are never built: the head is computed in chunks for every method"
 KERNELS = "the engine picks its own kernels"
-OWN_SERVER = "vLLM's own server is started; no module of ours runs inside it"
+OWN_SERVER = "the standard vLLM server is started, without modules of ours"
 
 # Keys that are accepted without any effect, by the reason why none is needed; `load` adds one notice per reason.
 HOLDS: dict[str, str] = {
@@ -18,10 +18,10 @@ HOLDS: dict[str, str] = {
     " liger_kernel_impl use_scattermoe use_sonicmoe use_kernels experts_implementation flash_attn_rms_norm"
     " flash_attn_fuse_norm flex_attn_compile_kwargs fused_attn_kernel gemma4_hybrid_attn_impl lora_mlp_kernel"
     " lora_qkv_kernel lora_o_kernel lora_embedding_kernel flash_attn_fuse_mlp flash_attn_fuse_qkv",
-    "a model is placed on the rank's device, or sharded as `fsdp` and `deepspeed` say": "device_map",
+    "a model is placed on the rank's device, or sharded by `fsdp` or `deepspeed`": "device_map",
     "a model is placed on the rank's device": "experimental_skip_move_to_device",
     "context parallelism exchanges heads, not ring blocks": "heads_k_stride ring_attn_func",
-    "every online run goes through the one producer": "trl.use_data_producer",
+    "every online run uses the rollout producer": "trl.use_data_producer",
     "each method keeps the columns it needs": "remove_unused_columns",
     "unknown keys are always errors": "strict",
     "weights are always written as safetensors": "save_safetensors",
@@ -35,7 +35,7 @@ HOLDS: dict[str, str] = {
     "`upweight preprocess --show` prints prepared rows": "debug",
     "adapters are merged shard by shard": "merge_method",
     OWN_SERVER: "vllm.serve_module vllm.worker_extension_cls",
-    "a loss that is no number always stops the run": "logging_nan_inf_filter",
+    "a loss of NaN or infinity always stops the run": "logging_nan_inf_filter",
     "`hub_model_id` decides": "push_to_hub",
     "evaluation writes no table of samples": "eval_max_new_tokens eval_table_max_new_tokens",
     "FSDP shards over all ranks": "dp_shard_size",
@@ -114,7 +114,7 @@ NOT_HERE: dict[str, str] = {
     " role_boundaries freeze_mm_modules is_multimodal",
     "Ray is not supported; start ranks with --num-processes": "use_ray ray_run_name ray_num_workers"
     " resources_per_worker",
-    "there is no such window; use `upweight inference --chat`": "gradio_*",
+    "Gradio is not supported; use `upweight inference --chat`": "gradio_*",
     "not supported; train all weights, or an adapter by `adapter: lora`": "lisa_* relora* jagged_restart_* mixlora_*"
     " spectrum_* peft_layer_replication llama_adapter",
     "this tracker is not supported; there are wandb, mlflow, tensorboard and trackio": "use_comet comet_*"
@@ -134,7 +134,7 @@ NOT_HERE: dict[str, str] = {
     "training on an endless stream of raw text is not supported; use `datasets` with `type: completion`": ""
     "pretraining_dataset pretraining_sample_concatenation streaming streaming_multipack_buffer_size"
     " pretrain_multipack_buffer_size pretrain_multipack_attn use_pose pose_* overlap_len",
-    "not supported; spread a model by FSDP, DeepSpeed or `context_parallel_size`": "tensor_parallel_size"
+    "not supported; use FSDP, DeepSpeed or `context_parallel_size`": "tensor_parallel_size"
     " dp_replicate_size max_memory gpu_memory_limit device expert_parallel_* context_parallel",
     "removed; use `dpo_loss_type: [sigmoid, sft]`": "rpo_alpha",
     "removed; set `rope_parameters` in `model_config`": "rope_scaling",

@@ -48,7 +48,7 @@ def _checked(stages: Any) -> list[dict[str, Any]]:
         if "stages" in stage:
             raise UserError(f"stages[{number}].stages: stages cannot hold stages")
         if "output_dir" in stage:
-            raise UserError(f"stages[{number}].output_dir: every stage writes to its own folder in the common one")
+            raise UserError(f"stages[{number}].output_dir: every stage writes to a subfolder of the common output_dir")
         name = stage.get("name")
         if name is not None and not re.fullmatch(r"[A-Za-z0-9._-]{1,200}", str(name)):
             raise UserError(

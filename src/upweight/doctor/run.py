@@ -46,12 +46,12 @@ def _state(folder: Path, rows: list[dict[str, Any]]) -> Finding:
     if state == "done":
         return Finding("ok", "run", f"finished {where}", evidence=evidence)
     if state == "stopped":
-        return Finding("warning", "run", f"was stopped {where}", _go_on(folder), evidence)
+        return Finding("warning", "run", f"was stopped {where}", _resume(folder), evidence)
     if state == "failed":
         message = str(record.get("message", ""))
         if any(word in message for word in MEMORY):
             return Finding("alarm", "out of memory", f"the run failed {where}: {message}", LADDER, evidence)
-        return Finding("alarm", "run", f"failed {where}: {message}", f"correct the cause; {_go_on(folder)}", evidence)
+        return Finding("alarm", "run", f"failed {where}: {message}", f"correct the cause; {_resume(folder)}", evidence)
     if state == "running" and record.get("machine") != this_machine():
         return Finding("note", "run", f"was running on another machine, {where}, when it last wrote", evidence=evidence)
     if state == "running":
@@ -75,8 +75,9 @@ def _health(rows: list[dict[str, Any]]) -> Iterator[Finding]:
         yield Finding("ok", "health", f"no health rule reports a problem in {len(rows)} logged rows")
 
 
-def _go_on(folder: Path) -> str:
+def _resume(folder: Path) -> str:
+    """Return the remedy: resume from the last complete checkpoint, or start again where there is none."""
     whole = next((step for step, path in checkpoints_of(folder) if is_whole(path)), None)
     if whole is None:
-        return "there is no whole checkpoint to go on from: start anew; save_steps sets how often they are written"
-    return f"go on from step {whole} with `upweight train CONFIG --resume`"
+        return "there is no whole checkpoint to resume from: start again; save_steps sets how often they are written"
+    return f"resume from step {whole} with `upweight train CONFIG --resume`"

@@ -164,7 +164,7 @@ BROKEN = {
         **GRPO, "trl": {**GRPO["trl"], "vllm_structured_outputs_regex": "a+"},
     },
     "vllm.device: 'tpu' is not known": served(vllm={"device": "tpu"}),
-    "trl.vllm_mode: vLLM beside the trainer": served(sharding={"fsdp": True}, vllm_mode="colocate"),
+    "trl.vllm_mode: colocated vLLM needs": served(sharding={"fsdp": True}, vllm_mode="colocate"),
     "lora_modules_to_save: vLLM cannot load": served({**LORA, "lora_modules_to_save": ["x"]}, vllm_lora_sync=True),
     "peft_use_dora: neither the adapter nor": served({**LORA, "peft_use_dora": True}),
     "trl.vllm_lora_sync: an adapter cannot be merged": served(LORA, {"fsdp": True}, vllm_lora_sync=False),

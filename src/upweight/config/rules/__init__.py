@@ -14,7 +14,7 @@ ON_THE_MACHINE = ("GPUs", "installed packages", "files and folders", "servers")
 
 ERRORS: tuple[Rule, ...] = (
     exclusive,
-    ebft.features_are_what_rewards,
+    ebft.keys_refused_by_ebft,
     model.loading,
     model.adapters,
     model.heads,
@@ -30,7 +30,7 @@ ERRORS: tuple[Rule, ...] = (
     training.shards,
     training.fsdp,
     training.deepspeed,
-    training.cut_weights,
+    training.quantised_shards,
     training.paths,
     training.hub,
     rollout.rewards,

@@ -44,7 +44,7 @@ def block_is_there(config: Config) -> Iterator[str]:
         yield "ebft: missing. `rl: ebft` needs its block; `ebft: {mode: structured}` takes every default."
 
 
-def features_are_what_rewards(config: Config) -> Iterator[str]:
+def keys_refused_by_ebft(config: Config) -> Iterator[str]:
     """Reject keys that EBFT, or its strided mode, cannot use."""
     if feature_matcher(config.method) is None:
         return

@@ -17,7 +17,7 @@ from upweight.config.servers import (
 )
 from upweight.methods import feature_matcher
 
-ONE_PROCESS = "vLLM beside the trainer takes the weights of one process; use a server, or one process without shards"
+ONE_PROCESS = "colocated vLLM needs all weights in one process; use a vLLM server, or one process without sharding"
 NO_PATTERN = "the sampler in process cannot be held to a pattern; use a vLLM server, or reward the format"
 ONLY_MERGED = (
     "vLLM cannot load such an adapter; drop the key, or set 'trl.vllm_lora_sync: false' to send merged weights"
@@ -34,7 +34,7 @@ def rewards(config: Config) -> Iterator[str]:
         yield f"trl.reward_weights: {len(weights)} weights for {len(named)} rewards. Give one for each."
     if from_environment and not config.environment.kind and not config.gym.enabled:
         name = from_environment[0]
-        yield f"trl.reward_funcs: '{name}' is what an environment says: set 'environment.type' or use another."
+        yield f"trl.reward_funcs: '{name}' is what an environment says: set 'environment.type', or name another reward."
 
 
 def rewards_are_there(config: Config) -> Iterator[str]:
@@ -123,9 +123,8 @@ def weight_transfer(config: Config) -> Iterator[str]:
         yield "trl.vllm_weight_transfer: sharded weights can only be sent through a folder; use 'folder'."
     if way == "ipc" and not all(map(is_on_this_machine, server_urls(config.rollout))):
         yield (
-            "trl.vllm_weight_transfer: ipc shares the memory of one machine's GPU; name the server by 127.0.0.1, or "
-            "use "
-            "'nccl' or 'folder'."
+            "trl.vllm_weight_transfer: ipc shares the memory of a GPU of this machine; use 127.0.0.1 as the "
+            "server's address, or 'nccl' or 'folder'."
         )
     elif way == "ipc" and config.vllm.host not in LOOPBACK:
         yield (

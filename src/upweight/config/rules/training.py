@@ -45,7 +45,7 @@ def layers(config: Config) -> Iterator[str]:
     """Check compilation and gradient checkpointing of the model's layers."""
     if config.optim.torch_compile:
         yield (
-            "torch_compile: layers are not compiled, since rows differ in their trees; attention and head are. "
+            "torch_compile: layers are not compiled, since tree shapes differ; attention and head are compiled. "
             "Drop the key."
         )
     if set(config.optim.checkpointing_args) - {"use_reentrant", "every_layer"}:
@@ -80,7 +80,7 @@ def schedules(config: Config) -> Iterator[str]:
             wanted = known[key] if isinstance(known[key], str) else f"one of {', '.join(known[key])}"
             yield f"lr_scheduler_kwargs.{key}: expected {wanted}, not {value!r}."
     if name == "warmup_stable_decay" and "num_decay_steps" not in args:
-        yield "lr_scheduler_kwargs.num_decay_steps: missing. 'warmup_stable_decay' has to know how long it decays."
+        yield "lr_scheduler_kwargs.num_decay_steps: missing. 'warmup_stable_decay' needs the length of the decay."
     floors = {"min_lr", "min_lr_rate"} & set(args)
     if name == "cosine_with_min_lr" and len(floors) != 1:
         yield (
@@ -147,7 +147,7 @@ def best_checkpoint(config: Config) -> Iterator[str]:
     elif saves == "steps" and run.save_steps and run.eval_steps and not _is_multiple(run.save_steps, run.eval_steps):
         yield (
             f"load_best_model_at_end: 'save_steps' ({run.save_steps:g}) is not a multiple of 'eval_steps' "
-            f"({run.eval_steps:g}): the best would be lost. Make it one, or set 'save_strategy: best'."
+            f"({run.eval_steps:g}): the best would be lost. Use a multiple, or set 'save_strategy: best'."
         )
 
 
@@ -238,15 +238,14 @@ def _deepspeed_options(config: Config) -> dict[str, Any] | None:
     return zero_options(source, config.folder)
 
 
-def cut_weights(config: Config) -> Iterator[str]:
+def quantised_shards(config: Config) -> Iterator[str]:
     """Reject quantisation that does not work with sharded weights."""
     if not (config.sharding.fsdp or _shards_weights(config)):
         return
     if config.adapter.load_in_8bit:
         yield (
             "load_in_8bit: integers cannot be sharded, and their scales would be lost; use 'load_in_4bit: true', "
-            "ZeRO-1 "
-            "or 2, or drop fsdp and deepspeed: each GPU then holds all weights, half as large."
+            "ZeRO-1 or 2, or drop fsdp and deepspeed: each GPU then holds all weights, half as large."
         )
     if "bnb_4bit_quant_storage" in config.adapter.quantisation:
         yield (
