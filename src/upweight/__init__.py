@@ -72,7 +72,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Trainers, configs and helpers, imported when they are first asked for: `import upweight` stays light."""
+    """Import a trainer, config or helper on first use, so that `import upweight` stays fast."""
     if name not in __all__:
         raise AttributeError(f"module 'upweight' has no attribute {name!r}")
     if name[0].islower():

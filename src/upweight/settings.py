@@ -1,4 +1,4 @@
-"""How a piece of code declares its YAML keys: a Section of settings, each with its path, default and one sentence."""
+"""Declares YAML keys: a Section has settings, each with a YAML path, a default and a help text."""
 
 import copy
 import types
@@ -14,27 +14,27 @@ BOOL_WORDS = {False: ("no", "false", "off", "none", "disabled"), True: ("yes", "
 
 
 def setting(path: str, default: Any, help: str, *, also: tuple[str, ...] = (), **limits: Any) -> Any:
-    """A field read from `path` in the YAML (`trl.beta`), or from one of `also`; `limits` are pydantic's."""
+    """Declare a field that is read from the YAML path `path` or an alias in `also`; `limits` go to pydantic."""
     return Field(default, description=help, json_schema_extra={"path": path, "also": list(also)}, **limits)
 
 
 def same_setting(section: type["Section"], name: str) -> Any:
-    """A field declared as another section declares it."""
+    """Declare a field with the path, default and help of a field of another section."""
     return copy.copy(section.model_fields[name])
 
 
 def inner(default: Any, help: str, **limits: Any) -> Any:
-    """A field of a mapping inside the config, such as an entry of `datasets`, read by its own name."""
+    """Declare a field of a nested mapping, such as an entry of `datasets`, that is read by its field name."""
     return Field(default, description=help, **limits)
 
 
 def inline(section: type["Section"]) -> Any:
-    """A field that is itself a Section whose settings keep their own YAML paths."""
+    """Declare a field that is a Section; the settings in it keep their YAML paths."""
     return Field(default_factory=section, json_schema_extra={"inline": True})
 
 
 class Strict(BaseModel):
-    """A frozen model that knows its keys and takes no others; `true` is not a number."""
+    """A frozen model that rejects unknown keys and does not read `true` as a number."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=(), validate_default=False
@@ -49,8 +49,8 @@ class Strict(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _a_bool_is_a_word_or_a_switch(cls, value: Any, info: ValidationInfo) -> Any:
-        """YAML reads `no` and `off` as false: take the word where a word is wanted, and never a number."""
+    def _bool_to_word(cls, value: Any, info: ValidationInfo) -> Any:
+        """Convert a bool back to `no` or `off` where the field expects a word; reject it where a number is expected."""
         annotation = cls.model_fields[info.field_name or ""].annotation
         if not isinstance(value, bool) or _admits(annotation, bool):
             return value
@@ -61,23 +61,23 @@ class Strict(BaseModel):
 
 
 class Section(Strict):
-    """Settings that belong together, named by what they are, read from the YAML paths people know."""
+    """A group of settings whose field names may differ from their YAML paths."""
 
 
 @dataclass(frozen=True)
 class Key:
-    """One YAML path and the field behind it."""
+    """A YAML path and the field that it sets."""
 
     path: str
     section: type[Section]
-    where: tuple[str, ...]  # attribute path from the top section to the section that owns the field
+    where: tuple[str, ...]  # attribute path from the top section to the section with the field
     name: str
     field: FieldInfo
-    canonical: str  # the path that documentation shows; differs from `path` for alternative spellings
+    canonical: str  # the path in the documentation; differs from `path` for aliases
 
 
 def keys_of(section: type[Section], where: tuple[str, ...] = ()) -> Iterator[Key]:
-    """Every YAML path that a section and the sections inside it read."""
+    """Yield every YAML path that a section and its nested sections read."""
     for name, field in section.model_fields.items():
         extra = field.json_schema_extra
         assert isinstance(extra, dict), f"{section.__name__}.{name} is not declared with setting() or inline()"
@@ -95,7 +95,7 @@ def keys_of(section: type[Section], where: tuple[str, ...] = ()) -> Iterator[Key
 
 
 def _admits(annotation: Any, kind: type) -> bool:
-    """Whether a type annotation takes values of `kind` as they are."""
+    """Whether a type annotation accepts values of `kind` without conversion."""
     if annotation is Any or annotation is kind:
         return True
     origin = get_origin(annotation)
@@ -107,7 +107,7 @@ def _admits(annotation: Any, kind: type) -> bool:
 
 
 def literals(annotation: Any) -> Iterator[str]:
-    """Every word a type lists as a choice."""
+    """Yield every choice of the Literals in a type annotation."""
     if get_origin(annotation) is Literal:
         yield from (str(choice) for choice in get_args(annotation))
     elif get_origin(annotation) is not None:

@@ -1,4 +1,4 @@
-"""The few shapes every package agrees on.
+"""Data types that all packages share.
 
 Tensor names end in their axes:
 
@@ -23,7 +23,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """One token sequence, which of its tokens are scored, and what the method knows about it.
+    """One token sequence, the mask of its scored tokens, and the values that the method needs.
 
     Arrays over scored tokens (`old_logps` and the like) have one entry for each True in `scored`, in order.
     """
@@ -32,9 +32,9 @@ class Sample:
     scored: NDArray[np.bool_]
     labels: NDArray[np.int64] | None = None  # class at each scored position, for score heads
     label: int | None = None  # becomes Batch.label_S
-    prompt: NDArray[np.bool_] | None = None  # over scored tokens: belongs to the prompt
+    prompt: NDArray[np.bool_] | None = None  # over scored tokens: True if the token belongs to the prompt
     advantage: float | None = None
-    share: float = 1.0  # of the scored tokens of its completion, where that has several segments
+    share: float = 1.0  # share of its completion's scored tokens, where a completion is several sequences
     old_logps: NDArray[np.float32] | None = None
     sampler_logps: NDArray[np.float32] | None = None
     ref_logps: NDArray[np.float32] | None = None
@@ -45,13 +45,13 @@ class Unit:
     """Samples that must share a forward: one sample, or a (chosen, rejected) pair."""
 
     samples: tuple[Sample, ...]
-    group: int = 0  # units of one group begin alike, and are kept together where the budget allows
-    margin: float | None = None  # of a pair
+    group: int = 0  # units of a group share a prefix; they are packed together where the token budget allows
+    margin: float | None = None  # becomes Batch.margin_P
 
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """One forward: tokens laid out for the model, what is scored in them, and what the method knows about it."""
+    """One forward: the tokens in the model's layout, the scored positions, and the values that the method needs."""
 
     ids_BN: Tensor
     position_BN: Tensor
@@ -67,18 +67,18 @@ class Batch:
     num_sequences: int
 
     pair_P2: Tensor | None = None  # sequence numbers of (chosen, rejected)
-    margin_P: Tensor | None = None  # how much better the chosen one is, for reward models
+    margin_P: Tensor | None = None  # by how much the chosen completion should score higher, for reward models
     # KTO: 1 desirable, 0 undesirable, -1 mismatched (counts for the KL only). EBFT: 1 demonstration, 0 generated.
     label_S: Tensor | None = None
     prompt_T: Tensor | None = None  # True where a scored token belongs to the prompt (ORPO's likelihood term)
     advantage_S: Tensor | None = None
-    share_S: Tensor | None = None  # of its completion's scored tokens; None: each sequence is a whole completion
+    share_S: Tensor | None = None  # Sample.share; None: each sequence is a whole completion
     old_logps_T: Tensor | None = None  # under the policy when the rollout was scored; None: the current policy
     sampler_logps_T: Tensor | None = None  # as the sampler reported them
     ref_logps_T: Tensor | None = None  # precomputed reference log-probs
 
     def to(self, device: torch.device | str) -> "Batch":
-        """The same batch with its tensors on `device`."""
+        """Return the batch with its tensors on `device`."""
         moved = {
             f.name: value.to(device, non_blocking=True)
             for f in dataclasses.fields(self)
@@ -89,7 +89,7 @@ class Batch:
 
 @dataclass(frozen=True, eq=False)
 class Outputs:
-    """What the engine computed for a batch; a field is None unless it was asked for."""
+    """The engine's results for a batch; a field is None unless the method requested it."""
 
     logps_T: Tensor | None = None
     ref_logps_T: Tensor | None = None
@@ -104,7 +104,7 @@ class Outputs:
 
 @dataclass(frozen=True, eq=False)
 class Mean:
-    """A metric as a sum and a weight, so that micro-batches and ranks add up exactly."""
+    """A metric as a sum and a weight, so that the mean over micro-batches and ranks is exact."""
 
     total: Tensor
     weight: Tensor
@@ -116,14 +116,14 @@ class Mean:
 
     @staticmethod
     def over(values: Tensor, mask: Tensor) -> "Mean":
-        """The mean of the values where `mask` is True."""
+        """Return the mean of the values where `mask` is True."""
         mask = mask.detach().float()
         return Mean((values.detach().float() * mask).sum(), mask.sum())
 
 
 @dataclass(frozen=True, eq=False)
 class Loss:
-    """Summed loss terms by the unit that divides them (`pairs`, `tokens`, ...), and metrics."""
+    """Summed loss terms by the count that normalises them (`pairs`, `tokens`, ...), and metrics."""
 
     sums: dict[str, Tensor]
     metrics: dict[str, Mean] = field(default_factory=dict)
@@ -131,49 +131,48 @@ class Loss:
 
 @dataclass(frozen=True)
 class Completion:
-    """What was written after a prompt: by a sampler, or by a sampler and an environment in turns."""
+    """The tokens after a prompt: sampled, or alternately sampled and written by an environment."""
 
     ids: list[int]
-    logps: list[float]  # of each token under the sampler: temperature applied, nothing truncated; empty: not known
+    logps: list[float]  # sampler log-prob of each token, with temperature and without top-k or top-p; empty: unknown
     versions: list[int]  # policy version that sampled each token
-    finished: bool  # ended by itself (end token or stop string), not by the length limit
+    finished: bool  # ended by an end token or stop string, not by the length limit
     sampled: list[bool] | None = None  # False where an environment wrote the token; None: the policy wrote all
-    text: str | None = None  # what rewards read, where a rollout function says so
+    text: str | None = None  # the text that rewards read, if a rollout function sets it
     messages: list[Mapping[str, Any]] | None = None  # the conversation after the prompt, where an environment took part
-    # Segments before this one: each ended where the chat template rendered the history differently. They are separate
-    # sequences, and all of them share the rewards and the advantage of this completion.
+    # Earlier segments: the chat template rewrote the history after each, so each is trained as a separate sequence.
     earlier: list["Completion"] = field(default_factory=list)
-    failure: str | None = None  # why nothing is to be learned from it: its environment broke
-    given: int = 0  # tokens it begins with that belong to its prompt, where the prompts of its group differ
+    failure: str | None = None  # the environment's error; the completion is not trained on
+    given: int = 0  # number of leading ids that belong to the prompt, where prompts within the group differ
 
     @property
     def written(self) -> list[int]:
-        """Its tokens after the prompt."""
+        """Return the tokens after the prompt."""
         return self.ids[self.given :]
 
 
 Prompts = Sequence[Sequence[int]]  # token ids of each
-Done = Callable[[int, list[Completion]], None]  # hears the number of a prompt, and its completions
+Done = Callable[[int, list[Completion]], None]  # called with the index of a prompt and its completions
 
 
 @dataclass
 class Group:
-    """The completions of one prompt, on their way from the sampler to the trainer."""
+    """A prompt with its completions, rewards and advantages."""
 
-    number: int  # of the data row the prompt came from
-    row: Mapping[str, Any]  # that row; its columns reach the rewards
+    number: int  # index of the data row of the prompt
+    row: Mapping[str, Any]  # that data row; rewards receive its columns
     prompt_ids: list[int]
     completions: list[Completion] = field(default_factory=list)
     rewards_SR: Tensor | None = None
     advantage_S: Tensor | None = None
     extras: dict[str, list[Any]] = field(default_factory=dict)  # further columns, one value for each completion
-    version: int = 0  # policy that the oldest of its tokens was sampled from
-    replayed: bool = False  # was trained on before
+    version: int = 0  # policy version that sampled its oldest token
+    replayed: bool = False  # came from the replay buffer
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How completions are drawn."""
+    """The sampling parameters of completions."""
 
     max_new_tokens: int
     temperature: float = 1.0
@@ -184,35 +183,35 @@ class Sampling:
     stop_ids: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
     seed: int | None = None
-    first: int = 0  # number of the first prompt, where several processes share the prompts of one seed
-    seeds: tuple[int, ...] | None = None  # one for each completion, prompt by prompt, instead of `seed` and `first`
+    first: int = 0  # index of the first prompt, where several processes divide the prompts of one seed
+    seeds: tuple[int, ...] | None = None  # one seed for each completion, ordered by prompt; replaces `seed` and `first`
 
 
 class Generator(Protocol):
-    """What every sampling backend offers."""
+    """The interface of every sampling backend."""
 
     def generate(
         self, prompts: Prompts, count: int, sampling: Sampling, done: Done | None = None
     ) -> list[list[Completion]]:
-        """`count` completions for each prompt, in the order of the prompts; `done` hears of each prompt as it ends."""
+        """Return `count` completions for each prompt, in order; `done` is called for each finished prompt."""
         ...
 
     def require_room(self, prompt: int, new: int) -> None:
-        """Raise where a prompt of so many tokens with so many new ones is longer than can be sampled."""
+        """Raise if `prompt` tokens and `new` tokens together exceed the longest sequence that can be sampled."""
         ...
 
     def sync(self, version: int) -> None:
-        """Sample from the policy's weights as they are now, as `version`, from the next request on."""
+        """Load the policy's current weights as `version`; the next request samples from them."""
         ...
 
     def version(self) -> int:
-        """The policy version that the next request would be sampled from."""
+        """Return the policy version that the next request samples from."""
         ...
 
     def health(self) -> str | None:
-        """None when all is well, else what is wrong."""
+        """Return None if the backend is healthy, else the problem."""
         ...
 
     def close(self) -> None:
-        """Give back what is held; a later call makes it anew."""
+        """Release all resources; a later call acquires them again."""
         ...

@@ -1,4 +1,4 @@
-"""YAML + overrides -> a frozen, checked Config, with errors a person can act on."""
+"""Reads YAML and overrides into a frozen, checked Config."""
 
 from upweight.config.config import Config
 from upweight.config.load import load_config, parse_config

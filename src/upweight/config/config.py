@@ -1,4 +1,4 @@
-"""The frozen result of reading a config: one section for each part of the program, and the method."""
+"""The frozen Config: one section for each part of the program, and the training method."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -18,7 +18,7 @@ from upweight.settings import Key, Section, keys_of, setting
 
 
 class ChoiceSection(Section):
-    """Which method trains."""
+    """The choice of the training method."""
 
     rl: Literal["dpo", "ipo", "kto", "orpo", "simpo", "grpo", "gdpo", "rloo", "ebft"] | None = setting(
         "rl", None, "Training method; supervised fine-tuning when left out."
@@ -28,14 +28,15 @@ class ChoiceSection(Section):
     stages: list[dict[str, Any]] = setting(
         "stages",
         [],
-        "Trainings one after the other, each going on from the last: its `name`, and keys on top of the common ones.",
+        "Trainings that run one after the other, each from the result before it: a `name`, and keys that override the "
+        "common ones.",
     )
-    plugins: list[str] = setting("plugins", [], "Plugins of other trainers whose work is built in here.")
+    plugins: list[str] = setting("plugins", [], "Axolotl plugins; accepted if Upweight has the feature built in.")
 
 
 @dataclass(frozen=True)
 class Config:
-    """A checked config. Each package takes its own section of it."""
+    """A checked config; each package reads the section that belongs to it."""
 
     choice: ChoiceSection
     model: ModelSection
@@ -51,27 +52,27 @@ class Config:
     gym: GymSection
     method: Method
     given: Mapping[str, Any]  # YAML path -> value, for every key that was set
-    folder: Path  # of the file: relative paths in it may start here
+    folder: Path  # of the YAML file; relative paths are also looked up from here
     notices: tuple[str, ...] = ()
-    stages: tuple["Config", ...] = ()  # where there are several; this config is then the last one's
+    stages: tuple["Config", ...] = ()  # one config per stage; this config is then that of the last stage
 
 
 SECTIONS: dict[str, type[Section]] = {
-    one.name: one.type
-    for one in fields(Config)
-    if isinstance(one.type, type) and issubclass(one.type, Section) and one.name != "method"
+    field.name: field.type
+    for field in fields(Config)
+    if isinstance(field.type, type) and issubclass(field.type, Section) and field.name != "method"
 }
 
 
 @cache
 def general_keys() -> dict[str, tuple[str, Key]]:
-    """Every YAML path that any run may set, with the section that reads it."""
+    """Return every YAML path that does not depend on the method, with the section that reads it."""
     return {key.path: (name, key) for name, section in SECTIONS.items() for key in keys_of(section)}
 
 
 @cache
 def method_keys() -> dict[str, dict[str, Key]]:
-    """Every YAML path that a method reads, with the methods that read it."""
+    """Return every YAML path that belongs to methods, with the methods that read it."""
     table: dict[str, dict[str, Key]] = {}
     for name, method in METHODS.items():
         for key in keys_of(method):
@@ -81,12 +82,12 @@ def method_keys() -> dict[str, dict[str, Key]]:
 
 @cache
 def blocks() -> frozenset[str]:
-    """Top-level keys that hold further keys: `trl`, `vllm`, ..."""
+    """Return the top-level keys that contain further keys: `trl`, `vllm`, ..."""
     return frozenset(path.split(".")[0] for path in (*general_keys(), *method_keys()) if "." in path)
 
 
 def how_to_choose(method: str) -> str:
-    """What a YAML says to get a method."""
+    """Return the YAML line that chooses a method."""
     return {"sft": "no 'rl'", "orm": "reward_model: true", "prm": "process_reward_model: true"}.get(
         method, f"rl: {method}"
     )

@@ -1,4 +1,4 @@
-"""From pydantic's errors, and from keys nobody knows, to lines a person can act on."""
+"""Turns pydantic's validation errors into messages that name the YAML path and the reason."""
 
 import datetime
 import types
@@ -16,7 +16,7 @@ LIMITS = {"gt": "greater than", "ge": "at least", "lt": "below", "le": "at most"
 
 
 def show(path: Path) -> str:
-    """A path as people write it: `datasets[0].type`."""
+    """Format a path in YAML notation: `datasets[0].type`."""
     text = ""
     for part in path:
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
@@ -24,16 +24,16 @@ def show(path: Path) -> str:
 
 
 def explain(error: ValidationError, model: type[BaseModel], values: dict[str, Any]) -> list[tuple[Path, str]]:
-    """Each finding as the path inside `values` and the reason, one finding a place."""
-    found: dict[Path, list[Any]] = {}
+    """Return the path inside `values` and the reason of each error, with one error for each path."""
+    errors: dict[Path, list[Any]] = {}
     for item in error.errors(include_url=False):
-        found.setdefault(_real_path(item["loc"], item["type"], values), []).append(item)
-    inside = [path for path in found if not any(other[: len(path)] == path and other != path for other in found)]
-    return [(path, _reason(found[path], path, model)) for path in inside]
+        errors.setdefault(_real_path(item["loc"], item["type"], values), []).append(item)
+    innermost = [path for path in errors if not any(deeper[: len(path)] == path != deeper for deeper in errors)]
+    return [(path, _reason(errors[path], path, model)) for path in innermost]
 
 
 def _real_path(loc: tuple[int | str, ...], kind: str, value: Any) -> Path:
-    """The location without the names pydantic puts in for the branches of a union."""
+    """Return the location without the names that pydantic inserts for the branches of a union."""
     path: list[str | int] = []
     for position, part in enumerate(loc):
         missing_here = kind == "missing" and position == len(loc) - 1
@@ -52,7 +52,7 @@ def _reason(items: list[Any], path: Path, model: type[BaseModel]) -> str:
     item = items[0]
     kind, value = item["type"], item["input"]
     if kind == "extra_forbidden":
-        return _stray_key(str(path[-1]), annotations_at(model, path[:-1]))
+        return _unknown_key(str(path[-1]), annotations_at(model, path[:-1]))
     if kind == "missing":
         return "this key is required here"
     if kind == "value_error":
@@ -68,7 +68,7 @@ def _reason(items: list[Any], path: Path, model: type[BaseModel]) -> str:
     choices = [choice for part in allowed for choice in literals(part)]
     hint = did_you_mean(value, choices, cutoff=0.7) if isinstance(value, str) else ""
     if not hint and isinstance(value, str):
-        hint = _as_it_is_written(value, expected, allowed)
+        hint = _corrected_form(value, expected, allowed)
     if "a list" in expected and isinstance(value, dict):
         hint = " Begin each entry with '- '; in an override an entry has its number, from 0."
     if isinstance(value, datetime.date) or (isinstance(value, bool) and "text" in " ".join(expected)):
@@ -76,8 +76,8 @@ def _reason(items: list[Any], path: Path, model: type[BaseModel]) -> str:
     return f"expected {' or '.join(expected)}, got {brief(value)}.{hint}"
 
 
-def _as_it_is_written(value: str, expected: list[str], allowed: list[Any]) -> str:
-    """How a text is written where a list is wanted, or a mapping with a `path`."""
+def _corrected_form(value: str, expected: list[str], allowed: list[Any]) -> str:
+    """Show how to write a string where a list, or a mapping with a `path`, is expected."""
     entries = [inner for part in allowed for inner in _inner(part, 0)] if "a list" in expected else allowed
     has_path = any("path" in keys_inside(entry) for entry in entries)
     entry = f"{{path: {value}}}" if has_path else brief(value)
@@ -86,19 +86,19 @@ def _as_it_is_written(value: str, expected: list[str], allowed: list[Any]) -> st
     return f" Write {entry}." if has_path else ""
 
 
-def _stray_key(key: str, parents: list[Any]) -> str:
-    """What to say about a key that a nested mapping does not have."""
-    siblings = [name for parent in parents for name in keys_inside(parent)]
+def _unknown_key(key: str, parents: list[Any]) -> str:
+    """Return the error message for a key that a nested mapping does not have."""
+    known = [name for parent in parents for name in keys_inside(parent)]
     fields = {n: f for parent in parents for b in _branches(parent) if hasattr(b, "model_fields")
               for n, f in b.model_fields.items()}  # fmt: skip
     homes = [name for name, field in fields.items() if key in set(keys_inside(field.annotation))]
     if homes:
         return f"belongs under '{homes[0]}'"
-    return f"unknown key.{did_you_mean(key, siblings)}"
+    return f"unknown key.{did_you_mean(key, known)}"
 
 
 def brief(value: Any) -> str:
-    """A value as YAML shows it, cut to a line."""
+    """Format a value as in YAML, cut to 60 characters."""
     if value is None or isinstance(value, bool):
         return {True: "true", False: "false", None: "null"}[value]
     if isinstance(value, int) and value.bit_length() > 200:
@@ -108,7 +108,7 @@ def brief(value: Any) -> str:
 
 
 def describe(annotation: Any) -> str:
-    """A type in words."""
+    """Describe a type annotation in words."""
     origin = get_origin(annotation)
     if origin is Annotated:
         return describe(get_args(annotation)[0])
@@ -126,7 +126,7 @@ def describe(annotation: Any) -> str:
 
 
 def annotations_at(model: type[BaseModel], path: Path) -> list[Any]:
-    """The types that may stand at a path below a model; several where a union branches."""
+    """Return the types allowed at a path inside a model; a union gives several."""
     current: list[Any] = [model]
     for part in path:
         current = [inner for annotation in current for inner in _inner(annotation, part)]
@@ -134,7 +134,7 @@ def annotations_at(model: type[BaseModel], path: Path) -> list[Any]:
 
 
 def keys_inside(annotation: Any) -> Iterator[str]:
-    """The keys of every model that a type may be."""
+    """Yield the field names of every model that a type annotation allows."""
     for branch in _branches(annotation):
         if isinstance(branch, type) and issubclass(branch, BaseModel):
             yield from branch.model_fields
@@ -152,7 +152,7 @@ def _inner(annotation: Any, part: str | int) -> Iterator[Any]:
 
 
 def _branches(annotation: Any) -> Iterator[Any]:
-    """The alternatives of a type, without `None` and without notes."""
+    """Yield the members of a union type, without `None` and without `Annotated` metadata."""
     origin = get_origin(annotation)
     if origin is Annotated:
         yield from _branches(get_args(annotation)[0])

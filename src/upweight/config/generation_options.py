@@ -1,4 +1,4 @@
-"""What `trl.generation_kwargs` may say, by the names of `Sampling` and by those of other programs."""
+"""Reads `trl.generation_kwargs`, with the field names of `Sampling` or those of vLLM and transformers."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,7 +9,7 @@ from upweight.config.sections.rollout import RolloutSection
 from upweight.errors import did_you_mean
 
 KEY = "trl.generation_kwargs"
-# What other programs call a field of Sampling.
+# Names that vLLM, TRL and transformers use -> field of Sampling.
 SPELLINGS = {
     "max_tokens": "max_new_tokens",
     "max_completion_length": "max_new_tokens",
@@ -30,11 +30,11 @@ FIELDS = {
 }
 
 
-def read_options(given: Mapping[str, Any], *, others: bool) -> tuple[dict[str, Any], list[str]]:
-    """Sampling options by our names, and what is wrong; unknown ones are, unless `others` are vLLM's matter."""
+def read_options(kwargs: Mapping[str, Any], *, others: bool) -> tuple[dict[str, Any], list[str]]:
+    """Return options by their `Sampling` names, and errors; unknown names are errors unless `others` are allowed."""
     options: dict[str, Any] = {}
     errors: list[str] = []
-    for key, value in given.items():
+    for key, value in kwargs.items():
         name = SPELLINGS.get(key, key)
         if key in SAMPLED and value is not True:
             errors.append(f"{KEY}: {key}: false makes all completions of a group alike: drop it.")
@@ -53,21 +53,21 @@ def read_options(given: Mapping[str, Any], *, others: bool) -> tuple[dict[str, A
 
 
 def _problem(name: str, value: Any) -> str | None:
-    """What is wrong with an option's value."""
+    """Return the error in an option's value, if any."""
     kind, many = FIELDS[name], name in ("stop_ids", "stop_strings")
     wanted = (int, float) if kind is float else kind
-    if any(not isinstance(one, wanted) or isinstance(one, bool) for one in _each(name, value)):
+    if any(not isinstance(item, wanted) or isinstance(item, bool) for item in _each(name, value)):
         return f" must be {kind.__name__}{' or a list' if many else ''}"
     if name == "max_new_tokens" and value < 1:
         return f": at least 1, got {value}"
     if name in RolloutSection.model_fields:
         try:
-            RolloutSection(**{name: value})  # holds to the limits of the key of that name
+            RolloutSection(**{name: value})  # applies the limits of the key with that name
         except ValidationError as error:
             return f": {error.errors()[0]['msg']}, got {value}"
     return None
 
 
 def _each(name: str, value: Any) -> list[Any]:
-    """The values of an option, of which some take several."""
+    """Return the values of an option as a list; stop options take several."""
     return list(value) if name in ("stop_ids", "stop_strings") and isinstance(value, list | tuple) else [value]

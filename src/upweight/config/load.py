@@ -1,4 +1,4 @@
-"""One YAML file in, a checked Config out, or every error at once."""
+"""Reads a YAML file into a checked Config, or raises one UserError that lists every error."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,17 +22,17 @@ from upweight.methods import METHODS
 from upweight.settings import Section
 
 AnySection = TypeVar("AnySection", bound=Section)
-MOST_SUGGESTIONS = 50  # looking for the nearest key takes time, and nobody reads more
+MOST_SUGGESTIONS = 50  # finding the closest key is slow, and nobody reads more suggestions than this
 
 
 def load_config(path: Path, overrides: Sequence[str] = (), *, fragment: bool = False) -> Config:
-    """The config in a YAML file with overrides applied; `fragment` leaves out what a whole config must have."""
+    """Read a YAML file with overrides applied; with `fragment`, keys that a complete config requires may be missing."""
     content = apply_overrides(read_yaml(path), list(overrides))
     return parse_config(content, folder=path.resolve().parent, fragment=fragment)
 
 
 def parse_config(content: dict[Any, Any], *, folder: Path, fragment: bool = False) -> Config:
-    """The config that a mapping of YAML keys describes."""
+    """Build the checked config from a mapping of YAML keys."""
     if content.get("stages") is not None:
         parse = partial(parse_config, folder=folder, fragment=fragment)
         return parse_stages(content, parse, lambda stage: _method_name(stage, fragment=False))
@@ -52,7 +52,7 @@ def parse_config(content: dict[Any, Any], *, folder: Path, fragment: bool = Fals
 
 
 def _flatten(content: dict[Any, Any], findings: Findings) -> dict[str, Any]:
-    """YAML path -> value for every known key that is set; the rest becomes errors and notices."""
+    """Return YAML path -> value for every known key that is set; other keys become errors or notices."""
     flat: dict[str, Any] = {}
     satisfied: dict[str, list[str]] = {}
     for path, value in _paths(content, findings):
@@ -66,7 +66,7 @@ def _flatten(content: dict[Any, Any], findings: Findings) -> dict[str, Any]:
             if asks_for_something(value):
                 findings.errors.append(f"{path}: {reason}")
         elif len(findings.errors) < MOST_SUGGESTIONS:
-            findings.errors.append(f"{_printable(path)}: {_where_it_belongs(path, value)}")
+            findings.errors.append(f"{_printable(path)}: {_suggestion(path, value)}")
         else:
             findings.errors.append(f"{_printable(path)}: unknown key.")
     findings.notices += [f"{', '.join(paths)}: nothing to do: {reason}" for reason, paths in satisfied.items()]
@@ -74,7 +74,7 @@ def _flatten(content: dict[Any, Any], findings: Findings) -> dict[str, Any]:
 
 
 def _paths(content: dict[Any, Any], findings: Findings) -> Iterator[tuple[str, Any]]:
-    """Every key of a config with its block before it."""
+    """Yield every key as a dotted path (`trl.beta`) with its value."""
     for key, value in content.items():
         if key not in blocks():
             yield str(key), value
@@ -88,47 +88,47 @@ def _printable(path: str) -> str:
     return path if path.isprintable() else ascii(path)
 
 
-def _where_it_belongs(path: str, value: Any) -> str:
-    """What to say about a key that nobody knows."""
+def _suggestion(path: str, value: Any) -> str:
+    """Return the error message for an unknown key: where it belongs, or the closest known key."""
     known = [*general_keys(), *method_keys(), *SATISFIED, *ATTENTION_SWITCHES]
     block, _, name = path.rpartition(".")
     if not block and isinstance(value, dict) and closest(name, blocks()):
         return f"unknown key.{did_you_mean(name, blocks())}"
-    homes = [other.rpartition(".")[0] for other in known if other.rpartition(".")[2] == name]
+    homes = [key.rpartition(".")[0] for key in known if key.rpartition(".")[2] == name]
     if name in DatasetRow.model_fields and not block:
         homes.append("datasets[...]")
     homes = [f"under '{home}'" if home else "at the top level" for home in dict.fromkeys(homes)]
-    own = "".join(f"; with 'rl: {rl}' it is '{rl}_{name}'" for rl in METHODS if f"{rl}_{name}" in known)
+    prefixed = "".join(f"; with 'rl: {rl}' it is '{rl}_{name}'" for rl in METHODS if f"{rl}_{name}" in known)
     if homes:
-        return f"belongs {' or '.join(homes)}{own}"
-    beside = [other for other in known if other.rpartition(".")[0] == block]
-    siblings = [other.rpartition(".")[2] for other in beside]
-    acting = [other.rpartition(".")[2] for other in beside if other not in SATISFIED]
-    if near := closest(name, acting, cutoff=0.7) or closest(name, siblings, cutoff=0.7):
+        return f"belongs {' or '.join(homes)}{prefixed}"
+    same_block = [key for key in known if key.rpartition(".")[0] == block]
+    names = [key.rpartition(".")[2] for key in same_block]
+    effective = [key.rpartition(".")[2] for key in same_block if key not in SATISFIED]
+    if near := closest(name, effective, cutoff=0.7) or closest(name, names, cutoff=0.7):
         return f"unknown key. Did you mean '{near}'?"
-    elsewhere = closest(name, (other.rpartition(".")[2] for other in known), cutoff=0.75)
-    full = next((other for other in known if elsewhere and other.rpartition(".")[2] == elsewhere), None)
-    if full:
+    elsewhere = closest(name, (key.rpartition(".")[2] for key in known), cutoff=0.75)
+    if elsewhere:
+        full = next(key for key in known if key.rpartition(".")[2] == elsewhere)
         return f"unknown key. Did you mean '{full}'?"
-    return f"unknown key.{did_you_mean(name, siblings) or ' docs/config.md lists them all.'}"
+    return f"unknown key.{did_you_mean(name, names) or ' docs/config.md lists them all.'}"
 
 
 def _method_name(flat: dict[str, Any], fragment: bool) -> str:
-    """The method a config chooses; a fragment that does not say is taken for the one whose keys it uses."""
+    """Return the method of a config; for a fragment without one, the method that reads most of its keys."""
     rl = flat.get("rl")
     if isinstance(rl, str) and rl in METHODS:
         return rl
     if flat.get("reward_model") is True or flat.get("process_reward_model") is True:
         return "orm" if flat.get("reward_model") is True else "prm"
     if fragment or rl is not None:
-        owned = {name: sum(name in method_keys().get(path, {}) for path in flat) for name in METHODS}
-        return max(owned, key=lambda name: (owned[name], name == "sft"))
+        counts = {name: sum(name in method_keys().get(path, {}) for path in flat) for name in METHODS}
+        return max(counts, key=lambda name: (counts[name], name == "sft"))
     return "sft"
 
 
 @dataclass
 class _Draft:
-    """Values on their way into sections, and the YAML path each of them came from."""
+    """The values collected for each section, with the YAML path that set each of them."""
 
     method: str
     findings: Findings
@@ -136,14 +136,14 @@ class _Draft:
     used: dict[tuple[str, ...], str] = field(default_factory=dict)
 
     def place(self, path: str, value: Any) -> None:
-        """Put a value where its section reads it."""
+        """Store a value under the section that reads its key."""
         if path in general_keys():
             section, key = general_keys()[path]
         elif self.method in method_keys()[path]:
             section, key = "method", method_keys()[path][self.method]
         else:
-            owners = " or ".join(how_to_choose(owner) for owner in method_keys()[path])
-            self.findings.errors.append(f"{path}: needs {owners}; this config has {how_to_choose(self.method)}")
+            methods = " or ".join(how_to_choose(method) for method in method_keys()[path])
+            self.findings.errors.append(f"{path}: needs {methods}; this config has {how_to_choose(self.method)}")
             return
         slot = (section, *key.where, key.name)
         target = self.values.setdefault(section, {})
@@ -156,7 +156,7 @@ class _Draft:
         target[key.name] = value
 
     def build(self, name: str, cls: type[AnySection]) -> AnySection:
-        """A section from its values; what is wrong is noted and left out, so that rules can run on the rest."""
+        """Build a section; invalid values are recorded as errors and dropped, so that rules still check the others."""
         values = self.values.get(name, {})
         try:
             return cls.model_validate(values)
@@ -170,7 +170,7 @@ class _Draft:
             return cls()
 
     def yaml_path(self, section: str, path: tuple[str | int, ...]) -> str:
-        """Where in the YAML a place inside a section's values stands."""
+        """Return the YAML path of a field path inside a section."""
         for end in range(len(path), 0, -1):
             slot = (section, *map(str, path[:end]))
             if slot in self.used:

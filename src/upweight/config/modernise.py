@@ -1,4 +1,4 @@
-"""Older spellings and keys of other trainers, brought to the keys we have."""
+"""Renames deprecated keys and keys of other trainers to the current ones."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +19,7 @@ SHARDING_WORDS = {"FULL_SHARD": True, "HYBRID_SHARD": True, "SHARD_GRAD_OP": Fal
 
 @dataclass
 class Findings:
-    """What is wrong with a config, and what is worth saying about it."""
+    """The errors and notices about a config."""
 
     errors: list[str] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
@@ -31,7 +31,7 @@ def asks_for_something(value: Any) -> bool:
 
 
 def modernise(content: dict[Any, Any], findings: Findings) -> dict[Any, Any]:
-    """The same config in today's spelling; each change is noted once."""
+    """Return the config with current key names; each rename adds a notice."""
     content = copy_tree(content)
     _fsdp(content, findings)
     for old, new in RENAMED.items():
@@ -59,7 +59,7 @@ def modernise(content: dict[Any, Any], findings: Findings) -> dict[Any, Any]:
 
 
 def _fsdp(content: dict[Any, Any], findings: Findings) -> None:
-    """Keys of the first FSDP, with their prefixes, as those of the second."""
+    """Rename the keys of FSDP1, with and without the prefix `fsdp_`, to those of FSDP2."""
     block = content.get("fsdp_config")
     if not isinstance(block, dict):
         return
@@ -93,7 +93,7 @@ def _rename(content: dict[Any, Any], old: str, new: str, findings: Findings, *, 
 
 
 def _holder(content: dict[Any, Any], path: str, make: bool = False) -> tuple[dict[Any, Any], str]:
-    """The mapping that holds a path's last part, or an empty one."""
+    """Return the mapping that contains the last part of a path, or an empty mapping, and that last part."""
     block, dot, name = path.partition(".")
     if not dot:
         return content, block
@@ -141,12 +141,12 @@ def _attention(content: dict[Any, Any], findings: Findings) -> None:
 
 
 def _checkpointing(content: dict[Any, Any], findings: Findings) -> None:
-    """Words that others use for where activations go."""
+    """Rename the offloading values of other trainers to `activation_offloading: true`."""
     if content.get("gradient_checkpointing") in ("offload", "offload_disk", "unsloth"):
         findings.notices.append("gradient_checkpointing: offloading is now called 'activation_offloading: true'")
         content["gradient_checkpointing"] = content["activation_offloading"] = True
     if content.get("activation_offloading") in ("legacy", "disk", "hidden_states"):
-        findings.notices.append("activation_offloading: activations go to host memory: 'true' says it")
+        findings.notices.append("activation_offloading: activations go to host memory: use 'true'")
         content["activation_offloading"] = True
 
 
@@ -160,7 +160,7 @@ def _plugins(content: dict[Any, Any], findings: Findings) -> None:
 
 
 def _tokens(content: dict[Any, Any], findings: Findings) -> None:
-    """`tokens` as a mapping is an old way to write `special_tokens`."""
+    """Rename `tokens` to `special_tokens` where it is a mapping, the deprecated form."""
     if isinstance(content.get("tokens"), dict):
         _rename(content, "tokens", "special_tokens", findings)
     if isinstance(content.get("tokens"), list) and not content["tokens"]:

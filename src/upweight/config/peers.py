@@ -1,11 +1,11 @@
-"""Keys of other trainers: the ones we satisfy by construction, those we rename, and those we refuse by name."""
+"""Keys of other trainers: keys that need no action, keys with another name here, and keys that are refused."""
 
 PACKED = "rows are always packed without padding, and that does not change any number"
 FUSED_HEAD = "logits are never built: the head is computed in chunks for every method"
 KERNELS = "the engine picks its own kernels"
-OWN_SERVER = "vLLM's own server is started; no module of ours runs inside it"
+OWN_SERVER = "the standard vLLM server is started, without modules of ours"
 
-# Keys that may be set, by the reason why they hold already; `load` says it once.
+# Keys that are accepted without any effect, by the reason why none is needed; `load` adds one notice per reason.
 HOLDS: dict[str, str] = {
     PACKED: "sample_packing eval_sample_packing sample_packing_group_size sample_packing_bin_size"
     " sample_packing_sequentially sample_packing_mp_start_method multipack_real_batches pad_to_sequence_len"
@@ -18,24 +18,24 @@ HOLDS: dict[str, str] = {
     " liger_kernel_impl use_scattermoe use_sonicmoe use_kernels experts_implementation flash_attn_rms_norm"
     " flash_attn_fuse_norm flex_attn_compile_kwargs fused_attn_kernel gemma4_hybrid_attn_impl lora_mlp_kernel"
     " lora_qkv_kernel lora_o_kernel lora_embedding_kernel flash_attn_fuse_mlp flash_attn_fuse_qkv",
-    "a model is placed on the rank's device, or sharded as `fsdp` and `deepspeed` say": "device_map",
+    "a model is placed on the rank's device, or sharded by `fsdp` or `deepspeed`": "device_map",
     "a model is placed on the rank's device": "experimental_skip_move_to_device",
     "context parallelism exchanges heads, not ring blocks": "heads_k_stride ring_attn_func",
-    "every online run goes through the one producer": "trl.use_data_producer",
+    "every online run uses the rollout producer": "trl.use_data_producer",
     "each method keeps the columns it needs": "remove_unused_columns",
     "unknown keys are always errors": "strict",
     "weights are always written as safetensors": "save_safetensors",
     "weights are always loaded without a second copy": "low_cpu_mem_usage",
-    "architectures are told by the model itself": "is_llama_derived_model is_mistral_derived_model"
+    "the architecture follows from the model's config": "is_llama_derived_model is_mistral_derived_model"
     " is_qwen_derived_model is_falcon_derived_model",
     "tokens per second are always logged": "include_tokens_per_second include_tkps",
     "the launcher decides": "ddp local_rank world_size",
     "the engine uses every trained parameter in each forward": "ddp_find_unused_parameters",
-    "the hub's own login is used": "hf_use_auth_token",
+    "the login of huggingface_hub is used": "hf_use_auth_token",
     "`upweight preprocess --show` prints prepared rows": "debug",
     "adapters are merged shard by shard": "merge_method",
     OWN_SERVER: "vllm.serve_module vllm.worker_extension_cls",
-    "a loss that is no number always stops the run": "logging_nan_inf_filter",
+    "a loss of NaN or infinity always stops the run": "logging_nan_inf_filter",
     "`hub_model_id` decides": "push_to_hub",
     "evaluation writes no table of samples": "eval_max_new_tokens eval_table_max_new_tokens",
     "FSDP shards over all ranks": "dp_shard_size",
@@ -58,7 +58,7 @@ RENAMED: dict[str, str] = {
     "trl.vllm_max_model_len": "trl.vllm_max_model_length",
 }
 
-# What others call a key -> what it is called here.
+# Name of a key in other trainers -> its name here.
 OTHER_NAMES: dict[str, str] = {
     "max_prompt_len": "max_prompt_length",
     "dpo_ld_alpha": "ld_alpha",
@@ -77,7 +77,7 @@ OTHER_NAMES: dict[str, str] = {
     "vllm.max_model_length": "vllm.max_model_len",
 }
 
-# Older switches for what is now `attn_implementation`.
+# Deprecated switches -> the value of `attn_implementation`.
 ATTENTION_SWITCHES: dict[str, str] = {
     "flash_attention": "flash_attention_2",
     "flex_attention": "flex_attention",
@@ -88,7 +88,7 @@ ATTENTION_SWITCHES: dict[str, str] = {
 # Deprecated spelling in an entry of `datasets`.
 ROW_RENAMED: dict[str, str] = {"conversation": "chat_template", "train_on_split": "split"}
 
-# Values that say "off" for keys whose numbers start at 1.
+# Values that mean "off" for keys whose numbers start at 1.
 OFF: dict[str, tuple[int, ...]] = {
     "evals_per_epoch": (0,),
     "saves_per_epoch": (0,),
@@ -100,7 +100,7 @@ OFF: dict[str, tuple[int, ...]] = {
     "torch_empty_cache_steps": (0,),
 }
 
-# Plugins whose work is built in.
+# Plugins whose feature is built in.
 PLUGINS: dict[str, str] = {
     "axolotl.integrations.nemo_gym.NemoGymPlugin": "NeMo Gym is built in",
     "axolotl.integrations.liger.LigerPlugin": FUSED_HEAD,
@@ -108,13 +108,13 @@ PLUGINS: dict[str, str] = {
     "axolotl.integrations.kernels.KernelsPlugin": KERNELS,
 }
 
-# What other trainers have and this one has not, by the reason; a name that ends in `*` stands for all that begin so.
+# Keys of other trainers that are refused, by the reason; a name that ends in `*` is a prefix.
 NOT_HERE: dict[str, str] = {
     "vision models are not supported": "image_size image_resize_algorithm processor_type processor_kwargs"
     " role_boundaries freeze_mm_modules is_multimodal",
     "Ray is not supported; start ranks with --num-processes": "use_ray ray_run_name ray_num_workers"
     " resources_per_worker",
-    "there is no such window; use `upweight inference --chat`": "gradio_*",
+    "Gradio is not supported; use `upweight inference --chat`": "gradio_*",
     "not supported; train all weights, or an adapter by `adapter: lora`": "lisa_* relora* jagged_restart_* mixlora_*"
     " spectrum_* peft_layer_replication llama_adapter",
     "this tracker is not supported; there are wandb, mlflow, tensorboard and trackio": "use_comet comet_*"
@@ -133,7 +133,7 @@ NOT_HERE: dict[str, str] = {
     "training on an endless stream of raw text is not supported; use `datasets` with `type: completion`": ""
     "pretraining_dataset pretraining_sample_concatenation streaming streaming_multipack_buffer_size"
     " pretrain_multipack_buffer_size pretrain_multipack_attn use_pose pose_* overlap_len",
-    "not supported; spread a model by FSDP, DeepSpeed or `context_parallel_size`": "tensor_parallel_size"
+    "not supported; use FSDP, DeepSpeed or `context_parallel_size`": "tensor_parallel_size"
     " dp_replicate_size max_memory gpu_memory_limit device expert_parallel_* context_parallel",
     "removed; use `dpo_loss_type: [sigmoid, sft]`": "rpo_alpha",
     "removed; set `rope_parameters` in `model_config`": "rope_scaling",
@@ -169,6 +169,6 @@ _PREFIXES: dict[str, str] = {key[:-1]: reason for key, reason in REASONS.items()
 
 
 def why_refused(path: str) -> str | None:
-    """Why a key that another trainer knows is not taken here, or None."""
+    """Return why a key of another trainer is refused, or None."""
     by_prefix = next((reason for prefix, reason in _PREFIXES.items() if path.startswith(prefix)), None)
     return REASONS.get(path, by_prefix)

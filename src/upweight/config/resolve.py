@@ -1,4 +1,4 @@
-"""Values that follow from other keys, filled in once."""
+"""Fills in values that follow from other keys."""
 
 import dataclasses
 from math import lcm
@@ -9,7 +9,7 @@ from upweight.methods.base import Method
 
 
 def resolve(config: Config) -> Config:
-    """The config with every value that follows from others in place."""
+    """Return the config with every derived value filled in."""
     method = config.method
     rate_of_method = (config.adapter.kind and method.lora_learning_rate) or method.learning_rate
     labels_of_head = {"sequence_score": 1, "step_score": 2}.get(method.head)
@@ -36,12 +36,12 @@ def resolve(config: Config) -> Config:
 
 
 def group_size(config: Config) -> int:
-    """Completions per prompt; 1 for offline methods."""
+    """Return the completions per prompt; 1 for offline methods."""
     return config.method.group_size if config.method.online else 1
 
 
 def generation_batch(config: Config, ranks: int = 1) -> int:
-    """Completions per rollout over all ranks: whole optimizer batches and whole groups."""
+    """Return the completions per rollout over all ranks: a multiple of the optimizer batch and of the group size."""
     micro, accumulation = config.optim.micro_batch_size or 1, config.optim.accumulation or 1
     wanted = config.rollout.generation_batch_size or micro * ranks * (
         config.rollout.steps_per_generation or accumulation
@@ -50,7 +50,7 @@ def generation_batch(config: Config, ranks: int = 1) -> int:
 
 
 def _method(config: Config) -> Method:
-    """The method with EBFT's baseline in place, which keys of GRPO may choose too."""
+    """Return the method with EBFT's baseline filled in, which GRPO's keys may choose too."""
     method, given = feature_matcher(config.method), config.given
     if method is None or method.advantage_estimator is not None:
         return config.method
@@ -62,8 +62,8 @@ def _method(config: Config) -> Method:
 def _batch(config: Config) -> dict[str, int]:
     optim = config.optim
     whole = optim.batch_size
-    nothing_said = not (optim.micro_batch_size or optim.accumulation or whole)
-    micro = optim.micro_batch_size or (group_size(config) if nothing_said else 1)
+    all_unset = not (optim.micro_batch_size or optim.accumulation or whole)
+    micro = optim.micro_batch_size or (group_size(config) if all_unset else 1)
     if whole and not optim.accumulation:
         return {"micro_batch_size": micro, "accumulation": max(whole // micro, 1)}
     return {"micro_batch_size": micro, "accumulation": optim.accumulation or 1}
@@ -81,7 +81,7 @@ def _sharding(config: Config) -> dict[str, bool]:
     section = config.sharding
     words = section.fsdp if isinstance(section.fsdp, list) else []
     on = any(path.startswith("fsdp") for path in config.given) if section.fsdp is None else bool(section.fsdp)
-    # An adapter made from the weights, copies of modules, GGUF files and quantising need the weights on every rank.
+    # Adapters initialised from the weights, `modules_to_save`, GGUF files and quantisation need weights on every rank.
     adapter = config.adapter
     from_weights = adapter.init is not True or adapter.peft.loftq_config or adapter.modules_to_save
     from_weights = from_weights or adapter.load_in_4bit or adapter.load_in_8bit

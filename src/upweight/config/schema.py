@@ -1,4 +1,4 @@
-"""The config's keys as a JSON schema and as a page for people, from the same sentences."""
+"""Writes the JSON schema of the config and `docs/config.md` from the help texts of the keys."""
 
 from collections.abc import Iterator
 from typing import Annotated, Any, get_args, get_origin
@@ -31,7 +31,7 @@ TITLES = {
 
 
 def json_schema() -> dict[str, Any]:
-    """The JSON schema of a whole config."""
+    """Return the JSON schema of a complete config."""
     definitions: dict[str, Any] = {}
     properties: dict[str, Any] = {}
     for key in all_keys():
@@ -59,18 +59,18 @@ def json_schema() -> dict[str, Any]:
 
 
 def all_keys() -> Iterator[Key]:
-    """Every accepted YAML path once; the first method that reads a key speaks for it."""
+    """Yield every accepted YAML path once, with the declaration of the first method that reads it."""
     yield from (key for _, key in general_keys().values())
-    for owners in method_keys().values():
-        yield next(iter(owners.values()))
+    for by_method in method_keys().values():
+        yield next(iter(by_method.values()))
 
 
 def markdown() -> str:
-    """`docs/config.md`: every key with its type, default and sentence."""
+    """Return `docs/config.md`: every key with its type, default and help text."""
     lines = [
         "# Config keys",
         "",
-        "Made by `make docs` from the sentences in the code, which the JSON schema (`upweight schema`) shows too.",
+        "`make docs` writes this page from the help texts in the code; `upweight schema` prints them as JSON schema.",
         "Unknown keys are errors. `null` means unset. `key.inner` is `inner` inside the block `key`.",
     ]
     for name, section in SECTIONS.items():
@@ -92,7 +92,7 @@ def markdown() -> str:
             "",
         ]
         rows = list(_section_rows(method))
-        lines += _table(rows) if rows else ["No keys of its own."]
+        lines += _table(rows) if rows else ["This method adds no keys."]
     return "\n".join([*lines, *_peers(), ""])
 
 
@@ -104,8 +104,8 @@ def _summary(method: type[Section]) -> str:
 def _section_rows(section: type[Section]) -> Iterator[tuple[str, str, str, str]]:
     for key in keys_of(section):
         if key.path == key.canonical:
-            also = [other.path for other in keys_of(section) if other.canonical == key.path and other.path != key.path]
-            path = f"`{key.path}`" + "".join(f", `{other}`" for other in also)
+            also = [alias.path for alias in keys_of(section) if alias.canonical == key.path != alias.path]
+            path = f"`{key.path}`" + "".join(f", `{alias}`" for alias in also)
             yield (path, *_describe_field(key.field))
 
 
@@ -139,14 +139,21 @@ def _table(rows: Any) -> list[str]:
 
 
 def _peers() -> list[str]:
-    lines = ["", "## Keys of other trainers", "", "### Accepted: they hold already", "", *_by_reason(HOLDS)]
+    lines = [
+        "",
+        "## Keys of other trainers",
+        "",
+        "### Accepted without effect",
+        "",
+        *_by_reason(HOLDS),
+    ]
     lines += ["", "### Renamed", "", "| old | new |", "|---|---|"]
     lines += [f"| `{old}` | `{new}` |" for old, new in RENAMED.items()]
     lines += [f"| `{old}: true` | `attn_implementation: {new}` |" for old, new in ATTENTION_SWITCHES.items()]
     lines += ["| `fsdp_config.fsdp_*` | `fsdp_config.*` |"]
-    lines += ["", "### Called otherwise here", "", "| there | here |", "|---|---|"]
+    lines += ["", "### Other names", "", "| other trainers | Upweight |", "|---|---|"]
     lines += [f"| `{theirs}` | `{ours}` |" for theirs, ours in OTHER_NAMES.items()]
-    return [*lines, "", "### Refused by name", "", *_by_reason(NOT_HERE)]
+    return [*lines, "", "### Refused", "", *_by_reason(NOT_HERE)]
 
 
 def _by_reason(listed: dict[str, str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Several trainings in one config: each stage is the common keys with its own on top, and goes on from the last."""
+"""Parses `stages`: each stage overrides the common keys and starts from the result of the stage before it."""
 
 import dataclasses
 import re
@@ -8,6 +8,7 @@ from typing import Any
 
 from upweight.config.config import Config, blocks, general_keys, method_keys
 from upweight.config.explain import brief
+from upweight.config.sections.model import ModelSection
 from upweight.config.yaml_file import copy_tree
 from upweight.errors import UserError
 from upweight.methods import METHODS
@@ -19,15 +20,15 @@ STARTING_POINT = ("base_model", "lora_model_dir")
 def parse_stages(
     content: dict[Any, Any], parse: Callable[[dict[Any, Any]], Config], method_of: Callable[[dict[Any, Any]], str]
 ) -> Config:
-    """The last stage's config with all of them in `stages`; `parse` reads one, `method_of` names its method."""
+    """Return the last stage's config with all in `stages`; `parse` reads a stage and `method_of` names its method."""
     stages = _checked(content["stages"])
     common = {key: value for key, value in content.items() if key != "stages"}
     merged = [_over(common, {key: value for key, value in stage.items() if key != "name"}) for stage in stages]
-    methods = [method_of(one) for one in merged]
+    methods = [method_of(whole) for whole in merged]
     errors: list[str] = []
     configs: list[Config] = []
     for number, (stage, whole) in enumerate(zip(stages, merged, strict=True)):
-        _drop_what_others_read(whole, stage, methods[number], methods)
+        _drop_unread_keys(whole, stage, methods[number], methods)
         try:
             configs.append(parse(whole))
         except UserError as error:
@@ -47,7 +48,7 @@ def _checked(stages: Any) -> list[dict[str, Any]]:
         if "stages" in stage:
             raise UserError(f"stages[{number}].stages: stages cannot hold stages")
         if "output_dir" in stage:
-            raise UserError(f"stages[{number}].output_dir: every stage writes to its own folder in the common one")
+            raise UserError(f"stages[{number}].output_dir: every stage writes to a subfolder of the common output_dir")
         name = stage.get("name")
         if name is not None and not re.fullmatch(r"[A-Za-z0-9._-]{1,200}", str(name)):
             raise UserError(
@@ -57,7 +58,7 @@ def _checked(stages: Any) -> list[dict[str, Any]]:
 
 
 def _over(common: dict[Any, Any], stage: dict[Any, Any]) -> dict[Any, Any]:
-    """The common keys with a stage's on top; blocks such as `trl` are merged key by key."""
+    """Return the common keys overridden by a stage's keys; blocks such as `trl` are merged key by key."""
     whole = copy_tree(common)
     for key, value in stage.items():
         both = key in blocks() and isinstance(whole.get(key), dict) and isinstance(value, dict)
@@ -65,12 +66,12 @@ def _over(common: dict[Any, Any], stage: dict[Any, Any]) -> dict[Any, Any]:
     return whole
 
 
-def _drop_what_others_read(whole: dict[Any, Any], stage: dict[Any, Any], method: str, methods: Sequence[str]) -> None:
-    """Leave out common keys that only other stages' methods have a use for."""
-    for path, owners in method_keys().items():
-        if path not in general_keys() and method not in owners and any(other in owners for other in methods):
+def _drop_unread_keys(whole: dict[Any, Any], stage: dict[Any, Any], method: str, methods: Sequence[str]) -> None:
+    """Remove common keys that only the methods of other stages read."""
+    for path, readers in method_keys().items():
+        if path not in general_keys() and method not in readers and any(name in readers for name in methods):
             _drop(whole, stage, path)
-    if not METHODS[method].online and any(METHODS[other].online for other in methods):
+    if not METHODS[method].online and any(METHODS[name].online for name in methods):
         for path, (section, _) in general_keys().items():
             if section in ROLLOUT_SECTIONS:
                 _drop(whole, stage, path)
@@ -78,23 +79,24 @@ def _drop_what_others_read(whole: dict[Any, Any], stage: dict[Any, Any], method:
 
 def _drop(whole: dict[Any, Any], stage: dict[Any, Any], path: str) -> None:
     block, _, name = path.rpartition(".")
-    inside, own = (whole.get(block), stage.get(block)) if block else (whole, stage)
-    if isinstance(inside, dict) and not (isinstance(own, dict) and name in own):
-        inside.pop(name, None)
+    merged, override = (whole.get(block), stage.get(block)) if block else (whole, stage)
+    if isinstance(merged, dict) and not (isinstance(override, dict) and name in override):
+        merged.pop(name, None)
 
 
 def _placed(line: str, number: int, stage: dict[Any, Any], common: dict[Any, Any]) -> str:
-    """An error with its stage before it, unless it is about a key that all stages share."""
+    """Prefix an error with its stage, unless it is about a key that all stages share."""
     path = re.split(r"[:,]", line, maxsplit=1)[0]
     root, _, rest = path.partition(".")
     root, rest = root.split("[")[0], rest.split("[")[0]
-    own = stage.get(root) if root in stage else None
-    in_stage = root in stage and not (isinstance(own, dict) and root in blocks() and rest and rest not in own)
+    override = stage.get(root)
+    common_to_all = isinstance(override, dict) and root in blocks() and rest and rest not in override
+    in_stage = root in stage and not common_to_all
     return line if root in common and not in_stage else f"stages[{number}].{line}"
 
 
 def _misfits(stages: Sequence[dict[str, Any]], configs: Sequence[Config]) -> list[str]:
-    """Stages that cannot go on from the one before."""
+    """Return an error for each stage that cannot start from the result of the stage before it."""
     return [
         f"stages[{number}]: a new score head cannot be trained on the adapter of the stage before; "
         f"train this stage with 'adapter: null', which merges it first"
@@ -107,7 +109,7 @@ def _misfits(stages: Sequence[dict[str, Any]], configs: Sequence[Config]) -> lis
 
 
 def _chained(stages: Sequence[dict[str, Any]], configs: Sequence[Config]) -> Config:
-    """Each stage in a folder of its own, beginning where the one before ends."""
+    """Give each stage an output folder and make it start from the result of the stage before it."""
     top = Path(configs[-1].run.output_dir)
     chained: list[Config] = []
     for number, (stage, config) in enumerate(zip(stages, configs, strict=True)):
@@ -121,17 +123,17 @@ def _chained(stages: Sequence[dict[str, Any]], configs: Sequence[Config]) -> Con
 
 
 def continued(before: Config, stage: Config) -> Config:
-    """A stage's config that starts from what the stage before leaves."""
+    """Return the config of a stage that starts from the model or adapter which the stage before it wrote."""
     folder = Path(before.run.output_dir)
     if before.adapter.kind and stage.adapter.kind:
         adapter = stage.adapter.model_copy(update={"folder": str(folder)})
-        return dataclasses.replace(stage, model=_from(stage, before.model.base_model, before), adapter=adapter)
+        return dataclasses.replace(stage, model=_starting_from(stage, before.model.base_model, before), adapter=adapter)
     result = folder / "merged" if before.adapter.kind else folder
-    return dataclasses.replace(stage, model=_from(stage, str(result), None))
+    return dataclasses.replace(stage, model=_starting_from(stage, str(result), None))
 
 
-def _from(stage: Config, base_model: str | None, like: Config | None) -> Any:
-    """The model section with another starting point: a folder that holds all it needs, or what `like` started from."""
+def _starting_from(stage: Config, base_model: str | None, source: Config | None) -> ModelSection:
+    """Return the model section with another base model; its tokenizer and revision keys come from `source`, if any."""
     names = ("gguf_file", "revision", "config_source", "tokenizer", "tokenizer_class")
-    taken = {name: getattr(like.model, name) if like else None for name in names}
-    return stage.model.model_copy(update={"base_model": base_model, **taken})
+    values = {name: getattr(source.model, name) if source else None for name in names}
+    return stage.model.model_copy(update={"base_model": base_model, **values})

@@ -1,4 +1,4 @@
-"""What a user's transform receives as `cfg`: the config by its YAML names."""
+"""The config by YAML names, which a user's transform receives as `cfg`."""
 
 from collections.abc import Iterator, Mapping
 from operator import attrgetter
@@ -11,7 +11,7 @@ from upweight.settings import keys_of
 
 
 class ConfigView(Mapping[str, Any]):
-    """Answers `cfg.sequence_len`, `cfg["trl"]["beta"]` and `cfg.get("seed")`; known keys that are unset are None."""
+    """Supports `cfg.sequence_len`, `cfg["trl"]["beta"]` and `cfg.get("seed")`; known keys that are unset are None."""
 
     def __init__(self, content: dict[str, Any]) -> None:
         self._content = content
@@ -34,13 +34,13 @@ class ConfigView(Mapping[str, Any]):
         return len(self._content)
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The key's value, or `default` where it is unset or unknown."""
+        """Return the key's value, or `default` if it is unset or unknown."""
         value = self._content.get(key)
         return default if value is None else value
 
 
 def view(config: Config) -> ConfigView:
-    """The config as nested views by YAML name, defaults filled in."""
+    """Return the config as nested views by YAML name, with defaults filled in."""
     flat: dict[str, Any] = {}
     for name, cls in (*SECTIONS.items(), ("method", type(config.method))):
         section = getattr(config, name)
@@ -54,7 +54,7 @@ def view(config: Config) -> ConfigView:
 
 
 def _plain(value: Any) -> Any:
-    """Models as views, so that `cfg.datasets[0].path` and `cfg["datasets"][0]["path"]` both answer."""
+    """Convert models to views, so that `cfg.datasets[0].path` and `cfg["datasets"][0]["path"]` both work."""
     if isinstance(value, BaseModel):
         return ConfigView({name: _plain(getattr(value, name)) for name in type(value).model_fields})
     if isinstance(value, list | tuple):

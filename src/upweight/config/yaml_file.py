@@ -1,4 +1,4 @@
-"""Reading a YAML file strictly, and `key=value` overrides on top of it."""
+"""Reads a YAML file strictly and applies `key=value` overrides."""
 
 import re
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ HINTS = {
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML as people mean it: `1e-5` is a number, a repeated key is an error."""
+    """A YAML loader that reads `1e-5` as a number and rejects repeated keys."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
@@ -38,7 +38,7 @@ _Loader.add_implicit_resolver(
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """The mapping in a YAML file."""
+    """Return the mapping in a YAML file."""
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -54,9 +54,9 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def apply_overrides(content: dict[str, Any], overrides: list[str]) -> dict[str, Any]:
-    """The mapping with each `dotted.key=value` set; list entries have numbers (`datasets.0.path=x`).
+    """Return the mapping with each `dotted.key=value` set; list entries are numbered (`datasets.0.path=x`).
 
-    The number after the last adds an entry, also where there is no list yet.
+    The number after the last entry appends one, and `0` starts a list that does not exist yet.
     """
     result = copy_tree(content)
     for item in _joined_options(overrides):
@@ -69,7 +69,7 @@ def apply_overrides(content: dict[str, Any], overrides: list[str]) -> dict[str, 
 
 
 def _joined_options(overrides: list[str]) -> Iterator[str]:
-    """`--micro-batch-size 2` and `--trl.beta=0.1` as `micro_batch_size=2` and `trl.beta=0.1`."""
+    """Convert `--micro-batch-size 2` and `--trl.beta=0.1` to `micro_batch_size=2` and `trl.beta=0.1`."""
     items = iter(overrides)
     for item in items:
         if not item.startswith("--"):
@@ -84,7 +84,7 @@ def _joined_options(overrides: list[str]) -> Iterator[str]:
 
 
 def _set(target: Any, parts: list[str], value: Any, item: str) -> None:
-    """Set a value at a path, making the mappings and lists on the way."""
+    """Set a value at a path and create missing mappings and lists."""
     for number, part in enumerate(parts[:-1]):
         place = _place(target, part, ".".join(parts[:number]), item)
         if target[place] is None:
@@ -94,7 +94,7 @@ def _set(target: Any, parts: list[str], value: Any, item: str) -> None:
 
 
 def _place(target: Any, part: str, above: str, item: str) -> str | int:
-    """The key or number under which a value stands in what is `above` it, with room made for a new one."""
+    """Return the key or index of `part` in `target`, and add an empty entry for a new one."""
     if isinstance(target, dict):
         target.setdefault(part, None)
         return part
@@ -102,8 +102,8 @@ def _place(target: Any, part: str, above: str, item: str) -> str | int:
         raise UserError(f"{item}: '{above}' is {_kind(target)}: it has no '{part}' in it.")
     size = len(target)
     if not (part.isascii() and part.isdigit()):
-        there = f"its entries are 0 to {size - 1}" if size else "it has no entries yet"
-        raise UserError(f"{item}: '{above}' is a list, '{part}' no number in it; {there}, {above}.{size} adds one.")
+        entries = f"its entries are 0 to {size - 1}" if size else "it has no entries yet"
+        raise UserError(f"{item}: '{above}' is a list, '{part}' no number in it; {entries}, {above}.{size} adds one.")
     if int(part) > size:
         raise UserError(f"{item}: '{above}' has no entry {size} before this one: {above}.{size} is the next to set.")
     if int(part) == size:
@@ -133,21 +133,21 @@ def _parse(text: str, where: str) -> Any:
 
 
 def _size(content: Any, depth: int = 0, known: dict[int, int] | None = None) -> int:
-    """Values in a tree with every anchor expanded, without expanding any; too much for one that contains itself."""
+    """Count the values with every anchor expanded, without expanding any; more than MAX_SIZE for a cycle."""
     if depth > MAX_DEPTH:
         return MAX_SIZE + 1
     known = {} if known is None else known
     if not isinstance(content, dict | list):
         return 1
     if id(content) not in known:
-        known[id(content)] = MAX_SIZE + 1  # met again while still open: it contains itself
+        known[id(content)] = MAX_SIZE + 1  # if it is reached again before its size is known, it contains itself
         inner = content.values() if isinstance(content, dict) else content
         known[id(content)] = 1 + sum(_size(item, depth + 1, known) for item in inner)
     return known[id(content)]
 
 
 def copy_tree(content: Any) -> Any:
-    """A copy of nested mappings and lists."""
+    """Return a copy of nested mappings and lists."""
     if isinstance(content, dict):
         return {key: copy_tree(value) for key, value in content.items()}
     if isinstance(content, list):

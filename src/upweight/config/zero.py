@@ -1,4 +1,4 @@
-"""DeepSpeed's options that a config names: by themselves, in a file, or in one of the files that come with us."""
+"""Reads DeepSpeed options from the config, from a JSON file, or from a file that ships with this package."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -8,56 +8,56 @@ from typing import Any
 
 from upweight.errors import UserError
 
-READY = "deepspeed_configs"  # the folder of this package, and the name that other trainers give theirs
+READY = "deepspeed_configs"  # folder of the files that ship with this package, named as in other trainers
 NOT_TAKEN = {
-    "optimizer": "name it in the run's own config (`optimizer`)",
-    "scheduler": "name it in the run's own config (`lr_scheduler`)",
+    "optimizer": "set `optimizer` in the config",
+    "scheduler": "set `lr_scheduler` in the config",
     "amp": "precision follows `bf16` and `fp16`",
-    "tensor_parallel": "layers are not split here; use ZeRO-3",
+    "tensor_parallel": "tensor parallelism is not supported; use ZeRO-3",
 }
 
 
-def zero_options(given: str | Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """The options, read where a file is named."""
-    if not isinstance(given, str):
-        return dict(given)
-    file = zero_file(given, folder)
+def zero_options(source: str | Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Return the options, read from a file if `source` is a path."""
+    if not isinstance(source, str):
+        return dict(source)
+    file = zero_file(source, folder)
     if file is None:
         raise UserError(
-            f"deepspeed: there is no file {given}. Ready ones are {', '.join(ready_configs())}, such as "
+            f"deepspeed: there is no file {source}. Ready ones are {', '.join(ready_configs())}, such as "
             f"'deepspeed: {READY}/zero3_bf16.json'."
         )
     try:
         options = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise UserError(f"deepspeed: {given} is no JSON: {error}.") from None
+        raise UserError(f"deepspeed: {source} is no JSON: {error}.") from None
     if not isinstance(options, dict):
-        raise UserError(f"deepspeed: {given} holds no options, which are a JSON object.")
+        raise UserError(f"deepspeed: {source} is not a JSON object with options.")
     return options
 
 
 def zero_file(name: str, folder: Path) -> Any | None:
-    """A JSON file, looked for from the config's folder, from here, and among those of this package."""
-    asked = Path(name).expanduser()
-    places: list[Any] = [folder / asked, asked]
-    if asked.parent.name in (READY, ""):
-        places.append(files("upweight.config").joinpath(READY, asked.name))
+    """Look for a JSON file from the config's folder, the working directory and the files of this package."""
+    path = Path(name).expanduser()
+    places: list[Any] = [folder / path, path]
+    if path.parent.name in (READY, ""):
+        places.append(files("upweight.config").joinpath(READY, path.name))
     return next((place for place in places if place.is_file()), None)
 
 
 def ready_configs() -> list[str]:
-    """Names of the configs that come with this package."""
+    """Return the names of the DeepSpeed configs that ship with this package."""
     return sorted(entry.name for entry in files("upweight.config").joinpath(READY).iterdir())
 
 
 def zero_stage(options: Mapping[str, Any]) -> Any:
-    """What DeepSpeed cuts: optimizer states (1), gradients too (2), weights too (3)."""
+    """Return the ZeRO stage: 1 shards optimizer states, 2 also gradients, 3 also weights."""
     stage = options.get("zero_optimization")
     return stage.get("stage", 0) if isinstance(stage, Mapping) else 0
 
 
 def not_taken(options: Mapping[str, Any]) -> Iterator[str]:
-    """What this loop does itself, or cannot do without."""
+    """Yield an error for each DeepSpeed option that conflicts with the training loop, or that it needs."""
     for key, why in NOT_TAKEN.items():
         if key in options:
             yield f"deepspeed: '{key}' is not taken: {why}."
@@ -66,10 +66,10 @@ def not_taken(options: Mapping[str, Any]) -> Iterator[str]:
     for key in ("bf16", "fp16"):
         if not isinstance(options.get(key) or {}, Mapping):
             yield (
-                f"deepspeed: '{key}' is a mapping such as {{'enabled': 'auto'}}; precision follows the run's own keys."
+                f"deepspeed: '{key}' is a mapping such as {{'enabled': 'auto'}}; precision follows `bf16` and `fp16`."
             )
 
 
-def partitions_weights(given: str | Mapping[str, Any] | None, folder: Path) -> bool:
-    """Whether DeepSpeed, if it is asked for, cuts weights too and not only what the optimizer keeps: ZeRO-3."""
-    return given is not None and zero_stage(zero_options(given, folder)) == 3
+def partitions_weights(source: str | Mapping[str, Any] | None, folder: Path) -> bool:
+    """Whether DeepSpeed is used with ZeRO-3, which shards the weights."""
+    return source is not None and zero_stage(zero_options(source, folder)) == 3

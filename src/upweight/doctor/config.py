@@ -1,4 +1,4 @@
-"""A config looked at before training: does its model fit, can its data be read, are its rewards and server there."""
+"""Checks a config before training: memory, data, rewards, environment, vLLM server and output folder."""
 
 import dataclasses
 import shutil
@@ -29,53 +29,54 @@ from upweight.runs.files import METRICS, no_folder_at
 from upweight.train.machine_checks import check_machine
 from upweight.train.online.environments import check_rewards, environment_setup
 
-PATIENCE = 5.0  # seconds for a server that is there
-FEW_DROPPED = 0.05  # share of the rows that may be left out without a warning
+TIMEOUT = 5.0  # seconds to wait for a server's answer
+MOST_DROPPED = 0.05  # largest share of dropped rows without a warning
 
 
 @dataclass
-class Look:
-    """What earlier checks of a config have found, for later ones."""
+class CheckState:
+    """The findings about a config, and measurements of earlier checks that later checks use."""
 
     config: Config
     memory: Memory | None = None
-    columns: list[str] | None = None  # of the data, that rewards may read
+    columns: list[str] | None = None  # data columns that rewards may read
     longest_prompt: int = 0
-    said: list[Finding] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
 
 
 def check_config(config: Config) -> list[Finding]:
-    """What is to be said of a config, or of each of its stages, which all begin with the first one's model."""
+    """Return the findings about a config, or about each of its stages with the first stage's model."""
     if config.stages:
         first = config.stages[0]
         adapter = first.adapter.model_copy(update={"folder": None})
-        found: list[Finding] = []
+        findings: list[Finding] = []
         for stage in config.stages:
-            begun = dataclasses.replace(stage, model=first.model, adapter=adapter, stages=())
+            # The later stages start from folders that do not exist yet.
+            checked = dataclasses.replace(stage, model=first.model, adapter=adapter, stages=())
             name = Path(stage.run.output_dir).name
-            found += [dataclasses.replace(one, what=f"{name}: {one.what}") for one in check_config(begun)]
-        return found
-    look = Look(config)
+            findings += [dataclasses.replace(item, what=f"{name}: {item.what}") for item in check_config(checked)]
+        return findings
+    state = CheckState(config)
     for what, check in CHECKS.items():
         try:
-            look.said += check(look)
+            state.findings += check(state)
         except UserError as error:
-            look.said.append(Finding("alarm", what, str(error).removesuffix(".")))
-    return look.said
+            state.findings.append(Finding("alarm", what, str(error).removesuffix(".")))
+    return state.findings
 
 
-def _keys(look: Look) -> Iterator[Finding]:
-    for notice in look.config.notices:
+def _keys(state: CheckState) -> Iterator[Finding]:
+    for notice in state.config.notices:
         yield Finding("note", "keys", notice.removesuffix("."))
-    for message in check_machine(look.config):
+    for message in check_machine(state.config):
         place, _, text = message.partition(": ")
         yield Finding("alarm", place, text.removesuffix("."))
-    yield Finding("ok", "keys", f"{len(look.config.given)} set, for {look.config.method.name}")
+    yield Finding("ok", "keys", f"{len(state.config.given)} set, for {state.config.method.name}")
 
 
-def _memory(look: Look) -> Iterator[Finding]:
-    """The estimate against the card, or against the host's memory where there is none."""
-    config = look.config
+def _memory(state: CheckState) -> Iterator[Finding]:
+    """Compare the memory estimate with the GPU's memory, or with host memory where there is no GPU."""
+    config = state.config
     need = estimate(
         shape_of(config.model, config.method.head),
         config.adapter.kind or "all",
@@ -87,69 +88,69 @@ def _memory(look: Look) -> Iterator[Finding]:
     )
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda" if on_gpu else "cpu")
-    wide = compute_dtype(config.model, device).itemsize / 2  # estimates are of half precision
+    width = compute_dtype(config.model, device).itemsize / 2  # the estimate assumes two bytes per value
     shards = torch.cuda.device_count() if on_gpu and config.sharding.fsdp else 1
-    activations = need.activations * (wide if need.activations > HEAD_CHUNK else 1)
-    look.memory = Memory(need.weights * wide / shards, need.training / shards, activations)
+    activations = need.activations * (width if need.activations > HEAD_CHUNK else 1)
+    state.memory = Memory(need.weights * width / shards, need.training / shards, activations)
     room = USABLE * torch.cuda.mem_get_info()[1] if on_gpu else psutil.virtual_memory().available
     where = "the GPU" if on_gpu else "this machine"
-    parts = f"weights {look.memory.weights / GIB:.1f}, training {look.memory.training / GIB:.1f}, activations "
-    parts += f"{look.memory.activations / GIB:.1f}"
-    evidence = {"needed_gib": round(look.memory.total / GIB, 2), "there_gib": round(room / GIB, 2)}
-    says = f"about {look.memory.total / GIB:.1f} GiB ({parts}); {where} has {room / GIB:.1f} to give"
-    if look.memory.total > room:
+    parts = f"weights {state.memory.weights / GIB:.1f}, training {state.memory.training / GIB:.1f}, activations "
+    parts += f"{state.memory.activations / GIB:.1f}"
+    evidence = {"needed_gib": round(state.memory.total / GIB, 2), "there_gib": round(room / GIB, 2)}
+    says = f"about {state.memory.total / GIB:.1f} GiB ({parts}); {where} has {room / GIB:.1f} available"
+    if state.memory.total > room:
         yield Finding("alarm", "memory", f"{says}: it will not fit", f"in this order: {LESS_MEMORY}", evidence)
     else:
         yield Finding("ok", "memory", says, evidence=evidence)
 
 
 def _tokens(config: Config) -> int:
-    """Tokens of the longest forward that cannot be cut: one row of the data."""
+    """Return the tokens of the smallest possible forward: one row of the data at its longest."""
     policy = config.method.policy_settings
     if policy is not None:
         return policy.max_completion_length + (config.data.max_prompt_length or 512)
     return config.data.sequence_len * (2 if config.method.data == "pairs" else 1)
 
 
-def _data(look: Look) -> Iterator[Finding]:
-    """Rows read, encoded and measured, as training will."""
-    config = look.config
+def _data(state: CheckState) -> Iterator[Finding]:
+    """Read, tokenize and measure the rows as training does."""
+    config = state.config
     data = prepare(config, load_tokenizer(config.model))
     lengths = data.report.lengths
-    look.longest_prompt = lengths.get("prompt", {}).get("max", 0)
+    state.longest_prompt = lengths.get("prompt", {}).get("max", 0)
     for part, line in zip(data.report.parts, data.report.lines(), strict=False):
         dropped = sum(part.dropped.values())
         if dropped or part.notes:
             settings = ", ".join(f"{key} {value['100%']}" for key, value in data.report.suggested.items())
-            level = "warning" if dropped > FEW_DROPPED * part.read else "note"
+            level = "warning" if dropped > MOST_DROPPED * part.read else "note"
             yield Finding(level, "data", line, f"to keep all: {settings}" if settings else "")
     shown = ", ".join(f"{name}s of up to {row['max']} tokens" for name, row in lengths.items())
-    look.columns = [name for name in data.train[0] if name not in OWN_COLUMNS]
-    columns = f" with the columns {', '.join(look.columns)}" if config.method.online and look.columns else ""
+    state.columns = [name for name in data.train[0] if name not in OWN_COLUMNS]
+    columns = f" with the columns {', '.join(state.columns)}" if config.method.online and state.columns else ""
     says = f"{len(data.train):,} rows to train on{columns}; {shown}"
     yield Finding("ok", "data", says, evidence={"rows": len(data.train), "lengths": lengths})
     policy = config.method.policy_settings
     positions = getattr(load_config(config.model).get_text_config(), "max_position_embeddings", None)
     longest = (
-        look.longest_prompt + policy.max_completion_length if policy else lengths.get("sequence", {}).get("max", 0)
+        state.longest_prompt + policy.max_completion_length if policy else lengths.get("sequence", {}).get("max", 0)
     )
     if positions and longest > positions:
         says = f"rows of {longest} tokens, completions included, exceed the {positions} positions of the model"
         yield Finding("alarm", "lengths", says, "lower max_prompt_length, trl.max_completion_length or sequence_len")
 
 
-def _rewards(look: Look) -> Iterator[Finding]:
-    """Functions and built-ins loaded, columns they read found in the data, models looked up."""
-    config = look.config
+def _rewards(state: CheckState) -> Iterator[Finding]:
+    """Load reward functions, check that the data has the columns they read, and look up reward models."""
+    config = state.config
     names = config.rollout.reward_funcs
     if not config.method.online or _is_remote(config):
         return
-    acting = environment_setup(config)
+    setup = environment_setup(config)
     models = [name for name in names if "/" in name.partition("(")[0] or (config.folder / name).is_dir()]
-    given = acting.environment.reward_names if acting else ()
-    rewards = load_rewards([name for name in names if name not in models], config.folder, environment=given)
-    if look.columns is not None:
-        check_rewards(rewards, look.columns, acting)
+    provided = setup.environment.reward_names if setup else ()
+    rewards = load_rewards([name for name in names if name not in models], config.folder, environment=provided)
+    if state.columns is not None:
+        check_rewards(rewards, state.columns, setup)
     for name in models:
         place = str(config.folder / name) if (config.folder / name).is_dir() else name
         if not (Path(place) / "adapter_config.json").is_file():
@@ -160,13 +161,13 @@ def _rewards(look: Look) -> Iterator[Finding]:
 
 
 def _is_remote(config: Config) -> bool:
-    """Whether the policy acts in an environment that lives in servers."""
+    """Whether the environment runs on servers: NeMo Gym or OpenEnv."""
     return config.gym.enabled or config.environment.kind == "openenv"
 
 
-def _environment(look: Look) -> Iterator[Finding]:
-    """Whether the servers of an environment are there, or can be started."""
-    config = look.config
+def _environment(state: CheckState) -> Iterator[Finding]:
+    """Check that the environment's servers answer, or can be started."""
+    config = state.config
     if not config.method.online or not _is_remote(config):
         return
     gym = Path(config.gym.folder).expanduser()
@@ -181,25 +182,25 @@ def _environment(look: Look) -> Iterator[Finding]:
     url = f"http://127.0.0.1:{config.gym.head_port}" if config.gym.enabled else str(config.environment.url)
     place = urlsplit(url)
     try:
-        socket.create_connection((place.hostname or "", place.port or 80), PATIENCE).close()
+        socket.create_connection((place.hostname or "", place.port or 80), TIMEOUT).close()
         yield Finding("ok", "environment", f"something listens at {url}")
     except OSError as error:
         yield Finding(
-            "alarm", "environment", f"{url} does not answer: {error}", "start its server, or mend the address"
+            "alarm", "environment", f"{url} does not answer: {error}", "start its server, or correct the address"
         )
 
 
-def _server(look: Look) -> Iterator[Finding]:
-    """Whether each server answers, serves the model, and has room for the longest row."""
-    config = look.config
+def _server(state: CheckState) -> Iterator[Finding]:
+    """Check that each vLLM server answers, serves the model and accepts the longest row."""
+    config = state.config
     policy = config.method.policy_settings
     if policy is None or not samples_from_server(config):
         return
-    needed = look.longest_prompt + policy.max_completion_length
+    needed = state.longest_prompt + policy.max_completion_length
     for url in server_urls(config.rollout):
-        client = VllmClient(url, PATIENCE)
+        client = VllmClient(url, TIMEOUT)
         try:
-            client.run(client.ask("/health", seconds=PATIENCE))
+            client.run(client.ask("/health", seconds=TIMEOUT))
             name, longest = client.run(served_base(client, config.model.base_model))
         except (RequestFailed, RequestRefused) as error:
             remedy = "start it with `upweight vllm-serve CONFIG`; check trl.vllm_server_host and trl.vllm_server_port"
@@ -212,29 +213,29 @@ def _server(look: Look) -> Iterator[Finding]:
             yield Finding("ok", "server", f"{url} serves {name}, up to {longest} tokens")
 
 
-def _output(look: Look) -> Iterator[Finding]:
-    """Whether the run folder, where it can be written, has room for what is kept."""
-    folder = Path(look.config.run.output_dir)
+def _output(state: CheckState) -> Iterator[Finding]:
+    """Check that the disk of the output folder has room for the checkpoints that are kept."""
+    folder = Path(state.config.run.output_dir)
     if no_folder_at(folder) is not None:
         return
     free = shutil.disk_usage(next(place for place in (folder, *folder.absolute().parents) if place.exists())).free
     needed = 0.0
-    if look.memory is not None:
-        kept = 0 if look.config.run.save_strategy == "no" else look.config.run.save_total_limit or 4
-        needed = kept * look.memory.training + (look.memory.weights if look.config.adapter.kind is None else 0)
+    if state.memory is not None:
+        kept = 0 if state.config.run.save_strategy == "no" else state.config.run.save_total_limit or 4
+        needed = kept * state.memory.training + (state.memory.weights if state.config.adapter.kind is None else 0)
     says = f"{folder}: {free / GIB:.1f} GiB free, up to {needed / GIB:.1f} needed"
     if needed > free:
         yield Finding(
-            "warning", "output_dir", says, "lower save_total_limit, set save_only_model, or name another place"
+            "warning", "output_dir", says, "lower save_total_limit, set save_only_model, or set another output_dir"
         )
     elif (folder / METRICS).is_file():
-        says += "; it holds an earlier run, whose metrics a new one replaces"
-        yield Finding("note", "output_dir", says, "go on with --resume, or name another output_dir")
+        says += "; it holds an earlier run; a new run replaces its metrics"
+        yield Finding("note", "output_dir", says, "resume it with --resume, or set another output_dir")
     else:
         yield Finding("ok", "output_dir", says)
 
 
-CHECKS: dict[str, Callable[[Look], Iterable[Finding]]] = {
+CHECKS: dict[str, Callable[[CheckState], Iterable[Finding]]] = {
     "keys": _keys,
     "memory": _memory,
     "data": _data,

@@ -1,4 +1,4 @@
-"""What a check comes to: a line for people, with what was measured and what to do."""
+"""The result of one check of `upweight doctor`: a message, its level, the measurements and the remedy."""
 
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
@@ -8,7 +8,7 @@ Level = Literal["ok", "note", "warning", "alarm"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at; warnings and alarms want something to be done."""
+    """The result of one check; warnings and alarms need the user to act."""
 
     level: Level
     what: str
@@ -21,10 +21,10 @@ class Finding:
         return self.level in ("warning", "alarm")
 
     def line(self) -> str:
-        """The finding for the terminal."""
+        """Format the finding for the terminal."""
         remedy = f" Remedy: {self.remedy}." if self.remedy else ""
         return f"{self.level}: {self.what}: {self.says}.{remedy}"
 
     def as_plain(self) -> dict[str, Any]:
-        """The finding for JSON."""
+        """Return the finding as a JSON object."""
         return asdict(self)

@@ -1,4 +1,4 @@
-"""The machine looked at before training: versions against those that are supported, and what computes."""
+"""Checks the machine: Python and package versions against the supported ranges, and GPUs."""
 
 import importlib.metadata
 import platform
@@ -16,7 +16,7 @@ PACKAGE = "upweight"
 
 
 def check_machine() -> list[Finding]:
-    """Python, the packages it runs on, and the devices."""
+    """Return the findings about Python, the required packages and the GPUs."""
     return [*_versions(), *_devices()]
 
 
@@ -26,17 +26,17 @@ def _versions() -> Iterator[Finding]:
         required = Requirement(line)
         if required.marker is None or required.marker.evaluate({"extra": ""}):
             wanted[required.name] = str(required.specifier)
-    found = [_version(name, allowed) for name, allowed in wanted.items()]
-    wrong = [one for one in found if one.wrong]
+    versions = [_version(name, allowed) for name, allowed in wanted.items()]
+    wrong = [version for version in versions if version.wrong]
     yield from wrong
     if not wrong:
         named = ("Python", "torch", "transformers", "peft")
-        shown = ", ".join(f"{one.what} {one.evidence['version']}" for one in found if one.what in named)
-        yield Finding("ok", "versions", f"{shown}; all {len(found)} packages are supported ones")
+        shown = ", ".join(f"{version.what} {version.says}" for version in versions if version.what in named)
+        yield Finding("ok", "versions", f"{shown}; all {len(versions)} versions are supported")
 
 
 def _version(name: str, allowed: str) -> Finding:
-    """Whether what is installed is within the range of what was tested."""
+    """Compare the installed version of a package with the supported range."""
     try:
         version = platform.python_version() if name == "Python" else importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -62,7 +62,7 @@ def _devices() -> Iterator[Finding]:
         says = f"{name}, {free:.1f} of {total:.1f} GiB free"
         evidence = {"free_gib": round(free, 2), "total_gib": round(total, 2)}
         if free < 0.8 * total:
-            remedy = "end what else runs there (nvidia-smi), or choose another by CUDA_VISIBLE_DEVICES"
+            remedy = "stop the other processes on it (nvidia-smi), or choose another GPU with CUDA_VISIBLE_DEVICES"
             yield Finding("note", f"GPU {number}", f"{says}: something else uses it", remedy, evidence)
         else:
             yield Finding("ok", f"GPU {number}", says, evidence=evidence)

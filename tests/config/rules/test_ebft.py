@@ -20,9 +20,9 @@ def parsed(mode="structured", trl=None, **keys):
     [
         ("structured", {"reward_funcs": ["r.f"]}, "trl.reward_funcs: ebft rewards the features of true answers"),
         ("structured", {"reward_weights": [1.0]}, "trl.reward_weights: 'ebft.alignment_coef'"),
-        ("structured", {"streaming_partial_batch": True}, "trl.streaming_partial_batch: features are computed when"),
-        ("structured", {"reroll_start_fraction": 0.5}, "trl.reroll_start_fraction: no completion earns nothing"),
-        ("structured", {"dynamic_sampling_max_rounds": 2}, "trl.dynamic_sampling_max_rounds: features tell all"),
+        ("structured", {"streaming_partial_batch": True}, "trl.streaming_partial_batch: features are computed from"),
+        ("structured", {"reroll_start_fraction": 0.5}, "trl.reroll_start_fraction: every completion earns"),
+        ("structured", {"dynamic_sampling_max_rounds": 2}, "trl.dynamic_sampling_max_rounds: completions of a group"),
         ("strided", {"async_prefetch": True}, "trl.async_prefetch: strided mode has no correction"),
     ],
 )

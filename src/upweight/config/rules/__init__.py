@@ -1,4 +1,4 @@
-"""Rules across keys: what a config may not ask for together, by subject; all that needs no machine to be known."""
+"""Rules across several keys, by subject; none of them looks at the machine."""
 
 from collections.abc import Callable, Iterator
 
@@ -9,12 +9,12 @@ from upweight.config.rules.switched_keys import switched_off
 
 Rule = Callable[[Config], Iterator[str]]
 
-# What no rule can know: `upweight doctor` looks at it, and `upweight train` before it loads anything.
+# Rules do not check these: `upweight doctor` does, and `upweight train` before it loads anything.
 ON_THE_MACHINE = ("GPUs", "installed packages", "files and folders", "servers")
 
 ERRORS: tuple[Rule, ...] = (
     exclusive,
-    ebft.features_are_what_rewards,
+    ebft.keys_refused_by_ebft,
     model.loading,
     model.adapters,
     model.heads,
@@ -30,7 +30,7 @@ ERRORS: tuple[Rule, ...] = (
     training.shards,
     training.fsdp,
     training.deepspeed,
-    training.cut_weights,
+    training.quantised_shards,
     training.paths,
     training.hub,
     rollout.rewards,
@@ -61,7 +61,7 @@ WHOLE_CONFIG_WARNINGS: tuple[Rule, ...] = (rollout.without_use, switched_off, tr
 
 
 def check(config: Config, *, fragment: bool = False) -> tuple[list[str], list[str]]:
-    """Errors and warnings, each behind its YAML path; a fragment need not have what only a whole config must."""
+    """Return errors and warnings, each with its YAML path; a fragment skips the rules for complete configs."""
     errors = ERRORS if fragment else (*ERRORS, *WHOLE_CONFIG)
     warnings = WARNINGS if fragment else (*WARNINGS, *WHOLE_CONFIG_WARNINGS)
     return (

@@ -1,4 +1,4 @@
-"""Rules about data: sources, shards, what is held out, formats and chat templates."""
+"""Rules about data: sources, shards, evaluation splits, formats and chat templates."""
 
 from collections.abc import Iterator
 
@@ -15,18 +15,18 @@ from upweight.config.sections.data import (
 from upweight.errors import did_you_mean
 from upweight.methods import feature_matcher
 
-# Kinds of data whose columns no mapping names.
+# Kinds of data that need a named format: a mapping of columns cannot describe them.
 BY_FORMAT_ALONE = {"steps": "process reward models", "ebft": "ebft"}
 
 
 def data_is_named(config: Config) -> Iterator[str]:
-    """What nothing can be trained without."""
+    """Require training data."""
     if not config.given.get("datasets") and not config.given.get("nemo_gym_datasets"):
         yield "datasets: missing. List what to train on."
 
 
 def sources(config: Config) -> Iterator[str]:
-    """Sources, shards, what is held out, chat templates."""
+    """Check data sources, shards, the evaluation split and chat templates."""
     section = config.data
     if section.val_set_size > 1 and section.val_set_size != int(section.val_set_size):
         yield f"val_set_size: a share below 1, or a whole number of rows, not {section.val_set_size:g}."
@@ -42,24 +42,25 @@ def sources(config: Config) -> Iterator[str]:
 
 
 def _entries(config: Config) -> Iterator[tuple[str, DatasetRow]]:
-    """Every entry of the data, behind its place."""
+    """Yield the YAML path and the entry of every training and evaluation dataset."""
     for key, rows in (("datasets", config.data.datasets), ("test_datasets", config.data.test_datasets)):
         for number, row in enumerate(rows):
             yield f"{key}[{number}]", row
 
 
-def _template(place: str, own: DataSection | DatasetRow) -> Iterator[str]:
-    plain = ("tokenizer_default" if own.chat_template is None else own.chat_template).removeprefix(FALLBACK_PREFIX)
-    if plain == "jinja" and not own.chat_template_jinja:
+def _template(place: str, section: DataSection | DatasetRow) -> Iterator[str]:
+    chosen = "tokenizer_default" if section.chat_template is None else section.chat_template
+    plain = chosen.removeprefix(FALLBACK_PREFIX)
+    if plain == "jinja" and not section.chat_template_jinja:
         yield f"{place}chat_template_jinja: missing. 'chat_template: jinja' needs the template's text or file."
     if plain not in (*TEMPLATE_NAMES, *TEMPLATE_ALIASES, "jinja", "tokenizer_default"):
-        way_out = "'tokenizer_default' takes the model's own; 'jinja' yours."
+        way_out = "Use 'tokenizer_default' for the tokenizer's template, or 'jinja' for yours."
         near = did_you_mean(plain, TEMPLATE_NAMES, 0.75)
         yield f"{place}chat_template: there is no template '{plain}'.{near} {way_out}"
 
 
 def formats_are_known(config: Config) -> Iterator[str]:
-    """The `type` of each entry, unless it is a function of the user's."""
+    """Check the `type` of each entry, unless it names a user's function."""
     kind = "ebft" if feature_matcher(config.method) else config.method.data
     names, others = FORMAT_NAMES[kind], {name for known in FORMAT_NAMES.values() for name in known}
     for place, row in _entries(config):
@@ -67,5 +68,5 @@ def formats_are_known(config: Config) -> Iterator[str]:
             yield f"{place}.type: a mapping of columns does not serve {BY_FORMAT_ALONE[kind]}. Name a format."
         if isinstance(row.type, str) and row.type not in names and ("." not in row.type or row.type in others):
             problem = f"there is no format '{row.type}' here.{did_you_mean(row.type, names)}"
-            way_out = "A function of your own is named file.function."
+            way_out = "Name your function as file.function."
             yield f"{place}.type: {problem} Known: {', '.join(names)}. {way_out}"

@@ -1,19 +1,19 @@
-"""Rules across the keys of EBFT, whose two modes read different ones."""
+"""Rules about the keys of EBFT, whose two modes read different keys."""
 
 from collections.abc import Iterator
 
 from upweight.config.config import Config
 from upweight.methods import feature_matcher
 
-# What EBFT cannot take over from GRPO, and why.
+# Keys of GRPO that EBFT cannot use, with the reason and remedy.
 NOT_WITH_FEATURES = {
     "trl.reward_funcs": "ebft rewards the features of true answers; drop it, or use rl: grpo",
     "trl.reward_weights": "'ebft.alignment_coef' and 'ebft.diversity_coef' weigh the rewards",
-    "trl.rollout_func": "ebft compares what the policy writes with the data's own answers; drop it, or use rl: grpo",
-    "trl.streaming_partial_batch": "features are computed when a rollout is there, by the model that trains; drop it",
-    "trl.dynamic_sampling_max_rounds": "features tell all completions apart but equal ones; drop it",
-    "trl.reroll_start_fraction": "no completion earns nothing, so no prompt counts as failed; drop it",
-    "nemo_gym_enabled": "ebft compares completions with the data's own answers; use rl: grpo",
+    "trl.rollout_func": "ebft compares completions with the answers in the data; drop it, or use rl: grpo",
+    "trl.streaming_partial_batch": "features are computed from whole rollouts by the model that trains; drop it",
+    "trl.dynamic_sampling_max_rounds": "completions of a group get different rewards unless they are equal; drop it",
+    "trl.reroll_start_fraction": "every completion earns a reward, so no prompt counts as failed; drop it",
+    "nemo_gym_enabled": "ebft compares completions with the answers in the data; use rl: grpo",
 }
 NOT_WITH_BLOCKS = {
     "trl.use_vllm": "blocks are sampled in process, over the keys of their document; drop it",
@@ -39,13 +39,13 @@ OF_ANSWERS = {"ebft.adaptive_max_tokens", "ebft.gt_length_multiplier"}
 
 
 def block_is_there(config: Config) -> Iterator[str]:
-    """EBFT is asked for by name and block."""
+    """Require the block `ebft` with `rl: ebft`."""
     if feature_matcher(config.method) and not any(path.startswith("ebft.") for path in config.given):
         yield "ebft: missing. `rl: ebft` needs its block; `ebft: {mode: structured}` takes every default."
 
 
-def features_are_what_rewards(config: Config) -> Iterator[str]:
-    """What EBFT, or its strided mode, has no place for."""
+def keys_refused_by_ebft(config: Config) -> Iterator[str]:
+    """Reject keys that EBFT, or its strided mode, cannot use."""
     if feature_matcher(config.method) is None:
         return
     strided = config.method.strided
@@ -58,18 +58,18 @@ def features_are_what_rewards(config: Config) -> Iterator[str]:
 
 
 def ebft_keys_without_effect(config: Config) -> Iterator[str]:
-    """Keys of the other mode, and what whitening leaves nothing to do for."""
+    """Warn about keys of the other mode, and about a diversity term that whitening makes useless."""
     given, method = config.given, feature_matcher(config.method)
     if method is None:
         return
     known = {*READ_WITH_BLOCKS, *NOT_WITH_FEATURES, *NOT_WITH_BLOCKS}
     if not method.strided:
-        other, stray = "without", [path for path in given if path in OF_BLOCKS]
+        mode, stray = "without", [path for path in given if path in OF_BLOCKS]
     else:
-        other, stray = "with", [path for path in given if path.startswith(("trl.", "vllm.")) and path not in known]
+        mode, stray = "with", [path for path in given if path.startswith(("trl.", "vllm.")) and path not in known]
         stray += [path for path in given if path in OF_ANSWERS]
     if stray:
-        yield f"{', '.join(stray)}: no effect {other} 'ebft.mode: strided'"
+        yield f"{', '.join(stray)}: no effect {mode} 'ebft.mode: strided'"
     if method.use_whitening and given.get("ebft.diversity_coef"):
         yield (
             "ebft.diversity_coef: whitening by a few samples makes them orthogonal: the diversity term acts on "

@@ -22,7 +22,7 @@ EXCLUSIVE: tuple[tuple[str, ...], ...] = (
 
 
 def exclusive(config: Config) -> Iterator[str]:
-    """Each pair of them that is on."""
+    """Reject each pair of exclusive keys that are both on."""
     on = {path for path, value in config.given.items() if value not in (False, 0, [], {}, "")}
     for keys in EXCLUSIVE:
         for first, second in combinations(keys, 2):

@@ -1,4 +1,4 @@
-"""Rules about the model: what is loaded, adapters, quantised weights, the head."""
+"""Rules about the model: loading, adapters, quantised weights and the head."""
 
 import re
 from collections.abc import Iterator
@@ -6,7 +6,7 @@ from typing import Literal
 
 from upweight.config.config import Config
 
-# Arguments of `from_pretrained` that a key of ours sets.
+# Arguments of `from_pretrained` -> the config key that sets them.
 HAVE_KEYS = {
     **dict.fromkeys(("dtype", "torch_dtype"), "'bf16' or 'fp16'"),
     "num_labels": "'num_labels'",
@@ -21,13 +21,13 @@ ENDINGS: dict[Head, str] = {
 
 
 def model_is_named(config: Config) -> Iterator[str]:
-    """What nothing can be loaded without."""
+    """Require a base model."""
     if "base_model" not in config.given:
         yield "base_model: missing. Name the model to train: a hub id or a folder."
 
 
 def loading(config: Config) -> Iterator[str]:
-    """The class, the arguments, and files that are unpacked."""
+    """Check the model class, the arguments of `from_pretrained`, and GGUF files."""
     model, adapter = config.model, config.adapter
     ending = ENDINGS[config.method.head]
     if model.model_class is not None and not model.model_class.endswith(ending):
@@ -44,7 +44,7 @@ def loading(config: Config) -> Iterator[str]:
 
 
 def adapters(config: Config) -> Iterator[str]:
-    """Adapters, quantised base weights, and what else trains."""
+    """Check adapters, quantised base weights and unfrozen parameters."""
     adapter = config.adapter
     if (adapter.load_in_4bit or adapter.load_in_8bit) and adapter.kind is None:
         key, kind = ("load_in_4bit", "qlora") if adapter.load_in_4bit else ("load_in_8bit", "lora")
@@ -57,15 +57,13 @@ def adapters(config: Config) -> Iterator[str]:
         try:
             re.compile(pattern)
         except re.error as error:
-            yield f"unfrozen_parameters: {pattern!r} is no regular expression: {error}. Mend it."
+            yield f"unfrozen_parameters: {pattern!r} is no regular expression: {error}. Correct it."
     if config.optim.unfrozen and adapter.kind:
-        yield (
-            "unfrozen_parameters: chooses among all weights, but 'adapter' trains its own; use 'lora_modules_to_save'."
-        )
+        yield ("unfrozen_parameters: is for full fine-tuning, but 'adapter' is set; use 'lora_modules_to_save'.")
 
 
 def heads(config: Config) -> Iterator[str]:
-    """How many outputs a reward model has."""
+    """Check the number of outputs of a reward model."""
     labels = config.model.num_labels
     if config.method.head == "sequence_score" and labels != 1:
         yield f"num_labels: an outcome reward model has 1 output, not {labels}; set 'num_labels: 1'."
@@ -74,7 +72,7 @@ def heads(config: Config) -> Iterator[str]:
 
 
 def references(config: Config) -> Iterator[str]:
-    """What the policy is compared with, and what may come between the two."""
+    """Check the keys that concern the reference model."""
     method = config.method
     if config.adapter.separate_reference and config.adapter.kind and method.reference_sync is not None:
         yield (
@@ -83,8 +81,8 @@ def references(config: Config) -> Iterator[str]:
         )
     if config.optim.neftune_alpha and not method.takes_noise:
         yield (
-            "neftune_noise_alpha: noise on embeddings is for supervised fine-tuning: elsewhere it would come between "
-            "policy and reference. Drop the key."
+            "neftune_noise_alpha: noise on embeddings is for supervised fine-tuning: with other methods policy and "
+            "reference would differ by the noise. Drop the key."
         )
     if config.optim.reference_offloading and config.adapter.separate_reference:
         yield (
@@ -94,7 +92,7 @@ def references(config: Config) -> Iterator[str]:
 
 
 def without_effect(config: Config) -> Iterator[str]:
-    """Keys that do less than they seem to."""
+    """Warn about keys without effect, and about training without float32 masters."""
     stray = [path for path in config.given if path.startswith(("lora_", "peft")) and path != "lora_model_dir"]
     if stray and config.adapter.kind is None:
         yield f"{', '.join(stray)}: no effect without 'adapter: lora'"

@@ -17,7 +17,7 @@ from upweight.config.servers import (
 )
 from upweight.methods import feature_matcher
 
-ONE_PROCESS = "vLLM beside the trainer takes the weights of one process; use a server, or one process without shards"
+ONE_PROCESS = "colocated vLLM needs all weights in one process; use a vLLM server, or one process without sharding"
 NO_PATTERN = "the sampler in process cannot be held to a pattern; use a vLLM server, or reward the format"
 ONLY_MERGED = (
     "vLLM cannot load such an adapter; drop the key, or set 'trl.vllm_lora_sync: false' to send merged weights"
@@ -26,26 +26,26 @@ DEVICES = r"auto|cpu|cuda(:\d+(,\d+)*)?"
 
 
 def rewards(config: Config) -> Iterator[str]:
-    """Where rewards come from, and how they are weighed."""
+    """Check the sources of rewards and their weights."""
     weights, named = config.given.get("trl.reward_weights"), config.rollout.reward_funcs
     from_environment = [name for name in named if is_environment_reward(name)]
-    # How many rewards an environment gives is known when it is there.
+    # The number of rewards of an environment is known only when it runs.
     if isinstance(weights, list) and named and not from_environment and len(weights) != len(named):
         yield f"trl.reward_weights: {len(weights)} weights for {len(named)} rewards. Give one for each."
     if from_environment and not config.environment.kind and not config.gym.enabled:
         name = from_environment[0]
-        yield f"trl.reward_funcs: '{name}' is what an environment says: set 'environment.type' or use another."
+        yield f"trl.reward_funcs: '{name}' is what an environment says: set 'environment.type', or name another reward."
 
 
 def rewards_are_there(config: Config) -> Iterator[str]:
-    """What a group of completions cannot be compared without."""
+    """Require a reward for online methods."""
     rewarded = config.given.get("trl.reward_funcs") or config.gym.enabled or config.environment.kind
     if config.method.online and not config.method.reward_names and not rewarded:
         yield "trl.reward_funcs: missing. A group of completions is compared by rewards: name at least one."
 
 
 def sampling(config: Config) -> Iterator[str]:
-    """Options of the sampler, and what only vLLM's has."""
+    """Check sampling options, and those that only vLLM supports."""
     if not config.method.online:
         return
     yield from read_options(config.rollout.generation_args, others=config.rollout.use_vllm)[1]
@@ -54,8 +54,8 @@ def sampling(config: Config) -> Iterator[str]:
 
 
 def environments(config: Config) -> Iterator[str]:
-    """What answers to a policy's turns: one thing, and all of it."""
-    section, acts = config.environment, "environment.type" if config.environment.kind else "tools"
+    """Check that tools and environments are complete and do not exclude each other."""
+    section, key = config.environment, "environment.type" if config.environment.kind else "tools"
     if section.kind == "python" and section.class_path is None:
         yield "environment.class: missing. Name the class as 'file.Class'."
     if section.kind == "openenv" and section.url is None:
@@ -66,17 +66,17 @@ def environments(config: Config) -> Iterator[str]:
         if stray and section.kind != kind:
             yield f"{', '.join(stray)}: needs 'environment.type: {kind}'."
     if section.tools and section.kind == "openenv":
-        yield "tools: an OpenEnv server brings its own. Drop one of 'tools' and 'environment.type: openenv'."
+        yield "tools: an OpenEnv server defines the tools itself. Drop one of 'tools' and 'environment.type: openenv'."
     if section.acts and config.rollout.rollout_func is not None:
-        yield f"trl.rollout_func: cannot be used with '{acts}'. Keep one."
+        yield f"trl.rollout_func: cannot be used with '{key}'. Keep one."
     if section.acts and config.gym.enabled:
-        yield f"nemo_gym_enabled: cannot be used with '{acts}'. Keep one."
+        yield f"nemo_gym_enabled: cannot be used with '{key}'. Keep one."
     if section.acts and feature_matcher(config.method):
-        yield f"{acts}: needs rl: grpo, gdpo or rloo; ebft compares completions with the data's own answers."
+        yield f"{key}: needs rl: grpo, gdpo or rloo; ebft compares completions with the answers in the data."
 
 
 def vllm(config: Config) -> Iterator[str]:
-    """How the server is started, and when it may sample."""
+    """Check the options of the vLLM server and of colocated vLLM."""
     rollout = config.rollout
     if config.vllm.reasoning and not config.vllm.reasoning_parser:
         yield "vllm.reasoning_parser: missing. 'vllm.enable_reasoning' needs it."
@@ -90,7 +90,7 @@ def vllm(config: Config) -> Iterator[str]:
 
 
 def adapters_for_vllm(config: Config) -> Iterator[str]:
-    """How an adapter reaches vLLM: by itself, or merged into weights that can be."""
+    """Check that the adapter can be sent to vLLM, alone or merged."""
     adapter, lora_sync = config.adapter, config.rollout.lora_sync
     if adapter.kind is None or not config.method.online:
         return
@@ -115,17 +115,16 @@ def adapters_for_vllm(config: Config) -> Iterator[str]:
 
 
 def weight_transfer(config: Config) -> Iterator[str]:
-    """How all weights reach a server without a folder."""
+    """Check the transfer of all weights to a server without a folder."""
     way = direct_transfer(config) if config.rollout.vllm_mode == "server" else None
     if way is None or not config.method.online:
         return
     if config.sharding.fsdp or config.sharding.deepspeed is not None:
-        yield "trl.vllm_weight_transfer: weights that lie in shards are sent through a folder alone; use 'folder'."
+        yield "trl.vllm_weight_transfer: sharded weights can only be sent through a folder; use 'folder'."
     if way == "ipc" and not all(map(is_on_this_machine, server_urls(config.rollout))):
         yield (
-            "trl.vllm_weight_transfer: ipc shares the memory of one machine's GPU; name the server by 127.0.0.1, or "
-            "use "
-            "'nccl' or 'folder'."
+            "trl.vllm_weight_transfer: ipc shares the memory of a GPU of this machine; use 127.0.0.1 as the "
+            "server's address, or 'nccl' or 'folder'."
         )
     elif way == "ipc" and config.vllm.host not in LOOPBACK:
         yield (
@@ -137,7 +136,7 @@ def weight_transfer(config: Config) -> Iterator[str]:
 
 
 def gym_is_complete(config: Config) -> Iterator[str]:
-    """Rows, servers, and what agents need."""
+    """Require what NeMo Gym needs: rows, servers, and vLLM for its agents."""
     gym = config.gym
     if not gym.enabled:
         return
@@ -151,26 +150,26 @@ def gym_is_complete(config: Config) -> Iterator[str]:
         )
     elif gym.multi_turn and not config.rollout.use_vllm:
         yield (
-            "nemo_gym_multi_turn: needs 'trl.use_vllm: true': the Gym's agents ask a server for turns. Without the key "
-            "rows with tools are played here, with any sampler."
+            "nemo_gym_multi_turn: needs 'trl.use_vllm: true': the Gym's agents sample from a server. Without the key "
+            "the trainer runs the episodes of rows with tools itself, with any sampler."
         )
     if config.rollout.rollout_func is not None:
         yield "trl.rollout_func: cannot be used with 'nemo_gym_enabled'. Keep one."
 
 
 def groups_fit_the_batch(config: Config) -> Iterator[str]:
-    """Rollouts that have to be larger than asked for."""
+    """Warn about rollouts that must be larger than configured."""
     group = group_size(config)
     micro, accumulation = config.optim.micro_batch_size or 1, config.optim.accumulation or 1
     wanted = config.rollout.generation_batch_size or micro * (config.rollout.steps_per_generation or accumulation)
-    step, made = micro * accumulation, generation_batch(config)
-    if wanted % group == 0 and (made == wanted or step % wanted == 0):
+    step, actual = micro * accumulation, generation_batch(config)
+    if wanted % group == 0 and (actual == wanted or step % wanted == 0):
         return
-    for key, right in (("trl.generation_batch_size", made), ("trl.steps_per_generation", made // micro)):
+    for key, right in (("trl.generation_batch_size", actual), ("trl.steps_per_generation", actual // micro)):
         if key in config.given:
             yield (
                 f"{key}: {wanted} completions do not hold whole groups of {group} and whole batches of {step}; "
-                f"{made} are generated at a time, as by '{key}: {right}'."
+                f"{actual} are generated at a time, as by '{key}: {right}'."
             )
             return
     strided = feature_matcher(config.method) is not None and "ebft.n_samples_per_prompt" in config.given
@@ -178,13 +177,13 @@ def groups_fit_the_batch(config: Config) -> Iterator[str]:
     smallest = next(steps for steps in range(accumulation, accumulation + group + 1) if micro * steps % group == 0)
     yield (
         f"{key}: a batch of {wanted} does not hold whole groups of {group}; "
-        f"{made} completions are generated at a time. "
+        f"{actual} completions are generated at a time. "
         f"'gradient_accumulation_steps: {smallest}' would fit."
     )
 
 
 def without_effect(config: Config) -> Iterator[str]:
-    """Keys that do less than they seem to."""
+    """Warn about rollout keys with less effect than their names suggest."""
     rollout, online = config.rollout, config.method.online
     if online and not config.method.strided and "sequence_len" in config.given:
         yield "sequence_len: no effect on prompts; 'max_prompt_length' and 'trl.max_completion_length' bound them"
@@ -207,7 +206,7 @@ def gym_keys_without_effect(config: Config) -> Iterator[str]:
 
 
 def without_use(config: Config) -> Iterator[str]:
-    """Keys of rollouts, where nothing is sampled."""
+    """Warn about rollout keys of offline methods."""
     stray = [path for path in config.given if path.startswith(("trl.", "vllm.", "nemo_gym_", "environment.", "tool"))]
     if stray and not config.method.online:
         yield f"{', '.join(stray)}: no effect with {how_to_choose(config.method.name)}: nothing is sampled"

@@ -1,4 +1,4 @@
-"""Keys that act only where another key turns their subject on: what was set and does nothing is named."""
+"""Warns about keys that have no effect because the key that enables them is off."""
 
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -7,7 +7,7 @@ from upweight.config.config import Config
 
 
 class Switch(NamedTuple):
-    """Keys (a name that ends in `*` stands for all that begin so) and what has to hold for them to act."""
+    """Keys (a name that ends in `*` is a prefix) and the condition under which they have an effect."""
 
     keys: str
     needs: str
@@ -46,10 +46,10 @@ SWITCHES: tuple[Switch, ...] = (
 
 
 def switched_off(config: Config) -> Iterator[str]:
-    """Keys of online runs whose switch is off; what no online run could use is said elsewhere."""
+    """Warn about keys of online runs whose switch is off; `rollout.without_use` covers offline runs."""
     if not config.method.online:
         return
-    # What strided mode reads of these blocks is said with its own rules.
+    # The rules of EBFT cover the keys of these blocks in strided mode.
     unread = ("trl.", "vllm.") if config.method.strided else ()
     for switch in SWITCHES:
         stray = [path for path in config.given if _names(switch.keys, path) and not path.startswith(unread)]

@@ -1,4 +1,4 @@
-"""Rules about training: sizes, shards, the course of the learning rate, when a run evaluates and saves, folders."""
+"""Rules about training: batch sizes, sharding, schedules, evaluation, checkpoints, paths and the hub."""
 
 import re
 from collections.abc import Iterator
@@ -10,12 +10,12 @@ from upweight.config.sections.training import FROM_BITSANDBYTES
 from upweight.config.zero import not_taken, zero_file, zero_options, zero_stage
 from upweight.errors import UserError, did_you_mean
 
-LONGEST_NAME = 255  # bytes that file systems take
-# Names of the hub: 96 characters in all, neither end of a part a dash or a dot, none of them twice in a row.
+LONGEST_NAME = 255  # bytes that file systems allow in a name
+# Hub repository names: at most 96 characters, no part begins or ends with a dash or dot, neither is doubled.
 REPOSITORY = r"(?!.{97})(?!.*(--|\.\.))(\w([\w.-]*\w)?/)?\w([\w.-]*\w)?"
 NUMBER, WHOLE = "a number", "a whole number"
 SHAPES = ("linear", "cosine", "1-sqrt")
-# What transformers' schedules take under `lr_scheduler_kwargs`: a kind of value, or the words to choose from.
+# Arguments of transformers' schedules in `lr_scheduler_kwargs`: a kind of value, or the allowed words.
 SCHEDULE_ARGS: dict[str, dict[str, str | tuple[str, ...]]] = {
     "cosine": {"num_cycles": NUMBER},
     "cosine_with_restarts": {"num_cycles": WHOLE},
@@ -35,17 +35,17 @@ WITHOUT_WARMUP = ("constant", "reduce_lr_on_plateau")
 
 
 def batches(config: Config) -> Iterator[str]:
-    """Sizes that have to fit each other."""
+    """Check that batch sizes divide each other."""
     whole, micro = config.optim.batch_size, config.optim.micro_batch_size or 1
     if whole and whole % micro:
         yield f"batch_size: {whole} is not a multiple of micro_batch_size {micro}."
 
 
 def layers(config: Config) -> Iterator[str]:
-    """What is done with the model's layers."""
+    """Check compilation and gradient checkpointing of the model's layers."""
     if config.optim.torch_compile:
         yield (
-            "torch_compile: layers are not compiled, since rows differ in their trees; attention and head are. "
+            "torch_compile: layers are not compiled, since tree shapes differ; attention and head are compiled. "
             "Drop the key."
         )
     if set(config.optim.checkpointing_args) - {"use_reentrant", "every_layer"}:
@@ -53,35 +53,35 @@ def layers(config: Config) -> Iterator[str]:
 
 
 def optimizers(config: Config) -> Iterator[str]:
-    """Arguments of the optimizer, which are handed over as text."""
-    given = config.optim.optimizer_args
-    pairs = given.split(",") if isinstance(given, str) and given else []
+    """Check the arguments of the optimizer, which transformers receives as text."""
+    args = config.optim.optimizer_args
+    pairs = args.split(",") if isinstance(args, str) and args else []
     if any(len(pair.split("=")) != 2 or not pair.split("=")[0].strip() for pair in pairs):
-        yield f"optim_args: expected 'name=value' pairs with commas between them, or a mapping, not {given!r}."
-    odd = [name for name, value in given.items() if not _plain(value)] if isinstance(given, dict) else []
-    if odd:
-        yield f"optim_args.{odd[0]}: expected a number, a switch or a word, which are handed over as text."
+        yield f"optim_args: expected 'name=value' pairs with commas between them, or a mapping, not {args!r}."
+    wrong = [name for name, value in args.items() if not _plain(value)] if isinstance(args, dict) else []
+    if wrong:
+        yield f"optim_args.{wrong[0]}: expected a number, a switch or a word, which are handed over as text."
 
 
 def _plain(value: Any) -> bool:
-    """Whether a value can stand in a line of `name=value` pairs."""
+    """Whether a value can be written in a line of `name=value` pairs."""
     return isinstance(value, bool | int | float) or (isinstance(value, str) and not set(",= ") & set(value))
 
 
 def schedules(config: Config) -> Iterator[str]:
-    """What the course of the learning rate takes, and cannot do without."""
-    name, given = config.optim.scheduler, config.optim.scheduler_args
+    """Check the arguments of the learning rate schedule."""
+    name, args = config.optim.scheduler, config.optim.scheduler_args
     known = SCHEDULE_ARGS.get(name, {})
-    for key, value in given.items():
+    for key, value in args.items():
         if key not in known:
             taken = f" It takes {', '.join(known)}." if known else " It takes none."
             yield f"lr_scheduler_kwargs.{key}: is no argument of '{name}'.{did_you_mean(str(key), known)}{taken}"
         elif not _is(known[key], value):
             wanted = known[key] if isinstance(known[key], str) else f"one of {', '.join(known[key])}"
             yield f"lr_scheduler_kwargs.{key}: expected {wanted}, not {value!r}."
-    if name == "warmup_stable_decay" and "num_decay_steps" not in given:
-        yield "lr_scheduler_kwargs.num_decay_steps: missing. 'warmup_stable_decay' has to know how long it decays."
-    floors = {"min_lr", "min_lr_rate"} & set(given)
+    if name == "warmup_stable_decay" and "num_decay_steps" not in args:
+        yield "lr_scheduler_kwargs.num_decay_steps: missing. 'warmup_stable_decay' needs the length of the decay."
+    floors = {"min_lr", "min_lr_rate"} & set(args)
     if name == "cosine_with_min_lr" and len(floors) != 1:
         yield (
             "lr_scheduler_kwargs: 'cosine_with_min_lr' needs one of 'min_lr' and 'min_lr_rate'; or use "
@@ -98,11 +98,11 @@ def _is(wanted: str | tuple[str, ...], value: Any) -> bool:
 
 
 def schedule_values(config: Config) -> Iterator[str]:
-    """Values at which a schedule would divide by zero or rise for ever."""
-    name, given, rate = config.optim.scheduler, config.optim.scheduler_args, config.optim.learning_rate or 0.0
-    end: Any = given.get("lr_end", 1e-7)  # transformers' own
-    factor: Any = given.get("factor", 0.1)
-    scale: Any = given.get("timescale", 1)
+    """Reject values with which a schedule would divide by zero or never decrease."""
+    name, args, rate = config.optim.scheduler, config.optim.scheduler_args, config.optim.learning_rate or 0.0
+    end: Any = args.get("lr_end", 1e-7)  # the default of transformers
+    factor: Any = args.get("factor", 0.1)
+    scale: Any = args.get("timescale", 1)
     if name == "polynomial" and _is(NUMBER, end) and end >= rate:
         yield f"lr_scheduler_kwargs.lr_end: {end:g} is not below the learning rate, {rate:g}. Lower it."
     if name == "reduce_lr_on_plateau" and _is(NUMBER, factor) and not 0 < factor < 1:
@@ -112,23 +112,23 @@ def schedule_values(config: Config) -> Iterator[str]:
 
 
 def evaluates(config: Config) -> bool:
-    """Whether a run has something to evaluate on, and does so."""
+    """Whether a run has evaluation data and evaluates."""
     return bool(config.data.test_datasets or config.data.val_set_size) and config.run.eval_strategy != "no"
 
 
 def evaluation_is_there(config: Config) -> Iterator[str]:
-    """What is decided by evaluations."""
-    asked = [key for key in ("early_stopping_patience", "load_best_model_at_end") if config.given.get(key)]
-    asked += ["lr_scheduler: reduce_lr_on_plateau"] if config.optim.scheduler == "reduce_lr_on_plateau" else []
-    asked += ["save_strategy: best"] if config.run.save_strategy == "best" else []
-    if asked and not evaluates(config):
+    """Require evaluation data for keys that depend on evaluations."""
+    keys = [key for key in ("early_stopping_patience", "load_best_model_at_end") if config.given.get(key)]
+    keys += ["lr_scheduler: reduce_lr_on_plateau"] if config.optim.scheduler == "reduce_lr_on_plateau" else []
+    keys += ["save_strategy: best"] if config.run.save_strategy == "best" else []
+    if keys and not evaluates(config):
         remedy = "Set 'val_set_size' or 'test_datasets'"
         remedy += ", and drop 'eval_strategy: no'" if config.run.eval_strategy == "no" else ""
-        yield f"{asked[0]}: needs something to evaluate on. {remedy}."
+        yield f"{keys[0]}: needs something to evaluate on. {remedy}."
 
 
 def best_checkpoint(config: Config) -> Iterator[str]:
-    """To be found again, the best evaluation must have been saved."""
+    """Check that a checkpoint is written at every evaluation, so that the best one can be loaded."""
     run = config.run
     if not run.load_best or run.save_strategy == "best" or not evaluates(config):
         return
@@ -144,27 +144,27 @@ def best_checkpoint(config: Config) -> Iterator[str]:
             f"load_best_model_at_end: checkpoints are written by '{saves}', evaluations made by '{evaluations}': the "
             f"best would be lost. Set 'save_strategy: {evaluations}', or 'save_strategy: best'."
         )
-    elif saves == "steps" and run.save_steps and run.eval_steps and not _fits(run.save_steps, run.eval_steps):
+    elif saves == "steps" and run.save_steps and run.eval_steps and not _is_multiple(run.save_steps, run.eval_steps):
         yield (
             f"load_best_model_at_end: 'save_steps' ({run.save_steps:g}) is not a multiple of 'eval_steps' "
-            f"({run.eval_steps:g}): the best would be lost. Make it one, or set 'save_strategy: best'."
+            f"({run.eval_steps:g}): the best would be lost. Use a multiple, or set 'save_strategy: best'."
         )
 
 
-def _fits(many: float, few: float) -> bool:
-    """Whether steps, or shares of all steps, are a multiple of others; a share and a count cannot be compared."""
-    return (many < 1) == (few < 1) and round(many * 1e6) % round(few * 1e6) == 0
+def _is_multiple(saves: float, evaluations: float) -> bool:
+    """Whether one interval is a multiple of another; a share of all steps (below 1) and a count never are."""
+    return (saves < 1) == (evaluations < 1) and round(saves * 1e6) % round(evaluations * 1e6) == 0
 
 
 def intervals(config: Config) -> Iterator[str]:
-    """Steps are counted, or shares of all."""
+    """Check that intervals are whole numbers of steps, or shares of all steps below 1."""
     for key, value in (("save_steps", config.run.save_steps), ("eval_steps", config.run.eval_steps)):
         if value is not None and value > 1 and value != int(value):
             yield f"{key}: a share below 1, or a whole number of steps, not {value:g}."
 
 
 def shards(config: Config) -> Iterator[str]:
-    """What cannot be done with weights, gradients or states that lie in shards."""
+    """Reject keys that do not work with sharded weights, gradients or optimizer states."""
     section, adapter, optim = config.sharding, config.adapter, config.optim
     zero = section.deepspeed is not None
     if not section.fsdp and not zero:
@@ -203,7 +203,7 @@ def shards(config: Config) -> Iterator[str]:
 
 
 def fsdp(config: Config) -> Iterator[str]:
-    """What FSDP2 has no form of."""
+    """Reject keys that FSDP2 does not support."""
     section = config.sharding
     if not section.fsdp:
         return
@@ -221,25 +221,31 @@ def fsdp(config: Config) -> Iterator[str]:
 
 
 def deepspeed(config: Config) -> Iterator[str]:
-    """The options, where they are given or their file is here; that it is missing is the machine's matter."""
-    given = config.sharding.deepspeed
-    if given is None or (isinstance(given, str) and (too_long(given) or zero_file(given, config.folder) is None)):
-        return
+    """Check DeepSpeed's options; a missing file is reported by the checks of the machine."""
     try:
-        yield from not_taken(zero_options(given, config.folder))
+        options = _deepspeed_options(config)
     except UserError as error:
         yield str(error)
+    else:
+        yield from not_taken(options) if options is not None else ()
 
 
-def cut_weights(config: Config) -> Iterator[str]:
-    """Quantised weights of which each rank holds a piece."""
-    if not (config.sharding.fsdp or _cuts_weights(config)):
+def _deepspeed_options(config: Config) -> dict[str, Any] | None:
+    """Return DeepSpeed's options, or None without DeepSpeed or where their file is missing."""
+    source = config.sharding.deepspeed
+    if source is None or (isinstance(source, str) and (too_long(source) or zero_file(source, config.folder) is None)):
+        return None
+    return zero_options(source, config.folder)
+
+
+def quantised_shards(config: Config) -> Iterator[str]:
+    """Reject quantisation that does not work with sharded weights."""
+    if not (config.sharding.fsdp or _shards_weights(config)):
         return
     if config.adapter.load_in_8bit:
         yield (
             "load_in_8bit: integers cannot be sharded, and their scales would be lost; use 'load_in_4bit: true', "
-            "ZeRO-1 "
-            "or 2, or drop fsdp and deepspeed: each GPU then holds all weights, half as large."
+            "ZeRO-1 or 2, or drop fsdp and deepspeed: each GPU then holds all weights, half as large."
         )
     if "bnb_4bit_quant_storage" in config.adapter.quantisation:
         yield (
@@ -248,18 +254,15 @@ def cut_weights(config: Config) -> Iterator[str]:
         )
 
 
-def _cuts_weights(config: Config) -> bool:
-    given = config.sharding.deepspeed
-    if given is None or (isinstance(given, str) and (too_long(given) or zero_file(given, config.folder) is None)):
-        return False
+def _shards_weights(config: Config) -> bool:
     try:
-        return zero_stage(zero_options(given, config.folder)) == 3
+        return zero_stage(_deepspeed_options(config) or {}) == 3
     except UserError:
         return False
 
 
 def paths(config: Config) -> Iterator[str]:
-    """Names that are none, or that no file system takes."""
+    """Reject paths that are empty or that no file system allows."""
     named: dict[str, Any] = {
         "output_dir": config.run.output_dir,
         "resume_from_checkpoint": config.run.resume_from,
@@ -284,18 +287,18 @@ def paths(config: Config) -> Iterator[str]:
             yield f"{place}: is empty. Name a place, or drop the key."
         elif name is not None and too_long(name):
             yield (
-                f"{place}: a name in it has more than {LONGEST_NAME} bytes or a NUL, which no file system takes. "
+                f"{place}: a name in it has more than {LONGEST_NAME} bytes or a NUL, which no file system allows. "
                 "Shorten it."
             )
 
 
 def _file_of(jinja: str | None) -> str | None:
-    """The file that a template is in, where it is not the text itself."""
+    """Return the template's file, or None if the value is the template's text."""
     return None if jinja is None or any(mark in jinja for mark in ("{%", "{{", "\n")) else jinja
 
 
 def hub(config: Config) -> Iterator[str]:
-    """Names that the hub takes for a repository."""
+    """Check that `hub_model_id` is a valid repository name."""
     name = config.run.hub_model_id
     if name is not None and not re.fullmatch(REPOSITORY, name):
         yield (
@@ -305,20 +308,20 @@ def hub(config: Config) -> Iterator[str]:
 
 
 def too_long(name: str) -> bool:
-    """Whether part of a path is longer than a file system takes."""
+    """Whether a part of a path is longer than file systems allow."""
     return "\0" in name or any(len(part.encode(errors="surrogatepass")) > LONGEST_NAME for part in PurePath(name).parts)
 
 
 def without_effect(config: Config) -> Iterator[str]:
-    """Keys that do less than they seem to."""
-    asked = [key for key in ("warmup_steps", "warmup_ratio") if config.given.get(key)]
-    if asked and config.optim.scheduler in WITHOUT_WARMUP:
-        yield f"{asked[0]}: no effect with 'lr_scheduler: {config.optim.scheduler}', which has no warm-up"
+    """Warn about warm-up with a schedule that has none."""
+    keys = [key for key in ("warmup_steps", "warmup_ratio") if config.given.get(key)]
+    if keys and config.optim.scheduler in WITHOUT_WARMUP:
+        yield f"{keys[0]}: no effect with 'lr_scheduler: {config.optim.scheduler}', which has no warm-up"
 
 
 def without_evaluation(config: Config) -> Iterator[str]:
-    """When to evaluate, with nothing to evaluate on."""
-    asked = [key for key in ("eval_steps", "evals_per_epoch", "eval_strategy") if config.given.get(key)]
+    """Warn about evaluation keys without evaluation data."""
+    keys = [key for key in ("eval_steps", "evals_per_epoch", "eval_strategy") if config.given.get(key)]
     held = config.data.test_datasets or config.data.val_set_size
-    if asked and not held and config.run.eval_strategy != "no":
-        yield f"{asked[0]}: nothing is evaluated without 'val_set_size' or 'test_datasets'"
+    if keys and not held and config.run.eval_strategy != "no":
+        yield f"{keys[0]}: nothing is evaluated without 'val_set_size' or 'test_datasets'"

@@ -1,1 +1,1 @@
-"""The sections of a config, one file each: their keys, defaults and help."""
+"""The sections of a config: their keys, defaults and help texts."""

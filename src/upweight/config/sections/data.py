@@ -1,11 +1,11 @@
-"""Keys about data: where rows come from, how they are read, how long they may be."""
+"""Keys about data: sources of rows, formats, chat templates and lengths."""
 
 from typing import Any, Literal
 
 from upweight.config.sections.model import PositiveInt
 from upweight.settings import Section, Strict, inner, setting
 
-# Formats that ship with the package, by the kind of data a method reads; dotted names beyond these are the user's.
+# Formats that ship with the package, by the kind of data a method reads; other dotted names are user functions.
 _FAMILIES = tuple(
     family + name
     for family in ("chatml", "llama3")
@@ -34,43 +34,43 @@ FORMAT_NAMES: dict[str, tuple[str, ...]] = {
         "chat_template", "completion", "passthrough",
     ),
 }  # fmt: skip
-# Templates that ship with the package; the tokenizer's own and the user's come on top.
+# Templates that ship with the package; `tokenizer_default` and `jinja` are accepted besides these.
 TEMPLATE_NAMES = (
     "alpaca", "chatml", "cohere", "deepseek_v2", "deepseek_v3", "exaone", "gemma", "granite", "llama2",
     "llama3", "llama4", "metharme", "mistral_v1", "mistral_v2v3", "mistral_v3_tekken", "mistral_v7_tekken", "phi_3",
     "phi_4", "qwen3", "qwen_25", "vicuna", "zephyr",
 )  # fmt: skip
-# A family's name alone is its most used version.
+# The name of a model family means its most used version.
 TEMPLATE_ALIASES = {
     "deepseek": "deepseek_v3", "gemma2": "gemma", "gemma3": "gemma", "mistral": "mistral_v2v3", "phi": "phi_3",
     "phi3": "phi_3", "phi4": "phi_4", "phi_35": "phi_3", "qwen": "qwen_25", "qwen2.5": "qwen_25", "qwen2_5": "qwen_25",
 }  # fmt: skip
 FALLBACK_PREFIX = "tokenizer_default_fallback_"
-# Families whose tokenizers bring the template along.
+# Model families whose tokenizers contain the template.
 OWN_TEMPLATES = ("command_a", "falcon_h1", "gemma3n", "gemma4", "gemma4_unified", "jamba", "qwen3_5", "qwen3_next")
 
 
 class UserFormat(Strict):
-    """A `type:` written as a mapping: which columns hold what, and how they are joined."""
+    """A `type:` written as a mapping: the columns of the rows, and how their texts are formatted."""
 
     field_prompt: str = inner("prompt", "Column of the prompt.")
     field_system: str = inner("system", "Column of the system text; may be absent.")
-    field_chosen: str = inner("chosen", "Column of the better answer.")
-    field_rejected: str = inner("rejected", "Column of the worse answer.")
-    field_completion: str = inner("completion", "Column of the answer, for KTO.")
-    field_label: str = inner("label", "Column of the verdict, for KTO.")
-    prompt_format: str = inner("{prompt}", "Prompt text; `{system}` and `{prompt}` are filled in.")
-    chosen_format: str = inner("{chosen}", "Text of the better answer.")
-    rejected_format: str = inner("{rejected}", "Text of the worse answer.")
-    completion_format: str = inner("{completion}", "Text of the answer, for KTO.")
+    field_chosen: str = inner("chosen", "Column of the chosen answer.")
+    field_rejected: str = inner("rejected", "Column of the rejected answer.")
+    field_completion: str = inner("completion", "Column of the completion, for KTO.")
+    field_label: str = inner("label", "Column of the label (desirable or not), for KTO.")
+    prompt_format: str = inner("{prompt}", "Format of the prompt; `{system}` and `{prompt}` are filled in.")
+    chosen_format: str = inner("{chosen}", "Format of the chosen answer.")
+    rejected_format: str = inner("{rejected}", "Format of the rejected answer.")
+    completion_format: str = inner("{completion}", "Format of the completion, for KTO.")
     field_instruction: str = inner("instruction", "Column of the instruction, for SFT.")
     field_input: str = inner("input", "Column of the instruction's input, for SFT.")
     field_output: str = inner("output", "Column of the answer, for SFT.")
-    format: str | None = inner(None, "SFT prompt; `{instruction}` and `{input}` are filled in.")
-    no_input_format: str | None = inner(None, "SFT prompt for rows without an input.")
-    system_prompt: str = inner("", "System text of rows without one.")
+    format: str | None = inner(None, "Format of the SFT prompt; `{instruction}` and `{input}` are filled in.")
+    no_input_format: str | None = inner(None, "Format of the SFT prompt for rows without an input.")
+    system_prompt: str = inner("", "System text for rows that have none.")
     system_format: str = inner(
-        "{system}", "How the system text is written; it goes first where no format has a `{system}`."
+        "{system}", "Format of the system text; it comes before the prompt if no prompt format contains `{system}`."
     )
 
 
@@ -78,41 +78,43 @@ class DatasetRow(Strict):
     """One entry of `datasets`."""
 
     path: str | None = inner(None, "Hub id, file or folder.")
-    name: str | list[str] | None = inner(None, "Configuration on the hub; a list takes several.")
+    name: str | list[str] | None = inner(None, "Configuration of the dataset on the hub, or a list of them.")
     split: str | None = inner(None, "Split, with slices such as `train[:1%]`.")
     type: str | UserFormat | None = inner(None, "Format of the rows, a transform, or a mapping of columns.")
     data_files: str | list[str] | None = inner(None, "Files to read.")
     ds_type: Literal["json", "jsonl", "csv", "parquet", "arrow", "text", "txt"] | None = inner(
-        None, "File type; by ending when left out."
+        None, "File type; follows from the file name when left out."
     )
     revision: str | None = inner(None, "Branch, tag or commit on the hub.")
     trust_remote_code: bool = inner(False, "Whether code from the dataset's repository may run.")
-    max_samples: PositiveInt | None = inner(None, "Take so many rows at random.")
-    shards: PositiveInt | None = inner(None, "Cut the rows into so many shards and keep one.")
-    shards_idx: int = inner(0, "Which shard is kept.", ge=0)
+    max_samples: PositiveInt | None = inner(None, "Number of rows to take at random.")
+    shards: PositiveInt | None = inner(None, "Number of shards the rows are split into; one of them is kept.")
+    shards_idx: int = inner(0, "Index of the shard that is kept.", ge=0)
     chat_template: str | None = inner(None, "Chat template for these rows.")
     chat_template_jinja: str | None = inner(None, "Template text or file, with `chat_template: jinja`.")
     field_messages: str | None = inner(None, "Column of the messages; dots reach into nested columns.")
-    field_chosen: str | None = inner(None, "Column of the better answer.")
-    field_rejected: str | None = inner(None, "Column of the worse answer.")
-    field_system: str | None = inner(None, "Column of the system text, for conversations without one.")
+    field_chosen: str | None = inner(None, "Column of the chosen answer.")
+    field_rejected: str | None = inner(None, "Column of the rejected answer.")
+    field_system: str | None = inner(None, "Column of the system text, for conversations without a system message.")
     field_tools: str | None = inner(None, "Column of the tool definitions.")
     field_thinking: str | None = inner(None, "Message property that holds reasoning text.")
-    template_thinking_key: str | None = inner(None, "Name under which the template expects reasoning text.")
+    template_thinking_key: str | None = inner(None, "Name of the reasoning text in the chat template.")
     field: str | None = inner(None, "Column of raw text, for `completion`.")
-    message_property_mappings: dict[str, str] | None = inner(
-        None, "Message properties by the name they have in the rows."
-    )
+    message_property_mappings: dict[str, str] | None = inner(None, "Message property -> its name in the rows.")
     message_field_role: str | None = inner(None, "Older spelling of `message_property_mappings.role`.")
     message_field_content: str | None = inner(None, "Older spelling of `message_property_mappings.content`.")
-    message_field_training: str | None = inner(None, "Message property that says whether to train on it.")
+    message_field_training: str | None = inner(None, "Message property that tells whether to train on the message.")
     message_field_training_detail: str | None = inner(None, "Message property with character spans to train on.")
-    roles: dict[str, str | list[str]] | None = inner(None, "Role names in the rows by the role they stand for.")
-    roles_to_train: list[str] | None = inner(None, "Roles whose turns are trained on.")
-    train_on_eos: Literal["all", "turn", "last", "none"] | None = inner(None, "End tokens trained on.")
-    train_on_eot: Literal["all", "turn", "last", "none"] | None = inner(None, "End-of-turn tokens trained on.")
-    drop_system_message: bool = inner(False, "Leave out system turns.")
-    split_thinking: bool = inner(False, "Move `<think>` text into its own property.")
+    roles: dict[str, str | list[str]] | None = inner(None, "Role -> its names in the rows.")
+    roles_to_train: list[str] | None = inner(None, "Roles whose messages are trained on.")
+    train_on_eos: Literal["all", "turn", "last", "none"] | None = inner(
+        None, "Which end-of-text tokens are trained on."
+    )
+    train_on_eot: Literal["all", "turn", "last", "none"] | None = inner(
+        None, "Which end-of-turn tokens are trained on."
+    )
+    drop_system_message: bool = inner(False, "Drop system messages.")
+    split_thinking: bool = inner(False, "Move the text inside `<think>` tags to the reasoning property of the message.")
     step_separator: str | None = inner(None, "Text between reasoning steps, for process reward models.")
     server_name: str | None = inner(None, "NeMo Gym server that verifies these rows.")
     max_completion_length: PositiveInt | None = inner(None, "Longest completion, for process reward models.")
@@ -120,40 +122,42 @@ class DatasetRow(Strict):
 
 
 class DataSection(Section):
-    """What is trained on and how it is prepared."""
+    """Training and evaluation data, and its preparation."""
 
-    datasets: list[DatasetRow] = setting("datasets", [], "What to train on; required.")
-    test_datasets: list[DatasetRow] = setting("test_datasets", [], "What to evaluate on.")
+    datasets: list[DatasetRow] = setting("datasets", [], "Training data; required.")
+    test_datasets: list[DatasetRow] = setting("test_datasets", [], "Evaluation data.")
     val_set_size: float = setting(
-        "val_set_size", 0.0, "Share (below 1) or number of rows held out for evaluation.", ge=0
+        "val_set_size", 0.0, "Share (below 1) or number of training rows held out for evaluation.", ge=0
     )
     prepared_path: str = setting("dataset_prepared_path", "last_run_prepared", "Folder of prepared data.")
-    skip_prepare: bool = setting("skip_prepare_dataset", False, "Prepare rows anew instead of reading the cache.")
+    skip_prepare: bool = setting("skip_prepare_dataset", False, "Prepare the rows again instead of reading the cache.")
     processes: PositiveInt | None = setting("dataset_num_proc", None, "Processes that prepare data.")
-    in_memory: bool = setting("dataset_keep_in_memory", False, "Keep data in memory instead of mapped from disk.")
+    in_memory: bool = setting(
+        "dataset_keep_in_memory", False, "Keep data in memory instead of memory-mapping it from disk."
+    )
     deduplicate: bool = setting("dataset_exact_deduplication", False, "Drop rows that repeat an earlier one exactly.")
     shard_count: PositiveInt | None = setting(
-        "dataset_shard_num", None, "Cut all data into so many shards and keep one."
+        "dataset_shard_num", None, "Number of shards all data is split into; one of them is kept."
     )
-    shard_index: int = setting("dataset_shard_idx", 0, "Which shard is kept.", ge=0)
-    shuffle_merged: bool = setting("shuffle_merged_datasets", True, "Shuffle rows after datasets are joined.")
+    shard_index: int = setting("dataset_shard_idx", 0, "Index of the shard that is kept.", ge=0)
+    shuffle_merged: bool = setting("shuffle_merged_datasets", True, "Shuffle the rows after datasets are merged.")
     shuffle_before_merging: bool = setting(
-        "shuffle_before_merging_datasets", False, "Shuffle each dataset by itself first."
+        "shuffle_before_merging_datasets", False, "Shuffle each dataset before they are merged."
     )
-    curriculum: bool = setting("curriculum_sampling", False, "Train on rows in their order.")
+    curriculum: bool = setting("curriculum_sampling", False, "Train on the rows in their order, without shuffling.")
     sequence_len: PositiveInt = setting("sequence_len", 512, "Longest sequence in tokens, prompt included.")
     eval_sequence_len: PositiveInt | None = setting("eval_sequence_len", None, "Longest sequence in evaluation.")
     min_sample_len: int = setting("min_sample_len", 0, "Rows with fewer tokens are dropped.", ge=0)
     max_prompt_length: PositiveInt | None = setting(
-        "max_prompt_length", None, "Longest prompt; longer ones lose their beginning.",
+        "max_prompt_length", None, "Longest prompt in tokens; longer prompts are truncated from the left.",
         also=("trl.max_prompt_length",),
     )  # fmt: skip
     too_long: Literal["drop", "truncate", "raise"] = setting(
         "excess_length_strategy", "drop", "What happens to a row that is too long."
     )
-    train_on_inputs: bool = setting("train_on_inputs", False, "Train on prompts too, for SFT.")
+    train_on_inputs: bool = setting("train_on_inputs", False, "Also train on prompts, for SFT.")
     chat_template: str | None = setting(
-        "chat_template", None, "Chat template by name; the tokenizer's own when left out."
+        "chat_template", None, "Name of the chat template; that of the tokenizer when left out."
     )
     chat_template_jinja: str | None = setting(
         "chat_template_jinja", None, "Template text or file, with `chat_template: jinja`."
@@ -162,7 +166,9 @@ class DataSection(Section):
         "chat_template_kwargs", {}, "Variables passed to the chat template.", also=("trl.chat_template_kwargs",)
     )
     default_system_message: str | None = setting("default_system_message", None, "System text for rows that have none.")
-    eot_tokens: list[str] = setting("eot_tokens", [], "Tokens that end a turn, if not the end-of-text token.")
+    eot_tokens: list[str] = setting("eot_tokens", [], "Tokens that end a turn, if it is not the end-of-text token.")
     workers: int = setting("dataloader_num_workers", 0, "Processes that load batches.", ge=0)
-    prefetch: PositiveInt | None = setting("dataloader_prefetch_factor", None, "Batches each of them loads ahead.")
+    prefetch: PositiveInt | None = setting(
+        "dataloader_prefetch_factor", None, "Batches that each `dataloader_num_workers` process loads ahead."
+    )
     drop_last: bool = setting("dataloader_drop_last", False, "Drop the last, incomplete batch.")

@@ -1,4 +1,4 @@
-"""Keys about the model: what is loaded, in which precision, with which adapter."""
+"""Keys about the model, its precision, tokenizer and adapter."""
 
 from typing import Annotated, Any, Literal
 
@@ -16,17 +16,21 @@ class SpecialTokens(Strict):
     eos_token: str | None = inner(None, "End-of-text token.")
     pad_token: str | None = inner(None, "Padding token.")
     unk_token: str | None = inner(None, "Unknown token.")
-    additional_special_tokens: list[str] | None = inner(None, "Further tokens never split.")
+    additional_special_tokens: list[str] | None = inner(None, "Further tokens that are never split.")
 
 
 class ModelSection(Section):
-    """Which model and tokenizer are loaded."""
+    """The model, its tokenizer and its precision."""
 
     base_model: str | None = setting("base_model", None, "Hub id or folder of the model to train; required.")
-    config_source: str | None = setting("base_model_config", None, "Where the model's config comes from, if elsewhere.")
-    tokenizer: str | None = setting("tokenizer_config", None, "Where the tokenizer comes from, if elsewhere.")
+    config_source: str | None = setting(
+        "base_model_config", None, "Hub id or folder of the model's config; `base_model` when left out."
+    )
+    tokenizer: str | None = setting(
+        "tokenizer_config", None, "Hub id or folder of the tokenizer; `base_model` when left out."
+    )
     tokenizer_class: str | None = setting("tokenizer_type", None, "Name of the tokenizer class in transformers.")
-    tokenizer_use_fast: bool = setting("tokenizer_use_fast", True, "Whether the fast tokenizer is taken.")
+    tokenizer_use_fast: bool = setting("tokenizer_use_fast", True, "Whether the fast tokenizer is used.")
     tokenizer_legacy: bool | None = setting("tokenizer_legacy", None, "The tokenizer's `legacy` switch.")
     model_class: str | None = setting(
         "model_type",
@@ -37,7 +41,7 @@ class ModelSection(Section):
     revision: str | None = setting(
         "model_revision", None, "Branch, tag or commit on the hub.", also=("revision_of_model",)
     )
-    gguf_file: str | None = setting("gguf_file", None, "GGUF file inside `base_model`, loaded dequantised.")
+    gguf_file: str | None = setting("gguf_file", None, "GGUF file inside `base_model`; its weights are dequantised.")
     config_overrides: dict[str, Any] = setting(
         "model_config", {}, "Values that replace those of the model's config.", also=("overrides_of_model_config",)
     )
@@ -46,7 +50,9 @@ class ModelSection(Section):
     )
     trust_remote_code: bool = setting("trust_remote_code", False, "Whether code from the model's repository may run.")
     num_labels: PositiveInt | None = setting(
-        "num_labels", None, "Outputs of a score head; 1 for outcome, 2 for process reward models."
+        "num_labels",
+        None,
+        "Number of outputs of a score head; 1 for outcome, 2 for process reward models when left out.",
     )
     special_tokens: SpecialTokens = setting("special_tokens", SpecialTokens(), "Tokens to set on the tokenizer.")
     new_tokens: list[str] = setting("tokens", [], "Tokens added to the vocabulary; embeddings are resized.")
@@ -60,13 +66,17 @@ class ModelSection(Section):
         "attn_implementation", None, "Attention kernel; chosen by device and row length when left out."
     )
     layout: Literal["auto", "tree", "padded"] = setting(
-        "layout", "auto", "How sequences are laid out: prefixes shared in trees, or padded; auto: trees where possible."
+        "layout",
+        "auto",
+        "Layout of sequences in a forward: trees with shared prefixes, or padded rows; auto uses trees where possible.",
     )
     disable_dropout: bool | None = setting(
-        "disable_dropout", None, "Whether dropout is off; on for SFT and reward models, off otherwise, when left out."
+        "disable_dropout", None, "Turn dropout off; when left out, dropout stays on for SFT and reward models only."
     )
     bf16: bool | Literal["auto"] = setting(
-        "bf16", "auto", "Compute in bfloat16 with float32 masters of trained weights; auto: where the device can."
+        "bf16",
+        "auto",
+        "Compute in bfloat16 with float32 masters of trained weights; auto does so where the device supports it.",
     )
     fp16: bool = setting("fp16", False, "Compute in float16 with loss scaling.")
     pure_bf16: bool = setting(
@@ -105,15 +115,19 @@ class AdapterSection(Section):
     modules_to_save: list[str] | None = setting("lora_modules_to_save", None, "Modules trained in full and saved.")
     rank_pattern: dict[str, PositiveInt] = setting("lora_rank_pattern", {}, "Rank by module name pattern.")
     alpha_pattern: dict[str, PositiveInt] = setting("lora_alpha_pattern", {}, "Alpha by module name pattern.")
-    fan_in_fan_out: bool = setting("lora_fan_in_fan_out", False, "Set for layers that store weights transposed.")
+    fan_in_fan_out: bool = setting(
+        "lora_fan_in_fan_out", False, "Set it for layers that store their weights transposed."
+    )
     dora: bool = setting("peft_use_dora", False, "Decompose into magnitude and direction (DoRA).")
     rslora: bool = setting("peft_use_rslora", False, "Scale by alpha / sqrt(r) (rank-stabilised LoRA).")
-    init: bool | str = setting("peft_init_lora_weights", True, "How adapter weights start; names as in PEFT.")
+    init: bool | str = setting("peft_init_lora_weights", True, "Initialisation of the adapter, named as in PEFT.")
     layers: list[int] | None = setting("peft_layers_to_transform", None, "Indices of the layers to adapt.")
     layers_pattern: list[str] | None = setting("peft_layers_pattern", None, "Name of the layer list, if unusual.")
     peft: PeftBlock = setting("peft", PeftBlock(), "Options that PEFT nests.")
     plus_ratio: float | None = setting("loraplus_lr_ratio", None, "LoRA+: how many times faster B learns than A.", gt=0)
-    plus_embedding_rate: float = setting("loraplus_lr_embedding", 1e-6, "LoRA+: rate of adapted embeddings.", gt=0)
+    plus_embedding_rate: float = setting(
+        "loraplus_lr_embedding", 1e-6, "LoRA+: learning rate of adapted embeddings.", gt=0
+    )
     load_in_8bit: bool = setting("load_in_8bit", False, "Quantise frozen base weights to 8 bits (bitsandbytes).")
     load_in_4bit: bool = setting("load_in_4bit", False, "Quantise frozen base weights to 4 bits (bitsandbytes).")
     quantisation: dict[str, Any] = setting("bnb_config_kwargs", {}, "Further options of bitsandbytes.")

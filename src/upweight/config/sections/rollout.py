@@ -9,7 +9,7 @@ from upweight.settings import Section, Strict, inner, setting
 
 
 class RolloutSection(Section):
-    """How completions are produced and scored."""
+    """Sampling of completions and their rewards."""
 
     use_vllm: bool = setting("trl.use_vllm", False, "Sample from vLLM instead of in process.")
     vllm_mode: Literal["server", "colocate"] = setting(
@@ -19,7 +19,7 @@ class RolloutSection(Section):
         "trl.vllm_server_base_url", None, "Address of the server, instead of host and port."
     )
     server_urls: list[str] = setting(
-        "trl.vllm_server_base_urls", [], "Addresses of several servers, which share the prompts."
+        "trl.vllm_server_base_urls", [], "Addresses of several servers; the prompts are divided among them."
     )
     server_host: str | None = setting("trl.vllm_server_host", None, "Host of the server; `vllm.host` when left out.")
     server_port: int | None = setting(
@@ -29,7 +29,7 @@ class RolloutSection(Section):
     regex: str | None = setting("trl.vllm_structured_outputs_regex", None, "Pattern every completion must match.")
     sleep_mode: bool = setting("trl.vllm_enable_sleep_mode", True, "Colocated vLLM frees its memory while training.")
     colocate_memory: float = setting(
-        "trl.vllm_gpu_memory_utilization", 0.3, "Share of the GPU for colocated vLLM.", gt=0, le=1
+        "trl.vllm_gpu_memory_utilization", 0.3, "Share of the GPU's memory for colocated vLLM.", gt=0, le=1
     )
     colocate_length: PositiveInt | None = setting(
         "trl.vllm_max_model_length", None, "Longest sequence for colocated vLLM."
@@ -37,24 +37,30 @@ class RolloutSection(Section):
     colocate_parallel: PositiveInt = setting("trl.vllm_tensor_parallel_size", 1, "GPUs that share colocated vLLM.")
     sync_interval: PositiveInt = setting("trl.vllm_sync_interval", 1, "Optimizer steps between weight syncs.")
     lora_sync: bool | None = setting(
-        "trl.vllm_lora_sync", None, "Send the adapter alone; when left out, on with an adapter that vLLM can load."
+        "trl.vllm_lora_sync",
+        None,
+        "Send only the adapter to vLLM; when left out, on with an adapter that vLLM can load.",
     )
     weight_transfer: Literal["folder", "nccl", "ipc"] = setting(
         "trl.vllm_weight_transfer",
         "folder",
-        "How all weights reach a server: a folder it reads, NCCL between GPUs, or the memory of one GPU that both use.",
+        "How all weights reach a server: through a folder, by NCCL between GPUs, or by CUDA IPC on one GPU.",
     )
     reward_funcs: list[str] = setting(
-        "trl.reward_funcs", [], "Reward functions by dotted path, built-in name, or model."
+        "trl.reward_funcs", [], "Reward functions by dotted path or built-in name, or reward models."
     )
     reward_workers: PositiveInt = setting("trl.reward_num_workers", 1, "Processes that compute rewards.")
-    reward_timeout: float = setting("trl.reward_timeout", 120, "Seconds one call of a reward may take.", gt=0)
-    rollout_func: str | None = setting("trl.rollout_func", None, "Function that produces completions itself.")
+    reward_timeout: float = setting("trl.reward_timeout", 120, "Longest time of one reward call, in seconds.", gt=0)
+    rollout_func: str | None = setting(
+        "trl.rollout_func", None, "Function, by dotted path, that produces the completions."
+    )
     generation_batch_size: PositiveInt | None = setting(
         "trl.generation_batch_size", None, "Completions per rollout; the optimizer batch when left out."
     )
     steps_per_generation: PositiveInt | None = setting(
-        "trl.steps_per_generation", None, "Accumulation steps fed by one rollout, instead of `generation_batch_size`."
+        "trl.steps_per_generation",
+        None,
+        "Accumulation steps that use one rollout; an alternative to `generation_batch_size`.",
     )
     num_iterations: PositiveInt = setting("trl.num_iterations", 1, "Passes over each rollout.")
     num_generations_eval: PositiveInt | None = setting(
@@ -62,35 +68,41 @@ class RolloutSection(Section):
     )
     temperature: float = setting("trl.temperature", 1.0, "Sampling temperature.", gt=0)
     top_p: float = setting("trl.top_p", 1.0, "Keep the most likely tokens up to this probability.", gt=0, le=1)
-    top_k: int = setting("trl.top_k", 0, "Keep so many most likely tokens; 0 keeps all.", ge=0)
+    top_k: int = setting("trl.top_k", 0, "Number of most likely tokens that are kept; 0 keeps all.", ge=0)
     min_p: float | None = setting("trl.min_p", None, "Drop tokens below this share of the top probability.", ge=0, le=1)
     repetition_penalty: float = setting("trl.repetition_penalty", 1.0, "Penalty on tokens already present.", gt=0)
     generation_args: dict[str, Any] = setting(
         "trl.generation_kwargs", {}, "Further sampling options, such as `stop` or `stop_token_ids`."
     )
     compile_sampler: bool = setting(
-        "trl.compile_sampler", True, "Fuse kernels of the in-process sampler on a GPU: seconds at first, then faster."
+        "trl.compile_sampler",
+        True,
+        "Compile the in-process sampler on a GPU: it takes seconds at the start and makes sampling faster.",
     )
     log_completions: bool = setting("trl.log_completions", False, "Show sampled completions in the terminal.")
-    completions_shown: PositiveInt | None = setting("trl.num_completions_to_print", None, "How many are shown.")
+    completions_shown: PositiveInt | None = setting(
+        "trl.num_completions_to_print", None, "Number of completions that `trl.log_completions` shows."
+    )
     async_prefetch: bool = setting("trl.async_prefetch", False, "Produce rollouts while training.")
     prefetch_depth: PositiveInt = setting("trl.prefetch_depth", 1, "Rollouts that may be produced ahead.")
     max_staleness: int | None = setting(
         "trl.max_staleness",
         None,
-        "Optimizer steps a sample may lag behind; the design's own bound when left out.",
+        "Most optimizer steps between sampling and training; only `trl.prefetch_depth` bounds them when left out.",
         ge=0,
     )
-    streaming: bool = setting("trl.streaming_partial_batch", False, "Score and hand over groups as they finish.")
+    streaming: bool = setting(
+        "trl.streaming_partial_batch", False, "Score groups and pass them to training as they finish."
+    )
     streaming_groups: PositiveInt = setting("trl.streaming_min_groups", 1, "Groups scored at a time when streaming.")
     replay_size: int = setting(
-        "trl.replay_buffer_size", 0, "Groups kept to replace those without signal; 0 is off.", ge=0
+        "trl.replay_buffer_size", 0, "Groups kept to replace groups whose rewards are all equal; 0 is off.", ge=0
     )
     replay_recompute: bool = setting(
         "trl.replay_recompute_logps", True, "Recompute log-probs of replayed groups under the current policy."
     )
     replay_max_age: PositiveInt = setting(
-        "trl.replay_max_age", 64, "Optimizer steps after which a kept group is dropped."
+        "trl.replay_max_age", 64, "Optimizer steps after which a group leaves the replay buffer."
     )
     reroll_start: float = setting(
         "trl.reroll_start_fraction",
@@ -101,15 +113,18 @@ class RolloutSection(Section):
     )
     reroll_groups: PositiveInt = setting("trl.reroll_max_groups", 1, "Failed prompts tried again per rollout.")
     skip_zero_advantage: bool = setting(
-        "trl.skip_zero_advantage_batches", True, "Do not forward completions that cannot contribute."
+        "trl.skip_zero_advantage_batches", True, "Skip completions with zero advantage that do not change the loss."
     )
     dynamic_sampling: int = setting(
-        "trl.dynamic_sampling_max_rounds", 0, "Extra rounds of sampling until every group has signal; 0 is off.", ge=0
+        "trl.dynamic_sampling_max_rounds",
+        0,
+        "Extra rounds of sampling to replace groups whose rewards are all equal; 0 is off.",
+        ge=0,
     )
 
 
 class VllmSection(Section):
-    """How `vllm-serve` starts the server."""
+    """Options with which `upweight vllm-serve` starts the server."""
 
     host: str = setting("vllm.host", "127.0.0.1", "Address the server listens on.")
     port: int = setting("vllm.port", 8000, "Port the server listens on.", ge=1, le=65535)
@@ -126,10 +141,10 @@ class VllmSection(Section):
     reasoning: bool = setting("vllm.enable_reasoning", False, "Separate reasoning text; needs `reasoning_parser`.")
     reasoning_parser: str | None = setting("vllm.reasoning_parser", None, "vLLM's parser for reasoning text.")
     tool_call_parser: str | None = setting(
-        "vllm.tool_call_parser", None, "vLLM's parser for tool calls; hermes where left out with `nemo_gym_multi_turn`."
+        "vllm.tool_call_parser", None, "vLLM's parser for tool calls; with `nemo_gym_multi_turn`, hermes when left out."
     )
     max_lora_rank: PositiveInt | None = setting(
-        "vllm.max_lora_rank", None, "Largest adapter rank; from `lora_r` when left out."
+        "vllm.max_lora_rank", None, "Largest adapter rank; follows from `lora_r` when left out."
     )
 
 
@@ -138,7 +153,7 @@ class GymDataset(Strict):
 
     path: str = Field(description="File of rows, absolute or relative to `nemo_gym_dir`.")
     server_name: str | None = inner(None, "Server that verifies these rows.")
-    max_samples: PositiveInt | None = inner(None, "Take so many rows at random.")
+    max_samples: PositiveInt | None = inner(None, "Number of rows to take at random.")
 
 
 class GymSection(Section):
@@ -163,9 +178,11 @@ class GymSection(Section):
     model_name: str | None = setting(
         "nemo_gym_model_name", None, "Model name the Gym asks for; `base_model` when left out."
     )
-    multi_turn: bool = setting("nemo_gym_multi_turn", False, "Roll out through the Gym's agents.")
+    multi_turn: bool = setting("nemo_gym_multi_turn", False, "Let the Gym's agents run the episodes.")
     reward_components: list[str] = setting(
-        "nemo_gym_reward_components", [], "Components of the verdict that become rewards of their own; its sum else."
+        "nemo_gym_reward_components",
+        [],
+        "Components of the verification that become separate rewards; only the total reward when left out.",
     )
     policy_port: int = setting(
         "nemo_gym_policy_port", 11001, "Port at which the Gym's agents reach the policy.", ge=1, le=65535
@@ -173,6 +190,6 @@ class GymSection(Section):
     isolate: bool | None = setting(
         "nemo_gym_isolate",
         None,
-        "Started servers have no network and cannot write; when left out, wherever the system and their work allow it.",
+        "Run started servers without network and write access; when left out, where system and servers allow it.",
     )
-    max_turns: PositiveInt | None = setting("nemo_gym_max_turns", None, "Turns a multi-turn rollout may take.")
+    max_turns: PositiveInt | None = setting("nemo_gym_max_turns", None, "Most turns of a multi-turn rollout.")

@@ -1,4 +1,4 @@
-"""Keys about a run: where it writes, when it saves, evaluates, logs and stops."""
+"""Keys about a run: output folder, checkpoints, evaluation, logging, early stopping and trackers."""
 
 import os
 from typing import Literal
@@ -12,60 +12,70 @@ from upweight.settings import Section, setting
 class RunSection(Section):
     """Output, checkpoints, evaluation, logging."""
 
-    output_dir: str = setting("output_dir", "./model-out", "Folder of the run.")
+    output_dir: str = setting("output_dir", "./model-out", "Output folder of the run.")
     logging_steps: PositiveInt | None = setting(
-        "logging_steps", None, "Log every so many steps; by run length when left out."
+        "logging_steps", None, "Steps between logs; follows from the length of the run when left out."
     )
-    save_steps: float | None = setting("save_steps", None, "Save every so many steps, or this share of them.", gt=0)
+    save_steps: float | None = setting(
+        "save_steps", None, "Steps between checkpoints; below 1, a share of all steps.", gt=0
+    )
     saves_per_epoch: PositiveInt | None = setting("saves_per_epoch", None, "Checkpoints in each epoch.")
     save_strategy: Literal["no", "steps", "epoch", "best"] | None = setting(
-        "save_strategy", None, "When checkpoints are written; epoch when nothing is said."
+        "save_strategy", None, "When checkpoints are written; every epoch if no key sets it."
     )
-    save_total_limit: PositiveInt | None = setting("save_total_limit", 4, "Checkpoints kept.")
+    save_total_limit: PositiveInt | None = setting("save_total_limit", 4, "Number of checkpoints that are kept.")
     save_only_model: bool = setting(
-        "save_only_model", False, "Leave the optimizer out of checkpoints: no exact resume."
+        "save_only_model", False, "Save checkpoints without the optimizer; they cannot be resumed exactly."
     )
     save_first_step: bool = setting(
-        "save_first_step", False, "Save after the first step too, to see that saving works."
+        "save_first_step", False, "Also save after the first step, to test that saving works."
     )
-    eval_steps: float | None = setting("eval_steps", None, "Evaluate every so many steps, or this share of them.", gt=0)
+    eval_steps: float | None = setting(
+        "eval_steps", None, "Steps between evaluations; below 1, a share of all steps.", gt=0
+    )
     evals_per_epoch: PositiveInt | None = setting("evals_per_epoch", None, "Evaluations in each epoch.")
     eval_strategy: Literal["no", "steps", "epoch"] | None = setting(
         "eval_strategy", None, "When to evaluate; follows from the other keys when left out."
     )
     eval_on_start: bool = setting("eval_on_start", False, "Evaluate once before the first step.")
     best_metric: str | None = setting("metric_for_best_model", None, "Metric that picks the best checkpoint.")
-    greater_is_better: bool | None = setting("greater_is_better", None, "Whether more of that metric is better.")
-    load_best: bool = setting("load_best_model_at_end", False, "Take the best checkpoint as the final model.")
+    greater_is_better: bool | None = setting(
+        "greater_is_better", None, "Whether a larger `metric_for_best_model` is better."
+    )
+    load_best: bool = setting("load_best_model_at_end", False, "Load the best checkpoint as the final model.")
     patience: PositiveInt | None = setting(
-        "early_stopping_patience", None, "Stop after so many evaluations without improvement."
+        "early_stopping_patience", None, "Evaluations without improvement after which the run stops."
     )
-    resume_from: str | None = setting("resume_from_checkpoint", None, "Checkpoint folder to continue from.")
+    resume_from: str | None = setting("resume_from_checkpoint", None, "Checkpoint folder to resume from.")
     auto_resume: bool = setting(
-        "auto_resume_from_checkpoints", False, "Continue from the last whole checkpoint, if any."
+        "auto_resume_from_checkpoints", False, "Resume from the last complete checkpoint, if there is one."
     )
-    loss_limit: float | None = setting("loss_watchdog_threshold", None, "Stop when the loss stays above this.", gt=0)
+    loss_limit: float | None = setting(
+        "loss_watchdog_threshold", None, "Stop the run when the loss stays above this value.", gt=0
+    )
     loss_limit_patience: PositiveInt = setting(
-        "loss_watchdog_patience", 3, "Logs in a row that the loss may stay above it."
+        "loss_watchdog_patience",
+        3,
+        "Consecutive logs with a loss above `loss_watchdog_threshold` after which the run stops.",
     )
-    profiler_steps: PositiveInt | None = setting("profiler_steps", None, "Record a profile of so many steps.")
+    profiler_steps: PositiveInt | None = setting("profiler_steps", None, "Number of steps to profile.")
     profiler_start: int = setting("profiler_steps_start", 0, "Step at which the profile begins.", ge=0)
     hub_model_id: str | None = setting("hub_model_id", None, "Repository on the hub to push the result to.")
     hub_strategy: Literal["end", "every_save", "checkpoint", "all_checkpoints"] | None = setting(
         "hub_strategy", None, "When to push."
     )
     hub_revision: str | None = setting("hub_revision", None, "Branch on the hub to push to.")
-    hub_private: bool = setting("hub_private_repo", True, "Whether a repository made by the push is private.")
+    hub_private: bool = setting("hub_private_repo", True, "Whether a repository that the push creates is private.")
 
     @field_validator("output_dir")
     @classmethod
     def _in_the_home_folder(cls, folder: str) -> str:
-        """`~` stands for the home folder, as it does in a shell; transformers reads it so too."""
+        """Expand `~` to the home folder, as transformers does."""
         return os.path.expanduser(folder)
 
 
 class TrackingSection(Section):
-    """Where metrics go besides `metrics.jsonl`; nowhere unless asked."""
+    """Trackers that receive metrics besides `metrics.jsonl`; all are off by default."""
 
     wandb: bool | None = setting("use_wandb", None, "Log to Weights & Biases; on when `wandb_project` is set.")
     wandb_project: str | None = setting("wandb_project", None, "Weights & Biases project.")

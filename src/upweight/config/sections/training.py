@@ -1,4 +1,4 @@
-"""Keys about optimisation and about spreading it over devices."""
+"""Keys about optimisation, sharding and distributed training."""
 
 from typing import Any, Literal, get_args
 
@@ -30,7 +30,7 @@ FsdpWord = Literal[
 
 
 class RateGroup(Strict):
-    """A learning rate for some modules."""
+    """A learning rate for named modules."""
 
     name: str = Field(description="Name of the group in the logs.")
     modules: list[str] = Field(description="Parameters whose names contain one of these.")
@@ -40,25 +40,31 @@ class RateGroup(Strict):
 class OptimSection(Section):
     """Batch sizes, optimizer, schedule, memory saving."""
 
-    learning_rate: float | None = setting("learning_rate", None, "Peak learning rate; by method when left out.", gt=0)
+    learning_rate: float | None = setting(
+        "learning_rate", None, "Peak learning rate; follows from the method when left out.", gt=0
+    )
     micro_batch_size: PositiveInt | None = setting(
-        "micro_batch_size", None, "Examples per device and accumulation step; fixes the optimizer batch only."
+        "micro_batch_size",
+        None,
+        "Examples per device and accumulation step; `token_budget` bounds what one forward holds.",
     )
     accumulation: PositiveInt | None = setting(
-        "gradient_accumulation_steps", None, "Accumulation steps; fixes the optimizer batch only."
+        "gradient_accumulation_steps",
+        None,
+        "Accumulation steps; multiplied by `micro_batch_size` it is the optimizer batch of a device.",
     )
     batch_size: PositiveInt | None = setting(
-        "batch_size", None, "Examples per optimizer step and device, instead of `gradient_accumulation_steps`."
+        "batch_size", None, "Examples per optimizer step and device; an alternative to `gradient_accumulation_steps`."
     )
     token_budget: PositiveInt | None = setting(
-        "token_budget", None, "Tokens in one forward; chosen from the device's memory when left out."
+        "token_budget", None, "Most tokens in one forward; follows from the device's memory when left out."
     )
     eval_batch_size: PositiveInt | None = setting("eval_batch_size", None, "Examples per evaluation step and device.")
     num_epochs: float = setting("num_epochs", 1.0, "Passes over the data.", gt=0)
-    max_steps: PositiveInt | None = setting("max_steps", None, "Optimizer steps; wins over `num_epochs`.")
+    max_steps: PositiveInt | None = setting("max_steps", None, "Number of optimizer steps; overrides `num_epochs`.")
     optimizer: OptimizerName = setting("optimizer", "adamw_torch_fused", "Optimizer, named as in transformers.")
     optimizer_args: str | dict[str, Any] | None = setting("optim_args", None, "Further arguments of the optimizer.")
-    scheduler: SchedulerName = setting("lr_scheduler", "cosine", "Course of the learning rate.")
+    scheduler: SchedulerName = setting("lr_scheduler", "cosine", "Learning rate schedule, named as in transformers.")
     scheduler_args: dict[str, Any] = setting("lr_scheduler_kwargs", {}, "Further arguments of the schedule.")
     cosine_min_ratio: float | None = setting(
         "cosine_min_lr_ratio", None, "Cosine schedule: final rate as a share of the peak.", ge=0, le=1
@@ -68,17 +74,17 @@ class OptimSection(Section):
     )
     warmup_ratio: float | None = setting("warmup_ratio", None, "Warm-up as a share of all steps.", ge=0, le=1)
     weight_decay: float = setting("weight_decay", 0.0, "Decoupled weight decay.", ge=0)
-    adam_beta1: float = setting("adam_beta1", 0.9, "Adam's first decay.", ge=0, lt=1)
-    adam_beta2: float = setting("adam_beta2", 0.999, "Adam's second decay.", ge=0, lt=1)
+    adam_beta1: float = setting("adam_beta1", 0.9, "Adam's beta1.", ge=0, lt=1)
+    adam_beta2: float = setting("adam_beta2", 0.999, "Adam's beta2.", ge=0, lt=1)
     adam_epsilon: float = setting("adam_epsilon", 1e-8, "Adam's epsilon.", gt=0)
     max_grad_norm: float = setting("max_grad_norm", 1.0, "Gradients are clipped to this norm; 0 turns it off.", ge=0)
     embedding_lr: float | None = setting("embedding_lr", None, "Learning rate of the embeddings.", gt=0)
     embedding_lr_scale: float | None = setting(
-        "embedding_lr_scale", None, "Learning rate of the embeddings as a multiple of the rest's.", gt=0
+        "embedding_lr_scale", None, "Learning rate of the embeddings as a multiple of `learning_rate`.", gt=0
     )
     lr_groups: list[RateGroup] = setting("lr_groups", [], "Learning rates for named modules.")
     unfrozen: list[str] | None = setting(
-        "unfrozen_parameters", None, "Patterns of the only parameters to train in full fine-tuning."
+        "unfrozen_parameters", None, "Patterns of parameter names; full fine-tuning trains only these."
     )
     neftune_alpha: float | None = setting("neftune_noise_alpha", None, "NEFTune noise on embeddings, for SFT.", gt=0)
     seed: int = setting("seed", 42, "Seed of every random choice.", ge=0, lt=2**32)
@@ -93,20 +99,22 @@ class OptimSection(Section):
         "activation_offloading", False, "Keep checkpointed activations in host memory."
     )
     reference_offloading: bool = setting(
-        "reference_offloading", False, "Keep the frozen copy of trained weights in host memory while it is not used."
+        "reference_offloading",
+        False,
+        "Keep the reference's copy of trained weights in host memory while it is not used.",
     )
     torch_compile: bool = setting("torch_compile", False, "Compile the model's layers.")
     empty_cache_steps: PositiveInt | None = setting(
-        "torch_empty_cache_steps", None, "Return unused GPU memory every so many steps."
+        "torch_empty_cache_steps", None, "Steps between calls of `torch.cuda.empty_cache`."
     )
 
 
 class ShardingSection(Section):
-    """How a run spreads over devices."""
+    """Sharding over devices, and context parallelism."""
 
     deepspeed: str | dict[str, Any] | None = setting("deepspeed", None, "DeepSpeed config: a path or the options.")
     fsdp: list[FsdpWord] | bool | None = setting(
-        "fsdp", None, "Shard weights, gradients and optimizer states over the ranks; on when `fsdp_config` is there."
+        "fsdp", None, "Shard weights, gradients and optimizer states over the ranks; on when `fsdp_config` is set."
     )
     fsdp_version: Literal[1, 2] = setting(
         "fsdp_version", 2, "FSDP version; 1 is mapped to 2.", also=("fsdp_config.version",)
@@ -115,7 +123,9 @@ class ShardingSection(Section):
         "fsdp_config.auto_wrap_policy", "TRANSFORMER_BASED_WRAP", "What becomes a sharding unit."
     )
     wrap_layers: str | list[str] | None = setting(
-        "fsdp_config.transformer_layer_cls_to_wrap", None, "Layer classes to shard; found by themselves otherwise."
+        "fsdp_config.transformer_layer_cls_to_wrap",
+        None,
+        "Layer classes to shard; detected from the model when left out.",
     )
     min_parameters: PositiveInt | None = setting(
         "fsdp_config.min_num_params", None, "Smallest unit for SIZE_BASED_WRAP."
@@ -129,7 +139,7 @@ class ShardingSection(Section):
         "fsdp_config.final_state_dict_type", "FULL_STATE_DICT", "How the final model is written."
     )
     low_memory_loading: bool = setting(
-        "fsdp_config.cpu_ram_efficient_loading", True, "Load weights on one rank and send them to the others."
+        "fsdp_config.cpu_ram_efficient_loading", True, "Load weights on one rank and broadcast them to the others."
     )
     fsdp_checkpointing: bool = setting(
         "fsdp_config.activation_checkpointing", False, "The same as `gradient_checkpointing: true`."
@@ -137,8 +147,10 @@ class ShardingSection(Section):
     context_parallel_size: PositiveInt = setting(
         "context_parallel_size",
         1,
-        "Consecutive ranks that share each row, and count as one device; must divide the attention heads.",
+        "Consecutive ranks that share each row and count as one device; it must divide the number of attention heads.",
     )
-    timeout: PositiveInt = setting("ddp_timeout", 1800, "Seconds a collective may take before the run is stopped.")
-    bucket_mb: PositiveInt | None = setting("ddp_bucket_cap_mb", None, "Size of DDP's gradient buckets.")
+    timeout: PositiveInt = setting(
+        "ddp_timeout", 1800, "Longest time of a collective, in seconds, before the run is stopped."
+    )
+    bucket_mb: PositiveInt | None = setting("ddp_bucket_cap_mb", None, "Size of DDP's gradient buckets in MiB.")
     broadcast_buffers: bool = setting("ddp_broadcast_buffers", False, "Whether DDP sends buffers at every step.")
