@@ -11,6 +11,7 @@ from upweight.log import logger, warn_once
 from upweight.models.patches import keep_soft_cap, scale_by_own_length
 
 _ATTENTION_KINDS = {"full_attention", "sliding_attention", "chunked_attention", "attention", "moe", "mlp"}
+_ONLY_WITH_DROPOUT = {"reformer"}  # gradients in training mode alone, where no two forwards can be compared
 _READS_ITS_MASK = {"doge"}  # model code that computes with the mask cannot take a rule in its place
 
 
@@ -59,6 +60,11 @@ def choose_layout(base: PreTrainedModel, wanted: Literal["auto", "tree", "padded
     """Decide the layout once, prepare the model's attention for it, and say so when prefixes are not shared."""
     if base.config.is_encoder_decoder:
         raise UserError(f"{type(base).__name__} is an encoder-decoder: only decoder models can be trained")
+    if base.config.model_type in _ONLY_WITH_DROPOUT:
+        raise UserError(
+            f"{type(base).__name__} computes gradients in training mode alone, so that nothing it learns from can be "
+            "proved: name another model, such as a Llama or Qwen"
+        )
     keep_soft_cap(base)
     stock = stock_of(base.config.get_text_config()._attn_implementation or "eager")
     reason = why_not_trees(base, longest) if wanted != "padded" else "the settings ask for it"

@@ -27,10 +27,11 @@ class Context(Protocol):
 
 
 class CustomAttention:
-    """Travels as `tree=` through one forward, and hands each attention call on with its number."""
+    """The tree of one forward: hands each attention call on with its number."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: Context, position_BN: Tensor) -> None:
         self._context, self._calls = context, count()
+        self.position_BN = position_BN
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, form: Scores) -> Tensor:
         """Attention of one layer, see `Attends`."""
@@ -48,9 +49,9 @@ _running: ContextVar[CustomAttention] = ContextVar("running")
 
 
 @contextmanager
-def attention_op(context: Context) -> Iterator[CustomAttention]:
-    """What one forward inside is given as `tree=` so that compiled layers attend by `context`."""
-    given = CustomAttention(context)
+def attention_op(context: Context, position_BN: Tensor) -> Iterator[CustomAttention]:
+    """The tree for one forward of these positions, so that compiled layers attend by `context`."""
+    given = CustomAttention(context, position_BN)
     token = _running.set(given)
     try:
         yield given

@@ -1,7 +1,7 @@
 """Decoding on the device: a prompt's keys and values are kept once for all its completions, each completion's beside.
 
-The model's own modules run; only attention is ours, and it travels as a forward argument (`tree=`) through the same
-interface as in training. A grid holds `groups` prompts with `members` completions each, in slots `group * members +
+The model's own modules run; only attention is ours, and it travels with the masks through the same interface
+as in training. A grid holds `groups` prompts with `members` completions each, in slots `group * members +
 member`; all completions of a grid have the same number of tokens.
 """
 
@@ -93,10 +93,11 @@ class Arena:
 
 
 class _Shapes:
-    """Attends to nothing, and notes what each call would keep; travels as `tree=` itself."""
+    """Attends to nothing, and notes what each call would keep; is the tree itself."""
 
-    def __init__(self) -> None:
+    def __init__(self, position_BN: Tensor) -> None:
         self.layers: list[LayerShape] = []
+        self.position_BN = position_BN
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, form: Scores) -> Tensor:
         self.layers.append(LayerShape(module, key.shape[1], key.shape[-1], value.shape[-1], key.dtype))
@@ -165,8 +166,8 @@ class Decoder:
         """What one token keeps over all layers."""
         if not self.layers:
             use_tree_attention(self.base)
-            shapes = _Shapes()
             one = torch.zeros(1, 1, dtype=torch.long, device=self.device)
+            shapes = _Shapes(one)
             self._logits(one, one, shapes, None)
             self.layers = shapes.layers
         return sum(layer.token_bytes for layer in self.layers)
@@ -312,8 +313,8 @@ class Decoder:
         }
         form = self.base.__dict__["_logit_form"]
         with (
-            tree_masks(),
-            nullcontext(context) if isinstance(context, _Shapes) else attention_op(context) as inputs["tree"],
+            nullcontext(context) if isinstance(context, _Shapes) else attention_op(context, position_BN) as tree,
+            tree_masks(tree),
         ):
             if form is None:
                 stock = self.base.__dict__["_stock_forward"]

@@ -1,7 +1,7 @@
 """Tree attention behind transformers' own attention and mask interfaces.
 
-A layer's rule travels as its attention mask, and the tree with it (in sampling as a forward argument, `tree=`), so that
-recomputation under gradient checkpointing sees exactly what the forward saw. Outside `tree_masks()` both functions do
+A layer's rule travels as its attention mask, and the tree with it, so that models that drop forward arguments get it
+too, and recomputation under gradient checkpointing sees exactly what the forward saw. Outside `tree_masks()` both functions do
 what the model's stock implementation does, so that `generate` and `evaluate` need no switch.
 """
 
@@ -43,6 +43,11 @@ class Scores:
 class Attends(Protocol):
     """What travels through a tree forward: attends for a layer, whose module tells layers apart."""
 
+    @property
+    def position_BN(self) -> Tensor:
+        """The positions of the tokens that are forwarded."""
+        ...
+
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, form: Scores) -> Tensor:
         """Query [B, heads, N, width], key and value with as many or fewer heads -> [B, heads, N, width]."""
         ...
@@ -53,10 +58,10 @@ class TreeRule:
     """What a layer gets for a mask: its rule, and what attends by it."""
 
     rule: Rule
-    tree: "Tree"
+    tree: Attends
 
 
-_masks: ContextVar[Callable[[Rule], Rule | TreeRule] | None] = ContextVar("tree_masks", default=None)
+_tree: ContextVar[Attends | None] = ContextVar("tree", default=None)
 
 
 class Tree:
@@ -79,16 +84,10 @@ class Tree:
         """What this process forwards of a row's values: all of them."""
         return values_XN
 
-    def at_positions(self, module: Any, query: Tensor) -> Tensor:
-        """Queries as they are at their positions, where a layer (of Llama 4) scales them by their places in the row."""
-        if not getattr(module, "attn_temperature_tuning", False) or getattr(module, "use_rope", False):
-            return query
-        position_N = self.own(self.position_N)
-        meant, made = (
-            torch.log1p(torch.floor((at_N + 1.0) / module.floor_scale)) * module.attn_scale + 1.0
-            for at_N in (position_N, torch.arange(len(position_N), device=position_N.device))
-        )
-        return (query * (meant / made)[:, None]).to(query.dtype)
+    @property
+    def position_BN(self) -> Tensor:
+        """The positions of what this process forwards."""
+        return self.own(self.position_N)[None]
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, form: Scores) -> Tensor:
         """Attention of one layer over the row."""
@@ -98,16 +97,13 @@ class Tree:
 
 
 @contextlib.contextmanager
-def tree_masks(tree: Tree | None = None) -> Iterator[None]:
-    """Inside, the mask function answers with rules; masks are made outside the layers that get recomputed.
-
-    `tree` goes with the rules; without it the forward has to be given one as `tree=`.
-    """
-    token = _masks.set((lambda rule: rule) if tree is None else lambda rule: TreeRule(rule, tree))
+def tree_masks(tree: Attends) -> Iterator[None]:
+    """Inside, the mask function answers with rules and the tree; masks are made outside layers that get recomputed."""
+    token = _tree.set(tree)
     try:
         yield
     finally:
-        _masks.reset(token)
+        _tree.reset(token)
 
 
 def register(stock: str) -> str:
@@ -140,8 +136,8 @@ def _name(number: int) -> str:
 
 def _mask(*args: Any, stock: str, local_size: int | None = None, config: Any = None, **kwargs: Any) -> Any:
     """A layer type's rule inside a tree forward, else what the stock mask function makes."""
-    bound = _masks.get()
-    if bound is None:
+    tree = _tree.get()
+    if tree is None:
         given = {} if local_size is None else {"local_size": local_size}
         make = ALL_MASK_ATTENTION_FUNCTIONS[stock]
         return make(*args, config=config, **given, **kwargs)
@@ -149,13 +145,13 @@ def _mask(*args: Any, stock: str, local_size: int | None = None, config: Any = N
     if local_size is not None:
         chunked = getattr(config, "attention_chunk_size", None) == local_size
         rule = Rule(chunk=local_size) if chunked else Rule(window=local_size)
-    mask, sees = bound(rule), kwargs.get("mask_function")
-    if isinstance(mask, TreeRule) and sees is not None and bool(sees(0, 0, torch.tensor(0), torch.tensor(1))):
+    sees = kwargs.get("mask_function")
+    if sees is not None and bool(sees(0, 0, torch.tensor(0), torch.tensor(1))):
         raise UserError(
             "the model's attention is not causal: tokens see what follows them. A language model has to be a causal "
             'one; for a classifier of tokens set `layout: padded` (`layout="padded"` in scripts).'
         )
-    return mask
+    return TreeRule(rule, tree)
 
 
 def _attention(
@@ -167,21 +163,29 @@ def _attention(
     *,
     stock: str,
     scaling: float | None = None,
-    tree: Attends | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Attention of one layer, [B, heads, N, width] in and [B, N, heads, width] out; stock where there is no rule."""
-    if isinstance(attention_mask, TreeRule):
-        attention_mask, tree = attention_mask.rule, attention_mask.tree
-        query = tree.at_positions(module, query)
-    if not isinstance(attention_mask, Rule):
+    if not isinstance(attention_mask, TreeRule):
         given = {} if scaling is None else {"scaling": scaling}
         return _stock_attention(stock, module)(module, query, key, value, attention_mask, **given, **kwargs)
-    assert tree is not None, f"{type(module).__name__} was not handed the tree: its model drops forward arguments"
     scale = float(query.shape[-1] ** -0.5 if scaling is None else scaling)
-    form = Scores(attention_mask, scale, kwargs.get("softcap"), kwargs.get("s_aux"))
-    out = tree.attend(module, query, key, value, form)
+    form = Scores(attention_mask.rule, scale, kwargs.get("softcap"), kwargs.get("s_aux"))
+    tree = attention_mask.tree
+    out = tree.attend(module, _at_positions(module, query, tree), key, value, form)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _at_positions(module: Any, query: Tensor, tree: Attends) -> Tensor:
+    """Queries as they are at their positions, where a layer (of Llama 4) scales them by their places in the row."""
+    if not getattr(module, "attn_temperature_tuning", False) or getattr(module, "use_rope", False):
+        return query
+    position_BN = tree.position_BN
+    meant_BN, made_BN = (
+        torch.log1p(torch.floor((at + 1.0) / module.floor_scale)) * module.attn_scale + 1.0
+        for at in (position_BN, torch.arange(position_BN.shape[1], device=position_BN.device)[None])
+    )
+    return (query * (meant_BN / made_BN)[:, None, :, None]).to(query.dtype)
 
 
 def _stock_attention(stock: str, module: nn.Module) -> Callable[..., Any]:
