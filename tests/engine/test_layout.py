@@ -125,3 +125,10 @@ def test_a_model_that_drops_forward_arguments_shares():
     units = three_levels() + staircase()
     ours = Engine(model)(model, build_batch(units)).logps_T
     torch.testing.assert_close(ours, plain_statistics(model, units)["logps_T"], atol=2e-5, rtol=1e-4)
+
+
+def test_a_model_without_gradients_in_evaluation_mode_is_refused_in_words():
+    model = tiny("llama")
+    model.config.model_type = "reformer"
+    with pytest.raises(UserError, match="name another model"):
+        Engine(model)

@@ -17,7 +17,7 @@ import transformers as hf
 
 sys.path[0] = str(Path(__file__).parents[1])  # of a script that is its own folder, where `sweep` is this file
 
-from sweep.judge import CLASSES, Task, Verdict, judge, types_of
+from sweep.judge import CLASSES, Task, Verdict, judge, types_of  # noqa: E402
 
 SECONDS = 120
 HEADERS: dict[Task, dict[str, str]] = {
@@ -102,8 +102,8 @@ def page(results: dict[tuple[Task, str], Verdict]) -> str:
         f"What becomes of each model type of transformers {hf.__version__}. `make models` measures it with tiny random",
         "models on a CPU and writes this page; `make test-models` fails where anything is wrong.",
         "",
-        "- Training: log-probs (or scores) and all gradients of a batch with nested branches, duplicates and a sequence",
-        "  beyond windows, against forwards of single sequences by an untouched model.",
+        "- Training: log-probs (or scores) and all gradients of a batch with nested branches, duplicates and a",
+        "  sequence beyond windows, against forwards of single sequences by an untouched model.",
         "- Sampling: greedy completions of prompts of several lengths, their tokens and log-probs against the same.",
         "- A type that is refused stops with a message before anything is trained; the reason is below.",
         "- A type without a tiny model was not measured. A real run is proved on its first batch and its first",

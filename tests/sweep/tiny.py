@@ -39,6 +39,7 @@ SIZES: dict[str, Any] = {
     **_each(256, "max_position_embeddings n_positions n_ctx max_seq_len seq_length"),
     **_each(5, "sliding_window attention_window_size window_size sliding_window_size"),
     "encoder_hash_byte_group_vocab": 64,
+    "hidden_size_global": 64,
     "index_n_heads": 32,
     "index_topk": 8,
     "attention_chunk_size": 6,
@@ -53,6 +54,7 @@ _SHARED_LAYERS = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "
 # What a type needs besides to be built, or to show what it can do.
 EXTRAS: dict[str, dict[str, Any]] = {
     "bamba": _MAMBA,
+    "blt_global_transformer": {"hidden_size": 64, "head_dim": 16},
     "codegen": {"rotary_dim": 4},
     "cohere_compass_text": {"rope_parameters": {"full_attention": _PLAIN_ROPE, "sliding_attention": _PLAIN_ROPE}},
     "dbrx": {

@@ -1,8 +1,8 @@
 """Decoding on the device: a prompt's keys and values are kept once for all its completions, each completion's beside.
 
-The model's own modules run; only attention is ours, and it travels with the masks through the same interface
-as in training. A grid holds `groups` prompts with `members` completions each, in slots `group * members +
-member`; all completions of a grid have the same number of tokens.
+The model's own modules run; only attention is ours, and it travels with the masks through the same interface as in
+training. A grid holds `groups` prompts with `members` completions each, in slots `group * members + member`; all
+completions of a grid have the same number of tokens.
 """
 
 import inspect

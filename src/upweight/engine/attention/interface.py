@@ -1,8 +1,8 @@
 """Tree attention behind transformers' own attention and mask interfaces.
 
 A layer's rule travels as its attention mask, and the tree with it, so that models that drop forward arguments get it
-too, and recomputation under gradient checkpointing sees exactly what the forward saw. Outside `tree_masks()` both functions do
-what the model's stock implementation does, so that `generate` and `evaluate` need no switch.
+too, and recomputation under gradient checkpointing sees exactly what the forward saw. Outside `tree_masks()` both
+functions do what the model's stock implementation does, so that `generate` and `evaluate` need no switch.
 """
 
 import contextlib
