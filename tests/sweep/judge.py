@@ -82,10 +82,11 @@ def _refused_by_loader(config_class: Any) -> str | None:
     """What the loader says of a checkpoint with this config, where it refuses it."""
     with tempfile.TemporaryDirectory() as folder:
         try:
-            config_class().save_pretrained(folder)
+            seeing = {"vision_config": {}} if "vision_config" in config_class.sub_configs else {}
+            config_class(**seeing).save_pretrained(folder)
             load_config(ModelSection(base_model=folder))
         except UserError as error:
-            return _first_line(error).replace(f"{folder!r} ", "").replace("base_model: ", "")
+            return _first_line(error).replace(f"base_model: {folder!r} ({config_class.model_type}) is", "it is")
         except Exception:  # a config without values cannot be written; the real ones can
             return None
     return None
