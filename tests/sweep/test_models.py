@@ -4,7 +4,7 @@ import pytest
 
 from sweep.judge import CLASSES, judge, types_of
 
-HANDFUL = {"bert", "blt", "gemma2", "llama4_text", "mamba", "nemotron"}  # they show most; the others take minutes
+HANDFUL = {"bert", "blt", "gemma2", "llama4_text", "mamba", "nemotron", "perceiver"}  # the others take minutes
 CASES = [
     pytest.param(
         task,

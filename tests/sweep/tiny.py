@@ -104,6 +104,7 @@ EXTRAS: dict[str, dict[str, Any]] = {
         "ssm_state_size": 8,
         "moe_shared_expert_intermediate_size": 16,
     },
+    "perceiver": {"num_latents": 8, "d_latents": 32},
     "phimoe": {"original_max_position_embeddings": 16},
     "qwen4_exp_text": {
         "hc_lowrank": 8,

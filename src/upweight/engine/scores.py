@@ -79,6 +79,8 @@ def _scores_last_token(base: PreTrainedModel, body: nn.Module) -> bool:
 
     No weight is read, as in `logit_form`: modules with weights after the body are stood in for by a choice of columns.
     """
+    if not hasattr(base.config.get_text_config(), "hidden_size"):  # several bodies, each with a size of its own
+        return False
     inside = set(body.modules())
     outside = [module for module in base.modules() if module is not base and module not in inside]
     after = [module for module in outside if next(module.parameters(recurse=False), None) is not None]
