@@ -7,6 +7,7 @@ build/models.jsonl (`--results`). `sweep.py page docs/models.md` writes the page
 import argparse
 import json
 import multiprocessing
+import re
 import sys
 import time
 from collections import Counter
@@ -20,6 +21,7 @@ sys.path[0] = str(Path(__file__).parents[1])  # of a script that is its own fold
 from sweep.judge import CLASSES, Task, Verdict, judge, types_of  # noqa: E402
 
 SECONDS = 120
+_CLASS = re.compile(r"^\w+(For[A-Z]|LMHead|Model)\w*")  # with which a message begins; equal ones are listed once
 HEADERS: dict[Task, dict[str, str]] = {
     "language model": {"trees": "right, prefixes shared", "padded": "right, rows padded"},
     "classifier": {"trees": "right, prefixes shared", "padded": "right, rows padded"},
@@ -126,7 +128,8 @@ def _section(task: Task, verdicts: dict[str, Verdict | None]) -> list[str]:
     reasons: dict[str, list[str]] = {}
     for name, verdict in known.items():
         if verdict.remark:
-            reasons.setdefault(f"{words[verdict.outcome]}: {verdict.remark.replace('|', '/')}", []).append(name)
+            remark = _CLASS.sub("it", verdict.remark.replace("|", "/"))
+            reasons.setdefault(f"{words[verdict.outcome]}: {remark}", []).append(name)
     if reasons:
         lines += ["", "| types | reason |", "|---|---|"]
         lines += [f"| {', '.join(f'`{n}`' for n in names)} | {reason} |" for reason, names in sorted(reasons.items())]
