@@ -53,7 +53,7 @@ _PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _SHARED_LAYERS = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
 # What a type needs besides to be built, or to show what it can do.
 EXTRAS: dict[str, dict[str, Any]] = {
-    "bamba": _MAMBA,
+    "bamba": {**_MAMBA, "attn_layer_indices": [1]},
     "blt_global_transformer": {"hidden_size": 64, "head_dim": 16},
     "codegen": {"rotary_dim": 4},
     "cohere_compass_text": {"rope_parameters": {"full_attention": _PLAIN_ROPE, "sliding_attention": _PLAIN_ROPE}},
@@ -88,6 +88,7 @@ EXTRAS: dict[str, dict[str, Any]] = {
         "rel_extent": 32,
         "n_shared_experts": 1,
     },
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "kimi_linear": {"linear_head_dim": 8, "linear_num_heads": 4},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
@@ -99,7 +100,7 @@ EXTRAS: dict[str, dict[str, Any]] = {
     "mistral4": {"head_dim": 16},
     "nemotron": {"head_dim": 8, "num_key_value_heads": 2},
     "nemotron_h": {
-        "layers_block_type": ["mamba", "attention"],
+        "layer_types": ["linear_attention", "full_attention"],
         "mamba_head_dim": 8,
         "ssm_state_size": 8,
         "moe_shared_expert_intermediate_size": 16,
