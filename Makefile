@@ -27,14 +27,16 @@ test: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadscope -m "not slow and not models and not gpu and not vllm and not openenv and not gym"
 
 test-slow: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadscope -m "slow and not gpu and not vllm and not openenv and not gym"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadscope -m "slow and not models and not gpu and not vllm and not openenv and not gym"
 
-# Every model type of transformers against its own forward; `make models` writes what comes out into docs/models.md.
+# Every model type of transformers against its own forward. `make models` judges those without a result in
+# build/models.jsonl, and writes docs/models.md.
 test-models: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m models
 
 models: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python tests/sweep/sweep.py docs/models.md
+	OMP_NUM_THREADS=1 $(BIN)/python tests/sweep/sweep.py run
+	$(BIN)/python tests/sweep/sweep.py page docs/models.md
 
 test-gpu: $(READY)
 	$(BIN)/python -m pytest -m gpu

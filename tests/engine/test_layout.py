@@ -125,3 +125,23 @@ def test_a_model_that_drops_forward_arguments_shares():
     units = three_levels() + staircase()
     ours = Engine(model)(model, build_batch(units)).logps_T
     torch.testing.assert_close(ours, plain_statistics(model, units)["logps_T"], atol=2e-5, rtol=1e-4)
+
+
+def test_a_model_without_gradients_in_evaluation_mode_is_refused_in_words():
+    model = tiny("llama")
+    model.config.model_type = "reformer"
+    with pytest.raises(UserError, match="name another model"):
+        Engine(model)
+
+
+def test_positions_that_are_counted_from_the_padding_token_are_left_to_the_model():
+    def make():
+        torch.manual_seed(0)
+        config = hf.RobertaConfig(**SIZES, is_decoder=True, initializer_range=0.3)
+        return hf.RobertaForCausalLM(config).eval()
+
+    model, units = make(), three_levels() + staircase()
+    engine = Engine(model)
+    assert engine.layout == "padded"
+    ours = engine(model, build_batch(units, "padded")).logps_T
+    torch.testing.assert_close(ours, plain_statistics(make(), units)["logps_T"], atol=2e-5, rtol=1e-4)

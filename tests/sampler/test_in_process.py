@@ -281,6 +281,38 @@ def test_a_module_that_attends_twice_in_a_forward_keeps_each_calls_tokens(kind: 
         assert [one.ids for one in group] == [expected[0, len(prompt) :].tolist()] * 2
 
 
+def scaled_by_place():
+    """Llama 4 scales queries by their place in the row, here from the fourth token on."""
+    return tiny("llama4_text", attn_temperature_tuning=True, floor_scale=4, no_rope_layers=[1, 0, 1])
+
+
+def dropping_arguments():
+    """Nemotron hands no forward arguments on to its layers."""
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model("nemotron", **SIZES)).float().eval()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("make", [scaled_by_place, dropping_arguments])
+def test_prompts_are_shared_where_the_models_own_layers_know_nothing_of_it(make):
+    sampler = InProcess(make(), end_ids=())
+    out = sampler.generate(PROMPTS, 2, SAMPLING)
+    assert sampler.shares_prompts
+    untouched = make()
+    for prompt, group in zip(PROMPTS, out, strict=True):
+        for one in group:
+            ids = torch.tensor(prompt + one.ids)
+            log_p = (untouched(input_ids=ids[None]).logits[0, len(prompt) - 1 : -1] / 0.8).log_softmax(-1)
+            right = log_p.gather(1, ids[len(prompt) :, None])[:, 0]
+            torch.testing.assert_close(torch.tensor(one.logps), right, atol=1e-4, rtol=0)
+
+
+def test_a_limit_of_positions_below_zero_is_none():
+    model = tiny("llama")
+    model.config.max_position_embeddings = -1
+    assert len(InProcess(model, end_ids=()).generate(PROMPTS, 1, SAMPLING)[2][0].ids) == 12
+
+
 def test_a_model_that_generate_cannot_cache_is_sampled_without_one(caplog):
     """A tiny xLSTM's cache has another shape than its states."""
     config = AutoConfig.for_model("xlstm", **SIZES, embedding_dim=32, num_blocks=3, num_heads=4, chunk_size=8)

@@ -11,6 +11,7 @@ from upweight.log import logger, warn_once
 from upweight.models.patches import keep_soft_cap, scale_rope_by_row_length
 
 _ATTENTION_KINDS = {"full_attention", "sliding_attention", "chunked_attention", "attention", "moe", "mlp"}
+_ONLY_WITH_DROPOUT = {"reformer"}  # gradients in training mode alone, where no two forwards can be compared
 _READS_ITS_MASK = {"doge"}  # model code that computes with the mask cannot take a rule in its place
 
 
@@ -35,6 +36,9 @@ def why_not_trees(base: PreTrainedModel, longest: int | None = None) -> str | No
         return "its attention computes with the mask itself"
     if getattr(config, "use_bidirectional_attention", None) or not getattr(config, "is_causal", True):
         return "its attention is not causal"
+    places = (module for name, module in base.named_modules() if name.endswith("position_embeddings"))
+    if any(getattr(module, "padding_idx", None) is not None for module in places):
+        return "it counts positions from its padding token's id"
     limit = scaled_beyond(config)
     if limit is not None and (longest is None or longest > limit):
         return f"its rotary embedding changes beyond {limit} tokens (set a sequence length of at most that)"
@@ -59,6 +63,11 @@ def choose_layout(base: PreTrainedModel, layout: Literal["auto", "tree", "padded
     """Choose the layout, prepare the model's attention for it, and warn when prefixes are not shared."""
     if base.config.is_encoder_decoder:
         raise UserError(f"{type(base).__name__} is an encoder-decoder: only decoder models can be trained")
+    if base.config.model_type in _ONLY_WITH_DROPOUT:
+        raise UserError(
+            f"{type(base).__name__} computes gradients in training mode alone, so that nothing it learns from can be "
+            "proved: name another model, such as a Llama or Qwen"
+        )
     keep_soft_cap(base)
     stock = stock_of(base.config.get_text_config()._attn_implementation or "eager")
     reason = why_not_trees(base, longest) if layout != "padded" else "the settings ask for it"

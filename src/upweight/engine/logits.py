@@ -43,6 +43,8 @@ def logit_transform(base: PreTrainedModel, body: nn.Module) -> LogitTransform | 
     head = base.get_output_embeddings()
     assert head is not None
     config = base.config.get_text_config()
+    if not hasattr(config, "hidden_size"):  # several bodies, each with a size of its own
+        return None
     hidden_1ND = torch.linspace(-2, 2, 2 * config.hidden_size).view(1, 2, -1)
     projected_1NV = torch.linspace(-40, 40, 2 * config.vocab_size).view(1, 2, -1)
     seen: list[Tensor] = []

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from upweight.engine.attention.interface import current_tree
+from upweight.engine.attention.interface import Tree, current_tree
 from upweight.engine.forward import base_of, body_of
 
 
@@ -20,7 +20,7 @@ def add_noise(model: nn.Module, alpha: float) -> None:
 
     def measure(body: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         nonlocal size_BN
-        if body.training and (tree := current_tree()) is not None:
+        if body.training and isinstance(tree := current_tree(), Tree):
             size_BN = tree.local(longest_through(tree.end_N, tree.position_N))[None]
         elif body.training:
             size_BN = kwargs["attention_mask"].sum(1, keepdim=True)

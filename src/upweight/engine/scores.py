@@ -78,6 +78,8 @@ def _scores_last_token(base: PreTrainedModel, body: nn.Module) -> bool:
 
     As in `logit_transform` no weight is read: modules with weights after the body are replaced by `_columns`.
     """
+    if not hasattr(base.config.get_text_config(), "hidden_size"):  # several bodies, each with a size of its own
+        return False
     inside = set(body.modules())
     outside = [module for module in base.modules() if module is not base and module not in inside]
     after = [module for module in outside if next(module.parameters(recurse=False), None) is not None]

@@ -27,10 +27,11 @@ class CallAttention(Protocol):
 
 
 class CustomAttention:
-    """Is passed as `tree=` through one forward, and numbers the attention calls."""
+    """The tree of one forward: it passes each attention call on with its number."""
 
-    def __init__(self, context: CallAttention) -> None:
+    def __init__(self, context: CallAttention, position_BN: Tensor) -> None:
         self._context, self._calls = context, count()
+        self.position_BN = position_BN
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Tensor:
         """Compute the attention of one layer, see `LayerAttention`."""
@@ -48,9 +49,9 @@ _running: ContextVar[CustomAttention] = ContextVar("running")
 
 
 @contextmanager
-def attention_op(context: CallAttention) -> Iterator[CustomAttention]:
-    """Yield the argument `tree=` for one forward inside, so that compiled layers attend by `context`."""
-    attention = CustomAttention(context)
+def attention_op(context: CallAttention, position_BN: Tensor) -> Iterator[CustomAttention]:
+    """Yield the tree for one forward of these positions, so that compiled layers attend by `context`."""
+    attention = CustomAttention(context, position_BN)
     token = _running.set(attention)
     try:
         yield attention

@@ -1,6 +1,6 @@
 """Decoding on the device, with one KV cache of a prompt for all its completions, and one of each completion.
 
-The model's modules run unchanged; only attention is replaced, by a forward argument (`tree=`) through the same
+The model's modules run unchanged; only attention is replaced, by what the masks carry, through the same
 interface as in training. A grid holds `groups` prompts with `members` completions each, in slots `group * members +
 member`; all completions of a grid have the same number of tokens.
 """
@@ -93,10 +93,11 @@ class Arena:
 
 
 class _Shapes:
-    """Records the shapes of each attention call without attending; it is passed as `tree=` itself."""
+    """Records the shapes of each attention call without attending; it is the tree itself."""
 
-    def __init__(self) -> None:
+    def __init__(self, position_BN: Tensor) -> None:
         self.layers: list[LayerShape] = []
+        self.position_BN = position_BN
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Tensor:
         self.layers.append(LayerShape(module, key.shape[1], key.shape[-1], value.shape[-1], key.dtype))
@@ -167,8 +168,8 @@ class Decoder:
         """Return the bytes that one token takes in the caches of all layers."""
         if not self.layers:
             use_tree_attention(self.base)
-            shapes = _Shapes()
             zero_11 = torch.zeros(1, 1, dtype=torch.long, device=self.device)
+            shapes = _Shapes(zero_11)
             self._logits(zero_11, zero_11, shapes, None)
             self.layers = shapes.layers
         return sum(layer.token_bytes for layer in self.layers)
@@ -316,8 +317,8 @@ class Decoder:
         }
         params = self.base.__dict__["_logit_transform"]
         with (
-            tree_masks(),
-            nullcontext(context) if isinstance(context, _Shapes) else attention_op(context) as inputs["tree"],
+            nullcontext(context) if isinstance(context, _Shapes) else attention_op(context, position_BN) as tree,
+            tree_masks(tree),
         ):
             if params is None:
                 stock = self.base.__dict__["_stock_forward"]

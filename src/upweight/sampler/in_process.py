@@ -208,7 +208,8 @@ class InProcess:
             )
 
     def _positions(self) -> int | None:
-        return getattr(self._base.config.get_text_config(), "max_position_embeddings", None) or None
+        limit = getattr(self._base.config.get_text_config(), "max_position_embeddings", None) or 0
+        return limit if limit > 0 else None  # some say -1 where there is no limit
 
     def _waves(self, prompts: Prompts, count: int, sampling: Sampling) -> list[list[int]]:
         """Return prompt numbers in waves whose keys and values fit into memory."""

@@ -1,6 +1,6 @@
 """Tree attention behind transformers' attention and mask interfaces.
 
-A layer's rule and tree are passed as its attention mask (in sampling the tree is the forward argument `tree=`), so that
+A layer's rule and tree are passed as its attention mask, so that models that drop forward arguments get them too, and
 recomputation under gradient checkpointing sees exactly what the forward saw. Outside `tree_masks()` both functions call
 the model's stock implementation, so that `generate` and `evaluate` need no switch.
 """
@@ -43,6 +43,11 @@ class AttentionParams:
 class LayerAttention(Protocol):
     """Computes the attention of every layer in a tree forward; `module` identifies the layer."""
 
+    @property
+    def position_BN(self) -> Tensor:
+        """The positions of the tokens that are forwarded."""
+        ...
+
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Tensor:
         """Query [B, heads, N, width], key and value with as many or fewer heads -> [B, heads, N, width]."""
         ...
@@ -53,7 +58,10 @@ class TreeRule:
     """The attention mask of a layer in a tree forward: its rule, and the tree that attends by it."""
 
     rule: Rule
-    tree: "Tree"
+    tree: LayerAttention
+
+
+_tree: ContextVar[LayerAttention | None] = ContextVar("tree", default=None)
 
 
 class Tree:
@@ -76,16 +84,10 @@ class Tree:
         """Return the part of a row's values that this rank forwards: all of them."""
         return values_XN
 
-    def rescaled(self, module: Any, query: Tensor) -> Tensor:
-        """Correct the queries of layers (of Llama 4) that scale them by their index in the row, not their position."""
-        if not getattr(module, "attn_temperature_tuning", False) or getattr(module, "use_rope", False):
-            return query
-        position_N = self.local(self.position_N)
-        by_position, by_index = (
-            torch.log1p(torch.floor((at_N + 1.0) / module.floor_scale)) * module.attn_scale + 1.0
-            for at_N in (position_N, torch.arange(len(position_N), device=position_N.device))
-        )
-        return (query * (by_position / by_index)[:, None]).to(query.dtype)
+    @property
+    def position_BN(self) -> Tensor:
+        """The positions of the tokens that this rank forwards."""
+        return self.local(self.position_N)[None]
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Tensor:
         """Compute the attention of one layer over the row."""
@@ -94,25 +96,19 @@ class Tree:
         return attend(query, key, value, plan, scaling=params.scaling, softcap=params.softcap, sinks=params.sinks)
 
 
-_trees: ContextVar[tuple[Tree | None] | None] = ContextVar("trees", default=None)
-
-
 @contextlib.contextmanager
-def tree_masks(tree: Tree | None = None) -> Iterator[None]:
-    """Let the mask function return rules inside; masks are built outside the layers that get recomputed.
-
-    `tree` is passed with the rules; without it, the forward needs the argument `tree=`.
-    """
-    token = _trees.set((tree,))
+def tree_masks(tree: LayerAttention) -> Iterator[None]:
+    """Let the mask function return rules with `tree` inside; masks are built outside the layers that get recomputed."""
+    token = _tree.set(tree)
     try:
         yield
     finally:
-        _trees.reset(token)
+        _tree.reset(token)
 
 
-def current_tree() -> Tree | None:
-    """Return the tree of the forward that runs now, if any."""
-    return (_trees.get() or (None,))[0]
+def current_tree() -> LayerAttention | None:
+    """Return what attends in the forward that runs now, if it is a tree forward."""
+    return _tree.get()
 
 
 def register(stock: str) -> str:
@@ -145,15 +141,14 @@ def _name(number: int) -> str:
 
 def _mask(*args: Any, stock: str, local_size: int | None = None, config: Any = None, **kwargs: Any) -> Any:
     """Return a layer type's rule inside a tree forward, else the mask of the stock function."""
-    if _trees.get() is None:
+    tree = _tree.get()
+    if tree is None:
         local = {} if local_size is None else {"local_size": local_size}
         return ALL_MASK_ATTENTION_FUNCTIONS[stock](*args, config=config, **local, **kwargs)
     rule = Rule()
     if local_size is not None:
         chunked = getattr(config, "attention_chunk_size", None) == local_size
         rule = Rule(chunk=local_size) if chunked else Rule(window=local_size)
-    if (tree := current_tree()) is None:
-        return rule
     sees = kwargs.get("mask_function")
     if sees is not None and bool(sees(0, 0, torch.tensor(0), torch.tensor(1))):
         raise UserError(
@@ -172,21 +167,29 @@ def _attention(
     *,
     stock: str,
     scaling: float | None = None,
-    tree: LayerAttention | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Attend in one layer, [B, heads, N, width] in and [B, N, heads, width] out; stock where the mask is no rule."""
-    if isinstance(attention_mask, TreeRule):
-        attention_mask, tree = attention_mask.rule, attention_mask.tree
-        query = tree.rescaled(module, query)
-    if not isinstance(attention_mask, Rule):
+    if not isinstance(attention_mask, TreeRule):
         scale_argument = {} if scaling is None else {"scaling": scaling}
         return _stock_attention(stock, module)(module, query, key, value, attention_mask, **scale_argument, **kwargs)
-    assert tree is not None, f"{type(module).__name__} did not receive the tree: its model drops forward arguments"
     scale = float(query.shape[-1] ** -0.5 if scaling is None else scaling)
-    params = AttentionParams(attention_mask, scale, kwargs.get("softcap"), kwargs.get("s_aux"))
-    out = tree.attend(module, query, key, value, params)
+    params = AttentionParams(attention_mask.rule, scale, kwargs.get("softcap"), kwargs.get("s_aux"))
+    tree = attention_mask.tree
+    out = tree.attend(module, _at_positions(module, query, tree), key, value, params)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _at_positions(module: Any, query: Tensor, tree: LayerAttention) -> Tensor:
+    """Queries as they are at their positions, where a layer (of Llama 4) scales them by their places in the row."""
+    if not getattr(module, "attn_temperature_tuning", False) or getattr(module, "use_rope", False):
+        return query
+    position_BN = tree.position_BN
+    meant_BN, made_BN = (
+        torch.log1p(torch.floor((at + 1.0) / module.floor_scale)) * module.attn_scale + 1.0
+        for at in (position_BN, torch.arange(position_BN.shape[1], device=position_BN.device)[None])
+    )
+    return (query * (meant_BN / made_BN)[:, None, :, None]).to(query.dtype)
 
 
 def _stock_attention(stock: str, module: nn.Module) -> Callable[..., Any]:
