@@ -179,7 +179,7 @@ def write_online(folder: Path, model: Path, *, rewards: list[str] | None = None,
 def metrics_of(folder: Path) -> list[dict]:
     """The lines of a run's metrics, without what depends on the clock."""
     lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [{k: v for k, v in json.loads(line).items() if k != "tokens_per_second"} for line in lines]
+    return [timeless(json.loads(line)) for line in lines]
 
 
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -234,4 +234,6 @@ def _in_child(function, arguments, environment) -> None:
 
 def timeless(metrics: dict[str, float]) -> dict[str, float]:
     """Metrics without what depends on the clock."""
-    return {name: value for name, value in metrics.items() if not name.endswith(("_runtime", "_per_second"))}
+    return {
+        name: value for name, value in metrics.items() if not name.endswith(("_runtime", "_per_second", "step_time"))
+    }

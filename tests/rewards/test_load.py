@@ -52,7 +52,7 @@ def test_classes_objects_and_closures_stay_here(tmp_path):
     assert [(reward.name, reward.runs) for reward in kinds] == [("Kind", "here"), ("Kind_2", "here")]
     with pytest.raises(UserError, match="a Needy cannot be created without arguments"):
         load_rewards(["load_objects.Needy"], tmp_path)
-    with pytest.raises(UserError, match=r"a Leaving cannot be made .* SystemExit: 3 \(load_objects\.py, line 7\)"):
+    with pytest.raises(UserError, match=r"a Leaving cannot be created .* SystemExit: 3 \(load_objects\.py, line 7\)"):
         load_rewards(["load_objects.Leaving"], tmp_path)
     partial = functools.partial(lambda scale, completions: [scale], 2.0)
     (reward,) = as_rewards(partial)

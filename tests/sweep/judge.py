@@ -19,7 +19,7 @@ from upweight.engine.check import check_first_batch
 from upweight.engine.packing import build_batch
 from upweight.errors import UserError
 from upweight.models.load import load_config
-from upweight.sampler.in_process import InProcess, Way
+from upweight.sampler.in_process import InProcess, Strategy
 from upweight.types import Sampling, Unit
 
 Task = Literal["language model", "classifier", "sampling"]
@@ -30,7 +30,7 @@ CLASSES: dict[Task, tuple[Any, Any]] = {
     "classifier": _CLASSIFIER,
     "sampling": _LANGUAGE,
 }
-WAYS = {Way.SHARED: "shared", Way.CACHED: "generate", Way.PLAIN: "generate without a cache"}
+WAYS = {Strategy.SHARED: "shared", Strategy.CACHED: "generate", Strategy.PLAIN: "generate without a cache"}
 _LARGEST, _LARGEST_GRADIENT = 1e-4, 1e-3
 _LARGEST_SAMPLED = 1e-3  # one token at a time rounds otherwise
 _GREEDY = Sampling(max_new_tokens=20, temperature=0.0)
@@ -159,9 +159,9 @@ def _sampled(model: Any, untouched: Any) -> Verdict:
             short = float((log_p.amax(1) - chosen).max())
             difference = float((torch.tensor(one.logps) - chosen).abs().max())
             if not (len(at) == _GREEDY.max_new_tokens and max(short, difference) <= _LARGEST_SAMPLED):
-                way = WAYS[sampler._way]
+                way = WAYS[sampler._strategy]
                 return Verdict("wrong", f"{way}: log-probs off by {difference:.2g}, tokens by {short:.2g}")
-    return Verdict(WAYS[sampler._way])
+    return Verdict(WAYS[sampler._strategy])
 
 
 @contextlib.contextmanager

@@ -211,7 +211,7 @@ def test_another_process_reads_the_memory_of_a_piece():
         return {"version": "0.32.0"}
 
     async def send(channel, client):
-        await channel.meet(client)
+        await channel.connect(client)
         for value in (1.0, 2.0):
             await channel.send(client, [(name, torch.full((8, 4), value, device="cuda").bfloat16()) for name in "ab"])
 

@@ -23,6 +23,7 @@ from made_runs import (
     on_ranks,
     rows_for,
     started,
+    timeless,
     trainer_for,
     weights_of,
     write_config,
@@ -119,14 +120,14 @@ def test_shards_on_two_ranks_train_the_weights_of_one(on_two_ranks, case, tmp_pa
     trainer = trained(case, tmp_path, 1)
     found, log = torch.load(on_two_ranks / f"{case}.pt", weights_only=False)
     half = "bf16" in case
-    near = partial(pytest.approx, rel=2e-2, abs=1e-2) if half else partial(pytest.approx, rel=1e-5, abs=1e-5)
+    near = partial(pytest.approx, rel=2e-2, abs=2e-2) if half else partial(pytest.approx, rel=1e-5, abs=1e-5)
     assert {value.dtype for value in found.values()} == {torch.float32}
     assert largest_difference(found, weights_of(trainer)) < (
         1e-3 if half else 1e-5 if case.split()[0] in ONLINE else 1e-6
     )
     for line, right in zip(log[:3], trainer.state.log_history[:3], strict=True):
-        timeless = {k: v for k, v in right.items() if "second" not in k}
-        assert {k: line[k] for k in timeless} == near(timeless)
+        kept = {name: value for name, value in timeless(right).items() if "second" not in name}
+        assert {name: line[name] for name in kept} == near(kept)
 
 
 KINDS = {
@@ -193,8 +194,9 @@ def measure(file, result):
 def test_sharded_weights_are_evaluated_too(model_folder, tmp_path):
     keys = {"val_set_size": 6, "rl": "orpo"}
     on_ranks(measure, WORLD, write_config(tmp_path, model_folder, fsdp=True, **keys), str(tmp_path / "sharded"))
-    found = [json.loads(line) for line in (tmp_path / "sharded").read_text().splitlines()]
-    assert found == [pytest.approx(evaluate(load_config(write_config(tmp_path, model_folder, **keys))), rel=1e-5)] * 2
+    found = [timeless(json.loads(line)) for line in (tmp_path / "sharded").read_text().splitlines()]
+    alone = timeless(evaluate(load_config(write_config(tmp_path, model_folder, **keys))))
+    assert found == [pytest.approx(alone, rel=1e-5)] * 2
 
 
 QLORA = {**LORA, "adapter": "qlora", "load_in_4bit": True}

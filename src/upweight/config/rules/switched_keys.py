@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from upweight.config.config import Config
+from upweight.config.config import Config, general_keys
 
 
 class Switch(NamedTuple):
@@ -53,9 +53,14 @@ def switched_off(config: Config) -> Iterator[str]:
     unread = ("trl.", "vllm.") if config.method.strided else ()
     for switch in SWITCHES:
         stray = [path for path in config.given if _names(switch.keys, path) and not path.startswith(unread)]
-        stray = [path for path in stray if path != "nemo_gym_enabled"]
+        stray = [path for path in stray if path != "nemo_gym_enabled" and config.given[path] != _default(path)]
         if stray and not switch.is_on(config):
             yield f"{', '.join(stray)}: no effect on training without '{switch.needs}'"
+
+
+def _default(path: str) -> object:
+    """Return the default of a key: one that is written out, as in a run's config.yaml, asks for nothing."""
+    return general_keys()[path][1].field.default if path in general_keys() else None
 
 
 def _names(keys: str, path: str) -> bool:

@@ -149,11 +149,8 @@ def make_rollouts(policy: Policy, spec: RolloutSpec) -> RolloutFeed:
     feature_matching = feature_matching_of(
         method, policy.model, policy.dtype, policy.reference, offload=policy.offload_reference
     )
-    if (
-        section.skip_zero_advantage
-        and gradient.reads_all
-        and not (feature_matching is not None and feature_matching.strided)
-    ):
+    strided = feature_matching is not None and feature_matching.strided
+    if section.skip_zero_advantage and gradient.reads_all and not strided:
         logger.info(ZERO_ADVANTAGE_FORWARDED, method.name, " and ".join(gradient.reads_all))
     sampling = (
         sampling_of(section, gradient.max_completion_length)
@@ -162,9 +159,7 @@ def make_rollouts(policy: Policy, spec: RolloutSpec) -> RolloutFeed:
     )
     generator: Generator | None = server
     if spec.rollout_func is None and not section.use_vllm:
-        generator = _in_process(
-            policy, spec, sampling, endless=feature_matching is not None and feature_matching.strided
-        )
+        generator = _in_process(policy, spec, sampling, endless=strided)
     producer = Producer(
         method=method,
         plan=spec.plan,
