@@ -153,7 +153,6 @@ def resumed_as_whole(make, folder: Path, steps: int, at: int, **options):
     whole.train()
     make(folder / "broken", max_steps=at, **options).train()
     resumed, checkpoint = make(folder / "broken", max_steps=steps, **options), folder / "broken" / f"checkpoint-{at}"
-    resumed.rollouts.restore(checkpoint)
     resumed.train(resume_from_checkpoint=str(checkpoint))
     assert logged(resumed)[at:] == logged(whole)[at:]
     assert largest_difference(weights_of(resumed), weights_of(whole)) == 0

@@ -68,7 +68,7 @@ def test_evaluate_prints_one_json_line(model_folder, tmp_path):
 
 @pytest.mark.parametrize(
     ("adapter", "says"),
-    [("lora", "for the result, add: lora_model_dir={} rl_adapter_ref_model=true"), (None, "is in {}/metrics.jsonl")],
+    [("lora", "for the result, add: lora_model_dir={} rl_adapter_ref_model=true"), (None, "are in {}/metrics.jsonl")],
 )
 def test_evaluate_says_that_it_measures_the_start_and_how_to_measure_the_result(model_folder, tmp_path, adapter, says):
     keys = {"adapter": adapter, "lora_target_linear": True} if adapter else {}

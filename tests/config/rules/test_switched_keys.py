@@ -13,7 +13,7 @@ COLOCATED = {**VLLM, "trl.vllm_mode": "colocate"}
 # a key, a value, what turns it on, and the words that name the switch
 DEAD = [
     ("trl.vllm_sync_interval", 2, VLLM, "trl.use_vllm: true"),
-    ("trl.vllm_mode", "server", VLLM, "trl.use_vllm: true"),
+    ("trl.vllm_mode", "colocate", VLLM, "trl.use_vllm: true"),
     ("trl.vllm_server_port", 8001, VLLM, "trl.use_vllm: true"),
     ("trl.vllm_lora_sync", False, VLLM, "trl.use_vllm: true"),
     ("trl.vllm_gpu_memory_utilization", 0.5, COLOCATED, "trl.use_vllm: true"),

@@ -12,7 +12,7 @@ from upweight.train.recording.run_folder import METRICS, MetricsFile, changed_ke
 PAIRS = {"base_model": "tiny", "datasets": [{"path": "rows.jsonl", "type": "chatml.intel"}]}
 LORA = {"adapter": "lora", "lora_target_modules": ["q_proj"], "peft": {"loftq_config": {"loftq_bits": 4}}}
 GRPO = {"base_model": "tiny", "rl": "grpo", "datasets": [{"path": "rows.jsonl", "type": "chat_template"}],
-        "trl": {"reward_funcs": ["rewards.one"], "beta": 0.1, "num_generations": 4},
+        "trl": {"reward_funcs": ["rewards.one"], "beta": 0.1, "num_generations": 4, "use_vllm": True},
         "vllm": {"port": 8123}}  # fmt: skip
 CONFIGS = {
     "dpo": {**PAIRS, "rl": "dpo", "rl_beta": 0.3, "batch_size": 8, "micro_batch_size": 2, "val_set_size": 5},
