@@ -15,7 +15,7 @@ class UserError(ValueError):
 def closest(word: str, candidates: Iterable[str], cutoff: float = 0.6) -> str | None:
     """The candidate most like `word`, or None if nothing is near."""
     plain = _plain(word)
-    best, found = min(cutoff, 0.5) if len(plain) <= 3 else cutoff, None
+    best, nearest = min(cutoff, 0.5) if len(plain) <= 3 else cutoff, None
     matcher = SequenceMatcher(None, autojunk=False)
     matcher.set_seq2(plain)
     for candidate in candidates:
@@ -24,9 +24,9 @@ def closest(word: str, candidates: Iterable[str], cutoff: float = 0.6) -> str | 
         matcher.set_seq1(other)
         if matcher.real_quick_ratio() + bonus >= best and matcher.quick_ratio() + bonus >= best:
             score = matcher.ratio() + bonus
-            if score >= best and (found is None or score > best):
-                best, found = score, candidate
-    return found
+            if score >= best and (nearest is None or score > best):
+                best, nearest = score, candidate
+    return nearest
 
 
 def _plain(word: str) -> str:
