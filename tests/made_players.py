@@ -6,7 +6,7 @@ from made_tokenizers import byte_tokenizer
 from upweight.data.tokenize.messages import Conversation
 from upweight.data.tokenize.templates import ChatTemplate, template_source
 from upweight.environments.python_class import PythonEnvironment
-from upweight.rollout.episodes.loop import Bounds, EpisodeSetup
+from upweight.rollout.episodes.loop import EpisodeLimits, EpisodeSetup
 from upweight.rollout.episodes.runner import EpisodeRunner
 from upweight.sampler.in_process import end_tokens
 from upweight.types import Completion, Group, Sampling
@@ -80,7 +80,7 @@ def episode_runner(
     tokenizer = tokenizer or generator.tokenizer
     environment = PythonEnvironment(factory, functions, timeout=limit, tool_timeout=limit)
     ends = end_tokens(None, tokenizer)
-    bounds = bounds or Bounds(max_turns=5, call_seconds=5 * limit)
+    bounds = bounds or EpisodeLimits(max_turns=5, call_seconds=5 * limit)
     template = ChatTemplate(tokenizer, None, {})
     return EpisodeRunner(EpisodeSetup(environment, template, ends, bounds, tool_format=form, **options), generator)
 

@@ -87,7 +87,7 @@ def trainer_for(method, folder, *, rows=None, batch=4, budget=4096, adapter=Fals
     Its `parts` are further options of `make_policy`.
     """
     model, parts = policy_for(method, adapter), options.pop("parts", {})
-    own = {name: options.pop(name) for name in ("eval_dataset", "callbacks", "rate_of", "shuffle") if name in options}
+    own = {name: options.pop(name) for name in ("eval_dataset", "callbacks", "lr_rule", "shuffle") if name in options}
     arguments = TrainingArguments(
         output_dir=str(folder),
         **{

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from upweight.files import write_text, written_whole
+from upweight.files import atomic_path, write_text
 
 
 def test_a_text_takes_the_place_of_the_one_before(tmp_path):
@@ -17,7 +17,7 @@ def test_a_text_takes_the_place_of_the_one_before(tmp_path):
 @pytest.mark.parametrize("kind", ["file", "folder"])
 def test_what_fails_half_way_leaves_nothing_new(tmp_path, kind):
     def fail() -> None:
-        with written_whole(tmp_path / "it") as part:
+        with atomic_path(tmp_path / "it") as part:
             (part.mkdir if kind == "folder" else part.touch)()
             raise RuntimeError
 
@@ -28,6 +28,6 @@ def test_what_fails_half_way_leaves_nothing_new(tmp_path, kind):
 
 def test_a_folder_that_a_process_of_this_number_left_is_no_hindrance(tmp_path):
     (tmp_path / f".it.{os.getpid()}.partial" / "left").mkdir(parents=True)
-    with written_whole(tmp_path / "it") as part:
+    with atomic_path(tmp_path / "it") as part:
         part.mkdir()
     assert not list((tmp_path / "it").iterdir())

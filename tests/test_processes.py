@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from upweight.processes import begun_at, is_alive, passing_on, process_numbers, signal_group
+from upweight.processes import forwarded_signals, is_alive, process_ids, signal_group, start_ticks
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere such a process cannot be told from a running one")
@@ -22,7 +22,7 @@ def test_a_process_that_has_ended_is_not_alive_though_its_parent_has_not_asked()
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a number is all there is")
 def test_another_process_with_the_number_of_one_that_is_gone_is_told_from_it():
-    begun = begun_at(os.getpid())
+    begun = start_ticks(os.getpid())
     assert begun is not None
     assert is_alive(os.getpid(), begun)
     assert not is_alive(os.getpid(), str(int(begun) - 1))
@@ -33,7 +33,7 @@ def test_a_process_whose_name_is_cut_inside_a_character_has_begun(tmp_path):
     sleeper = tmp_path / ("\u00e9" * 8)  # of its 16 bytes the system keeps 15
     shutil.copy(shutil.which("sleep") or "", sleeper)
     with subprocess.Popen([sleeper, "5"]) as child:
-        begun = begun_at(child.pid)
+        begun = start_ticks(child.pid)
         assert begun is not None
         assert is_alive(child.pid, begun)
         child.kill()
@@ -77,7 +77,7 @@ def test_a_process_ends_with_the_one_that_started_it_and_with_its_own_children()
 
 def any_alive(group: int) -> bool:
     """Whether a group has a process that is more than a name its parent has not asked for."""
-    return any(_in_group(number, group) and is_alive(number) for number in process_numbers())
+    return any(_in_group(number, group) and is_alive(number) for number in process_ids())
 
 
 def _in_group(number: int, group: int) -> bool:
@@ -90,7 +90,7 @@ def _in_group(number: int, group: int) -> bool:
 def test_a_signal_is_passed_on_and_the_handler_put_back():
     before = signal.getsignal(signal.SIGTERM)
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as child:
-        with passing_on([signal.SIGTERM], [child]) as came:
+        with forwarded_signals([signal.SIGTERM], [child]) as came:
             os.kill(os.getpid(), signal.SIGTERM)
             assert child.wait(20) == -signal.SIGTERM
         assert came == [signal.SIGTERM]

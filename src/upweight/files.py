@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 @contextlib.contextmanager
-def written_whole(path: Path) -> Iterator[Path]:
+def atomic_path(path: Path) -> Iterator[Path]:
     """Yield a temporary path beside `path` to write a file or folder to, and rename it to `path` afterwards."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     _remove(partial)  # an earlier process with this id may have left one
@@ -21,7 +21,7 @@ def written_whole(path: Path) -> Iterator[Path]:
 
 def write_text(path: Path, text: str) -> None:
     """Write a file atomically, flushed to disk before it is renamed."""
-    with written_whole(path) as partial, partial.open("w", encoding="utf-8") as file:
+    with atomic_path(path) as partial, partial.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

@@ -25,7 +25,7 @@ def quiet_transformers() -> None:
     transformers_logging.disable_progress_bar()
 
 
-def is_seen() -> bool:
+def shows_status() -> bool:
     """Whether a status line is shown: stderr is a terminal, and the level includes INFO."""
     return sys.stderr.isatty() and logger.isEnabledFor(logging.INFO)
 

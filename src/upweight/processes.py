@@ -55,7 +55,7 @@ def end_with_parent() -> None:
 
 
 @contextlib.contextmanager
-def passing_on(
+def forwarded_signals(
     numbers: Sequence[signal.Signals], processes: Sequence["subprocess.Popen[bytes]"]
 ) -> Iterator[list[int]]:
     """Forward signals to the processes meanwhile; yield the list of the signals that were received."""
@@ -81,7 +81,7 @@ def free_port(host: str = "127.0.0.1") -> int:
         return probe.getsockname()[1]
 
 
-def process_numbers() -> list[int]:
+def process_ids() -> list[int]:
     """Return the ids of all processes, or an empty list where the system has no /proc."""
     return [int(name) for name in os.listdir("/proc") if name.isdigit()] if os.path.isdir("/proc") else []
 
@@ -101,7 +101,7 @@ def is_alive(pid: object, begun: str | None = None) -> bool:
     return state != "Z" and same  # an ended process stays until its parent waits for it
 
 
-def begun_at(pid: int) -> str | None:
+def start_ticks(pid: int) -> str | None:
     """Return the start time of a process in the system's clock ticks, since its id alone may be reused."""
     return stat_of(pid)[2]
 

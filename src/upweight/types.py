@@ -143,12 +143,12 @@ class Completion:
     # Earlier segments: the chat template rewrote the history after each, so each is trained as a separate sequence.
     earlier: list["Completion"] = field(default_factory=list)
     failure: str | None = None  # the environment's error; the completion is not trained on
-    given: int = 0  # number of leading ids that belong to the prompt, where prompts within the group differ
+    prompt_len: int = 0  # number of leading ids that belong to the prompt, where prompts within the group differ
 
     @property
     def written(self) -> list[int]:
         """Return the tokens after the prompt."""
-        return self.ids[self.given :]
+        return self.ids[self.prompt_len :]
 
 
 Prompts = Sequence[Sequence[int]]  # token ids of each

@@ -45,7 +45,7 @@ def load_function(path: str, folder: Path, key: str) -> Callable[..., Any]:
             ) from error
         raise UserError(f"{key}: '{path}' cannot be imported: {error}. Install '{error.name}' first.") from error
     except (Exception, SystemExit) as error:  # importing runs the user's code
-        raise UserError(f"{key}: '{path}' cannot be imported: {described(error)}") from error
+        raise UserError(f"{key}: '{path}' cannot be imported: {describe_error(error)}") from error
     function = getattr(module, name, None)
     if not callable(function):
         public = {other: value for other, value in vars(module).items() if callable(value) and other[0] != "_"}
@@ -111,7 +111,7 @@ def _importable(root: Path) -> Iterator[None]:
             sys.path.append(folder)
 
 
-def described(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Return the type, message and place in the user's code of an error."""
     text = str(error).strip()
     shown = (text[:297] + "...") if len(text) > 300 else text

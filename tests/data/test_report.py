@@ -5,11 +5,13 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from upweight.data.report import Part, Report, lengths_of, measure, percentiles
+from upweight.data.report import EntryCounts, PrepareReport, lengths_of, measure, percentiles
 
 PARTS = [
-    Part("datasets[0] (a.jsonl)", False, 1200, 1190, Counter({"longer than sequence_len": 10}), Counter({"cut": 3})),
-    Part("datasets[0] (a.jsonl)", True, 5, 5),
+    EntryCounts(
+        "datasets[0] (a.jsonl)", False, 1200, 1190, Counter({"longer than sequence_len": 10}), Counter({"cut": 3})
+    ),
+    EntryCounts("datasets[0] (a.jsonl)", True, 5, 5),
 ]
 
 
@@ -34,7 +36,7 @@ def test_suggestions_are_rounded_up_and_the_present_value_is_judged():
 
 
 def test_the_report_survives_json():
-    assert Report.from_json(report().to_json()) == report()
+    assert PrepareReport.from_json(report().to_json()) == report()
 
 
 def test_the_report_in_words():

@@ -5,7 +5,7 @@ import pytest
 from datasets import Dataset
 
 from made_tokenizers import encoder
-from upweight.data.chunks import Job
+from upweight.data.chunks import EncodeJob
 from upweight.data.sources.open import RowSelection, Table
 from upweight.data.unread import refuse_unread
 from upweight.errors import UserError
@@ -17,7 +17,7 @@ TALK = {"messages": [{"role": "user", "content": "Why?"}], "chosen": "So.", "bet
 def job(entry, row, folder=None, **keys):
     made = encoder(entry, folder=folder, chat_template="chatml", **keys)
     rows = RowSelection.of(Table(Dataset.from_list([row])), np.arange(1))
-    return Job("datasets[0] (rows.jsonl)", False, rows, made, made.setup.data, made.setup.method)
+    return EncodeJob("datasets[0] (rows.jsonl)", False, rows, made, made.setup.data, made.setup.method)
 
 
 @pytest.mark.parametrize(

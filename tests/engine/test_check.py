@@ -10,7 +10,7 @@ from tiny_models import PADDED, SIZES, drawn, group, identical, sample, three_le
 from upweight.engine import Engine
 from upweight.engine.attention.interface import TreeRule
 from upweight.engine.check import (
-    Check,
+    ParityCheck,
     check_first_batch,
     check_first_gradients,
     enable_checkpointing,
@@ -62,7 +62,7 @@ def test_half_precision_is_judged_by_the_mean():
     engine = Engine(model)
     assert check_first_batch(engine, model, build_batch(group())).limit == 0.15
     assert check_first_batch(engine, model, build_batch(group()), torch.float32).limit == 1e-4
-    assert not Check(float("nan"), 0.05).passed
+    assert not ParityCheck(float("nan"), 0.05).passed
     model.register_parameter("packed", nn.Parameter(torch.zeros(4, dtype=torch.int8), requires_grad=False))
     assert check_first_batch(engine, model, build_batch(group()), torch.float32).limit == 0.15
     assert check_first_gradients(engine, model, build_batch(group()), torch.float32).limit == 0.1

@@ -12,8 +12,8 @@ GROUPS = torch.tensor([0, 0, 0, 1, 1, 1])
 
 
 def advantages(rewards, drift=None, **settings):
-    drift_S = None if drift is None else torch.tensor(drift)
-    return RLOO(**settings).advantages(torch.tensor(rewards)[:, None], GROUPS, drift_S).tolist()
+    log_ratio_S = None if drift is None else torch.tensor(drift)
+    return RLOO(**settings).advantages(torch.tensor(rewards)[:, None], GROUPS, log_ratio_S).tolist()
 
 
 def test_a_reward_is_compared_with_the_others_of_its_group():
@@ -67,8 +67,8 @@ def test_only_completions_with_an_advantage_are_forwarded():
 
 
 def test_a_reference_is_needed_where_the_kl_counts():
-    assert (RLOO().needs_reference, RLOO().needs_drift) == (True, True)
-    assert (RLOO(beta=0.0).needs_reference, RLOO(beta=0.0).needs_drift) == (False, False)
+    assert (RLOO().needs_reference, RLOO().needs_kl_in_reward) == (True, True)
+    assert (RLOO(beta=0.0).needs_reference, RLOO(beta=0.0).needs_kl_in_reward) == (False, False)
     assert RLOO().group_size == 2
     with pytest.raises(ValidationError, match="sync_ref_model needs a reference"):
         RLOO(beta=0.0, sync_ref_model=True)

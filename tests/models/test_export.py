@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from tiny_models import drawn, tiny
 from upweight.errors import UserError
-from upweight.models.export import refuse_unmergeable, sent_weights, write_weights
+from upweight.models.export import exported_weights, refuse_unmergeable, write_weights
 from upweight.models.precision import set_up_precision
 
 CASES = {
@@ -59,7 +59,7 @@ def test_what_is_sent_without_a_folder_is_what_would_be_written(case, adapter, p
     set_up_precision(model, precision)
     write_weights(model, tmp_path, precision)
     written = load_file(tmp_path / "model.safetensors")
-    sent = dict(sent_weights(model, precision))
+    sent = dict(exported_weights(model, precision))
     if case == "tied":
         written.pop("lm_head.weight", None)  # a file may have it twice
     assert sent.keys() == written.keys()

@@ -6,7 +6,7 @@ import os
 import pytest
 
 from upweight.errors import UserError
-from upweight.processes import begun_at
+from upweight.processes import start_ticks
 from upweight.runs.record import recorded, refuse_busy
 
 
@@ -59,7 +59,7 @@ def test_a_folder_is_busy_while_another_process_trains_into_it_and_not_for_this_
     with recorded(tmp_path, {}, writes=True):
         refuse_busy(tmp_path)
         record = record_of(tmp_path)
-        other = {**record, "pid": os.getppid(), "begun": begun_at(os.getppid())}
+        other = {**record, "pid": os.getppid(), "begun": start_ticks(os.getppid())}
         (tmp_path / "run.json").write_text(json.dumps(other))
         with pytest.raises(UserError, match=f"process {os.getppid()} is training into"):
             refuse_busy(tmp_path)

@@ -11,7 +11,7 @@ from made_rollouts import chat_model, online_trainer
 from made_tokenizers import byte_tokenizer
 from upweight.environments.python_class import PythonEnvironment
 from upweight.methods import GDPO
-from upweight.rollout.episodes.loop import Bounds
+from upweight.rollout.episodes.loop import EpisodeLimits
 from upweight.train.online.environments import EnvironmentSetup
 
 KEYS, SECRETS = "abcd", "wxyz"
@@ -97,7 +97,9 @@ def test_from_chance_to_looking_up_and_answering(tmp_path):
         {"prompt": [{"role": "user", "content": f"find {key}"}], "prompt_ids": [1], "wanted": key, "secret": secret}
         for key, secret in itertools.product(KEYS, SECRETS)
     ]
-    env_setup = EnvironmentSetup(PythonEnvironment(Library, timeout=20.0), Bounds(max_turns=3), tool_format="json")
+    env_setup = EnvironmentSetup(
+        PythonEnvironment(Library, timeout=20.0), EpisodeLimits(max_turns=3), tool_format="json"
+    )
     policy = {"num_generations": 8, "max_completion_length": 32, "entropy_coef": 0.02}
     trainer = online_trainer(
         tmp_path, method=GDPO(policy=policy), rewards=[], model=taught_to_try(tokenizer), tokenizer=tokenizer,

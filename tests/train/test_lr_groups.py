@@ -13,8 +13,8 @@ from upweight.train.lr_groups import lr_rules
 
 
 def rates(model, optim=None, adapter=None):
-    rate_of = lr_rules(OptimSection(learning_rate=1.0, **(optim or {})), AdapterSection(**(adapter or {})), model)
-    return {name: rate_of(name, p) for name, p in model.named_parameters() if p.requires_grad} if rate_of else None
+    lr_rule = lr_rules(OptimSection(learning_rate=1.0, **(optim or {})), AdapterSection(**(adapter or {})), model)
+    return {name: lr_rule(name, p) for name, p in model.named_parameters() if p.requires_grad} if lr_rule else None
 
 
 def test_without_any_key_all_rates_are_the_same():
@@ -49,11 +49,11 @@ def test_lora_plus_has_a_rate_for_adapted_embeddings():
 
 
 def test_steps_follow_the_rates_and_decay_and_schedule_stay(tmp_path):
-    def rate_of(name, parameter):
+    def lr_rule(name, parameter):
         return 0.0 if "mlp" in name else None
 
     options = {"weight_decay": 0.1, "lr_scheduler_type": "linear", "optim": "adamw_torch"}
-    trainer = trainer_for(OFFLINE["sft"], tmp_path, rate_of=rate_of, **options)
+    trainer = trainer_for(OFFLINE["sft"], tmp_path, lr_rule=lr_rule, **options)
     before = weights_of(trainer)
     trainer.train()
     after = weights_of(trainer)
@@ -65,7 +65,7 @@ def test_steps_follow_the_rates_and_decay_and_schedule_stay(tmp_path):
 
 
 def test_a_rate_of_its_own_keeps_its_ratio_over_the_schedule(tmp_path):
-    trainer = trainer_for(OFFLINE["sft"], tmp_path, rate_of=lambda name, _: 0.2 if "mlp" in name else None,
+    trainer = trainer_for(OFFLINE["sft"], tmp_path, lr_rule=lambda name, _: 0.2 if "mlp" in name else None,
                           lr_scheduler_type="linear")  # fmt: skip
     trainer.train()
     assert trainer.lr_scheduler.base_lrs[-1] == 0.2

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from made_runs import OFFLINE, policy_for, rows_for, trainer_for
 from tiny_models import gradients, relative_difference
 from upweight.data.units import units_of
-from upweight.engine.check import Check
+from upweight.engine.check import ParityCheck
 from upweight.methods import DPO, SFT
 from upweight.types import Sample, Unit
 
@@ -184,7 +184,7 @@ def test_rows_are_proven_again_once_they_are_much_longer(tmp_path, monkeypatch):
     runner = trainer.runner
     proven = []
     monkeypatch.setattr(
-        "upweight.train.step.check_first_batch", lambda *args: proven.append(args[2]) or Check(0.0, 1.0)
+        "upweight.train.step.check_first_batch", lambda *args: proven.append(args[2]) or ParityCheck(0.0, 1.0)
     )
 
     def step(length, count=1):

@@ -10,7 +10,7 @@ from pathlib import Path
 from upweight.cli.trained import Trained, trained
 from upweight.errors import UserError
 from upweight.log import quiet_transformers
-from upweight.models.adapters.merge import Adapted, difference, merge_adapter
+from upweight.models.adapters.merge import AdapterFolder, difference, merge_adapter
 
 CONVERTER, PLACE = "convert_hf_to_gguf.py", "LLAMA_CPP"
 
@@ -23,7 +23,7 @@ def run_merge(place: str, overrides: list[str], *, output: Path | None, check: b
         raise UserError(f"{place}: there is neither a config nor a folder of that name, which would hold an adapter")
     if exported.adapter is None:
         raise UserError(f"{place}: there is no adapter to merge in {exported.model.base_model}; it is a whole model")
-    adapted = Adapted(exported.model, exported.adapter)
+    adapted = AdapterFolder(exported.model, exported.adapter)
     target = output or exported.adapter / "merged"
     merge_adapter(adapted, target)
     print(target)
@@ -47,7 +47,7 @@ def run_gguf(place: str, overrides: list[str], *, output: Path | None, kind: str
             source = _folder(exported)
         else:
             source = Path(scratch) / "merged"
-            merge_adapter(Adapted(exported.model, exported.adapter), source)
+            merge_adapter(AdapterFolder(exported.model, exported.adapter), source)
         part = Path(scratch) / target.name
         done = subprocess.run([*converter, str(source), "--outfile", str(part), "--outtype", kind], check=False)
         if done.returncode or not part.is_file():

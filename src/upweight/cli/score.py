@@ -9,7 +9,7 @@ from typing import Any, TextIO
 
 from upweight.cli.trained import as_trained, trained
 from upweight.errors import UserError
-from upweight.files import written_whole
+from upweight.files import atomic_path
 from upweight.inference.score import ScoreModel, load_score_model
 from upweight.log import quiet_transformers
 
@@ -26,7 +26,7 @@ def run(place: str, file: Path, overrides: list[str], *, output: Path | None, ch
     if output is None:
         _write(scorer, rows, sys.stdout)
         return
-    with written_whole(output) as part, part.open("w", encoding="utf-8") as opened:
+    with atomic_path(output) as part, part.open("w", encoding="utf-8") as opened:
         _write(scorer, rows, opened)
 
 

@@ -51,7 +51,7 @@ class Config:
     vllm: VllmSection
     gym: GymSection
     method: Method
-    given: Mapping[str, Any]  # YAML path -> value, for every key that was set
+    set_keys: Mapping[str, Any]  # YAML path -> value, for every key that was set
     folder: Path  # of the YAML file; relative paths are also looked up from here
     notices: tuple[str, ...] = ()
     stages: tuple["Config", ...] = ()  # one config per stage; this config is then that of the last stage

@@ -43,7 +43,7 @@ def parse_config(content: dict[Any, Any], *, folder: Path, fragment: bool = Fals
         draft.place(path, value)
     sections: dict[str, Any] = {name: draft.build(name, cls) for name, cls in SECTIONS.items()}
     method = draft.build("method", METHODS[draft.method])
-    config = resolve(Config(**sections, method=method, given=flat, folder=folder))
+    config = resolve(Config(**sections, method=method, set_keys=flat, folder=folder))
     errors, warnings = check(config, fragment=fragment)
     findings.errors += errors
     if findings.errors:

@@ -51,7 +51,7 @@ def generation_batch(config: Config, ranks: int = 1) -> int:
 
 def _method(config: Config) -> Method:
     """Return the method with EBFT's baseline filled in, which GRPO's keys may choose too."""
-    method, given = feature_matcher(config.method), config.given
+    method, given = feature_matcher(config.method), config.set_keys
     if method is None or method.advantage_estimator is not None:
         return config.method
     scales = method.policy.reward_scale != "none" and "trl.scale_rewards" in given
@@ -80,7 +80,7 @@ def _schedule(config: Config) -> dict[str, object]:
 def _sharding(config: Config) -> dict[str, bool]:
     section = config.sharding
     words = section.fsdp if isinstance(section.fsdp, list) else []
-    on = any(path.startswith("fsdp") for path in config.given) if section.fsdp is None else bool(section.fsdp)
+    on = any(path.startswith("fsdp") for path in config.set_keys) if section.fsdp is None else bool(section.fsdp)
     # Adapters initialised from the weights, `modules_to_save`, GGUF files and quantisation need weights on every rank.
     adapter = config.adapter
     from_weights = adapter.init is not True or adapter.peft.loftq_config or adapter.modules_to_save

@@ -57,7 +57,7 @@ def schema_of(method: Method) -> dict[str, pa.DataType]:
 
 
 @dataclass(frozen=True)
-class Job:
+class EncodeJob:
     """The rows of one entry that are used for training or for evaluation, and how they are encoded."""
 
     where: str
@@ -81,7 +81,7 @@ class Chunk:
     notes: Counter[str] = field(default_factory=Counter)
 
 
-def encode_all(jobs: Sequence[Job], *, processes: int | None, digests: bool) -> Iterator[tuple[int, int, Chunk]]:
+def encode_all(jobs: Sequence[EncodeJob], *, processes: int | None, digests: bool) -> Iterator[tuple[int, int, Chunk]]:
     """Yield every chunk in order as (number of its job, number of its rows, chunk)."""
     tasks = (
         (number, start, min(start + CHUNK, len(job.rows)))
@@ -112,7 +112,7 @@ def encode_all(jobs: Sequence[Job], *, processes: int | None, digests: bool) -> 
 class _Work:
     """What forked processes find without it being sent to them."""
 
-    jobs: Sequence[Job] = ()
+    jobs: Sequence[EncodeJob] = ()
     digests: bool = False
 
 
@@ -143,7 +143,7 @@ def _processes(configured: int | None, rows: int) -> int:
     return min(len(os.sched_getaffinity(0)), MOST_PROCESSES) if rows >= WORTH_FORKING else 1
 
 
-def encode_chunk(job: Job, start: int, stop: int, digests: bool) -> Chunk:
+def encode_chunk(job: EncodeJob, start: int, stop: int, digests: bool) -> Chunk:
     """Encode the rows from `start` to `stop`; a row that cannot be used raises a UserError with its place."""
     schema = schema_of(job.method)
     columns: dict[str, list[Any]] = {name: [] for name in schema}
@@ -168,7 +168,7 @@ def encode_chunk(job: Job, start: int, stop: int, digests: bool) -> Chunk:
     return chunk
 
 
-def _encode(job: Job, start: int, stop: int) -> list[list[Record]]:
+def _encode(job: EncodeJob, start: int, stop: int) -> list[list[Record]]:
     rows = job.rows.take(start, stop)
     try:
         return job.encoder.encode_many(rows)
@@ -181,7 +181,7 @@ def _encode(job: Job, start: int, stop: int) -> list[list[Record]]:
         raise
 
 
-def bad_row(job: Job, row: int, error: RowError, content: Any = None) -> UserError:
+def bad_row(job: EncodeJob, row: int, error: RowError, content: Any = None) -> UserError:
     """Return the error about a row: dataset, row number, key, what was expected, and the columns of `content`."""
     columns, key = "", re.split(r"[.[]", error.key)[0]
     if isinstance(content, Mapping) and key not in content and job.encoder.transform is None:
@@ -190,7 +190,7 @@ def bad_row(job: Job, row: int, error: RowError, content: Any = None) -> UserErr
     return UserError(f"{job.where}, {job.rows.place(row)}, '{error.key}': expected {error.expected}{columns}")
 
 
-def _remedy(job: Job) -> str:
+def _remedy(job: EncodeJob) -> str:
     """Return the advice on how to read columns with other names."""
     kind = kind_of(job.method)
     if any(isinstance(source, GivenTable) for source in job.rows.sources):
@@ -200,7 +200,7 @@ def _remedy(job: Job) -> str:
     return f"{' or '.join([*options, '`type: file.function`, a transform'])} reads columns of other names"
 
 
-def within_limits(job: Job, row: int, record: Record) -> tuple[Record | None, str | None]:
+def within_limits(job: EncodeJob, row: int, record: Record) -> tuple[Record | None, str | None]:
     """Return the record after the length rules, or None if they drop it, and the reason for any change."""
     try:
         return apply_length_rules(record, job.rules, job.method)

@@ -11,7 +11,7 @@ from upweight.methods.base import Method
 
 def require_both_labels(rows: Dataset, method: Method, first: Callable[[], str]) -> None:
     """Raise a UserError if all rows have the same label, unless the other label has weight 0; `first` names a row."""
-    weights = method.verdict_weights
+    weights = method.label_weights
     if weights is None or not len(rows):
         return
     labels = pc.call_function("unique", [rows.with_format("arrow")["label"]]).to_pylist()

@@ -21,13 +21,13 @@ from upweight import __version__
 from upweight.config import Config, view
 from upweight.config.config import general_keys
 from upweight.data import cache
-from upweight.data.chunks import Chunk, Job, encode_all, schema_of, with_columns
+from upweight.data.chunks import Chunk, EncodeJob, encode_all, schema_of, with_columns
 from upweight.data.encode import Encoder, build_encoder
 from upweight.data.label_balance import require_both_labels
 from upweight.data.progress import progress
-from upweight.data.report import Part, Report, measure
+from upweight.data.report import EntryCounts, PrepareReport, measure
 from upweight.data.selection import selected_datasets
-from upweight.data.sources.open import GivenTable, Opened, RowSelection, open_entry
+from upweight.data.sources.open import DatasetEntry, GivenTable, RowSelection, open_entry
 from upweight.data.unread import refuse_unread
 from upweight.errors import UserError
 
@@ -42,7 +42,7 @@ REPEATED = "repeats an earlier row (dataset_exact_deduplication)"
 class Entry:
     """One entry of `datasets` or `test_datasets`, ready to be read."""
 
-    opened: Opened
+    opened: DatasetEntry
     encoder: Encoder
     evaluation: bool
 
@@ -53,7 +53,7 @@ class Prepared:
 
     train: Dataset
     evaluation: Dataset | None
-    report: Report
+    report: PrepareReport
     folder: Path  # where the prepared rows are
     entries: tuple[Entry, ...]
 
@@ -76,7 +76,7 @@ def prepare_given(
 ) -> Prepared:
     """Prepare rows that a script hands over, by the config's only entry; what is not kept leaves nothing on disk."""
     (row,) = config.data.datasets
-    opened = Opened(row, where, ({"train": [GivenTable(rows)]},), evaluation=False, seed=config.optim.seed)
+    opened = DatasetEntry(row, where, ({"train": [GivenTable(rows)]},), evaluation=False, seed=config.optim.seed)
     encoder = build_encoder(
         config.data, config.method, row, 0, tokenizer, view(config), config.folder, config.model.num_labels
     )
@@ -118,7 +118,7 @@ def _read_from(
 ) -> Prepared:
     """What `_build` wrote to a folder."""
     saved = json.loads((folder / "report.json").read_text(encoding="utf-8"))
-    report = dataclasses.replace(Report.from_json(saved["report"]), cached=cached)
+    report = dataclasses.replace(PrepareReport.from_json(saved["report"]), cached=cached)
     train = _read(folder / "train.arrow", saved["columns"], in_memory).select(np.load(folder / "order.npy"))
     held = folder / "eval.arrow"
     evaluation = _read(held, saved["columns"], in_memory) if held.exists() else None
@@ -130,7 +130,7 @@ def _first_row(entries: Sequence[Entry]) -> str:
     return f"{opened.where}, {opened.rows().place(0)}"
 
 
-def jobs_of(config: Config, entries: Sequence[Entry]) -> list[Job]:
+def jobs_of(config: Config, entries: Sequence[Entry]) -> list[EncodeJob]:
     """Which rows are trained on and which are held out, entry by entry; training first."""
     rows = [entry.opened.rows() for entry in entries]
     train = [number for number, entry in enumerate(entries) if not entry.evaluation]
@@ -187,7 +187,7 @@ def _seen_by_transforms(config: Config) -> dict[str, Any]:
         section, key = known.get(path, ("method", None))
         return section not in ("run", "tracking") and not (key and section == "data" and key.name in WITHOUT_EFFECT)
 
-    return {path: value for path, value in config.given.items() if shapes(path)}
+    return {path: value for path, value in config.set_keys.items() if shapes(path)}
 
 
 def _keep_shard(config: Config, rows: list[RowSelection], train: Sequence[int]) -> None:
@@ -212,11 +212,11 @@ def _held_out(config: Config, lengths: Sequence[int]) -> list[NDArray[np.bool_]]
     return np.split(mask, np.cumsum(lengths)[:-1])
 
 
-def _job(config: Config, entry: Entry, rows: RowSelection, *, evaluation: bool) -> Job:
+def _job(config: Config, entry: Entry, rows: RowSelection, *, evaluation: bool) -> EncodeJob:
     rules = config.data
     if evaluation and rules.eval_sequence_len:
         rules = rules.model_copy(update={"sequence_len": rules.eval_sequence_len})
-    return Job(entry.opened.where, evaluation, rows, entry.encoder, rules, config.method)
+    return EncodeJob(entry.opened.where, evaluation, rows, entry.encoder, rules, config.method)
 
 
 def _build(config: Config, entries: Sequence[Entry], place: Path) -> None:
@@ -236,9 +236,9 @@ def _build(config: Config, entries: Sequence[Entry], place: Path) -> None:
 class _Builder:
     """Takes chunks in order; writes rows at once and keeps a few numbers about each."""
 
-    def __init__(self, config: Config, jobs: Sequence[Job], place: Path) -> None:
+    def __init__(self, config: Config, jobs: Sequence[EncodeJob], place: Path) -> None:
         self.config, self.jobs, self.place = config, jobs, place
-        self.parts = [Part(job.where, job.evaluation, len(job.rows)) for job in jobs]
+        self.parts = [EntryCounts(job.where, job.evaluation, len(job.rows)) for job in jobs]
         self.names: set[str] = set()
         self.seen: set[bytes] = set()
         self.lengths: list[NDArray[np.int32]] = []
@@ -287,7 +287,7 @@ class _Builder:
         self.seen.add(digest)
         return len(self.seen) > known
 
-    def _report(self, seconds: float) -> Report:
+    def _report(self, seconds: float) -> PrepareReport:
         prompt, completion, sequence = np.concatenate([np.zeros((0, 3), np.int32), *self.lengths]).T
         data = self.config.data
         limits: dict[str, tuple[str, int | None]] = {"max_prompt_length": ("prompt", data.max_prompt_length)}

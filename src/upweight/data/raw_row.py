@@ -9,7 +9,10 @@ from typing import Any
 RawRow = Mapping[str, Any]
 LARGEST = sys.float_info.max
 DEEPEST = 64
-OWN_COLUMNS = ("prompt", "prompt_ids")  # columns that preparation adds to a prompt; all others come from the user's row
+PREPARED_COLUMNS = (
+    "prompt",
+    "prompt_ids",
+)  # columns that preparation adds to a prompt; all others come from the user's row
 
 
 class RowError(Exception):

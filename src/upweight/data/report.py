@@ -12,7 +12,7 @@ ROUNDING = 64  # suggested lengths are multiples of this
 
 
 @dataclass
-class Part:
+class EntryCounts:
     """The counts of one dataset entry: rows read, records kept, records dropped and changed."""
 
     where: str
@@ -24,10 +24,10 @@ class Part:
 
 
 @dataclass
-class Report:
+class PrepareReport:
     """The summary that `preprocess` prints and the cache stores."""
 
-    parts: list[Part]
+    parts: list[EntryCounts]
     lengths: dict[str, dict[str, int]]  # of training rows before any was dropped or cut: prompt -> {"50%": 12, ...}
     suggested: dict[str, dict[str, int]]  # setting -> {"99%": 512, "100%": 1024}: the value that keeps this share
     within: dict[str, float]  # setting -> share of training rows within its present value
@@ -48,13 +48,13 @@ class Report:
         return {**vars(self), "parts": [dict(vars(part)) for part in self.parts]}
 
     @staticmethod
-    def from_json(values: dict[str, Any]) -> "Report":
+    def from_json(values: dict[str, Any]) -> "PrepareReport":
         """Return the report that `to_json` wrote."""
         parts = [
-            Part(**{**part, "dropped": Counter(part["dropped"]), "notes": Counter(part["notes"])})
+            EntryCounts(**{**part, "dropped": Counter(part["dropped"]), "notes": Counter(part["notes"])})
             for part in values["parts"]
         ]
-        return Report(**{**values, "parts": parts})
+        return PrepareReport(**{**values, "parts": parts})
 
     def lines(self) -> list[str]:
         """Return the report as lines of text."""
@@ -77,7 +77,7 @@ class Report:
         return [*lines, f"prepared {self.train_rows:,} rows to train on{evaluation}, {source}"]
 
 
-def _line(part: Part) -> str:
+def _line(part: EntryCounts) -> str:
     changes = [f"{count:,} dropped: {reason}" for reason, count in part.dropped.most_common()]
     changes += [f"{count:,} {note}" for note, count in part.notes.most_common()]
     use = ", for evaluation" if part.evaluation else ""
@@ -91,8 +91,8 @@ def percentiles(lengths: NDArray[np.int64]) -> dict[str, int]:
 
 
 def measure(
-    parts: list[Part], lengths: dict[str, NDArray[np.int64]], limits: dict[str, tuple[str, int | None]]
-) -> Report:
+    parts: list[EntryCounts], lengths: dict[str, NDArray[np.int64]], limits: dict[str, tuple[str, int | None]]
+) -> PrepareReport:
     """Build the report; `limits` maps a setting to the name of the lengths it bounds and to its present value."""
     counted = {name: values for name, values in lengths.items() if len(values) and values.any()}
     suggested: dict[str, dict[str, int]] = {}
@@ -105,7 +105,7 @@ def measure(
                 within[setting] = float((counted[name] <= present).mean())
     present_values = {setting: value for setting, (_, value) in limits.items() if value and setting in suggested}
     shown = {name: percentiles(values) for name, values in counted.items()}
-    return Report(parts, shown, suggested, within, present_values)
+    return PrepareReport(parts, shown, suggested, within, present_values)
 
 
 def _round_up(length: int) -> int:

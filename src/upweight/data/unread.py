@@ -3,7 +3,7 @@
 from typing import Any
 
 from upweight.config.sections.data import UserFormat
-from upweight.data.chunks import Job
+from upweight.data.chunks import EncodeJob
 from upweight.data.raw_row import RowError
 from upweight.errors import UserError
 
@@ -22,7 +22,7 @@ class TrackedRow(dict[str, Any]):
         return super().__getitem__(key)
 
 
-def refuse_unread(job: Job) -> None:
+def refuse_unread(job: EncodeJob) -> None:
     """Raise a UserError if an entry names a column that its first row has and its format does not read."""
     encoder = job.encoder
     if encoder.transform is not None or not len(job.rows):  # a transform may read any column

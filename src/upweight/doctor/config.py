@@ -15,7 +15,7 @@ from transformers import AutoConfig
 from upweight.config import Config
 from upweight.config.servers import samples_from_server, server_urls
 from upweight.data.prepare import prepare
-from upweight.data.raw_row import OWN_COLUMNS
+from upweight.data.raw_row import PREPARED_COLUMNS
 from upweight.doctor.findings import Finding
 from upweight.errors import UserError
 from upweight.models.load import compute_dtype, load_config
@@ -25,7 +25,7 @@ from upweight.models.tokenizer import load_tokenizer
 from upweight.rewards.load import KEY, load_rewards
 from upweight.rollout.vllm.client import RequestFailed, RequestRefused, VllmClient
 from upweight.rollout.vllm.probe import served_base
-from upweight.runs.files import METRICS, no_folder_at
+from upweight.runs.files import METRICS, unwritable_reason
 from upweight.train.machine_checks import check_machine
 from upweight.train.online.environments import check_rewards, environment_setup
 
@@ -71,7 +71,7 @@ def _keys(state: CheckState) -> Iterator[Finding]:
     for message in check_machine(state.config):
         place, _, text = message.partition(": ")
         yield Finding("alarm", place, text.removesuffix("."))
-    yield Finding("ok", "keys", f"{len(state.config.given)} set, for {state.config.method.name}")
+    yield Finding("ok", "keys", f"{len(state.config.set_keys)} set, for {state.config.method.name}")
 
 
 def _memory(state: CheckState) -> Iterator[Finding]:
@@ -125,7 +125,7 @@ def _data(state: CheckState) -> Iterator[Finding]:
             level = "warning" if dropped > MOST_DROPPED * part.read else "note"
             yield Finding(level, "data", line, f"to keep all: {settings}" if settings else "")
     shown = ", ".join(f"{name}s of up to {row['max']} tokens" for name, row in lengths.items())
-    state.columns = [name for name in data.train[0] if name not in OWN_COLUMNS]
+    state.columns = [name for name in data.train[0] if name not in PREPARED_COLUMNS]
     columns = f" with the columns {', '.join(state.columns)}" if config.method.online and state.columns else ""
     says = f"{len(data.train):,} rows to train on{columns}; {shown}"
     yield Finding("ok", "data", says, evidence={"rows": len(data.train), "lengths": lengths})
@@ -216,7 +216,7 @@ def _server(state: CheckState) -> Iterator[Finding]:
 def _output(state: CheckState) -> Iterator[Finding]:
     """Check that the disk of the output folder has room for the checkpoints that are kept."""
     folder = Path(state.config.run.output_dir)
-    if no_folder_at(folder) is not None:
+    if unwritable_reason(folder) is not None:
         return
     free = shutil.disk_usage(next(place for place in (folder, *folder.absolute().parents) if place.exists())).free
     needed = 0.0

@@ -36,7 +36,7 @@ _COSINE_IN_FLOAT32, _COSINE_IN_HALF_PRECISION = 1e-4, 0.1  # 1 - cosine similari
 
 
 @dataclass(frozen=True)
-class Check:
+class ParityCheck:
     """The difference of log-probs (scores, gradients) between the engine and the model's own forward, and its limit."""
 
     difference: float
@@ -49,7 +49,7 @@ class Check:
         return self.difference <= self.limit  # a NaN does not pass
 
     def require(self) -> None:
-        """Raise when the difference is too large; on several ranks, call it on the Check with the largest one."""
+        """Raise when the difference is too large; on several ranks, call it on the one with the largest."""
         if not self.passed:
             raise UserError(
                 f"{self.what} differ by {self.difference:.3g} (limit {self.limit:g}) from those of the model's own "
@@ -57,7 +57,7 @@ class Check:
             )
 
 
-def check_first_batch(engine: Engine, model: nn.Module, batch: Batch, dtype: torch.dtype | None = None) -> Check:
+def check_first_batch(engine: Engine, model: nn.Module, batch: Batch, dtype: torch.dtype | None = None) -> ParityCheck:
     """Compare a few sequences of a batch with the model's own forward under its stock attention, dropout off.
 
     `dtype` is the dtype of the forward where it differs from that of the weights (mixed precision).
@@ -76,8 +76,8 @@ def check_first_batch(engine: Engine, model: nn.Module, batch: Batch, dtype: tor
     # Behind a limit that counts from the row's start, only the last sequences differ: a mean of all would hide them.
     parts = [differences] if engine.scores else [differences[:_FROM_EACH_END], differences[_FROM_EACH_END:]]
     largest = max(_difference(torch.cat(part), exact) for part in parts)
-    check = Check(largest, limit, "scores" if engine.scores else "log-probs", _ADVICE[engine.layout])
-    causal = check if change is None else Check(_difference(change, exact), limit, "log-probs", _NOT_CAUSAL)
+    check = ParityCheck(largest, limit, "scores" if engine.scores else "log-probs", _ADVICE[engine.layout])
+    causal = check if change is None else ParityCheck(_difference(change, exact), limit, "log-probs", _NOT_CAUSAL)
     return check if causal.passed else causal
 
 
@@ -92,7 +92,7 @@ def _difference(values: Tensor, exact: bool) -> float:
     return float(values.max() if exact else values.mean())
 
 
-def check_first_gradients(engine: Engine, model: nn.Module, batch: Batch, dtype: torch.dtype) -> Check:
+def check_first_gradients(engine: Engine, model: nn.Module, batch: Batch, dtype: torch.dtype) -> ParityCheck:
     """Compare gradients of a few of the lowest trained weights with those of the model's own forward, dropout off.
 
     `model` is not wrapped, and `batch` is small: nothing is recomputed. No weight's `grad` is changed. All layers
@@ -100,7 +100,7 @@ def check_first_gradients(engine: Engine, model: nn.Module, batch: Batch, dtype:
     """
     weights = [p for p in model.parameters() if p.requires_grad and p.numel() <= _LARGEST_COMPARED][:_COMPARED]
     limit = _COSINE_IN_FLOAT32 if _is_exact(model, dtype) else _COSINE_IN_HALF_PRECISION
-    equal = Check(0.0, limit, "gradients", _ADVICE[engine.layout])
+    equal = ParityCheck(0.0, limit, "gradients", _ADVICE[engine.layout])
     if not weights:
         return equal
     sequences = _sequences(batch)

@@ -21,7 +21,7 @@ from upweight.errors import UserError
 
 
 @dataclass(frozen=True, eq=False)
-class Context:
+class ContextGroup:
     """The context parallel group of this rank, and its rank and size in it."""
 
     group: dist.ProcessGroup
@@ -46,7 +46,7 @@ class Context:
 class PositionShard:
     """The positions of a row that a rank computes; a rank without any computes its first token and drops it."""
 
-    context: Context
+    context: ContextGroup
     total: int
     local_I: Tensor  # indices of this rank's positions among all positions
     offset_T: Tensor  # all positions, counted from the start of the slice
@@ -75,7 +75,7 @@ class PositionShard:
 class ShardedTree(Tree):
     """The trees of a row that a group of ranks shares; every rank has the ends and positions of the whole row."""
 
-    def __init__(self, end_BN: Tensor, position_BN: Tensor, context: Context) -> None:
+    def __init__(self, end_BN: Tensor, position_BN: Tensor, context: ContextGroup) -> None:
         self.context = context
         length = end_BN.shape[1]
         missing = -length % context.size

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from upweight.engine.activation_budget import ActivationBudget
 from upweight.engine.attention.interface import Tree, tree_masks, use_tree_attention
-from upweight.engine.context import Context, ShardedTree, require_shareable
+from upweight.engine.context import ContextGroup, ShardedTree, require_shareable
 from upweight.engine.head import install_head
 from upweight.engine.layout import choose_layout
 from upweight.engine.logits import STATISTICS, HeadRequest, LogitTransform, logit_transform, row_statistics
@@ -36,7 +36,7 @@ class Engine:
         model: nn.Module,
         layout: Literal["auto", "tree", "padded"] = "auto",
         longest: int | None = None,
-        context: Context | None = None,
+        context: ContextGroup | None = None,
     ) -> None:
         """`model`: a causal language model or classifier, or a PeftModel around one; `longest`: longest sequence.
 
@@ -134,7 +134,7 @@ def _install(base: PreTrainedModel) -> None:
 
 def _packed_forward(base: PreTrainedModel, packed: dict[str, Any]) -> dict[str, Tensor]:
     """Return outputs by name: plain tensors in a dict, which is where wrappers look for them."""
-    context: Context | None = packed["context"]
+    context: ContextGroup | None = packed["context"]
     if context is None:
         return _outputs(base, packed)
     length = packed["ids_BN"].shape[1]
@@ -177,7 +177,7 @@ def _outputs(base: PreTrainedModel, packed: dict[str, Any]) -> dict[str, Tensor]
 def _run(call: Any, base: PreTrainedModel, packed: dict[str, Any], **options: Any) -> Any:
     """Call the body (or the whole stock forward) on the rows of a batch."""
     ids_BN, length_B, end_BN = packed["ids_BN"], packed["length_B"], packed["end_BN"]
-    context: Context | None = packed["context"]
+    context: ContextGroup | None = packed["context"]
     budget: ActivationBudget | None = base.__dict__.get("_activation_budget")
     # Recomputing exchanges heads again, and ranks that share a row must do that equally often.
     if budget is not None and context is None:

@@ -44,7 +44,7 @@ class Reply:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class EpisodeOutcome:
     """The rewards of an episode, or why it failed."""
 
     rewards: Mapping[str, float] = field(default_factory=dict)  # by name; empty where the environment gives none
@@ -74,7 +74,7 @@ class Episode(Protocol):
         """Act on a turn of the policy and return what it reads next."""
         ...
 
-    async def outcome(self) -> Outcome:
+    async def outcome(self) -> EpisodeOutcome:
         """Return the rewards after the last turn, which ended the episode or reached a limit."""
         ...
 

@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from upweight.data.raw_row import OWN_COLUMNS
-from upweight.environments.episode import Message, Opening, Outcome, Reply, ToolCall, Turn, opening_messages
+from upweight.data.raw_row import PREPARED_COLUMNS
+from upweight.environments.episode import EpisodeOutcome, Message, Opening, Reply, ToolCall, Turn, opening_messages
 from upweight.environments.openenv_connection import ActionRejected, OpenEnvConnection, OpenEnvFault, OpenEnvServer
 from upweight.environments.tools import tool_message
 from upweight.errors import UserError
@@ -107,7 +107,7 @@ class OpenEnvEpisode:
     async def open(self, row: Mapping[str, Any]) -> Opening:
         """Reset the environment with the row's columns; the first observation follows the prompt."""
         columns = self.environment.columns
-        names = [name for name in row if name not in OWN_COLUMNS] if columns is None else columns
+        names = [name for name in row if name not in PREPARED_COLUMNS] if columns is None else columns
         if missing := [name for name in names if name not in row]:
             raise UserError(
                 f"environment.columns: the data has no column {', '.join(missing)}; it has {', '.join(row)}"
@@ -135,10 +135,12 @@ class OpenEnvEpisode:
         failed = sum(str(message["content"]).startswith(ERROR) for message in messages)
         return Reply([] if self.done else messages, failed)
 
-    async def outcome(self) -> Outcome:
+    async def outcome(self) -> EpisodeOutcome:
         """Return the combined step rewards."""
         total = {REWARD: _combined(self.rewards, self.environment.reward)}
-        return Outcome(total, details={"step_rewards": list(self.rewards), "steps": self.steps, "done": self.done})
+        return EpisodeOutcome(
+            total, details={"step_rewards": list(self.rewards), "steps": self.steps, "done": self.done}
+        )
 
     async def close(self) -> None:
         """Close the connection, which ends the environment."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from upweight.environments.episode import Message, Opening, Outcome, Reply, ToolCall, Turn, opening_messages
+from upweight.environments.episode import EpisodeOutcome, Message, Opening, Reply, ToolCall, Turn, opening_messages
 from upweight.environments.tools import Schema, methods_of, run_tool, schema_of, tool_message, unique_tools
 from upweight.environments.user_calls import CallTimeout, UserCalls
 from upweight.errors import UserError
@@ -126,14 +126,14 @@ class PythonEpisode:
             return Reply()
         return _step_reply(await self._run(step, turn.text))
 
-    async def outcome(self) -> Outcome:
+    async def outcome(self) -> EpisodeOutcome:
         """Return the result of `get_reward`: a number, or several by name."""
         get_reward = getattr(self._object, "get_reward", None)
         if get_reward is None:
-            return Outcome()
+            return EpisodeOutcome()
         returned = await self._run(get_reward)
         if returned is None:
-            return Outcome()
+            return EpisodeOutcome()
         rewards = returned if isinstance(returned, Mapping) else {REWARD: returned}
         known = self._environment.reward_names
         unknown = [name for name in rewards if name not in known]
@@ -142,7 +142,7 @@ class PythonEpisode:
                 f"{self._environment.key}: get_reward() returned '{unknown[0]}', which is not in the class's "
                 f"`reward_names` ({', '.join(known)}): list every name there."
             )
-        return Outcome({str(name): float(value) for name, value in rewards.items() if value is not None})
+        return EpisodeOutcome({str(name): float(value) for name, value in rewards.items() if value is not None})
 
     async def close(self) -> None:
         """Call the object's `close`, where it has one."""

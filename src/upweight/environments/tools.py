@@ -11,7 +11,7 @@ from transformers.utils.chat_template_utils import get_json_schema
 from upweight.environments.episode import Message, ToolCall
 from upweight.environments.user_calls import CallTimeout, UserCalls
 from upweight.errors import UserError, did_you_mean
-from upweight.user_modules import described
+from upweight.user_modules import describe_error
 
 Schema = Mapping[str, Any]
 NOT_TOOLS = ("reset", "step", "get_reward", "close")  # methods of an environment class that are no tools
@@ -65,7 +65,7 @@ async def run_tool(
         except CallTimeout:
             raise
         except (Exception, SystemExit) as error:  # the user's code: the policy reads the error
-            problem, content = str(error), f"error: {described(error)}"
+            problem, content = str(error), f"error: {describe_error(error)}"
     return tool_message(call, content), problem is None
 
 

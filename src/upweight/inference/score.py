@@ -20,7 +20,7 @@ from upweight.engine import Engine
 from upweight.engine.packing import build_batch, plan_rows, whole_blocks
 from upweight.errors import UserError
 from upweight.methods import KTO, PRM
-from upweight.models.adapters.merge import Adapted
+from upweight.models.adapters.merge import AdapterFolder
 from upweight.models.load import Head, compute_dtype, load_config, load_model
 from upweight.models.tokenizer import load_tokenizer
 from upweight.types import Sample, Unit
@@ -115,7 +115,7 @@ def load_score_model(
     """Load the reward model of a folder or the hub, or an adapter on its base, on the GPU if there is one."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = compute_dtype(section, device)
-    adapted = None if adapter is None else Adapted(section, adapter)
+    adapted = None if adapter is None else AdapterFolder(section, adapter)
     head = _head_of(section) if adapted is None else adapted.head()
     if head == "tokens":
         place = adapter or section.base_model

@@ -20,7 +20,7 @@ from upweight.engine.forward import base_of
 from upweight.errors import UserError
 from upweight.inference.score import HEADS
 from upweight.log import logger
-from upweight.models.adapters.merge import Adapted
+from upweight.models.adapters.merge import AdapterFolder
 from upweight.models.load import compute_dtype, load_config, load_model
 from upweight.models.tokenizer import load_tokenizer
 from upweight.sampler.in_process import InProcess, end_tokens
@@ -73,7 +73,7 @@ class TextGenerator:
         else:
             messages = self._reader.messages(prompt, "prompt")
             text = self._template.prompt(self._reader.conversation(row, messages))
-        ids = self._tokens.begun(self._tokens.ids([text])[0])
+        ids = self._tokens.with_bos(self._tokens.ids([text])[0])
         wanted = self._new_tokens or 1
         if self._limit is not None and len(ids) + wanted > self._limit:
             follow = f"the model has {self._limit} positions, and {wanted} new tokens are to follow"
@@ -94,7 +94,7 @@ class TextGenerator:
             seed = None if sampling.seed is None else sampling.seed + numbers[0]
             drawn = dataclasses.replace(sampling, max_new_tokens=room, seed=seed)
             listener = _TextStream(self._text, on_text) if on_text and numbers[0] == 0 else None
-            out = self._sampler.generate([prompts[n] for n in numbers], count, drawn, heard=listener)
+            out = self._sampler.generate([prompts[n] for n in numbers], count, drawn, on_tokens=listener)
             for number, group in zip(numbers, out, strict=True):
                 completions[number] = [dataclasses.replace(item, text=self._text(item.ids)) for item in group]
             if listener is not None:
@@ -140,7 +140,7 @@ def load_text_generator(section: ModelSection, adapter: Path | None = None, **op
     """Load the language model of a folder or the hub, or an adapter on its base, on the GPU if there is one."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = compute_dtype(section, device)
-    adapted = None if adapter is None else Adapted(section, adapter)
+    adapted = None if adapter is None else AdapterFolder(section, adapter)
     architecture = (load_config(section).architectures or [""])[0]
     if architecture.endswith(tuple(HEADS)) if adapted is None else adapted.head() != "tokens":
         raise UserError(f"{adapter or section.base_model} is a reward model: use `upweight score`")

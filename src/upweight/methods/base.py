@@ -33,7 +33,7 @@ class PolicySettings(Protocol):
     @property
     def off_policy_mask_threshold(self) -> float | None: ...
     @property
-    def reads_all(self) -> list[str]:
+    def zero_advantage_reasons(self) -> list[str]:
         """Why completions without an advantage are trained on too; empty where they need not be."""
         ...
 
@@ -57,7 +57,7 @@ class Method(Section, ABC):
         return False
 
     @property
-    def needs_drift(self) -> bool:
+    def needs_kl_in_reward(self) -> bool:
         """Whether `advantages` read the log-ratio of policy and reference on each completion."""
         return False
 
@@ -92,7 +92,7 @@ class Method(Section, ABC):
         return False
 
     @property
-    def verdict_weights(self) -> dict[bool, float] | None:
+    def label_weights(self) -> dict[bool, float] | None:
         """Weights of desirable and undesirable completions, for a method that compares the two."""
         return None
 
@@ -140,10 +140,10 @@ class Method(Section, ABC):
     def loss(self, out: Outputs, batch: Batch, prepared: dict[str, Tensor]) -> Loss:
         """Return the loss terms of this batch, summed by unit."""
 
-    def advantages(self, rewards_SR: Tensor, group_S: Tensor, drift_S: Tensor | None = None) -> Tensor:
+    def advantages(self, rewards_SR: Tensor, group_S: Tensor, log_ratio_S: Tensor | None = None) -> Tensor:
         """Return one advantage for each sequence of a generation batch (online methods); a NaN reward does not apply.
 
-        `drift_S`: log-probs of the policy minus the reference's, summed over each completion, where `needs_drift`.
+        `log_ratio_S`: the policy's log-probs minus the reference's, summed by completion, where `needs_kl_in_reward`.
         """
         raise NotImplementedError(f"{self.name}: only online methods have advantages")
 
@@ -172,7 +172,7 @@ def position_in_sequence(batch: Batch) -> Tensor:
     return torch.empty_like(rank_T).index_copy(0, order_T, rank_T)
 
 
-def given(tensor: Tensor | None) -> Tensor:
+def required(tensor: Tensor | None) -> Tensor:
     """Return a tensor that must be present by the method's requirements."""
     assert tensor is not None, "an output or batch field that this method needs is missing"
     return tensor
@@ -180,7 +180,7 @@ def given(tensor: Tensor | None) -> Tensor:
 
 def is_chosen(batch: Batch) -> Tensor:
     """Return True for the sequences that are the chosen side of a pair."""
-    chosen_P = given(batch.pair_P2)[:, 0]
+    chosen_P = required(batch.pair_P2)[:, 0]
     return torch.zeros(batch.num_sequences, dtype=torch.bool, device=chosen_P.device).index_fill(0, chosen_P, True)
 
 
@@ -201,7 +201,7 @@ def pair_metrics(chosen_P: Tensor, rejected_P: Tensor) -> dict[str, Mean]:
 
 def pair_token_metrics(out: Outputs, batch: Batch) -> dict[str, Mean]:
     """Return log-prob, logit and accuracy metrics of both sides of the pairs, as far as the engine computed them."""
-    chosen_P, rejected_P = sequence_sum(given(out.logps_T), batch)[given(batch.pair_P2)].unbind(1)
+    chosen_P, rejected_P = sequence_sum(required(out.logps_T), batch)[required(batch.pair_P2)].unbind(1)
     metrics = {"logps/chosen": Mean.of(chosen_P), "logps/rejected": Mean.of(rejected_P)}
     chosen_T = is_chosen(batch)[batch.sequence_T]
     if out.mean_logit_T is not None:

@@ -9,11 +9,11 @@ from torch import Tensor
 from upweight.methods.base import (
     Method,
     ReferenceSync,
-    given,
     is_chosen,
     pair_metrics,
     pair_token_metrics,
     position_in_sequence,
+    required,
     scalar,
     sequence_length,
     sequence_mean,
@@ -130,7 +130,7 @@ class DPO(Method):
         return bool({"aot", "aot_unpaired"} & set(self.loss_type))
 
     def count(self, batch: Batch) -> dict[str, Tensor]:
-        counts = {"pairs": scalar(len(given(batch.pair_P2)), batch)}
+        counts = {"pairs": scalar(len(required(batch.pair_P2)), batch)}
         if "sft" in self.loss_type:
             counts["tokens"] = is_chosen(batch)[batch.sequence_T].sum().float()
         return counts
@@ -147,7 +147,7 @@ class DPO(Method):
             policy_P2,
             ref_P2,
             score_P2=divergence_score(policy_P2 - ref_P2, self.divergence, self.divergence_alpha),
-            length_P2=sequence_length(batch)[given(batch.pair_P2)],
+            length_P2=sequence_length(batch)[required(batch.pair_P2)],
             beta=self.beta,
             smoothing=self.label_smoothing,
             tau=self.discopop_tau,
@@ -164,12 +164,12 @@ class DPO(Method):
             loss_P = loss_P * self._policy_weight(out, batch)
         sums = {"pairs": loss_P.sum()}
         if "sft" in self.loss_type:
-            sums["tokens"] = -sft_weight * (given(out.logps_T) * is_chosen(batch)[batch.sequence_T]).sum()
+            sums["tokens"] = -sft_weight * (required(out.logps_T) * is_chosen(batch)[batch.sequence_T]).sum()
         return Loss(sums, pair_metrics(*pairs.rewards) | pair_token_metrics(out, batch))
 
     def _pair_log_probs(self, out: Outputs, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return summed log-probs of policy and reference, each [P, 2]; `ld_alpha` weighs tokens of longer sides."""
-        policy_T, ref_T, pair_P2 = given(out.logps_T), given(out.ref_logps_T), given(batch.pair_P2)
+        policy_T, ref_T, pair_P2 = required(out.logps_T), required(out.ref_logps_T), required(batch.pair_P2)
         if self.ld_alpha is not None:
             length_S = sequence_length(batch)
             shared_P2 = length_S[pair_P2].amin(1, keepdim=True).expand(-1, 2)
@@ -181,5 +181,5 @@ class DPO(Method):
 
     def _policy_weight(self, out: Outputs, batch: Batch) -> Tensor:
         """Return WPO's weight: the policy's likelihood of both sides, normalised by the expected likelihood."""
-        weight_S = sequence_mean(given(out.logps_T).detach() - given(out.log_collision_T).detach(), batch)
-        return weight_S[given(batch.pair_P2)].sum(1).exp()
+        weight_S = sequence_mean(required(out.logps_T).detach() - required(out.log_collision_T).detach(), batch)
+        return weight_S[required(batch.pair_P2)].sum(1).exp()

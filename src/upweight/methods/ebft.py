@@ -6,7 +6,7 @@ import torch
 from pydantic import Field, field_validator, model_validator
 from torch import Tensor
 
-from upweight.methods.base import Method, ReferenceSync, given
+from upweight.methods.base import Method, ReferenceSync, required
 from upweight.methods.formulas.advantages import leave_one_out, normalised, weighted_reward
 from upweight.methods.formulas.features import Pooling, alignment, crowding, distance, leave_one_out_crowding, whitened
 from upweight.methods.policy_gradient import PolicyGradient, is_sampled
@@ -133,7 +133,7 @@ class EBFT(Method):
         return self.policy.prepare(collected) if self.needs_preparation else {}
 
     def loss(self, out: Outputs, batch: Batch, prepared: dict[str, Tensor]) -> Loss:
-        logps_T, sampled_T = given(out.logps_T), is_sampled(batch)[batch.sequence_T]
+        logps_T, sampled_T = required(out.logps_T), is_sampled(batch)[batch.sequence_T]
         policy = self._reinforce(out, batch) if self.mode == "strided" else self.policy.loss(out, batch, prepared)
         sums = {unit: self.rl_coef * total for unit, total in policy.sums.items()}
         if not self.ce_coef:
@@ -143,13 +143,16 @@ class EBFT(Method):
 
     def _reinforce(self, out: Outputs, batch: Batch) -> Loss:
         """Return the plain policy gradient of strided mode, whose samples are always on-policy."""
-        sampled_S, logps_T = is_sampled(batch), given(out.logps_T)
+        sampled_S, logps_T = is_sampled(batch), required(out.logps_T)
         sampled_T = sampled_S[batch.sequence_T]
-        loss_T = -logps_T * torch.where(sampled_S, given(batch.advantage_S), 0.0)[batch.sequence_T]
-        metrics = {"entropy": Mean.over(given(out.entropy_T), sampled_T), "ebft/rl_loss": Mean.over(loss_T, sampled_T)}
+        loss_T = -logps_T * torch.where(sampled_S, required(batch.advantage_S), 0.0)[batch.sequence_T]
+        metrics = {
+            "entropy": Mean.over(required(out.entropy_T), sampled_T),
+            "ebft/rl_loss": Mean.over(loss_T, sampled_T),
+        }
         return Loss({"tokens": loss_T.sum()}, metrics)
 
-    def advantages(self, rewards_SR: Tensor, group_S: Tensor, drift_S: Tensor | None = None) -> Tensor:
+    def advantages(self, rewards_SR: Tensor, group_S: Tensor, log_ratio_S: Tensor | None = None) -> Tensor:
         reward_S = weighted_reward(rewards_SR, None)
         if self.advantage_estimator == "group_norm":
             return normalised(reward_S, group_S, self.policy.reward_scale)

@@ -32,5 +32,5 @@ class GDPO(Grouped, Method):
     def scales_each_reward(self) -> bool:
         return True
 
-    def advantages(self, rewards_SR: Tensor, group_S: Tensor, drift_S: Tensor | None = None) -> Tensor:
+    def advantages(self, rewards_SR: Tensor, group_S: Tensor, log_ratio_S: Tensor | None = None) -> Tensor:
         return self.policy.advantages(rewards_SR, group_S, self.aggregation)

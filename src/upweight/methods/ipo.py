@@ -4,7 +4,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from upweight.methods.base import Method, given, pair_metrics, pair_token_metrics, scalar, sequence_mean
+from upweight.methods.base import Method, pair_metrics, pair_token_metrics, required, scalar, sequence_mean
 from upweight.settings import setting
 from upweight.types import Batch, Loss, Outputs
 
@@ -37,11 +37,11 @@ class IPO(Method):
         return frozenset({"entropy_T", "mean_logit_T", "is_top_T"})
 
     def count(self, batch: Batch) -> dict[str, Tensor]:
-        return {"pairs": scalar(len(given(batch.pair_P2)), batch)}
+        return {"pairs": scalar(len(required(batch.pair_P2)), batch)}
 
     def loss(self, out: Outputs, batch: Batch, prepared: dict[str, Tensor]) -> Loss:
-        ratio_S = sequence_mean(given(out.logps_T) - given(out.ref_logps_T), batch)
-        chosen_P, rejected_P = ratio_S[given(batch.pair_P2)].unbind(1)
+        ratio_S = sequence_mean(required(out.logps_T) - required(out.ref_logps_T), batch)
+        chosen_P, rejected_P = ratio_S[required(batch.pair_P2)].unbind(1)
         loss_P = (chosen_P - rejected_P - 1 / (2 * self.beta)) ** 2
         metrics = pair_metrics(self.beta * chosen_P, self.beta * rejected_P) | pair_token_metrics(out, batch)
         return Loss({"pairs": loss_P.sum()}, metrics)

@@ -6,7 +6,7 @@ import torch
 from pydantic import model_validator
 from torch import Tensor
 
-from upweight.methods.base import Method, given, pair_metrics, sequence_sum
+from upweight.methods.base import Method, pair_metrics, required, sequence_sum
 from upweight.settings import setting
 from upweight.types import Batch, Loss, Mean, Outputs
 
@@ -82,7 +82,7 @@ class KTO(Method):
         return self.kl if self.loss_type == "kto" else None
 
     @property
-    def verdict_weights(self) -> dict[bool, float] | None:
+    def label_weights(self) -> dict[bool, float] | None:
         return {True: self.desirable_weight, False: self.undesirable_weight}
 
     @property
@@ -94,11 +94,11 @@ class KTO(Method):
         return self.loss_type == "kto"
 
     def count(self, batch: Batch) -> dict[str, Tensor]:
-        return {"sequences": (given(batch.label_S) >= 0).sum().float()}
+        return {"sequences": (required(batch.label_S) >= 0).sum().float()}
 
     def collect(self, out: Outputs, batch: Batch) -> dict[str, Tensor]:
-        mismatched_S = given(batch.label_S) < 0
-        drift = Mean.over(sequence_sum(given(out.logps_T) - given(out.ref_logps_T), batch), mismatched_S)
+        mismatched_S = required(batch.label_S) < 0
+        drift = Mean.over(sequence_sum(required(out.logps_T) - required(out.ref_logps_T), batch), mismatched_S)
         return {"kl_total": drift.total[None], "kl_weight": drift.weight[None]}
 
     def prepare(self, collected: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -108,8 +108,8 @@ class KTO(Method):
         return {"kl": kl.clamp(min=0)}
 
     def loss(self, out: Outputs, batch: Batch, prepared: dict[str, Tensor]) -> Loss:
-        ratio_S = sequence_sum(given(out.logps_T) - given(out.ref_logps_T), batch)
-        label_S = given(batch.label_S)
+        ratio_S = sequence_sum(required(out.logps_T) - required(out.ref_logps_T), batch)
+        label_S = required(batch.label_S)
         good_S, bad_S = label_S == 1, label_S == 0
         origin = prepared["kl"] if self.loss_type == "kto" else 0.0
         value_S = torch.sigmoid(self.beta * torch.where(good_S, ratio_S - origin, origin - ratio_S))
@@ -120,8 +120,8 @@ class KTO(Method):
         return Loss({"sequences": (weight_S * (1 - value_S)).sum()}, metrics)
 
     def _metrics(self, out: Outputs, batch: Batch, ratio_S: Tensor, good_S: Tensor, bad_S: Tensor) -> dict[str, Mean]:
-        logps_S = sequence_sum(given(out.logps_T), batch)
-        mean_logit_T, sequence_T = given(out.mean_logit_T), batch.sequence_T
+        logps_S = sequence_sum(required(out.logps_T), batch)
+        mean_logit_T, sequence_T = required(out.mean_logit_T), batch.sequence_T
         compared: dict[str, Mean] = {}
         if batch.pair_P2 is not None:
             compared = pair_metrics(*(self.beta * ratio_S)[batch.pair_P2].unbind(1))
@@ -133,5 +133,5 @@ class KTO(Method):
             "logps/rejected": Mean.over(logps_S, bad_S),
             "logits/chosen": Mean.over(mean_logit_T, good_S[sequence_T]),
             "logits/rejected": Mean.over(mean_logit_T, bad_S[sequence_T]),
-            "entropy": Mean.over(given(out.entropy_T), (good_S | bad_S)[sequence_T]),
+            "entropy": Mean.over(required(out.entropy_T), (good_S | bad_S)[sequence_T]),
         }

@@ -5,7 +5,7 @@ from typing import ClassVar
 import torch.nn.functional as F
 from torch import Tensor
 
-from upweight.methods.base import Method, given, scalar, sequence_sum
+from upweight.methods.base import Method, required, scalar, sequence_sum
 from upweight.settings import setting
 from upweight.types import Batch, Loss, Mean, Outputs
 
@@ -25,11 +25,11 @@ class ORM(Method):
     )
 
     def count(self, batch: Batch) -> dict[str, Tensor]:
-        return {"pairs": scalar(len(given(batch.pair_P2)), batch)}
+        return {"pairs": scalar(len(required(batch.pair_P2)), batch)}
 
     def loss(self, out: Outputs, batch: Batch, prepared: dict[str, Tensor]) -> Loss:
-        scores_S = sequence_sum(given(out.scores_TC)[:, 0], batch)
-        chosen_P, rejected_P = scores_S[given(batch.pair_P2)].unbind(1)
+        scores_S = sequence_sum(required(out.scores_TC)[:, 0], batch)
+        chosen_P, rejected_P = scores_S[required(batch.pair_P2)].unbind(1)
         margin_P = chosen_P - rejected_P
         target_P = margin_P if batch.margin_P is None else margin_P - batch.margin_P
         loss_P = -F.logsigmoid(target_P) + self.center_rewards_coefficient * (chosen_P + rejected_P) ** 2

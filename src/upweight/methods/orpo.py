@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from upweight.methods.base import Method, given, is_chosen, pair_metrics, pair_token_metrics, scalar, sequence_sum
+from upweight.methods.base import Method, is_chosen, pair_metrics, pair_token_metrics, required, scalar, sequence_sum
 from upweight.settings import setting
 from upweight.types import Batch, Loss, Mean, Outputs
 
@@ -37,10 +37,10 @@ class ORPO(Method):
 
     def count(self, batch: Batch) -> dict[str, Tensor]:
         chosen_T = is_chosen(batch)[batch.sequence_T]
-        return {"pairs": scalar(len(given(batch.pair_P2)), batch), "tokens": chosen_T.sum().float()}
+        return {"pairs": scalar(len(required(batch.pair_P2)), batch), "tokens": chosen_T.sum().float()}
 
     def loss(self, out: Outputs, batch: Batch, prepared: dict[str, Tensor]) -> Loss:
-        logps_T, pair_P2 = given(out.logps_T), given(batch.pair_P2)
+        logps_T, pair_P2 = required(out.logps_T), required(batch.pair_P2)
         chosen_T = is_chosen(batch)[batch.sequence_T]
         answer_T = torch.ones_like(logps_T) if batch.prompt_T is None else (~batch.prompt_T).to(logps_T.dtype)
         mean_S = sequence_sum(logps_T * answer_T, batch) / sequence_sum(answer_T, batch).clamp(min=1)

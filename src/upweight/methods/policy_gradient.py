@@ -6,7 +6,7 @@ import torch
 from pydantic import model_validator
 from torch import Tensor
 
-from upweight.methods.base import ReferenceSync, given, sequence_length, sequence_mean, sequence_sum
+from upweight.methods.base import ReferenceSync, required, sequence_length, sequence_mean, sequence_sum
 from upweight.methods.formulas.advantages import Scale, decoupled, leave_one_out, normalised, weighted_reward
 from upweight.methods.formulas.policy_losses import (
     cispo,
@@ -216,10 +216,10 @@ class PolicyGradient(Section):
 
     def contributes(self, sample: Sample) -> bool:
         """Return whether a sample can change the gradient."""
-        return bool(sample.scored.any()) and bool(sample.advantage or self.reads_all or sample.label == 1)
+        return bool(sample.scored.any()) and bool(sample.advantage or self.zero_advantage_reasons or sample.label == 1)
 
     @property
-    def reads_all(self) -> list[str]:
+    def zero_advantage_reasons(self) -> list[str]:
         """The settings that require a forward of completions without an advantage too."""
         enabled = {
             "trl.beta": self.beta > 0,
@@ -233,7 +233,7 @@ class PolicyGradient(Section):
         if not self.needs_preparation:
             return {}
         sampled_T = is_sampled(batch)[batch.sequence_T]
-        return {"entropy": given(out.entropy_T).detach().float().masked_fill(~sampled_T, float("nan"))}
+        return {"entropy": required(out.entropy_T).detach().float().masked_fill(~sampled_T, float("nan"))}
 
     def prepare(self, collected: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the entropy threshold of the most uncertain tokens, and the fraction of tokens above it."""
@@ -249,7 +249,7 @@ class PolicyGradient(Section):
 
     def loss(self, out: Outputs, batch: Batch, prepared: dict[str, Tensor]) -> Loss:
         """Return the loss terms of this batch, summed by unit."""
-        logps_T, sampled_T = given(out.logps_T), is_sampled(batch)[batch.sequence_T]
+        logps_T, sampled_T = required(out.logps_T), is_sampled(batch)[batch.sequence_T]
         old_T = logps_T.detach()
         if batch.old_logps_T is not None:
             old_T = torch.where(sampled_T, batch.old_logps_T, old_T)
@@ -257,14 +257,14 @@ class PolicyGradient(Section):
         correction_T, metrics = self._sampler_correction(old_T, batch)
         loss_T, more_metrics = self._surrogate(logps_T, old_T, ratio_T, correction_T, batch)
         metrics |= more_metrics
-        metrics["entropy"] = Mean.over(given(out.entropy_T), sampled_T)
+        metrics["entropy"] = Mean.over(required(out.entropy_T), sampled_T)
 
         top_T = sampled_T
         if self.needs_preparation:
-            top_T = sampled_T & (given(out.entropy_T) >= prepared["entropy_threshold"])
+            top_T = sampled_T & (required(out.entropy_T) >= prepared["entropy_threshold"])
         loss_T = torch.where(top_T, loss_T, 0.0)
         if self.beta:
-            kl_T = reference_kl(logps_T, given(out.ref_logps_T))
+            kl_T = reference_kl(logps_T, required(out.ref_logps_T))
             metrics["kl"] = Mean.over(kl_T, sampled_T)
             loss_T = loss_T + self.beta * sampled_T * (kl_T * ratio_T if self.use_bias_correction_kl else kl_T)
 
@@ -277,7 +277,7 @@ class PolicyGradient(Section):
             loss_T = loss_T / self.max_completion_length
         sums = {DIVISOR[self.loss_type]: loss_T.sum()}
         if self.entropy_coef:
-            bonus = self.entropy_coef * (given(out.entropy_T) * top_T).sum() / prepared.get("entropy_share", 1.0)
+            bonus = self.entropy_coef * (required(out.entropy_T) * top_T).sum() / prepared.get("entropy_share", 1.0)
             sums["tokens"] = sums.get("tokens", 0.0) - bonus
         return Loss(sums, metrics)
 
@@ -305,7 +305,7 @@ class PolicyGradient(Section):
     ) -> tuple[Tensor, dict[str, Mean]]:
         """Return the policy loss of each token, corrected for the sampler, and its metrics."""
         sampled_S = is_sampled(batch)
-        advantage_S = torch.where(sampled_S, given(batch.advantage_S), 0.0)
+        advantage_S = torch.where(sampled_S, required(batch.advantage_S), 0.0)
         advantage_T, sampled_T = advantage_S[batch.sequence_T], sampled_S[batch.sequence_T]
         high = self.epsilon if self.epsilon_high is None else self.epsilon_high
         metrics: dict[str, Mean] = {}
@@ -326,8 +326,8 @@ class PolicyGradient(Section):
 
         if self.off_policy_mask_threshold is not None:
             sampler_T = old_T if batch.sampler_logps_T is None else batch.sampler_logps_T
-            drift_S = sequence_mean(-sampler_gap(logps_T, sampler_T), batch)
-            kept_S = (advantage_S >= 0) | (drift_S <= self.off_policy_mask_threshold)
+            log_ratio_S = sequence_mean(-sampler_gap(logps_T, sampler_T), batch)
+            kept_S = (advantage_S >= 0) | (log_ratio_S <= self.off_policy_mask_threshold)
             metrics["sampling/off_policy_kept"] = Mean.over(kept_S, sampled_S)
             loss_T = loss_T * kept_S[batch.sequence_T]
         return loss_T, metrics

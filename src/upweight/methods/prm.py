@@ -5,7 +5,7 @@ from typing import ClassVar
 import torch.nn.functional as F
 from torch import Tensor
 
-from upweight.methods.base import Method, given, scalar
+from upweight.methods.base import Method, required, scalar
 from upweight.types import Batch, Loss, Mean, Outputs
 
 
@@ -23,7 +23,7 @@ class PRM(Method):
         return {"steps": scalar(len(batch.target_T), batch)}
 
     def loss(self, out: Outputs, batch: Batch, prepared: dict[str, Tensor]) -> Loss:
-        scores_TC = given(out.scores_TC)
+        scores_TC = required(out.scores_TC)
         if scores_TC.shape[1] == 1:  # one score for a yes: the same as two classes, with no's score held at zero
             scores_TC = F.pad(scores_TC, (1, 0))
         loss = F.cross_entropy(scores_TC, batch.target_T, reduction="sum")

@@ -6,7 +6,7 @@ import torch
 from pydantic import model_validator
 from torch import Tensor
 
-from upweight.methods.base import Method, ReferenceSync, given, sequence_sum
+from upweight.methods.base import Method, ReferenceSync, required, sequence_sum
 from upweight.methods.formulas.advantages import group_statistics, normalised, weighted_reward
 from upweight.methods.formulas.policy_losses import clipped
 from upweight.methods.policy_gradient import PolicyGradient, clip_metrics, is_sampled
@@ -68,7 +68,7 @@ class RLOO(Method):
         return None
 
     @property
-    def reads_all(self) -> list[str]:
+    def zero_advantage_reasons(self) -> list[str]:
         """Nothing: the KL is part of the reward, so completions without an advantage have no gradient."""
         return []
 
@@ -81,7 +81,7 @@ class RLOO(Method):
         return self.beta > 0
 
     @property
-    def needs_drift(self) -> bool:
+    def needs_kl_in_reward(self) -> bool:
         return self.beta > 0
 
     @property
@@ -99,12 +99,12 @@ class RLOO(Method):
     def contributes(self, sample: Sample) -> bool:
         return bool(sample.scored.any()) and bool(sample.advantage)
 
-    def advantages(self, rewards_SR: Tensor, group_S: Tensor, drift_S: Tensor | None = None) -> Tensor:
+    def advantages(self, rewards_SR: Tensor, group_S: Tensor, log_ratio_S: Tensor | None = None) -> Tensor:
         reward_S = weighted_reward(rewards_SR, self.reward_weights)
         if self.reward_clip_range is not None:
             reward_S = reward_S.clamp(*self.reward_clip_range)
-        if drift_S is not None:
-            reward_S = reward_S - self.beta * drift_S
+        if log_ratio_S is not None:
+            reward_S = reward_S - self.beta * log_ratio_S
         mean_S, _, size_S = group_statistics(reward_S, group_S)
         advantage_S = (reward_S - mean_S) * size_S / (size_S - 1)  # a group of one has no baseline
         advantage_S = advantage_S.masked_fill(size_S < 2, float("nan"))
@@ -113,20 +113,20 @@ class RLOO(Method):
         return advantage_S.nan_to_num(0.0).float()
 
     def loss(self, out: Outputs, batch: Batch, prepared: dict[str, Tensor]) -> Loss:
-        logps_T, sampled_S = given(out.logps_T), is_sampled(batch)
+        logps_T, sampled_S = required(out.logps_T), is_sampled(batch)
         sampled_T = sampled_S[batch.sequence_T]
         old_T = logps_T.detach()
         if batch.old_logps_T is not None:
             old_T = torch.where(sampled_T, batch.old_logps_T, old_T)
         ratio_S = sequence_sum(logps_T - old_T, batch).exp()
-        advantage_S = torch.where(sampled_S, given(batch.advantage_S), 0.0)
+        advantage_S = torch.where(sampled_S, required(batch.advantage_S), 0.0)
         high = self.epsilon if self.epsilon_high is None else self.epsilon_high
         scored_S = sequence_sum(torch.ones_like(logps_T), batch) > 0
         loss_S = clipped(ratio_S, advantage_S, self.epsilon, high, None) * scored_S
         if batch.share_S is not None:
             loss_S = loss_S * batch.share_S
         metrics = clip_metrics(ratio_S, advantage_S, sampled_S, self.epsilon, high)
-        metrics["entropy"] = Mean.over(given(out.entropy_T), sampled_T)
+        metrics["entropy"] = Mean.over(required(out.entropy_T), sampled_T)
         if self.beta:
-            metrics["kl"] = Mean.over(old_T - given(out.ref_logps_T), sampled_T)
+            metrics["kl"] = Mean.over(old_T - required(out.ref_logps_T), sampled_T)
         return Loss({"sequences": loss_S.sum()}, metrics)

@@ -5,7 +5,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import field_validator
 from torch import Tensor
 
-from upweight.methods.base import Method, given, scalar
+from upweight.methods.base import Method, required, scalar
 from upweight.settings import setting
 from upweight.types import Batch, Loss, Mean, Outputs
 
@@ -38,7 +38,7 @@ class SFT(Method):
         return {"tokens": scalar(len(batch.sequence_T), batch)}
 
     def loss(self, out: Outputs, batch: Batch, prepared: dict[str, Tensor]) -> Loss:
-        logps_T = given(out.logps_T)
+        logps_T = required(out.logps_T)
         loss_T = -logps_T * logps_T.detach().exp() if self.loss_type == "dft" else -logps_T
-        metrics = {"entropy": Mean.of(given(out.entropy_T)), "mean_token_accuracy": Mean.of(given(out.is_top_T))}
+        metrics = {"entropy": Mean.of(required(out.entropy_T)), "mean_token_accuracy": Mean.of(required(out.is_top_T))}
         return Loss({"tokens": loss_T.sum()}, metrics)

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from upweight.methods.base import (
     Method,
-    given,
     is_chosen,
     pair_metrics,
     pair_token_metrics,
+    required,
     scalar,
     sequence_mean,
     sequence_sum,
@@ -51,16 +51,16 @@ class SimPO(Method):
 
     def count(self, batch: Batch) -> dict[str, Tensor]:
         chosen_T = is_chosen(batch)[batch.sequence_T]
-        return {"pairs": scalar(len(given(batch.pair_P2)), batch), "tokens": chosen_T.sum().float()}
+        return {"pairs": scalar(len(required(batch.pair_P2)), batch), "tokens": chosen_T.sum().float()}
 
     def loss(self, out: Outputs, batch: Batch, prepared: dict[str, Tensor]) -> Loss:
-        logps_T = given(out.logps_T)
+        logps_T = required(out.logps_T)
         chosen_T = is_chosen(batch)[batch.sequence_T]
         value_of = sequence_mean if self.loss_type in ("simpo", "ipo") else sequence_sum
         value_S = value_of(logps_T, batch)
         if self.alpha:
             value_S = -torch.expm1(-self.alpha * value_S) / self.alpha
-        chosen_P, rejected_P = (self.beta * value_S)[given(batch.pair_P2)].unbind(1)
+        chosen_P, rejected_P = (self.beta * value_S)[required(batch.pair_P2)].unbind(1)
         loss_P = self._of_margin(chosen_P - rejected_P)
         metrics = pair_metrics(chosen_P, rejected_P) | pair_token_metrics(out, batch)
         metrics["nll_loss"] = Mean.over(-logps_T, chosen_T)

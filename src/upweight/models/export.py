@@ -15,7 +15,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from upweight.errors import UserError
 from upweight.models.precision import computed_weights
 from upweight.models.save import save_model
-from upweight.models.shards import gathered_weights, lies_in_pieces
+from upweight.models.shards import any_sharded, gathered_weights
 
 
 def write_adapter(model: PeftModel, folder: Path) -> None:
@@ -28,7 +28,7 @@ def write_weights(model: PreTrainedModel | PeftModel, folder: Path, dtype: torch
     if not isinstance(model, PeftModel):
         _write(model, folder, dtype)
         return
-    if lies_in_pieces(model):
+    if any_sharded(model):
         raise UserError("adapter: an adapter cannot be merged into sharded weights; use one that vLLM can load itself.")
     base = model.get_base_model()
     assert isinstance(base, PreTrainedModel)
@@ -40,7 +40,7 @@ def write_weights(model: PreTrainedModel | PeftModel, folder: Path, dtype: torch
     base.save_pretrained(str(folder), state_dict=weights)
 
 
-def sent_weights(model: PreTrainedModel | PeftModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+def exported_weights(model: PreTrainedModel | PeftModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """Yield the weights of `write_weights` one by one, under their names in checkpoint files; tied weights once.
 
     For a model whose files hold other tensors than its modules (experts, for example), all are computed at once.
@@ -62,7 +62,7 @@ def sent_weights(model: PreTrainedModel | PeftModel, dtype: torch.dtype) -> Iter
 
 def _write(model: PreTrainedModel | PeftModel, folder: Path, dtype: torch.dtype) -> None:
     """Save on rank 0; where weights are sharded, every rank calls this and contributes its shards."""
-    if not lies_in_pieces(model):
+    if not any_sharded(model):
         save_model(model, folder, dtype)
         return
     weights = gathered_weights(model, None if isinstance(model, PeftModel) else dtype)

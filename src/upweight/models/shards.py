@@ -17,12 +17,12 @@ def is_sharded(parameter: Any) -> bool:
     return isinstance(parameter, DTensor) or hasattr(parameter, "ds_id")
 
 
-def lies_in_pieces(model: nn.Module) -> bool:
+def any_sharded(model: nn.Module) -> bool:
     """Return whether any weight of a model is sharded over the ranks."""
     return any(map(is_sharded, model.parameters()))
 
 
-def zero_gathered(parameters: Sequence[nn.Parameter]) -> AbstractContextManager[Any]:
+def gathered_from_zero3(parameters: Sequence[nn.Parameter]) -> AbstractContextManager[Any]:
     """Gather the weights that ZeRO-3 partitions on every rank inside; other weights stay as they are."""
     zero: Any = getattr(import_module("deepspeed"), "zero")  # noqa: B009 - it has no types
     return zero.GatheredParameters([parameter for parameter in parameters if hasattr(parameter, "ds_id")])
@@ -70,7 +70,7 @@ def _gathered(weights: dict[str, Any], dtype: torch.dtype | None) -> Iterator[tu
     for name, value in weights.items():
         cast = dtype if value.dtype == torch.float32 else None
         if hasattr(value, "ds_id"):
-            with zero_gathered([value]):
+            with gathered_from_zero3([value]):
                 yield name, value.detach().to("cpu", cast, copy=True)
         else:
             local = value.detach().to(cast or value.dtype)

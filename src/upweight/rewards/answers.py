@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from upweight.errors import UserError
-from upweight.user_modules import described
+from upweight.user_modules import describe_error
 
 IN_MESSAGES = (
     "Where the prompt is messages a completion is [{'role': 'assistant', 'content': ...}]: "
@@ -104,7 +104,7 @@ def failed(error: BaseException, seconds: float) -> RewardFailure | FatalRewardE
     hint = ""
     if "signal only works in main thread" in str(error):
         hint = "; put the function into a separate file, so that it runs in the main thread of a worker process"
-    return RewardFailure("raised", f"{described(error)}{hint}", seconds)
+    return RewardFailure("raised", f"{describe_error(error)}{hint}", seconds)
 
 
 def checked_values(returned: Any, name: str, count: int) -> list[Value] | FatalRewardError:

@@ -16,7 +16,7 @@ from upweight.rewards.environment import EpisodeReward, environment_rewards
 from upweight.rewards.model import ModelOptions, load_model_reward, model_reward
 from upweight.rewards.reward import Reward, unique_names
 from upweight.rewards.worker import BUILTIN, Source
-from upweight.user_modules import described, load_function, local_file
+from upweight.user_modules import describe_error, load_function, local_file
 
 KEY = "trl.reward_funcs"
 ON_CPU = ModelOptions()
@@ -138,7 +138,9 @@ def _instance_of(kind: type, key: str) -> Any:
     try:
         instance: Any = kind()
     except (Exception, SystemExit) as error:  # foreign code
-        raise UserError(f"{key}: a {kind.__name__} cannot be created without arguments: {described(error)}") from error
+        raise UserError(
+            f"{key}: a {kind.__name__} cannot be created without arguments: {describe_error(error)}"
+        ) from error
     if not callable(instance):
         raise UserError(f"{key}: objects of {kind.__name__} cannot be called; give the class a __call__.")
     return instance

@@ -51,11 +51,11 @@ class ModelReward:
 
     def _ids(self, prompt: Any, completion: Any) -> list[int]:
         if isinstance(prompt, str):
-            ids = self._tokens.ended(self._tokens.ids([prompt + str(completion)])[0])
+            ids = self._tokens.with_eos(self._tokens.ids([prompt + str(completion)])[0])
         else:
             text = self.tokenizer.apply_chat_template([*prompt, *completion], tokenize=False)
             ids = self._tokens.ids([text.rstrip() if self.strips_space else text])[0]
-        ids = self._tokens.begun(ids)
+        ids = self._tokens.with_bos(ids)
         if len(ids) > self._max_length:
             warn_once(f"reward '{self.name}': conversations over {self._max_length} tokens are truncated on the left")
             ids = ids[-self._max_length :]

@@ -29,7 +29,7 @@ STATE_METHODS = (("state", "restore"), ("state_dict", "load_state_dict"))
 
 
 @dataclass
-class Scores:
+class RewardResult:
     """The rewards of a call, NaN if a reward does not apply or failed, and what the functions logged."""
 
     rewards_SR: Tensor
@@ -69,11 +69,11 @@ class Scorer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def submit(self, call: RewardCall) -> "Future[Scores]":
+    def submit(self, call: RewardCall) -> "Future[RewardResult]":
         """Start scoring; calls run in submission order, and several may be pending."""
         return self._start(call, in_pool=True)
 
-    def score(self, call: RewardCall) -> Scores:
+    def score(self, call: RewardCall) -> RewardResult:
         """Score and wait; rewards of this process run in the calling thread."""
         return self._start(call, in_pool=False).result()
 
@@ -113,10 +113,10 @@ class Scorer:
             elif 0 < stats.scored < WARN_AFTER and not stats.applied:
                 logger.warning(NEVER_APPLIES, name, stats.scored)
 
-    def _start(self, call: RewardCall, *, in_pool: bool) -> "Future[Scores]":
-        result: Future[Scores] = Future()
+    def _start(self, call: RewardCall, *, in_pool: bool) -> "Future[RewardResult]":
+        result: Future[RewardResult] = Future()
         if not len(call):  # every completion failed: there is nothing to score
-            result.set_result(Scores(torch.zeros(0, len(self.rewards))))
+            result.set_result(RewardResult(torch.zeros(0, len(self.rewards))))
             return result
         parts: list[list[tuple[int, Future[Attempts]]]] = [[] for _ in self.rewards]
         here = [number for number, reward in enumerate(self.rewards) if reward.runs == "here"]
@@ -150,7 +150,7 @@ class Scorer:
         return done
 
     def _when_done(
-        self, call: RewardCall, parts: list[list[tuple[int, "Future[Attempts]"]]], result: "Future[Scores]"
+        self, call: RewardCall, parts: list[list[tuple[int, "Future[Attempts]"]]], result: "Future[RewardResult]"
     ) -> None:
         """Set the result when every part is done."""
         futures = [future for of_reward in parts for _, future in of_reward]
@@ -170,8 +170,8 @@ class Scorer:
             future.add_done_callback(part_done)
         part_done()
 
-    def _merged(self, call: RewardCall, parts: list[list[tuple[int, "Future[Attempts]"]]]) -> Scores:
-        scores = Scores(torch.full((len(call), len(self.rewards)), math.nan))
+    def _merged(self, call: RewardCall, parts: list[list[tuple[int, "Future[Attempts]"]]]) -> RewardResult:
+        scores = RewardResult(torch.full((len(call), len(self.rewards)), math.nan))
         logged: dict[str, list[float]] = {}
         for number, (reward, of_reward) in enumerate(zip(self.rewards, parts, strict=True)):
             reasons: Counter[str] = Counter()
@@ -230,7 +230,7 @@ class Scorer:
             )
 
 
-def _store(scores: Scores, number: int, start: int, answer: RewardValues) -> int:
+def _store(scores: RewardResult, number: int, start: int, answer: RewardValues) -> int:
     """Write one outcome's values and extra columns into `scores`; return how many values were not finite."""
     not_finite = 0
     for position, value in enumerate(answer.values, start):

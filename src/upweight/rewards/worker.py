@@ -15,7 +15,7 @@ from typing import Any
 
 from upweight.processes import end_this_group, end_with_parent
 from upweight.rewards.answers import FatalRewardError, RewardOutcome, failed, invoke
-from upweight.user_modules import described, load_file
+from upweight.user_modules import describe_error, load_file
 
 Source = tuple[str, str, str | None]  # module, name in it, file; ("builtin", the reward as the config writes it, None)
 BUILTIN = "builtin"
@@ -61,7 +61,7 @@ def _answer(request: bytes, functions: dict[Source, Callable[..., Any]], trace: 
         return outcome
     except Exception as error:  # importing runs foreign code; an alarm that the reward set may fire late
         if job is None:
-            return FatalRewardError(described(error))
+            return FatalRewardError(describe_error(error))
         return failed(error, 0.0)
     finally:
         if os.getpid() == pid:  # a forked child has no such thread and would wait for it forever

@@ -21,7 +21,7 @@ from upweight.engine.forward import base_of
 from upweight.errors import UserError
 from upweight.log import logger
 from upweight.models.modules import dropout_off
-from upweight.rewards.answers import described
+from upweight.rewards.answers import describe_error
 from upweight.sampler.hf_generate import generation_config
 from upweight.sampler.in_process import end_tokens
 from upweight.types import Completion, Group, Sampling
@@ -140,7 +140,7 @@ class CustomRollout:
         if prompt_rest:
             logps = [0.0] * len(prompt_rest) + logps if logps else []
             sampled = [False] * len(prompt_rest) + (sampled or [True] * len(ids))
-        return Completion([*prompt_rest, *ids], logps, [], finished=ended, sampled=sampled, given=len(prompt_rest))
+        return Completion([*prompt_rest, *ids], logps, [], finished=ended, sampled=sampled, prompt_len=len(prompt_rest))
 
     def _call(self, *arguments: Any, **options: Any) -> Any:
         try:
@@ -148,7 +148,7 @@ class CustomRollout:
         except UserError:
             raise
         except Exception as error:  # the user's code
-            raise UserError(f"trl.rollout_func: '{self.name}' failed: {described(error)}") from error
+            raise UserError(f"trl.rollout_func: '{self.name}' failed: {describe_error(error)}") from error
 
 
 class RolloutTokenizer:

@@ -13,12 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from upweight.data.raw_row import OWN_COLUMNS
+from upweight.data.raw_row import PREPARED_COLUMNS
 from upweight.errors import UserError
 from upweight.log import logger
 from upweight.methods.base import Method
 from upweight.rewards.call import RewardCall
-from upweight.rewards.scorer import Scorer, Scores
+from upweight.rewards.scorer import RewardResult, Scorer
 from upweight.rollout.plan import Plan, PromptOrder
 from upweight.rollout.replay import ReplayBuffer
 from upweight.rollout.reroll import Reroll
@@ -193,7 +193,7 @@ class Producer:
         if not groups:
             return {}
         began = time.perf_counter()
-        streamed: list[tuple[list[Group], Future[Scores]]] = []
+        streamed: list[tuple[list[Group], Future[RewardResult]]] = []
         waiting: list[Group] = []
 
         def done(place: int) -> None:
@@ -217,7 +217,7 @@ class Producer:
     def reward_call(self, groups: Sequence[Group], trainer_state: Any = None) -> RewardCall:
         """Return the arguments of reward functions for these groups, without failed completions."""
         each = [(group, one) for group in groups for one in group.completions if one.failure is None]
-        names = dict.fromkeys(name for group in groups for name in group.row if name not in OWN_COLUMNS)
+        names = dict.fromkeys(name for group in groups for name in group.row if name not in PREPARED_COLUMNS)
         columns = {name: [group.row.get(name) for group, _ in each] for name in names}
         for name in dict.fromkeys(name for group in groups for name in group.extras):
             columns[name] = [value for group in groups for value in _extra(group, name)]
@@ -240,7 +240,7 @@ class Producer:
         return text if isinstance(group.row.get("prompt"), str) else [{"role": "assistant", "content": text}]
 
     def add_advantages(
-        self, groups: Sequence[Group], compared: int | None = None, drift_S: Tensor | None = None
+        self, groups: Sequence[Group], compared: int | None = None, log_ratio_S: Tensor | None = None
     ) -> None:
         """Set the advantages of scored groups."""
         rewards_SR = torch.cat([_rewards(group) for group in groups])
@@ -248,7 +248,7 @@ class Producer:
         group_S = torch.repeat_interleave(torch.arange(len(groups)), sizes)
         if compared is not None:
             group_S = torch.arange(len(rewards_SR)) // compared
-        advantage_S = self.method.advantages(rewards_SR, group_S, drift_S)
+        advantage_S = self.method.advantages(rewards_SR, group_S, log_ratio_S)
         for group, group_advantage_S in zip(groups, advantage_S.split(sizes.tolist()), strict=True):
             group.advantage_S = group_advantage_S
 
@@ -292,7 +292,7 @@ def _require_some(groups: Sequence[Group]) -> None:
         raise UserError(reason)
 
 
-def _assign_rewards(scored: Sequence[tuple[list[Group], Scores]]) -> dict[str, float]:
+def _assign_rewards(scored: Sequence[tuple[list[Group], RewardResult]]) -> dict[str, float]:
     """Set the rewards of groups, and return the metrics of all calls of the scorer."""
     for groups, scores in scored:
         start = 0

@@ -79,7 +79,10 @@ def _completion_to_plain(completion: Completion) -> dict[str, Any]:
 
 def _completion_from_plain(plain: Mapping[str, Any]) -> Completion:
     earlier = [_completion_from_plain(segment) for segment in plain.get("earlier", ())]
-    return Completion(**{**plain, "earlier": earlier})
+    renamed = {
+        "prompt_len" if name == "given" else name: value for name, value in plain.items()
+    }  # the name in older checkpoints
+    return Completion(**{**renamed, "earlier": earlier})
 
 
 def _content(completion: Completion, decode: Callable[[list[int]], str]) -> Any:

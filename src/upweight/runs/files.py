@@ -17,7 +17,7 @@ def this_machine() -> str:
     return hashlib.sha256(socket.gethostname().encode()).hexdigest()[:12]
 
 
-def no_folder_at(folder: Path) -> str | None:
+def unwritable_reason(folder: Path) -> str | None:
     """Return why a run's folder cannot be created or written to, or None if it can."""
     place = folder
     while not place.exists():

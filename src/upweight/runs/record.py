@@ -12,7 +12,7 @@ from typing import Any
 from upweight.errors import UserError
 from upweight.files import write_text
 from upweight.log import logger
-from upweight.processes import begun_at, is_alive
+from upweight.processes import is_alive, start_ticks
 from upweight.runs.files import RECORD, this_machine
 from upweight.runs.report.page import write_report
 
@@ -54,7 +54,7 @@ def recorded(folder: Path, about: Mapping[str, Any], *, writes: bool) -> Iterato
         yield
         return
     folder.mkdir(parents=True, exist_ok=True)
-    process = {"pid": os.getpid(), "begun": begun_at(os.getpid()), "machine": this_machine()}
+    process = {"pid": os.getpid(), "begun": start_ticks(os.getpid()), "machine": this_machine()}
     record = {"state": "running", "started": time.time(), **process, **about}
     write_text(folder / RECORD, json.dumps(record))
     end: dict[str, Any] = {"state": "done"}

@@ -78,11 +78,11 @@ class InProcess:
         count: int,
         sampling: Sampling,
         done: Done | None = None,
-        heard: Callable[[int, list[int]], None] | None = None,
+        on_tokens: Callable[[int, list[int]], None] | None = None,
     ) -> list[list[Completion]]:
         """Return `count` completions for each prompt, in order; `done` is called for each prompt as it finishes.
 
-        `heard` is called with new tokens and the number of their completion: `prompt * count + member`.
+        `on_tokens` is called with new tokens and the number of their completion: `prompt * count + member`.
         """
         self._check(prompts, count, sampling)
         if not prompts:
@@ -98,7 +98,7 @@ class InProcess:
             stops=StopStrings(self._tokenizer, sampling.stop_strings),
             version=self._version,
             done=done,
-            on_tokens=heard,
+            on_tokens=on_tokens,
         )
         with torch.no_grad(), dropout_off(self._model):
             self._draw(self._strategy, self._engine, prompts, rows, sampling=sampling, seed=seed)

@@ -29,7 +29,7 @@ def largest_rank(section: AdapterSection) -> int:
     return max([section.rank, *section.rank_pattern.values()])
 
 
-def goes_alone(
+def syncs_adapter_only(
     lora_sync: bool | None, *, dora: bool, modules_to_save: object, target_parameters: object, bias: bool = False
 ) -> bool:
     """Return whether an adapter is synced without merging: `lora_sync` allows it and vLLM can load it."""

@@ -13,7 +13,7 @@ import httpx
 
 from upweight.errors import UserError
 from upweight.log import logger
-from upweight.processes import end_group, passing_on, signal_group
+from upweight.processes import end_group, forwarded_signals, signal_group
 from upweight.serve.command import Command
 
 GRACE = 20.0  # seconds that a server has to exit by itself
@@ -49,7 +49,7 @@ def run_server(command: Command, url: str, ready: Callable[[], None]) -> int:
     env = {**os.environ, "VLLM_RPC_BASE_PATH": sockets, **command.env}
     # A new process group: the server's children can be killed with it, and nothing else.
     process = subprocess.Popen(command.argv, env=env, start_new_session=True)
-    with passing_on(SIGNALS, [process]) as signals:
+    with forwarded_signals(SIGNALS, [process]) as signals:
         try:
             since, deadline, announced = time.monotonic(), math.inf, False
             while (code := process.poll()) is None:

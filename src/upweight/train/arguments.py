@@ -192,7 +192,7 @@ def _eval_schedule(config: Config, steps_per_epoch: int) -> dict[str, Any]:
     if not (config.data.test_datasets or config.data.val_set_size):
         return {"eval_strategy": "no"}
     # Progress of an online run shows against the rewards before the first step.
-    on_start = run.eval_on_start or (config.method.online and "eval_on_start" not in config.given)
+    on_start = run.eval_on_start or (config.method.online and "eval_on_start" not in config.set_keys)
     when = _every("eval", run.eval_strategy, run.eval_steps, run.evals_per_epoch, steps_per_epoch)
     return {"eval_on_start": on_start, **when}
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase, TrainerCallback, set_seed
 
 from upweight.config import Config
 from upweight.data.prepare import Prepared, longest_of, prepare, prepare_given
-from upweight.engine.context import Context, require_shareable
+from upweight.engine.context import ContextGroup, require_shareable
 from upweight.errors import UserError
 from upweight.log import logger, warn_once
 from upweight.methods import feature_matcher
@@ -22,7 +22,7 @@ from upweight.models.load import compute_dtype, load_config, load_model
 from upweight.models.precision import HALF
 from upweight.models.tokenizer import choose_padding, load_tokenizer, take_chat_template
 from upweight.rollout.ebft.strided_blocks import with_blocks
-from upweight.runs.files import no_folder_at
+from upweight.runs.files import unwritable_reason
 from upweight.train.arguments import training_arguments
 from upweight.train.distributed.fsdp import sharding_of
 from upweight.train.distributed.ranks import join_ranks, rank0_first, share_rows
@@ -89,7 +89,7 @@ def assemble(config: Config, objects: Objects = YAML_ONLY, *, trains: bool = Tru
         encode=data.encode,
         rollouts=rollouts_of(config, objects, policy, data.train, rewards, env_setup=env_setup) if online else None,
         shuffle=not config.data.curriculum,
-        rate_of=lr_rules(config.optim, config.adapter, model),
+        lr_rule=lr_rules(config.optim, config.adapter, model),
         callbacks=[*objects.callbacks, *_callbacks(policy, objects)],
         optimizers=objects.optimizers,
         optimizer_class=objects.optimizer_class,
@@ -97,7 +97,7 @@ def assemble(config: Config, objects: Objects = YAML_ONLY, *, trains: bool = Tru
     )
 
 
-def _context(config: Config) -> Context | None:
+def _context(config: Config) -> ContextGroup | None:
     """Return the context-parallel group of this rank, or None; refuse models whose heads cannot be split over it."""
     context = share_rows(config.sharding.context_parallel_size)
     if context is not None:
@@ -163,7 +163,7 @@ def _script_data(config: Config, objects: Objects, tokenizer: PreTrainedTokenize
     """Prepare the rows that a script passes, in their order, through the same cache."""
     read, place = objects.read_rows, Path(config.data.prepared_path).expanduser()
     assert read is not None
-    cached = (why := no_folder_at(place.absolute())) is None
+    cached = (why := unwritable_reason(place.absolute())) is None
     if why is not None:
         warn_once(f"dataset_prepared_path: {why}; rows are prepared anew each time. Name another folder.")
 

@@ -14,10 +14,10 @@ from upweight.engine.forward import base_of
 from upweight.errors import UserError
 from upweight.models.adapters.attach import embedding_names
 
-LrOf = Callable[[str, nn.Parameter], float | None]
+LrRule = Callable[[str, nn.Parameter], float | None]
 
 
-def lr_rules(optim: OptimSection, adapter: AdapterSection, model: nn.Module) -> LrOf | None:
+def lr_rules(optim: OptimSection, adapter: AdapterSection, model: nn.Module) -> LrRule | None:
     """Return a function from a weight to its learning rate (None: the common one); None where all are the same.
 
     `lr_groups` win over `embedding_lr`, which wins over LoRA+.
@@ -30,7 +30,7 @@ def lr_rules(optim: OptimSection, adapter: AdapterSection, model: nn.Module) -> 
         return None
     _check_groups(optim, model)
 
-    def rate_of(name: str, parameter: nn.Parameter) -> float | None:
+    def lr_rule(name: str, parameter: nn.Parameter) -> float | None:
         for group in optim.lr_groups:
             if any(part in name for part in group.modules):
                 return group.lr
@@ -40,10 +40,10 @@ def lr_rules(optim: OptimSection, adapter: AdapterSection, model: nn.Module) -> 
             return adapter.plus_embedding_rate
         return common * plus if plus and ("lora_B" in name or parameter.ndim == 1) else None
 
-    return rate_of
+    return lr_rule
 
 
-def split_by_lr(optimizer: Optimizer, model: nn.Module, rate_of: LrOf) -> None:
+def split_by_lr(optimizer: Optimizer, model: nn.Module, lr_rule: LrRule) -> None:
     """Split an optimizer's groups by learning rate; the groups with the common rate come first."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     whole: list[dict[str, Any]] = []
@@ -51,7 +51,7 @@ def split_by_lr(optimizer: Optimizer, model: nn.Module, rate_of: LrOf) -> None:
     for group in optimizer.param_groups:
         by_rate: dict[float | None, list[nn.Parameter]] = {None: []}
         for parameter in group["params"]:
-            by_rate.setdefault(rate_of(names[parameter], parameter), []).append(parameter)
+            by_rate.setdefault(lr_rule(names[parameter], parameter), []).append(parameter)
         whole.append({**group, "params": by_rate.pop(None)})
         special += [{**group, "params": members, "lr": rate} for rate, members in by_rate.items()]
     optimizer.param_groups[:] = [*whole, *special]

@@ -16,7 +16,7 @@ from upweight.config.sections.training import FROM_BITSANDBYTES
 from upweight.config.servers import direct_transfer, samples_from_server
 from upweight.config.zero import zero_options
 from upweight.errors import UserError
-from upweight.runs.files import no_folder_at
+from upweight.runs.files import unwritable_reason
 from upweight.train.recording.trackers import enabled_trackers
 
 Check = Callable[[Config], Iterator[str]]
@@ -75,7 +75,7 @@ def optimizer_package(config: Config) -> Iterator[str]:
 
 def folders(config: Config) -> Iterator[str]:
     """Check the output folder, the checkpoint to resume from and the DeepSpeed config."""
-    if (reason := no_folder_at(Path(config.run.output_dir))) is not None:
+    if (reason := unwritable_reason(Path(config.run.output_dir))) is not None:
         yield f"output_dir: {reason}. Name another folder."
     if config.run.resume_from is not None and not (place := Path(config.run.resume_from).expanduser()).is_dir():
         yield f"resume_from_checkpoint: there is no folder {place}. Mend the path."

@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainingArguments
 
-from upweight.train.lr_groups import LrOf
+from upweight.train.lr_groups import LrRule
 from upweight.train.online.feed import RolloutFeed
 from upweight.train.policy import Policy
 
@@ -23,7 +23,7 @@ class TrainerParts:
     encode: Callable[..., Any] | None = None  # prepares rows that a script passes to `evaluate`
     rollouts: RolloutFeed | None = None  # yields the steps of an online method
     shuffle: bool = True
-    rate_of: LrOf | None = None
+    lr_rule: LrRule | None = None
     callbacks: Sequence[TrainerCallback] = ()
     optimizers: tuple[Any, Any] = (None, None)
     optimizer_class: tuple[type, dict[str, Any]] | None = None

@@ -18,7 +18,7 @@ from upweight.config.sections.training import OptimSection
 from upweight.config.zero import partitions_weights
 from upweight.engine import Engine
 from upweight.engine.check import enable_checkpointing
-from upweight.engine.context import Context
+from upweight.engine.context import ContextGroup
 from upweight.engine.noise import add_noise
 from upweight.engine.offload import offload_activations
 from upweight.errors import UserError
@@ -167,7 +167,7 @@ def make_policy(
     layout: Literal["auto", "tree", "padded"] = "auto",
     prepared: Path | None = None,
     sharding: Sharding = "none",
-    context: Context | None = None,
+    context: ContextGroup | None = None,
 ) -> Policy:
     """Place the model on its device, set up precision, engine, memory savings and reference, and return the policy.
 

@@ -9,7 +9,7 @@ from upweight.config import Config
 from upweight.errors import UserError
 from upweight.files import write_text
 from upweight.log import logger
-from upweight.models.adapters.merge import Adapted, merge_adapter
+from upweight.models.adapters.merge import AdapterFolder, merge_adapter
 from upweight.runs.files import METRICS, metrics_of
 from upweight.runs.record import report_on
 
@@ -49,7 +49,7 @@ def _merge_stage(before: Config) -> None:
     """Merge the adapter of a stage into full weights for the next stage."""
     folder = Path(before.run.output_dir)
     if not (folder / "merged").exists():
-        merge_adapter(Adapted(before.model, folder), folder / "merged")
+        merge_adapter(AdapterFolder(before.model, folder), folder / "merged")
 
 
 def summary(stage: Config) -> dict[str, Any]:

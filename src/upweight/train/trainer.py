@@ -69,7 +69,7 @@ class MethodTrainer(Trainer):
         self.model_accepts_loss_kwargs = True
         self.method, self.copies = policy.method, policy.copies
         self.sharding: Sharding = policy.sharding
-        self.shuffle, self.rate_of, self.encode = parts.shuffle, parts.rate_of, parts.encode
+        self.shuffle, self.lr_rule, self.encode = parts.shuffle, parts.lr_rule, parts.encode
         self.recording, self.rollouts = parts.recording, rollouts
         self.card: Callable[[], str] | None = None  # returns the text of the model card
         self.runner = StepRunner(
@@ -167,9 +167,9 @@ class MethodTrainer(Trainer):
         before = self.optimizer
         optimizer = super().create_optimizer(*args, **kwargs)
         if optimizer is not before:
-            if self.rate_of is not None:
+            if self.lr_rule is not None:
                 assert isinstance(self.model, nn.Module)
-                split_by_lr(optimizer, self.model, self.rate_of)
+                split_by_lr(optimizer, self.model, self.lr_rule)
             self.add_callback(ConfiguredRates(optimizer))
             if self.copies is not None:
                 self.copies.follow(optimizer)

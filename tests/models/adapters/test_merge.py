@@ -11,7 +11,7 @@ from made_tokenizers import byte_tokenizer
 from tiny_models import tiny
 from upweight.config.sections.model import ModelSection
 from upweight.errors import UserError
-from upweight.models.adapters.merge import Adapted, difference, merge_adapter
+from upweight.models.adapters.merge import AdapterFolder, difference, merge_adapter
 from upweight.models.adapters.merge_files import merge_by_file
 from upweight.models.load import load_model
 
@@ -45,7 +45,7 @@ def adapted(
                 weight.mul_(1.3).add_(0.01)
     model.save_pretrained(folder / "adapter")
     tokenizer.save_pretrained(folder / "adapter")
-    return Adapted(ModelSection(base_model=str(folder / "base")), folder / "adapter"), model.eval()(
+    return AdapterFolder(ModelSection(base_model=str(folder / "base")), folder / "adapter"), model.eval()(
         input_ids=IDS
     ).logits
 
@@ -142,7 +142,7 @@ def test_files_that_name_weights_otherwise_are_merged_whole(tmp_path):
 
 def test_a_folder_without_an_adapter_is_refused(tmp_path):
     with pytest.raises(UserError, match="adapter_config"):
-        Adapted(ModelSection(base_model="x"), tmp_path)
+        AdapterFolder(ModelSection(base_model="x"), tmp_path)
 
 
 def test_weights_that_are_stored_quantised_are_refused(tmp_path):
@@ -164,7 +164,7 @@ def test_new_tokens_come_along(tmp_path):
     model.save_pretrained(tmp_path / "grown")
     tokenizer.save_pretrained(tmp_path / "grown")
     right = model.eval()(input_ids=torch.tensor([[len(tokenizer) - 1, 5, 6]])).logits
-    merge_adapter(Adapted(what.base, tmp_path / "grown"), tmp_path / "merged")
+    merge_adapter(AdapterFolder(what.base, tmp_path / "grown"), tmp_path / "merged")
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
     assert torch.allclose(merged(input_ids=torch.tensor([[len(tokenizer) - 1, 5, 6]])).logits, right, atol=1e-4)
 
@@ -179,7 +179,7 @@ def test_a_gguf_base_is_unpacked_and_merged_whole(tmp_path):
     model.save_pretrained(tmp_path / "adapter")
     tokenizer.save_pretrained(tmp_path / "adapter")
     right = model.eval()(input_ids=IDS).logits
-    what = Adapted(section, tmp_path / "adapter")
+    what = AdapterFolder(section, tmp_path / "adapter")
     merge_adapter(what, tmp_path / "merged")
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
     assert torch.allclose(merged(input_ids=IDS).logits, right, atol=1e-4)

@@ -16,7 +16,7 @@ from upweight.data.tokenize.messages import Conversation
 from upweight.environments.python_class import PythonEnvironment
 from upweight.errors import UserError
 from upweight.methods import GRPO
-from upweight.rollout.episodes.loop import Bounds
+from upweight.rollout.episodes.loop import EpisodeLimits
 from upweight.rollout.units import units_of_groups
 from upweight.train.online.environments import EnvironmentSetup
 
@@ -211,14 +211,14 @@ def test_all_its_calls_together_are_bounded():
             return super().step(text)
 
     script = Script(tokenizer_for(), ["a"])
-    bounds = Bounds(max_turns=20, call_seconds=5.0, episode_seconds=0.4)
+    bounds = EpisodeLimits(max_turns=20, call_seconds=5.0, episode_seconds=0.4)
     (group,) = run_episodes(episode_runner(script, factory=Slow, bounds=bounds), ROWS[:1], tokens=2000)
     assert all("took longer than" in one.failure for one in group.completions)
 
 
 def test_turns_and_tokens_are_bounded():
     script = Script(tokenizer_for(), ["answer"])
-    (group,) = run_episodes(episode_runner(script, factory=Talk, bounds=Bounds(max_turns=2)), ROWS[:1])
+    (group,) = run_episodes(episode_runner(script, factory=Talk, bounds=EpisodeLimits(max_turns=2)), ROWS[:1])
     assert [one["turns"] for one in group.extras["episode"]] == [2, 2]
     assert not any(one.finished for one in group.completions)
     assert all(one.sampled[-1] for one in group.completions)
@@ -321,7 +321,7 @@ def test_environments_answer_while_others_are_sampled():
 
 def acting(factory, **bounds):
     environment = PythonEnvironment(factory, timeout=5.0)
-    return EnvironmentSetup(environment, Bounds(**{"max_turns": 5, "call_seconds": 5.0, **bounds}))
+    return EnvironmentSetup(environment, EpisodeLimits(**{"max_turns": 5, "call_seconds": 5.0, **bounds}))
 
 
 def sampled_rollout(tmp_path, *, adapter=False, model=None, template=CHATML, factory=Talk, **options):

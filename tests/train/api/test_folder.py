@@ -11,7 +11,7 @@ from parity_script import ROWS, TEMPLATE, made_tokenizer, said, write_model
 from upweight import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer
 from upweight.doctor.run import check_run
 from upweight.errors import UserError
-from upweight.processes import begun_at
+from upweight.processes import start_ticks
 from upweight.runs.files import this_machine
 from upweight.runs.report.run import RunReader
 
@@ -101,7 +101,7 @@ def test_a_training_that_fails_says_so(folder):
 def test_a_script_does_not_train_into_the_folder_of_a_process_that_does(folder):
     (folder / "out").mkdir()
     other = os.getppid()
-    record = {"state": "running", "pid": other, "begun": begun_at(other), "machine": this_machine()}
+    record = {"state": "running", "pid": other, "begun": start_ticks(other), "machine": this_machine()}
     (folder / "out" / "run.json").write_text(json.dumps(record))
     with pytest.raises(UserError, match=f"output_dir: process {other} is training into"):
         dpo(folder).train()

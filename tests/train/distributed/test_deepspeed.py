@@ -23,7 +23,7 @@ from upweight.config import load_config
 from upweight.config.zero import ready_configs
 from upweight.errors import UserError
 from upweight.methods import GRPO
-from upweight.models.shards import gathered_weights, is_sharded, lies_in_pieces
+from upweight.models.shards import any_sharded, gathered_weights, is_sharded
 from upweight.train.distributed.deepspeed import fit_to_ranks, require_deepspeed, zero_config
 from upweight.train.distributed.ranks import join_ranks
 from upweight.train.run import build, train
@@ -114,7 +114,7 @@ def run_rank(folder, case, stage):
     trainer = trained(case, folder, WORLD, deepspeed=zero_config(f"zero{stage}.json", folder, torch.float32))
     assert type(trainer.model_wrapped).__name__ == "DeepSpeedEngine"
     model = trainer.accelerator.unwrap_model(trainer.model)
-    assert lies_in_pieces(model) == (stage == 3)
+    assert any_sharded(model) == (stage == 3)
     trainable = {name for name, weight in model.named_parameters() if weight.requires_grad}
     weights = gathered_weights(model, None) if stage == 3 else weights_of(trainer)
     if trainer.is_world_process_zero():

@@ -13,7 +13,7 @@ from upweight.config import load_config
 from upweight.environments.python_class import PythonEnvironment
 from upweight.errors import UserError
 from upweight.methods import GDPO, GRPO
-from upweight.rollout.episodes.loop import Bounds
+from upweight.rollout.episodes.loop import EpisodeLimits
 from upweight.rollout.vllm.server import VllmServer
 from upweight.train.distributed.ranks import join_ranks
 from upweight.train.online.environments import EnvironmentSetup
@@ -68,7 +68,7 @@ class Nag:
 
 def acting_trainer(folder, *, kind=GRPO, factory=Nag, **options):
     policy = {"num_generations": 4, "max_completion_length": 90}
-    env_setup = EnvironmentSetup(PythonEnvironment(factory, timeout=20.0), Bounds(max_turns=4))
+    env_setup = EnvironmentSetup(PythonEnvironment(factory, timeout=20.0), EpisodeLimits(max_turns=4))
     section = {"generation_args": {"stop_token_ids": STOPS}, **options.pop("section", {})}
     return online_trainer(folder, method=kind(policy=policy), rewards=[letters], section=section, env_setup=env_setup,
                           template=CHATML, **options)  # fmt: skip

@@ -21,7 +21,7 @@ BY_FORMAT_ALONE = {"steps": "process reward models", "ebft": "ebft"}
 
 def data_is_named(config: Config) -> Iterator[str]:
     """Require training data."""
-    if not config.given.get("datasets") and not config.given.get("nemo_gym_datasets"):
+    if not config.set_keys.get("datasets") and not config.set_keys.get("nemo_gym_datasets"):
         yield "datasets: missing. List what to train on."
 
 

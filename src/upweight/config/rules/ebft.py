@@ -40,7 +40,7 @@ OF_ANSWERS = {"ebft.adaptive_max_tokens", "ebft.gt_length_multiplier"}
 
 def block_is_there(config: Config) -> Iterator[str]:
     """Require the block `ebft` with `rl: ebft`."""
-    if feature_matcher(config.method) and not any(path.startswith("ebft.") for path in config.given):
+    if feature_matcher(config.method) and not any(path.startswith("ebft.") for path in config.set_keys):
         yield "ebft: missing. `rl: ebft` needs its block; `ebft: {mode: structured}` takes every default."
 
 
@@ -50,7 +50,7 @@ def keys_refused_by_ebft(config: Config) -> Iterator[str]:
         return
     strided = config.method.strided
     for path, reason in (NOT_WITH_FEATURES | (NOT_WITH_BLOCKS if strided else {})).items():
-        value = config.given.get(path)
+        value = config.set_keys.get(path)
         if value and (path != "trl.reroll_start_fraction" or value != 1):
             yield f"{path}: {reason}."
     if strided and config.rollout.num_iterations > 1:
@@ -59,7 +59,7 @@ def keys_refused_by_ebft(config: Config) -> Iterator[str]:
 
 def ebft_keys_without_effect(config: Config) -> Iterator[str]:
     """Warn about keys of the other mode, and about a diversity term that whitening makes useless."""
-    given, method = config.given, feature_matcher(config.method)
+    given, method = config.set_keys, feature_matcher(config.method)
     if method is None:
         return
     known = {*READ_WITH_BLOCKS, *NOT_WITH_FEATURES, *NOT_WITH_BLOCKS}

@@ -23,7 +23,7 @@ EXCLUSIVE: tuple[tuple[str, ...], ...] = (
 
 def exclusive(config: Config) -> Iterator[str]:
     """Reject each pair of exclusive keys that are both on."""
-    on = {path for path, value in config.given.items() if value not in (False, 0, [], {}, "")}
+    on = {path for path, value in config.set_keys.items() if value not in (False, 0, [], {}, "")}
     for keys in EXCLUSIVE:
         for first, second in combinations(keys, 2):
             if first in on and second in on:

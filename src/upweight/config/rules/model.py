@@ -22,7 +22,7 @@ ENDINGS: dict[Head, str] = {
 
 def model_is_named(config: Config) -> Iterator[str]:
     """Require a base model."""
-    if "base_model" not in config.given:
+    if "base_model" not in config.set_keys:
         yield "base_model: missing. Name the model to train: a hub id or a folder."
 
 
@@ -93,7 +93,7 @@ def references(config: Config) -> Iterator[str]:
 
 def without_effect(config: Config) -> Iterator[str]:
     """Warn about keys without effect, and about training without float32 masters."""
-    stray = [path for path in config.given if path.startswith(("lora_", "peft")) and path != "lora_model_dir"]
+    stray = [path for path in config.set_keys if path.startswith(("lora_", "peft")) and path != "lora_model_dir"]
     if stray and config.adapter.kind is None:
         yield f"{', '.join(stray)}: no effect without 'adapter: lora'"
     if config.model.pure_bf16:

@@ -27,7 +27,7 @@ DEVICES = r"auto|cpu|cuda(:\d+(,\d+)*)?"
 
 def rewards(config: Config) -> Iterator[str]:
     """Check the sources of rewards and their weights."""
-    weights, named = config.given.get("trl.reward_weights"), config.rollout.reward_funcs
+    weights, named = config.set_keys.get("trl.reward_weights"), config.rollout.reward_funcs
     from_environment = [name for name in named if is_environment_reward(name)]
     # The number of rewards of an environment is known only when it runs.
     if isinstance(weights, list) and named and not from_environment and len(weights) != len(named):
@@ -39,7 +39,7 @@ def rewards(config: Config) -> Iterator[str]:
 
 def rewards_are_there(config: Config) -> Iterator[str]:
     """Require a reward for online methods."""
-    rewarded = config.given.get("trl.reward_funcs") or config.gym.enabled or config.environment.kind
+    rewarded = config.set_keys.get("trl.reward_funcs") or config.gym.enabled or config.environment.kind
     if config.method.online and not config.method.reward_names and not rewarded:
         yield "trl.reward_funcs: missing. A group of completions is compared by rewards: name at least one."
 
@@ -62,7 +62,7 @@ def environments(config: Config) -> Iterator[str]:
         yield "environment.url: missing. Name the server, such as 'http://127.0.0.1:8000'."
     needs = {"python": ("class",), "openenv": ("url", "reward", "columns", "text_field", "observation", "wait")}
     for kind, names in needs.items():
-        stray = [f"environment.{name}" for name in names if f"environment.{name}" in config.given]
+        stray = [f"environment.{name}" for name in names if f"environment.{name}" in config.set_keys]
         if stray and section.kind != kind:
             yield f"{', '.join(stray)}: needs 'environment.type: {kind}'."
     if section.tools and section.kind == "openenv":
@@ -166,13 +166,13 @@ def groups_fit_the_batch(config: Config) -> Iterator[str]:
     if wanted % group == 0 and (actual == wanted or step % wanted == 0):
         return
     for key, right in (("trl.generation_batch_size", actual), ("trl.steps_per_generation", actual // micro)):
-        if key in config.given:
+        if key in config.set_keys:
             yield (
                 f"{key}: {wanted} completions do not hold whole groups of {group} and whole batches of {step}; "
                 f"{actual} are generated at a time, as by '{key}: {right}'."
             )
             return
-    strided = feature_matcher(config.method) is not None and "ebft.n_samples_per_prompt" in config.given
+    strided = feature_matcher(config.method) is not None and "ebft.n_samples_per_prompt" in config.set_keys
     key = "ebft.n_samples_per_prompt" if strided else "trl.num_generations"
     smallest = next(steps for steps in range(accumulation, accumulation + group + 1) if micro * steps % group == 0)
     yield (
@@ -185,7 +185,7 @@ def groups_fit_the_batch(config: Config) -> Iterator[str]:
 def without_effect(config: Config) -> Iterator[str]:
     """Warn about rollout keys with less effect than their names suggest."""
     rollout, online = config.rollout, config.method.online
-    if online and not config.method.strided and "sequence_len" in config.given:
+    if online and not config.method.strided and "sequence_len" in config.set_keys:
         yield "sequence_len: no effect on prompts; 'max_prompt_length' and 'trl.max_completion_length' bound them"
     if rollout.async_prefetch and not rollout.use_vllm and online:
         yield "trl.async_prefetch: without a vLLM server rollouts are produced ahead of training, not beside it"
@@ -201,12 +201,14 @@ def without_effect(config: Config) -> Iterator[str]:
 def gym_keys_without_effect(config: Config) -> Iterator[str]:
     """Time limits that agents do not use."""
     limits = ("nemo_gym_verify_timeout", "nemo_gym_run_timeout")
-    if config.gym.enabled and config.gym.multi_turn and all(key in config.given for key in limits):
+    if config.gym.enabled and config.gym.multi_turn and all(key in config.set_keys for key in limits):
         yield "nemo_gym_verify_timeout: no effect on the rollouts of agents; 'nemo_gym_run_timeout' bounds them"
 
 
 def without_use(config: Config) -> Iterator[str]:
     """Warn about rollout keys of offline methods."""
-    stray = [path for path in config.given if path.startswith(("trl.", "vllm.", "nemo_gym_", "environment.", "tool"))]
+    stray = [
+        path for path in config.set_keys if path.startswith(("trl.", "vllm.", "nemo_gym_", "environment.", "tool"))
+    ]
     if stray and not config.method.online:
         yield f"{', '.join(stray)}: no effect with {how_to_choose(config.method.name)}: nothing is sampled"

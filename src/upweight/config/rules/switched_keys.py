@@ -52,8 +52,8 @@ def switched_off(config: Config) -> Iterator[str]:
     # The rules of EBFT cover the keys of these blocks in strided mode.
     unread = ("trl.", "vllm.") if config.method.strided else ()
     for switch in SWITCHES:
-        stray = [path for path in config.given if _names(switch.keys, path) and not path.startswith(unread)]
-        stray = [path for path in stray if path != "nemo_gym_enabled" and config.given[path] != _default(path)]
+        stray = [path for path in config.set_keys if _names(switch.keys, path) and not path.startswith(unread)]
+        stray = [path for path in stray if path != "nemo_gym_enabled" and config.set_keys[path] != _default(path)]
         if stray and not switch.is_on(config):
             yield f"{', '.join(stray)}: no effect on training without '{switch.needs}'"
 

@@ -118,7 +118,7 @@ def evaluates(config: Config) -> bool:
 
 def evaluation_is_there(config: Config) -> Iterator[str]:
     """Require evaluation data for keys that depend on evaluations."""
-    keys = [key for key in ("early_stopping_patience", "load_best_model_at_end") if config.given.get(key)]
+    keys = [key for key in ("early_stopping_patience", "load_best_model_at_end") if config.set_keys.get(key)]
     keys += ["lr_scheduler: reduce_lr_on_plateau"] if config.optim.scheduler == "reduce_lr_on_plateau" else []
     keys += ["save_strategy: best"] if config.run.save_strategy == "best" else []
     if keys and not evaluates(config):
@@ -314,14 +314,14 @@ def too_long(name: str) -> bool:
 
 def without_effect(config: Config) -> Iterator[str]:
     """Warn about warm-up with a schedule that has none."""
-    keys = [key for key in ("warmup_steps", "warmup_ratio") if config.given.get(key)]
+    keys = [key for key in ("warmup_steps", "warmup_ratio") if config.set_keys.get(key)]
     if keys and config.optim.scheduler in WITHOUT_WARMUP:
         yield f"{keys[0]}: no effect with 'lr_scheduler: {config.optim.scheduler}', which has no warm-up"
 
 
 def without_evaluation(config: Config) -> Iterator[str]:
     """Warn about evaluation keys without evaluation data."""
-    keys = [key for key in ("eval_steps", "evals_per_epoch", "eval_strategy") if config.given.get(key)]
+    keys = [key for key in ("eval_steps", "evals_per_epoch", "eval_strategy") if config.set_keys.get(key)]
     held = config.data.test_datasets or config.data.val_set_size
     if keys and not held and config.run.eval_strategy != "no":
         yield f"{keys[0]}: nothing is evaluated without 'val_set_size' or 'test_datasets'"

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from upweight.data.examples import Example, Format, Prompt, Setup
-from upweight.data.raw_row import OWN_COLUMNS, RawRow, RowError, check_all_text, describe_value
+from upweight.data.raw_row import PREPARED_COLUMNS, RawRow, RowError, check_all_text, describe_value
 from upweight.data.tokenize.messages import Conversation, without_nulls
 
 PARAMS = "responses_create_params"
@@ -24,8 +24,8 @@ def gym(setup: Setup, row: RawRow) -> list[Example]:
     check_all_text(tools, f"{PARAMS}.tools")
     text = setup.template.prompt(Conversation(conversation.messages, tools or None))
     server = setup.entry.server_name
-    columns = {key: value for key, value in row.items() if key not in (*OWN_COLUMNS, SERVER) and value is not None}
-    hidden = {key: row[key] for key in OWN_COLUMNS if row.get(key) is not None}
+    columns = {key: value for key, value in row.items() if key not in (*PREPARED_COLUMNS, SERVER) and value is not None}
+    hidden = {key: row[key] for key in PREPARED_COLUMNS if row.get(key) is not None}
     marks = {SERVER: server, HIDDEN: hidden}
     columns |= {key: value for key, value in marks.items() if value}
     return [Prompt(conversation.messages, text, columns)]
@@ -33,7 +33,7 @@ def gym(setup: Setup, row: RawRow) -> list[Example]:
 
 def row_of(prepared: Mapping[str, Any]) -> dict[str, Any]:
     """Restore the original row from a prepared one."""
-    added = (*OWN_COLUMNS, SERVER, HIDDEN)
+    added = (*PREPARED_COLUMNS, SERVER, HIDDEN)
     kept = {key: value for key, value in prepared.items() if key not in added and value is not None}
     return kept | dict(prepared.get(HIDDEN) or {})
 

@@ -127,7 +127,7 @@ class RowSelection:
 
 
 @dataclass(frozen=True)
-class Opened:
+class DatasetEntry:
     """One entry of `datasets` whose sources are located but not yet read."""
 
     entry: DatasetRow
@@ -178,7 +178,7 @@ class Opened:
         return split or next(iter(part))
 
 
-def open_entry(entry: DatasetRow, key: str, folder: Path, *, evaluation: bool = False, seed: int = 0) -> Opened:
+def open_entry(entry: DatasetRow, key: str, folder: Path, *, evaluation: bool = False, seed: int = 0) -> DatasetEntry:
     """Locate the sources of an entry; the error names the places that were tried."""
     where = f"{key} ({entry.path or _shown_files(entry)})"
     names = entry.name if isinstance(entry.name, list) else [entry.name]
@@ -192,7 +192,7 @@ def open_entry(entry: DatasetRow, key: str, folder: Path, *, evaluation: bool = 
     except LOADING_ERRORS as error:
         remedy = ". Save it as UTF-8" if "codec can't decode" in _reason(error) else ""
         raise UserError(f"{where}: cannot be loaded: {_reason(error)}{remedy}") from error
-    return Opened(entry, where, parts, evaluation, seed)
+    return DatasetEntry(entry, where, parts, evaluation, seed)
 
 
 def _open(entry: DatasetRow, name: str | None, where: str, folder: Path) -> dict[str, list[Source]]:

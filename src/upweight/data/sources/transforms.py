@@ -8,7 +8,7 @@ from typing import Any
 
 from upweight.data.raw_row import RawRow, RowError
 from upweight.errors import UserError
-from upweight.user_modules import described, source_of
+from upweight.user_modules import describe_error, source_of
 
 
 class Transform:
@@ -34,7 +34,7 @@ class Transform:
             with redirect_stdout(sys.stderr):
                 return function(cfg, dataset_idx=dataset_idx) if takes_index else function(cfg)
         except (Exception, SystemExit) as error:  # foreign code
-            raise UserError(f"datasets.type: '{self.name}' failed: {described(error)}") from error
+            raise UserError(f"datasets.type: '{self.name}' failed: {describe_error(error)}") from error
 
     def __call__(self, row: RawRow) -> list[dict[str, Any]]:
         """Return the rows that a row becomes; none if the transform drops it."""
@@ -43,7 +43,7 @@ class Transform:
             with redirect_stdout(sys.stderr):  # stdout is for the rows that `preprocess --show` prints
                 result = self.row_function(argument, **self.tokenizer_argument)
         except (Exception, SystemExit) as error:  # foreign code
-            expected = f"a row that this transform can read; it failed with {described(error)}"
+            expected = f"a row that this transform can read; it failed with {describe_error(error)}"
             raise RowError(self.name, expected) from error
         if result is None:
             return []

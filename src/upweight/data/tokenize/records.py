@@ -73,13 +73,13 @@ class RecordMaker:
         """Return the ids of the prompt and of each completion; a token that spans both belongs to the completion."""
         prompt_only, *sequences = ids
         shared = min(common_length(prompt_only, sequence) for sequence in sequences)
-        prompt = self.tokens.begun(prompt_only[:shared])
+        prompt = self.tokens.with_bos(prompt_only[:shared])
         if not prompt:
             raise RowError("prompt", "text of at least one token before the completion")
         for key, sequence in zip(keys, sequences, strict=True):
             if len(sequence) <= shared:
                 raise RowError(key, "text of at least one token")
-        return prompt, [self.tokens.ended(sequence[shared:]) for sequence in sequences]
+        return prompt, [self.tokens.with_eos(sequence[shared:]) for sequence in sequences]
 
     def _steps(self, example: Steps, ids: Ids) -> Record:
         prompt, separator, *steps = ids
@@ -92,7 +92,7 @@ class RecordMaker:
             answer += [*step, *separator]
             labels += [-100] * (size - 1) + [label if counts else -100]
         limit = self.entry.max_completion_length
-        prompt = self.tokens.begun(prompt)
+        prompt = self.tokens.with_bos(prompt)
         if self.tokens.bos is not None and prompt[:1] != [self.tokens.bos]:
             prompt = [self.tokens.bos, *prompt]
         text = {"prompt": example.prompt, "completions": example.completions, "labels": example.labels}
@@ -100,12 +100,12 @@ class RecordMaker:
         return Record(text, columns, self.tokens.pinned(prompt))
 
     def _prompt(self, example: Prompt, ids: Ids) -> Record:
-        prompt = self.tokens.begun(ids[0])
+        prompt = self.tokens.with_bos(ids[0])
         if not prompt:
             raise RowError("prompt", "text of at least one token")
         columns = {**example.columns, "prompt": example.prompt, "prompt_ids": prompt}
         if example.truth:
-            answers, replies = [self.tokens.ended(turn) for turn in ids[1::2]], ids[2::2]
+            answers, replies = [self.tokens.with_eos(turn) for turn in ids[1::2]], ids[2::2]
             columns["truth_ids"] = [turn for pair in zip(answers, [*replies, []], strict=True) for turn in pair][:-1]
         return Record({**example.columns, "prompt": example.text}, columns, self.tokens.pinned(prompt))
 
@@ -133,11 +133,11 @@ class RecordMaker:
             for start, end in span.holes:
                 scored[at[start] : at[end]] = [False] * (at[end] - at[start])
         self._score_ends(whole, scored, [at[span.end] - 1 for span in example.spans])
-        with_bos = self.tokens.begun(whole)
+        with_bos = self.tokens.with_bos(whole)
         added = len(with_bos) - len(whole)
         scored = [False] * added + scored[max(0, -added) :]
         # A document may continue after its end: only completions and single texts get an end token.
-        ended = with_bos if self.is_document else self.tokens.ended(with_bos)
+        ended = with_bos if self.is_document else self.tokens.with_eos(with_bos)
         is_scored = scored[-1] and self.entry.train_on_eos != "none"
         return ended, scored + [is_scored] * (len(ended) - len(with_bos))
 

@@ -39,7 +39,7 @@ class TextTokens:
         """Return the token ids of each text, without added special tokens."""
         return self._split_tokenizer.ids(texts)
 
-    def begun(self, ids: list[int]) -> list[int]:
+    def with_bos(self, ids: list[int]) -> list[int]:
         """Return the ids with exactly one BOS in front, if the tokenizer adds one to texts."""
         while len(ids) > 1 and ids[0] == ids[1] == self.bos:
             ids = ids[1:]
@@ -51,7 +51,7 @@ class TextTokens:
         """Return how many leading tokens truncation must keep: 1 for a BOS."""
         return int(self.bos is not None and ids[:1] == [self.bos])
 
-    def ended(self, ids: list[int]) -> list[int]:
+    def with_eos(self, ids: list[int]) -> list[int]:
         """Return the ids with an end token appended if they lack one."""
         if self.eos is None or (ids and ids[-1] in self.ends):
             return ids

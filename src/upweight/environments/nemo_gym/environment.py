@@ -8,7 +8,7 @@ import httpx
 
 from upweight.config.sections.rollout import GymSection
 from upweight.data.formats.nemo_gym import PARAMS, SERVER, row_of, tools_of
-from upweight.environments.episode import Message, Opening, Outcome, Reply, ToolCall, Turn
+from upweight.environments.episode import EpisodeOutcome, Message, Opening, Reply, ToolCall, Turn
 from upweight.environments.nemo_gym.client import GymFault
 from upweight.environments.nemo_gym.gym import SEED, Gym
 from upweight.environments.nemo_gym.responses import (
@@ -68,10 +68,10 @@ class NemoGym:
             )
         return name
 
-    def outcome_of(self, verification: Mapping[str, Any], server: str) -> Outcome:
+    def outcome_of(self, verification: Mapping[str, Any], server: str) -> EpisodeOutcome:
         """Rewards and details of an episode from a server's verification."""
         rewards = rewards_of(verification, self.section.reward_components, REWARD)
-        return Outcome(rewards, details={SERVER: server, **details_of(verification)})
+        return EpisodeOutcome(rewards, details={SERVER: server, **details_of(verification)})
 
 
 @dataclass
@@ -109,7 +109,7 @@ class GymEpisode:
         most = self.environment.section.max_turns
         return Reply(() if most is not None and self.turns >= most else messages, failed)
 
-    async def outcome(self) -> Outcome:
+    async def outcome(self) -> EpisodeOutcome:
         """The verification of the whole episode."""
         try:
             answer = await self._verify()

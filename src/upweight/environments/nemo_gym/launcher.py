@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 
-from upweight.processes import process_numbers, stat_of
+from upweight.processes import process_ids, stat_of
 from upweight.rewards.sandbox.launch import (
     LIBC,
     LINUX,
@@ -99,7 +99,7 @@ async def relay(path: str) -> None:
 
 def descendants() -> set[int]:
     """Processes that stem from this one, also those whose parents are gone: they were handed to it."""
-    parents = {process: stat_of(process)[1] for process in process_numbers()}
+    parents = {process: stat_of(process)[1] for process in process_ids()}
     processes = {os.getpid()}
     while more := {child for child, parent in parents.items() if parent in processes and child not in processes}:
         processes |= more

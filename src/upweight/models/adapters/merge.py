@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from upweight.config.sections.model import ModelSection
 from upweight.errors import UserError
-from upweight.files import written_whole
+from upweight.files import atomic_path
 from upweight.log import logger
 from upweight.models.adapters.merge_files import merge_by_file
 from upweight.models.load import Head, load_config, load_model
@@ -28,7 +28,7 @@ PROBE_TEXTS = (
 
 
 @dataclass(frozen=True)
-class Adapted:
+class AdapterFolder:
     """An adapter in a folder, and the base model it was trained on."""
 
     base: ModelSection
@@ -59,13 +59,13 @@ class Adapted:
         return PeftModel.from_pretrained(model, str(self.folder))
 
 
-def merge_adapter(adapted: Adapted, output: Path) -> None:
+def merge_adapter(adapted: AdapterFolder, output: Path) -> None:
     """Write the merged model, in the dtype of the base's weights, and the tokenizer to `output`, a new folder."""
     if output.exists():
         raise UserError(f"{output} exists already; remove it, or name another folder with --output")
     if adapted.base.gguf_file is None and hasattr(load_config(adapted.base), "quantization_config"):
         raise UserError("base_model: its weights are stored quantised; name the unquantised model to merge into")
-    with written_whole(output) as part:
+    with atomic_path(output) as part:
         part.mkdir(parents=True)
         tokenizer = adapted.tokenizer()
         reason = merge_by_file(adapted.base, adapted.head(), adapted.folder, len(tokenizer), part)
@@ -98,7 +98,7 @@ def merged_whole(model: PeftModel) -> PreTrainedModel:
     return merged
 
 
-def difference(adapted: Adapted, merged: Path) -> float:
+def difference(adapted: AdapterFolder, merged: Path) -> float:
     """Return the largest change of log-probs (or scores) of a few texts by merging; one model is loaded at a time."""
     tokenizer, dtype, head = adapted.tokenizer(), adapted.dtype(), adapted.head()
     before = _probe_outputs(adapted.load(dtype), tokenizer)

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from upweight.processes import process_numbers, signal_group, stat_of
+from upweight.processes import process_ids, signal_group, stat_of
 
 _HERE = Path(__file__).parent
 _REPORT_BYTES = 1_000_000
@@ -211,7 +211,7 @@ def _sweep(ready: dict | None, token: str) -> None:
     spare = ready["user"] if ready is not None and "spare-user" in ready["holds"] else None
     mark = f"UPWEIGHT_SANDBOX={token}".encode()
     for _ in range(20):
-        remaining = [process for process in process_numbers() if _belongs(process, spare, mark)]
+        remaining = [process for process in process_ids() if _belongs(process, spare, mark)]
         for process in remaining:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(process, signal.SIGKILL)

@@ -50,7 +50,7 @@ class ChatTokens:
 
     def opening(self) -> list[int]:
         """Return the prompt of the first turn."""
-        return self._tokens.begun(self._encode(self._template.prompt(self._conversation)))
+        return self._tokens.with_bos(self._encode(self._template.prompt(self._conversation)))
 
     def follow(
         self, text: str, last_id: int | None, tool_calls: Sequence[Mapping[str, Any]], messages: Sequence[Message]

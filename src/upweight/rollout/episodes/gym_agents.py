@@ -115,7 +115,7 @@ def _other_model(proxy: Proxy, gateway: PolicyGateway) -> str | None:
         return None
     if address != _address(server.client.url):
         return f"{proxy.url}, where the policy is not"
-    name = server.serves_by_name()
+    name = server.served_name()
     if name is None:
         return f"vLLM for '{proxy.model}', but adapters have a new name there after each sync"
     return None if proxy.model == name else f"vLLM for '{proxy.model}', but the policy is '{name}' there"

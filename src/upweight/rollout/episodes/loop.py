@@ -10,10 +10,10 @@ from upweight.data.raw_row import RowError
 from upweight.data.tokenize.templates import ChatTemplate
 from upweight.data.tokenize.tokens import TextTokens
 from upweight.environments.call_formats import parse_calls
-from upweight.environments.episode import Environment, Episode, Message, Outcome, Turn
+from upweight.environments.episode import Environment, Episode, EpisodeOutcome, Message, Turn
 from upweight.errors import UserError
 from upweight.log import warn_once
-from upweight.rewards.answers import described
+from upweight.rewards.answers import describe_error
 from upweight.rollout.episodes.chat_tokens import ChatTokens
 from upweight.rollout.episodes.token_stream import TokenStream
 from upweight.rollout.episodes.turn_batcher import FirstTurnBatcher, TurnBatcher
@@ -27,7 +27,7 @@ class EnvironmentFault(Exception):
 
 
 @dataclass(frozen=True)
-class Bounds:
+class EpisodeLimits:
     """Limits of an episode."""
 
     max_turns: int = 10
@@ -43,7 +43,7 @@ class EpisodeSetup:
     environment: Environment
     template: ChatTemplate
     ends: frozenset[int]  # tokens that end a turn
-    bounds: Bounds
+    bounds: EpisodeLimits
     tool_format: str = "hermes"
     default_system: str | None = None
 
@@ -75,7 +75,7 @@ class EpisodeResult:
     failed_calls: int = 0
     seconds: float = 0.0  # in the environment
     finished: bool = False  # ended by itself, not by a limit
-    outcome: Outcome = field(default_factory=Outcome)
+    outcome: EpisodeOutcome = field(default_factory=EpisodeOutcome)
     failure: str | None = None
 
     def record(self) -> dict[str, Any]:
@@ -208,7 +208,7 @@ async def _limited(what: str, work: Awaitable[T], limit: float) -> T:
     if isinstance(error, UserError):
         raise error
     if error is not None:
-        raise EnvironmentFault(f"{what}: {described(error)}") from error
+        raise EnvironmentFault(f"{what}: {describe_error(error)}") from error
     return task.result()
 
 

@@ -24,7 +24,7 @@ from torch.multiprocessing.reductions import reduce_tensor
 
 from upweight.errors import UserError
 from upweight.log import warn_once
-from upweight.models.export import sent_weights
+from upweight.models.export import exported_weights
 from upweight.processes import free_port
 from upweight.rollout.vllm.client import LOAD, RequestFailed, RequestRefused, VllmClient
 from upweight.rollout.vllm.file_transfer import ServedVersion, Transport, WeightTransport, reset_prefixes
@@ -128,7 +128,7 @@ class DirectTransport(WeightTransport):
         """Return a function that stores a model, whose weights must not change until `put` returns."""
 
         def remember(model: Any) -> None:
-            self._weights = partial(sent_weights, model, self.dtype)
+            self._weights = partial(exported_weights, model, self.dtype)
 
         return remember
 

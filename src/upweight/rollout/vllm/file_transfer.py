@@ -18,10 +18,10 @@ from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from upweight.errors import UserError
-from upweight.files import written_whole
+from upweight.files import atomic_path
 from upweight.models.export import refuse_unmergeable, write_adapter, write_weights
 from upweight.rollout.vllm.client import LOAD, RequestFailed, RequestRefused, VllmClient
-from upweight.serve.adapters import goes_alone
+from upweight.serve.adapters import syncs_adapter_only
 
 
 @dataclass(eq=False)
@@ -116,7 +116,7 @@ def transport_for(
     config = model.peft_config[model.active_adapters[0]]
     if not isinstance(config, LoraConfig):
         raise UserError(f"adapter: only LoRA can be sent to a vLLM server, not {type(config).__name__}.")
-    if goes_alone(
+    if syncs_adapter_only(
         lora_sync,
         dora=config.use_dora,
         bias=config.bias != "none" or config.lora_bias,
@@ -130,7 +130,7 @@ def transport_for(
 
 def write_aside(write: Callable[[Path], None], folder: Path) -> None:
     """Write a folder atomically, so that a server never reads an incomplete one."""
-    with written_whole(folder) as part:
+    with atomic_path(folder) as part:
         part.mkdir(parents=True)
         write(part)
 

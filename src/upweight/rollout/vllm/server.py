@@ -115,7 +115,7 @@ class VllmServer:
 
         return self.client.start(work())
 
-    def serves_by_name(self) -> str | None:
+    def served_name(self) -> str | None:
         """Return the policy's name on the server; None where each version has a different name."""
         return None if self.weights.current is None or not self.weights.transport.drains else self.weights.current.name
 

@@ -80,7 +80,7 @@ def config_of(args: Any, objects: Objects = YAML_ONLY, name: str | None = None) 
         for section, kind in SECTIONS.items()
     }
     given = {path: getattr(args, argument) for path, argument in _set_arguments(args).items()}
-    config = Config(**sections, method=args.method(), given=given, folder=Path.cwd())
+    config = Config(**sections, method=args.method(), set_keys=given, folder=Path.cwd())
     return resolve(config)
 
 

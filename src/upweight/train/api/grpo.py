@@ -18,7 +18,7 @@ from upweight.rollout.single_turn import SingleTurn
 from upweight.sampler.in_process import InProcess
 from upweight.train.api.as_config import config_of
 from upweight.train.api.grpo_config import GRPOConfig, RLOOConfig, RolloutArguments
-from upweight.train.api.inputs import GivenRows, arguments_of, as_dataset, init_arguments, parts_for, require_kind
+from upweight.train.api.inputs import ScriptDataset, arguments_of, as_dataset, init_arguments, parts_for, require_kind
 from upweight.train.objects import Model
 from upweight.train.online.assemble import plan_of
 from upweight.train.online.completions import ShownCompletions
@@ -38,8 +38,8 @@ class GRPOTrainer(MethodTrainer):
         model: str | Model,
         reward_funcs: GivenReward | list[GivenReward] | None = None,
         args: RolloutArguments | TrainingArguments | None = None,
-        train_dataset: GivenRows | None = None,
-        eval_dataset: GivenRows | Mapping[str, GivenRows] | None = None,
+        train_dataset: ScriptDataset | None = None,
+        eval_dataset: ScriptDataset | Mapping[str, ScriptDataset] | None = None,
         processing_class: PreTrainedTokenizerBase | None = None,
         reward_processing_classes: Any = None,
         callbacks: list[TrainerCallback] | None = None,
@@ -74,7 +74,7 @@ class GRPOTrainer(MethodTrainer):
             self._reset_rollouts()
 
     def generate_completions(
-        self, rows: GivenRows | Mapping[str, Any], num_generations: int | None = None
+        self, rows: ScriptDataset | Mapping[str, Any], num_generations: int | None = None
     ) -> list[dict[str, Any]]:
         """Sample and print completions for some rows with their rewards; nothing is trained.
 

@@ -23,7 +23,7 @@ from upweight.train.objects import Model, Objects, ReadRows
 from upweight.train.parts import TrainerParts
 
 AnyConfig = TypeVar("AnyConfig", bound=MethodArguments)
-GivenRows = Dataset | Sequence[Mapping[str, Any]]
+ScriptDataset = Dataset | Sequence[Mapping[str, Any]]
 DATA = ("train_dataset", "eval_dataset")
 TAKEN = (*DATA, "reward_funcs", "reward_tokenizers", "tools", "rollout_func", "environment_factory")
 NO_INPUTS = ("self", "__class__", "unknown")

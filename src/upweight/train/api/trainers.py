@@ -17,11 +17,11 @@ from upweight.train.api.configs import (
     RewardConfig,
     SFTConfig,
 )
-from upweight.train.api.inputs import GivenRows, init_arguments, parts_for
+from upweight.train.api.inputs import ScriptDataset, init_arguments, parts_for
 from upweight.train.objects import Model
 from upweight.train.trainer import MethodTrainer
 
-EvalRows = GivenRows | Mapping[str, GivenRows] | None
+EvalRows = ScriptDataset | Mapping[str, ScriptDataset] | None
 Tokenizer = PreTrainedTokenizerBase | None
 Callbacks = list[TrainerCallback] | None
 Optimizers = tuple[Optimizer | None, LRScheduler | None]
@@ -33,7 +33,7 @@ class SFTTrainer(MethodTrainer):
 
     def __init__(  # noqa: PLR0917 - the order that scripts know
         self, model: str | Model, args: SFTConfig | TrainingArguments | None = None, data_collator: None = None,
-        train_dataset: GivenRows | None = None, eval_dataset: EvalRows = None, processing_class: Tokenizer = None,
+        train_dataset: ScriptDataset | None = None, eval_dataset: EvalRows = None, processing_class: Tokenizer = None,
         compute_loss_func: None = None, compute_metrics: None = None, callbacks: Callbacks = None,
         optimizers: Optimizers = (None, None), optimizer_cls_and_kwargs: None = None,
         preprocess_logits_for_metrics: None = None, quantization_config: Any = None,
@@ -48,7 +48,7 @@ class DPOTrainer(MethodTrainer):
     def __init__(  # noqa: PLR0917 - the order that scripts know
         self, model: str | Model, ref_model: str | PreTrainedModel | None = None,
         args: DPOConfig | TrainingArguments | None = None, data_collator: None = None,
-        train_dataset: GivenRows | None = None, eval_dataset: EvalRows = None, processing_class: Tokenizer = None,
+        train_dataset: ScriptDataset | None = None, eval_dataset: EvalRows = None, processing_class: Tokenizer = None,
         compute_metrics: None = None, callbacks: Callbacks = None, optimizers: Optimizers = (None, None),
         quantization_config: Any = None, peft_config: PeftConfig | None = None, **unknown: Any,
     ) -> None:  # fmt: skip
@@ -61,7 +61,7 @@ class KTOTrainer(MethodTrainer):
     def __init__(  # noqa: PLR0917 - the order that scripts know
         self, model: str | Model, ref_model: str | PreTrainedModel | None = None,
         args: KTOConfig | TrainingArguments | None = None, data_collator: None = None,
-        train_dataset: GivenRows | None = None, eval_dataset: EvalRows = None, processing_class: Tokenizer = None,
+        train_dataset: ScriptDataset | None = None, eval_dataset: EvalRows = None, processing_class: Tokenizer = None,
         compute_metrics: None = None, callbacks: Callbacks = None, optimizers: Optimizers = (None, None),
         quantization_config: Any = None, peft_config: PeftConfig | None = None, **unknown: Any,
     ) -> None:  # fmt: skip
@@ -73,7 +73,7 @@ class ORPOTrainer(MethodTrainer):
 
     def __init__(  # noqa: PLR0917 - the order that scripts know
         self, model: str | Model, args: ORPOConfig | TrainingArguments | None = None, data_collator: None = None,
-        train_dataset: GivenRows | None = None, eval_dataset: EvalRows = None, processing_class: Tokenizer = None,
+        train_dataset: ScriptDataset | None = None, eval_dataset: EvalRows = None, processing_class: Tokenizer = None,
         model_init: None = None, callbacks: Callbacks = None, optimizers: Optimizers = (None, None),
         preprocess_logits_for_metrics: None = None, peft_config: PeftConfig | None = None,
         compute_metrics: None = None, quantization_config: Any = None, **unknown: Any,
@@ -86,7 +86,7 @@ class CPOTrainer(MethodTrainer):
 
     def __init__(  # noqa: PLR0917 - the order that scripts know
         self, model: str | Model, args: CPOConfig | TrainingArguments | None = None, data_collator: None = None,
-        train_dataset: GivenRows | None = None, eval_dataset: EvalRows = None, processing_class: Tokenizer = None,
+        train_dataset: ScriptDataset | None = None, eval_dataset: EvalRows = None, processing_class: Tokenizer = None,
         model_init: None = None, callbacks: Callbacks = None, optimizers: Optimizers = (None, None),
         preprocess_logits_for_metrics: None = None, peft_config: PeftConfig | None = None,
         compute_metrics: None = None, quantization_config: Any = None, **unknown: Any,
@@ -99,7 +99,7 @@ class RewardTrainer(MethodTrainer):
 
     def __init__(  # noqa: PLR0917 - the order that scripts know
         self, model: str | Model, args: RewardConfig | TrainingArguments | None = None, data_collator: None = None,
-        train_dataset: GivenRows | None = None, eval_dataset: EvalRows = None, processing_class: Tokenizer = None,
+        train_dataset: ScriptDataset | None = None, eval_dataset: EvalRows = None, processing_class: Tokenizer = None,
         compute_metrics: None = None, callbacks: Callbacks = None, optimizers: Optimizers = (None, None),
         optimizer_cls_and_kwargs: None = None, preprocess_logits_for_metrics: None = None,
         quantization_config: Any = None, peft_config: PeftConfig | None = None, **unknown: Any,
@@ -112,7 +112,7 @@ class PRMTrainer(MethodTrainer):
 
     def __init__(  # noqa: PLR0917 - the order that scripts know
         self, model: str | Model, args: PRMConfig | TrainingArguments | None = None, data_collator: None = None,
-        train_dataset: GivenRows | None = None, eval_dataset: EvalRows = None, processing_class: Tokenizer = None,
+        train_dataset: ScriptDataset | None = None, eval_dataset: EvalRows = None, processing_class: Tokenizer = None,
         model_init: None = None, compute_metrics: None = None, callbacks: Callbacks = None,
         optimizers: Optimizers = (None, None), preprocess_logits_for_metrics: None = None,
         peft_config: PeftConfig | None = None, quantization_config: Any = None, **unknown: Any,

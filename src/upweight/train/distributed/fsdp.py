@@ -23,7 +23,7 @@ from upweight.errors import UserError
 from upweight.log import warn_once
 from upweight.models.patches import shard_on_cpu
 from upweight.models.precision import HALF, Sharding
-from upweight.models.shards import lies_in_pieces, zero_gathered
+from upweight.models.shards import any_sharded, gathered_from_zero3
 
 
 def sharding_of(section: ShardingSection, ranks: int) -> Sharding:
@@ -123,8 +123,8 @@ def whole_weights(model: nn.Module, engine: Engine) -> Iterator[None]:
             for module in model.modules():
                 if isinstance(module, FSDPModule):
                     module.reshard()
-    elif lies_in_pieces(model):
-        with zero_gathered(list(model.parameters())), _without_hooks(model):
+    elif any_sharded(model):
+        with gathered_from_zero3(list(model.parameters())), _without_hooks(model):
             yield
     else:
         yield

@@ -13,7 +13,7 @@ from typing import Literal
 
 from upweight.errors import UserError
 from upweight.files import write_text
-from upweight.processes import end_with_parent, free_port, passing_on
+from upweight.processes import end_with_parent, forwarded_signals, free_port
 
 PORT = 29500  # default rendezvous port of several machines
 MESSAGE_FOLDER = "UPWEIGHT_LAUNCHER"  # folder where a rank writes an error for the launcher to print
@@ -59,7 +59,7 @@ def launch(arguments: Sequence[str], start: Start, processes: int) -> int:
             ranks = [_start(arguments, rank, processes, folder, (start, port)) for rank in range(processes)]
         else:
             ranks = [_spawn(_launcher_command(arguments, start, processes), {MESSAGE_FOLDER: folder, **_on_cpu(start)})]
-        with passing_on((signal.SIGTERM, signal.SIGINT), ranks) as passed:
+        with forwarded_signals((signal.SIGTERM, signal.SIGINT), ranks) as passed:
             try:
                 return _wait(ranks, Path(folder), passed)
             finally:

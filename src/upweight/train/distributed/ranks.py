@@ -11,7 +11,7 @@ import torch.distributed as dist
 from accelerate import PartialState
 from torch import nn
 
-from upweight.engine.context import Context
+from upweight.engine.context import ContextGroup
 from upweight.errors import UserError
 from upweight.processes import free_port
 
@@ -30,7 +30,7 @@ def join_ranks(timeout_s: int) -> tuple[PartialState, torch.device]:
     return state, state.device
 
 
-def share_rows(size: int) -> Context | None:
+def share_rows(size: int) -> ContextGroup | None:
     """Form context-parallel groups of `size` consecutive ranks; return this rank's group, or None if `size` is 1."""
     if size == 1:
         return None
@@ -42,7 +42,7 @@ def share_rows(size: int) -> Context | None:
         )
     group, _ = dist.new_subgroups(size)
     assert isinstance(group, dist.ProcessGroup)
-    return Context(group, ranks.process_index % size, size)
+    return ContextGroup(group, ranks.process_index % size, size)
 
 
 def init_single_rank() -> None:

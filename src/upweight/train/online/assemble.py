@@ -150,8 +150,8 @@ def make_rollouts(policy: Policy, spec: RolloutSpec) -> RolloutFeed:
         method, policy.model, policy.dtype, policy.reference, offload=policy.offload_reference
     )
     strided = feature_matching is not None and feature_matching.strided
-    if section.skip_zero_advantage and gradient.reads_all and not strided:
-        logger.info(ZERO_ADVANTAGE_FORWARDED, method.name, " and ".join(gradient.reads_all))
+    if section.skip_zero_advantage and gradient.zero_advantage_reasons and not strided:
+        logger.info(ZERO_ADVANTAGE_FORWARDED, method.name, " and ".join(gradient.zero_advantage_reasons))
     sampling = (
         sampling_of(section, gradient.max_completion_length)
         if feature_matching is None

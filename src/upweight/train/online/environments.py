@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from upweight.config import Config
 from upweight.config.sections.environment import EnvironmentSection
 from upweight.config.sections.rollout import GymSection
-from upweight.data.raw_row import OWN_COLUMNS
+from upweight.data.raw_row import PREPARED_COLUMNS
 from upweight.data.tokenize.templates import ChatTemplate
 from upweight.engine.forward import base_of
 from upweight.environments.call_formats import format_of
@@ -24,7 +24,7 @@ from upweight.rewards.environment import COLUMN as EPISODE
 from upweight.rewards.reward import Reward, check_columns
 from upweight.rollout.episodes.gateway import PolicyGateway
 from upweight.rollout.episodes.gym_agents import GymAgents
-from upweight.rollout.episodes.loop import Bounds, EpisodeSetup
+from upweight.rollout.episodes.loop import EpisodeLimits, EpisodeSetup
 from upweight.rollout.episodes.runner import EpisodeRunner
 from upweight.rollout.producer import CompletionSource
 from upweight.rollout.vllm.server import VllmServer
@@ -40,7 +40,7 @@ class EnvironmentSetup:
     """An environment, the bounds of its episodes, and how tools and prompts are rendered."""
 
     environment: Environment
-    bounds: Bounds
+    bounds: EpisodeLimits
     tool_format: str = "auto"
     template_args: Mapping[str, Any] = field(default_factory=dict)
     default_system: str | None = None
@@ -85,14 +85,14 @@ def environment_setup(config: Config, objects: Objects = YAML_ONLY) -> Environme
     if objects.tools or objects.environment_factory is not None:
         factory, tools = objects.environment_factory, list(objects.tools or ())
         environment = python_environment(section, factory, tools, "environment_factory")
-        return EnvironmentSetup(environment, bounds_of(section), template_args=config.data.template_args)
+        return EnvironmentSetup(environment, episode_limits(section), template_args=config.data.template_args)
     if config.method.online and config.gym.enabled:
         return _gym(config)
     if not config.method.online or not section.acts:
         return None
     return EnvironmentSetup(
         _environment(section, config.folder),
-        bounds_of(section),
+        episode_limits(section),
         section.tool_format,
         config.data.template_args,
         config.data.default_system_message,
@@ -111,7 +111,7 @@ def _gym(config: Config) -> EnvironmentSetup:
     gym = Gym(
         section.head_port, patience=section.server_timeout, busy=section.verify_timeout, process=process, socket=socket
     )
-    bounds = Bounds(section.max_turns or config.environment.max_turns, section.run_timeout, section.run_timeout)
+    bounds = EpisodeLimits(section.max_turns or config.environment.max_turns, section.run_timeout, section.run_timeout)
     rendering = (config.environment.tool_format, config.data.template_args, config.data.default_system_message)
     environment = NemoGym(section, gym, name)
     if section.multi_turn:
@@ -119,10 +119,10 @@ def _gym(config: Config) -> EnvironmentSetup:
     return EnvironmentSetup(environment, bounds, *rendering)
 
 
-def bounds_of(section: EnvironmentSection) -> Bounds:
+def episode_limits(section: EnvironmentSection) -> EpisodeLimits:
     """Return the limits of episodes; the time limit leaves the environment room to report a tool that timed out."""
     waits = section.wait if section.kind == "openenv" else 0.0
-    return Bounds(section.max_turns, section.timeout + section.tool_timeout, section.episode_timeout, waits)
+    return EpisodeLimits(section.max_turns, section.timeout + section.tool_timeout, section.episode_timeout, waits)
 
 
 def python_environment(
@@ -138,7 +138,7 @@ def python_environment(
 def check_rewards(rewards: Sequence[Reward], columns: Sequence[str], env_setup: EnvironmentSetup | None) -> None:
     """Refuse rewards that read columns which neither the data nor an environment provides."""
     available = [*columns, *([] if env_setup is None else [EPISODE])]
-    check_columns(rewards, [name for name in available if name not in OWN_COLUMNS])
+    check_columns(rewards, [name for name in available if name not in PREPARED_COLUMNS])
 
 
 def _environment(section: EnvironmentSection, folder: Path) -> Environment:

@@ -249,7 +249,7 @@ class RolloutFeed:
             self.demonstrations = self.feature_matching.demonstrations(rollout.groups)
         totals = self.method.count(count_batch(self.units))
         self.counts = {name: float(total) / plan.steps for name, total in totals.items() if name.startswith("rollout_")}
-        if runner is not None and self.method.needs_drift:
+        if runner is not None and self.method.needs_kl_in_reward:
             self._add_drift_to_advantages(rollout, runner, model)
         keeps_old = not self.recompute_replayed and any(group.replayed for group in rollout.groups)
         has_ratio = self.feature_matching is None or not self.feature_matching.strided
@@ -276,7 +276,7 @@ class RolloutFeed:
             sum(float((policy - ref).sum()) for policy, ref in zip(*parts, strict=True))
             for parts in zip(policy_logps, ref_logps, strict=True)
         ]
-        self.producer.add_advantages(rollout.groups, drift_S=torch.tensor(drifts, dtype=torch.float64))
+        self.producer.add_advantages(rollout.groups, log_ratio_S=torch.tensor(drifts, dtype=torch.float64))
         units = units_of_groups(rollout.groups, mask_truncated=self.mask_truncated, sampler_logps=self.sampler_logps)
         self.units = [_with_logps(unit, "ref_logps", logps) for unit, logps in zip(units, ref_logps, strict=True)]
 

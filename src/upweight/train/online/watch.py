@@ -6,7 +6,7 @@ from typing import Any
 from transformers import TrainerCallback
 
 from upweight.config.sections.rollout import RolloutSection
-from upweight.log import is_seen
+from upweight.log import shows_status
 from upweight.train.online.completions import CompletionFiles, ShownCompletions
 from upweight.train.online.feed import SaveRollouts
 
@@ -25,7 +25,7 @@ def watch_rollouts(trainer: Any, section: RolloutSection, folder: Path, *, write
         every = int(trainer.args.logging_steps)
         if section.log_completions:
             rollouts.on_rollout.append(ShownCompletions(every, section.completions_shown or 4, names, decode))
-        elif is_seen():  # a look now and then
+        elif shows_status():  # a look now and then
             every = max(every, LOOK_EVERY)
             rollouts.on_rollout.append(ShownCompletions(every, section.completions_shown or 2, names, decode))
     return SaveRollouts(rollouts)

@@ -83,7 +83,7 @@ def _last(history: Sequence[Mapping[str, Any]], name: str) -> Any:
 def _set_keys(config: Config) -> dict[str, Any]:
     """Return the config keys that the user set, without private sections."""
     content: dict[str, Any] = {}
-    for path, value in config.given.items():
+    for path, value in config.set_keys.items():
         if general_keys().get(path, ("", None))[0] in PRIVATE_SECTIONS:
             continue
         block, _, name = path.rpartition(".")

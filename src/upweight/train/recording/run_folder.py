@@ -62,7 +62,7 @@ def content_of(config: Config) -> dict[str, Any]:
     content: dict[str, Any] = {}
     for name in (*SECTIONS, "method"):
         # kinds of environments refuse each other's keys
-        only = config.given if name == "environment" else None
+        only = config.set_keys if name == "environment" else None
         if name not in off:
             put_section(content, getattr(config, name), only)
     for row in (*content.get("datasets", ()), *content.get("test_datasets", ())):

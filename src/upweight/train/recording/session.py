@@ -10,7 +10,7 @@ from transformers import EarlyStoppingCallback, TrainerCallback
 
 from upweight.config import Config
 from upweight.errors import UserError
-from upweight.log import is_seen
+from upweight.log import shows_status
 from upweight.runs.record import about, recorded, refuse_busy
 from upweight.train.objects import YAML_ONLY, Objects
 from upweight.train.online.before_after import BeforeAndAfter
@@ -67,7 +67,7 @@ def _callbacks(config: Config, objects: Objects, trainer: Any, stop: StopOnSigna
         stop,
         *([SaveFirstStep()] if run.save_first_step else []),
     ]
-    callbacks += [MetricsFile(folder), *([] if objects.from_script else [Progress(bar=is_seen())])]
+    callbacks += [MetricsFile(folder), *([] if objects.from_script else [Progress(bar=shows_status())])]
     callbacks += [HealthCallback(folder), StopOnNan(trainer.rows_of_step)]
     if run.loss_limit is not None:
         callbacks.append(LossLimit(run.loss_limit, run.loss_limit_patience))

@@ -13,7 +13,7 @@ from peft import PeftModel
 from torch import nn
 
 from upweight.data.units import units_of
-from upweight.files import written_whole
+from upweight.files import atomic_path
 from upweight.log import logger
 from upweight.methods.base import Method
 from upweight.models.modules import dropout_off
@@ -108,5 +108,5 @@ def _ids(row: Mapping[str, Any]) -> dict[str, list[int]]:
 
 
 def _write(file: Path, logps: Sequence[NDArray[np.float32]]) -> None:
-    with written_whole(file) as partial, partial.open("wb") as out:
+    with atomic_path(file) as partial, partial.open("wb") as out:
         np.savez(out, logps=np.concatenate(logps), ends=np.cumsum([len(part) for part in logps]))
