@@ -119,6 +119,7 @@ def test_shards_on_two_ranks_train_the_weights_of_one(on_two_ranks, case, tmp_pa
     """The last of the three steps has one row, so that one rank has nothing to do."""
     trainer = trained(case, tmp_path, 1)
     found, log = torch.load(on_two_ranks / f"{case}.pt", weights_only=False)
+    # In bf16 the summed log-probs of a row lie 0.05 to 0.1 from float32's on either side, and beta is 0.1.
     half = "bf16" in case
     near = partial(pytest.approx, rel=2e-2, abs=2e-2) if half else partial(pytest.approx, rel=1e-5, abs=1e-5)
     assert {value.dtype for value in found.values()} == {torch.float32}
