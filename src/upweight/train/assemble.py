@@ -23,7 +23,7 @@ from upweight.models.precision import HALF
 from upweight.models.tokenizer import choose_padding, load_tokenizer, take_chat_template
 from upweight.rollout.ebft.strided_blocks import with_blocks
 from upweight.runs.files import unwritable_reason
-from upweight.train.arguments import training_arguments
+from upweight.train.arguments import set_variables, training_arguments
 from upweight.train.distributed.fsdp import sharding_of
 from upweight.train.distributed.ranks import join_ranks, rank0_first, share_rows
 from upweight.train.loader import StepSampler
@@ -36,7 +36,6 @@ from upweight.train.parts import TrainerParts
 from upweight.train.policy import Policy, load_policy, make_policy
 from upweight.train.recording.callbacks import PlainModelAfterwards
 from upweight.train.recording.session import recording
-from upweight.train.recording.trackers import set_variables
 from upweight.train.reference.synced import SyncReference
 
 

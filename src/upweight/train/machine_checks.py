@@ -17,7 +17,7 @@ from upweight.config.servers import direct_transfer, samples_from_server
 from upweight.config.zero import zero_options
 from upweight.errors import UserError
 from upweight.runs.files import unwritable_reason
-from upweight.train.recording.trackers import enabled_trackers
+from upweight.train.arguments import enabled_trackers
 
 Check = Callable[[Config], Iterator[str]]
 
