@@ -25,12 +25,7 @@ SAME_NAMES = {  # keys of the sections `optim` and `run` that transformers calls
     *("output_dir", "save_only_model", "hub_model_id", "hub_revision"),
 }
 TRACKER_VARIABLES = {
-    "WANDB_PROJECT": "wandb_project",
-    "WANDB_ENTITY": "wandb_entity",
-    "WANDB_RUN_ID": "wandb_run_id",
-    "WANDB_MODE": "wandb_mode",
-    "WANDB_WATCH": "wandb_watch",
-    "WANDB_LOG_MODEL": "wandb_log_model",
+    **{f"WANDB_{key.upper()}": f"wandb_{key}" for key in ("project", "entity", "run_id", "mode", "watch", "log_model")},
     "MLFLOW_TRACKING_URI": "mlflow_uri",
     "MLFLOW_EXPERIMENT_NAME": "mlflow_experiment",
 }

@@ -30,10 +30,8 @@ def zero_config(options_or_file: str | Mapping[str, Any], folder: Path, dtype: t
     config = zero_options(options_or_file, folder)
     if refused := list(not_taken(config)):
         raise UserError("\n".join(refused))
-    stage = dict(config["zero_optimization"])
-    if stage["stage"] == 3:
-        stage["stage3_gather_16bit_weights_on_model_save"] = True  # needed for saving
-    config["zero_optimization"] = stage
+    if config["zero_optimization"]["stage"] == 3:  # needed for saving
+        config["zero_optimization"] = config["zero_optimization"] | {"stage3_gather_16bit_weights_on_model_save": True}
     config |= dict.fromkeys(BATCH_KEYS, "auto")
     config.setdefault("gradient_clipping", "auto")  # left out, DeepSpeed clips at 1
     config.setdefault("zero_allow_untested_optimizer", True)
@@ -92,7 +90,8 @@ def fit_to_ranks(checkpoint: Path, trainer: Trainer) -> None:
             f"resume: {wrote} ranks wrote {checkpoint}, and these are {ranks}; 'load_best_model_at_end' would mix the "
             f"checkpoints of both, which DeepSpeed does not load; drop the key, or {remedy}."
         )
-    failure = broadcast_from_rank0(_convert(folder) if trainer.is_world_process_zero() else None)
+    converted = folder.with_name(f"{folder.name}_universal")
+    failure = broadcast_from_rank0(_convert(folder, converted) if trainer.is_world_process_zero() else None)
     if failure is not None:
         raise UserError(
             f"resume: {wrote} ranks wrote {checkpoint}, and DeepSpeed failed to convert it; {remedy}.\n{failure}"
@@ -101,7 +100,7 @@ def fit_to_ranks(checkpoint: Path, trainer: Trainer) -> None:
     assert plugin is not None
     plugin.deepspeed_config["checkpoint"] = {**plugin.deepspeed_config.get("checkpoint", {}), "load_universal": True}
     if plugin.deepspeed_config["zero_optimization"]["stage"] == 3:
-        trainer.add_callback(_RestoreGroupSettings(_converted(folder) / "zero" / "optimizer_state.pt"))
+        trainer.add_callback(_RestoreGroupSettings(converted / "zero" / "optimizer_state.pt"))
 
 
 class _RestoreGroupSettings(TrainerCallback):
@@ -121,15 +120,10 @@ class _RestoreGroupSettings(TrainerCallback):
             values["step"] = copy.deepcopy(values["step"])
 
 
-def _converted(folder: Path) -> Path:
-    return folder.with_name(f"{folder.name}_universal")
-
-
-def _convert(folder: Path) -> str | None:
-    """Convert a DeepSpeed folder to the universal format beside it; return the error, if it fails."""
+def _convert(folder: Path, converted: Path) -> str | None:
+    """Convert a DeepSpeed folder to the universal format; return the error, if it fails."""
     if (folder.parent / "latest_universal").is_file():  # is written last
         return None
-    converted = _converted(folder)
     shutil.rmtree(converted, ignore_errors=True)
     command = ["deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"]
     places = ["--input_folder", str(folder), "--output_folder", str(converted)]
