@@ -37,7 +37,7 @@ from upweight.train.online.feed import RolloutFeed
 from upweight.train.policy import Policy, load_policy, make_policy
 from upweight.train.recording.callbacks import PlainModelAfterwards
 from upweight.train.recording.run_folder import recording
-from upweight.train.reference import SyncReference
+from upweight.train.reference import LoadModel, SyncReference
 
 
 @dataclass
@@ -210,9 +210,7 @@ def _steps_per_epoch(config: Config, rows: int, ranks: int) -> int:
     return max(len(sampler), 1)
 
 
-def _separate_reference(
-    config: Config, objects: Objects, dtype: torch.dtype, tokenizer: Tokenizer
-) -> Callable[[], Any] | None:
+def _separate_reference(config: Config, objects: Objects, dtype: torch.dtype, tokenizer: Tokenizer) -> LoadModel | None:
     """Return a function that loads a separate reference model, or None where the initial policy is the reference."""
     reference, seed = objects.reference, config.optim.seed
     if isinstance(reference, str):

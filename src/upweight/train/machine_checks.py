@@ -15,6 +15,7 @@ from upweight.config.zero import zero_options
 from upweight.errors import UserError
 from upweight.runs.files import unwritable_reason
 from upweight.train.arguments import enabled_trackers
+from upweight.train.distributed.deepspeed import NOT_INSTALLED
 
 # Optimizers by the package they come from, and what pip calls it.
 SCHEDULE_FREE = ("schedulefree", "schedulefree")
@@ -53,7 +54,7 @@ def packages(config: Config, *, trains: bool) -> Iterator[str]:
     if (config.adapter.load_in_4bit or config.adapter.load_in_8bit) and not _installed("bitsandbytes"):
         yield "load_in_4bit, load_in_8bit: quantised weights need bitsandbytes: pip install bitsandbytes."
     if config.sharding.deepspeed is not None and not _installed("deepspeed"):
-        yield "deepspeed: is not installed. `pip install deepspeed`, or use 'fsdp: true', which shards alike."
+        yield NOT_INSTALLED
     colocated = config.method.online and config.rollout.use_vllm and config.rollout.vllm_mode == "colocate"
     if colocated and not _installed("vllm"):
         yield "trl.vllm_mode: colocate needs vLLM in this Python environment; install it, or use a server."

@@ -165,7 +165,7 @@ def make_policy(
     engine = install(model)
     precomputed, load = method.precomputes_reference, None
     if separate_reference is not None:
-        load = partial(_load_separate_reference, separate_reference, device, install)
+        load = partial(_load_separate, separate_reference, device, install)
     reference = None if precomputed else _reference(model, method, dtype, load, offload=optim.reference_offloading)
     if optim.neftune_alpha is not None:
         add_noise(model, optim.neftune_alpha)
@@ -191,9 +191,7 @@ def make_policy(
     )
 
 
-def _load_separate_reference(
-    load: LoadModel, device: torch.device, install: Callable[[nn.Module], Engine]
-) -> nn.Module:
+def _load_separate(load: LoadModel, device: torch.device, install: Callable[[nn.Module], Engine]) -> nn.Module:
     """Load a reference model that is not the policy, on the device, with an engine."""
     model = load()
     nn.Module.to(model, device)

@@ -31,9 +31,8 @@ def train(config: Config, *, resume: bool = False, watchers: Sequence[TrainerCal
     folder = Path(config.run.output_dir)
     refuse_busy(folder)
     trainer = build(config, resume=resume, trains=True)
-    checkpoint = broadcast_from_rank0(
-        _prepare_run_folder(config, folder, resume) if trainer.is_world_process_zero() else None
-    )
+    is_first = trainer.is_world_process_zero()
+    checkpoint = broadcast_from_rank0(_prepare_run_folder(config, folder, resume) if is_first else None)
     with recording(trainer, config, watchers=watchers) as stop:
         try:
             trainer.train(resume_from_checkpoint=checkpoint)

@@ -107,10 +107,8 @@ class MethodTrainer(Trainer):
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Run the Trainer's loop, from a checkpoint if one is passed (True: the last complete one)."""
-        folder = Path(self.args.output_dir or ".")
-        checkpoint = broadcast_from_rank0(
-            checkpoint_to_resume(resume_from_checkpoint, folder) if self.is_world_process_zero() else None
-        )
+        folder, is_first = Path(self.args.output_dir or "."), self.is_world_process_zero()
+        checkpoint = broadcast_from_rank0(checkpoint_to_resume(resume_from_checkpoint, folder) if is_first else None)
         if checkpoint is not None:
             self._restore_from(checkpoint)
         with nullcontext() if self.recording is None else self.recording(self):
@@ -322,10 +320,8 @@ class MethodTrainer(Trainer):
         if self.rollouts is not None:
             samples = [({"advantage": one.advantage}, one) for unit in self.rollouts.units for one in unit.samples]
         else:
-            rows = {
-                number: units_of([self.train_dataset[number]], self.method) for number in self.sampler.rows_of(step)
-            }
-            samples = [({"row": number}, one) for number, units in rows.items() for one in units[0].samples]
+            rows = {n: units_of([self.train_dataset[n]], self.method)[0] for n in self.sampler.rows_of(step)}
+            samples = [({"row": number}, one) for number, unit in rows.items() for one in unit.samples]
         for where, sample in samples:
             ids, decode = sample.ids.tolist(), getattr(self.processing_class, "decode", None)
             yield {**where, "text": decode and decode(ids), "ids": ids, "scored": sample.scored.tolist()}

@@ -21,6 +21,7 @@ from upweight.errors import UserError
 from upweight.log import warn_once
 from upweight.train.distributed.ranks import broadcast_from_rank0
 
+NOT_INSTALLED = "deepspeed: is not installed. `pip install deepspeed`, or use 'fsdp: true', which shards alike."
 # `StepRunner` splits a step into forwards: DeepSpeed sees one batch per step.
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
@@ -38,9 +39,8 @@ def zero_config(options_or_file: str | Mapping[str, Any], folder: Path, dtype: t
     for key, kind in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
         options = dict(config.get(key) or {})
         if options.get("enabled") is True and dtype != kind:
-            warn_once(
-                f"deepspeed: '{key}' of its config is off: the run computes in {str(dtype).removeprefix('torch.')}"
-            )
+            computes = str(dtype).removeprefix("torch.")
+            warn_once(f"deepspeed: '{key}' of its config is off: the run computes in {computes}")
         config[key] = options | {"enabled": dtype == kind}
     return config
 
@@ -71,9 +71,7 @@ def zero_arguments(options_or_file: str | Mapping[str, Any], folder: Path, dtype
 def require_deepspeed() -> None:
     """Raise where DeepSpeed is missing; select its CPU backend where there is no GPU."""
     if find_spec("deepspeed") is None:
-        raise UserError(
-            "deepspeed: is not installed. `pip install deepspeed`, or use 'fsdp: true', which shards alike."
-        )
+        raise UserError(NOT_INSTALLED)
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
 

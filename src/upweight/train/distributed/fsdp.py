@@ -29,12 +29,12 @@ def sharding_of(section: ShardingSection, ranks: int) -> Sharding:
     """Return how a run's weights are sharded; FSDP with one rank shards nothing."""
     if section.deepspeed is not None:
         return "deepspeed"
-    one_of_one = ranks == 1 and dist.is_initialized()  # resumes from shards
-    if section.fsdp and ranks == 1 and not one_of_one:
+    shards = section.fsdp and (ranks > 1 or dist.is_initialized())  # one rank of one: it resumes from shards
+    if section.fsdp and not shards:
         warn_once("fsdp: there is one process, and nothing is sharded; start more (--num-processes, torchrun)")
     if section.fsdp and section.fsdp_version == 1:
         warn_once("fsdp_version: 1 is old; FSDP2 is taken, and trains the same")
-    return "fsdp" if section.fsdp and (ranks > 1 or one_of_one) else "none"
+    return "fsdp" if shards else "none"
 
 
 def fsdp_arguments(section: ShardingSection) -> dict[str, Any]:

@@ -245,9 +245,8 @@ def _schedule(section: RolloutSection, plan: Plan, policy: Policy, server: Vllm 
     """Return how far rollouts run ahead, how often the sampler syncs, and which ranks produce (with vLLM: rank 0)."""
     ranks, sharded_work = PartialState(), None
     interval = section.sync_interval if section.use_vllm else 1
-    depth = bounded_depth(
-        plan, section.prefetch_depth if section.async_prefetch else 0, interval, section.max_staleness
-    )
+    ahead = section.prefetch_depth if section.async_prefetch else 0
+    depth = bounded_depth(plan, ahead, interval, section.max_staleness)
     if policy.sharded and section.use_vllm:  # all ranks send their shards to the server together
         sharded_work = ShardedWork(policy.model)
         if server is not None:

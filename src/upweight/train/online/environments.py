@@ -88,9 +88,8 @@ def _gym(config: Config) -> EnvironmentSetup:
     if section.auto_start and PartialState().process_index == 0:
         process = GymProcess(section, config.folder, Path(config.run.output_dir), policy=policy)
     socket = broadcast_from_rank0(None if process is None else process.socket)
-    gym = Gym(
-        section.head_port, patience=section.server_timeout, busy=section.verify_timeout, process=process, socket=socket
-    )
+    timeouts = {"patience": section.server_timeout, "busy": section.verify_timeout}
+    gym = Gym(section.head_port, **timeouts, process=process, socket=socket)
     return EnvironmentSetup(
         NemoGym(section, gym, name),
         EpisodeLimits(section.max_turns or config.environment.max_turns, section.run_timeout, section.run_timeout),

@@ -62,26 +62,22 @@ class FeatureMatching:
         shares, ranks = runner.shares, runner.accelerator.num_processes
         mine = range(runner.accelerator.process_index * shares // ranks, len(groups), shares)
         rewards: dict[int, Tensor] = {}
-        logged: dict[str, tuple[float, int]] = {}
+        logged: dict[str, list[float]] = {}
         with self.frozen.use(model) as network:
             for place, feature_SF, target_GF in self._features({n: groups[n] for n in mine}, size, runner, network):
                 rewards_SR, metrics = self.method.feature_rewards(feature_SF, target_GF, size)
                 rewards[place] = rewards_SR.float().cpu()
                 for name, values in metrics.items():
-                    total, count = logged.get(name, (0.0, 0))
-                    logged[name] = total + float(values.double().sum()), count + len(values)
+                    logged.setdefault(name, []).extend(values.tolist())
         gathered = all_gather_objects((rewards, logged))[:: ranks // shares]
         for place, rewards_SR in (item for of_rank, _ in gathered for item in of_rank.items()):
             groups[place].rewards_SR = rewards_SR
         names = dict.fromkeys(name for _, of_rank in gathered for name in of_rank)
-        sums = {name: np.sum([of_rank[name] for _, of_rank in gathered if name in of_rank], 0) for name in names}
+        logs = {name: [value for _, of_rank in gathered for value in of_rank.get(name, ())] for name in names}
+        means = {name: float(np.mean(values)) for name, values in logs.items()}
         rewards_S = torch.cat([reward.sum(1) for of_rank, _ in gathered for reward in of_rank.values()])
         blocks = {"ebft/num_blocks": sum(len(group.completions) for group in groups) / size / len(groups)}
-        return {
-            **{name: float(total / count) for name, (total, count) in sums.items()},
-            "ebft/reward": float(rewards_S.mean()),
-            **(blocks if self.method.strided else {}),
-        }
+        return {**means, "ebft/reward": float(rewards_S.mean()), **(blocks if self.method.strided else {})}
 
     def units(self, groups: Sequence[Group], *, mask_truncated: bool, sampler_logps: bool) -> list[Unit]:
         """Return the units of the completions, one per completion or per pass over a document."""

@@ -43,13 +43,12 @@ class TriedRewards:
 
     def examples(self, trial: Trial) -> dict[str, list[dict[str, Any]]]:
         """A reward's best and worst completions with their prompts and scores."""
-        texts = texts_of(self.call.completions)
-
-        def shown(numbers: Sequence[int]) -> list[dict[str, Any]]:
-            return [{"score": trial.scores[n], "prompt": self.call.prompts[n], "completion": texts[n]} for n in numbers]
-
-        best, worst = trial.extremes(EXAMPLES)
-        return {"best": shown(best), "worst": shown(worst)}
+        texts, prompts = texts_of(self.call.completions), self.call.prompts
+        best, worst = (
+            [{"score": trial.scores[n], "prompt": prompts[n], "completion": texts[n]} for n in numbers]
+            for numbers in trial.extremes(EXAMPLES)
+        )
+        return {"best": best, "worst": worst}
 
 
 def try_on_samples(config: Config, prompts: int, count: int | None = None) -> TriedRewards:

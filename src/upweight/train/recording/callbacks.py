@@ -103,9 +103,8 @@ class StopOnNan(TrainerCallback):
         if bad:
             file = Path(args.output_dir) / NAN_BATCH
             if state.is_world_process_zero:
-                rows = (
-                    {"step": n + 1, **row} for n in range(self.logged, state.global_step) for row in self.rows_of(n)
-                )
+                steps = range(self.logged, state.global_step)
+                rows = ({"step": step + 1, **row} for step in steps for row in self.rows_of(step))
                 file.parent.mkdir(parents=True, exist_ok=True)
                 write_text(file, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
             raise UserError(
