@@ -203,12 +203,10 @@ class RolloutFeed:
         samples = (unit.samples[0] if len(unit.samples) == 1 else None for unit in self.units)
         return [None if one is None or one.old_logps is None else one.old_logps.tolist() for one in samples]
 
-    def _start_rollout(
-        self, rollout: Rollout, trained: int, runner: StepRunner | None = None, model: Any = None
-    ) -> None:
-        """Make this the current rollout: build its units, counts and, where later steps need them, old log-probs."""
+    def _start_rollout(self, rollout: Rollout, done: int, runner: StepRunner | None = None, model: Any = None) -> None:
+        """Make this the current rollout, of which `done` steps are trained: build units, counts and old log-probs."""
         plan, method = self.producer.plan, self.producer.method
-        self.current, self.trained = rollout, trained
+        self.current, self.trained = rollout, done
         make = units_of_groups if self.feature_matching is None else self.feature_matching.units
         self.units = make(rollout.groups, mask_truncated=self.mask_truncated, sampler_logps=self.sampler_logps)
         self.demonstrations = []
