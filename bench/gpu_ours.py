@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from bench.ours import METHODS, grpo_units
 from upweight import GRPOConfig, GRPOTrainer
-from upweight.config.sections.model import AdapterSection
+from upweight.config.sections.model import AdapterSection, ModelSection
 from upweight.config.sections.training import OptimSection
 from upweight.data.units import units_of
 from upweight.methods import SFT
@@ -53,7 +53,9 @@ def runner_of(work: dict[str, Any]) -> tuple[Any, StepRunner, list[Any]]:
     model.train()
     optimizer = work.get("optimizer", "adamw_torch")
     optim = OptimSection(token_budget=work["budget"], gradient_checkpointing=True, optimizer=optimizer)
-    policy = make_policy(model, method, torch.bfloat16, torch.device("cuda"), longest=4096, optim=optim)
+    policy = make_policy(
+        model, method, torch.bfloat16, torch.device("cuda"), longest=4096, optim=optim, section=ModelSection()
+    )
     runner = StepRunner(method, policy.engine, Accelerator(), policy.token_budget, policy.reference, torch.bfloat16)
     return model, runner, units
 

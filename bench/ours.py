@@ -16,6 +16,7 @@ from accelerate import Accelerator
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
 from upweight import GRPOConfig, GRPOTrainer
+from upweight.config.sections.model import ModelSection
 from upweight.config.sections.training import OptimSection
 from upweight.data.units import units_of
 from upweight.methods import DPO, GRPO, KTO, ORM, ORPO, SimPO
@@ -67,7 +68,9 @@ class TrainingPart:
         auto = AutoModelForCausalLM if method.head == "tokens" else AutoModelForSequenceClassification
         self.model = auto.from_pretrained(folder / "model", dtype=torch.float32).train()
         optim = OptimSection(token_budget=work["budget"])
-        policy = make_policy(self.model, method, torch.float32, torch.device("cpu"), longest=1024, optim=optim)
+        policy = make_policy(
+            self.model, method, torch.float32, torch.device("cpu"), longest=1024, optim=optim, section=ModelSection()
+        )
         self.runner = StepRunner(method, policy.engine, Accelerator(cpu=True), policy.token_budget, policy.reference)
 
     def step(self) -> float:

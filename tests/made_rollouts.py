@@ -5,21 +5,25 @@ import json
 from pathlib import Path
 
 import torch
+from accelerate import PartialState
 from datasets import Dataset
 from transformers import TrainingArguments
 
 from made_runs import largest_difference, weights_of
 from made_tokenizers import byte_tokenizer
 from tiny_models import tiny
+from upweight.config.config import SECTIONS, Config
+from upweight.config.sections.model import ModelSection
 from upweight.config.sections.rollout import RolloutSection
-from upweight.config.sections.training import OptimSection
+from upweight.config.sections.run import RunSection
+from upweight.config.sections.training import OptimSection, ShardingSection
 from upweight.methods import GRPO
 from upweight.models.load import disable_dropout
 from upweight.rewards.load import as_rewards
-from upweight.rollout.plan import Plan
-from upweight.train.online.assemble import RolloutSpec, make_rollouts
+from upweight.train.assemble import TrainerParts
+from upweight.train.objects import Objects
+from upweight.train.online.assemble import rollouts_of
 from upweight.train.online.feed import SaveRollouts
-from upweight.train.parts import TrainerParts
 from upweight.train.policy import make_policy
 from upweight.train.trainer import MethodTrainer
 
@@ -109,27 +113,35 @@ def online_trainer(
         longest=128,
         tokenizer=tokenizer,
         optim=OptimSection(token_budget=budget),
+        section=ModelSection(),
         context=context,
         sharding=sharding,
     )
-    recipe = RolloutSpec(
-        prompts(tokenizer, rows, words) if data is None else data,
-        as_rewards(
-            [_here(reward) for reward in rewards], environment=env_setup.environment.reward_names if env_setup else ()
+    processes, size = PartialState().num_processes, 1 if context is None else context.size
+    config = made_config(
+        method,
+        optim=OptimSection(token_budget=budget, micro_batch_size=step * world * size // processes, seed=seed),
+        rollout=RolloutSection(
+            num_iterations=iterations, generation_batch_size=(wanted or step) * world, **(section or {})
         ),
-        Plan.fitting((wanted or step) * world, method.group_size, step * world, iterations),
-        RolloutSection(**(section or {})),
-        Path(folder),
-        seed,
-        env_setup=env_setup,
-        rollout_func=rollout_func,
+        run=RunSection(output_dir=str(folder)),
+        sharding=ShardingSection(context_parallel_size=size),
     )
-    rollouts = make_rollouts(policy, recipe)
+    rows = prompts(tokenizer, rows, words) if data is None else data
+    names = env_setup.environment.reward_names if env_setup else ()
+    scored = as_rewards([_here(reward) for reward in rewards], environment=names)
+    rollouts = rollouts_of(config, Objects(rollout_func=rollout_func), policy, rows, scored, env_setup=env_setup)
     held = held_out(tokenizer, data, evaluation) if evaluation else None
     parts = TrainerParts(policy, arguments, rollouts.producer.rows, held, rollouts=rollouts)
     trainer = MethodTrainer(parts)
     trainer.add_callback(SaveRollouts(rollouts))
     return trainer
+
+
+def made_config(method, **sections) -> Config:
+    """A config of this method with these sections, and defaults elsewhere."""
+    plain = {name: kind() for name, kind in SECTIONS.items()}
+    return Config(**plain | sections, method=method, set_keys={}, folder=Path())
 
 
 def held_out(tokenizer, data, count: int) -> Dataset:

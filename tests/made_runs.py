@@ -18,11 +18,12 @@ from transformers import AutoModelForSequenceClassification, AutoModelForTokenCl
 from made_tokenizers import byte_tokenizer
 from tiny_models import drawn, tiny
 from upweight.cli.app import main
+from upweight.config.sections.model import ModelSection
 from upweight.config.sections.training import OptimSection
 from upweight.methods import DPO, IPO, KTO, ORM, ORPO, PRM, SFT, SimPO
 from upweight.models.load import disable_dropout
 from upweight.processes import free_port
-from upweight.train.parts import TrainerParts
+from upweight.train.assemble import TrainerParts
 from upweight.train.policy import make_policy
 from upweight.train.trainer import MethodTrainer
 
@@ -105,6 +106,7 @@ def trainer_for(method, folder, *, rows=None, batch=4, budget=4096, adapter=Fals
         torch.device("cpu"),
         longest=64,
         optim=OptimSection(token_budget=budget, **parts.pop("optim", {})),
+        section=ModelSection(),
         sharding=sharding,
         **parts,
     )

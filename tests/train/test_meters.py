@@ -3,7 +3,7 @@
 import torch
 from accelerate import Accelerator
 
-from upweight.train.meters import Meters
+from upweight.train.step import Meters
 from upweight.types import Mean
 
 

@@ -1,7 +1,8 @@
-"""Build the TrainingArguments of the loop from a config or from a script's arguments."""
+"""Build the TrainingArguments of the loop, and the variables of trackers, from a config or a script's arguments."""
 
 import copy
 import math
+import os
 from dataclasses import fields
 from typing import Any
 
@@ -10,15 +11,24 @@ from transformers import TrainingArguments
 from transformers.utils.import_utils import is_torch_tf32_available
 
 from upweight.config import Config
+from upweight.config.sections.run import TrackingSection
 from upweight.errors import UserError
 from upweight.models.precision import Sharding
-from upweight.train.distributed.deepspeed import zero_arguments, zero_config
+from upweight.train.distributed.deepspeed import zero_arguments
 from upweight.train.distributed.fsdp import fsdp_arguments
-from upweight.train.recording.trackers import tracking_arguments
 
 DEFAULT_SAVE_STEPS = 500  # of transformers
 # Optimizers for which transformers has a longer name only.
 LONG_OPTIMIZER_NAMES = {name: f"{name}_32bit" for name in ("lion", "paged_lion", "paged_adamw")}
+SAME_NAMES = {  # keys of the sections `optim` and `run` that transformers calls the same
+    *("weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "seed", "full_determinism"),
+    *("output_dir", "save_only_model", "hub_model_id", "hub_revision"),
+}
+TRACKER_VARIABLES = {
+    **{f"WANDB_{key.upper()}": f"wandb_{key}" for key in ("project", "entity", "run_id", "mode", "watch", "log_model")},
+    "MLFLOW_TRACKING_URI": "mlflow_uri",
+    "MLFLOW_EXPERIMENT_NAME": "mlflow_experiment",
+}
 
 
 def training_arguments(
@@ -33,28 +43,25 @@ def training_arguments(
     """Return the arguments of the loop, from a config or from the `script_args` of a trainer."""
     if script_args is not None:
         return _script_arguments(config, script_args, sharding, dtype)
-    optim, run = config.optim, config.run
+    optim, run, extra = config.optim, config.run, config.optim.optimizer_args
     total = optim.max_steps or math.ceil(optim.num_epochs * steps_per_epoch)
+    metric, more_is_better = _comparison(config)
+    plateau = {"mode": "max" if more_is_better else "min"} if optim.scheduler == "reduce_lr_on_plateau" else {}
+    tf32 = is_torch_tf32_available() if config.model.tf32 == "auto" else config.model.tf32
     arguments: dict[str, Any] = dict(
-        output_dir=run.output_dir,
-        per_device_eval_batch_size=optim.eval_batch_size or _batch(config),
+        **run.model_dump(include=SAME_NAMES),
+        **optim.model_dump(include=SAME_NAMES),
+        per_device_eval_batch_size=optim.eval_batch_size or step_size(config),
         num_train_epochs=optim.num_epochs,
         max_steps=optim.max_steps or -1,
         optim=LONG_OPTIMIZER_NAMES.get(optim.optimizer, optim.optimizer),
-        optim_args=_optimizer_args(config),
+        optim_args=",".join(f"{key}={value}" for key, value in extra.items()) if isinstance(extra, dict) else extra,
         lr_scheduler_type=optim.scheduler,
-        lr_scheduler_kwargs=_scheduler_args(config),
+        lr_scheduler_kwargs=plateau | optim.scheduler_args,
         warmup_steps=_warmup(config, total),
-        weight_decay=optim.weight_decay,
-        adam_beta1=optim.adam_beta1,
-        adam_beta2=optim.adam_beta2,
-        adam_epsilon=optim.adam_epsilon,
-        max_grad_norm=optim.max_grad_norm,
-        seed=optim.seed,
-        full_determinism=optim.full_determinism,
         data_seed=optim.seed,
         fp16=dtype == torch.float16,  # brings loss scaling
-        tf32=_tf32(config),
+        tf32=tf32 if torch.cuda.is_available() else None,
         use_cpu=use_cpu,
         restore_callback_states_from_checkpoint=True,
         dataloader_num_workers=config.data.workers,
@@ -64,8 +71,16 @@ def training_arguments(
         logging_first_step=True,
         disable_tqdm=True,
         torch_empty_cache_steps=optim.empty_cache_steps,
+        load_best_model_at_end=run.load_best,
+        metric_for_best_model=metric,
+        greater_is_better=more_is_better,
         **_save_and_eval_schedule(config, steps_per_epoch),
-        **_hub_arguments(config),
+        push_to_hub=run.hub_model_id is not None,
+        hub_strategy=run.hub_strategy or "end",
+        hub_private_repo=run.hub_private,
+        ddp_timeout=config.sharding.timeout,
+        ddp_bucket_cap_mb=config.sharding.bucket_mb,
+        ddp_broadcast_buffers=config.sharding.broadcast_buffers,
         **_fixed_arguments(config) | _sharding_arguments(config, sharding, dtype),
         **tracking_arguments(config.tracking),
     )
@@ -75,14 +90,15 @@ def training_arguments(
         raise UserError(f"transformers does not take these settings together: {error}") from error
 
 
-def _batch(config: Config) -> int:
+def step_size(config: Config) -> int:
+    """Return the samples of an optimizer step on each rank."""
     return (config.optim.micro_batch_size or 1) * (config.optim.accumulation or 1)
 
 
 def _fixed_arguments(config: Config) -> dict[str, Any]:
     """Return the arguments that every run sets: the Trainer sees one batch per step, which `StepRunner` splits."""
     return {
-        "per_device_train_batch_size": _batch(config),
+        "per_device_train_batch_size": step_size(config),
         "gradient_accumulation_steps": 1,
         "learning_rate": config.optim.learning_rate or 0.0,
         "bf16": False,  # weights are computed in bfloat16 as they are; autocast would cast them at every use
@@ -109,17 +125,10 @@ def _script_arguments(
     if sharding != "deepspeed":
         arguments.deepspeed = None
         return arguments
-    assert config.sharding.deepspeed is not None
-    zero = zero_arguments(zero_config(config.sharding.deepspeed, config.folder, dtype), dtype)
-    for name, value in zero.items():
+    for name, value in _sharding_arguments(config, sharding, dtype).items():
         setattr(arguments, name, value)
     # transformers reads DeepSpeed's config in __init__, which must come after the model is loaded.
     return TrainingArguments(**{f.name: getattr(arguments, f.name) for f in fields(TrainingArguments) if f.init})
-
-
-def _optimizer_args(config: Config) -> str | None:
-    args = config.optim.optimizer_args
-    return ",".join(f"{key}={value}" for key, value in args.items()) if isinstance(args, dict) else args
 
 
 def _warmup(config: Config, total: int) -> int:
@@ -132,20 +141,6 @@ def _warmup(config: Config, total: int) -> int:
         steps = math.ceil(optim.warmup_ratio * total)
     # transformers' polynomial schedule divides by the steps after warm-up.
     return steps - 1 if optim.scheduler == "polynomial" and steps == total else steps
-
-
-def _scheduler_args(config: Config) -> dict[str, Any]:
-    """Return the scheduler's arguments; a plateau follows the metric that checkpoints are compared by."""
-    optim = config.optim
-    if optim.scheduler != "reduce_lr_on_plateau":
-        return optim.scheduler_args
-    return {"mode": "max" if _comparison(config)[1] else "min", **optim.scheduler_args}
-
-
-def _tf32(config: Config) -> bool | None:
-    if not torch.cuda.is_available():
-        return None
-    return is_torch_tf32_available() if config.model.tf32 == "auto" else config.model.tf32
 
 
 def _comparison(config: Config) -> tuple[str | None, bool | None]:
@@ -163,38 +158,19 @@ def _comparison(config: Config) -> tuple[str | None, bool | None]:
 
 def _save_and_eval_schedule(config: Config, steps_per_epoch: int) -> dict[str, Any]:
     """Return when to save and evaluate; with `load_best`, save steps are a multiple of the evaluation steps."""
-    saving, evaluating = _save_schedule(config, steps_per_epoch), _eval_schedule(config, steps_per_epoch)
-    every = evaluating.get("eval_steps")
-    by_steps = saving["save_strategy"] == evaluating["eval_strategy"] == "steps"
-    if config.run.load_best and by_steps and not (config.run.save_steps and config.run.eval_steps):
-        saved = saving.get("save_steps", DEFAULT_SAVE_STEPS)
-        every = saved if every is None else every
-        evaluating["eval_steps"] = every
-        saving["save_steps"] = max(saved - saved % every, every) if every >= 1 and saved >= 1 else every
-    return saving | evaluating
-
-
-def _save_schedule(config: Config, steps_per_epoch: int) -> dict[str, Any]:
-    """Return when checkpoints are saved; `KeepCheckpoints` deletes old ones."""
     run = config.run
-    metric, more_is_better = _comparison(config)
-    return {
-        "save_only_model": run.save_only_model,
-        "load_best_model_at_end": run.load_best,
-        "metric_for_best_model": metric,
-        "greater_is_better": more_is_better,
-        **_every("save", run.save_strategy, run.save_steps, run.saves_per_epoch, steps_per_epoch),
-    }
-
-
-def _eval_schedule(config: Config, steps_per_epoch: int) -> dict[str, Any]:
-    run = config.run
+    saving = _every("save", run.save_strategy, run.save_steps, run.saves_per_epoch, steps_per_epoch)
     if not (config.data.test_datasets or config.data.val_set_size):
-        return {"eval_strategy": "no"}
+        return saving | {"eval_strategy": "no"}
+    evaluating = _every("eval", run.eval_strategy, run.eval_steps, run.evals_per_epoch, steps_per_epoch)
+    by_steps = saving["save_strategy"] == evaluating["eval_strategy"] == "steps"
+    if run.load_best and by_steps and not (run.save_steps and run.eval_steps):
+        saved = saving.get("save_steps", DEFAULT_SAVE_STEPS)
+        every = evaluating.setdefault("eval_steps", saved)
+        saving["save_steps"] = max(saved - saved % every, every) if every >= 1 and saved >= 1 else every
     # Progress of an online run shows against the rewards before the first step.
     on_start = run.eval_on_start or (config.method.online and "eval_on_start" not in config.set_keys)
-    when = _every("eval", run.eval_strategy, run.eval_steps, run.evals_per_epoch, steps_per_epoch)
-    return {"eval_on_start": on_start, **when}
+    return {**saving, **evaluating, "eval_on_start": on_start}
 
 
 def _every(
@@ -209,25 +185,43 @@ def _every(
 
 
 def _sharding_arguments(config: Config, sharding: Sharding, dtype: torch.dtype) -> dict[str, Any]:
-    options: dict[str, Any] = {
-        "ddp_timeout": config.sharding.timeout,
-        "ddp_bucket_cap_mb": config.sharding.bucket_mb,
-        "ddp_broadcast_buffers": config.sharding.broadcast_buffers,
-    }
-    if sharding == "deepspeed":
-        assert config.sharding.deepspeed is not None
-        return options | zero_arguments(zero_config(config.sharding.deepspeed, config.folder, dtype), dtype)
-    return options | (fsdp_arguments(config.sharding) if sharding == "fsdp" else {})
-
-
-def _hub_arguments(config: Config) -> dict[str, Any]:
-    run = config.run
-    if run.hub_model_id is None:
+    if sharding == "none":
         return {}
-    return {
-        "push_to_hub": True,
-        "hub_model_id": run.hub_model_id,
-        "hub_strategy": run.hub_strategy or "end",
-        "hub_revision": run.hub_revision,
-        "hub_private_repo": run.hub_private,
+    if sharding == "fsdp":
+        return fsdp_arguments(config.sharding)
+    assert config.sharding.deepspeed is not None
+    return zero_arguments(config.sharding.deepspeed, config.folder, dtype)
+
+
+def enabled_trackers(tracking: TrackingSection) -> list[str]:
+    """Return the trackers that the config turns on."""
+    enabled = {
+        "wandb": tracking.wandb if tracking.wandb is not None else tracking.wandb_project is not None,
+        "mlflow": tracking.mlflow,
+        "tensorboard": tracking.tensorboard,
+        "trackio": tracking.trackio,
     }
+    return [tracker for tracker, is_on in enabled.items() if is_on]
+
+
+def tracking_arguments(tracking: TrackingSection) -> dict[str, Any]:
+    """Return the TrainingArguments of the trackers."""
+    enabled = enabled_trackers(tracking)
+    names = {"wandb": tracking.wandb_name, "mlflow": tracking.mlflow_run, "trackio": tracking.trackio_run}
+    arguments: dict[str, Any] = {
+        "report_to": enabled or "none",
+        "run_name": next((names[tracker] for tracker in enabled if names.get(tracker)), None),
+    }
+    if "trackio" in enabled:
+        options = {"project": tracking.trackio_project, "trackio_space_id": tracking.trackio_space}
+        arguments |= {name: value for name, value in options.items() if value is not None}
+    return arguments
+
+
+def set_variables(tracking: TrackingSection) -> None:
+    """Set the environment variables that the trackers read."""
+    for variable, field in TRACKER_VARIABLES.items():
+        if (value := getattr(tracking, field)) is not None:
+            os.environ[variable] = str(value)
+    if tracking.mlflow_artifacts:
+        os.environ["HF_MLFLOW_LOG_ARTIFACTS"] = "1"

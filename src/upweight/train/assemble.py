@@ -1,7 +1,8 @@
 """Build the parts of a trainer from a config, for runs from YAML and for scripts alike."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -10,11 +11,11 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from datasets import Dataset
-from transformers import PreTrainedTokenizerBase, TrainerCallback, set_seed
+from transformers import TrainerCallback, TrainingArguments, set_seed
 
 from upweight.config import Config
 from upweight.data.prepare import Prepared, longest_of, prepare, prepare_given
-from upweight.engine.context import ContextGroup, require_shareable
+from upweight.engine.context import require_shareable
 from upweight.errors import UserError
 from upweight.log import logger, warn_once
 from upweight.methods import feature_matcher
@@ -23,21 +24,37 @@ from upweight.models.precision import HALF
 from upweight.models.tokenizer import choose_padding, load_tokenizer, take_chat_template
 from upweight.rollout.ebft.strided_blocks import with_blocks
 from upweight.runs.files import unwritable_reason
-from upweight.train.arguments import training_arguments
+from upweight.train.arguments import set_variables, step_size, training_arguments
 from upweight.train.distributed.fsdp import sharding_of
 from upweight.train.distributed.ranks import join_ranks, rank0_first, share_rows
 from upweight.train.loader import StepSampler
-from upweight.train.lr_groups import lr_rules
+from upweight.train.lr_groups import LrRule, lr_rules
 from upweight.train.machine_checks import require_machine
-from upweight.train.objects import YAML_ONLY, Objects
+from upweight.train.objects import YAML_ONLY, Objects, Tokenizer
 from upweight.train.online.assemble import plan_of, rewards_of, rollouts_of
 from upweight.train.online.environments import environment_setup
-from upweight.train.parts import TrainerParts
+from upweight.train.online.feed import RolloutFeed
 from upweight.train.policy import Policy, load_policy, make_policy
 from upweight.train.recording.callbacks import PlainModelAfterwards
-from upweight.train.recording.session import recording
-from upweight.train.recording.trackers import set_variables
-from upweight.train.reference.synced import SyncReference
+from upweight.train.recording.run_folder import recording
+from upweight.train.reference import LoadModel, SyncReference
+
+
+@dataclass
+class TrainerParts:
+    """Everything that `MethodTrainer` is built from."""
+
+    policy: Policy
+    arguments: TrainingArguments
+    train_dataset: Any = None
+    eval_dataset: Any = None
+    encode: Callable[..., Any] | None = None  # prepares rows that a script passes to `evaluate`
+    rollouts: RolloutFeed | None = None  # yields the steps of an online method
+    shuffle: bool = True
+    lr_rule: LrRule | None = None
+    callbacks: Sequence[TrainerCallback] = ()
+    objects: Objects = YAML_ONLY
+    recording: Callable[[Any], AbstractContextManager[Any]] | None = None  # context manager around a script's training
 
 
 def assemble(config: Config, objects: Objects = YAML_ONLY, *, trains: bool = True) -> TrainerParts:
@@ -47,12 +64,14 @@ def assemble(config: Config, objects: Objects = YAML_ONLY, *, trains: bool = Tru
     ranks, device = join_ranks(config.sharding.timeout)
     if objects.arguments is not None:
         device = objects.arguments.device
-    context = _context(config)
+    context = share_rows(config.sharding.context_parallel_size)
+    if context is not None:  # refuse models whose heads cannot be split over the ranks that share rows
+        require_shareable(load_config(config.model), context.size)
     set_seed(config.optim.seed)
     tokenizer = _tokenizer(config, objects)
     data = _data(config, objects, tokenizer)
     env_setup = environment_setup(config, objects)
-    rewards = rewards_of(config, device, data.columns, env_setup, objects) if config.method.online else []
+    rewards = rewards_of(config, device, list(data.train[0]), env_setup, objects) if config.method.online else []
     dtype, sharding = compute_dtype(config.model, device), sharding_of(config.sharding, ranks.num_processes)
     model = load_policy(config, objects, tokenizer, dtype, sharding, trains=trains)
     if objects.model is not None or objects.load_dtype is not None:  # the dtype of the loaded weights wins
@@ -65,22 +84,22 @@ def assemble(config: Config, objects: Objects = YAML_ONLY, *, trains: bool = Tru
         dtype=dtype,
         sharding=sharding,
     )
+    gradient, online = config.method.policy_settings, config.method.online
+    eval_sets = data.evaluation.values() if isinstance(data.evaluation, Mapping) else [data.evaluation]
     policy = make_policy(
         model,
         config.method,
         dtype,
         device,
-        longest=_longest(config, data),
+        longest=longest_of(data.train, *eval_sets) + (gradient.max_completion_length if gradient else 0),
         tokenizer=tokenizer,
-        layout=config.model.layout,
         optim=config.optim,
-        pure=config.model.pure_bf16,
+        section=config.model,
         separate_reference=_separate_reference(config, objects, dtype, tokenizer),
         prepared=data.folder,
         sharding=sharding,
         context=context,
     )
-    online = config.method.online
     return TrainerParts(
         policy,
         arguments,
@@ -91,21 +110,12 @@ def assemble(config: Config, objects: Objects = YAML_ONLY, *, trains: bool = Tru
         shuffle=not config.data.curriculum,
         lr_rule=lr_rules(config.optim, config.adapter, model),
         callbacks=[*objects.callbacks, *_callbacks(policy, objects)],
-        optimizers=objects.optimizers,
-        optimizer_class=objects.optimizer_class,
+        objects=objects,
         recording=partial(recording, config=config, objects=objects) if objects.from_script else None,
     )
 
 
-def _context(config: Config) -> ContextGroup | None:
-    """Return the context-parallel group of this rank, or None; refuse models whose heads cannot be split over it."""
-    context = share_rows(config.sharding.context_parallel_size)
-    if context is not None:
-        require_shareable(load_config(config.model), context.size)
-    return context
-
-
-def _tokenizer(config: Config, objects: Objects) -> PreTrainedTokenizerBase:
+def _tokenizer(config: Config, objects: Objects) -> Tokenizer:
     """Return the tokenizer of the script, else of the model. A script's EOS and padding tokens must be in it."""
     tokenizer = objects.tokenizer
     if tokenizer is None and objects.model is not None and not objects.model.config.name_or_path:
@@ -136,13 +146,8 @@ class Data:
     folder: Path | None  # the cache of the prepared training rows; None: not cached
     encode: Callable[..., Dataset] | None = None  # (raw rows, name of their argument) -> prepared rows
 
-    @property
-    def columns(self) -> list[str]:
-        """Return the columns that rewards and environments may read."""
-        return list(self.train[0])
 
-
-def _data(config: Config, objects: Objects, tokenizer: PreTrainedTokenizerBase) -> Data:
+def _data(config: Config, objects: Objects, tokenizer: Tokenizer) -> Data:
     """Prepare the rows of a run, and set the chat template that rendered them in the tokenizer."""
     if objects.read_rows is not None:
         return _script_data(config, objects, tokenizer)
@@ -159,7 +164,7 @@ def _data(config: Config, objects: Objects, tokenizer: PreTrainedTokenizerBase) 
     return Data(train, None if evaluation is None else with_blocks(evaluation, ebft, "evaluation"), data.folder)
 
 
-def _script_data(config: Config, objects: Objects, tokenizer: PreTrainedTokenizerBase) -> Data:
+def _script_data(config: Config, objects: Objects, tokenizer: Tokenizer) -> Data:
     """Prepare the rows that a script passes, in their order, through the same cache."""
     read, place = objects.read_rows, Path(config.data.prepared_path).expanduser()
     assert read is not None
@@ -201,20 +206,11 @@ def _steps_per_epoch(config: Config, rows: int, ranks: int) -> int:
     ranks //= config.sharding.context_parallel_size
     if config.method.online:
         return plan_of(config, ranks).steps_per_epoch(rows)
-    batch = (config.optim.micro_batch_size or 1) * (config.optim.accumulation or 1) * ranks
-    return max(len(StepSampler(rows, batch, 0, shuffle=False, drop_last=config.data.drop_last)), 1)
+    sampler = StepSampler(rows, step_size(config) * ranks, 0, shuffle=False, drop_last=config.data.drop_last)
+    return max(len(sampler), 1)
 
 
-def _longest(config: Config, data: Data) -> int:
-    """Return the length of the longest sequence in tokens; online, of the longest prompt with its completion."""
-    eval_sets = data.evaluation if isinstance(data.evaluation, Mapping) else {"": data.evaluation}
-    policy = config.method.policy_settings
-    return longest_of(data.train, *eval_sets.values()) + (0 if policy is None else policy.max_completion_length)
-
-
-def _separate_reference(
-    config: Config, objects: Objects, dtype: torch.dtype, tokenizer: PreTrainedTokenizerBase
-) -> Callable[[], Any] | None:
+def _separate_reference(config: Config, objects: Objects, dtype: torch.dtype, tokenizer: Tokenizer) -> LoadModel | None:
     """Return a function that loads a separate reference model, or None where the initial policy is the reference."""
     reference, seed = objects.reference, config.optim.seed
     if isinstance(reference, str):

@@ -1,7 +1,8 @@
 """The loader of offline methods: one item holds the units of one optimizer step, of all ranks."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,16 +14,19 @@ from upweight.methods.base import Method
 from upweight.types import Unit
 
 
+@dataclass(eq=False)
 class StepSampler(Sampler[list[int]]):
     """Yields the row numbers of each optimizer step, the same on every rank, so that all ranks plan alike."""
 
-    def __init__(self, rows: int, batch: int, seed: int, *, shuffle: bool, drop_last: bool = False) -> None:
-        self.rows, self.batch, self.seed = rows, batch, seed
-        self.shuffle, self.drop_last = shuffle, drop_last
-        self.epoch = 0
+    rows: int
+    batch: int
+    seed: int
+    shuffle: bool
+    drop_last: bool = False
+    steps_done: Callable[[], int] = lambda: 0  # so far in the training: they decide the epoch
 
     def __iter__(self) -> Iterator[list[int]]:
-        order = self._order(self.epoch)
+        order = self._order(self.steps_done() // len(self))
         for step in range(len(self)):
             yield order[step * self.batch : (step + 1) * self.batch].tolist()
 
@@ -41,19 +45,12 @@ class StepSampler(Sampler[list[int]]):
         return order
 
 
-@dataclass(frozen=True)
-class Collate:
-    """Turns the rows of a step into units; a class, so that it can be pickled for loader processes."""
-
-    method: Method
-    compare: bool
-
-    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Unit]]:
-        return {"units": units_of(rows, self.method, compare=self.compare)}
+def _collate(rows: Sequence[Mapping[str, Any]], method: Method, *, compare: bool) -> dict[str, list[Unit]]:
+    return {"units": units_of(rows, method, compare=compare)}
 
 
 def step_loader(rows: Any, method: Method, sampler: StepSampler, **options: Any) -> DataLoader[Any]:
     """Return a loader of whole steps; each rank picks its share of every step."""
     # In shuffled rows, two completions of one prompt are rarely in the same step.
-    collate = Collate(method, compare=not sampler.shuffle)
+    collate = partial(_collate, method=method, compare=not sampler.shuffle)
     return DataLoader(rows, batch_sampler=sampler, collate_fn=collate, **options)

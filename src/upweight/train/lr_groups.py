@@ -1,6 +1,6 @@
 """Learning rates per parameter group: `lr_groups`, embeddings and LoRA+."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from peft import PeftModel
@@ -18,18 +18,17 @@ LrRule = Callable[[str, nn.Parameter], float | None]
 
 
 def lr_rules(optim: OptimSection, adapter: AdapterSection, model: nn.Module) -> LrRule | None:
-    """Return a function from a weight to its learning rate (None: the common one); None where all are the same.
-
-    `lr_groups` win over `embedding_lr`, which wins over LoRA+.
-    """
+    """Return a function from a weight to its learning rate (None: the common one); None where all are the same."""
     common = optim.learning_rate or 0.0
     embedding = optim.embedding_lr or (optim.embedding_lr_scale and common * optim.embedding_lr_scale)
-    embeddings = _embedding_names(model) if embedding else ()
+    names = set(embedding_names(base_of(model)) if embedding else ()) - {"original_module", "default"}  # of an adapter
+    embeddings = names or {"embed_tokens", "lm_head"}
     plus = adapter.plus_ratio if isinstance(model, PeftModel) else None
     if not (optim.lr_groups or embedding or plus):
         return None
     _check_groups(optim, model)
 
+    # `lr_groups` win over `embedding_lr`, which wins over LoRA+.
     def lr_rule(name: str, parameter: nn.Parameter) -> float | None:
         for group in optim.lr_groups:
             if any(part in name for part in group.modules):
@@ -76,11 +75,6 @@ class ConfiguredRates(TrainerCallback):
             group["initial_lr"] = rate
         now = {"base_lrs": [group["initial_lr"] for group in every], "_last_lr": [group["lr"] for group in every]}
         schedule.load_state_dict(schedule.state_dict() | now)
-
-
-def _embedding_names(model: nn.Module) -> Sequence[str]:
-    """Return the parts of parameter names that denote embeddings, also where an adapter wraps them."""
-    return tuple({*embedding_names(base_of(model))} - {"original_module", "default"}) or ("embed_tokens", "lm_head")
 
 
 def _check_groups(optim: OptimSection, model: nn.Module) -> None:

@@ -1,10 +1,7 @@
-"""Check that this machine can run a config, before anything is loaded and in `upweight doctor`.
-
-Errors that a config has on any machine are found by `upweight.config.rules` when it is read.
-"""
+"""Check that this machine can run a config; what is wrong on any machine is found by `upweight.config.rules`."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -17,9 +14,8 @@ from upweight.config.servers import direct_transfer, samples_from_server
 from upweight.config.zero import zero_options
 from upweight.errors import UserError
 from upweight.runs.files import unwritable_reason
-from upweight.train.recording.trackers import enabled_trackers
-
-Check = Callable[[Config], Iterator[str]]
+from upweight.train.arguments import enabled_trackers
+from upweight.train.distributed.deepspeed import NOT_INSTALLED
 
 # Optimizers by the package they come from, and what pip calls it.
 SCHEDULE_FREE = ("schedulefree", "schedulefree")
@@ -46,8 +42,11 @@ def gpus(config: Config) -> Iterator[str]:
         yield "trl.vllm_weight_transfer: weights go from GPU to GPU, and no CUDA device is visible; use 'folder'."
 
 
-def packages(config: Config) -> Iterator[str]:
-    """Check that optional packages are installed."""
+def packages(config: Config, *, trains: bool) -> Iterator[str]:
+    """Check that optional packages are installed; that of the optimizer only where the run trains."""
+    module, package = OPTIMIZER_PACKAGES.get(config.optim.optimizer, (None, None))
+    if trains and module is not None and not _installed(module):
+        yield f"optimizer: {config.optim.optimizer} needs a package: pip install {package}."
     for tracker in enabled_trackers(config.tracking):
         names = ("tensorboard", "tensorboardX") if tracker == "tensorboard" else (tracker,)
         if not any(map(_installed, names)):
@@ -55,7 +54,7 @@ def packages(config: Config) -> Iterator[str]:
     if (config.adapter.load_in_4bit or config.adapter.load_in_8bit) and not _installed("bitsandbytes"):
         yield "load_in_4bit, load_in_8bit: quantised weights need bitsandbytes: pip install bitsandbytes."
     if config.sharding.deepspeed is not None and not _installed("deepspeed"):
-        yield "deepspeed: is not installed. `pip install deepspeed`, or use 'fsdp: true', which shards alike."
+        yield NOT_INSTALLED
     colocated = config.method.online and config.rollout.use_vllm and config.rollout.vllm_mode == "colocate"
     if colocated and not _installed("vllm"):
         yield "trl.vllm_mode: colocate needs vLLM in this Python environment; install it, or use a server."
@@ -64,13 +63,6 @@ def packages(config: Config) -> Iterator[str]:
             "trl.vllm_weight_transfer: nccl needs vLLM in the trainer's environment too; install it, or use 'folder' "
             "(on one GPU: 'ipc')."
         )
-
-
-def optimizer_package(config: Config) -> Iterator[str]:
-    """Check that the optimizer's package is installed."""
-    module, package = OPTIMIZER_PACKAGES.get(config.optim.optimizer, (None, None))
-    if module is not None and not _installed(module):
-        yield f"optimizer: {config.optim.optimizer} needs a package: pip install {package}."
 
 
 def folders(config: Config) -> Iterator[str]:
@@ -89,13 +81,9 @@ def _installed(name: str) -> bool:
     return name in sys.modules or find_spec(name) is not None
 
 
-CHECKS: tuple[Check, ...] = (gpus, packages, folders)
-
-
 def check_machine(config: Config, *, trains: bool = True) -> list[str]:
     """Return what prevents a run on this machine, each with its YAML path; servers are not contacted."""
-    checks = (*CHECKS, optimizer_package) if trains else CHECKS
-    return [message for check in checks for message in check(config)]
+    return [*gpus(config), *packages(config, trains=trains), *folders(config)]
 
 
 def require_machine(config: Config, *, trains: bool) -> None:

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallba
 from upweight.config.sections.data import DataSection
 
 Model = PreTrainedModel | PeftModel
+Tokenizer = PreTrainedTokenizerBase
 ReadRows = Callable[[Any, str], tuple[Dataset, DataSection]]
 
 
@@ -23,7 +24,7 @@ class Objects:
     model: Model | None = None  # None: loaded from the config's base_model
     load_dtype: torch.dtype | None = None  # for a model that is loaded by name
     reference: str | PreTrainedModel | None = None  # None: the initial policy
-    tokenizer: PreTrainedTokenizerBase | None = None
+    tokenizer: Tokenizer | None = None
     train_dataset: Any = None
     eval_dataset: Any = None  # or a mapping of names to datasets
     read_rows: ReadRows | None = None  # (raw rows, name of their argument) -> a Dataset and its settings

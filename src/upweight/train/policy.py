@@ -5,15 +5,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from accelerate import PartialState
 from peft import PeftModel
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedTokenizerBase, set_seed
+from transformers import PreTrainedConfig, set_seed
 
 from upweight.config import Config
+from upweight.config.sections.model import ModelSection
 from upweight.config.sections.training import OptimSection
 from upweight.config.zero import partitions_weights
 from upweight.engine import Engine
@@ -31,8 +32,8 @@ from upweight.models.precision import ComputeCopies, Sharding, set_up_precision
 from upweight.models.reference import Reference, adapter_state, make_reference, reference_kind
 from upweight.train.distributed.deepspeed import zero3_partitioned_loading, zero_config
 from upweight.train.distributed.fsdp import rank0_reads_weights
-from upweight.train.objects import Model, Objects
-from upweight.train.reference.precomputed import Precompute
+from upweight.train.objects import Model, Objects, Tokenizer
+from upweight.train.reference import LoadModel, Precompute
 
 ON_CPU = 4096  # token budget of one forward on CPU, unless it is set
 SMALLEST_BUDGET, LARGEST_BUDGET = 2048, 65_536
@@ -62,13 +63,7 @@ class Policy:
 
 
 def load_policy(
-    config: Config,
-    objects: Objects,
-    tokenizer: PreTrainedTokenizerBase,
-    dtype: torch.dtype,
-    sharding: Sharding,
-    *,
-    trains: bool,
+    config: Config, objects: Objects, tokenizer: Tokenizer, dtype: torch.dtype, sharding: Sharding, *, trains: bool
 ) -> Model:
     """Return the model to train: loaded or passed by a script, with dropout, adapter and frozen weights set up."""
     set_seed(config.optim.seed)  # for the initial adapter weights of a model that a script passes
@@ -88,8 +83,7 @@ def load_policy(
         model = new_adapter(model, objects.peft_config)
     elif config.adapter.kind is not None and objects.model is None:
         model = attach_adapter(model, config.adapter, new_tokens=len(config.model.new_tokens))  # pyright: ignore
-    coefficient = getattr(model.config.get_text_config(), "router_aux_loss_coef", None)
-    if coefficient:
+    if coefficient := getattr(model.config.get_text_config(), "router_aux_loss_coef", None):
         warn_once(
             f"the load-balancing loss of the model's routers (router_aux_loss_coef {coefficient:g} in its config) is "
             "not added to the loss: over a long training experts may fall out of use"
@@ -100,13 +94,7 @@ def load_policy(
 
 
 def _load_base_model(
-    config: Config,
-    objects: Objects,
-    tokenizer: PreTrainedTokenizerBase,
-    dtype: torch.dtype,
-    sharding: Sharding,
-    *,
-    trains: bool,
+    config: Config, objects: Objects, tokenizer: Tokenizer, dtype: torch.dtype, sharding: Sharding, *, trains: bool
 ) -> Model:
     """Load the config's model on the CPU; with `trains`, ZeRO-3 may load it as shards."""
     low_memory, zero = config.sharding.low_memory_loading, config.sharding.deepspeed
@@ -127,7 +115,7 @@ def _load_base_model(
         )
 
 
-def _add_template_tokens(model: Model, config: Config, objects: Objects, tokenizer: PreTrainedTokenizerBase) -> None:
+def _add_template_tokens(model: Model, config: Config, objects: Objects, tokenizer: Tokenizer) -> None:
     """Resize the embeddings for the new tokens of a chat template; refuse it where they would not be trained."""
     embedding = model.get_input_embeddings()
     assert isinstance(embedding, nn.Embedding)
@@ -160,33 +148,25 @@ def make_policy(
     device: torch.device,
     *,
     longest: int,
-    tokenizer: PreTrainedTokenizerBase | None = None,
+    tokenizer: Tokenizer | None = None,
     optim: OptimSection,
-    pure: bool = False,
-    separate_reference: Callable[[], nn.Module] | None = None,
-    layout: Literal["auto", "tree", "padded"] = "auto",
-    prepared: Path | None = None,
+    section: ModelSection,
+    separate_reference: LoadModel | None = None,
+    prepared: Path | None = None,  # caches precomputed reference log-probs
     sharding: Sharding = "none",
-    context: ContextGroup | None = None,
+    context: ContextGroup | None = None,  # ranks that share each row
 ) -> Policy:
-    """Place the model on its device, set up precision, engine, memory savings and reference, and return the policy.
-
-    `prepared` is the folder where precomputed reference log-probs are cached. A model that will be sharded stays where
-    it was loaded, since it may not fit one device. The ranks of `context` share each row (context parallelism).
-    """
-    # Quantised weights are placed as they are loaded.
+    """Place the model on its device, set up precision, engine, memory savings and reference, and return the policy."""
+    # Quantised weights are placed as they are loaded; a model that will be sharded may not fit one device.
     if sharding == "none" and getattr(model, "hf_device_map", None) is None:
         nn.Module.to(model, device)
-    copies = set_up_precision(model, dtype, sharding=sharding, pure=pure)
-    install = partial(Engine, layout=layout, longest=longest, context=context)
+    copies = set_up_precision(model, dtype, sharding=sharding, pure=section.pure_bf16)
+    install = partial(Engine, layout=section.layout, longest=longest, context=context)
     engine = install(model)
-    precomputed = method.precomputes_reference
-    separate = (
-        None if separate_reference is None else partial(_load_separate_reference, separate_reference, device, install)
-    )
-    reference = None
-    if not precomputed:
-        reference = _make_policy_reference(model, method, dtype, separate, offload=optim.reference_offloading)
+    precomputed, load = method.precomputes_reference, None
+    if separate_reference is not None:
+        load = partial(_load_separate, separate_reference, device, install)
+    reference = None if precomputed else _reference(model, method, dtype, load, offload=optim.reference_offloading)
     if optim.neftune_alpha is not None:
         add_noise(model, optim.neftune_alpha)
     if optim.activation_offloading:
@@ -203,7 +183,7 @@ def make_policy(
         optim.token_budget or by_memory * (1 if context is None else context.size),
         dtype,
         reference,
-        Precompute(adapter_state(model) == "identity", prepared, separate) if precomputed else None,
+        Precompute(adapter_state(model) == "identity", prepared, load) if precomputed else None,
         copies,
         tokenizer,
         optim.reference_offloading,
@@ -211,9 +191,7 @@ def make_policy(
     )
 
 
-def _load_separate_reference(
-    load: Callable[[], nn.Module], device: torch.device, install: Callable[[nn.Module], Engine]
-) -> nn.Module:
+def _load_separate(load: LoadModel, device: torch.device, install: Callable[[nn.Module], Engine]) -> nn.Module:
     """Load a reference model that is not the policy, on the device, with an engine."""
     model = load()
     nn.Module.to(model, device)
@@ -240,18 +218,11 @@ def _reserved_bytes(model: nn.Module, optimizer: str, sharded: bool) -> int:
     return (states + weights) // PartialState().num_processes
 
 
-def _make_policy_reference(
-    policy: nn.Module,
-    method: Method,
-    dtype: torch.dtype,
-    load_separate: Callable[[], nn.Module] | None,
-    *,
-    offload: bool,
+def _reference(
+    model: nn.Module, method: Method, dtype: torch.dtype, load: LoadModel | None, *, offload: bool
 ) -> Reference | None:
-    """Return the reference of the method, if it needs one: the initial policy or the model of `load_separate`."""
-    synced = method.reference_sync is not None
-    kind = reference_kind(
-        needed=method.needs_reference, adapter=adapter_state(policy), separate=load_separate is not None, synced=synced
-    )
-    separate = load_separate() if kind == "separate" and load_separate is not None else None
-    return make_reference(kind, policy, dtype, synced=synced, offload=offload, separate_model=separate)
+    """Return the reference of the method, if it needs one: the initial policy or the separate model of `load`."""
+    synced, adapter = method.reference_sync is not None, adapter_state(model)
+    kind = reference_kind(needed=method.needs_reference, adapter=adapter, separate=load is not None, synced=synced)
+    separate = load() if kind == "separate" and load is not None else None
+    return make_reference(kind, model, dtype, synced=synced, offload=offload, separate_model=separate)

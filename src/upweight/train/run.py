@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from accelerate import PartialState
+from accelerate.utils import fsdp2_prepare_model
 from transformers import PrinterCallback, TrainerCallback
 
 from upweight.config import Config
@@ -17,12 +18,11 @@ from upweight.errors import UserError
 from upweight.log import logger
 from upweight.runs.record import refuse_busy
 from upweight.train.assemble import assemble
-from upweight.train.distributed.fsdp import layout_of, shard_alone
+from upweight.train.distributed.fsdp import layout_of
 from upweight.train.distributed.ranks import broadcast_from_rank0, init_single_rank
 from upweight.train.recording.checkpoints import last_whole_checkpoint, named_checkpoint, set_aside, step_of
 from upweight.train.recording.model_card import model_card
-from upweight.train.recording.run_folder import changed_keys, refuse_other_weights, write_config
-from upweight.train.recording.session import recording
+from upweight.train.recording.run_folder import changed_keys, recording, refuse_other_weights, write_config
 from upweight.train.trainer import MethodTrainer
 
 
@@ -31,9 +31,8 @@ def train(config: Config, *, resume: bool = False, watchers: Sequence[TrainerCal
     folder = Path(config.run.output_dir)
     refuse_busy(folder)
     trainer = build(config, resume=resume, trains=True)
-    checkpoint = broadcast_from_rank0(
-        _prepare_run_folder(config, folder, resume) if trainer.is_world_process_zero() else None
-    )
+    is_first = trainer.is_world_process_zero()
+    checkpoint = broadcast_from_rank0(_prepare_run_folder(config, folder, resume) if is_first else None)
     with recording(trainer, config, watchers=watchers) as stop:
         try:
             trainer.train(resume_from_checkpoint=checkpoint)
@@ -55,7 +54,8 @@ def evaluate(config: Config) -> dict[str, float]:
     trainer = build(config)
     if trainer.eval_dataset is None:
         raise UserError("there is nothing to evaluate on. Set 'val_set_size' or 'test_datasets'.")
-    shard_alone(trainer)
+    if trainer.is_fsdp_enabled:  # accelerate shards only models with an optimizer
+        trainer.model = trainer.model_wrapped = fsdp2_prepare_model(trainer.accelerator, trainer.model)
     metrics = trainer.evaluate()
     if trainer.rollouts is not None:
         trainer.rollouts.close()
@@ -65,7 +65,8 @@ def evaluate(config: Config) -> dict[str, float]:
 
 def build(config: Config, *, resume: bool = False, trains: bool = False) -> MethodTrainer:
     """Build the trainer of a config. With `trains`, weights may be loaded directly as shards."""
-    if config.sharding.deepspeed is not None or (config.sharding.fsdp and _resumes_shards(config, resume)):
+    checkpoint = _checkpoint_to_resume(config, resume) if config.sharding.fsdp else None
+    if config.sharding.deepspeed is not None or (checkpoint is not None and layout_of(checkpoint) == "fsdp"):
         init_single_rank()
     trainer = MethodTrainer(assemble(config, trains=trains))
     trainer.remove_callback(PrinterCallback)
@@ -91,8 +92,3 @@ def _checkpoint_to_resume(config: Config, resume: bool) -> Path | None:
     if config.run.resume_from is not None:
         return named_checkpoint(config.run.resume_from)
     return last_whole_checkpoint(Path(config.run.output_dir)) if resume or config.run.auto_resume else None
-
-
-def _resumes_shards(config: Config, resume: bool) -> bool:
-    checkpoint = _checkpoint_to_resume(config, resume)
-    return checkpoint is not None and layout_of(checkpoint) == "fsdp"

@@ -20,7 +20,8 @@ HEADINGS = ("stage", "method", "steps", "metric", "first", "last")
 def train_stages(config: Config, run_stage: Callable[[int, bool], None], *, resume: bool = False) -> None:
     """Train every stage with `run_stage(number, resume)`; a resumed run skips finished stages."""
     folders = [Path(stage.run.output_dir) for stage in config.stages]
-    finished = _count_finished(folders) if resume else 0
+    done = [resume and (folder / DONE).is_file() for folder in folders]
+    finished = [*done, False].index(False)  # stages, from the first on
     for folder in folders[finished:]:
         (folder / DONE).unlink(missing_ok=True)
     try:
@@ -29,50 +30,33 @@ def train_stages(config: Config, run_stage: Callable[[int, bool], None], *, resu
                 logger.info("%s is done", folders[number].name)
                 continue
             logger.info("%s (%d of %d)", folders[number].name, number + 1, len(folders))
-            if number and stage.model.base_model == str(folders[number - 1] / "merged"):
-                _merge_stage(config.stages[number - 1])
+            merged = folders[number - 1] / "merged"  # the adapter of the stage before, in full weights
+            if number and stage.model.base_model == str(merged) and not merged.exists():
+                merge_adapter(AdapterFolder(config.stages[number - 1].model, merged.parent), merged)
             run_stage(number, resume and number == finished)
-            write_text(folders[number] / DONE, json.dumps(summary(stage)))
+            write_text(folders[number] / DONE, json.dumps(_summary(stage)))
     finally:
         report_on(Path(config.run.output_dir))
-    write_text(Path(config.run.output_dir) / REPORT, report(folders))
-    for line in table(folders):
+    table = _table(folders)
+    text = ["# Stages", "", *table, "", f"The result is in `{folders[-1].name}`.", ""]
+    write_text(Path(config.run.output_dir) / REPORT, "\n".join(text))
+    for line in table:
         logger.info("%s", line)
 
 
-def _count_finished(folders: list[Path]) -> int:
-    """Return how many stages, from the first on, are finished."""
-    return next((number for number, folder in enumerate(folders) if not (folder / DONE).is_file()), len(folders))
-
-
-def _merge_stage(before: Config) -> None:
-    """Merge the adapter of a stage into full weights for the next stage."""
-    folder = Path(before.run.output_dir)
-    if not (folder / "merged").exists():
-        merge_adapter(AdapterFolder(before.model, folder), folder / "merged")
-
-
-def summary(stage: Config) -> dict[str, Any]:
+def _summary(stage: Config) -> dict[str, Any]:
     """Return the summary of a finished stage: its steps, and the first and last reward or loss."""
     folder = Path(stage.run.output_dir)
     if not (folder / METRICS).is_file():
         raise UserError(f"{folder}: the stage left no {METRICS}")
     rows = metrics_of(folder)
     metric = "reward" if any("reward" in row for row in rows) else "loss"
-    values = [row[metric] for row in rows if metric in row]
-    last = max((row["step"] for row in rows), default=0)
-    first_value, last_value = (values[0], values[-1]) if values else (None, None)
-    return {
-        "stage": folder.name,
-        "method": stage.method.name,
-        "steps": last,
-        "metric": metric,
-        "first": first_value,
-        "last": last_value,
-    }
+    values = [row[metric] for row in rows if metric in row] or [None]
+    steps = max((row["step"] for row in rows), default=0)
+    return dict(zip(HEADINGS, (folder.name, stage.method.name, steps, metric, values[0], values[-1]), strict=True))
 
 
-def table(folders: list[Path]) -> list[str]:
+def _table(folders: list[Path]) -> list[str]:
     """Return a Markdown table with one line per stage."""
     lines = [f"| {' | '.join(HEADINGS)} |", "|---" * len(HEADINGS) + "|"]
     for folder in folders:
@@ -80,8 +64,3 @@ def table(folders: list[Path]) -> list[str]:
         cells = [values[name] for name in HEADINGS]
         lines.append(f"| {' | '.join(f'{cell:.4g}' if isinstance(cell, float) else str(cell) for cell in cells)} |")
     return lines
-
-
-def report(folders: list[Path]) -> str:
-    """Return the table with the folder of the final model."""
-    return "\n".join(["# Stages", "", *table(folders), "", f"The result is in `{folders[-1].name}`.", ""])

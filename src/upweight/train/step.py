@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -20,12 +19,40 @@ from upweight.methods.base import Method
 from upweight.models.reference import Reference
 from upweight.rollout.units import SHOWN
 from upweight.train.distributed.ranks import all_gather_objects
-from upweight.train.meters import Meters, union_over_ranks
 from upweight.types import Batch, Loss, Mean, Outputs, Sample, Unit
 
 GROWTH = 2  # a row is checked again when it is this many times longer than those checked before
 SHORT = 1024  # longest unit, in tokens, whose gradients are checked
 EXCERPT = 256  # tokens per sample that are checked under context parallelism, where a whole one may not fit a rank
+
+
+class Meters:
+    """Metrics between two logs: summed on the device and reduced over ranks once per log."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, Tensor] = {}
+
+    def add(self, metrics: Mapping[str, Mean]) -> None:
+        """Add a batch's metrics without a device sync."""
+        for name, mean in metrics.items():
+            pair = torch.stack([mean.total.detach(), mean.weight.detach()]).double()
+            self._sums[name] = self._sums[name] + pair if name in self._sums else pair
+
+    def drain(self, accelerator: Accelerator) -> dict[str, float]:
+        """Return the means over all ranks since the last call; a metric without weight is left out."""
+        names = union_over_ranks(set(self._sums))
+        if not names:
+            return {}
+        nothing = torch.zeros(2, dtype=torch.float64, device=accelerator.device)
+        table = accelerator.reduce(torch.stack([self._sums.get(name, nothing) for name in names]), "sum")
+        assert isinstance(table, Tensor)
+        self._sums = {}
+        return {name: total / weight for name, (total, weight) in zip(names, table.tolist(), strict=True) if weight}
+
+
+def union_over_ranks(names: set[str]) -> list[str]:
+    """Return the names that any rank has, in the same order on every rank."""
+    return sorted({name for of_rank in all_gather_objects(names) for name in of_rank})
 
 
 @dataclass
@@ -65,12 +92,8 @@ class StepRunner:
         return self.accelerator.distributed_type == DistributedType.DEEPSPEED
 
     def train(self, model: nn.Module, units: Sequence[Unit], known_counts: Mapping[str, float] | None = None) -> Tensor:
-        """Compute the gradients of a step; return a loss whose mean over ranks is the loss of the step.
-
-        `known_counts` replaces counts that span more than this step. Metrics are added after the last backward, so
-        that a step that ran out of memory can be retried.
-        """
-        counts = self._counts(units, known_counts or {})
+        """Compute the gradients of a step; return a loss whose mean over ranks is the loss of the step."""
+        counts = self._counts(units, known_counts or {})  # those known span more than this step
         forwarded = units
         if self.skip_zero_advantage:
             forwarded = [unit for unit in units if any(map(self.method.contributes, unit.samples))]
@@ -78,7 +101,8 @@ class StepRunner:
         ref_logps, prepared = self._prepare(model, rows)
         first = self.checked is None
         if checks := self._needs_check(forwarded):
-            self._check(model, max(rows, key=_longest), forwarded)
+            longest = max(rows, key=lambda row: int(row.batch.position_BN.max()) if row.real else -1)
+            self._check(model, longest, forwarded)
         total = torch.zeros((), device=self.accelerator.device)
         metered: list[Mapping[str, Mean]] = []
         for number, row in enumerate(rows):
@@ -89,12 +113,15 @@ class StepRunner:
                 self.accelerator.sync_gradients = last
             with contextlib.nullcontext() if at_once else self.accelerator.no_sync(model):
                 out = self._outputs(model, row, ref_logps[number])
-                loss = self._row_loss(out, row, counts, prepared, metered)
+                loss, metrics = self._row_loss(out, row, counts, prepared)
                 self.accelerator.backward(loss)
+            metered.append(metrics)
             total += loss.detach() / self._context_size
         if checks and first and not self._under_zero:  # DeepSpeed keeps gradients elsewhere
-            self._check_gradients(model, counts)
-        for metrics in metered:
+            flows = any(all_gather_objects(gradients_flow(model)))
+            if all(float(count) > 0 for count in counts.values()):
+                require_gradients(flows)
+        for metrics in metered:  # only now, so that a step that ran out of memory can be retried
             self.meters.add(metrics)
         if self.skip_zero_advantage:
             parts = {"forwarded_share": (len(forwarded), len(units)), "skipped_zero_adv_batches": (not forwarded, 1)}
@@ -107,7 +134,7 @@ class StepRunner:
     def evaluate(self, model: nn.Module, units: Sequence[Unit]) -> tuple[Loss, dict[str, Tensor]]:
         """Return the loss sums of a step over all ranks, without gradients, and the counts to divide them by."""
         rows = self.rows(units)
-        counts = self._counts(units)
+        counts = self._counts(units, {})
         ref_logps, prepared = self._prepare(model, rows)
         sums = {unit: torch.zeros_like(count) for unit, count in counts.items()}
         for number, row in enumerate(rows):
@@ -116,7 +143,9 @@ class StepRunner:
                 loss = self.method.loss(out, row.batch, prepared)
                 self.meters.add(loss.metrics)
                 sums = {unit: total + loss.sums[unit].float() for unit, total in sums.items()}
-        return Loss(self._reduce(sums)), counts
+        reduced = self.accelerator.reduce(torch.stack(list(sums.values())) * self._reports, "sum")
+        assert isinstance(reduced, Tensor)
+        return Loss(dict(zip(sums, reduced.unbind(), strict=True))), counts
 
     def rows(self, units: Sequence[Unit]) -> list["PackedRow"]:
         """Return this rank's packed rows; every rank has the same number, of which some are empty."""
@@ -138,10 +167,7 @@ class StepRunner:
 
     @torch.no_grad()
     def logps(self, model: nn.Module, units: Sequence[Unit]) -> list[list[NDArray[np.float32]]]:
-        """Return the log-probs of each unit's scored tokens under the model, on every rank.
-
-        The first token of a sequence has no log-prob and gets zero.
-        """
+        """Return the log-probs of each unit's scored tokens on every rank; zero for the first token of a sequence."""
         rank_logps: dict[int, list[NDArray[np.float32]]] = {}
         for row in self.rows(units):
             logps_T = self.engine(model, row.batch, temperature=row.temperature).logps_T
@@ -161,16 +187,11 @@ class StepRunner:
         pad_to = whole_blocks if device.type == "cuda" else None
         return build_batch(units, self.engine.layout, self.method.head == "tokens", pad_to).to(device)
 
-    def _counts(self, units: Sequence[Unit], known: Mapping[str, float] = MappingProxyType({})) -> dict[str, Tensor]:
+    def _counts(self, units: Sequence[Unit], known: Mapping[str, float]) -> dict[str, Tensor]:
         """Return the counts of the whole step, which every rank holds."""
         counts = self.method.count(count_batch(units, self.method.head == "tokens"))
         counts |= {name: torch.tensor(float(known[name])) for name in counts if name in known}
         return dict(zip(counts, torch.stack(list(counts.values())).to(self.accelerator.device).unbind(), strict=True))
-
-    def _reduce(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
-        reduced = self.accelerator.reduce(torch.stack(list(values.values())) * self._reports, "sum")
-        assert isinstance(reduced, Tensor)
-        return dict(zip(values, reduced.unbind(), strict=True))
 
     def _prepare(self, model: nn.Module, rows: Sequence["PackedRow"]) -> tuple[list[Tensor | None], dict[str, Tensor]]:
         """Return each row's reference log-probs, if computed, and what the method prepares from the whole step."""
@@ -214,32 +235,20 @@ class StepRunner:
         return out if known is None else dataclasses.replace(out, ref_logps_T=known)
 
     def _row_loss(
-        self,
-        out: Outputs,
-        row: "PackedRow",
-        counts: dict[str, Tensor],
-        prepared: dict[str, Tensor],
-        metered: list[Mapping[str, Mean]],
-    ) -> Tensor:
-        """Return this row's part of the loss, times the number of ranks, since gradients are averaged over them.
-
-        Ranks that share a row return the same loss; each has the gradient of its part of the tokens.
-        """
+        self, out: Outputs, row: "PackedRow", counts: dict[str, Tensor], prepared: dict[str, Tensor]
+    ) -> tuple[Tensor, Mapping[str, Mean]]:
+        """Return this row's part of the loss, times the number of ranks, which average gradients; and its metrics."""
         if not row.real:
             scored = out.logps_T if out.logps_T is not None else out.scores_TC
             assert scored is not None
-            return scored.sum() * 0.0
+            return scored.sum() * 0.0, {}
         loss = self.method.loss(out, row.batch, prepared)
-        metered.append(loss.metrics)
         parts = [total / counts[unit].clamp(min=1) for unit, total in loss.sums.items()]
-        return torch.stack(parts).sum() * self.accelerator.num_processes
+        return torch.stack(parts).sum() * self.accelerator.num_processes, loss.metrics
 
     def _needs_check(self, units: Sequence[Unit]) -> bool:
-        """Whether to check a packed row: in the first step, and where a sequence or row is much longer than before.
-
-        Some models change positions and scales beyond a length only. All ranks return the same, since each holds the
-        whole step.
-        """
+        """Whether to check a packed row: in the first step, and where a sequence or row is much longer than before."""
+        # Some models change positions and scales beyond a length only. All ranks hold the whole step and decide alike.
         # Without an advantage there may be no gradient to check: at the start the KL has none either.
         if not any(sample.advantage != 0 and _is_scored(sample) for unit in units for sample in unit.samples):
             return False
@@ -264,20 +273,9 @@ class StepRunner:
             batch = self._batch(short[:1])
             plain = self.accelerator.unwrap_model(model)
             checks.append(check_first_gradients(self.engine, plain, batch, self.dtype))
-        worst = self.accelerator.gather(
-            torch.tensor([[check.difference for check in checks]], device=self.accelerator.device)
-        )
-        assert isinstance(worst, Tensor)
-        for check, difference in zip(checks, worst.amax(0).tolist(), strict=True):
+        worst = torch.tensor(all_gather_objects([check.difference for check in checks])).amax(0)
+        for check, difference in zip(checks, worst.tolist(), strict=True):
             dataclasses.replace(check, difference=difference).require()
-
-    def _check_gradients(self, model: nn.Module, counts: dict[str, Tensor]) -> None:
-        """Raise where the first step has no gradients on any rank."""
-        flowing = torch.tensor([float(gradients_flow(model))], device=self.accelerator.device)
-        any_rank = self.accelerator.gather(flowing)
-        assert isinstance(any_rank, Tensor)
-        if all(float(count) > 0 for count in counts.values()):
-            require_gradients(bool(any_rank.any()))
 
 
 @dataclass(frozen=True, eq=False)
@@ -291,10 +289,6 @@ class PackedRow:
     @property
     def real(self) -> bool:
         return bool(self.units)
-
-
-def _longest(row: PackedRow) -> int:
-    return int(row.batch.position_BN.max()) if row.real else -1
 
 
 def _is_scored(sample: Sample) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer
 from transformers.trainer_utils import speed_metrics
 
 from upweight.data.units import units_of
@@ -24,18 +24,16 @@ from upweight.models.precision import Sharding
 from upweight.models.reference import SeparateModel
 from upweight.models.save import save_model
 from upweight.rollout.custom import CustomRollout
+from upweight.train.assemble import TrainerParts
 from upweight.train.distributed.deepspeed import fit_to_ranks
 from upweight.train.distributed.fsdp import refuse_other_layout, set_up_sharding
-from upweight.train.distributed.ranks import broadcast_from_rank0
+from upweight.train.distributed.ranks import all_gather_objects, broadcast_from_rank0
 from upweight.train.loader import StepSampler, step_loader
 from upweight.train.lr_groups import ConfiguredRates, split_by_lr
-from upweight.train.meters import Meters
 from upweight.train.online.feed import RolloutLoader
-from upweight.train.parts import TrainerParts
 from upweight.train.recording.checkpoints import WHOLE, checkpoint_to_resume, step_of
-from upweight.train.reference.precomputed import with_reference
-from upweight.train.reference.synced import SyncReference
-from upweight.train.step import StepRunner
+from upweight.train.reference import SyncReference, with_reference
+from upweight.train.step import Meters, StepRunner
 
 SMALLEST_BUDGET = 256
 NEVER_CALLED = (  # hooks that scripts for other trainers override and this loop does not call
@@ -49,10 +47,20 @@ class MethodTrainer(Trainer):
 
     loss_is_scaled_for_ga = True
     aux_loss_enabled = False  # read by scripts: the router auxiliary loss is not trained
+    model: nn.Module
+    model_wrapped: nn.Module
+    train_dataset: Any
+    eval_dataset: Any
+    processing_class: Any
 
     def __init__(self, parts: TrainerParts) -> None:
-        _refuse_overrides(type(self))
-        policy, rollouts = parts.policy, parts.rollouts
+        kind, policy, rollouts = type(self), parts.policy, parts.rollouts
+        for name in NEVER_CALLED:
+            if getattr(kind, name, None) is not getattr(Trainer, name, None):
+                raise UserError(
+                    f"{kind.__name__}.{name}: is never called here, where a step is trained on in packed rows. "
+                    "Override `training_step`, which returns a loss after its backward, or use the method's settings."
+                )
         Path(parts.arguments.output_dir or ".").mkdir(parents=True, exist_ok=True)
         super().__init__(
             model=policy.model,
@@ -61,8 +69,8 @@ class MethodTrainer(Trainer):
             eval_dataset=parts.eval_dataset,
             processing_class=policy.tokenizer,
             callbacks=list(parts.callbacks),
-            optimizers=parts.optimizers,
-            optimizer_cls_and_kwargs=parts.optimizer_class,
+            optimizers=parts.objects.optimizers,
+            optimizer_cls_and_kwargs=parts.objects.optimizer_class,
         )
         set_up_sharding(self, policy.dtype)
         # before transformers 5.19 this is what keeps the Trainer from dividing the loss again
@@ -77,7 +85,7 @@ class MethodTrainer(Trainer):
         )
         if rollouts is not None:
             self.runner.temperature = rollouts.producer.sampling.temperature or 1.0  # greedy: taken at 1
-            self.runner.skip_zero_advantage = rollouts.skip_zero_advantage
+            self.runner.skip_zero_advantage = rollouts.section.skip_zero_advantage
             if isinstance(rollouts.producer.completion_source, CustomRollout):
                 rollouts.producer.completion_source.trainer = self
         self.precompute = policy.precompute
@@ -86,13 +94,10 @@ class MethodTrainer(Trainer):
             if parts.encode is not None:  # the folder caches the training rows only
                 self.precompute = replace(self.precompute, folder=None)
             self.eval_dataset = _map_sets(self.eval_dataset, self._with_reference)
-        tagged: Any = policy.model
-        if hasattr(tagged, "add_model_tags"):
-            tagged.add_model_tags(["upweight", policy.method.name])
+        if hasattr(policy.model, "add_model_tags"):
+            policy.model.add_model_tags(["upweight", policy.method.name])
         self.last_log, self.last_logged_step = time.perf_counter(), 0
         self.last_blocked = 0.0  # seconds spent waiting for rollouts until the last log
-        if rollouts is None:
-            self.add_callback(_SetSamplerEpoch(self))
 
     @property
     def ref_model(self) -> nn.Module | None:
@@ -102,10 +107,8 @@ class MethodTrainer(Trainer):
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Run the Trainer's loop, from a checkpoint if one is passed (True: the last complete one)."""
-        folder = Path(self.args.output_dir or ".")
-        checkpoint = broadcast_from_rank0(
-            checkpoint_to_resume(resume_from_checkpoint, folder) if self.is_world_process_zero() else None
-        )
+        folder, is_first = Path(self.args.output_dir or "."), self.is_world_process_zero()
+        checkpoint = broadcast_from_rank0(checkpoint_to_resume(resume_from_checkpoint, folder) if is_first else None)
         if checkpoint is not None:
             self._restore_from(checkpoint)
         with nullcontext() if self.recording is None else self.recording(self):
@@ -129,18 +132,14 @@ class MethodTrainer(Trainer):
     def get_train_dataloader(self) -> Any:
         """Return a loader of whole steps; accelerate does not prepare it, since it would split each step over ranks."""
         if self.rollouts is not None:
-            return RolloutLoader(self.rollouts, self._next_rollout_step, lambda: self.state.global_step)
-        batch = self.args.per_device_train_batch_size * self.runner.shares
+            return RolloutLoader(self)
+        rows, batch = len(self.train_dataset), self.args.per_device_train_batch_size * self.runner.shares
         self.sampler = StepSampler(
-            _length(self.train_dataset),
-            batch,
-            self.args.seed,
-            shuffle=self.shuffle,
-            drop_last=self.args.dataloader_drop_last,
+            rows, batch, self.args.seed, self.shuffle, self.args.dataloader_drop_last, lambda: self.state.global_step
         )
         if not len(self.sampler):
             raise UserError(
-                f"datasets: {self.sampler.rows} rows do not fill one batch of {batch}, and dataloader_drop_last drops "
+                f"datasets: {rows} rows do not fill one batch of {batch}, and dataloader_drop_last drops "
                 "what is incomplete. Lower 'micro_batch_size' or 'gradient_accumulation_steps'."
             )
         return self._loader(self.train_dataset, self.sampler)
@@ -149,18 +148,12 @@ class MethodTrainer(Trainer):
         """Return a loader of whole steps of the evaluation rows, in order."""
         rows = self.eval_dataset if eval_dataset is None else eval_dataset
         batch = self.args.per_device_eval_batch_size * self.runner.shares
-        return self._loader(rows, StepSampler(_length(rows), batch, 0, shuffle=False))
+        return self._loader(rows, StepSampler(len(rows), batch, 0, shuffle=False))
 
     def _loader(self, rows: Any, sampler: StepSampler) -> DataLoader[Any]:
         workers = self.args.dataloader_num_workers
         ahead = self.args.dataloader_prefetch_factor if workers else None
         return step_loader(rows, self.method, sampler, num_workers=workers, prefetch_factor=ahead)
-
-    def _next_rollout_step(self) -> dict[str, Any]:
-        model = self.model_wrapped
-        assert self.rollouts is not None
-        assert isinstance(model, nn.Module)
-        return self.rollouts.next_step(self.runner, model, self.state)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """Create the optimizer, split its groups by learning rate, and let the compute copies follow its steps."""
@@ -168,7 +161,6 @@ class MethodTrainer(Trainer):
         optimizer = super().create_optimizer(*args, **kwargs)
         if optimizer is not before:
             if self.lr_rule is not None:
-                assert isinstance(self.model, nn.Module)
                 split_by_lr(optimizer, self.model, self.lr_rule)
             self.add_callback(ConfiguredRates(optimizer))
             if self.copies is not None:
@@ -191,21 +183,20 @@ class MethodTrainer(Trainer):
             torch.cuda.empty_cache()
         tokens = sum(len(sample.ids) for unit in inputs["units"] for sample in unit.samples)
         self.state.num_input_tokens_seen += tokens
-        try:
-            return self.runner.train(model, inputs["units"], inputs.get("counts"))
-        except torch.cuda.OutOfMemoryError as error:
-            if self.accelerator.num_processes > 1 or self.runner.token_budget <= SMALLEST_BUDGET:
-                raise UserError(out_of_memory("in a training step", self.runner.token_budget)) from error
-        # Nothing of the failed try is kept, so the second one is exact.
-        model.zero_grad()
-        torch.cuda.empty_cache()
-        recompute_every_layer(base_of(self.accelerator.unwrap_model(model)))
-        self.runner.token_budget //= 2
-        logger.warning("out of GPU memory: token_budget is now %d; trying the step again", self.runner.token_budget)
-        try:
-            return self.runner.train(model, inputs["units"], inputs.get("counts"))
-        except torch.cuda.OutOfMemoryError as error:
-            raise UserError(out_of_memory("in a training step", self.runner.token_budget)) from error
+        retried = False
+        while True:
+            try:
+                return self.runner.train(model, inputs["units"], inputs.get("counts"))
+            except torch.cuda.OutOfMemoryError as error:
+                if retried or self.accelerator.num_processes > 1 or self.runner.token_budget <= SMALLEST_BUDGET:
+                    raise UserError(out_of_memory("in a training step", self.runner.token_budget)) from error
+            # Nothing of the failed try is kept, so the second one is exact.
+            retried = True
+            model.zero_grad()
+            torch.cuda.empty_cache()
+            recompute_every_layer(base_of(self.accelerator.unwrap_model(model)))
+            self.runner.token_budget //= 2
+            logger.warning("out of GPU memory: token_budget is now %d; trying the step again", self.runner.token_budget)
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
@@ -226,19 +217,25 @@ class MethodTrainer(Trainer):
 
     def _evaluate_set(self, rows: Any, prefix: str) -> dict[str, float]:
         """Return and log the metrics of one evaluation set: loss, or online the rewards of completions."""
-        model = self.model_wrapped
-        assert isinstance(model, nn.Module)
+        model, online, began = self.model_wrapped, self.rollouts, time.time()
         model.eval()
         self._optimizer_mode("eval")
-        online, began = self.rollouts, time.time()
-        metrics = (
-            self._evaluate_loss(model, rows)
-            if online is None
-            else online.evaluate(rows, self.state, self.runner, model, prefix)
-        )
+        if online is not None:
+            metrics = online.evaluate(rows, self.state, self.runner, model, prefix)
+        else:
+            training, self.runner.meters = self.runner.meters, Meters()
+            sums: dict[str, Tensor] = {}
+            counts: dict[str, Tensor] = {}
+            for inputs in self.get_eval_dataloader(rows):
+                loss, units = self.runner.evaluate(model, inputs["units"])
+                sums = {unit: sums.get(unit, 0.0) + total for unit, total in loss.sums.items()}
+                counts = {unit: counts.get(unit, 0.0) + count for unit, count in units.items()}
+            total = sum(float(sums[unit] / counts[unit].clamp(min=1)) for unit in sums)
+            metrics = {"loss": total, **self.runner.meters.drain(self.accelerator)}
+            self.runner.meters = training
         named = {f"{prefix}_{name}": value for name, value in metrics.items()}
         batch = self.args.per_device_eval_batch_size * self.runner.shares
-        named |= speed_metrics(prefix, began, num_samples=_length(rows), num_steps=-(-_length(rows) // batch))
+        named |= speed_metrics(prefix, began, num_samples=len(rows), num_steps=-(-len(rows) // batch))
         if online is None:
             named[f"{prefix}_num_tokens"] = self.state.num_input_tokens_seen
         self.log(named)  # which adds the epoch
@@ -247,7 +244,7 @@ class MethodTrainer(Trainer):
 
     def _with_reference(self, rows: Any) -> Any:
         """Return the rows with precomputed reference log-probs, where `precompute_ref_log_probs` is on."""
-        how, model = self.precompute, self.model
+        how = self.precompute
         if how is None:
             return rows
         if self.state.global_step and not how.base_model and how.separate is None:
@@ -255,46 +252,29 @@ class MethodTrainer(Trainer):
                 "precompute_ref_log_probs: the reference is the policy as it was, which has been trained since. Give "
                 "these rows as eval_dataset when the trainer is made, or leave the argument out."
             )
-        assert isinstance(model, nn.Module)
-        return with_reference(rows, model, self.runner, how)
+        return with_reference(rows, self.model, self.runner, how)
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """Refuse: the loop has no predictions to return."""
         raise UserError("predict: there are no predictions to return; evaluate(rows) gives losses and metrics.")
 
-    def _evaluate_loss(self, model: nn.Module, rows: Any) -> dict[str, float]:
-        training, self.runner.meters = self.runner.meters, Meters()
-        sums: dict[str, Tensor] = {}
-        counts: dict[str, Tensor] = {}
-        for inputs in self.get_eval_dataloader(rows):
-            loss, units = self.runner.evaluate(model, inputs["units"])
-            sums = {unit: sums.get(unit, 0.0) + total for unit, total in loss.sums.items()}
-            counts = {unit: counts.get(unit, 0.0) + count for unit, count in units.items()}
-        total = sum(float(sums[unit] / counts[unit].clamp(min=1)) for unit in sums)
-        metrics = {"loss": total, **self.runner.meters.drain(self.accelerator)}
-        self.runner.meters = training
-        return metrics
-
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log, with the metrics and the throughput since the last log."""
         if self.rollouts is not None:  # the Trainer does not know how much of an epoch was trained before a resume
             self.state.epoch = self.state.global_step / self.rollouts.steps_per_epoch
-        if "train_runtime" in logs:  # the end: what was metered since the last log has no entry of its own
+        if "train_runtime" in logs or "loss" in logs:  # at the end, what was metered since has no entry of its own
             logs |= self.runner.meters.drain(self.accelerator)
         if "loss" in logs:
-            logs |= self.runner.meters.drain(self.accelerator)
             now = time.perf_counter()
-            tokens = self.accelerator.reduce(torch.tensor(self.runner.tokens, device=self.accelerator.device), "sum")
-            assert isinstance(tokens, Tensor)
-            logs["tokens_per_second"] = round(float(tokens) / (now - self.last_log), 1)
+            seconds = now - self.last_log
+            tokens = sum(all_gather_objects(self.runner.tokens))
+            logs["tokens_per_second"] = round(tokens / seconds, 1)
             if self.rollouts is not None:  # the same without the time in which training waited for rollouts
-                blocked = self.rollouts.ahead.blocked
-                worked = now - self.last_log - (blocked - self.last_blocked)
-                logs["training/tokens_per_second"] = round(float(tokens) / max(worked, 1e-9), 1)
-                logs["rollout/share_of_seconds"] = round((blocked - self.last_blocked) / (now - self.last_log), 3)
-                self.last_blocked = blocked
-                steps = max(self.state.global_step - self.last_logged_step, 1)
-                logs["step_time"] = (now - self.last_log) / steps
+                blocked = self.rollouts.ahead.blocked - self.last_blocked
+                logs["training/tokens_per_second"] = round(tokens / max(seconds - blocked, 1e-9), 1)
+                logs["rollout/share_of_seconds"] = round(blocked / seconds, 3)
+                logs["step_time"] = seconds / max(self.state.global_step - self.last_logged_step, 1)
+                self.last_blocked += blocked
             logs["num_tokens"] = self.state.num_input_tokens_seen
             self.last_logged_step = self.state.global_step
             self.last_log, self.runner.tokens = now, 0
@@ -315,8 +295,7 @@ class MethodTrainer(Trainer):
             weights = self.accelerator.get_state_dict(self.model_wrapped if self.is_deepspeed_enabled else self.model)
         if self.args.should_save:
             model: Any = self.accelerator.unwrap_model(self.model)
-            tokenizer: Any = self.processing_class
-            save_model(model, folder, self.runner.dtype, tokenizer, weights)
+            save_model(model, folder, self.runner.dtype, self.processing_class, weights)
         self.accelerator.wait_for_everyone()
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
@@ -338,15 +317,14 @@ class MethodTrainer(Trainer):
 
     def rows_of_step(self, step: int) -> Iterator[dict[str, Any]]:
         """Yield the samples of a step, counted from 0: token ids, which of them were scored, and their text."""
-        rows, tokenizer = self.train_dataset, self.processing_class
         if self.rollouts is not None:
-            yield from self.rollouts.current_samples()
-            return
-        assert rows is not None
-        for number in self.sampler.rows_of(step):
-            for sample in units_of([rows[number]], self.method)[0].samples:
-                text = tokenizer.decode(sample.ids.tolist()) if hasattr(tokenizer, "decode") else None  # pyright: ignore
-                yield {"row": number, "text": text, "ids": sample.ids.tolist(), "scored": sample.scored.tolist()}
+            samples = [({"advantage": one.advantage}, one) for unit in self.rollouts.units for one in unit.samples]
+        else:
+            rows = {n: units_of([self.train_dataset[n]], self.method)[0] for n in self.sampler.rows_of(step)}
+            samples = [({"row": number}, one) for number, unit in rows.items() for one in unit.samples]
+        for where, sample in samples:
+            ids, decode = sample.ids.tolist(), getattr(self.processing_class, "decode", None)
+            yield {**where, "text": decode and decode(ids), "ids": ids, "scored": sample.scored.tolist()}
 
     def _optimizer_mode(self, mode: str) -> None:
         """Switch a schedule-free optimizer to its weights for training or evaluation."""
@@ -357,34 +335,9 @@ class MethodTrainer(Trainer):
                 self.copies.refresh()
 
 
-def _refuse_overrides(kind: type) -> None:
-    """Raise where a subclass overrides a method that this loop does not call."""
-    overridden = [name for name in NEVER_CALLED if getattr(kind, name, None) is not getattr(Trainer, name, None)]
-    if overridden:
-        raise UserError(
-            f"{kind.__name__}.{overridden[0]}: is never called here, where a step is trained on in packed rows. "
-            "Override `training_step`, which returns a loss after its backward, or use the method's settings."
-        )
-
-
-class _SetSamplerEpoch(TrainerCallback):
-    """Sets the sampler's epoch, also after a resume in the middle of one."""
-
-    def __init__(self, trainer: MethodTrainer) -> None:
-        self.trainer = trainer
-
-    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.trainer.sampler.epoch = state.global_step // len(self.trainer.sampler)
-
-
 def _map_sets(rows: Any, change: Callable[[Any], Any]) -> Any:
     """Apply `change` to the rows, or to each of several named sets."""
     return {name: change(part) for name, part in rows.items()} if isinstance(rows, Mapping) else change(rows)
-
-
-def _length(rows: Any) -> int:
-    assert rows is not None
-    return len(rows)
 
 
 def out_of_memory(where: str, budget: int) -> str:

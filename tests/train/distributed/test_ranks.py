@@ -8,7 +8,6 @@ from accelerate import PartialState
 
 from made_runs import on_ranks
 from upweight.train.distributed.ranks import (
-    MaxOverRanks,
     all_gather_objects,
     broadcast_from_rank0,
     join_ranks,
@@ -28,10 +27,9 @@ def work(folder):
 
 def agree(folder):
     state, device = join_ranks(60)
-    rank, largest = state.process_index, MaxOverRanks()
+    rank = state.process_index
     found = {
         "device": device.type,
-        "largest": [largest(rank), largest(5 - rank)],
         "zero": broadcast_from_rank0(f"of {rank}"),
         "all": all_gather_objects(rank),
         "first": rank0_first(lambda: work(folder)),
@@ -42,14 +40,13 @@ def agree(folder):
 
 def test_two_ranks_agree(tmp_path):
     on_ranks(agree, 2, str(tmp_path))
-    shared = {"device": "cpu", "largest": [1, 5], "zero": "of 0", "all": [0, 1]}
+    shared = {"device": "cpu", "zero": "of 0", "all": [0, 1]}
     found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
     assert found == [{**shared, "first": "made"}, {**shared, "first": "found"}]
 
 
 def test_alone_everything_is_as_it_is():
     assert PartialState().num_processes == 1
-    assert MaxOverRanks()(3) == 3
     assert broadcast_from_rank0("a") == "a"
     assert all_gather_objects("a") == ["a"]
     assert rank0_first(lambda: 4) == 4

@@ -56,7 +56,7 @@ def test_files_hold_tokens_with_what_sampler_and_policy_said(tmp_path):
 def test_only_so_many_tokens_are_written_one_by_one(tmp_path, monkeypatch):
     monkeypatch.setattr(completions, "TOKENS_WRITTEN", 4)
     written = [Completion(ids_of("abc"), [], [0] * 3, True) for _ in range(2)]
-    CompletionFiles(tmp_path, ["r"], decode).write_evaluation(rollout(*written), 1, "eval")
+    CompletionFiles(tmp_path, ["r"], decode)(rollout(*written), 1, "eval")
     first, second = rows_of(tmp_path, "eval_step_00001")
     assert "token_texts" in first
     assert "sampler_logps" not in first

@@ -18,9 +18,8 @@ from upweight.models.adapters.attach import kept_adapter
 from upweight.models.load import AUTO_CLASSES
 from upweight.train.api.as_config import checked_config, config_of, error_translator
 from upweight.train.api.configs import MethodArguments
-from upweight.train.assemble import assemble
+from upweight.train.assemble import TrainerParts, assemble
 from upweight.train.objects import Model, Objects, ReadRows
-from upweight.train.parts import TrainerParts
 
 AnyConfig = TypeVar("AnyConfig", bound=MethodArguments)
 ScriptDataset = Dataset | Sequence[Mapping[str, Any]]

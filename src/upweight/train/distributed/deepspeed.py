@@ -21,6 +21,7 @@ from upweight.errors import UserError
 from upweight.log import warn_once
 from upweight.train.distributed.ranks import broadcast_from_rank0
 
+NOT_INSTALLED = "deepspeed: is not installed. `pip install deepspeed`, or use 'fsdp: true', which shards alike."
 # `StepRunner` splits a step into forwards: DeepSpeed sees one batch per step.
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
@@ -30,19 +31,16 @@ def zero_config(options_or_file: str | Mapping[str, Any], folder: Path, dtype: t
     config = zero_options(options_or_file, folder)
     if refused := list(not_taken(config)):
         raise UserError("\n".join(refused))
-    stage = dict(config["zero_optimization"])
-    if stage["stage"] == 3:
-        stage["stage3_gather_16bit_weights_on_model_save"] = True  # needed for saving
-    config["zero_optimization"] = stage
+    if config["zero_optimization"]["stage"] == 3:  # needed for saving
+        config["zero_optimization"] = config["zero_optimization"] | {"stage3_gather_16bit_weights_on_model_save": True}
     config |= dict.fromkeys(BATCH_KEYS, "auto")
     config.setdefault("gradient_clipping", "auto")  # left out, DeepSpeed clips at 1
     config.setdefault("zero_allow_untested_optimizer", True)
     for key, kind in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
         options = dict(config.get(key) or {})
         if options.get("enabled") is True and dtype != kind:
-            warn_once(
-                f"deepspeed: '{key}' of its config is off: the run computes in {str(dtype).removeprefix('torch.')}"
-            )
+            computes = str(dtype).removeprefix("torch.")
+            warn_once(f"deepspeed: '{key}' of its config is off: the run computes in {computes}")
         config[key] = options | {"enabled": dtype == kind}
     return config
 
@@ -64,18 +62,16 @@ def zero3_partitioned_loading(config: Mapping[str, Any] | None) -> Iterator[None
         unset_hf_deepspeed_config()  # the loop sets it again
 
 
-def zero_arguments(config: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+def zero_arguments(options_or_file: str | Mapping[str, Any], folder: Path, dtype: torch.dtype) -> dict[str, Any]:
     """Return the TrainingArguments of DeepSpeed."""
     require_deepspeed()
-    return {"deepspeed": dict(config), "bf16": dtype == torch.bfloat16}
+    return {"deepspeed": zero_config(options_or_file, folder, dtype), "bf16": dtype == torch.bfloat16}
 
 
 def require_deepspeed() -> None:
     """Raise where DeepSpeed is missing; select its CPU backend where there is no GPU."""
     if find_spec("deepspeed") is None:
-        raise UserError(
-            "deepspeed: is not installed. `pip install deepspeed`, or use 'fsdp: true', which shards alike."
-        )
+        raise UserError(NOT_INSTALLED)
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
@@ -92,7 +88,8 @@ def fit_to_ranks(checkpoint: Path, trainer: Trainer) -> None:
             f"resume: {wrote} ranks wrote {checkpoint}, and these are {ranks}; 'load_best_model_at_end' would mix the "
             f"checkpoints of both, which DeepSpeed does not load; drop the key, or {remedy}."
         )
-    failure = broadcast_from_rank0(_convert(folder) if trainer.is_world_process_zero() else None)
+    converted = folder.with_name(f"{folder.name}_universal")
+    failure = broadcast_from_rank0(_convert(folder, converted) if trainer.is_world_process_zero() else None)
     if failure is not None:
         raise UserError(
             f"resume: {wrote} ranks wrote {checkpoint}, and DeepSpeed failed to convert it; {remedy}.\n{failure}"
@@ -101,7 +98,7 @@ def fit_to_ranks(checkpoint: Path, trainer: Trainer) -> None:
     assert plugin is not None
     plugin.deepspeed_config["checkpoint"] = {**plugin.deepspeed_config.get("checkpoint", {}), "load_universal": True}
     if plugin.deepspeed_config["zero_optimization"]["stage"] == 3:
-        trainer.add_callback(_RestoreGroupSettings(_converted(folder) / "zero" / "optimizer_state.pt"))
+        trainer.add_callback(_RestoreGroupSettings(converted / "zero" / "optimizer_state.pt"))
 
 
 class _RestoreGroupSettings(TrainerCallback):
@@ -121,15 +118,10 @@ class _RestoreGroupSettings(TrainerCallback):
             values["step"] = copy.deepcopy(values["step"])
 
 
-def _converted(folder: Path) -> Path:
-    return folder.with_name(f"{folder.name}_universal")
-
-
-def _convert(folder: Path) -> str | None:
-    """Convert a DeepSpeed folder to the universal format beside it; return the error, if it fails."""
+def _convert(folder: Path, converted: Path) -> str | None:
+    """Convert a DeepSpeed folder to the universal format; return the error, if it fails."""
     if (folder.parent / "latest_universal").is_file():  # is written last
         return None
-    converted = _converted(folder)
     shutil.rmtree(converted, ignore_errors=True)
     command = ["deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"]
     places = ["--input_folder", str(folder), "--output_folder", str(converted)]

@@ -1,7 +1,6 @@
 """FSDP2 through accelerate: weights, gradients and optimizer states sharded over the ranks."""
 
 import contextlib
-import os
 from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +10,7 @@ import torch
 import torch.distributed as dist
 from accelerate import PartialState
 from accelerate.state import AcceleratorState
-from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, fsdp2_prepare_model
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, patch_environment
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from transformers import Trainer
@@ -30,12 +29,12 @@ def sharding_of(section: ShardingSection, ranks: int) -> Sharding:
     """Return how a run's weights are sharded; FSDP with one rank shards nothing."""
     if section.deepspeed is not None:
         return "deepspeed"
-    one_of_one = ranks == 1 and dist.is_initialized()  # resumes from shards
-    if section.fsdp and ranks == 1 and not one_of_one:
+    shards = section.fsdp and (ranks > 1 or dist.is_initialized())  # one rank of one: it resumes from shards
+    if section.fsdp and not shards:
         warn_once("fsdp: there is one process, and nothing is sharded; start more (--num-processes, torchrun)")
     if section.fsdp and section.fsdp_version == 1:
         warn_once("fsdp_version: 1 is old; FSDP2 is taken, and trains the same")
-    return "fsdp" if section.fsdp and (ranks > 1 or one_of_one) else "none"
+    return "fsdp" if shards else "none"
 
 
 def fsdp_arguments(section: ShardingSection) -> dict[str, Any]:
@@ -47,26 +46,16 @@ def fsdp_arguments(section: ShardingSection) -> dict[str, Any]:
         "cpu_offload": section.offload and torch.cuda.is_available(),  # without a GPU, shards are on the CPU anyway
         "state_dict_type": section.state_dict,
         "cpu_ram_efficient_loading": section.low_memory_loading,
+        "transformer_layer_cls_to_wrap": section.wrap_layers,
+        "min_num_params": section.min_parameters,
     }
-    if section.wrap_layers is not None:
-        options["transformer_layer_cls_to_wrap"] = section.wrap_layers
-    if section.min_parameters is not None:
-        options["min_num_params"] = section.min_parameters
-    return {"fsdp": True, "fsdp_config": options}
+    return {"fsdp": True, "fsdp_config": {name: value for name, value in options.items() if value is not None}}
 
 
-@contextlib.contextmanager
-def rank0_reads_weights(on: bool) -> Iterator[None]:
+def rank0_reads_weights(on: bool) -> contextlib.AbstractContextManager[None]:
     """Inside, if `on`, only the first rank of each machine reads weights; sharding broadcasts rank 0's."""
-    names = ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING") if on else ()
-    variables: dict[str, str] = dict.fromkeys(names, "true")
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.update({name: value})
+    variables = dict.fromkeys(("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING"), "true")
+    return patch_environment(**variables if on else {})
 
 
 def set_up_sharding(trainer: Trainer, dtype: torch.dtype) -> None:
@@ -104,10 +93,7 @@ def refuse_other_layout(checkpoint: Path, sharding: Sharding) -> None:
 
 @contextlib.contextmanager
 def whole_weights(model: nn.Module, engine: Engine) -> Iterator[None]:
-    """Inside, every rank holds all weights, gathered once, and modules run without the hooks that gather and reshard.
-
-    All ranks enter and exit together. A model that is not sharded is unchanged.
-    """
+    """Inside, every rank holds all weights, and modules run without the hooks that gather; all ranks enter together."""
     if isinstance(model, FSDPModule):
         plugin, device = AcceleratorState().fsdp_plugin, PartialState().device
         assert plugin is not None
@@ -141,10 +127,3 @@ def _without_hooks(model: nn.Module) -> Iterator[None]:
     finally:
         for module, before, after in kept:
             module._forward_pre_hooks, module._forward_hooks = before, after
-
-
-def shard_alone(trainer: Trainer) -> None:
-    """Shard a model that is evaluated and never trained: accelerate prepares only those with an optimizer."""
-    if trainer.is_fsdp_enabled:
-        assert isinstance(trainer.model, nn.Module)
-        trainer.model = trainer.model_wrapped = fsdp2_prepare_model(trainer.accelerator, trainer.model)

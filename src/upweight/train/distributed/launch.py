@@ -18,14 +18,12 @@ from upweight.processes import end_with_parent, forwarded_signals, free_port
 PORT = 29500  # default rendezvous port of several machines
 MESSAGE_FOLDER = "UPWEIGHT_LAUNCHER"  # folder where a rank writes an error for the launcher to print
 POLL = 0.1
+Launcher = Literal["torchrun", "accelerate", "none"]
 
 
 def is_rank() -> bool:
     """Whether a launcher, ours or another, started this process."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
-
-
-Launcher = Literal["torchrun", "accelerate", "none"]
 
 
 @dataclass(frozen=True)
@@ -54,11 +52,16 @@ class Start:
 def launch(arguments: Sequence[str], start: Start, processes: int) -> int:
     """Run `upweight ARGUMENTS` as `processes` ranks; return the exit code, and print errors once."""
     with tempfile.TemporaryDirectory() as folder:
+        port = start.port or (PORT if start.nodes > 1 else free_port())
         if start.launcher is None:
-            port = start.port or (PORT if start.nodes > 1 else free_port())
-            ranks = [_start(arguments, rank, processes, folder, (start, port)) for rank in range(processes)]
+            command = [sys.executable, "-m", "upweight", *arguments]
+            ranks = [_spawn(command, folder, _rank_variables(start, n, processes, port)) for n in range(processes)]
         else:
-            ranks = [_spawn(_launcher_command(arguments, start, processes), {MESSAGE_FOLDER: folder, **_on_cpu(start)})]
+            import torch
+
+            on_cpu = start.launcher == "accelerate" and not torch.cuda.is_available()  # which its launcher must be told
+            variables = {"ACCELERATE_USE_CPU": "true"} if on_cpu else {}
+            ranks = [_spawn(_launcher_command(arguments, start, processes, port), folder, variables)]
         with forwarded_signals((signal.SIGTERM, signal.SIGINT), ranks) as passed:
             try:
                 return _wait(ranks, Path(folder), passed)
@@ -83,49 +86,35 @@ def end_with_launcher() -> None:
         end_with_parent()
 
 
-def _start(
-    arguments: Sequence[str], rank: int, processes: int, folder: str, where: tuple[Start, int]
-) -> subprocess.Popen[bytes]:
-    start, port = where
-    threads = str(max((os.cpu_count() or 1) // processes, 1))
-    variables = {
+def _rank_variables(start: Start, rank: int, processes: int, port: int) -> dict[str, str]:
+    return {
         "RANK": str(start.node_rank * processes + rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(start.nodes * processes),
         "LOCAL_WORLD_SIZE": str(processes),
         "MASTER_ADDR": start.address or "127.0.0.1",
         "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads),
-        MESSAGE_FOLDER: folder,
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // processes, 1))),
     }
-    return _spawn([sys.executable, "-m", "upweight", *arguments], variables)
 
 
-def _spawn(command: Sequence[str], variables: dict[str, str]) -> subprocess.Popen[bytes]:
+def _spawn(command: Sequence[str], folder: str, variables: dict[str, str]) -> subprocess.Popen[bytes]:
     # A session of its own: the terminal's Ctrl-C would reach it twice.
-    return subprocess.Popen(command, env=os.environ | variables, start_new_session=True)
+    return subprocess.Popen(command, env={**os.environ, MESSAGE_FOLDER: folder, **variables}, start_new_session=True)
 
 
-def _launcher_command(arguments: Sequence[str], start: Start, processes: int) -> list[str]:
+def _launcher_command(arguments: Sequence[str], start: Start, processes: int, port: int) -> list[str]:
     """The command line of torchrun or accelerate; arguments after -- come last and win."""
-    port = str(start.port or (PORT if start.nodes > 1 else free_port()))
     command, address = ["-m", "upweight", *arguments], start.address or "127.0.0.1"
     if start.launcher == "torchrun":
         where = ["--nnodes", str(start.nodes), "--node-rank", str(start.node_rank)]
-        where += ["--nproc-per-node", str(processes), "--master-addr", address, "--master-port", port]
+        where += ["--nproc-per-node", str(processes), "--master-addr", address, "--master-port", str(port)]
         return [sys.executable, "-m", "torch.distributed.run", *where, *start.extra, *command]
     where = ["--num_machines", str(start.nodes), "--machine_rank", str(start.node_rank)]
     where += ["--num_processes", str(start.nodes * processes), "--main_process_ip", address]
-    where += ["--main_process_port", port, "--mixed_precision", "no", "--dynamo_backend", "no"]
+    where += ["--main_process_port", str(port), "--mixed_precision", "no", "--dynamo_backend", "no"]
     several = ["--multi_gpu"] if start.nodes * processes > 1 else []  # also on CPUs, where it would start one process
     return [sys.executable, "-m", "accelerate.commands.launch", *where, *several, *start.extra, *command]
-
-
-def _on_cpu(start: Start) -> dict[str, str]:
-    """Return the variable that tells accelerate's launcher that there is no GPU."""
-    import torch
-
-    return {"ACCELERATE_USE_CPU": "true"} if start.launcher == "accelerate" and not torch.cuda.is_available() else {}
 
 
 def _wait(ranks: Sequence[subprocess.Popen[bytes]], folder: Path, passed: list[int]) -> int:

@@ -111,19 +111,3 @@ def no_timeout_group() -> Any:
 @functools.cache
 def _group_of(world: Any) -> Any:
     return dist.new_group(backend="gloo", timeout=datetime.timedelta(days=7))
-
-
-class MaxOverRanks:
-    """Returns the maximum of a number over the ranks, over gloo, without a GPU sync."""
-
-    def __init__(self) -> None:
-        self._group: Any = None
-
-    def __call__(self, number: int) -> int:
-        if PartialState().num_processes == 1:
-            return number
-        if self._group is None:
-            self._group = dist.new_group(backend="gloo")
-        largest = torch.tensor(number)
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._group)
-        return int(largest)

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,11 +11,12 @@ from accelerate import PartialState
 
 from upweight.config import Config
 from upweight.config.resolve import generation_batch
+from upweight.config.rules.rollout import ONE_PROCESS
 from upweight.config.sections.rollout import RolloutSection
+from upweight.config.servers import server_urls
 from upweight.errors import UserError
-from upweight.log import logger
+from upweight.log import logger, warn_once
 from upweight.methods import feature_matcher
-from upweight.methods.base import PolicySettings
 from upweight.models.load import compute_dtype
 from upweight.rewards.load import as_rewards, load_rewards
 from upweight.rewards.model import ModelOptions
@@ -29,10 +29,14 @@ from upweight.rollout.replay import ReplayBuffer
 from upweight.rollout.reroll import Reroll
 from upweight.rollout.rollout import PromptRows
 from upweight.rollout.run_ahead import bounded_depth
-from upweight.rollout.sampling_params import sampling_of
+from upweight.rollout.sampling_params import request_options, sampling_of
 from upweight.rollout.single_turn import SingleTurn
 from upweight.rollout.vllm.colocated import VllmColocated
+from upweight.rollout.vllm.server import VllmServer
+from upweight.rollout.vllm.servers import VllmServers
+from upweight.rollout.vllm.versions import OnModel
 from upweight.sampler.in_process import InProcess
+from upweight.train.arguments import step_size
 from upweight.train.distributed.fsdp import whole_weights
 from upweight.train.distributed.ranks import ShardedWork, all_gather_objects
 from upweight.train.objects import YAML_ONLY, Objects
@@ -40,12 +44,13 @@ from upweight.train.online.broadcast import broadcast_rollout
 from upweight.train.online.environments import EnvironmentSetup, check_rewards
 from upweight.train.online.feature_matching import FeatureMatching, feature_matching_of
 from upweight.train.online.feed import RolloutFeed, RolloutSchedule
-from upweight.train.online.vllm import Vllm, server_for
 from upweight.train.policy import Policy
 from upweight.types import Generator, Sampling
 from upweight.user_modules import load_function
 
-REROLL_CAPACITY = 1024  # failed prompts remembered
+Vllm = VllmServer | VllmServers | VllmColocated
+WEIGHTS = "vllm"  # folder in the run's folder: weights on their way to the server
+REROLLED = 1024  # failed prompts remembered
 LOSS_IS_NO_MEASURE = (
     "%s: the loss is near 0 and may rise while the policy learns; it is no measure of progress: watch reward, "
     "group_reward_std%s"
@@ -56,25 +61,10 @@ ZERO_ADVANTAGE_FORWARDED = (
 )
 
 
-@dataclass(frozen=True)
-class RolloutSpec:
-    """The inputs that rollouts are built from."""
-
-    rows: PromptRows
-    rewards: Sequence[Reward]
-    plan: Plan
-    section: RolloutSection
-    folder: Path  # of the run
-    seed: int
-    shuffle: bool = True
-    env_setup: EnvironmentSetup | None = None
-    rollout_func: Callable[..., Any] | None = None  # a user's function that returns completions
-
-
 def plan_of(config: Config, ranks: int) -> Plan:
     """Return the sizes of a config's rollouts."""
-    step = (config.optim.micro_batch_size or 1) * (config.optim.accumulation or 1) * ranks
-    return Plan.fitting(generation_batch(config, ranks), config.method.group_size, step, config.rollout.num_iterations)
+    wanted, iterations = generation_batch(config, ranks), config.rollout.num_iterations
+    return Plan.fitting(wanted, config.method.group_size, step_size(config) * ranks, iterations)
 
 
 def rewards_of(
@@ -113,109 +103,118 @@ def rollouts_of(
     *,
     env_setup: EnvironmentSetup | None,
 ) -> RolloutFeed:
-    """Build the rollouts of a config."""
-    function, path = objects.rollout_func, config.rollout.rollout_func
-    if function is None and path is not None:
-        function = load_function(path, config.folder, "trl.rollout_func")
-    spec = RolloutSpec(
-        rows,
-        rewards,
-        plan_of(config, PartialState().num_processes // config.sharding.context_parallel_size),
-        config.rollout,
-        Path(config.run.output_dir),
-        config.optim.seed,
-        shuffle=not config.data.curriculum,
-        env_setup=env_setup,
-        rollout_func=function,
-    )
-    return make_rollouts(policy, spec)
-
-
-def make_rollouts(policy: Policy, spec: RolloutSpec) -> RolloutFeed:
     """Build sampler, completion source, producer and schedule of the rollouts."""
-    method, section, ranks, tokenizer = policy.method, spec.section, PartialState(), policy.tokenizer
-    gradient = method.policy_settings
+    method, section, tokenizer, ranks = config.method, config.rollout, policy.tokenizer, PartialState()
+    gradient, function = method.policy_settings, objects.rollout_func
     assert gradient is not None, "online methods have policy settings"
-    server = server_for(
-        section,
-        policy.model,
-        tokenizer,
-        dtype=policy.dtype,
-        folder=spec.folder,
-        rows=spec.rows,
-        max_new_tokens=gradient.max_completion_length,
-    )
+    if function is None and section.rollout_func is not None:
+        function = load_function(section.rollout_func, config.folder, "trl.rollout_func")
+    server = _vllm(config, policy, rows, gradient.max_completion_length)
     logger.info(LOSS_IS_NO_MEASURE, method.name, " and kl" if method.needs_reference else "")
-    feature_matching = feature_matching_of(
-        method, policy.model, policy.dtype, policy.reference, offload=policy.offload_reference
-    )
-    strided = feature_matching is not None and feature_matching.strided
-    if section.skip_zero_advantage and gradient.zero_advantage_reasons and not strided:
+    if section.skip_zero_advantage and gradient.zero_advantage_reasons and not method.strided:
         logger.info(ZERO_ADVANTAGE_FORWARDED, method.name, " and ".join(gradient.zero_advantage_reasons))
-    sampling = (
-        sampling_of(section, gradient.max_completion_length)
-        if feature_matching is None
-        else feature_matching.sampling(section)
-    )
+    feature_matching = feature_matching_of(policy)
+    sampling = sampling_of(section, gradient.max_completion_length)
+    if feature_matching is not None and method.strided:
+        sampling = feature_matching.block_sampling()
     generator: Generator | None = server
-    if spec.rollout_func is None and not section.use_vllm:
-        generator = _in_process(policy, spec, sampling, endless=strided)
+    if function is None and not section.use_vllm:
+        generator = _in_process(policy, section, rows, sampling)
+    plan = plan_of(config, ranks.num_processes // config.sharding.context_parallel_size)
+    schedule = _schedule(section, plan, policy, server)
+    off_policy = gradient.sampler_correction or section.use_vllm or schedule.depth or section.replay_size
+    masks_off_policy = function is not None and gradient.off_policy_mask_threshold is not None
     producer = Producer(
         method=method,
-        plan=spec.plan,
-        rows=spec.rows,
-        order=PromptOrder(len(spec.rows), spec.seed, shuffle=spec.shuffle),
-        completion_source=_completion_source(policy, spec, generator, feature_matching),
-        scorer=Scorer(spec.rewards, workers=section.reward_workers, timeout=section.reward_timeout),
+        plan=plan,
+        rows=rows,
+        order=PromptOrder(len(rows), config.optim.seed, shuffle=not config.data.curriculum),
+        completion_source=_completion_source(policy, function, generator, env_setup, feature_matching),
+        scorer=Scorer(rewards, workers=section.reward_workers, timeout=section.reward_timeout),
         sampling=sampling,
         decode=lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)),
-        seed=spec.seed,
+        seed=config.optim.seed,
         ranks=Ranks() if section.use_vllm else Ranks(ranks.process_index, ranks.num_processes, all_gather_objects),
         longest=feature_matching.longest if feature_matching is not None and feature_matching.adapts else None,
         prove=generator.prove if isinstance(generator, InProcess) else None,
-        **_resampling_options(section),
+        extra_rounds=section.dynamic_sampling,
+        streaming_groups=section.streaming_groups if section.streaming else None,
+        replay=ReplayBuffer(section.replay_size, section.replay_max_age) if section.replay_size else None,
+        reroll=Reroll(section.reroll_start, section.reroll_groups, REROLLED) if section.reroll_start < 1 else None,
     )
-    schedule = _schedule(section, spec.plan, policy, server)
     return RolloutFeed(
         producer,
-        method,
         generator,
+        section,
+        schedule,
         eval_size=section.num_generations_eval or method.group_size,
-        schedule=schedule,
         mask_truncated=gradient.mask_truncated_completions,
-        sampler_logps=_uses_sampler_logps(gradient, section, schedule.depth, custom=spec.rollout_func is not None),
-        skip_zero_advantage=section.skip_zero_advantage,
-        recompute_replayed=section.replay_recompute,
+        sampler_logps=bool(off_policy or masks_off_policy),
         feature_matching=feature_matching,
     )
 
 
-def _uses_sampler_logps(policy: PolicySettings, section: RolloutSection, depth: int, *, custom: bool) -> bool:
-    """Whether the loss needs the sampler's log-probs: the sampler may hold older weights or be another program."""
-    if policy.sampler_correction or section.use_vllm or depth or section.replay_size:
-        return True
-    return custom and policy.off_policy_mask_threshold is not None
+def _vllm(config: Config, policy: Policy, rows: PromptRows, max_new_tokens: int) -> Vllm | None:
+    """Return the colocated engine, or the checked servers on rank 0; None on other ranks and without vLLM."""
+    section, ranks, folder = config.rollout, PartialState(), Path(config.run.output_dir)
+    if not section.use_vllm:
+        return None
+    longest = max((len(rows[number]["prompt_ids"]) for number in range(len(rows))), default=0)
+    options: dict[str, Any] = {
+        "dtype": policy.dtype,
+        "lora_sync": section.lora_sync,
+        "temperature": section.temperature,
+        "options": request_options(section),
+    }
+    if section.vllm_mode == "colocate":
+        if ranks.num_processes > 1:
+            raise UserError(f"trl.vllm_mode: {ONE_PROCESS}.")
+        if section.weight_transfer != "folder":
+            warn_once("trl.vllm_weight_transfer: no effect with 'vllm_mode: colocate'")
+        return VllmColocated(
+            policy.model,
+            policy.tokenizer,
+            folder=folder / WEIGHTS,
+            longest=section.colocate_length or longest + max_new_tokens,
+            memory=section.colocate_memory,
+            parallel=section.colocate_parallel,
+            sleeps=section.sleep_mode,
+            **options,
+        )
+    if ranks.process_index:
+        return None
+    urls = server_urls(section)
+
+    def connect(url: str, number: int | None = None, on_model: OnModel | None = None) -> VllmServer:
+        return VllmServer(
+            url,
+            policy.model,
+            policy.tokenizer,
+            folder=folder / (WEIGHTS if number is None else f"{WEIGHTS}-{number}"),
+            timeout=section.server_timeout,
+            transfer=section.weight_transfer,
+            on_model=on_model,
+            **options,
+        )
+
+    server = connect(urls[0]) if len(urls) == 1 else VllmServers(urls, connect)
+    server.require_room(longest, max_new_tokens)
+    return server
 
 
-def _in_process(policy: Policy, spec: RolloutSpec, sampling: Sampling, *, endless: bool) -> InProcess:
+def _in_process(policy: Policy, section: RolloutSection, rows: PromptRows, sampling: Sampling) -> InProcess:
     """Return the in-process sampler; raise now where the longest row would not fit."""
     generator = InProcess(
         policy.model,
         policy.tokenizer,
         engine=policy.engine,
-        end_ids=() if endless else None,
-        device=_device(policy),
-        compile=spec.section.compile_sampler,
+        end_ids=() if policy.method.strided else None,
+        device=PartialState().device if policy.sharded else None,  # sharded weights may still be on the CPU
+        compile=section.compile_sampler,
     )
-    rows = spec.rows
     longest = max((_tokens(rows[number], sampling) for number in range(len(rows))), default=0)
     generator.require_room(longest, sampling.max_new_tokens)
     return generator
-
-
-def _device(policy: Policy) -> torch.device | None:
-    """Return the device of a sharded model, whose weights may still be on the CPU; None: that of its weights."""
-    return PartialState().device if policy.sharded else None
 
 
 def _tokens(row: Mapping[str, Any], sampling: Sampling) -> int:
@@ -227,44 +226,28 @@ def _tokens(row: Mapping[str, Any], sampling: Sampling) -> int:
 
 
 def _completion_source(
-    policy: Policy, spec: RolloutSpec, generator: Generator | None, feature_matching: FeatureMatching | None
+    policy: Policy,
+    function: Callable[..., Any] | None,
+    generator: Generator | None,
+    env_setup: EnvironmentSetup | None,
+    feature_matching: FeatureMatching | None,
 ) -> CompletionSource:
     """Return the source of completions: EBFT's, a user's function, an environment, or the sampler alone."""
-    model, tokenizer, function = policy.model, policy.tokenizer, spec.rollout_func
+    model, tokenizer = policy.model, policy.tokenizer
     if feature_matching is not None:
-        return feature_matching.completion_source(model, tokenizer, generator, policy.engine, _device(policy))
+        return feature_matching.completion_source(policy, generator)
     if function is not None:
         return CustomRollout(function, getattr(function, "__name__", type(function).__name__), model, tokenizer)
-    return (
-        SingleTurn(generator)
-        if spec.env_setup is None
-        else spec.env_setup.completion_source(model, tokenizer, generator)
-    )
-
-
-def _resampling_options(section: RolloutSection) -> dict[str, Any]:
-    """Return the options of dynamic sampling, streaming, replay and reroll that are turned on."""
-    options: dict[str, Any] = {"extra_rounds": section.dynamic_sampling}
-    if section.streaming:
-        options["streaming_groups"] = section.streaming_groups
-    if section.replay_size:
-        options["replay"] = ReplayBuffer(section.replay_size, section.replay_max_age)
-    if section.reroll_start < 1:
-        options["reroll"] = Reroll(section.reroll_start, section.reroll_groups, REROLL_CAPACITY)
-    return options
+    return SingleTurn(generator) if env_setup is None else env_setup.completion_source(model, tokenizer, generator)
 
 
 def _schedule(section: RolloutSection, plan: Plan, policy: Policy, server: Vllm | None) -> RolloutSchedule:
-    """Return how far rollouts run ahead, how often the sampler syncs, and which ranks produce (with vLLM rank 0 only).
-
-    Sharded weights are gathered for the in-process sampler, or sent to a server by all ranks together.
-    """
+    """Return how far rollouts run ahead, how often the sampler syncs, and which ranks produce (with vLLM: rank 0)."""
     ranks, sharded_work = PartialState(), None
     interval = section.sync_interval if section.use_vllm else 1
-    depth = bounded_depth(
-        plan, section.prefetch_depth if section.async_prefetch else 0, interval, section.max_staleness
-    )
-    if policy.sharded and section.use_vllm:
+    ahead = section.prefetch_depth if section.async_prefetch else 0
+    depth = bounded_depth(plan, ahead, interval, section.max_staleness)
+    if policy.sharded and section.use_vllm:  # all ranks send their shards to the server together
         sharded_work = ShardedWork(policy.model)
         if server is not None:
             assert not isinstance(server, VllmColocated), "a rule refuses shards without a server"

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from upweight.rollout.rollout import Rollout
 from upweight.train.distributed.ranks import broadcast_from_rank0, no_timeout_group
-from upweight.types import Completion, Group
+from upweight.types import Completion
 
 DTYPES = (np.int32, np.float64, np.bool_)
 
@@ -39,11 +39,11 @@ def to_flat(rollout: Rollout) -> tuple[Any, list[NDArray[Any]]]:
     ]
     # Arrays, since each tensor would be pickled as a file of its own.
     scores = [tuple(None if x is None else x.numpy() for x in (g.rewards_SR, g.advantage_S)) for g in rollout.groups]
-    return (
-        replace(rollout, groups=[_group_without_tokens(group) for group in rollout.groups]),
-        lengths,
-        scores,
-    ), numbers
+    groups = []
+    for group in rollout.groups:
+        completions = [_without_tokens(one) for one in group.completions]
+        groups.append(replace(group, prompt_ids=[], completions=completions, rewards_SR=None, advantage_S=None))
+    return (replace(rollout, groups=groups), lengths, scores), numbers
 
 
 def from_flat(header: Any, numbers: Sequence[NDArray[Any]]) -> Rollout:
@@ -72,13 +72,6 @@ def _segments(completion: Completion) -> Iterator[Completion]:
         yield from _segments(earlier)
 
 
-def _group_without_tokens(group: Group) -> Group:
-    hollow = [_without_tokens(completion) for completion in group.completions]
-    return replace(group, prompt_ids=[], completions=hollow, rewards_SR=None, advantage_S=None)
-
-
 def _without_tokens(one: Completion) -> Completion:
-    sampled = None if one.sampled is None else []
-    return replace(
-        one, ids=[], logps=[], versions=[], sampled=sampled, earlier=[_without_tokens(e) for e in one.earlier]
-    )
+    sampled, earlier = None if one.sampled is None else [], [_without_tokens(before) for before in one.earlier]
+    return replace(one, ids=[], logps=[], versions=[], sampled=sampled, earlier=earlier)

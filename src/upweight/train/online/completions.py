@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,34 +21,23 @@ TOKENS_WRITTEN = 8192  # tokens of one file that are written one by one, which t
 BROKEN = "\ufffd"  # decoded from a token that holds part of a character
 
 
+@dataclass
 class CompletionFiles:
-    """Writes each rollout to `completions/step_NNNNN.jsonl`, named after the first step that trains on it.
+    """Writes each rollout to `completions/step_NNNNN.jsonl`, named after the first step that trains on it."""
 
-    `policy_logps` returns, for each completion of the current rollout, the policy's log-probs of its sampled tokens
-    before training on them, or None.
-    """
+    run_folder: Path
+    names: Sequence[str]
+    decode: Callable[[list[int]], str]
+    # For each completion, the policy's log-probs of its sampled tokens before training on them, or None.
+    policy_logps: Callable[[], Sequence[Sequence[float] | None]] = tuple
+    known: dict[int, str] = field(default_factory=dict)  # texts of tokens
 
-    def __init__(
-        self,
-        run_folder: Path,
-        names: Sequence[str],
-        decode: Callable[[list[int]], str],
-        policy_logps: Callable[[], Sequence[Sequence[float] | None]] = tuple,
-    ) -> None:
-        self.folder, self.names, self.decode, self.policy_logps = run_folder / COMPLETIONS, names, decode, policy_logps
-        self.known: dict[int, str] = {}  # texts of tokens
-
-    def __call__(self, rollout: Rollout, step: int) -> None:
-        self._write(rollout, step, "step", self.policy_logps())
-
-    def write_evaluation(self, rollout: Rollout, step: int, name: str) -> None:
-        """Write the completions of an evaluation after `step` steps to `completions/<name>_step_NNNNN.jsonl`."""
-        self._write(rollout, step, f"{re.sub(r'[^0-9A-Za-z_.-]', '_', name)}_step")
-
-    def _write(
-        self, rollout: Rollout, step: int, name: str, policy_logps: Sequence[Sequence[float] | None] = ()
-    ) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
+    def __call__(self, rollout: Rollout, step: int, evaluation: str | None = None) -> None:
+        """Write a rollout, or that of an evaluation after `step` steps to `<its name>_step_NNNNN.jsonl`."""
+        prefix = "" if evaluation is None else re.sub(r"[^0-9A-Za-z_.-]", "_", evaluation) + "_"
+        policy_logps = self.policy_logps() if evaluation is None else ()
+        folder = self.run_folder / COMPLETIONS
+        folder.mkdir(parents=True, exist_ok=True)
         rows = [{"step": step, **row} for row in readable(rollout, self.names, self.decode)]
         room = TOKENS_WRITTEN
         for place, one in enumerate(one for group in rollout.groups for one in group.completions):
@@ -56,7 +46,7 @@ class CompletionFiles:
                 logps = policy_logps[place] if place < len(policy_logps) else None
                 rows[place] |= self._tokens(one, logps)
         text = "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
-        write_text(self.folder / f"{name}_{step:05d}.jsonl", text)
+        write_text(folder / f"{prefix}step_{step:05d}.jsonl", text)
 
     def _tokens(self, one: Completion, policy_logps: Sequence[float] | None) -> dict[str, Any]:
         """Return per-token fields of a completion: texts, sampler and policy log-probs, and which were sampled."""

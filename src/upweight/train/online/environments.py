@@ -1,16 +1,14 @@
 """The environment of a config or a script, and the completion source that runs its episodes."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from accelerate import PartialState
-from transformers import PreTrainedTokenizerBase
 
 from upweight.config import Config
 from upweight.config.sections.environment import EnvironmentSection
-from upweight.config.sections.rollout import GymSection
 from upweight.data.raw_row import PREPARED_COLUMNS
 from upweight.data.tokenize.templates import ChatTemplate
 from upweight.engine.forward import base_of
@@ -30,7 +28,7 @@ from upweight.rollout.producer import CompletionSource
 from upweight.rollout.vllm.server import VllmServer
 from upweight.sampler.in_process import end_tokens
 from upweight.train.distributed.ranks import broadcast_from_rank0
-from upweight.train.objects import YAML_ONLY, Objects
+from upweight.train.objects import YAML_ONLY, Objects, Tokenizer
 from upweight.types import Generator
 from upweight.user_modules import load_function
 
@@ -44,59 +42,41 @@ class EnvironmentSetup:
     tool_format: str = "auto"
     template_args: Mapping[str, Any] = field(default_factory=dict)
     default_system: str | None = None
+    agents_port: int | None = None  # at which agents of NeMo Gym, which run the turns, reach the policy
 
-    def completion_source(
-        self, model: Any, tokenizer: PreTrainedTokenizerBase, generator: Generator | None
-    ) -> CompletionSource:
-        """Return the runner that fills groups with episodes."""
-        template = ChatTemplate(tokenizer, None, self.template_args)
+    def completion_source(self, model: Any, tokenizer: Tokenizer, generator: Generator | None) -> CompletionSource:
+        """Return the runner that fills groups with episodes, or the source that gets them from a gym's agents."""
+        if self.agents_port is not None:
+            assert isinstance(self.environment, NemoGym)
+            assert generator is None or isinstance(generator, VllmServer), "a rule refuses agents without a server"
+            gateway = None if generator is None else PolicyGateway(generator, self.agents_port, self.template_args)
+            return GymAgents(self.environment, gateway)
+        template = tokenizer.chat_template
+        source = "\n".join(template.values()) if isinstance(template, dict) else str(template or "")
         setup = EpisodeSetup(
             self.environment,
-            template,
+            ChatTemplate(tokenizer, None, self.template_args),
             ends=end_tokens(base_of(model), tokenizer),
             bounds=self.bounds,
-            tool_format=format_of(_source(tokenizer)) if self.tool_format == "auto" else self.tool_format,
+            tool_format=format_of(source) if self.tool_format == "auto" else self.tool_format,
             default_system=self.default_system,
         )
         return EpisodeRunner(setup, generator)
 
 
-@dataclass(frozen=True)
-class GymAgentSetup(EnvironmentSetup):
-    """A NeMo Gym environment whose agents run the turns."""
-
-    gym: GymSection = field(default_factory=GymSection)
-
-    def completion_source(
-        self, model: Any, tokenizer: PreTrainedTokenizerBase, generator: Generator | None
-    ) -> CompletionSource:
-        """Return the source that gets episodes from the agents."""
-        assert isinstance(self.environment, NemoGym)
-        assert generator is None or isinstance(generator, VllmServer), "a rule refuses agents without a server"
-        gateway = None
-        if generator is not None:
-            gateway = PolicyGateway(generator, self.gym.policy_port, self.template_args)
-        return GymAgents(self.environment, gateway)
-
-
 def environment_setup(config: Config, objects: Objects = YAML_ONLY) -> EnvironmentSetup | None:
     """Return the environment of the config or the script; None for single-turn completions."""
-    section = config.environment
-    if objects.tools or objects.environment_factory is not None:
-        factory, tools = objects.environment_factory, list(objects.tools or ())
-        environment = python_environment(section, factory, tools, "environment_factory")
-        return EnvironmentSetup(environment, episode_limits(section), template_args=config.data.template_args)
-    if config.method.online and config.gym.enabled:
-        return _gym(config)
-    if not config.method.online or not section.acts:
-        return None
-    return EnvironmentSetup(
-        _environment(section, config.folder),
-        episode_limits(section),
-        section.tool_format,
-        config.data.template_args,
-        config.data.default_system_message,
-    )
+    section, data = config.environment, config.data
+    if not objects.tools and objects.environment_factory is None:
+        if config.method.online and config.gym.enabled:
+            return _gym(config)
+        if not config.method.online or not section.acts:
+            return None
+    # The time limit leaves the environment room to report a tool that timed out.
+    limit, waits = section.timeout + section.tool_timeout, section.wait if section.kind == "openenv" else 0.0
+    bounds = EpisodeLimits(section.max_turns, limit, section.episode_timeout, waits)
+    environment = _environment(section, config.folder, objects)
+    return EnvironmentSetup(environment, bounds, section.tool_format, data.template_args, data.default_system_message)
 
 
 def _gym(config: Config) -> EnvironmentSetup:
@@ -108,31 +88,16 @@ def _gym(config: Config) -> EnvironmentSetup:
     if section.auto_start and PartialState().process_index == 0:
         process = GymProcess(section, config.folder, Path(config.run.output_dir), policy=policy)
     socket = broadcast_from_rank0(None if process is None else process.socket)
-    gym = Gym(
-        section.head_port, patience=section.server_timeout, busy=section.verify_timeout, process=process, socket=socket
+    timeouts = {"patience": section.server_timeout, "busy": section.verify_timeout}
+    gym = Gym(section.head_port, **timeouts, process=process, socket=socket)
+    return EnvironmentSetup(
+        NemoGym(section, gym, name),
+        EpisodeLimits(section.max_turns or config.environment.max_turns, section.run_timeout, section.run_timeout),
+        config.environment.tool_format,
+        config.data.template_args,
+        config.data.default_system_message,
+        section.policy_port if section.multi_turn else None,
     )
-    bounds = EpisodeLimits(section.max_turns or config.environment.max_turns, section.run_timeout, section.run_timeout)
-    rendering = (config.environment.tool_format, config.data.template_args, config.data.default_system_message)
-    environment = NemoGym(section, gym, name)
-    if section.multi_turn:
-        return GymAgentSetup(environment, bounds, *rendering, gym=section)
-    return EnvironmentSetup(environment, bounds, *rendering)
-
-
-def episode_limits(section: EnvironmentSection) -> EpisodeLimits:
-    """Return the limits of episodes; the time limit leaves the environment room to report a tool that timed out."""
-    waits = section.wait if section.kind == "openenv" else 0.0
-    return EpisodeLimits(section.max_turns, section.timeout + section.tool_timeout, section.episode_timeout, waits)
-
-
-def python_environment(
-    section: EnvironmentSection,
-    factory: Callable[[], Any] | Mapping[str, Callable[[], Any]] | None,
-    functions: Sequence[Callable[..., Any]],
-    key: str = "environment.class",
-) -> PythonEnvironment:
-    """Return an environment of a user's class, functions, or both."""
-    return PythonEnvironment(factory, functions, timeout=section.timeout, tool_timeout=section.tool_timeout, key=key)
 
 
 def check_rewards(rewards: Sequence[Reward], columns: Sequence[str], env_setup: EnvironmentSetup | None) -> None:
@@ -141,28 +106,17 @@ def check_rewards(rewards: Sequence[Reward], columns: Sequence[str], env_setup: 
     check_columns(rewards, [name for name in available if name not in PREPARED_COLUMNS])
 
 
-def _environment(section: EnvironmentSection, folder: Path) -> Environment:
+def _environment(section: EnvironmentSection, folder: Path, objects: Objects) -> Environment:
+    """Return the environment of OpenEnv, or of a user's class (or several by name), functions, or both."""
+    key, factory, functions = "environment_factory", objects.environment_factory, list(objects.tools or ())
     if section.kind == "openenv":
         from upweight.environments.openenv import OpenEnv  # an optional package
 
         assert section.url is not None, "a rule requires the url"
-        return OpenEnv(
-            section.url,
-            section.reward,
-            section.columns,
-            section.text_field,
-            section.observation,
-            timeout=section.timeout,
-            wait=section.wait,
-        )
-    factory = None
-    if section.class_path is not None:
-        factory = load_function(section.class_path, folder, "environment.class")
-    functions = [load_function(path, folder, "tools") for path in section.tools]
-    return python_environment(section, factory, functions)
-
-
-def _source(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return the text of a tokenizer's chat templates."""
-    template = tokenizer.chat_template
-    return "\n".join(template.values()) if isinstance(template, dict) else str(template or "")
+        reads = (section.reward, section.columns, section.text_field, section.observation)
+        return OpenEnv(section.url, *reads, timeout=section.timeout, wait=section.wait)
+    if factory is None and not functions:
+        key, path = "environment.class", section.class_path
+        factory = None if path is None else load_function(path, folder, key)
+        functions = [load_function(path, folder, "tools") for path in section.tools]
+    return PythonEnvironment(factory, functions, timeout=section.timeout, tool_timeout=section.tool_timeout, key=key)

@@ -5,24 +5,21 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from accelerate import PartialState
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
 
-from upweight.config.sections.rollout import RolloutSection
-from upweight.engine import Engine
 from upweight.engine.packing import build_batch, plan_rows, whole_blocks
 from upweight.methods import EBFT, feature_matcher
-from upweight.methods.base import Method
 from upweight.methods.formulas.features import pooled, pooled_positions
 from upweight.models.reference import Reference, adapter_state, make_reference, reference_kind
 from upweight.rollout.ebft.known_turns import KnownTurns
 from upweight.rollout.ebft.strided_blocks import StridedBlocks, anchors
 from upweight.rollout.producer import CompletionSource
-from upweight.rollout.sampling_params import sampling_of
 from upweight.rollout.units import demonstration, units_of_documents, units_of_groups
 from upweight.sampler.in_process import InProcess
 from upweight.train.distributed.ranks import all_gather_objects
+from upweight.train.policy import Policy
 from upweight.train.step import StepRunner
 from upweight.types import Generator, Group, Sample, Sampling, Unit
 
@@ -37,35 +34,22 @@ class FeatureMatching:
     frozen: Reference  # the initial policy
 
     @property
-    def strided(self) -> bool:
-        return self.method.mode == "strided"
-
-    @property
     def adapts(self) -> bool:
         """Whether ground-truth answers bound the length of completions."""
-        return self.method.adaptive_max_tokens and not self.strided
+        return self.method.adaptive_max_tokens and not self.method.strided
 
-    def sampling(self, section: RolloutSection) -> Sampling:
-        """Return the sampling parameters of completions or blocks."""
+    def block_sampling(self) -> Sampling:
+        """Return the sampling parameters of strided blocks."""
         method = self.method
-        if not self.strided:
-            return sampling_of(section, method.policy.max_completion_length)
         return Sampling(method.generate_max_len, temperature=method.temperature, top_p=method.top_p)
 
-    def completion_source(
-        self,
-        model: nn.Module,
-        tokenizer: PreTrainedTokenizerBase,
-        generator: Generator | None,
-        engine: Engine,
-        device: torch.device | None,
-    ) -> CompletionSource:
+    def completion_source(self, policy: Policy, generator: Generator | None) -> CompletionSource:
         """Return the source of completions: turns of known conversations, or strided blocks of documents."""
-        if not self.strided:
-            end = tokenizer.eos_token_id
-            return KnownTurns(generator, end if isinstance(end, int) else None)
+        if not self.method.strided:
+            return KnownTurns(generator, policy.tokenizer.eos_token_id)
         assert isinstance(generator, InProcess), "blocks are sampled in process"
-        return StridedBlocks(model, engine, self.method, generator, lambda ids: str(tokenizer.decode(ids)), device)
+        device = PartialState().device if policy.sharded else None
+        return StridedBlocks(policy.model, policy.engine, self.method, generator, policy.tokenizer.decode, device)
 
     def longest(self, groups: Sequence[Group]) -> int:
         """Return the length limit of a turn, from the longest ground-truth turn of these prompts."""
@@ -76,40 +60,34 @@ class FeatureMatching:
     def score(self, groups: Sequence[Group], size: int, runner: StepRunner, model: nn.Module) -> dict[str, float]:
         """Set the rewards of every group, `size` samples per target, and return metrics. Every rank calls it."""
         shares, ranks = runner.shares, runner.accelerator.num_processes
-        rank_groups = range(runner.accelerator.process_index * shares // ranks, len(groups), shares)
+        mine = range(runner.accelerator.process_index * shares // ranks, len(groups), shares)
         rewards: dict[int, Tensor] = {}
-        logged: dict[str, tuple[float, int]] = {}
+        logged: dict[str, list[float]] = {}
         with self.frozen.use(model) as network:
-            for place, feature_SF, target_GF in self._features(
-                {n: groups[n] for n in rank_groups}, size, runner, network
-            ):
+            for place, feature_SF, target_GF in self._features({n: groups[n] for n in mine}, size, runner, network):
                 rewards_SR, metrics = self.method.feature_rewards(feature_SF, target_GF, size)
                 rewards[place] = rewards_SR.float().cpu()
                 for name, values in metrics.items():
-                    total, count = logged.get(name, (0.0, 0))
-                    logged[name] = total + float(values.double().sum()), count + len(values)
+                    logged.setdefault(name, []).extend(values.tolist())
         gathered = all_gather_objects((rewards, logged))[:: ranks // shares]
         for place, rewards_SR in (item for of_rank, _ in gathered for item in of_rank.items()):
             groups[place].rewards_SR = rewards_SR
         names = dict.fromkeys(name for _, of_rank in gathered for name in of_rank)
-        sums = {name: np.sum([of_rank[name] for _, of_rank in gathered if name in of_rank], 0) for name in names}
+        logs = {name: [value for _, of_rank in gathered for value in of_rank.get(name, ())] for name in names}
+        means = {name: float(np.mean(values)) for name, values in logs.items()}
         rewards_S = torch.cat([reward.sum(1) for of_rank, _ in gathered for reward in of_rank.values()])
         blocks = {"ebft/num_blocks": sum(len(group.completions) for group in groups) / size / len(groups)}
-        return {
-            **{name: float(total / count) for name, (total, count) in sums.items()},
-            "ebft/reward": float(rewards_S.mean()),
-            **(blocks if self.strided else {}),
-        }
+        return {**means, "ebft/reward": float(rewards_S.mean()), **(blocks if self.method.strided else {})}
 
     def units(self, groups: Sequence[Group], *, mask_truncated: bool, sampler_logps: bool) -> list[Unit]:
         """Return the units of the completions, one per completion or per pass over a document."""
-        if self.strided:
+        if self.method.strided:
             return units_of_documents(groups, [anchors(group.row, self.method) for group in groups])
         return units_of_groups(groups, mask_truncated=mask_truncated, sampler_logps=sampler_logps, labelled=True)
 
     def demonstrations(self, groups: Sequence[Group]) -> list[Unit]:
         """Return the units of the ground truth, one per group."""
-        if self.strided:
+        if self.method.strided:
             return [demonstration(n, group.row["ids"], group.row["scored"]) for n, group in enumerate(groups)]
         units = []
         for number, group in enumerate(groups):
@@ -130,28 +108,27 @@ class FeatureMatching:
         turns: list[list[int]] = group.row["truth_ids"]
         return [list(ids[:most] if turn % 2 == 0 else ids) for turn, ids in enumerate(turns)]
 
-    def _texts(self, group: Group, size: int) -> tuple[list["_Text"], list["_Text"]]:
-        """Return the completions of a group, and the ground truth that each `size` of them are compared with."""
+    def _embedded_units(self, place: int, group: Group, size: int) -> Iterator["_EmbeddedUnit"]:
+        """Yield the completions of a group, then the ground truth that each `size` of them are compared with."""
         prompt = group.prompt_ids
-        if not self.strided:
+        if not self.method.strided:
             true = [token for turn in self._true_turns(group) for token in turn]
-            written = [_Text([*prompt, *one.ids], 0, len(prompt)) for one in group.completions]
-            return written, [_Text([*prompt, *true], 0, len(prompt))]
+            for side, answers in enumerate(([one.ids for one in group.completions], [true])):
+                for answer in answers:
+                    yield self._embedded_unit([*prompt, *answer], 0, len(prompt), place, side)
+            return
         starts, length = anchors(group.row, self.method), self.method.generate_max_len
-        written = [
-            _Text([*prompt[: (at := starts[place // size])], *one.ids], at, at)
-            for place, one in enumerate(group.completions)
-        ]
-        return written, [_Text(prompt[: at + length], at, at) for at in starts]
+        for number, one in enumerate(group.completions):
+            at = starts[number // size]
+            yield self._embedded_unit([*prompt[:at], *one.ids], at, at, place, 0)
+        for at in starts:
+            yield self._embedded_unit(prompt[: at + length], at, at, place, 1)
 
     def _features(
         self, groups: dict[int, Group], size: int, runner: StepRunner, network: nn.Module
     ) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Yield each group's number, features and targets; every rank runs the same number of forwards."""
-        units: list[_EmbeddedUnit] = []
-        for place, group in groups.items():
-            for side, texts in enumerate(self._texts(group, size)):
-                units += [self._embedding_unit(text, place, side) for text in texts]
+        units = [unit for place, group in groups.items() for unit in self._embedded_units(place, group, size)]
         plan = plan_rows([one.unit for one in units], runner.token_budget, 1, runner.engine.layout)[0]
         waiting = {place: sum(one.place == place for one in units) for place in groups}
         kept: dict[int, Tensor] = {}
@@ -165,12 +142,13 @@ class FeatureMatching:
                 sides = [torch.stack([kept.pop(n) for n in mine if units[n].side == side]) for side in (0, 1)]
                 yield place, sides[0], sides[1]
 
-    def _embedding_unit(self, text: "_Text", place: int, side: int) -> "_EmbeddedUnit":
-        positions = pooled_positions(self.method.embed_method, text.begin, text.answer, len(text.ids))
+    def _embedded_unit(self, ids: list[int], begin: int, answer: int, place: int, side: int) -> "_EmbeddedUnit":
+        """Return tokens of which the embedded part and the answer begin at these places."""
+        positions = pooled_positions(self.method.embed_method, begin, answer, len(ids))
         distinct, index = np.unique(positions, return_inverse=True)
-        scored = np.zeros(len(text.ids), np.bool_)
+        scored = np.zeros(len(ids), np.bool_)
         scored[distinct] = True
-        return _EmbeddedUnit(Unit((Sample(np.array(text.ids, np.int64), scored),), place), index, place, side)
+        return _EmbeddedUnit(Unit((Sample(np.array(ids, np.int64), scored),), place), index, place, side)
 
     def _forward(self, units: Sequence["_EmbeddedUnit"], runner: StepRunner, network: nn.Module) -> Tensor:
         """Return the features of the texts of one row; an empty row only keeps collectives aligned."""
@@ -188,27 +166,16 @@ class FeatureMatching:
         return pooled(state_TF, torch.from_numpy(sequence).to(device), len(units), self.method.embed_method)
 
 
-def feature_matching_of(
-    method: Method, policy: nn.Module, dtype: torch.dtype, reference: Reference | None, *, offload: bool = False
-) -> FeatureMatching | None:
-    """Return the feature matching of EBFT, else None; `reference` is reused if it stays the initial policy."""
-    ebft = feature_matcher(method)
+def feature_matching_of(policy: Policy) -> FeatureMatching | None:
+    """Return the feature matching of EBFT, else None; the policy's reference is reused if it stays the initial one."""
+    ebft, reference = feature_matcher(policy.method), policy.reference
     if ebft is None:
         return None
-    if reference is None or method.reference_sync is not None:
-        kind = reference_kind(needed=True, adapter=adapter_state(policy))
-        reference = make_reference(kind, policy, dtype, offload=offload)
+    if reference is None or ebft.reference_sync is not None:
+        kind = reference_kind(needed=True, adapter=adapter_state(policy.model))
+        reference = make_reference(kind, policy.model, policy.dtype, offload=policy.offload_reference)
     assert reference is not None
     return FeatureMatching(ebft, reference)
-
-
-@dataclass(frozen=True)
-class _Text:
-    """Tokens, where the embedded part begins, and where the answer begins."""
-
-    ids: list[int]
-    begin: int
-    answer: int
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,10 +15,10 @@ import torch
 from torch import nn
 from transformers import TrainerCallback
 
+from upweight.config.sections.rollout import RolloutSection
 from upweight.engine.packing import count_batch
 from upweight.errors import UserError
 from upweight.files import write_text
-from upweight.methods.base import Method
 from upweight.models.modules import dropout_off
 from upweight.rollout.episodes.gym_agents import GymAgents
 from upweight.rollout.episodes.runner import EpisodeRunner
@@ -46,9 +46,7 @@ class RolloutSchedule:
     broadcast: Callable[[Rollout | None], Rollout] | None = None  # of rank 0's rollout, where only rank 0 produces
     drives: bool = True  # whether this rank produces rollouts
     sharded_work: ShardedWork | None = None  # of a sync by all ranks; None where rank 0 holds all weights
-    gathered_weights: Callable[[], AbstractContextManager[None]] = (
-        nullcontext  # around sampling: gathers sharded weights
-    )
+    gathered_weights: Callable[[], AbstractContextManager[None]] = nullcontext  # holds whole weights while sampling
 
 
 @dataclass
@@ -56,19 +54,15 @@ class RolloutFeed:
     """The current rollout, split into steps, and how many of them have been trained on."""
 
     producer: Producer
-    method: Method
     generator: Generator | None  # None: a user's rollout_func samples
+    section: RolloutSection
+    schedule: RolloutSchedule
     eval_size: int  # completions for each prompt of an evaluation
-    schedule: RolloutSchedule = RolloutSchedule()
-    mask_truncated: bool = False
-    sampler_logps: bool = False  # use the sampler's log-probs in the loss
-    skip_zero_advantage: bool = True  # do not forward completions without a gradient
-    recompute_replayed: bool = True  # old log-probs of replayed groups: of the current policy
+    mask_truncated: bool
+    sampler_logps: bool  # use the sampler's log-probs in the loss
     feature_matching: FeatureMatching | None = None  # scores rollouts of EBFT
     on_rollout: list[Callable[[Rollout, int], None]] = field(default_factory=list)  # called with (rollout, step)
-    on_evaluation: list[Callable[[Rollout, int, str], None]] = field(
-        default_factory=list
-    )  # called with (rollout, step, set)
+    on_evaluation: list[Callable[[Rollout, int, str], None]] = field(default_factory=list)  # (rollout, step, set)
     current: Rollout | None = None
     trained: int = 0  # steps taken on the current rollout
     units: list[Unit] = field(default_factory=list)
@@ -86,56 +80,49 @@ class RolloutFeed:
 
     def next_step(self, runner: StepRunner, model: nn.Module, state: Any) -> dict[str, Any]:
         """Return the units of the next optimizer step, of all ranks, from the current rollout or a new one."""
-        plan = self.producer.plan
-        runner.meters.add(_means(self._sync(state.global_step), runner.accelerator.device))
+        plan, step = self.producer.plan, state.global_step
+        if self.synced is None or (step != self.synced and step % self.schedule.sync_interval == 0):
+            runner.meters.add(_means(self.sync(step), runner.accelerator.device))
         if self.current is None or self.trained >= plan.updates:
             began = time.perf_counter()
-            rollout = self._score_by_features(
-                self._broadcast(self.ahead.take(state) if self.schedule.drives else None), runner, model
-            )
+            rollout = self._broadcast(self.ahead.take(state) if self.schedule.drives else None)
+            if self.feature_matching is not None:
+                scoring = time.perf_counter()
+                rollout.metrics |= self.feature_matching.score(rollout.groups, plan.size, runner, model)
+                rollout.metrics["rollout/feature_seconds"] = time.perf_counter() - scoring
+                rollout = self.producer.finish(rollout, plan.size)
             oldest = min(group.version for group in rollout.groups)
-            waited = {"rollout/wait_seconds": time.perf_counter() - began, "rollout/lag": state.global_step - oldest}
+            waited = {"rollout/wait_seconds": time.perf_counter() - began, "rollout/lag": step - oldest}
             runner.meters.add(_means(rollout.metrics | waited, runner.accelerator.device))
             self._start_rollout(rollout, 0, runner, model)
             for callback in self.on_rollout:
-                callback(rollout, state.global_step + 1)
+                callback(rollout, step + 1)
         start = self.trained % plan.steps * plan.step
         stop = start + plan.step
         self.trained += 1
-        self._submit_ahead(state)
+        while self.schedule.drives and len(self.ahead) < self.schedule.depth:
+            until_needed = plan.updates - self.trained + 1 + plan.updates * len(self.ahead)
+            if until_needed > self.schedule.depth * plan.steps:  # at most `depth` passes of steps ahead
+                break
+            self.ahead.submit(copy.copy(state))
         # A demonstration is trained on once in a pass, with the first completion of its group.
         shown = self.demonstrations[-(-start // plan.size) : -(-stop // plan.size)]
         return {"units": self.units[start:stop] + shown, "counts": self.counts}
 
-    def _score_by_features(self, rollout: Rollout, runner: StepRunner, model: nn.Module) -> Rollout:
-        """Add the rewards of feature matching to the rollout, if the method is EBFT."""
-        if self.feature_matching is None:
-            return rollout
-        began, size = time.perf_counter(), self.producer.plan.size
-        rollout.metrics |= self.feature_matching.score(rollout.groups, size, runner, model)
-        rollout.metrics["rollout/feature_seconds"] = time.perf_counter() - began
-        return self.producer.finish(rollout, size)
-
-    def _sync(self, step: int) -> dict[str, float]:
-        """Sync the sampler with the policy every `sync_interval` steps; return the time it took as a metric."""
-        due = self.synced is None or (step != self.synced and step % self.schedule.sync_interval == 0)
-        if not due or (self.generator is None and self.schedule.sharded_work is None):
-            return {}
-        began = time.perf_counter()
-        self.sync(step)
-        return {"rollout/sync_seconds": time.perf_counter() - began} if self.schedule.drives else {}
-
-    def sync(self, step: int) -> None:
-        """Send the current weights to the sampler; every rank calls this, since each may hold a shard."""
+    def sync(self, step: int) -> dict[str, float]:
+        """Send the weights to the sampler, on every rank, since each may hold a shard; return the time as a metric."""
+        began, sharded_work, seconds = time.perf_counter(), self.schedule.sharded_work, {}
         if self.schedule.drives and self.generator is not None:
             try:
                 self.generator.sync(step)
             finally:
-                if self.schedule.sharded_work is not None:
-                    self.schedule.sharded_work.dismiss()
-        elif self.schedule.sharded_work is not None:
-            self.schedule.sharded_work.follow()
+                if sharded_work is not None:
+                    sharded_work.dismiss()
+            seconds = {"rollout/sync_seconds": time.perf_counter() - began}
+        elif sharded_work is not None:
+            sharded_work.follow()
         self.synced = step
+        return seconds
 
     def _produce(self, state: Any) -> Rollout:
         version = state.global_step if self.generator is None else self.generator.version()
@@ -149,23 +136,13 @@ class RolloutFeed:
         assert rollout is not None
         return rollout
 
-    def _submit_ahead(self, state: Any) -> None:
-        """Submit rollouts ahead, each at most `depth` passes of steps before it is needed."""
-        plan = self.producer.plan
-        while self.schedule.drives and self.schedule.depth:
-            until_needed = plan.updates - self.trained + 1 + plan.updates * len(self.ahead)
-            if len(self.ahead) >= self.schedule.depth or until_needed > self.schedule.depth * plan.steps:
-                return
-            self.ahead.submit(copy.copy(state))
-
     def evaluate(
         self, rows: PromptRows, state: Any, runner: StepRunner, model: nn.Module, name: str = "eval"
     ) -> dict[str, float]:
         """Return rewards, pass rates and lengths on held-out prompts; for EBFT feature rewards and cross-entropy."""
         if self.synced != state.global_step:
             self.sync(state.global_step)
-        step, names = state.global_step, self.producer.names
-        produced = None
+        step, names, method, produced = state.global_step, self.producer.names, self.producer.method, None
         if self.schedule.drives:
             if self.producer.scorer.has_state:
                 self.ahead.wait()  # rollouts would change the reward state that is restored after an evaluation
@@ -179,7 +156,7 @@ class RolloutFeed:
             metrics = pass_rates(rollout.groups, names)
         for callback in self.on_evaluation:
             callback(rollout, step, name)
-        return summary(rollout.groups, names, self.method) | metrics
+        return summary(rollout.groups, names, method) | metrics
 
     def save(self, folder: Path) -> None:
         """Save the state of the rollouts to a checkpoint."""
@@ -226,44 +203,29 @@ class RolloutFeed:
         samples = (unit.samples[0] if len(unit.samples) == 1 else None for unit in self.units)
         return [None if one is None or one.old_logps is None else one.old_logps.tolist() for one in samples]
 
-    def current_samples(self) -> Iterator[dict[str, Any]]:
-        """Yield the samples of the current rollout as plain values, for debugging."""
-        for sample in (sample for unit in self.units for sample in unit.samples):
-            yield {
-                "text": self.producer.decode(sample.ids.tolist()),
-                "ids": sample.ids.tolist(),
-                "scored": sample.scored.tolist(),
-                "advantage": sample.advantage,
-            }
-
-    def _start_rollout(
-        self, rollout: Rollout, trained: int, runner: StepRunner | None = None, model: Any = None
-    ) -> None:
-        """Make this the current rollout: build its units, counts and, where later steps need them, old log-probs."""
-        plan = self.producer.plan
-        self.current, self.trained = rollout, trained
+    def _start_rollout(self, rollout: Rollout, done: int, runner: StepRunner | None = None, model: Any = None) -> None:
+        """Make this the current rollout, of which `done` steps are trained: build units, counts and old log-probs."""
+        plan, method = self.producer.plan, self.producer.method
+        self.current, self.trained = rollout, done
         make = units_of_groups if self.feature_matching is None else self.feature_matching.units
         self.units = make(rollout.groups, mask_truncated=self.mask_truncated, sampler_logps=self.sampler_logps)
         self.demonstrations = []
         if self.feature_matching is not None and self.feature_matching.method.ce_coef:
             self.demonstrations = self.feature_matching.demonstrations(rollout.groups)
-        totals = self.method.count(count_batch(self.units))
+        totals = method.count(count_batch(self.units))
         self.counts = {name: float(total) / plan.steps for name, total in totals.items() if name.startswith("rollout_")}
-        if runner is not None and self.method.needs_kl_in_reward:
+        if runner is not None and method.needs_kl_in_reward:
             self._add_drift_to_advantages(rollout, runner, model)
-        keeps_old = not self.recompute_replayed and any(group.replayed for group in rollout.groups)
-        has_ratio = self.feature_matching is None or not self.feature_matching.strided
-        if runner is not None and has_ratio and (plan.updates > 1 or keeps_old):
-            with dropout_off(model):
-                policy_logps = runner.logps(model, self.units)
-            self.units = [
-                _with_logps(
-                    unit,
-                    "old_logps",
-                    [one.sampler_logps for one in unit.samples] if self._keeps_sampler_logps(rollout, unit) else logps,
-                )
-                for unit, logps in zip(self.units, policy_logps, strict=True)
-            ]
+        keeps_old = not self.section.replay_recompute and any(group.replayed for group in rollout.groups)
+        if runner is None or method.strided or not (plan.updates > 1 or keeps_old):
+            return
+        with dropout_off(model):
+            policy_logps = runner.logps(model, self.units)
+        for place, (unit, logps) in enumerate(zip(self.units, policy_logps, strict=True)):
+            # Old log-probs of a replayed sample are those of the sampler that wrote it.
+            sampler_logps = [one.sampler_logps for one in unit.samples if one.sampler_logps is not None]
+            kept = keeps_old and rollout.groups[unit.group].replayed and len(sampler_logps) == len(unit.samples)
+            self.units[place] = _with_logps(unit, "old_logps", sampler_logps if kept else logps)
 
     def _add_drift_to_advantages(self, rollout: Rollout, runner: StepRunner, model: Any) -> None:
         """Recompute the advantages with the policy's drift from the reference; units keep the reference log-probs."""
@@ -280,26 +242,20 @@ class RolloutFeed:
         units = units_of_groups(rollout.groups, mask_truncated=self.mask_truncated, sampler_logps=self.sampler_logps)
         self.units = [_with_logps(unit, "ref_logps", logps) for unit, logps in zip(units, ref_logps, strict=True)]
 
-    def _keeps_sampler_logps(self, rollout: Rollout, unit: Unit) -> bool:
-        """Whether a replayed sample's old log-probs are those of the sampler that wrote it."""
-        kept = rollout.groups[unit.group].replayed and not self.recompute_replayed
-        return kept and all(sample.sampler_logps is not None for sample in unit.samples)
-
 
 class RolloutLoader:
     """The Trainer's loader: yields the remaining steps of an epoch, each fetched on demand."""
 
-    def __init__(self, rollouts: RolloutFeed, next_step: Callable[[], dict[str, Any]], done: Callable[[], int]) -> None:
-        self.dataset = rollouts.producer.rows
-        self._length = rollouts.steps_per_epoch
-        self._next, self._done = next_step, done
+    def __init__(self, trainer: Any) -> None:
+        self._trainer, self.dataset = trainer, trainer.rollouts.producer.rows
 
     def __len__(self) -> int:
-        return self._length
+        return self._trainer.rollouts.steps_per_epoch
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        for _ in range(self._done() % self._length, self._length):
-            yield self._next()
+        trainer = self._trainer
+        for _ in range(trainer.state.global_step % len(self), len(self)):
+            yield trainer.rollouts.next_step(trainer.runner, trainer.model_wrapped, trainer.state)
 
 
 class SaveRollouts(TrainerCallback):

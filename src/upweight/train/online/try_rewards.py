@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -42,13 +43,12 @@ class TriedRewards:
 
     def examples(self, trial: Trial) -> dict[str, list[dict[str, Any]]]:
         """A reward's best and worst completions with their prompts and scores."""
-        texts = texts_of(self.call.completions)
-
-        def shown(numbers: Sequence[int]) -> list[dict[str, Any]]:
-            return [{"score": trial.scores[n], "prompt": self.call.prompts[n], "completion": texts[n]} for n in numbers]
-
-        best, worst = trial.extremes(EXAMPLES)
-        return {"best": shown(best), "worst": shown(worst)}
+        texts, prompts = texts_of(self.call.completions), self.call.prompts
+        best, worst = (
+            [{"score": trial.scores[n], "prompt": prompts[n], "completion": texts[n]} for n in numbers]
+            for numbers in trial.extremes(EXAMPLES)
+        )
+        return {"best": best, "worst": worst}
 
 
 def try_on_samples(config: Config, prompts: int, count: int | None = None) -> TriedRewards:
@@ -61,7 +61,6 @@ def try_on_samples(config: Config, prompts: int, count: int | None = None) -> Tr
     rows, order = producer.rows, PromptOrder(len(producer.rows), config.optim.seed)
     numbers = order.take(min(prompts, len(rows)))
     groups = [Group(number, rows[number], list(rows[number]["prompt_ids"])) for number in numbers]
-    assert isinstance(trainer.model, torch.nn.Module)
     trainer.model.eval()
     if rollouts.generator is not None:
         rollouts.generator.sync(0)
@@ -81,12 +80,10 @@ def try_on_rows(config: Config, rows: Sequence[Mapping[str, Any]]) -> TriedRewar
     rewards = rewards_of(config, device, columns, environment_setup(config))
     completions = [_in_prompt_form(row) for row in rows]
     ids = _tokens(config, rewards, texts_of(completions))
-    group, group_S = -1, []
-    for number, row in enumerate(rows):
-        group += number == 0 or row.get("prompt") != rows[number - 1].get("prompt")
-        group_S.append(group)
+    prompts = [row.get("prompt") for row in rows]
+    group_S = [number for number, (_, group) in enumerate(groupby(prompts)) for _ in group]
     values = {name: [row.get(name) for row in rows] for name in columns}
-    return _try(config, rewards, RewardCall([row.get("prompt") for row in rows], completions, ids, values, group_S))
+    return _try(config, rewards, RewardCall(prompts, completions, ids, values, group_S))
 
 
 def _tokens(config: Config, rewards: Sequence[Reward], texts: Sequence[str]) -> list[list[int]]:

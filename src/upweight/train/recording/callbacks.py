@@ -1,4 +1,4 @@
-"""Callbacks of a run: stop on a signal, on NaN or on a high loss, health warnings, and progress lines."""
+"""Callbacks of a run: stop on a signal, on NaN or on a high loss, health warnings, progress lines, a profile."""
 
 import json
 import math
@@ -14,6 +14,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import torch
+from torch.profiler import ProfilerActivity, profile
 from transformers import TrainerCallback
 
 from upweight.errors import UserError
@@ -21,8 +23,10 @@ from upweight.files import write_text
 from upweight.log import clear_status, logger, show_status
 from upweight.models.precision import ComputeCopies
 from upweight.runs.files import HEALTH, metrics_of
-from upweight.runs.health import Health, Verdict
-from upweight.train.distributed.ranks import MaxOverRanks
+from upweight.runs.health import Health
+from upweight.runs.report.reading import columns
+from upweight.runs.report.run import first_and_last
+from upweight.train.distributed.ranks import all_gather_objects
 
 SHOWN = ("reward", "group_reward_std", "loss", "rewards/accuracies", "rewards/margins", "rewards/chosen",
          "rewards/rejected", "accuracy", "mean_token_accuracy",
@@ -36,9 +40,8 @@ class StopOnSignal(TrainerCallback):
     """On SIGTERM or Ctrl-C, saves a checkpoint after the current step and stops; a second signal ends it at once."""
 
     def __init__(self) -> None:
-        self.caught = 0
+        self.caught, self._process = 0, os.getpid()
         self._before: dict[int, Any] = {}
-        self._largest, self._process = MaxOverRanks(), os.getpid()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if threading.current_thread() is not threading.main_thread():  # only the main thread may set handlers
@@ -47,7 +50,7 @@ class StopOnSignal(TrainerCallback):
             self._before[number] = signal.signal(number, self._catch)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.caught = self._largest(self.caught)  # a signal reaches the ranks at different times
+        self.caught = max(all_gather_objects(self.caught))  # a signal reaches the ranks at different times
         if self.caught:
             control.should_save = control.should_log = control.should_training_stop = True
 
@@ -81,9 +84,7 @@ class StopOnNan(TrainerCallback):
     """Stops the run when the loss or the gradient norm is not finite, before such weights are saved."""
 
     def __init__(self, rows_of: Callable[[int], Iterable[Mapping[str, Any]]]) -> None:
-        """`rows_of` returns the samples of a step, counted from 0, for the file `nan_batch.jsonl`."""
-        self.rows_of = rows_of
-        self.logged = 0
+        self.rows_of, self.logged = rows_of, 0  # the samples of a step, counted from 0; the last step logged
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.logged = state.global_step
@@ -102,7 +103,10 @@ class StopOnNan(TrainerCallback):
         if bad:
             file = Path(args.output_dir) / NAN_BATCH
             if state.is_world_process_zero:
-                self._write(file, range(self.logged, state.global_step))
+                steps = range(self.logged, state.global_step)
+                rows = ({"step": step + 1, **row} for step in steps for row in self.rows_of(step))
+                file.parent.mkdir(parents=True, exist_ok=True)
+                write_text(file, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
             raise UserError(
                 f"step {state.global_step}: {bad[0]} is {logs[bad[0]]}. Nothing was saved since; the rows of steps "
                 f"{self.logged + 1} to {state.global_step} are in {file}. Lower 'learning_rate', lower "
@@ -110,13 +114,6 @@ class StopOnNan(TrainerCallback):
             )
         if "loss" in logs:
             self.logged = state.global_step
-
-    def _write(self, file: Path, steps: Iterable[int]) -> None:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with file.open("w", encoding="utf-8") as out:
-            for step in steps:
-                for row in self.rows_of(step):
-                    out.write(json.dumps({"step": step + 1, **row}, ensure_ascii=False) + "\n")
 
 
 class PlainModelAfterwards(TrainerCallback):
@@ -145,8 +142,8 @@ class HealthCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Replay the metrics of a resumed run, so that its warnings are not logged again."""
         if state.is_world_process_zero:
-            earlier = [verdict for row in metrics_of(self.folder) for verdict in self.health.take(row)]
-            write_text(self.folder / HEALTH, "".join(_health_line(verdict) for verdict in earlier))
+            earlier = [asdict(verdict) for row in metrics_of(self.folder) for verdict in self.health.take(row)]
+            write_text(self.folder / HEALTH, "".join(json.dumps(verdict) + "\n" for verdict in earlier))
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if not state.is_world_process_zero:
@@ -154,7 +151,7 @@ class HealthCallback(TrainerCallback):
         for verdict in self.health.take({**kwargs["logs"], "step": state.global_step}):
             logger.warning("%s", verdict.line())
             with (self.folder / HEALTH).open("a", encoding="utf-8") as file:
-                file.write(_health_line(verdict))
+                file.write(json.dumps(asdict(verdict)) + "\n")
 
 
 class LossLimit(TrainerCallback):
@@ -207,13 +204,11 @@ class Progress(TrainerCallback):
         self._draw(state)
 
     def _draw(self, state: Any) -> None:
-        if self.bar and state.is_world_process_zero and state.max_steps:
-            show_status(self._bar(state.global_step, state.max_steps))
-
-    def _bar(self, step: int, steps: int) -> str:
-        done = BAR * step // steps
-        text = [f"[{'#' * done}{'-' * (BAR - done)}]", f"{step}/{steps}", *self._time_left(step, steps)]
-        return "  ".join(text)[: shutil.get_terminal_size().columns - 1]
+        step, steps = state.global_step, state.max_steps
+        if self.bar and state.is_world_process_zero and steps:
+            done = BAR * step // steps
+            text = [f"[{'#' * done}{'-' * (BAR - done)}]", f"{step}/{steps}", *self._time_left(step, steps)]
+            show_status("  ".join(text)[: shutil.get_terminal_size().columns - 1])
 
     def _time_left(self, step: int, steps: int) -> list[str]:
         """Return the remaining time at the pace since the first step, or an empty list before the second."""
@@ -230,5 +225,57 @@ def duration(seconds: float) -> str:
     return f"{seconds:.0f} s" if minutes < 2 else f"{minutes:.0f} min" if hours < 2 else f"{hours:.1f} h"
 
 
-def _health_line(verdict: Verdict) -> str:
-    return json.dumps(asdict(verdict)) + "\n"
+class Profiler(TrainerCallback):
+    """Records the steps from `start` on, counted from 0, into `profile.json`, which trace viewers read."""
+
+    def __init__(self, folder: Path, steps: int, start: int) -> None:
+        self.file, self.steps, self.start = folder / "profile.json", steps, start
+        self._recording: profile | None = None
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.is_world_process_zero and self._recording is None and state.global_step == self.start:
+            device = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
+            self._recording = profile(activities=[ProfilerActivity.CPU, *device])
+            self._recording.start()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step >= self.start + self.steps:
+            self.on_train_end(args, state, control)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._recording is not None:
+            self._recording.stop()
+            self._recording.export_chrome_trace(str(self.file))
+            self._recording, self.start = None, -1
+            logger.info("profile: %s", self.file)
+
+
+class BeforeAndAfter(TrainerCallback):
+    """Evaluates after the last step of an online run, and logs what has changed since the first evaluation."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.evaluated = folder, -1
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.evaluated = state.global_step
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        is_last = state.global_step >= state.max_steps
+        if is_last and args.eval_strategy != "no" and self.evaluated != state.global_step:
+            control.should_evaluate = True
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.is_world_process_zero:
+            for line in before_and_after(metrics_of(self.folder)):
+                logger.info("%s", line)
+
+
+def before_and_after(rows: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Return lines that compare each set's first evaluation with its last; none for a set with one evaluation."""
+    lines = []
+    for held_out in first_and_last(*columns(rows, evaluation=True), known=()):
+        name, changes = held_out["set"], held_out["lines"]
+        lines.append(f"held out{f' ({name})' if name else ''}, step {changes[0]['first']} -> {changes[0]['last']}:")
+        width = max(len(line["metric"]) for line in changes)
+        lines += [f"  {line['metric']:<{width}}  {line['before']:.3g} -> {line['after']:.3g}" for line in changes]
+    return lines

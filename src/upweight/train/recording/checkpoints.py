@@ -1,14 +1,14 @@
 """Complete checkpoints: marking, finding and deleting them.
 
-The Trainer writes a checkpoint file by file. We write a list of its files and sizes last, atomically. A checkpoint
-without that list, or that does not match it, is incomplete and is skipped. Older checkpoints are deleted only after
-that.
+The Trainer writes file by file. We write a list of the files and their sizes last, atomically, and only then delete
+older checkpoints. A checkpoint without that list, or that does not match it, is incomplete and is skipped.
 """
 
 import json
 import os
 import re
 import shutil
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -100,8 +100,7 @@ def set_aside(run_folder: Path, step: int) -> None:
     later = [folder for number, folder in checkpoints_of(run_folder) if number > step]
     if not later:
         return
-    taken = {path.name for path in run_folder.glob("superseded-*")}
-    place = run_folder / next(name for n in range(1, len(taken) + 2) if (name := f"superseded-{n}") not in taken)
+    place = next(path for n in count(1) if not (path := run_folder / f"superseded-{n}").exists())
     place.mkdir()
     for folder in later:
         folder.rename(place / folder.name)
@@ -121,15 +120,12 @@ class KeepCheckpoints(TrainerCallback):
         folder = run_folder / f"checkpoint-{state.global_step}"
         if state.is_world_process_zero and folder.is_dir():
             mark_whole(folder)
-            if self.limit is not None:
-                self._drop_old(run_folder, state.best_model_checkpoint)
+            best = state.best_model_checkpoint and Path(state.best_model_checkpoint).resolve()
+            beyond = [] if self.limit is None else checkpoints_of(run_folder)[self.limit :]
+            for old in (path for _, path in beyond if path.resolve() != best):
+                (old / WHOLE).unlink(missing_ok=True)  # a half-deleted folder must not count as complete
+                shutil.rmtree(old)
         ranks.wait_for_everyone()
-
-    def _drop_old(self, run_folder: Path, best: str | None) -> None:
-        for _, folder in checkpoints_of(run_folder)[self.limit :]:
-            if best is None or folder.resolve() != Path(best).resolve():
-                (folder / WHOLE).unlink(missing_ok=True)  # a half-deleted folder must not count as complete
-                shutil.rmtree(folder)
 
 
 class SaveFirstStep(TrainerCallback):

@@ -32,7 +32,10 @@ def model_card(config: Config, history: Sequence[Mapping[str, Any]], rows: int) 
         f"- `{_public_name(row.path)}`" + (f" ({row.type})" if isinstance(row.type, str) else "")
         for row in config.data.datasets
     ]
+    config_yaml = yaml.safe_dump(_set_keys(config), sort_keys=False, allow_unicode=True).rstrip()
+    sections = {"Data": data, "Metrics": _metrics(history), "Config": ["```yaml", config_yaml, "```"]}
     versions = f"Upweight {__version__}, torch {torch.__version__}, transformers {transformers.__version__}"
+    steps = next((entry["step"] for entry in reversed(history) if "step" in entry), 0)
     return "\n".join([
         "---",
         yaml.safe_dump({key: value for key, value in head.items() if value}, sort_keys=False).rstrip(),
@@ -40,22 +43,9 @@ def model_card(config: Config, history: Sequence[Mapping[str, Any]], rows: int) 
         "",
         f"# {Path(config.run.hub_model_id or config.run.output_dir).name}",
         "",
-        f"{what}, {_last(history, 'step') or 0} steps on {rows} rows.",
+        f"{what}, {steps} steps on {rows} rows.",
         "",
-        "## Data",
-        "",
-        *data,
-        "",
-        "## Metrics",
-        "",
-        *_metrics(history),
-        "",
-        "## Config",
-        "",
-        "```yaml",
-        yaml.safe_dump(_set_keys(config), sort_keys=False, allow_unicode=True).rstrip(),
-        "```",
-        "",
+        *(line for title, lines in sections.items() for line in (f"## {title}", "", *lines, "")),
         f"{versions}{f', peft {peft.__version__}' if adapted else ''}.",
         "",
     ])  # fmt: skip
@@ -63,21 +53,12 @@ def model_card(config: Config, history: Sequence[Mapping[str, Any]], rows: int) 
 
 def _metrics(history: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return a table of the first and last values of the main metrics."""
-    names = dict.fromkeys(name for entry in history for name in entry if name.split("/")[-1].endswith(SHOWN_ENDINGS))
-    lines = [
-        f"| {name} | {_first(history, name):.4g} | {_last(history, name):.4g} |"
-        for name in names
-        if name != "train_loss"
-    ]
+    values: dict[str, list[float]] = {}
+    for name, value in (item for entry in history for item in entry.items()):
+        if name.split("/")[-1].endswith(SHOWN_ENDINGS) and name != "train_loss":
+            values.setdefault(name, []).append(value)
+    lines = [f"| {name} | {logged[0]:.4g} | {logged[-1]:.4g} |" for name, logged in values.items()]
     return ["| metric | first | last |", "|---|---|---|", *lines] if lines else ["None were logged."]
-
-
-def _first(history: Sequence[Mapping[str, Any]], name: str) -> Any:
-    return next((entry[name] for entry in history if name in entry), None)
-
-
-def _last(history: Sequence[Mapping[str, Any]], name: str) -> Any:
-    return _first(list(reversed(history)), name)
 
 
 def _set_keys(config: Config) -> dict[str, Any]:
@@ -108,9 +89,6 @@ def _public_name(place: str | None) -> str:
 
 
 def _is_hub_id(place: str | None) -> bool:
-    return (
-        place is not None
-        and place.count("/") == 1
-        and not place.startswith((".", "/", "~"))
-        and not Path(place).exists()
-    )
+    if place is None or place.count("/") != 1 or place.startswith((".", "/", "~")):
+        return False
+    return not Path(place).exists()

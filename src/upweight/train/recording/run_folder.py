@@ -1,21 +1,40 @@
-"""The files of a run folder besides checkpoints: the resolved config, and one line of metrics per log."""
+"""Record a training in its run folder: the resolved config, a line of metrics per log, and the callbacks of a run."""
 
+import dataclasses
 import json
 import math
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
 import yaml
-from transformers import TrainerCallback
+from transformers import EarlyStoppingCallback, TrainerCallback
 
 from upweight.config import Config
 from upweight.config.config import SECTIONS
+from upweight.config.sections.rollout import RolloutSection
 from upweight.config.sections.run import RunSection, TrackingSection
 from upweight.errors import UserError
 from upweight.files import write_text
+from upweight.log import shows_status
 from upweight.runs.files import CONFIG, METRICS, metrics_of
+from upweight.runs.record import about, recorded, refuse_busy
 from upweight.settings import Section, keys_of
+from upweight.train.objects import YAML_ONLY, Objects
+from upweight.train.online.completions import CompletionFiles, ShownCompletions, cut_completions
+from upweight.train.online.feed import SaveRollouts
+from upweight.train.recording.callbacks import (
+    BeforeAndAfter,
+    HealthCallback,
+    LossLimit,
+    Profiler,
+    Progress,
+    StopOnNan,
+    StopOnSignal,
+)
+from upweight.train.recording.checkpoints import KeepCheckpoints, SaveFirstStep
 
 TRAINED = (  # keys that decide which weights are trained, and the optimizer states
     *("adapter", "lora_r", "lora_rank_pattern", "lora_target_modules", "lora_target_linear", "lora_target_parameters"),
@@ -23,6 +42,7 @@ TRAINED = (  # keys that decide which weights are trained, and the optimizer sta
     *("peft_init_lora_weights", "unfrozen_parameters", "reward_model", "process_reward_model", "optimizer"),
     *("tokens", "resize_token_embeddings_to_32x"),  # not base_model, whose folder may have moved
 )
+LOOK_EVERY = 50  # steps between looks at completions on a terminal, where the config does not ask for them
 FOLDED = ("batch_size",)  # keys that are resolved into other keys
 
 
@@ -60,11 +80,15 @@ def content_of(config: Config) -> dict[str, Any]:
     """Return every value that the run reads, nested by YAML key."""
     off = set() if config.method.online else {"rollout", "vllm", "gym", "environment"}
     content: dict[str, Any] = {}
-    for name in (*SECTIONS, "method"):
-        # kinds of environments refuse each other's keys
-        only = config.set_keys if name == "environment" else None
-        if name not in off:
-            put_section(content, getattr(config, name), only)
+    for name in (name for name in (*SECTIONS, "method") if name not in off):
+        for path, value in _set_values(getattr(config, name)):
+            if name == "environment" and path not in config.set_keys:  # kinds of environments refuse others' keys
+                continue
+            *blocks, last = path.split(".")
+            place = content
+            for block in blocks:
+                place = place.setdefault(block, {})
+            place[last] = value
     for row in (*content.get("datasets", ()), *content.get("test_datasets", ())):
         if row.get("path") and (config.folder / row["path"]).exists():  # the copy lies in another folder
             row["path"] = str((config.folder / row["path"]).resolve())
@@ -76,23 +100,14 @@ def content_of(config: Config) -> dict[str, Any]:
     return {key: value for key, value in content.items() if not key.startswith(idle)}
 
 
-def put_section(content: dict[str, Any], section: Section, only: Container[str] | None = None) -> None:
-    """Write the set values of a section into nested mappings by YAML key; `only` these paths, if set."""
+def _set_values(section: Section) -> Iterator[tuple[str, Any]]:
+    """Yield the YAML path and the value of every key of a section that has a value."""
     for key in keys_of(type(section)):
-        owner: Any = section
-        for part in key.where:
-            owner = getattr(owner, part)
+        owner: Any = reduce(getattr, key.where, section)
         # Values of a script's arguments may have other types than the key.
         shown = owner.model_dump(mode="json", exclude_none=True, include={key.name}, warnings=False)
-        value = shown.get(key.name)
-        left_out = key.path != key.canonical or key.path in FOLDED or (only is not None and key.path not in only)
-        if left_out or value in (None, {}, []):
-            continue
-        *blocks, last = key.path.split(".")
-        place = content
-        for block in blocks:
-            place = place.setdefault(block, {})
-        place[last] = value
+        if key.path == key.canonical and key.path not in FOLDED and shown.get(key.name) not in (None, {}, []):
+            yield key.path, shown[key.name]
 
 
 def cut_metrics(folder: Path, step: int) -> None:
@@ -103,15 +118,19 @@ def cut_metrics(folder: Path, step: int) -> None:
 
 
 class MetricsFile(TrainerCallback):
-    """Appends one flat JSON object for each log."""
+    """Appends one flat JSON object for each log; a training first deletes what was written after its start."""
 
     def __init__(self, folder: Path) -> None:
-        self.path = folder / METRICS
+        self.folder = folder
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.is_world_process_zero:
+            cut_metrics(self.folder, state.global_step or -1)
+            cut_completions(self.folder, state.global_step or -1)
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        line = _line(kwargs["logs"], state)
-        if line is not None:
-            with self.path.open("a", encoding="utf-8") as file:
+        if (line := _line(kwargs["logs"], state)) is not None:
+            with (self.folder / METRICS).open("a", encoding="utf-8") as file:
                 file.write(line + "\n")
 
 
@@ -119,18 +138,82 @@ class MetricsOut(TrainerCallback):
     """Prints the same JSON to standard output, for other programs."""
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        line = _line(kwargs["logs"], state)
-        if line is not None:
+        if (line := _line(kwargs["logs"], state)) is not None:
             print(line, flush=True)
 
 
 def _line(logs: Mapping[str, Any], state: Any) -> str | None:
-    """Return a log as JSON; None on other ranks and for the Trainer's final summary."""
+    """Return a log as JSON, which has no NaN and infinity; None on other ranks and for the Trainer's final summary."""
     if not state.is_world_process_zero or "train_runtime" in logs:
         return None
-    return json.dumps({"step": state.global_step, **{name: _number(value) for name, value in logs.items()}})
+    odd = {name: str(value) for name, value in logs.items() if isinstance(value, float) and not math.isfinite(value)}
+    return json.dumps({"step": state.global_step, **logs, **odd})
 
 
-def _number(value: Any) -> Any:
-    """Return NaN and infinity as text, since JSON has neither."""
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+@contextmanager
+def recording(
+    trainer: Any, config: Config, objects: Objects = YAML_ONLY, watchers: Sequence[TrainerCallback] = ()
+) -> Iterator[StopOnSignal]:
+    """Record one training: metrics, health, checkpoints, signals and how it ended; `watchers` are further callbacks."""
+    folder, stop = Path(config.run.output_dir), StopOnSignal()
+    if trainer.is_world_process_zero():  # only rank 0 writes the record; other ranks would find it
+        refuse_busy(folder)
+    callbacks = [*_callbacks(config, objects, trainer, stop), *watchers, KeepCheckpoints(config.run.save_total_limit)]
+    record = about(trainer)
+    if objects.from_script:
+        names = None if trainer.rollouts is None else list(trainer.rollouts.producer.names)
+        rollout = config.rollout.model_copy(update={} if names is None else {"reward_funcs": names})
+        record["settings"] = content_of(dataclasses.replace(config, rollout=rollout))
+    for callback in callbacks:
+        trainer.add_callback(callback)
+    try:
+        with recorded(folder, record, writes=trainer.is_world_process_zero()):
+            try:
+                yield stop
+            except UserError as error:
+                raise UserError(objects.translate_error(str(error))) from error
+            finally:
+                stop.restore()
+            if objects.from_script:  # whose process ends after a signal
+                stop.exit_if_signalled(trainer.state)
+    finally:
+        for callback in callbacks:
+            if callback in trainer.callback_handler.callbacks:  # a resume replaces some
+                trainer.remove_callback(callback)
+        if trainer.rollouts is not None:
+            trainer.rollouts.on_rollout, trainer.rollouts.on_evaluation = [], []
+
+
+def _callbacks(config: Config, objects: Objects, trainer: Any, stop: StopOnSignal) -> list[TrainerCallback]:
+    """Return the callbacks of a run. The order counts: request a save, log, complete the checkpoint, mark it."""
+    run, folder = config.run, Path(config.run.output_dir)
+    callbacks: list[TrainerCallback] = [stop, *([SaveFirstStep()] if run.save_first_step else [])]
+    callbacks += [MetricsFile(folder), *([] if objects.from_script else [Progress(bar=shows_status())])]
+    callbacks += [HealthCallback(folder), StopOnNan(trainer.rows_of_step)]
+    if run.loss_limit is not None:
+        callbacks.append(LossLimit(run.loss_limit, run.loss_limit_patience))
+    if run.patience is not None:
+        callbacks.append(EarlyStoppingCallback(run.patience))
+    if run.profiler_steps is not None:
+        callbacks.append(Profiler(folder, run.profiler_steps, run.profiler_start))
+    if trainer.rollouts is not None:
+        if trainer.is_world_process_zero():
+            writes = config.rollout.log_completions or not objects.from_script
+            _watch_completions(trainer, config.rollout, folder, writes=writes)
+        callbacks += [SaveRollouts(trainer.rollouts), *([] if objects.from_script else [BeforeAndAfter(folder)])]
+    return callbacks
+
+
+def _watch_completions(trainer: Any, section: RolloutSection, folder: Path, *, writes: bool) -> None:
+    """Register what writes the completions of rollouts to files and shows some of them."""
+    rollouts, every = trainer.rollouts, int(trainer.args.logging_steps)
+    names, decode = rollouts.producer.names, rollouts.producer.decode
+    if writes:
+        files = CompletionFiles(folder, names, decode, rollouts.old_logps)
+        rollouts.on_rollout.append(files)
+        rollouts.on_evaluation.append(files)
+    if section.log_completions:
+        rollouts.on_rollout.append(ShownCompletions(every, section.completions_shown or 4, names, decode))
+    elif shows_status():  # a look now and then
+        every = max(every, LOOK_EVERY)
+        rollouts.on_rollout.append(ShownCompletions(every, section.completions_shown or 2, names, decode))

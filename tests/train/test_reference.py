@@ -10,7 +10,7 @@ from upweight import KTOConfig
 from upweight.errors import UserError
 from upweight.methods import DPO, IPO, KTO
 from upweight.train.distributed.ranks import join_ranks
-from upweight.train.reference.precomputed import Precompute, RowsWithReference, with_reference
+from upweight.train.reference import Precompute, RowsWithReference, with_reference
 
 METHODS = {
     "dpo": DPO,
