@@ -24,6 +24,11 @@ class Sign:
     relation: Relation
     threshold: float
 
+    def holds(self, value: float) -> bool:
+        if self.relation == "near":
+            return abs(value) <= self.threshold
+        return value > self.threshold if self.relation == "above" else value < self.threshold
+
 
 @dataclass(frozen=True)
 class Rule:

@@ -37,6 +37,8 @@ OF_TRANSFORMERS = {  # arguments of transformers -> config keys
     "optim": "optimizer",
     "lr_scheduler_type": "lr_scheduler",
 }  # fmt: skip
+PYTHON_WORDS = {"true": "True", "false": "False"}
+NULLABLE = ("save_total_limit",)  # fields for which None is not the default
 CHOICES = {"sft": {}, "orm": {"reward_model": True}, "prm": {"process_reward_model": True}}
 OF_TRAINERS = {  # words of error messages -> inputs of a script
     "base_model": "model",
@@ -63,11 +65,14 @@ def config_of(args: Any, objects: Objects = YAML_ONLY, name: str | None = None) 
     values: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
     for argument, path in OF_TRANSFORMERS.items():
         section, key = general_keys()[path]
-        values[section][key.name] = _plain(getattr(args, argument))
+        value = getattr(args, argument)
+        values[section][key.name] = value.value if isinstance(value, enum.Enum) else value
     values["optim"] |= {"max_steps": args.max_steps if args.max_steps > 0 else None}
     values["data"] |= args.data_settings()
     values["data"] |= {"test_datasets": [args.dataset_row() for _ in objects.eval_sets()]}
-    values["sharding"] |= _sharding(args)
+    plugin = args.fsdp_plugin_args or {}
+    wrapping = {"state_dict": plugin.get("state_dict_type"), "wrap_policy": plugin.get("auto_wrap_policy")}
+    values["sharding"] |= {"fsdp": bool(args.fsdp), "low_memory_loading": args.deepspeed is not None, **wrapping}
     values["choice"] = CHOICES.get(args.method_class.name, {"rl": args.method_class.name})
     values["model"] |= _model(args, objects, name)
     values["adapter"] |= _adapter(objects)
@@ -112,23 +117,16 @@ def error_translator(kind: type) -> Callable[[str], str]:
     # A key of one word may be plain English: it is a key at the start of a line or in quotes.
     pattern = re.compile(rf"(?m)(?<![\w.])(?:{compound})(?!\w)|^(?:{words})(?=[:,])|(?<=')(?:{words})(?=[':])")
 
+    def as_argument(match: re.Match[str]) -> str:
+        name, value = match.groups()
+        quoted = value if re.fullmatch(r"[\d.]+", value) else f'"{value}"'
+        return f"'{name}={PYTHON_WORDS.get(value, quoted)}'"
+
     def translate_error(message: str) -> str:
         named = pattern.sub(lambda match: names[match[0]], message)
-        return re.sub(r"'(\w+): ([^' ]+)'", lambda match: f"'{match[1]}={_as_python(match[2])}'", named)
+        return re.sub(r"'(\w+): ([^' ]+)'", as_argument, named)
 
     return translate_error
-
-
-NULLABLE = ("save_total_limit",)  # fields for which None is not the default
-
-
-def _as_python(value: str) -> str:
-    words = {"true": "True", "false": "False"}
-    return words.get(value) or (value if re.fullmatch(r"[\d.]+", value) else f'"{value}"')
-
-
-def _plain(value: Any) -> Any:
-    return value.value if isinstance(value, enum.Enum) else value
 
 
 def _set_arguments(args: Any) -> dict[str, str]:
@@ -185,16 +183,6 @@ def _environment(args: Any, objects: Objects) -> dict[str, Any]:
     settings: dict[str, Any] = {"tools": [_name_of(tool) for tool in objects.tools or ()]}
     settings |= {} if calling is None else {"max_turns": calling + 1}
     return settings | ({} if factory is None else {"kind": "python", "class_path": _name_of(factory)})
-
-
-def _sharding(args: Any) -> dict[str, Any]:
-    plugin = args.fsdp_plugin_args or {}
-    return {
-        "fsdp": bool(args.fsdp),
-        "state_dict": plugin.get("state_dict_type"),
-        "wrap_policy": plugin.get("auto_wrap_policy"),
-        "low_memory_loading": args.deepspeed is not None,
-    }
 
 
 def _reward_names(objects: Objects) -> list[str]:

@@ -1,7 +1,6 @@
 """The configs of GRPO and RLOO for Python scripts, under TRL's names."""
 
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from upweight.config.peers import FUSED_HEAD, OWN_SERVER
@@ -11,32 +10,25 @@ from upweight.errors import UserError
 from upweight.methods import GRPO, RLOO
 from upweight.rollout.sampling_params import sampling_of
 from upweight.train.api.configs import MethodArguments
-from upweight.train.api.fields import holds, of, with_help
+from upweight.train.api.fields import holds, of, refused, with_help
 
 SAMPLER = "the sampler keeps each prompt once for all its completions, and drops rows as they end"
 ADAPTIVE = "With `use_adaptive_entropy`, which is not supported."
-REFUSED = {
-    "use_adaptive_entropy": "not supported; `entropy_coef` is a fixed weight",
-    "cast_lm_head_to_fp32": "logits are in float32 already, the head's weights as the model's; remove it",
-    "log_completions_hub_repo": "completions are written to `output_dir/completions`; remove it",
-}
-BOUNDED_APART = {
-    "max_length": "prompts are bounded by `max_prompt_length`, completions by `max_completion_length`; remove it"
-}
+FLOAT32_LOGITS = "logits are in float32 already, the head's weights as the model's; remove it"
+IN_A_FOLDER = "completions are written to `output_dir/completions`; remove it"
+BOUNDED_APART = "prompts are bounded by `max_prompt_length`, completions by `max_completion_length`; remove it"
 
 
 @dataclass
 class RolloutArguments(MethodArguments):
     """The arguments that online methods share: sampling and scoring of completions; a batch counts completions."""
 
-    refused: ClassVar = MappingProxyType(BOUNDED_APART)
     if TYPE_CHECKING:  # defined by each method
         num_generations: int = 0
         max_completion_length: int = 0
         reward_weights: list[float] | None = None
 
-    max_length: int | None = with_help(None, "Not used: see `max_prompt_length` and `max_completion_length`.")
-
+    max_length: int | None = refused(None, BOUNDED_APART)
     num_generations_eval: int | None = of(RolloutSection, "num_generations_eval")
     max_prompt_length: int | None = of(DataSection, "max_prompt_length")
     shuffle_dataset: bool = with_help(True, "Take prompts in a new order in each epoch.")
@@ -107,7 +99,6 @@ class GRPOConfig(RolloutArguments):
     """Settings of GRPO and its loss variants."""
 
     method_class: ClassVar = GRPO
-    refused: ClassVar = MappingProxyType(REFUSED | BOUNDED_APART)
 
     num_generations: int = of(GRPO, "num_generations")
     max_completion_length: int = of(GRPO, "max_completion_length")
@@ -140,14 +131,14 @@ class GRPOConfig(RolloutArguments):
     ref_model_mixup_alpha: float = of(GRPO, "ref_model_mixup_alpha")
     ref_model_sync_steps: int = of(GRPO, "ref_model_sync_steps")
     entropy_coef: float = of(GRPO, "entropy_coef")
-    use_adaptive_entropy: bool = with_help(False, "Not supported.")
+    use_adaptive_entropy: bool = refused(False, "not supported; `entropy_coef` is a fixed weight")
     entropy_coef_min: float = with_help(0.0, ADAPTIVE)
     entropy_coef_max: float = with_help(1.0, ADAPTIVE)
     entropy_coef_delta: float = with_help(0.005, ADAPTIVE)
     entropy_target: float = with_help(0.2, ADAPTIVE)
-    cast_lm_head_to_fp32: bool = with_help(False, "Not supported.")
+    cast_lm_head_to_fp32: bool = refused(False, FLOAT32_LOGITS)
     use_liger_loss: bool = holds(False, FUSED_HEAD)
-    log_completions_hub_repo: str | None = with_help(None, "Not supported.")
+    log_completions_hub_repo: str | None = refused(None, IN_A_FOLDER)
 
 
 @dataclass
