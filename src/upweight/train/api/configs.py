@@ -18,7 +18,7 @@ from upweight.errors import UserError, did_you_mean
 from upweight.log import warn_once
 from upweight.methods import DPO, KTO, ORM, ORPO, PRM, SFT, SimPO
 from upweight.methods.base import Method
-from upweight.settings import Section
+from upweight.settings import Section, keys_of
 from upweight.train.api.as_config import checked_config
 from upweight.train.api.fields import help_of, holds, of, refused, with_help
 from upweight.train.distributed.deepspeed import require_deepspeed
@@ -152,9 +152,10 @@ class MethodArguments(TrainingArguments):
         """Return the settings of one section from the arguments that set them."""
         names: dict[str, str] = {}
         values: dict[str, Any] = {}
+        keys = {key.path: key for key in keys_of(kind)}
         for one in dataclasses.fields(self):
-            text = help_of(one)
-            if (key := text.setting) is None or text.section is not kind or (value := getattr(self, one.name)) is None:
+            setting, value = help_of(one).setting, getattr(self, one.name)
+            if setting is None or value is None or (key := keys.get(setting.path)) is None:
                 continue
             place, names[key.name] = values, one.name
             for inner in key.where:

@@ -10,7 +10,6 @@ from upweight.settings import Key, Section, keys_of
 class Help(str):
     """The help of an argument and the setting it sets; a str, since command-line parsers print the metadata."""
 
-    section: type[Section] | None = None  # of the setting
     setting: Key | None = None  # that the argument sets
     holds: str | None = None  # why the argument has no effect
     refused: str | None = None  # why the argument may only have its default
@@ -31,7 +30,7 @@ def of(section: type[Section], name: str, **changed: Any) -> Any:
     """Return a field that sets a section's setting, with its default and help; tuples become lists."""
     key = next(key for key in keys_of(section) if key.name == name)
     default = changed.get("default", key.field.default)
-    text = Help(key.field.description or "", section=section, setting=key)
+    text = Help(key.field.description or "", setting=key)
     if isinstance(default, tuple):
         return field(default_factory=lambda: list(default), metadata={"help": text})
     return with_help(default, text)
