@@ -3,12 +3,14 @@
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+Level = Literal["ok", "note", "warning", "alarm"]
+
 
 @dataclass(frozen=True)
 class Finding:
     """The result of one check; warnings and alarms need the user to act."""
 
-    level: Literal["ok", "note", "warning", "alarm"]
+    level: Level
     what: str
     says: str
     remedy: str = ""

@@ -5,7 +5,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from upweight.doctor.findings import Finding
+from upweight.doctor.findings import Finding, Level
 from upweight.errors import UserError
 from upweight.models.memory import LESS_MEMORY
 from upweight.runs.files import CONFIG, METRICS, RECORD, metrics_of, this_machine
@@ -47,7 +47,7 @@ def _state(folder: Path, rows: list[dict[str, Any]]) -> Finding:
         return Finding("alarm", "out of memory", f"the run failed {where}: {message}", LADDER, evidence)
     if state == "running" and record.get("machine") != this_machine():
         return Finding("note", "run", f"was running on another machine, {where}, when it last wrote", evidence=evidence)
-    endings = {
+    endings: dict[str, tuple[Level, str, str]] = {
         "done": ("ok", f"finished {where}", ""),
         "stopped": ("warning", f"was stopped {where}", _resume(folder)),
         "failed": ("alarm", f"failed {where}: {message}", f"correct the cause; {_resume(folder)}"),

@@ -91,13 +91,13 @@ class Health:
 
     def _verdicts(self, rule: Rule, row: MetricsRow, rows: deque[MetricsRow]) -> Iterable[Verdict]:
         first, *others = rule.signs
-        step, min_rows = row["step"], min(MIN_ROWS, rule.steps)
-        if step - rule.after < rule.steps or len(rows) < min_rows:
+        metrics, step, min_rows = _matching_metrics(first.metric, row), row["step"], min(MIN_ROWS, rule.steps)
+        if not metrics or step - rule.after < rule.steps or len(rows) < min_rows:
             return
         window = list(takewhile(lambda known: known["step"] > step - rule.steps, reversed(rows)))
         window = window if len(window) >= min_rows else list(islice(reversed(rows), min_rows))
         before, _, after = first.metric.partition("*")
-        for metric in _matching_metrics(first.metric, row):
+        for metric in metrics:
             value = self._holds(metric, first, window, rule.averaged)
             same = metric[len(before) : len(metric) - len(after)] if after else ""  # what `*` stands for
             if value is not None and all(

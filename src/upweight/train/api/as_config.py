@@ -78,7 +78,7 @@ def config_of(args: Any, objects: Objects = YAML_ONLY, name: str | None = None) 
     values["adapter"] |= _adapter(objects)
     funcs, factory = objects.reward_funcs, objects.environment_factory
     rewards = funcs if isinstance(funcs, list | tuple) else [] if funcs is None else [funcs]
-    names = [reward if isinstance(reward, str) else _name_of(reward) for reward in rewards]
+    names = [reward if isinstance(reward, str) else str(_name_of(reward)) for reward in rewards]
     names += ENVIRONMENT_REWARDS[:1] if factory is not None else []  # it may give rewards too
     values["rollout"] |= {"reward_funcs": names, "rollout_func": _name_of(objects.rollout_func)}
     calling = getattr(args, "max_tool_calling_iterations", None)
