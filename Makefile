@@ -110,7 +110,7 @@ $(DOCS)/.ready: pyproject.toml
 	touch $@
 
 docs: $(READY) $(DOCS)/.ready
-	$(BIN)/python -m upweight.cli.pages docs
+	$(BIN)/python docs/pages.py
 	$(DOCS)/bin/mkdocs build --strict --quiet
 	cp -r examples build/site/
 	@echo "build/site/docs/index.html"

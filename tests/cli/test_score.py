@@ -5,7 +5,8 @@ import json
 import pytest
 
 from made_runs import write_config
-from upweight.cli.score import read_rows, run
+from upweight.cli.inference import run_score as run
+from upweight.cli.inputs import read_rows
 from upweight.config import load_config
 from upweight.errors import UserError
 from upweight.train.run import train

@@ -1,6 +1,7 @@
 """The command line: every command's arguments; heavy imports happen inside the commands."""
 
 import json
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,25 +23,13 @@ ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file.")
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys to set, such as trl.beta=0.01.")
 ]
-
 TrainedModel = Annotated[
     str, typer.Argument(metavar="CONFIG|FOLDER", help="Config that trained it, or folder of the adapter or model.")
 ]
-
 Processes = Annotated[
     int | None,
     typer.Option("--num-processes", min=1, help="Ranks to start on this machine; all visible GPUs when left out."),
 ]
-
-Launcher = Annotated[
-    str | None,
-    typer.Option(help="torchrun or accelerate (arguments after -- are theirs), or none; our own when left out."),
-]
-Nodes = Annotated[int, typer.Option(min=1, help="Machines; start the command on each of them.")]
-NodeRank = Annotated[int, typer.Option(min=0, help="Number of this machine, counted from 0.")]
-MasterAddress = Annotated[str | None, typer.Option(help="Address of machine 0.")]
-MasterPort = Annotated[int | None, typer.Option(min=1, max=65535, help="Port there; 29500 when left out.")]
-LauncherArguments = Annotated[list[str] | None, typer.Option("--launcher-argument", hidden=True)]
 
 # `--trl.beta 0.1`, as other trainers write it, is an override too.
 TAKES_OVERRIDES: dict[str, Any] = {"context_settings": {"ignore_unknown_options": True}}
@@ -53,11 +42,10 @@ def validate(
     fragment: Annotated[bool, typer.Option("--fragment", help="Do not ask for the keys a whole config needs.")] = False,
 ) -> None:
     """Check a config without touching anything else."""
-    from upweight.config import load_config
+    from upweight.cli.inputs import config_with_notices
     from upweight.config.rules import ON_THE_MACHINE
 
-    for notice in load_config(config, overrides or [], fragment=fragment).notices:
-        warn_once(notice)
+    config_with_notices(config, overrides, fragment=fragment)
     if not fragment:
         left_out = ", ".join(ON_THE_MACHINE)
         logger.info("not checked, since it depends on the machine: %s (upweight doctor %s)", left_out, config)
@@ -72,9 +60,20 @@ def preprocess(
     tokens: Annotated[bool, typer.Option("--tokens", help="Show token ids and loss masks too.")] = False,
 ) -> None:
     """Prepare the data of a config and fill its cache."""
-    from upweight.cli.preprocess import run
+    from upweight.cli.inputs import config_with_notices
+    from upweight.data.prepare import prepare
+    from upweight.data.show import shown_rows
+    from upweight.models.tokenizer import load_tokenizer
 
-    run(config, overrides or [], show=show, tokens=tokens)
+    loaded = config_with_notices(config, overrides)
+    stages = loaded.stages or (loaded,)
+    tokenizer = load_tokenizer(stages[0].model)  # later stages have it from the first
+    for stage in stages:
+        prepared = prepare(stage, tokenizer)
+        for line in prepared.report.lines():
+            logger.info("%s", line)
+        for row in shown_rows(stage, prepared, show, tokens=tokens):
+            print(json.dumps(row, ensure_ascii=False))
 
 
 @app.command(**TAKES_OVERRIDES)
@@ -84,12 +83,15 @@ def train(
     *,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the last whole checkpoint.")] = False,
     num_processes: Processes = None,
-    launcher: Launcher = None,
-    nodes: Nodes = 1,
-    node_rank: NodeRank = 0,
-    master_address: MasterAddress = None,
-    master_port: MasterPort = None,
-    launcher_arguments: LauncherArguments = None,
+    launcher: Annotated[
+        str | None,
+        typer.Option(help="torchrun or accelerate (arguments after -- are theirs), or none; our own when left out."),
+    ] = None,
+    nodes: Annotated[int, typer.Option(min=1, help="Machines; start the command on each of them.")] = 1,
+    node_rank: Annotated[int, typer.Option(min=0, help="Number of this machine, counted from 0.")] = 0,
+    master_address: Annotated[str | None, typer.Option(help="Address of machine 0.")] = None,
+    master_port: Annotated[int | None, typer.Option(min=1, max=65535, help="Port there; 29500 when left out.")] = None,
+    launcher_arguments: Annotated[list[str] | None, typer.Option("--launcher-argument", hidden=True)] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Say warnings only.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print each log as a JSON object, nothing else.")] = False,
     stage: Annotated[int | None, typer.Option(hidden=True, help="Train this stage alone, counted from 0.")] = None,
@@ -151,9 +153,21 @@ def vllm_serve(
     show: Annotated[bool, typer.Option("--show", help="Print the command line instead of running it.")] = False,
 ) -> None:
     """Start the vLLM server that a config's training samples from."""
-    from upweight.cli.vllm_serve import run
+    from upweight.cli.inputs import config_with_notices
+    from upweight.config.servers import local_url
+    from upweight.serve.command import serve_command, warnings_of
+    from upweight.serve.process import installed_version, run_server
 
-    raise typer.Exit(run(config, overrides or [], python=python, show=show))
+    loaded = config_with_notices(config, overrides, fragment=True)
+    command = serve_command(loaded, python=python or sys.executable)
+    if show:
+        print(shlex.join([*(f"{name}={value}" for name, value in command.env.items()), *command.argv]))
+        return
+    for warning in warnings_of(loaded, installed_version(command.argv[0])):
+        warn_once(warning)
+    url = local_url(loaded.vllm.host, loaded.vllm.port)
+    ready = f"vLLM is ready at {url}: {loaded.model.base_model}"
+    raise typer.Exit(run_server(command, url, lambda: print(ready, flush=True)))
 
 
 @app.command("merge-lora", **TAKES_OVERRIDES)
@@ -194,9 +208,9 @@ def score(
     chat: Annotated[bool, typer.Option("--chat", help="Put plain texts into the chat template.")] = False,
 ) -> None:
     """Score completions with a trained reward model."""
-    from upweight.cli.score import run
+    from upweight.cli.inference import run_score
 
-    run(trained, file, overrides or [], output=output, chat=chat)
+    run_score(trained, file, overrides or [], output=output, chat=chat)
 
 
 @app.command(**TAKES_OVERRIDES)
@@ -217,12 +231,12 @@ def inference(
     as_json: Annotated[bool, typer.Option("--json", help="JSON lines for --prompt too.")] = False,
 ) -> None:
     """Let a trained model answer a prompt, a file of prompts, or you."""
-    from upweight.cli.inference import run
+    from upweight.cli.inference import run_inference
 
     sampling = {"temperature": temperature, "top_p": top_p, "seed": seed}
     generator = {"system": system, "raw": raw, "new_tokens": max_new_tokens}
     request = {"prompt": prompt, "file": file, "chat": chat, "count": count, "as_json": as_json}
-    run(trained, overrides or [], sampling=sampling, **request, **generator)
+    run_inference(trained, overrides or [], sampling=sampling, **request, **generator)
 
 
 @app.command()

@@ -1,7 +1,7 @@
 """`upweight doctor`: finds problems of a machine, a config or a run, with remedies."""
 
 import json
-from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,24 +22,20 @@ def run(place: str | None, overrides: list[str], *, as_json: bool) -> int:
     path = Path(place).expanduser() if place is not None else None
     if path is not None and not path.exists():
         raise UserError(f"{place}: does not exist. Name a config (a YAML file) or a run (its `output_dir`).")
-    findings = list(_findings(path, overrides))
-    wrong = [finding for finding in findings if finding.wrong]
+    findings = _findings(path, overrides)
+    wrong = sum(finding.wrong for finding in findings)
     if as_json:
-        print(
-            json.dumps(
-                {"wrong": len(wrong), "findings": [finding.as_plain() for finding in findings]}, ensure_ascii=False
-            )
-        )
-        return int(bool(wrong))
+        print(json.dumps({"wrong": wrong, "findings": list(map(asdict, findings))}, ensure_ascii=False))
+        return int(wrong > 0)
     for finding in findings:
         print(f"{MARKS[finding.level]} {finding.what}: {finding.says}")
         if finding.remedy:
             print(f"{'':8}{'remedy' if finding.wrong else 'hint'}: {finding.remedy}")
-    print(f"\n{len(wrong)} of {len(findings)} findings need action" if wrong else "\nnothing is wrong")
-    return int(bool(wrong))
+    print(f"\n{wrong} of {len(findings)} findings need action" if wrong else "\nnothing is wrong")
+    return int(wrong > 0)
 
 
-def _findings(path: Path | None, overrides: list[str]) -> "Iterator[Finding]":
+def _findings(path: Path | None, overrides: list[str]) -> "list[Finding]":
     # read before the libraries that train, which take seconds to load
     config = load_config(path, overrides) if path is not None and not path.is_dir() else None
 
@@ -49,8 +45,5 @@ def _findings(path: Path | None, overrides: list[str]) -> "Iterator[Finding]":
 
     quiet_transformers()
     if path is not None and config is None:
-        yield from check_run(path)
-        return
-    yield from check_machine()
-    if config is not None:
-        yield from check_config(config)
+        return check_run(path)
+    return [*check_machine(), *(check_config(config) if config is not None else ())]

@@ -7,7 +7,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from upweight.cli.trained import Trained, trained
+from upweight.cli.inputs import Trained, trained
 from upweight.errors import UserError
 from upweight.log import quiet_transformers
 from upweight.models.adapters.merge import AdapterFolder, difference, merge_adapter

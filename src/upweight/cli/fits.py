@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import torch
+
 from upweight.config import Config, load_config
 from upweight.errors import UserError
 from upweight.models.memory import GIB, USABLE, Trained, estimate, longest, shape_of
@@ -13,8 +15,11 @@ HEADINGS = ("trained", "recompute", "weights", "training", "activations", "total
 def run(path: Path, overrides: list[str], *, memory: float | None) -> None:
     """Print one line for each way of training: GiB by part, whether it fits, and the longest sequence that fits."""
     config = load_config(path, overrides)
-    for line in table(config, (memory or _visible_memory()) * GIB):
-        print(line)
+    if memory is None:
+        if not torch.cuda.is_available():
+            raise UserError("no GPU is visible here; say how much memory the card has, in GiB: --memory 24")
+        memory = torch.cuda.mem_get_info()[1] / GIB
+    print("\n".join(table(config, memory * GIB)))
 
 
 def table(config: Config, card: float) -> list[str]:
@@ -45,11 +50,3 @@ def table(config: Config, card: float) -> list[str]:
     what = f"{shape.parameters / 1e9:.2f} billion weights, {config.method.name}, {config.data.sequence_len} tokens"
     about = f"{what}, {sequences} in a row; GiB of {card / GIB:.0f}, bfloat16; * is this config"
     return [about, *("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)]
-
-
-def _visible_memory() -> float:
-    import torch
-
-    if not torch.cuda.is_available():
-        raise UserError("no GPU is visible here; say how much memory the card has, in GiB: --memory 24")
-    return torch.cuda.mem_get_info()[1] / GIB

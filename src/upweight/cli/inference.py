@@ -1,4 +1,4 @@
-"""`upweight inference`: completions of a trained model."""
+"""`upweight inference` and `upweight score`: completions of a trained model, and scores of a reward model."""
 
 import dataclasses
 import json
@@ -6,20 +6,46 @@ import secrets
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
-from upweight.cli.score import lines_of, row_of, text_of, utf8_from
-from upweight.cli.trained import as_trained, trained
+from upweight.cli.inputs import as_trained, lines_of, read_rows, row_of, text_of, trained, utf8_from
 from upweight.data.raw_row import RowError
 from upweight.errors import UserError
+from upweight.files import atomic_path
+from upweight.inference.score import ScoreModel, load_score_model
 from upweight.inference.write import TextGenerator, load_text_generator
 from upweight.log import quiet_transformers
 from upweight.types import Sampling
 
-AT_ONCE = 64  # prompts between two writes
+AT_ONCE = 64  # rows between two writes
 
 
-def run(
+def run_score(place: str, file: Path, overrides: list[str], *, output: Path | None, chat: bool) -> None:
+    """Write every row with its score (and those of its steps) as JSON lines to stdout or to `output`."""
+    quiet_transformers()
+    rows = read_rows(file)
+    model = trained(place, overrides)
+    data, entry, templated = as_trained(model)
+    scorer = load_score_model(model.model, model.adapter, data=data, entry=entry, chat=chat or templated)
+    if output is None:
+        _write_scores(scorer, rows, sys.stdout)
+        return
+    with atomic_path(output) as part, part.open("w", encoding="utf-8") as opened:
+        _write_scores(scorer, rows, opened)
+
+
+def _write_scores(scorer: ScoreModel, rows: list[dict[str, Any]], out: TextIO) -> None:
+    for start in range(0, len(rows), AT_ONCE):
+        batch = rows[start : start + AT_ONCE]
+        for row, scores in zip(batch, scorer(batch, first=start), strict=True):
+            summary: dict[str, Any] = {"score": scores[0]}
+            if scorer.head == "step_score":
+                summary = {"step_scores": scores, "mean": sum(scores) / len(scores), "min": min(scores)}
+            out.write(json.dumps({**row, **summary}, ensure_ascii=False) + "\n")
+        out.flush()
+
+
+def run_inference(
     place: str,
     overrides: list[str],
     *,
@@ -52,7 +78,13 @@ def run(
         return
     prompts = [_encoded(generator, row, at) for at, row in rows.items()]
     if prompt is None or as_json:
-        _write(generator, list(rows.values()), prompts, drawn, seed, count)
+        for start in range(0, len(prompts), AT_ONCE):
+            part = slice(start, start + AT_ONCE)
+            groups = generator(prompts[part], dataclasses.replace(drawn, seed=seed + start), count)
+            for row, group in zip(list(rows.values())[part], groups, strict=True):
+                for completion in group:  # with its row's columns, for `upweight score` and `upweight rewards`
+                    shown = {**row, "completion": completion.text, "finished": completion.finished}
+                    print(json.dumps(shown, ensure_ascii=False), flush=True)
     elif count == 1:
         generator(prompts, drawn, on_text=_print_text)
         print()
@@ -65,8 +97,10 @@ def _read(file: Path | None) -> dict[str, dict[str, Any]]:
     """Return the rows of a file or of stdin by place: each line is a JSON object, or the text of a prompt."""
     if file is None and sys.stdin.isatty():
         print("Prompts, one on each line; Ctrl-D ends.", file=sys.stderr)
+    with utf8_from("stdin"):  # in the C locale, sys.stdin itself lets any byte through
+        text = sys.stdin.buffer.read().decode("utf-8") if file is None else text_of(file)
     name = file or "stdin"
-    lines = lines_of(_stdin() if file is None else text_of(file), name)
+    lines = lines_of(text, name)
     if not lines:
         raise UserError(f"{name}: has no prompt")
     if not next(iter(lines.values())).lstrip().startswith("{"):
@@ -74,34 +108,11 @@ def _read(file: Path | None) -> dict[str, dict[str, Any]]:
     return {place: row_of(line, place, ", as the first line seems to be") for place, line in lines.items()}
 
 
-def _stdin() -> str:
-    with utf8_from("stdin"):
-        return sys.stdin.buffer.read().decode("utf-8")  # in the C locale, sys.stdin itself lets any byte through
-
-
 def _encoded(generator: TextGenerator, row: Mapping[str, Any], place: str) -> list[int]:
     try:
         return generator.encode(row)
     except RowError as error:
         raise UserError(f"{place}: {error}") from error
-
-
-def _write(  # noqa: PLR0917
-    generator: TextGenerator,
-    rows: list[dict[str, Any]],
-    prompts: list[list[int]],
-    sampling: Sampling,
-    seed: int,
-    count: int,
-) -> None:
-    """Print a JSON line for each completion with its row's columns, for `upweight score` and `upweight rewards`."""
-    for start in range(0, len(rows), AT_ONCE):
-        drawn = dataclasses.replace(sampling, seed=seed + start)
-        groups = generator(prompts[start : start + AT_ONCE], drawn, count)
-        for row, group in zip(rows[start : start + AT_ONCE], groups, strict=True):
-            for completion in group:
-                shown = {**row, "completion": completion.text, "finished": completion.finished}
-                print(json.dumps(shown, ensure_ascii=False), flush=True)
 
 
 def _chat(generator: TextGenerator, sampling: Sampling, seed: int) -> None:

@@ -7,8 +7,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from upweight.config import load_config
-from upweight.log import quiet_transformers, warn_once
+from upweight.cli.inputs import config_with_notices, read_rows
+from upweight.log import quiet_transformers
 
 LONGEST_SHOWN = 240  # characters of an example
 WIDTH = 120  # of the table where there is no terminal
@@ -18,10 +18,7 @@ def run(
     path: Path, overrides: list[str], *, completions: Path | None, prompts: int, count: int | None, as_json: bool
 ) -> None:
     """Print what each reward gives, as tables and remarks or as one JSON object."""
-    config = load_config(path, overrides)
-    for notice in config.notices:
-        warn_once(notice)
-    from upweight.cli.score import read_rows
+    config = config_with_notices(path, overrides)
     from upweight.train.online.try_rewards import try_on_rows, try_on_samples
 
     quiet_transformers()
@@ -35,30 +32,23 @@ def run(
 
 
 def _show(plain: dict[str, Any], console: Console) -> None:
-    table = Table(title=f"{plain['completions']} completions of {plain['prompts']} prompts")
+    total = plain["completions"]
+    table = Table(title=f"{total} completions of {plain['prompts']} prompts")
     for column in ("reward", "mean", "lowest", "highest", "spread in groups", "None", "failed", "seconds"):
         table.add_column(column, justify="left" if column == "reward" else "right")
-    total = plain["completions"]
     for reward in plain["rewards"]:
         figures = [reward[name] for name in ("mean", "lowest", "highest", "spread_within_groups")]
+        shown = ["-" if value is None else f"{value:.4g}" for value in figures]
         shares = [f"{reward[name] / total:.0%}" for name in ("does_not_apply", "failed")]
-        table.add_row(reward["name"], *map(_number, figures), *shares, f"{reward['seconds']:.3g}")
+        table.add_row(reward["name"], *shown, *shares, f"{reward['seconds']:.3g}")
     console.print(table)
     for reward in plain["rewards"]:
         for kind in ("best", "worst"):
             for example in reward[kind]:
-                text = _short(example["completion"])
+                text = json.dumps(example["completion"], ensure_ascii=False)
+                text = text if len(text) <= LONGEST_SHOWN else text[:LONGEST_SHOWN] + ' ..."'
                 console.print(f"{reward['name']}, {kind} {example['score']:.4g}: {text}", markup=False, highlight=False)
     for remark in plain["remarks"]:
         console.print(f"- {remark}", markup=False, highlight=False)
     if not plain["remarks"]:
         console.print("Every reward separates completions.")
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4g}"
-
-
-def _short(text: str) -> str:
-    shown = json.dumps(text, ensure_ascii=False)
-    return shown if len(shown) <= LONGEST_SHOWN else shown[:LONGEST_SHOWN] + ' ..."'

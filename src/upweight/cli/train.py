@@ -11,10 +11,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import cast, get_args
 
-from upweight.cli.trained import ADAPTER
-from upweight.config import Config, load_config
+from upweight.cli.inputs import ADAPTER, config_with_notices
+from upweight.config import Config
 from upweight.errors import UserError
-from upweight.log import logger, warn_once
+from upweight.log import logger
 from upweight.runs.files import METRICS
 from upweight.train.distributed.launch import Launcher, Start, end_with_launcher, is_rank, launch, say_through_launcher
 
@@ -49,45 +49,39 @@ def run_train(
         logger.setLevel(logging.WARNING)
     config = _config(path, overrides)
     options = [option for option, wanted in (("--quiet", quiet), ("--json", as_json)) if wanted]
-    arguments = ["train", str(path), *overrides, *options]
-    if config.stages and stage is None:
-        _train_stages(config, arguments, resume or config.run.auto_resume, start, as_json=as_json)
-        return
-    if stage is not None:
-        config, arguments = config.stages[stage], [*arguments, "--stage", str(stage)]
-    _launch([*arguments, *(["--resume"] if resume else [])], start)
-    _train(config, resume=resume, as_json=as_json)
 
-
-def _train(config: Config, *, resume: bool, as_json: bool) -> None:
-    with _as_one_of_many():
-        from upweight.train.recording.run_folder import MetricsOut
-        from upweight.train.run import train
-
-        train(config, resume=resume, watchers=[MetricsOut()] if as_json else [])
-
-
-def _train_stages(config: Config, arguments: list[str], resume: bool, start: Start, *, as_json: bool) -> None:
-    """Every stage with ranks of its own, or in this process where one is enough."""
-    if is_rank():
-        raise UserError("stages: start the command by itself; it starts the ranks of each stage (--num-processes).")
-    from upweight.train.stages import train_stages
-
-    def run_stage(number: int, resume_stage: bool) -> None:
-        code = _launched([*arguments, "--stage", str(number), *(["--resume"] if resume_stage else [])], start)
+    def train_one(number: int | None, resume_it: bool) -> None:
+        """Train a stage, or a config without stages, with ranks of its own or in this process."""
+        flags = [] if number is None else ["--stage", str(number)]
+        flags += ["--resume"] if resume_it else []
+        code = _launched(["train", str(path), *overrides, *options, *flags], start)
         if code is None:
-            _train(config.stages[number], resume=resume_stage, as_json=as_json)
+            with _as_one_of_many():
+                from upweight.train.recording.run_folder import MetricsOut
+                from upweight.train.run import train
+
+                chosen = config if number is None else config.stages[number]
+                train(chosen, resume=resume_it, watchers=[MetricsOut()] if as_json else [])
             gc.collect()  # the next stage's model needs the memory of this one's
         elif code:
             sys.exit(code)
 
-    train_stages(config, run_stage, resume=resume)
+    if stage is not None or not config.stages:
+        train_one(stage, resume)
+        return
+    if is_rank():
+        raise UserError("stages: start the command by itself; it starts the ranks of each stage (--num-processes).")
+    from upweight.train.stages import train_stages
+
+    train_stages(config, train_one, resume=resume or config.run.auto_resume)
 
 
 def run_evaluate(path: Path, overrides: list[str], *, start: Start) -> None:
     """Print the metrics of a config's model on its evaluation data as one JSON object."""
     config = _config(path, overrides)
-    _launch(["evaluate", str(path), *overrides], start)
+    code = _launched(["evaluate", str(path), *overrides], start)
+    if code is not None:
+        sys.exit(code)
     with _as_one_of_many():
         from upweight.train.run import evaluate
 
@@ -114,17 +108,7 @@ def _warn_if_untrained(config: Config) -> None:
 def _config(path: Path, overrides: list[str]) -> Config:
     if os.environ.get("RANK", "0") != "0":
         logger.setLevel(logging.ERROR)  # only rank 0 logs
-    config = load_config(path, overrides)
-    for notice in config.notices:
-        warn_once(notice)
-    return config
-
-
-def _launch(arguments: Sequence[str], start: Start) -> None:
-    """Start ranks and end with their exit code; return where one process, this one, is enough."""
-    code = _launched(arguments, start)
-    if code is not None:
-        sys.exit(code)
+    return config_with_notices(path, overrides)
 
 
 def _launched(arguments: Sequence[str], start: Start) -> int | None:

@@ -3,8 +3,8 @@
 import dataclasses
 import shutil
 import socket
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -35,21 +35,20 @@ MOST_DROPPED = 0.05  # largest share of dropped rows without a warning
 
 @dataclass
 class CheckState:
-    """The findings about a config, and measurements of earlier checks that later checks use."""
+    """A config, and measurements of earlier checks that later checks use."""
 
     config: Config
     memory: Memory | None = None
     columns: list[str] | None = None  # data columns that rewards may read
     longest_prompt: int = 0
-    findings: list[Finding] = field(default_factory=list)
 
 
 def check_config(config: Config) -> list[Finding]:
     """Return the findings about a config, or about each of its stages with the first stage's model."""
+    findings: list[Finding] = []
     if config.stages:
         first = config.stages[0]
         adapter = first.adapter.model_copy(update={"folder": None})
-        findings: list[Finding] = []
         for stage in config.stages:
             # The later stages start from folders that do not exist yet.
             checked = dataclasses.replace(stage, model=first.model, adapter=adapter, stages=())
@@ -57,12 +56,12 @@ def check_config(config: Config) -> list[Finding]:
             findings += [dataclasses.replace(item, what=f"{name}: {item.what}") for item in check_config(checked)]
         return findings
     state = CheckState(config)
-    for what, check in CHECKS.items():
+    for check in (_keys, _memory, _data, _rewards, _environment, _server, _output_dir):
         try:
-            state.findings += check(state)
+            findings += check(state)
         except UserError as error:
-            state.findings.append(Finding("alarm", what, str(error).removesuffix(".")))
-    return state.findings
+            findings.append(Finding("alarm", check.__name__.removeprefix("_"), str(error).removesuffix(".")))
+    return findings
 
 
 def _keys(state: CheckState) -> Iterator[Finding]:
@@ -76,7 +75,11 @@ def _keys(state: CheckState) -> Iterator[Finding]:
 
 def _memory(state: CheckState) -> Iterator[Finding]:
     """Compare the memory estimate with the GPU's memory, or with host memory where there is no GPU."""
-    config = state.config
+    config, policy = state.config, state.config.method.policy_settings
+    # The tokens of the smallest possible forward: one row of the data at its longest.
+    tokens = config.data.sequence_len * (2 if config.method.data == "pairs" else 1)
+    if policy is not None:
+        tokens = policy.max_completion_length + (config.data.max_prompt_length or 512)
     need = estimate(
         shape_of(config.model, config.method.head),
         config.adapter.kind or "all",
@@ -84,7 +87,7 @@ def _memory(state: CheckState) -> Iterator[Finding]:
         optimizer=config.optim.optimizer,
         reference=config.method.needs_reference,
         checkpointing=config.optim.gradient_checkpointing,
-        tokens=_tokens(config),
+        tokens=tokens,
     )
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda" if on_gpu else "cpu")
@@ -94,22 +97,14 @@ def _memory(state: CheckState) -> Iterator[Finding]:
     state.memory = Memory(need.weights * width / shards, need.training / shards, activations)
     room = USABLE * torch.cuda.mem_get_info()[1] if on_gpu else psutil.virtual_memory().available
     where = "the GPU" if on_gpu else "this machine"
-    parts = f"weights {state.memory.weights / GIB:.1f}, training {state.memory.training / GIB:.1f}, activations "
-    parts += f"{state.memory.activations / GIB:.1f}"
-    evidence = {"needed_gib": round(state.memory.total / GIB, 2), "there_gib": round(room / GIB, 2)}
-    says = f"about {state.memory.total / GIB:.1f} GiB ({parts}); {where} has {room / GIB:.1f} available"
-    if state.memory.total > room:
+    total = state.memory.total
+    parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in vars(state.memory).items())
+    evidence = {"needed_gib": round(total / GIB, 2), "there_gib": round(room / GIB, 2)}
+    says = f"about {total / GIB:.1f} GiB ({parts}); {where} has {room / GIB:.1f} available"
+    if total > room:
         yield Finding("alarm", "memory", f"{says}: it will not fit", f"in this order: {LESS_MEMORY}", evidence)
     else:
         yield Finding("ok", "memory", says, evidence=evidence)
-
-
-def _tokens(config: Config) -> int:
-    """Return the tokens of the smallest possible forward: one row of the data at its longest."""
-    policy = config.method.policy_settings
-    if policy is not None:
-        return policy.max_completion_length + (config.data.max_prompt_length or 512)
-    return config.data.sequence_len * (2 if config.method.data == "pairs" else 1)
 
 
 def _data(state: CheckState) -> Iterator[Finding]:
@@ -124,16 +119,15 @@ def _data(state: CheckState) -> Iterator[Finding]:
             settings = ", ".join(f"{key} {value['100%']}" for key, value in data.report.suggested.items())
             level = "warning" if dropped > MOST_DROPPED * part.read else "note"
             yield Finding(level, "data", line, f"to keep all: {settings}" if settings else "")
-    shown = ", ".join(f"{name}s of up to {row['max']} tokens" for name, row in lengths.items())
+    sizes = ", ".join(f"{name}s of up to {row['max']} tokens" for name, row in lengths.items())
     state.columns = [name for name in data.train[0] if name not in PREPARED_COLUMNS]
     columns = f" with the columns {', '.join(state.columns)}" if config.method.online and state.columns else ""
-    says = f"{len(data.train):,} rows to train on{columns}; {shown}"
+    says = f"{len(data.train):,} rows to train on{columns}; {sizes}"
     yield Finding("ok", "data", says, evidence={"rows": len(data.train), "lengths": lengths})
     policy = config.method.policy_settings
     positions = getattr(load_config(config.model).get_text_config(), "max_position_embeddings", None)
-    longest = (
-        state.longest_prompt + policy.max_completion_length if policy else lengths.get("sequence", {}).get("max", 0)
-    )
+    longest = lengths.get("sequence", {}).get("max", 0)
+    longest = longest if policy is None else state.longest_prompt + policy.max_completion_length
     if positions and longest > positions:
         says = f"rows of {longest} tokens, completions included, exceed the {positions} positions of the model"
         yield Finding("alarm", "lengths", says, "lower max_prompt_length, trl.max_completion_length or sequence_len")
@@ -143,7 +137,7 @@ def _rewards(state: CheckState) -> Iterator[Finding]:
     """Load reward functions, check that the data has the columns they read, and look up reward models."""
     config = state.config
     names = config.rollout.reward_funcs
-    if not config.method.online or _is_remote(config):
+    if not config.method.online or config.gym.enabled or config.environment.kind == "openenv":
         return
     setup = environment_setup(config)
     models = [name for name in names if "/" in name.partition("(")[0] or (config.folder / name).is_dir()]
@@ -160,24 +154,16 @@ def _rewards(state: CheckState) -> Iterator[Finding]:
         yield Finding("ok", "rewards", ", ".join([*(reward.name for reward in rewards), *models]))
 
 
-def _is_remote(config: Config) -> bool:
-    """Whether the environment runs on servers: NeMo Gym or OpenEnv."""
-    return config.gym.enabled or config.environment.kind == "openenv"
-
-
 def _environment(state: CheckState) -> Iterator[Finding]:
     """Check that the environment's servers answer, or can be started."""
     config = state.config
-    if not config.method.online or not _is_remote(config):
+    if not config.method.online or not (config.gym.enabled or config.environment.kind == "openenv"):
         return
     gym = Path(config.gym.folder).expanduser()
     if config.gym.enabled and config.gym.auto_start:
-        if gym.is_dir():
-            yield Finding("ok", "environment", f"NeMo Gym in {gym} will be started")
-        else:
-            yield Finding(
-                "alarm", "environment", f"there is no NeMo Gym in {gym}", "clone it there, or set nemo_gym_dir"
-            )
+        missing, remedy = f"there is no NeMo Gym in {gym}", "clone it there, or set nemo_gym_dir"
+        will_start = Finding("ok", "environment", f"NeMo Gym in {gym} will be started")
+        yield will_start if gym.is_dir() else Finding("alarm", "environment", missing, remedy)
         return
     url = f"http://127.0.0.1:{config.gym.head_port}" if config.gym.enabled else str(config.environment.url)
     place = urlsplit(url)
@@ -185,9 +171,8 @@ def _environment(state: CheckState) -> Iterator[Finding]:
         socket.create_connection((place.hostname or "", place.port or 80), TIMEOUT).close()
         yield Finding("ok", "environment", f"something listens at {url}")
     except OSError as error:
-        yield Finding(
-            "alarm", "environment", f"{url} does not answer: {error}", "start its server, or correct the address"
-        )
+        remedy = "start its server, or correct the address"
+        yield Finding("alarm", "environment", f"{url} does not answer: {error}", remedy)
 
 
 def _server(state: CheckState) -> Iterator[Finding]:
@@ -213,7 +198,7 @@ def _server(state: CheckState) -> Iterator[Finding]:
             yield Finding("ok", "server", f"{url} serves {name}, up to {longest} tokens")
 
 
-def _output(state: CheckState) -> Iterator[Finding]:
+def _output_dir(state: CheckState) -> Iterator[Finding]:
     """Check that the disk of the output folder has room for the checkpoints that are kept."""
     folder = Path(state.config.run.output_dir)
     if unwritable_reason(folder) is not None:
@@ -225,22 +210,10 @@ def _output(state: CheckState) -> Iterator[Finding]:
         needed = kept * state.memory.training + (state.memory.weights if state.config.adapter.kind is None else 0)
     says = f"{folder}: {free / GIB:.1f} GiB free, up to {needed / GIB:.1f} needed"
     if needed > free:
-        yield Finding(
-            "warning", "output_dir", says, "lower save_total_limit, set save_only_model, or set another output_dir"
-        )
+        remedy = "lower save_total_limit, set save_only_model, or set another output_dir"
+        yield Finding("warning", "output_dir", says, remedy)
     elif (folder / METRICS).is_file():
         says += "; it holds an earlier run; a new run replaces its metrics"
         yield Finding("note", "output_dir", says, "resume it with --resume, or set another output_dir")
     else:
         yield Finding("ok", "output_dir", says)
-
-
-CHECKS: dict[str, Callable[[CheckState], Iterable[Finding]]] = {
-    "keys": _keys,
-    "memory": _memory,
-    "data": _data,
-    "rewards": _rewards,
-    "environment": _environment,
-    "server": _server,
-    "output_dir": _output,
-}

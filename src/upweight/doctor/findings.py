@@ -1,6 +1,6 @@
 """The result of one check of `upweight doctor`: a message, its level, the measurements and the remedy."""
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Level = Literal["ok", "note", "warning", "alarm"]
@@ -19,12 +19,3 @@ class Finding:
     @property
     def wrong(self) -> bool:
         return self.level in ("warning", "alarm")
-
-    def line(self) -> str:
-        """Format the finding for the terminal."""
-        remedy = f" Remedy: {self.remedy}." if self.remedy else ""
-        return f"{self.level}: {self.what}: {self.says}.{remedy}"
-
-    def as_plain(self) -> dict[str, Any]:
-        """Return the finding as a JSON object."""
-        return asdict(self)

@@ -17,22 +17,18 @@ PACKAGE = "upweight"
 
 def check_machine() -> list[Finding]:
     """Return the findings about Python, the required packages and the GPUs."""
-    return [*_versions(), *_devices()]
-
-
-def _versions() -> Iterator[Finding]:
     wanted = {"Python": importlib.metadata.metadata(PACKAGE)["Requires-Python"]}
     for line in importlib.metadata.requires(PACKAGE) or ():
         required = Requirement(line)
         if required.marker is None or required.marker.evaluate({"extra": ""}):
             wanted[required.name] = str(required.specifier)
     versions = [_version(name, allowed) for name, allowed in wanted.items()]
-    wrong = [version for version in versions if version.wrong]
-    yield from wrong
-    if not wrong:
+    findings = [version for version in versions if version.wrong]
+    if not findings:
         named = ("Python", "torch", "transformers", "peft")
         shown = ", ".join(f"{version.what} {version.says}" for version in versions if version.what in named)
-        yield Finding("ok", "versions", f"{shown}; all {len(versions)} versions are supported")
+        findings = [Finding("ok", "versions", f"{shown}; all {len(versions)} versions are supported")]
+    return [*findings, *_devices()]
 
 
 def _version(name: str, allowed: str) -> Finding:
@@ -45,9 +41,8 @@ def _version(name: str, allowed: str) -> Finding:
     if SpecifierSet(allowed).contains(version, prereleases=True):
         return Finding("ok", name, version, evidence=evidence)
     remedy = f"pip install '{name}{allowed}'" if name != "Python" else f"make an environment with Python {allowed}"
-    return Finding(
-        "warning", name, f"{version} is not among the versions that were tested ({allowed})", remedy, evidence
-    )
+    says = f"{version} is not among the versions that were tested ({allowed})"
+    return Finding("warning", name, says, remedy, evidence)
 
 
 def _devices() -> Iterator[Finding]:
@@ -58,8 +53,7 @@ def _devices() -> Iterator[Finding]:
         return
     for number in range(torch.cuda.device_count()):
         free, total = (part / GIB for part in torch.cuda.mem_get_info(number))
-        name = torch.cuda.get_device_name(number)
-        says = f"{name}, {free:.1f} of {total:.1f} GiB free"
+        says = f"{torch.cuda.get_device_name(number)}, {free:.1f} of {total:.1f} GiB free"
         evidence = {"free_gib": round(free, 2), "total_gib": round(total, 2)}
         if free < 0.8 * total:
             remedy = "stop the other processes on it (nvidia-smi), or choose another GPU with CUDA_VISIBLE_DEVICES"

@@ -5,13 +5,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from upweight.doctor.findings import Finding
+from upweight.doctor.findings import Finding, Level
 from upweight.errors import UserError
 from upweight.models.memory import LESS_MEMORY
 from upweight.runs.files import CONFIG, METRICS, RECORD, metrics_of, this_machine
 from upweight.runs.health import verdicts
 from upweight.runs.report.reading import read_json
-from upweight.runs.report.run import run_status
+from upweight.runs.report.run import folders_of, run_status
 from upweight.train.recording.checkpoints import checkpoints_of, is_whole
 
 MEMORY = ("out of GPU memory", "OutOfMemoryError", "out of memory", "MemoryError")
@@ -25,13 +25,12 @@ KILLED = (
 
 def check_run(folder: Path) -> list[Finding]:
     """Return the findings about a run, or about each stage of a run."""
-    stages = sorted(path for path in folder.glob("stage-*") if (path / CONFIG).is_file())
-    if stages:
+    stages = folders_of(folder)
+    if stages != [folder]:
         return [replace(item, what=f"{stage.name}: {item.what}") for stage in stages for item in check_run(stage)]
     if not any((folder / name).is_file() for name in (CONFIG, METRICS, RECORD)):
-        raise UserError(
-            f"{folder}: neither a config nor the folder of a run. A run leaves {CONFIG} and {METRICS} there."
-        )
+        known = f"A run leaves {CONFIG} and {METRICS} there."
+        raise UserError(f"{folder}: neither a config nor the folder of a run. {known}")
     rows = metrics_of(folder)
     return [_state(folder, rows), *_health(rows)]
 
@@ -41,24 +40,22 @@ def _state(folder: Path, rows: list[dict[str, Any]]) -> Finding:
     record = read_json(folder / RECORD)
     last, planned = max((row["step"] for row in rows), default=0), record.get("max_steps")
     where = f"at step {last}" + (f" of {planned}" if planned else "")
-    evidence = {"step": last, "max_steps": planned, **{key: record[key] for key in ("message",) if key in record}}
+    evidence = {"step": last, "max_steps": planned, **({"message": record["message"]} if "message" in record else {})}
     state = run_status(record, there=True, logged=True)["state"]
-    if state == "done":
-        return Finding("ok", "run", f"finished {where}", evidence=evidence)
-    if state == "stopped":
-        return Finding("warning", "run", f"was stopped {where}", _resume(folder), evidence)
-    if state == "failed":
-        message = str(record.get("message", ""))
-        if any(word in message for word in MEMORY):
-            return Finding("alarm", "out of memory", f"the run failed {where}: {message}", LADDER, evidence)
-        return Finding("alarm", "run", f"failed {where}: {message}", f"correct the cause; {_resume(folder)}", evidence)
+    message = str(record.get("message", ""))
+    if state == "failed" and any(word in message for word in MEMORY):
+        return Finding("alarm", "out of memory", f"the run failed {where}: {message}", LADDER, evidence)
     if state == "running" and record.get("machine") != this_machine():
         return Finding("note", "run", f"was running on another machine, {where}, when it last wrote", evidence=evidence)
-    if state == "running":
-        return Finding("ok", "run", f"is running, {where}", evidence=evidence)
-    if state == "killed":
-        return Finding("alarm", "run", f"was ended from outside {where}", KILLED, evidence)
-    return Finding("note", "run", f"does not say how it ended; its metrics are {where}", evidence=evidence)
+    endings: dict[str, tuple[Level, str, str]] = {
+        "done": ("ok", f"finished {where}", ""),
+        "stopped": ("warning", f"was stopped {where}", _resume(folder)),
+        "failed": ("alarm", f"failed {where}: {message}", f"correct the cause; {_resume(folder)}"),
+        "running": ("ok", f"is running, {where}", ""),
+        "killed": ("alarm", f"was ended from outside {where}", KILLED),
+    }
+    level, says, remedy = endings.get(state, ("note", f"does not say how it ended; its metrics are {where}", ""))
+    return Finding(level, "run", says, remedy, evidence)
 
 
 def _health(rows: list[dict[str, Any]]) -> Iterator[Finding]:

@@ -104,33 +104,30 @@ class ScoreModel:
         return {**row, "prompt": prompt, "completion": completion, "label": True}
 
 
-def load_score_model(
-    section: ModelSection,
-    adapter: Path | None = None,
-    *,
-    data: DataSection | None = None,
-    entry: DatasetRow | None = None,
-    chat: bool = False,
-) -> ScoreModel:
-    """Load the reward model of a folder or the hub, or an adapter on its base, on the GPU if there is one."""
+def load_score_model(section: ModelSection, adapter: Path | None = None, **options: Any) -> ScoreModel:
+    """Load the reward model of a folder or the hub, or an adapter on its base; `options` go to ScoreModel."""
+    return ScoreModel(*load_trained(section, adapter, scores=True), **options)
+
+
+def load_trained(
+    section: ModelSection, adapter: Path | None, *, scores: bool
+) -> tuple[nn.Module, PreTrainedTokenizerBase, Head]:
+    """Load a whole model, or an adapter on its base, on the GPU if there is one; with `scores`, a reward model."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = compute_dtype(section, device)
+    dtype, place = compute_dtype(section, device), adapter or section.base_model
     adapted = None if adapter is None else AdapterFolder(section, adapter)
-    head = _head_of(section) if adapted is None else adapted.head()
-    if head == "tokens":
-        place = adapter or section.base_model
+    architecture = (load_config(section).architectures or [""])[0]
+    head: Head = next((head for ending, head in HEADS.items() if architecture.endswith(ending)), "tokens")
+    head = head if adapted is None else adapted.head()
+    if scores and head == "tokens":
         raise UserError(f"{place} is no reward model: it has no score head. Train one with 'reward_model: true'.")
+    if not scores and head != "tokens":
+        raise UserError(f"{place} is a reward model: use `upweight score`")
     if adapted is not None:
         model, tokenizer = adapted.load(dtype), adapted.tokenizer()
     else:
-        labelled = section.model_copy(update={"num_labels": load_config(section).num_labels})
-        model, tokenizer = load_model(labelled, dtype, head=head), load_tokenizer(section)
+        tokenizer = load_tokenizer(section)
+        labelled = section.model_copy(update={"num_labels": load_config(section).num_labels} if scores else {})
+        model = load_model(labelled, dtype, head=head, tokenizer=None if scores else tokenizer)
     nn.Module.to(model, device)
-    return ScoreModel(model, tokenizer, head, data=data, entry=entry, chat=chat)
-
-
-def _head_of(section: ModelSection) -> Head:
-    """Return the head that a full model was saved with."""
-    (name, *_) = load_config(section).architectures or [""]
-    heads: list[Head] = [head for ending, head in HEADS.items() if name.endswith(ending)]
-    return heads[0] if heads else "tokens"
+    return model, tokenizer, head

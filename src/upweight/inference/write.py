@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
@@ -18,11 +17,8 @@ from upweight.data.tokenize.templates import chat_template
 from upweight.data.tokenize.tokens import TextTokens
 from upweight.engine.forward import base_of
 from upweight.errors import UserError
-from upweight.inference.score import HEADS
+from upweight.inference.score import load_trained
 from upweight.log import logger
-from upweight.models.adapters.merge import AdapterFolder
-from upweight.models.load import compute_dtype, load_config, load_model
-from upweight.models.tokenizer import load_tokenizer
 from upweight.sampler.in_process import InProcess, end_tokens
 from upweight.types import Completion, Prompts, Sampling
 
@@ -137,14 +133,6 @@ class _TextStream:
 
 
 def load_text_generator(section: ModelSection, adapter: Path | None = None, **options: Any) -> TextGenerator:
-    """Load the language model of a folder or the hub, or an adapter on its base, on the GPU if there is one."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = compute_dtype(section, device)
-    adapted = None if adapter is None else AdapterFolder(section, adapter)
-    architecture = (load_config(section).architectures or [""])[0]
-    if architecture.endswith(tuple(HEADS)) if adapted is None else adapted.head() != "tokens":
-        raise UserError(f"{adapter or section.base_model} is a reward model: use `upweight score`")
-    tokenizer = load_tokenizer(section) if adapted is None else adapted.tokenizer()
-    model = load_model(section, dtype, tokenizer=tokenizer) if adapted is None else adapted.load(dtype)
-    nn.Module.to(model, device)
+    """Load the language model of a folder or the hub, or an adapter on its base; `options` go to TextGenerator."""
+    model, tokenizer, _ = load_trained(section, adapter, scores=False)
     return TextGenerator(model, tokenizer, **options)

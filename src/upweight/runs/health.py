@@ -59,24 +59,20 @@ class Health:
         if not evaluation and "loss" not in row:
             return []
         self._store(row, evaluation)
-        kinds = self._kinds()
-        holding = [
-            verdict
-            for rule in RULES
-            if rule.kind in kinds
-            for verdict in self._verdicts(rule, row, self.rows[evaluation])
-        ]
-        names = {verdict.name for verdict in holding}
-        hidden_by = {rule.name: set(rule.hidden_by) for rule in RULES}
+        # The metrics that a run logs say which kinds of rules apply.
+        first = self.start[0] if self.start else {}
+        kinds = ("offline", "pairs") if "rewards/margins" in first else ("offline",)
+        kinds = ("online",) if "frac_reward_zero_std" in first else kinds
+        rules = [rule for rule in RULES if rule.kind in kinds]
+        holding = [(rule, verdict) for rule in rules for verdict in self._verdicts(rule, row, self.rows[evaluation])]
+        names = {rule.name for rule, _ in holding}
         new_verdicts = []
-        for verdict in holding:
-            if hidden_by[verdict.name] & names:
+        for rule, verdict in holding:
+            if names.intersection(rule.hidden_by):
                 continue
             of = verdict.metric if verdict.metric.startswith("rewards/") else ""  # each reward is judged by itself
-            key, step = (verdict.name, of), verdict.step
-            known = self.held_at.get(key)
-            self.held_at[key] = step
-            if known is None or step - known >= REPEAT_AFTER:
+            known, self.held_at[rule.name, of] = self.held_at.get((rule.name, of)), verdict.step
+            if known is None or verdict.step - known >= REPEAT_AFTER:
                 new_verdicts.append(verdict)
         return new_verdicts
 
@@ -93,24 +89,17 @@ class Health:
             self.start.append(row)
             self.start_value = {}
 
-    def _kinds(self) -> set[str]:
-        """Return the kinds of rules that apply, by the metrics that the run logs."""
-        first = self.start[0] if self.start else {}
-        if "frac_reward_zero_std" in first:
-            return {"online"}
-        return {"offline", "pairs"} if "rewards/margins" in first else {"offline"}
-
     def _verdicts(self, rule: Rule, row: MetricsRow, rows: deque[MetricsRow]) -> Iterable[Verdict]:
         first, *others = rule.signs
-        metrics, step = _matching_metrics(first.metric, row), row["step"]
-        min_rows = min(MIN_ROWS, rule.steps)
+        metrics, step, min_rows = _matching_metrics(first.metric, row), row["step"], min(MIN_ROWS, rule.steps)
         if not metrics or step - rule.after < rule.steps or len(rows) < min_rows:
             return
         window = list(takewhile(lambda known: known["step"] > step - rule.steps, reversed(rows)))
         window = window if len(window) >= min_rows else list(islice(reversed(rows), min_rows))
+        before, _, after = first.metric.partition("*")
         for metric in metrics:
             value = self._holds(metric, first, window, rule.averaged)
-            same = _star_value(first.metric, metric)
+            same = metric[len(before) : len(metric) - len(after)] if after else ""  # what `*` stands for
             if value is not None and all(
                 any(
                     self._holds(other, sign, window, rule.averaged) is not None
@@ -127,39 +116,30 @@ class Health:
     def _holds(self, metric: str, sign: Sign, window: list[MetricsRow], averaged: bool) -> float | None:
         """Return the value by which a sign holds over a window of rows, newest first, or None."""
         values: list[float] = []
-        for row in window:
-            value = self._value(metric, row)
-            if value is not None:
-                values.append(value)
-            if not averaged and (value is None or not _compares(value, sign)):
+        for value in (self._value(metric, row) for row in window):
+            if not averaged and (value is None or not sign.holds(value)):
                 return None
+            values += [] if value is None else [value]
         if not averaged:
             return values[0]
-        if 2 * len(values) < len(window):
-            return None
-        mean = sum(values) / len(values)
-        return mean if _compares(mean, sign) else None
+        mean = sum(values) / len(values) if 2 * len(values) >= len(window) else math.nan
+        return mean if sign.holds(mean) else None
 
     def _value(self, metric: str, row: MetricsRow) -> float | None:
         """Return a metric of a row, or its value relative to earlier rows."""
         name, _, against = metric.partition(":")
         value = _number(row.get(name))
-        if value is None:
-            return None
+        if value is None or not against:
+            return value
         if against == "worse":
             return value / self.lowest[name] if self.lowest.get(name, 0) > 0 else None
-        if not against:
-            return value
         if against == "earned":  # 0 or one size: the mean is share x size, the mean of squares share x size x size
             std = _number(row.get(name.removesuffix("mean") + "std"))
             return value**2 / (value**2 + std**2) if std else None
-        start_value = self._start_value(name)
-        if start_value is None:
-            return None
+        start_value, spread = self._start_value(name), self._start_value(f"{name}_std")
         if against == "growth":
-            return value / start_value if start_value > 0 else None
-        spread = self._start_value(f"{name}_std")
-        if spread is None:
+            return value / start_value if start_value is not None and start_value > 0 else None
+        if start_value is None or spread is None:
             return None
         # If the reward was 0 at first, the present spread decides whether it has risen.
         return (value - start_value) / max(spread, _number(row.get(f"{name}_std")) or 0.0, 1e-6)
@@ -183,18 +163,6 @@ def _matching_metrics(pattern: str, row: MetricsRow) -> list[str]:
     if "*" in names:
         return [name + colon + against for name in row if fnmatchcase(name, names)]
     return [name + colon + against for name in names.split("|") if name in row][:1]
-
-
-def _star_value(pattern: str, metric: str) -> str:
-    """Return what a `*` stands for in a metric that matches."""
-    before, _, after = pattern.partition("*")
-    return metric[len(before) : len(metric) - len(after)] if after else ""
-
-
-def _compares(value: float, sign: Sign) -> bool:
-    if sign.relation == "near":
-        return abs(value) <= sign.threshold
-    return value > sign.threshold if sign.relation == "above" else value < sign.threshold
 
 
 def _number(value: Any) -> float | None:

@@ -24,6 +24,11 @@ class Sign:
     relation: Relation
     threshold: float
 
+    def holds(self, value: float) -> bool:
+        if self.relation == "near":
+            return abs(value) <= self.threshold
+        return value > self.threshold if self.relation == "above" else value < self.threshold
+
 
 @dataclass(frozen=True)
 class Rule:
@@ -317,27 +322,3 @@ EXPLAINED = {
     "`entropy` is above 0.5": "How certain a policy can be depends on the task; it is a verdict only where the reward "
     "does not rise.",
 }
-
-
-def table() -> str:
-    """The rules as a Markdown table."""
-    lines = ["| verdict | when | it means | remedy |", "|---|---|---|---|"]
-    for rule in RULES:
-        signs = ", ".join(f"`{sign.metric}` {_in_words(sign)}".replace("|", "` or `") for sign in rule.signs)
-        how = " on average" if rule.averaged else ""
-        late = f", after step {rule.after}" if rule.after else ""
-        when = f"{signs}{how} for {rule.steps} step{'s' if rule.steps > 1 else ''}{late}"
-        lines.append(f"| {rule.name} ({rule.level}, {rule.kind}) | {when} | {rule.meaning} | {rule.remedy} |")
-    lines += ["", "| what looks wrong and is not | why |", "|---|---|"]
-    lines += [f"| {what} | {why} |" for what, why in EXPLAINED.items()]
-    return "\n".join(lines) + "\n"
-
-
-def _in_words(sign: Sign) -> str:
-    if sign.relation == "near":
-        return f"within {sign.threshold:g} of 0" if sign.threshold > 1e-5 else "0"
-    return f"{SIGNS[sign.relation]} {sign.threshold:g}"
-
-
-if __name__ == "__main__":
-    print(table(), end="")

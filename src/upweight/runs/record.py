@@ -15,6 +15,7 @@ from upweight.log import logger
 from upweight.processes import is_alive, start_ticks
 from upweight.runs.files import RECORD, this_machine
 from upweight.runs.report.page import write_report
+from upweight.runs.report.reading import read_json
 
 
 def about(trainer: Any) -> dict[str, Any]:
@@ -32,10 +33,7 @@ def about(trainer: Any) -> dict[str, Any]:
 
 def refuse_busy(folder: Path) -> None:
     """Raise a UserError if another process of this machine is training into `folder`."""
-    try:
-        record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return
+    record = read_json(folder / RECORD)
     pid = record.get("pid") if record.get("state") == "running" and record.get("machine") == this_machine() else None
     if pid != os.getpid() and is_alive(pid, record.get("begun")):
         raise UserError(
@@ -63,11 +61,9 @@ def recorded(folder: Path, about: Mapping[str, Any], *, writes: bool) -> Iterato
     except (SystemExit, KeyboardInterrupt):
         end = {"state": "stopped"}
         raise
-    except UserError as error:
-        end = {"state": "failed", "message": str(error)}
-        raise
     except BaseException as error:  # an exception that is not caught here would be recorded as done
-        end = {"state": "failed", "message": f"{type(error).__name__}: {error}"}
+        message = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+        end = {"state": "failed", "message": message}
         raise
     finally:
         write_text(folder / RECORD, json.dumps({**record, "ended": time.time(), **end}))

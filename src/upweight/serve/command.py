@@ -1,16 +1,19 @@
-"""Builds the command line and environment of a vLLM OpenAI server from a config."""
+"""Builds the command line and environment of a vLLM OpenAI server from a config; which adapters it can load."""
 
 import json
 import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 from upweight.config import Config
-from upweight.config.servers import LOOPBACK, adapter_alone, direct_transfer
+from upweight.config.rules.rollout import ONLY_MERGED
+from upweight.config.sections.model import AdapterSection
+from upweight.config.servers import LOOPBACK, adapter_alone, direct_transfer, not_for_vllm
 from upweight.errors import UserError
 from upweight.log import warn_once
-from upweight.serve.adapters import allowed_rank, largest_rank
 
 TESTED = ("0.26", "0.32")
 # Adapters that share a batch: the version in use, and the one before while its last requests end.
@@ -19,7 +22,7 @@ LIVE_ADAPTERS = 2
 KEPT_ADAPTERS = 8
 # Gym agents pass tools, which vLLM refuses without a parser; this one fits most models.
 AGENTS_PARSER = "hermes"
-EVERYWHERE = ("0.0.0.0", "::", "")  # addresses to listen on, not to connect to
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM's `max_lora_rank` may have
 
 
 @dataclass(frozen=True)
@@ -91,15 +94,9 @@ def _flags(config: Config) -> Iterator[tuple[str, str | None]]:
     if vllm.tool_call_parser is not None or by_agents:
         yield "--enable-auto-tool-choice", None
         yield "--tool-call-parser", vllm.tool_call_parser or AGENTS_PARSER
-    yield from _sync_flags(config)
-
-
-def _sync_flags(config: Config) -> Iterator[tuple[str, str | None]]:
-    """Yield the flags that weight sync needs."""
     if adapter_alone(config.adapter, config.rollout.lora_sync):
-        rank = config.vllm.max_lora_rank or largest_rank(config.adapter)
         yield "--enable-lora", None
-        yield "--max-lora-rank", str(allowed_rank(rank))
+        yield "--max-lora-rank", str(allowed_rank(vllm.max_lora_rank or largest_rank(config.adapter)))
         yield "--max-loras", str(LIVE_ADAPTERS)
         yield "--max-cpu-loras", str(KEPT_ADAPTERS)
     elif (way := direct_transfer(config)) is not None:
@@ -120,3 +117,30 @@ def _environment(config: Config) -> dict[str, str]:
     elif device != "auto":
         warn_once(f"vllm.device: no effect: vLLM serves on what it was built for; '{device}' is not chosen at start")
     return env
+
+
+def allowed_rank(rank: int) -> int:
+    """Return the smallest `max_lora_rank` of vLLM that holds `rank`."""
+    allowed = next((size for size in RANKS if size >= rank), None)
+    if allowed is None:
+        raise UserError(f"lora_r: vLLM serves adapters up to rank {RANKS[-1]}, not {rank}; lower it.")
+    return allowed
+
+
+def largest_rank(section: AdapterSection) -> int:
+    """Return the largest rank of the adapter that a config describes or continues."""
+    adapter_config = Path(section.folder) / "adapter_config.json" if section.folder else None
+    if adapter_config is not None and adapter_config.is_file():
+        stored: dict[str, Any] = json.loads(adapter_config.read_text(encoding="utf-8"))
+        return max([int(stored["r"]), *map(int, (stored.get("rank_pattern") or {}).values())])
+    return max([section.rank, *section.rank_pattern.values()])
+
+
+def syncs_adapter_only(
+    lora_sync: bool | None, *, dora: bool, modules_to_save: object, target_parameters: object, bias: bool = False
+) -> bool:
+    """Return whether an adapter is synced without merging: `lora_sync` allows it and vLLM can load it."""
+    key = not_for_vllm(dora=dora, bias=bias, modules_to_save=modules_to_save, target_parameters=target_parameters)
+    if lora_sync and key is not None:
+        raise UserError(f"{key}: {ONLY_MERGED}.")
+    return lora_sync is not False and key is None

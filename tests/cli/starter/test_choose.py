@@ -5,7 +5,7 @@ from typer.testing import CliRunner
 
 from upweight.cli.app import app
 from upweight.cli.starter import choose
-from upweight.cli.starter.configs import STARTERS
+from upweight.cli.starter.init import STARTERS
 from upweight.errors import UserError
 
 

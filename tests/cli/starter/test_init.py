@@ -8,8 +8,7 @@ from typer.testing import CliRunner
 
 from made_runs import metrics_of, write_model
 from upweight.cli.app import app
-from upweight.cli.starter.configs import STARTERS
-from upweight.cli.starter.init import starter_files, write_starter
+from upweight.cli.starter.init import STARTERS, starter_files, write_starter
 from upweight.config import load_config
 from upweight.errors import UserError
 from upweight.train.run import train

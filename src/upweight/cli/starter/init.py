@@ -2,39 +2,43 @@
 
 import inspect
 import json
+from dataclasses import dataclass
 from pathlib import Path
 
+import yaml
+
 from upweight.cli.starter import rewards
-from upweight.cli.starter.configs import GYM_SERVER, MODEL, STARTERS, Starter
 from upweight.cli.starter.rows import ROWS
 from upweight.environments.nemo_gym.agent_config import agent_config
 from upweight.errors import UserError, did_you_mean
 
-README = """\
-# {about}
+GYM_SERVER = "example_session_state_mgmt"  # comes with the Gym
+MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+TEXTS = yaml.safe_load(Path(__file__).with_name("starters.yaml").read_text(encoding="utf-8"))
+PARTS: dict[str, str] = TEXTS["parts"]
 
-| file | what it is |
-|---|---|
-{files}
 
-```bash
-{commands}
-```
+@dataclass(frozen=True)
+class Starter:
+    """A method's part of a starter."""
 
-What to look at: {watch}. `upweight doctor out` names what goes wrong, with a remedy.
+    about: str  # the first line of its config and README
+    rows: str  # the kind of its sample rows, and the name of their file
+    keys: str  # YAML of its own
+    watch: str  # which metrics say that it works
+    model: str = MODEL
+    rate: str = "1e-4"
+    batch: int = 4
+    steps: int = 24
 
-## Your own data
+    def config(self) -> str:
+        """Return the whole config."""
+        keys = self.keys.format(gym_server=GYM_SERVER, **PARTS)
+        batch_of = "completions" if "num_generations" in keys else "rows"
+        return PARTS["top"].format(**vars(self)) + keys + PARTS["bottom"].format(**vars(self), batch_of=batch_of)
 
-Put rows of this form into `{rows}.jsonl`, one JSON object on each line, or name another file (or a dataset on the
-hub) in `config.yaml`:
 
-```json
-{example}
-```
-
-`upweight preprocess config.yaml --show 2` shows what the model will see. The sample is for trying things out: what it
-teaches is small talk. Another model: `base_model` in `config.yaml`, or `base_model=...` behind any command.
-"""
+STARTERS = {method: Starter(**fields) for method, fields in TEXTS["starters"].items()}
 
 
 def run(method: str | None, folder: Path | None) -> None:
@@ -49,7 +53,7 @@ def run(method: str | None, folder: Path | None) -> None:
 
 
 def write_starter(method: str, folder: Path) -> Path:
-    """The files of a starter; one that is there already is never written over."""
+    """Write the files of a starter; one that is there already is never written over."""
     files = starter_files(method)
     there = [name for name in files if (folder / name).exists()]
     if there:
@@ -61,43 +65,36 @@ def write_starter(method: str, folder: Path) -> Path:
 
 
 def starter_files(method: str) -> dict[str, str]:
-    """Names and texts of a starter's files."""
+    """Return names and texts of a starter's files."""
     starter = STARTERS.get(method)
     if starter is None:
         raise UserError(
             f"there is no starter '{method}'.{did_you_mean(method, STARTERS)} There are: {', '.join(STARTERS)}."
         )
-    rows = list(ROWS[starter.rows]())
-    files = {
-        "config.yaml": starter.config(),
-        f"{starter.rows}.jsonl": "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows),
-        **({"rewards.py": inspect.getsource(rewards)} if starter.online else {}),
-        **({"gym.yaml": agent_config(GYM_SERVER)} if method == "gym" else {}),
-    }
-    return {**files, "README.md": _readme(starter, files, json.dumps(rows[0], ensure_ascii=False))}
-
-
-def _readme(starter: Starter, files: dict[str, str], example: str) -> str:
+    rows = [json.dumps(row, ensure_ascii=False) for row in ROWS[starter.rows]()]
+    config = starter.config()
+    files = {"config.yaml": config, f"{starter.rows}.jsonl": "\n".join([*rows, ""])}
     about = {
         "config.yaml": "the run: model, data, method, each key with a word on it",
-        "rewards.py": "what a good answer is: change this",
-        "gym.yaml": "the Gym's servers: tools and verification, a proxy to the policy, an agent",
         f"{starter.rows}.jsonl": "a small sample of rows",
     }
-    commands = [
-        ("upweight doctor config.yaml", "versions, memory, data, rewards: whether it will run"),
-        *([("upweight rewards config.yaml", "what the rewards give now, without training")] if starter.online else []),
-        ("upweight train config.yaml", "minutes on a CPU" if starter.model == MODEL else "wants a GPU"),
-        ("upweight report out", "curves, completions and verdicts as one page"),
-        ("upweight score out answers.jsonl", 'scores of {"prompt": ..., "completion": ...} rows')
-        if "reward_model: true" in starter.keys
-        else ("upweight inference out --chat", "talk to the result"),
-    ]
-    return README.format(
-        about=starter.about,
+    commands = {"upweight doctor config.yaml": "versions, memory, data, rewards: whether it will run"}
+    if "reward_funcs" in config:
+        files["rewards.py"], about["rewards.py"] = inspect.getsource(rewards), "what a good answer is: change this"
+        commands["upweight rewards config.yaml"] = "what the rewards give now, without training"
+    if method == "gym":
+        files["gym.yaml"] = agent_config(GYM_SERVER)
+        about["gym.yaml"] = "the Gym's servers: tools and verification, a proxy to the policy, an agent"
+    commands["upweight train config.yaml"] = "minutes on a CPU" if starter.model == MODEL else "wants a GPU"
+    commands["upweight report out"] = "curves, completions and verdicts as one page"
+    if "reward_model: true" in config:
+        commands["upweight score out answers.jsonl"] = 'scores of {"prompt": ..., "completion": ...} rows'
+    else:
+        commands["upweight inference out --chat"] = "talk to the result"
+    readme = PARTS["readme"].format(
         files="\n".join(f"| `{name}` | {about[name]} |" for name in files),
-        commands="\n".join(f"{command:<34}# {why}" for command, why in commands),
-        watch=starter.watch,
-        rows=starter.rows,
-        example=example,
+        commands="\n".join(f"{command:<34}# {why}" for command, why in commands.items()),
+        example=rows[0],
+        **vars(starter),
     )
+    return {**files, "README.md": readme}

@@ -21,7 +21,7 @@ from upweight.rollout.vllm.file_transfer import AdapterTransport, ServedVersion,
 from upweight.rollout.vllm.probe import agrees, difference, probe_fields, probe_prompt
 from upweight.rollout.vllm.server import completions_of
 from upweight.sampler.in_process import end_tokens
-from upweight.serve.adapters import allowed_rank
+from upweight.serve.command import allowed_rank
 from upweight.types import Completion, Done, Prompts, Sampling
 
 

@@ -21,7 +21,7 @@ from upweight.errors import UserError
 from upweight.files import atomic_path
 from upweight.models.export import refuse_unmergeable, write_adapter, write_weights
 from upweight.rollout.vllm.client import LOAD, RequestFailed, RequestRefused, VllmClient
-from upweight.serve.adapters import syncs_adapter_only
+from upweight.serve.command import syncs_adapter_only
 
 
 @dataclass(eq=False)

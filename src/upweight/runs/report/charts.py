@@ -139,11 +139,8 @@ def charts_of(trained: Iterable[str], evaluated: Iterable[str]) -> list[Chart]:
     """Return the charts of these metrics of training and of evaluations (`eval_...`), in page order."""
     logged = [name for name in dict.fromkeys(trained) if name not in UNCHARTED]
     held_out = [split_set(name, logged) for name in dict.fromkeys(evaluated)]
-    names = list(
-        dict.fromkeys(
-            [*logged, *(metric for _, metric in held_out if _charted(metric) and re.fullmatch(COMPARED, metric))]
-        )
-    )
+    compared = [metric for _, metric in held_out if _charted(metric) and re.fullmatch(COMPARED, metric)]
+    names = list(dict.fromkeys([*logged, *compared]))
     charts: list[Chart] = []
     taken: set[str] = set()
     for spec in SPECS:
@@ -161,13 +158,12 @@ def charts_of(trained: Iterable[str], evaluated: Iterable[str]) -> list[Chart]:
 
 def split_set(name: str, known: Sequence[str] = ()) -> tuple[str, str]:
     """Split `eval_<metric>` or `eval_<set>_<metric>` into the name of the set and of the metric."""
-    rest = name.removeprefix("eval_")
-    if rest in known or _charted(rest):
-        return "", rest
-    for place in (match.start() for match in re.finditer("_", rest)):
-        if rest[place + 1 :] in known or _charted(rest[place + 1 :]):
-            return rest[:place], rest[place + 1 :]
-    return "", rest
+    words = name.removeprefix("eval_").split("_")
+    for count in range(len(words)):
+        metric = "_".join(words[count:])
+        if metric in known or _charted(metric):
+            return "_".join(words[:count]), metric
+    return "", "_".join(words)
 
 
 def _charted(name: str) -> bool:
@@ -175,13 +171,12 @@ def _charted(name: str) -> bool:
 
 
 def _chart(spec: Spec, metrics: list[str], names: list[str]) -> Chart:
-    first_match = re.fullmatch(spec.metrics[0], metrics[0])
-    of = first_match[1] if first_match and first_match.groups() else ""
-    series = []
+    labels = dict(zip(spec.metrics, spec.labels, strict=False))
     for name in metrics:
         match = re.fullmatch(spec.metrics[0], name)
-        label = dict(zip(spec.metrics, spec.labels, strict=False)).get(name, "")
-        series.append((match[1] if match and match.groups() and not spec.each else label, name))
+        labels.setdefault(name, match[1] if match and match.groups() else "")
+    of = labels[metrics[0]] if spec.each else ""
+    series = [("" if spec.each else labels[name], name) for name in metrics]
     band = [pattern.format(of) for pattern in spec.band]
     title = spec.title.format(of) if spec.title else of
     return Chart(spec.group, title, spec.meaning, spec.unit, series, band if set(band) <= set(names) else [])

@@ -26,18 +26,12 @@ class CompletionsReader:
         self.folder = run_folder / COMPLETIONS
         self.known: dict[Path, tuple[tuple[int, int], dict[str, Any], int]] = {}
 
-    def files(self) -> dict[str, dict[int, Path]]:
-        """Return the files by set name (empty for training) and step."""
-        files: dict[str, dict[int, Path]] = {}
-        for file in self.folder.glob("*step_*.jsonl"):
-            match = re.fullmatch(r"(?:(.+)_)?step_(\d+)\.jsonl", file.name)
-            if match:
-                files.setdefault(match[1] or "", {})[int(match[2])] = file
-        return files
-
     def read(self, weights: Sequence[float]) -> tuple[list[dict[str, Any]], list[str]]:
         """Return one object for each file shown, by set and step, and notes on what is left out."""
-        files = self.files()
+        files: dict[str, dict[int, Path]] = {}  # by set name (empty for training) and step
+        for file in self.folder.glob("*step_*.jsonl"):
+            if match := re.fullmatch(r"(?:(.+)_)?step_(\d+)\.jsonl", file.name):
+                files.setdefault(match[1] or "", {})[int(match[2])] = file
         room, parts = ROOM, []
         for name, step in by_importance({name: sorted(steps) for name, steps in files.items()}):
             part, size = self._file(files[name][step], name, step, weights)
@@ -45,7 +39,13 @@ class CompletionsReader:
                 room -= size
                 parts.append(part)
         parts.sort(key=lambda part: (part["set"], part["step"]))
-        return parts, left_out(parts, sum(map(len, files.values())))
+        count, rows = sum(map(len, files.values())), sum(part["total"] - len(part["rows"]) for part in parts)
+        notes = []
+        if count > len(parts):
+            notes.append(f"Of {count:,} rollouts and evaluations, {len(parts):,} are on this page.")
+        if rows:
+            notes.append(f"{rows:,} completions of the steps shown are not on it.")
+        return parts, [" ".join([*notes, f"All of them are in {COMPLETIONS}/."])] if notes else []
 
     def _file(self, file: Path, name: str, step: int, weights: Sequence[float]) -> tuple[dict[str, Any], int]:
         """Return what the page shows of a file, and its size there."""
@@ -61,17 +61,6 @@ class CompletionsReader:
         return self.known[file][1:]
 
 
-def left_out(parts: Sequence[Mapping[str, Any]], files: int) -> list[str]:
-    """Return notes on what is not on the page; `files` is the number of all files."""
-    rows = sum(part["total"] - len(part["rows"]) for part in parts)
-    notes = []
-    if files > len(parts):
-        notes.append(f"Of {files:,} rollouts and evaluations, {len(parts):,} are on this page.")
-    if rows:
-        notes.append(f"{rows:,} completions of the steps shown are not on it.")
-    return [" ".join([*notes, f"All of them are in {COMPLETIONS}/."])] if notes else []
-
-
 def by_importance(steps: Mapping[str, Sequence[int]]) -> list[tuple[str, int]]:
     """Return set and step of the files to show, most important first: the ends, then those between."""
     wanted: list[tuple[str, int]] = [(name, step) for name, known in steps.items() for step in (known[-1], known[0])]
@@ -85,10 +74,10 @@ def by_importance(steps: Mapping[str, Sequence[int]]) -> list[tuple[str, int]]:
 
 def shown(row: Mapping[str, Any], weights: Sequence[float]) -> dict[str, Any]:
     """Return a completion as the page shows it; `weights` are the reward weights in order, or empty."""
-    rewards = row.get("rewards") if isinstance(row.get("rewards"), dict) else {}
-    values = [number(value) for value in (rewards or {}).values()]
-    factors = weights if len(weights) == len(values) else [1.0] * len(values)
-    known = [factor * value for factor, value in zip(factors, values, strict=True) if value is not None]
+    rewards: dict[str, Any] = row["rewards"] if isinstance(row.get("rewards"), dict) else {}
+    factors = weights if len(weights) == len(rewards) else [1.0] * len(rewards)
+    values = zip(factors, map(number, rewards.values()), strict=True)
+    known = [factor * value for factor, value in values if value is not None]
     fields = {
         "row": number(row.get("row")),
         "prompt": conversation(row.get("prompt"), "user"),
@@ -96,7 +85,7 @@ def shown(row: Mapping[str, Any], weights: Sequence[float]) -> dict[str, Any]:
         "messages": conversation(row["messages"], "user") if isinstance(row.get("messages"), list) else None,
         "tokens": number(row.get("tokens")),
         "finished": row.get("finished"),
-        "rewards": {name: number(value) for name, value in (rewards or {}).items()},
+        "rewards": {name: number(value) for name, value in rewards.items()},
         "reward": number(sum(known)) if known else None,
         "advantage": number(row.get("advantage")),
         "failure": None if row.get("failure") is None else _text(row["failure"]),
@@ -104,11 +93,9 @@ def shown(row: Mapping[str, Any], weights: Sequence[float]) -> dict[str, Any]:
     }
     texts = row.get("token_texts")
     if isinstance(texts, list):
-        fields["token_texts"] = plain(texts, LONGEST)
-        for name in ("sampler_logps", "policy_logps", "sampled"):
-            values = row.get(name)
-            if isinstance(values, list) and len(values) == len(texts):
-                fields[name] = plain(values, LONGEST)
+        for name in ("token_texts", "sampler_logps", "policy_logps", "sampled"):
+            if isinstance(row.get(name), list) and len(row[name]) == len(texts):
+                fields[name] = plain(row[name], LONGEST)
     return {name: value for name, value in fields.items() if value not in (None, {}, [])}
 
 
@@ -123,11 +110,9 @@ def conversation(value: Any, role: str) -> list[Message]:
         if not isinstance(message, Mapping):
             messages.append({"role": role, "content": _text(message)})
             continue
-        content = _text(message.get("content") or "")
-        calls = message.get("tool_calls")
-        if calls:
-            call_texts = [_call(call) for call in calls] if isinstance(calls, list) else [_text(calls)]
-            content = "\n".join(part for part in (content, *call_texts) if part)
+        content, calls = _text(message.get("content") or ""), message.get("tool_calls") or []
+        call_texts = [_call(call) for call in calls] if isinstance(calls, list) else [_text(calls)]
+        content = "\n".join(part for part in (content, *call_texts) if part)
         messages.append({"role": _text(message.get("role") or role), "content": content})
     return messages
 

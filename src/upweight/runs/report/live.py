@@ -1,5 +1,6 @@
 """Serves the page of a running training on this machine; the page polls for new data."""
 
+import contextlib
 import json
 import sys
 import threading
@@ -106,10 +107,7 @@ def _state(folder: Path) -> tuple[Any, ...]:
     """Return values that change with the files of a run's folder and with the state of its process."""
     state: list[Any] = [folder, run_status(read_json(folder / RECORD), there=folder.is_dir(), logged=False)["state"]]
     for name in (METRICS, CONFIG, HEALTH, RECORD, COMPLETIONS):
-        try:
+        with contextlib.suppress(OSError):
             file = (folder / name).stat()
-        except OSError:
-            state.append(None)
-        else:
-            state.append((file.st_mtime_ns, file.st_size))
+            state.append((name, file.st_mtime_ns, file.st_size))
     return tuple(state)

@@ -34,25 +34,22 @@ class PageReader:
     def read(self, *, live: bool = False) -> dict[str, Any]:
         """Return the data of the page."""
         parts = [part for folder in self.folders for part in folders_of(folder)]
-        staged = len(parts) > len(self.folders)
         names = _names(parts)
         runs = []
         for part, name in zip(parts, names, strict=True):
             reader = self.readers.setdefault(part, RunReader(part, name))
             reader.name = name
             runs.append(reader.read())
-        charts = charts_of((name for run in runs for name in run["metrics"]),
-                           (name for run in runs for name in run["evaluated"]))  # fmt: skip
-        title = _names(self.folders)[0] if len(self.folders) == 1 else " and ".join(names)
+        trained, evaluated = ([name for run in runs for name in run[kind]] for kind in ("metrics", "evaluated"))
         return {
-            "title": title,
-            "kind": "comparison" if len(self.folders) > 1 else "stages" if staged else "run",
+            "title": _names(self.folders)[0] if len(self.folders) == 1 else " and ".join(names),
+            "kind": "comparison" if len(self.folders) > 1 else "stages" if len(parts) > len(self.folders) else "run",
             "live": live,
             "version": __version__,
             "made": time.time(),
             "rules": len(RULES),
             "groups": [*GROUPS, "Other"],
-            "charts": [vars(chart) for chart in charts],
+            "charts": [vars(chart) for chart in charts_of(trained, evaluated)],
             "runs": runs,
         }
 
@@ -72,16 +69,10 @@ def page(data: Mapping[str, Any]) -> str:
     """Return the HTML of the page; with `live` in its data it polls its server."""
     styles = [_asset(name) for name in STYLES]
     scripts = [_asset(name) for name in SCRIPTS]
-    policy = "; ".join(
-        (
-            "default-src 'none'",
-            f"style-src {' '.join(map(_hash, styles))}",
-            f"script-src {' '.join(map(_hash, scripts))}",
-            "img-src data:",
-            "connect-src 'self'" if data.get("live") else "connect-src 'none'",
-            "base-uri 'none'",
-            "form-action 'none'",
-        )
+    connect = "'self'" if data.get("live") else "'none'"
+    policy = (
+        f"default-src 'none'; style-src {' '.join(map(_hash, styles))}; script-src {' '.join(map(_hash, scripts))}; "
+        f"img-src data:; connect-src {connect}; base-uri 'none'; form-action 'none'"
     )
     parts = {
         "POLICY": html.escape(policy),

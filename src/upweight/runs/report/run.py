@@ -34,8 +34,7 @@ class RunReader:
         steps, values = columns(rows, evaluation=False)
         eval_steps, evaluated = columns(rows, evaluation=True)
         method = _method(config)
-        trl = config.get("trl") if isinstance(config.get("trl"), dict) else {}
-        completions, notes = self.written.read(_numbers((trl or {}).get("reward_weights")))
+        completions, notes = self.written.read(_numbers(_trl(config).get("reward_weights")))
         logged = len({row["step"] for row in rows if isinstance(row.get("step"), int)})
         if logged > POINTS:
             notes.append(f"Curves show {POINTS:,} of {logged:,} logged steps; all of them are in {METRICS}.")
@@ -79,15 +78,12 @@ def folders_of(folder: Path) -> list[Path]:
         match = re.fullmatch(r"stage-(\d+)-.+", path.name)
         if match and any((path / name).is_file() for name in (METRICS, CONFIG)):
             stages.append((int(match[1]), path))
-    alone = (folder / METRICS).is_file()
-    return [folder] if alone or not stages else [path for _, path in sorted(stages)]
+    return [folder] if (folder / METRICS).is_file() or not stages else [path for _, path in sorted(stages)]
 
 
 def facts(config: Mapping[str, Any], record: Mapping[str, Any], method: str) -> list[tuple[str, str]]:
     """Return the model, the data and the main settings as labelled texts."""
-    trl = config.get("trl") if isinstance(config.get("trl"), Mapping) else {}
-    assert isinstance(trl, Mapping)
-    adapter = config.get("adapter")
+    trl, adapter = _trl(config), config.get("adapter")
     rank = f", rank {config['lora_r']}" if config.get("lora_r") else ""
     batch = [config.get("micro_batch_size"), config.get("gradient_accumulation_steps"), record.get("ranks")]
     held_out = record.get("held_out_rows")
@@ -127,18 +123,13 @@ def first_and_last(
 def _in_order(lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Sort metrics by importance; leave out a pass rate that equals its reward's mean."""
     values = {line["metric"]: (line["before"], line["after"]) for line in lines}
-    kept = [
-        line
-        for line in lines
-        if not line["metric"].endswith("/pass@1")
-        or values[line["metric"]] != values.get(line["metric"].replace("/pass@1", "/mean"))
-    ]
+    means = {name: values.get(name.replace("/pass@1", "/mean")) for name in values if name.endswith("/pass@1")}
     ranks = ("reward|loss", "rewards/.+|accuracy|margin|mean_token_accuracy", ".+")
 
     def rank(line: Mapping[str, Any]) -> tuple[int, str]:
         return next(n for n, pattern in enumerate(ranks) if re.fullmatch(pattern, line["metric"])), line["metric"]
 
-    return sorted(kept, key=rank)
+    return sorted((line for line in lines if means.get(line["metric"]) != values[line["metric"]]), key=rank)
 
 
 def run_status(record: Mapping[str, Any], *, there: bool, logged: bool) -> dict[str, Any]:
@@ -152,6 +143,10 @@ def run_status(record: Mapping[str, Any], *, there: bool, logged: bool) -> dict[
     message = plain(record.get("message"), 20_000)
     times = {name: value for name in ("started", "ended") if number(value := record.get(name)) is not None}
     return {"state": state, "message": message, "started": None, "ended": None, **times}
+
+
+def _trl(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    return config["trl"] if isinstance(config.get("trl"), Mapping) else {}
 
 
 def _method(config: Mapping[str, Any]) -> str:
@@ -171,8 +166,7 @@ def _dataset(row: Mapping[str, Any]) -> str:
 
 
 def _rewards(trl: Mapping[str, Any]) -> str:
-    names = trl.get("reward_funcs") or []
-    weights = _numbers(trl.get("reward_weights"))
+    names, weights = trl.get("reward_funcs"), _numbers(trl.get("reward_weights"))
     if not isinstance(names, list):
         return ""
     if len(weights) != len(names):

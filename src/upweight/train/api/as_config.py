@@ -3,7 +3,7 @@
 import dataclasses
 import enum
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,8 @@ OF_TRANSFORMERS = {  # arguments of transformers -> config keys
     "optim": "optimizer",
     "lr_scheduler_type": "lr_scheduler",
 }  # fmt: skip
+PYTHON_WORDS = {"true": "True", "false": "False"}
+NULLABLE = ("save_total_limit",)  # fields for which None is not the default
 CHOICES = {"sft": {}, "orm": {"reward_model": True}, "prm": {"process_reward_model": True}}
 OF_TRAINERS = {  # words of error messages -> inputs of a script
     "base_model": "model",
@@ -63,25 +65,33 @@ def config_of(args: Any, objects: Objects = YAML_ONLY, name: str | None = None) 
     values: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
     for argument, path in OF_TRANSFORMERS.items():
         section, key = general_keys()[path]
-        values[section][key.name] = _plain(getattr(args, argument))
+        value = getattr(args, argument)
+        values[section][key.name] = value.value if isinstance(value, enum.Enum) else value
     values["optim"] |= {"max_steps": args.max_steps if args.max_steps > 0 else None}
     values["data"] |= args.data_settings()
     values["data"] |= {"test_datasets": [args.dataset_row() for _ in objects.eval_sets()]}
-    values["sharding"] |= _sharding(args)
+    plugin = args.fsdp_plugin_args or {}
+    wrapping = {"state_dict": plugin.get("state_dict_type"), "wrap_policy": plugin.get("auto_wrap_policy")}
+    values["sharding"] |= {"fsdp": bool(args.fsdp), "low_memory_loading": args.deepspeed is not None, **wrapping}
     values["choice"] = CHOICES.get(args.method_class.name, {"rl": args.method_class.name})
     values["model"] |= _model(args, objects, name)
     values["adapter"] |= _adapter(objects)
-    values["environment"] |= _environment(args, objects)
-    values["rollout"] |= {"reward_funcs": _reward_names(objects), "rollout_func": _name_of(objects.rollout_func)}
+    funcs, factory = objects.reward_funcs, objects.environment_factory
+    rewards = funcs if isinstance(funcs, list | tuple) else [] if funcs is None else [funcs]
+    names = [reward if isinstance(reward, str) else str(_name_of(reward)) for reward in rewards]
+    names += ENVIRONMENT_REWARDS[:1] if factory is not None else []  # it may give rewards too
+    values["rollout"] |= {"reward_funcs": names, "rollout_func": _name_of(objects.rollout_func)}
+    calling = getattr(args, "max_tool_calling_iterations", None)
+    values["environment"] |= {"max_turns": None if calling is None else calling + 1, "class_path": _name_of(factory)}
+    values["environment"] |= {"kind": None if factory is None else "python"}
+    values["environment"] |= {"tools": [_name_of(tool) for tool in objects.tools or ()]}
     sections: dict[str, Any] = {
         section: args.section(kind).model_copy(
             update={field: value for field, value in values[section].items() if value is not None or field in NULLABLE}
         )
         for section, kind in SECTIONS.items()
     }
-    given = {path: getattr(args, argument) for path, argument in _set_arguments(args).items()}
-    config = Config(**sections, method=args.method(), set_keys=given, folder=Path.cwd())
-    return resolve(config)
+    return resolve(Config(**sections, method=args.method(), set_keys=_set_keys(args), folder=Path.cwd()))
 
 
 def checked_config(args: Any, objects: Objects = YAML_ONLY, name: str | None = None) -> Config:
@@ -112,35 +122,28 @@ def error_translator(kind: type) -> Callable[[str], str]:
     # A key of one word may be plain English: it is a key at the start of a line or in quotes.
     pattern = re.compile(rf"(?m)(?<![\w.])(?:{compound})(?!\w)|^(?:{words})(?=[:,])|(?<=')(?:{words})(?=[':])")
 
+    def as_argument(match: re.Match[str]) -> str:
+        name, value = match.groups()
+        quoted = value if re.fullmatch(r"[\d.]+", value) else f'"{value}"'
+        return f"'{name}={PYTHON_WORDS.get(value, quoted)}'"
+
     def translate_error(message: str) -> str:
         named = pattern.sub(lambda match: names[match[0]], message)
-        return re.sub(r"'(\w+): ([^' ]+)'", lambda match: f"'{match[1]}={_as_python(match[2])}'", named)
+        return re.sub(r"'(\w+): ([^' ]+)'", as_argument, named)
 
     return translate_error
 
 
-NULLABLE = ("save_total_limit",)  # fields for which None is not the default
-
-
-def _as_python(value: str) -> str:
-    words = {"true": "True", "false": "False"}
-    return words.get(value) or (value if re.fullmatch(r"[\d.]+", value) else f'"{value}"')
-
-
-def _plain(value: Any) -> Any:
-    return value.value if isinstance(value, enum.Enum) else value
-
-
-def _set_arguments(args: Any) -> dict[str, str]:
-    """Return config key -> argument, for every argument that differs from its default."""
-    arguments = {}
+def _set_keys(args: Any) -> dict[str, Any]:
+    """Return config key -> value, for every argument that differs from its default."""
+    values = {}
     for one in dataclasses.fields(args):
         key = help_of(one).setting
         path = OF_TRANSFORMERS.get(one.name) if key is None else key.path
         default = one.default if one.default_factory is dataclasses.MISSING else one.default_factory()
-        if path is not None and getattr(args, one.name) not in (None, default):
-            arguments[path] = one.name
-    return arguments
+        if path is not None and (value := getattr(args, one.name)) not in (None, default):
+            values[path] = value
+    return values
 
 
 def _model(args: Any, objects: Objects, name: str | None) -> dict[str, Any]:
@@ -178,31 +181,6 @@ def _adapter(objects: Objects) -> dict[str, Any]:
         options = {key: value for key, value in packed.to_dict().items() if key in kept or key.startswith("llm_int8")}
         settings |= {"load_in_4bit": packed.load_in_4bit, "load_in_8bit": packed.load_in_8bit, "quantisation": options}
     return settings
-
-
-def _environment(args: Any, objects: Objects) -> dict[str, Any]:
-    calling, factory = getattr(args, "max_tool_calling_iterations", None), objects.environment_factory
-    settings: dict[str, Any] = {"tools": [_name_of(tool) for tool in objects.tools or ()]}
-    settings |= {} if calling is None else {"max_turns": calling + 1}
-    return settings | ({} if factory is None else {"kind": "python", "class_path": _name_of(factory)})
-
-
-def _sharding(args: Any) -> dict[str, Any]:
-    plugin = args.fsdp_plugin_args or {}
-    return {
-        "fsdp": bool(args.fsdp),
-        "state_dict": plugin.get("state_dict_type"),
-        "wrap_policy": plugin.get("auto_wrap_policy"),
-        "low_memory_loading": args.deepspeed is not None,
-    }
-
-
-def _reward_names(objects: Objects) -> list[str]:
-    """Return the names of the rewards, with that of the environment, which may give rewards too."""
-    funcs = objects.reward_funcs
-    rewards: Sequence[Any] = funcs if isinstance(funcs, list | tuple) else [] if funcs is None else [funcs]
-    names = [reward if isinstance(reward, str) else str(_name_of(reward)) for reward in rewards]
-    return [*names, ENVIRONMENT_REWARDS[0]] if objects.environment_factory is not None else names
 
 
 def _name_of(value: Any) -> str | None:

@@ -3,7 +3,6 @@
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, ClassVar, Literal, TypeVar
 
 from pydantic import ValidationError
@@ -19,9 +18,9 @@ from upweight.errors import UserError, did_you_mean
 from upweight.log import warn_once
 from upweight.methods import DPO, KTO, ORM, ORPO, PRM, SFT, SimPO
 from upweight.methods.base import Method
-from upweight.settings import Section
+from upweight.settings import Section, keys_of
 from upweight.train.api.as_config import checked_config
-from upweight.train.api.fields import help_of, holds, of, with_help
+from upweight.train.api.fields import help_of, holds, of, refused, with_help
 from upweight.train.distributed.deepspeed import require_deepspeed
 from upweight.train.distributed.ranks import init_single_rank
 
@@ -33,11 +32,10 @@ TEMPLATE_PATH = "A file with a chat template, or a tokenizer whose template, end
 ONLY_ENCODER_DECODER = "only encoder-decoder models read it"
 COUNTS_EXAMPLES = f"{PACKED}; `per_device_train_batch_size` counts examples, not packs"
 
-REFUSED = {
-    "router_aux_loss_coef": "the routers' balance is not trained; remove it",
-    "generate_during_eval": "nothing is generated in an evaluation on pairs; remove it",
-    "is_encoder_decoder": "models that decode from an encoder are not trained",
-    "dataset_kwargs": "rows are prepared from text, messages or `input_ids` here; remove it",
+NOTHING_GENERATED = "nothing is generated in an evaluation on pairs; remove it"
+ROWS_OF_TEXT = "rows are prepared from text, messages or `input_ids` here; remove it"
+NO_ENCODER = "models that decode from an encoder are not trained"
+REFUSED = {  # arguments of transformers
     "auto_find_batch_size": "a batch is cut into forwards by `token_budget`; remove it",
     "label_smoothing_factor": "is for classifiers; preference losses have `label_smoothing`",
 }
@@ -56,37 +54,20 @@ REPLACED = {  # arguments of earlier versions of TRL, and what does the same now
 }
 
 
-def asked_for(args: Any) -> list[str]:
-    """The refused arguments that are set to anything but their default, each with its reason."""
-    defaults = {field.name: field.default for field in dataclasses.fields(args)}
-    reasons = {**REFUSED, **args.refused}
-    values = {name: getattr(args, name) for name in reasons if name in defaults}
-    return [
-        f"{name}: {reasons[name]}."
-        for name, value in values.items()
-        if value != defaults[name] and asks_for_something(value)
-    ]
-
-
 @dataclass
 class MethodArguments(TrainingArguments):
     """The arguments that all methods share."""
 
     method_class: ClassVar[type[Method]]
     too_long: ClassVar[Literal["drop", "truncate"]] = "truncate"
-    refused: ClassVar[Mapping[str, str]] = MappingProxyType({})  # further refused arguments of the method -> reason
 
     def __new__(cls, *args: Any, **kwargs: Any) -> "MethodArguments":
         """Raise for unknown arguments with a hint at what to use instead."""
         known = [one.name for one in dataclasses.fields(cls)]
         for name in kwargs:
             if name not in known:
-                hint = (
-                    REPLACED.get(name)
-                    or did_you_mean(name, known).strip()
-                    or "docs/differences.md says what is not taken."
-                )
-                raise TypeError(f"{cls.__name__} takes no argument '{name}'. {hint}")
+                hint = did_you_mean(name, known).strip() or "docs/differences.md says what is not taken."
+                raise TypeError(f"{cls.__name__} takes no argument '{name}'. {REPLACED.get(name, hint)}")
         return super().__new__(cls)
 
     learning_rate: float | None = with_help(None, "Peak learning rate; unset, the method's own, higher with LoRA.")  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -111,7 +92,7 @@ class MethodArguments(TrainingArguments):
     disable_dropout: bool = of(ModelSection, "disable_dropout", default=True)
     eos_token: str | None = with_help(None, "Token that ends a text or turn; unset: the tokenizer's.")
     pad_token: str | None = with_help(None, "Padding token; tells a saved reward model where a text ends.")
-    router_aux_loss_coef: float | None = with_help(None, "Not supported.")
+    router_aux_loss_coef: float | None = refused(None, "the routers' balance is not trained; remove it")
     use_liger_kernel: bool = holds(False, FUSED_HEAD)
     padding_free: bool = holds(False, PACKED)
     pad_to_multiple_of: int | str | None = holds(None, PACKED)
@@ -120,7 +101,12 @@ class MethodArguments(TrainingArguments):
         if self.max_steps is None:
             self.max_steps = -1  # pyright: ignore[reportIncompatibleVariableOverride]
         if self.warmup_ratio is not None:
-            self._take_warmup_ratio(self.warmup_ratio)
+            if self.warmup_steps:
+                raise UserError("warmup_ratio: cannot be used with 'warmup_steps'. Keep one.")
+            if not 0 <= self.warmup_ratio < 1:
+                share = f"a share below 1, not {self.warmup_ratio}"
+                raise UserError(f"warmup_ratio: {share}; `warmup_steps` counts steps.")
+            self.warmup_steps, self.warmup_ratio = self.warmup_ratio, None  # which reads values below 1 as a share
         if self.deepspeed is not None:
             require_deepspeed()
             init_single_rank()
@@ -131,31 +117,32 @@ class MethodArguments(TrainingArguments):
         super().__post_init__()
         self.bf16, self.deepspeed = bf16, zero  # pyright: ignore[reportIncompatibleVariableOverride]
         self._refuse()
-        for one in dataclasses.fields(self):
-            value = getattr(self, one.name)
-            if (why := help_of(one).holds) and value != one.default and asks_for_something(value):
-                warn_once(f"{one.name}: nothing to do: {why}")
         checked_config(self)
 
     def _refuse(self) -> None:
-        """Raise for every argument of transformers that this loop would ignore."""
-        refused = asked_for(self)
-        sizes = {name: getattr(self, name) for name in ("per_device_train_batch_size", "gradient_accumulation_steps")}
-        refused += [
-            f"{name}: a whole number from 1, not {value!r}."
-            for name, value in sizes.items()
-            if not isinstance(value, int) or value < 1
-        ]
+        """Raise for every argument that this loop would ignore; warn of those that have no effect."""
+        problems = []
+        for one in dataclasses.fields(self):
+            value = getattr(self, one.name)
+            if value != one.default and asks_for_something(value):
+                text = help_of(one)
+                if why := text.refused or REFUSED.get(one.name):
+                    problems.append(f"{one.name}: {why}.")
+                if text.holds:
+                    warn_once(f"{one.name}: nothing to do: {text.holds}")
+            is_size = one.name in ("per_device_train_batch_size", "gradient_accumulation_steps")
+            if is_size and (not isinstance(value, int) or value < 1):
+                problems.append(f"{one.name}: a whole number from 1, not {value!r}.")
         if not isinstance(self.model_init_kwargs, Mapping | None):
-            refused.append(f"model_init_kwargs: expected a dict, got {type(self.model_init_kwargs).__name__}.")
+            problems.append(f"model_init_kwargs: expected a dict, got {type(self.model_init_kwargs).__name__}.")
         if self.fsdp and (self.fsdp_plugin_args or {}).get("fsdp_version", 2) != 2:
-            refused.append("fsdp_config: weights are sharded by FSDP2; leave out 'version'.")
+            problems.append("fsdp_config: weights are sharded by FSDP2; leave out 'version'.")
         if self.fsdp and (self.fsdp_plugin_args or {}).get("activation_checkpointing"):
-            refused.append("fsdp_config: instead of 'activation_checkpointing', use `gradient_checkpointing=True`.")
+            problems.append("fsdp_config: instead of 'activation_checkpointing', use `gradient_checkpointing=True`.")
         if self.truncation_mode != "keep_start":
-            refused.append("truncation_mode: only 'keep_start' is there: cutting the beginning loses the prompt.")
-        if refused:
-            raise UserError("\n".join(refused))
+            problems.append("truncation_mode: only 'keep_start' is there: cutting the beginning loses the prompt.")
+        if problems:
+            raise UserError("\n".join(problems))
 
     def method(self) -> Method:
         """Return the method with these settings; None leaves a setting at its default."""
@@ -165,9 +152,10 @@ class MethodArguments(TrainingArguments):
         """Return the settings of one section from the arguments that set them."""
         names: dict[str, str] = {}
         values: dict[str, Any] = {}
+        keys = {key.path: key for key in keys_of(kind)}
         for one in dataclasses.fields(self):
-            text = help_of(one)
-            if (key := text.setting) is None or text.section is not kind or (value := getattr(self, one.name)) is None:
+            setting, value = help_of(one).setting, getattr(self, one.name)
+            if setting is None or value is None or (key := keys.get(setting.path)) is None:
                 continue
             place, names[key.name] = values, one.name
             for inner in key.where:
@@ -184,30 +172,21 @@ class MethodArguments(TrainingArguments):
                 problems.append(f"{'.'.join(parts)}: {text}" if parts else text)
             raise UserError(f"{type(self).__name__}: " + "; ".join(problems)) from None
 
-    def _take_warmup_ratio(self, ratio: float) -> None:
-        """Set `warmup_steps` to the ratio: transformers reads values below 1 as a share."""
-        if self.warmup_steps:
-            raise UserError("warmup_ratio: cannot be used with 'warmup_steps'. Keep one.")
-        if not 0 <= ratio < 1:
-            raise UserError(f"warmup_ratio: a share below 1, not {ratio}; `warmup_steps` counts steps.")
-        self.warmup_steps, self.warmup_ratio = ratio, None
-
     def dataset_row(self, columns: Sequence[str] = ()) -> DatasetRow:
         """Return the `datasets` entry that reads a script's rows with these columns."""
         return DatasetRow(path=ROWS)
 
     def data_settings(self) -> dict[str, Any]:
         """Return the settings of `DataSection` that apply to all rows."""
-        if self.train_sampling_strategy not in ("random", "sequential"):
-            warn_once(
-                f"train_sampling_strategy: {self.train_sampling_strategy} has no effect: forwards hold equal tokens"
-            )
+        strategy = self.train_sampling_strategy
+        if strategy not in ("random", "sequential"):
+            warn_once(f"train_sampling_strategy: {strategy} has no effect: forwards hold equal tokens")
         return {
             "datasets": [self.dataset_row()],
             "sequence_len": self.max_length or UNLIMITED,
             "too_long": self.too_long,
             "shuffle_merged": False,
-            "curriculum": self.train_sampling_strategy == "sequential",
+            "curriculum": strategy == "sequential",
         }
 
     def trains_on_prompts(self, columns: Sequence[str], where: str) -> bool:
@@ -233,7 +212,7 @@ class SFTConfig(MethodArguments):
     packing: bool = holds(False, COUNTS_EXAMPLES)
     packing_strategy: str = holds("bfd", PACKED)
     eval_packing: bool | None = holds(None, PACKED)
-    dataset_kwargs: dict[str, Any] | None = with_help(None, "Not supported.")  # noqa: RUF009
+    dataset_kwargs: dict[str, Any] | None = refused(None, ROWS_OF_TEXT)  # noqa: RUF009
 
     def dataset_row(self, columns: Sequence[str] = ()) -> DatasetRow:
         """Return the entry for SFT rows; `dataset_text_field` names the text column, masks of token ids are used."""
@@ -250,16 +229,13 @@ class SFTConfig(MethodArguments):
         tokenised = "input_ids" in present
         completions = {"completion_mask", "labels"} & present if tokenised else {"prompt", "completion"} <= present
         turns = "assistant_masks" in present if tokenised else completions or {"messages", "conversations"} & present
+        need = f"the rows of {where} need"
         if self.assistant_only_loss and not turns:
-            raise UserError(
-                f"assistant_only_loss: the rows of {where} need messages, in a column 'messages' or in 'prompt' and "
-                "'completion', or token ids with 'assistant_masks'."
-            )
+            places = "in a column 'messages' or in 'prompt' and 'completion', or token ids with 'assistant_masks'"
+            raise UserError(f"assistant_only_loss: {need} messages, {places}.")
         if self.completion_only_loss and not completions:
-            raise UserError(
-                f"completion_only_loss: the rows of {where} need the columns 'prompt' and 'completion', or token ids "
-                "with 'completion_mask'."
-            )
+            places = "the columns 'prompt' and 'completion', or token ids with 'completion_mask'"
+            raise UserError(f"completion_only_loss: {need} {places}.")
         if tokenised:
             return not self.completion_only_loss
         return self.completion_only_loss is False if completions else not self.assistant_only_loss
@@ -313,8 +289,8 @@ class ORPOConfig(MethodArguments):
     beta: float = of(ORPO, "alpha")
     nll_on_prompt: bool = of(ORPO, "likelihood_of_prompt")
     max_completion_length: int | None = holds(None, ONLY_ENCODER_DECODER)
-    is_encoder_decoder: bool | None = with_help(None, "Not supported.")
-    generate_during_eval: bool = with_help(False, "Not supported.")
+    is_encoder_decoder: bool | None = refused(None, NO_ENCODER)
+    generate_during_eval: bool = refused(False, NOTHING_GENERATED)
     padding_value: int | None = holds(None, PACKED)
 
 
@@ -331,8 +307,8 @@ class CPOConfig(MethodArguments):
     label_smoothing: float = of(SimPO, "label_smoothing")
     alpha: float = of(SimPO, "alpha")
     max_completion_length: int | None = holds(None, ONLY_ENCODER_DECODER)
-    is_encoder_decoder: bool | None = with_help(None, "Not supported.")
-    generate_during_eval: bool = with_help(False, "Not supported.")
+    is_encoder_decoder: bool | None = refused(None, NO_ENCODER)
+    generate_during_eval: bool = refused(False, NOTHING_GENERATED)
 
 
 @dataclass

@@ -10,9 +10,14 @@ from upweight.settings import Key, Section, keys_of
 class Help(str):
     """The help of an argument and the setting it sets; a str, since command-line parsers print the metadata."""
 
-    section: type[Section] | None = None  # of the setting
     setting: Key | None = None  # that the argument sets
     holds: str | None = None  # why the argument has no effect
+    refused: str | None = None  # why the argument may only have its default
+
+    def __new__(cls, text: str, **about: Any) -> "Help":
+        self = super().__new__(cls, text)
+        vars(self).update(about)
+        return self
 
 
 def help_of(argument: dataclasses.Field[Any]) -> Help:
@@ -25,18 +30,20 @@ def of(section: type[Section], name: str, **changed: Any) -> Any:
     """Return a field that sets a section's setting, with its default and help; tuples become lists."""
     key = next(key for key in keys_of(section) if key.name == name)
     default = changed.get("default", key.field.default)
-    text = Help(key.field.description)
-    text.section, text.setting = section, key
+    text = Help(key.field.description or "", setting=key)
     if isinstance(default, tuple):
         return field(default_factory=lambda: list(default), metadata={"help": text})
-    return field(default=default, metadata={"help": text})
+    return with_help(default, text)
 
 
 def holds(default: Any, why: str) -> Any:
     """Return a field that is accepted without effect, since the loop always does what it sets."""
-    text = Help(f"Accepted: {why}.")
-    text.holds = why
-    return field(default=default, metadata={"help": text})
+    return with_help(default, Help(f"Accepted: {why}.", holds=why))
+
+
+def refused(default: Any, why: str) -> Any:
+    """Return a field that may only have its default, since the loop cannot do what it asks for."""
+    return with_help(default, Help(f"Not supported: {why}.", refused=why))
 
 
 def with_help(default: Any, text: str) -> Any:

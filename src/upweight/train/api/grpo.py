@@ -89,11 +89,10 @@ class GRPOTrainer(MethodTrainer):
         with self.rollouts.schedule.gathered_weights():
             groups = producer.evaluate(prepared, num_generations or self.rollouts.eval_size, self.state)
         rollout, names = Rollout(producer.rollouts, self.state.global_step, groups), producer.scorer.names
-        policy = self.method.policy_settings
-        weights = policy.reward_weights if policy else None
-        totals = [
-            total for group in groups for total in weighted_reward(_require_rewards(group.rewards_SR), weights).tolist()
-        ]
+        policy, totals = self.method.policy_settings, []
+        for group in groups:
+            assert group.rewards_SR is not None
+            totals += weighted_reward(group.rewards_SR, policy.reward_weights if policy else None).tolist()
         completions = list(readable(rollout, names, producer.decode))
         if self.is_world_process_zero():
             ShownCompletions(1, len(completions), names, producer.decode)(rollout, self.state.global_step)
@@ -150,8 +149,3 @@ def _as_rows(rows: Any) -> Any:
     if isinstance(prompt, str) or (isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping)):
         return [rows]
     return Dataset.from_dict(dict(rows))
-
-
-def _require_rewards(rewards_SR: Any) -> Any:
-    assert rewards_SR is not None, "a group came back without rewards"
-    return rewards_SR

@@ -1,8 +1,7 @@
 """The configs of GRPO and RLOO for Python scripts, under TRL's names."""
 
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from upweight.config.peers import FUSED_HEAD, OWN_SERVER
 from upweight.config.sections.data import DataSection
@@ -11,31 +10,28 @@ from upweight.errors import UserError
 from upweight.methods import GRPO, RLOO
 from upweight.rollout.sampling_params import sampling_of
 from upweight.train.api.configs import MethodArguments
-from upweight.train.api.fields import holds, of, with_help
+from upweight.train.api.fields import holds, of, refused, with_help
 
 SAMPLER = "the sampler keeps each prompt once for all its completions, and drops rows as they end"
 ADAPTIVE = "With `use_adaptive_entropy`, which is not supported."
-REFUSED = {
-    "use_adaptive_entropy": "not supported; `entropy_coef` is a fixed weight",
-    "cast_lm_head_to_fp32": "logits are in float32 already, the head's weights as the model's; remove it",
-    "log_completions_hub_repo": "completions are written to `output_dir/completions`; remove it",
-}
-BOUNDED_APART = {
-    "max_length": "prompts are bounded by `max_prompt_length`, completions by `max_completion_length`; remove it"
-}
+FLOAT32_LOGITS = "logits are in float32 already, the head's weights as the model's; remove it"
+IN_A_FOLDER = "completions are written to `output_dir/completions`; remove it"
+BOUNDED_APART = "prompts are bounded by `max_prompt_length`, completions by `max_completion_length`; remove it"
 
 
 @dataclass
 class RolloutArguments(MethodArguments):
     """The arguments that online methods share: sampling and scoring of completions; a batch counts completions."""
 
-    refused: ClassVar = MappingProxyType(BOUNDED_APART)
-    if TYPE_CHECKING:  # defined by each method
-        num_generations: int = 0
-        max_completion_length: int = 0
-        reward_weights: list[float] | None = None
-
-    max_length: int | None = with_help(None, "Not used: see `max_prompt_length` and `max_completion_length`.")
+    max_length: int | None = refused(None, BOUNDED_APART)
+    max_completion_length: int = of(GRPO, "max_completion_length")
+    reward_weights: list[float] | None = of(GRPO, "reward_weights")  # noqa: RUF009
+    epsilon: float = of(GRPO, "epsilon")
+    epsilon_high: float | None = of(GRPO, "epsilon_high")
+    mask_truncated_completions: bool = of(GRPO, "mask_truncated_completions")
+    sync_ref_model: bool = of(GRPO, "sync_ref_model")
+    ref_model_mixup_alpha: float = of(GRPO, "ref_model_mixup_alpha")
+    ref_model_sync_steps: int = of(GRPO, "ref_model_sync_steps")
 
     num_generations_eval: int | None = of(RolloutSection, "num_generations_eval")
     max_prompt_length: int | None = of(DataSection, "max_prompt_length")
@@ -107,10 +103,8 @@ class GRPOConfig(RolloutArguments):
     """Settings of GRPO and its loss variants."""
 
     method_class: ClassVar = GRPO
-    refused: ClassVar = MappingProxyType(REFUSED | BOUNDED_APART)
 
     num_generations: int = of(GRPO, "num_generations")
-    max_completion_length: int = of(GRPO, "max_completion_length")
     vllm_importance_sampling_correction: bool | None = of(GRPO, "sampler_correction")
     vllm_importance_sampling_mode: str | None = of(GRPO, "sampler_correction_mode")
     vllm_importance_sampling_clip_max: float = of(GRPO, "sampler_correction_cap")
@@ -118,15 +112,11 @@ class GRPOConfig(RolloutArguments):
     vllm_importance_sampling_clip_min: float | None = of(GRPO, "sampler_correction_floor")
     beta: float = of(GRPO, "beta")
     loss_type: str = of(GRPO, "loss_type")
-    epsilon: float = of(GRPO, "epsilon")
-    epsilon_high: float | None = of(GRPO, "epsilon_high")
     delta: float | None = of(GRPO, "delta")
     importance_sampling_level: str = of(GRPO, "importance_sampling_level")
     advantage_estimator: str = of(GRPO, "advantage_estimator")
     scale_rewards: str = of(GRPO, "scale_rewards")  # or a bool, which a command line could not tell from "group"
-    reward_weights: list[float] | None = of(GRPO, "reward_weights")  # noqa: RUF009
     multi_objective_aggregation: str = of(GRPO, "aggregation")
-    mask_truncated_completions: bool = of(GRPO, "mask_truncated_completions")
     use_bias_correction_kl: bool = of(GRPO, "use_bias_correction_kl")
     off_policy_mask_threshold: float | None = of(GRPO, "off_policy_mask_threshold")
     top_entropy_quantile: float = of(GRPO, "top_entropy_quantile")
@@ -136,18 +126,15 @@ class GRPOConfig(RolloutArguments):
     vespo_lambda_pos: float = of(GRPO, "vespo_lambda_pos")
     vespo_k_neg: float = of(GRPO, "vespo_k_neg")
     vespo_lambda_neg: float = of(GRPO, "vespo_lambda_neg")
-    sync_ref_model: bool = of(GRPO, "sync_ref_model")
-    ref_model_mixup_alpha: float = of(GRPO, "ref_model_mixup_alpha")
-    ref_model_sync_steps: int = of(GRPO, "ref_model_sync_steps")
     entropy_coef: float = of(GRPO, "entropy_coef")
-    use_adaptive_entropy: bool = with_help(False, "Not supported.")
+    use_adaptive_entropy: bool = refused(False, "not supported; `entropy_coef` is a fixed weight")
     entropy_coef_min: float = with_help(0.0, ADAPTIVE)
     entropy_coef_max: float = with_help(1.0, ADAPTIVE)
     entropy_coef_delta: float = with_help(0.005, ADAPTIVE)
     entropy_target: float = with_help(0.2, ADAPTIVE)
-    cast_lm_head_to_fp32: bool = with_help(False, "Not supported.")
+    cast_lm_head_to_fp32: bool = refused(False, FLOAT32_LOGITS)
     use_liger_loss: bool = holds(False, FUSED_HEAD)
-    log_completions_hub_repo: str | None = with_help(None, "Not supported.")
+    log_completions_hub_repo: str | None = refused(None, IN_A_FOLDER)
 
 
 @dataclass
@@ -157,14 +144,6 @@ class RLOOConfig(RolloutArguments):
     method_class: ClassVar = RLOO
 
     num_generations: int = of(RLOO, "num_generations")
-    max_completion_length: int = of(RLOO, "max_completion_length")
     beta: float = of(RLOO, "beta")
-    epsilon: float = of(RLOO, "epsilon")
-    epsilon_high: float | None = of(RLOO, "epsilon_high")
-    reward_weights: list[float] | None = of(RLOO, "reward_weights")  # noqa: RUF009
     normalize_advantages: bool = of(RLOO, "normalize_advantages")
     reward_clip_range: tuple[float, float] | None = of(RLOO, "reward_clip_range")
-    mask_truncated_completions: bool = of(RLOO, "mask_truncated_completions")
-    sync_ref_model: bool = of(RLOO, "sync_ref_model")
-    ref_model_mixup_alpha: float = of(RLOO, "ref_model_mixup_alpha")
-    ref_model_sync_steps: int = of(RLOO, "ref_model_sync_steps")

@@ -61,26 +61,27 @@ def parts_for(
     for name in others:
         if name not in TAKEN:
             known = [*inspect.signature(parts_for).parameters, *TAKEN]
-            why = (
-                NOT_TAKEN.get(name) or did_you_mean(name, known).strip() or "docs/differences.md says what is not taken"
-            )
-            raise TypeError(f"the trainer takes no argument '{name}': {why}")
+            hint = did_you_mean(name, known).strip() or "docs/differences.md says what is not taken"
+            raise TypeError(f"the trainer takes no argument '{name}': {NOT_TAKEN.get(name, hint)}")
     args = arguments_of(args, kind)
-    model, peft_config = _with_kept_adapter(model, peft_config)
+    require_kind("peft_config", peft_config, PeftConfig, "a config of peft, as LoraConfig()")
+    if isinstance(model, PreTrainedModel) and (kept := kept_adapter(model, peft_config)) is not None:
+        logger.info("model: going on with the adapter that an earlier trainer gave it")
+        model, peft_config = kept, None
     _refuse(model, args, ref_model, peft_config)
     require_kind("callbacks", callbacks, list | tuple, "a list of TrainerCallback")
     require_kind("optimizers", optimizers, tuple | list, "(optimizer, scheduler), either of them None")
     require_kind("formatting_func", formatting_func, Callable, "a function of a row")
     require_kind("processing_class", processing_class, PreTrainedTokenizerBase, "a tokenizer")
     require_kind("quantization_config", quantization_config, BitsAndBytesConfig, "a BitsAndBytesConfig")
-    name = model if isinstance(model, str) else None
+    name, load_dtype = (model, _init_dtype(args)) if isinstance(model, str) else (None, None)
     loading = {"model_init_kwargs": args.model_init_kwargs, "quantization_config": quantization_config}
     for argument in (argument for argument, value in loading.items() if value and name is None):
         warn_once(f"{argument}: not used, since the model is loaded already")
     objects = Objects(
         arguments=args,
         model=None if isinstance(model, str) else model,
-        load_dtype=None if name is None else _init_dtype(args),
+        load_dtype=load_dtype,
         quantization_config=None if name is None else quantization_config,
         reference=ref_model,
         tokenizer=processing_class,
@@ -108,15 +109,6 @@ def arguments_of(args: TrainingArguments | None, kind: type[AnyConfig]) -> AnyCo
     if not isinstance(args, kind):
         raise UserError(f"args: expected a {kind.__name__} of upweight, got {type(args).__name__}.")
     return args
-
-
-def _with_kept_adapter(model: Any, peft_config: Any) -> tuple[Any, Any]:
-    """Return the model with the adapter that an earlier trainer attached, and then no config for a new one."""
-    require_kind("peft_config", peft_config, PeftConfig, "a config of peft, as LoraConfig()")
-    if not isinstance(model, PreTrainedModel) or (kept := kept_adapter(model, peft_config)) is None:
-        return model, peft_config
-    logger.info("model: going on with the adapter that an earlier trainer gave it")
-    return kept, None
 
 
 def reader(args: MethodArguments, formatting_func: Callable[[Any], str] | None) -> ReadRows:
@@ -155,15 +147,12 @@ def _refuse(model: Any, args: MethodArguments, ref_model: Any, peft_config: Any)
     """Raise for models and adapters of the wrong type, or that do not fit each other."""
     for name, value in (("model", model), ("ref_model", ref_model)):
         if not isinstance(value, str | Model) and (value is not None or name == "model"):
-            raise UserError(
-                f"{name}: expected a name, a transformers model or a PeftModel, got {type(value).__name__}."
-            )
+            kinds = "a name, a transformers model or a PeftModel"
+            raise UserError(f"{name}: expected {kinds}, got {type(value).__name__}.")
     head = args.method_class.head
     if isinstance(model, Model) and (model.get_output_embeddings() is None) == (head == "tokens"):
-        has = "no" if head == "tokens" else "a"
-        raise UserError(
-            f"model: {type(model).__name__} has {has} language-model head. Load it with `{AUTO_CLASSES[head]}`."
-        )
+        has = f"{type(model).__name__} has {'no' if head == 'tokens' else 'a'} language-model head"
+        raise UserError(f"model: {has}. Load it with `{AUTO_CLASSES[head]}`.")
     if peft_config is not None and isinstance(model, PeftModel):
         raise UserError("peft_config: the model has an adapter already. Merge it first, or leave out peft_config.")
     if ref_model is not None and not args.method().needs_reference:

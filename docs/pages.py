@@ -1,13 +1,13 @@
-"""Generates parts of the documentation: `python -m upweight.cli.pages FOLDER` writes them into its pages."""
+"""Writes the parts of these pages that come from the code: `python docs/pages.py`."""
 
 import dataclasses
 import json
-import sys
 from pathlib import Path
 
 from upweight.config.schema import markdown
 from upweight.data.encode import SERVES
 from upweight.data.formats.shown import SHOWN
+from upweight.runs.health_rules import EXPLAINED, RULES, SIGNS, Sign
 from upweight.train.api import configs
 from upweight.train.api.configs import MethodArguments
 from upweight.train.api.fields import help_of
@@ -51,15 +51,35 @@ def arguments() -> str:
     return "\n".join([*lines, ""])
 
 
+def health() -> str:
+    """The end of `docs/stability.md`: the rules, and what looks wrong and is not."""
+    lines = ["", "| verdict | when | it means | remedy |", "|---|---|---|---|"]
+    for rule in RULES:
+        signs = ", ".join(f"`{sign.metric}` {_limit(sign)}".replace("|", "` or `") for sign in rule.signs)
+        how = " on average" if rule.averaged else ""
+        late = f", after step {rule.after}" if rule.after else ""
+        when = f"{signs}{how} for {rule.steps} step{'s' if rule.steps > 1 else ''}{late}"
+        lines.append(f"| {rule.name} ({rule.level}, {rule.kind}) | {when} | {rule.meaning} | {rule.remedy} |")
+    lines += ["", "| what looks wrong and is not | why |", "|---|---|"]
+    lines += [f"| {what} | {why} |" for what, why in EXPLAINED.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _limit(sign: Sign) -> str:
+    if sign.relation == "near":
+        return f"within {sign.threshold:g} of 0" if sign.threshold > 1e-5 else "0"
+    return f"{SIGNS[sign.relation]} {sign.threshold:g}"
+
+
 def renewed(page: str, generated: str) -> str:
     """A page with what is made behind its mark; without a mark all of it is made."""
     written, mark, _ = page.partition(MARK)
     return written + mark + generated if mark else generated
 
 
-PAGES = {"config.md": markdown, "formats.md": formats, "peers.md": arguments}
+PAGES = {"config.md": markdown, "formats.md": formats, "peers.md": arguments, "stability.md": health}
 
 if __name__ == "__main__":
     for name, make in PAGES.items():
-        file = Path(sys.argv[1]) / name
+        file = Path(__file__).with_name(name)
         file.write_text(renewed(file.read_text(encoding="utf-8"), make()), encoding="utf-8")

@@ -4,9 +4,9 @@ import re
 from pathlib import Path
 
 import pytest
+from docs.pages import MARK, PAGES, arguments, renewed
 
 from made_tokenizers import byte_tokenizer, encoder
-from upweight.cli.pages import MARK, PAGES, arguments, renewed
 from upweight.config.config import general_keys, method_keys
 from upweight.data.formats import FORMATS
 from upweight.data.formats.shown import SHOWN

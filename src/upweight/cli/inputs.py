@@ -1,0 +1,126 @@
+"""What commands are given: a config, a trained model (its config, folder or name), a file of JSON lines."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from upweight.config import Config, load_config, parse_config
+from upweight.config.sections.data import DataSection, DatasetRow
+from upweight.config.sections.model import ModelSection
+from upweight.config.yaml_file import apply_overrides
+from upweight.errors import UserError
+from upweight.log import warn_once
+
+ADAPTER, RUN = "adapter_config.json", "config.yaml"
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A trained model: all of it (`adapter` is None), or an adapter and the base model it belongs on."""
+
+    model: ModelSection
+    adapter: Path | None
+    config: Config  # of the run that trained it if known, else the keys of the command line
+
+
+def config_with_notices(path: Path, overrides: list[str] | None, *, fragment: bool = False) -> Config:
+    """Load a config and show its notices as warnings."""
+    config = load_config(path, overrides or [], fragment=fragment)
+    for notice in config.notices:
+        warn_once(notice)
+    return config
+
+
+def trained(place: str, overrides: list[str], *, or_base: bool = False) -> Trained:
+    """Return the model that a config trained (with `or_base` else its base), or the one of a folder or the hub."""
+    path = Path(place).expanduser()
+    if path.is_file() and path.suffix != ".gguf":
+        config = load_config(path, overrides)
+        config = config.stages[-1] if config.stages else config
+        for folder in map(Path, filter(None, (config.run.output_dir, config.adapter.folder))):
+            if (folder / ADAPTER).is_file() or (folder / "config.json").is_file():
+                return _of_run(folder, config)
+        where = config.run.output_dir
+        if not or_base:
+            raise UserError(f"output_dir: {where} holds no trained model. Train it first: `upweight train CONFIG`.")
+        warn_once(f"{where} holds no trained model: {config.model.base_model} is used, untrained")
+        return Trained(config.model, None, config)
+    if not path.exists() and (path.suffix in (".yaml", ".yml") or place.startswith((".", "/", "~"))):
+        raise UserError(f"{place}: there is neither a config nor a folder of that name")
+    run = next((file for file in (path / RUN, path.parent / RUN) if path.is_dir() and file.is_file()), None)
+    if run is not None:
+        return _of_run(path, load_config(run, overrides))
+    content, adapter = {"base_model": str(path) if path.exists() else place}, None
+    if (path / ADAPTER).is_file():
+        named, adapter = json.loads((path / ADAPTER).read_text(encoding="utf-8")), path
+        content = {"base_model": named.get("base_model_name_or_path"), "model_revision": named.get("revision")}
+    config = parse_config(apply_overrides(content, overrides), folder=Path.cwd(), fragment=True)
+    return Trained(config.model, adapter, config)
+
+
+def _of_run(folder: Path, config: Config) -> Trained:
+    """Return the model or adapter in a folder, which a run with this config trained."""
+    if (folder / ADAPTER).is_file():
+        return Trained(config.model, folder, config)
+    section = ModelSection(base_model=str(folder), trust_remote_code=config.model.trust_remote_code)
+    return Trained(section, None, config)
+
+
+def as_trained(model: Trained) -> tuple[DataSection, DatasetRow | None, bool]:
+    """Return how the training run formatted text: templates, step separator, and whether as chat messages."""
+    data = model.config.data
+    if not data.datasets:
+        return data, None, False
+    first = data.datasets[0]
+    kind = first.type if isinstance(first.type, str) else ""
+    family = next((name for name in ("chatml", "llama3", "zephyr") if kind.split(".")[0] == name), None)
+    entry = DatasetRow(
+        step_separator=first.step_separator,
+        chat_template=first.chat_template or (family if data.chat_template is None else None),
+        chat_template_jinja=first.chat_template_jinja,
+    )
+    return data, entry, family is not None or "chat_template" in kind
+
+
+def read_rows(file: Path) -> list[dict[str, Any]]:
+    """Return the rows of a JSON lines file."""
+    lines = lines_of(text_of(file), file)
+    if not lines:
+        raise UserError(f"{file}: expected one JSON object on each line")
+    return [row_of(line, place) for place, line in lines.items()]
+
+
+def text_of(file: Path) -> str:
+    """Return the text of a file."""
+    if not file.is_file():
+        raise UserError(f"{file}: there is no such file")
+    with utf8_from(file):
+        return file.read_text(encoding="utf-8")
+
+
+@contextmanager
+def utf8_from(name: object) -> Iterator[None]:
+    """Raise a UserError with the source of text that is not UTF-8."""
+    try:
+        yield
+    except UnicodeDecodeError as error:
+        raise UserError(f"{name}: is not UTF-8 text. Save it as UTF-8.") from error
+
+
+def lines_of(text: str, name: object) -> dict[str, str]:
+    """Return the non-empty lines of a text by place; only \\n counts, because JSON texts may hold other line ends."""
+    return {f"{name}:{n}": line.rstrip("\r") for n, line in enumerate(text.split("\n"), 1) if line.strip()}
+
+
+def row_of(line: str, place: str, why: str = "") -> dict[str, Any]:
+    """Parse the JSON object of a line; `why` is added to the error."""
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise UserError(f"{place}: not JSON{why}: {error}") from error
+    if not isinstance(row, dict):
+        raise UserError(f"{place}: expected a JSON object")
+    return row
