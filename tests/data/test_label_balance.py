@@ -1,7 +1,7 @@
 import pytest
 from datasets import Dataset
 
-from upweight.data.label_balance import require_both_labels
+from upweight.data.prepare import require_both_labels
 from upweight.errors import UserError
 from upweight.methods import DPO, KTO
 

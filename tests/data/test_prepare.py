@@ -10,8 +10,7 @@ import pytest
 from made_tokenizers import byte_tokenizer
 from upweight.config import parse_config
 from upweight.data import chunks as chunks_module
-from upweight.data.prepare import prepare
-from upweight.data.show import shown_rows
+from upweight.data.prepare import prepare, shown_rows
 from upweight.errors import UserError
 
 TOKENIZER = byte_tokenizer()

@@ -5,8 +5,8 @@ import json
 import sys
 from pathlib import Path
 
+from upweight.config.rules.data import SERVES
 from upweight.config.schema import markdown
-from upweight.data.encode import SERVES
 from upweight.data.formats.shown import SHOWN
 from upweight.train.api import configs
 from upweight.train.api.configs import MethodArguments

@@ -4,8 +4,7 @@ import json
 from pathlib import Path
 
 from upweight.config import load_config
-from upweight.data.prepare import prepare
-from upweight.data.show import shown_rows
+from upweight.data.prepare import prepare, shown_rows
 from upweight.log import logger, warn_once
 from upweight.models.tokenizer import load_tokenizer
 
