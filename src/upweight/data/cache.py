@@ -21,7 +21,6 @@ TRANSIENT = ("truncation", "padding", "name_or_path", "tokenizer_file", "vocab_f
 
 
 def digest(content: Any) -> str:
-    """Return a hash of JSON-like content."""
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
@@ -88,7 +87,6 @@ def _put_in_place(building: Path, folder: Path, replace: bool) -> None:
 
 
 def _checksum(file: Path) -> list[int]:
-    """Return the size and the CRC of a file."""
     size, crc = 0, 0
     with file.open("rb") as content:
         while block := content.read(BLOCK):

@@ -53,7 +53,6 @@ SCHEMAS: dict[str, dict[str, pa.DataType]] = {
 
 
 def schema_of(method: Method) -> dict[str, pa.DataType]:
-    """Return the Arrow types of a method's columns."""
     return SCHEMAS[kind_of_records(method)]
 
 
@@ -95,8 +94,10 @@ def encode_all(jobs: Sequence[EncodeJob], processes: int | None) -> Iterator[Chu
         for start in range(0, len(job.rows), CHUNK)
     )
     total = sum(len(job.rows) for job in jobs)
-    count = min(_processes(processes, total), -(-total // CHUNK))
-    if count <= 1:
+    if processes is None:
+        processes = min(len(os.sched_getaffinity(0)), MOST_PROCESSES) if total >= WORTH_FORKING else 1
+    count = min(processes, -(-total // CHUNK))
+    if count <= 1 or "fork" not in multiprocessing.get_all_start_methods():
         for task in tasks:
             yield encode_chunk(jobs, *task)
         return
@@ -129,14 +130,6 @@ def _start_process(jobs: Sequence[EncodeJob]) -> None:
 
 def _work(number: int, start: int, stop: int) -> Chunk:
     return encode_chunk(_jobs_of_process, number, start, stop)
-
-
-def _processes(configured: int | None, rows: int) -> int:
-    if "fork" not in multiprocessing.get_all_start_methods():
-        return 1
-    if configured is not None:
-        return configured
-    return min(len(os.sched_getaffinity(0)), MOST_PROCESSES) if rows >= WORTH_FORKING else 1
 
 
 def encode_chunk(jobs: Sequence[EncodeJob], job_number: int, start: int, stop: int) -> Chunk:

@@ -76,17 +76,16 @@ class Encoder:
 
     def encode_many(self, rows: Sequence[Mapping[str, Any]]) -> list[list[Record]]:
         """Return the records of each row; the first bad row raises a RowError."""
-        examples = [self._examples(row) for row in rows]
+        examples: list[list[Example]] = []
+        for row in rows:
+            if not isinstance(row, Mapping):
+                raise RowError("row", f"a mapping of columns, got {type(row).__name__}")
+            read_rows = self.transform(row) if self.transform else [row]
+            examples.append([example for read_row in read_rows for example in self.read(self.setup, Row(read_row))])
         texts = [[example.texts(self.setup) for example in row] for row in examples]
         ids = iter(self.setup.tokens.ids([text for row in texts for several in row for text in several]))
         records = []
-        for row, row_texts in zip(examples, texts, strict=True):
-            counts = zip(row, map(len, row_texts), strict=True)
+        for row_examples, row_texts in zip(examples, texts, strict=True):
+            counts = zip(row_examples, map(len, row_texts), strict=True)
             records.append([example.record(self.setup, list(islice(ids, count))) for example, count in counts])
         return records
-
-    def _examples(self, row: Mapping[str, Any]) -> list[Example]:
-        if not isinstance(row, Mapping):
-            raise RowError("row", f"a mapping of columns, got {type(row).__name__}")
-        rows = self.transform(row) if self.transform else [row]
-        return [example for read_row in rows for example in self.read(self.setup, Row(read_row))]

@@ -12,7 +12,10 @@ from upweight.data.tokenize.tokens import TextTokens
 from upweight.errors import UserError
 from upweight.methods.base import Method
 
-DEFAULT_COLUMNS = UserFormat()
+ALPACA = UserFormat(  # also the column names where `type` is no mapping
+    format="{system}\n\n### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n",
+    no_input_format="{system}\n\n### Instruction:\n{instruction}\n\n### Response:\n",
+)
 
 Ids = list[list[int]]
 
@@ -31,11 +34,10 @@ class Setup:
 
     @property
     def form(self) -> UserFormat:
-        """The column names of the config if `type` is a mapping, else the default ones."""
-        return self.entry.type if isinstance(self.entry.type, UserFormat) else DEFAULT_COLUMNS
+        """The column names and text templates of the config if `type` is a mapping, else the default ones."""
+        return self.entry.type if isinstance(self.entry.type, UserFormat) else ALPACA
 
     def messages(self, row: Row, key: str) -> list[Message]:
-        """Return the messages at `key` of a row."""
         return self.reader.messages(row.value(key), key)
 
 

@@ -109,9 +109,7 @@ def require_both_labels(rows: Dataset, method: Method, first: Callable[[], str])
 def longest_of(*prepared: Dataset | None) -> int:
     """Tokens of the longest sequence in prepared rows."""
     lengths = [0]
-    for rows in prepared:
-        if rows is None:
-            continue
+    for rows in [part for part in prepared if part is not None]:
         names = [name for name in rows.data.column_names if name == "ids" or name.endswith("_ids")]
         sizes = {name: pc.call_function("list_value_length", [rows.data.column(name)]).to_numpy() for name in names}
         prompt = sizes.pop("prompt_ids", np.zeros(1, np.int64))
@@ -149,7 +147,10 @@ def _read_from(entries: tuple[Entry, ...], folder: Path, *, in_memory: bool, cac
 def jobs_of(config: Config, entries: Sequence[Entry]) -> list[EncodeJob]:
     """Which rows are trained on and which are held out, entry by entry; training first."""
     train = [entry for entry in entries if not entry.opened.evaluation]
-    rows = _shard(config, [entry.opened.rows() for entry in train])
+    rows, count = [entry.opened.rows() for entry in train], config.data.shard_count
+    if count is not None:  # every n-th row over all entries
+        firsts = config.data.shard_index - np.cumsum([0, *map(len, rows)])
+        rows = [part.select(slice(first % count, None, count)) for part, first in zip(rows, firsts, strict=False)]
     held_out = _held_out(config, [len(part) for part in rows])
     parts = list(zip(train, rows, held_out, strict=True))
     jobs = [_job(config, entry, part.select(~mask), evaluation=False) for entry, part, mask in parts]
@@ -181,15 +182,6 @@ def _shaped_by(config: Config, tokenizer: Any, entries: Sequence[Entry]) -> dict
         }
         shape["keys"] = {path: value for path, value in config.set_keys.items() if path not in unseen}
     return shape
-
-
-def _shard(config: Config, rows: list[RowSelection]) -> list[RowSelection]:
-    """Keep every n-th row over all training entries, as `dataset_shard_num` asks."""
-    count, index = config.data.shard_count, config.data.shard_index
-    if count is None:
-        return rows
-    starts = np.cumsum([0, *map(len, rows)])
-    return [part.select(slice((index - start) % count, None, count)) for part, start in zip(rows, starts, strict=False)]
 
 
 def _held_out(config: Config, lengths: Sequence[int]) -> list[NDArray[np.bool_]]:
@@ -251,9 +243,12 @@ class _Builder:
         part.notes += chunk.notes
         self.names |= chunk.names
         if chunk.digests:
-            fresh = np.array([self._is_new(digest) for digest in chunk.digests])
-            part.dropped += Counter({REPEATED: int((~fresh).sum())})
-            batch, origin = batch.filter(pa.array(fresh)), origin[fresh]
+            fresh: list[bool] = []
+            for digest in chunk.digests:
+                fresh.append(digest not in self.seen)
+                self.seen.add(digest)
+            part.dropped += Counter({REPEATED: fresh.count(False)})
+            batch, origin = batch.filter(pa.array(fresh)), origin[np.array(fresh)]
         part.kept += len(batch)
         self.writers["eval" if part.evaluation else "train"].write_batch(batch)
         if not part.evaluation:
@@ -270,22 +265,16 @@ class _Builder:
         lengths = {"prompt": prompt, "completion": completion}
         if self.config.method.data != "prompts":
             limits["sequence_len"], lengths["sequence"] = ("sequence", data.sequence_len), sequence
-        report = measure(self.parts, lengths, limits, seconds)
-        left = {"train": report.train_rows, "eval": report.eval_rows}
-        for side in self.writers:
-            if not left[side]:
-                use = "train" if side == "train" else "evaluate"
+        report = measure(self.parts, lengths, limits)
+        report.seconds = seconds
+        for side, use, count in (("train", "train", report.train_rows), ("eval", "evaluate", report.eval_rows)):
+            if side in self.writers and not count:
                 raise UserError("\n".join([*report.lines()[:-1], f"no rows are left to {use} on."]))
         kept = [part.kept for part in self.parts if not part.evaluation]
         np.save(self.place / "order.npy", _order(self.config, kept))
         np.save(self.place / "origin.npy", np.concatenate(self.origin))
         saved = {"report": REPORT_JSON.dump_python(report, mode="json"), "columns": sorted(self.names)}
         (self.place / "report.json").write_text(json.dumps(saved), encoding="utf-8")
-
-    def _is_new(self, digest: bytes) -> bool:
-        known = len(self.seen)
-        self.seen.add(digest)
-        return len(self.seen) > known
 
 
 def _order(config: Config, kept: Sequence[int]) -> NDArray[np.int64]:

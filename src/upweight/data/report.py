@@ -43,7 +43,6 @@ class PrepareReport:
         return sum(part.kept for part in self.parts if part.evaluation)
 
     def lines(self) -> list[str]:
-        """Return the report as lines of text."""
         lines = [_line(part) for part in self.parts]
         if self.lengths:
             lines.append(f"{'tokens':<12}" + "".join(f"{head:>8}" for head in next(iter(self.lengths.values()))))
@@ -70,16 +69,12 @@ def _line(part: EntryCounts) -> str:
 
 
 def percentiles(lengths: NDArray[np.int64]) -> dict[str, int]:
-    """Return the percentiles and the maximum of some lengths."""
     values = np.percentile(lengths, PERCENTILES, method="higher")
     return {f"{p}%": int(v) for p, v in zip(PERCENTILES, values, strict=True)} | {"max": int(lengths.max())}
 
 
 def measure(
-    parts: list[EntryCounts],
-    lengths: dict[str, NDArray[np.int64]],
-    limits: dict[str, tuple[str, int | None]],
-    seconds: float = 0.0,
+    parts: list[EntryCounts], lengths: dict[str, NDArray[np.int64]], limits: dict[str, tuple[str, int | None]]
 ) -> PrepareReport:
     """Build the report; `limits` maps a setting to the name of the lengths it bounds and to its present value."""
     counted = {name: values for name, values in lengths.items() if len(values) and values.any()}
@@ -91,7 +86,7 @@ def measure(
             suggested[setting] = {"99%": _round_up(shown[name]["99%"]), "100%": _round_up(shown[name]["max"])}
             if present:
                 within[setting] = present, float((counted[name] <= present).mean())
-    return PrepareReport(parts, shown, suggested, within, seconds)
+    return PrepareReport(parts, shown, suggested, within)
 
 
 def _round_up(length: int) -> int:

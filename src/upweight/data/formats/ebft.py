@@ -19,7 +19,6 @@ TRUTH_COLUMNS = ("ground_truth", "completion", "output", "answer")
 
 
 def example(setup: Setup, row: Row, prompt: list[Message], truth: str, **columns: Any) -> Example:
-    """Build a prompt with its true completion."""
     conversation = setup.reader.conversation(row, prompt, "messages")
     return _with_truth(setup, Prompt(prompt, setup.template.prompt(conversation), columns), truth, conversation)
 
@@ -150,22 +149,16 @@ def untyped(setup: Setup, row: Row) -> list[Example]:
     if row.has("prompt"):
         (prompt,) = prompts.untyped(setup, row)
         assert isinstance(prompt, Prompt)
-        return [_prompt_and_column(setup, row, prompt)]
+        key = next((name for name in TRUTH_COLUMNS if prompt.columns.get(name) is not None), "ground_truth")
+        truth, conversation = checked_text(prompt.columns.pop(key, None), key), None
+        if not isinstance(prompt.prompt, str) and prompt.prompt[-1].get("role") != "assistant":
+            conversation = setup.reader.conversation(row, setup.messages(row, "prompt"))
+        return [_with_truth(setup, prompt, truth, conversation)]
     if row.has(setup.entry.field_messages or "messages") or row.has("conversations"):
         return document_of_chat(setup, row) if setup.method.strided else first_turn(setup, row)
     if setup.method.strided:
         return sft.completion(setup, row)
     raise RowError("prompt", "a prompt and its ground_truth, or messages")
-
-
-def _prompt_and_column(setup: Setup, row: Row, prompt: Prompt) -> Example:
-    """Return a prompt with the true completion of one of the columns for it."""
-    key = next((name for name in TRUTH_COLUMNS if prompt.columns.get(name) is not None), "ground_truth")
-    truth = checked_text(prompt.columns.pop(key, None), key)
-    conversation = None
-    if not isinstance(prompt.prompt, str) and prompt.prompt[-1].get("role") != "assistant":
-        conversation = setup.reader.conversation(row, setup.messages(row, "prompt"))
-    return _with_truth(setup, prompt, truth, conversation)
 
 
 FORMATS: dict[str, Format] = {

@@ -4,7 +4,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from upweight.config.sections.data import UserFormat
 from upweight.data.examples import Setup
 from upweight.data.raw_row import Row, RowError, checked_text
 from upweight.data.tokenize.messages import Message
@@ -59,10 +58,9 @@ def filled(form: str, values: Mapping[str, str]) -> str:
     return PLACEHOLDER.sub(lambda match: match[0][0] if match[1] is None else values.get(match[1], match[0]), form)
 
 
-def with_system(
-    setup: Setup, row: Row, form: UserFormat, template: str, values: Mapping[str, str], *, default_system: str = ""
-) -> str:
+def with_system(setup: Setup, row: Row, template: str, values: Mapping[str, str], *, default_system: str = "") -> str:
     """Fill `template`; the system text (`default_system` if there is none) goes first unless it has a placeholder."""
+    form = setup.form
     content = row.optional_text(setup.entry.field_system or form.field_system) or form.system_prompt or default_system
     system = filled(form.system_format, {"system": content}) if content else ""
     text = filled(template, {**values, "system": system})
@@ -72,4 +70,4 @@ def with_system(
 def prompt_of_form(setup: Setup, row: Row) -> str:
     """Return the prompt column that the config names, put into the config's text template."""
     form = setup.form
-    return with_system(setup, row, form, form.prompt_format, {"prompt": row.text(form.field_prompt)})
+    return with_system(setup, row, form.prompt_format, {"prompt": row.text(form.field_prompt)})

@@ -25,7 +25,6 @@ def margin(row: Row) -> dict[str, Any]:
 
 
 def pair(row: Row, prompt: str, chosen: str, rejected: str) -> list[Example]:
-    """Return the example of a row that holds a pair."""
     return [Completions(prompt, {"chosen": chosen, "rejected": rejected}, margin(row))]
 
 

@@ -2,17 +2,12 @@
 
 from dataclasses import replace
 
-from upweight.config.sections.data import UserFormat
-from upweight.data.examples import Example, Format, Setup, Text, Tokens
+from upweight.data.examples import ALPACA, Example, Format, Setup, Text, Tokens
 from upweight.data.formats.markup import with_system
-from upweight.data.raw_row import IGNORED, Row, RowError, checked_list, describe_value
+from upweight.data.raw_row import IGNORED, Row, RowError, checked_mappings, describe_value
 from upweight.data.tokenize.messages import Conversation, Message
 from upweight.data.tokenize.templates import Span
 
-ALPACA = UserFormat(
-    format="{system}\n\n### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n",
-    no_input_format="{system}\n\n### Instruction:\n{instruction}\n\n### Response:\n",
-)
 # The system text of rows that have none.
 ALPACA_SYSTEM = {
     ALPACA.format: "Below is an instruction that describes a task, paired with an input that provides further context. "
@@ -58,8 +53,9 @@ def _without_holes(setup: Setup, text: str, span: Span, messages: list[Message],
         return span
     if not text.startswith(message["content"], span.start):
         raise RowError(key, "a chat template that writes the content as it stands")
-    for number, part in enumerate(checked_list(detail, key, "character spans")):
-        begin, end = (part.get("begin_offset"), part.get("end_offset")) if isinstance(part, dict) else (None, None)
+    spans = checked_mappings(detail, key, "begin_offset, end_offset and train", "character spans")
+    for number, part in enumerate(spans):
+        begin, end = part.get("begin_offset"), part.get("end_offset")
         if not isinstance(begin, int) or not isinstance(end, int) or not 0 <= begin <= end:
             raise RowError(f"{key}[{number}]", "begin_offset, end_offset and train")
         if not part.get("train"):
@@ -69,13 +65,13 @@ def _without_holes(setup: Setup, text: str, span: Span, messages: list[Message],
 
 def instruction(setup: Setup, row: Row) -> list[Example]:
     """Read instruction, input and output, put into the Alpaca prompt or the config's."""
-    form = setup.entry.type if isinstance(setup.entry.type, UserFormat) else ALPACA
-    with_input = form.format or ALPACA.format or ""
-    without_input = form.no_input_format or form.format or ALPACA.no_input_format or ""
+    form = setup.form
     extra = row.optional_text(form.field_input)
-    template = with_input if extra else without_input
+    template = form.format or ALPACA.format
+    if not extra:
+        template = form.no_input_format or form.format or ALPACA.no_input_format
     values = {"instruction": row.text(form.field_instruction), "input": extra}
-    prompt = with_system(setup, row, form, template, values, default_system=ALPACA_SYSTEM.get(template, ""))
+    prompt = with_system(setup, row, template or "", values, default_system=ALPACA_SYSTEM.get(template, ""))
     return [Text.joined(prompt, row.text(form.field_output), with_prompt=setup.data.train_on_inputs)]
 
 

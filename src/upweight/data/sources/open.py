@@ -53,7 +53,6 @@ class Table:
         return len(self.dataset)
 
     def take(self, indices: NDArray[np.int64]) -> list[dict[str, Any]]:
-        """Return the rows at `indices`."""
         first, last = int(indices[0]), int(indices[-1])
         contiguous = last - first == len(indices) - 1 and bool((np.diff(indices) == 1).all())
         columns = self.dataset[first : last + 1] if contiguous else self.dataset[indices.tolist()]
@@ -100,7 +99,6 @@ class RowSelection:
 
     @staticmethod
     def join(parts: Sequence["RowSelection"]) -> "RowSelection":
-        """Concatenate the rows of all parts."""
         before = np.cumsum([0, *(len(part.sources) for part in parts)])
         sources = tuple(source for part in parts for source in part.sources)
         source_R = np.concatenate([part.source_R + shift for part, shift in zip(parts, before, strict=False)])
@@ -179,10 +177,9 @@ def selected_datasets(config: Config) -> Iterator[tuple[str, int, DatasetRow]]:
             logger.info("datasets[%d] (%s): is listed in nemo_gym_datasets too; it is read once", number, row.path)
         else:
             yield "datasets", number, row
-    for number, row in enumerate(gym):
-        yield "nemo_gym_datasets", number, row
-    for number, row in enumerate(config.data.test_datasets):
-        yield "test_datasets", number, row
+    for key, rows in (("nemo_gym_datasets", gym), ("test_datasets", config.data.test_datasets)):
+        for number, row in enumerate(rows):
+            yield key, number, row
 
 
 def _gym_entry(config: Config, dataset: GymDataset) -> DatasetRow:
@@ -236,7 +233,9 @@ def _open(entry: DatasetRow, name: str | None, where: str, folder: Path) -> dict
     if local:
         return _folder(local, name, kind)
     tried = _tried(path, folder)
-    if _is_local(path):
+    # Such a path cannot be the name of a dataset on the hub.
+    by_form = path.startswith((".", "/", "~")) or path.count("/") > 1 or not re.fullmatch(r"[\w./-]+", path)
+    if by_form or _ending(Path(path)) in FILE_KINDS:
         raise UserError(f"{where}: there is no such file or folder. Tried {tried}.{_similar(path, folder)}")
     try:
         return _tables(path, name=name, revision=entry.revision, data_files=entry.data_files)
@@ -332,15 +331,8 @@ def _tried(path: str, folder: Path) -> str:
 
 
 def _similar(path: str, folder: Path) -> str:
-    """Suggest a file with a similar name where `path` was searched."""
     parents = [place.parent for place in _places(path, folder) if place.parent.is_dir()]
     return did_you_mean(Path(path).name, {file.name for parent in parents for file in parent.iterdir()})
-
-
-def _is_local(path: str) -> bool:
-    """Return whether a path that does not exist cannot be the name of a hub dataset."""
-    by_path = path.startswith((".", "/", "~")) or path.count("/") > 1
-    return by_path or _ending(Path(path)) in FILE_KINDS or not re.fullmatch(r"[\w./-]+", path)
 
 
 def _ending(file: Path) -> str:

@@ -43,7 +43,6 @@ class LineFile:
         return len(self._spans)
 
     def take(self, indices: Iterable[int]) -> list[dict[str, Any]]:
-        """Return the rows at `indices`."""
         return [self._parse(int(index)) for index in indices]
 
     def place(self, index: int) -> str:

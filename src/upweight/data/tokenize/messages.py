@@ -95,7 +95,12 @@ class MessageReader:
             raise RowError(key, f"a message with role and content, got {describe_value(value)}")
         check_all_text(value, key)
         role_name, content_name = self._name(value, "role"), self._name(value, "content")
-        message: Message = {"role": self._known_role(value.get(role_name), f"{key}.{role_name}")}
+        role = value.get(role_name)
+        if not isinstance(role, str) or role not in self.roles:
+            known = ", ".join(dict.fromkeys(self.roles.values()))
+            shown = f"'{role}'" if isinstance(role, str) else describe_value(role)
+            raise RowError(f"{key}.{role_name}", f"one of {known} (`roles` maps other names), got {shown}")
+        message: Message = {"role": self.roles[role]}
         for name, source in self.names.items():
             if name not in ("role", "content") and value.get(source) is not None:
                 message[name] = without_nulls(value[source])
@@ -119,13 +124,6 @@ class MessageReader:
         if name in self.names:
             return self.names[name]
         return SHAREGPT_NAMES[name] if name not in value and SHAREGPT_NAMES[name] in value else name
-
-    def _known_role(self, role: Any, key: str) -> str:
-        if isinstance(role, str) and role in self.roles:
-            return self.roles[role]
-        known = ", ".join(dict.fromkeys(self.roles.values()))
-        shown = f"'{role}'" if isinstance(role, str) else describe_value(role)
-        raise RowError(key, f"one of {known} (`roles` maps other names), got {shown}")
 
     def _tools(self, row: Row, messages_key: str) -> list[Any] | None:
         parent = messages_key.rpartition(".")[0]

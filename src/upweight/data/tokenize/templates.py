@@ -190,17 +190,15 @@ def template_source(name: str | None, jinja: str | None, tokenizer: Any, folder:
             return None
         name = name.removeprefix(FALLBACK_PREFIX)
     if jinja and name in (None, "jinja"):
-        return _jinja_text(jinja, folder)
+        if "{%" in jinja or "{{" in jinja or "\n" in jinja:
+            return jinja
+        expanded = Path(jinja).expanduser()
+        for file in (expanded, folder / expanded):
+            if file.is_file():
+                return file.read_text(encoding="utf-8")
+        problem = f"there is no file '{jinja}' in the working directory or beside the config"
+        raise UserError(f"chat_template_jinja: {problem}.")
     if name in (None, "tokenizer_default"):
         return None
     file = f"{TEMPLATE_ALIASES.get(name, name)}.jinja"
     return files("upweight.data").joinpath("chat_templates", file).read_text(encoding="utf-8")
-
-
-def _jinja_text(jinja: str, folder: Path) -> str:
-    if "{%" in jinja or "{{" in jinja or "\n" in jinja:
-        return jinja
-    for file in (Path(jinja).expanduser(), folder / Path(jinja).expanduser()):
-        if file.is_file():
-            return file.read_text(encoding="utf-8")
-    raise UserError(f"chat_template_jinja: there is no file '{jinja}' in the working directory or beside the config.")
