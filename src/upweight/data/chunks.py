@@ -66,10 +66,6 @@ class EncodeJob:
     encoder: Encoder
     rules: DataSection  # evaluation may have another `sequence_len`
 
-    @property
-    def method(self) -> Method:
-        return self.encoder.setup.method
-
 
 @dataclass
 class Chunk:
@@ -135,17 +131,18 @@ def _work(number: int, start: int, stop: int) -> Chunk:
 def encode_chunk(jobs: Sequence[EncodeJob], job_number: int, start: int, stop: int) -> Chunk:
     """Encode the rows from `start` to `stop` of a job; one that cannot be used raises a UserError with its place."""
     job, kept, origin, lengths = jobs[job_number], [], [], []
+    method = job.encoder.setup.method
     dropped, notes = Counter[str](), Counter[str]()
     for row, records in enumerate(_encode(job, start, stop), start):
         for number, record in enumerate(records):
-            lengths.append(lengths_of(record.columns, job.method))
+            lengths.append(lengths_of(record.columns, method))
             bounded, reason = within_limits(job, row, record)
             if reason is not None:
                 (dropped if bounded is None else notes)[reason] += 1
             if bounded is not None:
                 kept.append(bounded.columns)
                 origin.append((row, number))
-    schema = schema_of(job.method)
+    schema = schema_of(method)
     batch = pa.record_batch([pa.array(_column(name, kept, schema), schema[name]) for name in schema], list(schema))
     digests = []
     if job.rules.deduplicate:
@@ -187,7 +184,7 @@ def bad_row(job: EncodeJob, row: int, error: RowError, content: Any = None) -> U
 
 def _remedy(job: EncodeJob) -> str:
     """Return the advice on how to read columns with other names."""
-    kind = kind_of(job.method)
+    kind = kind_of(job.encoder.setup.method)
     if any(isinstance(source, GivenTable) for source in job.rows.sources):
         return "`rename_column` of the dataset changes the names of columns"
     fields = ", ".join(f"field_{name}: NAME" for name in RENAMED.get(kind, ()))
@@ -198,7 +195,7 @@ def _remedy(job: EncodeJob) -> str:
 def within_limits(job: EncodeJob, row: int, record: Record) -> tuple[Record | None, str | None]:
     """Return the record after the length rules, or None if they drop it, and the reason for any change."""
     try:
-        return apply_length_rules(record, job.rules, job.method)
+        return apply_length_rules(record, job.rules, job.encoder.setup.method)
     except RowError as error:
         raise bad_row(job, row, error) from error
 

@@ -25,15 +25,16 @@ STRATEGIES = ("bfd", "bfd_split", "wrapped")
 def is_conversational(example: Mapping[str, Any]) -> bool:
     """Return whether a row holds messages (with a `role`) rather than plain text."""
     value = next((example[name] for name in MESSAGE_COLUMNS if name in example), None)
-    return isinstance(value, list) and bool(value) and isinstance(value[0], Mapping) and "role" in value[0]
+    return _holds_messages(value, "role")
 
 
 def is_conversational_from_value(example: Mapping[str, Any]) -> bool:
     """Return whether a row holds messages as `from` and `value`, under `conversations`."""
-    messages = example.get("conversations")
-    if not isinstance(messages, list) or not messages or not isinstance(messages[0], Mapping):
-        return False
-    return {"from", "value"} <= set(messages[0])
+    return _holds_messages(example.get("conversations"), "from", "value")
+
+
+def _holds_messages(value: Any, *keys: str) -> bool:
+    return isinstance(value, list) and bool(value) and isinstance(value[0], Mapping) and set(keys) <= set(value[0])
 
 
 def maybe_convert_to_chatml(example: dict[str, Any]) -> dict[str, Any]:
@@ -41,9 +42,8 @@ def maybe_convert_to_chatml(example: dict[str, Any]) -> dict[str, Any]:
     names = {"from": "role", "value": "content"}
 
     def renamed(message: Any) -> Any:
-        if not isinstance(message, Mapping):
-            return message
-        return {names.get(key, key): value for key, value in message.items()}
+        is_message = isinstance(message, Mapping)
+        return {names.get(key, key): value for key, value in message.items()} if is_message else message
 
     row = dict(example)
     for name in (*MESSAGE_COLUMNS, "conversations"):
@@ -137,11 +137,11 @@ def maybe_unpair_preference_dataset(dataset: Any, num_proc: int | None = None, d
 def truncate_dataset(dataset: Any, max_length: int, map_kwargs: Mapping[str, Any] | None = None) -> Any:
     """Cut every list of every row to `max_length`."""
 
+    def shortened(values: list[Any]) -> list[Any]:
+        return [value[:max_length] if isinstance(value, list) else value for value in values]
+
     def cut(batch: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
-        return {
-            name: [value[:max_length] if isinstance(value, list) else value for value in values]
-            for name, values in batch.items()
-        }
+        return {name: shortened(values) for name, values in batch.items()}
 
     return _mapped(dataset, cut, map_kwargs)
 

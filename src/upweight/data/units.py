@@ -26,17 +26,15 @@ def units_of(rows: Sequence[Mapping[str, Any]], method: Method, *, compare: bool
         matched = [Unit((_labelled(row, row, int(row["label"])),), number) for number, row in enumerate(rows)]
         matched = _paired_by_prompt(matched, rows) if compare else matched
         return matched + (_mismatched(rows, method.mismatched) if method.mismatched else [])
-    return [Unit((_steps(row) if method.data == "steps" else _text(row),), number) for number, row in enumerate(rows)]
+    return [Unit((_marked(row),), number) for number, row in enumerate(rows)]
 
 
-def _text(row: Mapping[str, Any]) -> Sample:
-    return Sample(_ids(row["ids"]), np.asarray(row["scored"], np.bool_))
-
-
-def _steps(row: Mapping[str, Any]) -> Sample:
+def _marked(row: Mapping[str, Any]) -> Sample:
+    """Build the sample of a text with its mask, or of steps with their labels."""
+    if "scored" in row:
+        return Sample(_ids(row["ids"]), np.asarray(row["scored"], np.bool_))
     labels = _ids(row["labels"])
-    scored = labels != IGNORED
-    return Sample(_ids(row["ids"]), scored, labels=labels[scored])
+    return Sample(_ids(row["ids"]), labels != IGNORED, labels=labels[labels != IGNORED])
 
 
 def _pair(row: Mapping[str, Any], number: int, method: Method) -> Unit:
@@ -87,10 +85,9 @@ def _paired_by_prompt(units: Sequence[Unit], rows: Sequence[Mapping[str, Any]]) 
 
 def _mismatched(rows: Sequence[Mapping[str, Any]], which: Literal["rotate", "all"]) -> list[Unit]:
     """Build units of prompts with completions of other rows: the previous row's, or every other row's."""
-    if which == "all":
-        pairs = list(permutations(range(len(rows)), 2))
-    else:
-        pairs = [(number, number - 1) for number in range(len(rows))] if len(rows) > 1 else []
+    count = len(rows)
+    rotated = [(number, number - 1) for number in range(count) if count > 1]
+    pairs = permutations(range(count), 2) if which == "all" else rotated
     return [Unit((_labelled(rows[prompt], rows[completion], MISMATCHED),), prompt) for prompt, completion in pairs]
 
 

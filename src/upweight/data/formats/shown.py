@@ -20,12 +20,8 @@ class FormatExample:
 
     def names(self) -> list[str]:
         """Return the names of the formats, with `{family}` expanded."""
-        families = ("chatml", "llama3")
-        return [
-            name.replace("{family}", family)
-            for name in self.types
-            for family in (families if "{family}" in name else families[:1])
-        ]
+        both = [name.replace("{family}", family) for name in self.types for family in ("chatml", "llama3")]
+        return list(dict.fromkeys(both))
 
 
 _ANSWERS: dict[str, Any] = {"chosen": ANSWER, "rejected": WRONG_ANSWER}

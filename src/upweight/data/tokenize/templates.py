@@ -87,9 +87,8 @@ class ChatTemplate:
         text, turns = self.render(conversation).rstrip(), []
         separate = []
         last = len(conversation.messages) - 1
-        for number, message in enumerate(conversation.messages):
-            if number not in wanted:
-                continue
+        for number in sorted(wanted):
+            message = conversation.messages[number]
             upto = text if number == last else self.render(conversation.upto(number + 1)).rstrip()
             turn = Span(self._turn_start(conversation.upto(number), message, upto), len(upto), number)
             if message["role"] == "assistant":

@@ -14,9 +14,8 @@ CHECKED = 8  # texts on which splitting is compared with tokenizing them whole
 class TextTokens:
     """A tokenizer with the rules for BOS and end tokens that all formats share.
 
-    Texts are split before special tokens, and the ids of the parts joined: many texts share long prefixes. A tokenizer
-    isolates special tokens before anything else, so the text on one side of them cannot change the tokens on the other.
-    The first texts are tokenized both ways; splitting is turned off if the ids differ.
+    Texts share long prefixes, so they are split before special tokens, which a tokenizer isolates first, and each part
+    is tokenized once. The first texts are tokenized whole too; splitting is turned off if the ids differ.
     """
 
     def __init__(self, tokenizer: Any, eot_tokens: Sequence[str]) -> None:

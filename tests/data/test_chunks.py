@@ -1,3 +1,5 @@
+"""Columns that an entry names have to be read."""
+
 from pathlib import Path
 
 import numpy as np
