@@ -49,12 +49,12 @@ class Row(dict[str, Any]):
         """Return whether there is a value other than None at `key`."""
         return self.value(key) is not None
 
-    def first_of(self, *keys: str) -> str:
-        """Return the first of `keys` that has a value; raise a RowError that names them all if none has."""
-        key = next((key for key in keys if self.has(key)), None)
-        if key is None and len(keys) > 1:
-            raise RowError(keys[0], f"text under {' or '.join(map(repr, keys))}, got nothing")
-        return key or keys[0]  # reading the only one raises the error
+    def first_of(self, first: str, *others: str) -> str:
+        """Return the first key that has a value; raise a RowError that names them all if none has."""
+        key = next((key for key in (first, *others) if self.has(key)), None)
+        if key is None and others:
+            raise RowError(first, f"text under {' or '.join(map(repr, (first, *others)))}, got nothing")
+        return key or first  # reading the only one raises the error
 
     def text(self, key: str) -> str:
         """Return the text at `key`; raise a RowError if it is missing or empty."""

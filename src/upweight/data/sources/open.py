@@ -265,7 +265,7 @@ def _folder(folder: Path, name: str | None, kind: str | None) -> dict[str, list[
     """Open a folder that `datasets` saved, or one of files whose names contain their split."""
     if (folder / "state.json").exists() or (folder / "dataset_dict.json").exists():
         return _by_split(datasets.load_from_disk(str(folder)))
-    options = {"path": kind, "data_dir": str(folder)} if kind else {"path": str(folder), "name": name}
+    options: dict[str, Any] = {"path": kind, "data_dir": str(folder)} if kind else {"path": str(folder), "name": name}
     builder = datasets.load_dataset_builder(**options)
     file_kind, files = builder.name or "", builder.config.data_files or {}
     if file_kind not in ("json", "text", "csv"):
