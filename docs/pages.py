@@ -4,8 +4,8 @@ import dataclasses
 import json
 from pathlib import Path
 
+from upweight.config.rules.data import SERVES
 from upweight.config.schema import markdown
-from upweight.data.encode import SERVES
 from upweight.data.formats.shown import SHOWN
 from upweight.runs.health_rules import EXPLAINED, RULES, SIGNS, Sign
 from upweight.train.api import configs

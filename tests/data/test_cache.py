@@ -4,7 +4,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from made_tokenizers import byte_tokenizer
-from upweight.data.cache import digest, find, is_whole, tokenizer_digest, write_whole
+from upweight.data.cache import digest, is_whole, tokenizer_digest, write_whole
 from upweight.errors import UserError
 
 
@@ -15,7 +15,7 @@ def fill(text):
 def test_a_folder_appears_whole(tmp_path):
     folder = tmp_path / "deep" / "key"
     write_whole(folder, fill("rows"), replace=False)
-    assert find(folder)
+    assert is_whole(folder)
     assert (folder / "rows").read_text() == "rows"
     assert [file.name for file in folder.parent.iterdir()] == ["key"]
 
@@ -42,7 +42,7 @@ def test_damage_is_noticed_and_mended(tmp_path, damage):
         (folder / "manifest.json").unlink()
     else:
         (folder / "manifest.json").write_text("[1")
-    assert not find(folder)
+    assert not is_whole(folder)
     write_whole(folder, fill("again"), replace=False)
     assert is_whole(folder)
     assert (folder / "rows").read_text() == "again"

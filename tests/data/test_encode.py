@@ -25,9 +25,9 @@ def test_the_config_knows_the_formats():
     ("keys", "name", "said"),
     [
         ({"rl": "dpo"}, "chatml.intl", "Did you mean 'chatml.intel'"),
-        ({"rl": "dpo"}, "stepwise_supervised.default", "there is no format"),
-        ({"rl": "kto"}, "ebft_opencode.transform", "there is no format"),
-        ({"process_reward_model": True}, "chatml.intel", "there is no format"),
+        ({"rl": "dpo"}, "stepwise_supervised.default", "is for process reward models, not for dpo"),
+        ({"rl": "kto"}, "ebft_opencode.transform", "is for ebft, not for kto"),
+        ({"process_reward_model": True}, "chatml.intel", "is for preference pairs .* and kto, not for prm"),
     ],
 )
 def test_unknown_and_misplaced_names(keys, name, said):

@@ -10,9 +10,9 @@ import pytest
 from made_tokenizers import byte_tokenizer
 from upweight.config import parse_config
 from upweight.data import chunks as chunks_module
-from upweight.data.prepare import prepare
-from upweight.data.show import shown_rows
+from upweight.data.prepare import prepare, require_both_labels, shown_rows
 from upweight.errors import UserError
+from upweight.methods import DPO, KTO
 
 TOKENIZER = byte_tokenizer()
 
@@ -348,3 +348,35 @@ def test_what_a_method_cannot_learn_from_stops_before_training_with_its_row(run,
     kind = {"type": "stepwise_supervised"} if "process_reward_model" in keys else {}
     with pytest.raises(UserError, match=rf"datasets\[0\] \(rows.jsonl\), {message}"):
         run(rows, **{"rl": None, **keys}, datasets=[{"path": "rows.jsonl", **kind}])
+
+
+def test_a_column_of_a_prompt_may_have_any_name(run):
+    columns = {"others": "x", "ids": 3, "scored": [1.5], "completion_ids": "y", "labels": None}
+    prepared = run(
+        [{"prompt": "Why?", **columns}], rl="grpo", trl={"reward_funcs": ["r.f"]}, datasets=[{"path": "rows.jsonl"}]
+    )
+    assert {name: prepared.train[0][name] for name in columns} == columns
+
+
+def labelled(*labels: bool) -> datasets.Dataset:
+    return datasets.Dataset.from_list([{"label": label} for label in labels])
+
+
+@pytest.mark.parametrize("label", [True, False])
+def test_rows_of_one_kind_are_refused_with_a_row(label):
+    other = "kto_undesirable_weight" if label else "kto_desirable_weight"
+    with pytest.raises(
+        UserError, match=rf"datasets\[0\], row 3, 'label'.*\(2\) are labelled {str(label).lower()}.*{other}: 0"
+    ):
+        require_both_labels(labelled(label, label), KTO(), lambda: "datasets[0], row 3")
+
+
+def test_a_kind_that_counts_for_nothing_may_be_missing():
+    require_both_labels(labelled(True, True), KTO(undesirable_weight=0.0), lambda: "")
+    with pytest.raises(UserError):
+        require_both_labels(labelled(True, True), KTO(desirable_weight=0.0), lambda: "")
+
+
+def test_both_kinds_and_other_methods_pass():
+    require_both_labels(labelled(True, False), KTO(), lambda: "")
+    require_both_labels(labelled(True, True), DPO(), lambda: "")

@@ -13,8 +13,7 @@ import yaml
 
 from made_gym import arithmetic_rows, synonym_rows, write_caller, write_rows
 from upweight.config import load_config
-from upweight.data.selection import selected_datasets
-from upweight.data.sources.open import open_entry
+from upweight.data.sources.open import open_entry, selected_datasets
 from upweight.environments.nemo_gym.command import config_files, find_gym
 from upweight.train.run import train
 

@@ -61,8 +61,7 @@ def preprocess(
 ) -> None:
     """Prepare the data of a config and fill its cache."""
     from upweight.cli.inputs import config_with_notices
-    from upweight.data.prepare import prepare
-    from upweight.data.show import shown_rows
+    from upweight.data.prepare import prepare, shown_rows
     from upweight.models.tokenizer import load_tokenizer
 
     loaded = config_with_notices(config, overrides)

@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from upweight.errors import UserError
-from upweight.log import logger
 
 MANIFEST = "manifest.json"
 BLOCK = 1 << 24
+# What a saved tokenizer holds of past calls and of where it came from.
+TRANSIENT = ("truncation", "padding", "name_or_path", "tokenizer_file", "vocab_file", "is_local")
 
 
 def digest(content: Any) -> str:
-    """Return a hash of JSON-like content."""
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
@@ -28,19 +28,12 @@ def tokenizer_digest(tokenizer: Any) -> str:
     """Return a hash of the files that a tokenizer is saved as; its source path does not count."""
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
-        files = {
-            file.name: file.read_text(encoding="utf-8") for file in sorted(Path(folder).iterdir()) if file.is_file()
-        }
+        saved = [file for file in Path(folder).iterdir() if file.is_file()]
+        files: dict[str, Any] = {file.name: file.read_text(encoding="utf-8") for file in saved}
     for name, text in files.items():
-        if name.endswith(".json"):
-            files[name] = json.dumps(_without_transient(json.loads(text)), sort_keys=True)
+        if name.endswith(".json") and isinstance(content := json.loads(text), dict):
+            files[name] = {key: value for key, value in content.items() if key not in TRANSIENT}
     return digest([type(tokenizer).__name__, files])
-
-
-def _without_transient(content: Any) -> Any:
-    """Return a saved tokenizer's content without the state of past calls and without its source path."""
-    transient = ("truncation", "padding", "name_or_path", "tokenizer_file", "vocab_file", "is_local")
-    return {k: v for k, v in content.items() if k not in transient} if isinstance(content, dict) else content
 
 
 @functools.cache
@@ -77,16 +70,6 @@ def write_whole(folder: Path, fill: Callable[[Path], None], *, replace: bool) ->
         raise UserError(f"dataset_prepared_path: {problem}. Choose another folder.") from error
 
 
-def find(folder: Path) -> bool:
-    """Return whether `folder` can be read; warns about a damaged one, which will be replaced."""
-    if not folder.exists():
-        return False
-    if is_whole(folder):
-        return True
-    logger.warning("%s: is incomplete or damaged; preparing it again", folder)
-    return False
-
-
 def _put_in_place(building: Path, folder: Path, replace: bool) -> None:
     """Rename `building` to `folder` and replace what is there, unless another process has finished the same work."""
     while True:
@@ -104,7 +87,6 @@ def _put_in_place(building: Path, folder: Path, replace: bool) -> None:
 
 
 def _checksum(file: Path) -> list[int]:
-    """Return the size and the CRC of a file."""
     size, crc = 0, 0
     with file.open("rb") as content:
         while block := content.read(BLOCK):

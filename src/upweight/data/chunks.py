@@ -9,7 +9,7 @@ from collections import Counter, deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,20 +18,19 @@ import pyarrow as pa
 from datasets import Dataset
 from numpy.typing import NDArray
 
-from upweight.config.sections.data import DataSection
+from upweight.config.sections.data import DataSection, UserFormat
 from upweight.data.encode import Encoder
 from upweight.data.formats import kind_of
-from upweight.data.raw_row import Record, RowError
-from upweight.data.report import lengths_of
+from upweight.data.raw_row import Record, Row, RowError
 from upweight.data.sources.open import GivenTable, RowSelection
-from upweight.data.tokenize.lengths import apply_length_rules
+from upweight.data.tokenize.lengths import apply_length_rules, kind_of_records, lengths_of
 from upweight.errors import UserError, did_you_mean
 from upweight.methods.base import Method
 
 CHUNK = 512  # rows encoded together
 WORTH_FORKING = 20_000  # rows below which more processes cost more than they bring
 MOST_PROCESSES = 16
-OTHERS = "others"  # column that holds all further columns of a row as JSON
+OTHERS = "columns as JSON"  # column that holds all further columns of a row
 
 RENAMED = {  # columns that a `type` mapping can name, by the kind of data
     "pairs": ("prompt", "chosen", "rejected"),
@@ -39,6 +38,8 @@ RENAMED = {  # columns that a `type` mapping can name, by the kind of data
     "text": ("instruction", "output"),
     "prompts": ("prompt",),
 }
+# Keys of an entry that name a column.
+NAMING = ("field_messages", "field_chosen", "field_rejected", "field_system", "field_tools", "field")
 
 IDS, FLAGS = pa.list_(pa.int32()), pa.list_(pa.bool_())
 SCHEMAS: dict[str, dict[str, pa.DataType]] = {
@@ -47,13 +48,12 @@ SCHEMAS: dict[str, dict[str, pa.DataType]] = {
     "labelled": {"prompt_ids": IDS, "completion_ids": IDS, "label": pa.bool_()},
     "steps": {"ids": IDS, "labels": IDS},
     "prompts": {"prompt_ids": IDS, OTHERS: pa.large_string()},
-    "documents": {"ids": IDS, "scored": FLAGS, "prompt_length": pa.int32(), OTHERS: pa.large_string()},
+    "documents": {"ids": IDS, "scored": FLAGS, "prompt_length": pa.int32()},
 }
 
 
 def schema_of(method: Method) -> dict[str, pa.DataType]:
-    """Return the Arrow types of a method's columns."""
-    return SCHEMAS["documents" if method.strided else method.data]
+    return SCHEMAS[kind_of_records(method)]
 
 
 @dataclass(frozen=True)
@@ -64,108 +64,100 @@ class EncodeJob:
     evaluation: bool
     rows: RowSelection
     encoder: Encoder
-    rules: DataSection
-    method: Method
+    rules: DataSection  # evaluation may have another `sequence_len`
 
 
 @dataclass
 class Chunk:
     """The encoded records of consecutive rows of a job."""
 
+    job: int
+    rows: int  # how many were read
     batch: pa.RecordBatch
     origin_N2: NDArray[np.int64]  # row of the job, and number among that row's records
     length_M3: NDArray[np.int64]  # prompt, completion, sequence; of every record, kept or not
-    names: set[str] = field(default_factory=set)  # columns that any record has
-    digests: list[bytes] = field(default_factory=list)  # of the records kept, for deduplication
-    dropped: Counter[str] = field(default_factory=Counter)
-    notes: Counter[str] = field(default_factory=Counter)
+    names: set[str]  # columns that any record has
+    digests: list[bytes]  # of the records kept, for deduplication
+    dropped: Counter[str]
+    notes: Counter[str]
 
 
-def encode_all(jobs: Sequence[EncodeJob], *, processes: int | None, digests: bool) -> Iterator[tuple[int, int, Chunk]]:
-    """Yield every chunk in order as (number of its job, number of its rows, chunk)."""
+def encode_all(jobs: Sequence[EncodeJob], processes: int | None) -> Iterator[Chunk]:
+    """Yield the chunks of all jobs in order."""
     tasks = (
         (number, start, min(start + CHUNK, len(job.rows)))
         for number, job in enumerate(jobs)
         for start in range(0, len(job.rows), CHUNK)
     )
     total = sum(len(job.rows) for job in jobs)
-    count = min(_processes(processes, total), -(-total // CHUNK))
-    if count <= 1:
-        for number, start, stop in tasks:
-            yield number, stop - start, encode_chunk(jobs[number], start, stop, digests)
+    if processes is None:
+        processes = min(len(os.sched_getaffinity(0)), MOST_PROCESSES) if total >= WORTH_FORKING else 1
+    count = min(processes, -(-total // CHUNK))
+    if count <= 1 or "fork" not in multiprocessing.get_all_start_methods():
+        for task in tasks:
+            yield encode_chunk(jobs, *task)
         return
-    _Work.jobs, _Work.digests = jobs, digests
-    pool = ProcessPoolExecutor(count, multiprocessing.get_context("fork"), initializer=_start_process)
-    waiting: deque[tuple[int, int, Future[Chunk]]] = deque()
+    # Forked processes get the jobs without their being pickled.
+    context = multiprocessing.get_context("fork")
+    pool = ProcessPoolExecutor(count, context, initializer=_start_process, initargs=(jobs,))
+    waiting: deque[Future[Chunk]] = deque()
     try:
-        for number, start, stop in tasks:
-            waiting.append((number, stop - start, pool.submit(_work, number, start, stop)))
+        for task in tasks:
+            waiting.append(pool.submit(_work, *task))
             if len(waiting) > 2 * count:
-                yield _next(waiting)
+                yield waiting.popleft().result()
         while waiting:
-            yield _next(waiting)
+            yield waiting.popleft().result()
+    except BrokenProcessPool as error:
+        problem = "a process that prepares data died, most likely for lack of memory"
+        raise UserError(f"dataset_num_proc: {problem}. Set a lower number.") from error
     finally:
         pool.shutdown(cancel_futures=True)
-        _Work.jobs = ()
 
 
-class _Work:
-    """What forked processes find without it being sent to them."""
+_jobs_of_process: list[EncodeJob] = []
 
-    jobs: Sequence[EncodeJob] = ()
-    digests: bool = False
+
+def _start_process(jobs: Sequence[EncodeJob]) -> None:
+    # The processes already keep all cores busy; threads inside them would only compete.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    _jobs_of_process.extend(jobs)
 
 
 def _work(number: int, start: int, stop: int) -> Chunk:
-    return encode_chunk(_Work.jobs[number], start, stop, _Work.digests)
+    return encode_chunk(_jobs_of_process, number, start, stop)
 
 
-def _start_process() -> None:
-    # The processes already keep all cores busy; threads inside them would only compete.
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-
-
-def _next(waiting: deque[tuple[int, int, Future[Chunk]]]) -> tuple[int, int, Chunk]:
-    number, rows, future = waiting.popleft()
-    try:
-        return number, rows, future.result()
-    except BrokenProcessPool as error:
-        raise UserError(
-            "dataset_num_proc: a process that prepares data died, most likely for lack of memory. Set a lower number."
-        ) from error
-
-
-def _processes(configured: int | None, rows: int) -> int:
-    if "fork" not in multiprocessing.get_all_start_methods():
-        return 1
-    if configured is not None:
-        return configured
-    return min(len(os.sched_getaffinity(0)), MOST_PROCESSES) if rows >= WORTH_FORKING else 1
-
-
-def encode_chunk(job: EncodeJob, start: int, stop: int, digests: bool) -> Chunk:
-    """Encode the rows from `start` to `stop`; a row that cannot be used raises a UserError with its place."""
-    schema = schema_of(job.method)
-    columns: dict[str, list[Any]] = {name: [] for name in schema}
-    chunk = Chunk(pa.RecordBatch.from_pylist([]), np.zeros((0, 2), np.int64), np.zeros((0, 3), np.int64))
-    origin, lengths = [], []
+def encode_chunk(jobs: Sequence[EncodeJob], job_number: int, start: int, stop: int) -> Chunk:
+    """Encode the rows from `start` to `stop` of a job; one that cannot be used raises a UserError with its place."""
+    job, kept, origin, lengths = jobs[job_number], [], [], []
+    method = job.encoder.setup.method
+    dropped, notes = Counter[str](), Counter[str]()
     for row, records in enumerate(_encode(job, start, stop), start):
         for number, record in enumerate(records):
-            lengths.append(lengths_of(record.columns))
-            kept, reason = within_limits(job, row, record)
+            lengths.append(lengths_of(record.columns, method))
+            bounded, reason = within_limits(job, row, record)
             if reason is not None:
-                (chunk.dropped if kept is None else chunk.notes)[reason] += 1
-            if kept is None:
-                continue
-            origin.append((row, number))
-            _append(columns, kept.columns, chunk.names)
-            if digests:
-                content = json.dumps(kept.columns, sort_keys=True, default=str)
-                chunk.digests.append(hashlib.blake2b(content.encode(), digest_size=16).digest())
-    chunk.batch = pa.record_batch([pa.array(values, schema[name]) for name, values in columns.items()], list(schema))
-    chunk.origin_N2 = np.array(origin, np.int64).reshape(-1, 2)
-    chunk.length_M3 = np.array(lengths, np.int64).reshape(-1, 3)
-    return chunk
+                (dropped if bounded is None else notes)[reason] += 1
+            if bounded is not None:
+                kept.append(bounded.columns)
+                origin.append((row, number))
+    schema = schema_of(method)
+    batch = pa.record_batch([pa.array(_column(name, kept, schema), schema[name]) for name in schema], list(schema))
+    digests = []
+    if job.rules.deduplicate:
+        contents = [json.dumps(columns, sort_keys=True, default=str).encode() for columns in kept]
+        digests = [hashlib.blake2b(content, digest_size=16).digest() for content in contents]
+    origin_N2, length_M3 = np.array(origin, np.int64).reshape(-1, 2), np.array(lengths, np.int64).reshape(-1, 3)
+    names = {name for columns in kept for name in columns}
+    return Chunk(job_number, stop - start, batch, origin_N2, length_M3, names, digests, dropped, notes)
+
+
+def _column(name: str, records: Sequence[dict[str, Any]], schema: Collection[str]) -> list[Any]:
+    """Return the values of a column; one holds all that have no column in the schema, as JSON."""
+    if name != OTHERS:
+        return [record.get(name) for record in records]
+    return [json.dumps({k: v for k, v in record.items() if k not in schema}, default=str) for record in records]
 
 
 def _encode(job: EncodeJob, start: int, stop: int) -> list[list[Record]]:
@@ -192,7 +184,7 @@ def bad_row(job: EncodeJob, row: int, error: RowError, content: Any = None) -> U
 
 def _remedy(job: EncodeJob) -> str:
     """Return the advice on how to read columns with other names."""
-    kind = kind_of(job.method)
+    kind = kind_of(job.encoder.setup.method)
     if any(isinstance(source, GivenTable) for source in job.rows.sources):
         return "`rename_column` of the dataset changes the names of columns"
     fields = ", ".join(f"field_{name}: NAME" for name in RENAMED.get(kind, ()))
@@ -203,19 +195,9 @@ def _remedy(job: EncodeJob) -> str:
 def within_limits(job: EncodeJob, row: int, record: Record) -> tuple[Record | None, str | None]:
     """Return the record after the length rules, or None if they drop it, and the reason for any change."""
     try:
-        return apply_length_rules(record, job.rules, job.method)
+        return apply_length_rules(record, job.rules, job.encoder.setup.method)
     except RowError as error:
         raise bad_row(job, row, error) from error
-
-
-def _append(columns: dict[str, list[Any]], record: dict[str, Any], names: set[str]) -> None:
-    """Append a record to columns; values without a column in the schema are stored as JSON."""
-    names.update(record)
-    for name, values in columns.items():
-        if name != OTHERS:
-            values.append(record.get(name))
-    if OTHERS in columns:
-        columns[OTHERS].append(json.dumps({k: v for k, v in record.items() if k not in columns}, default=str))
 
 
 def with_columns(stored: Dataset, names: Collection[str]) -> Dataset:
@@ -232,3 +214,39 @@ def _unfold(names: Sequence[str], columns: dict[str, list[Any]]) -> dict[str, li
     others = [json.loads(text) for text in columns[OTHERS]]
     kept = {name: values for name, values in columns.items() if name != OTHERS}
     return kept | {name: [row.get(name) for row in others] for name in names}
+
+
+class TrackedRow(Row):
+    """A row that records which of its columns are read."""
+
+    def __init__(self, row: Any) -> None:
+        super().__init__(row)
+        self.read: set[str] = set()
+
+    def __getitem__(self, key: str) -> Any:
+        self.read.add(key)
+        return super().__getitem__(key)
+
+
+def refuse_unread(job: EncodeJob) -> None:
+    """Raise a UserError if an entry names a column that its first row has and its format does not read."""
+    encoder = job.encoder
+    if encoder.transform is not None or not len(job.rows):  # a transform may read any column
+        return
+    row, entry = TrackedRow(job.rows.take(0, 1)[0]), encoder.setup.entry
+    try:
+        encoder.read(encoder.setup, row)
+    except RowError:
+        return  # preparing the row raises the error with its place
+    named = {key: getattr(entry, key) for key in NAMING}
+    kind = f"'type: {entry.type}'" if entry.type else "rows without a 'type'"
+    if isinstance(entry.type, UserFormat):
+        named |= {f"type.{key}": getattr(entry.type, key) for key in entry.type.model_fields_set if "field_" in key}
+        kind = f"a mapping of columns for {encoder.setup.method.name}"
+    for key, column in named.items():
+        root = column.split(".")[0] if column and column not in row else column
+        if root in row and root not in row.read and row.get(root) is not None:
+            raise UserError(
+                f"{job.where}, {job.rows.place(0)}: '{key}: {column}' has no effect: {kind} does not read that column. "
+                "Remove the key, or name a type that reads it."
+            )

@@ -1,35 +1,74 @@
-"""Examples that formats build from rows: text before tokenization, one class for each kind of training data."""
+"""Examples that formats build from rows; `texts` list what needs token ids, `record` takes the ids of all of them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from upweight.config.sections.data import DataSection, DatasetRow, UserFormat
-from upweight.data.raw_row import RawRow
-from upweight.data.tokenize.messages import MessageReader
-from upweight.data.tokenize.templates import ChatTemplate
+from upweight.data.raw_row import IGNORED, Record, Row, RowError, check_all_text, common_length
+from upweight.data.tokenize.messages import Message, MessageReader
+from upweight.data.tokenize.templates import ChatTemplate, Span
+from upweight.data.tokenize.tokens import TextTokens
+from upweight.errors import UserError
 from upweight.methods.base import Method
 
-DEFAULT_COLUMNS = UserFormat()
+ALPACA = UserFormat(  # also the column names where `type` is no mapping
+    format="{system}\n\n### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n",
+    no_input_format="{system}\n\n### Instruction:\n{instruction}\n\n### Response:\n",
+)
+
+Ids = list[list[int]]
 
 
 @dataclass(frozen=True)
-class Pair:
-    """A prompt with its chosen and its rejected completion."""
+class Setup:
+    """Everything that a format reads besides the row."""
 
-    prompt: str
-    chosen: str
-    rejected: str
-    margin: float | None = None
+    data: DataSection
+    entry: DatasetRow
+    method: Method
+    reader: MessageReader
+    template: ChatTemplate
+    tokens: TextTokens
+    classes: int | None = None  # outputs of the score head, if known
+
+    @property
+    def form(self) -> UserFormat:
+        """The column names and text templates of the config if `type` is a mapping, else the default ones."""
+        return self.entry.type if isinstance(self.entry.type, UserFormat) else ALPACA
+
+    def messages(self, row: Row, key: str) -> list[Message]:
+        return self.reader.messages(row.value(key), key)
 
 
 @dataclass(frozen=True)
-class Labelled:
-    """A prompt, a completion, and whether the completion is desirable."""
+class Completions:
+    """A prompt, its completions by name (chosen and rejected, or one), and further columns (a margin or a label)."""
 
     prompt: str
-    completion: str
-    label: bool
+    completions: dict[str, str]
+    columns: dict[str, Any] = field(default_factory=dict)
+
+    def texts(self, setup: Setup) -> list[str]:
+        for key, completion in self.completions.items():
+            if not completion:
+                raise RowError(key, "text, got an empty text")
+        return [self.prompt, *(self.prompt + completion for completion in self.completions.values())]
+
+    def record(self, setup: Setup, ids: Ids) -> Record:
+        alone, *sequences = ids
+        # A token that spans the prompt and a completion belongs to the completion.
+        shared = min(common_length(alone, sequence) for sequence in sequences)
+        prompt = setup.tokens.with_bos(alone[:shared])
+        if not prompt:
+            raise RowError("prompt", "text of at least one token before the completion")
+        columns: dict[str, Any] = {"prompt_ids": prompt}
+        for key, sequence in zip(self.completions, sequences, strict=True):
+            if len(sequence) <= shared:
+                raise RowError(key, "text of at least one token")
+            columns[f"{key}_ids"] = setup.tokens.with_eos(sequence[shared:])
+        text = {"prompt": self.prompt, **self.completions, **self.columns}
+        return Record(text, columns | self.columns, setup.tokens.pinned(prompt))
 
 
 @dataclass(frozen=True)
@@ -40,30 +79,25 @@ class Steps:
     completions: list[str]
     labels: list[int]
 
+    def texts(self, setup: Setup) -> list[str]:
+        separator = setup.entry.step_separator
+        return [self.prompt, "\n" if separator is None else separator, *self.completions]
 
-@dataclass(frozen=True)
-class Span:
-    """A range of characters that is trained on: the text of one turn."""
-
-    start: int
-    end: int
-    holes: tuple[tuple[int, int], ...] = ()  # ranges inside it that are not trained on
-
-
-@dataclass(frozen=True)
-class Text:
-    """One text and the ranges of it that are trained on."""
-
-    text: str
-    spans: list[Span]
-    shown: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Tokens:
-    """A row that was tokenized before: the columns of its record."""
-
-    columns: dict[str, Any]
+    def record(self, setup: Setup, ids: Ids) -> Record:
+        prompt, separator, *steps = ids
+        answer, labels = [], []
+        for number, (step, label) in enumerate(zip(steps, self.labels, strict=True)):
+            if not step:
+                raise RowError(f"completions[{number}]", "text of at least one token")
+            counts = not setup.entry.train_on_last_step_only or number == len(steps) - 1
+            answer += [*step, *separator]
+            labels += [IGNORED] * (len(step) + len(separator) - 1) + [label if counts else IGNORED]
+        limit, bos = setup.entry.max_completion_length, setup.tokens.bos
+        prompt = setup.tokens.with_bos(prompt)
+        if bos is not None and prompt[:1] != [bos]:
+            prompt = [bos, *prompt]
+        text = {"prompt": self.prompt, "completions": self.completions, "labels": self.labels}
+        return Record(text, {"ids": prompt + answer[:limit], "labels": [IGNORED] * len(prompt) + labels[:limit]})
 
 
 @dataclass(frozen=True)
@@ -76,25 +110,112 @@ class Prompt:
     # The true completion as the template writes it; then, in turn, the text up to the next completion, and that one.
     truth: tuple[str, ...] = ()
 
+    def texts(self, setup: Setup) -> list[str]:
+        check_all_text(self.columns, "row")
+        return [self.text, *self.truth]
 
-Example = Pair | Labelled | Steps | Text | Tokens | Prompt
+    def record(self, setup: Setup, ids: Ids) -> Record:
+        prompt = setup.tokens.with_bos(ids[0])
+        if not prompt:
+            raise RowError("prompt", "text of at least one token")
+        columns = {**self.columns, "prompt": self.prompt, "prompt_ids": prompt}
+        if self.truth:
+            truth = enumerate(ids[1:])
+            columns["truth_ids"] = [turn if number % 2 else setup.tokens.with_eos(turn) for number, turn in truth]
+        return Record({**self.columns, "prompt": self.text}, columns, setup.tokens.pinned(prompt))
 
 
 @dataclass(frozen=True)
-class Setup:
-    """Everything that a format reads besides the row."""
+class Text:
+    """One text, the ranges of it that are trained on, and what is shown of it if not the text."""
 
-    data: DataSection
-    entry: DatasetRow
-    method: Method
-    reader: MessageReader
-    template: ChatTemplate
-    classes: int | None = None  # outputs of the score head, if known
+    text: str
+    spans: list[Span]
+    shown: dict[str, Any] | None = None
+
+    @staticmethod
+    def joined(prompt: str, completion: str, *, with_prompt: bool = False) -> "Text":
+        """Join a prompt and its completion, which is trained on, and with `with_prompt` the prompt too."""
+        text = prompt + completion
+        span = Span(0 if with_prompt else len(prompt), len(text))
+        return Text(text, [span], {"prompt": prompt, "completion": completion})
+
+    @staticmethod
+    def all_trained(text: str) -> "Text":
+        return Text(text, [Span(0, len(text))])
 
     @property
-    def form(self) -> UserFormat:
-        """The column names of the config if `type` is a mapping, else the default ones."""
-        return self.entry.type if isinstance(self.entry.type, UserFormat) else DEFAULT_COLUMNS
+    def places(self) -> list[int]:
+        """The positions in the text where a trained range begins or ends."""
+        holes = {place for span in self.spans for hole in span.holes for place in hole}
+        return sorted(holes | {place for span in self.spans for place in (span.start, span.end)})
+
+    def texts(self, setup: Setup) -> list[str]:
+        return [self.text, *(self.text[:place] for place in self.places)]
+
+    def record(self, setup: Setup, ids: Ids) -> Record:
+        """Score the tokens that lie wholly inside the spans."""
+        whole, *before = ids
+        if not whole:
+            raise RowError("row", "text of at least one token")
+        at = {place: common_length(whole, part) for place, part in zip(self.places, before, strict=True)}
+        scored = [False] * len(whole)
+        for span in self.spans:
+            scored[at[span.start] : at[span.end]] = [True] * (at[span.end] - at[span.start])
+            for start, end in span.holes:
+                scored[at[start] : at[end]] = [False] * (at[end] - at[start])
+        _score_ends(setup, whole, scored, [at[span.end] - 1 for span in self.spans])
+        with_bos = setup.tokens.with_bos(whole)
+        added = len(with_bos) - len(whole)
+        scored = [False] * added + scored[max(0, -added) :]
+        # A document of EBFT may continue after its end: only completions and single texts get an end token.
+        ended = with_bos if setup.method.data == "prompts" else setup.tokens.with_eos(with_bos)
+        scored += [scored[-1] and setup.entry.train_on_eos != "none"] * (len(ended) - len(with_bos))
+        return _text_record(setup, ended, scored, self.shown or {"text": self.text})
 
 
-Format = Callable[[Setup, RawRow], list[Example]]
+@dataclass(frozen=True)
+class Tokens:
+    """A row that was tokenized before: the columns of its record."""
+
+    columns: dict[str, Any]
+
+    def texts(self, setup: Setup) -> list[str]:
+        return []
+
+    def record(self, setup: Setup, ids: Ids) -> Record:
+        if "scored" in self.columns:
+            return _text_record(setup, self.columns["ids"], self.columns["scored"], {})
+        return Record({}, self.columns, setup.tokens.pinned(self.columns.get("prompt_ids", [])))
+
+
+Example = Completions | Steps | Prompt | Text | Tokens
+Format = Callable[[Setup, Row], list[Example]]
+
+
+def _score_ends(setup: Setup, ids: list[int], scored: list[bool], closing: list[int]) -> None:
+    """Set in `scored` whether the tokens that end turns are trained on, by `train_on_eos` and `train_on_eot`."""
+    tokens, on_eos = setup.tokens, setup.entry.train_on_eos or "turn"
+    on_eot = setup.entry.train_on_eot or on_eos
+    if on_eos == on_eot == "turn":
+        return
+    ends = tokens.turn_ends | {tokens.eos} | ({ids[number] for number in closing} & tokens.ends)
+    for number, token in enumerate(ids):
+        if token in ends:
+            policy = on_eos if token == tokens.eos else on_eot
+            if policy == "all":
+                scored[number] = True
+            elif number in closing:
+                scored[number] = policy == "turn" or (policy == "last" and number == max(closing))
+
+
+def _text_record(setup: Setup, ids: list[int], scored: list[bool], shown: dict[str, Any]) -> Record:
+    is_document = setup.method.data == "prompts"
+    if is_document and not setup.method.strided:
+        source = f"'{setup.entry.type}' makes" if setup.entry.type else "these rows are"
+        raise UserError(f"datasets.type: {source} documents, which only 'ebft.mode: strided' reads.")
+    scored[0] = False  # no token precedes the first one to predict it from
+    if not any(scored):
+        raise RowError("row", "at least two tokens, of which one is trained on")
+    extra = {"prompt_length": scored.index(True)} if is_document else {}
+    return Record(shown, {"ids": ids, "scored": scored, **extra})

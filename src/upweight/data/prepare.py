@@ -1,14 +1,13 @@
 """Config and tokenizer in, prepared rows out: opened, encoded, bounded in length, split, ordered, cached."""
 
-import dataclasses
 import json
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -21,30 +20,25 @@ from upweight import __version__
 from upweight.config import Config, view
 from upweight.config.config import general_keys
 from upweight.data import cache
-from upweight.data.chunks import Chunk, EncodeJob, encode_all, schema_of, with_columns
+from upweight.data.chunks import Chunk, EncodeJob, encode_all, refuse_unread, schema_of, with_columns, within_limits
 from upweight.data.encode import Encoder, build_encoder
-from upweight.data.label_balance import require_both_labels
-from upweight.data.progress import progress
-from upweight.data.report import EntryCounts, PrepareReport, measure
-from upweight.data.selection import selected_datasets
-from upweight.data.sources.open import DatasetEntry, GivenTable, RowSelection, open_entry
-from upweight.data.unread import refuse_unread
+from upweight.data.raw_row import IGNORED
+from upweight.data.report import REPORT_JSON, EntryCounts, PrepareReport, measure
+from upweight.data.sources.open import DatasetEntry, GivenTable, RowSelection, open_entry, selected_datasets
 from upweight.errors import UserError
+from upweight.log import logger
+from upweight.methods.base import Method
 
 # Data settings that change how the work is done and not what comes out.
-WITHOUT_EFFECT = frozenset(
-    {"prepared_path", "skip_prepare", "processes", "in_memory", "workers", "prefetch", "drop_last"}
-)
+WITHOUT_EFFECT = {"prepared_path", "skip_prepare", "processes", "in_memory", "workers", "prefetch", "drop_last"}
 REPEATED = "repeats an earlier row (dataset_exact_deduplication)"
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """One entry of `datasets` or `test_datasets`, ready to be read."""
 
     opened: DatasetEntry
     encoder: Encoder
-    evaluation: bool
 
 
 @dataclass(frozen=True)
@@ -60,15 +54,18 @@ class Prepared:
     @property
     def template(self) -> str | None:
         """Text of the chat template that all training rows share; None if it is the tokenizer's own, or they differ."""
-        texts = {entry.encoder.setup.template.source for entry in self.entries if not entry.evaluation}
+        texts = {entry.encoder.setup.template.source for entry in self.entries if not entry.opened.evaluation}
         return texts.pop() if len(texts) == 1 else None
 
 
 def prepare(config: Config, tokenizer: Any) -> Prepared:
     """Prepare a config's data, or read it from the cache if nothing that shapes it has changed."""
-    data = _cached(config, tokenizer, _open_entries(config, tokenizer))
-    require_both_labels(data.train, config.method, lambda: _first_row(data.entries))
-    return data
+    entries = []
+    for key, number, row in selected_datasets(config):
+        evaluation = key == "test_datasets"
+        opened = open_entry(row, f"{key}[{number}]", config.folder, evaluation=evaluation, seed=config.optim.seed)
+        entries.append(_entry(config, tokenizer, opened, number))
+    return _cached(config, tokenizer, tuple(entries), trains=True)
 
 
 def prepare_given(
@@ -77,26 +74,42 @@ def prepare_given(
     """Prepare rows that a script hands over, by the config's only entry; what is not kept leaves nothing on disk."""
     (row,) = config.data.datasets
     opened = DatasetEntry(row, where, ({"train": [GivenTable(rows)]},), evaluation=False, seed=config.optim.seed)
-    encoder = build_encoder(
-        config.data, config.method, row, 0, tokenizer, view(config), config.folder, config.model.num_labels
-    )
-    entries = (Entry(opened, encoder, False),)
+    entries = (_entry(config, tokenizer, opened, 0),)
     if keep:
-        data = _cached(config, tokenizer, entries)
-        if trains:
-            require_both_labels(data.train, config.method, lambda: _first_row(entries))
-        return data
+        return _cached(config, tokenizer, entries, trains=trains)
     with tempfile.TemporaryDirectory() as place:
         _build(config, entries, Path(place))
-        return _read_from(config, entries, Path(place), in_memory=True)
+        return _read_from(entries, Path(place), in_memory=True)
+
+
+def _entry(config: Config, tokenizer: Any, opened: DatasetEntry, number: int) -> Entry:
+    folder, classes = config.folder, config.model.num_labels
+    return Entry(
+        opened,
+        build_encoder(config.data, config.method, opened.entry, number, tokenizer, view(config), folder, classes),
+    )
+
+
+def require_both_labels(rows: Dataset, method: Method, first: Callable[[], str]) -> None:
+    """Raise a UserError if all rows have the same label, unless the other label has weight 0; `first` names a row."""
+    weights = method.label_weights
+    if weights is None or not len(rows):
+        return
+    labels = pc.call_function("unique", [rows.with_format("arrow")["label"]]).to_pylist()
+    missing = {True, False} - set(labels)
+    if missing and all(weights[label] > 0 for label in missing):
+        label = str(labels[0]).lower()
+        key = "kto_undesirable_weight" if labels[0] else "kto_desirable_weight"
+        raise UserError(
+            f"{first()}, 'label': it and all other rows ({len(rows)}) are labelled {label}; KTO compares "
+            f"desirable with undesirable completions. Add rows with the other label, or set '{key}: 0' to train on one."
+        )
 
 
 def longest_of(*prepared: Dataset | None) -> int:
     """Tokens of the longest sequence in prepared rows."""
     lengths = [0]
-    for rows in prepared:
-        if rows is None:
-            continue
+    for rows in [part for part in prepared if part is not None]:
         names = [name for name in rows.data.column_names if name == "ids" or name.endswith("_ids")]
         sizes = {name: pc.call_function("list_value_length", [rows.data.column(name)]).to_numpy() for name in names}
         prompt = sizes.pop("prompt_ids", np.zeros(1, np.int64))
@@ -104,60 +117,46 @@ def longest_of(*prepared: Dataset | None) -> int:
     return max(lengths)
 
 
-def _cached(config: Config, tokenizer: Any, entries: tuple[Entry, ...]) -> Prepared:
-    key = cache.digest(_shaped_by(config, tokenizer, entries))
-    folder = Path(config.data.prepared_path).expanduser() / key
-    cached = not config.data.skip_prepare and cache.find(folder)
+def _cached(config: Config, tokenizer: Any, entries: tuple[Entry, ...], *, trains: bool) -> Prepared:
+    data = config.data
+    folder = Path(data.prepared_path).expanduser() / cache.digest(_shaped_by(config, tokenizer, entries))
+    cached = not data.skip_prepare and cache.is_whole(folder)
     if not cached:
-        cache.write_whole(folder, lambda place: _build(config, entries, place), replace=config.data.skip_prepare)
-    return _read_from(config, entries, folder, cached=cached, in_memory=config.data.in_memory)
+        if folder.exists() and not data.skip_prepare:
+            logger.warning("%s: is incomplete or damaged; preparing it again", folder)
+        cache.write_whole(folder, lambda place: _build(config, entries, place), replace=data.skip_prepare)
+    prepared = _read_from(entries, folder, in_memory=data.in_memory, cached=cached)
+    if trains:
+        opened = next(entry.opened for entry in entries if not entry.opened.evaluation)
+        require_both_labels(prepared.train, config.method, lambda: f"{opened.where}, {opened.rows().place(0)}")
+    return prepared
 
 
-def _read_from(
-    config: Config, entries: tuple[Entry, ...], folder: Path, *, in_memory: bool, cached: bool = False
-) -> Prepared:
+def _read_from(entries: tuple[Entry, ...], folder: Path, *, in_memory: bool, cached: bool = False) -> Prepared:
     """What `_build` wrote to a folder."""
     saved = json.loads((folder / "report.json").read_text(encoding="utf-8"))
-    report = dataclasses.replace(PrepareReport.from_json(saved["report"]), cached=cached)
-    train = _read(folder / "train.arrow", saved["columns"], in_memory).select(np.load(folder / "order.npy"))
-    held = folder / "eval.arrow"
-    evaluation = _read(held, saved["columns"], in_memory) if held.exists() else None
-    return Prepared(train, evaluation, report, folder, entries)
+    report = REPORT_JSON.validate_python({**saved["report"], "cached": cached})
 
+    def rows(file: Path) -> Dataset:
+        return with_columns(Dataset.from_file(str(file), in_memory=in_memory), saved["columns"])
 
-def _first_row(entries: Sequence[Entry]) -> str:
-    opened = next(entry.opened for entry in entries if not entry.evaluation)
-    return f"{opened.where}, {opened.rows().place(0)}"
+    train, evaluation = rows(folder / "train.arrow").select(np.load(folder / "order.npy")), folder / "eval.arrow"
+    return Prepared(train, rows(evaluation) if evaluation.exists() else None, report, folder, entries)
 
 
 def jobs_of(config: Config, entries: Sequence[Entry]) -> list[EncodeJob]:
     """Which rows are trained on and which are held out, entry by entry; training first."""
-    rows = [entry.opened.rows() for entry in entries]
-    train = [number for number, entry in enumerate(entries) if not entry.evaluation]
-    _keep_shard(config, rows, train)
-    held = _held_out(config, [len(rows[number]) for number in train])
-    jobs, held_jobs = [], []
-    for number, mask in zip(train, held, strict=True):
-        jobs.append(_job(config, entries[number], rows[number].select(~mask), evaluation=False))
-        if mask.any():
-            held_jobs.append(_job(config, entries[number], rows[number].select(mask), evaluation=True))
-    others = [
-        _job(config, entry, rows[number], evaluation=True) for number, entry in enumerate(entries) if entry.evaluation
-    ]
-    return [*jobs, *held_jobs, *others]
-
-
-def _open_entries(config: Config, tokenizer: Any) -> tuple[Entry, ...]:
-    entries, seen = [], view(config)
-    for key, number, row in selected_datasets(config):
-        evaluation = key == "test_datasets"
-        place = f"{key}[{number}]"
-        opened = open_entry(row, place, config.folder, evaluation=evaluation, seed=config.optim.seed)
-        encoder = build_encoder(
-            config.data, config.method, row, number, tokenizer, seen, config.folder, config.model.num_labels
-        )
-        entries.append(Entry(opened, encoder, evaluation))
-    return tuple(entries)
+    train = [entry for entry in entries if not entry.opened.evaluation]
+    rows, count = [entry.opened.rows() for entry in train], config.data.shard_count
+    if count is not None:  # every n-th row over all entries
+        firsts = config.data.shard_index - np.cumsum([0, *map(len, rows)])
+        rows = [part.select(slice(first % count, None, count)) for part, first in zip(rows, firsts, strict=False)]
+    held_out = _held_out(config, [len(part) for part in rows])
+    parts = list(zip(train, rows, held_out, strict=True))
+    jobs = [_job(config, entry, part.select(~mask), evaluation=False) for entry, part, mask in parts]
+    jobs += [_job(config, entry, part.select(mask), evaluation=True) for entry, part, mask in parts if mask.any()]
+    others = [entry for entry in entries if entry.opened.evaluation]
+    return jobs + [_job(config, entry, entry.opened.rows(), evaluation=True) for entry in others]
 
 
 def _shaped_by(config: Config, tokenizer: Any, entries: Sequence[Entry]) -> dict[str, Any]:
@@ -167,7 +166,7 @@ def _shaped_by(config: Config, tokenizer: Any, entries: Sequence[Entry]) -> dict
         "method": [config.method.name, config.method.data, config.method.strided],
         "classes": config.model.num_labels,
         "seed": config.optim.seed,
-        "data": config.data.model_dump(mode="json", exclude=set(WITHOUT_EFFECT)),
+        "data": config.data.model_dump(mode="json", exclude=WITHOUT_EFFECT),
         "tokenizer": cache.tokenizer_digest(tokenizer),
         "entries": [
             [entry.opened.identity(), entry.encoder.source_text, entry.opened.entry.model_dump(mode="json")]
@@ -175,30 +174,14 @@ def _shaped_by(config: Config, tokenizer: Any, entries: Sequence[Entry]) -> dict
         ],
     }
     if any(entry.encoder.transform for entry in entries):
-        shape["keys"] = _seen_by_transforms(config)
+        # A transform may act on any key that was set, but for those of outputs and of ways of working.
+        unseen = {
+            path
+            for path, (section, key) in general_keys().items()
+            if section in ("run", "tracking") or (section == "data" and key.name in WITHOUT_EFFECT)
+        }
+        shape["keys"] = {path: value for path, value in config.set_keys.items() if path not in unseen}
     return shape
-
-
-def _seen_by_transforms(config: Config) -> dict[str, Any]:
-    """The keys that a transform may act on: all that were set, but for outputs and ways of working."""
-    known = general_keys()
-
-    def shapes(path: str) -> bool:
-        section, key = known.get(path, ("method", None))
-        return section not in ("run", "tracking") and not (key and section == "data" and key.name in WITHOUT_EFFECT)
-
-    return {path: value for path, value in config.set_keys.items() if shapes(path)}
-
-
-def _keep_shard(config: Config, rows: list[RowSelection], train: Sequence[int]) -> None:
-    """Keep every n-th row over all training entries, as `dataset_shard_num` asks."""
-    count, index, before = config.data.shard_count, config.data.shard_index, 0
-    if count is None:
-        return
-    for number in train:
-        length = len(rows[number])
-        rows[number] = rows[number].select(slice((index - before) % count, None, count))
-        before += length
 
 
 def _held_out(config: Config, lengths: Sequence[int]) -> list[NDArray[np.bool_]]:
@@ -216,20 +199,26 @@ def _job(config: Config, entry: Entry, rows: RowSelection, *, evaluation: bool) 
     rules = config.data
     if evaluation and rules.eval_sequence_len:
         rules = rules.model_copy(update={"sequence_len": rules.eval_sequence_len})
-    return EncodeJob(entry.opened.where, evaluation, rows, entry.encoder, rules, config.method)
+    return EncodeJob(entry.opened.where, evaluation, rows, entry.encoder, rules)
 
 
 def _build(config: Config, entries: Sequence[Entry], place: Path) -> None:
-    """Encode everything and write it to `place`."""
-    started = time.perf_counter()
-    jobs = jobs_of(config, entries)
+    """Encode everything and write it to `place`, under a progress bar on stderr if that is a terminal."""
+    from rich import progress
+    from rich.console import Console
+
+    started, jobs, console = time.perf_counter(), jobs_of(config, entries), Console(stderr=True)
     for job in jobs:
         refuse_unread(job)
     work = _Builder(config, jobs, place)
-    with progress("preparing data", sum(len(job.rows) for job in jobs)) as advance:
-        for number, rows, chunk in encode_all(jobs, processes=config.data.processes, digests=config.data.deduplicate):
-            work.add(number, chunk)
-            advance(rows)
+    columns = progress.TextColumn("preparing data"), progress.BarColumn(), progress.MofNCompleteColumn()
+    times = progress.TimeElapsedColumn(), progress.TimeRemainingColumn()
+    hidden = not console.is_terminal
+    with progress.Progress(*columns, *times, console=console, disable=hidden, transient=True) as bar:
+        task = bar.add_task("", total=sum(len(job.rows) for job in jobs))
+        for chunk in encode_all(jobs, config.data.processes):
+            work.add(chunk)
+            bar.update(task, advance=chunk.rows)
     work.finish(time.perf_counter() - started)
 
 
@@ -237,64 +226,55 @@ class _Builder:
     """Takes chunks in order; writes rows at once and keeps a few numbers about each."""
 
     def __init__(self, config: Config, jobs: Sequence[EncodeJob], place: Path) -> None:
-        self.config, self.jobs, self.place = config, jobs, place
+        self.config, self.place = config, place
         self.parts = [EntryCounts(job.where, job.evaluation, len(job.rows)) for job in jobs]
         self.names: set[str] = set()
         self.seen: set[bytes] = set()
         self.lengths: list[NDArray[np.int32]] = []
         self.origin: list[NDArray[np.int64]] = []
-        self.schema = pa.schema(list(schema_of(config.method).items()))
-        sides = {"train": True, "eval": any(job.evaluation for job in jobs)}
-        self.writers = {
-            side: pa.ipc.new_stream(str(place / f"{side}.arrow"), self.schema)
-            for side, wanted in sides.items()
-            if wanted
-        }
+        schema = pa.schema(list(schema_of(config.method).items()))
+        sides = ("train", "eval") if any(job.evaluation for job in jobs) else ("train",)
+        self.writers = {side: pa.ipc.new_stream(str(place / f"{side}.arrow"), schema) for side in sides}
 
-    def add(self, number: int, chunk: Chunk) -> None:
+    def add(self, chunk: Chunk) -> None:
         """Write a chunk's rows, without those that repeat earlier ones if the config says so."""
-        part, batch, origin = self.parts[number], chunk.batch, chunk.origin_N2
+        part, batch, origin = self.parts[chunk.job], chunk.batch, chunk.origin_N2
         part.dropped += chunk.dropped
         part.notes += chunk.notes
         self.names |= chunk.names
         if chunk.digests:
-            fresh = np.array([self._is_new(digest) for digest in chunk.digests])
-            part.dropped += Counter({REPEATED: int((~fresh).sum())})
-            batch, origin = batch.filter(pa.array(fresh)), origin[fresh]
+            fresh: list[bool] = []
+            for digest in chunk.digests:
+                fresh.append(digest not in self.seen)
+                self.seen.add(digest)
+            part.dropped += Counter({REPEATED: fresh.count(False)})
+            batch, origin = batch.filter(pa.array(fresh)), origin[np.array(fresh)]
         part.kept += len(batch)
         self.writers["eval" if part.evaluation else "train"].write_batch(batch)
         if not part.evaluation:
             self.lengths.append(chunk.length_M3.astype(np.int32))
-            self.origin.append(np.insert(origin, 0, number, axis=1))
+            self.origin.append(np.insert(origin, 0, chunk.job, axis=1))
 
     def finish(self, seconds: float) -> None:
         """Close the files and write the order of training and the report."""
         for writer in self.writers.values():
             writer.close()
-        report = self._report(seconds)
-        if not report.train_rows:
-            raise UserError("\n".join([*report.lines()[:-1], "no rows are left to train on."]))
-        if "eval" in self.writers and not report.eval_rows:
-            raise UserError("\n".join([*report.lines()[:-1], "no rows are left to evaluate on."]))
-        kept = [part.kept for part in self.parts if not part.evaluation]
-        np.save(self.place / "order.npy", _order(self.config, kept))
-        np.save(self.place / "origin.npy", np.concatenate(self.origin))
-        saved = {"report": report.to_json(), "columns": sorted(self.names)}
-        (self.place / "report.json").write_text(json.dumps(saved), encoding="utf-8")
-
-    def _is_new(self, digest: bytes) -> bool:
-        known = len(self.seen)
-        self.seen.add(digest)
-        return len(self.seen) > known
-
-    def _report(self, seconds: float) -> PrepareReport:
         prompt, completion, sequence = np.concatenate([np.zeros((0, 3), np.int32), *self.lengths]).T
         data = self.config.data
         limits: dict[str, tuple[str, int | None]] = {"max_prompt_length": ("prompt", data.max_prompt_length)}
         lengths = {"prompt": prompt, "completion": completion}
         if self.config.method.data != "prompts":
             limits["sequence_len"], lengths["sequence"] = ("sequence", data.sequence_len), sequence
-        return dataclasses.replace(measure(self.parts, lengths, limits), seconds=seconds)
+        report = measure(self.parts, lengths, limits)
+        report.seconds = seconds
+        for side, use, count in (("train", "train", report.train_rows), ("eval", "evaluate", report.eval_rows)):
+            if side in self.writers and not count:
+                raise UserError("\n".join([*report.lines()[:-1], f"no rows are left to {use} on."]))
+        kept = [part.kept for part in self.parts if not part.evaluation]
+        np.save(self.place / "order.npy", _order(self.config, kept))
+        np.save(self.place / "origin.npy", np.concatenate(self.origin))
+        saved = {"report": REPORT_JSON.dump_python(report, mode="json"), "columns": sorted(self.names)}
+        (self.place / "report.json").write_text(json.dumps(saved), encoding="utf-8")
 
 
 def _order(config: Config, kept: Sequence[int]) -> NDArray[np.int64]:
@@ -306,6 +286,30 @@ def _order(config: Config, kept: Sequence[int]) -> NDArray[np.int64]:
     return random.permutation(order) if data.shuffle_merged and not data.curriculum else order
 
 
-def _read(file: Path, columns: Sequence[str], in_memory: bool) -> Dataset:
-    """Prepared rows by their column names; columns that no row has are left out."""
-    return with_columns(Dataset.from_file(str(file), in_memory=in_memory), columns)
+def shown_rows(config: Config, prepared: Prepared, count: int, *, tokens: bool) -> Iterator[dict[str, Any]]:
+    """Yield the first training rows: rendered text, and with `tokens` the ids and the loss mask."""
+    order, origin = np.load(prepared.folder / "order.npy"), np.load(prepared.folder / "origin.npy")
+    jobs = jobs_of(config, prepared.entries)
+    for number in range(min(count, len(prepared.train))):
+        job, row, record = (int(value) for value in origin[order[number]])
+        encoded = jobs[job].encoder(jobs[job].rows.take(row, row + 1)[0])[record]
+        kept = within_limits(jobs[job], row, encoded)[0]
+        assert kept is not None
+        cut = {
+            name: jobs[job].encoder.setup.tokens.tokenizer.decode(kept.columns[f"{name}_ids"])
+            for name in kept.text
+            if kept.columns.get(f"{name}_ids") != encoded.columns.get(f"{name}_ids")
+        }
+        # Values that JSON does not support, such as dates, are shown as the text that rewards get too.
+        text = json.loads(json.dumps({**kept.text, **cut}, default=str))
+        yield {**text, **(_tokens(prepared.train[number]) if tokens else {})}
+
+
+def _tokens(row: dict[str, Any]) -> dict[str, Any]:
+    columns = {name: value for name, value in row.items() if name == "ids" or name.endswith("_ids")}
+    if "scored" in row:
+        columns["loss_mask"] = [int(mark) for mark in row["scored"]]
+    if "ids" in row and "labels" in row:
+        columns["token_labels"] = row["labels"]
+        columns["loss_mask"] = [int(mark != IGNORED) for mark in row["labels"]]
+    return columns

@@ -1,18 +1,16 @@
 """Reads values of one raw row; every wrong value becomes a RowError that names its key."""
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-RawRow = Mapping[str, Any]
 LARGEST = sys.float_info.max
 DEEPEST = 64
-PREPARED_COLUMNS = (
-    "prompt",
-    "prompt_ids",
-)  # columns that preparation adds to a prompt; all others come from the user's row
+IGNORED = -100  # label of a token without a class
+# Columns that preparation adds to a prompt; all others come from the user's row.
+PREPARED_COLUMNS = ("prompt", "prompt_ids")
 
 
 class RowError(Exception):
@@ -30,24 +28,85 @@ class Record:
 
     text: dict[str, Any]
     columns: dict[str, Any]
-    pinned: int = 0  # leading tokens that truncation keeps: 1 where the sequence begins with BOS
+    pinned: int = 0  # leading tokens that truncation of the prompt keeps: 1 where it begins with BOS
 
 
-def lookup(row: RawRow, key: str) -> Any:
-    """Return the value at `key`, where dots address nested columns, or None."""
-    if key in row:
-        return row[key]
-    value: Any = row
-    for part in key.split("."):
-        if not isinstance(value, Mapping) or part not in value:
+class Row(dict[str, Any]):
+    """A raw row; dots in a key address nested columns."""
+
+    def value(self, key: str) -> Any:
+        """Return the value at `key`, or None."""
+        if key in self:
+            return self[key]
+        value: Any = self
+        for part in key.split("."):
+            if not isinstance(value, Mapping) or part not in value:
+                return None
+            value = value[part]
+        return value
+
+    def has(self, key: str) -> bool:
+        """Return whether there is a value other than None at `key`."""
+        return self.value(key) is not None
+
+    def first_of(self, first: str, *others: str) -> str:
+        """Return the first key that has a value; raise a RowError that names them all if none has."""
+        key = next((key for key in (first, *others) if self.has(key)), None)
+        if key is None and others:
+            raise RowError(first, f"text under {' or '.join(map(repr, (first, *others)))}, got nothing")
+        return key or first  # reading the only one raises the error
+
+    def text(self, key: str) -> str:
+        """Return the text at `key`; raise a RowError if it is missing or empty."""
+        return checked_text(self.value(key), key)
+
+    def optional_text(self, key: str) -> str:
+        """Return the text at `key`, or an empty text if there is none."""
+        value = self.value(key)
+        return "" if value is None else checked_text(value, key, empty=True)
+
+    def list_at(self, key: str, of: str) -> list[Any]:
+        """Return the list at `key`; raise a RowError if it is missing or empty."""
+        return checked_list(self.value(key), key, of)
+
+    def flag(self, key: str) -> bool:
+        """Return the boolean at `key`, written as true or false, 1 or 0, or these as text."""
+        value = self.value(key)
+        if isinstance(value, str) and value.strip().lower() in ("true", "false", "1", "0"):
+            return value.strip().lower() in ("true", "1")
+        if isinstance(value, bool | int | float) and value in (0, 1):
+            return bool(value)
+        raise RowError(key, f"true or false, got {describe_value(value)}")
+
+    def optional_number(self, key: str) -> float | None:
+        """Return the finite number at `key`, also if it is written as text, or None."""
+        value = self.value(key)
+        if value is None or value == "":
             return None
-        value = value[part]
-    return value
+        if isinstance(value, str):  # every cell of a CSV file is text
+            with suppress(ValueError):
+                value = float(value)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not -LARGEST <= value <= LARGEST:
+            raise RowError(key, f"a finite number, got {describe_value(value)}")
+        return float(value)
 
+    def token_ids(self, key: str) -> list[int]:
+        """Return the token ids at `key`."""
+        values = self.list_at(key, "token ids")
+        for value in values:
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise RowError(key, f"token ids, got {describe_value(value)}")
+        return values
 
-def has(row: RawRow, key: str) -> bool:
-    """Return whether a row has a value other than None at `key`."""
-    return lookup(row, key) is not None
+    def token_labels(self, size: int) -> list[int]:
+        """Return the `labels` of `size` tokens; -100 marks a token without a label."""
+        labels = self.list_at("labels", "labels")
+        if len(labels) != size:
+            raise RowError("labels", f"one label for each of the {size} tokens, got {len(labels)}")
+        for label in labels:
+            if isinstance(label, bool) or not isinstance(label, int):
+                raise RowError("labels", f"whole numbers, got {describe_value(label)}")
+        return labels
 
 
 def describe_value(value: Any) -> str:
@@ -79,26 +138,6 @@ def checked_text(value: Any, key: str, *, empty: bool = False) -> str:
     return value
 
 
-def text_at(row: RawRow, key: str) -> str:
-    """Return the text at `key`; raise a RowError if it is missing or empty."""
-    return checked_text(lookup(row, key), key)
-
-
-def optional_text(row: RawRow, key: str) -> str:
-    """Return the text at `key`, or an empty text if the row has none."""
-    value = lookup(row, key)
-    return "" if value is None else checked_text(value, key, empty=True)
-
-
-def first_of(row: RawRow, keys: Iterable[str]) -> str:
-    """Return the first of `keys` that the row has; raise a RowError that names them all if it has none."""
-    keys = list(keys)
-    for key in keys:
-        if has(row, key):
-            return key
-    raise RowError(keys[0], f"text under {' or '.join(repr(key) for key in keys)}, got nothing")
-
-
 def checked_list(value: Any, key: str, of: str) -> list[Any]:
     """Return `value` if it is a non-empty list, else raise a RowError."""
     if not isinstance(value, list | tuple) or not value:
@@ -106,47 +145,13 @@ def checked_list(value: Any, key: str, of: str) -> list[Any]:
     return list(value)
 
 
-def flag_at(row: RawRow, key: str) -> bool:
-    """Return the boolean at `key`, written as true or false, 1 or 0, or these as text."""
-    value = lookup(row, key)
-    if isinstance(value, str) and value.strip().lower() in ("true", "false", "1", "0"):
-        return value.strip().lower() in ("true", "1")
-    if isinstance(value, bool | int | float) and value in (0, 1):
-        return bool(value)
-    raise RowError(key, f"true or false, got {describe_value(value)}")
-
-
-def optional_number(row: RawRow, key: str) -> float | None:
-    """Return the finite number at `key`, also if it is written as text, or None."""
-    value = lookup(row, key)
-    if value is None or value == "":
-        return None
-    if isinstance(value, str):  # every cell of a CSV file is text
-        with suppress(ValueError):
-            value = float(value)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not -LARGEST <= value <= LARGEST:
-        raise RowError(key, f"a finite number, got {describe_value(value)}")
-    return float(value)
-
-
-def id_list(row: RawRow, key: str) -> list[int]:
-    """Return the token ids at `key`."""
-    values = checked_list(lookup(row, key), key, "token ids")
-    for value in values:
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise RowError(key, f"token ids, got {describe_value(value)}")
-    return values
-
-
-def label_list(row: RawRow, size: int) -> list[int]:
-    """Return the labels of `size` tokens; -100 marks a token without a label."""
-    labels = checked_list(lookup(row, "labels"), "labels", "labels")
-    if len(labels) != size:
-        raise RowError("labels", f"one label for each of the {size} tokens, got {len(labels)}")
-    for label in labels:
-        if isinstance(label, bool) or not isinstance(label, int):
-            raise RowError("labels", f"whole numbers, got {describe_value(label)}")
-    return labels
+def checked_mappings(value: Any, key: str, one: str, several: str) -> list[Mapping[str, Any]]:
+    """Return `value` if it is a non-empty list of mappings, else raise a RowError."""
+    items = checked_list(value, key, several)
+    for number, item in enumerate(items):
+        if not isinstance(item, Mapping):
+            raise RowError(f"{key}[{number}]", f"{one}, got {describe_value(item)}")
+    return items
 
 
 def check_all_text(value: Any, key: str, depth: int = 0) -> None:

@@ -1,8 +1,8 @@
 """Functions that scripts call on rows and datasets before training: templates, prompts, pairs, packing."""
 
 from bisect import bisect_left, insort
-from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from datasets import Dataset, DatasetDict
@@ -25,15 +25,16 @@ STRATEGIES = ("bfd", "bfd_split", "wrapped")
 def is_conversational(example: Mapping[str, Any]) -> bool:
     """Return whether a row holds messages (with a `role`) rather than plain text."""
     value = next((example[name] for name in MESSAGE_COLUMNS if name in example), None)
-    return isinstance(value, list) and bool(value) and isinstance(value[0], Mapping) and "role" in value[0]
+    return _holds_messages(value, "role")
 
 
 def is_conversational_from_value(example: Mapping[str, Any]) -> bool:
     """Return whether a row holds messages as `from` and `value`, under `conversations`."""
-    messages = example.get("conversations")
-    if not isinstance(messages, list) or not messages or not isinstance(messages[0], Mapping):
-        return False
-    return {"from", "value"} <= set(messages[0])
+    return _holds_messages(example.get("conversations"), "from", "value")
+
+
+def _holds_messages(value: Any, *keys: str) -> bool:
+    return isinstance(value, list) and bool(value) and isinstance(value[0], Mapping) and set(keys) <= set(value[0])
 
 
 def maybe_convert_to_chatml(example: dict[str, Any]) -> dict[str, Any]:
@@ -41,9 +42,8 @@ def maybe_convert_to_chatml(example: dict[str, Any]) -> dict[str, Any]:
     names = {"from": "role", "value": "content"}
 
     def renamed(message: Any) -> Any:
-        return (
-            {names.get(key, key): value for key, value in message.items()} if isinstance(message, Mapping) else message
-        )
+        is_message = isinstance(message, Mapping)
+        return {names.get(key, key): value for key, value in message.items()} if is_message else message
 
     row = dict(example)
     for name in (*MESSAGE_COLUMNS, "conversations"):
@@ -61,12 +61,8 @@ def apply_chat_template(
     columns = {name for name in (*MESSAGE_COLUMNS, "label") if name in example}
     if columns not in COLUMN_SETS:
         raise KeyError(f"a row with the columns {sorted(columns)} has no chat template; there are {list(COLUMN_SETS)}")
-    options = {
-        "tools": tools or None,
-        "tokenize": False,
-        **(example.get("chat_template_kwargs") or {}),
-        **template_kwargs,
-    }
+    options = {"tools": tools or None, "tokenize": False}
+    options |= {**(example.get("chat_template_kwargs") or {}), **template_kwargs}
 
     def text_of(messages: Any, **more: Any) -> str:
         return processing_class.apply_chat_template(messages, **options, **more)
@@ -76,24 +72,18 @@ def apply_chat_template(
     answers = [name for name in ("chosen", "rejected", "completion") if name in example]
     if "prompt" not in example:
         return {name: text_of(example[name]) for name in answers}
-    prompt = text_of(example["prompt"], **_ending(example["prompt"]))
+    role = example["prompt"][-1]["role"]
+    if role not in ("user", "tool", "assistant"):
+        problem = f"its last message has the role {role!r}, which no completion can follow"
+        raise UserError(f"prompt: {problem}. End it with a user turn.")
+    resumes = role == "assistant"
+    prompt = text_of(example["prompt"], add_generation_prompt=not resumes, continue_final_message=resumes)
     whole = {name: text_of(example["prompt"] + example[name]) for name in answers}
     # A template may end a prompt in text that a completion does not begin with, such as an opened thought.
     for text in whole.values():
         prompt = prompt[: common_length(prompt, text)]
     kept = {"label": example["label"]} if "label" in example else {}
     return {"prompt": prompt, **{name: text[len(prompt) :] for name, text in whole.items()}, **kept}
-
-
-def _ending(messages: Sequence[Mapping[str, Any]]) -> dict[str, bool]:
-    """Return the template options by which a prompt ends: before an assistant turn, or inside one."""
-    role = messages[-1]["role"]
-    if role not in ("user", "tool", "assistant"):
-        raise UserError(
-            f"prompt: its last message has the role {role!r}, which no completion can follow. End it with a user turn."
-        )
-    continues = role == "assistant"
-    return {"add_generation_prompt": not continues, "continue_final_message": continues}
 
 
 def maybe_apply_chat_template(
@@ -128,7 +118,13 @@ def maybe_extract_prompt(example: dict[str, Any]) -> dict[str, Any]:
 
 def unpair_preference_dataset(dataset: Any, **map_kwargs: Any) -> Any:
     """Turn pairs into completions with a `label`: the chosen ones of a batch of rows, then the rejected ones."""
-    return dataset.map(_unpaired, batched=True, remove_columns=_columns(dataset), **map_kwargs)
+
+    def unpaired(batch: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
+        kept = {name: values + values for name, values in batch.items() if name not in ("chosen", "rejected")}
+        labels = [True] * len(batch["chosen"]) + [False] * len(batch["rejected"])
+        return kept | {"completion": batch["chosen"] + batch["rejected"], "label": labels}
+
+    return dataset.map(unpaired, batched=True, remove_columns=_columns(dataset), **map_kwargs)
 
 
 def maybe_unpair_preference_dataset(dataset: Any, num_proc: int | None = None, desc: str | None = None) -> Any:
@@ -141,11 +137,11 @@ def maybe_unpair_preference_dataset(dataset: Any, num_proc: int | None = None, d
 def truncate_dataset(dataset: Any, max_length: int, map_kwargs: Mapping[str, Any] | None = None) -> Any:
     """Cut every list of every row to `max_length`."""
 
+    def shortened(values: list[Any]) -> list[Any]:
+        return [value[:max_length] if isinstance(value, list) else value for value in values]
+
     def cut(batch: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
-        return {
-            name: [value[:max_length] if isinstance(value, list) else value for value in values]
-            for name, values in batch.items()
-        }
+        return {name: shortened(values) for name, values in batch.items()}
 
     return _mapped(dataset, cut, map_kwargs)
 
@@ -162,22 +158,21 @@ def pack_dataset(
         raise UserError(f"strategy: {strategy!r} is none of {', '.join(STRATEGIES)}.")
 
     def packed(batch: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
-        lengths = _lengths(batch)
+        lengths = [[len(value) if isinstance(value, list) else -1 for value in values] for values in batch.values()]
+        if any(-1 in column for column in lengths):
+            raise TypeError("pack_dataset: every column has to hold lists of tokens; remove the others first")
+        if any(column != lengths[0] for column in lengths):
+            raise UserError("pack_dataset: the columns of a row differ in length.")
         if strategy == "wrapped":
-            return {
-                name: _chunks([token for value in values for token in value], seq_length)
-                for name, values in batch.items()
-            }
-        rows = {
-            name: [part for value in values for part in _cut(value, seq_length, strategy)]
-            for name, values in batch.items()
-        }
-        sizes = [len(part) for length in lengths for part in _cut(range(length), seq_length, strategy)]
+            return {name: _chunks(list(chain.from_iterable(values)), seq_length) for name, values in batch.items()}
+        most = None if strategy == "bfd_split" else 1  # `bfd` keeps the first chunk of a row
+        sizes = [len(part) for length in lengths[0] for part in _chunks(range(length), seq_length)[:most]]
         bins = _best_fit(sizes, seq_length)
-        joined = {
-            name: [[token for at in places for token in parts[at]] for places in bins] for name, parts in rows.items()
-        }
-        return joined | {"seq_lengths": [[sizes[at] for at in places] for places in bins]}
+        joined = {"seq_lengths": [[sizes[at] for at in places] for places in bins]}
+        for name, values in batch.items():
+            parts = [part for value in values for part in _chunks(value, seq_length)[:most]]
+            joined[name] = [list(chain.from_iterable(parts[at] for at in places)) for places in bins]
+        return joined
 
     return _mapped(dataset, packed, map_kwargs, added=() if strategy == "wrapped" else ("seq_lengths",))
 
@@ -199,51 +194,22 @@ def _columns(dataset: Any) -> list[str]:
     return dataset.column_names or list(next(iter(dataset)))
 
 
-def _unpaired(batch: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
-    count = len(batch["chosen"])
-    kept = {name: values + values for name, values in batch.items() if name not in ("chosen", "rejected")}
-    labels = [True] * count + [False] * count
-    return kept | {"completion": batch["chosen"] + batch["rejected"], "label": labels}
-
-
-def _lengths(batch: Mapping[str, list[Any]]) -> list[int]:
-    """Return the token count of each row; all columns must have the same lengths."""
-    sizes = [[len(value) if isinstance(value, list) else -1 for value in values] for values in batch.values()]
-    if any(-1 in column for column in sizes):
-        raise TypeError("pack_dataset: every column has to hold lists of tokens; remove the others first")
-    if any(column != sizes[0] for column in sizes):
-        raise UserError("pack_dataset: the columns of a row differ in length.")
-    return sizes[0]
-
-
 def _chunks(values: Sequence[Any], size: int) -> list[Any]:
     return [values[start : start + size] for start in range(0, len(values), size)]
-
-
-def _cut(values: Any, size: int, strategy: str) -> Iterator[Any]:
-    """Yield the parts of a row that are packed: the first `size` tokens, or all of them in chunks."""
-    parts = _chunks(values, size)
-    yield from parts if strategy == "bfd_split" else parts[:1]
 
 
 def _best_fit(sizes: Sequence[int], limit: int) -> list[list[int]]:
     """Return bins of row numbers by best fit decreasing: each row goes to the bin with the least sufficient room."""
     bins: list[list[int]] = []
-    rooms: list[int] = []  # distinct free sizes of bins, sorted
-    by_room: dict[int, deque[list[int]]] = defaultdict(deque)
-    for place in sorted(range(len(sizes)), key=lambda at: -sizes[at]):
-        fitting = bisect_left(rooms, sizes[place])
+    rooms: list[tuple[int, int, list[int]]] = []  # free size of a bin, number of the row that left it, the bin; sorted
+    for number, place in enumerate(sorted(range(len(sizes)), key=lambda at: -sizes[at])):
+        fitting = bisect_left(rooms, sizes[place], key=lambda room: room[0])
         if fitting < len(rooms):
-            room = rooms[fitting]
-            chosen = by_room[room].popleft()
-            if not by_room[room]:
-                rooms.pop(fitting)
+            room, _, chosen = rooms.pop(fitting)
         else:
             room, chosen = limit, []
             bins.append(chosen)
         chosen.append(place)
-        remaining = room - sizes[place]
-        if remaining and not by_room[remaining]:
-            insort(rooms, remaining)
-        by_room[remaining].append(chosen)
+        if room > sizes[place]:
+            insort(rooms, (room - sizes[place], number, chosen))
     return bins

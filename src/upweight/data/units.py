@@ -1,21 +1,22 @@
 """Builds the units that the engine packs from the prepared rows of one optimizer step."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import permutations
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from upweight.data.raw_row import IGNORED
 from upweight.methods.base import Method
 from upweight.types import Sample, Unit
 
-IGNORED = -100  # a position of `steps` data without a class
 MISMATCHED = -1
 
 
 def units_of(rows: Sequence[Mapping[str, Any]], method: Method, *, compare: bool = False) -> list[Unit]:
-    """Return the units of one optimizer step over all ranks, in row order; KTO's mismatched pairs come last.
+    """Return the units of a step over all ranks in row order, KTO's mismatched pairs last.
 
     With `compare`, a desirable and an undesirable completion of the same prompt become one unit.
     """
@@ -25,19 +26,15 @@ def units_of(rows: Sequence[Mapping[str, Any]], method: Method, *, compare: bool
         matched = [Unit((_labelled(row, row, int(row["label"])),), number) for number, row in enumerate(rows)]
         matched = _paired_by_prompt(matched, rows) if compare else matched
         return matched + (_mismatched(rows, method.mismatched) if method.mismatched else [])
-    if method.data == "steps":
-        return [Unit((_steps(row),), number) for number, row in enumerate(rows)]
-    return [Unit((_text(row),), number) for number, row in enumerate(rows)]
+    return [Unit((_marked(row),), number) for number, row in enumerate(rows)]
 
 
-def _text(row: Mapping[str, Any]) -> Sample:
-    return Sample(_ids(row["ids"]), np.asarray(row["scored"], np.bool_))
-
-
-def _steps(row: Mapping[str, Any]) -> Sample:
+def _marked(row: Mapping[str, Any]) -> Sample:
+    """Build the sample of a text with its mask, or of steps with their labels."""
+    if "scored" in row:
+        return Sample(_ids(row["ids"]), np.asarray(row["scored"], np.bool_))
     labels = _ids(row["labels"])
-    scored = labels != IGNORED
-    return Sample(_ids(row["ids"]), scored, labels=labels[scored])
+    return Sample(_ids(row["ids"]), labels != IGNORED, labels=labels[labels != IGNORED])
 
 
 def _pair(row: Mapping[str, Any], number: int, method: Method) -> Unit:
@@ -59,20 +56,14 @@ def _completion(
     """Build a sample that scores the completion's tokens, and with `with_prompt` the prompt's too."""
     in_prompt = np.arange(len(prompt) + len(completion)) < len(prompt)
     scored = np.ones_like(in_prompt) if with_prompt else ~in_prompt
-    return Sample(
-        np.concatenate([prompt, completion]),
-        scored,
-        prompt=in_prompt[scored],
-        ref_logps=None if ref_logps is None else np.asarray(ref_logps, np.float32),
-    )
+    ref_logps = None if ref_logps is None else np.asarray(ref_logps, np.float32)
+    return Sample(np.concatenate([prompt, completion]), scored, prompt=in_prompt[scored], ref_logps=ref_logps)
 
 
 def _labelled(prompt: Mapping[str, Any], completion: Mapping[str, Any], label: int) -> Sample:
-    whole = _completion(_ids(prompt["prompt_ids"]), _ids(completion["completion_ids"]))
     ref_logps = completion.get("ref_completion_logps") if label != MISMATCHED else None
-    return Sample(
-        whole.ids, whole.scored, label=label, ref_logps=None if ref_logps is None else np.asarray(ref_logps, np.float32)
-    )
+    sample = _completion(_ids(prompt["prompt_ids"]), _ids(completion["completion_ids"]), ref_logps=ref_logps)
+    return replace(sample, label=label, prompt=None)
 
 
 def _paired_by_prompt(units: Sequence[Unit], rows: Sequence[Mapping[str, Any]]) -> list[Unit]:
@@ -94,10 +85,9 @@ def _paired_by_prompt(units: Sequence[Unit], rows: Sequence[Mapping[str, Any]]) 
 
 def _mismatched(rows: Sequence[Mapping[str, Any]], which: Literal["rotate", "all"]) -> list[Unit]:
     """Build units of prompts with completions of other rows: the previous row's, or every other row's."""
-    if which == "all":
-        pairs = list(permutations(range(len(rows)), 2))
-    else:
-        pairs = [(number, number - 1) for number in range(len(rows))] if len(rows) > 1 else []
+    count = len(rows)
+    rotated = [(number, number - 1) for number in range(count) if count > 1]
+    pairs = permutations(range(count), 2) if which == "all" else rotated
     return [Unit((_labelled(rows[prompt], rows[completion], MISMATCHED),), prompt) for prompt, completion in pairs]
 
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from upweight.config.sections.data import DataSection, DatasetRow
 from upweight.config.sections.model import ModelSection
-from upweight.data.raw_row import RowError, checked_text
+from upweight.data.raw_row import Row, RowError, checked_text
 from upweight.data.tokenize.messages import Conversation, MessageReader
 from upweight.data.tokenize.templates import chat_template
 from upweight.data.tokenize.tokens import TextTokens
@@ -68,7 +68,7 @@ class TextGenerator:
             text = checked_text(prompt, "prompt")
         else:
             messages = self._reader.messages(prompt, "prompt")
-            text = self._template.prompt(self._reader.conversation(row, messages))
+            text = self._template.prompt(self._reader.conversation(Row(row), messages))
         ids = self._tokens.with_bos(self._tokens.ids([text])[0])
         wanted = self._new_tokens or 1
         if self._limit is not None and len(ids) + wanted > self._limit:

@@ -93,7 +93,7 @@ BROKEN = {
     "datasets[0].type: a mapping of columns does not": {
         **WHOLE, "process_reward_model": True, "datasets": [{"path": "d", "type": {"field_prompt": "p"}}],
     },
-    "datasets[0].type: there is no format 'zephyr.nectar'": {
+    "datasets[0].type: 'zephyr.nectar' is for preference pairs": {
         **WHOLE, "datasets": [{"path": "d", "type": "zephyr.nectar"}],
     },
     "torch_compile: layers are not compiled": {**WHOLE, "torch_compile": True},

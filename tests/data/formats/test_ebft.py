@@ -92,6 +92,7 @@ def test_rows_without_a_type():
     expected = {"prompt": "a", "ground_truth": "b", "level": 1}
     assert columns(None, {"prompt": "a", "ground_truth": "b", "level": 1}) == [expected]
     assert columns(None, {"prompt": "a", "completion": "b", "level": 1}) == [expected]
+    assert columns(None, {"prompt": "a", "ground_truth": None, "answer": "b", "level": 1}) == [expected]
     tokenizer, (record,) = records(None, {"text": "some words"}, "strided", "llama3")
     assert trained(tokenizer, record) == "some words"
     tokenizer, (record,) = records(None, {"prompt": "some", "ground_truth": " words"}, "strided")

@@ -12,12 +12,13 @@ from upweight.data.tokenize.lengths import (
     TOO_LONG,
     TOO_SHORT,
     apply_length_rules,
+    lengths_of,
 )
 
 
 def outcome(columns, rl="dpo", pinned=0, **keys):
     chosen = {"rl": rl} if rl else {}
-    keys = {"process_reward_model": True, **keys} if "labels" in columns else {**chosen, **keys}
+    keys = {"process_reward_model": True, **keys} if "labels" in columns and rl != "grpo" else {**chosen, **keys}
     made = config({}, **keys)
     record, reason = apply_length_rules(Record({}, columns, pinned), made.data, made.method)
     return (record.columns if record else None), reason
@@ -81,3 +82,23 @@ def test_documents_are_cut_whatever_the_strategy():
     row = {"ids": [1, 2, 3, 4], "scored": [False, True, True, True], "prompt_length": 1}
     cut = outcome(row, "ebft", ebft={"mode": "strided"}, sequence_len=3)
     assert cut == ({"ids": [1, 2, 3], "scored": [False, True, True], "prompt_length": 1}, CUT)
+
+
+@pytest.mark.parametrize(
+    ("keys", "columns", "expected"),
+    [
+        ({"rl": "dpo"}, {"prompt_ids": [1, 2], "chosen_ids": [3], "rejected_ids": [4, 5, 6]}, (2, 3, 5)),
+        ({"rl": "kto"}, {"prompt_ids": [1, 2], "completion_ids": [3], "label": True}, (2, 1, 3)),
+        ({}, {"ids": [1, 2, 3], "scored": [False, True, True]}, (1, 2, 3)),
+        ({"process_reward_model": True}, {"ids": [1, 2, 3], "labels": [-100, -100, 1]}, (0, 0, 3)),
+        ({"rl": "grpo"}, {"prompt": "a", "prompt_ids": [1, 2]}, (2, 0, 2)),
+        ({"rl": "grpo"}, {"prompt": "a", "prompt_ids": [1, 2], "ids": 7, "completion_ids": [1] * 9}, (2, 0, 2)),
+    ],
+)
+def test_lengths_of_each_kind_of_record(keys, columns, expected):
+    assert lengths_of(columns, config({}, **keys).method) == expected
+
+
+def test_columns_of_the_user_are_no_tokens():
+    row = {"prompt": "x", "prompt_ids": [1, 2], "ids": 7, "scored": None, "labels": "a"}
+    assert outcome(row, "grpo") == (row, None)

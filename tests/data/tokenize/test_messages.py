@@ -3,7 +3,7 @@
 import pytest
 
 from upweight.config.sections.data import DatasetRow
-from upweight.data.raw_row import RowError
+from upweight.data.raw_row import Row, RowError
 from upweight.data.tokenize.messages import MessageReader
 
 
@@ -52,10 +52,10 @@ def test_thinking_has_a_property_of_its_own():
 @pytest.mark.parametrize("tools", ['[{"name": "add", "type": "function"}]', [{"name": "add", "unit": None}]])
 def test_tools(tools):
     reader = MessageReader(DatasetRow(field_tools="known.tools"))
-    conversation = reader.conversation({"known": {"tools": tools}}, [])
+    conversation = reader.conversation(Row(known={"tools": tools}), [])
     assert conversation.tools == [{"type": "function", "function": {"name": "add"}}]
     with pytest.raises(RowError) as caught:
-        reader.conversation({"known": {"tools": "[oops"}}, [])
+        reader.conversation(Row(known={"tools": "[oops"}), [])
     assert caught.value.key == "known.tools"
 
 

@@ -15,8 +15,14 @@ from upweight.config.sections.data import (
 from upweight.errors import did_you_mean
 from upweight.methods import feature_matcher
 
-# Kinds of data that need a named format: a mapping of columns cannot describe them.
-BY_FORMAT_ALONE = {"steps": "process reward models", "ebft": "ebft"}
+SERVES = {  # the methods that a kind of data is for
+    "pairs": "preference pairs (dpo, ipo, simpo, orpo, reward models)",
+    "labelled": "kto",
+    "steps": "process reward models",
+    "text": "supervised fine-tuning",
+    "prompts": "grpo, gdpo and rloo",
+    "ebft": "ebft",
+}
 
 
 def data_is_named(config: Config) -> Iterator[str]:
@@ -62,11 +68,16 @@ def _template(place: str, section: DataSection | DatasetRow) -> Iterator[str]:
 def formats_are_known(config: Config) -> Iterator[str]:
     """Check the `type` of each entry, unless it names a user's function."""
     kind = "ebft" if feature_matcher(config.method) else config.method.data
-    names, others = FORMAT_NAMES[kind], {name for known in FORMAT_NAMES.values() for name in known}
+    names = FORMAT_NAMES[kind]
     for place, row in _entries(config):
-        if isinstance(row.type, UserFormat) and kind in BY_FORMAT_ALONE:
-            yield f"{place}.type: a mapping of columns does not serve {BY_FORMAT_ALONE[kind]}. Name a format."
-        if isinstance(row.type, str) and row.type not in names and ("." not in row.type or row.type in others):
+        if isinstance(row.type, UserFormat) and "user_defined" not in names:
+            yield f"{place}.type: a mapping of columns does not serve {SERVES[kind]}. Name a format."
+        if not isinstance(row.type, str) or row.type in names:
+            continue
+        others = [SERVES[other] for other, known in FORMAT_NAMES.items() if row.type in known]
+        if others:
+            problem = f"'{row.type}' is for {' and '.join(others)}, not for {config.method.name}."
+            yield f"{place}.type: {problem} Known here: {', '.join(names)}."
+        elif "." not in row.type:
             problem = f"there is no format '{row.type}' here.{did_you_mean(row.type, names)}"
-            way_out = "Name your function as file.function."
-            yield f"{place}.type: {problem} Known: {', '.join(names)}. {way_out}"
+            yield f"{place}.type: {problem} Known: {', '.join(names)}. Name your function as file.function."

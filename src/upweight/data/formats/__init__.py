@@ -1,5 +1,6 @@
 """Dataset formats by name for each kind of data; a format builds examples from a row."""
 
+from upweight.config.sections.data import UserFormat
 from upweight.data.examples import Format
 from upweight.data.formats import ebft, kto, nemo_gym, pairs, prompts, sft, stepwise
 from upweight.methods.base import Method
@@ -13,25 +14,14 @@ FORMATS: dict[str, dict[str, Format]] = {
     "ebft": ebft.FORMATS,
 }
 
-# For rows without a `type`, and for the rows that a user's transform returns.
-UNTYPED: dict[str, Format] = {
-    "pairs": pairs.untyped,
-    "labelled": kto.untyped,
-    "steps": stepwise.stepwise,
-    "text": sft.untyped,
-    "prompts": prompts.untyped,
-    "ebft": ebft.untyped,
-}
-
-# For a `type` that is a mapping of columns.
-USER_DEFINED: dict[str, Format] = {
-    "pairs": pairs.user_defined,
-    "labelled": kto.user_defined,
-    "text": sft.user_defined,
-    "prompts": prompts.user_defined,
-}
-
 
 def kind_of(method: Method) -> str:
     """Return the kind of data whose formats a method reads."""
     return "ebft" if method.name == "ebft" else method.data
+
+
+def format_of(kind: str, name: str | UserFormat | None) -> Format:
+    """Return the format that `type` names; None is for rows without one and for those that a transform returns."""
+    if name is None:
+        return FORMATS[kind].get("passthrough", stepwise.stepwise)
+    return FORMATS[kind]["user_defined" if isinstance(name, UserFormat) else name]

@@ -1,11 +1,14 @@
-"""The turn markup of model families: chatml, llama3, zephyr."""
+"""Text that formats write themselves: the turn markup of model families, templates with `{column}` placeholders."""
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from upweight.data.examples import Setup
-from upweight.data.raw_row import RawRow, RowError, checked_text, optional_text
+from upweight.data.raw_row import Row, RowError, checked_text
 from upweight.data.tokenize.messages import Message
+
+PLACEHOLDER = re.compile(r"\{\{|\}\}|\{(\w+)\}")
 
 
 @dataclass(frozen=True)
@@ -29,15 +32,16 @@ class Family:
         return self.opening.replace("{role}", role)
 
 
-CHATML = Family("<|im_start|>{role}\n", "<|im_end|>", "\n")
-LLAMA3 = Family("<|start_header_id|>{role}<|end_header_id|>\n\n", "<|eot_id|>", "")
 ZEPHYR = Family("<|{role}|>\n", "</s>", "\n")
-FAMILIES = {"chatml": CHATML, "llama3": LLAMA3}
+FAMILIES = {
+    "chatml": Family("<|im_start|>{role}\n", "<|im_end|>", "\n"),
+    "llama3": Family("<|start_header_id|>{role}<|end_header_id|>\n\n", "<|eot_id|>", ""),
+}
 
 
-def single_turn(setup: Setup, row: RawRow, user: str) -> list[Message]:
+def single_turn(setup: Setup, row: Row, user: str) -> list[Message]:
     """Return the messages of the system text, if there is any, and one user turn."""
-    system = optional_text(row, setup.entry.field_system or "system") or setup.data.default_system_message
+    system = row.optional_text(setup.entry.field_system or "system") or setup.data.default_system_message
     turns = [{"role": "system", "content": system}] if system and not setup.entry.drop_system_message else []
     return [*turns, {"role": "user", "content": user}]
 
@@ -47,3 +51,23 @@ def last_answer(messages: Sequence[Message], key: str) -> str:
     if not messages or messages[-1]["role"] != "assistant":
         raise RowError(key, "a list of messages that ends with the assistant's")
     return checked_text(messages[-1]["content"], f"{key}[{len(messages) - 1}].content")
+
+
+def filled(form: str, values: Mapping[str, str]) -> str:
+    """Replace each `{name}` in `form`; doubled braces become single ones, unknown names stay."""
+    return PLACEHOLDER.sub(lambda match: match[0][0] if match[1] is None else values.get(match[1], match[0]), form)
+
+
+def with_system(setup: Setup, row: Row, template: str, values: Mapping[str, str], *, default_system: str = "") -> str:
+    """Fill `template`; the system text (`default_system` if there is none) goes first unless it has a placeholder."""
+    form = setup.form
+    content = row.optional_text(setup.entry.field_system or form.field_system) or form.system_prompt or default_system
+    system = filled(form.system_format, {"system": content}) if content else ""
+    text = filled(template, {**values, "system": system})
+    return text if "{system}" in template else system + text
+
+
+def prompt_of_form(setup: Setup, row: Row) -> str:
+    """Return the prompt column that the config names, put into the config's text template."""
+    form = setup.form
+    return with_system(setup, row, form.prompt_format, {"prompt": row.text(form.field_prompt)})

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from upweight.data.examples import Example, Format, Prompt, Setup
-from upweight.data.raw_row import PREPARED_COLUMNS, RawRow, RowError, check_all_text, describe_value
+from upweight.data.raw_row import PREPARED_COLUMNS, Row, RowError, check_all_text, describe_value
 from upweight.data.tokenize.messages import Conversation, without_nulls
 
 PARAMS = "responses_create_params"
@@ -13,21 +13,21 @@ SERVER = "nemo_gym_server"  # column that names the server which verifies a row
 HIDDEN = "nemo_gym_hidden"  # column with the row's values whose names preparation uses itself
 
 
-def gym(setup: Setup, row: RawRow) -> list[Example]:
+def gym(setup: Setup, row: Row) -> list[Example]:
     """Read the messages and tools of `responses_create_params`; the other columns are kept for the verifier."""
     params = row.get(PARAMS)
     if not isinstance(params, Mapping) or params.get("input") is None:
         raise RowError(PARAMS, f"a mapping with `input`, got {describe_value(params)}")
     messages = setup.reader.messages(_items(params), f"{PARAMS}.input")
-    conversation = setup.reader.conversation({}, messages)
+    conversation = setup.reader.conversation(Row(), messages)
     tools = tools_of(row)
     check_all_text(tools, f"{PARAMS}.tools")
     text = setup.template.prompt(Conversation(conversation.messages, tools or None))
-    server = setup.entry.server_name
     columns = {key: value for key, value in row.items() if key not in (*PREPARED_COLUMNS, SERVER) and value is not None}
-    hidden = {key: row[key] for key in PREPARED_COLUMNS if row.get(key) is not None}
-    marks = {SERVER: server, HIDDEN: hidden}
-    columns |= {key: value for key, value in marks.items() if value}
+    if setup.entry.server_name:
+        columns[SERVER] = setup.entry.server_name
+    if hidden := {key: row[key] for key in PREPARED_COLUMNS if row.get(key) is not None}:
+        columns[HIDDEN] = hidden
     return [Prompt(conversation.messages, text, columns)]
 
 

@@ -1,149 +1,136 @@
 """Formats of preference pairs, for DPO, IPO, SimPO, ORPO and outcome reward models."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
-from upweight.data.examples import Example, Format, Pair, Setup, Tokens
-from upweight.data.formats.columns import filled, prompt_text
-from upweight.data.formats.markup import FAMILIES, ZEPHYR, Family, last_answer, single_turn
-from upweight.data.raw_row import (
-    RawRow,
-    RowError,
-    checked_list,
-    checked_text,
-    common_length,
-    describe_value,
-    first_of,
-    has,
-    id_list,
-    lookup,
-    optional_number,
-    optional_text,
-    text_at,
-)
+from upweight.data.examples import Completions, Example, Format, Setup, Tokens
+from upweight.data.formats.markup import FAMILIES, ZEPHYR, Family, filled, last_answer, prompt_of_form, single_turn
+from upweight.data.raw_row import Row, RowError, checked_mappings, checked_text, common_length
 from upweight.data.tokenize.messages import Message
 
 PROMPT_KEYS = ("prompt", "input", "question", "instruction")
+PLAIN = {"chosen": ("chosen",), "rejected": ("rejected",)}
+RESPONSES = {"chosen": ("chosen_response",), "rejected": ("rejected_response",)}
+EITHER = {name: PLAIN[name] + RESPONSES[name] for name in PLAIN}
 SPEAKER = "\n\nAssistant:"  # ends the common prefix of pairs that are two whole dialogues
 
-
-def with_prompt(family: Family, user: str | None, chosen: str | None, rejected: str | None, *, listed: bool) -> Format:
-    """Read columns and write a family's markup; None tries the usual names. `listed`: completions are message lists."""
-
-    def answer(setup: Setup, row: RawRow, key: str | None, usual: Sequence[str]) -> str:
-        key = key or first_of(row, usual)
-        if listed:
-            return last_answer(setup.reader.messages(lookup(row, key), key), key)
-        return text_at(row, key)
-
-    def read(setup: Setup, row: RawRow) -> list[Example]:
-        messages = single_turn(setup, row, text_at(row, user or first_of(row, PROMPT_KEYS)))
-        return [
-            Pair(
-                family.prompt(messages),
-                family.answer(answer(setup, row, chosen, ("chosen", "chosen_response"))),
-                family.answer(answer(setup, row, rejected, ("rejected", "rejected_response"))),
-                optional_number(row, "margin"),
-            )
-        ]
-
-    return read
+PairMessages = tuple[list[Message], list[Message], list[Message], str]  # prompt, chosen, rejected, key of the prompt
 
 
-def conversations(family: Family) -> Format:
+def margin(row: Row) -> dict[str, Any]:
+    """Return the column `margin` of a row that has one."""
+    value = row.optional_number("margin")
+    return {} if value is None else {"margin": value}
+
+
+def pair(row: Row, prompt: str, chosen: str, rejected: str) -> list[Example]:
+    return [Completions(prompt, {"chosen": chosen, "rejected": rejected}, margin(row))]
+
+
+def with_prompt(  # noqa: PLR0917
+    family: Family,
+    user: Sequence[str],
+    setup: Setup,
+    row: Row,
+    answers: Mapping[str, Sequence[str]] = PLAIN,
+    columns: Callable[[Row], dict[str, Any]] = margin,
+    listed: bool = False,
+) -> list[Example]:
+    """Read columns by the first of their names that a row has, for a family's markup; `listed` ones are messages."""
+    messages = single_turn(setup, row, row.text(row.first_of(*user)))
+    completions = {}
+    for name, keys in answers.items():
+        key = row.first_of(*keys)
+        text = last_answer(setup.messages(row, key), key) if listed else row.text(key)
+        completions[name] = family.answer(text)
+    return [Completions(family.prompt(messages), completions, columns(row))]
+
+
+def conversations(family: Family, setup: Setup, row: Row) -> list[Example]:
     """Read two conversations that differ in their last turn, and write a model family's markup."""
-
-    def read(setup: Setup, row: RawRow) -> list[Example]:
-        chosen = setup.reader.messages(lookup(row, "chosen"), "chosen")
-        rejected = setup.reader.messages(lookup(row, "rejected"), "rejected")
-        better, worse = last_answer(chosen, "chosen"), last_answer(rejected, "rejected")
-        prompt = setup.reader.conversation(row, _checked_prompt(chosen[:-1], "chosen")).messages
-        answers = family.answer(better), family.answer(worse)
-        return [Pair(family.prompt(prompt), *answers, optional_number(row, "margin"))]
-
-    return read
+    prompt, (chosen,), (rejected,), key = _conversations(setup, row)
+    messages = setup.reader.conversation(row, _checked_prompt(prompt, key)).messages
+    return pair(row, family.prompt(messages), family.answer(chosen["content"]), family.answer(rejected["content"]))
 
 
-def nectar(setup: Setup, row: RawRow) -> list[Example]:
+def nectar(setup: Setup, row: Row) -> list[Example]:
     """Read ranked answers; the best one is chosen, the second best is rejected."""
     ranked: list[tuple[float, str]] = []
-    for number, item in enumerate(checked_list(lookup(row, "answers"), "answers", "answers with ranks")):
-        place = f"answers[{number}]"
-        if not isinstance(item, dict):
-            raise RowError(place, f"an answer with its rank, got {describe_value(item)}")
-        rank = optional_number(item, "rank")
+    items = checked_mappings(row.value("answers"), "answers", "an answer with its rank", "answers with ranks")
+    for number, item in enumerate(items):
+        rank = Row(item).optional_number("rank")
         if rank is None:
-            raise RowError(f"{place}.rank", "a number, got nothing")
-        ranked.append((rank, checked_text(item.get("answer"), f"{place}.answer")))
+            raise RowError(f"answers[{number}].rank", "a number, got nothing")
+        ranked.append((rank, checked_text(item.get("answer"), f"answers[{number}].answer")))
     if len(ranked) < 2:
         raise RowError("answers", "at least two answers")
-    (_, chosen), (_, rejected) = sorted(ranked, key=lambda pair: pair[0])[:2]
-    user: list[Message] = [
-        {"role": "system", "content": setup.reader.system(row)},
-        {"role": "user", "content": text_at(row, "prompt")},
-    ]
-    return [Pair(ZEPHYR.prompt(user), chosen, rejected)]
+    (_, chosen), (_, rejected) = sorted(ranked, key=lambda answer: answer[0])[:2]
+    system, user = setup.reader.system(row), row.text("prompt")
+    prompt = ZEPHYR.prompt([{"role": "system", "content": system}, {"role": "user", "content": user}])
+    return [Completions(prompt, {"chosen": chosen, "rejected": rejected})]
 
 
-def templated(
-    messages_of: Callable[[Setup, RawRow], tuple[list[Message], list[Message], list[Message], str]],
-) -> Format:
-    """Render with the chat template what `messages_of` reads: prompt, chosen, rejected, key of the prompt."""
-
-    def read(setup: Setup, row: RawRow) -> list[Example]:
-        prompt, chosen, rejected, key = messages_of(setup, row)
-        conversation = setup.reader.conversation(row, _checked_prompt(prompt, key), key)
-        text, (better, worse) = setup.template.split(conversation, [chosen, rejected])
-        return [Pair(text, better, worse, optional_number(row, "margin"))]
-
-    return read
+def templated(messages_of: Callable[[Setup, Row], PairMessages], setup: Setup, row: Row) -> list[Example]:
+    """Render what `messages_of` reads with the chat template."""
+    prompt, chosen, rejected, key = messages_of(setup, row)
+    conversation = setup.reader.conversation(row, _checked_prompt(prompt, key), key)
+    text, (better, worse) = setup.template.split(conversation, [chosen, rejected])
+    return pair(row, text, better, worse)
 
 
-def _messages_and_answers(setup: Setup, row: RawRow) -> tuple[list[Message], list[Message], list[Message], str]:
+def _messages_and_answers(setup: Setup, row: Row) -> PairMessages:
     """Read the prompt's messages from one column and the assistant's turns from two others."""
     key = setup.entry.field_messages or "messages"
     better, worse = _answer_keys(setup)
-    prompt = setup.reader.messages(lookup(row, key), key)
-    return prompt, last_turn(setup, row, better), last_turn(setup, row, worse), key
+    return setup.messages(row, key), last_turn(setup, row, better), last_turn(setup, row, worse), key
 
 
-def _conversations(setup: Setup, row: RawRow) -> tuple[list[Message], list[Message], list[Message], str]:
+def _conversations(setup: Setup, row: Row) -> PairMessages:
     """Read two conversations that differ in their last turn."""
     better, worse = _answer_keys(setup)
-    chosen = setup.reader.messages(lookup(row, better), better)
-    rejected = setup.reader.messages(lookup(row, worse), worse)
+    chosen, rejected = setup.messages(row, better), setup.messages(row, worse)
     last_answer(chosen, better)
     last_answer(rejected, worse)
     return chosen[:-1], chosen[-1:], rejected[-1:], better
 
 
-def _conversations_and_columns(setup: Setup, row: RawRow) -> tuple[list[Message], list[Message], list[Message], str]:
+def _conversations_and_columns(setup: Setup, row: Row) -> PairMessages:
     """Read as `_conversations`, with `system` and, for a single user turn, `prompt` from separate columns."""
     prompt, chosen, rejected, key = _conversations(setup, row)
-    users = [number for number, message in enumerate(prompt) if message["role"] == "user"]
-    user = optional_text(row, "prompt") if len(users) == 1 else ""
-    if user:
-        prompt = [*prompt[: users[0]], {**prompt[users[0]], "content": user}, *prompt[users[0] + 1 :]]
-    system = optional_text(row, setup.entry.field_system or "system")
+    users = [message for message in prompt if message["role"] == "user"]
+    if len(users) == 1 and (user := row.optional_text("prompt")):
+        prompt = [{**message, "content": user} if message is users[0] else message for message in prompt]
+    system = row.optional_text(setup.entry.field_system or "system")
     if system and not any(message["role"] == "system" for message in prompt):
         prompt = [{"role": "system", "content": system}, *prompt]
     return prompt, chosen, rejected, key
 
 
-def _from_columns(setup: Setup, row: RawRow) -> tuple[list[Message], list[Message], list[Message], str]:
+def _from_columns(setup: Setup, row: Row) -> PairMessages:
     """Read system, input and two completions from separate columns."""
     better, worse = _answer_keys(setup)
-    prompt = single_turn(setup, row, text_at(row, "input"))
+    prompt = single_turn(setup, row, row.text("input"))
     return prompt, last_turn(setup, row, better), last_turn(setup, row, worse), "input"
+
+
+def _untyped_messages(setup: Setup, row: Row) -> PairMessages:
+    """Read two completions with a prompt before them, or two conversations whose common beginning is the prompt."""
+    better, worse = (setup.reader.responses(row.value(key), key) for key in ("chosen", "rejected"))
+    # Completions that begin with another role's turn hold the whole conversation, whatever `prompt` holds.
+    if row.has("prompt") and better[0]["role"] == worse[0]["role"] == "assistant":
+        return setup.messages(row, "prompt"), better, worse, "prompt"
+    shared = common_length(better[:-1], worse[:-1])
+    return better[:shared], better[shared:], worse[shared:], "chosen"
 
 
 def _answer_keys(setup: Setup) -> tuple[str, str]:
     return setup.entry.field_chosen or "chosen", setup.entry.field_rejected or "rejected"
 
 
-def last_turn(setup: Setup, row: RawRow, key: str) -> list[Message]:
+def last_turn(setup: Setup, row: Row, key: str) -> list[Message]:
     """Return the assistant's turn at `key`: text, a message, or the last of a list; it must not be empty."""
-    message = setup.reader.responses(lookup(row, key), key)[-1]
+    message = setup.reader.responses(row.value(key), key)[-1]
     if not message["content"] and "tool_calls" not in message:
         raise RowError(f"{key}.content", "text, got an empty text")
     return [message]
@@ -155,56 +142,33 @@ def _checked_prompt(prompt: list[Message], key: str) -> list[Message]:
     return prompt
 
 
-def user_defined(setup: Setup, row: RawRow) -> list[Example]:
+def user_defined(setup: Setup, row: Row) -> list[Example]:
     """Read the columns that the config names, put into the config's text templates."""
     form = setup.form
-    return [
-        Pair(
-            prompt_text(setup, row, form, form.prompt_format, {"prompt": text_at(row, form.field_prompt)}),
-            filled(form.chosen_format, {"chosen": text_at(row, form.field_chosen)}),
-            filled(form.rejected_format, {"rejected": text_at(row, form.field_rejected)}),
-            optional_number(row, "margin"),
-        )
-    ]
+    chosen = filled(form.chosen_format, {"chosen": row.text(form.field_chosen)})
+    rejected = filled(form.rejected_format, {"rejected": row.text(form.field_rejected)})
+    return pair(row, prompt_of_form(setup, row), chosen, rejected)
 
 
-def untyped(setup: Setup, row: RawRow) -> list[Example]:
+def untyped(setup: Setup, row: Row) -> list[Example]:
     """Read rows without a `type`: text or messages, with a prompt or without, or token ids."""
-    if setup.method.head == "sequence_score" and has(row, "chosen_ids") and has(row, "rejected_ids"):
+    if setup.method.head == "sequence_score" and row.has("chosen_ids") and row.has("rejected_ids"):
         return [token_ids(row)]
-    chosen, rejected, margin = lookup(row, "chosen"), lookup(row, "rejected"), optional_number(row, "margin")
-    plain = isinstance(chosen, str) and isinstance(rejected, str)
-    if plain and not isinstance(lookup(row, "prompt"), list | tuple):
-        better, worse = text_at(row, "chosen"), text_at(row, "rejected")
-        if has(row, "prompt"):
-            return [Pair(text_at(row, "prompt"), better, worse, margin)]
-        return [Pair(*shared_start(better, worse), margin)]
-    prompt, better, worse = _conversational(setup, row, chosen, rejected)
-    text, (good, bad) = setup.template.split(setup.reader.conversation(row, prompt), [better, worse])
-    return [Pair(text, good, bad, margin)]
+    is_text = isinstance(row.value("chosen"), str) and isinstance(row.value("rejected"), str)
+    if not is_text or isinstance(row.value("prompt"), list | tuple):
+        return templated(_untyped_messages, setup, row)
+    better, worse = row.text("chosen"), row.text("rejected")
+    if row.has("prompt"):
+        return pair(row, row.text("prompt"), better, worse)
+    return pair(row, *shared_start(better, worse))
 
 
-def token_ids(row: RawRow) -> Tokens:
+def token_ids(row: Row) -> Tokens:
     """Read two tokenized sequences, each with its prompt; their common prefix becomes the prompt."""
-    chosen, rejected = id_list(row, "chosen_ids"), id_list(row, "rejected_ids")
+    chosen, rejected = row.token_ids("chosen_ids"), row.token_ids("rejected_ids")
     shared = min(common_length(chosen, rejected), len(chosen) - 1, len(rejected) - 1)
     columns = {"prompt_ids": chosen[:shared], "chosen_ids": chosen[shared:], "rejected_ids": rejected[shared:]}
-    margin = optional_number(row, "margin")
-    return Tokens(columns if margin is None else {**columns, "margin": margin})
-
-
-def _conversational(
-    setup: Setup, row: RawRow, chosen: Any, rejected: Any
-) -> tuple[list[Message], list[Message], list[Message]]:
-    reader = setup.reader
-    better, worse = reader.responses(chosen, "chosen"), reader.responses(rejected, "rejected")
-    # Completions that begin with another role's turn hold the whole conversation, whatever `prompt` holds.
-    if has(row, "prompt") and better[0]["role"] == worse[0]["role"] == "assistant":
-        return _checked_prompt(reader.messages(lookup(row, "prompt"), "prompt"), "prompt"), better, worse
-    shared = 0
-    while shared < min(len(better), len(worse)) - 1 and better[shared] == worse[shared]:
-        shared += 1
-    return _checked_prompt(better[:shared], "chosen"), better[shared:], worse[shared:]
+    return Tokens(columns | margin(row))
 
 
 def shared_start(chosen: str, rejected: str) -> tuple[str, str, str]:
@@ -221,16 +185,17 @@ def shared_start(chosen: str, rejected: str) -> tuple[str, str, str]:
 
 
 def _family_formats(name: str, family: Family) -> dict[str, Format]:
+    usual = partial(with_prompt, family, PROMPT_KEYS, answers=EITHER)
     return {
-        name: with_prompt(family, None, None, None, listed=False),
-        f"{name}.default": with_prompt(family, None, None, None, listed=False),
-        f"{name}.argilla": with_prompt(family, "instruction", "chosen_response", "rejected_response", listed=False),
-        f"{name}.argilla_chat": conversations(family),
-        f"{name}.icr": with_prompt(family, "input", "chosen", "rejected", listed=False),
-        f"{name}.intel": with_prompt(family, "question", "chosen", "rejected", listed=False),
-        f"{name}.prompt_pairs": with_prompt(family, "prompt", "chosen", "rejected", listed=False),
-        f"{name}.ultra": with_prompt(family, "prompt", "chosen", "rejected", listed=True),
-        f"bradley_terry.{name}.icr": with_prompt(family, "input", "chosen", "rejected", listed=False),
+        name: usual,
+        f"{name}.default": usual,
+        f"{name}.argilla": partial(with_prompt, family, ("instruction",), answers=RESPONSES),
+        f"{name}.argilla_chat": partial(conversations, family),
+        f"{name}.icr": partial(with_prompt, family, ("input",)),
+        f"{name}.intel": partial(with_prompt, family, ("question",)),
+        f"{name}.prompt_pairs": partial(with_prompt, family, ("prompt",)),
+        f"{name}.ultra": partial(with_prompt, family, ("prompt",), listed=True),
+        f"bradley_terry.{name}.icr": partial(with_prompt, family, ("input",)),
     }
 
 
@@ -238,12 +203,12 @@ FORMATS: dict[str, Format] = {
     **_family_formats("chatml", FAMILIES["chatml"]),
     **_family_formats("llama3", FAMILIES["llama3"]),
     "zephyr.nectar": nectar,
-    "chat_template": templated(_messages_and_answers),
-    "chat_template.default": templated(_messages_and_answers),
-    "chat_template.argilla_chat": templated(_conversations),
-    "chat_template.argilla": templated(_conversations_and_columns),
-    "orpo.chat_template": templated(_conversations_and_columns),
-    "bradley_terry.chat_template": templated(_from_columns),
+    "chat_template": partial(templated, _messages_and_answers),
+    "chat_template.default": partial(templated, _messages_and_answers),
+    "chat_template.argilla_chat": partial(templated, _conversations),
+    "chat_template.argilla": partial(templated, _conversations_and_columns),
+    "orpo.chat_template": partial(templated, _conversations_and_columns),
+    "bradley_terry.chat_template": partial(templated, _from_columns),
     "user_defined": user_defined,
     "user_defined.default": user_defined,
     "passthrough": untyped,

@@ -1,34 +1,37 @@
 """Formats of prompts to complete, with the columns that rewards read, for GRPO, GDPO and RLOO."""
 
+from typing import Any
+
 from upweight.data.examples import Example, Format, Prompt, Setup
-from upweight.data.formats.columns import prompt_text
-from upweight.data.raw_row import RawRow, checked_text, lookup, text_at
+from upweight.data.formats.markup import prompt_of_form
+from upweight.data.raw_row import Row
 
 
-def untyped(setup: Setup, row: RawRow) -> list[Example]:
+def untyped(setup: Setup, row: Row) -> list[Example]:
     """Read `prompt` as text or as messages; every other column is kept."""
-    prompt = lookup(row, "prompt")
-    columns = {key: value for key, value in row.items() if key != "prompt"}
+    prompt, columns = row.value("prompt"), _without(row, "prompt")
     if isinstance(prompt, str):
-        return [Prompt(prompt, checked_text(prompt, "prompt"), columns)]
-    messages = setup.reader.messages(prompt, "prompt")
-    original = [dict(message) for message in prompt]
-    return [Prompt(original, setup.template.prompt(setup.reader.conversation(row, messages)), columns)]
+        return [Prompt(prompt, row.text("prompt"), columns)]
+    conversation = setup.reader.conversation(row, setup.messages(row, "prompt"))
+    return [Prompt([dict(message) for message in prompt], setup.template.prompt(conversation), columns)]
 
 
-def chat(setup: Setup, row: RawRow) -> list[Example]:
+def chat(setup: Setup, row: Row) -> list[Example]:
     """Read messages from the column that `field_messages` names; dots address nested columns."""
     key = setup.entry.field_messages or "messages"
-    messages = setup.reader.messages(lookup(row, key), key)
-    columns = {name: value for name, value in row.items() if name not in (key, "prompt")}
-    return [Prompt(messages, setup.template.prompt(setup.reader.conversation(row, messages, key)), columns)]
+    messages = setup.messages(row, key)
+    conversation = setup.reader.conversation(row, messages, key)
+    return [Prompt(messages, setup.template.prompt(conversation), _without(row, key, "prompt"))]
 
 
-def user_defined(setup: Setup, row: RawRow) -> list[Example]:
+def user_defined(setup: Setup, row: Row) -> list[Example]:
     """Read the prompt column that the config names, put into the config's text template."""
-    form = setup.form
-    text = prompt_text(setup, row, form, form.prompt_format, {"prompt": text_at(row, form.field_prompt)})
-    return [Prompt(text, text, {name: value for name, value in row.items() if name != "prompt"})]
+    text = prompt_of_form(setup, row)
+    return [Prompt(text, text, _without(row, "prompt"))]
+
+
+def _without(row: Row, *keys: str) -> dict[str, Any]:
+    return {name: value for name, value in row.items() if name not in keys}
 
 
 FORMATS: dict[str, Format] = {

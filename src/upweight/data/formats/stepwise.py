@@ -1,46 +1,27 @@
 """The format for process reward models: completions in steps, each with a label."""
 
 from upweight.data.examples import Example, Format, Setup, Steps, Tokens
-from upweight.data.raw_row import (
-    RawRow,
-    RowError,
-    checked_list,
-    checked_text,
-    describe_value,
-    has,
-    id_list,
-    label_list,
-    lookup,
-    text_at,
-)
+from upweight.data.raw_row import IGNORED, Row, RowError, checked_text, describe_value
 
 MOST_CLASSES = 1000  # if num_labels is not known
 
 
-def stepwise(setup: Setup, row: RawRow) -> list[Example]:
-    """Read `prompt`, `completions` (one text a step) and `labels` (one class a step), or token ids with labels."""
+def stepwise(setup: Setup, row: Row) -> list[Example]:
+    """Read `prompt`, `completions` and `labels` (a text and a class for each step), or `input_ids` with `labels`."""
     count = setup.classes or MOST_CLASSES
-    if has(row, "input_ids"):
-        return [_token_ids(setup, row, count)]
-    steps = checked_list(lookup(row, "completions"), "completions", "steps")
-    labels = checked_list(lookup(row, "labels"), "labels", "labels")
+    if row.has("input_ids"):
+        if setup.entry.train_on_last_step_only or setup.entry.max_completion_length:
+            settings = "train_on_last_step_only and max_completion_length"
+            raise RowError("completions", f"steps as text, which {settings} need, got token ids")
+        ids = row.token_ids("input_ids")
+        labels = [label if label == IGNORED else _class(label, "labels", count) for label in row.token_labels(len(ids))]
+        return [Tokens({"ids": ids, "labels": labels})]
+    steps, labels = row.list_at("completions", "steps"), row.list_at("labels", "labels")
     if len(steps) != len(labels):
         raise RowError("labels", f"one label for each of the {len(steps)} steps, got {len(labels)}")
     texts = [checked_text(step, f"completions[{number}]") for number, step in enumerate(steps)]
     classes = [_class(label, f"labels[{number}]", count) for number, label in enumerate(labels)]
-    return [Steps(text_at(row, "prompt"), texts, classes)]
-
-
-def _token_ids(setup: Setup, row: RawRow, classes: int) -> Tokens:
-    """Read a tokenized row: `input_ids`, and `labels` that are -100 except at the end of a step."""
-    if setup.entry.train_on_last_step_only or setup.entry.max_completion_length:
-        settings = "train_on_last_step_only and max_completion_length"
-        raise RowError("completions", f"steps as text, which {settings} need, got token ids")
-    ids = id_list(row, "input_ids")
-    labels = label_list(row, len(ids))
-    return Tokens(
-        {"ids": ids, "labels": [label if label == -100 else _class(label, "labels", classes) for label in labels]}
-    )
+    return [Steps(row.text("prompt"), texts, classes)]
 
 
 def _class(label: object, key: str, classes: int) -> int:

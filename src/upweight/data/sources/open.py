@@ -1,4 +1,4 @@
-"""Opens hub datasets, files and folders, and selects rows by split, slice and shard."""
+"""The dataset entries of a config, with those of NeMo Gym: opened from hub, files and folders, selected by split."""
 
 import csv
 import glob
@@ -6,7 +6,8 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -20,11 +21,12 @@ from datasets import config as datasets_config
 from datasets.exceptions import DatasetsError
 from numpy.typing import NDArray
 
+from upweight.config import Config
 from upweight.config.sections.data import DatasetRow
-from upweight.data.progress import quiet_unless_terminal
+from upweight.config.sections.rollout import GymDataset
 from upweight.data.sources.text_files import COMPRESSED, LineFile
 from upweight.errors import UserError, did_you_mean
-from upweight.log import warn_once
+from upweight.log import logger, warn_once
 
 FILE_KINDS = {
     ".json": "json", ".jsonl": "json", ".ndjson": "json", ".csv": "csv", ".tsv": "csv",
@@ -51,7 +53,6 @@ class Table:
         return len(self.dataset)
 
     def take(self, indices: NDArray[np.int64]) -> list[dict[str, Any]]:
-        """Return the rows at `indices`."""
         first, last = int(indices[0]), int(indices[-1])
         contiguous = last - first == len(indices) - 1 and bool((np.diff(indices) == 1).all())
         columns = self.dataset[first : last + 1] if contiguous else self.dataset[indices.tolist()]
@@ -98,15 +99,10 @@ class RowSelection:
 
     @staticmethod
     def join(parts: Sequence["RowSelection"]) -> "RowSelection":
-        """Concatenate the rows of all parts."""
         before = np.cumsum([0, *(len(part.sources) for part in parts)])
-        return RowSelection(
-            tuple(source for part in parts for source in part.sources),
-            np.concatenate([part.source_R + shift for part, shift in zip(parts, before, strict=False)]).astype(
-                np.int32
-            ),
-            np.concatenate([part.index_R for part in parts]),
-        )
+        sources = tuple(source for part in parts for source in part.sources)
+        source_R = np.concatenate([part.source_R + shift for part, shift in zip(parts, before, strict=False)])
+        return RowSelection(sources, source_R.astype(np.int32), np.concatenate([part.index_R for part in parts]))
 
     def __len__(self) -> int:
         return len(self.index_R)
@@ -138,9 +134,8 @@ class DatasetEntry:
 
     def identity(self) -> list[Any]:
         """Return what identifies the content of this entry in the cache key."""
-        return [
-            [split, [source.identity() for source in sources]] for part in self.parts for split, sources in part.items()
-        ]
+        splits = [split for part in self.parts for split in part.items()]
+        return [[name, [source.identity() for source in sources]] for name, sources in splits]
 
     def rows(self) -> RowSelection:
         """Return the rows of the entry's split, shard and `max_samples`."""
@@ -155,43 +150,71 @@ class DatasetEntry:
         return rows
 
     def _selected(self, part: dict[str, list[Source]]) -> RowSelection:
-        split = self.entry.split or self._default_split(part)
+        preferred = ("test", "validation", "eval", "train") if self.evaluation else ("train",)
+        split = self.entry.split or next((name for name in preferred if name in part), None)
+        if split is None and len(part) > 1:
+            raise UserError(f"{self.where}: has the splits {', '.join(part)}. Choose one with 'split'.")
+        split = split or next(iter(part))
         whole = {
-            name: RowSelection.join([RowSelection.of(s, np.arange(len(s))) for s in sources])
+            name: RowSelection.join([RowSelection.of(source, np.arange(len(source))) for source in sources])
             for name, sources in part.items()
         }
         try:
             ranges = datasets.ReadInstruction.from_spec(split).to_absolute({name: len(r) for name, r in whole.items()})
         except (ValueError, AssertionError) as error:
-            names = ", ".join(repr(name) for name in part)
-            remedy = (
-                f"There {'is' if len(part) == 1 else 'are'} {names}; slices are written 'train[:10%]' or 'train[5:50]'."
-            )
+            splits = f"There {'is' if len(part) == 1 else 'are'} {', '.join(map(repr, part))}"
+            remedy = f"{splits}; slices are written 'train[:10%]' or 'train[5:50]'."
             raise UserError(f"{self.where}: split {split!r} cannot be selected. {remedy}") from error
         return RowSelection.join([whole[r.splitname].select(slice(r.from_, r.to)) for r in ranges])
 
-    def _default_split(self, part: dict[str, list[Source]]) -> str:
-        preferred = ("test", "validation", "eval", "train") if self.evaluation else ("train",)
-        split = next((name for name in preferred if name in part), None)
-        if split is None and len(part) > 1:
-            raise UserError(f"{self.where}: has the splits {', '.join(part)}. Choose one with 'split'.")
-        return split or next(iter(part))
+
+def selected_datasets(config: Config) -> Iterator[tuple[str, int, DatasetRow]]:
+    """Yield every entry with its key and index; a file that is also a Gym dataset is read once, as the Gym's."""
+    gym = [_gym_entry(config, dataset) for dataset in config.gym.datasets] if config.gym.enabled else []
+    files = {file for row in gym if (file := _file(row.path, config.folder))}
+    for number, row in enumerate(config.data.datasets):
+        if _file(row.path, config.folder) in files:
+            logger.info("datasets[%d] (%s): is listed in nemo_gym_datasets too; it is read once", number, row.path)
+        else:
+            yield "datasets", number, row
+    for key, rows in (("nemo_gym_datasets", gym), ("test_datasets", config.data.test_datasets)):
+        for number, row in enumerate(rows):
+            yield key, number, row
+
+
+def _gym_entry(config: Config, dataset: GymDataset) -> DatasetRow:
+    """Return an entry of `nemo_gym_datasets` as an entry of `datasets`."""
+    path, root = Path(os.path.expanduser(dataset.path)), Path(os.path.expanduser(config.gym.folder))
+    # The Gym's folder is a clone of its repository or a virtual environment with it installed.
+    candidates = [root / path, *(inside / path for inside in root.glob("lib/python3*/site-packages")), path]
+    file = next((str(place) for place in candidates if _file(str(place), config.folder)), str(candidates[0]))
+    return DatasetRow(path=file, type="nemo_gym", server_name=dataset.server_name, max_samples=dataset.max_samples)
+
+
+def _file(path: str | None, folder: Path) -> Path | None:
+    return next((place.resolve() for place in _places(path or "", folder) if place.is_file()), None)
 
 
 def open_entry(entry: DatasetRow, key: str, folder: Path, *, evaluation: bool = False, seed: int = 0) -> DatasetEntry:
     """Locate the sources of an entry; the error names the places that were tried."""
-    where = f"{key} ({entry.path or _shown_files(entry)})"
+    files = _patterns(entry)
+    where = f"{key} ({entry.path or ', '.join([*files[:2], *(['...'] if len(files) > 2 else [])])})"
     names = entry.name if isinstance(entry.name, list) else [entry.name]
     if entry.trust_remote_code:
         warn_once(f"{where}: trust_remote_code has no effect: the datasets library runs no code from repositories")
+    quiet = not sys.stderr.isatty() and not datasets.are_progress_bars_disabled()
+    if quiet:
+        datasets.disable_progress_bars()
     try:
-        with quiet_unless_terminal():
-            parts = tuple(_open(entry, name, where, folder) for name in names)
+        parts = tuple(_open(entry, name, where, folder) for name in names)
     except UserError:  # which is a ValueError
         raise
     except LOADING_ERRORS as error:
         remedy = ". Save it as UTF-8" if "codec can't decode" in _reason(error) else ""
         raise UserError(f"{where}: cannot be loaded: {_reason(error)}{remedy}") from error
+    finally:
+        if quiet:
+            datasets.enable_progress_bars()
     return DatasetEntry(entry, where, parts, evaluation, seed)
 
 
@@ -200,7 +223,7 @@ def _open(entry: DatasetRow, name: str | None, where: str, folder: Path) -> dict
     path, kind = entry.path, ALIASES.get(entry.ds_type or "", entry.ds_type)
     if path and "://" in path:
         return _tables(kind or _kind(Path(path)), data_files=path)
-    local = _find(path, folder) if path else None
+    local = next((place for place in _places(path, folder) if place.exists()), None) if path else None
     if path and local is None and entry.data_files and path in (*FILE_KINDS.values(), *ALIASES):
         path, kind = None, ALIASES.get(path, path)
     if path is None or (local and local.is_dir() and entry.data_files):
@@ -209,17 +232,17 @@ def _open(entry: DatasetRow, name: str | None, where: str, folder: Path) -> dict
         return _files([local], kind)
     if local:
         return _folder(local, name, kind)
-    if _is_local(path):
-        raise UserError(
-            f"{where}: there is no such file or folder. Tried {_tried(path, folder)}.{_similar(path, folder)}"
-        )
-    options: dict[str, Any] = {"name": name, "revision": entry.revision, "data_files": entry.data_files}
+    tried = _tried(path, folder)
+    # Such a path cannot be the name of a dataset on the hub.
+    by_form = path.startswith((".", "/", "~")) or path.count("/") > 1 or not re.fullmatch(r"[\w./-]+", path)
+    if by_form or _ending(Path(path)) in FILE_KINDS:
+        raise UserError(f"{where}: there is no such file or folder. Tried {tried}.{_similar(path, folder)}")
     try:
-        return _tables(path, **options)
+        return _tables(path, name=name, revision=entry.revision, data_files=entry.data_files)
     except LOADING_ERRORS as error:
         offline = " The hub is disabled (HF_HUB_OFFLINE)." if datasets_config.HF_HUB_OFFLINE else ""
         raise UserError(
-            f"{where}: is no file or folder (tried {_tried(path, folder)}), "
+            f"{where}: is no file or folder (tried {tried}), "
             f"and it cannot be loaded from the hub: {_reason(error)}.{offline}{_similar(path, folder)}"
         ) from error
 
@@ -242,21 +265,16 @@ def _folder(folder: Path, name: str | None, kind: str | None) -> dict[str, list[
     """Open a folder that `datasets` saved, or one of files whose names contain their split."""
     if (folder / "state.json").exists() or (folder / "dataset_dict.json").exists():
         return _by_split(datasets.load_from_disk(str(folder)))
-    if kind:
-        builder = datasets.load_dataset_builder(kind, data_dir=str(folder))
-    else:
-        builder = datasets.load_dataset_builder(str(folder), name)
+    options: dict[str, Any] = {"path": kind, "data_dir": str(folder)} if kind else {"path": str(folder), "name": name}
+    builder = datasets.load_dataset_builder(**options)
     file_kind, files = builder.name or "", builder.config.data_files or {}
     if file_kind not in ("json", "text", "csv"):
         builder.download_and_prepare()
-        loaded = builder.as_dataset()
-        assert isinstance(loaded, datasets.DatasetDict)
-        return _by_split(loaded)
+        return _by_split(builder.as_dataset())
     return {str(split): _files([Path(file) for file in paths], file_kind)["train"] for split, paths in files.items()}
 
 
 def _tables(path: str, **options: Any) -> dict[str, list[Source]]:
-    """Load a dataset with `datasets.load_dataset`, by split."""
     return _by_split(datasets.load_dataset(path, **options))
 
 
@@ -288,46 +306,33 @@ def _options(kind: str, file: Path) -> dict[str, Any]:
 def _matching_files(entry: DatasetRow, where: str, inside: Path | None, folder: Path) -> list[Path]:
     """Return the files that `data_files` names, with patterns expanded."""
     files: list[Path] = []
-    patterns = [entry.data_files] if isinstance(entry.data_files, str) else entry.data_files or []
-    for pattern in patterns:
-        bases = [inside] if inside else [Path(), folder]
-        expanded = os.path.expanduser(pattern)
-        matches = next(
-            (hits for base in bases if (hits := sorted(glob.glob(str(base / expanded), recursive=True)))), []
-        )
+    for pattern in _patterns(entry):
+        places = [inside / os.path.expanduser(pattern)] if inside else _places(pattern, folder)
+        matches = next((hits for place in places if (hits := sorted(glob.glob(str(place), recursive=True)))), [])
         files += [Path(match) for match in matches if Path(match).is_file()]
         if not matches:
-            tried = str(inside / expanded) if inside else _tried(pattern, folder)
+            tried = str(places[0]) if inside else _tried(pattern, folder)
             raise UserError(f"{where}: data_files: no file matches {pattern!r}. Tried {tried}.")
     return files
 
 
-def _find(path: str, folder: Path) -> Path | None:
-    """Resolve a path from the working directory, then from the config's folder; None if neither exists."""
+def _patterns(entry: DatasetRow) -> list[str]:
+    return [entry.data_files] if isinstance(entry.data_files, str) else entry.data_files or []
+
+
+def _places(path: str, folder: Path) -> list[Path]:
+    """Return where a path is looked for: from the working directory, then from the config's folder."""
     expanded = Path(os.path.expanduser(path))
-    return next((place for place in (expanded, folder / expanded) if place.exists()), None)
+    return [expanded, folder / expanded]
 
 
 def _tried(path: str, folder: Path) -> str:
-    expanded = Path(os.path.expanduser(path))
-    return " and ".join(dict.fromkeys(str(place) for place in (Path.cwd() / expanded, folder / expanded)))
+    return " and ".join(dict.fromkeys(str(place.absolute()) for place in _places(path, folder)))
 
 
 def _similar(path: str, folder: Path) -> str:
-    """Suggest a file with a similar name where `path` was searched."""
-    expanded = Path(os.path.expanduser(path))
-    parents = [place.parent for place in (expanded, folder / expanded) if place.parent.is_dir()]
-    return did_you_mean(expanded.name, {file.name for parent in parents for file in parent.iterdir()})
-
-
-def _is_local(path: str) -> bool:
-    """Return whether a path that does not exist cannot be the name of a hub dataset."""
-    return (
-        path.startswith((".", "/", "~"))
-        or path.count("/") > 1
-        or _ending(Path(path)) in FILE_KINDS
-        or not re.fullmatch(r"[\w./-]+", path)
-    )
+    parents = [place.parent for place in _places(path, folder) if place.parent.is_dir()]
+    return did_you_mean(Path(path).name, {file.name for parent in parents for file in parent.iterdir()})
 
 
 def _ending(file: Path) -> str:
@@ -336,11 +341,6 @@ def _ending(file: Path) -> str:
 
 def _kind(file: Path) -> str:
     return FILE_KINDS.get(_ending(file), "json")
-
-
-def _shown_files(entry: DatasetRow) -> str:
-    files = [entry.data_files] if isinstance(entry.data_files, str) else entry.data_files or []
-    return ", ".join(files[:2]) + (", ..." if len(files) > 2 else "")
 
 
 def _reason(error: BaseException) -> str:

@@ -5,6 +5,7 @@ import gzip
 import json
 import lzma
 import mmap
+import os
 import re
 import shutil
 import tempfile
@@ -13,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,7 +43,6 @@ class LineFile:
         return len(self._spans)
 
     def take(self, indices: Iterable[int]) -> list[dict[str, Any]]:
-        """Return the rows at `indices`."""
         return [self._parse(int(index)) for index in indices]
 
     def place(self, index: int) -> str:
@@ -51,21 +51,16 @@ class LineFile:
 
     @cached_property
     def _bytes(self) -> mmap.mmap | bytes:
+        opener = COMPRESSED.get(self.path.suffix.lower())
         try:
-            with self._unpacked() as file:
-                file.seek(0, 2)
+            with tempfile.TemporaryFile() if opener else self.path.open("rb") as file:
+                if opener:
+                    with opener(self.path, "rb") as packed:
+                        shutil.copyfileobj(packed, file, BLOCK)
+                file.seek(0, os.SEEK_END)
                 return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if file.tell() else b""
         except (OSError, EOFError, lzma.LZMAError) as error:
             raise UserError(f"{self.path}: cannot be read ({error}).") from error
-
-    def _unpacked(self) -> IO[bytes]:
-        opener = COMPRESSED.get(self.path.suffix.lower())
-        if opener is None:
-            return self.path.open("rb")
-        unpacked = tempfile.TemporaryFile()  # noqa: SIM115  the caller closes it
-        with opener(self.path, "rb") as packed:
-            shutil.copyfileobj(packed, unpacked, BLOCK)
-        return unpacked
 
     @cached_property
     def _spans(self) -> NDArray[np.int64]:
@@ -75,22 +70,11 @@ class LineFile:
         if LIST.match(self._bytes):
             return self._list_spans()
         spans = _line_spans(self._bytes)
-        if len(spans) <= 1 or not self._is_document(spans):
+        if len(spans) <= 1 or not _opens_object(self._text(spans[0, 0], spans[0, 1], 1).rstrip()):
             return spans
         with self._explained(1):
             json.loads(self._text(0, len(self._bytes), 1))
         return np.array([[0, len(self._bytes), spans[0, 2]]])
-
-    def _is_document(self, spans: NDArray[np.int64]) -> bool:
-        """Return whether the first line only begins an object that later lines continue."""
-        text = self._text(spans[0, 0], spans[0, 1], 1).rstrip()
-        try:
-            json.loads(text)
-        except json.JSONDecodeError as error:
-            return text.startswith("{") and error.pos >= len(text)
-        except RecursionError:
-            return False  # parsing the row raises the error
-        return False
 
     def _list_spans(self) -> NDArray[np.int64]:
         """Return the spans of the rows of a file that is one JSON list."""
@@ -138,17 +122,25 @@ class LineFile:
         try:
             yield
         except json.JSONDecodeError as error:
-            raise self._not_json(error, line + error.lineno - 1) from error
+            place = f"{self.path}:{line + error.lineno - 1}"
+            rest = error.doc[error.pos :].partition("\n")[0].lstrip()
+            if rest.startswith(("//", "#", "/*")):
+                raise UserError(f"{place}: a comment ({rest[:30]!r}) is not JSON. Remove it.") from error
+            remedy = "Write one object on each line, or one list of objects."
+            raise UserError(f"{place}: not JSON: {error.msg} at column {error.colno}. {remedy}") from error
         except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of brackets
             raise UserError(f"{self.path}:{line}: cannot be read as JSON: {error}.") from error
 
-    def _not_json(self, error: json.JSONDecodeError, line: int) -> UserError:
-        lines = error.doc.splitlines()[error.lineno - 1 :]
-        rest = lines[0][error.colno - 1 :].lstrip() if lines else ""
-        if rest.startswith(("//", "#", "/*")):
-            return UserError(f"{self.path}:{line}: a comment ({rest[:30]!r}) is not JSON. Remove it.")
-        remedy = "Write one object on each line, or one list of objects."
-        return UserError(f"{self.path}:{line}: not JSON: {error.msg} at column {error.colno}. {remedy}")
+
+def _opens_object(text: str) -> bool:
+    """Return whether a line only begins an object that later lines continue."""
+    try:
+        json.loads(text)
+    except json.JSONDecodeError as error:
+        return text.startswith("{") and error.pos >= len(text)
+    except RecursionError:
+        return False  # parsing the row raises the error
+    return False
 
 
 def _line_spans(content: mmap.mmap | bytes) -> NDArray[np.int64]:

@@ -1,10 +1,10 @@
-"""Length limits of records: a record that is too long is dropped, truncated or refused, never cut to nothing."""
+"""Lengths of records and their limits: what is too long is dropped, truncated or refused, never cut to nothing."""
 
 from dataclasses import replace
 from typing import Any
 
 from upweight.config.sections.data import DataSection
-from upweight.data.raw_row import Record, RowError
+from upweight.data.raw_row import IGNORED, Record, RowError
 from upweight.methods.base import Method
 
 TOO_LONG = "longer than sequence_len"
@@ -14,78 +14,59 @@ NOTHING_LEFT = "nothing to train on within the limits of length"
 CUT = "cut to sequence_len"
 PROMPT_CUT = "prompt cut to max_prompt_length"
 
-ANSWERS = {"pairs": ("chosen_ids", "rejected_ids"), "labelled": ("completion_ids",)}
+# Columns that are cut at their end, by the kind of records; prompts to complete have none.
+CUT_COLUMNS = {
+    "pairs": ("chosen_ids", "rejected_ids"),
+    "labelled": ("completion_ids",),
+    "steps": ("ids", "labels"),
+    "text": ("ids", "scored"),
+    "documents": ("ids", "scored"),
+}
 
-LengthOutcome = tuple[Record | None, str | None]
+
+def kind_of_records(method: Method) -> str:
+    """Return the kind of a method's prepared records; a document is what EBFT reads in strided mode."""
+    return "documents" if method.strided else method.data
 
 
-def apply_length_rules(record: Record, data: DataSection, method: Method) -> LengthOutcome:
+def lengths_of(columns: dict[str, Any], method: Method) -> tuple[int, int, int]:
+    """Return the token counts of a record's prompt, of its longest completion, and of its longest sequence."""
+    names = CUT_COLUMNS.get(kind_of_records(method), ())
+    if "ids" in names:
+        size, scored = len(columns["ids"]), sum(columns["scored"]) if "scored" in names else 0
+        return size - scored if scored else 0, scored, size
+    prompt, completion = len(columns["prompt_ids"]), max((len(columns[name]) for name in names), default=0)
+    return prompt, completion, prompt + completion
+
+
+def apply_length_rules(record: Record, data: DataSection, method: Method) -> tuple[Record | None, str | None]:
     """Return the record, truncated if the rules say so, or None if it is dropped; and the reason for any change."""
-    reason = None
-    if "prompt_ids" in record.columns:
-        record, reason = _cut_prompt(record, data.max_prompt_length)
-    if token_count(record) < data.min_sample_len:
+    kind, limit, reason = kind_of_records(method), data.max_prompt_length, None
+    names = CUT_COLUMNS.get(kind, ())
+    prompt = record.columns.get("prompt_ids", [])
+    if limit is not None and len(prompt) > limit:
+        first = prompt[: min(record.pinned, limit - 1)]
+        prompt = first + prompt[len(prompt) - (limit - len(first)) :]
+        record, reason = _with(record, prompt_ids=prompt), PROMPT_CUT
+    size = lengths_of(record.columns, method)[-1]
+    if size < data.min_sample_len:
         return None, TOO_SHORT
-    if "ids" in record.columns:
-        kept, outcome_reason = _whole(record, data, method)
-    elif method.data in ANSWERS:
-        kept, outcome_reason = _answers(record, data, ANSWERS[method.data])
-    else:
-        kept, outcome_reason = record, None
-    return kept, outcome_reason or reason
-
-
-def token_count(record: Record) -> int:
-    """Return the token count of the longest sequence of a record."""
-    columns = record.columns
-    if "ids" in columns:
-        return len(columns["ids"])
-    answers = [len(columns[key]) for key in ("chosen_ids", "rejected_ids", "completion_ids") if key in columns]
-    return len(columns["prompt_ids"]) + max(answers, default=0)
-
-
-def _cut_prompt(record: Record, limit: int | None) -> tuple[Record, str | None]:
-    ids: list[int] = record.columns["prompt_ids"]
-    if limit is None or len(ids) <= limit:
-        return record, None
-    first = ids[: min(record.pinned, limit - 1)]
-    return _with(record, prompt_ids=first + ids[len(ids) - (limit - len(first)) :]), PROMPT_CUT
-
-
-def _answers(record: Record, data: DataSection, keys: tuple[str, ...]) -> LengthOutcome:
-    if token_count(record) <= data.sequence_len:
-        return record, None
-    if data.too_long == "drop":
-        return None, TOO_LONG
-    if data.too_long == "raise":
-        raise _too_long_error(record, data)
-    room = data.sequence_len - len(record.columns["prompt_ids"])
-    if room < 1:
-        return None, NO_ROOM
-    return _with(record, **{key: record.columns[key][:room] for key in keys}), CUT
-
-
-def _whole(record: Record, data: DataSection, method: Method) -> LengthOutcome:
-    parallel = "labels" if "labels" in record.columns else "scored"
-    limit, reason = data.sequence_len, None
-    is_document = method.data == "prompts"
-    if len(record.columns["ids"]) > limit:
+    if size > data.sequence_len and names:
         # A document has no end that training needs: it is truncated whatever the strategy.
-        if data.too_long == "drop" and not is_document:
+        if data.too_long == "drop" and kind != "documents":
             return None, TOO_LONG
-        if data.too_long == "raise" and not is_document:
-            raise _too_long_error(record, data)
-        record, reason = _with(record, **{key: record.columns[key][:limit] for key in ("ids", parallel)}), CUT
-    return (record, reason) if _is_trained(record.columns[parallel]) else (None, NOTHING_LEFT)
-
-
-def _is_trained(marks: list[Any]) -> bool:
-    return any(mark is True or (mark is not False and mark != -100) for mark in marks)
-
-
-def _too_long_error(record: Record, data: DataSection) -> RowError:
-    rule = f"at most {data.sequence_len} tokens (excess_length_strategy: raise)"
-    return RowError("sequence_len", f"{rule}, got {token_count(record)}")
+        if data.too_long == "raise" and kind != "documents":
+            rule = f"at most {data.sequence_len} tokens (excess_length_strategy: raise)"
+            raise RowError("sequence_len", f"{rule}, got {size}")
+        room = data.sequence_len - len(prompt)
+        if room < 1:
+            return None, NO_ROOM
+        record, reason = _with(record, **{name: record.columns[name][:room] for name in names}), CUT
+    if "labels" in names and all(label == IGNORED for label in record.columns["labels"]):
+        return None, NOTHING_LEFT
+    if "scored" in names and not any(record.columns["scored"]):
+        return None, NOTHING_LEFT
+    return record, reason
 
 
 def _with(record: Record, **columns: Any) -> Record:

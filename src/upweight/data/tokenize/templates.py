@@ -30,33 +30,30 @@ PROBE_MARKS = ("\u2021", "\u2020")  # no text begins with both
 
 
 @dataclass(frozen=True)
-class Turn:
-    """The range of a turn in the rendered text: from the first character that the model writes to the last."""
+class Span:
+    """A range of characters that is trained on: of a turn, from the first that the model writes to the last."""
 
     start: int
     end: int
-    message: int  # index of the message
+    message: int = 0  # index of the turn's message
+    holes: tuple[tuple[int, int], ...] = ()  # ranges inside it that are not trained on
 
 
+@dataclass(eq=False)
 class ChatTemplate:
     """A chat template bound to a tokenizer; without a source, the tokenizer's template."""
 
-    def __init__(
-        self, tokenizer: Any, source: str | None, variables: Mapping[str, Any], written: str | None = None
-    ) -> None:
-        self.tokenizer = tokenizer
-        self.source = source
-        self.variables = dict(variables)
-        self.written = written  # the source, if it is the user's text
+    tokenizer: Any
+    source: str | None
+    variables: Mapping[str, Any]
 
     def render(self, conversation: Conversation, *, ask: bool = False, resume: bool = False) -> str:
         """Render a conversation as text; `ask` adds the generation prompt, `resume` leaves the last message open."""
         if not conversation.messages:
             raise RowError("messages", "at least one message")
         if self.source is None and not getattr(self.tokenizer, "chat_template", None):
-            raise UserError(
-                "chat_template: the tokenizer has no chat template. Name one, for example 'chat_template: chatml'."
-            )
+            remedy = "Name one, for example 'chat_template: chatml'."
+            raise UserError(f"chat_template: the tokenizer has no chat template. {remedy}")
         if conversation.tools and "tools" not in str(self.source or self.tokenizer.chat_template):
             warn_once("the chat template does not show tools to the model; describe in the prompt how to call them")
         try:
@@ -85,16 +82,15 @@ class ChatTemplate:
             _warn_if_left_out(answer[-1], text[len(prompt) :])
         return prompt, [text[len(prompt) :].rstrip() for text in whole]
 
-    def turns(self, conversation: Conversation, wanted: Collection[int]) -> list[tuple[str, list[Turn]]]:
+    def turns(self, conversation: Conversation, wanted: Collection[int]) -> list[tuple[str, list[Span]]]:
         """Return the text with the ranges of the wanted turns; a turn that the template changes later comes apart."""
         text, turns = self.render(conversation).rstrip(), []
         separate = []
         last = len(conversation.messages) - 1
-        for number, message in enumerate(conversation.messages):
-            if number not in wanted:
-                continue
+        for number in sorted(wanted):
+            message = conversation.messages[number]
             upto = text if number == last else self.render(conversation.upto(number + 1)).rstrip()
-            turn = Turn(self._turn_start(conversation.upto(number), message, upto), len(upto), number)
+            turn = Span(self._turn_start(conversation.upto(number), message, upto), len(upto), number)
             if message["role"] == "assistant":
                 _warn_if_left_out(message, upto[turn.start :])
             if text.startswith(upto):
@@ -156,20 +152,20 @@ class ChatTemplate:
 
     @cached_property
     def _has_system_role(self) -> bool:
-        probe = Conversation([{"role": "system", "content": "SYSTEM-PROBE"}, {"role": "user", "content": "USER-PROBE"}])
-        try:
-            return "SYSTEM-PROBE" in self._apply(probe, ask=True)
-        except Exception:  # foreign code; a failure means that the template has no system role
-            return False
+        return "SYSTEM-PROBE" in self._probe("system", "user")
 
     @cached_property
     def _has_generation_prompt(self) -> bool:
-        """Whether the generation prompt adds any text."""
-        probe = Conversation([{"role": "user", "content": "USER-PROBE"}])
+        """Whether the generation prompt adds any text; a template that cannot be probed is taken to have one."""
+        asked = self._probe("user")
+        return not asked or asked != self._probe("user", ask=False)
+
+    def _probe(self, *roles: str, ask: bool = True) -> str:
+        messages = [{"role": role, "content": f"{role.upper()}-PROBE"} for role in roles]
         try:
-            return self._apply(probe, ask=True) != self._apply(probe, ask=False)
-        except Exception:  # foreign code, which may need more messages
-            return True
+            return self._apply(Conversation(messages), ask)
+        except Exception:  # foreign code, which may lack a role or need more messages
+            return ""
 
 
 def _warn_if_left_out(message: Message, text: str) -> None:
@@ -183,7 +179,7 @@ def chat_template(data: DataSection, entry: DatasetRow, tokenizer: Any, folder: 
     """Return the template for the rows of one entry: the entry's, else the config's, else the tokenizer's."""
     section = entry if entry.chat_template or entry.chat_template_jinja else data
     source = template_source(section.chat_template, section.chat_template_jinja, tokenizer, folder)
-    return ChatTemplate(tokenizer, source, data.template_args, source if section.chat_template_jinja else None)
+    return ChatTemplate(tokenizer, source, data.template_args)
 
 
 def template_source(name: str | None, jinja: str | None, tokenizer: Any, folder: Path) -> str | None:
@@ -193,17 +189,15 @@ def template_source(name: str | None, jinja: str | None, tokenizer: Any, folder:
             return None
         name = name.removeprefix(FALLBACK_PREFIX)
     if jinja and name in (None, "jinja"):
-        return _jinja_text(jinja, folder)
-    if name is None or name == "tokenizer_default":
+        if "{%" in jinja or "{{" in jinja or "\n" in jinja:
+            return jinja
+        expanded = Path(jinja).expanduser()
+        for file in (expanded, folder / expanded):
+            if file.is_file():
+                return file.read_text(encoding="utf-8")
+        problem = f"there is no file '{jinja}' in the working directory or beside the config"
+        raise UserError(f"chat_template_jinja: {problem}.")
+    if name in (None, "tokenizer_default"):
         return None
     file = f"{TEMPLATE_ALIASES.get(name, name)}.jinja"
     return files("upweight.data").joinpath("chat_templates", file).read_text(encoding="utf-8")
-
-
-def _jinja_text(jinja: str, folder: Path) -> str:
-    if "{%" in jinja or "{{" in jinja or "\n" in jinja:
-        return jinja
-    for place in (Path.cwd(), folder):
-        if (place / Path(jinja).expanduser()).is_file():
-            return (place / Path(jinja).expanduser()).read_text(encoding="utf-8")
-    raise UserError(f"chat_template_jinja: there is no file '{jinja}' in the working directory or beside the config.")

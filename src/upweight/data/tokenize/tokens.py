@@ -1,43 +1,63 @@
-"""Text into token ids: one BOS, an end token where one is missing."""
+"""Text into token ids: one BOS, an end token where one is missing, and each distinct part tokenized once."""
 
+import re
 from collections.abc import Sequence
+from itertools import chain, pairwise
 from typing import Any
 
-from upweight.data.tokenize.split_tokenizer import SplitTokenizer
 from upweight.errors import UserError
+
+MAX_SPLIT_TOKENS = 64  # distinct special tokens at which texts are split
+CHECKED = 8  # texts on which splitting is compared with tokenizing them whole
 
 
 class TextTokens:
-    """A tokenizer with the rules for BOS and end tokens that all formats share."""
+    """A tokenizer with the rules for BOS and end tokens that all formats share.
+
+    Texts share long prefixes, so they are split before special tokens, which a tokenizer isolates first, and each part
+    is tokenized once. The first texts are tokenized whole too; splitting is turned off if the ids differ.
+    """
 
     def __init__(self, tokenizer: Any, eot_tokens: Sequence[str]) -> None:
         self.tokenizer = tokenizer
-        self._split_tokenizer = SplitTokenizer(tokenizer)
         self.eos: int | None = tokenizer.eos_token_id
         self.bos: int | None = tokenizer.bos_token_id
-        probe = tokenizer("a", verbose=False)["input_ids"]
-        self.adds_bos = self.bos is not None and probe[:1] == [self.bos]
-        self.turn_ends = self._ids_of_tokens(eot_tokens)
-        self.ends = self._ends()
-
-    def _ids_of_tokens(self, tokens: Sequence[str]) -> set[int]:
-        ids = {token: self.tokenizer.convert_tokens_to_ids(token) for token in tokens}
-        for token, number in ids.items():
-            if number is None or number == self.tokenizer.unk_token_id:
+        self.adds_bos = self.bos is not None and tokenizer("a", verbose=False)["input_ids"][:1] == [self.bos]
+        self.turn_ends: set[int] = set()
+        for token in eot_tokens:
+            number = tokenizer.convert_tokens_to_ids(token)
+            if number is None or number == tokenizer.unk_token_id:
                 raise UserError(f"eot_tokens: the tokenizer does not know '{token}'. Add it under 'tokens'.")
-        return set(ids.values())
-
-    def _ends(self) -> frozenset[int]:
-        """Return the tokens that end a text: EOS, `eot_tokens`, and all special tokens but BOS, padding and unknown."""
-        added = getattr(self.tokenizer, "added_tokens_decoder", {})
-        special = {number for number, token in added.items() if token.special} | set(self.tokenizer.all_special_ids)
-        fillers = {self.bos, self.tokenizer.pad_token_id, self.tokenizer.unk_token_id}
-        eos = {self.eos} if self.eos is not None else set()
-        return frozenset((special - fillers) | self.turn_ends | eos)
+            self.turn_ends.add(number)
+        # What ends a text: EOS, `eot_tokens`, and all special tokens but BOS, padding and unknown.
+        added = getattr(tokenizer, "added_tokens_decoder", {})
+        special = {number for number, token in added.items() if token.special} | set(tokenizer.all_special_ids)
+        special -= {self.bos, tokenizer.pad_token_id, tokenizer.unk_token_id}
+        self.ends = frozenset(special | self.turn_ends | ({self.eos} if self.eos is not None else set()))
+        self._pattern = _split_pattern(tokenizer)
+        self._is_checked = False
 
     def ids(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the token ids of each text, without added special tokens."""
-        return self._split_tokenizer.ids(texts)
+        if self._pattern is None:
+            return self._whole(texts)
+        split_texts = [_split(text, self._pattern) for text in texts]
+        distinct = list(dict.fromkeys(chain.from_iterable(split_texts)))
+        ids_of = dict(zip(distinct, self._whole(distinct), strict=True))
+        joined = [list(chain.from_iterable([ids_of[part] for part in parts])) for parts in split_texts]
+        if not self._is_checked:
+            numbers = [number for number, parts in enumerate(split_texts) if len(parts) != 1][:CHECKED]
+            self._is_checked = bool(numbers)
+            if self._whole([texts[number] for number in numbers]) != [joined[number] for number in numbers]:
+                self._pattern = None
+                return self._whole(texts)
+        return joined
+
+    def _whole(self, texts: Sequence[str]) -> list[list[int]]:
+        if not texts:
+            return []
+        encoded = self.tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False)
+        return encoded["input_ids"]
 
     def with_bos(self, ids: list[int]) -> list[int]:
         """Return the ids with exactly one BOS in front, if the tokenizer adds one to texts."""
@@ -56,3 +76,29 @@ class TextTokens:
         if self.eos is None or (ids and ids[-1] in self.ends):
             return ids
         return [*ids, self.eos]
+
+
+def _split(text: str, pattern: re.Pattern[str]) -> list[str]:
+    places = [0, *(match.start() for match in pattern.finditer(text)), len(text)]
+    return [text[start:end] for start, end in pairwise(places) if end > start]
+
+
+def _split_pattern(tokenizer: Any) -> re.Pattern[str] | None:
+    """Return a pattern of the special tokens at which splitting is safe, or None if there are none."""
+    if not getattr(tokenizer, "is_fast", False):
+        return None
+    added = list(tokenizer.added_tokens_decoder.values())
+    joined = "\0".join(token.content for token in added)
+    ends = {token.content[start:] for token in added for start in range(len(token.content))}
+    template = str(getattr(tokenizer, "chat_template", None) or "")
+    named = set(tokenizer.all_special_tokens)
+    usable = [
+        token.content
+        for token in added
+        if token.special
+        and not (token.normalized or token.lstrip or token.rstrip or token.single_word)
+        and joined.count(token.content) == 1
+        and not any(token.content[:stop] in ends for stop in range(1, len(token.content)))
+    ]
+    usable.sort(key=lambda content: (content not in named, content not in template))
+    return re.compile("|".join(map(re.escape, usable[:MAX_SPLIT_TOKENS]))) if usable else None

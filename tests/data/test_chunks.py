@@ -1,3 +1,5 @@
+"""Columns that an entry names have to be read."""
+
 from pathlib import Path
 
 import numpy as np
@@ -5,9 +7,8 @@ import pytest
 from datasets import Dataset
 
 from made_tokenizers import encoder
-from upweight.data.chunks import EncodeJob
+from upweight.data.chunks import EncodeJob, refuse_unread
 from upweight.data.sources.open import RowSelection, Table
-from upweight.data.unread import refuse_unread
 from upweight.errors import UserError
 
 PAIR = {"prompt": "Why?", "chosen": "So.", "rejected": "No.", "better": "Yes.", "s": "S", "label": True}
@@ -17,7 +18,7 @@ TALK = {"messages": [{"role": "user", "content": "Why?"}], "chosen": "So.", "bet
 def job(entry, row, folder=None, **keys):
     made = encoder(entry, folder=folder, chat_template="chatml", **keys)
     rows = RowSelection.of(Table(Dataset.from_list([row])), np.arange(1))
-    return EncodeJob("datasets[0] (rows.jsonl)", False, rows, made, made.setup.data, made.setup.method)
+    return EncodeJob("datasets[0] (rows.jsonl)", False, rows, made, made.setup.data)
 
 
 @pytest.mark.parametrize(

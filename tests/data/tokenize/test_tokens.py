@@ -6,7 +6,7 @@ from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from made_tokenizers import MARKS, byte_tokenizer
-from upweight.data.tokenize.split_tokenizer import SplitTokenizer
+from upweight.data.tokenize.tokens import TextTokens
 
 TOKENIZERS = {family: byte_tokenizer(family) for family in MARKS}
 
@@ -20,13 +20,13 @@ def test_joined_pieces_are_the_whole(data, family):
     parts = st.sampled_from([*MARKS[family], "user\n", " ", "<", "|>", "the fox", "é😀", "<|im_", "\n\n"]) | st.text()
     texts = data.draw(st.lists(st.lists(parts, max_size=6).map("".join), min_size=1, max_size=5))
     tokenizer = TOKENIZERS[family]
-    assert SplitTokenizer(tokenizer).ids(texts) == whole(tokenizer, texts)
+    assert TextTokens(tokenizer, ()).ids(texts) == whole(tokenizer, texts)
 
 
 def test_shared_pieces_are_tokenised_once():
     seen = []
 
-    class Counting(SplitTokenizer):
+    class Counting(TextTokens):
         def _whole(self, texts):
             seen.append(list(texts))
             return super()._whole(texts)
@@ -34,12 +34,12 @@ def test_shared_pieces_are_tokenised_once():
     tokenizer = TOKENIZERS["chatml"]
     prompt = "<|im_start|>user\nwhy?<|im_end|>\n<|im_start|>assistant\n"
     texts = [prompt, f"{prompt}because", f"{prompt}why not"]
-    assert Counting(tokenizer).ids(texts) == whole(tokenizer, texts)
+    assert Counting(tokenizer, ()).ids(texts) == whole(tokenizer, texts)
     assert sum(text.startswith("<|im_start|>user") and "assistant" not in text for text in seen[0]) == 1
 
 
 def test_no_texts():
-    assert SplitTokenizer(TOKENIZERS["chatml"]).ids([]) == []
+    assert TextTokens(TOKENIZERS["chatml"], ()).ids([]) == []
 
 
 def words(special: list[AddedToken]) -> PreTrainedTokenizerFast:
@@ -55,7 +55,7 @@ def words(special: list[AddedToken]) -> PreTrainedTokenizerFast:
 def test_marked_beginnings_stay_where_they_were():
     tokenizer = words([AddedToken("<t>", normalized=False, special=True)])
     texts = ["a b<t>a b", "<t>a<t>b", "a", " b<t> a", "<t>"]
-    assert SplitTokenizer(tokenizer).ids(texts) == whole(tokenizer, texts)
+    assert TextTokens(tokenizer, ()).ids(texts) == whole(tokenizer, texts)
 
 
 def test_tokens_that_swallow_spaces_or_overlap_are_no_cuts():
@@ -66,4 +66,4 @@ def test_tokens_that_swallow_spaces_or_overlap_are_no_cuts():
     ]
     tokenizer = words(special)
     texts = ["a <l>b", "a<x>b", "b<x> a<x>"]
-    assert SplitTokenizer(tokenizer).ids(texts) == whole(tokenizer, texts)
+    assert TextTokens(tokenizer, ()).ids(texts) == whole(tokenizer, texts)

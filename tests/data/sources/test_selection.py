@@ -3,8 +3,7 @@
 import json
 
 from upweight.config import parse_config
-from upweight.data.selection import selected_datasets
-from upweight.data.sources.open import open_entry
+from upweight.data.sources.open import open_entry, selected_datasets
 
 
 def config(folder, **keys):
