@@ -145,10 +145,8 @@ class _Draft:
             methods = " or ".join(how_to_choose(method) for method in method_keys()[path])
             self.findings.errors.append(f"{path}: needs {methods}; this config has {how_to_choose(self.method)}")
             return
-        slot = (section, *key.where, key.name)
+        slot = (section, key.name)
         target = self.values.setdefault(section, {})
-        for part in key.where:
-            target = target.setdefault(part, {})
         if slot in self.used and target[key.name] != value:
             self.findings.errors.append(f"{path}: contradicts '{self.used[slot]}', which means the same. Keep one.")
             return

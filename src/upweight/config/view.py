@@ -1,7 +1,6 @@
 """The config by YAML names, which a user's transform receives as `cfg`."""
 
 from collections.abc import Iterator, Mapping
-from operator import attrgetter
 from typing import Any
 
 from pydantic import BaseModel
@@ -45,7 +44,7 @@ def view(config: Config) -> ConfigView:
     for name, cls in (*SECTIONS.items(), ("method", type(config.method))):
         section = getattr(config, name)
         for key in keys_of(cls):
-            flat[key.path] = _plain(attrgetter(".".join((*key.where, key.name)))(section))
+            flat[key.path] = _plain(getattr(section, key.name))
     content: dict[str, Any] = {path: value for path, value in flat.items() if "." not in path}
     for block in blocks():
         inner = {path.partition(".")[2]: value for path, value in flat.items() if path.startswith(f"{block}.")}

@@ -9,7 +9,6 @@ from upweight.methods.ipo import IPO
 from upweight.methods.kto import KTO
 from upweight.methods.orm import ORM
 from upweight.methods.orpo import ORPO
-from upweight.methods.policy_gradient import PolicyGradient
 from upweight.methods.prm import PRM
 from upweight.methods.rloo import RLOO
 from upweight.methods.sft import SFT
@@ -39,7 +38,6 @@ __all__ = [
     "RLOO",
     "SFT",
     "Method",
-    "PolicyGradient",
     "SimPO",
     "feature_matcher",
 ]

@@ -1,13 +1,13 @@
 """The policy gradient that the online methods share: clipped ratios, KL, entropy and corrections for stale samples."""
 
-from typing import Literal
+from typing import ClassVar, Literal, Self
 
 import torch
 from pydantic import model_validator
 from torch import Tensor
 
 from upweight.methods.base import ReferenceSync, required, sequence_length, sequence_mean, sequence_sum
-from upweight.methods.formulas.advantages import Scale, decoupled, leave_one_out, normalised, weighted_reward
+from upweight.methods.formulas.advantages import Scale
 from upweight.methods.formulas.policy_losses import (
     cispo,
     clipped,
@@ -21,7 +21,6 @@ from upweight.methods.formulas.policy_losses import (
 from upweight.settings import Section, setting
 from upweight.types import Batch, Loss, Mean, Outputs, Sample
 
-Aggregation = Literal["sum_then_normalize", "normalize_then_sum"]
 CorrectionMode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"]
 
@@ -40,7 +39,11 @@ DIVISOR: dict[str, str] = {
 
 
 class PolicyGradient(Section):
-    """Settings and loss of a policy gradient on sampled completions."""
+    """Settings, traits and loss of a policy gradient on sampled completions; GRPO, GDPO and EBFT add advantages."""
+
+    data: ClassVar = "prompts"
+    online: ClassVar[bool] = True
+    lora_learning_rate: ClassVar[float | None] = 1e-5
 
     num_generations: int = setting("trl.num_generations", 8, "Completions sampled for each prompt.", ge=2)
     max_completion_length: int = setting(
@@ -139,7 +142,7 @@ class PolicyGradient(Section):
     )
 
     @model_validator(mode="after")
-    def _settings_fit_together(self) -> "PolicyGradient":
+    def _settings_fit_together(self) -> Self:
         if self.sync_ref_model and self.beta == 0:
             raise ValueError("trl.sync_ref_model needs a reference: set trl.beta above 0")
         if self.loss_type == "vespo" and (self.sampler_correction_mode or "token").startswith("sequence"):
@@ -152,13 +155,19 @@ class PolicyGradient(Section):
         return self
 
     @property
+    def policy_settings(self) -> Self:
+        return self
+
+    @property
+    def group_size(self) -> int:
+        return self.num_generations
+
+    @property
     def needs_reference(self) -> bool:
-        """Whether `loss` reads the reference's log-probs."""
         return self.beta > 0
 
     @property
     def reference_sync(self) -> ReferenceSync | None:
-        """How the reference follows the policy; None where it does not change."""
         return ReferenceSync(self.ref_model_mixup_alpha, self.ref_model_sync_steps) if self.sync_ref_model else None
 
     @property
@@ -168,7 +177,6 @@ class PolicyGradient(Section):
 
     @property
     def statistics(self) -> frozenset[str]:
-        """Outputs fields beyond the log-probs that `loss` reads."""
         return frozenset({"entropy_T"})
 
     @property
@@ -196,17 +204,7 @@ class PolicyGradient(Section):
                 f"of its group; remove it, or {otherwise}"
             )
 
-    def advantages(self, rewards_SR: Tensor, group_S: Tensor, aggregation: Aggregation) -> Tensor:
-        """Return one advantage for each sequence of a generation batch."""
-        if aggregation == "normalize_then_sum":
-            return decoupled(rewards_SR, group_S, self.reward_weights)
-        reward_S = weighted_reward(rewards_SR, self.reward_weights)
-        if self.advantage_estimator == "rloo":
-            return leave_one_out(reward_S, group_S)
-        return normalised(reward_S, group_S, self.reward_scale)
-
     def count(self, batch: Batch) -> dict[str, Tensor]:
-        """Return the units that this batch adds to the denominators."""
         sampled_S = is_sampled(batch)
         tokens = sampled_S[batch.sequence_T].sum().float()
         unit = DIVISOR[self.loss_type]
@@ -215,7 +213,6 @@ class PolicyGradient(Section):
         return counts | {"tokens": tokens} if self.entropy_coef else counts
 
     def contributes(self, sample: Sample) -> bool:
-        """Return whether a sample can change the gradient."""
         return bool(sample.scored.any()) and bool(sample.advantage or self.zero_advantage_reasons or sample.label == 1)
 
     @property
@@ -248,12 +245,14 @@ class PolicyGradient(Section):
         return {"entropy_threshold": threshold, "entropy_share": (entropy >= threshold).float().mean()}
 
     def loss(self, out: Outputs, batch: Batch, prepared: dict[str, Tensor]) -> Loss:
-        """Return the loss terms of this batch, summed by unit."""
         logps_T, sampled_T = required(out.logps_T), is_sampled(batch)[batch.sequence_T]
         old_T = logps_T.detach()
         if batch.old_logps_T is not None:
             old_T = torch.where(sampled_T, batch.old_logps_T, old_T)
-        ratio_T = self._ratio(logps_T - old_T, batch)
+        log_ratio_T = logps_T - old_T
+        if self.importance_sampling_level == "sequence":
+            log_ratio_T = sequence_mean(log_ratio_T, batch)[batch.sequence_T]
+        ratio_T = log_ratio_T.exp()
         correction_T, metrics = self._sampler_correction(old_T, batch)
         loss_T, more_metrics = self._surrogate(logps_T, old_T, ratio_T, correction_T, batch)
         metrics |= more_metrics
@@ -280,11 +279,6 @@ class PolicyGradient(Section):
             bonus = self.entropy_coef * (required(out.entropy_T) * top_T).sum() / prepared.get("entropy_share", 1.0)
             sums["tokens"] = sums.get("tokens", 0.0) - bonus
         return Loss(sums, metrics)
-
-    def _ratio(self, log_ratio_T: Tensor, batch: Batch) -> Tensor:
-        if self.importance_sampling_level == "sequence":
-            log_ratio_T = sequence_mean(log_ratio_T, batch)[batch.sequence_T]
-        return log_ratio_T.exp()
 
     def _sampler_correction(self, old_T: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Mean]]:
         """Return the importance weight of each token for the mismatch of sampler and trainer, and its metrics."""

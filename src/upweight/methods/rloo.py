@@ -20,7 +20,6 @@ class RLOO(Method):
     name: ClassVar[str] = "rloo"
     data: ClassVar = "prompts"
     online: ClassVar[bool] = True
-    learning_rate: ClassVar[float] = 1e-6
     lora_learning_rate: ClassVar[float | None] = 1e-5
 
     num_generations: int = setting("trl.num_generations", 2, "Completions sampled for each prompt.", ge=2)

@@ -18,6 +18,7 @@ class SFT(Method):
     keeps_dropout: ClassVar[bool] = True
     takes_noise: ClassVar[bool] = True
     learning_rate: ClassVar[float] = 2e-5
+    lora_learning_rate: ClassVar[float | None] = None
 
     loss_type: Literal["nll", "dft"] = setting(
         "sft_loss_type",

@@ -3,19 +3,18 @@
 from typing import ClassVar, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from upweight.methods.base import (
     Method,
     is_chosen,
+    pair_counts,
     pair_metrics,
-    pair_token_metrics,
     required,
-    scalar,
     sequence_mean,
     sequence_sum,
 )
+from upweight.methods.formulas.dpo_losses import smoothed_sigmoid
 from upweight.settings import setting
 from upweight.types import Batch, Loss, Mean, Outputs
 
@@ -25,8 +24,6 @@ class SimPO(Method):
 
     name: ClassVar[str] = "simpo"
     data: ClassVar = "pairs"
-    learning_rate: ClassVar[float] = 1e-6
-    lora_learning_rate: ClassVar[float | None] = 5e-6
 
     loss_type: Literal["simpo", "sigmoid", "hinge", "ipo"] = setting(
         "cpo_loss_type",
@@ -50,19 +47,18 @@ class SimPO(Method):
         return frozenset({"entropy_T", "mean_logit_T"})
 
     def count(self, batch: Batch) -> dict[str, Tensor]:
-        chosen_T = is_chosen(batch)[batch.sequence_T]
-        return {"pairs": scalar(len(required(batch.pair_P2)), batch), "tokens": chosen_T.sum().float()}
+        return pair_counts(batch, likelihood=True)
 
     def loss(self, out: Outputs, batch: Batch, prepared: dict[str, Tensor]) -> Loss:
         logps_T = required(out.logps_T)
-        chosen_T = is_chosen(batch)[batch.sequence_T]
+        chosen_T = is_chosen(batch)
         value_of = sequence_mean if self.loss_type in ("simpo", "ipo") else sequence_sum
         value_S = value_of(logps_T, batch)
         if self.alpha:
             value_S = -torch.expm1(-self.alpha * value_S) / self.alpha
         chosen_P, rejected_P = (self.beta * value_S)[required(batch.pair_P2)].unbind(1)
         loss_P = self._of_margin(chosen_P - rejected_P)
-        metrics = pair_metrics(chosen_P, rejected_P) | pair_token_metrics(out, batch)
+        metrics = pair_metrics(chosen_P, rejected_P, out, batch)
         metrics["nll_loss"] = Mean.over(-logps_T, chosen_T)
         return Loss({"pairs": loss_P.sum(), "tokens": -self.nll_weight * (logps_T * chosen_T).sum()}, metrics)
 
@@ -73,5 +69,4 @@ class SimPO(Method):
         if self.loss_type == "ipo":
             return ((margin_P - 0.5) / self.beta) ** 2
         margin_P = margin_P - self.gamma if self.loss_type == "simpo" else margin_P
-        smooth = self.label_smoothing
-        return -(1 - smooth) * F.logsigmoid(margin_P) - smooth * F.logsigmoid(-margin_P)
+        return smoothed_sigmoid(margin_P, self.label_smoothing)

@@ -79,11 +79,8 @@ def content_of(config: Config) -> dict[str, Any]:
 def put_section(content: dict[str, Any], section: Section, only: Container[str] | None = None) -> None:
     """Write the set values of a section into nested mappings by YAML key; `only` these paths, if set."""
     for key in keys_of(type(section)):
-        owner: Any = section
-        for part in key.where:
-            owner = getattr(owner, part)
         # Values of a script's arguments may have other types than the key.
-        shown = owner.model_dump(mode="json", exclude_none=True, include={key.name}, warnings=False)
+        shown = section.model_dump(mode="json", exclude_none=True, include={key.name}, warnings=False)
         value = shown.get(key.name)
         left_out = key.path != key.canonical or key.path in FOLDED or (only is not None and key.path not in only)
         if left_out or value in (None, {}, []):
