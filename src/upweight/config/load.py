@@ -65,10 +65,9 @@ def _flatten(content: dict[Any, Any], findings: Findings) -> dict[str, Any]:
         elif reason := why_refused(path):
             if asks_for_something(value):
                 findings.errors.append(f"{path}: {reason}")
-        elif len(findings.errors) < MOST_SUGGESTIONS:
-            findings.errors.append(f"{_printable(path)}: {_suggestion(path, value)}")
         else:
-            findings.errors.append(f"{_printable(path)}: unknown key.")
+            text = _suggestion(path, value) if len(findings.errors) < MOST_SUGGESTIONS else "unknown key."
+            findings.errors.append(f"{path if path.isprintable() else ascii(path)}: {text}")
     findings.notices += [f"{', '.join(paths)}: nothing to do: {reason}" for reason, paths in satisfied.items()]
     return flat
 
@@ -82,10 +81,6 @@ def _paths(content: dict[Any, Any], findings: Findings) -> Iterator[tuple[str, A
             yield from ((f"{key}.{inner}", inner_value) for inner, inner_value in value.items())
         elif value is not None:
             findings.errors.append(f"{key}: expected a mapping of keys, got {brief(value)}")
-
-
-def _printable(path: str) -> str:
-    return path if path.isprintable() else ascii(path)
 
 
 def _suggestion(path: str, value: Any) -> str:
@@ -133,7 +128,7 @@ class _Draft:
     method: str
     findings: Findings
     values: dict[str, dict[str, Any]] = field(default_factory=dict)
-    used: dict[tuple[str, ...], str] = field(default_factory=dict)
+    used: dict[tuple[str, str], str] = field(default_factory=dict)
 
     def place(self, path: str, value: Any) -> None:
         """Store a value under the section that reads its key."""
@@ -169,8 +164,7 @@ class _Draft:
 
     def yaml_path(self, section: str, path: tuple[str | int, ...]) -> str:
         """Return the YAML path of a field path inside a section."""
-        for end in range(len(path), 0, -1):
-            slot = (section, *map(str, path[:end]))
-            if slot in self.used:
-                return show((self.used[slot], *path[end:]))
+        slot = (section, str(path[0])) if path else None
+        if slot in self.used:
+            return show((self.used[slot], *path[1:]))
         return how_to_choose(self.method) if section == "method" else show(path)

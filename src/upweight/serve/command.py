@@ -19,7 +19,6 @@ LIVE_ADAPTERS = 2
 KEPT_ADAPTERS = 8
 # Gym agents pass tools, which vLLM refuses without a parser; this one fits most models.
 AGENTS_PARSER = "hermes"
-EVERYWHERE = ("0.0.0.0", "::", "")  # addresses to listen on, not to connect to
 
 
 @dataclass(frozen=True)
