@@ -30,10 +30,7 @@ class ChoiceSection(Section):
     reward_model: bool = setting("reward_model", False, "Train an outcome reward model.")
     process_reward_model: bool = setting("process_reward_model", False, "Train a process reward model.")
     stages: list[dict[str, Any]] = setting(
-        "stages",
-        [],
-        "Trainings that run one after the other, each from the result before it: a `name`, and keys that override the "
-        "common ones.",
+        "stages", [], "Trainings in a row, each from the last result: a `name`, and keys over the common ones."
     )
     plugins: list[str] = setting("plugins", [], "Axolotl plugins; accepted if Upweight has the feature built in.")
 

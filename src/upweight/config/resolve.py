@@ -61,12 +61,9 @@ def _method(config: Config) -> Method:
 
 def _batch(config: Config) -> dict[str, int]:
     optim = config.optim
-    whole = optim.batch_size
-    all_unset = not (optim.micro_batch_size or optim.accumulation or whole)
+    all_unset = not (optim.micro_batch_size or optim.accumulation or optim.batch_size)
     micro = optim.micro_batch_size or (group_size(config) if all_unset else 1)
-    if whole and not optim.accumulation:
-        return {"micro_batch_size": micro, "accumulation": max(whole // micro, 1)}
-    return {"micro_batch_size": micro, "accumulation": optim.accumulation or 1}
+    return {"micro_batch_size": micro, "accumulation": optim.accumulation or max((optim.batch_size or 0) // micro, 1)}
 
 
 def _schedule(config: Config) -> dict[str, object]:

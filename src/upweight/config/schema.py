@@ -56,7 +56,7 @@ def markdown() -> str:
         "# Config keys",
         "",
         "`make docs` writes this page from the help texts in the code; `upweight schema` prints them as JSON schema.",
-        "Unknown keys are errors. `null` means unset. `key.inner` is `inner` inside the block `key`.",
+        "Unknown keys are errors. `null` means unset: then holds what follows `else`. `a.b` is `b` in the block `a`.",
     ]
     for name, section in SECTIONS.items():
         lines += ["", f"## {_summary(section).rstrip('.')}", "", *_table(_section_rows(section))]

@@ -42,24 +42,14 @@ class DPO(WithReference, Method):
     loss_type: tuple[LossType, ...] = setting(
         "dpo_loss_type", ("sigmoid",), "Loss or list of losses that are added up.", min_length=1
     )
-    loss_weights: tuple[float, ...] | None = setting(
-        "dpo_loss_weights", None, "Weight of each loss in dpo_loss_type; unset means 1 each."
-    )
-    label_smoothing: float = setting(
-        "dpo_label_smoothing", 0.0, "Assumed share of pairs whose two sides are swapped (cDPO).", ge=0, lt=0.5
-    )
-    use_weighting: bool = setting(
-        "dpo_use_weighting", False, "Weight each pair by how likely the policy is to write it (WPO)."
-    )
+    loss_weights: tuple[float, ...] | None = setting("dpo_loss_weights", None, "Weight of each loss; else 1 each.")
+    label_smoothing: float = setting("dpo_label_smoothing", 0.0, "Assumed share of swapped pairs (cDPO).", ge=0, lt=0.5)
+    use_weighting: bool = setting("dpo_use_weighting", False, "Weigh pairs by how likely the policy writes them (WPO).")
     ld_alpha: float | None = setting(
         "ld_alpha", None, "Weight of tokens beyond the shorter completion's length (LD-DPO); unset means 1.", ge=0, le=1
     )
-    divergence: Divergence = setting(
-        "f_divergence_type", "reverse_kl", "Divergence from the reference that the reward is derived from."
-    )
-    divergence_alpha: float = setting(
-        "f_alpha_divergence_coef", 0.5, "Order of the alpha divergence; 1 is the reverse KL."
-    )
+    divergence: Divergence = setting("f_divergence_type", "reverse_kl", "Divergence that the reward is derived from.")
+    divergence_alpha: float = setting("f_alpha_divergence_coef", 0.5, "Order of the alpha divergence; 1 is reverse KL.")
     discopop_tau: float = setting("discopop_tau", 0.05, "Temperature of the gate in the discopop loss.", gt=0)
 
     @field_validator("loss_type", mode="before")

@@ -27,15 +27,9 @@ class EBFT(PolicyGradient, Method):
         "Depths, as fractions of the layers, whose hidden states make up the features.",
         min_length=1,
     )
-    embed_method: Pooling = setting(
-        "ebft.embed_method", "last_token", "How the hidden states of a text become one feature vector."
-    )
-    use_whitening: bool = setting(
-        "ebft.use_whitening", False, "Whiten the features, so that no direction dominates the rewards."
-    )
-    alignment_coef: float = setting(
-        "ebft.alignment_coef", 1.0, "Weight of the similarity to the true completion's features.", ge=0
-    )
+    embed_method: Pooling = setting("ebft.embed_method", "last_token", "How hidden states become one feature vector.")
+    use_whitening: bool = setting("ebft.use_whitening", False, "Whiten features so that no direction dominates.")
+    alignment_coef: float = setting("ebft.alignment_coef", 1.0, "Weight of the similarity to the true features.", ge=0)
     diversity_coef: float = setting(
         "ebft.diversity_coef", 1.0, "Weight of the penalty on features that samples of one prompt share.", ge=0
     )
@@ -52,15 +46,10 @@ class EBFT(PolicyGradient, Method):
     )
     stride: int = setting("ebft.stride", 8, "Tokens between the starts of two blocks (strided mode).", ge=1)
     context_length: int = setting(
-        "ebft.context_length",
-        8,
-        "Document tokens before the first block (strided mode); blocks see all before them.",
-        ge=1,
+        "ebft.context_length", 8, "Tokens before the first block (strided mode); blocks see all before them.", ge=1
     )
     generate_max_len: int = setting("ebft.generate_max_len", 8, "Tokens sampled in each block (strided mode).", ge=1)
-    n_samples_per_prompt: int = setting(
-        "ebft.n_samples_per_prompt", 4, "Samples of each block of a document (strided mode).", ge=1
-    )
+    n_samples_per_prompt: int = setting("ebft.n_samples_per_prompt", 4, "Samples of each block (strided mode).", ge=1)
     temperature: float = setting("ebft.temperature", 0.6, "Sampling temperature of strided mode.", ge=0)
     top_p: float = setting("ebft.top_p", 1.0, "Probability mass that strided mode samples from.", ge=0, le=1)
     min_completion_prefix: int = setting(

@@ -21,14 +21,10 @@ class KTO(WithReference, Method):
     desirable_weight: float = setting("kto_desirable_weight", 1.0, "Weight of the desirable completions.", ge=0)
     undesirable_weight: float = setting("kto_undesirable_weight", 1.0, "Weight of the undesirable completions.", ge=0)
     loss_type: Literal["kto", "apo_zero_unpaired"] = setting(
-        "kto_loss_type",
-        "kto",
-        "Whether gains are measured from the estimated KL (kto) or from zero (apo_zero_unpaired).",
+        "kto_loss_type", "kto", "Whether gains are measured from the estimated KL (kto) or zero (apo_zero_unpaired)."
     )
     kl: Literal["rotate", "all"] = setting(
-        "kto_kl",
-        "rotate",
-        "Pairs behind the KL estimate: each prompt with its neighbour's completion (rotate) or with all others (all).",
+        "kto_kl", "rotate", "Pairs of the KL estimate: a prompt with the next one's completion (rotate) or all (all)."
     )
 
     @model_validator(mode="after")

@@ -52,17 +52,11 @@ class PolicyGradient(Section):
     mask_truncated_completions: bool = setting(
         "trl.mask_truncated_completions", False, "Leave completions that hit the length limit out of the loss."
     )
-    beta: float = setting(
-        "trl.beta", 0.0, "Weight of the KL from the reference; 0 needs no reference model.", also=("rl_beta",), ge=0
-    )
+    beta: float = setting("trl.beta", 0.0, "Weight of the KL; 0 needs no reference model.", also=("rl_beta",), ge=0)
     loss_type: LossType = setting("trl.loss_type", "dapo", "Form of the token loss and of its average.")
     epsilon: float = setting("trl.epsilon", 0.2, "How far below 1 the policy ratio counts before it is clipped.", ge=0)
-    epsilon_high: float | None = setting(
-        "trl.epsilon_high", None, "How far above 1 the policy ratio counts; unset means epsilon.", ge=0
-    )
-    delta: float | None = setting(
-        "trl.delta", None, "Largest policy ratio where the advantage is negative; unset means no bound.", gt=0
-    )
+    epsilon_high: float | None = setting("trl.epsilon_high", None, "The same above 1; unset means epsilon.", ge=0)
+    delta: float | None = setting("trl.delta", None, "Bound of ratios at negative advantages; unset means none.", gt=0)
     importance_sampling_level: Literal["token", "sequence"] = setting(
         "trl.importance_sampling_level", "token", "Policy ratio of each token, or of the whole sequence (GSPO)."
     )
@@ -72,13 +66,9 @@ class PolicyGradient(Section):
         "Baseline of a reward: the group's mean, scaled by scale_rewards, or the mean of the others, unscaled (rloo).",
     )
     scale_rewards: bool | Literal["group", "batch", "none"] = setting(
-        "trl.scale_rewards",
-        "group",
-        "Divide advantages by the standard deviation of their group (or true), of the batch, or not at all (or false).",
+        "trl.scale_rewards", "group", "Divide advantages by the deviation of group (true) or batch, or not (false)."
     )
-    reward_weights: tuple[float, ...] | None = setting(
-        "trl.reward_weights", None, "Weight of each reward function; unset means 1 each."
-    )
+    reward_weights: tuple[float, ...] | None = setting("trl.reward_weights", None, "Weight of each reward; else 1.")
     use_bias_correction_kl: bool = setting(
         "trl.use_bias_correction_kl", True, "Multiply the KL by the policy ratio, so that its gradient is unbiased."
     )
@@ -88,11 +78,7 @@ class PolicyGradient(Section):
         "Drop sequences of negative advantage whose mean log-prob fell by more than this since they were sampled.",
     )
     top_entropy_quantile: float = setting(
-        "trl.top_entropy_quantile",
-        1.0,
-        "Share of the tokens, the most uncertain ones, that are trained on.",
-        gt=0,
-        le=1,
+        "trl.top_entropy_quantile", 1.0, "Share of tokens, the most uncertain ones, that are trained on.", gt=0, le=1
     )
     entropy_coef: float = setting("trl.entropy_coef", 0.0, "Weight of the bonus on the policy's entropy.", ge=0)
     sapo_temperature_pos: float = setting(
@@ -134,12 +120,8 @@ class PolicyGradient(Section):
         "trl.vllm_importance_sampling_clip_min", None, "Smallest correction; unset means no floor.", ge=0
     )
     sync_ref_model: bool = setting("trl.sync_ref_model", False, "Move the reference towards the policy while training.")
-    ref_model_mixup_alpha: float = setting(
-        "trl.ref_model_mixup_alpha", 0.6, "Share of the policy in the reference at each move.", ge=0, le=1
-    )
-    ref_model_sync_steps: int = setting(
-        "trl.ref_model_sync_steps", 512, "Steps between two moves of the reference.", ge=1
-    )
+    ref_model_mixup_alpha: float = setting("trl.ref_model_mixup_alpha", 0.6, "Policy's share in each move.", ge=0, le=1)
+    ref_model_sync_steps: int = setting("trl.ref_model_sync_steps", 512, "Steps between moves of the reference.", ge=1)
 
     @model_validator(mode="after")
     def _settings_fit_together(self) -> Self:

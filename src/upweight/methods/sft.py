@@ -21,9 +21,7 @@ class SFT(Method):
     lora_learning_rate: ClassVar[float | None] = None
 
     loss_type: Literal["nll", "dft"] = setting(
-        "sft_loss_type",
-        "nll",
-        "Per-token loss: nll is the negative log-prob, dft weights it by the token's probability.",
+        "sft_loss_type", "nll", "Token loss: nll is the negative log-prob, dft weights it by the token's probability."
     )
 
     @field_validator("loss_type", mode="before")

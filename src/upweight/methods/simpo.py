@@ -28,19 +28,15 @@ class SimPO(Method):
     loss_type: Literal["simpo", "sigmoid", "hinge", "ipo"] = setting(
         "cpo_loss_type",
         "simpo",
-        "Loss of the margin: simpo and ipo compare log-probs averaged over tokens, sigmoid (CPO) and hinge sums.",
+        "Margin loss: simpo and ipo compare log-probs by mean, sigmoid (CPO) and hinge by sum.",
     )
     beta: float = setting("rl_beta", 0.1, "Scale of the log-probs that are compared.", also=("trl.beta",), gt=0)
-    nll_weight: float = setting(
-        "cpo_alpha", 1.0, "Weight of the chosen completion's likelihood; 0 is SimPO as published.", ge=0
-    )
+    nll_weight: float = setting("cpo_alpha", 1.0, "Weight of the likelihood term; 0 is SimPO as published.", ge=0)
     gamma: float = setting("simpo_gamma", 0.5, "Margin by which the chosen completion should win, for simpo.", ge=0)
     alpha: float = setting(
         "trl.alpha", 0.0, "Order of AlphaPO's reward (arXiv:2501.03884), (1 - p^-alpha) / alpha; 0 is the log-prob."
     )
-    label_smoothing: float = setting(
-        "cpo_label_smoothing", 0.0, "Assumed share of pairs whose two sides are swapped.", ge=0, lt=0.5
-    )
+    label_smoothing: float = setting("cpo_label_smoothing", 0.0, "Assumed share of swapped pairs.", ge=0, lt=0.5)
 
     @property
     def statistics(self) -> frozenset[str]:
