@@ -34,11 +34,9 @@ def modernise(content: dict[Any, Any], findings: Findings) -> dict[Any, Any]:
     """Return the config with current key names; each rename adds a notice."""
     content = copy_tree(content)
     _fsdp(content, findings)
-    for old, new in RENAMED.items():
-        _rename(content, old, new, findings)
-    for theirs, ours in OTHER_NAMES.items():
-        if theirs != "lr" or not isinstance(content.get(theirs), str):  # `lr: dpo` is a slip for `rl: dpo`
-            _rename(content, theirs, ours, findings, deprecated=False)
+    for old, new in (RENAMED | OTHER_NAMES).items():
+        if old != "lr" or not isinstance(content.get(old), str):  # `lr: dpo` is a slip for `rl: dpo`
+            _rename(content, old, new, findings, deprecated=old in RENAMED)
     for key, values in OFF.items():
         if type(content.get(key)) in (int, float) and content[key] in values:
             del content[key]

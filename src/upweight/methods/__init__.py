@@ -22,22 +22,3 @@ METHODS: dict[str, type[Method]] = {
 def feature_matcher(method: Method) -> EBFT | None:
     """The method with EBFT's settings where its rewards come from features, else None."""
     return method if isinstance(method, EBFT) else None
-
-
-__all__ = [
-    "DPO",
-    "EBFT",
-    "GDPO",
-    "GRPO",
-    "IPO",
-    "KTO",
-    "METHODS",
-    "ORM",
-    "ORPO",
-    "PRM",
-    "RLOO",
-    "SFT",
-    "Method",
-    "SimPO",
-    "feature_matcher",
-]

@@ -39,9 +39,7 @@ class DPO(WithReference, Method):
     data: ClassVar = "pairs"
 
     beta: float = setting("rl_beta", 0.1, "Strength of the pull towards the reference model.", also=("trl.beta",), gt=0)
-    loss_type: tuple[LossType, ...] = setting(
-        "dpo_loss_type", ("sigmoid",), "Loss or list of losses that are added up.", min_length=1
-    )
+    loss_type: tuple[LossType, ...] = setting("dpo_loss_type", ("sigmoid",), "Losses that are added up.", min_length=1)
     loss_weights: tuple[float, ...] | None = setting("dpo_loss_weights", None, "Weight of each loss; else 1 each.")
     label_smoothing: float = setting("dpo_label_smoothing", 0.0, "Assumed share of swapped pairs (cDPO).", ge=0, lt=0.5)
     use_weighting: bool = setting("dpo_use_weighting", False, "Weigh pairs by how likely the policy writes them (WPO).")
@@ -109,7 +107,9 @@ class DPO(WithReference, Method):
             else:
                 loss_P = loss_P + weight * PAIR_LOSSES[name](pairs)
         if self.use_weighting:
-            loss_P = loss_P * self._policy_weight(out, batch)
+            # WPO: the policy's likelihood of both sides, normalised by the likelihood that it expects of itself.
+            gap_T = (required(out.logps_T) - required(out.log_collision_T)).detach()
+            loss_P = loss_P * sequence_mean(gap_T, batch)[required(batch.pair_P2)].sum(1).exp()
         sums = {"pairs": loss_P.sum()}
         if "sft" in self.loss_type:
             sums["tokens"] = -sft_weight * (required(out.logps_T) * is_chosen(batch)).sum()
@@ -126,8 +126,3 @@ class DPO(WithReference, Method):
             weight_T = torch.where(inside_T, 1.0, self.ld_alpha)
             policy_T, ref_T = policy_T * weight_T, ref_T * weight_T
         return sequence_sum(policy_T, batch)[pair_P2], sequence_sum(ref_T, batch)[pair_P2]
-
-    def _policy_weight(self, out: Outputs, batch: Batch) -> Tensor:
-        """Return WPO's weight: the policy's likelihood of both sides, normalised by the expected likelihood."""
-        weight_S = sequence_mean(required(out.logps_T).detach() - required(out.log_collision_T).detach(), batch)
-        return weight_S[required(batch.pair_P2)].sum(1).exp()

@@ -24,7 +24,7 @@ class EBFT(PolicyGradient, Method):
     feature_layers: tuple[Annotated[float, Field(ge=0, le=1)], ...] = setting(
         "ebft.feature_layers",
         (0.25, 0.5, 0.75),
-        "Depths, as fractions of the layers, whose hidden states make up the features.",
+        "Depths, as shares, whose hidden states make up features.",
         min_length=1,
     )
     embed_method: Pooling = setting("ebft.embed_method", "last_token", "How hidden states become one feature vector.")

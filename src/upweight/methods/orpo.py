@@ -6,14 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from upweight.methods.base import (
-    Method,
-    is_chosen,
-    pair_counts,
-    pair_metrics,
-    required,
-    sequence_sum,
-)
+from upweight.methods.base import Method, is_chosen, pair_counts, pair_metrics, required, sequence_sum
 from upweight.settings import setting
 from upweight.types import Batch, Loss, Mean, Outputs
 

@@ -61,9 +61,7 @@ class PolicyGradient(Section):
         "trl.importance_sampling_level", "token", "Policy ratio of each token, or of the whole sequence (GSPO)."
     )
     advantage_estimator: Literal["group", "rloo"] = setting(
-        "trl.advantage_estimator",
-        "group",
-        "Baseline of a reward: the group's mean, scaled by scale_rewards, or the mean of the others, unscaled (rloo).",
+        "trl.advantage_estimator", "group", "Baseline: the group's mean, scaled, or the others' mean, unscaled (rloo)."
     )
     scale_rewards: bool | Literal["group", "batch", "none"] = setting(
         "trl.scale_rewards", "group", "Divide advantages by the deviation of group (true) or batch, or not (false)."

@@ -26,11 +26,7 @@ class RLOO(Method):
     max_completion_length: int = same_setting(PolicyGradient, "max_completion_length")
     mask_truncated_completions: bool = same_setting(PolicyGradient, "mask_truncated_completions")
     beta: float = setting(
-        "trl.beta",
-        0.05,
-        "Weight of the KL from the reference, taken off each completion's reward; 0 needs no reference model.",
-        also=("rl_beta",),
-        ge=0,
+        "trl.beta", 0.05, "Weight of the KL, taken off rewards; 0 needs no reference model.", also=("rl_beta",), ge=0
     )
     epsilon: float = same_setting(PolicyGradient, "epsilon")
     epsilon_high: float | None = same_setting(PolicyGradient, "epsilon_high")

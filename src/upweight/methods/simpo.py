@@ -5,15 +5,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from upweight.methods.base import (
-    Method,
-    is_chosen,
-    pair_counts,
-    pair_metrics,
-    required,
-    sequence_mean,
-    sequence_sum,
-)
+from upweight.methods.base import Method, is_chosen, pair_counts, pair_metrics, required, sequence_mean, sequence_sum
 from upweight.methods.formulas.dpo_losses import smoothed_sigmoid
 from upweight.settings import setting
 from upweight.types import Batch, Loss, Mean, Outputs
@@ -26,9 +18,7 @@ class SimPO(Method):
     data: ClassVar = "pairs"
 
     loss_type: Literal["simpo", "sigmoid", "hinge", "ipo"] = setting(
-        "cpo_loss_type",
-        "simpo",
-        "Margin loss: simpo and ipo compare log-probs by mean, sigmoid (CPO) and hinge by sum.",
+        "cpo_loss_type", "simpo", "Margin loss: simpo and ipo compare log-probs by mean, sigmoid (CPO), hinge by sum."
     )
     beta: float = setting("rl_beta", 0.1, "Scale of the log-probs that are compared.", also=("trl.beta",), gt=0)
     nll_weight: float = setting("cpo_alpha", 1.0, "Weight of the likelihood term; 0 is SimPO as published.", ge=0)

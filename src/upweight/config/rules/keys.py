@@ -1,7 +1,7 @@
 """Keys that cannot both be set, and keys that have no effect because the key that enables them is off."""
 
 from collections.abc import Callable, Iterator
-from fnmatch import fnmatch
+from fnmatch import fnmatchcase
 from itertools import combinations
 from typing import NamedTuple
 
@@ -84,6 +84,6 @@ def switched_off(config: Config) -> Iterator[str]:
     asked = [path for path, value in config.set_keys.items() if value != defaults.get(path)]
     asked = [path for path in asked if path != "nemo_gym_enabled" and not path.startswith(unread)]
     for switch in SWITCHES:
-        stray = [path for path in asked if any(fnmatch(path, key) for key in switch.keys.split())]
+        stray = [path for path in asked if any(fnmatchcase(path, key) for key in switch.keys.split())]
         if stray and not switch.is_on(config):
             yield f"{', '.join(stray)}: no effect on training without '{switch.needs}'"

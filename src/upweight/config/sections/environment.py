@@ -32,9 +32,7 @@ class EnvironmentSection(Section):
         "environment.columns", None, "Columns passed to the `reset` of OpenEnv; all except the prompt when left out."
     )
     text_field: str | None = setting(
-        "environment.text_field",
-        None,
-        "Field of the OpenEnv action that receives the policy's text; may be left out if the action has one field.",
+        "environment.text_field", None, "Field of the OpenEnv action for the policy's text; else its only field."
     )
     observation: str | None = setting(
         "environment.observation", None, "Field of the OpenEnv observation that the policy reads; else all fields."

@@ -28,9 +28,7 @@ class ModelSection(Section):
     tokenizer_class: str | None = setting("tokenizer_type", None, "Name of the tokenizer class in transformers.")
     tokenizer_use_fast: bool = setting("tokenizer_use_fast", True, "Whether the fast tokenizer is used.")
     tokenizer_legacy: bool | None = setting("tokenizer_legacy", None, "The tokenizer's `legacy` switch.")
-    model_class: str | None = setting(
-        "model_type", None, "Model class in transformers; else the method's.", also=("type_of_model",)
-    )
+    model_class: str | None = setting("model_type", None, "Model class; else by the method.", also=("type_of_model",))
     revision: str | None = setting("model_revision", None, "Hub branch, tag or commit.", also=("revision_of_model",))
     gguf_file: str | None = setting("gguf_file", None, "GGUF file inside `base_model`; its weights are dequantised.")
     config_overrides: dict[str, Any] = setting(

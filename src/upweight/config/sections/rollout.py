@@ -34,7 +34,7 @@ class RolloutSection(Section):
     weight_transfer: Literal["folder", "nccl", "ipc"] = setting(
         "trl.vllm_weight_transfer",
         "folder",
-        "How all weights reach a server: through a folder, by NCCL between GPUs, or by CUDA IPC on one GPU.",
+        "How weights reach a server: folder, NCCL between GPUs, or IPC on one GPU.",
     )
     reward_funcs: list[str] = setting("trl.reward_funcs", [], "Rewards: dotted paths, built-in names or reward models.")
     reward_workers: PositiveInt = setting("trl.reward_num_workers", 1, "Processes that compute rewards.")

@@ -27,6 +27,7 @@ SchedulerName = Literal[
 FsdpWord = Literal[
     "full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2", "auto_wrap", "offload",
 ]  # fmt: skip
+StateDict = Literal["FULL_STATE_DICT", "SHARDED_STATE_DICT"]
 
 
 class RateGroup(Strict):
@@ -86,9 +87,7 @@ class OptimSection(Section):
         "reference_offloading", False, "Keep the reference's copy of trained weights in host memory while unused."
     )
     torch_compile: bool = setting("torch_compile", False, "Compile the model's layers.")
-    empty_cache_steps: PositiveInt | None = setting(
-        "torch_empty_cache_steps", None, "Steps between calls of `torch.cuda.empty_cache`."
-    )
+    empty_cache_steps: PositiveInt | None = setting("torch_empty_cache_steps", None, "Steps between cache clearings.")
 
 
 class ShardingSection(Section):
@@ -108,18 +107,14 @@ class ShardingSection(Section):
     min_parameters: PositiveInt | None = setting("fsdp_config.min_num_params", None, "Smallest SIZE_BASED_WRAP unit.")
     reshard: bool = setting("fsdp_config.reshard_after_forward", True, "Free gathered weights after the forward.")
     offload: bool = setting("fsdp_config.offload_params", False, "Keep shards in host memory.")
-    state_dict: Literal["FULL_STATE_DICT", "SHARDED_STATE_DICT"] = setting(
-        "fsdp_config.state_dict_type", "SHARDED_STATE_DICT", "How checkpoints are written."
-    )
-    final_state_dict: Literal["FULL_STATE_DICT", "SHARDED_STATE_DICT"] = setting(
+    state_dict: StateDict = setting("fsdp_config.state_dict_type", "SHARDED_STATE_DICT", "How checkpoints are written.")
+    final_state_dict: StateDict = setting(
         "fsdp_config.final_state_dict_type", "FULL_STATE_DICT", "How the final model is written."
     )
     low_memory_loading: bool = setting(
         "fsdp_config.cpu_ram_efficient_loading", True, "Load weights on one rank and broadcast them to the others."
     )
-    fsdp_checkpointing: bool = setting(
-        "fsdp_config.activation_checkpointing", False, "The same as `gradient_checkpointing: true`."
-    )
+    fsdp_checkpointing: bool = setting("fsdp_config.activation_checkpointing", False, "Means `gradient_checkpointing`.")
     context_parallel_size: PositiveInt = setting(
         "context_parallel_size", 1, "Consecutive ranks that share rows as one device; must divide the attention heads."
     )
