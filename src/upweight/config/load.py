@@ -89,22 +89,20 @@ def _suggestion(path: str, value: Any) -> str:
     block, _, name = path.rpartition(".")
     if not block and isinstance(value, dict) and closest(name, blocks()):
         return f"unknown key.{did_you_mean(name, blocks())}"
-    homes = [key.rpartition(".")[0] for key in known if key.rpartition(".")[2] == name]
+    parts = {key: key.rpartition(".") for key in known}
+    homes = [home for home, _, last in parts.values() if last == name]
     if name in DatasetRow.model_fields and not block:
         homes.append("datasets[...]")
     homes = [f"under '{home}'" if home else "at the top level" for home in dict.fromkeys(homes)]
     prefixed = "".join(f"; with 'rl: {rl}' it is '{rl}_{name}'" for rl in METHODS if f"{rl}_{name}" in known)
     if homes:
         return f"belongs {' or '.join(homes)}{prefixed}"
-    same_block = [key for key in known if key.rpartition(".")[0] == block]
-    names = [key.rpartition(".")[2] for key in same_block]
-    effective = [key.rpartition(".")[2] for key in same_block if key not in SATISFIED]
+    names = [last for home, _, last in parts.values() if home == block]
+    effective = [last for key, (home, _, last) in parts.items() if home == block and key not in SATISFIED]
     if near := closest(name, effective, cutoff=0.7) or closest(name, names, cutoff=0.7):
         return f"unknown key. Did you mean '{near}'?"
-    elsewhere = closest(name, (key.rpartition(".")[2] for key in known), cutoff=0.75)
-    if elsewhere:
-        full = next(key for key in known if key.rpartition(".")[2] == elsewhere)
-        return f"unknown key. Did you mean '{full}'?"
+    if elsewhere := closest(name, (last for _, _, last in parts.values()), cutoff=0.75):
+        return f"unknown key. Did you mean '{next(key for key in known if parts[key][2] == elsewhere)}'?"
     return f"unknown key.{did_you_mean(name, names) or ' docs/config.md lists them all.'}"
 
 

@@ -159,10 +159,10 @@ class WithReference(Section):
         "sync_ref_model", False, "Move the reference towards the policy while training.", also=("trl.sync_ref_model",)
     )
     ref_model_mixup_alpha: float = setting(
-        "ref_model_mixup_alpha", 0.6, "Policy's share in each move.", also=("trl.ref_model_mixup_alpha",), ge=0, le=1
+        "ref_model_mixup_alpha", 0.6, "Policy's share in each sync.", also=("trl.ref_model_mixup_alpha",), ge=0, le=1
     )
     ref_model_sync_steps: int = setting(
-        "ref_model_sync_steps", 512, "Steps between moves of the reference.", also=("trl.ref_model_sync_steps",), ge=1
+        "ref_model_sync_steps", 512, "Steps between syncs of the reference.", also=("trl.ref_model_sync_steps",), ge=1
     )
 
     @model_validator(mode="after")

@@ -55,7 +55,7 @@ class PolicyGradient(Section):
     beta: float = setting("trl.beta", 0.0, "Weight of the KL; 0 needs no reference model.", also=("rl_beta",), ge=0)
     loss_type: LossType = setting("trl.loss_type", "dapo", "Form of the token loss and of its average.")
     epsilon: float = setting("trl.epsilon", 0.2, "How far below 1 the policy ratio counts before it is clipped.", ge=0)
-    epsilon_high: float | None = setting("trl.epsilon_high", None, "The same above 1; unset means epsilon.", ge=0)
+    epsilon_high: float | None = setting("trl.epsilon_high", None, "Clip above a ratio of 1; unset: epsilon.", ge=0)
     delta: float | None = setting("trl.delta", None, "Bound of ratios at negative advantages; unset means none.", gt=0)
     importance_sampling_level: Literal["token", "sequence"] = setting(
         "trl.importance_sampling_level", "token", "Policy ratio of each token, or of the whole sequence (GSPO)."
@@ -118,8 +118,8 @@ class PolicyGradient(Section):
         "trl.vllm_importance_sampling_clip_min", None, "Smallest correction; unset means no floor.", ge=0
     )
     sync_ref_model: bool = setting("trl.sync_ref_model", False, "Move the reference towards the policy while training.")
-    ref_model_mixup_alpha: float = setting("trl.ref_model_mixup_alpha", 0.6, "Policy's share in each move.", ge=0, le=1)
-    ref_model_sync_steps: int = setting("trl.ref_model_sync_steps", 512, "Steps between moves of the reference.", ge=1)
+    ref_model_mixup_alpha: float = setting("trl.ref_model_mixup_alpha", 0.6, "Policy's share in each sync.", ge=0, le=1)
+    ref_model_sync_steps: int = setting("trl.ref_model_sync_steps", 512, "Steps between syncs of the reference.", ge=1)
 
     @model_validator(mode="after")
     def _settings_fit_together(self) -> Self:
