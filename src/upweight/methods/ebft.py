@@ -56,9 +56,7 @@ class EBFT(PolicyGradient, Method):
         "ebft.min_completion_prefix", 0, "Completion tokens before the first block (strided mode).", ge=0
     )
     baseline: Literal["rloo", "group_norm", "reinforce"] | None = setting(
-        "ebft.advantage_estimator",
-        None,
-        "Baseline of rewards; unset means rloo, or group_norm (also spelled grpo) where `trl.scale_rewards` is set.",
+        "ebft.advantage_estimator", None, "Baseline; else rloo, or group_norm (or grpo) with `trl.scale_rewards`."
     )
 
     @field_validator("baseline", mode="before")

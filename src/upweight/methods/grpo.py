@@ -17,9 +17,7 @@ class GRPO(PolicyGradient, Method):
     name: ClassVar[str] = "grpo"
 
     aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = setting(
-        "trl.multi_objective_aggregation",
-        "sum_then_normalize",
-        "Normalise the weighted sum of the rewards, or sum up rewards that were normalised one by one (GDPO).",
+        "trl.multi_objective_aggregation", "sum_then_normalize", "Sum rewards, then normalise; or the reverse (GDPO)."
     )
 
     @model_validator(mode="after")

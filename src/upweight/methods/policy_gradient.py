@@ -73,7 +73,7 @@ class PolicyGradient(Section):
     off_policy_mask_threshold: float | None = setting(
         "trl.off_policy_mask_threshold",
         None,
-        "Drop sequences of negative advantage whose mean log-prob fell by more than this since they were sampled.",
+        "Drop negative-advantage sequences whose log-prob fell by more than this.",
     )
     top_entropy_quantile: float = setting(
         "trl.top_entropy_quantile", 1.0, "Share of tokens, the most uncertain ones, that are trained on.", gt=0, le=1
@@ -98,21 +98,13 @@ class PolicyGradient(Section):
         "trl.vespo_lambda_neg", 2.0, "How fast vespo damps overlikely sequences of negative advantage.", ge=0
     )
     sampler_correction: bool | None = setting(
-        "trl.vllm_importance_sampling_correction",
-        None,
-        "Weigh tokens by trainer over sampler probability; unset means whenever sampler and trainer differ.",
+        "trl.vllm_importance_sampling_correction", None, "Weigh tokens by trainer over sampler; unset: if they differ."
     )
     sampler_correction_mode: CorrectionMode | None = setting(
-        "trl.vllm_importance_sampling_mode",
-        None,
-        "Cap or drop large corrections, by token or by sequence; unset caps at the level of the policy ratio.",
+        "trl.vllm_importance_sampling_mode", None, "Cap or drop large corrections; unset caps at the ratio's level."
     )
     sampler_correction_cap: float = setting(
-        "trl.vllm_importance_sampling_cap",
-        3.0,
-        "Largest correction.",
-        also=("trl.vllm_importance_sampling_clip_max",),
-        gt=0,
+        "trl.vllm_importance_sampling_cap", 3.0, "Largest value.", also=("trl.vllm_importance_sampling_clip_max",), gt=0
     )
     sampler_correction_floor: float | None = setting(
         "trl.vllm_importance_sampling_clip_min", None, "Smallest correction; unset means no floor.", ge=0

@@ -137,9 +137,8 @@ class DataSection(Section):
     eval_sequence_len: PositiveInt | None = setting("eval_sequence_len", None, "Longest sequence in evaluation.")
     min_sample_len: int = setting("min_sample_len", 0, "Rows with fewer tokens are dropped.", ge=0)
     max_prompt_length: PositiveInt | None = setting(
-        "max_prompt_length", None, "Longest prompt in tokens; longer ones lose their start.",
-        also=("trl.max_prompt_length",),
-    )  # fmt: skip
+        "max_prompt_length", None, "Longest prompt in tokens; the left is cut off.", also=("trl.max_prompt_length",)
+    )
     too_long: Literal["drop", "truncate", "raise"] = setting(
         "excess_length_strategy", "drop", "What happens to a row that is too long."
     )
