@@ -90,7 +90,7 @@ def online_trainer(
     **options,
 ):
     """A trainer of a tiny model with plain SGD; `options` are those of TrainingArguments."""
-    method = method or GRPO(policy={"num_generations": 4, "max_completion_length": 6})
+    method = method or GRPO(**{"num_generations": 4, "max_completion_length": 6})
     tokenizer = tokenizer or byte_tokenizer("chatml", template)
     model = chat_model(tokenizer) if model is None else model
     model = adapted(model) if adapter else model

@@ -28,11 +28,6 @@ def inner(default: Any, help: str, **limits: Any) -> Any:
     return Field(default, description=help, **limits)
 
 
-def inline(section: type["Section"]) -> Any:
-    """Declare a field that is a Section; the settings in it keep their YAML paths."""
-    return Field(default_factory=section, json_schema_extra={"inline": True})
-
-
 class Strict(BaseModel):
     """A frozen model that rejects unknown keys and does not read `true` as a number."""
 
@@ -70,28 +65,21 @@ class Key:
 
     path: str
     section: type[Section]
-    where: tuple[str, ...]  # attribute path from the top section to the section with the field
     name: str
     field: FieldInfo
     canonical: str  # the path in the documentation; differs from `path` for aliases
 
 
-def keys_of(section: type[Section], where: tuple[str, ...] = ()) -> Iterator[Key]:
-    """Yield every YAML path that a section and its nested sections read."""
+def keys_of(section: type[Section]) -> Iterator[Key]:
+    """Yield every YAML path that a section reads."""
     for name, field in section.model_fields.items():
         extra = field.json_schema_extra
-        assert isinstance(extra, dict), f"{section.__name__}.{name} is not declared with setting() or inline()"
-        if extra.get("inline"):
-            inner = field.annotation
-            assert isinstance(inner, type)
-            assert issubclass(inner, Section)
-            yield from keys_of(inner, (*where, name))
-            continue
+        assert isinstance(extra, dict), f"{section.__name__}.{name} is not declared with setting()"
         canonical = str(extra["path"])
         also = extra.get("also")
         assert isinstance(also, list)
         for path in (canonical, *(str(item) for item in also)):
-            yield Key(path, section, where, name, field, canonical)
+            yield Key(path, section, name, field, canonical)
 
 
 def _admits(annotation: Any, kind: type) -> bool:

@@ -114,7 +114,7 @@ def test_a_key_we_do_not_have_may_ask_for_nothing(value):
 
 def test_null_means_unset():
     config = parse({"rl": "grpo", "trl": {"max_completion_length": None, "loss_type": "dr_grpo"}}, fragment=True)
-    assert config.method.model_dump()["policy"]["max_completion_length"] == 256
+    assert config.method.model_dump()["max_completion_length"] == 256
 
 
 def test_keys_that_hold_by_construction_are_noted_once():
@@ -190,7 +190,7 @@ def test_overrides_reach_nested_keys_and_list_items(tmp_path):
     file = tmp_path / "c.yaml"
     file.write_text("base_model: m\nrl: grpo\ntrl: {reward_funcs: [r.f]}\ndatasets: [{path: a}]\n")
     config = load_config(file, ["trl.beta=0.01", "micro_batch_size=2", "datasets.0.path=b", "datasets[0].split=test"])
-    assert config.method.model_dump()["policy"]["beta"] == 0.01
+    assert config.method.model_dump()["beta"] == 0.01
     assert config.optim.micro_batch_size == 2
     assert (config.data.datasets[0].path, config.data.datasets[0].split) == ("b", "test")
 

@@ -5,7 +5,7 @@ import pytest
 from pydantic import ValidationError
 
 from made_batches import made_batch, made_outputs, metrics_of, total_loss
-from upweight.methods import EBFT, GRPO, PolicyGradient
+from upweight.methods import EBFT, GRPO
 from upweight.types import Sample
 
 # Two samples and one demonstration.
@@ -27,11 +27,11 @@ def test_strided_mode_is_reinforce_plus_cross_entropy():
 
 @pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dapo", "vespo"])
 def test_structured_mode_is_the_policy_gradient_of_the_samples_alone(loss_type):
-    policy = PolicyGradient(loss_type=loss_type, beta=0.1)
+    policy = {"loss_type": loss_type, "beta": 0.1}
     ref = [[-1.1, -0.4], [-2.5], [-2.0, -0.1]]
     samples = made_batch([2, 1], advantage_S=[2.0, -1.0])
-    alone = total_loss(GRPO(policy=policy), made_outputs(LOGPS[:2], ref[:2]), samples)
-    together = total_loss(EBFT(policy=policy, ce_coef=0.1, rl_coef=0.5), made_outputs(LOGPS, ref), batch())
+    alone = total_loss(GRPO(**policy), made_outputs(LOGPS[:2], ref[:2]), samples)
+    together = total_loss(EBFT(**policy, ce_coef=0.1, rl_coef=0.5), made_outputs(LOGPS, ref), batch())
     assert together == pytest.approx(0.5 * alone + 0.1 * 1.8)
 
 
@@ -54,7 +54,7 @@ def test_settings_out_of_bounds_are_refused():
     with pytest.raises(ValidationError, match="less than or equal to 1"):
         EBFT(feature_layers=[0.5, 1.5])
     with pytest.raises(ValidationError, match="'rloo', 'group_norm' or 'reinforce'"):
-        EBFT(advantage_estimator="gae")
+        EBFT(baseline="gae")
     for key in ("temperature", "top_p"):
         with pytest.raises(ValidationError, match=f"ebft.{key}: at 0 all samples of a block are alike"):
             EBFT(mode="strided", **{key: 0})

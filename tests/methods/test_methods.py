@@ -2,7 +2,8 @@ import pytest
 import torch
 
 from upweight.methods import METHODS, SFT, Method
-from upweight.settings import keys_of
+from upweight.methods.base import ReferenceSync
+from upweight.settings import Section, keys_of
 
 
 def test_methods_are_listed_by_their_own_names():
@@ -45,7 +46,7 @@ def test_no_two_settings_of_a_method_read_the_same_path(name):
 def test_methods_are_one_level_below_the_framework(name):
     *shared, base = METHODS[name].__bases__
     assert base is Method
-    assert all(one.__bases__ == (object,) for one in shared)
+    assert all(one.__bases__ == (Section,) for one in shared)
 
 
 def test_a_method_has_counts_and_a_loss_and_only_an_online_one_advantages():
@@ -80,3 +81,10 @@ def test_group_sizes_come_from_the_settings():
 
 def test_a_reference_is_asked_for_only_where_it_is_read():
     assert {name for name, method in METHODS.items() if method().needs_reference} == {"dpo", "ipo", "kto", "rloo"}
+
+
+@pytest.mark.parametrize("name", [name for name, method in METHODS.items() if "sync_ref_model" in method.model_fields])
+def test_a_reference_follows_where_the_key_is_on(name):
+    beta = {} if name in ("dpo", "ipo", "kto") else {"beta": 0.1}
+    method = METHODS[name](sync_ref_model=True, ref_model_mixup_alpha=0.3, ref_model_sync_steps=7, **beta)
+    assert method.reference_sync == ReferenceSync(alpha=0.3, steps=7)

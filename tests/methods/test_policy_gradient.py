@@ -6,7 +6,7 @@ import torch
 from pydantic import ValidationError
 
 from made_batches import flat, made_batch, made_outputs, metrics_of, sigma, tensor, total_loss
-from upweight.methods import GDPO, GRPO, PolicyGradient
+from upweight.methods import GDPO, GRPO
 from upweight.methods.formulas.policy_losses import quantile
 from upweight.types import Sample
 
@@ -22,7 +22,7 @@ def batch(**known):
 
 
 def loss(known=None, ref=None, out=None, **settings):
-    return total_loss(GRPO(policy=PolicyGradient(**settings)), out or made_outputs(LOGPS, ref), batch(**(known or {})))
+    return total_loss(GRPO(**settings), out or made_outputs(LOGPS, ref), batch(**(known or {})))
 
 
 def sapo(ratio, advantage, tau):
@@ -51,7 +51,7 @@ def test_loss_of_two_completions(name):
 
 @pytest.mark.parametrize("name", ["grpo", "sapo", "dr_grpo", "luspo", "bnpo", "dapo", "cispo"])
 def test_a_completion_in_two_stretches_counts_once(name):
-    method = GRPO(policy=PolicyGradient(loss_type=name, max_completion_length=10))
+    method = GRPO(loss_type=name, max_completion_length=10)
     known = {"advantage_S": [2.0, 2.0, -1.0], "old_logps_T": flat(OLD), "share_S": [0.5, 0.5, 1.0]}
     split = total_loss(method, made_outputs([[-1.0], [-0.5], [-2.0]]), made_batch([1, 1, 1], **known))
     assert split == pytest.approx(BY_HAND[name])
@@ -90,16 +90,16 @@ def test_kl_to_the_reference(corrected):
     expected = (CLIPPED_SUM + 0.1 * sum(weighed)) / 3
     settings = {"loss_type": "bnpo", "beta": 0.1, "use_bias_correction_kl": corrected}
     assert loss(ref=REF, **settings) == pytest.approx(expected)
-    metrics = metrics_of(GRPO(policy=PolicyGradient(**settings)), made_outputs(LOGPS, REF), batch())
+    metrics = metrics_of(GRPO(**settings), made_outputs(LOGPS, REF), batch())
     assert metrics["kl"] == pytest.approx(sum(kl) / 3)
 
 
 def test_a_truncated_completion_counts_as_a_sequence_without_tokens():
-    method = GRPO(policy=PolicyGradient(loss_type="grpo"))
+    method = GRPO(loss_type="grpo")
     whole = made_batch([2, 1, 0], advantage_S=[2.0, -1.0, 3.0], old_logps_T=flat(OLD))
     assert method.count(whole)["sequences"] == 3
     assert total_loss(method, made_outputs(LOGPS), whole) == pytest.approx(BY_HAND["grpo"] * 2 / 3)
-    tokens = GRPO(policy=PolicyGradient(loss_type="dapo"))
+    tokens = GRPO(loss_type="dapo")
     assert tokens.count(whole)["rollout_tokens"] == 3
 
 
@@ -125,9 +125,9 @@ def test_tokens_are_weighed_by_trainer_over_sampler(mode, floor):
 
 
 def test_the_unset_correction_follows_the_level_of_the_ratio():
-    assert PolicyGradient().correction_mode == "token_truncate"
-    assert PolicyGradient(importance_sampling_level="sequence").correction_mode == "sequence_truncate"
-    assert PolicyGradient(importance_sampling_level="sequence", loss_type="vespo").correction_mode == "token_truncate"
+    assert GRPO().correction_mode == "token_truncate"
+    assert GRPO(importance_sampling_level="sequence").correction_mode == "sequence_truncate"
+    assert GRPO(importance_sampling_level="sequence", loss_type="vespo").correction_mode == "token_truncate"
 
 
 def test_the_correction_can_be_turned_off():
@@ -168,7 +168,7 @@ def test_only_the_most_uncertain_tokens_are_trained_on():
 
 
 def test_a_step_in_which_nothing_is_scored_has_no_uncertain_tokens():
-    assert float(PolicyGradient(top_entropy_quantile=0.5).prepare({})["entropy_threshold"]) == 0
+    assert float(GRPO(top_entropy_quantile=0.5).prepare({})["entropy_threshold"]) == 0
 
 
 def test_entropy_bonus_is_a_mean_over_the_tokens_trained_on():
@@ -182,7 +182,7 @@ def test_clip_metrics_count_the_tokens_without_gradient():
     metrics = metrics_of(GRPO(), made_outputs(LOGPS), batch())
     names = ("clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean")
     assert [metrics[name] for name in names] == pytest.approx([1 / 3, 1 / 3, 2 / 3])
-    cispo = metrics_of(GRPO(policy=PolicyGradient(loss_type="cispo")), made_outputs(LOGPS), batch())
+    cispo = metrics_of(GRPO(loss_type="cispo"), made_outputs(LOGPS), batch())
     assert cispo["cispo_clip_ratio"] == pytest.approx(1 / 3)
 
 
@@ -190,7 +190,7 @@ def test_the_on_policy_gradient_is_minus_the_advantage():
     out = made_outputs(LOGPS)
     logps_T = out.logps_T.requires_grad_()
     for name in ("bnpo", "cispo", "luspo"):
-        sums = GRPO(policy=PolicyGradient(loss_type=name)).loss(out, batch(old_logps_T=None), {}).sums
+        sums = GRPO(loss_type=name).loss(out, batch(old_logps_T=None), {}).sums
         (gradient,) = torch.autograd.grad(sum(sums.values()), logps_T)
         assert gradient.tolist() == pytest.approx([-2.0, -2.0, 1.0])
 
@@ -215,34 +215,34 @@ def test_quantile_is_the_linear_one(share):
 )
 def test_settings_that_cannot_work_are_refused(settings, message):
     with pytest.raises(ValidationError, match=message):
-        PolicyGradient(**settings)
+        GRPO(**settings)
 
 
 def test_rloo_and_decoupled_rewards_exclude_each_other():
-    rloo = PolicyGradient(advantage_estimator="rloo")
+    rloo = {"advantage_estimator": "rloo"}
     with pytest.raises(ValidationError, match="sum_then_normalize"):
-        GRPO(policy=rloo, aggregation="normalize_then_sum")
+        GRPO(**rloo, aggregation="normalize_then_sum")
     with pytest.raises(ValidationError, match="use rl: grpo"):
-        GDPO(policy=rloo)
+        GDPO(**rloo)
     with pytest.raises(ValidationError, match="normalize_then_sum"):
         GDPO(aggregation="sum_then_normalize")
 
 
 @pytest.mark.parametrize("scale", ["batch", "none", False])
 def test_a_scale_that_decoupled_rewards_would_ignore_is_refused(scale):
-    policy = PolicyGradient(scale_rewards=scale)
-    with pytest.raises(ValidationError, match=f"trl.scale_rewards: {policy.reward_scale} has no effect"):
-        GDPO(policy=policy)
-    with pytest.raises(ValidationError, match=f"trl.scale_rewards: {policy.reward_scale} has no effect"):
-        GRPO(policy=policy, aggregation="normalize_then_sum")
-    assert GDPO(policy=PolicyGradient(scale_rewards=True))
+    refused = f"trl.scale_rewards: {scale or 'none'} has no effect"
+    with pytest.raises(ValidationError, match=refused):
+        GDPO(scale_rewards=scale)
+    with pytest.raises(ValidationError, match=refused):
+        GRPO(scale_rewards=scale, aggregation="normalize_then_sum")
+    assert GDPO(scale_rewards=True)
 
 
 def test_what_the_loss_needs_follows_from_its_settings():
     assert not GRPO().needs_reference
-    assert GRPO(policy=PolicyGradient(beta=0.1)).needs_reference
+    assert GRPO(beta=0.1).needs_reference
     assert not GRPO().needs_preparation
-    assert GRPO(policy=PolicyGradient(top_entropy_quantile=0.5)).needs_preparation
+    assert GRPO(top_entropy_quantile=0.5).needs_preparation
 
 
 @pytest.mark.parametrize(
@@ -252,7 +252,7 @@ def test_what_the_loss_needs_follows_from_its_settings():
 def test_a_completion_without_advantage_counts_where_something_else_is_computed_from_it(settings, pulled):
     scored = np.array([False, True])
     idle, useful = (Sample(np.arange(2), scored, advantage=advantage) for advantage in (0.0, 1.0))
-    method = GRPO(policy=PolicyGradient(**settings))
+    method = GRPO(**settings)
     assert method.contributes(idle) == pulled
     assert method.contributes(useful)
     assert not method.contributes(Sample(np.arange(2), np.zeros(2, np.bool_), advantage=1.0))

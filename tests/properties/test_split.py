@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from made_batches import made_batch
-from upweight.methods import DPO, EBFT, GDPO, GRPO, IPO, KTO, METHODS, ORM, ORPO, PRM, RLOO, SFT, PolicyGradient, SimPO
+from upweight.methods import DPO, EBFT, GDPO, GRPO, IPO, KTO, METHODS, ORM, ORPO, PRM, RLOO, SFT, SimPO
 from upweight.methods.formulas.dpo_losses import SMOOTHED
 from upweight.methods.policy_gradient import DIVISOR
 from upweight.types import Outputs
@@ -20,7 +20,7 @@ TOP_ENTROPY = {"top_entropy_quantile": 0.4, "entropy_coef": 0.1}
 
 
 def grpo(**settings):
-    return GRPO(policy=PolicyGradient(**settings))
+    return GRPO(**settings)
 
 
 VARIANTS = {
@@ -42,9 +42,9 @@ VARIANTS = {
     **{f"grpo {mode}": grpo(sampler_correction_mode=mode, sampler_correction_cap=1.5) for mode in CORRECTIONS},
     **{f"grpo top entropy {name}": grpo(loss_type=name, **TOP_ENTROPY) for name in ("dapo", "bnpo", "grpo")},
     "grpo off-policy mask": grpo(off_policy_mask_threshold=0.05),
-    "gdpo": GDPO(policy=PolicyGradient(beta=0.1)),
+    "gdpo": GDPO(beta=0.1),
     "rloo": RLOO(epsilon_high=0.3),
-    "ebft structured": EBFT(ce_coef=0.1, rl_coef=0.5, policy=PolicyGradient(loss_type="grpo", beta=0.1, **TOP_ENTROPY)),
+    "ebft structured": EBFT(ce_coef=0.1, rl_coef=0.5, loss_type="grpo", beta=0.1, **TOP_ENTROPY),
     "ebft strided": EBFT(mode="strided", ce_coef=0.1),
     "orm": ORM(center_rewards_coefficient=0.01),
     "prm": PRM(),

@@ -43,7 +43,7 @@ def texts_are_text(completions, **_):
 
 
 def test_a_text_function_writes_what_rewards_read_and_training_learns(tmp_path):
-    method = GRPO(policy={"num_generations": 4, "max_completion_length": 16})
+    method = GRPO(**{"num_generations": 4, "max_completion_length": 16})
     trainer = online_trainer(tmp_path, method=method, rollout_func=text_rollout, rewards=[texts_are_text], max_steps=2)
     trainer.processing_class.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }} {% endfor %}"
     trainer.train()
@@ -118,7 +118,7 @@ def test_prompts_of_a_token_function_that_differ_are_each_kept(tmp_path):
         read.extend(zip(completion_ids, completions, strict=True))
         return [float(ids[0]) for ids in completion_ids]
 
-    method = GRPO(policy={"num_generations": 4, "max_completion_length": 6, "off_policy_mask_threshold": 0.1})
+    method = GRPO(**{"num_generations": 4, "max_completion_length": 6, "off_policy_mask_threshold": 0.1})
     trainer = online_trainer(tmp_path, method=method, rollout_func=one_prompt_each, rewards=[reads], max_steps=1)
     trainer.train()
     samples = [unit.samples[0] for unit in trainer.rollouts.units]
@@ -132,7 +132,7 @@ def test_prompts_of_a_token_function_that_differ_are_each_kept(tmp_path):
 
 @pytest.mark.parametrize(("threshold", "kept"), [(None, None), (0.1, [-1.0, -1.0])])
 def test_log_probs_of_a_token_function_say_how_far_a_sequence_drifted(tmp_path, threshold, kept):
-    method = GRPO(policy={"num_generations": 4, "max_completion_length": 6, "off_policy_mask_threshold": threshold})
+    method = GRPO(**{"num_generations": 4, "max_completion_length": 6, "off_policy_mask_threshold": threshold})
     trainer = online_trainer(tmp_path, method=method, rollout_func=token_rollout, max_steps=1)
     trainer.train()
     sampler_logps = trainer.rollouts.units[0].samples[0].sampler_logps

@@ -71,8 +71,8 @@ def test_messages_are_answered_by_messages(tmp_path):
 
 
 def test_advantages_follow_the_method_over_the_whole_rollout(tmp_path):
-    for method in (GRPO(policy={"num_generations": 4, "max_completion_length": 5}),
-                   GDPO(policy={"num_generations": 4, "max_completion_length": 5})):  # fmt: skip
+    for method in (GRPO(**{"num_generations": 4, "max_completion_length": 5}),
+                   GDPO(**{"num_generations": 4, "max_completion_length": 5})):  # fmt: skip
         rollout = producer_of(tmp_path, method=method, wanted=16).produce(0)
         rewards_SR = torch.cat([group.rewards_SR for group in rollout.groups])
         right_S = method.advantages(rewards_SR, torch.arange(4).repeat_interleave(4))

@@ -29,7 +29,7 @@ def test_signal_is_any_reward_that_tells_completions_apart():
 
 
 def test_metrics_have_the_names_and_values_people_know():
-    method = GRPO(policy={"reward_weights": (1.0, 2.0)})
+    method = GRPO(**{"reward_weights": (1.0, 2.0)})
     groups = [group([1.0, 0.0], [0.0, NAN], lengths=[2, 6], finished=[True, False]), group([1.0, 1.0], [1.0, 1.0])]
     found = summary(groups, ["a", "b"], method)
     totals = torch.tensor([1.0, 0.0, 3.0, 3.0])

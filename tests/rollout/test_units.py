@@ -60,9 +60,9 @@ def test_a_rollout_in_stretches_is_a_unit_of_several_samples():
     unit, other = units(group(late, ENDED), sampler_logps=True)
     assert [sample.ids.tolist() for sample in unit.samples] == [[7, 8, 6, 1], [7, 8, 4, 5]]
     assert [sample.advantage for sample in unit.samples] == [0.5, 0.5]
-    counts = GRPO(policy={"loss_type": "dapo"}).count(count_batch([unit, other]))
+    counts = GRPO(**{"loss_type": "dapo"}).count(count_batch([unit, other]))
     assert float(counts["rollout_tokens"]) == 1 + 2 + 2
-    by_sequence = GRPO(policy={"loss_type": "grpo"})
+    by_sequence = GRPO(**{"loss_type": "grpo"})
     assert float(by_sequence.count(count_batch([unit, other]))["sequences"]) == pytest.approx(2)
     assert [sample.share for sample in unit.samples] == pytest.approx([1 / 3, 2 / 3])
     assert build_batch([other]).share_S is None
@@ -71,7 +71,7 @@ def test_a_rollout_in_stretches_is_a_unit_of_several_samples():
 @pytest.mark.parametrize("loss_type", ["dapo", "grpo", "bnpo", "dr_grpo"])
 def test_a_failed_completion_is_counted_nowhere(loss_type):
     failed = Completion([], [], [], finished=False, sampled=[], failure="broken")
-    method = GRPO(policy={"loss_type": loss_type})
+    method = GRPO(**{"loss_type": loss_type})
     with_failed, without = units(group(failed, ENDED), sampler_logps=True), units(group(ENDED), sampler_logps=True)
     assert method.count(count_batch(with_failed)) == method.count(count_batch(without))
     assert not method.contributes(with_failed[0].samples[0])

@@ -35,8 +35,8 @@ CASES = {
 }
 POLICY = {"num_generations": 4, "max_completion_length": 6}
 ONLINE = {
-    "grpo": GRPO(policy={**POLICY, "beta": 0.1, "top_entropy_quantile": 0.8}),
-    "gdpo": GDPO(policy=POLICY),
+    "grpo": GRPO(**{**POLICY, "beta": 0.1, "top_entropy_quantile": 0.8}),
+    "gdpo": GDPO(**POLICY),
 }
 EVALUATED = ("kto",)
 CLOCK = ("second", "runtime", "idle")  # in the names of what depends on it

@@ -37,7 +37,7 @@ def test_from_chance_to_nearly_always_right(tmp_path, method, adapter):
         model = get_peft_model(model, LoraConfig(r=16, target_modules="all-linear"))
     policy = {"num_generations": 16, "max_completion_length": 4}
     trainer = online_trainer(
-        tmp_path, method=method(policy=policy), rewards=[same_letter, right_length], model=model, rows=4,
+        tmp_path, method=method(**policy), rewards=[same_letter, right_length], model=model, rows=4,
         words=LETTERS, step=64, max_steps=150, optim="adamw_torch", learning_rate=1e-2 if adapter else 2e-3,
         max_grad_norm=1.0,
     )  # fmt: skip
@@ -50,7 +50,7 @@ def test_from_chance_to_nearly_always_right(tmp_path, method, adapter):
 def learning_curve(folder, model, seed, section):
     """Rewards of each step, and all that was logged."""
     trainer = online_trainer(
-        folder, method=GRPO(policy={"num_generations": 16, "max_completion_length": 4}), rewards=[same_letter],
+        folder, method=GRPO(**{"num_generations": 16, "max_completion_length": 4}), rewards=[same_letter],
         model=copy.deepcopy(model), rows=2, words=LETTERS, step=32, max_steps=40, optim="adamw_torch",
         learning_rate=2e-3, max_grad_norm=1.0, seed=seed, section=section,
     )  # fmt: skip

@@ -102,7 +102,7 @@ def test_from_chance_to_looking_up_and_answering(tmp_path):
     )
     policy = {"num_generations": 8, "max_completion_length": 32, "entropy_coef": 0.02}
     trainer = online_trainer(
-        tmp_path, method=GDPO(policy=policy), rewards=[], model=taught_to_try(tokenizer), tokenizer=tokenizer,
+        tmp_path, method=GDPO(**policy), rewards=[], model=taught_to_try(tokenizer), tokenizer=tokenizer,
         data=Dataset.from_list(rows), env_setup=env_setup, step=128, max_steps=80,
         optim="adamw_torch", learning_rate=3e-3, max_grad_norm=1.0,
     )  # fmt: skip

@@ -43,7 +43,7 @@ def test_answers(tmp_path):
     model = taught(tokenizer, tokenizer(texts, add_special_tokens=False)["input_ids"], LETTERS, steps=40)
     policy = {"num_generations": 8, "max_completion_length": 4}
     # The mean of features does not know the order of tokens, nor the end: a little likelihood tells.
-    method = EBFT(policy=policy, feature_layers=NEAR, embed_method="completion_mean", ce_coef=0.1)
+    method = EBFT(**policy, feature_layers=NEAR, embed_method="completion_mean", ce_coef=0.1)
     train = Dataset.from_list([*rows(""), *rows("!!")])
     trainer = matching_trainer(tmp_path, method, train, model=model, step=64, learning_rate=1e-3, **OPTIONS)
     falls(trainer, Dataset.from_list(rows("!")), 0.85)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from upweight.config.sections.data import DataSection
 from upweight.config.sections.environment import EnvironmentSection
@@ -16,20 +16,21 @@ from upweight.methods import METHODS
 from upweight.methods.base import Method
 from upweight.settings import Key, Section, keys_of, setting
 
+NOT_BY_RL = {"sft": "no 'rl'", "orm": "reward_model: true", "prm": "process_reward_model: true"}
+if TYPE_CHECKING:
+    MethodName = str
+else:
+    MethodName = Literal[tuple(name for name in METHODS if name not in NOT_BY_RL)]
+
 
 class ChoiceSection(Section):
     """The choice of the training method."""
 
-    rl: Literal["dpo", "ipo", "kto", "orpo", "simpo", "grpo", "gdpo", "rloo", "ebft"] | None = setting(
-        "rl", None, "Training method; supervised fine-tuning when left out."
-    )
+    rl: MethodName | None = setting("rl", None, "Training method; supervised fine-tuning when left out.")
     reward_model: bool = setting("reward_model", False, "Train an outcome reward model.")
     process_reward_model: bool = setting("process_reward_model", False, "Train a process reward model.")
     stages: list[dict[str, Any]] = setting(
-        "stages",
-        [],
-        "Trainings that run one after the other, each from the result before it: a `name`, and keys that override the "
-        "common ones.",
+        "stages", [], "Trainings in a row, each from the last result: a `name`, and keys over the common ones."
     )
     plugins: list[str] = setting("plugins", [], "Axolotl plugins; accepted if Upweight has the feature built in.")
 
@@ -88,6 +89,4 @@ def blocks() -> frozenset[str]:
 
 def how_to_choose(method: str) -> str:
     """Return the YAML line that chooses a method."""
-    return {"sft": "no 'rl'", "orm": "reward_model: true", "prm": "process_reward_model: true"}.get(
-        method, f"rl: {method}"
-    )
+    return NOT_BY_RL.get(method, f"rl: {method}")

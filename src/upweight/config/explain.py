@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 
 from upweight.errors import did_you_mean
 from upweight.settings import literals
@@ -37,14 +38,12 @@ def _real_path(loc: tuple[int | str, ...], kind: str, value: Any) -> Path:
     path: list[str | int] = []
     for position, part in enumerate(loc):
         missing_here = kind == "missing" and position == len(loc) - 1
-        if isinstance(value, dict) and (part in value or missing_here):
+        if isinstance(value, dict) and (part in value or missing_here or kind == "invalid_key"):
             path.append(part)
             value = value.get(part)
         elif isinstance(value, list | tuple) and isinstance(part, int) and part < len(value):
             path.append(part)
             value = value[part]
-        elif isinstance(value, dict) and kind == "invalid_key":
-            path.append(part)
     return tuple(path)
 
 
@@ -79,22 +78,17 @@ def _reason(items: list[Any], path: Path, model: type[BaseModel]) -> str:
 def _corrected_form(value: str, expected: list[str], allowed: list[Any]) -> str:
     """Show how to write a string where a list, or a mapping with a `path`, is expected."""
     entries = [inner for part in allowed for inner in _inner(part, 0)] if "a list" in expected else allowed
-    has_path = any("path" in keys_inside(entry) for entry in entries)
+    has_path = any("path" in dict(_fields_inside(entry)) for entry in entries)
     entry = f"{{path: {value}}}" if has_path else brief(value)
-    if "a list" in expected:
-        return f" Write [{entry}]."
-    return f" Write {entry}." if has_path else ""
+    entry = f"[{entry}]" if "a list" in expected else entry
+    return f" Write {entry}." if has_path or "a list" in expected else ""
 
 
 def _unknown_key(key: str, parents: list[Any]) -> str:
     """Return the error message for a key that a nested mapping does not have."""
-    known = [name for parent in parents for name in keys_inside(parent)]
-    fields = {n: f for parent in parents for b in _branches(parent) if hasattr(b, "model_fields")
-              for n, f in b.model_fields.items()}  # fmt: skip
-    homes = [name for name, field in fields.items() if key in set(keys_inside(field.annotation))]
-    if homes:
-        return f"belongs under '{homes[0]}'"
-    return f"unknown key.{did_you_mean(key, known)}"
+    known = {name: field for parent in parents for name, field in _fields_inside(parent)}
+    home = next((name for name, field in known.items() if key in dict(_fields_inside(field.annotation))), None)
+    return f"unknown key.{did_you_mean(key, known)}" if home is None else f"belongs under '{home}'"
 
 
 def brief(value: Any) -> str:
@@ -133,19 +127,17 @@ def annotations_at(model: type[BaseModel], path: Path) -> list[Any]:
     return current
 
 
-def keys_inside(annotation: Any) -> Iterator[str]:
-    """Yield the field names of every model that a type annotation allows."""
+def _fields_inside(annotation: Any) -> Iterator[tuple[str, FieldInfo]]:
+    """Yield the fields of every model that a type annotation allows."""
     for branch in _branches(annotation):
         if isinstance(branch, type) and issubclass(branch, BaseModel):
-            yield from branch.model_fields
+            yield from branch.model_fields.items()
 
 
 def _inner(annotation: Any, part: str | int) -> Iterator[Any]:
+    yield from (field.annotation for name, field in _fields_inside(annotation) if name == part)
     for branch in _branches(annotation):
-        if isinstance(branch, type) and issubclass(branch, BaseModel):
-            if part in branch.model_fields:
-                yield branch.model_fields[str(part)].annotation
-        elif get_origin(branch) in (list, tuple) and isinstance(part, int):
+        if get_origin(branch) in (list, tuple) and isinstance(part, int):
             yield get_args(branch)[0]
         elif get_origin(branch) is dict:
             yield get_args(branch)[1]

@@ -17,7 +17,6 @@ SPELLINGS = {
     "stop_token_ids": "stop_ids",
     "eos_token_id": "stop_ids",
 }
-SAMPLED = ("do_sample",)  # completions of a group must differ: sampling is always on
 FIELDS = {
     "max_new_tokens": int,
     "temperature": float,
@@ -28,6 +27,8 @@ FIELDS = {
     "stop_ids": int,
     "stop_strings": str,
 }
+SAMPLED = ("do_sample",)  # completions of a group must differ: sampling is always on
+SEVERAL = ("stop_ids", "stop_strings")  # a value or a list of values
 
 
 def read_options(kwargs: Mapping[str, Any], *, others: bool) -> tuple[dict[str, Any], list[str]]:
@@ -38,26 +39,22 @@ def read_options(kwargs: Mapping[str, Any], *, others: bool) -> tuple[dict[str, 
         name = SPELLINGS.get(key, key)
         if key in SAMPLED and value is not True:
             errors.append(f"{KEY}: {key}: false makes all completions of a group alike: drop it.")
-        elif name not in FIELDS and key not in SAMPLED and not others:
-            known = [*FIELDS, *SPELLINGS]
-            near = did_you_mean(key, known)
-            errors.append(
-                f"{KEY}: '{key}' is not an option of the in-process sampler.{near} It knows {', '.join(known)}."
-            )
         elif name in FIELDS and (problem := _problem(name, value)):
             errors.append(f"{KEY}: '{key}'{problem}.")
         elif name in FIELDS:
-            many = name in ("stop_ids", "stop_strings")
-            options[name] = tuple(_each(name, value)) if many else FIELDS[name](value)
+            options[name] = tuple(_each(name, value)) if name in SEVERAL else FIELDS[name](value)
+        elif key not in SAMPLED and not others:
+            known = [*FIELDS, *SPELLINGS]
+            text = f"is not an option of the in-process sampler.{did_you_mean(key, known)}"
+            errors.append(f"{KEY}: '{key}' {text} It knows {', '.join(known)}.")
     return options, errors
 
 
 def _problem(name: str, value: Any) -> str | None:
     """Return the error in an option's value, if any."""
-    kind, many = FIELDS[name], name in ("stop_ids", "stop_strings")
-    wanted = (int, float) if kind is float else kind
+    wanted = (int, float) if FIELDS[name] is float else FIELDS[name]
     if any(not isinstance(item, wanted) or isinstance(item, bool) for item in _each(name, value)):
-        return f" must be {kind.__name__}{' or a list' if many else ''}"
+        return f" must be {FIELDS[name].__name__}{' or a list' if name in SEVERAL else ''}"
     if name == "max_new_tokens" and value < 1:
         return f": at least 1, got {value}"
     if name in RolloutSection.model_fields:
@@ -69,5 +66,4 @@ def _problem(name: str, value: Any) -> str | None:
 
 
 def _each(name: str, value: Any) -> list[Any]:
-    """Return the values of an option as a list; stop options take several."""
-    return list(value) if name in ("stop_ids", "stop_strings") and isinstance(value, list | tuple) else [value]
+    return list(value) if name in SEVERAL and isinstance(value, list | tuple) else [value]

@@ -65,10 +65,9 @@ def _flatten(content: dict[Any, Any], findings: Findings) -> dict[str, Any]:
         elif reason := why_refused(path):
             if asks_for_something(value):
                 findings.errors.append(f"{path}: {reason}")
-        elif len(findings.errors) < MOST_SUGGESTIONS:
-            findings.errors.append(f"{_printable(path)}: {_suggestion(path, value)}")
         else:
-            findings.errors.append(f"{_printable(path)}: unknown key.")
+            text = _suggestion(path, value) if len(findings.errors) < MOST_SUGGESTIONS else "unknown key."
+            findings.errors.append(f"{path if path.isprintable() else ascii(path)}: {text}")
     findings.notices += [f"{', '.join(paths)}: nothing to do: {reason}" for reason, paths in satisfied.items()]
     return flat
 
@@ -84,32 +83,26 @@ def _paths(content: dict[Any, Any], findings: Findings) -> Iterator[tuple[str, A
             findings.errors.append(f"{key}: expected a mapping of keys, got {brief(value)}")
 
 
-def _printable(path: str) -> str:
-    return path if path.isprintable() else ascii(path)
-
-
 def _suggestion(path: str, value: Any) -> str:
     """Return the error message for an unknown key: where it belongs, or the closest known key."""
     known = [*general_keys(), *method_keys(), *SATISFIED, *ATTENTION_SWITCHES]
     block, _, name = path.rpartition(".")
     if not block and isinstance(value, dict) and closest(name, blocks()):
         return f"unknown key.{did_you_mean(name, blocks())}"
-    homes = [key.rpartition(".")[0] for key in known if key.rpartition(".")[2] == name]
+    parts = {key: key.rpartition(".") for key in known}
+    homes = [home for home, _, last in parts.values() if last == name]
     if name in DatasetRow.model_fields and not block:
         homes.append("datasets[...]")
     homes = [f"under '{home}'" if home else "at the top level" for home in dict.fromkeys(homes)]
     prefixed = "".join(f"; with 'rl: {rl}' it is '{rl}_{name}'" for rl in METHODS if f"{rl}_{name}" in known)
     if homes:
         return f"belongs {' or '.join(homes)}{prefixed}"
-    same_block = [key for key in known if key.rpartition(".")[0] == block]
-    names = [key.rpartition(".")[2] for key in same_block]
-    effective = [key.rpartition(".")[2] for key in same_block if key not in SATISFIED]
+    names = [last for home, _, last in parts.values() if home == block]
+    effective = [last for key, (home, _, last) in parts.items() if home == block and key not in SATISFIED]
     if near := closest(name, effective, cutoff=0.7) or closest(name, names, cutoff=0.7):
         return f"unknown key. Did you mean '{near}'?"
-    elsewhere = closest(name, (key.rpartition(".")[2] for key in known), cutoff=0.75)
-    if elsewhere:
-        full = next(key for key in known if key.rpartition(".")[2] == elsewhere)
-        return f"unknown key. Did you mean '{full}'?"
+    if elsewhere := closest(name, (last for _, _, last in parts.values()), cutoff=0.75):
+        return f"unknown key. Did you mean '{next(key for key in known if parts[key][2] == elsewhere)}'?"
     return f"unknown key.{did_you_mean(name, names) or ' docs/config.md lists them all.'}"
 
 
@@ -133,7 +126,7 @@ class _Draft:
     method: str
     findings: Findings
     values: dict[str, dict[str, Any]] = field(default_factory=dict)
-    used: dict[tuple[str, ...], str] = field(default_factory=dict)
+    used: dict[tuple[str, str], str] = field(default_factory=dict)
 
     def place(self, path: str, value: Any) -> None:
         """Store a value under the section that reads its key."""
@@ -145,10 +138,8 @@ class _Draft:
             methods = " or ".join(how_to_choose(method) for method in method_keys()[path])
             self.findings.errors.append(f"{path}: needs {methods}; this config has {how_to_choose(self.method)}")
             return
-        slot = (section, *key.where, key.name)
+        slot = (section, key.name)
         target = self.values.setdefault(section, {})
-        for part in key.where:
-            target = target.setdefault(part, {})
         if slot in self.used and target[key.name] != value:
             self.findings.errors.append(f"{path}: contradicts '{self.used[slot]}', which means the same. Keep one.")
             return
@@ -171,8 +162,7 @@ class _Draft:
 
     def yaml_path(self, section: str, path: tuple[str | int, ...]) -> str:
         """Return the YAML path of a field path inside a section."""
-        for end in range(len(path), 0, -1):
-            slot = (section, *map(str, path[:end]))
-            if slot in self.used:
-                return show((self.used[slot], *path[end:]))
+        slot = (section, str(path[0])) if path else None
+        if slot in self.used:
+            return show((self.used[slot], *path[1:]))
         return how_to_choose(self.method) if section == "method" else show(path)

@@ -34,11 +34,9 @@ def modernise(content: dict[Any, Any], findings: Findings) -> dict[Any, Any]:
     """Return the config with current key names; each rename adds a notice."""
     content = copy_tree(content)
     _fsdp(content, findings)
-    for old, new in RENAMED.items():
-        _rename(content, old, new, findings)
-    for theirs, ours in OTHER_NAMES.items():
-        if theirs != "lr" or not isinstance(content.get(theirs), str):  # `lr: dpo` is a slip for `rl: dpo`
-            _rename(content, theirs, ours, findings, deprecated=False)
+    for old, new in (RENAMED | OTHER_NAMES).items():
+        if old != "lr" or not isinstance(content.get(old), str):  # `lr: dpo` is a slip for `rl: dpo`
+            _rename(content, old, new, findings, deprecated=old in RENAMED)
     for key, values in OFF.items():
         if type(content.get(key)) in (int, float) and content[key] in values:
             del content[key]
@@ -46,7 +44,10 @@ def modernise(content: dict[Any, Any], findings: Findings) -> dict[Any, Any]:
     _attention(content, findings)
     _checkpointing(content, findings)
     _plugins(content, findings)
-    _tokens(content, findings)
+    if isinstance(content.get("tokens"), list) and not content["tokens"]:
+        del content["tokens"]
+    if isinstance(content.get("tokens"), dict):  # the deprecated form
+        _rename(content, "tokens", "special_tokens", findings)
     if content.get("chat_template") in OWN_TEMPLATES:
         findings.notices.append(f"chat_template: {content['chat_template']} is taken from the tokenizer")
         content["chat_template"] = "tokenizer_default"
@@ -152,16 +153,8 @@ def _checkpointing(content: dict[Any, Any], findings: Findings) -> None:
 
 def _plugins(content: dict[Any, Any], findings: Findings) -> None:
     plugins = content.get("plugins")
-    for plugin in plugins if isinstance(plugins, list) else []:
-        if isinstance(plugin, str) and plugin in PLUGINS:
+    for plugin in (one for one in plugins if isinstance(one, str)) if isinstance(plugins, list) else ():
+        if plugin in PLUGINS:
             findings.notices.append(f"{plugin.rpartition('.')[2]} in plugins: nothing to do: {PLUGINS[plugin]}")
-        elif isinstance(plugin, str):
+        else:
             findings.errors.append(f"plugins: {plugin!r} is not supported. Plugins of other trainers cannot be loaded.")
-
-
-def _tokens(content: dict[Any, Any], findings: Findings) -> None:
-    """Rename `tokens` to `special_tokens` where it is a mapping, the deprecated form."""
-    if isinstance(content.get("tokens"), dict):
-        _rename(content, "tokens", "special_tokens", findings)
-    if isinstance(content.get("tokens"), list) and not content["tokens"]:
-        del content["tokens"]

@@ -1,5 +1,7 @@
 """Keys of other trainers: keys that need no action, keys with another name here, and keys that are refused."""
 
+from fnmatch import fnmatchcase
+
 PACKED = "rows are always packed without padding, and that does not change any number"
 FUSED_HEAD = "logits are never built: the head is computed in chunks for every method"
 KERNELS = "the engine picks its own kernels"
@@ -165,10 +167,8 @@ NOT_HERE: dict[str, str] = {
     " trl.entropy_coef_* trl.entropy_target",
 }
 REASONS: dict[str, str] = {key: reason for reason, keys in NOT_HERE.items() for key in keys.split()}
-_PREFIXES: dict[str, str] = {key[:-1]: reason for key, reason in REASONS.items() if key.endswith("*")}
 
 
 def why_refused(path: str) -> str | None:
     """Return why a key of another trainer is refused, or None."""
-    by_prefix = next((reason for prefix, reason in _PREFIXES.items() if path.startswith(prefix)), None)
-    return REASONS.get(path, by_prefix)
+    return REASONS.get(path) or next((reason for key, reason in REASONS.items() if fnmatchcase(path, key)), None)

@@ -52,21 +52,18 @@ def generation_batch(config: Config, ranks: int = 1) -> int:
 def _method(config: Config) -> Method:
     """Return the method with EBFT's baseline filled in, which GRPO's keys may choose too."""
     method, given = feature_matcher(config.method), config.set_keys
-    if method is None or method.advantage_estimator is not None:
+    if method is None or method.baseline is not None:
         return config.method
-    scales = method.policy.reward_scale != "none" and "trl.scale_rewards" in given
+    scales = method.reward_scale != "none" and "trl.scale_rewards" in given
     by_group = given.get("trl.advantage_estimator", "group" if scales else "rloo") == "group"
-    return method.model_copy(update={"advantage_estimator": "group_norm" if by_group else "rloo"})
+    return method.model_copy(update={"baseline": "group_norm" if by_group else "rloo"})
 
 
 def _batch(config: Config) -> dict[str, int]:
     optim = config.optim
-    whole = optim.batch_size
-    all_unset = not (optim.micro_batch_size or optim.accumulation or whole)
+    all_unset = not (optim.micro_batch_size or optim.accumulation or optim.batch_size)
     micro = optim.micro_batch_size or (group_size(config) if all_unset else 1)
-    if whole and not optim.accumulation:
-        return {"micro_batch_size": micro, "accumulation": max(whole // micro, 1)}
-    return {"micro_batch_size": micro, "accumulation": optim.accumulation or 1}
+    return {"micro_batch_size": micro, "accumulation": optim.accumulation or max((optim.batch_size or 0) // micro, 1)}
 
 
 def _schedule(config: Config) -> dict[str, object]:

@@ -14,21 +14,6 @@ from upweight.config.sections.rollout import GymDataset
 from upweight.methods import METHODS
 from upweight.settings import Key, Section, keys_of
 
-TITLES = {
-    "choice": "Choosing a method",
-    "model": "Model and precision",
-    "adapter": "Adapters",
-    "data": "Data",
-    "optim": "Optimisation",
-    "sharding": "Several devices",
-    "run": "Output, saving, evaluating",
-    "tracking": "Trackers",
-    "rollout": "Rollouts (`trl:`)",
-    "environment": "Tools and environments",
-    "vllm": "vLLM server (`vllm:`)",
-    "gym": "NeMo Gym",
-}
-
 
 def json_schema() -> dict[str, Any]:
     """Return the JSON schema of a complete config."""
@@ -71,10 +56,10 @@ def markdown() -> str:
         "# Config keys",
         "",
         "`make docs` writes this page from the help texts in the code; `upweight schema` prints them as JSON schema.",
-        "Unknown keys are errors. `null` means unset. `key.inner` is `inner` inside the block `key`.",
+        "Unknown keys are errors. `null` means unset: then holds what follows `else`. `a.b` is `b` in the block `a`.",
     ]
     for name, section in SECTIONS.items():
-        lines += ["", f"## {TITLES[name]}", "", *_table(_section_rows(section))]
+        lines += ["", f"## {_summary(section).rstrip('.')}", "", *_table(_section_rows(section))]
         if name == "data":
             lines += ["", "### Entries of `datasets` and `test_datasets`", "", *_table(_model_rows(DatasetRow))]
             lines += ["", "### `type` as a mapping", "", *_table(_model_rows(UserFormat))]
@@ -84,21 +69,15 @@ def markdown() -> str:
     for name, method in METHODS.items():
         rate = f"{method.learning_rate:g}"
         rate += f" ({method.lora_learning_rate:g} with an adapter)" if method.lora_learning_rate else ""
-        lines += [
-            "",
-            f"### `{how_to_choose(name)}`",
-            "",
-            f"{_summary(method)} Learning rate when left out: {rate}.",
-            "",
-        ]
+        text = f"{_summary(method)} Learning rate when left out: {rate}."
         rows = list(_section_rows(method))
-        lines += _table(rows) if rows else ["This method adds no keys."]
+        table = _table(rows) if rows else ["This method adds no keys."]
+        lines += ["", f"### `{how_to_choose(name)}`", "", text, "", *table]
     return "\n".join([*lines, *_peers(), ""])
 
 
-def _summary(method: type[Section]) -> str:
-    text = (method.__doc__ or "").strip().splitlines()[0]
-    return text if text.endswith(".") else f"{text}."
+def _summary(section: type[Section]) -> str:
+    return (section.__doc__ or "").splitlines()[0]
 
 
 def _section_rows(section: type[Section]) -> Iterator[tuple[str, str, str, str]]:
@@ -139,14 +118,7 @@ def _table(rows: Any) -> list[str]:
 
 
 def _peers() -> list[str]:
-    lines = [
-        "",
-        "## Keys of other trainers",
-        "",
-        "### Accepted without effect",
-        "",
-        *_by_reason(HOLDS),
-    ]
+    lines = ["", "## Keys of other trainers", "", "### Accepted without effect", "", *_by_reason(HOLDS)]
     lines += ["", "### Renamed", "", "| old | new |", "|---|---|"]
     lines += [f"| `{old}` | `{new}` |" for old, new in RENAMED.items()]
     lines += [f"| `{old}: true` | `attn_implementation: {new}` |" for old, new in ATTENTION_SWITCHES.items()]

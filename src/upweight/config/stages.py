@@ -8,7 +8,6 @@ from typing import Any
 
 from upweight.config.config import Config, blocks, general_keys, method_keys
 from upweight.config.explain import brief
-from upweight.config.sections.model import ModelSection
 from upweight.config.yaml_file import copy_tree
 from upweight.errors import UserError
 from upweight.methods import METHODS
@@ -49,11 +48,8 @@ def _checked(stages: Any) -> list[dict[str, Any]]:
             raise UserError(f"stages[{number}].stages: stages cannot hold stages")
         if "output_dir" in stage:
             raise UserError(f"stages[{number}].output_dir: every stage writes to a subfolder of the common output_dir")
-        name = stage.get("name")
-        if name is not None and not re.fullmatch(r"[A-Za-z0-9._-]{1,200}", str(name)):
-            raise UserError(
-                f"stages[{number}].name: names a folder: letters, digits, '.', '-' and '_' only, at most 200"
-            )
+        if stage.get("name") is not None and not re.fullmatch(r"[A-Za-z0-9._-]{1,200}", str(stage["name"])):
+            raise UserError(f"stages[{number}].name: names a folder: letters, digits, '.', '-', '_' only, at most 200")
     return stages
 
 
@@ -125,15 +121,11 @@ def _chained(stages: Sequence[dict[str, Any]], configs: Sequence[Config]) -> Con
 def continued(before: Config, stage: Config) -> Config:
     """Return the config of a stage that starts from the model or adapter which the stage before it wrote."""
     folder = Path(before.run.output_dir)
+    about_base = ("gguf_file", "revision", "config_source", "tokenizer", "tokenizer_class")
     if before.adapter.kind and stage.adapter.kind:
+        model = {name: getattr(before.model, name) for name in ("base_model", *about_base)}
         adapter = stage.adapter.model_copy(update={"folder": str(folder)})
-        return dataclasses.replace(stage, model=_starting_from(stage, before.model.base_model, before), adapter=adapter)
-    result = folder / "merged" if before.adapter.kind else folder
-    return dataclasses.replace(stage, model=_starting_from(stage, str(result), None))
-
-
-def _starting_from(stage: Config, base_model: str | None, source: Config | None) -> ModelSection:
-    """Return the model section with another base model; its tokenizer and revision keys come from `source`, if any."""
-    names = ("gguf_file", "revision", "config_source", "tokenizer", "tokenizer_class")
-    values = {name: getattr(source.model, name) if source else None for name in names}
-    return stage.model.model_copy(update={"base_model": base_model, **values})
+    else:
+        model = {"base_model": str(folder / "merged" if before.adapter.kind else folder), **dict.fromkeys(about_base)}
+        adapter = stage.adapter
+    return dataclasses.replace(stage, model=stage.model.model_copy(update=model), adapter=adapter)

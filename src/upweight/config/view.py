@@ -1,7 +1,5 @@
 """The config by YAML names, which a user's transform receives as `cfg`."""
 
-from collections.abc import Iterator, Mapping
-from operator import attrgetter
 from typing import Any
 
 from pydantic import BaseModel
@@ -10,32 +8,17 @@ from upweight.config.config import SECTIONS, Config, blocks
 from upweight.settings import keys_of
 
 
-class ConfigView(Mapping[str, Any]):
+class ConfigView(dict[str, Any]):
     """Supports `cfg.sequence_len`, `cfg["trl"]["beta"]` and `cfg.get("seed")`; known keys that are unset are None."""
 
-    def __init__(self, content: dict[str, Any]) -> None:
-        self._content = content
-
-    def __getitem__(self, key: str) -> Any:
-        return self._content[key]
-
     def __getattr__(self, key: str) -> Any:
-        if key.startswith("_"):
-            raise AttributeError(key)
-        try:
-            return self._content[key]
-        except KeyError as error:
-            raise AttributeError(f"there is no key '{key}' in this config") from error
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._content)
-
-    def __len__(self) -> int:
-        return len(self._content)
+        if key.startswith("_") or key not in self:
+            raise AttributeError(f"there is no key '{key}' in this config")
+        return self[key]
 
     def get(self, key: str, default: Any = None) -> Any:
         """Return the key's value, or `default` if it is unset or unknown."""
-        value = self._content.get(key)
+        value = super().get(key)
         return default if value is None else value
 
 
@@ -44,8 +27,7 @@ def view(config: Config) -> ConfigView:
     flat: dict[str, Any] = {}
     for name, cls in (*SECTIONS.items(), ("method", type(config.method))):
         section = getattr(config, name)
-        for key in keys_of(cls):
-            flat[key.path] = _plain(attrgetter(".".join((*key.where, key.name)))(section))
+        flat |= {key.path: _plain(getattr(section, key.name)) for key in keys_of(cls)}
     content: dict[str, Any] = {path: value for path, value in flat.items() if "." not in path}
     for block in blocks():
         inner = {path.partition(".")[2]: value for path, value in flat.items() if path.startswith(f"{block}.")}

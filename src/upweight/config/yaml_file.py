@@ -124,9 +124,7 @@ def _parse(text: str, where: str) -> Any:
         raise UserError(f"{where}: is nested too deeply.") from error
     except (yaml.YAMLError, ValueError, KeyError, AttributeError, TypeError) as error:
         # PyYAML lets such errors through for values that do not fit their tag or look like a date or number.
-        raise UserError(
-            f"{where}: not valid YAML: a value does not fit its kind ({error}). Put it in quotes."
-        ) from error
+        raise UserError(f"{where}: not valid YAML: a value does not fit its kind ({error}). Quote it.") from error
     if _size(content) > MAX_SIZE:
         raise UserError(f"{where}: is nested more than {MAX_DEPTH} levels deep, or far too large.")
     return content

@@ -65,9 +65,7 @@ def not_taken(options: Mapping[str, Any]) -> Iterator[str]:
         yield "deepspeed: 'zero_optimization.stage' has to be 1, 2 or 3; plain data parallelism needs no file."
     for key in ("bf16", "fp16"):
         if not isinstance(options.get(key) or {}, Mapping):
-            yield (
-                f"deepspeed: '{key}' is a mapping such as {{'enabled': 'auto'}}; precision follows `bf16` and `fp16`."
-            )
+            yield f"deepspeed: '{key}' is a mapping such as {{'enabled': 'auto'}}; `bf16` and `fp16` set the precision."
 
 
 def partitions_weights(source: str | Mapping[str, Any] | None, folder: Path) -> bool:

@@ -9,7 +9,6 @@ from upweight.methods.ipo import IPO
 from upweight.methods.kto import KTO
 from upweight.methods.orm import ORM
 from upweight.methods.orpo import ORPO
-from upweight.methods.policy_gradient import PolicyGradient
 from upweight.methods.prm import PRM
 from upweight.methods.rloo import RLOO
 from upweight.methods.sft import SFT
@@ -23,23 +22,3 @@ METHODS: dict[str, type[Method]] = {
 def feature_matcher(method: Method) -> EBFT | None:
     """The method with EBFT's settings where its rewards come from features, else None."""
     return method if isinstance(method, EBFT) else None
-
-
-__all__ = [
-    "DPO",
-    "EBFT",
-    "GDPO",
-    "GRPO",
-    "IPO",
-    "KTO",
-    "METHODS",
-    "ORM",
-    "ORPO",
-    "PRM",
-    "RLOO",
-    "SFT",
-    "Method",
-    "PolicyGradient",
-    "SimPO",
-    "feature_matcher",
-]

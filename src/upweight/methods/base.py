@@ -2,12 +2,13 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Protocol
+from typing import ClassVar, Literal, Protocol, Self
 
 import torch
+from pydantic import model_validator
 from torch import Tensor
 
-from upweight.settings import Section
+from upweight.settings import Section, setting
 from upweight.types import Batch, Loss, Mean, Outputs, Sample
 
 
@@ -48,8 +49,8 @@ class Method(Section, ABC):
     keeps_dropout: ClassVar[bool] = False  # where outputs are not compared with those of a model without dropout
     takes_noise: ClassVar[bool] = False  # on embeddings; elsewhere it would make policy and reference differ
     reward_names: ClassVar[tuple[str, ...]] = ()  # of rewards that the method computes itself, from features
-    learning_rate: ClassVar[float]
-    lora_learning_rate: ClassVar[float | None] = None  # None: the same as without LoRA
+    learning_rate: ClassVar[float] = 1e-6
+    lora_learning_rate: ClassVar[float | None] = 5e-6  # None: the same as without LoRA
 
     @property
     def needs_reference(self) -> bool:
@@ -148,6 +149,41 @@ class Method(Section, ABC):
         raise NotImplementedError(f"{self.name}: only online methods have advantages")
 
 
+class WithReference(Section):
+    """The settings of a preference method that compares the policy with a reference on every completion."""
+
+    precompute_ref_log_probs: bool = setting(
+        "precompute_ref_log_probs", False, "Compute the reference's log-probs once, before training."
+    )
+    sync_ref_model: bool = setting(
+        "sync_ref_model", False, "Move the reference towards the policy while training.", also=("trl.sync_ref_model",)
+    )
+    ref_model_mixup_alpha: float = setting(
+        "ref_model_mixup_alpha", 0.6, "Policy's share in each sync.", also=("trl.ref_model_mixup_alpha",), ge=0, le=1
+    )
+    ref_model_sync_steps: int = setting(
+        "ref_model_sync_steps", 512, "Steps between syncs of the reference.", also=("trl.ref_model_sync_steps",), ge=1
+    )
+
+    @model_validator(mode="after")
+    def _a_reference_that_moves_is_computed(self) -> Self:
+        if self.sync_ref_model and self.precompute_ref_log_probs:
+            raise ValueError("sync_ref_model changes the reference, so precompute_ref_log_probs must be off")
+        return self
+
+    @property
+    def needs_reference(self) -> bool:
+        return True
+
+    @property
+    def precomputes_reference(self) -> bool:
+        return self.precompute_ref_log_probs
+
+    @property
+    def reference_sync(self) -> ReferenceSync | None:
+        return ReferenceSync(self.ref_model_mixup_alpha, self.ref_model_sync_steps) if self.sync_ref_model else None
+
+
 def sequence_sum(values_T: Tensor, batch: Batch) -> Tensor:
     """Return the sum over each sequence's scored tokens."""
     return values_T.new_zeros(batch.num_sequences).index_add(0, batch.sequence_T, values_T)
@@ -179,9 +215,10 @@ def required(tensor: Tensor | None) -> Tensor:
 
 
 def is_chosen(batch: Batch) -> Tensor:
-    """Return True for the sequences that are the chosen side of a pair."""
+    """Return True for the tokens of the chosen side of a pair."""
     chosen_P = required(batch.pair_P2)[:, 0]
-    return torch.zeros(batch.num_sequences, dtype=torch.bool, device=chosen_P.device).index_fill(0, chosen_P, True)
+    chosen_S = torch.zeros(batch.num_sequences, dtype=torch.bool, device=chosen_P.device).index_fill(0, chosen_P, True)
+    return chosen_S[batch.sequence_T]
 
 
 def scalar(value: int, batch: Batch) -> Tensor:
@@ -189,8 +226,14 @@ def scalar(value: int, batch: Batch) -> Tensor:
     return torch.tensor(float(value), device=batch.sequence_T.device)
 
 
-def pair_metrics(chosen_P: Tensor, rejected_P: Tensor) -> dict[str, Mean]:
-    """Return the reward metrics that pair methods share."""
+def pair_counts(batch: Batch, *, likelihood: bool = False) -> dict[str, Tensor]:
+    """Return the number of pairs, and of chosen tokens where their `likelihood` is part of the loss."""
+    counts = {"pairs": scalar(len(required(batch.pair_P2)), batch)}
+    return counts | {"tokens": is_chosen(batch).sum().float()} if likelihood else counts
+
+
+def reward_metrics(chosen_P: Tensor, rejected_P: Tensor) -> dict[str, Mean]:
+    """Return the metrics of the rewards of pairs."""
     return {
         "rewards/chosen": Mean.of(chosen_P),
         "rewards/rejected": Mean.of(rejected_P),
@@ -199,11 +242,12 @@ def pair_metrics(chosen_P: Tensor, rejected_P: Tensor) -> dict[str, Mean]:
     }
 
 
-def pair_token_metrics(out: Outputs, batch: Batch) -> dict[str, Mean]:
-    """Return log-prob, logit and accuracy metrics of both sides of the pairs, as far as the engine computed them."""
-    chosen_P, rejected_P = sequence_sum(required(out.logps_T), batch)[required(batch.pair_P2)].unbind(1)
-    metrics = {"logps/chosen": Mean.of(chosen_P), "logps/rejected": Mean.of(rejected_P)}
-    chosen_T = is_chosen(batch)[batch.sequence_T]
+def pair_metrics(chosen_P: Tensor, rejected_P: Tensor, out: Outputs, batch: Batch) -> dict[str, Mean]:
+    """Return the metrics of pairs from the rewards of both sides and, as far as the engine computed them, outputs."""
+    logps_P2 = sequence_sum(required(out.logps_T), batch)[required(batch.pair_P2)]
+    metrics = reward_metrics(chosen_P, rejected_P)
+    metrics |= {"logps/chosen": Mean.of(logps_P2[:, 0]), "logps/rejected": Mean.of(logps_P2[:, 1])}
+    chosen_T = is_chosen(batch)
     if out.mean_logit_T is not None:
         metrics["logits/chosen"] = Mean.over(out.mean_logit_T, chosen_T)
         metrics["logits/rejected"] = Mean.over(out.mean_logit_T, ~chosen_T)

@@ -8,13 +8,12 @@ from torch import Tensor
 
 from upweight.methods.base import (
     Method,
-    ReferenceSync,
+    WithReference,
     is_chosen,
+    pair_counts,
     pair_metrics,
-    pair_token_metrics,
     position_in_sequence,
     required,
-    scalar,
     sequence_length,
     sequence_mean,
     sequence_sum,
@@ -33,58 +32,23 @@ from upweight.settings import setting
 from upweight.types import Batch, Loss, Outputs
 
 
-class DPO(Method):
+class DPO(WithReference, Method):
     """The chosen completion should gain more over the reference than the rejected one."""
 
     name: ClassVar[str] = "dpo"
     data: ClassVar = "pairs"
-    learning_rate: ClassVar[float] = 1e-6
-    lora_learning_rate: ClassVar[float | None] = 5e-6
 
     beta: float = setting("rl_beta", 0.1, "Strength of the pull towards the reference model.", also=("trl.beta",), gt=0)
-    loss_type: tuple[LossType, ...] = setting(
-        "dpo_loss_type", ("sigmoid",), "Loss or list of losses that are added up.", min_length=1
-    )
-    loss_weights: tuple[float, ...] | None = setting(
-        "dpo_loss_weights", None, "Weight of each loss in dpo_loss_type; unset means 1 each."
-    )
-    label_smoothing: float = setting(
-        "dpo_label_smoothing", 0.0, "Assumed share of pairs whose two sides are swapped (cDPO).", ge=0, lt=0.5
-    )
-    use_weighting: bool = setting(
-        "dpo_use_weighting", False, "Weight each pair by how likely the policy is to write it (WPO)."
-    )
+    loss_type: tuple[LossType, ...] = setting("dpo_loss_type", ("sigmoid",), "Losses that are added up.", min_length=1)
+    loss_weights: tuple[float, ...] | None = setting("dpo_loss_weights", None, "Weight of each loss; else 1 each.")
+    label_smoothing: float = setting("dpo_label_smoothing", 0.0, "Assumed share of swapped pairs (cDPO).", ge=0, lt=0.5)
+    use_weighting: bool = setting("dpo_use_weighting", False, "Weigh pairs by how likely the policy writes them (WPO).")
     ld_alpha: float | None = setting(
         "ld_alpha", None, "Weight of tokens beyond the shorter completion's length (LD-DPO); unset means 1.", ge=0, le=1
     )
-    divergence: Divergence = setting(
-        "f_divergence_type", "reverse_kl", "Divergence from the reference that the reward is derived from."
-    )
-    divergence_alpha: float = setting(
-        "f_alpha_divergence_coef", 0.5, "Order of the alpha divergence; 1 is the reverse KL."
-    )
+    divergence: Divergence = setting("f_divergence_type", "reverse_kl", "Divergence that the reward is derived from.")
+    divergence_alpha: float = setting("f_alpha_divergence_coef", 0.5, "Order of the alpha divergence; 1 is reverse KL.")
     discopop_tau: float = setting("discopop_tau", 0.05, "Temperature of the gate in the discopop loss.", gt=0)
-    precompute_ref_log_probs: bool = setting(
-        "precompute_ref_log_probs", False, "Compute the reference's log-probs once, before training."
-    )
-    sync_ref_model: bool = setting(
-        "sync_ref_model", False, "Move the reference towards the policy while training.", also=("trl.sync_ref_model",)
-    )
-    ref_model_mixup_alpha: float = setting(
-        "ref_model_mixup_alpha",
-        0.6,
-        "Share of the policy in the reference at each move.",
-        also=("trl.ref_model_mixup_alpha",),
-        ge=0,
-        le=1,
-    )
-    ref_model_sync_steps: int = setting(
-        "ref_model_sync_steps",
-        512,
-        "Steps between two moves of the reference.",
-        also=("trl.ref_model_sync_steps",),
-        ge=1,
-    )
 
     @field_validator("loss_type", mode="before")
     @classmethod
@@ -103,37 +67,19 @@ class DPO(Method):
         unfit = sorted(set(self.loss_type) - DIVERGENT - {"sft"})
         if self.divergence != "reverse_kl" and unfit:
             raise ValueError(f"f_divergence_type: {self.divergence} does not go with dpo_loss_type {', '.join(unfit)}")
-        if self.sync_ref_model and self.precompute_ref_log_probs:
-            raise ValueError("sync_ref_model changes the reference, so precompute_ref_log_probs must be off")
         return self
 
     @property
-    def needs_reference(self) -> bool:
-        return True
-
-    @property
-    def precomputes_reference(self) -> bool:
-        return self.precompute_ref_log_probs
-
-    @property
-    def reference_sync(self) -> ReferenceSync | None:
-        return ReferenceSync(self.ref_model_mixup_alpha, self.ref_model_sync_steps) if self.sync_ref_model else None
-
-    @property
     def statistics(self) -> frozenset[str]:
-        return frozenset(
-            {"entropy_T", "mean_logit_T", "is_top_T"} | ({"log_collision_T"} if self.use_weighting else set())
-        )
+        fields = frozenset({"entropy_T", "mean_logit_T", "is_top_T"})
+        return fields | {"log_collision_T"} if self.use_weighting else fields
 
     @property
     def needs_preparation(self) -> bool:
         return bool({"aot", "aot_unpaired"} & set(self.loss_type))
 
     def count(self, batch: Batch) -> dict[str, Tensor]:
-        counts = {"pairs": scalar(len(required(batch.pair_P2)), batch)}
-        if "sft" in self.loss_type:
-            counts["tokens"] = is_chosen(batch)[batch.sequence_T].sum().float()
-        return counts
+        return pair_counts(batch, likelihood="sft" in self.loss_type)
 
     def collect(self, out: Outputs, batch: Batch) -> dict[str, Tensor]:
         return step_values(self.loss_type, *self._pair_log_probs(out, batch))
@@ -161,11 +107,13 @@ class DPO(Method):
             else:
                 loss_P = loss_P + weight * PAIR_LOSSES[name](pairs)
         if self.use_weighting:
-            loss_P = loss_P * self._policy_weight(out, batch)
+            # WPO: the policy's likelihood of both sides, normalised by the likelihood that it expects of itself.
+            gap_T = (required(out.logps_T) - required(out.log_collision_T)).detach()
+            loss_P = loss_P * sequence_mean(gap_T, batch)[required(batch.pair_P2)].sum(1).exp()
         sums = {"pairs": loss_P.sum()}
         if "sft" in self.loss_type:
-            sums["tokens"] = -sft_weight * (required(out.logps_T) * is_chosen(batch)[batch.sequence_T]).sum()
-        return Loss(sums, pair_metrics(*pairs.rewards) | pair_token_metrics(out, batch))
+            sums["tokens"] = -sft_weight * (required(out.logps_T) * is_chosen(batch)).sum()
+        return Loss(sums, pair_metrics(*pairs.rewards, out, batch))
 
     def _pair_log_probs(self, out: Outputs, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return summed log-probs of policy and reference, each [P, 2]; `ld_alpha` weighs tokens of longer sides."""
@@ -178,8 +126,3 @@ class DPO(Method):
             weight_T = torch.where(inside_T, 1.0, self.ld_alpha)
             policy_T, ref_T = policy_T * weight_T, ref_T * weight_T
         return sequence_sum(policy_T, batch)[pair_P2], sequence_sum(ref_T, batch)[pair_P2]
-
-    def _policy_weight(self, out: Outputs, batch: Batch) -> Tensor:
-        """Return WPO's weight: the policy's likelihood of both sides, normalised by the expected likelihood."""
-        weight_S = sequence_mean(required(out.logps_T).detach() - required(out.log_collision_T).detach(), batch)
-        return weight_S[required(batch.pair_P2)].sum(1).exp()

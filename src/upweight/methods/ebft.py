@@ -6,39 +6,30 @@ import torch
 from pydantic import Field, field_validator, model_validator
 from torch import Tensor
 
-from upweight.methods.base import Method, ReferenceSync, required
+from upweight.methods.base import Method, required
 from upweight.methods.formulas.advantages import leave_one_out, normalised, weighted_reward
 from upweight.methods.formulas.features import Pooling, alignment, crowding, distance, leave_one_out_crowding, whitened
 from upweight.methods.policy_gradient import PolicyGradient, is_sampled
-from upweight.settings import inline, setting
+from upweight.settings import setting
 from upweight.types import Batch, Loss, Mean, Outputs, Sample
 
 
-class EBFT(Method):
+class EBFT(PolicyGradient, Method):
     """Feature matching by policy gradient, with an optional likelihood term on the demonstrations."""
 
     name: ClassVar[str] = "ebft"
     reward_names: ClassVar[tuple[str, ...]] = ("alignment", "diversity")
-    data: ClassVar = "prompts"
-    online: ClassVar[bool] = True
-    learning_rate: ClassVar[float] = 1e-6
+    lora_learning_rate: ClassVar[float | None] = None
 
-    policy: PolicyGradient = inline(PolicyGradient)
     feature_layers: tuple[Annotated[float, Field(ge=0, le=1)], ...] = setting(
         "ebft.feature_layers",
         (0.25, 0.5, 0.75),
-        "Depths, as fractions of the layers, whose hidden states make up the features.",
+        "Depths, as shares, whose hidden states make up features.",
         min_length=1,
     )
-    embed_method: Pooling = setting(
-        "ebft.embed_method", "last_token", "How the hidden states of a text become one feature vector."
-    )
-    use_whitening: bool = setting(
-        "ebft.use_whitening", False, "Whiten the features, so that no direction dominates the rewards."
-    )
-    alignment_coef: float = setting(
-        "ebft.alignment_coef", 1.0, "Weight of the similarity to the true completion's features.", ge=0
-    )
+    embed_method: Pooling = setting("ebft.embed_method", "last_token", "How hidden states become one feature vector.")
+    use_whitening: bool = setting("ebft.use_whitening", False, "Whiten features so that no direction dominates.")
+    alignment_coef: float = setting("ebft.alignment_coef", 1.0, "Weight of the similarity to the true features.", ge=0)
     diversity_coef: float = setting(
         "ebft.diversity_coef", 1.0, "Weight of the penalty on features that samples of one prompt share.", ge=0
     )
@@ -55,45 +46,30 @@ class EBFT(Method):
     )
     stride: int = setting("ebft.stride", 8, "Tokens between the starts of two blocks (strided mode).", ge=1)
     context_length: int = setting(
-        "ebft.context_length",
-        8,
-        "Document tokens before the first block (strided mode); blocks see all before them.",
-        ge=1,
+        "ebft.context_length", 8, "Tokens before the first block (strided mode); blocks see all before them.", ge=1
     )
     generate_max_len: int = setting("ebft.generate_max_len", 8, "Tokens sampled in each block (strided mode).", ge=1)
-    n_samples_per_prompt: int = setting(
-        "ebft.n_samples_per_prompt", 4, "Samples of each block of a document (strided mode).", ge=1
-    )
+    n_samples_per_prompt: int = setting("ebft.n_samples_per_prompt", 4, "Samples of each block (strided mode).", ge=1)
     temperature: float = setting("ebft.temperature", 0.6, "Sampling temperature of strided mode.", ge=0)
     top_p: float = setting("ebft.top_p", 1.0, "Probability mass that strided mode samples from.", ge=0, le=1)
     min_completion_prefix: int = setting(
         "ebft.min_completion_prefix", 0, "Completion tokens before the first block (strided mode).", ge=0
     )
-    advantage_estimator: Literal["rloo", "group_norm", "reinforce"] | None = setting(
-        "ebft.advantage_estimator",
-        None,
-        "Baseline of rewards; unset means rloo, or group_norm (also spelled grpo) where `trl.scale_rewards` is set.",
+    baseline: Literal["rloo", "group_norm", "reinforce"] | None = setting(
+        "ebft.advantage_estimator", None, "Baseline; else rloo, or group_norm (or grpo) with `trl.scale_rewards`."
     )
 
-    @field_validator("advantage_estimator", mode="before")
+    @field_validator("baseline", mode="before")
     @classmethod
     def _grpo_is_group_norm(cls, value: Any) -> Any:
         return "group_norm" if value == "grpo" else value
 
     @model_validator(mode="after")
     def _samples_can_differ(self) -> "EBFT":
-        if self.mode == "strided" and self.n_samples_per_prompt > 1 and 0 in (self.temperature, self.top_p):
+        if self.strided and self.n_samples_per_prompt > 1 and 0 in (self.temperature, self.top_p):
             key = "temperature" if self.temperature == 0 else "top_p"
             raise ValueError(f"ebft.{key}: at 0 all samples of a block are alike, and nothing is learned from them")
         return self
-
-    @property
-    def policy_settings(self) -> PolicyGradient | None:
-        return self.policy
-
-    @property
-    def reference_sync(self) -> ReferenceSync | None:
-        return self.policy.reference_sync
 
     @property
     def strided(self) -> bool:
@@ -101,40 +77,30 @@ class EBFT(Method):
 
     @property
     def needs_reference(self) -> bool:
-        return self.mode == "structured" and self.policy.needs_reference
+        return not self.strided and super().needs_reference
 
     @property
     def group_size(self) -> int:
-        return self.n_samples_per_prompt if self.mode == "strided" else self.policy.num_generations
+        return self.n_samples_per_prompt if self.strided else super().group_size
 
     @property
     def needs_preparation(self) -> bool:
-        return self.mode == "structured" and self.policy.needs_preparation
-
-    @property
-    def statistics(self) -> frozenset[str]:
-        return self.policy.statistics
+        return not self.strided and super().needs_preparation
 
     def count(self, batch: Batch) -> dict[str, Tensor]:
         sampled_T = is_sampled(batch)[batch.sequence_T]
-        counts = {"tokens": sampled_T.sum().float()} if self.mode == "strided" else self.policy.count(batch)
+        counts = {"tokens": sampled_T.sum().float()} if self.strided else super().count(batch)
         return counts | {"ce_tokens": (~sampled_T).sum().float()} if self.ce_coef else counts
 
     def contributes(self, sample: Sample) -> bool:
         if sample.label == 1:
             return self.ce_coef > 0
-        strided = bool(sample.advantage) and bool(sample.scored.any())
-        return self.rl_coef > 0 and (strided if self.mode == "strided" else self.policy.contributes(sample))
-
-    def collect(self, out: Outputs, batch: Batch) -> dict[str, Tensor]:
-        return self.policy.collect(out, batch) if self.needs_preparation else {}
-
-    def prepare(self, collected: dict[str, Tensor]) -> dict[str, Tensor]:
-        return self.policy.prepare(collected) if self.needs_preparation else {}
+        rewarded = bool(sample.advantage) and bool(sample.scored.any())
+        return self.rl_coef > 0 and (rewarded if self.strided else super().contributes(sample))
 
     def loss(self, out: Outputs, batch: Batch, prepared: dict[str, Tensor]) -> Loss:
         logps_T, sampled_T = required(out.logps_T), is_sampled(batch)[batch.sequence_T]
-        policy = self._reinforce(out, batch) if self.mode == "strided" else self.policy.loss(out, batch, prepared)
+        policy = self._reinforce(out, batch) if self.strided else super().loss(out, batch, prepared)
         sums = {unit: self.rl_coef * total for unit, total in policy.sums.items()}
         if not self.ce_coef:
             return Loss(sums, policy.metrics)
@@ -154,9 +120,9 @@ class EBFT(Method):
 
     def advantages(self, rewards_SR: Tensor, group_S: Tensor, log_ratio_S: Tensor | None = None) -> Tensor:
         reward_S = weighted_reward(rewards_SR, None)
-        if self.advantage_estimator == "group_norm":
-            return normalised(reward_S, group_S, self.policy.reward_scale)
-        if self.advantage_estimator == "reinforce":
+        if self.baseline == "group_norm":
+            return normalised(reward_S, group_S, self.reward_scale)
+        if self.baseline == "reinforce":
             return reward_S.nan_to_num(0.0)
         return leave_one_out(rewards_SR[:, 0], group_S) + leave_one_out_crowding(rewards_SR[:, 1], group_S)
 

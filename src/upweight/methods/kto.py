@@ -6,59 +6,26 @@ import torch
 from pydantic import model_validator
 from torch import Tensor
 
-from upweight.methods.base import Method, pair_metrics, required, sequence_sum
+from upweight.methods.base import Method, WithReference, required, reward_metrics, sequence_sum
 from upweight.settings import setting
 from upweight.types import Batch, Loss, Mean, Outputs
 
 
-class KTO(Method):
+class KTO(WithReference, Method):
     """Gains and losses of single completions, measured from the policy's drift off the reference."""
 
     name: ClassVar[str] = "kto"
     data: ClassVar = "labelled"
-    learning_rate: ClassVar[float] = 1e-6
-    lora_learning_rate: ClassVar[float | None] = 5e-6
 
     beta: float = setting("rl_beta", 0.1, "Strength of the pull towards the reference model.", also=("trl.beta",), gt=0)
     desirable_weight: float = setting("kto_desirable_weight", 1.0, "Weight of the desirable completions.", ge=0)
     undesirable_weight: float = setting("kto_undesirable_weight", 1.0, "Weight of the undesirable completions.", ge=0)
     loss_type: Literal["kto", "apo_zero_unpaired"] = setting(
-        "kto_loss_type",
-        "kto",
-        "Whether gains are measured from the estimated KL (kto) or from zero (apo_zero_unpaired).",
+        "kto_loss_type", "kto", "Whether gains are measured from the estimated KL (kto) or zero (apo_zero_unpaired)."
     )
     kl: Literal["rotate", "all"] = setting(
-        "kto_kl",
-        "rotate",
-        "Pairs behind the KL estimate: each prompt with its neighbour's completion (rotate) or with all others (all).",
+        "kto_kl", "rotate", "Pairs of the KL estimate: a prompt with the next one's completion (rotate) or all (all)."
     )
-    precompute_ref_log_probs: bool = setting(
-        "precompute_ref_log_probs", False, "Compute the reference's log-probs once, before training."
-    )
-    sync_ref_model: bool = setting(
-        "sync_ref_model", False, "Move the reference towards the policy while training.", also=("trl.sync_ref_model",)
-    )
-    ref_model_mixup_alpha: float = setting(
-        "ref_model_mixup_alpha",
-        0.6,
-        "Share of the policy in the reference at each move.",
-        also=("trl.ref_model_mixup_alpha",),
-        ge=0,
-        le=1,
-    )
-    ref_model_sync_steps: int = setting(
-        "ref_model_sync_steps",
-        512,
-        "Steps between two moves of the reference.",
-        also=("trl.ref_model_sync_steps",),
-        ge=1,
-    )
-
-    @model_validator(mode="after")
-    def _a_reference_that_moves_is_computed(self) -> "KTO":
-        if self.sync_ref_model and self.precompute_ref_log_probs:
-            raise ValueError("sync_ref_model changes the reference, so precompute_ref_log_probs must be off")
-        return self
 
     @model_validator(mode="after")
     def _reference_can_be_known(self) -> "KTO":
@@ -68,14 +35,6 @@ class KTO(Method):
                 "training. Drop the key, or set 'kto_loss_type: apo_zero_unpaired', which needs no estimate."
             )
         return self
-
-    @property
-    def needs_reference(self) -> bool:
-        return True
-
-    @property
-    def precomputes_reference(self) -> bool:
-        return self.precompute_ref_log_probs
 
     @property
     def mismatched(self) -> Literal["rotate", "all"] | None:
@@ -124,7 +83,7 @@ class KTO(Method):
         mean_logit_T, sequence_T = required(out.mean_logit_T), batch.sequence_T
         compared: dict[str, Mean] = {}
         if batch.pair_P2 is not None:
-            compared = pair_metrics(*(self.beta * ratio_S)[batch.pair_P2].unbind(1))
+            compared = reward_metrics(*(self.beta * ratio_S)[batch.pair_P2].unbind(1))
         return {
             **compared,
             "rewards/chosen": Mean.over(self.beta * ratio_S, good_S),

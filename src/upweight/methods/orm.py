@@ -5,7 +5,7 @@ from typing import ClassVar
 import torch.nn.functional as F
 from torch import Tensor
 
-from upweight.methods.base import Method, required, scalar, sequence_sum
+from upweight.methods.base import Method, pair_counts, required, sequence_sum
 from upweight.settings import setting
 from upweight.types import Batch, Loss, Mean, Outputs
 
@@ -25,7 +25,7 @@ class ORM(Method):
     )
 
     def count(self, batch: Batch) -> dict[str, Tensor]:
-        return {"pairs": scalar(len(required(batch.pair_P2)), batch)}
+        return pair_counts(batch)
 
     def loss(self, out: Outputs, batch: Batch, prepared: dict[str, Tensor]) -> Loss:
         scores_S = sequence_sum(required(out.scores_TC)[:, 0], batch)

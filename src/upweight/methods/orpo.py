@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from upweight.methods.base import Method, is_chosen, pair_metrics, pair_token_metrics, required, scalar, sequence_sum
+from upweight.methods.base import Method, is_chosen, pair_counts, pair_metrics, required, sequence_sum
 from upweight.settings import setting
 from upweight.types import Batch, Loss, Mean, Outputs
 
@@ -16,13 +16,10 @@ class ORPO(Method):
 
     name: ClassVar[str] = "orpo"
     data: ClassVar = "pairs"
-    learning_rate: ClassVar[float] = 1e-6
-    lora_learning_rate: ClassVar[float | None] = 5e-6
 
     alpha: float = setting(
         "orpo_alpha", 0.1, "Weight of the odds-ratio term against the likelihood.", also=("rl_beta", "trl.beta"), ge=0
     )
-
     likelihood_of_prompt: bool = setting(
         "orpo_nll_on_prompt", True, "Whether the likelihood term covers the prompt too, not the chosen answer alone."
     )
@@ -36,12 +33,11 @@ class ORPO(Method):
         return frozenset({"entropy_T", "mean_logit_T"})
 
     def count(self, batch: Batch) -> dict[str, Tensor]:
-        chosen_T = is_chosen(batch)[batch.sequence_T]
-        return {"pairs": scalar(len(required(batch.pair_P2)), batch), "tokens": chosen_T.sum().float()}
+        return pair_counts(batch, likelihood=True)
 
     def loss(self, out: Outputs, batch: Batch, prepared: dict[str, Tensor]) -> Loss:
         logps_T, pair_P2 = required(out.logps_T), required(batch.pair_P2)
-        chosen_T = is_chosen(batch)[batch.sequence_T]
+        chosen_T = is_chosen(batch)
         answer_T = torch.ones_like(logps_T) if batch.prompt_T is None else (~batch.prompt_T).to(logps_T.dtype)
         mean_S = sequence_sum(logps_T * answer_T, batch) / sequence_sum(answer_T, batch).clamp(min=1)
         chosen_P, rejected_P = mean_S[pair_P2].unbind(1)
@@ -51,7 +47,7 @@ class ORPO(Method):
             "log_odds_ratio": Mean.of(F.logsigmoid(log_odds_P)),
             "log_odds_chosen": Mean.of(log_odds_P),
         }
-        metrics |= pair_metrics(self.alpha * chosen_P, self.alpha * rejected_P) | pair_token_metrics(out, batch)
+        metrics |= pair_metrics(self.alpha * chosen_P, self.alpha * rejected_P, out, batch)
         sums = {"pairs": -self.alpha * F.logsigmoid(log_odds_P).sum(), "tokens": -(logps_T * chosen_T).sum()}
         return Loss(sums, metrics)
 

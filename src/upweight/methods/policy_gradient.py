@@ -1,13 +1,13 @@
 """The policy gradient that the online methods share: clipped ratios, KL, entropy and corrections for stale samples."""
 
-from typing import Literal
+from typing import ClassVar, Literal, Self
 
 import torch
 from pydantic import model_validator
 from torch import Tensor
 
 from upweight.methods.base import ReferenceSync, required, sequence_length, sequence_mean, sequence_sum
-from upweight.methods.formulas.advantages import Scale, decoupled, leave_one_out, normalised, weighted_reward
+from upweight.methods.formulas.advantages import Scale
 from upweight.methods.formulas.policy_losses import (
     cispo,
     clipped,
@@ -21,7 +21,6 @@ from upweight.methods.formulas.policy_losses import (
 from upweight.settings import Section, setting
 from upweight.types import Batch, Loss, Mean, Outputs, Sample
 
-Aggregation = Literal["sum_then_normalize", "normalize_then_sum"]
 CorrectionMode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"]
 
@@ -40,7 +39,11 @@ DIVISOR: dict[str, str] = {
 
 
 class PolicyGradient(Section):
-    """Settings and loss of a policy gradient on sampled completions."""
+    """Settings, traits and loss of a policy gradient on sampled completions; GRPO, GDPO and EBFT add advantages."""
+
+    data: ClassVar = "prompts"
+    online: ClassVar[bool] = True
+    lora_learning_rate: ClassVar[float | None] = 1e-5
 
     num_generations: int = setting("trl.num_generations", 8, "Completions sampled for each prompt.", ge=2)
     max_completion_length: int = setting(
@@ -49,47 +52,31 @@ class PolicyGradient(Section):
     mask_truncated_completions: bool = setting(
         "trl.mask_truncated_completions", False, "Leave completions that hit the length limit out of the loss."
     )
-    beta: float = setting(
-        "trl.beta", 0.0, "Weight of the KL from the reference; 0 needs no reference model.", also=("rl_beta",), ge=0
-    )
+    beta: float = setting("trl.beta", 0.0, "Weight of the KL; 0 needs no reference model.", also=("rl_beta",), ge=0)
     loss_type: LossType = setting("trl.loss_type", "dapo", "Form of the token loss and of its average.")
     epsilon: float = setting("trl.epsilon", 0.2, "How far below 1 the policy ratio counts before it is clipped.", ge=0)
-    epsilon_high: float | None = setting(
-        "trl.epsilon_high", None, "How far above 1 the policy ratio counts; unset means epsilon.", ge=0
-    )
-    delta: float | None = setting(
-        "trl.delta", None, "Largest policy ratio where the advantage is negative; unset means no bound.", gt=0
-    )
+    epsilon_high: float | None = setting("trl.epsilon_high", None, "Clip above a ratio of 1; unset: epsilon.", ge=0)
+    delta: float | None = setting("trl.delta", None, "Bound of ratios at negative advantages; unset means none.", gt=0)
     importance_sampling_level: Literal["token", "sequence"] = setting(
         "trl.importance_sampling_level", "token", "Policy ratio of each token, or of the whole sequence (GSPO)."
     )
     advantage_estimator: Literal["group", "rloo"] = setting(
-        "trl.advantage_estimator",
-        "group",
-        "Baseline of a reward: the group's mean, scaled by scale_rewards, or the mean of the others, unscaled (rloo).",
+        "trl.advantage_estimator", "group", "Baseline: the group's mean, scaled, or the others' mean, unscaled (rloo)."
     )
     scale_rewards: bool | Literal["group", "batch", "none"] = setting(
-        "trl.scale_rewards",
-        "group",
-        "Divide advantages by the standard deviation of their group (or true), of the batch, or not at all (or false).",
+        "trl.scale_rewards", "group", "Divide advantages by the deviation of group (true) or batch, or not (false)."
     )
-    reward_weights: tuple[float, ...] | None = setting(
-        "trl.reward_weights", None, "Weight of each reward function; unset means 1 each."
-    )
+    reward_weights: tuple[float, ...] | None = setting("trl.reward_weights", None, "Weight of each reward; else 1.")
     use_bias_correction_kl: bool = setting(
         "trl.use_bias_correction_kl", True, "Multiply the KL by the policy ratio, so that its gradient is unbiased."
     )
     off_policy_mask_threshold: float | None = setting(
         "trl.off_policy_mask_threshold",
         None,
-        "Drop sequences of negative advantage whose mean log-prob fell by more than this since they were sampled.",
+        "Drop negative-advantage sequences whose log-prob fell by more than this.",
     )
     top_entropy_quantile: float = setting(
-        "trl.top_entropy_quantile",
-        1.0,
-        "Share of the tokens, the most uncertain ones, that are trained on.",
-        gt=0,
-        le=1,
+        "trl.top_entropy_quantile", 1.0, "Share of tokens, the most uncertain ones, that are trained on.", gt=0, le=1
     )
     entropy_coef: float = setting("trl.entropy_coef", 0.0, "Weight of the bonus on the policy's entropy.", ge=0)
     sapo_temperature_pos: float = setting(
@@ -111,35 +98,23 @@ class PolicyGradient(Section):
         "trl.vespo_lambda_neg", 2.0, "How fast vespo damps overlikely sequences of negative advantage.", ge=0
     )
     sampler_correction: bool | None = setting(
-        "trl.vllm_importance_sampling_correction",
-        None,
-        "Weigh tokens by trainer over sampler probability; unset means whenever sampler and trainer differ.",
+        "trl.vllm_importance_sampling_correction", None, "Weigh tokens by trainer over sampler; unset: if they differ."
     )
     sampler_correction_mode: CorrectionMode | None = setting(
-        "trl.vllm_importance_sampling_mode",
-        None,
-        "Cap or drop large corrections, by token or by sequence; unset caps at the level of the policy ratio.",
+        "trl.vllm_importance_sampling_mode", None, "Cap or drop large corrections; unset caps at the ratio's level."
     )
     sampler_correction_cap: float = setting(
-        "trl.vllm_importance_sampling_cap",
-        3.0,
-        "Largest correction.",
-        also=("trl.vllm_importance_sampling_clip_max",),
-        gt=0,
+        "trl.vllm_importance_sampling_cap", 3.0, "Largest value.", also=("trl.vllm_importance_sampling_clip_max",), gt=0
     )
     sampler_correction_floor: float | None = setting(
         "trl.vllm_importance_sampling_clip_min", None, "Smallest correction; unset means no floor.", ge=0
     )
     sync_ref_model: bool = setting("trl.sync_ref_model", False, "Move the reference towards the policy while training.")
-    ref_model_mixup_alpha: float = setting(
-        "trl.ref_model_mixup_alpha", 0.6, "Share of the policy in the reference at each move.", ge=0, le=1
-    )
-    ref_model_sync_steps: int = setting(
-        "trl.ref_model_sync_steps", 512, "Steps between two moves of the reference.", ge=1
-    )
+    ref_model_mixup_alpha: float = setting("trl.ref_model_mixup_alpha", 0.6, "Policy's share in each sync.", ge=0, le=1)
+    ref_model_sync_steps: int = setting("trl.ref_model_sync_steps", 512, "Steps between syncs of the reference.", ge=1)
 
     @model_validator(mode="after")
-    def _settings_fit_together(self) -> "PolicyGradient":
+    def _settings_fit_together(self) -> Self:
         if self.sync_ref_model and self.beta == 0:
             raise ValueError("trl.sync_ref_model needs a reference: set trl.beta above 0")
         if self.loss_type == "vespo" and (self.sampler_correction_mode or "token").startswith("sequence"):
@@ -152,13 +127,19 @@ class PolicyGradient(Section):
         return self
 
     @property
+    def policy_settings(self) -> Self:
+        return self
+
+    @property
+    def group_size(self) -> int:
+        return self.num_generations
+
+    @property
     def needs_reference(self) -> bool:
-        """Whether `loss` reads the reference's log-probs."""
         return self.beta > 0
 
     @property
     def reference_sync(self) -> ReferenceSync | None:
-        """How the reference follows the policy; None where it does not change."""
         return ReferenceSync(self.ref_model_mixup_alpha, self.ref_model_sync_steps) if self.sync_ref_model else None
 
     @property
@@ -168,7 +149,6 @@ class PolicyGradient(Section):
 
     @property
     def statistics(self) -> frozenset[str]:
-        """Outputs fields beyond the log-probs that `loss` reads."""
         return frozenset({"entropy_T"})
 
     @property
@@ -196,17 +176,7 @@ class PolicyGradient(Section):
                 f"of its group; remove it, or {otherwise}"
             )
 
-    def advantages(self, rewards_SR: Tensor, group_S: Tensor, aggregation: Aggregation) -> Tensor:
-        """Return one advantage for each sequence of a generation batch."""
-        if aggregation == "normalize_then_sum":
-            return decoupled(rewards_SR, group_S, self.reward_weights)
-        reward_S = weighted_reward(rewards_SR, self.reward_weights)
-        if self.advantage_estimator == "rloo":
-            return leave_one_out(reward_S, group_S)
-        return normalised(reward_S, group_S, self.reward_scale)
-
     def count(self, batch: Batch) -> dict[str, Tensor]:
-        """Return the units that this batch adds to the denominators."""
         sampled_S = is_sampled(batch)
         tokens = sampled_S[batch.sequence_T].sum().float()
         unit = DIVISOR[self.loss_type]
@@ -215,7 +185,6 @@ class PolicyGradient(Section):
         return counts | {"tokens": tokens} if self.entropy_coef else counts
 
     def contributes(self, sample: Sample) -> bool:
-        """Return whether a sample can change the gradient."""
         return bool(sample.scored.any()) and bool(sample.advantage or self.zero_advantage_reasons or sample.label == 1)
 
     @property
@@ -248,12 +217,14 @@ class PolicyGradient(Section):
         return {"entropy_threshold": threshold, "entropy_share": (entropy >= threshold).float().mean()}
 
     def loss(self, out: Outputs, batch: Batch, prepared: dict[str, Tensor]) -> Loss:
-        """Return the loss terms of this batch, summed by unit."""
         logps_T, sampled_T = required(out.logps_T), is_sampled(batch)[batch.sequence_T]
         old_T = logps_T.detach()
         if batch.old_logps_T is not None:
             old_T = torch.where(sampled_T, batch.old_logps_T, old_T)
-        ratio_T = self._ratio(logps_T - old_T, batch)
+        log_ratio_T = logps_T - old_T
+        if self.importance_sampling_level == "sequence":
+            log_ratio_T = sequence_mean(log_ratio_T, batch)[batch.sequence_T]
+        ratio_T = log_ratio_T.exp()
         correction_T, metrics = self._sampler_correction(old_T, batch)
         loss_T, more_metrics = self._surrogate(logps_T, old_T, ratio_T, correction_T, batch)
         metrics |= more_metrics
@@ -280,11 +251,6 @@ class PolicyGradient(Section):
             bonus = self.entropy_coef * (required(out.entropy_T) * top_T).sum() / prepared.get("entropy_share", 1.0)
             sums["tokens"] = sums.get("tokens", 0.0) - bonus
         return Loss(sums, metrics)
-
-    def _ratio(self, log_ratio_T: Tensor, batch: Batch) -> Tensor:
-        if self.importance_sampling_level == "sequence":
-            log_ratio_T = sequence_mean(log_ratio_T, batch)[batch.sequence_T]
-        return log_ratio_T.exp()
 
     def _sampler_correction(self, old_T: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Mean]]:
         """Return the importance weight of each token for the mismatch of sampler and trainer, and its metrics."""

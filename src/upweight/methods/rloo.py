@@ -20,18 +20,13 @@ class RLOO(Method):
     name: ClassVar[str] = "rloo"
     data: ClassVar = "prompts"
     online: ClassVar[bool] = True
-    learning_rate: ClassVar[float] = 1e-6
     lora_learning_rate: ClassVar[float | None] = 1e-5
 
     num_generations: int = setting("trl.num_generations", 2, "Completions sampled for each prompt.", ge=2)
     max_completion_length: int = same_setting(PolicyGradient, "max_completion_length")
     mask_truncated_completions: bool = same_setting(PolicyGradient, "mask_truncated_completions")
     beta: float = setting(
-        "trl.beta",
-        0.05,
-        "Weight of the KL from the reference, taken off each completion's reward; 0 needs no reference model.",
-        also=("rl_beta",),
-        ge=0,
+        "trl.beta", 0.05, "Weight of the KL, taken off rewards; 0 needs no reference model.", also=("rl_beta",), ge=0
     )
     epsilon: float = same_setting(PolicyGradient, "epsilon")
     epsilon_high: float | None = same_setting(PolicyGradient, "epsilon_high")

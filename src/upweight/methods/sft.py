@@ -18,11 +18,10 @@ class SFT(Method):
     keeps_dropout: ClassVar[bool] = True
     takes_noise: ClassVar[bool] = True
     learning_rate: ClassVar[float] = 2e-5
+    lora_learning_rate: ClassVar[float | None] = None
 
     loss_type: Literal["nll", "dft"] = setting(
-        "sft_loss_type",
-        "nll",
-        "Per-token loss: nll is the negative log-prob, dft weights it by the token's probability.",
+        "sft_loss_type", "nll", "Token loss: nll is the negative log-prob, dft weights it by the token's probability."
     )
 
     @field_validator("loss_type", mode="before")

@@ -3,19 +3,10 @@
 from typing import ClassVar, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from upweight.methods.base import (
-    Method,
-    is_chosen,
-    pair_metrics,
-    pair_token_metrics,
-    required,
-    scalar,
-    sequence_mean,
-    sequence_sum,
-)
+from upweight.methods.base import Method, is_chosen, pair_counts, pair_metrics, required, sequence_mean, sequence_sum
+from upweight.methods.formulas.dpo_losses import smoothed_sigmoid
 from upweight.settings import setting
 from upweight.types import Batch, Loss, Mean, Outputs
 
@@ -25,44 +16,35 @@ class SimPO(Method):
 
     name: ClassVar[str] = "simpo"
     data: ClassVar = "pairs"
-    learning_rate: ClassVar[float] = 1e-6
-    lora_learning_rate: ClassVar[float | None] = 5e-6
 
     loss_type: Literal["simpo", "sigmoid", "hinge", "ipo"] = setting(
-        "cpo_loss_type",
-        "simpo",
-        "Loss of the margin: simpo and ipo compare log-probs averaged over tokens, sigmoid (CPO) and hinge sums.",
+        "cpo_loss_type", "simpo", "Margin loss: simpo and ipo compare log-probs by mean, sigmoid (CPO), hinge by sum."
     )
     beta: float = setting("rl_beta", 0.1, "Scale of the log-probs that are compared.", also=("trl.beta",), gt=0)
-    nll_weight: float = setting(
-        "cpo_alpha", 1.0, "Weight of the chosen completion's likelihood; 0 is SimPO as published.", ge=0
-    )
+    nll_weight: float = setting("cpo_alpha", 1.0, "Weight of the likelihood term; 0 is SimPO as published.", ge=0)
     gamma: float = setting("simpo_gamma", 0.5, "Margin by which the chosen completion should win, for simpo.", ge=0)
     alpha: float = setting(
         "trl.alpha", 0.0, "Order of AlphaPO's reward (arXiv:2501.03884), (1 - p^-alpha) / alpha; 0 is the log-prob."
     )
-    label_smoothing: float = setting(
-        "cpo_label_smoothing", 0.0, "Assumed share of pairs whose two sides are swapped.", ge=0, lt=0.5
-    )
+    label_smoothing: float = setting("cpo_label_smoothing", 0.0, "Assumed share of swapped pairs.", ge=0, lt=0.5)
 
     @property
     def statistics(self) -> frozenset[str]:
         return frozenset({"entropy_T", "mean_logit_T"})
 
     def count(self, batch: Batch) -> dict[str, Tensor]:
-        chosen_T = is_chosen(batch)[batch.sequence_T]
-        return {"pairs": scalar(len(required(batch.pair_P2)), batch), "tokens": chosen_T.sum().float()}
+        return pair_counts(batch, likelihood=True)
 
     def loss(self, out: Outputs, batch: Batch, prepared: dict[str, Tensor]) -> Loss:
         logps_T = required(out.logps_T)
-        chosen_T = is_chosen(batch)[batch.sequence_T]
+        chosen_T = is_chosen(batch)
         value_of = sequence_mean if self.loss_type in ("simpo", "ipo") else sequence_sum
         value_S = value_of(logps_T, batch)
         if self.alpha:
             value_S = -torch.expm1(-self.alpha * value_S) / self.alpha
         chosen_P, rejected_P = (self.beta * value_S)[required(batch.pair_P2)].unbind(1)
         loss_P = self._of_margin(chosen_P - rejected_P)
-        metrics = pair_metrics(chosen_P, rejected_P) | pair_token_metrics(out, batch)
+        metrics = pair_metrics(chosen_P, rejected_P, out, batch)
         metrics["nll_loss"] = Mean.over(-logps_T, chosen_T)
         return Loss({"pairs": loss_P.sum(), "tokens": -self.nll_weight * (logps_T * chosen_T).sum()}, metrics)
 
@@ -73,5 +55,4 @@ class SimPO(Method):
         if self.loss_type == "ipo":
             return ((margin_P - 0.5) / self.beta) ** 2
         margin_P = margin_P - self.gamma if self.loss_type == "simpo" else margin_P
-        smooth = self.label_smoothing
-        return -(1 - smooth) * F.logsigmoid(margin_P) - smooth * F.logsigmoid(-margin_P)
+        return smoothed_sigmoid(margin_P, self.label_smoothing)

@@ -58,4 +58,4 @@ def test_keys_of_the_other_mode_are_told_of(mode, trl, keys, odd):
     ],
 )
 def test_the_baseline_is_leave_one_out_unless_the_config_says_otherwise(trl, keys, estimator):
-    assert getattr(parsed(trl=trl, **keys).method, "advantage_estimator") == estimator  # noqa: B009
+    assert getattr(parsed(trl=trl, **keys).method, "baseline") == estimator  # noqa: B009

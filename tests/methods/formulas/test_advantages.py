@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from upweight.errors import UserError
-from upweight.methods import EBFT, GDPO, GRPO, PolicyGradient
+from upweight.methods import EBFT, GDPO, GRPO
 
 GROUPS = torch.tensor([0, 0, 0, 1, 1, 1])
 ONE = torch.tensor([[0.0], [1.0], [2.0], [5.0], [5.0], [5.0]])
@@ -13,7 +13,7 @@ STD_ALL = sqrt(sum((x - 3) ** 2 for x in (0, 1, 2, 5, 5, 5)) / 5)
 
 
 def advantages(rewards, groups=GROUPS, **settings):
-    return GRPO(policy=PolicyGradient(**settings)).advantages(rewards, groups).tolist()
+    return GRPO(**settings).advantages(rewards, groups).tolist()
 
 
 @pytest.mark.parametrize(
@@ -66,9 +66,9 @@ def test_gdpo_normalises_each_reward_before_it_sums():
 
     first, second = z([0, 1, 2]) + z([1, 1, 4]), z([10, 10, 40]) + z([0, 7, 9], [False, True, True])
     expected = z([1.0 * a + 0.5 * b for a, b in zip(first, second, strict=True)])
-    policy = PolicyGradient(reward_weights=[1.0, 0.5])
-    assert GDPO(policy=policy).advantages(rewards, GROUPS).tolist() == pytest.approx(expected, abs=1e-5)
-    by_key = GRPO(policy=policy, aggregation="normalize_then_sum")
+    policy = {"reward_weights": [1.0, 0.5]}
+    assert GDPO(**policy).advantages(rewards, GROUPS).tolist() == pytest.approx(expected, abs=1e-5)
+    by_key = GRPO(**policy, aggregation="normalize_then_sum")
     assert by_key.advantages(rewards, GROUPS).tolist() == pytest.approx(expected, abs=1e-5)
 
 
@@ -95,7 +95,7 @@ def test_one_weight_for_each_reward_is_asked_for():
     ],
 )
 def test_ebft_estimators_of_strided_mode(estimator, expected):
-    method = EBFT(mode="strided", advantage_estimator=estimator)
+    method = EBFT(mode="strided", baseline=estimator)
     assert method.advantages(ALIGNED[:3], GROUPS[:3]).tolist() == pytest.approx(expected)
 
 
@@ -104,6 +104,6 @@ def test_a_lone_strided_sample_keeps_its_reward():
 
 
 def test_ebft_structured_follows_the_settings_of_the_policy_gradient():
-    policy = PolicyGradient(scale_rewards="none")
-    method = EBFT(policy=policy, advantage_estimator="group_norm")
+    policy = {"scale_rewards": "none"}
+    method = EBFT(**policy, baseline="group_norm")
     assert method.advantages(ALIGNED, GROUPS).tolist() == pytest.approx([-1.0, 0.0, 1.0, 0.0, 0.0, 0.0])

@@ -130,10 +130,10 @@ def test_advantages():
     crowd = [-0.2 - (-0.9 + 0.4), -0.6 - (-0.9 + 1.2), -0.1 - (-0.9 + 0.2), 0, 0, 0]
     right = torch.tensor([1 - 3.0, 2 - 2.5, 4 - 1.5, 0 - 2.0, 1 - 1.5, 3 - 0.5]) + torch.tensor(crowd)
     torch.testing.assert_close(EBFT().advantages(rewards_SR, group_S), right)
-    torch.testing.assert_close(EBFT(advantage_estimator="rloo").advantages(rewards_SR, group_S), right)
+    torch.testing.assert_close(EBFT(baseline="rloo").advantages(rewards_SR, group_S), right)
     groups = total.view(2, 3)
     right = ((groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)).flatten()
-    torch.testing.assert_close(EBFT(advantage_estimator="grpo").advantages(rewards_SR, group_S), right)
-    torch.testing.assert_close(EBFT(advantage_estimator="reinforce").advantages(rewards_SR, group_S), total)
+    torch.testing.assert_close(EBFT(baseline="grpo").advantages(rewards_SR, group_S), right)
+    torch.testing.assert_close(EBFT(baseline="reinforce").advantages(rewards_SR, group_S), total)
     alone = EBFT().advantages(rewards_SR[:2], torch.tensor([0, 1]))
     torch.testing.assert_close(alone, total[:2])

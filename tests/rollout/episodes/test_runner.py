@@ -329,7 +329,7 @@ def sampled_rollout(tmp_path, *, adapter=False, model=None, template=CHATML, fac
     stops = list(range(0, 400, 3))
     section = {"generation_args": {"stop_token_ids": stops}}
     policy = {"num_generations": 4, "max_completion_length": 120}
-    trainer = online_trainer(tmp_path, method=GRPO(policy=policy), rewards=[length], section=section, model=model,
+    trainer = online_trainer(tmp_path, method=GRPO(**policy), rewards=[length], section=section, model=model,
                              adapter=adapter, template=template, env_setup=acting(factory), **options)  # fmt: skip
     producer = trainer.rollouts.producer
     rollout = producer.produce(0)

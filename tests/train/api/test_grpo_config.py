@@ -8,7 +8,7 @@ from upweight import GRPOConfig
 from upweight.config.sections.rollout import RolloutSection
 from upweight.errors import UserError
 from upweight.log import _warned
-from upweight.methods import GRPO, PolicyGradient
+from upweight.methods import GRPO
 from upweight.train.api.as_config import config_of
 from upweight.train.objects import Objects
 from upweight.train.online.assemble import plan_of
@@ -64,10 +64,8 @@ def test_settings_reach_the_method_and_the_rollouts_under_their_own_names(tmp_pa
         min_p=0.1,
         num_completions_to_print=3,
     )
-    policy = PolicyGradient(
-        num_generations=4, scale_rewards=True, reward_weights=(1.0, 0.5), sampler_correction_cap=2.0
-    )
-    assert args.method() == GRPO(policy=policy, aggregation="normalize_then_sum")
+    policy = {"num_generations": 4, "reward_weights": (1.0, 0.5), "sampler_correction_cap": 2.0}
+    assert args.method() == GRPO(**policy, scale_rewards=True, aggregation="normalize_then_sum")
     assert args.section(RolloutSection) == RolloutSection(
         **SCRIPTS, generation_args={"stop": ["\n"]}, num_iterations=2, min_p=0.1, completions_shown=3
     )

@@ -98,7 +98,7 @@ def test_ready_configs_fit_deepspeeds_own_schema(name, tmp_path):
 def trained(case, folder, ranks, **options):
     name, adapter = case.split()[0], "adapter" in case
     if name == "grpo":
-        trainer = online_trainer(folder, method=GRPO(policy=POLICY), step=8 // ranks, wanted=12 // ranks, world=ranks,
+        trainer = online_trainer(folder, method=GRPO(**POLICY), step=8 // ranks, wanted=12 // ranks, world=ranks,
                                  adapter=adapter, learning_rate=0.1, **options)  # fmt: skip
     else:
         method = OFFLINE[name]

@@ -53,7 +53,7 @@ CASES = {
     "gdpo gathered": {"fsdp_config": {"reshard_after_forward": False}},
 }
 WRITES = {"num_generations": 4, "max_completion_length": 6}
-ONLINE = {"grpo": GRPO(policy={**WRITES, "beta": 0.1}), "gdpo": GDPO(policy=WRITES)}
+ONLINE = {"grpo": GRPO(**{**WRITES, "beta": 0.1}), "gdpo": GDPO(**WRITES)}
 LORA = {"adapter": "lora", "lora_target_linear": True, "lora_r": 4}
 
 

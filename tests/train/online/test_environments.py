@@ -70,7 +70,7 @@ def acting_trainer(folder, *, kind=GRPO, factory=Nag, **options):
     policy = {"num_generations": 4, "max_completion_length": 90}
     env_setup = EnvironmentSetup(PythonEnvironment(factory, timeout=20.0), EpisodeLimits(max_turns=4))
     section = {"generation_args": {"stop_token_ids": STOPS}, **options.pop("section", {})}
-    return online_trainer(folder, method=kind(policy=policy), rewards=[letters], section=section, env_setup=env_setup,
+    return online_trainer(folder, method=kind(**policy), rewards=[letters], section=section, env_setup=env_setup,
                           template=CHATML, **options)  # fmt: skip
 
 

@@ -42,7 +42,7 @@ def plain_rewards(model, method, group, size):
     if method.mode == "strided":
         parts = [(at, at, prompt[:at], prompt[at : at + method.generate_max_len]) for at in anchors(group.row, method)]
     else:
-        most = method.policy.max_completion_length
+        most = method.max_completion_length
         turns = group.row["truth_ids"]
         true = [token for n, turn in enumerate(turns) for token in (turn[:most] if n % 2 == 0 else turn)]
         parts = [(0, len(prompt), prompt, true)]
@@ -61,7 +61,7 @@ def weights_of_model(model):
 
 
 def methods(pooling="last_token", **more):
-    return [EBFT(policy=POLICY, embed_method=pooling, **more), EBFT(**BLOCKS, embed_method=pooling, **more)]
+    return [EBFT(**POLICY, embed_method=pooling, **more), EBFT(**BLOCKS, embed_method=pooling, **more)]
 
 
 @pytest.mark.parametrize("pooling", ["last_token", "mean_pooling", "completion_mean", "concat"])
@@ -86,7 +86,7 @@ def test_an_adapter_is_off_or_as_it_began_where_features_are_made(tmp_path, fres
         config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=fresh)
         return get_peft_model(chat_model(byte_tokenizer("chatml")), config)
 
-    method = EBFT(policy=POLICY, use_whitening=True)
+    method = EBFT(**POLICY, use_whitening=True)
     trainer = matching_trainer(tmp_path, method, model=policy(), max_steps=3, learning_rate=5.0)
     trainer.train()
     assert largest_difference(weights_of(trainer), weights_of_model(policy())) > 0
@@ -145,7 +145,7 @@ def test_strided_gradients_are_those_of_each_block_alone(tmp_path, stride, size,
 
 @pytest.mark.parametrize("more", [{}, {"ce_coef": 0.3}, {"ce_coef": 0.3, "rl_coef": 0.0}])
 def test_structured_gradients_are_the_policy_gradient_and_the_likelihood_of_the_truth(tmp_path, more):
-    method = EBFT(policy=POLICY, **more)
+    method = EBFT(**POLICY, **more)
     trainer = matching_trainer(tmp_path, method, section={"temperature": 0.7})
     trainer.create_optimizer_and_scheduler(1)
     step = trainer.rollouts.next_step(trainer.runner, trainer.model, trainer.state)
@@ -225,7 +225,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, mode, section):
 
 def test_older_samples_are_weighed_by_the_policy_ratio(tmp_path):
     section = {"async_prefetch": True, "prefetch_depth": 1}
-    trainer = matching_trainer(tmp_path, EBFT(policy=POLICY, ce_coef=0.1), section=section, iterations=2, max_steps=4)
+    trainer = matching_trainer(tmp_path, EBFT(**POLICY, ce_coef=0.1), section=section, iterations=2, max_steps=4)
     trainer.train()
     rows = logged(trainer)
     assert max(row["rollout/lag"] for row in rows if "rollout/lag" in row) >= 1
@@ -243,7 +243,7 @@ def test_groups_whose_completions_are_alike_are_replaced_by_kept_ones(tmp_path):
             seen.append(group.number)
 
     seen: list[int] = []
-    trainer = matching_trainer(tmp_path, EBFT(policy=POLICY), section={"replay_size": 4}, max_steps=4)
+    trainer = matching_trainer(tmp_path, EBFT(**POLICY), section={"replay_size": 4}, max_steps=4)
     completion_source, trainer.rollouts.producer.completion_source = trainer.rollouts.producer.completion_source, alike
     trainer.train()
     assert sum(row["replay/replaced"] for row in logged(trainer)) >= 1
@@ -251,7 +251,7 @@ def test_groups_whose_completions_are_alike_are_replaced_by_kept_ones(tmp_path):
 
 def test_every_generated_turn_is_trained_on(tmp_path):
     tokenizer = byte_tokenizer("chatml")
-    method = EBFT(policy=POLICY, ce_coef=0.1)
+    method = EBFT(**POLICY, ce_coef=0.1)
     trainer = matching_trainer(tmp_path, method, answered(tokenizer, turns=3), section={"temperature": 0.9})
     start = chat_model(tokenizer)
     step = trainer.rollouts.next_step(trainer.runner, trainer.model, trainer.state)
@@ -283,7 +283,7 @@ def test_every_generated_turn_is_trained_on(tmp_path):
 def test_true_answers_bound_the_length_of_completions(tmp_path, monkeypatch, keys, limit):
     monkeypatch.setattr("upweight.train.online.feature_matching.SHORTEST_LIMIT", 5)
     rows = answered(byte_tokenizer("chatml"), 2, answers=["z" * 11, "zz"])  # 12 tokens with the end, and 3
-    method = EBFT(policy={"num_generations": 4, "max_completion_length": 20}, **keys)
+    method = EBFT(**{"num_generations": 4, "max_completion_length": 20}, **keys)
     trainer = matching_trainer(tmp_path, method, rows)
     trainer.rollouts.next_step(trainer.runner, trainer.model, trainer.state)
     lengths = [len(one.ids) for group in trainer.rollouts.current.groups for one in group.completions]

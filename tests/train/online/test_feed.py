@@ -60,7 +60,7 @@ def test_without_running_ahead_it_is_a_plain_loop(tmp_path):
 def test_a_run_begins_with_what_to_watch_and_says_when_nothing_can_be_skipped(tmp_path, caplog, beta, watched, skips):
     caplog.set_level(logging.INFO, "upweight")
     logging.getLogger("upweight").propagate = True
-    online_trainer(tmp_path, method=GRPO(policy={"num_generations": 4, "max_completion_length": 6, "beta": beta}))
+    online_trainer(tmp_path, method=GRPO(**{"num_generations": 4, "max_completion_length": 6, "beta": beta}))
     (line,) = [line for line in caplog.messages if "no measure of progress" in line]
     assert line.endswith(watched)
     assert any("for the sake of trl.beta" in line for line in caplog.messages) != skips
@@ -117,7 +117,7 @@ def test_several_steps_of_a_rollout_share_one_denominator_and_compare_with_its_p
 
 
 def test_truncated_completions_can_be_left_out_of_the_loss(tmp_path):
-    method = GRPO(policy={"num_generations": 4, "max_completion_length": 3, "mask_truncated_completions": True})
+    method = GRPO(**{"num_generations": 4, "max_completion_length": 3, "mask_truncated_completions": True})
     trainer = online_trainer(tmp_path, method=method, max_steps=1)
     trainer.train()
     for unit, one in zip(
@@ -131,7 +131,7 @@ def test_truncated_completions_can_be_left_out_of_the_loss(tmp_path):
 @pytest.mark.parametrize("top", [1.0, 0.5])
 def test_steps_in_which_every_completion_was_cut_short_train_nothing(tmp_path, top):
     policy = {"num_generations": 4, "max_completion_length": 1, "mask_truncated_completions": True}
-    method = GRPO(policy={**policy, "top_entropy_quantile": top, "loss_type": "grpo"})
+    method = GRPO(**{**policy, "top_entropy_quantile": top, "loss_type": "grpo"})
     for skip in (True, False):
         trainer = online_trainer(tmp_path, method=method, section={"skip_zero_advantage": skip})
         trainer.train()
@@ -140,7 +140,7 @@ def test_steps_in_which_every_completion_was_cut_short_train_nothing(tmp_path, t
 
 
 def test_the_first_step_is_checked_where_its_first_row_has_nothing_to_score(tmp_path):
-    method = GRPO(policy={"num_generations": 4, "max_completion_length": 3, "mask_truncated_completions": True})
+    method = GRPO(**{"num_generations": 4, "max_completion_length": 3, "mask_truncated_completions": True})
     options = {"rollout_func": first_is_cut_short, "section": {"skip_zero_advantage": False}, "budget": 8}
     trainer = online_trainer(tmp_path, method=method, max_steps=1, **options)
     trainer.train()
@@ -208,8 +208,8 @@ def test_an_adapter_learns_online(tmp_path):
 def train_on_ranks(folder, world):
     """The same global batch whatever the number of ranks; rank 0 keeps the weights."""
     method = {
-        "grpo": GRPO(policy={"num_generations": 4, "max_completion_length": 6, "beta": 0.1}),
-        "gdpo": GDPO(policy={"num_generations": 4, "max_completion_length": 6}),
+        "grpo": GRPO(**{"num_generations": 4, "max_completion_length": 6, "beta": 0.1}),
+        "gdpo": GDPO(**{"num_generations": 4, "max_completion_length": 6}),
     }
     join_ranks(60)
     for name, one in method.items():

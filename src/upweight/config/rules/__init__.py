@@ -3,9 +3,7 @@
 from collections.abc import Callable, Iterator
 
 from upweight.config.config import Config
-from upweight.config.rules import data, ebft, model, rollout, training
-from upweight.config.rules.exclusive import exclusive
-from upweight.config.rules.switched_keys import switched_off
+from upweight.config.rules import data, ebft, keys, model, rollout, training
 
 Rule = Callable[[Config], Iterator[str]]
 
@@ -13,28 +11,21 @@ Rule = Callable[[Config], Iterator[str]]
 ON_THE_MACHINE = ("GPUs", "installed packages", "files and folders", "servers")
 
 ERRORS: tuple[Rule, ...] = (
-    exclusive,
+    keys.exclusive,
     ebft.keys_refused_by_ebft,
     model.loading,
     model.adapters,
-    model.heads,
     model.references,
     data.sources,
-    training.batches,
-    training.layers,
-    training.optimizers,
+    training.optimisation,
     training.schedules,
     training.schedule_values,
     training.best_checkpoint,
-    training.intervals,
     training.shards,
     training.fsdp,
     training.deepspeed,
-    training.quantised_shards,
     training.paths,
-    training.hub,
-    rollout.rewards,
-    rollout.sampling,
+    rollout.rewards_and_sampling,
     rollout.environments,
     rollout.vllm,
     rollout.adapters_for_vllm,
@@ -52,19 +43,15 @@ WHOLE_CONFIG: tuple[Rule, ...] = (
 WARNINGS: tuple[Rule, ...] = (
     rollout.groups_fit_the_batch,
     rollout.without_effect,
-    rollout.gym_keys_without_effect,
     model.without_effect,
     training.without_effect,
     ebft.ebft_keys_without_effect,
 )
-WHOLE_CONFIG_WARNINGS: tuple[Rule, ...] = (rollout.without_use, switched_off, training.without_evaluation)
+WHOLE_CONFIG_WARNINGS: tuple[Rule, ...] = (rollout.without_use, keys.switched_off, training.without_evaluation)
 
 
 def check(config: Config, *, fragment: bool = False) -> tuple[list[str], list[str]]:
     """Return errors and warnings, each with its YAML path; a fragment skips the rules for complete configs."""
     errors = ERRORS if fragment else (*ERRORS, *WHOLE_CONFIG)
     warnings = WARNINGS if fragment else (*WARNINGS, *WHOLE_CONFIG_WARNINGS)
-    return (
-        [message for rule in errors for message in rule(config)],
-        [message for rule in warnings for message in rule(config)],
-    )
+    return [text for rule in errors for text in rule(config)], [text for rule in warnings for text in rule(config)]

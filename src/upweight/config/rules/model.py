@@ -27,11 +27,15 @@ def model_is_named(config: Config) -> Iterator[str]:
 
 
 def loading(config: Config) -> Iterator[str]:
-    """Check the model class, the arguments of `from_pretrained`, and GGUF files."""
-    model, adapter = config.model, config.adapter
-    ending = ENDINGS[config.method.head]
+    """Check the model class, the outputs of its head, the arguments of `from_pretrained`, and GGUF files."""
+    model, adapter, head, labels = config.model, config.adapter, config.method.head, config.model.num_labels
+    ending = ENDINGS[head]
     if model.model_class is not None and not model.model_class.endswith(ending):
         yield f"model_type: this method needs a model {ending!r}, such as AutoModel{ending}, not {model.model_class}."
+    if head == "sequence_score" and labels != 1:
+        yield f"num_labels: an outcome reward model has 1 output, not {labels}; set 'num_labels: 1'."
+    if head == "step_score" and labels is not None and labels < 2:
+        yield f"num_labels: a process reward model has at least 2 outputs, not {labels}; set 'num_labels: 2'."
     for name, key in HAVE_KEYS.items():
         if name in model.load_options:
             yield f"model_kwargs: {name!r} is set by {key}. Remove it here."
@@ -59,16 +63,7 @@ def adapters(config: Config) -> Iterator[str]:
         except re.error as error:
             yield f"unfrozen_parameters: {pattern!r} is no regular expression: {error}. Correct it."
     if config.optim.unfrozen and adapter.kind:
-        yield ("unfrozen_parameters: is for full fine-tuning, but 'adapter' is set; use 'lora_modules_to_save'.")
-
-
-def heads(config: Config) -> Iterator[str]:
-    """Check the number of outputs of a reward model."""
-    labels = config.model.num_labels
-    if config.method.head == "sequence_score" and labels != 1:
-        yield f"num_labels: an outcome reward model has 1 output, not {labels}; set 'num_labels: 1'."
-    if config.method.head == "step_score" and labels is not None and labels < 2:
-        yield f"num_labels: a process reward model has at least 2 outputs, not {labels}; set 'num_labels: 2'."
+        yield "unfrozen_parameters: is for full fine-tuning, but 'adapter' is set; use 'lora_modules_to_save'."
 
 
 def references(config: Config) -> Iterator[str]:
@@ -85,10 +80,7 @@ def references(config: Config) -> Iterator[str]:
             "reference would differ by the noise. Drop the key."
         )
     if config.optim.reference_offloading and config.adapter.separate_reference:
-        yield (
-            "reference_offloading: is for a copy of weights that lie whole on one device; drop it, or "
-            "rl_adapter_ref_model."
-        )
+        yield "reference_offloading: is for a copy of weights whole on one device; drop it, or rl_adapter_ref_model."
 
 
 def without_effect(config: Config) -> Iterator[str]:

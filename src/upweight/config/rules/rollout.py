@@ -25,8 +25,8 @@ ONLY_MERGED = (
 DEVICES = r"auto|cpu|cuda(:\d+(,\d+)*)?"
 
 
-def rewards(config: Config) -> Iterator[str]:
-    """Check the sources of rewards and their weights."""
+def rewards_and_sampling(config: Config) -> Iterator[str]:
+    """Check the sources of rewards and their weights, sampling options, and those that only vLLM supports."""
     weights, named = config.set_keys.get("trl.reward_weights"), config.rollout.reward_funcs
     from_environment = [name for name in named if is_environment_reward(name)]
     # The number of rewards of an environment is known only when it runs.
@@ -35,6 +35,10 @@ def rewards(config: Config) -> Iterator[str]:
     if from_environment and not config.environment.kind and not config.gym.enabled:
         name = from_environment[0]
         yield f"trl.reward_funcs: '{name}' is what an environment says: set 'environment.type', or name another reward."
+    if config.method.online:
+        yield from read_options(config.rollout.generation_args, others=config.rollout.use_vllm)[1]
+    if config.method.online and config.rollout.regex is not None and not config.rollout.use_vllm:
+        yield f"trl.vllm_structured_outputs_regex: {NO_PATTERN}."
 
 
 def rewards_are_there(config: Config) -> Iterator[str]:
@@ -42,15 +46,6 @@ def rewards_are_there(config: Config) -> Iterator[str]:
     rewarded = config.set_keys.get("trl.reward_funcs") or config.gym.enabled or config.environment.kind
     if config.method.online and not config.method.reward_names and not rewarded:
         yield "trl.reward_funcs: missing. A group of completions is compared by rewards: name at least one."
-
-
-def sampling(config: Config) -> Iterator[str]:
-    """Check sampling options, and those that only vLLM supports."""
-    if not config.method.online:
-        return
-    yield from read_options(config.rollout.generation_args, others=config.rollout.use_vllm)[1]
-    if config.rollout.regex is not None and not config.rollout.use_vllm:
-        yield f"trl.vllm_structured_outputs_regex: {NO_PATTERN}."
 
 
 def environments(config: Config) -> Iterator[str]:
@@ -82,9 +77,9 @@ def vllm(config: Config) -> Iterator[str]:
         yield "vllm.reasoning_parser: missing. 'vllm.enable_reasoning' needs it."
     if not re.fullmatch(DEVICES, config.vllm.device):
         yield f"vllm.device: '{config.vllm.device}' is not known. Use auto, cpu, cuda, or a number: cuda:1."
-    if rollout.async_prefetch and rollout.use_vllm and rollout.vllm_mode == "colocate" and config.method.online:
-        yield "trl.async_prefetch: colocated vLLM sleeps while the trainer works. Use 'vllm_mode: server', or drop it."
     colocated = config.method.online and rollout.use_vllm and rollout.vllm_mode == "colocate"
+    if colocated and rollout.async_prefetch:
+        yield "trl.async_prefetch: colocated vLLM sleeps while the trainer works. Use 'vllm_mode: server', or drop it."
     if colocated and (config.sharding.fsdp or config.sharding.deepspeed is not None):
         yield f"trl.vllm_mode: {ONE_PROCESS}."
 
@@ -104,14 +99,9 @@ def adapters_for_vllm(config: Config) -> Iterator[str]:
     elif not adapter_alone(adapter, lora_sync):
         key = unloadable or "trl.vllm_lora_sync"
         if config.sharding.fsdp or config.sharding.deepspeed is not None:
-            yield (
-                f"{key}: an adapter cannot be merged into sharded weights; drop the key, and the adapter alone is sent."
-            )
+            yield f"{key}: an adapter cannot be merged into sharded weights; drop the key: the adapter alone is sent."
         if adapter.load_in_4bit or adapter.load_in_8bit:
-            yield (
-                f"{key}: merged weights of a quantised base cannot be sent; drop the key, and the adapter alone is "
-                "sent."
-            )
+            yield f"{key}: merged weights of a quantised base cannot be sent; drop the key: the adapter alone is sent."
 
 
 def weight_transfer(config: Config) -> Iterator[str]:
@@ -196,10 +186,6 @@ def without_effect(config: Config) -> Iterator[str]:
             "trl.top_p, trl.top_k, trl.min_p: the sampler's log-probs cover the tokens kept, the trainer's all: "
             "importance ratios are biased"
         )
-
-
-def gym_keys_without_effect(config: Config) -> Iterator[str]:
-    """Time limits that agents do not use."""
     limits = ("nemo_gym_verify_timeout", "nemo_gym_run_timeout")
     if config.gym.enabled and config.gym.multi_turn and all(key in config.set_keys for key in limits):
         yield "nemo_gym_verify_timeout: no effect on the rollouts of agents; 'nemo_gym_run_timeout' bounds them"

@@ -34,27 +34,18 @@ SCHEDULE_ARGS: dict[str, dict[str, str | tuple[str, ...]]] = {
 WITHOUT_WARMUP = ("constant", "reduce_lr_on_plateau")
 
 
-def batches(config: Config) -> Iterator[str]:
-    """Check that batch sizes divide each other."""
-    whole, micro = config.optim.batch_size, config.optim.micro_batch_size or 1
+def optimisation(config: Config) -> Iterator[str]:
+    """Check batch sizes, intervals, options of the layers, and the optimizer's arguments, which are sent as text."""
+    whole, micro, args = config.optim.batch_size, config.optim.micro_batch_size or 1, config.optim.optimizer_args
     if whole and whole % micro:
         yield f"batch_size: {whole} is not a multiple of micro_batch_size {micro}."
-
-
-def layers(config: Config) -> Iterator[str]:
-    """Check compilation and gradient checkpointing of the model's layers."""
+    for key, value in (("save_steps", config.run.save_steps), ("eval_steps", config.run.eval_steps)):
+        if value is not None and value > 1 and value != int(value):
+            yield f"{key}: a share below 1, or a whole number of steps, not {value:g}."
     if config.optim.torch_compile:
-        yield (
-            "torch_compile: layers are not compiled, since tree shapes differ; attention and head are compiled. "
-            "Drop the key."
-        )
+        yield "torch_compile: layers are not compiled, as tree shapes differ; attention and head are. Drop the key."
     if set(config.optim.checkpointing_args) - {"use_reentrant", "every_layer"}:
         yield "gradient_checkpointing_kwargs: only 'use_reentrant' and 'every_layer' are known."
-
-
-def optimizers(config: Config) -> Iterator[str]:
-    """Check the arguments of the optimizer, which transformers receives as text."""
-    args = config.optim.optimizer_args
     pairs = args.split(",") if isinstance(args, str) and args else []
     if any(len(pair.split("=")) != 2 or not pair.split("=")[0].strip() for pair in pairs):
         yield f"optim_args: expected 'name=value' pairs with commas between them, or a mapping, not {args!r}."
@@ -156,13 +147,6 @@ def _is_multiple(saves: float, evaluations: float) -> bool:
     return (saves < 1) == (evaluations < 1) and round(saves * 1e6) % round(evaluations * 1e6) == 0
 
 
-def intervals(config: Config) -> Iterator[str]:
-    """Check that intervals are whole numbers of steps, or shares of all steps below 1."""
-    for key, value in (("save_steps", config.run.save_steps), ("eval_steps", config.run.eval_steps)):
-        if value is not None and value > 1 and value != int(value):
-            yield f"{key}: a share below 1, or a whole number of steps, not {value:g}."
-
-
 def shards(config: Config) -> Iterator[str]:
     """Reject keys that do not work with sharded weights, gradients or optimizer states."""
     section, adapter, optim = config.sharding, config.adapter, config.optim
@@ -170,15 +154,9 @@ def shards(config: Config) -> Iterator[str]:
     if not section.fsdp and not zero:
         return
     if adapter.separate_reference:
-        yield (
-            "rl_adapter_ref_model: a second model would not be sharded; drop the key: the reference is the adapter "
-            "switched off."
-        )
+        yield "rl_adapter_ref_model: a second model would not be sharded; drop it: the adapter is switched off instead."
     if config.method.precomputes_reference:
-        yield (
-            "precompute_ref_log_probs: weights are sharded only when training begins; drop the key: the reference is "
-            "sharded too."
-        )
+        yield "precompute_ref_log_probs: weights are sharded when training begins; drop it: so is the reference."
     if config.run.save_only_model and config.run.load_best:
         yield "save_only_model: the best checkpoint of sharded weights cannot be loaded without the rest; drop one key."
     if config.model.fp16:
@@ -186,20 +164,11 @@ def shards(config: Config) -> Iterator[str]:
     if optim.activation_offloading:
         yield "activation_offloading: gathered weights would be taken for activations; drop it, or fsdp and deepspeed."
     if optim.reference_offloading:
-        yield (
-            "reference_offloading: is for a copy of weights that lie whole on one device; drop it, or fsdp and "
-            "deepspeed."
-        )
+        yield "reference_offloading: is for a copy of weights whole on one device; drop it, or fsdp and deepspeed."
     if zero and config.method.reference_sync is not None:
-        yield (
-            "sync_ref_model: a reference that follows is not kept by DeepSpeed's checkpoints; use 'fsdp: true' "
-            "instead of deepspeed."
-        )
+        yield "sync_ref_model: a reference that follows is not in DeepSpeed's checkpoints; use 'fsdp: true' instead."
     if zero and section.context_parallel_size > 1:
-        yield (
-            "deepspeed, context_parallel_size: ranks that share rows are not known to DeepSpeed; use 'fsdp: true' "
-            "instead."
-        )
+        yield "deepspeed, context_parallel_size: DeepSpeed knows no ranks that share rows; use 'fsdp: true' instead."
 
 
 def fsdp(config: Config) -> Iterator[str]:
@@ -212,35 +181,21 @@ def fsdp(config: Config) -> Iterator[str]:
     if config.run.save_only_model and section.state_dict == "SHARDED_STATE_DICT":
         yield "save_only_model: needs whole weights; set 'fsdp_config.state_dict_type: FULL_STATE_DICT'."
     if section.wrap_policy == "SIZE_BASED_WRAP":
-        yield (
-            "fsdp_config.auto_wrap_policy: accelerate does not shard by size under FSDP2; use TRANSFORMER_BASED_WRAP, "
-            "or drop the key."
-        )
+        yield "fsdp_config.auto_wrap_policy: FSDP2 does not shard by size; use TRANSFORMER_BASED_WRAP, or drop the key."
     if section.final_state_dict != "FULL_STATE_DICT":
         yield "fsdp_config.final_state_dict_type: the result is always written whole; drop the key."
 
 
 def deepspeed(config: Config) -> Iterator[str]:
-    """Check DeepSpeed's options; a missing file is reported by the checks of the machine."""
+    """Check DeepSpeed's options (that their file exists is for the checks of the machine), and quantised shards."""
+    source, options = config.sharding.deepspeed, None
+    missing = isinstance(source, str) and (too_long(source) or zero_file(source, config.folder) is None)
     try:
-        options = _deepspeed_options(config)
+        options = None if source is None or missing else zero_options(source, config.folder)
     except UserError as error:
         yield str(error)
-    else:
-        yield from not_taken(options) if options is not None else ()
-
-
-def _deepspeed_options(config: Config) -> dict[str, Any] | None:
-    """Return DeepSpeed's options, or None without DeepSpeed or where their file is missing."""
-    source = config.sharding.deepspeed
-    if source is None or (isinstance(source, str) and (too_long(source) or zero_file(source, config.folder) is None)):
-        return None
-    return zero_options(source, config.folder)
-
-
-def quantised_shards(config: Config) -> Iterator[str]:
-    """Reject quantisation that does not work with sharded weights."""
-    if not (config.sharding.fsdp or _shards_weights(config)):
+    yield from () if options is None else not_taken(options)
+    if not config.sharding.fsdp and zero_stage(options or {}) != 3:
         return
     if config.adapter.load_in_8bit:
         yield (
@@ -248,21 +203,11 @@ def quantised_shards(config: Config) -> Iterator[str]:
             "ZeRO-1 or 2, or drop fsdp and deepspeed: each GPU then holds all weights, half as large."
         )
     if "bnb_4bit_quant_storage" in config.adapter.quantisation:
-        yield (
-            "bnb_config_kwargs.bnb_4bit_quant_storage: shards of 4-bit weights have to lie in the dtype of the "
-            "computation; drop the key."
-        )
-
-
-def _shards_weights(config: Config) -> bool:
-    try:
-        return zero_stage(_deepspeed_options(config) or {}) == 3
-    except UserError:
-        return False
+        yield "bnb_config_kwargs.bnb_4bit_quant_storage: shards have to lie in the dtype of the computation; drop it."
 
 
 def paths(config: Config) -> Iterator[str]:
-    """Reject paths that are empty or that no file system allows."""
+    """Reject paths that are empty or that no file system allows, and invalid names of repositories."""
     named: dict[str, Any] = {
         "output_dir": config.run.output_dir,
         "resume_from_checkpoint": config.run.resume_from,
@@ -286,25 +231,18 @@ def paths(config: Config) -> Iterator[str]:
         if name is not None and not name.strip():
             yield f"{place}: is empty. Name a place, or drop the key."
         elif name is not None and too_long(name):
-            yield (
-                f"{place}: a name in it has more than {LONGEST_NAME} bytes or a NUL, which no file system allows. "
-                "Shorten it."
-            )
+            yield f"{place}: a name in it has over {LONGEST_NAME} bytes or a NUL: no file system allows it. Shorten it."
+    hub = config.run.hub_model_id
+    if hub is not None and not re.fullmatch(REPOSITORY, hub):
+        yield (
+            f"hub_model_id: {hub!r:.100} is no repository: 'owner/name' or 'name', of letters, digits, '-', '_' and "
+            "'.', at most 96 of them."
+        )
 
 
 def _file_of(jinja: str | None) -> str | None:
     """Return the template's file, or None if the value is the template's text."""
     return None if jinja is None or any(mark in jinja for mark in ("{%", "{{", "\n")) else jinja
-
-
-def hub(config: Config) -> Iterator[str]:
-    """Check that `hub_model_id` is a valid repository name."""
-    name = config.run.hub_model_id
-    if name is not None and not re.fullmatch(REPOSITORY, name):
-        yield (
-            f"hub_model_id: {name!r:.100} is no repository: 'owner/name' or 'name', of letters, digits, '-', '_' and "
-            "'.', at most 96 of them."
-        )
 
 
 def too_long(name: str) -> bool:

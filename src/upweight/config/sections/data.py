@@ -83,7 +83,7 @@ class DatasetRow(Strict):
     type: str | UserFormat | None = inner(None, "Format of the rows, a transform, or a mapping of columns.")
     data_files: str | list[str] | None = inner(None, "Files to read.")
     ds_type: Literal["json", "jsonl", "csv", "parquet", "arrow", "text", "txt"] | None = inner(
-        None, "File type; follows from the file name when left out."
+        None, "File type; else by the file name."
     )
     revision: str | None = inner(None, "Branch, tag or commit on the hub.")
     trust_remote_code: bool = inner(False, "Whether code from the dataset's repository may run.")
@@ -91,7 +91,7 @@ class DatasetRow(Strict):
     shards: PositiveInt | None = inner(None, "Number of shards the rows are split into; one of them is kept.")
     shards_idx: int = inner(0, "Index of the shard that is kept.", ge=0)
     chat_template: str | None = inner(None, "Chat template for these rows.")
-    chat_template_jinja: str | None = inner(None, "Template text or file, with `chat_template: jinja`.")
+    chat_template_jinja: str | None = inner(None, "Text or file, with `chat_template: jinja`.")
     field_messages: str | None = inner(None, "Column of the messages; dots reach into nested columns.")
     field_chosen: str | None = inner(None, "Column of the chosen answer.")
     field_rejected: str | None = inner(None, "Column of the rejected answer.")
@@ -107,12 +107,8 @@ class DatasetRow(Strict):
     message_field_training_detail: str | None = inner(None, "Message property with character spans to train on.")
     roles: dict[str, str | list[str]] | None = inner(None, "Role -> its names in the rows.")
     roles_to_train: list[str] | None = inner(None, "Roles whose messages are trained on.")
-    train_on_eos: Literal["all", "turn", "last", "none"] | None = inner(
-        None, "Which end-of-text tokens are trained on."
-    )
-    train_on_eot: Literal["all", "turn", "last", "none"] | None = inner(
-        None, "Which end-of-turn tokens are trained on."
-    )
+    train_on_eos: Literal["all", "turn", "last", "none"] | None = inner(None, "End-of-text tokens that are trained on.")
+    train_on_eot: Literal["all", "turn", "last", "none"] | None = inner(None, "End-of-turn tokens that are trained on.")
     drop_system_message: bool = inner(False, "Drop system messages.")
     split_thinking: bool = inner(False, "Move the text inside `<think>` tags to the reasoning property of the message.")
     step_separator: str | None = inner(None, "Text between reasoning steps, for process reward models.")
@@ -126,49 +122,34 @@ class DataSection(Section):
 
     datasets: list[DatasetRow] = setting("datasets", [], "Training data; required.")
     test_datasets: list[DatasetRow] = setting("test_datasets", [], "Evaluation data.")
-    val_set_size: float = setting(
-        "val_set_size", 0.0, "Share (below 1) or number of training rows held out for evaluation.", ge=0
-    )
+    val_set_size: float = setting("val_set_size", 0.0, "Share (below 1) or number of rows held out to evaluate.", ge=0)
     prepared_path: str = setting("dataset_prepared_path", "last_run_prepared", "Folder of prepared data.")
     skip_prepare: bool = setting("skip_prepare_dataset", False, "Prepare the rows again instead of reading the cache.")
     processes: PositiveInt | None = setting("dataset_num_proc", None, "Processes that prepare data.")
-    in_memory: bool = setting(
-        "dataset_keep_in_memory", False, "Keep data in memory instead of memory-mapping it from disk."
-    )
+    in_memory: bool = setting("dataset_keep_in_memory", False, "Keep data in memory instead of mapping it from disk.")
     deduplicate: bool = setting("dataset_exact_deduplication", False, "Drop rows that repeat an earlier one exactly.")
-    shard_count: PositiveInt | None = setting(
-        "dataset_shard_num", None, "Number of shards all data is split into; one of them is kept."
-    )
+    shard_count: PositiveInt | None = setting("dataset_shard_num", None, "Shards all data is split into; one is kept.")
     shard_index: int = setting("dataset_shard_idx", 0, "Index of the shard that is kept.", ge=0)
     shuffle_merged: bool = setting("shuffle_merged_datasets", True, "Shuffle the rows after datasets are merged.")
-    shuffle_before_merging: bool = setting(
-        "shuffle_before_merging_datasets", False, "Shuffle each dataset before they are merged."
-    )
+    shuffle_before_merging: bool = setting("shuffle_before_merging_datasets", False, "Shuffle datasets before merging.")
     curriculum: bool = setting("curriculum_sampling", False, "Train on the rows in their order, without shuffling.")
     sequence_len: PositiveInt = setting("sequence_len", 512, "Longest sequence in tokens, prompt included.")
     eval_sequence_len: PositiveInt | None = setting("eval_sequence_len", None, "Longest sequence in evaluation.")
     min_sample_len: int = setting("min_sample_len", 0, "Rows with fewer tokens are dropped.", ge=0)
     max_prompt_length: PositiveInt | None = setting(
-        "max_prompt_length", None, "Longest prompt in tokens; longer prompts are truncated from the left.",
-        also=("trl.max_prompt_length",),
-    )  # fmt: skip
+        "max_prompt_length", None, "Longest prompt in tokens; the left is cut off.", also=("trl.max_prompt_length",)
+    )
     too_long: Literal["drop", "truncate", "raise"] = setting(
         "excess_length_strategy", "drop", "What happens to a row that is too long."
     )
     train_on_inputs: bool = setting("train_on_inputs", False, "Also train on prompts, for SFT.")
-    chat_template: str | None = setting(
-        "chat_template", None, "Name of the chat template; that of the tokenizer when left out."
-    )
-    chat_template_jinja: str | None = setting(
-        "chat_template_jinja", None, "Template text or file, with `chat_template: jinja`."
-    )
+    chat_template: str | None = setting("chat_template", None, "Name of the chat template; else the tokenizer's.")
+    chat_template_jinja: str | None = setting("chat_template_jinja", None, "Text or file, with `chat_template: jinja`.")
     template_args: dict[str, Any] = setting(
         "chat_template_kwargs", {}, "Variables passed to the chat template.", also=("trl.chat_template_kwargs",)
     )
     default_system_message: str | None = setting("default_system_message", None, "System text for rows that have none.")
     eot_tokens: list[str] = setting("eot_tokens", [], "Tokens that end a turn, if it is not the end-of-text token.")
     workers: int = setting("dataloader_num_workers", 0, "Processes that load batches.", ge=0)
-    prefetch: PositiveInt | None = setting(
-        "dataloader_prefetch_factor", None, "Batches that each `dataloader_num_workers` process loads ahead."
-    )
+    prefetch: PositiveInt | None = setting("dataloader_prefetch_factor", None, "Batches that each worker loads ahead.")
     drop_last: bool = setting("dataloader_drop_last", False, "Drop the last, incomplete batch.")

@@ -15,14 +15,10 @@ class EnvironmentSection(Section):
     """The tools and the environment of a policy."""
 
     tools: list[str] = setting(
-        "tools",
-        [],
-        "Functions the policy may call, by dotted path; type hints and docstring become the tool's description.",
+        "tools", [], "Functions the policy may call, by dotted path; type hints and docstring become the description."
     )
     tool_format: ToolFormat = setting(
-        "tool_format",
-        "auto",
-        "Format of tool calls: `<tool_call>` tags, that of Llama 3, or plain JSON; auto follows the chat template.",
+        "tool_format", "auto", "Tool calls in `<tool_call>` tags, as in Llama 3, or as JSON; auto follows the template."
     )
     kind: Literal["python", "openenv"] | None = setting(
         "environment.type", None, "A Python class, or an OpenEnv server; without it, only `tools` are used."
@@ -36,20 +32,14 @@ class EnvironmentSection(Section):
         "environment.columns", None, "Columns passed to the `reset` of OpenEnv; all except the prompt when left out."
     )
     text_field: str | None = setting(
-        "environment.text_field",
-        None,
-        "Field of the OpenEnv action that receives the policy's text; may be left out if the action has one field.",
+        "environment.text_field", None, "Field of the OpenEnv action for the policy's text; else its only field."
     )
     observation: str | None = setting(
-        "environment.observation",
-        None,
-        "Field of the OpenEnv observation that the policy reads; all fields when left out.",
+        "environment.observation", None, "Field of the OpenEnv observation that the policy reads; else all fields."
     )
     wait: float = setting("environment.wait", 300, "Seconds to wait for the server and for a free session.", gt=0)
     max_turns: PositiveInt = setting("environment.max_turns", 10, "Most turns of the policy in an episode.")
-    timeout: float = setting(
-        "environment.timeout", 60, "Longest time of one call of the environment, in seconds.", gt=0
-    )
+    timeout: float = setting("environment.timeout", 60, "Longest time of one environment call, in seconds.", gt=0)
     episode_timeout: float = setting(
         "environment.episode_timeout", 600, "Longest time of all environment calls of an episode, in seconds.", gt=0
     )

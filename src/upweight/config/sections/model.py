@@ -23,24 +23,13 @@ class ModelSection(Section):
     """The model, its tokenizer and its precision."""
 
     base_model: str | None = setting("base_model", None, "Hub id or folder of the model to train; required.")
-    config_source: str | None = setting(
-        "base_model_config", None, "Hub id or folder of the model's config; `base_model` when left out."
-    )
-    tokenizer: str | None = setting(
-        "tokenizer_config", None, "Hub id or folder of the tokenizer; `base_model` when left out."
-    )
+    config_source: str | None = setting("base_model_config", None, "Hub id or folder of a config; else `base_model`.")
+    tokenizer: str | None = setting("tokenizer_config", None, "Hub id or folder of the tokenizer; else `base_model`.")
     tokenizer_class: str | None = setting("tokenizer_type", None, "Name of the tokenizer class in transformers.")
     tokenizer_use_fast: bool = setting("tokenizer_use_fast", True, "Whether the fast tokenizer is used.")
     tokenizer_legacy: bool | None = setting("tokenizer_legacy", None, "The tokenizer's `legacy` switch.")
-    model_class: str | None = setting(
-        "model_type",
-        None,
-        "Model class in transformers; follows from the method when left out.",
-        also=("type_of_model",),
-    )
-    revision: str | None = setting(
-        "model_revision", None, "Branch, tag or commit on the hub.", also=("revision_of_model",)
-    )
+    model_class: str | None = setting("model_type", None, "Model class; else by the method.", also=("type_of_model",))
+    revision: str | None = setting("model_revision", None, "Hub branch, tag or commit.", also=("revision_of_model",))
     gguf_file: str | None = setting("gguf_file", None, "GGUF file inside `base_model`; its weights are dequantised.")
     config_overrides: dict[str, Any] = setting(
         "model_config", {}, "Values that replace those of the model's config.", also=("overrides_of_model_config",)
@@ -50,38 +39,26 @@ class ModelSection(Section):
     )
     trust_remote_code: bool = setting("trust_remote_code", False, "Whether code from the model's repository may run.")
     num_labels: PositiveInt | None = setting(
-        "num_labels",
-        None,
-        "Number of outputs of a score head; 1 for outcome, 2 for process reward models when left out.",
+        "num_labels", None, "Outputs of a score head; else 1 for outcome, 2 for process reward models."
     )
     special_tokens: SpecialTokens = setting("special_tokens", SpecialTokens(), "Tokens to set on the tokenizer.")
     new_tokens: list[str] = setting("tokens", [], "Tokens added to the vocabulary; embeddings are resized.")
-    resize_to_32: bool = setting(
-        "resize_token_embeddings_to_32x", False, "Whether a resized vocabulary is rounded up to a multiple of 32."
-    )
-    mean_resizing: bool = setting(
-        "mean_resizing_embeddings", False, "Whether new embeddings start at the mean of the old ones."
-    )
+    resize_to_32: bool = setting("resize_token_embeddings_to_32x", False, "Resize the vocabulary to a multiple of 32.")
+    mean_resizing: bool = setting("mean_resizing_embeddings", False, "Start new embeddings at the mean of the old.")
     attention: Literal["eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3"] | None = setting(
         "attn_implementation", None, "Attention kernel; chosen by device and row length when left out."
     )
     layout: Literal["auto", "tree", "padded"] = setting(
-        "layout",
-        "auto",
-        "Layout of sequences in a forward: trees with shared prefixes, or padded rows; auto uses trees where possible.",
+        "layout", "auto", "Sequences of a forward: trees with shared prefixes, or padded rows; auto: trees if possible."
     )
     disable_dropout: bool | None = setting(
         "disable_dropout", None, "Turn dropout off; when left out, dropout stays on for SFT and reward models only."
     )
     bf16: bool | Literal["auto"] = setting(
-        "bf16",
-        "auto",
-        "Compute in bfloat16 with float32 masters of trained weights; auto does so where the device supports it.",
+        "bf16", "auto", "Compute in bfloat16 with float32 masters of trained weights; auto: if the device can."
     )
     fp16: bool = setting("fp16", False, "Compute in float16 with loss scaling.")
-    pure_bf16: bool = setting(
-        "bfloat16", False, "Train bfloat16 weights without float32 masters: small updates are lost."
-    )
+    pure_bf16: bool = setting("bfloat16", False, "Train in bfloat16 without float32 masters: small updates vanish.")
     tf32: bool | Literal["auto"] = setting("tf32", "auto", "Whether float32 matrix products may use TF32 on the GPU.")
 
 
@@ -115,9 +92,7 @@ class AdapterSection(Section):
     modules_to_save: list[str] | None = setting("lora_modules_to_save", None, "Modules trained in full and saved.")
     rank_pattern: dict[str, PositiveInt] = setting("lora_rank_pattern", {}, "Rank by module name pattern.")
     alpha_pattern: dict[str, PositiveInt] = setting("lora_alpha_pattern", {}, "Alpha by module name pattern.")
-    fan_in_fan_out: bool = setting(
-        "lora_fan_in_fan_out", False, "Set it for layers that store their weights transposed."
-    )
+    fan_in_fan_out: bool = setting("lora_fan_in_fan_out", False, "For layers that store their weights transposed.")
     dora: bool = setting("peft_use_dora", False, "Decompose into magnitude and direction (DoRA).")
     rslora: bool = setting("peft_use_rslora", False, "Scale by alpha / sqrt(r) (rank-stabilised LoRA).")
     init: bool | str = setting("peft_init_lora_weights", True, "Initialisation of the adapter, named as in PEFT.")
@@ -125,12 +100,8 @@ class AdapterSection(Section):
     layers_pattern: list[str] | None = setting("peft_layers_pattern", None, "Name of the layer list, if unusual.")
     peft: PeftBlock = setting("peft", PeftBlock(), "Options that PEFT nests.")
     plus_ratio: float | None = setting("loraplus_lr_ratio", None, "LoRA+: how many times faster B learns than A.", gt=0)
-    plus_embedding_rate: float = setting(
-        "loraplus_lr_embedding", 1e-6, "LoRA+: learning rate of adapted embeddings.", gt=0
-    )
+    plus_embedding_rate: float = setting("loraplus_lr_embedding", 1e-6, "LoRA+: rate of adapted embeddings.", gt=0)
     load_in_8bit: bool = setting("load_in_8bit", False, "Quantise frozen base weights to 8 bits (bitsandbytes).")
     load_in_4bit: bool = setting("load_in_4bit", False, "Quantise frozen base weights to 4 bits (bitsandbytes).")
     quantisation: dict[str, Any] = setting("bnb_config_kwargs", {}, "Further options of bitsandbytes.")
-    separate_reference: bool = setting(
-        "rl_adapter_ref_model", False, "Load a separate reference model although an adapter is trained."
-    )
+    separate_reference: bool = setting("rl_adapter_ref_model", False, "Load a reference model beside an adapter.")

@@ -15,52 +15,36 @@ class RolloutSection(Section):
     vllm_mode: Literal["server", "colocate"] = setting(
         "trl.vllm_mode", "server", "A separate server, or vLLM inside the training process."
     )
-    server_url: str | None = setting(
-        "trl.vllm_server_base_url", None, "Address of the server, instead of host and port."
-    )
-    server_urls: list[str] = setting(
-        "trl.vllm_server_base_urls", [], "Addresses of several servers; the prompts are divided among them."
-    )
-    server_host: str | None = setting("trl.vllm_server_host", None, "Host of the server; `vllm.host` when left out.")
-    server_port: int | None = setting(
-        "trl.vllm_server_port", None, "Port of the server; `vllm.port` when left out.", ge=1, le=65535
-    )
+    server_url: str | None = setting("trl.vllm_server_base_url", None, "Server address, instead of host and port.")
+    server_urls: list[str] = setting("trl.vllm_server_base_urls", [], "Addresses of servers that divide the prompts.")
+    server_host: str | None = setting("trl.vllm_server_host", None, "Host of the server; else `vllm.host`.")
+    server_port: int | None = setting("trl.vllm_server_port", None, "Server port; else `vllm.port`.", ge=1, le=65535)
     server_timeout: float = setting("trl.vllm_server_timeout", 240, "Seconds to wait for the server.", gt=0)
     regex: str | None = setting("trl.vllm_structured_outputs_regex", None, "Pattern every completion must match.")
     sleep_mode: bool = setting("trl.vllm_enable_sleep_mode", True, "Colocated vLLM frees its memory while training.")
     colocate_memory: float = setting(
         "trl.vllm_gpu_memory_utilization", 0.3, "Share of the GPU's memory for colocated vLLM.", gt=0, le=1
     )
-    colocate_length: PositiveInt | None = setting(
-        "trl.vllm_max_model_length", None, "Longest sequence for colocated vLLM."
-    )
+    colocate_length: PositiveInt | None = setting("trl.vllm_max_model_length", None, "Longest sequence if colocated.")
     colocate_parallel: PositiveInt = setting("trl.vllm_tensor_parallel_size", 1, "GPUs that share colocated vLLM.")
     sync_interval: PositiveInt = setting("trl.vllm_sync_interval", 1, "Optimizer steps between weight syncs.")
     lora_sync: bool | None = setting(
-        "trl.vllm_lora_sync",
-        None,
-        "Send only the adapter to vLLM; when left out, on with an adapter that vLLM can load.",
+        "trl.vllm_lora_sync", None, "Send only the adapter to vLLM; else on with an adapter that vLLM can load."
     )
     weight_transfer: Literal["folder", "nccl", "ipc"] = setting(
         "trl.vllm_weight_transfer",
         "folder",
-        "How all weights reach a server: through a folder, by NCCL between GPUs, or by CUDA IPC on one GPU.",
+        "How weights reach a server: folder, NCCL between GPUs, or IPC on one GPU.",
     )
-    reward_funcs: list[str] = setting(
-        "trl.reward_funcs", [], "Reward functions by dotted path or built-in name, or reward models."
-    )
+    reward_funcs: list[str] = setting("trl.reward_funcs", [], "Rewards: dotted paths, built-in names or reward models.")
     reward_workers: PositiveInt = setting("trl.reward_num_workers", 1, "Processes that compute rewards.")
     reward_timeout: float = setting("trl.reward_timeout", 120, "Longest time of one reward call, in seconds.", gt=0)
-    rollout_func: str | None = setting(
-        "trl.rollout_func", None, "Function, by dotted path, that produces the completions."
-    )
+    rollout_func: str | None = setting("trl.rollout_func", None, "Function, by dotted path, that makes completions.")
     generation_batch_size: PositiveInt | None = setting(
         "trl.generation_batch_size", None, "Completions per rollout; the optimizer batch when left out."
     )
     steps_per_generation: PositiveInt | None = setting(
-        "trl.steps_per_generation",
-        None,
-        "Accumulation steps that use one rollout; an alternative to `generation_batch_size`.",
+        "trl.steps_per_generation", None, "Accumulation steps per rollout; an alternative to `generation_batch_size`."
     )
     num_iterations: PositiveInt = setting("trl.num_iterations", 1, "Passes over each rollout.")
     num_generations_eval: PositiveInt | None = setting(
@@ -71,13 +55,9 @@ class RolloutSection(Section):
     top_k: int = setting("trl.top_k", 0, "Number of most likely tokens that are kept; 0 keeps all.", ge=0)
     min_p: float | None = setting("trl.min_p", None, "Drop tokens below this share of the top probability.", ge=0, le=1)
     repetition_penalty: float = setting("trl.repetition_penalty", 1.0, "Penalty on tokens already present.", gt=0)
-    generation_args: dict[str, Any] = setting(
-        "trl.generation_kwargs", {}, "Further sampling options, such as `stop` or `stop_token_ids`."
-    )
+    generation_args: dict[str, Any] = setting("trl.generation_kwargs", {}, "Further sampling options, such as `stop`.")
     compile_sampler: bool = setting(
-        "trl.compile_sampler",
-        True,
-        "Compile the in-process sampler on a GPU: it takes seconds at the start and makes sampling faster.",
+        "trl.compile_sampler", True, "Compile the in-process sampler on a GPU: slower to start, faster to sample."
     )
     log_completions: bool = setting("trl.log_completions", False, "Show sampled completions in the terminal.")
     completions_shown: PositiveInt | None = setting(
@@ -86,40 +66,24 @@ class RolloutSection(Section):
     async_prefetch: bool = setting("trl.async_prefetch", False, "Produce rollouts while training.")
     prefetch_depth: PositiveInt = setting("trl.prefetch_depth", 1, "Rollouts that may be produced ahead.")
     max_staleness: int | None = setting(
-        "trl.max_staleness",
-        None,
-        "Most optimizer steps between sampling and training; only `trl.prefetch_depth` bounds them when left out.",
-        ge=0,
+        "trl.max_staleness", None, "Most optimizer steps from sampling to training; else `prefetch_depth` bounds.", ge=0
     )
-    streaming: bool = setting(
-        "trl.streaming_partial_batch", False, "Score groups and pass them to training as they finish."
-    )
+    streaming: bool = setting("trl.streaming_partial_batch", False, "Score groups and train on them as they finish.")
     streaming_groups: PositiveInt = setting("trl.streaming_min_groups", 1, "Groups scored at a time when streaming.")
     replay_size: int = setting(
         "trl.replay_buffer_size", 0, "Groups kept to replace groups whose rewards are all equal; 0 is off.", ge=0
     )
-    replay_recompute: bool = setting(
-        "trl.replay_recompute_logps", True, "Recompute log-probs of replayed groups under the current policy."
-    )
-    replay_max_age: PositiveInt = setting(
-        "trl.replay_max_age", 64, "Optimizer steps after which a group leaves the replay buffer."
-    )
+    replay_recompute: bool = setting("trl.replay_recompute_logps", True, "Recompute the log-probs of replayed groups.")
+    replay_max_age: PositiveInt = setting("trl.replay_max_age", 64, "Optimizer steps a group stays in the buffer.")
     reroll_start: float = setting(
-        "trl.reroll_start_fraction",
-        1.0,
-        "Share of training after which failed prompts are tried again; 1 is off.",
-        ge=0,
-        le=1,
+        "trl.reroll_start_fraction", 1.0, "Share of training before failed prompts are retried; 1 is off.", ge=0, le=1
     )
     reroll_groups: PositiveInt = setting("trl.reroll_max_groups", 1, "Failed prompts tried again per rollout.")
     skip_zero_advantage: bool = setting(
         "trl.skip_zero_advantage_batches", True, "Skip completions with zero advantage that do not change the loss."
     )
     dynamic_sampling: int = setting(
-        "trl.dynamic_sampling_max_rounds",
-        0,
-        "Extra rounds of sampling to replace groups whose rewards are all equal; 0 is off.",
-        ge=0,
+        "trl.dynamic_sampling_max_rounds", 0, "Extra rounds to replace groups of equal rewards; 0 is off.", ge=0
     )
 
 
@@ -143,9 +107,7 @@ class VllmSection(Section):
     tool_call_parser: str | None = setting(
         "vllm.tool_call_parser", None, "vLLM's parser for tool calls; with `nemo_gym_multi_turn`, hermes when left out."
     )
-    max_lora_rank: PositiveInt | None = setting(
-        "vllm.max_lora_rank", None, "Largest adapter rank; follows from `lora_r` when left out."
-    )
+    max_lora_rank: PositiveInt | None = setting("vllm.max_lora_rank", None, "Largest adapter rank; else `lora_r`.")
 
 
 class GymDataset(Strict):
@@ -162,34 +124,21 @@ class GymSection(Section):
     enabled: bool = setting("nemo_gym_enabled", False, "Use NeMo Gym for rollouts or rewards.")
     folder: str = setting("nemo_gym_dir", "~/Gym", "Folder of the Gym repository.")
     auto_start: bool = setting("nemo_gym_auto_start", True, "Start the Gym's servers.")
-    config_paths: list[str] = setting(
-        "nemo_gym_config_paths", [], "Gym configs to start; when left out, those of the datasets' servers."
-    )
+    config_paths: list[str] = setting("nemo_gym_config_paths", [], "Gym configs to start; else those of the datasets.")
     head_port: int = setting("nemo_gym_head_port", 11000, "Port of the Gym's head server.", ge=1, le=65535)
     server_timeout: float = setting("nemo_gym_server_timeout", 360, "Seconds to wait for servers to start.", gt=0)
     verify_timeout: float = setting("nemo_gym_verify_timeout", 30, "Seconds one request may take.", gt=0)
     run_timeout: float = setting(
-        "nemo_gym_run_timeout",
-        300,
-        "Seconds one rollout may take; of agents, `nemo_gym_verify_timeout` where only that is set.",
-        gt=0,
+        "nemo_gym_run_timeout", 300, "Seconds a rollout may take; else `nemo_gym_verify_timeout`, for agents.", gt=0
     )
     datasets: list[GymDataset] = setting("nemo_gym_datasets", [], "Rows and the servers that verify them.")
-    model_name: str | None = setting(
-        "nemo_gym_model_name", None, "Model name the Gym asks for; `base_model` when left out."
-    )
+    model_name: str | None = setting("nemo_gym_model_name", None, "Model name the Gym asks for; else `base_model`.")
     multi_turn: bool = setting("nemo_gym_multi_turn", False, "Let the Gym's agents run the episodes.")
     reward_components: list[str] = setting(
-        "nemo_gym_reward_components",
-        [],
-        "Components of the verification that become separate rewards; only the total reward when left out.",
+        "nemo_gym_reward_components", [], "Components of the verification as separate rewards; else the total alone."
     )
-    policy_port: int = setting(
-        "nemo_gym_policy_port", 11001, "Port at which the Gym's agents reach the policy.", ge=1, le=65535
-    )
+    policy_port: int = setting("nemo_gym_policy_port", 11001, "Port where agents reach the policy.", ge=1, le=65535)
     isolate: bool | None = setting(
-        "nemo_gym_isolate",
-        None,
-        "Run started servers without network and write access; when left out, where system and servers allow it.",
+        "nemo_gym_isolate", None, "Run started servers without network and write access; else where possible."
     )
     max_turns: PositiveInt | None = setting("nemo_gym_max_turns", None, "Most turns of a multi-turn rollout.")

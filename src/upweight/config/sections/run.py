@@ -13,50 +13,30 @@ class RunSection(Section):
     """Output, checkpoints, evaluation, logging."""
 
     output_dir: str = setting("output_dir", "./model-out", "Output folder of the run.")
-    logging_steps: PositiveInt | None = setting(
-        "logging_steps", None, "Steps between logs; follows from the length of the run when left out."
-    )
-    save_steps: float | None = setting(
-        "save_steps", None, "Steps between checkpoints; below 1, a share of all steps.", gt=0
-    )
+    logging_steps: PositiveInt | None = setting("logging_steps", None, "Steps between logs; else by the run's length.")
+    save_steps: float | None = setting("save_steps", None, "Steps between checkpoints; below 1, a share of all.", gt=0)
     saves_per_epoch: PositiveInt | None = setting("saves_per_epoch", None, "Checkpoints in each epoch.")
     save_strategy: Literal["no", "steps", "epoch", "best"] | None = setting(
         "save_strategy", None, "When checkpoints are written; every epoch if no key sets it."
     )
     save_total_limit: PositiveInt | None = setting("save_total_limit", 4, "Number of checkpoints that are kept.")
-    save_only_model: bool = setting(
-        "save_only_model", False, "Save checkpoints without the optimizer; they cannot be resumed exactly."
-    )
-    save_first_step: bool = setting(
-        "save_first_step", False, "Also save after the first step, to test that saving works."
-    )
-    eval_steps: float | None = setting(
-        "eval_steps", None, "Steps between evaluations; below 1, a share of all steps.", gt=0
-    )
+    save_only_model: bool = setting("save_only_model", False, "Save no optimizer; checkpoints cannot resume exactly.")
+    save_first_step: bool = setting("save_first_step", False, "Also save after step 1, to test that saving works.")
+    eval_steps: float | None = setting("eval_steps", None, "Steps between evaluations; below 1, a share of all.", gt=0)
     evals_per_epoch: PositiveInt | None = setting("evals_per_epoch", None, "Evaluations in each epoch.")
     eval_strategy: Literal["no", "steps", "epoch"] | None = setting(
         "eval_strategy", None, "When to evaluate; follows from the other keys when left out."
     )
     eval_on_start: bool = setting("eval_on_start", False, "Evaluate once before the first step.")
     best_metric: str | None = setting("metric_for_best_model", None, "Metric that picks the best checkpoint.")
-    greater_is_better: bool | None = setting(
-        "greater_is_better", None, "Whether a larger `metric_for_best_model` is better."
-    )
+    greater_is_better: bool | None = setting("greater_is_better", None, "Whether a larger best metric is better.")
     load_best: bool = setting("load_best_model_at_end", False, "Load the best checkpoint as the final model.")
-    patience: PositiveInt | None = setting(
-        "early_stopping_patience", None, "Evaluations without improvement after which the run stops."
-    )
+    patience: PositiveInt | None = setting("early_stopping_patience", None, "Evaluations without gain before stopping.")
     resume_from: str | None = setting("resume_from_checkpoint", None, "Checkpoint folder to resume from.")
-    auto_resume: bool = setting(
-        "auto_resume_from_checkpoints", False, "Resume from the last complete checkpoint, if there is one."
-    )
-    loss_limit: float | None = setting(
-        "loss_watchdog_threshold", None, "Stop the run when the loss stays above this value.", gt=0
-    )
+    auto_resume: bool = setting("auto_resume_from_checkpoints", False, "Resume from the last whole checkpoint, if any.")
+    loss_limit: float | None = setting("loss_watchdog_threshold", None, "Stop if the loss stays above this.", gt=0)
     loss_limit_patience: PositiveInt = setting(
-        "loss_watchdog_patience",
-        3,
-        "Consecutive logs with a loss above `loss_watchdog_threshold` after which the run stops.",
+        "loss_watchdog_patience", 3, "Consecutive logs above `loss_watchdog_threshold` after which the run stops."
     )
     profiler_steps: PositiveInt | None = setting("profiler_steps", None, "Number of steps to profile.")
     profiler_start: int = setting("profiler_steps_start", 0, "Step at which the profile begins.", ge=0)

@@ -27,6 +27,7 @@ SchedulerName = Literal[
 FsdpWord = Literal[
     "full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2", "auto_wrap", "offload",
 ]  # fmt: skip
+StateDict = Literal["FULL_STATE_DICT", "SHARDED_STATE_DICT"]
 
 
 class RateGroup(Strict):
@@ -40,25 +41,17 @@ class RateGroup(Strict):
 class OptimSection(Section):
     """Batch sizes, optimizer, schedule, memory saving."""
 
-    learning_rate: float | None = setting(
-        "learning_rate", None, "Peak learning rate; follows from the method when left out.", gt=0
-    )
+    learning_rate: float | None = setting("learning_rate", None, "Peak learning rate; else the method's.", gt=0)
     micro_batch_size: PositiveInt | None = setting(
-        "micro_batch_size",
-        None,
-        "Examples per device and accumulation step; `token_budget` bounds what one forward holds.",
+        "micro_batch_size", None, "Examples per device and accumulation step; `token_budget` bounds a forward."
     )
     accumulation: PositiveInt | None = setting(
-        "gradient_accumulation_steps",
-        None,
-        "Accumulation steps; multiplied by `micro_batch_size` it is the optimizer batch of a device.",
+        "gradient_accumulation_steps", None, "Accumulation steps; times `micro_batch_size`, a device's optimizer batch."
     )
     batch_size: PositiveInt | None = setting(
-        "batch_size", None, "Examples per optimizer step and device; an alternative to `gradient_accumulation_steps`."
+        "batch_size", None, "Examples per step and device; instead of `gradient_accumulation_steps`."
     )
-    token_budget: PositiveInt | None = setting(
-        "token_budget", None, "Most tokens in one forward; follows from the device's memory when left out."
-    )
+    token_budget: PositiveInt | None = setting("token_budget", None, "Most tokens in a forward; else by device memory.")
     eval_batch_size: PositiveInt | None = setting("eval_batch_size", None, "Examples per evaluation step and device.")
     num_epochs: float = setting("num_epochs", 1.0, "Passes over the data.", gt=0)
     max_steps: PositiveInt | None = setting("max_steps", None, "Number of optimizer steps; overrides `num_epochs`.")
@@ -69,9 +62,7 @@ class OptimSection(Section):
     cosine_min_ratio: float | None = setting(
         "cosine_min_lr_ratio", None, "Cosine schedule: final rate as a share of the peak.", ge=0, le=1
     )
-    warmup_steps: float | None = setting(
-        "warmup_steps", None, "Steps of linear warm-up; below 1, a share of all steps.", ge=0
-    )
+    warmup_steps: float | None = setting("warmup_steps", None, "Linear warm-up steps; below 1, a share of all.", ge=0)
     warmup_ratio: float | None = setting("warmup_ratio", None, "Warm-up as a share of all steps.", ge=0, le=1)
     weight_decay: float = setting("weight_decay", 0.0, "Decoupled weight decay.", ge=0)
     adam_beta1: float = setting("adam_beta1", 0.9, "Adam's beta1.", ge=0, lt=1)
@@ -83,30 +74,20 @@ class OptimSection(Section):
         "embedding_lr_scale", None, "Learning rate of the embeddings as a multiple of `learning_rate`.", gt=0
     )
     lr_groups: list[RateGroup] = setting("lr_groups", [], "Learning rates for named modules.")
-    unfrozen: list[str] | None = setting(
-        "unfrozen_parameters", None, "Patterns of parameter names; full fine-tuning trains only these."
-    )
+    unfrozen: list[str] | None = setting("unfrozen_parameters", None, "Patterns of parameters; only these are trained.")
     neftune_alpha: float | None = setting("neftune_noise_alpha", None, "NEFTune noise on embeddings, for SFT.", gt=0)
     seed: int = setting("seed", 42, "Seed of every random choice.", ge=0, lt=2**32)
     full_determinism: bool = setting("full_determinism", False, "Use deterministic kernels only; slower.")
-    gradient_checkpointing: bool = setting(
-        "gradient_checkpointing", False, "Recompute activations in the backward pass to save memory."
-    )
+    gradient_checkpointing: bool = setting("gradient_checkpointing", False, "Recompute activations to save memory.")
     checkpointing_args: dict[str, Any] = setting(
         "gradient_checkpointing_kwargs", {}, "Options of gradient checkpointing, such as `use_reentrant`."
     )
-    activation_offloading: bool = setting(
-        "activation_offloading", False, "Keep checkpointed activations in host memory."
-    )
+    activation_offloading: bool = setting("activation_offloading", False, "Keep checkpointed activations on the host.")
     reference_offloading: bool = setting(
-        "reference_offloading",
-        False,
-        "Keep the reference's copy of trained weights in host memory while it is not used.",
+        "reference_offloading", False, "Keep the reference's copy of trained weights in host memory while unused."
     )
     torch_compile: bool = setting("torch_compile", False, "Compile the model's layers.")
-    empty_cache_steps: PositiveInt | None = setting(
-        "torch_empty_cache_steps", None, "Steps between calls of `torch.cuda.empty_cache`."
-    )
+    empty_cache_steps: PositiveInt | None = setting("torch_empty_cache_steps", None, "Steps between cache clearings.")
 
 
 class ShardingSection(Section):
@@ -116,41 +97,27 @@ class ShardingSection(Section):
     fsdp: list[FsdpWord] | bool | None = setting(
         "fsdp", None, "Shard weights, gradients and optimizer states over the ranks; on when `fsdp_config` is set."
     )
-    fsdp_version: Literal[1, 2] = setting(
-        "fsdp_version", 2, "FSDP version; 1 is mapped to 2.", also=("fsdp_config.version",)
-    )
+    fsdp_version: Literal[1, 2] = setting("fsdp_version", 2, "FSDP version; 1 means 2.", also=("fsdp_config.version",))
     wrap_policy: Literal["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"] = setting(
         "fsdp_config.auto_wrap_policy", "TRANSFORMER_BASED_WRAP", "What becomes a sharding unit."
     )
     wrap_layers: str | list[str] | None = setting(
-        "fsdp_config.transformer_layer_cls_to_wrap",
-        None,
-        "Layer classes to shard; detected from the model when left out.",
+        "fsdp_config.transformer_layer_cls_to_wrap", None, "Layer classes to shard; else detected."
     )
-    min_parameters: PositiveInt | None = setting(
-        "fsdp_config.min_num_params", None, "Smallest unit for SIZE_BASED_WRAP."
-    )
+    min_parameters: PositiveInt | None = setting("fsdp_config.min_num_params", None, "Smallest SIZE_BASED_WRAP unit.")
     reshard: bool = setting("fsdp_config.reshard_after_forward", True, "Free gathered weights after the forward.")
     offload: bool = setting("fsdp_config.offload_params", False, "Keep shards in host memory.")
-    state_dict: Literal["FULL_STATE_DICT", "SHARDED_STATE_DICT"] = setting(
-        "fsdp_config.state_dict_type", "SHARDED_STATE_DICT", "How checkpoints are written."
-    )
-    final_state_dict: Literal["FULL_STATE_DICT", "SHARDED_STATE_DICT"] = setting(
+    state_dict: StateDict = setting("fsdp_config.state_dict_type", "SHARDED_STATE_DICT", "How checkpoints are written.")
+    final_state_dict: StateDict = setting(
         "fsdp_config.final_state_dict_type", "FULL_STATE_DICT", "How the final model is written."
     )
     low_memory_loading: bool = setting(
         "fsdp_config.cpu_ram_efficient_loading", True, "Load weights on one rank and broadcast them to the others."
     )
-    fsdp_checkpointing: bool = setting(
-        "fsdp_config.activation_checkpointing", False, "The same as `gradient_checkpointing: true`."
-    )
+    fsdp_checkpointing: bool = setting("fsdp_config.activation_checkpointing", False, "Means `gradient_checkpointing`.")
     context_parallel_size: PositiveInt = setting(
-        "context_parallel_size",
-        1,
-        "Consecutive ranks that share each row and count as one device; it must divide the number of attention heads.",
+        "context_parallel_size", 1, "Consecutive ranks that share rows as one device; must divide the attention heads."
     )
-    timeout: PositiveInt = setting(
-        "ddp_timeout", 1800, "Longest time of a collective, in seconds, before the run is stopped."
-    )
+    timeout: PositiveInt = setting("ddp_timeout", 1800, "Longest time of a collective, in seconds; then the run stops.")
     bucket_mb: PositiveInt | None = setting("ddp_bucket_cap_mb", None, "Size of DDP's gradient buckets in MiB.")
     broadcast_buffers: bool = setting("ddp_broadcast_buffers", False, "Whether DDP sends buffers at every step.")

@@ -29,7 +29,10 @@ def group_statistics(values_S: Tensor, group_S: Tensor) -> tuple[Tensor, Tensor,
 
 def weighted_reward(rewards_SR: Tensor, weights: tuple[float, ...] | None) -> Tensor:
     """Weighted sum of the rewards that apply; NaN where none does."""
-    weight_R = _weight_per_reward(rewards_SR, weights)
+    count = rewards_SR.shape[1]
+    if weights is not None and len(weights) != count:
+        raise UserError(f"trl.reward_weights has {len(weights)} entries for {count} reward functions: give one each")
+    weight_R = torch.tensor(weights or (1.0,) * count, dtype=torch.float64, device=rewards_SR.device)
     total_S = (rewards_SR.double() * weight_R).nansum(1).float()
     return total_S.masked_fill(rewards_SR.isnan().all(1), float("nan"))
 
@@ -58,10 +61,3 @@ def decoupled(rewards_SR: Tensor, group_S: Tensor, weights: tuple[float, ...] | 
         columns.append(score_S.masked_fill(reward_S.isnan(), float("nan")))
     total_S = weighted_reward(torch.stack(columns, 1), weights)
     return normalised(total_S, torch.zeros_like(group_S), "batch")
-
-
-def _weight_per_reward(rewards_SR: Tensor, weights: tuple[float, ...] | None) -> Tensor:
-    count = rewards_SR.shape[1]
-    if weights is not None and len(weights) != count:
-        raise UserError(f"trl.reward_weights has {len(weights)} entries for {count} reward functions: give one each")
-    return torch.tensor(weights or (1.0,) * count, dtype=torch.float64, device=rewards_SR.device)

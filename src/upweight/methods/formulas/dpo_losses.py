@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -160,19 +160,7 @@ def aot_unpaired(p: Pairs) -> Tensor:
     return loss_P + mirror_P - mirror_P.detach()
 
 
+# Each loss is the function of its name; sft is a sum over tokens, not over pairs.
 PAIR_LOSSES: dict[str, Callable[[Pairs], Tensor]] = {
-    "sigmoid": sigmoid,
-    "hinge": hinge,
-    "ipo": ipo,
-    "exo_pair": exo_pair,
-    "nca_pair": nca_pair,
-    "robust": robust,
-    "bco_pair": bco_pair,
-    "sppo_hard": sppo_hard,
-    "aot": aot,
-    "aot_unpaired": aot_unpaired,
-    "apo_zero": apo_zero,
-    "apo_down": apo_down,
-    "discopop": discopop,
-    "sigmoid_norm": sigmoid_norm,
+    name: globals()[name] for name in get_args(LossType) if name != "sft"
 }

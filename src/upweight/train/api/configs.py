@@ -157,17 +157,13 @@ class MethodArguments(TrainingArguments):
             setting, value = help_of(one).setting, getattr(self, one.name)
             if setting is None or value is None or (key := keys.get(setting.path)) is None:
                 continue
-            place, names[key.name] = values, one.name
-            for inner in key.where:
-                place = place.setdefault(inner, {})
-            place[key.name] = value
+            values[key.name], names[key.name] = value, one.name
         try:
             return kind(**values)
         except ValidationError as error:
-            inlined = {name for name, one in kind.model_fields.items() if one.default_factory and name in values}
             problems = []
             for problem in error.errors():
-                parts = [names.get(str(part), str(part)) for part in problem["loc"] if part not in inlined]
+                parts = [names.get(str(part), str(part)) for part in problem["loc"]]
                 text = problem["msg"].removeprefix("Value error, ").replace("trl.", "")
                 problems.append(f"{'.'.join(parts)}: {text}" if parts else text)
             raise UserError(f"{type(self).__name__}: " + "; ".join(problems)) from None

@@ -53,7 +53,7 @@ class FeatureMatching:
 
     def longest(self, groups: Sequence[Group]) -> int:
         """Return the length limit of a turn, from the longest ground-truth turn of these prompts."""
-        most = self.method.policy.max_completion_length
+        most = self.method.max_completion_length
         true = max((len(turn) for group in groups for turn in group.row["truth_ids"][::2]), default=most)
         return min(max(int(self.method.gt_length_multiplier * true), SHORTEST_LIMIT), most)
 
@@ -104,7 +104,7 @@ class FeatureMatching:
 
     def _true_turns(self, group: Group) -> list[list[int]]:
         """Return the ground-truth turns, cut to the completion length, with the other messages between them."""
-        most = self.method.policy.max_completion_length
+        most = self.method.max_completion_length
         turns: list[list[int]] = group.row["truth_ids"]
         return [list(ids[:most] if turn % 2 == 0 else ids) for turn, ids in enumerate(turns)]
 

@@ -5,7 +5,6 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -103,9 +102,8 @@ def content_of(config: Config) -> dict[str, Any]:
 def _set_values(section: Section) -> Iterator[tuple[str, Any]]:
     """Yield the YAML path and the value of every key of a section that has a value."""
     for key in keys_of(type(section)):
-        owner: Any = reduce(getattr, key.where, section)
         # Values of a script's arguments may have other types than the key.
-        shown = owner.model_dump(mode="json", exclude_none=True, include={key.name}, warnings=False)
+        shown = section.model_dump(mode="json", exclude_none=True, include={key.name}, warnings=False)
         if key.path == key.canonical and key.path not in FOLDED and shown.get(key.name) not in (None, {}, []):
             yield key.path, shown[key.name]
 

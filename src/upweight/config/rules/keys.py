@@ -1,9 +1,26 @@
-"""Warns about keys that have no effect because the key that enables them is off."""
+"""Keys that cannot both be set, and keys that have no effect because the key that enables them is off."""
 
 from collections.abc import Callable, Iterator
+from fnmatch import fnmatchcase
+from itertools import combinations
 from typing import NamedTuple
 
 from upweight.config.config import Config, general_keys
+
+EXCLUSIVE: tuple[tuple[str, ...], ...] = (
+    ("rl", "reward_model", "process_reward_model"),
+    ("gradient_accumulation_steps", "batch_size"),
+    ("warmup_steps", "warmup_ratio"),
+    ("save_steps", "saves_per_epoch"),
+    ("eval_steps", "evals_per_epoch"),
+    ("embedding_lr", "embedding_lr_scale"),
+    ("trl.generation_batch_size", "trl.steps_per_generation"),
+    ("deepspeed", "fsdp"),
+    ("trl.vllm_server_base_url", "trl.vllm_server_base_urls"),
+    ("load_in_4bit", "load_in_8bit"),
+    ("test_datasets", "val_set_size"),
+    ("fp16", "bfloat16"),
+)
 
 
 class Switch(NamedTuple):
@@ -45,23 +62,28 @@ SWITCHES: tuple[Switch, ...] = (
 )
 
 
+def exclusive(config: Config) -> Iterator[str]:
+    """Reject each pair of exclusive keys that are both on."""
+    on = {path for path, value in config.set_keys.items() if value not in (False, 0, [], {}, "")}
+    for keys in EXCLUSIVE:
+        for first, second in combinations(keys, 2):
+            if first in on and second in on:
+                yield f"{second}: cannot be used with '{first}'. Keep one."
+    if config.model.bf16 is True and config.model.fp16:
+        yield "fp16: cannot be used with 'bf16: true'. Keep one."
+
+
 def switched_off(config: Config) -> Iterator[str]:
     """Warn about keys of online runs whose switch is off; `rollout.without_use` covers offline runs."""
     if not config.method.online:
         return
     # The rules of EBFT cover the keys of these blocks in strided mode.
     unread = ("trl.", "vllm.") if config.method.strided else ()
+    defaults = {path: key.field.default for path, (_, key) in general_keys().items()}
+    # A default that is written out, as in a run's config.yaml, asks for nothing.
+    asked = [path for path, value in config.set_keys.items() if value != defaults.get(path)]
+    asked = [path for path in asked if path != "nemo_gym_enabled" and not path.startswith(unread)]
     for switch in SWITCHES:
-        stray = [path for path in config.set_keys if _names(switch.keys, path) and not path.startswith(unread)]
-        stray = [path for path in stray if path != "nemo_gym_enabled" and config.set_keys[path] != _default(path)]
+        stray = [path for path in asked if any(fnmatchcase(path, key) for key in switch.keys.split())]
         if stray and not switch.is_on(config):
             yield f"{', '.join(stray)}: no effect on training without '{switch.needs}'"
-
-
-def _default(path: str) -> object:
-    """Return the default of a key: one that is written out, as in a run's config.yaml, asks for nothing."""
-    return general_keys()[path][1].field.default if path in general_keys() else None
-
-
-def _names(keys: str, path: str) -> bool:
-    return any(path.startswith(key[:-1]) if key.endswith("*") else path == key for key in keys.split())

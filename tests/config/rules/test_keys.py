@@ -6,7 +6,7 @@ import pytest
 
 from upweight.config import parse_config
 from upweight.config.config import general_keys
-from upweight.config.rules.switched_keys import SWITCHES
+from upweight.config.rules.keys import SWITCHES
 
 VLLM = {"trl.use_vllm": True}
 COLOCATED = {**VLLM, "trl.vllm_mode": "colocate"}
