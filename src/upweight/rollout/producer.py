@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -162,7 +162,7 @@ class Producer:
         if self.replay is not None:
             self.replay.restore(state.get("replay") or [], self.rows)
         if self.reroll is not None:
-            self.reroll.waiting.extend(state.get("reroll") or [])
+            self.reroll.waiting = deque(state.get("reroll") or [], self.reroll.waiting.maxlen)
 
     def _sample_rows(
         self, numbers: Sequence[int], round_: tuple[int, int], trainer_state: Any

@@ -38,6 +38,8 @@ def summary(groups: Sequence[Group], names: Sequence[str], method: Method) -> di
         "group_reward_std": sum(spreads) / len(spreads) if spreads else float("nan"),
         "frac_reward_zero_std": sum(without_signal) / len(without_signal),
     }
+    if len(known_S := reward_S[~reward_S.isnan()]):
+        metrics |= {"reward_min": float(known_S.min()), "reward_max": float(known_S.max())}
     # A method that computes its rewards itself logs them under other names.
     for name, column_S in () if method.reward_names else zip(names, rewards_SR.T, strict=True):
         metrics |= {f"rewards/{name}/mean": _mean(column_S), f"rewards/{name}/std": _std(column_S)}
