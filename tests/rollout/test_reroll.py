@@ -5,7 +5,7 @@ import json
 import torch
 
 from made_rollouts import online_trainer
-from upweight.rollout.reroll import Reroll, failed
+from upweight.rollout.replay import Reroll, failed
 from upweight.types import Group
 
 NAN = float("nan")

@@ -68,7 +68,6 @@ def _json(text: str) -> Parsed:
 
 
 def _begins_a_call(text: str) -> bool:
-    """Whether a text looks like the beginning of a call."""
     return bool(re.match(r'\{\s*"name"\s*:', text)) and any(f'"{key}"' in text for key in ARGUMENTS)
 
 

@@ -24,13 +24,11 @@ from upweight.rewards.reward import Reward
 from upweight.rewards.scorer import Scorer
 from upweight.rollout.custom import CustomRollout
 from upweight.rollout.plan import Plan, PromptOrder
-from upweight.rollout.producer import CompletionSource, Producer, Ranks
-from upweight.rollout.replay import ReplayBuffer
-from upweight.rollout.reroll import Reroll
+from upweight.rollout.producer import CompletionSource, Producer, Ranks, SingleTurn
+from upweight.rollout.replay import ReplayBuffer, Reroll
 from upweight.rollout.rollout import PromptRows
 from upweight.rollout.run_ahead import bounded_depth
 from upweight.rollout.sampling_params import sampling_of
-from upweight.rollout.single_turn import SingleTurn
 from upweight.rollout.vllm.colocated import VllmColocated
 from upweight.sampler.in_process import InProcess
 from upweight.train.distributed.fsdp import whole_weights
@@ -232,7 +230,7 @@ def _completion_source(
     """Return the source of completions: EBFT's, a user's function, an environment, or the sampler alone."""
     model, tokenizer, function = policy.model, policy.tokenizer, spec.rollout_func
     if feature_matching is not None:
-        return feature_matching.completion_source(model, tokenizer, generator, policy.engine, _device(policy))
+        return feature_matching.completion_source(model, tokenizer, generator, _device(policy))
     if function is not None:
         return CustomRollout(function, getattr(function, "__name__", type(function).__name__), model, tokenizer)
     return (

@@ -10,14 +10,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from upweight.config.sections.rollout import RolloutSection
-from upweight.engine import Engine
 from upweight.engine.packing import build_batch, plan_rows, whole_blocks
 from upweight.methods import EBFT, feature_matcher
 from upweight.methods.base import Method
 from upweight.methods.formulas.features import pooled, pooled_positions
 from upweight.models.reference import Reference, adapter_state, make_reference, reference_kind
-from upweight.rollout.ebft.known_turns import KnownTurns
-from upweight.rollout.ebft.strided_blocks import StridedBlocks, anchors
+from upweight.rollout.ebft import KnownTurns, StridedBlocks, anchors
 from upweight.rollout.producer import CompletionSource
 from upweight.rollout.sampling_params import sampling_of
 from upweight.rollout.units import demonstration, units_of_documents, units_of_groups
@@ -57,7 +55,6 @@ class FeatureMatching:
         model: nn.Module,
         tokenizer: PreTrainedTokenizerBase,
         generator: Generator | None,
-        engine: Engine,
         device: torch.device | None,
     ) -> CompletionSource:
         """Return the source of completions: turns of known conversations, or strided blocks of documents."""
@@ -65,7 +62,7 @@ class FeatureMatching:
             end = tokenizer.eos_token_id
             return KnownTurns(generator, end if isinstance(end, int) else None)
         assert isinstance(generator, InProcess), "blocks are sampled in process"
-        return StridedBlocks(model, engine, self.method, generator, lambda ids: str(tokenizer.decode(ids)), device)
+        return StridedBlocks(model, self.method, generator, lambda ids: str(tokenizer.decode(ids)), device)
 
     def longest(self, groups: Sequence[Group]) -> int:
         """Return the length limit of a turn, from the longest ground-truth turn of these prompts."""
