@@ -211,10 +211,6 @@ class Generator(Protocol):
         """Return the policy version that the next request samples from."""
         ...
 
-    def health(self) -> str | None:
-        """Return None if the backend is healthy, else the problem."""
-        ...
-
     def close(self) -> None:
         """Release all resources; a later call acquires them again."""
         ...

@@ -30,10 +30,7 @@ def format_of(template: str) -> str:
 def _hermes(text: str) -> Parsed:
     calls: list[ToolCall] = []
     for match in HERMES.finditer(text):
-        if not match[2]:
-            calls.append(_malformed("the call has no closing </tool_call>"))
-            continue
-        calls += _parse(match[1])
+        calls += _parse(match[1]) if match[2] else [_malformed("the call has no closing </tool_call>")]
     return HERMES.sub("", text).strip(), calls
 
 

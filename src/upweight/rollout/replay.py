@@ -29,7 +29,12 @@ class ReplayBuffer:
         """
         self.kept = [group for group in self.kept if step - group.version <= self.max_age]
         without_signal = [place for place, group in enumerate(groups) if not has_signal(group)]
-        drawn = self._draw(len(without_signal), seed)
+        drawn: list[Group] = []
+        if count := min(len(without_signal), len(self.kept)):
+            weights = np.array([max(worth(group), 1e-8) for group in self.kept])
+            random = np.random.default_rng((*seed, 2**31 + 1))
+            numbers = random.choice(len(self.kept), count, replace=False, p=weights / weights.sum())
+            drawn = [self.kept[number] for number in numbers]
         filled = list(groups)
         for place, group in zip(without_signal, drawn, strict=False):
             filled[place] = dataclasses.replace(group, replayed=True)
@@ -45,15 +50,6 @@ class ReplayBuffer:
 
     def restore(self, state: Sequence[Mapping[str, Any]], rows: Any) -> None:
         self.kept = [group_from_plain(plain, rows) for plain in state]
-
-    def _draw(self, count: int, seed: Sequence[int]) -> list[Group]:
-        count = min(count, len(self.kept))
-        if not count:
-            return []
-        weights = np.array([max(worth(group), 1e-8) for group in self.kept])
-        random = np.random.default_rng((*seed, 2**31 + 1))
-        numbers = random.choice(len(self.kept), count, replace=False, p=weights / weights.sum())
-        return [self.kept[number] for number in numbers]
 
 
 def worth(group: Group) -> float:

@@ -32,12 +32,7 @@ class Rollout:
 
 def to_plain(rollout: Rollout) -> dict[str, Any]:
     """Return a rollout as JSON values, without the data rows, which are looked up by number later."""
-    return {
-        "number": rollout.number,
-        "version": rollout.version,
-        "groups": [group_to_plain(group) for group in rollout.groups],
-        "metrics": rollout.metrics,
-    }
+    return {**vars(rollout), "groups": [group_to_plain(group) for group in rollout.groups]}
 
 
 def from_plain(plain: Mapping[str, Any], rows: PromptRows) -> Rollout:

@@ -54,6 +54,7 @@ class PolicyGateway:
         return f"http://127.0.0.1:{self.port}/v1"
 
     def open(self) -> None:
+        """Start listening."""
 
         async def listen() -> asyncio.Server:
             try:
@@ -143,8 +144,8 @@ class GymAgents:
             episodes = work.result()
         finally:
             work.cancel()
-        for place, (group, of_group) in enumerate(zip(groups, episodes, strict=True)):
-            fill_group(group, of_group)
+        for place, group in enumerate(groups):
+            fill_group(group, episodes[place * count : (place + 1) * count])
             if done is not None:
                 done(place)
 
@@ -154,15 +155,14 @@ class GymAgents:
         if self.gateway is not None:
             self.gateway.close()
 
-    async def _all(self, groups: Sequence[Group], count: int, sampling: Sampling) -> list[list[EpisodeResult]]:
+    async def _all(self, groups: Sequence[Group], count: int, sampling: Sampling) -> list[EpisodeResult]:
         room = asyncio.Semaphore(CONCURRENT)
 
         async def rollout(group: Group) -> EpisodeResult:
             async with room:
                 return await self._play(group.row, sampling)
 
-        episodes = await gather_or_cancel(rollout(group) for group in groups for _ in range(count))
-        return [episodes[start : start + count] for start in range(0, len(episodes), count)]
+        return await gather_or_cancel(rollout(group) for group in groups for _ in range(count))
 
     async def _play(self, row: Mapping[str, Any], sampling: Sampling) -> EpisodeResult:
         """One rollout; a fault of the Gym becomes its `failure`."""

@@ -111,9 +111,6 @@ class VllmColocated:
         served = self._next or self._now
         return -1 if served is None else served.version
 
-    def health(self) -> str | None:
-        return None  # an engine that fails raises when it is used
-
     def require_room(self, prompt: int, new: int) -> None:
         if prompt + new > self._longest:
             raise UserError(

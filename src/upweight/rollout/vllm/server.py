@@ -122,6 +122,7 @@ class VllmServer:
         return -1 if self.weights.current is None else self.weights.current.version
 
     def health(self) -> str | None:
+        """Return None when the server is healthy, else the problem."""
         try:
             self.client.run(self.client.ask("/health"))
         except (RequestFailed, RequestRefused) as error:

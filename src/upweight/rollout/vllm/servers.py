@@ -99,10 +99,6 @@ class VllmServers:
     def version(self) -> int:
         return min(server.version() for server in self._healthy().values())
 
-    def health(self) -> str | None:
-        problems = [problem for server in self._healthy().values() if (problem := server.health()) is not None]
-        return "; ".join([*problems, *(f"the vLLM server at {url} is lost" for url in self._lost)]) or None
-
     def require_room(self, prompt: int, new: int) -> None:
         for server in self._healthy().values():
             server.require_room(prompt, new)
