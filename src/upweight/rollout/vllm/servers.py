@@ -1,8 +1,9 @@
 """Several vLLM servers of one policy: prompts are distributed, and a lost server is left out."""
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from functools import partial
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -38,33 +39,35 @@ class VllmServers:
         self, prompts: Prompts, count: int, sampling: Sampling, done: Done | None = None
     ) -> list[list[Completion]]:
         completions_by_prompt: list[list[Completion]] = [[] for _ in prompts]
+        requests: dict[Future[list[list[Completion]]], tuple[str, list[int]]] = {}
         arriving = threading.Lock()
-        with ThreadPoolExecutor(2 * len(self._urls), "vllm-servers") as pool:
 
-            def ask(server: VllmServer, places: list[int]) -> "Future[object]":
-                def arrived(place: int, completions: list[Completion]) -> None:
-                    with arriving:
-                        completions_by_prompt[places[place]] = completions
-                        if done is not None:
-                            done(places[place], completions)
+        def arrived(share: list[int], place: int, completions: list[Completion]) -> None:
+            with arriving:
+                completions_by_prompt[share[place]] = completions
+                if done is not None:
+                    done(share[place], completions)
 
-                share = [prompts[place] for place in places]
-                return pool.submit(server.generate, share, count, sampling, arrived)
-
+        def distribute(places: Iterable[int], pool: ThreadPoolExecutor) -> None:
+            """Give every server a share of the prompts, about equal in number and in tokens."""
             live = self._healthy()
-            shares = _distribute(range(len(prompts)), prompts, list(live))
-            requests = {ask(live[url], places): (url, places) for url, places in shares.items()}
+            longest_first = sorted(places, key=lambda place: -len(prompts[place]))
+            for number, (url, server) in enumerate(live.items()):
+                if share := sorted(longest_first[number :: len(live)]):
+                    ids = [prompts[place] for place in share]
+                    work = pool.submit(server.generate, ids, count, sampling, partial(arrived, share))
+                    requests[work] = url, share
+
+        with ThreadPoolExecutor(2 * len(self._urls), "vllm-servers") as pool:
+            distribute(range(len(prompts)), pool)
             while requests:
                 for work in wait(requests, return_when=FIRST_COMPLETED).done:
-                    url, places = requests.pop(work)
+                    url, share = requests.pop(work)
                     try:
                         work.result()
                     except UserError as error:
                         self._mark_lost(url, error)
-                        live = self._healthy()
-                        missing = [place for place in places if not completions_by_prompt[place]]
-                        shares = _distribute(missing, prompts, list(live))
-                        requests |= {ask(live[other], share): (other, share) for other, share in shares.items()}
+                        distribute([place for place in share if not completions_by_prompt[place]], pool)
         return completions_by_prompt
 
     def sync(self, version: int) -> None:
@@ -131,10 +134,3 @@ class VllmServers:
             if not self._live:
                 raise error
         logger.warning("warning: going on without %s: %s", url, error)
-
-
-def _distribute(places: Sequence[int], prompts: Prompts, urls: Sequence[str]) -> dict[str, list[int]]:
-    """Return the places of each server's prompts, about equal in number and in tokens."""
-    longest_first = sorted(places, key=lambda place: -len(prompts[place]))
-    shares = {url: sorted(longest_first[number :: len(urls)]) for number, url in enumerate(urls)}
-    return {url: share for url, share in shares.items() if share}
