@@ -4,7 +4,7 @@ CONFIG = """\
 # NeMo Gym: a server with tools and verification, a proxy to the policy, and the agent that drives the turns.
 # Start it with: ng_run "+config_paths=[THIS_FILE]" "+skip_venv_if_present=true"
 # or name this file in nemo_gym_config_paths and leave the start to `upweight train`.
-# Not vLLM's own address: the run listens here, and passes on to the version of the policy that is served.
+# policy_base_url is not vLLM's address: the run listens here, and passes on to the version that is served.
 policy_base_url: http://127.0.0.1:11001/v1
 policy_api_key: EMPTY
 policy_model_name: policy
