@@ -11,7 +11,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from bench.cases import SHAPE, VOCABULARY
 from upweight.engine import Engine
 from upweight.methods import EBFT
-from upweight.rollout.ebft.strided_blocks import StridedBlocks, anchors
+from upweight.rollout.ebft import StridedBlocks, anchors
 from upweight.sampler.in_process import InProcess
 from upweight.types import Group, Sampling
 
@@ -60,7 +60,7 @@ def measure(threads: int, repeats: int) -> dict[str, Any]:
     ids = np.random.default_rng(0).integers(2, VOCABULARY, LENGTH).tolist()
     row = {"ids": ids, "scored": [False] + [True] * (LENGTH - 1), "prompt_length": 1}
     engine = Engine(model)
-    completion_source = StridedBlocks(model, engine, method, InProcess(model, engine=engine, end_ids=()), str)
+    completion_source = StridedBlocks(model, method, InProcess(model, engine=engine, end_ids=()), str)
     starts, count, size = anchors(row, method), method.n_samples_per_prompt, method.generate_max_len
 
     def ours() -> None:

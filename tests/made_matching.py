@@ -5,7 +5,7 @@ from datasets import Dataset
 from made_rollouts import online_trainer
 from made_tokenizers import byte_tokenizer
 from upweight.methods import EBFT
-from upweight.rollout.ebft.strided_blocks import with_blocks
+from upweight.rollout.ebft import with_blocks
 
 ANSWERS = ("the quick dog", "a fox", "jumps over the lazy answer", "dogs")
 POLICY = {"num_generations": 4, "max_completion_length": 8}

@@ -155,6 +155,9 @@ Prompts = Sequence[Sequence[int]]  # token ids of each
 Done = Callable[[int, list[Completion]], None]  # called with the index of a prompt and its completions
 
 
+GroupDone = Callable[[int], None]  # called with the index of a group that has all its completions
+
+
 @dataclass
 class Group:
     """A prompt with its completions, rewards and advantages."""
@@ -206,10 +209,6 @@ class Generator(Protocol):
 
     def version(self) -> int:
         """Return the policy version that the next request samples from."""
-        ...
-
-    def health(self) -> str | None:
-        """Return None if the backend is healthy, else the problem."""
         ...
 
     def close(self) -> None:

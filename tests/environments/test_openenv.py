@@ -7,8 +7,7 @@ import pytest
 from made_gym_server import wait_until
 from made_openenv import BAD_GUESS, GUESS, HANG_UP, MCP, MOVE, FakeOpenEnv, failed, observed
 from upweight.environments.episode import ToolCall, Turn
-from upweight.environments.openenv import OpenEnv
-from upweight.environments.openenv_connection import OpenEnvFault, OpenEnvServer
+from upweight.environments.openenv import OpenEnv, OpenEnvFault
 from upweight.errors import UserError
 
 RESET = observed({"metadata": {}, "hint": "guess a number in [1,20]", "remaining": 7}, 0.0)
@@ -250,12 +249,12 @@ def test_no_server_or_another_kind_of_server_is_said_before_training(serving):
 
 @pytest.mark.parametrize("url", ["127.0.0.1:8000", "http://127.0.0.1:8000/", "ws://127.0.0.1:8000/ws"])
 def test_an_address_may_be_written_in_several_ways(url):
-    server = OpenEnvServer(url, 1, 1)
+    server = OpenEnv(url)
     assert (server.url, server.socket) == ("http://127.0.0.1:8000", "ws://127.0.0.1:8000/ws")
 
 
 def test_an_address_below_a_path_keeps_it():
-    server = OpenEnvServer("https://host.example/games/one", 1, 1)
+    server = OpenEnv("https://host.example/games/one")
     assert (server.url, server.socket) == ("https://host.example/games/one", "wss://host.example/games/one/ws")
     with pytest.raises(UserError, match=r"environment\.url"):
-        OpenEnvServer("file:///tmp", 1, 1)
+        OpenEnv("file:///tmp")

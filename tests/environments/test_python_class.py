@@ -5,8 +5,7 @@ import asyncio
 import pytest
 
 from upweight.environments.episode import ToolCall, Turn
-from upweight.environments.python_class import PythonEnvironment
-from upweight.environments.user_calls import CallTimeout
+from upweight.environments.python_class import CallTimeout, PythonEnvironment
 from upweight.errors import UserError
 
 ROW = {"prompt": "hello", "prompt_ids": [1], "answer": "7"}

@@ -2,7 +2,8 @@
 
 import pytest
 
-from upweight.environments.tools import methods_of, schema_of, unique_tools
+from upweight.environments.python_class import PythonEnvironment
+from upweight.environments.tools import methods_of, schema_of
 from upweight.errors import UserError
 
 
@@ -67,4 +68,4 @@ def test_names_of_tools_are_unique():
 
     other.__name__ = "look"
     with pytest.raises(UserError, match="two tools are named 'look'"):
-        unique_tools([look, other], "tools")
+        PythonEnvironment(functions=[look, other])

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from upweight.environments.user_calls import CallTimeout, UserCalls
+from upweight.environments.python_class import CallTimeout, UserCalls
 
 
 def run(work):

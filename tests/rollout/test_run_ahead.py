@@ -88,9 +88,39 @@ def test_what_is_under_way_can_be_waited_for_and_kept():
     ahead, later = RunAhead(numbered(), threaded=True), RunAhead(numbered(), threaded=False)
     ahead.submit(None)
     ahead.submit(None)
-    later.put(ahead.wait())
+    later.replace(ahead.wait())
     assert [later.take(None).number for _ in range(2)] == [0, 1]
     ahead.close()
+
+
+def test_what_is_restored_takes_the_place_of_what_is_pending():
+    may_end, made = threading.Event(), []
+
+    def produce(state):
+        assert may_end.wait(10)
+        made.append(state)
+        return Rollout(9, 0, [])
+
+    ahead = RunAhead(produce, threaded=True)
+    ahead.submit("running")
+    ahead.submit("waiting")
+    threading.Timer(0.1, may_end.set).start()
+    ahead.replace([Rollout(4, 0, [])])
+    assert made in ([], ["running"])  # whichever had begun has ended
+    assert (len(ahead), ahead.take(None).number, len(ahead)) == (1, 4, 0)
+    ahead.close()
+
+
+def test_a_checkpoint_restored_twice_trains_no_step_twice(tmp_path):
+    options = {"section": {"async_prefetch": True, "prefetch_depth": 2}, "max_steps": 6}
+    whole = online_trainer(tmp_path, save_strategy="steps", save_steps=3, **options)
+    whole.train()
+    later = online_trainer(tmp_path, **options)
+    numbers = []
+    later.rollouts.on_rollout.append(lambda rollout, step: numbers.append(rollout.number))
+    later.rollouts.restore(tmp_path / "checkpoint-3")  # and again by the trainer
+    later.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert numbers == [3, 4, 5]
 
 
 def test_a_bound_on_staleness_lowers_the_depth():

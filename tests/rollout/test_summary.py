@@ -35,6 +35,7 @@ def test_metrics_have_the_names_and_values_people_know():
     totals = torch.tensor([1.0, 0.0, 3.0, 3.0])
     assert found["reward"] == pytest.approx(1.75)
     assert found["reward_std"] == pytest.approx(float(totals.std()))
+    assert (found["reward_min"], found["reward_max"]) == (0.0, 3.0)
     assert found["group_reward_std"] == pytest.approx((0.5**0.5 + 0) / 2)  # of groups (1, 0) and (3, 3)
     assert found["rewards/a/mean"] == pytest.approx(0.75)
     assert found["rewards/b/mean"] == pytest.approx(2 / 3)
@@ -49,7 +50,9 @@ def test_metrics_have_the_names_and_values_people_know():
 def test_what_has_no_value_is_left_out():
     found = summary([group([NAN, NAN])], ["a", "b"], GRPO())
     assert not any(math.isnan(value) for value in found.values())
-    assert "reward" not in found
+    assert not {"reward", "reward_min", "reward_max"} & set(found)
+    found = summary([group([NAN], [-2.0], [NAN])], ["a"], GRPO())
+    assert (found["reward_min"], found["reward_max"]) == (-2.0, -2.0)
 
 
 def test_a_prompt_passes_when_one_of_its_completions_earns_something():

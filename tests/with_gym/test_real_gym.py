@@ -14,7 +14,7 @@ import yaml
 from made_gym import arithmetic_rows, synonym_rows, write_caller, write_rows
 from upweight.config import load_config
 from upweight.data.sources.open import open_entry, selected_datasets
-from upweight.environments.nemo_gym.command import config_files, find_gym
+from upweight.environments.nemo_gym.process import config_files, find_gym
 from upweight.train.run import train
 
 GYM = os.environ.get("UPWEIGHT_GYM_ENV", str(Path(__file__).parents[2] / ".cache" / "gym-env"))

@@ -13,8 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from made_runs import write_model
 from upweight.environments.episode import ToolCall, Turn
-from upweight.environments.openenv import OpenEnv
-from upweight.environments.openenv_connection import OpenEnvFault
+from upweight.environments.openenv import OpenEnv, OpenEnvFault
 from with_openenv.real_server import running
 
 pytestmark = [pytest.mark.openenv, pytest.mark.timeout(600)]

@@ -30,10 +30,7 @@ def format_of(template: str) -> str:
 def _hermes(text: str) -> Parsed:
     calls: list[ToolCall] = []
     for match in HERMES.finditer(text):
-        if not match[2]:
-            calls.append(_malformed("the call has no closing </tool_call>"))
-            continue
-        calls += _parse(match[1])
+        calls += _parse(match[1]) if match[2] else [_malformed("the call has no closing </tool_call>")]
     return HERMES.sub("", text).strip(), calls
 
 
@@ -68,7 +65,6 @@ def _json(text: str) -> Parsed:
 
 
 def _begins_a_call(text: str) -> bool:
-    """Whether a text looks like the beginning of a call."""
     return bool(re.match(r'\{\s*"name"\s*:', text)) and any(f'"{key}"' in text for key in ARGUMENTS)
 
 

@@ -52,19 +52,8 @@ class EpisodeOutcome:
     details: Mapping[str, Any] = field(default_factory=dict)  # columns of the completions file
 
 
-def opening_messages(prompt: Any, text: str = "") -> list[Message]:
-    """Return a prompt's messages with `text` added: to the last message where that is the user's, else as a new one."""
-    messages: list[Message] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt or ())
-    if not text:
-        return messages
-    if messages and messages[-1].get("role") == "user" and isinstance(messages[-1].get("content"), str):
-        content = messages[-1]["content"]
-        return [*messages[:-1], {**messages[-1], "content": f"{content}\n\n{text}" if content else text}]
-    return [*messages, {"role": "user", "content": text}]
-
-
 class Episode(Protocol):
-    """One rollout in an environment. An error that it raises masks the sample."""
+    """One rollout in an environment, which subclasses define. An error that it raises masks the sample."""
 
     async def open(self, row: Mapping[str, Any]) -> Opening:
         """Begin with a data row, whose `prompt` is the user's."""
@@ -79,12 +68,11 @@ class Episode(Protocol):
         ...
 
     async def close(self) -> None:
-        """Release connections; called exactly once."""
-        ...
+        """Release connections, if there are any; called exactly once."""
 
 
 class Environment(Protocol):
-    """Creates episodes; a run has one environment."""
+    """Creates episodes, and is what subclasses define; a run has one environment."""
 
     @property
     def reward_names(self) -> Sequence[str]:
@@ -96,9 +84,7 @@ class Environment(Protocol):
         ...
 
     async def start(self) -> None:
-        """Prepare for the first episode: start servers, or wait until they answer."""
-        ...
+        """Prepare for the first episode, as by starting servers or waiting until they answer."""
 
     async def stop(self) -> None:
-        """Release everything after the last episode."""
-        ...
+        """Release everything after the last episode; servers that the user started run on."""

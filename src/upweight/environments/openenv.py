@@ -1,27 +1,55 @@
-"""Episodes on an OpenEnv server, with typed actions or MCP tools and a reward for each step."""
+"""Episodes on an OpenEnv server, with typed actions or MCP tools and a reward for each step.
 
+Each WebSocket connection to the server is one environment, with reset and step.
+"""
+
+import asyncio
+import contextlib
 import json
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import httpx
+
 from upweight.data.raw_row import PREPARED_COLUMNS
-from upweight.environments.episode import EpisodeOutcome, Message, Opening, Reply, ToolCall, Turn, opening_messages
-from upweight.environments.openenv_connection import ActionRejected, OpenEnvConnection, OpenEnvFault, OpenEnvServer
-from upweight.environments.tools import tool_message
+from upweight.environments.episode import Environment, Episode, EpisodeOutcome, Message, Opening, Reply, ToolCall, Turn
+from upweight.environments.tools import as_text, opening_messages, tool_message
 from upweight.errors import UserError
+from upweight.log import logger, warn_once
+
+try:
+    from websockets.asyncio.client import connect
+    from websockets.exceptions import ConnectionClosed, InvalidHandshake
+except ImportError:
+    raise UserError("environment.type: openenv needs the package `websockets`: pip install websockets") from None
 
 REWARD = "openenv"
 STEP = "step"  # name of the tool that takes a typed action
 ERROR = "error: "  # prefix of what the policy did wrong
 SCALARS = ("string", "integer", "number", "boolean")
 MODEL_ERRORS = ("invalid_args", "tool_not_found", "execution_error")
-
 Reduction = Literal["sum", "last", "mean", "max"]
+MIN_BACKOFF, MAX_BACKOFF = 0.05, 2.0  # seconds between attempts to connect
+CLOSE_SECONDS = 2.0
+LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
+
+
+class OpenEnvFault(Exception):
+    """The environment failed, so the episode says nothing about the policy."""
+
+
+class ActionRejected(Exception):
+    """The environment rejected an action as invalid."""
+
+
+class _ServerFull(Exception):
+    """All sessions of the server are in use."""
 
 
 @dataclass
-class OpenEnv:
+class OpenEnv(Environment):
     """An OpenEnv server; each episode has its own connection."""
 
     url: str
@@ -31,75 +59,90 @@ class OpenEnv:
     observation: str | None = None  # field of the observation that the policy reads; None: all
     timeout: float = 60.0  # seconds for one answer
     wait: float = 300.0  # seconds to wait for the server and for a free session
-    actions: "Actions" = field(init=False)
+    mcp: bool = field(default=False, init=False)  # whether turns become actions by calls of MCP tools
+    tools: Sequence[Mapping[str, Any]] = field(default=(), init=False)  # `step`, where it takes several fields
 
     def __post_init__(self) -> None:
-        self.server = OpenEnvServer(self.url, self.timeout, self.wait)
+        address = httpx.URL(self.url if "://" in self.url else f"http://{self.url}")
+        if address.scheme not in ("http", "https", "ws", "wss") or not address.host:
+            raise UserError(f"environment.url: '{self.url}' is no address; write it like http://127.0.0.1:8000")
+        safe = "s" if address.scheme in ("https", "wss") else ""
+        path = address.path.removesuffix("/ws").rstrip("/")
+        self.url = str(address.copy_with(scheme=f"http{safe}", path=path or "/")).rstrip("/")
+        self.socket = str(address.copy_with(scheme=f"ws{safe}", path=f"{path}/ws"))
+        self.local = address.host in LOCAL_HOSTS  # the proxies of environment variables are for other hosts
 
     @property
     def reward_names(self) -> Sequence[str]:
-        """The one name of the combined step rewards."""
         return (REWARD,)
 
     def episode(self) -> "OpenEnvEpisode":
-        """Return a new episode that is not yet connected."""
-        return OpenEnvEpisode(self, OpenEnvConnection(self.server))
+        return OpenEnvEpisode(self, OpenEnvConnection(self))
 
     async def start(self) -> None:
-        """Wait for the server and read the schema of its actions."""
-        schema = await self.server.schema()
-        self.actions = Actions.of(schema["action"], self.text_field)
+        """Wait for the server, and choose by the schema of its actions how a turn becomes one.
+
+        That is by calls of MCP tools, as the text of one field, or by a call of `step`.
+        """
+        schema = await self._schema()
         known = (schema.get("observation") or {}).get("properties") or {}
         if self.observation is not None and known and self.observation not in known:
             raise UserError(
                 f"environment.observation: '{self.observation}' is no field of what {self.url} shows; "
                 f"it has {', '.join(known)}"
             )
-
-    async def stop(self) -> None:
-        """Leave the server running, since the user started it."""
-
-
-@dataclass(frozen=True)
-class Actions:
-    """How a turn becomes an action: by MCP tools, one field of plain text, or a call of `step`."""
-
-    mcp: bool
-    text_field: str | None
-    tools: Sequence[Mapping[str, Any]]
-
-    @staticmethod
-    def of(schema: Mapping[str, Any], text_field: str | None) -> "Actions":
-        """Choose the way by the JSON schema of an action."""
-        properties = schema.get("properties") or {}
-        fields = {name: kind for name, kind in properties.items() if name != "metadata" and "const" not in kind}
-        if text_field is not None and text_field not in fields:
+        action = schema["action"]
+        properties = (action.get("properties") or {}).items()
+        fields = {name: kind for name, kind in properties if name != "metadata" and "const" not in kind}
+        if self.text_field is not None and self.text_field not in fields:
             raise UserError(
-                f"environment.text_field: the environment's action has no field '{text_field}'; "
+                f"environment.text_field: the environment's action has no field '{self.text_field}'; "
                 f"it has {', '.join(fields) or 'none'}"
             )
-        if not fields or {"tool_name", "arguments"} == set(fields):
-            return Actions(True, None, ())
-        if text_field is None and len(fields) == 1:
+        self.mcp = not fields or {"tool_name", "arguments"} == set(fields)
+        if self.mcp:
+            self.text_field = None
+        elif self.text_field is None and len(fields) == 1:
             (name, kind), *_ = fields.items()
-            text_field = name if kind.get("type") in SCALARS else None
-        parameters = {
-            "type": "object",
-            "properties": fields,
-            "required": [name for name in schema.get("required") or () if name in fields],
-        }
-        if "$defs" in schema:
-            parameters["$defs"] = schema["$defs"]
-        description = str(schema.get("description") or "Act on the environment.")
-        return Actions(False, text_field, () if text_field else (_tool(STEP, description, parameters),))
+            self.text_field = name if kind.get("type") in SCALARS else None
+        if not self.mcp and self.text_field is None:
+            required = [name for name in action.get("required") or () if name in fields]
+            parameters = {"type": "object", "properties": fields, "required": required}
+            if "$defs" in action:
+                parameters["$defs"] = action["$defs"]
+            self.tools = [_tool(STEP, str(action.get("description") or "Act on the environment."), parameters)]
+
+    async def _schema(self) -> dict[str, Any]:
+        """Wait for the server and return the schemas of its actions and observations."""
+        clock, attempt = asyncio.get_running_loop().time, 0
+        stop = clock() + self.wait
+        async with httpx.AsyncClient(base_url=self.url, timeout=10, trust_env=not self.local) as http:
+            while True:
+                try:
+                    (await http.get("/health")).raise_for_status()
+                    answer = (await http.get("/schema")).raise_for_status().json()
+                    break
+                except (httpx.HTTPError, ValueError) as error:
+                    if clock() > stop:
+                        raise UserError(
+                            f"environment.url: no OpenEnv server answers at {self.url} ({type(error).__name__} {error})"
+                            f" after {self.wait:g} seconds. Start it, or raise environment.wait."
+                        ) from None
+                if attempt == 0:
+                    logger.info("waiting for an OpenEnv server at %s, up to %.0f seconds", self.url, self.wait)
+                await asyncio.sleep(_backoff(attempt))
+                attempt += 1
+        if not isinstance(answer, dict) or not isinstance(answer.get("action"), dict):
+            raise UserError(f"environment.url: {self.url} is no OpenEnv server: /schema names no action")
+        return answer
 
 
 @dataclass
-class OpenEnvEpisode:
+class OpenEnvEpisode(Episode):
     """One episode, over one connection."""
 
     environment: OpenEnv
-    connection: OpenEnvConnection
+    connection: "OpenEnvConnection"
     rewards: list[float] = field(default_factory=list)  # of the steps that returned one
     steps: int = 0
     done: bool = False
@@ -117,13 +160,18 @@ class OpenEnvEpisode:
             result = await self.connection.reset(arguments)
         except ActionRejected as error:
             raise OpenEnvFault(f"reset was refused: {error}") from error
-        actions = self.environment.actions
-        tools = await self._tools() if actions.mcp else actions.tools
+        tools = self.environment.tools
+        if self.environment.mcp:
+            listed = (await self.connection.step({"type": "list_tools"})).get("observation") or {}
+            tools = [
+                _tool(tool["name"], tool.get("description") or "", tool.get("input_schema") or {})
+                for tool in listed.get("tools") or ()
+            ]
         return Opening(opening_messages(row.get("prompt"), self._text(result)), tools)
 
     async def reply(self, turn: Turn) -> Reply:
         """Step once with plain text, or once for each call; a turn without a call ends the episode."""
-        name = self.environment.actions.text_field
+        name = self.environment.text_field
         if name is not None:
             text = await self._step({name: turn.text.strip()})
             return Reply() if self.done else Reply([{"role": "user", "content": text}])
@@ -136,28 +184,20 @@ class OpenEnvEpisode:
         return Reply([] if self.done else messages, failed)
 
     async def outcome(self) -> EpisodeOutcome:
-        """Return the combined step rewards."""
-        total = {REWARD: _combined(self.rewards, self.environment.reward)}
-        return EpisodeOutcome(
-            total, details={"step_rewards": list(self.rewards), "steps": self.steps, "done": self.done}
-        )
+        rewards = self.rewards or [0.0]
+        total = sum(rewards)
+        reductions = {"sum": total, "last": rewards[-1], "mean": total / len(rewards), "max": max(rewards)}
+        details = {"step_rewards": list(self.rewards), "steps": self.steps, "done": self.done}
+        return EpisodeOutcome({REWARD: reductions[self.environment.reward]}, details=details)
 
     async def close(self) -> None:
-        """Close the connection, which ends the environment."""
         await self.connection.close()
-
-    async def _tools(self) -> list[Mapping[str, Any]]:
-        observation = (await self.connection.step({"type": "list_tools"})).get("observation") or {}
-        return [
-            _tool(tool["name"], tool.get("description") or "", tool.get("input_schema") or {})
-            for tool in observation.get("tools") or ()
-        ]
 
     async def _call(self, call: ToolCall) -> str:
         arguments = dict(call.arguments)
         if call.error:
             return f"{ERROR}{call.error}"
-        if self.environment.actions.mcp:
+        if self.environment.mcp:
             return await self._step({"type": "call_tool", "tool_name": call.name, "arguments": arguments})
         if call.name != STEP:
             return f"{ERROR}there is no tool '{call.name}', only '{STEP}'"
@@ -179,18 +219,17 @@ class OpenEnvEpisode:
         observation = result.get("observation") or {}
         field_name = self.environment.observation
         if field_name is not None and field_name in observation:
-            return _as_text(observation[field_name])
-        if self.environment.actions.mcp and "tool_name" in observation:
+            return as_text(observation[field_name])
+        if self.environment.mcp and "tool_name" in observation:
             return _tool_text(observation)
         shown = {name: value for name, value in observation.items() if name not in ("metadata", "done", "reward")}
         shown = shown or observation.get("metadata") or {}
         if len(shown) == 1 and isinstance(text := next(iter(shown.values())), str):
             return text
-        return _as_text(shown) if shown else ""
+        return as_text(shown) if shown else ""
 
 
 def _tool_text(observation: Mapping[str, Any]) -> str:
-    """Return the result of an MCP tool as text."""
     if error := observation.get("error"):
         kind, message = error.get("error_type"), error.get("message")
         if kind not in MODEL_ERRORS:
@@ -199,21 +238,92 @@ def _tool_text(observation: Mapping[str, Any]) -> str:
     result = observation.get("result")
     parts = result.get("content") if isinstance(result, Mapping) else None
     texts = [part["text"] for part in parts or () if isinstance(part, Mapping) and isinstance(part.get("text"), str)]
-    return "\n".join(texts) if texts else _as_text(result)
-
-
-def _combined(rewards: Sequence[float], how: Reduction) -> float:
-    """Combine step rewards; an episode without any earns 0."""
-    if not rewards:
-        return 0.0
-    if how == "last":
-        return rewards[-1]
-    return max(rewards) if how == "max" else sum(rewards) / (len(rewards) if how == "mean" else 1)
+    return "\n".join(texts) if texts else as_text(result)
 
 
 def _tool(name: str, description: str, parameters: Mapping[str, Any]) -> Mapping[str, Any]:
     return {"type": "function", "function": {"name": name, "description": description, "parameters": dict(parameters)}}
 
 
-def _as_text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+class OpenEnvConnection:
+    """One connection, which is one environment."""
+
+    def __init__(self, environment: "OpenEnv") -> None:
+        self._environment = environment
+        self._socket: Any = None
+
+    async def reset(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Begin an episode; wait while the server is away or full."""
+        clock, attempt = asyncio.get_running_loop().time, 0
+        stop = clock() + self._environment.wait
+        while True:
+            try:
+                self._socket = await connect(
+                    self._environment.socket,
+                    open_timeout=self._environment.timeout,
+                    max_size=None,
+                    ping_interval=None,  # a busy environment may not answer pings; each message has a timeout
+                    proxy=None if self._environment.local else True,
+                )
+                return await self._ask("reset", arguments)
+            except (OSError, ConnectionClosed, InvalidHandshake, _ServerFull) as error:
+                await self.close()
+                if clock() > stop:
+                    raise OpenEnvFault(f"no session within {self._environment.wait:g} seconds: {error}") from error
+            await asyncio.sleep(_backoff(attempt))
+            attempt += 1
+
+    async def step(self, action: Mapping[str, Any]) -> dict[str, Any]:
+        """Return observation, reward and done after an action."""
+        try:
+            return await self._ask("step", action)
+        except (OSError, ConnectionClosed) as error:
+            raise OpenEnvFault(f"the connection was lost: {error}") from error
+
+    async def close(self) -> None:
+        socket, self._socket = self._socket, None
+        if socket is None:
+            return
+        try:
+            async with asyncio.timeout(CLOSE_SECONDS):
+                await socket.send(json.dumps({"type": "close"}))
+                await socket.close()
+        except (OSError, ConnectionClosed):  # closed already
+            socket.transport.abort()
+
+    async def _ask(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
+        with contextlib.suppress(ConnectionClosed):  # a full server sends its error and closes; that is still read
+            await self._socket.send(json.dumps({"type": kind, "data": dict(data)}, default=str))
+        try:
+            async with asyncio.timeout(self._environment.timeout):
+                answer = json.loads(await self._socket.recv())
+        except TimeoutError:
+            raise OpenEnvFault(f"no answer to '{kind}' within {self._environment.timeout:g} seconds") from None
+        except ValueError as error:
+            raise OpenEnvFault(f"the answer to '{kind}' is no JSON: {error}") from error
+        content = answer.get("data") if isinstance(answer, dict) else None
+        if not isinstance(content, dict):
+            raise OpenEnvFault(f"the answer to '{kind}' is no OpenEnv message")
+        if answer["type"] == "error":
+            raise _error(content)
+        return content
+
+
+def _error(content: Mapping[str, Any]) -> Exception:
+    code, message = content.get("code"), str(content.get("message", ""))
+    if code == "VALIDATION_ERROR":
+        faults = [
+            f"{'.'.join(map(str, fault.get('loc', ())))}: {fault.get('msg')}" for fault in content.get("errors") or ()
+        ]
+        return ActionRejected("; ".join(faults) or message)
+    if code == "CAPACITY_REACHED":
+        warn_once(
+            f"the OpenEnv server has room for {content.get('max_sessions', 'few')} sessions only, and others wait: "
+            "raise max_concurrent_envs in its create_app (the class needs SUPPORTS_CONCURRENT_SESSIONS = True)"
+        )
+        return _ServerFull(message)
+    return OpenEnvFault(f"{code}: {message}")
+
+
+def _backoff(attempt: int) -> float:
+    return min(MIN_BACKOFF * 2 ** min(attempt, 10), MAX_BACKOFF) * random.uniform(0.5, 1.0)

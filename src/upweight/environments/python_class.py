@@ -2,22 +2,101 @@
 
 import asyncio
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+import queue
+import threading
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-from upweight.environments.episode import EpisodeOutcome, Message, Opening, Reply, ToolCall, Turn, opening_messages
-from upweight.environments.tools import Schema, methods_of, run_tool, schema_of, tool_message, unique_tools
-from upweight.environments.user_calls import CallTimeout, UserCalls
-from upweight.errors import UserError
+from upweight.environments.episode import Environment, Episode, EpisodeOutcome, Message, Opening, Reply, ToolCall, Turn
+from upweight.environments.tools import as_text, methods_of, opening_messages, schema_of, tool_message
+from upweight.errors import UserError, did_you_mean
+from upweight.event_loop import EventLoop
+from upweight.user_modules import describe_error
 
 REWARD = "reward"
 TOOLS = "tools"  # the config key of the functions
 Factory = Callable[[], Any]
 
 
+class CallTimeout(Exception):
+    """A call did not return within its time limit."""
+
+
+class UserCalls:
+    """Runs the user's code within time limits, and never on the event loop of episodes.
+
+    Sync functions run in threads and async ones on a loop of their own, so that one that hangs blocks no other.
+    """
+
+    def __init__(self) -> None:
+        self._loop = EventLoop("tools")
+        self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._free = threading.Semaphore(0)
+
+    async def __call__(self, function: Callable[..., Any], *arguments: Any, limit: float, **named: Any) -> Any:
+        """Return what a function returns; raise what it raises, or CallTimeout."""
+        call = partial(function, *arguments, **named)
+        done: Future[Any] = Future()
+        if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None)):  # noqa: B004
+            done = self._loop.start(_awaited(call))
+        else:
+            self._jobs.put(partial(_settle, call, done))
+            if not self._free.acquire(blocking=False):
+                # A daemon: threads cannot be ended, and one that hangs must not keep the program from ending.
+                threading.Thread(target=self._work, name="environments", daemon=True).start()
+        result = asyncio.wrap_future(done)
+        try:
+            await asyncio.wait({result}, timeout=limit)
+            if not result.done():
+                raise CallTimeout(f"it took longer than {limit:g} seconds")
+            return result.result()
+        finally:
+            result.cancel()  # else a late result would be passed to a loop that may be closed by then
+
+    def _work(self) -> None:
+        # Forever: a program started with PR_SET_PDEATHSIG (`bwrap --die-with-parent`) dies with the thread.
+        while True:
+            self._jobs.get()()
+            self._free.release()
+
+    def close(self) -> None:
+        """Stop the loop and drop the calls that run on it."""
+        self._loop.close()
+
+
+def _settle(call: Callable[[], Any], done: "Future[Any]") -> None:
+    if not done.set_running_or_notify_cancel():
+        return
+    try:
+        result = call()
+    except (StopIteration, SystemExit, KeyboardInterrupt) as error:
+        done.set_exception(_for_asyncio(error))
+    except BaseException as error:  # the user's code: raised in the caller
+        done.set_exception(error)
+    else:
+        done.set_result(result)
+
+
+async def _awaited(call: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+    try:
+        return await call()
+    except (SystemExit, KeyboardInterrupt) as error:
+        raise _for_asyncio(error) from error
+
+
+def _for_asyncio(error: BaseException) -> RuntimeError:
+    """Convert an exception that asyncio would not pass on, or would end its loop with."""
+    message = type(error).__name__
+    if isinstance(error, SystemExit):
+        message = f"the code called sys.exit({'' if error.code is None else repr(error.code)})"
+    return RuntimeError(message).with_traceback(error.__traceback__)
+
+
 @dataclass
-class PythonEnvironment:
+class PythonEnvironment(Environment):
     """Episodes of a user's class with the tools, or of the tools alone.
 
     `factory` makes the object of an episode; as a mapping, it has such a function for each `environment` of the rows.
@@ -31,19 +110,17 @@ class PythonEnvironment:
     calls: UserCalls = field(default_factory=UserCalls)
 
     def __post_init__(self) -> None:
-        self._methods: dict[type, dict[str, Schema]] = {}
-        self.tools = unique_tools(self.functions, TOOLS)
+        self.tools: dict[str, Callable[..., Any]] = {}
+        for function in self.functions:
+            name = getattr(function, "__name__", type(function).__name__)
+            if self.tools.setdefault(name, function) is not function:
+                raise UserError(f"{TOOLS}: two tools are named '{name}'. Rename one.")
         self.schemas = {name: schema_of(function, TOOLS) for name, function in self.tools.items()}
         factories = self.factory.values() if isinstance(self.factory, Mapping) else [self.factory]
-        self.classes = [_class_of(factory) for factory in factories if factory is not None]
+        made = [factory for factory in factories if factory is not None]
+        self.classes = [factory if inspect.isclass(factory) else type(factory()) for factory in made]
         for cls in self.classes:
             self._check(cls)
-
-    def methods_of(self, cls: type) -> dict[str, Schema]:
-        """Return the tools of a class, which are read once."""
-        if cls not in self._methods:
-            self._methods[cls] = methods_of(cls, self.key)
-        return self._methods[cls]
 
     @property
     def reward_names(self) -> Sequence[str]:
@@ -52,18 +129,12 @@ class PythonEnvironment:
         return list(dict.fromkeys(str(name) for cls in rewarded for name in getattr(cls, "reward_names", (REWARD,))))
 
     def episode(self) -> "PythonEpisode":
-        """Return a new episode that is not yet open."""
         return PythonEpisode(self)
 
-    async def start(self) -> None:
-        """Do nothing, since the user's code runs in this process."""
-
     async def stop(self) -> None:
-        """Stop the loop of async functions."""
         self.calls.close()
 
     def factory_for(self, row: Mapping[str, Any]) -> Factory | None:
-        """Return the factory for a row."""
         if not isinstance(self.factory, Mapping):
             return self.factory
         name = str(row.get("environment"))
@@ -73,20 +144,19 @@ class PythonEnvironment:
         return self.factory[name]
 
     def _check(self, cls: type) -> None:
-        """Refuse a class that cannot be an environment."""
         if not callable(getattr(cls, "reset", None)):
             raise UserError(f"{self.key}: {cls.__name__} has no method 'reset(self, **row)'.")
-        both = set(self.methods_of(cls)) & set(self.tools)
-        if both:
+        methods = methods_of(cls, self.key)
+        if both := set(methods) & set(self.tools):
             raise UserError(f"{TOOLS}: '{both.pop()}' is also a method of {cls.__name__}. Rename one.")
-        if not self.methods_of(cls) and not self.tools and not hasattr(cls, "step"):
+        if not methods and not self.tools and not hasattr(cls, "step"):
             raise UserError(
                 f"{self.key}: {cls.__name__} cannot reply to the policy: give it public methods with docstrings "
                 "(tools) or a method 'step(self, text)'."
             )
 
 
-class PythonEpisode:
+class PythonEpisode(Episode):
     """One episode with one object: its reset, tool calls, steps and reward."""
 
     def __init__(self, environment: PythonEnvironment) -> None:
@@ -101,7 +171,7 @@ class PythonEpisode:
         factory = self._environment.factory_for(row)
         if factory is not None:
             self._object = await self._run(factory)
-            methods = self._environment.methods_of(type(self._object))
+            methods = methods_of(type(self._object), self._environment.key)
             self._tools |= {name: getattr(self._object, name) for name in methods}
             schemas |= methods
             observation = await self._run(self._object.reset, **_accepted(self._object.reset, row))
@@ -129,15 +199,12 @@ class PythonEpisode:
     async def outcome(self) -> EpisodeOutcome:
         """Return the result of `get_reward`: a number, or several by name."""
         get_reward = getattr(self._object, "get_reward", None)
-        if get_reward is None:
-            return EpisodeOutcome()
-        returned = await self._run(get_reward)
+        returned = None if get_reward is None else await self._run(get_reward)
         if returned is None:
             return EpisodeOutcome()
         rewards = returned if isinstance(returned, Mapping) else {REWARD: returned}
         known = self._environment.reward_names
-        unknown = [name for name in rewards if name not in known]
-        if unknown:
+        if unknown := [name for name in rewards if name not in known]:
             raise UserError(
                 f"{self._environment.key}: get_reward() returned '{unknown[0]}', which is not in the class's "
                 f"`reward_names` ({', '.join(known)}): list every name there."
@@ -145,29 +212,30 @@ class PythonEpisode:
         return EpisodeOutcome({str(name): float(value) for name, value in rewards.items() if value is not None})
 
     async def close(self) -> None:
-        """Call the object's `close`, where it has one."""
         if callable(getattr(self._object, "close", None)):
             await self._run(self._object.close)
 
     async def _run_tool(self, call: ToolCall) -> tuple[Message, bool]:
-        try:
-            return await run_tool(call, self._tools, self._environment.calls, self._environment.tool_timeout)
-        except CallTimeout as error:
-            if call.name not in self._environment.tools:
-                raise  # the call still runs, so the state of the object is not known
-            return tool_message(call, f"error: {error}"), False
+        """Run a tool call; return its result as a message, and whether it succeeded."""
+        environment, problem = self._environment, call.error or _mismatch(call, self._tools)
+        content = f"error: {problem}"
+        if problem is None:
+            try:
+                function, limit = self._tools[call.name], environment.tool_timeout
+                content = as_text(await environment.calls(function, limit=limit, **call.arguments))
+            except CallTimeout as error:
+                if call.name not in environment.tools:
+                    raise  # the call still runs, so the state of the object is not known
+                problem, content = str(error), f"error: {error}"
+            except (Exception, SystemExit) as error:  # the user's code: the policy reads the error
+                problem, content = str(error), f"error: {describe_error(error)}"
+        return tool_message(call, content), problem is None
 
     async def _run(self, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         return await self._environment.calls(function, *arguments, limit=self._environment.timeout, **named)
 
 
-def _class_of(factory: Factory) -> type:
-    """Return the class of the objects that a factory makes."""
-    return factory if inspect.isclass(factory) else type(factory())
-
-
 def _accepted(reset: Callable[..., Any], row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the columns of a row that `reset` accepts."""
     parameters = inspect.signature(reset).parameters.values()
     columns = {name: value for name, value in row.items() if name != "prompt_ids"}
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
@@ -191,3 +259,15 @@ def _messages(observation: Any) -> list[dict[str, Any]]:
     if not isinstance(messages, list | tuple) or not all(isinstance(m, Mapping) and "role" in m for m in messages):
         raise UserError(f"an environment must return text or messages, got {observation!r:.80}")
     return [dict(message) for message in messages]
+
+
+def _mismatch(call: ToolCall, functions: Mapping[str, Callable[..., Any]]) -> str | None:
+    """Return why a call does not fit the functions, for the policy to read; None where it does."""
+    function = functions.get(call.name)
+    if function is None:
+        return f"there is no tool '{call.name}'.{did_you_mean(call.name, functions)} Tools: {', '.join(functions)}"
+    try:
+        inspect.signature(function).bind(**call.arguments)
+    except TypeError as error:
+        return f"{call.name}: {error}"
+    return None

@@ -1,17 +1,16 @@
-"""Python functions as tools: their schemas for the policy, and how they are called."""
+"""Python functions as tools: their schemas for the policy; how they are called; messages with their results."""
 
 import inspect
 import json
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 from transformers.utils.chat_template_utils import get_json_schema
 
 from upweight.environments.episode import Message, ToolCall
-from upweight.environments.user_calls import CallTimeout, UserCalls
-from upweight.errors import UserError, did_you_mean
-from upweight.user_modules import describe_error
+from upweight.errors import UserError
 
 Schema = Mapping[str, Any]
 NOT_TOOLS = ("reset", "step", "get_reward", "close")  # methods of an environment class that are no tools
@@ -33,6 +32,7 @@ def schema_of(function: Callable[..., Any], key: str) -> Schema:
     }
 
 
+@cache
 def methods_of(cls: type, key: str) -> dict[str, Schema]:
     """Return the schemas of the public methods of an environment class that have a docstring."""
     return {
@@ -42,46 +42,22 @@ def methods_of(cls: type, key: str) -> dict[str, Schema]:
     }
 
 
-def unique_tools(functions: Sequence[Callable[..., Any]], key: str) -> dict[str, Callable[..., Any]]:
-    """Return functions by name; two of one name are an error."""
-    tools: dict[str, Callable[..., Any]] = {}
-    for function in functions:
-        name = getattr(function, "__name__", type(function).__name__)
-        if tools.setdefault(name, function) is not function:
-            raise UserError(f"{key}: two tools are named '{name}'. Rename one.")
-    return tools
-
-
-async def run_tool(
-    call: ToolCall, functions: Mapping[str, Callable[..., Any]], calls: UserCalls, limit: float
-) -> tuple[Message, bool]:
-    """Run a tool call; return its result as a message, and whether it succeeded. A CallTimeout is raised."""
-    problem = call.error or _mismatch(call, functions)
-    content = f"error: {problem}"
-    if problem is None:
-        try:
-            result = await calls(functions[call.name], limit=limit, **call.arguments)
-            content = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
-        except CallTimeout:
-            raise
-        except (Exception, SystemExit) as error:  # the user's code: the policy reads the error
-            problem, content = str(error), f"error: {describe_error(error)}"
-    return tool_message(call, content), problem is None
-
-
 def tool_message(call: ToolCall, content: str) -> Message:
-    """Return the message with the result of a call."""
     call_id = {"tool_call_id": call.id} if call.id else {}
     return {"role": "tool", "name": call.name, "content": content, **call_id}
 
 
-def _mismatch(call: ToolCall, functions: Mapping[str, Callable[..., Any]]) -> str | None:
-    """Return why a call does not fit the functions, for the policy to read; None where it does."""
-    function = functions.get(call.name)
-    if function is None:
-        return f"there is no tool '{call.name}'.{did_you_mean(call.name, functions)} Tools: {', '.join(functions)}"
-    try:
-        inspect.signature(function).bind(**call.arguments)
-    except TypeError as error:
-        return f"{call.name}: {error}"
-    return None
+def opening_messages(prompt: Any, text: str = "") -> list[Message]:
+    """Return a prompt's messages with `text` added: to the last message where that is the user's, else as a new one."""
+    messages: list[Message] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt or ())
+    if not text:
+        return messages
+    if messages and messages[-1].get("role") == "user" and isinstance(messages[-1].get("content"), str):
+        content = messages[-1]["content"]
+        return [*messages[:-1], {**messages[-1], "content": f"{content}\n\n{text}" if content else text}]
+    return [*messages, {"role": "user", "content": text}]
+
+
+def as_text(value: Any) -> str:
+    """Return what a tool or an environment returned as the policy reads it."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)

@@ -18,16 +18,15 @@ from transformers import PreTrainedTokenizerBase
 
 from upweight.data.raw_row import common_start
 from upweight.engine.forward import base_of
+from upweight.environments.tools import opening_messages
 from upweight.errors import UserError
 from upweight.log import logger
 from upweight.models.modules import dropout_off
 from upweight.rewards.answers import describe_error
 from upweight.sampler.hf_generate import generation_config
 from upweight.sampler.in_process import end_tokens
-from upweight.types import Completion, Group, Sampling
+from upweight.types import Completion, Group, GroupDone, Sampling
 
-TEXT_PARAMETERS = ("model", "processing_class", "prompts")
-TOKEN_PARAMETERS = ("prompts", "trainer")
 TOKEN_KEYS = ("prompt_ids", "completion_ids", "logprobs")
 FORMS = (
     "Write it as f(model, processing_class, prompts, generation_config=None) -> list of texts, or as "
@@ -49,9 +48,7 @@ class CustomRollout:
     def __post_init__(self) -> None:
         self.returns_text = _returns_text(self.function, self.name)
 
-    def __call__(
-        self, groups: Sequence[Group], count: int, sampling: Sampling, done: Callable[[int], None] | None
-    ) -> None:
+    def __call__(self, groups: Sequence[Group], count: int, sampling: Sampling, done: GroupDone | None) -> None:
         each = [group for group in groups for _ in range(count)]
         with torch.no_grad(), dropout_off(self.model):
             completions = self._texts(each, sampling) if self.returns_text else self._tokens(groups, each, sampling)
@@ -61,11 +58,15 @@ class CustomRollout:
                 done(place)
 
     def _texts(self, each: Sequence[Group], sampling: Sampling) -> list[Completion]:
-        prompts = [_prompt_dict(group) for group in each]
+        prompts = []
+        for group in each:
+            columns = {name: value for name, value in group.row.items() if name != "prompt_ids"}
+            prompts.append({**columns, "messages": opening_messages(columns.get("prompt"))})
         torch.manual_seed(sampling.seed or 0)
-        takes_config = "generation_config" in inspect.signature(self.function).parameters
-        config = generation_config(sampling, self.tokenizer.eos_token_id, self.tokenizer.pad_token_id)
-        options = {"generation_config": config} if takes_config else {}
+        options = {}
+        if "generation_config" in inspect.signature(self.function).parameters:
+            ids = self.tokenizer.eos_token_id, self.tokenizer.pad_token_id
+            options["generation_config"] = generation_config(sampling, *ids)
         texts = self._call(self.model, RolloutTokenizer(self.tokenizer), prompts, **options)
         if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
             raise UserError(f"trl.rollout_func: '{self.name}' must return a list of strings, got {_kind(texts)}.")
@@ -96,15 +97,11 @@ class CustomRollout:
     def _tokens(self, groups: Sequence[Group], each: Sequence[Group], sampling: Sampling) -> list[Completion]:
         returned = self._call([group.row.get("prompt") for group in each], self.trainer)
         if not isinstance(returned, Mapping) or not {"prompt_ids", "completion_ids"} <= set(returned):
-            raise UserError(
-                f"trl.rollout_func: '{self.name}' must return a dict with {', '.join(TOKEN_KEYS)}, "
-                f"got {_kind(returned)}."
-            )
+            keys = ", ".join(TOKEN_KEYS)
+            raise UserError(f"trl.rollout_func: '{self.name}' must return a dict with {keys}, got {_kind(returned)}.")
         for key, values in returned.items():
-            if values is not None and len(values) != len(each):
-                raise UserError(
-                    f"trl.rollout_func: '{self.name}' returned {len(values)} '{key}' for {len(each)} prompts."
-                )
+            if values is not None and (count := len(values)) != len(each):
+                raise UserError(f"trl.rollout_func: '{self.name}' returned {count} '{key}' for {len(each)} prompts.")
         extras = [key for key in returned if key not in (*TOKEN_KEYS, "env_mask") and returned[key] is not None]
         prompts = [[int(token) for token in ids] for ids in returned["prompt_ids"]]
         count = len(each) // len(groups)
@@ -114,11 +111,9 @@ class CustomRollout:
             # Prompts of a group may differ, as where an environment's messages count as prompt.
             group.prompt_ids = common_start([prompts[number] for number in numbers])
             group.extras |= {key: [returned[key][number] for number in numbers] for key in extras}
-            shared = len(group.prompt_ids)
-            completions += [
-                self._from_tokens(returned, number, prompts[number][shared:], sampling.max_new_tokens)
-                for number in numbers
-            ]
+            for number in numbers:
+                prompt_rest = prompts[number][len(group.prompt_ids) :]
+                completions.append(self._from_tokens(returned, number, prompt_rest, sampling.max_new_tokens))
         return completions
 
     def _from_tokens(self, returned: Mapping[str, Any], number: int, prompt_rest: list[int], limit: int) -> Completion:
@@ -129,10 +124,8 @@ class CustomRollout:
         sampled = None if mask is None else [bool(flag) for flag in mask[number]]
         for key, values in (("logprobs", logps or ids), ("env_mask", ids if sampled is None else sampled)):
             if len(values) != len(ids):
-                raise UserError(
-                    f"trl.rollout_func: '{self.name}', completion {number}: {len(values)} '{key}' for "
-                    f"{len(ids)} tokens."
-                )
+                wrong = f"{len(values)} '{key}' for {len(ids)} tokens"
+                raise UserError(f"trl.rollout_func: '{self.name}', completion {number}: {wrong}.")
         sampled_tokens = len(ids) if sampled is None else sum(sampled)
         if sampled_tokens > limit:
             self._warn(sampled_tokens, limit, "it is kept whole")
@@ -182,18 +175,11 @@ def _returns_text(function: Callable[..., Any], name: str) -> bool:
     needed = [
         p.name for p in parameters.values() if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
     ]
-    if set(TEXT_PARAMETERS) <= set(parameters) or len(needed) == 3:
+    if {"model", "processing_class", "prompts"} <= set(parameters) or len(needed) == 3:
         return True
-    if set(TOKEN_PARAMETERS) <= set(parameters) or len(needed) == 2:
+    if {"prompts", "trainer"} <= set(parameters) or len(needed) == 2:
         return False
     raise UserError(f"trl.rollout_func: '{name}' takes ({', '.join(parameters)}). {FORMS}")
-
-
-def _prompt_dict(group: Group) -> dict[str, Any]:
-    columns = {name: value for name, value in group.row.items() if name != "prompt_ids"}
-    prompt = columns.get("prompt")
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    return {**columns, "messages": messages}
 
 
 def _kind(value: Any) -> str:

@@ -46,7 +46,6 @@ class PromptOrder:
         self._epoch, self._order = -1, np.zeros(0, np.int64)
 
     def take(self, count: int) -> list[int]:
-        """Return the numbers of the next rows."""
         taken: list[int] = []
         while len(taken) < count:
             epoch, start = divmod(self.position, self.rows)

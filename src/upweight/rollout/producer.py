@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -20,21 +20,37 @@ from upweight.methods.base import Method
 from upweight.rewards.call import RewardCall
 from upweight.rewards.scorer import RewardResult, Scorer
 from upweight.rollout.plan import Plan, PromptOrder
-from upweight.rollout.replay import ReplayBuffer
-from upweight.rollout.reroll import Reroll
-from upweight.rollout.rollout import PromptRows, Rollout
+from upweight.rollout.replay import ReplayBuffer, Reroll
+from upweight.rollout.rollout import PromptRows, Rollout, content_of
 from upweight.rollout.summary import has_signal, summary
-from upweight.types import Completion, Group, Prompts, Sampling
+from upweight.types import Completion, Generator, Group, GroupDone, Prompts, Sampling
 
 
 class CompletionSource(Protocol):
     """Fills groups with completions: a sampling backend, a user's function or an environment."""
 
-    def __call__(
-        self, groups: Sequence[Group], count: int, sampling: Sampling, done: Callable[[int], None] | None
-    ) -> None:
+    def __call__(self, groups: Sequence[Group], count: int, sampling: Sampling, done: GroupDone | None) -> None:
         """Give every group `count` completions; call `done` with the place of each group as it ends."""
         ...
+
+
+@dataclass
+class SingleTurn:
+    """Fills groups with completions of their prompts from a sampling backend."""
+
+    generator: Generator | None  # None where another process samples
+
+    def __call__(self, groups: Sequence[Group], count: int, sampling: Sampling, done: GroupDone | None) -> None:
+        def take(place: int, completions: list[Completion]) -> None:
+            groups[place].completions = completions
+            if done is not None:
+                done(place)
+
+        assert self.generator is not None, "this process does not sample"
+        prompts = [group.prompt_ids for group in groups]
+        by_prompt = self.generator.generate(prompts, count, sampling, take if done is not None else None)
+        for group, completions in zip(groups, by_prompt, strict=True):
+            group.completions = completions
 
 
 @dataclass(frozen=True)
@@ -73,14 +89,19 @@ class Producer:
         """Return the next rollout; tokens without a version of their own count as sampled by policy `version`."""
         began = time.perf_counter()
         number, self.rollouts = self.rollouts, self.rollouts + 1
-        rerolled = [] if self.reroll is None else self.reroll.take(_progress(trainer_state), self.plan.groups)
+        rerolled: list[int] = []
+        if self.reroll is not None:
+            steps = getattr(trainer_state, "max_steps", 0)
+            rerolled = self.reroll.take(trainer_state.global_step / steps if steps else 0.0, self.plan.groups)
         fresh = self.order.take(self.plan.groups - len(rerolled))
-        groups, metrics = self._sample_rows([*fresh, *rerolled], (number, 0), trainer_state)
+        arguments = self.rows, [*fresh, *rerolled], self.plan.size, (number, 0), trainer_state
+        groups, metrics = self._sample(*arguments)
         if reason := _failed_throughout(groups):  # as when a server restarts during a rollout
             logger.warning("warning: %s; the rollout is repeated", reason)
-            groups, metrics = self._sample_rows([*fresh, *rerolled], (number, 0), trainer_state)
+            groups, metrics = self._sample(*arguments)
             metrics["rollout/played_again"] = 1.0
-        _require_some(groups)
+        if reason := _failed_throughout(groups):
+            raise UserError(reason)
         if self.extra_rounds:
             metrics["rollout/sampled_again"] = float(self._resample(groups, number, trainer_state))
         for group in groups:
@@ -112,7 +133,6 @@ class Producer:
 
     @property
     def names(self) -> Sequence[str]:
-        """The names of the rewards."""
         return self.method.reward_names or self.scorer.names
 
     def _resample(self, groups: list[Group], number: int, trainer_state: Any) -> int:
@@ -122,7 +142,8 @@ class Producer:
             without_signal = [place for place, group in enumerate(groups) if not has_signal(group)]
             if not without_signal:
                 break
-            fresh, _ = self._sample_rows(self.order.take(len(without_signal)), (number, attempt), trainer_state)
+            numbers = self.order.take(len(without_signal))
+            fresh, _ = self._sample(self.rows, numbers, self.plan.size, (number, attempt), trainer_state)
             sampled += len(without_signal)
             for place, group in zip(without_signal, fresh, strict=True):
                 if has_signal(group):
@@ -136,12 +157,12 @@ class Producer:
         try:
             for start in range(0, len(rows), self.plan.groups):
                 stop = min(start + self.plan.groups, len(rows))
-                groups = [_group(number, rows[number]) for number in range(start, stop)]
-                scored, _ = self._sample_groups(groups, count, (2**31, start), trainer_state)
+                scored, _ = self._sample(rows, range(start, stop), count, (2**31, start), trainer_state)
                 evaluated += scored
         finally:
             self.scorer.restore(rewards)
-        _require_some(evaluated)
+        if reason := _failed_throughout(evaluated):
+            raise UserError(reason)
         return evaluated
 
     def state(self) -> dict[str, Any]:
@@ -156,24 +177,21 @@ class Producer:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restore the state of a checkpoint."""
         self.order.position, self.rollouts, self.tokens = state["position"], state["rollouts"], state["tokens"]
         self.scorer.restore(state["rewards"])
         if self.replay is not None:
             self.replay.restore(state.get("replay") or [], self.rows)
         if self.reroll is not None:
-            self.reroll.waiting.extend(state.get("reroll") or [])
+            self.reroll.waiting = deque(state.get("reroll") or [], self.reroll.waiting.maxlen)
 
-    def _sample_rows(
-        self, numbers: Sequence[int], round_: tuple[int, int], trainer_state: Any
+    def _sample(
+        self, rows: PromptRows, numbers: Sequence[int], count: int, round_: tuple[int, int], trainer_state: Any
     ) -> tuple[list[Group], dict[str, float]]:
-        groups = [_group(number, self.rows[number]) for number in numbers]
-        return self._sample_groups(groups, self.plan.size, round_, trainer_state)
-
-    def _sample_groups(
-        self, groups: list[Group], count: int, round_: tuple[int, int], trainer_state: Any
-    ) -> tuple[list[Group], dict[str, float]]:
-        """Sample and score this rank's share of the groups; return the groups of all ranks in order, and metrics."""
+        """Sample and score this rank's share of the rows; return the groups of all ranks in order, and metrics."""
+        groups: list[Group] = []
+        for number in numbers:
+            row = rows[number]
+            groups.append(Group(number, row, list(row["prompt_ids" if "prompt_ids" in row else "ids"])))
         first, stop = shares_of(len(groups), self.ranks.count)[self.ranks.rank]
         # One seed for all ranks and the place of this rank's share: any number of ranks samples the same.
         seed = int(np.random.SeedSequence((self.seed, *round_)).generate_state(1)[0])
@@ -216,34 +234,40 @@ class Producer:
 
     def reward_call(self, groups: Sequence[Group], trainer_state: Any = None) -> RewardCall:
         """Return the arguments of reward functions for these groups, without failed completions."""
-        each = [(group, one) for group in groups for one in group.completions if one.failure is None]
+        each = [
+            (place, group, number, one)
+            for place, group in enumerate(groups)
+            for number, one in enumerate(group.completions)
+            if one.failure is None
+        ]
         names = dict.fromkeys(name for group in groups for name in group.row if name not in PREPARED_COLUMNS)
-        columns = {name: [group.row.get(name) for group, _ in each] for name in names}
+        columns = {name: [group.row.get(name) for _, group, _, _ in each] for name in names}
         for name in dict.fromkeys(name for group in groups for name in group.extras):
-            columns[name] = [value for group in groups for value in _extra(group, name)]
+            values = [(group.extras.get(name), number) for _, group, number, _ in each]
+            columns[name] = [column[number] if column else None for column, number in values]
         return RewardCall(
-            prompts=[group.row.get("prompt") for group, _ in each],
-            completions=[self._content(group, one) for group, one in each],
-            completion_ids=[one.written for _, one in each],
+            prompts=[group.row.get("prompt") for _, group, _, _ in each],
+            completions=[self._content(group, one) for _, group, _, one in each],
+            completion_ids=[one.written for *_, one in each],
             columns=columns,
-            group_S=[place for place, group in enumerate(groups) for one in group.completions if one.failure is None],
+            group_S=[place for place, *_ in each],
             trainer_state=trainer_state,
         )
 
     def _content(self, group: Group, completion: Completion) -> Any:
         """Return what rewards read: messages where the prompt has messages, unless a rollout function returned text."""
-        if completion.messages is not None:
-            return list(completion.messages)
-        if completion.text is not None:
-            return completion.text
-        text = self.decode(completion.written)
-        return text if isinstance(group.row.get("prompt"), str) else [{"role": "assistant", "content": text}]
+        content = content_of(completion, self.decode)
+        as_message = completion.messages is None and completion.text is None
+        if as_message and not isinstance(group.row.get("prompt"), str):
+            return [{"role": "assistant", "content": content}]
+        return content
 
     def add_advantages(
         self, groups: Sequence[Group], compared: int | None = None, log_ratio_S: Tensor | None = None
     ) -> None:
-        """Set the advantages of scored groups."""
-        rewards_SR = torch.cat([_rewards(group) for group in groups])
+        rewards = [group.rewards_SR for group in groups if group.rewards_SR is not None]
+        assert len(rewards) == len(groups), "a group reached the trainer without rewards"
+        rewards_SR = torch.cat(rewards)
         sizes = torch.tensor([len(group.completions) for group in groups])
         group_S = torch.repeat_interleave(torch.arange(len(groups)), sizes)
         if compared is not None:
@@ -258,25 +282,6 @@ def shares_of(count: int, ranks: int) -> list[tuple[int, int]]:
     return list(pairwise(count * number // ranks for number in range(ranks + 1)))
 
 
-def _group(number: int, row: Mapping[str, Any]) -> Group:
-    return Group(number, row, list(row["prompt_ids"] if "prompt_ids" in row else row["ids"]))
-
-
-def _progress(trainer_state: Any) -> float:
-    """Return the share of training that is done."""
-    return trainer_state.global_step / trainer_state.max_steps if getattr(trainer_state, "max_steps", 0) else 0.0
-
-
-def _rewards(group: Group) -> Tensor:
-    assert group.rewards_SR is not None, "a group reached the trainer without rewards"
-    return group.rewards_SR
-
-
-def _extra(group: Group, name: str) -> list[Any]:
-    values = group.extras.get(name) or [None] * len(group.completions)
-    return [value for value, one in zip(values, group.completions, strict=True) if one.failure is None]
-
-
 def _failed_throughout(groups: Sequence[Group]) -> str | None:
     """Return why every completion of a rollout failed; None where some did not."""
     failures = [one.failure for group in groups for one in group.completions]
@@ -284,12 +289,6 @@ def _failed_throughout(groups: Sequence[Group]) -> str | None:
         return None
     reason = Counter(failures).most_common(1)[0][0]
     return f"the environment failed in all {len(failures)} episodes of a rollout: {reason}"
-
-
-def _require_some(groups: Sequence[Group]) -> None:
-    """Raise where every completion of a rollout failed."""
-    if reason := _failed_throughout(groups):
-        raise UserError(reason)
 
 
 def _assign_rewards(scored: Sequence[tuple[list[Group], RewardResult]]) -> dict[str, float]:
@@ -319,5 +318,4 @@ def _joined(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _segments(groups: Sequence[Group]) -> list[Completion]:
-    """Return all segments of all completions."""
     return [segment for group in groups for one in group.completions for segment in (one, *one.earlier)]

@@ -1,14 +1,18 @@
-"""A replay buffer: earlier groups take the place of groups without signal."""
+"""Groups and prompts that are used again: in place of groups without signal, and where all completions failed."""
 
 import dataclasses
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
 from upweight.rollout.rollout import group_from_plain, group_to_plain
 from upweight.rollout.summary import has_signal, spread
 from upweight.types import Group
+
+ZERO = 1e-6  # absolute rewards below this count as none
 
 
 class ReplayBuffer:
@@ -25,7 +29,12 @@ class ReplayBuffer:
         """
         self.kept = [group for group in self.kept if step - group.version <= self.max_age]
         without_signal = [place for place, group in enumerate(groups) if not has_signal(group)]
-        drawn = self._draw(len(without_signal), seed)
+        drawn: list[Group] = []
+        if count := min(len(without_signal), len(self.kept)):
+            weights = np.array([max(worth(group), 1e-8) for group in self.kept])
+            random = np.random.default_rng((*seed, 2**31 + 1))
+            numbers = random.choice(len(self.kept), count, replace=False, p=weights / weights.sum())
+            drawn = [self.kept[number] for number in numbers]
         filled = list(groups)
         for place, group in zip(without_signal, drawn, strict=False):
             filled[place] = dataclasses.replace(group, replayed=True)
@@ -40,20 +49,37 @@ class ReplayBuffer:
         return [group_to_plain(group) for group in self.kept]
 
     def restore(self, state: Sequence[Mapping[str, Any]], rows: Any) -> None:
-        """Restore the buffer from a checkpoint."""
         self.kept = [group_from_plain(plain, rows) for plain in state]
-
-    def _draw(self, count: int, seed: Sequence[int]) -> list[Group]:
-        count = min(count, len(self.kept))
-        if not count:
-            return []
-        weights = np.array([max(worth(group), 1e-8) for group in self.kept])
-        random = np.random.default_rng((*seed, 2**31 + 1))
-        numbers = random.choice(len(self.kept), count, replace=False, p=weights / weights.sum())
-        return [self.kept[number] for number in numbers]
 
 
 def worth(group: Group) -> float:
     """Return how much a group can teach: the sum of its absolute advantages times the spread of its rewards."""
     assert group.advantage_S is not None
     return float(group.advantage_S.abs().sum()) * spread(group)
+
+
+class Reroll:
+    """A bounded queue of failed prompts, some of which join every rollout after a share of training."""
+
+    def __init__(self, start: float, most: int, capacity: int) -> None:
+        self.start, self.most = start, most
+        self.waiting: deque[int] = deque(maxlen=capacity)
+
+    def note(self, groups: Sequence[Group]) -> None:
+        """Queue the prompts whose completions all earned nothing."""
+        for group in groups:
+            if failed(group) and group.number not in self.waiting:
+                self.waiting.append(group.number)
+
+    def take(self, progress: float, room: int) -> list[int]:
+        """Return at most `room` row numbers to sample again; `progress` is the share of training that is done."""
+        if progress < self.start:
+            return []
+        return [self.waiting.popleft() for _ in range(min(self.most, room, len(self.waiting)))]
+
+
+def failed(group: Group) -> bool:
+    """Whether all rewards that apply to the completions of a group are zero."""
+    assert group.rewards_SR is not None
+    known = group.rewards_SR[~group.rewards_SR.isnan()]
+    return bool(len(known)) and bool(torch.all(known.abs() < ZERO))

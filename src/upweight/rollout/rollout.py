@@ -32,16 +32,10 @@ class Rollout:
 
 def to_plain(rollout: Rollout) -> dict[str, Any]:
     """Return a rollout as JSON values, without the data rows, which are looked up by number later."""
-    return {
-        "number": rollout.number,
-        "version": rollout.version,
-        "groups": [group_to_plain(group) for group in rollout.groups],
-        "metrics": rollout.metrics,
-    }
+    return {**vars(rollout), "groups": [group_to_plain(group) for group in rollout.groups]}
 
 
 def from_plain(plain: Mapping[str, Any], rows: PromptRows) -> Rollout:
-    """Return the rollout that `to_plain` converted."""
     groups = [group_from_plain(group, rows) for group in plain["groups"]]
     return Rollout(plain["number"], plain["version"], groups, plain["metrics"])
 
@@ -60,7 +54,6 @@ def group_to_plain(group: Group) -> dict[str, Any]:
 
 
 def group_from_plain(plain: Mapping[str, Any], rows: PromptRows) -> Group:
-    """Return the group that `group_to_plain` converted."""
     return Group(
         plain["row"],
         rows[plain["row"]],
@@ -79,16 +72,16 @@ def _completion_to_plain(completion: Completion) -> dict[str, Any]:
 
 def _completion_from_plain(plain: Mapping[str, Any]) -> Completion:
     earlier = [_completion_from_plain(segment) for segment in plain.get("earlier", ())]
-    renamed = {
-        "prompt_len" if name == "given" else name: value for name, value in plain.items()
-    }  # the name in older checkpoints
-    return Completion(**{**renamed, "earlier": earlier})
+    fields = {**plain, "earlier": earlier}
+    if "given" in fields:  # its name in older checkpoints
+        fields["prompt_len"] = fields.pop("given")
+    return Completion(**fields)
 
 
-def _content(completion: Completion, decode: Callable[[list[int]], str]) -> Any:
+def content_of(completion: Completion, decode: Callable[[list[int]], str]) -> Any:
     """Return the messages of a completion where it has any, else its text."""
     if completion.messages is not None:
-        return completion.messages
+        return list(completion.messages)
     return decode(completion.written) if completion.text is None else completion.text
 
 
@@ -104,15 +97,14 @@ def readable(rollout: Rollout, names: Sequence[str], decode: Callable[[list[int]
                 "version": rollout.version,
                 "row": group.number,
                 "prompt": group.row.get("prompt", decode(group.prompt_ids)),
-                "completion": _content(completion, decode),
+                "completion": content_of(completion, decode),
                 "tokens": len(completion.written),
                 "finished": completion.finished,
-                "rewards": {name: _number(value) for name, value in zip(names, rewards[place], strict=True)},
+                "rewards": {
+                    name: None if math.isnan(value) else value
+                    for name, value in zip(names, rewards[place], strict=True)
+                },
                 "advantage": advantages[place] if advantages else None,
                 **{name: values[place] for name, values in group.extras.items()},
                 **({} if completion.failure is None else {"failure": completion.failure}),
             }
-
-
-def _number(value: float) -> float | None:
-    return None if math.isnan(value) else value

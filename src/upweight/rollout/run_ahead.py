@@ -3,7 +3,7 @@
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 from upweight.rollout.plan import Plan
@@ -67,9 +67,10 @@ class RunAhead:
         """Wait for all pending rollouts and return them; they stay in the queue."""
         return [future.result() for future in self._pending]
 
-    def put(self, rollouts: Iterable[Rollout]) -> None:
-        """Queue finished rollouts."""
-        self._pending.extend(_done(rollout) for rollout in rollouts)
+    def replace(self, rollouts: Iterable[Rollout]) -> None:
+        """Queue finished rollouts in place of all that is pending; return when none is being produced any more."""
+        wait([future for future in self._pending if not future.cancel()])
+        self._pending = deque(_done(rollout) for rollout in rollouts)
 
     def _timed(self, state: Any) -> Rollout:
         began = time.perf_counter()

@@ -2,8 +2,8 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from itertools import compress
+from collections.abc import Sequence
+from itertools import chain, compress
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch import Tensor
 from upweight.data.formats.nemo_gym import SERVER
 from upweight.methods.base import Method
 from upweight.methods.formulas.advantages import weighted_reward
-from upweight.types import Completion, Group
+from upweight.types import Group
 
 
 def has_signal(group: Group) -> bool:
@@ -38,10 +38,12 @@ def summary(groups: Sequence[Group], names: Sequence[str], method: Method) -> di
         "group_reward_std": sum(spreads) / len(spreads) if spreads else float("nan"),
         "frac_reward_zero_std": sum(without_signal) / len(without_signal),
     }
+    if len(known_S := reward_S[~reward_S.isnan()]):
+        metrics |= {"reward_min": float(known_S.min()), "reward_max": float(known_S.max())}
     # A method that computes its rewards itself logs them under other names.
     for name, column_S in () if method.reward_names else zip(names, rewards_SR.T, strict=True):
         metrics |= {f"rewards/{name}/mean": _mean(column_S), f"rewards/{name}/std": _std(column_S)}
-    metrics |= _completion_metrics(groups) | episode_metrics(groups)
+    metrics |= _completion_metrics(groups) | _episode_metrics(groups)
     return {name: value for name, value in metrics.items() if not math.isnan(value)}
 
 
@@ -53,10 +55,9 @@ def pass_rates(groups: Sequence[Group], names: Sequence[str]) -> dict[str, float
         known = [column for columns in scored if len(column := columns[place])]
         if known:
             most = max(len(column) for column in known)
-            metrics[f"rewards/{name}/pass@1"] = float(
-                torch.stack([(column > 0).float().mean() for column in known]).mean()
-            )
-            metrics[f"rewards/{name}/pass@{most}"] = sum(bool((column > 0).any()) for column in known) / len(known)
+            shares = torch.stack([(column > 0).float().mean() for column in known])
+            metrics[f"rewards/{name}/pass@1"] = float(shares.mean())
+            metrics[f"rewards/{name}/pass@{most}"] = float((shares > 0).float().mean())
     return metrics
 
 
@@ -86,18 +87,14 @@ def _completion_metrics(groups: Sequence[Group]) -> dict[str, float]:
                 f"completions/max_{kind}length": float(values.max()),
             }
     segments = [segment for completion in completions for segment in (completion, *completion.earlier)]
-    logps = torch.tensor([logp for segment in segments for logp in _sampled_logps(segment)], dtype=torch.float64)
+    sampled = [one.logps if one.sampled is None else compress(one.logps, one.sampled) for one in segments]
+    logps = torch.tensor([*chain.from_iterable(sampled)], dtype=torch.float64)
     if len(logps):
         metrics["sampling/entropy"] = -float(logps.mean())
     return metrics
 
 
-def _sampled_logps(completion: Completion) -> Iterable[float]:
-    """Return the log-probs of the sampled tokens."""
-    return completion.logps if completion.sampled is None else compress(completion.logps, completion.sampled)
-
-
-def episode_metrics(groups: Sequence[Group]) -> dict[str, float]:
+def _episode_metrics(groups: Sequence[Group]) -> dict[str, float]:
     """Return the metrics of episodes: turns, tool calls, time, failures; none where there are no episodes."""
     pairs = [pair for group in groups for pair in zip(group.completions, group.extras.get("episode", ()), strict=False)]
     episodes = [episode for _, episode in pairs if episode is not None]
@@ -109,10 +106,8 @@ def episode_metrics(groups: Sequence[Group]) -> dict[str, float]:
         "environment/turns_mean": sum(turns) / len(turns),
         "environment/turns_max": float(max(turns)),
         "environment/seconds": sum(episode["seconds"] for episode in episodes),
-        "environment/masked": float(sum(completion.failure is not None for completion, _ in pairs)),
-        "environment/truncated": float(
-            sum(completion.failure is None and not completion.finished for completion, _ in pairs)
-        ),
+        "environment/masked": float(sum(one.failure is not None for one, _ in pairs)),
+        "environment/truncated": float(sum(one.failure is None and not one.finished for one, _ in pairs)),
         "rollout/splits": float(sum(episode["splits"] for episode in episodes)),
         "tools/call_frequency": calls / len(episodes),
     }

@@ -31,7 +31,10 @@ def units_of_groups(
                 _sample(group.prompt_ids, segment, advantage, hidden=hidden, sampler_logps=sampler_logps)
                 for segment in (completion, *completion.earlier)
             ]
-            units.append(Unit(_with_shares(segments), number))
+            tokens = [int(segment.scored.sum()) for segment in segments]
+            shares = [scored / sum(tokens) if sum(tokens) else 1 / len(segments) for scored in tokens]
+            parts = zip(segments, shares, strict=True)
+            units.append(Unit(tuple(replace(segment, share=share) for segment, share in parts), number))
     failures = [completion.failure is not None for group in groups for completion in group.completions]
     if any(failures) or labelled:
         units = [_labelled(unit, FAILED if failed else SAMPLED) for unit, failed in zip(units, failures, strict=True)]
@@ -48,13 +51,7 @@ def units_of_documents(groups: Sequence[Group], starts: Sequence[Sequence[int]])
         assert group.advantage_S is not None, "a document reached the trainer without advantages"
         count, advantages = len(group.completions) // len(block_starts), group.advantage_S.tolist()
         blocks = [
-            _sample(
-                group.prompt_ids[: block_starts[place // count]],
-                completion,
-                advantages[place],
-                hidden=False,
-                sampler_logps=False,
-            )
+            _sample(group.prompt_ids[: block_starts[place // count]], completion, advantages[place])
             for place, completion in enumerate(group.completions)
         ]
         units += [_labelled(Unit(tuple(blocks[member::count]), number), SAMPLED) for member in range(count)]
@@ -67,25 +64,22 @@ def demonstration(number: int, ids: Sequence[int], scored: Sequence[bool]) -> Un
     return Unit((sample,), number)
 
 
-def _with_shares(segments: Sequence[Sample]) -> tuple[Sample, ...]:
-    """Give each segment of a completion its share of the completion's scored tokens."""
-    tokens = [int(segment.scored.sum()) for segment in segments]
-    total = sum(tokens)
-    shares = [count / total if total else 1 / len(segments) for count in tokens]
-    return tuple(replace(segment, share=share) for segment, share in zip(segments, shares, strict=True))
-
-
 def _labelled(unit: Unit, label: int) -> Unit:
     return replace(unit, samples=tuple(replace(sample, label=label) for sample in unit.samples))
 
 
 def _sample(
-    prompt_ids: Sequence[int], completion: Completion, advantage: float, *, hidden: bool, sampler_logps: bool
+    prompt_ids: Sequence[int],
+    completion: Completion,
+    advantage: float,
+    *,
+    hidden: bool = False,
+    sampler_logps: bool = False,
 ) -> Sample:
     length = len(completion.ids)
-    sampled = np.ones(length, np.bool_) if completion.sampled is None else np.array(completion.sampled, np.bool_)
-    if hidden:
-        sampled = np.zeros(length, np.bool_)
+    sampled = np.full(length, not hidden)
+    if completion.sampled is not None:
+        sampled &= np.array(completion.sampled, np.bool_)
     logps = None
     if sampler_logps and len(completion.logps) == length:
         logps = np.array(completion.logps, np.float32)[sampled]

@@ -22,7 +22,7 @@ from upweight.methods import feature_matcher
 from upweight.models.load import compute_dtype, load_config, load_model
 from upweight.models.precision import HALF
 from upweight.models.tokenizer import choose_padding, load_tokenizer, take_chat_template
-from upweight.rollout.ebft.strided_blocks import with_blocks
+from upweight.rollout.ebft import with_blocks
 from upweight.runs.files import unwritable_reason
 from upweight.train.arguments import set_variables, step_size, training_arguments
 from upweight.train.distributed.fsdp import sharding_of

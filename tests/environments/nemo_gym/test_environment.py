@@ -9,9 +9,8 @@ from made_gym_server import SECRET, FakeGym, exchange, recorded, verdict
 from upweight.config.sections.rollout import GymDataset, GymSection
 from upweight.environments.episode import ToolCall, Turn
 from upweight.environments.nemo_gym import gym as gym_module
-from upweight.environments.nemo_gym.client import GymFault
-from upweight.environments.nemo_gym.environment import NemoGym
-from upweight.environments.nemo_gym.gym import Gym
+from upweight.environments.nemo_gym.gym import NemoGym
+from upweight.environments.nemo_gym.servers import GymFault
 from upweight.errors import UserError
 
 ROW = {"responses_create_params": {"input": [{"role": "user", "content": "1 + 1"}]}, "answer": "2"}
@@ -36,10 +35,11 @@ def fake():
 def with_gym(fake, work, **keys):
     """What `work` makes of an environment that is started."""
     names = keys.pop("names", ["sums"])
+    keys |= {"head_port": fake.port, "server_timeout": 5.0}
     section = GymSection(enabled=True, datasets=[GymDataset(path="x", server_name=name) for name in names], **keys)
 
     async def run():
-        environment = NemoGym(section, Gym(fake.port, patience=5.0), "policy")
+        environment = NemoGym(section)
         await environment.start()
         try:
             return await work(environment)
@@ -229,9 +229,9 @@ def test_names_are_of_instances_implementations_and_agents(fake):
 
 
 def test_a_gym_that_is_not_there_is_told_of():
-    section = GymSection(enabled=True)
+    section = GymSection(enabled=True, head_port=9, server_timeout=0.2)
     with pytest.raises(UserError, match="nemo_gym_head_port"):
-        asyncio.run(NemoGym(section, Gym(9, patience=0.2), "policy").start())
+        asyncio.run(NemoGym(section).start())
 
 
 def test_keys_of_the_head_are_never_shown(fake, caplog):
@@ -240,7 +240,7 @@ def test_keys_of_the_head_are_never_shown(fake, caplog):
     fake.answers["sums", "/verify"] = (500, "broken", {})
 
     async def work(environment):
-        shown = repr(environment.gym.servers)
+        shown = repr(environment.servers)
         with pytest.raises(GymFault) as caught:
             await played(environment, said("2"))
         return shown + str(caught.value)

@@ -12,10 +12,9 @@ from made_gym_server import wait_until
 from upweight.config.sections.rollout import GymDataset, GymSection
 from upweight.environments.episode import Turn
 from upweight.environments.nemo_gym import gym as gym_module
-from upweight.environments.nemo_gym.client import GymFault
-from upweight.environments.nemo_gym.environment import NemoGym
-from upweight.environments.nemo_gym.gym import Gym
+from upweight.environments.nemo_gym.gym import NemoGym
 from upweight.environments.nemo_gym.process import GymProcess
+from upweight.environments.nemo_gym.servers import GymFault
 from upweight.errors import UserError
 from upweight.processes import free_port
 
@@ -85,8 +84,7 @@ def section(tmp_path):
 
 def started(section, tmp_path) -> NemoGym:
     process = GymProcess(section, tmp_path, tmp_path / "out", policy=None)
-    gym = Gym(section.head_port, patience=section.server_timeout, process=process, socket=process.socket)
-    return NemoGym(section, gym, "policy")
+    return NemoGym(section, process=process, socket=process.socket)
 
 
 async def rewarded(environment: NemoGym, text: str):

@@ -5,8 +5,7 @@ import asyncio
 import pytest
 
 from made_gym_server import FakeGym, exchange
-from upweight.environments.nemo_gym.client import GymClient
-from upweight.environments.nemo_gym.servers import discover
+from upweight.environments.nemo_gym.servers import GymClient, discover
 from upweight.errors import UserError
 
 

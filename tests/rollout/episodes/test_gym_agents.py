@@ -9,12 +9,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from made_gym import write_caller
 from made_gym_server import ChatVllm, FakeGym, agent_of, recorded
 from upweight.config.sections.rollout import GymDataset, GymSection
-from upweight.environments.nemo_gym.environment import NemoGym
-from upweight.environments.nemo_gym.gym import Gym
+from upweight.environments.nemo_gym.gym import NemoGym
 from upweight.errors import UserError
 from upweight.processes import free_port
-from upweight.rollout.episodes.gateway import PolicyGateway
-from upweight.rollout.episodes.gym_agents import GymAgents
+from upweight.rollout.episodes.gym_agents import GymAgents, PolicyGateway
 from upweight.rollout.vllm.server import VllmServer
 from upweight.types import Group, Sampling
 
@@ -63,8 +61,9 @@ def agents(fake, vllm, policy, folder, tmp_path):
         server.sync(3)
         gateway = PolicyGateway(server, free_port(), {})
         fake.policy["policy_base_url"] = gateway.url
+        keys |= {"head_port": fake.port, "server_timeout": 5.0}
         section = GymSection(enabled=True, multi_turn=True, datasets=[GymDataset(path="x", server_name="sums")], **keys)
-        made.append(GymAgents(NemoGym(section, Gym(fake.port, patience=5.0), "policy"), gateway))
+        made.append(GymAgents(NemoGym(section), gateway))
         return made[-1]
 
     yield make

@@ -15,7 +15,7 @@ from made_runs import largest_difference, on_ranks, weights_of
 from made_tokenizers import byte_tokenizer
 from tiny_models import gradients, relative_difference
 from upweight.methods import EBFT
-from upweight.rollout.ebft.strided_blocks import anchors
+from upweight.rollout.ebft import anchors
 from upweight.train.distributed.ranks import join_ranks
 from upweight.types import Completion
 

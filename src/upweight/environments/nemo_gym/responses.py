@@ -1,29 +1,32 @@
-"""Converts turns to the Responses API, which the Gym's servers read, and reads their verifications."""
+"""Translates to and from the Responses API, which the Gym's servers and agents speak."""
 
 import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import httpx
 
-from upweight.environments.episode import ToolCall, Turn
-from upweight.environments.nemo_gym.client import GymFault, excerpt
+from upweight.environments.episode import Message, ToolCall, Turn
+from upweight.environments.nemo_gym.servers import GymFault, excerpt
 
 Item = dict[str, Any]
-NOT_DETAILS = ("responses_create_params", "response", "reward", "reward_components")
+IDS, PROMPT, LOGPS = "generation_token_ids", "prompt_token_ids", "generation_log_probs"
 
 
 def items_of(turn: Turn, calls: Sequence[tuple[str, ToolCall]], number: int) -> list[Item]:
     """The items of one turn: its text, and its calls with their ids."""
-    text = turn.content if calls else turn.text
-    items = [] if calls and not text else [_message(text, f"msg_{number}", finished=turn.finished)]
-    return [*items, *(_call(identity, call) for identity, call in calls)]
-
-
-def output_item(identity: str, output: str) -> Item:
-    """The item of a tool's output."""
-    return {"type": "function_call_output", "call_id": identity, "output": output}
+    text, status = turn.content if calls else turn.text, "completed" if turn.finished else "incomplete"
+    content = [{"type": "output_text", "text": text, "annotations": []}]
+    message = {"id": f"msg_{number}", "role": "assistant", "type": "message", "status": status, "content": content}
+    items = [message] if text or not calls else []
+    for identity, call in calls:
+        # Arguments that could not be parsed are sent as none: verifiers parse them, and break on what is no JSON.
+        arguments = json.dumps({} if call.error else dict(call.arguments), default=str)
+        item = {"type": "function_call", "id": identity, "call_id": identity, "status": "completed"}
+        items.append(item | {"name": call.name, "arguments": arguments})
+    return items
 
 
 def response_of(items: Sequence[Item], params: Mapping[str, Any], model: str) -> Item:
@@ -42,60 +45,87 @@ def response_of(items: Sequence[Item], params: Mapping[str, Any], model: str) ->
 
 def verification_of(answer: httpx.Response) -> Mapping[str, Any]:
     """The verification in an answer; GymFault where it has no reward for the policy."""
+    place = answer.request.url.path
     try:
         verification = answer.json() if answer.status_code == httpx.codes.OK else None
     except ValueError:
         verification = None
     if not isinstance(verification, Mapping):
-        raise GymFault(f"{answer.request.url.path}: {excerpt(answer)}")
+        raise GymFault(f"{place}: {excerpt(answer)}")
     if verification.get("_ng_failure_class"):
-        raise GymFault(f"{answer.request.url.path}: {verification['_ng_failure_class']}")
+        raise GymFault(f"{place}: {verification['_ng_failure_class']}")
     if verification.get("mask_sample"):
         reason = verification.get("failure_reason") or verification.get("failure_kind") or "no reason given"
-        raise GymFault(f"{answer.request.url.path}: the sample is to be masked: {reason}")
+        raise GymFault(f"{place}: the sample is to be masked: {reason}")
     reward = verification.get("reward")
     if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
-        raise GymFault(f"{answer.request.url.path}: the reward is {reward!r}")
+        raise GymFault(f"{place}: the reward is {reward!r}")
     return verification
 
 
-def rewards_of(verification: Mapping[str, Any], components: Sequence[str], name: str) -> dict[str, float]:
-    """The rewards of a verification: its sum, or the components that the config names."""
-    if not components:
-        return {name: float(verification["reward"])}
-    values = verification.get("reward_components")
-    values = values if isinstance(values, Mapping) else {}
-    lacking = [one for one in components if not isinstance(values.get(one), int | float)]
-    if lacking:
-        has = ", ".join(map(str, values)) or "none"
-        raise GymFault(f"/verify: no reward component {', '.join(lacking)}; there is {has}")
-    return {one: float(values[one]) for one in components}
+@dataclass(frozen=True)
+class AgentTurn:
+    """The tokens of an agent's request to the policy and of its answer."""
+
+    prompt: list[int]
+    ids: list[int]
+    logps: list[float]
 
 
-def details_of(verification: Mapping[str, Any]) -> dict[str, Any]:
-    """The single values that a server adds to its verification, for logs."""
-    plain = bool | int | float | str
-    return {key: value for key, value in verification.items() if key not in NOT_DETAILS and isinstance(value, plain)}
+def turns_of(run: Mapping[str, Any]) -> list[AgentTurn]:
+    """The turns in an agent's answer to `/run`; GymFault where their tokens are not all there."""
+    turns = []
+    for item in _output(run):
+        if item.get(IDS) is None:
+            continue
+        ids, prompt, logps = (item.get(key) or [] for key in (IDS, PROMPT, LOGPS))
+        if not ids or not prompt or len(ids) != len(logps):
+            raise GymFault(
+                f"/run: a turn has {len(prompt)} prompt tokens, {len(ids)} written ones and {len(logps)} log-probs"
+            )
+        logps = [float(logp) for logp in logps]
+        if not all(map(math.isfinite, logps)):
+            raise GymFault("/run: a log-prob is not finite")
+        turns.append(AgentTurn([int(token) for token in prompt], [int(token) for token in ids], logps))
+    if not turns:
+        raise GymFault(
+            "/run: no token ids came back: the Gym's model server needs 'return_token_id_information: true', and "
+            "prompts room in the server's context"
+        )
+    return turns
 
 
-def _message(text: str, identity: str, *, finished: bool) -> Item:
-    return {
-        "id": identity,
-        "role": "assistant",
-        "type": "message",
-        "status": "completed" if finished else "incomplete",
-        "content": [{"type": "output_text", "text": text, "annotations": []}],
-    }
+def messages_of(run: Mapping[str, Any]) -> list[Message]:
+    messages: list[Message] = []
+    for item in _output(run):
+        kind = item.get("type")
+        if kind == "message":
+            parts = item.get("content") or []
+            text = parts if isinstance(parts, str) else "".join(str(part.get("text") or "") for part in parts)
+            messages.append({"role": "assistant", "content": text})
+        elif kind == "function_call":
+            try:
+                arguments = json.loads(item["arguments"])
+            except (KeyError, TypeError, ValueError):
+                arguments = {"text": str(item.get("arguments"))}
+            call = {"name": item.get("name"), "arguments": arguments}
+            called = {"type": "function", "id": item.get("call_id"), "function": call}
+            messages.append({"role": "assistant", "content": "", "tool_calls": [called]})
+        elif kind == "function_call_output":
+            content = str(item.get("output"))
+            messages.append({"role": "tool", "content": content, "tool_call_id": item.get("call_id")})
+    return messages
 
 
-def _call(identity: str, call: ToolCall) -> Item:
-    # Arguments that could not be parsed are sent as none: verifiers parse them, and break on what is no JSON.
-    arguments = {} if call.error else dict(call.arguments)
-    return {
-        "type": "function_call",
-        "id": identity,
-        "call_id": identity,
-        "name": call.name,
-        "arguments": json.dumps(arguments, default=str),
-        "status": "completed",
-    }
+def is_finished(run: Mapping[str, Any]) -> bool:
+    """Whether the last turn ended by itself, with an answer and not in the middle of calls."""
+    output = _output(run)
+    return not run["response"].get("incomplete_details") and bool(output) and output[-1].get("type") == "message"
+
+
+def _output(run: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    response = run.get("response")
+    output = response.get("output") if isinstance(response, Mapping) else None
+    if not isinstance(output, list) or not all(isinstance(item, Mapping) for item in output):
+        raise GymFault("/run: the answer holds no output")
+    return output

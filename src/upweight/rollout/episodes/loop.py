@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -50,7 +50,6 @@ class EpisodeSetup:
     def __post_init__(self) -> None:
         self.tokenizer = self.template.tokenizer
         self.tokens = TextTokens(self.tokenizer, ())
-        self._special_tokens = [token for token in self.tokenizer.all_special_tokens if token]
 
     def read(self, completion: Completion, *, tools: bool) -> Turn:
         """Parse a sampled turn into its text and its tool calls."""
@@ -59,7 +58,7 @@ class EpisodeSetup:
         if not tools:
             return Turn(text, text, (), completion.finished)
         content, calls = parse_calls(str(self.tokenizer.decode(ids, skip_special_tokens=False)), self.tool_format)
-        for token in self._special_tokens:
+        for token in filter(None, self.tokenizer.all_special_tokens):
             content = content.replace(token, "")
         return Turn(text, content if calls else text, calls, completion.finished)
 
@@ -90,58 +89,61 @@ class EpisodeResult:
         }
 
 
-async def run_episode(
-    setup: EpisodeSetup,
-    row: Mapping[str, Any],
-    batcher: TurnBatcher,
-    first_turns: FirstTurnBatcher,
-    seed: Callable[[int], int],
-) -> EpisodeResult:
-    """Run an episode for a data row; a fault of the environment is noted in the result, other errors are raised."""
-    run = _EpisodeRun(setup, setup.environment.episode(), batcher, first_turns, seed)
-    try:
-        await run.run(row)
-    except (EnvironmentFault, RowError) as error:
-        run.result.failure = str(error)
-        warn_once(f"an environment failed, and its sample is left out (environment/masked counts them): {error}")
-    finally:
-        if not run.requested_first_turn:
-            first_turns.count_episode()
-        await run.close()
-    return run.result
-
-
 @dataclass
-class _EpisodeRun:
+class EpisodeRun:
     """An episode while it runs."""
 
     setup: EpisodeSetup
-    episode: Episode
     batcher: TurnBatcher
     first_turns: FirstTurnBatcher
     seed: Callable[[int], int]  # by the number of the turn
     result: EpisodeResult = field(default_factory=EpisodeResult)
-    requested_first_turn: bool = False
 
-    async def run(self, row: Mapping[str, Any]) -> None:
+    async def play(self, row: Mapping[str, Any]) -> EpisodeResult:
+        """Run an episode for a data row; a fault of the environment is noted in the result, other errors are raised."""
+        episode = self.setup.environment.episode()
+        try:
+            await self._play(episode, row)
+        except (EnvironmentFault, RowError) as error:
+            self.result.failure = str(error)
+            warn_once(f"an environment failed, and its sample is left out (environment/masked counts them): {error}")
+        finally:
+            if self.result.stream is None:
+                self.first_turns.count_episode()
+            try:
+                await _limited("close", episode.close(), self.setup.bounds.call_seconds)
+            except EnvironmentFault as error:
+                warn_once(f"an environment did not close: {error}")
+        return self.result
+
+    async def _play(self, episode: Episode, row: Mapping[str, Any]) -> None:
         setup, result, bounds = self.setup, self.result, self.setup.bounds
-        opening = await self._call("open", self.episode.open(row), bounds.wait_seconds)
-        messages = _with_system(list(opening.messages), setup.default_system)
+        opening = await self._call("open", episode.open(row), bounds.wait_seconds)
+        messages = list(opening.messages)
+        if setup.default_system is not None and all(message["role"] != "system" for message in messages):
+            messages = [{"role": "system", "content": setup.default_system}, *messages]
         chat = ChatTokens(setup.template, setup.tokens, setup.ends, messages, opening.tools)
         as_in_data = not opening.tools and messages == row.get("prompt")  # the environment adds nothing to it
         prompt = list(row["prompt_ids"]) if as_in_data else chat.opening()
         limit = self.batcher.sampling.max_new_tokens
-        self._require_room(len(prompt), limit)
+        try:
+            self.batcher.generator.require_room(len(prompt), limit)
+        except UserError as error:
+            raise EnvironmentFault(str(error)) from error
         stream = result.stream = TokenStream(prompt)
         while True:
-            completion = await self._sample(stream.ids, limit - stream.length)
+            room, seed = limit - stream.length, self.seed(result.turns)
+            if result.turns == 0:
+                completion = await self.first_turns.sample(stream.ids, room, seed)
+            else:
+                (completion,) = await self.batcher.sample(stream.ids, room, [seed])
             stream.append_sampled(completion)
             turn = setup.read(completion, tools=bool(opening.tools))
             message = _message(turn)
             result.messages.append(message)
             result.turns += 1
             result.calls += len(turn.calls)
-            reply = await self._call("reply", self.episode.reply(turn))
+            reply = await self._call("reply", episode.reply(turn))
             result.failed_calls += reply.failed
             result.messages += reply.messages
             if not reply.messages:
@@ -158,23 +160,9 @@ class _EpisodeRun:
                 stream.restart(follow_up.ids)
             else:
                 stream.append_observation(follow_up.ids)
-        result.outcome = await self._call("outcome", self.episode.outcome())
+        result.outcome = await self._call("outcome", episode.outcome())
         if result.outcome.failure is not None:
             raise EnvironmentFault(result.outcome.failure)
-
-    async def close(self) -> None:
-        """Close the episode; a failure to close does not change its result."""
-        try:
-            await _limited("close", self.episode.close(), self.setup.bounds.call_seconds)
-        except EnvironmentFault as error:
-            warn_once(f"an environment did not close: {error}")
-
-    async def _sample(self, prompt: Sequence[int], room: int) -> Completion:
-        turn = self.result.turns
-        if turn == 0:
-            self.requested_first_turn = True
-            return await self.first_turns.sample(prompt, room, self.seed(0))
-        return (await self.batcher.sample(prompt, room, [self.seed(turn)]))[0]
 
     async def _call(self, what: str, work: Awaitable[T], more: float = 0.0) -> T:
         """Return the environment's answer, within the time that remains for this episode."""
@@ -185,22 +173,16 @@ class _EpisodeRun:
         finally:
             self.result.seconds += time.monotonic() - began
 
-    def _require_room(self, prompt: int, new: int) -> None:
-        try:
-            self.batcher.generator.require_room(prompt, new)
-        except UserError as error:
-            raise EnvironmentFault(str(error)) from error
-
 
 async def _limited(what: str, work: Awaitable[T], limit: float) -> T:
     """Return what some work returns; raise an EnvironmentFault where it fails or exceeds the time limit."""
     task = asyncio.ensure_future(work)
     try:
         await asyncio.wait({task}, timeout=limit)
+        is_late = not task.done()
     finally:
-        if not task.done():
-            task.cancel()
-    if not task.done():
+        task.cancel()  # does nothing to one that is done
+    if is_late:
         raise EnvironmentFault(f"{what}: it took longer than {limit:g} seconds")
     if task.cancelled():
         raise EnvironmentFault(f"{what}: it was cancelled")
@@ -219,17 +201,8 @@ def _message(turn: Turn) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": turn.content if all_parsed else turn.text}
     if calls:
         message["tool_calls"] = [
-            {
-                "type": "function",
-                **({"id": call.id} if call.id else {}),
-                "function": {"name": call.name, "arguments": dict(call.arguments)},
-            }
+            {"type": "function", "function": {"name": call.name, "arguments": dict(call.arguments)}}
+            | ({"id": call.id} if call.id else {})
             for call in calls
         ]
     return message
-
-
-def _with_system(messages: list[Message], system: str | None) -> list[Message]:
-    if system is None or any(message["role"] == "system" for message in messages):
-        return messages
-    return [{"role": "system", "content": system}, *messages]

@@ -2,19 +2,20 @@
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
 
 from upweight.environments.episode import Environment
 from upweight.event_loop import EventLoop
-from upweight.rollout.episodes.loop import EpisodeResult, EpisodeSetup, run_episode
+from upweight.rollout.episodes.loop import EpisodeResult, EpisodeRun, EpisodeSetup
 from upweight.rollout.episodes.token_stream import completion_of, shared_prompt
 from upweight.rollout.episodes.turn_batcher import FirstTurnBatcher, TurnBatcher
-from upweight.types import Completion, Generator, Group, Sampling
+from upweight.types import Completion, Generator, Group, GroupDone, Sampling
 
 T = TypeVar("T")
 STOP_SECONDS = 60.0  # for an environment to stop, which may have to end servers
@@ -54,9 +55,7 @@ class EpisodeRunner:
     def __post_init__(self) -> None:
         self._loop = EnvironmentLoop(self.setup.environment)
 
-    def __call__(
-        self, groups: Sequence[Group], count: int, sampling: Sampling, done: Callable[[int], None] | None
-    ) -> None:
+    def __call__(self, groups: Sequence[Group], count: int, sampling: Sampling, done: GroupDone | None) -> None:
         assert self.generator is not None, "this process does not sample"
         loop = self._loop.running()
         batcher = TurnBatcher(self.generator, sampling, active=len(groups) * count)
@@ -85,14 +84,14 @@ class EpisodeRunner:
             entropy = (sampling.seed or 0, sampling.first + place, member, turn)
             return int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0] >> 1)
 
-        async def run(member: int) -> EpisodeResult:
+        async def play(member: int) -> EpisodeResult:
             try:
-                return await run_episode(self.setup, group.row, batcher, first_turns, lambda turn: seed(member, turn))
+                return await EpisodeRun(self.setup, batcher, first_turns, partial(seed, member)).play(group.row)
             finally:
                 batcher.end_episode()
 
         try:
-            fill_group(group, await gather_or_cancel(run(member) for member in range(count)))
+            fill_group(group, await gather_or_cancel(play(member) for member in range(count)))
         finally:
             first_turns.cancel()
         batcher.end_group(place)
@@ -103,18 +102,17 @@ def fill_group(group: Group, results: Sequence[EpisodeResult]) -> None:
     streams = [result.stream for result in results if result.stream is not None and result.failure is None]
     if streams:
         group.prompt_ids = shared_prompt(streams)
-    group.completions = [_completion(result, group) for result in results]
+    group.completions = []
+    for result in results:
+        if result.failure is not None or result.stream is None:
+            failure = result.failure or "the episode had no turn"
+            completion = Completion([], [], [], finished=False, sampled=[], failure=failure)
+        else:
+            completion = completion_of(result.stream, group, finished=result.finished)
+        group.completions.append(replace(completion, messages=list(result.messages)))
     group.extras["episode"] = [result.record() for result in results]
     for name in dict.fromkeys(name for result in results for name in result.outcome.details):
         group.extras[name] = [result.outcome.details.get(name) for result in results]
-
-
-def _completion(result: EpisodeResult, group: Group) -> Completion:
-    messages = list(result.messages)
-    if result.failure is not None or result.stream is None:
-        reason = result.failure or "the episode had no turn"
-        return Completion([], [], [], finished=False, sampled=[], messages=messages, failure=reason)
-    return replace(completion_of(result.stream, group, finished=result.finished), messages=messages)
 
 
 async def gather_or_cancel(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

@@ -61,7 +61,6 @@ class TokenStream:
         return len(self.ids) - len(self.prompt)
 
     def append_sampled(self, turn: Completion) -> None:
-        """Append a turn of the policy."""
         logps = turn.logps or [math.nan] * len(turn.ids)
         self.segments[-1].append(turn.ids, logps, turn.versions, sampled=True)
 

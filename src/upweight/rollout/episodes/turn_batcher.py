@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
 
 from upweight.errors import UserError
 from upweight.types import Completion, Generator, Sampling
@@ -27,10 +26,6 @@ class _TurnRequest:
     completions: "Future[list[Completion]]" = field(default_factory=Future)
 
 
-class _End:
-    """The event after which no request follows."""
-
-
 @dataclass
 class TurnBatcher:
     """Passes turns from episodes, on an event loop, to a backend, in the thread that calls `serve`.
@@ -42,7 +37,8 @@ class TurnBatcher:
     sampling: Sampling
     active: int = 0  # episodes that have not ended
     max_wait: float = MIN_WAIT
-    _events: "queue.SimpleQueue[Any]" = field(default_factory=queue.SimpleQueue)
+    # Requested turns, places of groups that have ended, None after an episode, and "end" after the last.
+    _events: "queue.SimpleQueue[_TurnRequest | int | str | None]" = field(default_factory=queue.SimpleQueue)
 
     async def sample(self, prompt: Sequence[int], limit: int, seeds: Sequence[int]) -> list[Completion]:
         """Return one completion for each seed; called on the event loop."""
@@ -55,17 +51,14 @@ class TurnBatcher:
         return await asyncio.wrap_future(request.completions)
 
     def end_episode(self) -> None:
-        """Signal that an episode has ended."""
         self.active -= 1
         self._events.put(None)
 
     def end_group(self, place: int) -> None:
-        """Signal that every episode of the group at `place` has ended."""
         self._events.put(place)
 
     def end(self) -> None:
-        """Signal that every episode has finished."""
-        self._events.put(_End())
+        self._events.put("end")
 
     def serve(self, done: Callable[[int], None] | None) -> None:
         """Sample requested turns until `end`; call `done` with the place of each group that ends."""
@@ -77,14 +70,14 @@ class TurnBatcher:
                 event = self._events.get(timeout=timeout)
             except queue.Empty:
                 event = None
-            if isinstance(event, _End):
+            if event == "end":
                 return
             if isinstance(event, _TurnRequest):
                 since = since if requests else time.monotonic()
                 requests.append(event)
-            elif event is not None and done is not None:
+            elif isinstance(event, int) and done is not None:
                 done(event)
-            late = bool(requests) and self._events.empty() and time.monotonic() >= since + self.max_wait
+            late = self._events.empty() and time.monotonic() >= since + self.max_wait
             if requests and (late or sum(len(request.seeds) for request in requests) >= self.active):
                 self._generate(requests)
                 requests = []
@@ -110,19 +103,13 @@ class TurnBatcher:
         """Split requests so that the longest prompt and the largest limit of each batch fit together."""
         batches: list[list[_TurnRequest]] = []
         for request in sorted(requests, key=lambda request: request.limit, reverse=True):
-            longest = max(len(member.prompt) for member in (*(batches[-1] if batches else ()), request))
-            if batches and self._fits(longest, batches[-1][0].limit):
-                batches[-1].append(request)
-            else:
+            batch = [*(batches[-1] if batches else ()), request]
+            try:
+                self.generator.require_room(max(len(member.prompt) for member in batch), batch[0].limit)
+                batches[-1:] = [batch]
+            except UserError:
                 batches.append([request])
         return batches
-
-    def _fits(self, prompt: int, new: int) -> bool:
-        try:
-            self.generator.require_room(prompt, new)
-        except UserError:
-            return False
-        return True
 
 
 class FirstTurnBatcher:
@@ -138,7 +125,6 @@ class FirstTurnBatcher:
         self._timer: asyncio.TimerHandle | None = None
 
     async def sample(self, prompt: Sequence[int], limit: int, seed: int) -> Completion:
-        """Return the first turn of an episode."""
         completion: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         self._requests.setdefault(tuple(prompt), []).append((seed, limit, completion))
         self.count_episode()
@@ -166,9 +152,9 @@ class FirstTurnBatcher:
     async def _request(
         self, prompt: tuple[int, ...], waiting: Sequence[tuple[int, int, "asyncio.Future[Completion]"]]
     ) -> None:
-        futures = [future for _, _, future in waiting]
+        seeds, limits, futures = zip(*waiting, strict=True)
         try:
-            completions = await self._batcher.sample(prompt, waiting[0][1], [seed for seed, _, _ in waiting])
+            completions = await self._batcher.sample(prompt, limits[0], seeds)
         except Exception as error:  # raised in the episodes that wait
             for future in futures:
                 if not future.done():
@@ -183,10 +169,5 @@ def _cut(completion: Completion, limit: int) -> Completion:
     """Cut a completion to the token limit of its episode."""
     if len(completion.ids) <= limit:
         return completion
-    return dataclasses.replace(
-        completion,
-        ids=completion.ids[:limit],
-        logps=completion.logps[:limit],
-        versions=completion.versions[:limit],
-        finished=False,
-    )
+    shorter = {name: getattr(completion, name)[:limit] for name in ("ids", "logps", "versions")}
+    return dataclasses.replace(completion, **shorter, finished=False)

@@ -54,21 +54,16 @@ class VllmClient:
         self._loop = EventLoop("vllm")
 
     def start(self, work: Coroutine[Any, Any, T]) -> "Future[T]":
-        """Start a coroutine on the thread and return its future."""
         return self._loop.start(work)
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine on the thread and return its result."""
         return self.start(work).result()
 
     async def ask(self, path: str, body: Any = None, *, seconds: float | None = ANSWER) -> Any:
         """Send a GET request, or a POST with a body; return the answer as JSON, or else as text."""
         limits = httpx.Timeout(seconds, connect=10.0)
         try:
-            if body is None:
-                answer = await self._http.get(path, timeout=limits)
-            else:
-                answer = await self._http.post(path, json=body, timeout=limits)
+            answer = await self._http.request("GET" if body is None else "POST", path, json=body, timeout=limits)
         except httpx.HTTPError as error:
             raise RequestFailed(f"{path}: {type(error).__name__} {error}".rstrip()) from error
         if answer.status_code >= 500 or answer.status_code == httpx.codes.TOO_MANY_REQUESTS:
@@ -137,7 +132,6 @@ class Retry:
 
 
 def backoff(attempt: int) -> float:
-    """Return the seconds to wait before the next attempt."""
     return BACKOFF[min(attempt, len(BACKOFF) - 1)]
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import importlib
 import os
 import shutil
 import uuid
@@ -52,7 +53,7 @@ class VllmColocated:
         self._transport = transport_for(model, lora_sync, dtype, name)
         on_gpu = torch.cuda.is_available()
         self._sleeps = sleeps and on_gpu
-        self._settings = {
+        self._settings: dict[str, Any] = {
             "model": name,
             "dtype": str(dtype).removeprefix("torch."),
             "gpu_memory_utilization": memory,
@@ -62,8 +63,13 @@ class VllmColocated:
             "enforce_eager": not on_gpu,
             "logprobs_mode": "processed_logprobs",  # at the sampling temperature, as training has them
             "generation_config": "vllm",  # ignore the model's own sampling defaults
-            **(_adapter_settings(model) if isinstance(self._transport, AdapterTransport) else {}),
         }
+        if isinstance(self._transport, AdapterTransport):
+            assert isinstance(model, PeftModel)
+            config: Any = model.peft_config[model.active_adapters[0]]
+            rank = max([int(config.r), *map(int, (config.rank_pattern or {}).values())])
+            loras = {"enable_lora": True, "max_lora_rank": allowed_rank(rank), "max_loras": 1, "max_cpu_loras": 2}
+            self._settings |= loras
         self._llm: Any = None
         self._now: ServedVersion | None = None  # loaded by the engine
         self._next: ServedVersion | None = None  # written, and not yet loaded
@@ -74,7 +80,6 @@ class VllmColocated:
     def generate(
         self, prompts: Prompts, count: int, sampling: Sampling, done: Done | None = None
     ) -> list[list[Completion]]:
-        """Return `count` completions for each prompt, in order; `done` is called for each prompt at the end."""
         if not prompts:
             return []
         self.require_room(max(map(len, prompts)), sampling.max_new_tokens)
@@ -85,8 +90,8 @@ class VllmColocated:
                 raise UserError("vLLM was sent no weights yet")
             answers = self._ask(prompts, completion_fields(count, sampling, self._ends) | self._options)
         completions_by_prompt = [
-            completions_of(answer, prompt, count, self._now.version)
-            for answer, prompt in zip(answers, prompts, strict=True)
+            completions_of(choices, prompt, count, self._now.version)
+            for choices, prompt in zip(answers, prompts, strict=True)
         ]
         if done is not None:
             for place, completions in enumerate(completions_by_prompt):
@@ -103,16 +108,10 @@ class VllmColocated:
         self._next = ServedVersion(self._transport.name(folder), version, folder)
 
     def version(self) -> int:
-        """Return the policy version that the next call samples from; -1 before the first sync."""
         served = self._next or self._now
         return -1 if served is None else served.version
 
-    def health(self) -> str | None:
-        """Return None, since an engine that fails raises when it is used."""
-        return None
-
     def require_room(self, prompt: int, new: int) -> None:
-        """Raise a UserError where a prompt and its new tokens exceed the engine's limit."""
         if prompt + new > self._longest:
             raise UserError(
                 f"a prompt of {prompt} tokens with {new} new ones exceeds the {self._longest} that vLLM was started "
@@ -120,9 +119,8 @@ class VllmColocated:
             )
 
     def close(self) -> None:
-        """Stop the engine; a later sync starts it again."""
-        for served in (self._now, self._next):
-            self._remove(served)
+        self._remove(self._now)
+        self._remove(self._next)
         self._now = self._next = self._adapter = self._llm = None
         gc.collect()
         if self._folder.is_dir() and not any(self._folder.iterdir()):
@@ -130,15 +128,23 @@ class VllmColocated:
 
     def _engine(self) -> Any:
         if self._llm is None:
+            os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")  # its INFO lines would double the log of a run
+            os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+            try:
+                vllm = importlib.import_module("vllm")
+            except ImportError as error:
+                raise UserError(
+                    f"trl.vllm_mode: colocate needs vLLM in this Python environment ({error}); install it, use a "
+                    "server ('vllm_mode: server'), or drop 'use_vllm'."
+                ) from None
             _free_cached_memory()
-            self._llm = _vllm().LLM(**self._settings)
+            self._llm = vllm.LLM(**self._settings)
             if self._sleeps:
                 self._llm.sleep(level=1)
         return self._llm
 
     @contextlib.contextmanager
     def _awake(self) -> Iterator[None]:
-        """Wake the engine up, and put it to sleep afterwards."""
         engine = self._engine()
         if self._sleeps:
             _free_cached_memory()
@@ -153,10 +159,9 @@ class VllmColocated:
         """Load new weights into the engine and check that they are the policy's."""
         previous = self._adapter
         if isinstance(self._transport, AdapterTransport):
-            from vllm.lora.request import LoRARequest  # pyright: ignore[reportMissingImports]
-
             self._adapters += 1
-            self._adapter = LoRARequest(served.name, self._adapters, str(served.folder))
+            vllm_lora = importlib.import_module("vllm.lora.request")
+            self._adapter = vllm_lora.LoRARequest(served.name, self._adapters, str(served.folder))
         else:
             self._llm.collective_rpc("reload_weights", kwargs={"weights_path": str(served.folder)})
             self._llm.reset_prefix_cache()  # it was computed with the old weights
@@ -170,7 +175,7 @@ class VllmColocated:
         """Compare the log-probs of engine and trainer on a few tokens."""
         size = base_of(self._model).config.get_text_config().vocab_size
         prompt = probe_prompt(size)
-        choice = self._ask([prompt], probe_fields(self._temperature))[0]["choices"][0]
+        choice = self._ask([prompt], probe_fields(self._temperature))[0][0]
         ids, reported_logps = [*prompt, *choice["token_ids"]], choice["logprobs"]["token_logprobs"]
         mean, largest = difference(self._model, ids, reported_logps, self._temperature, adapted=True)
         if agrees(mean, largest, exact=self._dtype == torch.float32):
@@ -180,26 +185,19 @@ class VllmColocated:
             raise UserError(f"{apart}. Sample from a server, or in process (drop 'use_vllm').")
         warn_once(f"{apart}: the base is quantised here")
 
-    def _ask(self, prompts: Prompts, fields: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Return the engine's answers in the form of a server's."""
-        from vllm.sampling_params import (  # pyright: ignore[reportMissingImports]
-            SamplingParams,
-            StructuredOutputsParams,
-        )
-
+    def _ask(self, prompts: Prompts, fields: Mapping[str, Any]) -> list[list[dict[str, Any]]]:
+        """Return the choices for each prompt in the form of a server's."""
+        vllm_params = importlib.import_module("vllm.sampling_params")
         fields = dict(fields)
         if "structured_outputs" in fields:
-            fields["structured_outputs"] = StructuredOutputsParams(**fields["structured_outputs"])
+            fields["structured_outputs"] = vllm_params.StructuredOutputsParams(**fields["structured_outputs"])
         outputs = self._llm.generate(
             [{"prompt_token_ids": list(prompt)} for prompt in prompts],
-            SamplingParams(**fields),
+            vllm_params.SamplingParams(**fields),
             use_tqdm=False,
             lora_request=self._adapter,
         )
-        return [
-            {"choices": [_choice(output, request.prompt_token_ids) for output in request.outputs]}
-            for request in outputs
-        ]
+        return [[_choice(output, request.prompt_token_ids) for output in request.outputs] for request in outputs]
 
     def _remove(self, served: ServedVersion | None) -> None:
         if served is not None:
@@ -207,7 +205,6 @@ class VllmColocated:
 
 
 def _choice(output: Any, prompt: Sequence[int]) -> dict[str, Any]:
-    """Return one completion in the form of a server's answer."""
     ids = list(output.token_ids)
     logps = [step[token].logprob for step, token in zip(output.logprobs, ids, strict=True)]
     return {
@@ -219,28 +216,8 @@ def _choice(output: Any, prompt: Sequence[int]) -> dict[str, Any]:
     }
 
 
-def _adapter_settings(model: PreTrainedModel | PeftModel) -> dict[str, Any]:
-    assert isinstance(model, PeftModel)
-    config: Any = model.peft_config[model.active_adapters[0]]
-    rank = max([int(config.r), *map(int, (config.rank_pattern or {}).values())])
-    return {"enable_lora": True, "max_lora_rank": allowed_rank(rank), "max_loras": 1, "max_cpu_loras": 2}
-
-
 def _free_cached_memory() -> None:
     """Free the memory that torch caches, so that vLLM can use it."""
     if torch.cuda.is_available():
         gc.collect()
         torch.cuda.empty_cache()
-
-
-def _vllm() -> Any:
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")  # its INFO lines would double the log of a run
-    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    try:
-        import vllm  # pyright: ignore[reportMissingImports]
-    except ImportError as error:
-        raise UserError(
-            f"trl.vllm_mode: colocate needs vLLM in this Python environment ({error}); install it, use a server "
-            "('vllm_mode: server'), or drop 'use_vllm'."
-        ) from None
-    return vllm

@@ -42,7 +42,6 @@ class SharedMemory:
     name = "ipc"
 
     async def connect(self, client: VllmClient) -> None:
-        """Initialise the server's weight transfer."""
         version = re.match(r"(\d+)\.(\d+)", str((await client.ask("/version"))["version"]))
         self._flag = {} if version and (int(version[1]), int(version[2])) >= FLAG_AT_START else {"packed": True}
         init = {} if self._flag else {"packed": True}
@@ -74,15 +73,16 @@ class Broadcast:
         self._group: Any = None
 
     async def connect(self, client: VllmClient) -> None:
-        """Form the NCCL group."""
         from vllm.distributed.weight_transfer import nccl_common  # pyright: ignore[reportMissingImports]
 
         workers = (await client.ask("/get_world_size"))["world_size"]
-        address, port = _local_address(client.url)
-        rendezvous = {"master_address": address, "master_port": port, "world_size": workers + 1}
-        request = client.ask(
-            "/init_weight_transfer_engine", {"init_info": rendezvous | {"rank_offset": 1}}, seconds=LOAD
-        )
+        parts = urlsplit(client.url)
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((parts.hostname, parts.port or 80))  # nothing is sent
+            address = probe.getsockname()[0]  # of this machine, as the server can reach it
+        rendezvous = {"master_address": address, "master_port": free_port(address), "world_size": workers + 1}
+        init = {"init_info": rendezvous | {"rank_offset": 1}}
+        request = client.ask("/init_weight_transfer_engine", init, seconds=LOAD)
         try:
             self._group = await _run_beside(request, partial(nccl_common.trainer_init, rendezvous))
         except RuntimeError as error:
@@ -92,19 +92,17 @@ class Broadcast:
             ) from None
 
     async def send(self, client: VllmClient, chunk: Chunk) -> None:
-        """Send a chunk; return when the server has loaded it."""
 
         def broadcast() -> None:
             with torch.cuda.device(chunk[0][1].device):
-                whole = [tensor.detach().contiguous() for _, tensor in chunk]
+                whole = [tensor.detach().contiguous() for _, tensor in chunk]  # kept until the group has them
                 for tensor in whole:
                     self._group.broadcast(tensor, src=0)
                 torch.cuda.synchronize()
 
+        request = client.ask("/update_weights", {"update_info": _described(chunk)}, seconds=LOAD)
         try:
-            await _run_beside(
-                client.ask("/update_weights", {"update_info": _described(chunk)}, seconds=LOAD), broadcast
-            )
+            await _run_beside(request, broadcast)
         except RuntimeError as error:
             raise RequestFailed(f"nccl: {error}") from error
 
@@ -142,7 +140,12 @@ class DirectTransport(WeightTransport):
         try:
             began = (await client.identity()).began
             if began is None or began != self._connected_to:
-                await self._connect(client)
+                try:
+                    await self.channel.connect(client)
+                except RequestFailed as error:
+                    if error.status is None:
+                        raise
+                    raise UserError(_not_prepared(client.url, self.channel.name, error)) from None
             await client.ask("/start_weight_update", {}, seconds=LOAD)
             for chunk in chunks(weights()):
                 await self.channel.send(client, chunk)
@@ -157,14 +160,6 @@ class DirectTransport(WeightTransport):
                 await client.ask("/finish_weight_update", {})
             raise
         self._connected_to = served.began = began
-
-    async def _connect(self, client: VllmClient) -> None:
-        try:
-            await self.channel.connect(client)
-        except RequestFailed as error:
-            if error.status is None:
-                raise
-            raise UserError(_not_prepared(client.url, self.channel.name, error)) from None
 
 
 def direct_transport(transfer: str, transport: Transport) -> Transport:
@@ -223,15 +218,6 @@ async def _run_beside(request: Any, work: Callable[[], T]) -> T:
         return done.result()
     finally:
         answer.cancel()
-
-
-def _local_address(url: str) -> tuple[str, int]:
-    """Return an address of this machine that the server at `url` can reach, and a free port."""
-    parts = urlsplit(url)
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((parts.hostname, parts.port or 80))  # nothing is sent
-        address = probe.getsockname()[0]
-    return address, free_port(address)
 
 
 def _not_prepared(url: str, way: str, error: Exception) -> str:

@@ -57,17 +57,25 @@ class AdapterTransport:
         try:
             await client.ask("/v1/load_lora_adapter", body, seconds=LOAD)
         except RequestRefused as error:
-            if "already been loaded" not in str(error):
-                raise UserError(_adapter_refused(client.url, error)) from None
+            if "already been loaded" in str(error):
+                return
+            if error.status == 404 and "adapter" not in str(error).lower():
+                raise UserError(
+                    f"the server at {client.url} cannot load adapters while it runs: start it with `upweight "
+                    "vllm-serve`, which sets --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, or set "
+                    "'trl.vllm_lora_sync: false'"
+                ) from None
+            raise UserError(
+                f"the server at {client.url} does not load the adapter ({error}): it has to see the run's folder under "
+                "the same path"
+            ) from None
 
     async def holds(self, client: VllmClient, served: ServedVersion) -> bool:
-        """Whether the server still has the version."""
         return any(entry["id"] == served.name for entry in (await client.ask("/v1/models"))["data"])
 
     async def drop(self, client: VllmClient, served: ServedVersion) -> None:
         """Unload the version, so that its folder can be removed."""
-        with contextlib.suppress(RequestRefused):  # a restarted server does not have it
-            await client.ask("/v1/unload_lora_adapter", {"lora_name": served.name}, seconds=LOAD)
+        await _unload(client, served.name)
 
 
 @dataclass
@@ -155,20 +163,13 @@ async def forget_leftovers(client: VllmClient, folder: Path) -> None:
     """Unload and remove the adapters that an earlier run left in this folder."""
     for entry in (await client.ask("/v1/models"))["data"]:
         if entry.get("parent") is not None and Path(str(entry.get("root"))).parent == folder:
-            with contextlib.suppress(RequestRefused):
-                await client.ask("/v1/unload_lora_adapter", {"lora_name": entry["id"]}, seconds=LOAD)
+            await _unload(client, entry["id"])
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _adapter_refused(url: str, error: Any) -> str:
-    if error.status == 404 and "adapter" not in str(error).lower():
-        return (
-            f"the server at {url} cannot load adapters while it runs: start it with `upweight vllm-serve`, which sets "
-            "--enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, or set 'trl.vllm_lora_sync: false'"
-        )
-    return (
-        f"the server at {url} does not load the adapter ({error}): it has to see the run's folder under the same path"
-    )
+async def _unload(client: VllmClient, name: str) -> None:
+    with contextlib.suppress(RequestRefused):  # a restarted server does not have it
+        await client.ask("/v1/unload_lora_adapter", {"lora_name": name}, seconds=LOAD)
 
 
 def _write_quietly(model: PreTrainedModel | PeftModel, folder: Path, dtype: torch.dtype) -> None:

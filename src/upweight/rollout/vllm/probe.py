@@ -74,12 +74,10 @@ async def check_vocabulary(client: VllmClient, name: str, size: int) -> None:
 
 
 def probe_prompt(size: int) -> list[int]:
-    """Return the random prompt of a probe."""
     return np.random.default_rng(7).integers(0, size, PROMPT).tolist()
 
 
 def probe_fields(temperature: float) -> dict[str, Any]:
-    """Return the fields of a probe's request."""
     return completion_fields(1, Sampling(LENGTH - PROMPT, temperature)) | {"ignore_eos": True}
 
 

@@ -56,16 +56,15 @@ class VllmServer:
         `transfer`: how all weights are sent, as in `trl.vllm_weight_transfer`.
         `on_model`: calls a function with the policy, on all ranks where its weights are sharded.
         """
-        base = base_of(model)
-        self.options, self._ends = dict(options or {}), sorted(end_tokens(base, tokenizer))
-        self._finished = 0
-        self._calls = 0  # running
+        config = base_of(model).config
+        self.options, self._ends = dict(options or {}), sorted(end_tokens(base_of(model), tokenizer))
+        self._finished = self._calls = 0  # requests that have ended; calls that are running
         self._watcher: asyncio.Task[None] | None = None  # one for all calls
         self.client = client = VllmClient(url, timeout)
 
         async def connect() -> tuple[str, int | None]:
-            name, longest = await served_base(client, base.config.name_or_path)
-            await check_vocabulary(client, name, base.config.get_text_config().vocab_size)
+            name, longest = await served_base(client, config.name_or_path)
+            await check_vocabulary(client, name, config.get_text_config().vocab_size)
             return name, longest
 
         name, self._longest = client.run(client.retry_until_answered(connect))
@@ -83,22 +82,19 @@ class VllmServer:
     def generate(
         self, prompts: Prompts, count: int, sampling: Sampling, done: Done | None = None
     ) -> list[list[Completion]]:
-        """Return `count` completions for each prompt, in order; `done` is called for each prompt as it ends."""
         if not prompts:
             return []
         self.require_room(max(map(len, prompts)), sampling.max_new_tokens)
-        arrived: queue.SimpleQueue[int | None] = queue.SimpleQueue()
-        completions: list[list[Completion]] = [[] for _ in prompts]
-        work = self.client.start(self._all(prompts, self._body(count, sampling), completions, arrived.put))
+        arrived: queue.SimpleQueue[tuple[int, list[Completion]] | None] = queue.SimpleQueue()
+        work = self.client.start(self._all(prompts, count, sampling, arrived.put))
         work.add_done_callback(lambda _: arrived.put(None))
         try:
-            while (place := arrived.get()) is not None:
+            while (ended := arrived.get()) is not None:
                 if done is not None:
-                    done(place, completions[place])
-            work.result()
+                    done(*ended)
+            return work.result()
         finally:
             work.cancel()
-        return completions
 
     def on_model(self, call: OnModel) -> None:
         """Have `call` run functions on the policy from now on, where its weights are sharded over ranks."""
@@ -107,13 +103,11 @@ class VllmServer:
     def start(self, prompt: Sequence[int], count: int, sampling: Sampling) -> "Future[list[Completion]]":
         """Start the completions of one prompt, concurrently with other requests."""
         self.require_room(len(prompt), sampling.max_new_tokens)
-        completions: list[list[Completion]] = [[]]
 
-        async def work() -> list[Completion]:
-            await self._all([prompt], self._body(count, sampling), completions, lambda _: None)
-            return completions[0]
+        async def first() -> list[Completion]:
+            return (await self._all([prompt], count, sampling, lambda _: None))[0]
 
-        return self.client.start(work())
+        return self.client.start(first())
 
     def served_name(self) -> str | None:
         """Return the policy's name on the server; None where each version has a different name."""
@@ -125,7 +119,6 @@ class VllmServer:
             self.weights.publish(version)
 
     def version(self) -> int:
-        """Return the policy version that the next request samples from; -1 before the first sync."""
         return -1 if self.weights.current is None else self.weights.current.version
 
     def health(self) -> str | None:
@@ -137,7 +130,6 @@ class VllmServer:
         return None
 
     def require_room(self, prompt: int, new: int) -> None:
-        """Raise a UserError where a prompt and its new tokens exceed the server's limit."""
         if self._longest is not None and prompt + new > self._longest:
             raise UserError(
                 f"a prompt of {prompt} tokens with {new} new ones exceeds the {self._longest} that the server at "
@@ -145,25 +137,22 @@ class VllmServer:
             )
 
     def close(self) -> None:
-        """Unload what was sent to the server; a later sync sends weights again."""
         self.weights.close()
 
     async def _all(
-        self,
-        prompts: Prompts,
-        body: dict[str, Any],
-        completions: list[list[Completion]],
-        done: Callable[[int], None],
-    ) -> None:
-        """Fill in the completions of every prompt, many at a time; the first failure cancels the rest."""
+        self, prompts: Prompts, count: int, sampling: Sampling, arrived: Callable[[tuple[int, list[Completion]]], None]
+    ) -> list[list[Completion]]:
+        """Return the completions of every prompt, many requests at a time; the first failure cancels the rest."""
+        body = completion_fields(count, sampling, self._ends) | {"return_token_ids": True} | self.options
         limit = asyncio.Semaphore(IN_FLIGHT)
         await self.weights.ensure_served(None)
 
-        async def complete(place: int) -> None:
+        async def complete(place: int) -> list[Completion]:
             async with limit:
-                completions[place] = await self._complete(prompts[place], body)
+                completions = await self._complete(prompts[place], body)
             self._finished += 1
-            done(place)
+            arrived((place, completions))
+            return completions
 
         work = [asyncio.ensure_future(complete(place)) for place in range(len(prompts))]
         watcher = self._watcher = self._watcher or asyncio.ensure_future(self._watch())
@@ -174,6 +163,7 @@ class VllmServer:
                 for task in ended:
                     task.result()
                 pending -= ended
+            return [task.result() for task in work]
         finally:
             self._calls -= 1
             if self._watcher is not None and (self._watcher.done() or not self._calls):
@@ -184,16 +174,13 @@ class VllmServer:
             await asyncio.gather(*work, return_exceptions=True)
 
     async def _complete(self, prompt: Sequence[int], body: dict[str, Any]) -> list[Completion]:
-        """Return the completions of one prompt."""
-        request = {**body, "prompt": list(prompt)}
-
         def read(answer: Any, version: int) -> list[Completion]:
-            completions = completions_of(answer, prompt, body["n"], version)
+            completions = completions_of(answer["choices"], prompt, body["n"], version)
             known = self.weights.reports_sampler_logps
             return completions if known else [replace(completion, logps=[]) for completion in completions]
 
         try:
-            return await self.request("/v1/completions", request, read)
+            return await self.request("/v1/completions", {**body, "prompt": list(prompt)}, read)
         except RequestRefused as error:
             raise UserError(f"the vLLM server at {self.client.url} refuses a request: {error}") from None
 
@@ -229,9 +216,8 @@ class VllmServer:
             try:
                 identity = await self.client.identity()
                 state = (self._finished, identity)
-                limit *= (
-                    1 if identity.tokens is not None else 10
-                )  # without a token count only finished requests show progress
+                if identity.tokens is None:  # only finished requests show progress
+                    limit *= 10
             except RequestFailed as error:
                 state, problem = seen, str(error)
             if state != seen or not self.weights.open.is_set():
@@ -239,14 +225,10 @@ class VllmServer:
             elif clock() - since > limit:
                 raise UserError(unreachable(self.client.url, limit, problem))
 
-    def _body(self, count: int, sampling: Sampling) -> dict[str, Any]:
-        """Return the fields of every request of a call."""
-        return completion_fields(count, sampling, self._ends) | {"return_token_ids": True} | self.options
 
-
-def completions_of(answer: Any, prompt: Sequence[int], count: int, version: int) -> list[Completion]:
-    """Return the completions in a server's answer, in the order of their index."""
-    choices = sorted(answer["choices"], key=lambda choice: choice["index"])
+def completions_of(choices: Sequence[Any], prompt: Sequence[int], count: int, version: int) -> list[Completion]:
+    """Return the completions in the choices of an answer, in the order of their index."""
+    choices = sorted(choices, key=lambda choice: choice["index"])
     if len(choices) != count or any(choice["finish_reason"] not in ("stop", "length") for choice in choices):
         ends = {choice["finish_reason"] for choice in choices}
         raise RequestFailed(f"{len(choices)} of {count} completions came back, ended by {', '.join(map(str, ends))}")

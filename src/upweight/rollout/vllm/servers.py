@@ -1,10 +1,10 @@
 """Several vLLM servers of one policy: prompts are distributed, and a lost server is left out."""
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 from safetensors import SafetensorError
 
@@ -14,17 +14,13 @@ from upweight.rollout.vllm.server import VllmServer
 from upweight.rollout.vllm.versions import OnModel, Sending
 from upweight.types import Completion, Done, Prompts, Sampling
 
+# Connects to the server at an address, the second argument being its place in the list, and checks it.
+Opens = Callable[[str, int, OnModel | None], VllmServer]
 PATIENCE = 20.0  # seconds without an answer after which the other servers take over
 
 
-class Opens(Protocol):
-    """Connects to the server at an address and checks it; `number` is its place in the list."""
-
-    def __call__(self, url: str, number: int, on_model: OnModel | None) -> VllmServer: ...
-
-
 class VllmServers:
-    """Samples from several servers as from one; see `types.Generator`.
+    """Samples from several servers as from one `VllmServer`; see `types.Generator`.
 
     All servers have to answer at the start. A server that is lost later is left out; at the next sync at which it is
     healthy, it is checked as at the start, receives the weights, and gets prompts again.
@@ -42,39 +38,39 @@ class VllmServers:
     def generate(
         self, prompts: Prompts, count: int, sampling: Sampling, done: Done | None = None
     ) -> list[list[Completion]]:
-        """Return `count` completions for each prompt, in order; `done` is called for each prompt as it ends."""
         completions_by_prompt: list[list[Completion]] = [[] for _ in prompts]
+        requests: dict[Future[list[list[Completion]]], tuple[str, list[int]]] = {}
         arriving = threading.Lock()
-        with ThreadPoolExecutor(2 * len(self._urls), "vllm-servers") as pool:
 
-            def ask(server: VllmServer, places: list[int]) -> "Future[object]":
-                def arrived(place: int, completions: list[Completion]) -> None:
-                    with arriving:
-                        completions_by_prompt[places[place]] = completions
-                        if done is not None:
-                            done(places[place], completions)
+        def arrived(share: list[int], place: int, completions: list[Completion]) -> None:
+            with arriving:
+                completions_by_prompt[share[place]] = completions
+                if done is not None:
+                    done(share[place], completions)
 
-                share = [prompts[place] for place in places]
-                return pool.submit(server.generate, share, count, sampling, arrived)
-
+        def distribute(places: Iterable[int], pool: ThreadPoolExecutor) -> None:
+            """Give every server a share of the prompts, about equal in number and in tokens."""
             live = self._healthy()
-            shares = _distribute(range(len(prompts)), prompts, list(live))
-            requests = {ask(live[url], places): (url, places) for url, places in shares.items()}
+            longest_first = sorted(places, key=lambda place: -len(prompts[place]))
+            for number, (url, server) in enumerate(live.items()):
+                if share := sorted(longest_first[number :: len(live)]):
+                    ids = [prompts[place] for place in share]
+                    work = pool.submit(server.generate, ids, count, sampling, partial(arrived, share))
+                    requests[work] = url, share
+
+        with ThreadPoolExecutor(2 * len(self._urls), "vllm-servers") as pool:
+            distribute(range(len(prompts)), pool)
             while requests:
                 for work in wait(requests, return_when=FIRST_COMPLETED).done:
-                    url, places = requests.pop(work)
+                    url, share = requests.pop(work)
                     try:
                         work.result()
                     except UserError as error:
                         self._mark_lost(url, error)
-                        live = self._healthy()
-                        missing = [place for place in places if not completions_by_prompt[place]]
-                        shares = _distribute(missing, prompts, list(live))
-                        requests |= {ask(live[other], share): (other, share) for other, share in shares.items()}
+                        distribute([place for place in share if not completions_by_prompt[place]], pool)
         return completions_by_prompt
 
     def sync(self, version: int) -> None:
-        """Send the policy's present weights as `version` to all healthy servers."""
         with self._lock:
             lost = dict(self._lost)
         for url in [url for url, server in lost.items() if server.health() is None]:
@@ -84,8 +80,15 @@ class VllmServers:
             except UserError as error:
                 logger.warning("warning: %s answers, but cannot be used: %s", url, error)
         behind = {url: server for url, server in self._healthy().items() if server.version() != version}
+        sent: dict[str, Sending | None] = {}  # None where it has to be repeated
+        written: Path | None = None  # the weights are written once
         try:
-            sent = self._send(version, behind)
+            for url, server in behind.items():
+                try:
+                    sent[url] = sending = server.weights.send(version, written)
+                    written = sending[0].folder
+                except (OSError, SafetensorError):
+                    sent[url] = None
             for url, server in behind.items():
                 try:
                     server.weights.publish(version, sent[url])
@@ -96,40 +99,19 @@ class VllmServers:
                 server.weights.give_up(str(error) or type(error).__name__)
             raise
 
-    def _send(self, version: int, behind: dict[str, VllmServer]) -> dict[str, Sending | None]:
-        """Start the transfer of the weights, which are written once; None where it has to be repeated."""
-        sent: dict[str, Sending | None] = {}
-        written: Path | None = None
-        for url, server in behind.items():
-            try:
-                sent[url] = sending = server.weights.send(version, written)
-                written = sending[0].folder
-            except (OSError, SafetensorError):
-                sent[url] = None
-        return sent
-
     def version(self) -> int:
-        """Return the policy version that the next request samples from; -1 before the first sync."""
         return min(server.version() for server in self._healthy().values())
 
-    def health(self) -> str | None:
-        """Return None when all servers are healthy, else the problems."""
-        problems = [problem for server in self._healthy().values() if (problem := server.health()) is not None]
-        return "; ".join([*problems, *(f"the vLLM server at {url} is lost" for url in self._lost)]) or None
-
     def require_room(self, prompt: int, new: int) -> None:
-        """Raise a UserError where a prompt and its new tokens exceed the limit of a server."""
         for server in self._healthy().values():
             server.require_room(prompt, new)
 
     def on_model(self, call: OnModel) -> None:
-        """Have `call` run functions on the policy from now on, where its weights are sharded over ranks."""
         self._on_model = call
         for server in self._healthy().values():
             server.on_model(call)
 
     def close(self) -> None:
-        """Unload what was sent to the servers; a later sync sends weights again."""
         for server in self._healthy().values():
             server.close()
 
@@ -152,10 +134,3 @@ class VllmServers:
             if not self._live:
                 raise error
         logger.warning("warning: going on without %s: %s", url, error)
-
-
-def _distribute(places: Sequence[int], prompts: Prompts, urls: Sequence[str]) -> dict[str, list[int]]:
-    """Return the places of each server's prompts, about equal in number and in tokens."""
-    longest_first = sorted(places, key=lambda place: -len(prompts[place]))
-    shares = {url: sorted(longest_first[number :: len(urls)]) for number, url in enumerate(urls)}
-    return {url: share for url, share in shares.items() if share}

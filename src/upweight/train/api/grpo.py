@@ -13,8 +13,8 @@ from upweight.errors import UserError
 from upweight.methods.formulas.advantages import weighted_reward
 from upweight.rewards.scorer import Scorer
 from upweight.rollout.episodes.runner import EpisodeRunner
+from upweight.rollout.producer import SingleTurn
 from upweight.rollout.rollout import Rollout, readable
-from upweight.rollout.single_turn import SingleTurn
 from upweight.sampler.in_process import InProcess
 from upweight.train.api.as_config import config_of
 from upweight.train.api.grpo_config import GRPOConfig, RLOOConfig, RolloutArguments

@@ -24,13 +24,11 @@ from upweight.rewards.reward import Reward
 from upweight.rewards.scorer import Scorer
 from upweight.rollout.custom import CustomRollout
 from upweight.rollout.plan import Plan, PromptOrder
-from upweight.rollout.producer import CompletionSource, Producer, Ranks
-from upweight.rollout.replay import ReplayBuffer
-from upweight.rollout.reroll import Reroll
+from upweight.rollout.producer import CompletionSource, Producer, Ranks, SingleTurn
+from upweight.rollout.replay import ReplayBuffer, Reroll
 from upweight.rollout.rollout import PromptRows
 from upweight.rollout.run_ahead import bounded_depth
 from upweight.rollout.sampling_params import request_options, sampling_of
-from upweight.rollout.single_turn import SingleTurn
 from upweight.rollout.vllm.colocated import VllmColocated
 from upweight.rollout.vllm.server import VllmServer
 from upweight.rollout.vllm.servers import VllmServers

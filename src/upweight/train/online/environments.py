@@ -14,14 +14,12 @@ from upweight.data.tokenize.templates import ChatTemplate
 from upweight.engine.forward import base_of
 from upweight.environments.call_formats import format_of
 from upweight.environments.episode import Environment
-from upweight.environments.nemo_gym.environment import NemoGym
-from upweight.environments.nemo_gym.gym import Gym
+from upweight.environments.nemo_gym.gym import NemoGym
 from upweight.environments.nemo_gym.process import GymProcess
 from upweight.environments.python_class import PythonEnvironment
 from upweight.rewards.environment import COLUMN as EPISODE
 from upweight.rewards.reward import Reward, check_columns
-from upweight.rollout.episodes.gateway import PolicyGateway
-from upweight.rollout.episodes.gym_agents import GymAgents
+from upweight.rollout.episodes.gym_agents import GymAgents, PolicyGateway
 from upweight.rollout.episodes.loop import EpisodeLimits, EpisodeSetup
 from upweight.rollout.episodes.runner import EpisodeRunner
 from upweight.rollout.producer import CompletionSource
@@ -88,10 +86,8 @@ def _gym(config: Config) -> EnvironmentSetup:
     if section.auto_start and PartialState().process_index == 0:
         process = GymProcess(section, config.folder, Path(config.run.output_dir), policy=policy)
     socket = broadcast_from_rank0(None if process is None else process.socket)
-    timeouts = {"patience": section.server_timeout, "busy": section.verify_timeout}
-    gym = Gym(section.head_port, **timeouts, process=process, socket=socket)
     return EnvironmentSetup(
-        NemoGym(section, gym, name),
+        NemoGym(section, name, process, socket),
         EpisodeLimits(section.max_turns or config.environment.max_turns, section.run_timeout, section.run_timeout),
         config.environment.tool_format,
         config.data.template_args,

@@ -13,8 +13,7 @@ from upweight.engine.packing import build_batch, plan_rows, whole_blocks
 from upweight.methods import EBFT, feature_matcher
 from upweight.methods.formulas.features import pooled, pooled_positions
 from upweight.models.reference import Reference, adapter_state, make_reference, reference_kind
-from upweight.rollout.ebft.known_turns import KnownTurns
-from upweight.rollout.ebft.strided_blocks import StridedBlocks, anchors
+from upweight.rollout.ebft import KnownTurns, StridedBlocks, anchors
 from upweight.rollout.producer import CompletionSource
 from upweight.rollout.units import demonstration, units_of_documents, units_of_groups
 from upweight.sampler.in_process import InProcess
@@ -49,7 +48,7 @@ class FeatureMatching:
             return KnownTurns(generator, policy.tokenizer.eos_token_id)
         assert isinstance(generator, InProcess), "blocks are sampled in process"
         device = PartialState().device if policy.sharded else None
-        return StridedBlocks(policy.model, policy.engine, self.method, generator, policy.tokenizer.decode, device)
+        return StridedBlocks(policy.model, self.method, generator, policy.tokenizer.decode, device)
 
     def longest(self, groups: Sequence[Group]) -> int:
         """Return the length limit of a turn, from the longest ground-truth turn of these prompts."""

@@ -1,4 +1,4 @@
-"""Samples short blocks along documents: all blocks of a document decode in parallel and share its key-value cache."""
+"""Completions for EBFT: short blocks along documents, and assistant turns of known conversations."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -8,18 +8,71 @@ import numpy as np
 import torch
 from torch import nn
 
-from upweight.engine import Engine
 from upweight.engine.forward import base_of
 from upweight.errors import UserError
 from upweight.log import logger
 from upweight.methods import EBFT
 from upweight.models.modules import dropout_off
+from upweight.rollout.episodes.token_stream import TokenStream, completion_of
 from upweight.sampler.decode import Decoder, Grid
 from upweight.sampler.in_process import InProcess
-from upweight.types import Completion, Group, Sampling
+from upweight.types import Completion, Generator, Group, GroupDone, Sampling
 
 _MAX_SCORES = 1 << 28  # attention scores of the documents that are sampled together
 _SHOWN_CONTEXT = 32  # tokens before a block in the completions file
+Conversations = list[tuple[int, Group, list[TokenStream]]]  # a group's number in the seed, and its token streams
+
+
+@dataclass(frozen=True)
+class KnownTurns:
+    """Fills groups turn by turn, the messages between the turns being the data's.
+
+    A row's `truth_ids` alternates the true turns and these messages.
+    """
+
+    generator: Generator | None  # None where another process samples
+    end: int | None  # token that closes a turn which hit the length limit
+
+    def __call__(self, groups: Sequence[Group], count: int, sampling: Sampling, done: GroupDone | None) -> None:
+        assert self.generator is not None, "this process does not sample"
+        by_prompt = self.generator.generate([group.prompt_ids for group in groups], count, sampling)
+        conversations: Conversations = []
+        for place, (group, completions) in enumerate(zip(groups, by_prompt, strict=True)):
+            group.completions = completions
+            streams = [TokenStream(group.prompt_ids) for _ in completions]
+            for stream, completion in zip(streams, completions, strict=True):
+                stream.append_sampled(completion)
+            conversations.append((sampling.first + place, group, streams))
+        turn = 0
+        while conversations := [entry for entry in conversations if turn < len(_replies(entry[1]))]:
+            self._sample_turn(self.generator, conversations, turn, sampling)
+            turn += 1
+        for place in range(len(groups)):
+            if done is not None:
+                done(place)
+
+    def _sample_turn(self, generator: Generator, conversations: Conversations, turn: int, sampling: Sampling) -> None:
+        """Append the next known messages to every conversation and sample one more turn of each."""
+        for _, group, streams in conversations:
+            for stream, completion in zip(streams, group.completions, strict=True):
+                closing = [] if completion.finished or self.end is None else [self.end]
+                stream.append_observation([*closing, *_replies(group)[turn]])
+        seeds = [
+            int(np.random.SeedSequence((sampling.seed or 0, turn, place, member)).generate_state(1)[0])
+            for place, _, streams in conversations
+            for member in range(len(streams))
+        ]
+        prompts = [stream.ids for *_, streams in conversations for stream in streams]
+        sampled = iter(generator.generate(prompts, 1, replace(sampling, seeds=tuple(seeds))))
+        for _, group, streams in conversations:
+            group.completions = []
+            for stream, (completion,) in zip(streams, sampled, strict=False):
+                stream.append_sampled(completion)
+                group.completions.append(completion_of(stream, group, finished=completion.finished))
+
+
+def _replies(group: Group) -> list[list[int]]:
+    return group.row["truth_ids"][1::2]
 
 
 def anchors(row: Any, method: EBFT) -> list[int]:
@@ -50,10 +103,12 @@ def with_blocks(rows: Any, method: EBFT, what: str) -> Any:
 
 @dataclass
 class StridedBlocks:
-    """Fills groups, one for each document, with `count` samples of each block, block by block."""
+    """Fills groups, one for each document, with `count` samples of each block, block by block.
+
+    All blocks of a document decode in parallel and share its key-value cache.
+    """
 
     model: nn.Module
-    engine: Engine
     method: EBFT
     generator: InProcess  # samples where prefixes cannot be shared, and has the policy version
     decode: Callable[[list[int]], str]
@@ -61,9 +116,7 @@ class StridedBlocks:
     max_scores: int = _MAX_SCORES
     _decoder: Decoder | None = field(default=None, init=False)
 
-    def __call__(
-        self, groups: Sequence[Group], count: int, sampling: Sampling, done: Callable[[int], None] | None
-    ) -> None:
+    def __call__(self, groups: Sequence[Group], count: int, sampling: Sampling, done: GroupDone | None) -> None:
         block_starts = [anchors(group.row, self.method) for group in groups]
         self.generator.prove([group.prompt_ids for group in groups], sampling)
         if not self.generator.shares_prompts:

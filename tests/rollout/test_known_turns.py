@@ -1,6 +1,6 @@
 """Conversations whose other side is known."""
 
-from upweight.rollout.ebft.known_turns import KnownTurns
+from upweight.rollout.ebft import KnownTurns
 from upweight.types import Completion, Group, Sampling
 
 END = 2

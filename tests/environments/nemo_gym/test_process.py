@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from upweight.config.sections.rollout import GymDataset, GymSection
-from upweight.environments.nemo_gym.command import (
+from upweight.environments.nemo_gym.process import (
     POLICY_MODEL,
     arguments,
     config_files,

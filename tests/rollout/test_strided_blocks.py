@@ -8,7 +8,7 @@ from tiny_models import drawn, tiny
 from upweight.engine import Engine
 from upweight.errors import UserError
 from upweight.methods import EBFT
-from upweight.rollout.ebft.strided_blocks import StridedBlocks, anchors, with_blocks
+from upweight.rollout.ebft import StridedBlocks, anchors, with_blocks
 from upweight.sampler.in_process import InProcess
 from upweight.types import Group, Sampling
 
@@ -27,7 +27,7 @@ def groups_of(*rows):
 
 def blocks_of(model, method, engine=None):
     engine = engine or Engine(model)
-    return StridedBlocks(model, engine, method, InProcess(model, engine=engine, end_ids=()), str)
+    return StridedBlocks(model, method, InProcess(model, engine=engine, end_ids=()), str)
 
 
 def plain_logps(model, ids, count, temperature):

@@ -5,8 +5,8 @@ import copy
 import pytest
 
 from made_gym_server import exchange
-from upweight.environments.nemo_gym.agent_turns import is_finished, messages_of, turns_of
-from upweight.environments.nemo_gym.client import GymFault
+from upweight.environments.nemo_gym.responses import is_finished, messages_of, turns_of
+from upweight.environments.nemo_gym.servers import GymFault
 
 RUNS = ["run_11_single_tool_call_return_token_ids", "wheel_040_tool_run", "wheel_070_tool_run"]
 

@@ -1,1 +1,0 @@
-"""Completions for EBFT: short blocks along documents, and assistant turns of known conversations."""
