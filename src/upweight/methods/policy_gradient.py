@@ -71,9 +71,7 @@ class PolicyGradient(Section):
         "trl.use_bias_correction_kl", True, "Multiply the KL by the policy ratio, so that its gradient is unbiased."
     )
     off_policy_mask_threshold: float | None = setting(
-        "trl.off_policy_mask_threshold",
-        None,
-        "Drop negative-advantage sequences whose log-prob fell by more than this.",
+        "trl.off_policy_mask_threshold", None, "Drop sequences of negative advantage that got this much less likely."
     )
     top_entropy_quantile: float = setting(
         "trl.top_entropy_quantile", 1.0, "Share of tokens, the most uncertain ones, that are trained on.", gt=0, le=1
@@ -104,7 +102,7 @@ class PolicyGradient(Section):
         "trl.vllm_importance_sampling_mode", None, "Cap or drop large corrections; unset caps at the ratio's level."
     )
     sampler_correction_cap: float = setting(
-        "trl.vllm_importance_sampling_cap", 3.0, "Largest value.", also=("trl.vllm_importance_sampling_clip_max",), gt=0
+        "trl.vllm_importance_sampling_cap", 3.0, "Largest ratio.", also=("trl.vllm_importance_sampling_clip_max",), gt=0
     )
     sampler_correction_floor: float | None = setting(
         "trl.vllm_importance_sampling_clip_min", None, "Smallest correction; unset means no floor.", ge=0
