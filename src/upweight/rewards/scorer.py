@@ -1,5 +1,6 @@
 """Scores completions with all rewards of a run; a failing or hanging reward does not stop it."""
 
+import itertools
 import json
 import math
 import threading
@@ -16,16 +17,17 @@ from torch import Tensor, nn
 from upweight.errors import UserError
 from upweight.event_loop import EventLoop
 from upweight.log import logger
-from upweight.rewards.answers import IN_MESSAGES, FatalRewardError, RewardFailure, RewardValues
+from upweight.rewards.answers import IN_MESSAGES, RewardFailure, RewardValues
 from upweight.rewards.call import RewardCall
 from upweight.rewards.local import InProcessRunner, start_async
 from upweight.rewards.reward import Attempts, Reward, call_with_retries
-from upweight.rewards.workers import Worker, WorkerPool
+from upweight.rewards.workers import WorkerPool, settle
 
 NOT_FINITE = "it returned NaN or infinity; return None where a reward does not apply"
 WARN_AFTER = 256  # completions without a value after which a warning is logged
 NEVER_APPLIES = "warning: reward '%s' returned None for each of %d completions: it has no effect"
 STATE_METHODS = (("state", "restore"), ("state_dict", "load_state_dict"))
+Parts = list[tuple[int, "Future[Attempts]"]]  # of a reward's call: where each begins, and its outcomes
 
 
 @dataclass
@@ -115,32 +117,38 @@ class Scorer:
 
     def _start(self, call: RewardCall, *, in_pool: bool) -> "Future[RewardResult]":
         result: Future[RewardResult] = Future()
-        if not len(call):  # every completion failed: there is nothing to score
-            result.set_result(RewardResult(torch.zeros(0, len(self.rewards))))
+        if not (len(call) and self.rewards):  # if every completion failed, there is nothing to score
+            result.set_result(RewardResult(torch.zeros(len(call), len(self.rewards))))
             return result
-        parts: list[list[tuple[int, Future[Attempts]]]] = [[] for _ in self.rewards]
-        here = [number for number, reward in enumerate(self.rewards) if reward.runs == "here"]
-        for number, reward in enumerate(self.rewards):
+        parts: list[Parts] = [[] for _ in self.rewards]
+        for part, reward in zip(parts, self.rewards, strict=True):
             if reward.runs == "worker":
                 for start, stop in call.shards(self.num_workers):
-                    parts[number].append((start, self._in_worker(reward, call.part(start, stop))))
+                    part.append((start, self._in_worker(reward, call.part(start, stop))))
             elif reward.runs == "async":
-                parts[number].append((0, start_async(self._loop, reward, call, self.timeout)))
-        for number in here:
-            parts[number].append((0, self._in_process(self.rewards[number], call, in_pool)))
-        self._when_done(call, parts, result)
+                part.append((0, start_async(self._loop, reward, call, self.timeout)))
+        for part, reward in zip(parts, self.rewards, strict=True):  # last, because they may run in this thread
+            if reward.runs == "here":
+                part.append((0, self._in_process(reward, call, in_pool)))
+        futures = [future for part in parts for _, future in part]
+        done = itertools.count(1)  # thread-safe
+
+        def part_done(_: object) -> None:
+            if next(done) == len(futures):
+                settle(result, self._merged, call, parts)
+
+        for future in futures:
+            future.add_done_callback(part_done)
         return result
 
     def _in_worker(self, reward: Reward, call: RewardCall) -> "Future[Attempts]":
         source = reward.source
         assert source is not None
-
-        def work(worker: Worker) -> Attempts:
-            return call_with_retries(
+        return self._worker_pool.submit(
+            lambda worker: call_with_retries(
                 lambda part, limit: worker.call(source, reward.job(part), limit), call, self.timeout
             )
-
-        return self._worker_pool.submit(work)
+        )
 
     def _in_process(self, reward: Reward, call: RewardCall, in_pool: bool) -> "Future[Attempts]":
         if in_pool:
@@ -149,28 +157,7 @@ class Scorer:
         done.set_result(self._local.run(reward, call, self.timeout))
         return done
 
-    def _when_done(
-        self, call: RewardCall, parts: list[list[tuple[int, "Future[Attempts]"]]], result: "Future[RewardResult]"
-    ) -> None:
-        """Set the result when every part is done."""
-        futures = [future for of_reward in parts for _, future in of_reward]
-        pending, lock = [len(futures) + 1], threading.Lock()
-
-        def part_done(_: object = None) -> None:
-            with lock:
-                pending[0] -= 1
-                if pending[0]:
-                    return
-            try:
-                result.set_result(self._merged(call, parts))
-            except BaseException as error:  # raised where the result is read
-                result.set_exception(error)
-
-        for future in futures:
-            future.add_done_callback(part_done)
-        part_done()
-
-    def _merged(self, call: RewardCall, parts: list[list[tuple[int, "Future[Attempts]"]]]) -> RewardResult:
+    def _merged(self, call: RewardCall, parts: "list[Parts]") -> RewardResult:
         scores = RewardResult(torch.full((len(call), len(self.rewards)), math.nan))
         logged: dict[str, list[float]] = {}
         for number, (reward, of_reward) in enumerate(zip(self.rewards, parts, strict=True)):
@@ -178,14 +165,11 @@ class Scorer:
             seconds = 0.0
             for offset, future in of_reward:
                 for (start, stop), outcome in future.result():
-                    if isinstance(outcome, FatalRewardError):
-                        raise UserError(outcome.message)
                     seconds += outcome.seconds
                     if isinstance(outcome, RewardFailure):
                         reasons[outcome.reason] += stop - start
                         continue
-                    not_finite = _store(scores, number, offset + start, outcome)
-                    if not_finite:
+                    if not_finite := _store(scores, number, offset + start, outcome):
                         reasons[NOT_FINITE] += not_finite
                     for name, value in outcome.metrics:
                         logged.setdefault(name, []).append(value)

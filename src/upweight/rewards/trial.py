@@ -2,7 +2,9 @@
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import chain
 from statistics import fmean, stdev
 from typing import Any
 
@@ -88,26 +90,18 @@ def _try_reward(reward: Reward, call: RewardCall, workers: int, timeout: float) 
         except UserError as error:
             return Trial(reward.name, [None] * len(call), call.groups(), len(call), str(error))
     scores = [None if math.isnan(value) else value for value in result.rewards_SR[:, 0].tolist()]
-    trial = Trial(
-        reward.name,
-        scores,
-        call.groups(),
-        failed=int(result.metrics.get(f"rewards/{reward.name}/failed", 0)),
-        seconds=result.metrics[f"rewards/{reward.name}/seconds"],
-    )
+    failures = int(result.metrics.get(f"rewards/{reward.name}/failed", 0))
+    seconds = result.metrics[f"rewards/{reward.name}/seconds"]
+    trial = Trial(reward.name, scores, call.groups(), failed=failures, seconds=seconds)
     is_suspicious = len(set(trial.known)) == 1 and all(isinstance(completion, list) for completion in call.completions)
-    if not is_suspicious or reward.runs == "async" or isinstance(reward.function, nn.Module):
-        return trial
-    return replace(trial, on_text=_on_text(reward, call, timeout))
-
-
-def _on_text(reward: Reward, call: RewardCall, timeout: float) -> list[Value] | None:
-    """Return the scores of plain text instead of messages; None if the reward cannot read text."""
-    attempts = InProcessRunner().run(reward, replace(call, completions=texts_of(call.completions)), timeout)
-    outcomes = [outcome for _, outcome in attempts]
-    if not all(isinstance(outcome, RewardValues) for outcome in outcomes):
-        return None
-    return [value for outcome in outcomes if isinstance(outcome, RewardValues) for value in outcome.values]
+    if is_suspicious and reward.runs != "async" and not isinstance(reward.function, nn.Module):
+        as_text = replace(call, completions=texts_of(call.completions))
+        with suppress(UserError):  # it cannot read text
+            attempts = InProcessRunner().run(reward, as_text, timeout)
+            values = [outcome.values for _, outcome in attempts if isinstance(outcome, RewardValues)]
+            if len(values) == len(attempts):
+                return replace(trial, on_text=list(chain.from_iterable(values)))
+    return trial
 
 
 def remarks(trials: Sequence[Trial], weights: Sequence[float] | None = None, *, each_scaled: bool = False) -> list[str]:

@@ -13,8 +13,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from upweight.errors import UserError
 from upweight.processes import end_this_group, end_with_parent
-from upweight.rewards.answers import FatalRewardError, RewardOutcome, failed, invoke
+from upweight.rewards.answers import RewardOutcome, failed, invoke
 from upweight.user_modules import describe_error, load_file
 
 Source = tuple[str, str, str | None]  # module, name in it, file; ("builtin", the reward as the config writes it, None)
@@ -43,7 +44,9 @@ def serve(channel: int, trace: int, seed: int) -> None:
         connection.send_bytes(pickle.dumps(reply))
 
 
-def _answer(request: bytes, functions: dict[Source, Callable[..., Any]], trace: int, seed: int) -> RewardOutcome | None:
+def _answer(
+    request: bytes, functions: dict[Source, Callable[..., Any]], trace: int, seed: int
+) -> RewardOutcome | UserError | None:
     pid = os.getpid()
     source, limit, job = pickle.loads(request)
     os.ftruncate(trace, 0)
@@ -53,31 +56,23 @@ def _answer(request: bytes, functions: dict[Source, Callable[..., Any]], trace: 
     try:
         if job is None:
             functions[source] = import_reward(source)
-            _seed(seed)
+            random.seed(seed)
+            if "numpy" in sys.modules:
+                sys.modules["numpy"].random.seed(seed)
             return None
         arguments, logs, name, count = pickle.loads(job)
         outcome = invoke(functions[source], arguments, logs, name, count)
-        _clear_alarm()
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         return outcome
     except Exception as error:  # importing runs foreign code; an alarm that the reward set may fire late
-        if job is None:
-            return FatalRewardError(describe_error(error))
+        if job is None or isinstance(error, UserError):
+            return UserError(describe_error(error) if job is None else str(error))
         return failed(error, 0.0)
     finally:
         if os.getpid() == pid:  # a forked child has no such thread and would wait for it forever
             faulthandler.cancel_dump_traceback_later()
-
-
-def _seed(seed: int) -> None:
-    random.seed(seed)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(seed)
-
-
-def _clear_alarm() -> None:
-    signal.setitimer(signal.ITIMER_REAL, 0)
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def import_reward(source: Source) -> Callable[..., Any]:

@@ -16,11 +16,12 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from multiprocessing.connection import Connection
+from threading import Thread
 from typing import Any
 
 from upweight.errors import UserError
 from upweight.processes import signal_group
-from upweight.rewards.answers import FatalRewardError, RewardFailure, RewardOutcome
+from upweight.rewards.answers import RewardFailure, RewardOutcome
 from upweight.rewards.worker import Source
 from upweight.user_modules import place
 
@@ -48,26 +49,23 @@ class Worker:
         if source not in self._loaded or self._process is None:
             loaded = self._request(source, START_LIMIT, None)
             if loaded is not None:
-                reason = loaded.message if isinstance(loaded, FatalRewardError) else getattr(loaded, "reason", "")
+                reason = getattr(loaded, "reason", loaded)
                 raise UserError(f"a worker process cannot import reward '{source[0]}.{source[1]}': {reason}")
             self._loaded.add(source)
         outcome = self._request(source, limit, job)
-        assert outcome is not None
+        if isinstance(outcome, UserError):
+            raise outcome
         return outcome
 
     def kill(self) -> None:
-        """Kill the process for good; a pending call returns a failure, and `clean` is called afterwards."""
+        """Kill the process for good; a pending call returns a failure, and `end` is called afterwards."""
         with self._lock:
             self._closed = True
             if self._process is not None:
                 signal_group(self._process.pid, signal.SIGKILL)
 
-    def clean(self) -> None:
-        """Kill and reap an idle process."""
-        with self._lock:
-            self._end()
-
-    def _request(self, source: Source, limit: float, job: bytes | None) -> RewardOutcome | None:
+    def _request(self, source: Source, limit: float, job: bytes | None) -> Any:
+        """Return the worker's reply: None when it has imported a function, an outcome, or a UserError to raise."""
         start = time.perf_counter()
         with self._lock:
             if self._closed:
@@ -108,8 +106,7 @@ class Worker:
 
     def _failure(self, limit: float, seconds: float, *, hung: bool) -> RewardFailure:
         """Kill the process and return the failure with the reason."""
-        with self._lock:
-            status = self._end(wait=0.0 if hung else 1.0)
+        status = self.end(wait=0.0 if hung else 1.0)
         trace = os.pread(self._trace.fileno(), 1 << 16, 0).decode(errors="replace")
         where = place(_frames(trace))
         if hung or trace.startswith("Timeout"):
@@ -117,20 +114,21 @@ class Worker:
         how = f"ended with status {status}" if status >= 0 else f"was killed by {_signal_name(-status)}"
         return RewardFailure("died", f"its worker process {how}{where}", seconds)
 
-    def _end(self, wait: float = 0.0) -> int:
-        """Kill the process and its group, and return its exit status."""
-        process, self._process = self._process, None
-        connection, self._connection = self._connection, None
-        if process is None or connection is None:
-            return 0
-        deadline = time.monotonic() + wait
-        # Not reaped before its group is killed: until then no other process can have its pid.
-        flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
-        while time.monotonic() < deadline and os.waitid(os.P_PID, process.pid, flags) is None:
-            time.sleep(0.01)
-        signal_group(process.pid, signal.SIGKILL)
-        connection.close()
-        return process.wait()
+    def end(self, wait: float = 0.0) -> int:
+        """Kill the process and its group after at most `wait` seconds, and return its exit status."""
+        with self._lock:
+            process, self._process = self._process, None
+            connection, self._connection = self._connection, None
+            if process is None or connection is None:
+                return 0
+            deadline = time.monotonic() + wait
+            # Not reaped before its group is killed: until then no other process can have its pid.
+            flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
+            while time.monotonic() < deadline and os.waitid(os.P_PID, process.pid, flags) is None:
+                time.sleep(0.01)
+            signal_group(process.pid, signal.SIGKILL)
+            connection.close()
+            return process.wait()
 
 
 def _frames(trace: str) -> list[tuple[str, int]]:
@@ -149,6 +147,14 @@ def _signal_name(number: int) -> str:
         return f"signal {number}"
 
 
+def settle(future: "Future[Any]", work: Callable[..., Any], *arguments: Any) -> None:
+    """Give a future what some work returns or raises."""
+    try:
+        future.set_result(work(*arguments))
+    except BaseException as error:  # raised where the result is read
+        future.set_exception(error)
+
+
 Task = Callable[[Worker], Any]
 
 
@@ -160,9 +166,7 @@ class WorkerPool:
         self.workers = [Worker(1000 * rank + number) for number in range(count)]
         self._owner = os.getpid()
         self._queue: queue.SimpleQueue[tuple[Task, Future[Any]] | None] = queue.SimpleQueue()
-        self._threads = [
-            threading.Thread(target=_run, args=(self._queue, worker), daemon=True) for worker in self.workers
-        ]
+        self._threads = [Thread(target=_run, args=(self._queue, worker), daemon=True) for worker in self.workers]
         for thread in self._threads:
             thread.start()
 
@@ -190,9 +194,6 @@ class WorkerPool:
 def _run(work: "queue.SimpleQueue[tuple[Task, Future[Any]] | None]", worker: Worker) -> None:
     while (item := work.get()) is not None:
         task, future = item
-        try:
-            future.set_result(task(worker))
-        except BaseException as error:  # raised where the result is read
-            future.set_exception(error)
+        settle(future, task, worker)
         del item, task, future  # else an idle thread would keep the arguments of its last task alive
-    worker.clean()
+    worker.end()
