@@ -20,7 +20,7 @@ from upweight.environments.nemo_gym.environment import NemoGym
 from upweight.environments.nemo_gym.gym import Gym
 from upweight.environments.nemo_gym.process import GymProcess
 from upweight.environments.python_class import PythonEnvironment
-from upweight.rewards.environment import COLUMN as EPISODE
+from upweight.rewards.load import EPISODE
 from upweight.rewards.reward import Reward, check_columns
 from upweight.rollout.episodes.gateway import PolicyGateway
 from upweight.rollout.episodes.gym_agents import GymAgents
