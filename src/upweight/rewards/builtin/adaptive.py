@@ -7,14 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 from pydantic import NonNegativeInt, PositiveInt, validate_call
-from pydantic.dataclasses import dataclass
 
 from upweight.errors import UserError
-from upweight.rewards.builtin.spec import builtin_reward
-from upweight.rewards.builtin.text import STRICT, ScoreList, texts_of
+from upweight.rewards.builtin.spec import BUILTINS, builtin, builtin_reward
+from upweight.rewards.builtin.text import ScoreList, texts_of
 
 
-@dataclass(frozen=True, config=STRICT)
+@builtin
 class DebugReward:
     """Prints the first completions of each call to stderr and scores every one 1."""
 
@@ -110,6 +109,9 @@ class AdaptiveReward:
         self._succeeded, self._scored = state["succeeded"], state["scored"]
         if state["inner"] is not None:
             self.reward.restore(state["inner"])
+
+
+BUILTINS["adaptive"] = AdaptiveReward
 
 
 def _resolved(reward: str | Callable[..., Any]) -> Any:

@@ -6,18 +6,19 @@ from importlib.util import find_spec
 from typing import Any
 
 from pydantic import NonNegativeFloat
-from pydantic.dataclasses import dataclass
 
 from upweight.errors import UserError
 from upweight.log import warn_once
 from upweight.rewards.builtin.numbers import last_number, same_number
-from upweight.rewards.builtin.text import STRICT, Extract, ScoreList, column_of, marked_answer, normalised, texts_of
+from upweight.rewards.builtin.spec import builtin
+from upweight.rewards.builtin.text import Extract, ScoreList, column_of, marked_answer, normalised, texts_of
 
 
 def _scores(self: Any, completions: list[Any], **columns: Any) -> ScoreList:
-    """Score each completion against the answer of its row with the reward's `_score`."""
+    """Score each completion against the answer of its row with the reward's `_score`; None without an answer."""
     answers = column_of(columns, self.column, self.__name__, len(completions))
-    return [self._score(*pair) for pair in zip(texts_of(completions), answers, strict=True)]
+    pairs = zip(texts_of(completions), answers, strict=True)
+    return [None if answer is None else self._score(text, str(answer)) for text, answer in pairs]
 
 
 def _extracted(text: str, extract: Extract, tag: str | None) -> str | None:
@@ -26,7 +27,7 @@ def _extracted(text: str, extract: Extract, tag: str | None) -> str | None:
     return text if marked is None and extract == "auto" and tag is None else marked
 
 
-@dataclass(frozen=True, config=STRICT)
+@builtin
 class ExactReward:
     """Scores a completion whose answer equals the row's, without case, spacing and outer punctuation."""
 
@@ -39,15 +40,13 @@ class ExactReward:
 
     __call__ = _scores
 
-    def _score(self, text: str, answer: Any) -> float | None:
-        if answer is None:
-            return None
+    def _score(self, text: str, answer: str) -> float:
         given = _extracted(text, self.extract, self.tag)
-        expected = marked_answer(str(answer), "auto", None) or str(answer)
+        expected = marked_answer(answer, "auto", None) or answer
         return self.score if given is not None and normalised(given) == normalised(expected) else self.wrong
 
 
-@dataclass(frozen=True, config=STRICT)
+@builtin
 class NumericReward:
     """Scores a completion whose marked or last number equals the row's within a tolerance."""
 
@@ -62,11 +61,10 @@ class NumericReward:
 
     __call__ = _scores
 
-    def _score(self, text: str, answer: Any) -> float | None:
-        expected = None if answer is None else last_number(marked_answer(str(answer), "auto", None) or str(answer))
+    def _score(self, text: str, answer: str) -> float | None:
+        expected = last_number(marked_answer(answer, "auto", None) or answer)
         if expected is None:
-            if answer is not None:
-                warn_once(f"reward 'numeric': no number in the answer {str(answer)[:80]!r}; such rows do not count.")
+            warn_once(f"reward 'numeric': no number in the answer {answer[:80]!r}; such rows do not count.")
             return None
         marked = _extracted(text, self.extract, self.tag)
         given = None if marked is None else last_number(marked)
@@ -74,7 +72,7 @@ class NumericReward:
         return self.score if right else self.wrong
 
 
-@dataclass(frozen=True, config=STRICT)
+@builtin
 class MathReward:
     """Scores a completion whose final expression equals the row's by algebra (math-verify)."""
 
@@ -94,17 +92,16 @@ class MathReward:
 
     __call__ = _scores
 
-    def _score(self, text: str, answer: Any) -> float | None:
-        if answer is None:
-            return None
-        expected = _expression(marked_answer(str(answer), "hash", None) or str(answer))
+    def _score(self, text: str, answer: str) -> float | None:
+        expected = _expression(marked_answer(answer, "hash", None) or answer)
         if not expected:
-            warn_once(f"reward 'math': cannot read the answer {str(answer)[:80]!r}; such rows do not count.")
+            warn_once(f"reward 'math': cannot read the answer {answer[:80]!r}; such rows do not count.")
             return None
         marked = marked_answer(text, self.extract, self.tag)
         whole = self.extract == "last" and self.tag is None
         given = [] if marked is None else _expression(marked[-20_000:], whole)
-        return self.score if given and math_verify().verify(expected, given, timeout_seconds=_alarm(5)) else self.wrong
+        right = given and math_verify().verify(expected, given, timeout_seconds=alarm_limit(5))
+        return self.score if right else self.wrong
 
 
 def math_verify() -> Any:
@@ -116,9 +113,9 @@ def _expression(text: str, whole: bool = False) -> list[Any]:
     """Text -> the expression math-verify finds; bare LaTeX is put in dollar signs first, as it expects."""
     if not whole and "\\" in text and "$" not in text and "\\boxed" not in text:
         text = f"${text}$"
-    return math_verify().parse(text, parsing_timeout=_alarm(5))
+    return math_verify().parse(text, parsing_timeout=alarm_limit(5))
 
 
-def _alarm(seconds: int) -> int | None:
+def alarm_limit(seconds: int) -> int | None:
     """The time limit math-verify may set: it is a signal, which only a main thread can receive."""
     return seconds if threading.current_thread() is threading.main_thread() else None

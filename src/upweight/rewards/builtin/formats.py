@@ -5,16 +5,16 @@ import re
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat
-from pydantic.dataclasses import dataclass
 
 from upweight.errors import UserError
-from upweight.rewards.builtin.text import STRICT, ScoreList, fenced_blocks, texts_of
+from upweight.rewards.builtin.spec import builtin
+from upweight.rewards.builtin.text import ScoreList, fenced_blocks, texts_of
 
 Tags = Annotated[list[Annotated[str, Field(pattern=r"^[^<>\s/]+$")]], Field(min_length=1)]
 JsonType = Literal["string", "number", "integer", "boolean", "array", "object", "null"]
 
 
-@dataclass(frozen=True, config=STRICT)
+@builtin
 class FormatReward:
     """Scores a completion made of the tags, each once, in order, filled, with only space between them."""
 
@@ -46,7 +46,7 @@ class FormatReward:
         return self.where == "anywhere" or not text[place:].strip()
 
 
-@dataclass(frozen=True, config=STRICT)
+@builtin
 class IncrementalFormatReward:
     """Gives an equal share for each opening and closing tag met exactly once, less text after the last one."""
 
@@ -68,7 +68,7 @@ class IncrementalFormatReward:
         return max(score, self.lowest)
 
 
-@dataclass(frozen=True, config=STRICT)
+@builtin
 class XmlTagsReward:
     """Gives the share of the tags that stand in the text exactly once, closed after they are opened, and filled."""
 
@@ -90,7 +90,7 @@ def _has_tag(text: str, tag: str) -> bool:
     return bool(text[text.find(opening) + len(opening) : text.find(closing)].strip())
 
 
-@dataclass(frozen=True, config=STRICT)
+@builtin
 class RegexReward:
     """Scores a completion in which a regular expression matches."""
 
@@ -119,7 +119,7 @@ class RegexReward:
         return [self.score if match(text) else self.wrong for text in texts_of(completions)]
 
 
-@dataclass(frozen=True, config=STRICT)
+@builtin
 class JsonReward:
     """Scores a completion that is valid JSON (bare or in a fenced block) with the keys and types asked for."""
 

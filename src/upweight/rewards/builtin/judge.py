@@ -9,11 +9,11 @@ from typing import Annotated, Any
 
 import httpx
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
-from pydantic.dataclasses import dataclass
 
 from upweight.errors import UserError
 from upweight.log import warn_once
-from upweight.rewards.builtin.text import STRICT, ScoreList, rows_of, texts_of
+from upweight.rewards.builtin.spec import builtin
+from upweight.rewards.builtin.text import ScoreList, rows_of, texts_of
 
 _TEMPLATE = """You grade the response of an assistant. {rubric}
 
@@ -53,7 +53,7 @@ def score_in(reply: str, lowest: float, highest: float) -> float | None:
     return value if value is not None and lowest <= value <= highest else None
 
 
-@dataclass(frozen=True, config=STRICT)
+@builtin
 class JudgeReward:
     """Scores a completion from 0 to 1 by a judge model's mark on a scale; None when the judge gives none."""
 

@@ -4,14 +4,13 @@ import math
 from typing import Any
 
 from pydantic import NonNegativeInt, PositiveInt
-from pydantic.dataclasses import dataclass
 
 from upweight.errors import UserError
-from upweight.rewards.builtin.spec import builtin_reward
-from upweight.rewards.builtin.text import STRICT, ScoreList, Unit, units_of
+from upweight.rewards.builtin.spec import builtin, builtin_reward
+from upweight.rewards.builtin.text import ScoreList, Unit, units_of
 
 
-@dataclass(frozen=True, config=STRICT)
+@builtin
 class LengthReward:
     """Scores a length from minimum to maximum, falling in a straight line to `wrong` over `slack` units outside."""
 
@@ -38,7 +37,7 @@ class LengthReward:
         return self.score + (self.wrong - self.score) * min(outside / (self.slack + 1), 1.0) if outside else self.score
 
 
-@dataclass(frozen=True, config=STRICT)
+@builtin
 class CosineLengthReward:
     """Scores right completions higher when short and wrong ones lower when short, along half a cosine."""
 
@@ -53,18 +52,15 @@ class CosineLengthReward:
     __name__ = "cosine_length"
 
     def __post_init__(self) -> None:
-        self._judge()
-
-    def _judge(self) -> Any:
-        judge = builtin_reward(self.by)
-        if judge is None:
+        if builtin_reward(self.by) is None:
             raise UserError(f"Reward 'cosine_length': by={self.by!r} names no built-in reward; try by='numeric'.")
-        return judge
 
     def __call__(self, completions: list[Any], **columns: Any) -> ScoreList:
-        marks = self._judge()(completions, **columns)
-        pairs = zip(marks, units_of(completions, columns, self.unit, self.__name__), strict=True)
-        return [None if mark is None else self.scaled(mark, len(units)) for mark, units in pairs]
+        judge: Any = builtin_reward(self.by)
+        pairs = zip(
+            judge(completions, **columns), units_of(completions, columns, self.unit, self.__name__), strict=True
+        )
+        return [None if mark is None else self.scaled(mark, length) for mark, length in pairs]
 
     def scaled(self, mark: float, length: int) -> float:
         """The score of a completion that was judged right (0.5 and above) or wrong, by its length."""

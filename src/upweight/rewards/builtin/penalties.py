@@ -5,9 +5,9 @@ from itertools import groupby
 from typing import Annotated, Any
 
 from pydantic import Field, PositiveInt
-from pydantic.dataclasses import dataclass
 
-from upweight.rewards.builtin.text import STRICT, ScoreList, Unit, texts_of, units_of
+from upweight.rewards.builtin.spec import builtin
+from upweight.rewards.builtin.text import ScoreList, Unit, texts_of, units_of
 
 Penalty = Annotated[float, Field(le=0)]
 
@@ -17,7 +17,7 @@ def ngrams(units: Sequence[Any], size: int) -> list[tuple[Any, ...]]:
     return list(zip(*(units[shift:] for shift in range(size)), strict=False))
 
 
-@dataclass(frozen=True, config=STRICT)
+@builtin
 class RepetitionReward:
     """Gives the penalty times the share of n-grams that repeat earlier ones of the same completion."""
 
@@ -36,7 +36,7 @@ class RepetitionReward:
         return self.penalty * (1 - len(set(runs)) / len(runs)) if runs else 0.0
 
 
-@dataclass(frozen=True, config=STRICT)
+@builtin
 class DiversityReward:
     """Gives the penalty times the mean n-gram similarity to the other completions of the same prompt."""
 

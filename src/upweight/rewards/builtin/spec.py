@@ -1,17 +1,28 @@
-"""How a built-in reward is named in YAML: `name` or `name(option=value, ...)`."""
+"""Built-in rewards by name, and how one is written in YAML: `name` or `name(option=value, ...)`."""
 
 import ast
+import dataclasses
 import inspect
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar, dataclass_transform
 
-from pydantic import ValidationError
+from pydantic import ConfigDict, Field, ValidationError
+from pydantic.dataclasses import dataclass
 
 from upweight.errors import UserError, did_you_mean
 
-BUILTINS: dict[str, Callable[..., Any]] = {}  # filled by the package
+BUILTINS: dict[str, Callable[..., Any]] = {}
+T = TypeVar("T")
 _NAME = re.compile(r"\s*([A-Za-z_]\w*)\s*(?:$|\()")
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(Field, dataclasses.field))
+def builtin(kind: type[T]) -> type[T]:
+    """Make a class the built-in reward of its `__name__`, whose options are its fields."""
+    made = dataclass(frozen=True, config=ConfigDict(extra="forbid"))(kind)  # unknown options are errors in Python too
+    BUILTINS[vars(kind)["__name__"]] = made
+    return made
 
 
 def builtin_reward(spec: str) -> Callable[..., Any] | None:

@@ -5,11 +5,8 @@ import unicodedata
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from pydantic import ConfigDict
-
 from upweight.errors import UserError
 
-STRICT = ConfigDict(extra="forbid")  # an option that does not exist is an error in Python too
 ScoreList = list[float | None]
 Extract = Literal["auto", "tag", "boxed", "hash", "phrase", "last", "whole"]
 Unit = Literal["words", "tokens", "characters"]
