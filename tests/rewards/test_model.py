@@ -11,9 +11,9 @@ from tiny_models import tiny
 from upweight.config.sections.data import DatasetRow
 from upweight.errors import UserError
 from upweight.inference.score import ScoreModel
-from upweight.rewards.call import RewardCall
 from upweight.rewards.load import as_rewards, load_rewards
 from upweight.rewards.model import is_process_model, lowest_step_scores
+from upweight.rewards.reward import RewardCall
 from upweight.rewards.scorer import Scorer
 
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

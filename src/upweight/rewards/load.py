@@ -12,9 +12,8 @@ from torch import nn
 from upweight.config.sections.environment import ENVIRONMENT_REWARDS, is_environment_reward
 from upweight.errors import UserError, did_you_mean
 from upweight.rewards.builtin import BUILTINS, builtin_reward
-from upweight.rewards.call import RewardParameters, parameters_of
 from upweight.rewards.model import ModelOptions, load_model_reward, model_reward
-from upweight.rewards.reward import Reward, unique_names
+from upweight.rewards.reward import Reward, RewardParameters, parameters_of, unique_names
 from upweight.rewards.worker import BUILTIN, Source
 from upweight.user_modules import describe_error, load_function, local_file
 

@@ -12,8 +12,7 @@ from typing import Any
 
 from upweight.event_loop import EventLoop
 from upweight.rewards.answers import RewardFailure, RewardLogger, RewardOutcome, failed, invoke
-from upweight.rewards.call import RewardCall
-from upweight.rewards.reward import Attempts, Reward, call_with_retries
+from upweight.rewards.reward import Attempts, Reward, RewardCall, call_with_retries
 from upweight.rewards.workers import settle
 from upweight.user_modules import describe_error
 

@@ -19,8 +19,7 @@ from upweight.inference.score import ScoreModel, load_score_model
 from upweight.log import warn_once
 from upweight.models.patches import keep_soft_cap
 from upweight.models.source import load_failures, source_of
-from upweight.rewards.call import parameters_of
-from upweight.rewards.reward import Reward
+from upweight.rewards.reward import Reward, parameters_of
 
 TOKENS_AT_ONCE = 16384  # tokens of a batch, padding included
 

@@ -18,9 +18,8 @@ from upweight.errors import UserError
 from upweight.event_loop import EventLoop
 from upweight.log import logger
 from upweight.rewards.answers import IN_MESSAGES, RewardFailure, RewardValues
-from upweight.rewards.call import RewardCall
 from upweight.rewards.local import InProcessRunner, start_async
-from upweight.rewards.reward import Attempts, Reward, call_with_retries
+from upweight.rewards.reward import Attempts, Reward, RewardCall, call_with_retries
 from upweight.rewards.workers import WorkerPool, settle
 
 NOT_FINITE = "it returned NaN or infinity; return None where a reward does not apply"

@@ -13,9 +13,8 @@ from torch import nn
 from upweight.errors import UserError
 from upweight.rewards.answers import IN_MESSAGES, RewardValues, Value
 from upweight.rewards.builtin.text import texts_of
-from upweight.rewards.call import RewardCall
 from upweight.rewards.local import InProcessRunner
-from upweight.rewards.reward import Reward
+from upweight.rewards.reward import Reward, RewardCall
 from upweight.rewards.scorer import Scorer
 
 SLOW = 10.0  # seconds of one call above which a remark is made
@@ -40,11 +39,6 @@ class Trial:
         return [score for score in self.scores if score is not None]
 
     @property
-    def mean(self) -> float | None:
-        """Mean of the known scores."""
-        return fmean(self.known) if self.known else None
-
-    @property
     def spread(self) -> float | None:
         """Standard deviation within groups, averaged over groups, on which advantages depend."""
         members = [[score for score in self.scores[a:b] if score is not None] for a, b in self.groups]
@@ -56,7 +50,7 @@ class Trial:
         known = self.known
         return {
             "name": self.name,
-            "mean": self.mean,
+            "mean": fmean(known) if known else None,
             "lowest": min(known, default=None),
             "highest": max(known, default=None),
             "spread_within_groups": self.spread,

@@ -42,11 +42,11 @@ class CompletionCollector:
         prompts: int,
         count: int,
         room: int,
+        ends: Collection[int] = (),
+        stops: StopStrings | None = None,
         *,
-        ends: Collection[int],
-        stops: StopStrings,
-        version: int,
-        done: Done | None,
+        version: int = 0,
+        done: Done | None = None,
         on_tokens: Callable[[int, list[int]], None] | None = None,
     ) -> None:
         self.count, self._room, self._version = count, room, version

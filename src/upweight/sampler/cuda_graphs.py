@@ -190,7 +190,8 @@ class GraphSteps:
 
     def read(self, start: int, stop: int) -> PendingTokens:
         """Copy the tokens and log-probs of some columns to the host, while further steps are launched."""
-        copies = [_to_host(x[start:stop]) for x in (self._decoder.ids_NB, self._decoder.logps_NB)]
+        values = [x[start:stop] for x in (self._decoder.ids_NB, self._decoder.logps_NB)]
+        copies = [torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True) for x in values]
         event = torch.cuda.Event()
         event.record()
 
@@ -244,8 +245,3 @@ def _addresses(base: nn.Module) -> list[Any]:
 @cache  # an uncached `isinstance` of an abstract class takes longer than the rest of the walk
 def _is_adapter(kind: type) -> bool:
     return issubclass(kind, BaseTunerLayer)
-
-
-def _to_host(values: Tensor) -> Tensor:
-    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-    return host.copy_(values, non_blocking=True)

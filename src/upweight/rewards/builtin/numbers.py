@@ -41,7 +41,12 @@ def _slashed(frac: re.Match[str]) -> str:
     return f"{' ' if mixed else ''}{frac[1].strip()}/{frac[2].strip()}"
 
 
-def _value(match: re.Match[str]) -> Number | None:
+def last_number(text: str) -> Number | None:
+    """Text -> its last number, or None when there is none or it is not finite."""
+    matches = deque(_NUMBER.finditer(_plain(text)), maxlen=1)
+    if not matches:
+        return None
+    match = matches[0]
     value = float(match["digits"].replace(",", "") + (match["power"] or ""))
     if match["below"]:
         below = float(match["below"])
@@ -50,12 +55,6 @@ def _value(match: re.Match[str]) -> Number | None:
     if "-" in (match["sign"] or "") or match["inner"] == "-":
         value = -value
     return Number(value, match["percent"] is not None) if math.isfinite(value) else None
-
-
-def last_number(text: str) -> Number | None:
-    """Text -> its last number, or None when there is none or it is not finite."""
-    matches = deque(_NUMBER.finditer(_plain(text)), maxlen=1)
-    return _value(matches[0]) if matches else None
 
 
 def same_number(given: Number, wanted: Number, tolerance: float, relative: float) -> bool:

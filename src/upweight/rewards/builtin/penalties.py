@@ -53,18 +53,11 @@ class DiversityReward:
         scores: ScoreList = []
         # groupby compares with ==, which message lists have; hashing them would not work.
         for _, rows in groupby(range(len(runs)), key=lambda row: prompts[row]):
-            scores += self._group([runs[row] for row in rows])
+            group = [runs[row] for row in rows]
+            for row, first in enumerate(group):
+                alike = [_similarity(first, second) for at, second in enumerate(group) if at != row]
+                scores.append(self.penalty * sum(alike) / len(alike) if alike else 0.0)
         return scores
-
-    def _group(self, group: list[frozenset[Any]]) -> list[float]:
-        others = len(group) - 1
-        if not others:
-            return [0.0]
-        sums = [
-            sum(_similarity(first, second) for at, second in enumerate(group) if at != row)
-            for row, first in enumerate(group)
-        ]
-        return [self.penalty * total / others for total in sums]
 
 
 def _similarity(first: frozenset[Any], second: frozenset[Any]) -> float:
