@@ -65,7 +65,6 @@ class RewardLogger:
         self.metrics.append((str(name), number))
 
     def functions(self, names: Iterable[str]) -> dict[str, Callable[..., None]]:
-        """Return the logging functions with these names."""
         return {name: getattr(self, name) for name in names}
 
     def answer(self, returned: Any, seconds: float) -> RewardValues:
@@ -92,10 +91,10 @@ def failed(error: BaseException, seconds: float) -> RewardFailure:
     """Convert an exception of a reward function to an outcome; a UserError is raised again."""
     if isinstance(error, UserError):
         raise error
-    hint = ""
+    reason = describe_error(error)
     if "signal only works in main thread" in str(error):
-        hint = "; put the function into a separate file, so that it runs in the main thread of a worker process"
-    return RewardFailure("raised", f"{describe_error(error)}{hint}", seconds)
+        reason += "; put the function into a separate file, so that it runs in the main thread of a worker process"
+    return RewardFailure("raised", reason, seconds)
 
 
 def checked_values(returned: Any, name: str, count: int) -> list[Value]:
@@ -128,12 +127,10 @@ def _number(value: Any) -> float | None:
 
 def _plain(value: Any) -> Any:
     """Convert a value to plain types that can be pickled and written as JSON."""
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
     if hasattr(value, "tolist"):
         return _plain(value.tolist())
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}
-    return str(value)
+    return value if isinstance(value, int | float | str | None) else str(value)

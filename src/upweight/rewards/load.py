@@ -14,7 +14,7 @@ from upweight.errors import UserError, did_you_mean
 from upweight.rewards.builtin import BUILTINS, builtin_reward
 from upweight.rewards.model import ModelOptions, load_model_reward, model_reward
 from upweight.rewards.reward import Reward, RewardParameters, parameters_of, unique_names
-from upweight.rewards.worker import BUILTIN, Source
+from upweight.rewards.workers import BUILTIN, Source
 from upweight.user_modules import describe_error, load_function, local_file
 
 KEY = "trl.reward_funcs"

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from upweight.errors import UserError, did_you_mean
 from upweight.rewards.answers import RewardFailure, RewardOutcome
-from upweight.rewards.worker import Source
+from upweight.rewards.workers import Source
 
 LOGS = ("log_extra", "log_metric")
 STANDARD_ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state", *LOGS)

@@ -58,6 +58,7 @@ class Scorer:
         self.num_workers, self.timeout = workers, timeout
         self._stats = {name: _RewardStats() for name in self.names}
         self._stats_lock = threading.Lock()
+        self._state_methods = {r.name: methods for r in self.rewards if (methods := _state_methods(r.function))}
         self._local = InProcessRunner()
         self._loop = EventLoop("rewards")  # lives as long as the rewards, so that HTTP clients they hold stay usable
         self._worker_pool = WorkerPool(workers if any(reward.runs == "worker" for reward in self.rewards) else 0)
@@ -81,27 +82,23 @@ class Scorer:
     @property
     def has_state(self) -> bool:
         """Whether any reward has a state to checkpoint."""
-        return any(_state_method(reward, 0) is not None for reward in self.rewards)
+        return bool(self._state_methods)
 
     def state(self) -> dict[str, Any]:
         """Return the states of stateful rewards by name, as JSON values."""
-        states = {}
-        for reward in self.rewards:
-            method = _state_method(reward, 0)
-            if method is not None:
-                states[reward.name] = method()
-                try:
-                    json.dumps(states[reward.name])
-                except (TypeError, ValueError) as error:
-                    raise UserError(f"reward '{reward.name}': its state must be JSON-serializable: {error}.") from error
+        states = {name: state() for name, (state, _) in self._state_methods.items()}
+        for name, state in states.items():
+            try:
+                json.dumps(state)
+            except (TypeError, ValueError) as error:
+                raise UserError(f"reward '{name}': its state must be JSON-serializable: {error}.") from error
         return states
 
     def restore(self, state: dict[str, Any]) -> None:
         """Restore the states that `state` returned."""
-        for reward in self.rewards:
-            method = _state_method(reward, 1)
-            if method is not None and reward.name in state:
-                method(state[reward.name])
+        for name, (_, restore) in self._state_methods.items():
+            if name in state:
+                restore(state[name])
 
     def close(self) -> None:
         """Stop the worker processes, and log how many completions each reward failed on."""
@@ -182,10 +179,10 @@ class Scorer:
 
     def _update_stats(self, reward: Reward, call: RewardCall, reasons: "Counter[str]", applied: int) -> None:
         """Count failures, warn each time they have doubled, and raise a UserError if every completion failed."""
-        count, failed = len(call), reasons.total()
+        name, count, failed = reward.name, len(call), reasons.total()
+        all_failed = failed == count
         with self._stats_lock:
-            stats = self._stats[reward.name]
-            all_failed = bool(count) and failed == count
+            stats = self._stats[name]
             # A single failed group is tolerated if the reward has worked before.
             tolerated = len(call.groups()) == 1 and stats.failed < stats.scored and not stats.failed_last
             was_short = stats.scored < WARN_AFTER
@@ -198,7 +195,7 @@ class Scorer:
             if warns:
                 stats.warned_at = stats.failed
         if silent:
-            logger.warning(NEVER_APPLIES, reward.name, stats.scored)
+            logger.warning(NEVER_APPLIES, name, stats.scored)
         if not failed:
             return
         reason = reasons.most_common(1)[0][0]
@@ -206,11 +203,9 @@ class Scorer:
             hint = " Fix it, or raise trl.reward_timeout." if "took longer than" in reason else ""
             if "'list'" in reason or "not list" in reason:  # methods of a text, or functions on one
                 hint = f" {IN_MESSAGES}."
-            raise UserError(f"reward '{reward.name}' failed on all {count} completions: {reason}.{hint}")
+            raise UserError(f"reward '{name}' failed on all {count} completions: {reason}.{hint}")
         if warns:
-            logger.warning(
-                "warning: reward '%s' failed on %d of %d completions: %s", reward.name, failed, count, reason
-            )
+            logger.warning("warning: reward '%s' failed on %d of %d completions: %s", name, failed, count, reason)
 
 
 def _store(scores: RewardResult, number: int, start: int, answer: RewardValues) -> int:
@@ -227,15 +222,11 @@ def _store(scores: RewardResult, number: int, start: int, answer: RewardValues) 
     return not_finite
 
 
-def _state_method(reward: Reward, which: int) -> Any:
-    """Return the method that returns (0) or restores (1) a reward's state, if it has both, else None."""
-    if isinstance(reward.function, nn.Module):
-        return None
-    for names in STATE_METHODS:
-        methods = [getattr(reward.function, name, None) for name in names]
-        if all(callable(method) for method in methods):
-            return methods[which]
-    return None
+def _state_methods(function: Any) -> list[Any] | None:
+    """Return the methods that return and restore a reward's state, if it has both; a model's weights are no state."""
+    each = [[getattr(function, name, None) for name in names] for names in STATE_METHODS]
+    is_model = isinstance(function, nn.Module)
+    return next((methods for methods in each if all(map(callable, methods)) and not is_model), None)
 
 
 def _close_all(worker_pool: WorkerPool, local_pool: WorkerPool, loop: EventLoop) -> None:

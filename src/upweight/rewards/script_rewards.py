@@ -9,8 +9,7 @@ from typing import Any
 
 from upweight.errors import UserError
 from upweight.rewards.builtin.correctness import alarm_limit, math_verify
-from upweight.rewards.builtin.lengths import CosineLengthReward
-from upweight.rewards.builtin.penalties import RepetitionReward
+from upweight.rewards.builtin.measures import CosineLengthReward, RepetitionReward
 from upweight.rewards.builtin.text import ScoreList, texts_of
 
 Log = Callable[[str, list[Any]], None]

@@ -26,19 +26,14 @@ class CustomAttention:
     """The tree of one forward: it passes each attention call on with its number."""
 
     def __init__(self, context: CallAttention, position_BN: Tensor) -> None:
-        self._context, self._calls = context, count()
-        self.position_BN = position_BN
+        self.context, self.calls, self.position_BN = context, count(), position_BN
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Tensor:
         """Compute the attention of one layer, see `LayerAttention`."""
         if torch.compiler.is_compiling():
             rule = params.rule
             return _attend(query, key, value, params.scaling, params.softcap, params.sinks, rule.window, rule.chunk)
-        return self.attend_next(query, key, value, params)
-
-    def attend_next(self, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Tensor:
-        """Compute the attention of the next call."""
-        return self._context(next(self._calls), query, key, value, params)
+        return self.context(next(self.calls), query, key, value, params)
 
 
 _running: ContextVar[CustomAttention] = ContextVar("running")
@@ -66,7 +61,8 @@ def _attend(  # noqa: PLR0917 - an operation takes tensors and numbers
     window: int | None,
     chunk: int | None,
 ) -> Tensor:
-    out = _running.get().attend_next(query, key, value, AttentionParams(Rule(window, chunk), scaling, softcap, sinks))
+    forward, params = _running.get(), AttentionParams(Rule(window, chunk), scaling, softcap, sinks)
+    out = forward.context(next(forward.calls), query, key, value, params)
     return out.transpose(1, 2).contiguous().transpose(1, 2)
 
 

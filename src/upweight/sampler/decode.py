@@ -74,11 +74,9 @@ class Arena:
         return buffer[:size].view(*shape)
 
     def bytes(self) -> int:
-        """Return the size of all buffers."""
         return sum(buffer.nbytes for buffer in self._buffers.values())
 
     def clear(self) -> None:
-        """Free everything."""
         self._buffers.clear()
         self.moved += 1
 

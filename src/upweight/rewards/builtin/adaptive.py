@@ -104,7 +104,6 @@ class AdaptiveReward:
         return {"weight": self.weight, **counts, "inner": inner}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Restore the state of a checkpoint."""
         self.weight, self._step = state["weight"], state["step"]
         self._succeeded, self._scored = state["succeeded"], state["scored"]
         if state["inner"] is not None:

@@ -1,17 +1,37 @@
-"""Rewards that compare a completion with the answer of its row."""
+"""Rewards that compare a completion with the answer of its row, and the numbers in both."""
 
+import math
+import re
 import threading
+import unicodedata
+from collections import deque
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import NonNegativeFloat
 
 from upweight.errors import UserError
 from upweight.log import warn_once
-from upweight.rewards.builtin.numbers import last_number, same_number
 from upweight.rewards.builtin.spec import builtin
 from upweight.rewards.builtin.text import Extract, ScoreList, column_of, marked_answer, normalised, texts_of
+
+# A last number is looked for at the end only: the work stays small for a completion of any length.
+_TAIL = 100_000
+_VULGAR = re.compile("([\u00bc-\u00be\u2150-\u215e])")
+_FRAC = re.compile(r"\\[dt]?frac\{([^{}]{1,40})\}\{([^{}]{1,40})\}")
+_NUMBER = re.compile(
+    r"""
+    (?P<sign>(?<![\w.)\]])[-+])?
+    (?:[$€£¥]\s?)?(?P<inner>(?<=[$€£¥])[-+])?
+    (?:(?P<whole>\d+)\s(?=\d+/\d))?
+    (?P<digits>\d{1,3}(?:,\d{3})+(?!\d)(?:\.\d+)?|\d+(?:\.\d+)?|(?<!\d)\.\d+)
+    (?P<power>[eE][-+]?\d+)?
+    (?:\s?/\s?(?P<below>\d+(?:\.\d+)?))?
+    \s?(?P<percent>%)?
+    """,
+    re.VERBOSE,
+)
 
 
 def _scores(self: Any, completions: list[Any], **columns: Any) -> ScoreList:
@@ -119,3 +139,48 @@ def _expression(text: str, whole: bool = False) -> list[Any]:
 def alarm_limit(seconds: int) -> int | None:
     """The time limit math-verify may set: it is a signal, which only a main thread can receive."""
     return seconds if threading.current_thread() is threading.main_thread() else None
+
+
+class Number(NamedTuple):
+    value: float
+    percent: bool
+
+
+def _plain(text: str) -> str:
+    text = unicodedata.normalize("NFKC", _VULGAR.sub(r" \1", text[-_TAIL:]))
+    text = text.replace("\u2212", "-").replace("\u2044", "/").replace("\\$", "$").replace("\\%", "%")
+    text = text.replace("{,}", ",").replace("\\,", "").replace("\\!", "")
+    return _FRAC.sub(_slashed, text) if "\\" in text else text
+
+
+def _slashed(frac: re.Match[str]) -> str:
+    mixed = frac.start() and frac.string[frac.start() - 1].isdigit()
+    return f"{' ' if mixed else ''}{frac[1].strip()}/{frac[2].strip()}"
+
+
+def last_number(text: str) -> Number | None:
+    """Text -> its last number, or None when there is none or it is not finite."""
+    matches = deque(_NUMBER.finditer(_plain(text)), maxlen=1)
+    if not matches:
+        return None
+    match = matches[0]
+    value = float(match["digits"].replace(",", "") + (match["power"] or ""))
+    if match["below"]:
+        below = float(match["below"])
+        value = value / below if below else math.nan
+    value += float(match["whole"] or 0)
+    if "-" in (match["sign"] or "") or match["inner"] == "-":
+        value = -value
+    return Number(value, match["percent"] is not None) if math.isfinite(value) else None
+
+
+def same_number(given: Number, wanted: Number, tolerance: float, relative: float) -> bool:
+    """Whether two numbers agree; a percentage agrees with its figure and with its hundredth."""
+    readings = [given.value]
+    if given.percent and not wanted.percent:
+        readings.append(given.value / 100)
+    if wanted.percent and not given.percent:
+        readings.append(given.value * 100)
+    # 1e-12 forgives the rounding of the division in a fraction, nothing a person would see.
+    allowed = max(tolerance, max(relative, 1e-12) * abs(wanted.value))
+    return any(abs(reading - wanted.value) <= allowed for reading in readings)

@@ -100,9 +100,12 @@ class JudgeReward:
             return list(pool.map(lambda question: self._score(client, question), questions))
 
     def _question(self, text: str, row: dict[str, Any]) -> str:
+        prompt = row.get("prompts", "")
+        if not isinstance(prompt, str):
+            prompt = "\n".join(f"{turn.get('role', 'user')}: {turn.get('content', '')}" for turn in prompt)
         values = {
             **row,
-            "prompt": _prompt_text(row.get("prompts", "")),
+            "prompt": prompt,
             "completion": text[: self.longest],
             "rubric": self.rubric,
             "lowest": f"{self.lowest:g}",
@@ -146,9 +149,3 @@ class JudgeReward:
                 time.sleep(min(max(self.backoff * 2**attempt, retry_after), self.timeout))
         warn_once(f"reward 'judge': {self.url} failed, such completions do not count: {problem}")
         return None
-
-
-def _prompt_text(prompt: Any) -> str:
-    if isinstance(prompt, str):
-        return prompt
-    return "\n".join(f"{message.get('role', 'user')}: {message.get('content', '')}" for message in prompt)
