@@ -14,6 +14,7 @@ IN_MESSAGES = (
     "read completion[0]['content']"
 )
 Value = float | None
+Function = Callable[..., Any]
 
 
 @dataclass(frozen=True)
@@ -75,9 +76,7 @@ class RewardLogger:
         return RewardValues(values, self.extras, self.metrics, seconds)
 
 
-def invoke(
-    function: Callable[..., Any], arguments: dict[str, Any], logs: Iterable[str], name: str, count: int
-) -> RewardOutcome:
+def invoke(function: Function, arguments: dict[str, Any], logs: Iterable[str], name: str, count: int) -> RewardOutcome:
     """Call a reward function in this thread."""
     logged, start = RewardLogger(name, count), time.perf_counter()
     try:

@@ -68,12 +68,10 @@ def as_rewards(
         items = list(reward_funcs)
     else:
         items = [reward_funcs]
-    tokenizer_list = list(tokenizers) if isinstance(tokenizers, list | tuple) else [tokenizers] * len(items)
-    if len(tokenizer_list) != len(items):
-        raise UserError(
-            f"reward_processing_classes: {len(tokenizer_list)} given for {len(items)} rewards; pass one for each."
-        )
-    pairs = zip(items, tokenizer_list, strict=True)
+    given = list(tokenizers) if isinstance(tokenizers, list | tuple) else [tokenizers] * len(items)
+    if len(given) != len(items):
+        raise UserError(f"reward_processing_classes: {len(given)} given for {len(items)} rewards; pass one for each.")
+    pairs = zip(items, given, strict=True)
     rewards = _load_items(pairs, environment, Path.cwd(), "reward_funcs", models)
     named = any(isinstance(reward.function, _EpisodeReward) for reward in rewards)
     return unique_names(rewards if named else [*rewards, *_environment_rewards(environment)])

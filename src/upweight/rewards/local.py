@@ -12,7 +12,7 @@ from typing import Any
 
 from upweight.event_loop import EventLoop
 from upweight.rewards.answers import RewardFailure, RewardLogger, RewardOutcome, failed, invoke
-from upweight.rewards.reward import Attempts, Reward, RewardCall, call_with_retries
+from upweight.rewards.reward import Attempts, Reward, RewardCall, with_retries
 from upweight.rewards.workers import settle
 from upweight.user_modules import describe_error
 
@@ -33,7 +33,7 @@ class InProcessRunner:
     def run(self, reward: Reward, call: RewardCall, limit: float) -> Attempts:
         """Call a reward; a call that raised or timed out is retried group by group."""
         with self._lock:
-            return call_with_retries(lambda part, limit: self._attempt(reward, part, limit), call, limit)
+            return with_retries(lambda part, limit: self._attempt(reward, part, limit), call, limit)
 
     def _attempt(self, reward: Reward, call: RewardCall, limit: float) -> RewardOutcome:
         takes = reward.takes

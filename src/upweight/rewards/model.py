@@ -93,10 +93,9 @@ def model_reward(
     """Build a reward from a loaded model; without a tokenizer, load it from the model's source."""
     config = model.config
     place = getattr(config, "name_or_path", "") or ""
-    if getattr(config, "num_labels", 1) != 1:
-        raise UserError(
-            f"{key}: {place or type(model).__name__} has {config.num_labels} labels; a reward model has one."
-        )
+    labels, shown = getattr(config, "num_labels", 1), place or type(model).__name__
+    if labels != 1:
+        raise UserError(f"{key}: {shown} has {labels} labels; a reward model has one.")
     if tokenizer is None:
         if not place:
             raise UserError(f"{key}: a model built in code needs its tokenizer: pass (model, tokenizer).")

@@ -193,9 +193,7 @@ def check_columns(rewards: Iterable[Reward], columns: Iterable[str]) -> None:
         raise UserError("\n".join([*wrong, f"Columns: {shown}. Give the parameter a default, or add the column."]))
 
 
-def call_with_retries(
-    attempt: Callable[[RewardCall, float], RewardOutcome], call: RewardCall, limit: float
-) -> Attempts:
+def with_retries(attempt: Callable[[RewardCall, float], RewardOutcome], call: RewardCall, limit: float) -> Attempts:
     """Call a reward; after a failure retry group by group, so that one bad completion affects only its group.
 
     After a timeout the groups share one more limit, so a call takes at most twice the limit.

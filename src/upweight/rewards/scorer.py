@@ -19,7 +19,7 @@ from upweight.event_loop import EventLoop
 from upweight.log import logger
 from upweight.rewards.answers import IN_MESSAGES, RewardFailure, RewardValues
 from upweight.rewards.local import InProcessRunner, start_async
-from upweight.rewards.reward import Attempts, Reward, RewardCall, call_with_retries
+from upweight.rewards.reward import Attempts, Reward, RewardCall, with_retries
 from upweight.rewards.workers import WorkerPool, settle
 
 NOT_FINITE = "it returned NaN or infinity; return None where a reward does not apply"
@@ -141,7 +141,7 @@ class Scorer:
         source = reward.source
         assert source is not None
         return self._worker_pool.submit(
-            lambda worker: call_with_retries(
+            lambda worker: with_retries(
                 lambda part, limit: worker.call(source, reward.job(part), limit), call, self.timeout
             )
         )

@@ -12,15 +12,13 @@ from upweight.rewards.builtin.correctness import alarm_limit, math_verify
 from upweight.rewards.builtin.measures import CosineLengthReward, RepetitionReward
 from upweight.rewards.builtin.text import ScoreList, texts_of
 
-Log = Callable[[str, list[Any]], None]
+Log = Callable[[str, list[Any]], None] | None
 Comparison = tuple[float | None, str, str]  # the score, and the solution and the answer as they were read
 UNREADABLE = "[unparseable]"
 UNFINISHED: Comparison = (0.0, "[incomplete reasoning]", "[incomplete reasoning]")
 
 
-def accuracy_reward(
-    completions: list[Any], solution: list[str], log_extra: Log | None = None, **kwargs: Any
-) -> ScoreList:
+def accuracy_reward(completions: list[Any], solution: list[str], log_extra: Log = None, **kwargs: Any) -> ScoreList:
     """Return 1 if the LaTeX answer of a completion equals the solution by algebra, else 0; None without a solution."""
     pairs = zip(texts_of(completions), solution, strict=True)
     return _logged([_compared(text, gold) for text, gold in pairs], solution, log_extra)
@@ -30,7 +28,7 @@ def reasoning_accuracy_reward(
     completions: list[Any],
     solution: list[str],
     reasoning_delimiters: list[str] | None = None,
-    log_extra: Log | None = None,
+    log_extra: Log = None,
     **kwargs: Any,
 ) -> ScoreList:
     """Return `accuracy_reward` of the text after the reasoning; 0 if the reasoning does not end."""
@@ -71,7 +69,7 @@ def cosine_scaled_reward(
     scale: CosineLengthReward,
     completions: list[Any],
     solution: list[str],
-    completion_ids: list[Sequence[int]],
+    completion_ids: list[list[int]],
     **kwargs: Any,
 ) -> ScoreList:
     """See `get_cosine_scaled_reward`."""
@@ -87,9 +85,7 @@ def get_repetition_penalty_reward(ngram_size: int = 3, max_penalty: float = -1.0
     return _bound(repetition_penalty_reward, penalty)
 
 
-def repetition_penalty_reward(
-    penalty: RepetitionReward, completion_ids: list[Sequence[int]], **kwargs: Any
-) -> list[float]:
+def repetition_penalty_reward(penalty: RepetitionReward, completion_ids: list[list[int]], **kwargs: Any) -> ScoreList:
     """See `get_repetition_penalty_reward`."""
     return [penalty.penalised(ids) for ids in completion_ids]
 
@@ -99,9 +95,7 @@ def get_soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int
     return _bound(soft_overlong_punishment_reward, max_completion_len - soft_punish_cache, soft_punish_cache)
 
 
-def soft_overlong_punishment_reward(
-    free: int, cache: int, completion_ids: list[Sequence[int]], **kwargs: Any
-) -> list[float]:
+def soft_overlong_punishment_reward(free: int, cache: int, completion_ids: list[list[int]], **kwargs: Any) -> ScoreList:
     """See `get_soft_overlong_punishment`."""
     beyond = [max(len(ids) - free, 0) for ids in completion_ids]
     return [-min(excess / max(cache, 1), 1.0) if excess else 0.0 for excess in beyond]
@@ -135,7 +129,7 @@ def _compared(text: str, gold: str) -> Comparison:
     return float(correct), str(expected), str(answer) if answer else UNREADABLE
 
 
-def _logged(comparisons: Sequence[Comparison], solution: Sequence[str], log_extra: Log | None) -> ScoreList:
+def _logged(comparisons: Sequence[Comparison], solution: Sequence[str], log_extra: Log) -> ScoreList:
     if log_extra is not None:
         log_extra("solution", list(solution))
         log_extra("gold_parsed", [gold for _, gold, _ in comparisons])

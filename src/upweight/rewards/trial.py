@@ -70,9 +70,7 @@ class Trial:
         return order[:count], order[-count:]
 
 
-def try_rewards(
-    rewards: Sequence[Reward], call: RewardCall, *, workers: int = 1, timeout: float = 120.0
-) -> list[Trial]:
+def try_rewards(rewards: Sequence[Reward], call: RewardCall, *, workers: int = 1, timeout: float = 120) -> list[Trial]:
     """Try each reward separately on the same completions; one that fails does not stop the others."""
     return [_try_reward(reward, call, workers, timeout) for reward in rewards]
 

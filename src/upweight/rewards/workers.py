@@ -26,7 +26,7 @@ from typing import Any
 
 from upweight.errors import UserError
 from upweight.processes import end_this_group, end_with_parent, signal_group
-from upweight.rewards.answers import RewardFailure, RewardOutcome, failed, invoke
+from upweight.rewards.answers import Function, RewardFailure, RewardOutcome, failed, invoke
 from upweight.user_modules import describe_error, load_file, place
 
 Source = tuple[str, str, str | None]  # module, name in it, file; ("builtin", the reward as the config writes it, None)
@@ -215,7 +215,7 @@ def serve(channel: int, trace: int, seed: int) -> None:
     end_with_parent()
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
-    functions: dict[Source, Callable[..., Any]] = {}
+    functions: dict[Source, Function] = {}
     while True:
         try:
             request = connection.recv_bytes()
@@ -227,9 +227,8 @@ def serve(channel: int, trace: int, seed: int) -> None:
         connection.send_bytes(pickle.dumps(reply))
 
 
-def _answer(
-    request: bytes, functions: dict[Source, Callable[..., Any]], trace: int, seed: int
-) -> RewardOutcome | UserError | None:
+def _answer(request: bytes, functions: dict[Source, Function], trace: int, seed: int) -> Any:
+    """Return the reply to a request, see `Worker._request`."""
     pid = os.getpid()
     source, limit, job = pickle.loads(request)
     os.ftruncate(trace, 0)

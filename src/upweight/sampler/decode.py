@@ -279,9 +279,7 @@ class Decoder:
         if self.seen_BV is not None:
             self.seen_BV.scatter_(1, self.token_B1, True)
 
-    def _logits(
-        self, ids_BN: Tensor, position_BN: Tensor, context: "CallAttention | _Shapes", at: Tensor | None
-    ) -> Tensor:
+    def _logits(self, ids_BN: Tensor, position_BN: Tensor, calls: CallAttention | _Shapes, at: Tensor | None) -> Tensor:
         """Return logits at flat positions, or at all, through the head's forward and the engine's logit transform."""
         inputs: dict[str, Any] = {
             "input_ids": ids_BN,
@@ -291,7 +289,7 @@ class Decoder:
         }
         params = self.base.__dict__["_logit_transform"]
         with (
-            nullcontext(context) if isinstance(context, _Shapes) else attention_op(context, position_BN) as tree,
+            nullcontext(calls) if isinstance(calls, _Shapes) else attention_op(calls, position_BN) as tree,
             tree_masks(tree),
         ):
             if params is None:

@@ -135,9 +135,8 @@ def _cases(stdin: Any, expected: Any) -> Task | None:
     inputs = stdin if isinstance(stdin, list) else [stdin] * len(outputs)
     if len(inputs) != len(outputs):
         raise UserError(f"Reward 'code': a row has {len(inputs)} inputs for {len(outputs)} outputs.")
-    return Task(
-        [], [("" if text is None else str(text), str(output)) for text, output in zip(inputs, outputs, strict=True)]
-    )
+    pairs = zip(inputs, outputs, strict=True)
+    return Task([], [("" if text is None else str(text), str(output)) for text, output in pairs])
 
 
 def _lines(text: str) -> list[str]:

@@ -76,9 +76,7 @@ class JudgeReward:
         if self.lowest >= self.highest:
             raise UserError(f"Reward 'judge': lowest {self.lowest} must be below highest {self.highest}.")
         if httpx.URL(self.url).scheme not in ("http", "https"):
-            raise UserError(
-                f"Reward 'judge': url {self.url!r} is no http address; give one as http://127.0.0.1:8000/v1."
-            )
+            raise UserError(f"Reward 'judge': url {self.url!r} is no http address such as http://127.0.0.1:8000/v1.")
         if "{completion}" not in self.template:
             raise UserError("Reward 'judge': the template has no {completion}, so the judge would not see it.")
         if self.api_key_env is not None and not os.environ.get(self.api_key_env):

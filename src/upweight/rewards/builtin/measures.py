@@ -61,9 +61,8 @@ class CosineLengthReward:
 
     def __call__(self, completions: list[Any], **columns: Any) -> ScoreList:
         judge: Any = builtin_reward(self.by)
-        pairs = zip(
-            judge(completions, **columns), units_of(completions, columns, self.unit, self.__name__), strict=True
-        )
+        lengths = map(len, units_of(completions, columns, self.unit, self.__name__))
+        pairs = zip(judge(completions, **columns), lengths, strict=True)
         return [None if mark is None else self.scaled(mark, length) for mark, length in pairs]
 
     def scaled(self, mark: float, length: int) -> float:

@@ -2,9 +2,9 @@
 
 import ast
 import dataclasses
-import inspect
 import re
 from collections.abc import Callable
+from inspect import Parameter, signature
 from typing import Any, TypeVar, dataclass_transform
 
 from pydantic import ConfigDict, Field, ValidationError
@@ -37,9 +37,7 @@ def builtin_reward(spec: str) -> Callable[..., Any] | None:
         if option not in known:
             meant = did_you_mean(option, known)
             raise UserError(f"Reward '{name}' has no option '{option}'.{meant} It has: {', '.join(known)}.")
-    missing = [
-        option for option, default in known.items() if default is inspect.Parameter.empty and option not in options
-    ]
+    missing = [option for option, default in known.items() if default is Parameter.empty and option not in options]
     if missing:
         raise UserError(f"Reward '{name}' needs {', '.join(missing)}, as in {name}({missing[0]}='...').")
     try:
@@ -53,7 +51,7 @@ def builtin_reward(spec: str) -> Callable[..., Any] | None:
 
 def options_of(name: str) -> dict[str, Any]:
     """A built-in's name -> its options and their defaults (`inspect.Parameter.empty` for one that must be given)."""
-    return {option: parameter.default for option, parameter in inspect.signature(BUILTINS[name]).parameters.items()}
+    return {option: parameter.default for option, parameter in signature(BUILTINS[name]).parameters.items()}
 
 
 def _options(spec: str, name: str) -> dict[str, Any]:
