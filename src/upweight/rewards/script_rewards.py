@@ -72,7 +72,6 @@ def cosine_scaled_reward(
     completion_ids: list[list[int]],
     **kwargs: Any,
 ) -> ScoreList:
-    """See `get_cosine_scaled_reward`."""
     pairs = zip(accuracy_reward(completions, solution), completion_ids, strict=True)
     return [None if score is None else scale.scaled(score, len(ids)) for score, ids in pairs]
 
@@ -86,7 +85,6 @@ def get_repetition_penalty_reward(ngram_size: int = 3, max_penalty: float = -1.0
 
 
 def repetition_penalty_reward(penalty: RepetitionReward, completion_ids: list[list[int]], **kwargs: Any) -> ScoreList:
-    """See `get_repetition_penalty_reward`."""
     return [penalty.penalised(ids) for ids in completion_ids]
 
 
@@ -96,7 +94,6 @@ def get_soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int
 
 
 def soft_overlong_punishment_reward(free: int, cache: int, completion_ids: list[list[int]], **kwargs: Any) -> ScoreList:
-    """See `get_soft_overlong_punishment`."""
     beyond = [max(len(ids) - free, 0) for ids in completion_ids]
     return [-min(excess / max(cache, 1), 1.0) if excess else 0.0 for excess in beyond]
 

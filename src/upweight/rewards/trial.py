@@ -137,14 +137,11 @@ def _remarks(trial: Trial) -> list[str]:
 
 def _scales(trials: Sequence[Trial], weights: Sequence[float]) -> str | None:
     """Return a remark if one reward outweighs another."""
-    spreads = {t.name: (t.spread or 0.0) * abs(w) for t, w in zip(trials, weights, strict=True)}
-    moving = {name: spread for name, spread in spreads.items() if spread > 0}
-    if len(moving) < 2:
+    spreads = [((t.spread or 0.0) * abs(w), t.name) for t, w in zip(trials, weights, strict=True)]
+    moving = sorted((spread, name) for spread, name in spreads if spread > 0)
+    if not moving or (times := moving[-1][0] / moving[0][0]) < SCALES:
         return None
-    largest, smallest = max(moving, key=moving.__getitem__), min(moving, key=moving.__getitem__)
-    times = moving[largest] / moving[smallest]
-    if times < SCALES:
-        return None
+    smallest, largest = moving[0][1], moving[-1][1]
     return (
         f"reward '{largest}' varies {times:.0f} times as much as '{smallest}', which will hardly count: set "
         "trl.reward_weights, or use `rl: gdpo`, which scales each reward by itself"

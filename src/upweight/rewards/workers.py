@@ -117,7 +117,8 @@ class Worker:
         where = place(_frames(trace))
         if hung or trace.startswith("Timeout"):
             return RewardFailure("timed out", f"it took longer than {limit:g} seconds{where}", seconds)
-        how = f"ended with status {status}" if status >= 0 else f"was killed by {_signal_name(-status)}"
+        names = {-number: number.name for number in signal.Signals}
+        how = f"was killed by {names.get(status, f'signal {-status}')}" if status < 0 else f"ended with status {status}"
         return RewardFailure("died", f"its worker process {how}{where}", seconds)
 
     def end(self, wait: float = 0.0) -> int:
@@ -144,13 +145,6 @@ def _frames(trace: str) -> list[tuple[str, int]]:
         if any(name == "serve" for _, _, name in frames):
             return [(file, int(line)) for file, line, _ in reversed(frames)]
     return []
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
 
 def settle(future: "Future[Any]", work: Callable[..., Any], *arguments: Any) -> None:

@@ -222,12 +222,7 @@ class InProcess:
         return (free + idle + self._decoder.arena.bytes()) // 2
 
     def _decode(
-        self,
-        prompts: Prompts,
-        wave: list[int],
-        sampling: Sampling,
-        uniform_SN: Tensor,
-        rows: CompletionCollector,
+        self, prompts: Prompts, wave: list[int], sampling: Sampling, uniform_SN: Tensor, rows: CompletionCollector
     ) -> None:
         """Sample the completions of one wave."""
         steps, count = self._steps, len(uniform_SN) // len(prompts)

@@ -86,16 +86,13 @@ class AdaptiveReward:
         return weighted
 
     def _end_step(self) -> None:
-        if self._scored:
-            self.adjust_weight(self._succeeded / self._scored)
-        self._succeeded = self._scored = 0
-
-    def adjust_weight(self, success_rate: float) -> None:
-        """Move the weight one step: up below `low`, down above `high`, within its bounds."""
-        if success_rate < self.low:
+        """Move the weight: up where the share of successes is below `low`, down above `high`, within its bounds."""
+        share = self._succeeded / self._scored if self._scored else self.low
+        if share < self.low:
             self.weight = min(self.weight * self.raise_by, self.maximum)
-        elif success_rate > self.high:
+        elif share > self.high:
             self.weight = max(self.weight * self.lower_by, self.minimum)
+        self._succeeded = self._scored = 0
 
     def state(self) -> dict[str, Any]:
         """Return the state for a checkpoint, including the wrapped reward's."""
