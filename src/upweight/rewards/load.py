@@ -62,12 +62,8 @@ def as_rewards(
 
     `environment`: names of the rewards that the environment returns; they come last if they are not named.
     """
-    if reward_funcs is None:
-        items = []
-    elif isinstance(reward_funcs, list | tuple) and not _has_tokenizer(reward_funcs):
-        items = list(reward_funcs)
-    else:
-        items = [reward_funcs]
+    is_list = isinstance(reward_funcs, list | tuple) and not _has_tokenizer(reward_funcs)
+    items = list(reward_funcs or ()) if is_list or reward_funcs is None else [reward_funcs]
     given = list(tokenizers) if isinstance(tokenizers, list | tuple) else [tokenizers] * len(items)
     if len(given) != len(items):
         raise UserError(f"reward_processing_classes: {len(given)} given for {len(items)} rewards; pass one for each.")

@@ -34,14 +34,9 @@ class RewardCall:
 
     def part(self, start: int, stop: int) -> "RewardCall":
         """Return the call for the completions from `start` up to `stop`."""
-        return replace(
-            self,
-            prompts=self.prompts[start:stop],
-            completions=self.completions[start:stop],
-            completion_ids=self.completion_ids[start:stop],
-            columns={name: values[start:stop] for name, values in self.columns.items()},
-            group_S=self.group_S[start:stop],
-        )
+        names = ("prompts", "completions", "completion_ids", "group_S")
+        lists = {name: getattr(self, name)[start:stop] for name in names}
+        return replace(self, **lists, columns={name: values[start:stop] for name, values in self.columns.items()})
 
     def groups(self) -> list[tuple[int, int]]:
         """Return the start and stop of each group."""
@@ -79,9 +74,8 @@ class RewardParameters:
             "trainer_state": call.trainer_state,
         }
         chosen = {name: value for name, value in available.items() if self.everything or name in self.named}
-        for name in self.named:
-            column = None if name in available else _singular(name, call.columns)
-            if column is not None:
+        for name in set(self.named) - set(available):
+            if (column := _singular(name, call.columns)) is not None:
                 chosen[name] = call.columns[column]
         return {name: value for name, value in chosen.items() if name not in LOGS}
 
@@ -169,15 +163,13 @@ def _is_picklable(value: Any) -> bool:
 
 def unique_names(rewards: Sequence[Reward]) -> list[Reward]:
     """Return the rewards with unique names: a repeated name gets a number."""
-    taken: set[str] = set()
-    renamed = []
+    renamed: dict[str, Reward] = {}
     for reward in rewards:
         name, number = reward.name, 2
-        while name in taken:
+        while name in renamed:
             name, number = f"{reward.name}_{number}", number + 1
-        taken.add(name)
-        renamed.append(replace(reward, name=name))
-    return renamed
+        renamed[name] = replace(reward, name=name)
+    return list(renamed.values())
 
 
 def check_columns(rewards: Iterable[Reward], columns: Iterable[str]) -> None:

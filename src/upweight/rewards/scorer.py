@@ -210,16 +210,14 @@ class Scorer:
 
 def _store(scores: RewardResult, number: int, start: int, answer: RewardValues) -> int:
     """Write one outcome's values and extra columns into `scores`; return how many values were not finite."""
-    not_finite = 0
-    for position, value in enumerate(answer.values, start):
-        if value is not None and not math.isfinite(value):
-            not_finite += 1
-        elif value is not None:
-            scores.rewards_SR[position, number] = value
+    known = [(position, value) for position, value in enumerate(answer.values, start) if value is not None]
+    finite = [(position, value) for position, value in known if math.isfinite(value)]
+    for position, value in finite:
+        scores.rewards_SR[position, number] = value
     for column, values in answer.extras:
         whole = scores.extras.setdefault(column, [None] * len(scores.rewards_SR))
         whole[start : start + len(values)] = values
-    return not_finite
+    return len(known) - len(finite)
 
 
 def _state_methods(function: Any) -> list[Any] | None:

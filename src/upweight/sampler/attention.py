@@ -95,13 +95,8 @@ def _merged(query: Tensor, caches: Caches, bias_GMK: Tensor, scaling: float) -> 
     if bias_GMP.shape[1] > 1:
         bias_GMP = bias_GMP.repeat_interleave(repeat, 1)
     shared = query.reshape(groups, members, key_heads, repeat, -1).transpose(1, 2)
-    on_prompt, log_prompt = attend(
-        shared.reshape(groups, key_heads, members * repeat, -1),
-        prompt_key,
-        prompt_value,
-        attn_mask=bias_GMP[:, None],
-        scale=scaling,
-    )
+    shared = shared.reshape(groups, key_heads, members * repeat, -1)
+    on_prompt, log_prompt = attend(shared, prompt_key, prompt_value, attn_mask=bias_GMP[:, None], scale=scaling)
     by_slot = query.reshape(slots, key_heads, repeat, -1)
     on_new, log_new = attend(by_slot, new_key, new_value, scale=scaling)
     on_prompt, log_prompt = (

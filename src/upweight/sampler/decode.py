@@ -243,8 +243,8 @@ class Decoder:
                 plan = plans[params.rule] = SegmentPlan.of(end_N, position_N, params.rule)
             for kept, new in zip(self.caches[call][:2], (key, value), strict=True):
                 kept[groups, :, : index_GP.shape[1]] = new[0][:, index_GP].transpose(0, 1)
-            options = {"scaling": params.scaling, "softcap": params.softcap, "sinks": params.sinks}
-            return segment_attention(query, key, value, plan, **options)
+            scaling, softcap, sinks = params.scaling, params.softcap, params.sinks
+            return segment_attention(query, key, value, plan, scaling=scaling, softcap=softcap, sinks=sinks)
 
         return attend
 
@@ -325,9 +325,8 @@ class Decoder:
     def keep(self, groups: Tensor, slots: Tensor) -> None:
         """Shrink the grid to some groups and slots, in the new order."""
         old = self.grid
-        caches, length, token, uniform, seen = (
-            self.caches, self.length_G1, self.token_B1, self.uniform_BN, self.seen_BV
-        )  # fmt: skip
+        caches, length, token = self.caches, self.length_G1, self.token_B1
+        uniform, seen = self.uniform_BN, self.seen_BV
         self.open(Grid(len(groups), len(slots) // len(groups), old.prompt, old.room), self.sampling)
         for old_parts, new_parts in zip(caches, self.caches, strict=True):
             for part, index in enumerate((groups, groups, slots, slots)):

@@ -20,7 +20,8 @@ _NAME = re.compile(r"\s*([A-Za-z_]\w*)\s*(?:$|\()")
 @dataclass_transform(frozen_default=True, field_specifiers=(Field, dataclasses.field))
 def builtin(kind: type[T]) -> type[T]:
     """Make a class the built-in reward of its `__name__`, whose options are its fields."""
-    made = dataclass(frozen=True, config=ConfigDict(extra="forbid"))(kind)  # unknown options are errors in Python too
+    # In Python too, an option that does not exist is an error.
+    made: Any = dataclass(frozen=True, config=ConfigDict(extra="forbid"))(kind)
     BUILTINS[vars(kind)["__name__"]] = made
     return made
 
