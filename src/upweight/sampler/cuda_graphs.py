@@ -95,7 +95,6 @@ class GraphSteps:
         return power if count > power * 3 // 4 or power < 4 else power * 3 // 4
 
     def rounded_length(self, tokens: int) -> int:
-        """Return the columns of a grid for prompts or completions of up to `tokens`."""
         return bucketed(tokens)
 
     def begin(self, prompts: Prompts, uniform_BN: Tensor, budget: int) -> None:
@@ -119,7 +118,6 @@ class GraphSteps:
         self._replayed("prefill", decoder.prefill_padded)
 
     def advance(self, column: int) -> None:
-        """Sample the tokens of a column, those before it being there."""
         self._replayed("step", lambda: self._decoder.advance(self._decoder.grid.room))
 
     def _replayed(self, name: str, work: Callable[[], None]) -> None:

@@ -172,15 +172,12 @@ class Decoder:
     def prefill(self, prompts: Prompts, budget: int) -> None:
         """Forward the prompts, in chunks of at most `budget` tokens, and draw the first tokens."""
         arrays = [np.asarray(prompt, dtype=np.int64) for prompt in prompts]
-        logits = []
-        start = 0
+        length = np.array([len(ids) for ids in arrays])
+        logits, start = [], 0
         while start < len(arrays):
-            stop, tokens = start, 0
-            while stop < len(arrays) and (stop == start or tokens + len(arrays[stop]) <= budget):
-                tokens += len(arrays[stop])
-                stop += 1
-            lasts = [np.array([len(ids) - 1]) for ids in arrays[start:stop]]
-            logits.append(self._prefill_chunk(arrays[start:stop], start, lasts))
+            fitting = int((length[start:].cumsum() <= budget).sum())
+            stop = start + max(1, fitting)
+            logits.append(self._prefill_chunk(arrays[start:stop], start, list(length[start:stop, None] - 1)))
             start = stop
         logits_GV = torch.cat(logits)
         missing = self.grid.groups - len(logits_GV)
