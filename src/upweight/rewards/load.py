@@ -126,7 +126,8 @@ def _named(name: str, folder: Path, key: str, models: ModelOptions) -> Reward:
 def _of_function(function: Callable[..., Any], key: str, source: Source | None) -> Reward:
     """Build a reward from a function, a class (which is instantiated), or a callable object."""
     if inspect.isclass(function):
-        kind, source = function, None
+        kind: Any = function
+        source = None
         try:
             function = kind()
         except (Exception, SystemExit) as error:  # foreign code
