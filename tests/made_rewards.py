@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from upweight.rewards.call import RewardCall
 from upweight.rewards.load import load_rewards
+from upweight.rewards.reward import RewardCall
 from upweight.rewards.scorer import Scorer
 
 

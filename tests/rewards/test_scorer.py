@@ -5,9 +5,8 @@ import pytest
 
 from made_rewards import file_scorer, reward_call
 from upweight.errors import UserError
-from upweight.rewards.call import RewardCall
 from upweight.rewards.load import as_rewards
-from upweight.rewards.reward import check_columns
+from upweight.rewards.reward import RewardCall, check_columns
 from upweight.rewards.scorer import Scorer
 
 

@@ -5,7 +5,7 @@ import torch
 
 from upweight.engine.attention.interface import AttentionParams
 from upweight.engine.attention.rules import Rule
-from upweight.sampler.attention import Cascade, cascade_attention
+from upweight.sampler.attention import cascade_attention
 from upweight.sampler.decode import Decoder, Grid
 
 GROUPS, MEMBERS, KEY_HEADS, REPEAT, WIDTH, PROMPT, ROOM = 2, 3, 2, 3, 24, 130, 80
@@ -75,8 +75,9 @@ def test_products(params: AttentionParams, value_width: int, step: int):
     caches[2].index_copy_(2, at, key)
     caches[3].index_copy_(2, at, value)
     new = [cache[:, :, : step + 1] for cache in caches[2:]]
-    kept = Cascade(caches[0], caches[1], new[0], new[1], decoder.bias(params.rule, step + 1))
-    torch.testing.assert_close(cascade_attention(query, kept, params), right, atol=1e-5, rtol=1e-5)
+    bias_GMK = decoder.bias(params.rule, step + 1)
+    found = cascade_attention(query, (caches[0], caches[1], new[0], new[1]), bias_GMK, params)
+    torch.testing.assert_close(found, right, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""The outcome of calling a reward function: checked values, a failure, or an error that ends the run."""
+"""The outcome of calling a reward function: checked values or a failure; a UserError ends the run."""
 
 import math
 import time
@@ -14,6 +14,7 @@ IN_MESSAGES = (
     "read completion[0]['content']"
 )
 Value = float | None
+Function = Callable[..., Any]
 
 
 @dataclass(frozen=True)
@@ -35,14 +36,7 @@ class RewardFailure:
     seconds: float = 0.0
 
 
-@dataclass(frozen=True)
-class FatalRewardError:
-    """An error that ends the run: the function returned wrong values or raised a UserError."""
-
-    message: str
-
-
-RewardOutcome = RewardValues | RewardFailure | FatalRewardError
+RewardOutcome = RewardValues | RewardFailure
 
 
 class RewardLogger:
@@ -72,22 +66,17 @@ class RewardLogger:
         self.metrics.append((str(name), number))
 
     def functions(self, names: Iterable[str]) -> dict[str, Callable[..., None]]:
-        """Return the logging functions with these names."""
         return {name: getattr(self, name) for name in names}
 
-    def answer(self, returned: Any, seconds: float) -> RewardValues | FatalRewardError:
+    def answer(self, returned: Any, seconds: float) -> RewardValues:
         """Check what a call returned, and return it with what the call logged."""
         values = checked_values(returned, self.name, self.count)
-        if isinstance(values, FatalRewardError):
-            return values
         if self.error is not None:
-            return FatalRewardError(self.error)
+            raise UserError(self.error)
         return RewardValues(values, self.extras, self.metrics, seconds)
 
 
-def invoke(
-    function: Callable[..., Any], arguments: dict[str, Any], logs: Iterable[str], name: str, count: int
-) -> RewardOutcome:
+def invoke(function: Function, arguments: dict[str, Any], logs: Iterable[str], name: str, count: int) -> RewardOutcome:
     """Call a reward function in this thread."""
     logged, start = RewardLogger(name, count), time.perf_counter()
     try:
@@ -97,59 +86,50 @@ def invoke(
     return logged.answer(returned, time.perf_counter() - start)
 
 
-def failed(error: BaseException, seconds: float) -> RewardFailure | FatalRewardError:
-    """Convert an exception of a reward function to an outcome."""
+def failed(error: BaseException, seconds: float) -> RewardFailure:
+    """Convert an exception of a reward function to an outcome; a UserError is raised again."""
     if isinstance(error, UserError):
-        return FatalRewardError(str(error))
-    hint = ""
+        raise error
+    reason = describe_error(error)
     if "signal only works in main thread" in str(error):
-        hint = "; put the function into a separate file, so that it runs in the main thread of a worker process"
-    return RewardFailure("raised", f"{describe_error(error)}{hint}", seconds)
+        reason += "; put the function into a separate file, so that it runs in the main thread of a worker process"
+    return RewardFailure("raised", reason, seconds)
 
 
-def checked_values(returned: Any, name: str, count: int) -> list[Value] | FatalRewardError:
-    """Return the values of a reward as plain numbers and Nones (NaN is kept), or the error about them."""
-    expected = f"reward '{name}' must return a list of {count} numbers (None where it does not apply), one for each "
+def checked_values(returned: Any, name: str, count: int) -> list[Value]:
+    """Return the values of a reward as plain numbers and Nones (NaN is kept); raise a UserError about others."""
+    start = f"reward '{name}' must return a list of {count} numbers (None where it does not apply), one for each "
     listed = returned.tolist() if hasattr(returned, "tolist") else returned
     if not isinstance(listed, list | tuple):
         hint = ": await what it calls, and declare it `async def`" if hasattr(returned, "__await__") else ""
-        return FatalRewardError(f"{expected}completion, but returned a {type(returned).__name__}{hint}.")
+        raise UserError(f"{start}completion, but returned a {type(returned).__name__}{hint}.")
     if len(listed) != count:
-        return FatalRewardError(f"{expected}completion, but returned {len(listed)} of them.")
+        raise UserError(f"{start}completion, but returned {len(listed)} of them.")
     values: list[Value] = []
     for position, item in enumerate(listed):
-        number = None if item is None else _number(item)
-        if item is not None and number is None:
-            return FatalRewardError(
-                f"{expected}completion, but value {position} is a {type(item).__name__}: {item!r:.80}"
-            )
-        values.append(number)
+        values.append(None if item is None else _number(item))
+        if item is not None and values[-1] is None:
+            raise UserError(f"{start}completion, but value {position} is a {type(item).__name__}: {item!r:.80}")
     return values
 
 
 def _number(value: Any) -> float | None:
     """Convert a number of any library to a float; None if it is not a number."""
-    if not isinstance(value, str | bytes) and hasattr(value, "item") and getattr(value, "size", 1) is not None:
-        try:
-            value = value.item()
-        except (TypeError, ValueError, RuntimeError):
-            return None
-    if not isinstance(value, bool | int | float):
-        return None
     try:
-        return float(value)
+        value = value.item() if hasattr(value, "item") else value
+        return float(value) if isinstance(value, int | float) else None
     except OverflowError:
         return math.inf
+    except (TypeError, ValueError, RuntimeError):
+        return None
 
 
 def _plain(value: Any) -> Any:
     """Convert a value to plain types that can be pickled and written as JSON."""
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
     if hasattr(value, "tolist"):
         return _plain(value.tolist())
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}
-    return str(value)
+    return value if isinstance(value, int | float | str | None) else str(value)

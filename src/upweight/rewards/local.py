@@ -7,12 +7,14 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from upweight.event_loop import EventLoop
 from upweight.rewards.answers import RewardFailure, RewardLogger, RewardOutcome, failed, invoke
-from upweight.rewards.call import RewardCall
-from upweight.rewards.reward import Attempts, Reward, call_with_retries
+from upweight.rewards.reward import Attempts, Reward, RewardCall, with_retries
+from upweight.rewards.workers import settle
+from upweight.user_modules import describe_error
 
 GRACE = 5.0
 
@@ -31,31 +33,26 @@ class InProcessRunner:
     def run(self, reward: Reward, call: RewardCall, limit: float) -> Attempts:
         """Call a reward; a call that raised or timed out is retried group by group."""
         with self._lock:
-            return call_with_retries(lambda part, limit: self._attempt(reward, part, limit), call, limit)
+            return with_retries(lambda part, limit: self._attempt(reward, part, limit), call, limit)
 
     def _attempt(self, reward: Reward, call: RewardCall, limit: float) -> RewardOutcome:
-        def work() -> RewardOutcome:
-            return invoke(reward.function, reward.takes.arguments(call), reward.takes.logs, reward.name, len(call))
-
+        takes = reward.takes
+        work = partial(invoke, reward.function, takes.arguments(call), takes.logs, reward.name, len(call))
         if not reward.has_timeout:
             return work()
         if threading.current_thread() is threading.main_thread():
             return _with_alarm(work, limit)
-        return self._in_thread(reward, work, limit)
-
-    def _in_thread(self, reward: Reward, work: Callable[[], RewardOutcome], limit: float) -> RewardOutcome:
-        """Call in a thread, which is abandoned after the timeout because threads cannot be killed."""
         earlier = self._stuck.get(reward.name)
         if earlier is not None and earlier.is_alive():
             return RewardFailure("stuck", "an earlier call has not returned")
-        done: list[RewardOutcome] = []
-        thread = threading.Thread(target=lambda: done.append(work()), daemon=True)
+        done: Future[RewardOutcome] = Future()
+        thread = threading.Thread(target=settle, args=(done, work), daemon=True)
         thread.start()
-        thread.join(limit)
-        if done:
-            return done[0]
-        self._stuck[reward.name] = thread
-        return RewardFailure("stuck", f"it took longer than {limit:g} seconds", limit)
+        try:
+            return done.result(limit)
+        except TimeoutError:  # the thread is abandoned, because threads cannot be killed
+            self._stuck[reward.name] = thread
+            return RewardFailure("stuck", f"it took longer than {limit:g} seconds", limit)
 
 
 def _with_alarm(work: Callable[[], RewardOutcome], limit: float) -> RewardOutcome:
@@ -64,8 +61,7 @@ def _with_alarm(work: Callable[[], RewardOutcome], limit: float) -> RewardOutcom
         with _alarm(limit):
             return work()
     except _Timeout as error:
-        failure = failed(error, time.perf_counter() - start)
-        where = failure.reason.removeprefix(type(error).__name__) if isinstance(failure, RewardFailure) else ""
+        where = describe_error(error).removeprefix(type(error).__name__)
         return RewardFailure("timed out", f"it took longer than {limit:g} seconds{where}", time.perf_counter() - start)
 
 
@@ -91,30 +87,29 @@ def _alarm(limit: float) -> Iterator[None]:
 def start_async(loop: EventLoop, reward: Reward, call: RewardCall, limit: float) -> "Future[Attempts]":
     """Start an async reward on the event loop; several run concurrently."""
     result: Future[Attempts] = Future()
-    loop.start(_run_async(reward, call, limit, result))
     # A function that blocks the loop instead of awaiting cannot be cancelled from within the loop.
     longest = 2 * limit + GRACE
     blocked = RewardFailure("stuck", f"it took longer than {limit:g} seconds without awaiting anything", longest)
-    watch = threading.Timer(longest, _settle, (result, [((0, len(call)), blocked)]))
+    watch = threading.Timer(longest, _settle_once, (result, lambda: [((0, len(call)), blocked)]))
     watch.daemon = True
     watch.start()
     result.add_done_callback(lambda _: watch.cancel())
+    loop.start(_run_async(reward, call, limit)).add_done_callback(lambda done: _settle_once(result, done.result))
     return result
 
 
-def _settle(result: "Future[Attempts]", attempts: Attempts) -> None:
+def _settle_once(result: "Future[Attempts]", work: Callable[[], Attempts]) -> None:
     if not result.done():
-        result.set_result(attempts)
+        settle(result, work)
 
 
-async def _run_async(reward: Reward, call: RewardCall, limit: float, result: "Future[Attempts]") -> None:
-    whole = (0, len(call))
+async def _run_async(reward: Reward, call: RewardCall, limit: float) -> Attempts:
     outcome = await _attempt_async(reward, call, limit)
     groups = call.groups()
     if not isinstance(outcome, RewardFailure) or len(groups) == 1:
-        return _settle(result, [(whole, outcome)])
+        return [((0, len(call)), outcome)]
     retries = await asyncio.gather(*(_attempt_async(reward, call.part(*bounds), limit) for bounds in groups))
-    return _settle(result, list(zip(groups, retries, strict=True)))
+    return list(zip(groups, retries, strict=True))
 
 
 async def _attempt_async(reward: Reward, call: RewardCall, limit: float) -> RewardOutcome:

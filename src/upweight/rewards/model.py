@@ -1,22 +1,25 @@
-"""Outcome reward models as rewards: the score of a sequence classifier at the last token of the conversation."""
+"""Reward models as rewards: the score of a conversation, or the lowest score of the steps of a completion."""
 
-from collections.abc import Sequence
+import json
 from dataclasses import dataclass
-from itertools import chain
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from upweight.config.sections.data import DatasetRow
+from upweight.config.sections.model import ModelSection
 from upweight.data.tokenize.tokens import TextTokens
 from upweight.errors import UserError
+from upweight.inference.score import ScoreModel, load_score_model
 from upweight.log import warn_once
 from upweight.models.patches import keep_soft_cap
 from upweight.models.source import load_failures, source_of
-from upweight.rewards.call import parameters_of
-from upweight.rewards.process import is_process_model, load_process_reward, run_config
-from upweight.rewards.reward import Reward
+from upweight.rewards.reward import Reward, parameters_of
 
 TOKENS_AT_ONCE = 16384  # tokens of a batch, padding included
 
@@ -43,11 +46,15 @@ class ModelReward:
     def __call__(self, prompts: list[Any], completions: list[Any]) -> list[float]:
         """Return one score for each completion."""
         ids = [self._ids(prompt, answer) for prompt, answer in zip(prompts, completions, strict=True)]
-        order = sorted(range(len(ids)), key=lambda number: len(ids[number]))
-        batches = _batches(order, [len(row) for row in ids])
-        scores = list(chain.from_iterable(self._scores([ids[number] for number in batch]) for batch in batches))
-        placed = dict(zip(order, scores, strict=True))
-        return [placed[number] for number in range(len(ids))]
+        batches: list[list[int]] = [[]]
+        for number in sorted(range(len(ids)), key=lambda number: len(ids[number])):
+            if batches[-1] and (len(batches[-1]) + 1) * len(ids[number]) > TOKENS_AT_ONCE:
+                batches.append([])
+            batches[-1].append(number)
+        scores: dict[int, float] = {}
+        for batch in batches:
+            scores |= zip(batch, self._scores([ids[number] for number in batch]), strict=True)
+        return [scores[number] for number in range(len(ids))]
 
     def _ids(self, prompt: Any, completion: Any) -> list[int]:
         if isinstance(prompt, str):
@@ -62,38 +69,22 @@ class ModelReward:
         return ids
 
     @torch.no_grad()
-    def _scores(self, rows: Sequence[list[int]]) -> list[float]:
+    def _scores(self, rows: list[list[int]]) -> list[float]:
         """Return the scores of one right-padded batch."""
         device = next(self.model.parameters()).device
-        padding = self._pad_id(rows)
-        width = max(len(row) for row in rows)
-        ids_BN = torch.tensor([row + [padding] * (width - len(row)) for row in rows], device=device)
-        mask_BN = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows], device=device)
+        # The model locates the last token by the padding id in its config, so no row may end with that id.
+        ends = {row[-1] for row in rows}
+        ids = [self.tokenizer.pad_token_id, *range(len(ends) + 1)]
+        padding = next(number for number in ids if number is not None and number not in ends)
+        ids_BN = pad_sequence([torch.tensor(row) for row in rows], batch_first=True, padding_value=padding).to(device)
+        length_B1 = torch.tensor([[len(row)] for row in rows], device=device)
+        mask_BN = (torch.arange(ids_BN.shape[1], device=device) < length_B1).long()
         config = self.model.config.get_text_config()
-        # The model locates the last token by the padding id in its config.
         old_pad_id, config.pad_token_id = config.pad_token_id, padding
         try:
             return self.model(input_ids=ids_BN, attention_mask=mask_BN).logits[:, 0].float().tolist()
         finally:
             config.pad_token_id = old_pad_id
-
-    def _pad_id(self, rows: Sequence[list[int]]) -> int:
-        """Return a padding id that no row ends with; else the model would take the last token for padding."""
-        ends = {row[-1] for row in rows}
-        usual = self.tokenizer.pad_token_id
-        return (
-            usual if usual is not None and usual not in ends else next(n for n in range(len(ends) + 1) if n not in ends)
-        )
-
-
-def _batches(order: list[int], lengths: list[int]) -> list[list[int]]:
-    """Split row numbers, shortest first, into batches within the token budget after padding."""
-    batches: list[list[int]] = [[]]
-    for number in order:
-        if batches[-1] and (len(batches[-1]) + 1) * lengths[number] > TOKENS_AT_ONCE:
-            batches.append([])
-        batches[-1].append(number)
-    return [batch for batch in batches if batch]
 
 
 def model_reward(
@@ -102,10 +93,9 @@ def model_reward(
     """Build a reward from a loaded model; without a tokenizer, load it from the model's source."""
     config = model.config
     place = getattr(config, "name_or_path", "") or ""
-    if getattr(config, "num_labels", 1) != 1:
-        raise UserError(
-            f"{key}: {place or type(model).__name__} has {config.num_labels} labels; a reward model has one."
-        )
+    labels, shown = getattr(config, "num_labels", 1), place or type(model).__name__
+    if labels != 1:
+        raise UserError(f"{key}: {shown} has {labels} labels; a reward model has one.")
     if tokenizer is None:
         if not place:
             raise UserError(f"{key}: a model built in code needs its tokenizer: pass (model, tokenizer).")
@@ -119,47 +109,71 @@ def model_reward(
 def load_model_reward(place: str, options: ModelOptions, key: str) -> Reward:
     """Load the reward model of a folder or the hub, or an adapter with the base model it names."""
     place, _ = source_of(place, None, key)
+    folder, remote = Path(place), options.trust_remote_code
+    trained = _run_config(folder)
+    adapter = _json(folder / "adapter_config.json")
+    base = adapter.get("base_model_name_or_path") or place
     if is_process_model(place):
-        return load_process_reward(place, key, trust_remote_code=options.trust_remote_code)
-    is_adapter = (Path(place) / "adapter_config.json").is_file()
-    model = _adapted(place, options, key) if is_adapter else _loaded(place, options, key)
-    with load_failures(key, place, "tokenizer"):
-        tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=options.trust_remote_code)
-    model = model.to(options.device).requires_grad_(False)
-    # Upweight trains reward models on conversations without white space after their last turn.
-    is_ours = run_config(Path(place)).get("reward_model") is True
-    return model_reward(model, tokenizer, Path(place).name, strips_space=is_ours, key=key)
-
-
-def _loaded(place: str, options: ModelOptions, key: str) -> Any:
-    with load_failures(key, place, "reward model"):
+        section = ModelSection(base_model=base, trust_remote_code=remote)
+        (rows, *_) = trained.get("datasets") or [{}]
+        entry = DatasetRow(step_separator=rows.get("step_separator"))
+        steps = partial(lowest_step_scores, load_score_model(section, folder if adapter else None, entry=entry))
+        return Reward(folder.name, steps, parameters_of(steps, folder.name, key), has_timeout=False)
+    if adapter and adapter.get("task_type") != "SEQ_CLS":
+        task = adapter.get("task_type")
+        raise UserError(f"{key}: the adapter in {place!r} is for {task}, not for a reward model (SEQ_CLS).")
+    with load_failures(key, base, "base model of the reward model" if adapter else "reward model"):
         model, report = AutoModelForSequenceClassification.from_pretrained(
-            place,
-            num_labels=1,
-            dtype=options.dtype,
-            trust_remote_code=options.trust_remote_code,
-            output_loading_info=True,
+            base, num_labels=1, dtype=options.dtype, trust_remote_code=remote, output_loading_info=True
         )
+        if adapter:
+            from peft import PeftModel
+
+            model = PeftModel.from_pretrained(model, place)  # not merged: that could round a small adapter away
     missing = sorted(report["missing_keys"])
-    if missing:
+    if missing and not adapter:
         raise UserError(
             f"{key}: {place!r} is no reward model: its files lack {', '.join(missing[:3])}, which would be random. "
             "Train one with `reward_model: true`."
         )
-    return model
+    with load_failures(key, place, "tokenizer"):
+        tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=remote)
+    model = model.to(options.device).requires_grad_(False)
+    # Upweight trains reward models on conversations without white space after their last turn.
+    strips_space = trained.get("reward_model") is True
+    return model_reward(model, tokenizer, folder.name, strips_space=strips_space, key=key)
 
 
-def _adapted(place: str, options: ModelOptions, key: str) -> Any:
-    from peft import PeftConfig, PeftModel
+def is_process_model(place: str) -> bool:
+    """Return whether a folder holds a process reward model or an adapter of one."""
+    if adapter := _json(Path(place) / "adapter_config.json"):
+        return adapter.get("task_type") == "TOKEN_CLS"
+    (name, *_) = _json(Path(place) / "config.json").get("architectures") or [""]
+    return name.endswith("ForTokenClassification")
 
-    adapter = PeftConfig.from_pretrained(place)
-    base = str(adapter.base_model_name_or_path)
-    task = str(adapter.task_type).rpartition(".")[2]
-    if task != "SEQ_CLS":
-        raise UserError(f"{key}: the adapter in {place!r} is for {task}, not for a reward model (SEQ_CLS).")
-    with load_failures(key, base, "base model of the reward model"):
-        model = AutoModelForSequenceClassification.from_pretrained(
-            base, num_labels=1, dtype=options.dtype, trust_remote_code=options.trust_remote_code
-        )
-        # Not merged: rounding to half precision would lose a small adapter.
-        return PeftModel.from_pretrained(model, place, config=adapter)
+
+def lowest_step_scores(model: ScoreModel, prompts: list[Any], completions: list[Any]) -> list[float | None]:
+    """Return the lowest step probability of each completion; None if it is empty."""
+    pairs = zip(prompts, completions, strict=True)
+    rows = [{"prompt": _text(prompt), "completion": _text(completion)} for prompt, completion in pairs]
+    filled = [number for number, row in enumerate(rows) if row["completion"].strip()]
+    scores: list[float | None] = [None] * len(rows)
+    for number, steps in zip(filled, model([rows[number] for number in filled]), strict=True):
+        scores[number] = min(steps)
+    return scores
+
+
+def _text(value: Any) -> str:
+    """Return a text, or the content of the last message, because steps are scored without a chat template."""
+    return value if isinstance(value, str) else str(value[-1].get("content") or "") if value else ""
+
+
+def _json(file: Path) -> dict[str, Any]:
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+
+
+def _run_config(folder: Path) -> dict[str, Any]:
+    """Return the config of the run that wrote a folder, from it or its parent; empty if there is none."""
+    file = next((file for file in (folder / "config.yaml", folder.parent / "config.yaml") if file.is_file()), None)
+    content = yaml.safe_load(file.read_text(encoding="utf-8")) if file else None
+    return content if isinstance(content, dict) else {}

@@ -1,16 +1,132 @@
-"""A reward: its name, its function, and where it runs."""
+"""A reward: its name, its function and where it runs, the parameters it takes, and the call that fills them."""
 
+import inspect
 import pickle
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, groupby, pairwise
+from types import SimpleNamespace
 from typing import Any, Literal
 
 from upweight.errors import UserError, did_you_mean
 from upweight.rewards.answers import RewardFailure, RewardOutcome
-from upweight.rewards.call import RewardCall, RewardParameters, plain_state
-from upweight.rewards.worker import Source
+from upweight.rewards.workers import Source
 
+LOGS = ("log_extra", "log_metric")
+STANDARD_ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state", *LOGS)
+HISTORY = 100  # log entries of the trainer's state that are sent to worker processes
 Attempts = list[tuple[tuple[int, int], RewardOutcome]]  # (start, stop) within the call, outcome
+
+
+@dataclass(frozen=True)
+class RewardCall:
+    """The completions of some whole groups with their prompts and columns; groups are consecutive."""
+
+    prompts: list[Any]  # text or messages, as in the row, one for each completion
+    completions: list[Any]  # text, or a list of one assistant message if the prompt is messages
+    completion_ids: list[list[int]]
+    columns: dict[str, list[Any]]  # every other dataset column, one value for each completion
+    group_S: list[int]
+    trainer_state: Any = None
+
+    def __len__(self) -> int:
+        return len(self.completions)
+
+    def part(self, start: int, stop: int) -> "RewardCall":
+        """Return the call for the completions from `start` up to `stop`."""
+        names = ("prompts", "completions", "completion_ids", "group_S")
+        lists = {name: getattr(self, name)[start:stop] for name in names}
+        return replace(self, **lists, columns={name: values[start:stop] for name, values in self.columns.items()})
+
+    def groups(self) -> list[tuple[int, int]]:
+        """Return the start and stop of each group."""
+        sizes = (len(list(members)) for _, members in groupby(self.group_S))
+        return list(pairwise(accumulate(sizes, initial=0)))
+
+    def shards(self, count: int) -> list[tuple[int, int]]:
+        """Split into at most `count` shards of whole groups, about equal in groups; return their starts and stops."""
+        groups = self.groups()
+        count = min(count, len(groups))
+        edges = [len(groups) * number // count for number in range(count + 1)] if count else []
+        return [(groups[a][0], groups[b - 1][1]) for a, b in pairwise(edges)]
+
+
+@dataclass(frozen=True)
+class RewardParameters:
+    """The keyword parameters of a reward function."""
+
+    named: tuple[str, ...]
+    required: tuple[str, ...]
+    everything: bool  # has **kwargs
+
+    @property
+    def logs(self) -> tuple[str, ...]:
+        """The logging functions that the reward function takes."""
+        return tuple(name for name in LOGS if self.everything or name in self.named)
+
+    def arguments(self, call: RewardCall) -> dict[str, Any]:
+        """Return the keyword arguments of a call for this function, without the logging functions."""
+        available = {
+            **call.columns,
+            "prompts": call.prompts,
+            "completions": call.completions,
+            "completion_ids": call.completion_ids,
+            "trainer_state": call.trainer_state,
+        }
+        chosen = {name: value for name, value in available.items() if self.everything or name in self.named}
+        for name in set(self.named) - set(available):
+            if (column := _singular(name, call.columns)) is not None:
+                chosen[name] = call.columns[column]
+        return {name: value for name, value in chosen.items() if name not in LOGS}
+
+    def missing_in(self, columns: Iterable[str]) -> list[str]:
+        """Return the required parameters that these columns do not fill."""
+        columns = set(columns)
+        return [
+            name
+            for name in self.required
+            if name not in STANDARD_ARGUMENTS and name not in columns and _singular(name, columns) is None
+        ]
+
+
+def parameters_of(function: Callable[..., Any], name: str, key: str) -> RewardParameters:
+    """Return the parameters of a reward function; raise a UserError if it cannot be called as one."""
+    example = f"write it as `def {name if name.isidentifier() else 'reward'}(completions, **kwargs)`"
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{key}: the parameters of reward '{name}' cannot be read ({error}); {example}.") from error
+    shown = ", ".join(str(parameter) for parameter in parameters)
+    positional = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY and p.default is p.empty]
+    if positional:
+        raise UserError(
+            f"{key}: reward '{name}' takes ({shown}), but rewards are called by name; remove the '/' after "
+            f"'{positional[-1]}'."
+        )
+    everything = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    by_name = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    named = tuple(p.name for p in by_name)
+    if not everything and not {"completions", "completion_ids"} & set(named):
+        raise UserError(f"{key}: reward '{name}' takes ({shown}) and so never gets the completions; {example}.")
+    return RewardParameters(named, tuple(p.name for p in by_name if p.default is p.empty), everything)
+
+
+def plain_state(state: Any) -> Any:
+    """Return the trainer's state as a namespace of plain values, which a process without transformers can read."""
+    if state is None:
+        return None
+    plain = bool | int | float | str | list | dict | None
+    values = {name: value for name, value in vars(state).items() if isinstance(value, plain)}
+    if isinstance(values.get("log_history"), list):
+        values["log_history"] = values["log_history"][-HISTORY:]
+    return SimpleNamespace(**values)
+
+
+def _singular(name: str, columns: Iterable[str]) -> str | None:
+    """Return the column whose name is the singular of a parameter's name, or None."""
+    endings: Sequence[tuple[str, str]] = (("s", ""), ("es", ""), ("ies", "y"))
+    singulars = {name.removesuffix(ending) + other for ending, other in endings if name.endswith(ending)}
+    return next((column for column in columns if column in singulars), None)
 
 
 @dataclass(frozen=True)
@@ -47,15 +163,13 @@ def _is_picklable(value: Any) -> bool:
 
 def unique_names(rewards: Sequence[Reward]) -> list[Reward]:
     """Return the rewards with unique names: a repeated name gets a number."""
-    taken: set[str] = set()
-    renamed = []
+    renamed: dict[str, Reward] = {}
     for reward in rewards:
         name, number = reward.name, 2
-        while name in taken:
+        while name in renamed:
             name, number = f"{reward.name}_{number}", number + 1
-        taken.add(name)
-        renamed.append(replace(reward, name=name))
-    return renamed
+        renamed[name] = replace(reward, name=name)
+    return list(renamed.values())
 
 
 def check_columns(rewards: Iterable[Reward], columns: Iterable[str]) -> None:
@@ -71,9 +185,7 @@ def check_columns(rewards: Iterable[Reward], columns: Iterable[str]) -> None:
         raise UserError("\n".join([*wrong, f"Columns: {shown}. Give the parameter a default, or add the column."]))
 
 
-def call_with_retries(
-    attempt: Callable[[RewardCall, float], RewardOutcome], call: RewardCall, limit: float
-) -> Attempts:
+def with_retries(attempt: Callable[[RewardCall, float], RewardOutcome], call: RewardCall, limit: float) -> Attempts:
     """Call a reward; after a failure retry group by group, so that one bad completion affects only its group.
 
     After a timeout the groups share one more limit, so a call takes at most twice the limit.

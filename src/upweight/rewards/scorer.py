@@ -1,5 +1,6 @@
 """Scores completions with all rewards of a run; a failing or hanging reward does not stop it."""
 
+import itertools
 import json
 import math
 import threading
@@ -16,16 +17,16 @@ from torch import Tensor, nn
 from upweight.errors import UserError
 from upweight.event_loop import EventLoop
 from upweight.log import logger
-from upweight.rewards.answers import IN_MESSAGES, FatalRewardError, RewardFailure, RewardValues
-from upweight.rewards.call import RewardCall
+from upweight.rewards.answers import IN_MESSAGES, RewardFailure, RewardValues
 from upweight.rewards.local import InProcessRunner, start_async
-from upweight.rewards.reward import Attempts, Reward, call_with_retries
-from upweight.rewards.workers import Worker, WorkerPool
+from upweight.rewards.reward import Attempts, Reward, RewardCall, with_retries
+from upweight.rewards.workers import WorkerPool, settle
 
 NOT_FINITE = "it returned NaN or infinity; return None where a reward does not apply"
 WARN_AFTER = 256  # completions without a value after which a warning is logged
 NEVER_APPLIES = "warning: reward '%s' returned None for each of %d completions: it has no effect"
 STATE_METHODS = (("state", "restore"), ("state_dict", "load_state_dict"))
+Parts = list[tuple[int, "Future[Attempts]"]]  # of a reward's call: where each begins, and its outcomes
 
 
 @dataclass
@@ -57,6 +58,7 @@ class Scorer:
         self.num_workers, self.timeout = workers, timeout
         self._stats = {name: _RewardStats() for name in self.names}
         self._stats_lock = threading.Lock()
+        self._state_methods = {r.name: methods for r in self.rewards if (methods := _state_methods(r.function))}
         self._local = InProcessRunner()
         self._loop = EventLoop("rewards")  # lives as long as the rewards, so that HTTP clients they hold stay usable
         self._worker_pool = WorkerPool(workers if any(reward.runs == "worker" for reward in self.rewards) else 0)
@@ -80,27 +82,23 @@ class Scorer:
     @property
     def has_state(self) -> bool:
         """Whether any reward has a state to checkpoint."""
-        return any(_state_method(reward, 0) is not None for reward in self.rewards)
+        return bool(self._state_methods)
 
     def state(self) -> dict[str, Any]:
         """Return the states of stateful rewards by name, as JSON values."""
-        states = {}
-        for reward in self.rewards:
-            method = _state_method(reward, 0)
-            if method is not None:
-                states[reward.name] = method()
-                try:
-                    json.dumps(states[reward.name])
-                except (TypeError, ValueError) as error:
-                    raise UserError(f"reward '{reward.name}': its state must be JSON-serializable: {error}.") from error
+        states = {name: state() for name, (state, _) in self._state_methods.items()}
+        for name, state in states.items():
+            try:
+                json.dumps(state)
+            except (TypeError, ValueError) as error:
+                raise UserError(f"reward '{name}': its state must be JSON-serializable: {error}.") from error
         return states
 
     def restore(self, state: dict[str, Any]) -> None:
         """Restore the states that `state` returned."""
-        for reward in self.rewards:
-            method = _state_method(reward, 1)
-            if method is not None and reward.name in state:
-                method(state[reward.name])
+        for name, (_, restore) in self._state_methods.items():
+            if name in state:
+                restore(state[name])
 
     def close(self) -> None:
         """Stop the worker processes, and log how many completions each reward failed on."""
@@ -115,32 +113,38 @@ class Scorer:
 
     def _start(self, call: RewardCall, *, in_pool: bool) -> "Future[RewardResult]":
         result: Future[RewardResult] = Future()
-        if not len(call):  # every completion failed: there is nothing to score
-            result.set_result(RewardResult(torch.zeros(0, len(self.rewards))))
+        if not (len(call) and self.rewards):  # if every completion failed, there is nothing to score
+            result.set_result(RewardResult(torch.zeros(len(call), len(self.rewards))))
             return result
-        parts: list[list[tuple[int, Future[Attempts]]]] = [[] for _ in self.rewards]
-        here = [number for number, reward in enumerate(self.rewards) if reward.runs == "here"]
-        for number, reward in enumerate(self.rewards):
+        parts: list[Parts] = [[] for _ in self.rewards]
+        for part, reward in zip(parts, self.rewards, strict=True):
             if reward.runs == "worker":
                 for start, stop in call.shards(self.num_workers):
-                    parts[number].append((start, self._in_worker(reward, call.part(start, stop))))
+                    part.append((start, self._in_worker(reward, call.part(start, stop))))
             elif reward.runs == "async":
-                parts[number].append((0, start_async(self._loop, reward, call, self.timeout)))
-        for number in here:
-            parts[number].append((0, self._in_process(self.rewards[number], call, in_pool)))
-        self._when_done(call, parts, result)
+                part.append((0, start_async(self._loop, reward, call, self.timeout)))
+        for part, reward in zip(parts, self.rewards, strict=True):  # last, because they may run in this thread
+            if reward.runs == "here":
+                part.append((0, self._in_process(reward, call, in_pool)))
+        futures = [future for part in parts for _, future in part]
+        done = itertools.count(1)  # thread-safe
+
+        def part_done(_: object) -> None:
+            if next(done) == len(futures):
+                settle(result, self._merged, call, parts)
+
+        for future in futures:
+            future.add_done_callback(part_done)
         return result
 
     def _in_worker(self, reward: Reward, call: RewardCall) -> "Future[Attempts]":
         source = reward.source
         assert source is not None
-
-        def work(worker: Worker) -> Attempts:
-            return call_with_retries(
+        return self._worker_pool.submit(
+            lambda worker: with_retries(
                 lambda part, limit: worker.call(source, reward.job(part), limit), call, self.timeout
             )
-
-        return self._worker_pool.submit(work)
+        )
 
     def _in_process(self, reward: Reward, call: RewardCall, in_pool: bool) -> "Future[Attempts]":
         if in_pool:
@@ -149,28 +153,7 @@ class Scorer:
         done.set_result(self._local.run(reward, call, self.timeout))
         return done
 
-    def _when_done(
-        self, call: RewardCall, parts: list[list[tuple[int, "Future[Attempts]"]]], result: "Future[RewardResult]"
-    ) -> None:
-        """Set the result when every part is done."""
-        futures = [future for of_reward in parts for _, future in of_reward]
-        pending, lock = [len(futures) + 1], threading.Lock()
-
-        def part_done(_: object = None) -> None:
-            with lock:
-                pending[0] -= 1
-                if pending[0]:
-                    return
-            try:
-                result.set_result(self._merged(call, parts))
-            except BaseException as error:  # raised where the result is read
-                result.set_exception(error)
-
-        for future in futures:
-            future.add_done_callback(part_done)
-        part_done()
-
-    def _merged(self, call: RewardCall, parts: list[list[tuple[int, "Future[Attempts]"]]]) -> RewardResult:
+    def _merged(self, call: RewardCall, parts: "list[Parts]") -> RewardResult:
         scores = RewardResult(torch.full((len(call), len(self.rewards)), math.nan))
         logged: dict[str, list[float]] = {}
         for number, (reward, of_reward) in enumerate(zip(self.rewards, parts, strict=True)):
@@ -178,14 +161,11 @@ class Scorer:
             seconds = 0.0
             for offset, future in of_reward:
                 for (start, stop), outcome in future.result():
-                    if isinstance(outcome, FatalRewardError):
-                        raise UserError(outcome.message)
                     seconds += outcome.seconds
                     if isinstance(outcome, RewardFailure):
                         reasons[outcome.reason] += stop - start
                         continue
-                    not_finite = _store(scores, number, offset + start, outcome)
-                    if not_finite:
+                    if not_finite := _store(scores, number, offset + start, outcome):
                         reasons[NOT_FINITE] += not_finite
                     for name, value in outcome.metrics:
                         logged.setdefault(name, []).append(value)
@@ -199,10 +179,10 @@ class Scorer:
 
     def _update_stats(self, reward: Reward, call: RewardCall, reasons: "Counter[str]", applied: int) -> None:
         """Count failures, warn each time they have doubled, and raise a UserError if every completion failed."""
-        count, failed = len(call), reasons.total()
+        name, count, failed = reward.name, len(call), reasons.total()
+        all_failed = failed == count
         with self._stats_lock:
-            stats = self._stats[reward.name]
-            all_failed = bool(count) and failed == count
+            stats = self._stats[name]
             # A single failed group is tolerated if the reward has worked before.
             tolerated = len(call.groups()) == 1 and stats.failed < stats.scored and not stats.failed_last
             was_short = stats.scored < WARN_AFTER
@@ -215,7 +195,7 @@ class Scorer:
             if warns:
                 stats.warned_at = stats.failed
         if silent:
-            logger.warning(NEVER_APPLIES, reward.name, stats.scored)
+            logger.warning(NEVER_APPLIES, name, stats.scored)
         if not failed:
             return
         reason = reasons.most_common(1)[0][0]
@@ -223,36 +203,28 @@ class Scorer:
             hint = " Fix it, or raise trl.reward_timeout." if "took longer than" in reason else ""
             if "'list'" in reason or "not list" in reason:  # methods of a text, or functions on one
                 hint = f" {IN_MESSAGES}."
-            raise UserError(f"reward '{reward.name}' failed on all {count} completions: {reason}.{hint}")
+            raise UserError(f"reward '{name}' failed on all {count} completions: {reason}.{hint}")
         if warns:
-            logger.warning(
-                "warning: reward '%s' failed on %d of %d completions: %s", reward.name, failed, count, reason
-            )
+            logger.warning("warning: reward '%s' failed on %d of %d completions: %s", name, failed, count, reason)
 
 
 def _store(scores: RewardResult, number: int, start: int, answer: RewardValues) -> int:
     """Write one outcome's values and extra columns into `scores`; return how many values were not finite."""
-    not_finite = 0
-    for position, value in enumerate(answer.values, start):
-        if value is not None and not math.isfinite(value):
-            not_finite += 1
-        elif value is not None:
-            scores.rewards_SR[position, number] = value
+    known = [(position, value) for position, value in enumerate(answer.values, start) if value is not None]
+    finite = [(position, value) for position, value in known if math.isfinite(value)]
+    for position, value in finite:
+        scores.rewards_SR[position, number] = value
     for column, values in answer.extras:
         whole = scores.extras.setdefault(column, [None] * len(scores.rewards_SR))
         whole[start : start + len(values)] = values
-    return not_finite
+    return len(known) - len(finite)
 
 
-def _state_method(reward: Reward, which: int) -> Any:
-    """Return the method that returns (0) or restores (1) a reward's state, if it has both, else None."""
-    if isinstance(reward.function, nn.Module):
-        return None
-    for names in STATE_METHODS:
-        methods = [getattr(reward.function, name, None) for name in names]
-        if all(callable(method) for method in methods):
-            return methods[which]
-    return None
+def _state_methods(function: Any) -> list[Any] | None:
+    """Return the methods that return and restore a reward's state, if it has both; a model's weights are no state."""
+    each = [[getattr(function, name, None) for name in names] for names in STATE_METHODS]
+    is_model = isinstance(function, nn.Module)
+    return next((methods for methods in each if all(map(callable, methods)) and not is_model), None)
 
 
 def _close_all(worker_pool: WorkerPool, local_pool: WorkerPool, loop: EventLoop) -> None:

@@ -1,36 +1,24 @@
 """Reward functions with TRL's names and arguments, for scripts."""
 
 import logging
-import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
 from upweight.errors import UserError
-from upweight.rewards.builtin.correctness import math_verify
-from upweight.rewards.builtin.lengths import CosineLengthReward
-from upweight.rewards.builtin.penalties import RepetitionReward
+from upweight.rewards.builtin.correctness import alarm_limit, math_verify
+from upweight.rewards.builtin.measures import CosineLengthReward, RepetitionReward
 from upweight.rewards.builtin.text import ScoreList, texts_of
 
-Log = Callable[[str, list[Any]], None]
+Log = Callable[[str, list[Any]], None] | None
+Comparison = tuple[float | None, str, str]  # the score, and the solution and the answer as they were read
 UNREADABLE = "[unparseable]"
-UNFINISHED = "[incomplete reasoning]"
+UNFINISHED: Comparison = (0.0, "[incomplete reasoning]", "[incomplete reasoning]")
 
 
-@dataclass(frozen=True)
-class _Comparison:
-    """The result of comparing a completion with its solution by algebra, and both expressions as text."""
-
-    score: float | None
-    gold: str
-    answer: str
-
-
-def accuracy_reward(
-    completions: list[Any], solution: list[str], log_extra: Log | None = None, **kwargs: Any
-) -> ScoreList:
+def accuracy_reward(completions: list[Any], solution: list[str], log_extra: Log = None, **kwargs: Any) -> ScoreList:
     """Return 1 if the LaTeX answer of a completion equals the solution by algebra, else 0; None without a solution."""
     pairs = zip(texts_of(completions), solution, strict=True)
     return _logged([_compared(text, gold) for text, gold in pairs], solution, log_extra)
@@ -40,7 +28,7 @@ def reasoning_accuracy_reward(
     completions: list[Any],
     solution: list[str],
     reasoning_delimiters: list[str] | None = None,
-    log_extra: Log | None = None,
+    log_extra: Log = None,
     **kwargs: Any,
 ) -> ScoreList:
     """Return `accuracy_reward` of the text after the reasoning; 0 if the reasoning does not end."""
@@ -49,7 +37,7 @@ def reasoning_accuracy_reward(
     for text, gold in zip(texts_of(completions), solution, strict=True):
         delimiter = next((delimiter for delimiter in delimiters if delimiter in text), None)
         ended = delimiter is not None and _compared(text.rpartition(delimiter)[2], gold)
-        comparisons.append(ended or _Comparison(0.0, UNFINISHED, UNFINISHED))
+        comparisons.append(ended or UNFINISHED)
     return _logged(comparisons, solution, log_extra)
 
 
@@ -67,93 +55,80 @@ def get_cosine_scaled_reward(
     max_value_correct: float = 1.0,
 ) -> Callable[..., ScoreList]:
     """Return `accuracy_reward` scaled by length: short correct answers earn more, short wrong ones less."""
-    return _CosineScaled(max_len, min_value_wrong, max_value_wrong, min_value_correct, max_value_correct)
+    scale = CosineLengthReward(
+        max_length=max_len,
+        right_short=max_value_correct,
+        right_long=min_value_correct,
+        wrong_short=min_value_wrong,
+        wrong_long=max_value_wrong,
+    )
+    return _bound(cosine_scaled_reward, scale)
+
+
+def cosine_scaled_reward(
+    scale: CosineLengthReward,
+    completions: list[Any],
+    solution: list[str],
+    completion_ids: list[list[int]],
+    **kwargs: Any,
+) -> ScoreList:
+    pairs = zip(accuracy_reward(completions, solution), completion_ids, strict=True)
+    return [None if score is None else scale.scaled(score, len(ids)) for score, ids in pairs]
 
 
 def get_repetition_penalty_reward(ngram_size: int = 3, max_penalty: float = -1.0) -> Callable[..., list[float]]:
     """Return a reward: the penalty times the share of repeated n-grams of token ids."""
     if max_penalty > 0:
         raise UserError(f"max_penalty: {max_penalty} would reward repetition; use 0 or less.")
-    return _RepetitionPenalty(ngram_size, max_penalty)
+    penalty = RepetitionReward(ngram=ngram_size, unit="tokens", penalty=max_penalty)
+    return _bound(repetition_penalty_reward, penalty)
+
+
+def repetition_penalty_reward(penalty: RepetitionReward, completion_ids: list[list[int]], **kwargs: Any) -> ScoreList:
+    return [penalty.penalised(ids) for ids in completion_ids]
 
 
 def get_soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int) -> Callable[..., list[float]]:
     """Return DAPO's length penalty (arXiv:2503.14476), from 0 to -1 over the last `soft_punish_cache` tokens."""
-    return _SoftOverlong(max_completion_len, soft_punish_cache)
+    return _bound(soft_overlong_punishment_reward, max_completion_len - soft_punish_cache, soft_punish_cache)
 
 
-@dataclass(frozen=True)
-class _CosineScaled:  # classes rather than closures, which cannot be pickled
-    max_len: int
-    min_value_wrong: float
-    max_value_wrong: float
-    min_value_correct: float
-    max_value_correct: float
-    __name__ = "cosine_scaled_reward"
-
-    def __call__(
-        self, completions: list[Any], solution: list[str], completion_ids: list[Sequence[int]], **kwargs: Any
-    ) -> ScoreList:
-        scale = CosineLengthReward(
-            max_length=self.max_len,
-            right_short=self.max_value_correct,
-            right_long=self.min_value_correct,
-            wrong_short=self.min_value_wrong,
-            wrong_long=self.max_value_wrong,
-        )
-        pairs = zip(accuracy_reward(completions, solution), completion_ids, strict=True)
-        return [None if score is None else scale.scaled(score, len(ids)) for score, ids in pairs]
+def soft_overlong_punishment_reward(free: int, cache: int, completion_ids: list[list[int]], **kwargs: Any) -> ScoreList:
+    beyond = [max(len(ids) - free, 0) for ids in completion_ids]
+    return [-min(excess / max(cache, 1), 1.0) if excess else 0.0 for excess in beyond]
 
 
-@dataclass(frozen=True)
-class _RepetitionPenalty:
-    ngram_size: int
-    max_penalty: float
-    __name__ = "repetition_penalty_reward"
-
-    def __call__(self, completion_ids: list[Sequence[int]], **kwargs: Any) -> list[float]:
-        penalty = RepetitionReward(ngram=self.ngram_size, unit="tokens", penalty=self.max_penalty)
-        return [penalty.penalised(ids) for ids in completion_ids]
+def _bound(function: Callable[..., Any], *values: Any) -> Callable[..., Any]:
+    """Return a function with its first arguments given; unlike a closure, it can be pickled."""
+    bound: Any = partial(function, *values)
+    bound.__name__ = function.__name__
+    return bound
 
 
-@dataclass(frozen=True)
-class _SoftOverlong:
-    max_completion_len: int
-    soft_punish_cache: int
-    __name__ = "soft_overlong_punishment_reward"
-
-    def __call__(self, completion_ids: list[Sequence[int]], **kwargs: Any) -> list[float]:
-        free = self.max_completion_len - self.soft_punish_cache
-        beyond = [max(len(ids) - free, 0) for ids in completion_ids]
-        return [-min(excess / max(self.soft_punish_cache, 1), 1.0) if excess else 0.0 for excess in beyond]
-
-
-def _compared(text: str, gold: str) -> _Comparison:
+def _compared(text: str, gold: str) -> Comparison:
     """Compare a completion's LaTeX answer with the solution, which may have any form."""
     if find_spec("math_verify") is None:
         raise UserError("accuracy_reward: needs math-verify, which is not installed: pip install 'upweight[math]'.")
-    package = math_verify()
-    alarms = threading.current_thread() is threading.main_thread()  # math-verify's time limits are signals
-    if not alarms:  # it warns about that at every call
+    package, limit = math_verify(), alarm_limit(10)
+    if limit is None:  # it warns about that at every call
         for name in ("math_verify.parser", "math_verify.grader"):
             logging.getLogger(name).setLevel(logging.ERROR)
-    expected = package.parse(gold, parsing_timeout=10 if alarms else None)
+    expected = package.parse(gold, parsing_timeout=limit)
     if not expected:
-        return _Comparison(None, UNREADABLE, "[skipped]")
+        return None, UNREADABLE, "[skipped]"
     form = package.LatexExtractionConfig(
         normalization_config=import_module("latex2sympy2_extended").NormalizationConfig(units=True),
         boxed_match_priority=0,
         try_extract_without_anchor=False,
     )
-    limit = 10 if alarms else None
     answer = package.parse(text, extraction_config=[form], extraction_mode="first_match", parsing_timeout=limit)
-    correct = package.verify(expected, answer, timeout_seconds=5 if alarms else None)
-    return _Comparison(float(correct), str(expected), str(answer) if answer else UNREADABLE)
+    correct = package.verify(expected, answer, timeout_seconds=alarm_limit(5))
+    return float(correct), str(expected), str(answer) if answer else UNREADABLE
 
 
-def _logged(comparisons: Sequence[_Comparison], solution: Sequence[str], log_extra: Log | None) -> ScoreList:
+def _logged(comparisons: Sequence[Comparison], solution: Sequence[str], log_extra: Log) -> ScoreList:
     if log_extra is not None:
         log_extra("solution", list(solution))
-        log_extra("gold_parsed", [comparison.gold for comparison in comparisons])
-        log_extra("answer_parsed", [comparison.answer for comparison in comparisons])
-    return [comparison.score for comparison in comparisons]
+        log_extra("gold_parsed", [gold for _, gold, _ in comparisons])
+        log_extra("answer_parsed", [answer for _, _, answer in comparisons])
+    return [score for score, _, _ in comparisons]

@@ -2,7 +2,9 @@
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import chain
 from statistics import fmean, stdev
 from typing import Any
 
@@ -11,9 +13,8 @@ from torch import nn
 from upweight.errors import UserError
 from upweight.rewards.answers import IN_MESSAGES, RewardValues, Value
 from upweight.rewards.builtin.text import texts_of
-from upweight.rewards.call import RewardCall
 from upweight.rewards.local import InProcessRunner
-from upweight.rewards.reward import Reward
+from upweight.rewards.reward import Reward, RewardCall
 from upweight.rewards.scorer import Scorer
 
 SLOW = 10.0  # seconds of one call above which a remark is made
@@ -38,11 +39,6 @@ class Trial:
         return [score for score in self.scores if score is not None]
 
     @property
-    def mean(self) -> float | None:
-        """Mean of the known scores."""
-        return fmean(self.known) if self.known else None
-
-    @property
     def spread(self) -> float | None:
         """Standard deviation within groups, averaged over groups, on which advantages depend."""
         members = [[score for score in self.scores[a:b] if score is not None] for a, b in self.groups]
@@ -54,7 +50,7 @@ class Trial:
         known = self.known
         return {
             "name": self.name,
-            "mean": self.mean,
+            "mean": fmean(known) if known else None,
             "lowest": min(known, default=None),
             "highest": max(known, default=None),
             "spread_within_groups": self.spread,
@@ -74,9 +70,7 @@ class Trial:
         return order[:count], order[-count:]
 
 
-def try_rewards(
-    rewards: Sequence[Reward], call: RewardCall, *, workers: int = 1, timeout: float = 120.0
-) -> list[Trial]:
+def try_rewards(rewards: Sequence[Reward], call: RewardCall, *, workers: int = 1, timeout: float = 120) -> list[Trial]:
     """Try each reward separately on the same completions; one that fails does not stop the others."""
     return [_try_reward(reward, call, workers, timeout) for reward in rewards]
 
@@ -88,26 +82,18 @@ def _try_reward(reward: Reward, call: RewardCall, workers: int, timeout: float) 
         except UserError as error:
             return Trial(reward.name, [None] * len(call), call.groups(), len(call), str(error))
     scores = [None if math.isnan(value) else value for value in result.rewards_SR[:, 0].tolist()]
-    trial = Trial(
-        reward.name,
-        scores,
-        call.groups(),
-        failed=int(result.metrics.get(f"rewards/{reward.name}/failed", 0)),
-        seconds=result.metrics[f"rewards/{reward.name}/seconds"],
-    )
+    failures = int(result.metrics.get(f"rewards/{reward.name}/failed", 0))
+    seconds = result.metrics[f"rewards/{reward.name}/seconds"]
+    trial = Trial(reward.name, scores, call.groups(), failed=failures, seconds=seconds)
     is_suspicious = len(set(trial.known)) == 1 and all(isinstance(completion, list) for completion in call.completions)
-    if not is_suspicious or reward.runs == "async" or isinstance(reward.function, nn.Module):
-        return trial
-    return replace(trial, on_text=_on_text(reward, call, timeout))
-
-
-def _on_text(reward: Reward, call: RewardCall, timeout: float) -> list[Value] | None:
-    """Return the scores of plain text instead of messages; None if the reward cannot read text."""
-    attempts = InProcessRunner().run(reward, replace(call, completions=texts_of(call.completions)), timeout)
-    outcomes = [outcome for _, outcome in attempts]
-    if not all(isinstance(outcome, RewardValues) for outcome in outcomes):
-        return None
-    return [value for outcome in outcomes if isinstance(outcome, RewardValues) for value in outcome.values]
+    if is_suspicious and reward.runs != "async" and not isinstance(reward.function, nn.Module):
+        as_text = replace(call, completions=texts_of(call.completions))
+        with suppress(UserError):  # it cannot read text
+            attempts = InProcessRunner().run(reward, as_text, timeout)
+            values = [outcome.values for _, outcome in attempts if isinstance(outcome, RewardValues)]
+            if len(values) == len(attempts):
+                return replace(trial, on_text=list(chain.from_iterable(values)))
+    return trial
 
 
 def remarks(trials: Sequence[Trial], weights: Sequence[float] | None = None, *, each_scaled: bool = False) -> list[str]:
@@ -151,14 +137,11 @@ def _remarks(trial: Trial) -> list[str]:
 
 def _scales(trials: Sequence[Trial], weights: Sequence[float]) -> str | None:
     """Return a remark if one reward outweighs another."""
-    spreads = {t.name: (t.spread or 0.0) * abs(w) for t, w in zip(trials, weights, strict=True)}
-    moving = {name: spread for name, spread in spreads.items() if spread > 0}
-    if len(moving) < 2:
+    spreads = [((t.spread or 0.0) * abs(w), t.name) for t, w in zip(trials, weights, strict=True)]
+    moving = sorted((spread, name) for spread, name in spreads if spread > 0)
+    if not moving or (times := moving[-1][0] / moving[0][0]) < SCALES:
         return None
-    largest, smallest = max(moving, key=moving.__getitem__), min(moving, key=moving.__getitem__)
-    times = moving[largest] / moving[smallest]
-    if times < SCALES:
-        return None
+    smallest, largest = moving[0][1], moving[-1][1]
     return (
         f"reward '{largest}' varies {times:.0f} times as much as '{smallest}', which will hardly count: set "
         "trl.reward_weights, or use `rl: gdpo`, which scales each reward by itself"

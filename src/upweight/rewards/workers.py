@@ -1,9 +1,13 @@
-"""Worker processes of rewards: started when needed, and replaced when they hang or die."""
+"""Worker processes of rewards: started when needed, and replaced when they hang or die; they import nothing heavy."""
 
 import contextlib
+import faulthandler
+import importlib
+import operator
 import os
 import pickle
 import queue
+import random
 import re
 import signal
 import socket
@@ -16,14 +20,17 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from multiprocessing.connection import Connection
+from pathlib import Path
+from threading import Thread
 from typing import Any
 
 from upweight.errors import UserError
-from upweight.processes import signal_group
-from upweight.rewards.answers import FatalRewardError, RewardFailure, RewardOutcome
-from upweight.rewards.worker import Source
-from upweight.user_modules import place
+from upweight.processes import end_this_group, end_with_parent, signal_group
+from upweight.rewards.answers import Function, RewardFailure, RewardOutcome, failed, invoke
+from upweight.user_modules import describe_error, load_file, place
 
+Source = tuple[str, str, str | None]  # module, name in it, file; ("builtin", the reward as the config writes it, None)
+BUILTIN = "builtin"
 GRACE = 5.0  # seconds after its limit after which a process that did not exit is killed
 START_LIMIT = 300.0  # seconds for a process to start and import a function's module
 STALLED = 60  # seconds without progress after which sending a message fails
@@ -48,26 +55,23 @@ class Worker:
         if source not in self._loaded or self._process is None:
             loaded = self._request(source, START_LIMIT, None)
             if loaded is not None:
-                reason = loaded.message if isinstance(loaded, FatalRewardError) else getattr(loaded, "reason", "")
+                reason = getattr(loaded, "reason", loaded)
                 raise UserError(f"a worker process cannot import reward '{source[0]}.{source[1]}': {reason}")
             self._loaded.add(source)
         outcome = self._request(source, limit, job)
-        assert outcome is not None
+        if isinstance(outcome, UserError):
+            raise outcome
         return outcome
 
     def kill(self) -> None:
-        """Kill the process for good; a pending call returns a failure, and `clean` is called afterwards."""
+        """Kill the process for good; a pending call returns a failure, and `end` is called afterwards."""
         with self._lock:
             self._closed = True
             if self._process is not None:
                 signal_group(self._process.pid, signal.SIGKILL)
 
-    def clean(self) -> None:
-        """Kill and reap an idle process."""
-        with self._lock:
-            self._end()
-
-    def _request(self, source: Source, limit: float, job: bytes | None) -> RewardOutcome | None:
+    def _request(self, source: Source, limit: float, job: bytes | None) -> Any:
+        """Return the worker's reply: None when it has imported a function, an outcome, or a UserError to raise."""
         start = time.perf_counter()
         with self._lock:
             if self._closed:
@@ -88,7 +92,7 @@ class Worker:
         os.ftruncate(self._trace.fileno(), 0)
         paths = [*sys.path, *([] if os.getcwd() in sys.path else [os.getcwd()])]
         code = (
-            f"import sys; sys.path[:] = {paths!r}; from upweight.rewards.worker import serve; "
+            f"import sys; sys.path[:] = {paths!r}; from upweight.rewards.workers import serve; "
             f"serve({child_socket.fileno()}, {self._trace.fileno()}, {self.seed})"
         )
         # Prints go to stderr because stdout is for results. In a new session, Ctrl-C reaches only the main process,
@@ -108,29 +112,30 @@ class Worker:
 
     def _failure(self, limit: float, seconds: float, *, hung: bool) -> RewardFailure:
         """Kill the process and return the failure with the reason."""
-        with self._lock:
-            status = self._end(wait=0.0 if hung else 1.0)
+        status = self.end(wait=0.0 if hung else 1.0)
         trace = os.pread(self._trace.fileno(), 1 << 16, 0).decode(errors="replace")
         where = place(_frames(trace))
         if hung or trace.startswith("Timeout"):
             return RewardFailure("timed out", f"it took longer than {limit:g} seconds{where}", seconds)
-        how = f"ended with status {status}" if status >= 0 else f"was killed by {_signal_name(-status)}"
+        names = {-number: number.name for number in signal.Signals}
+        how = f"was killed by {names.get(status, f'signal {-status}')}" if status < 0 else f"ended with status {status}"
         return RewardFailure("died", f"its worker process {how}{where}", seconds)
 
-    def _end(self, wait: float = 0.0) -> int:
-        """Kill the process and its group, and return its exit status."""
-        process, self._process = self._process, None
-        connection, self._connection = self._connection, None
-        if process is None or connection is None:
-            return 0
-        deadline = time.monotonic() + wait
-        # Not reaped before its group is killed: until then no other process can have its pid.
-        flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
-        while time.monotonic() < deadline and os.waitid(os.P_PID, process.pid, flags) is None:
-            time.sleep(0.01)
-        signal_group(process.pid, signal.SIGKILL)
-        connection.close()
-        return process.wait()
+    def end(self, wait: float = 0.0) -> int:
+        """Kill the process and its group after at most `wait` seconds, and return its exit status."""
+        with self._lock:
+            process, self._process = self._process, None
+            connection, self._connection = self._connection, None
+            if process is None or connection is None:
+                return 0
+            deadline = time.monotonic() + wait
+            # Not reaped before its group is killed: until then no other process can have its pid.
+            flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
+            while time.monotonic() < deadline and os.waitid(os.P_PID, process.pid, flags) is None:
+                time.sleep(0.01)
+            signal_group(process.pid, signal.SIGKILL)
+            connection.close()
+            return process.wait()
 
 
 def _frames(trace: str) -> list[tuple[str, int]]:
@@ -142,11 +147,12 @@ def _frames(trace: str) -> list[tuple[str, int]]:
     return []
 
 
-def _signal_name(number: int) -> str:
+def settle(future: "Future[Any]", work: Callable[..., Any], *arguments: Any) -> None:
+    """Give a future what some work returns or raises."""
     try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
+        future.set_result(work(*arguments))
+    except BaseException as error:  # raised where the result is read
+        future.set_exception(error)
 
 
 Task = Callable[[Worker], Any]
@@ -160,9 +166,7 @@ class WorkerPool:
         self.workers = [Worker(1000 * rank + number) for number in range(count)]
         self._owner = os.getpid()
         self._queue: queue.SimpleQueue[tuple[Task, Future[Any]] | None] = queue.SimpleQueue()
-        self._threads = [
-            threading.Thread(target=_run, args=(self._queue, worker), daemon=True) for worker in self.workers
-        ]
+        self._threads = [Thread(target=_run, args=(self._queue, worker), daemon=True) for worker in self.workers]
         for thread in self._threads:
             thread.start()
 
@@ -190,9 +194,67 @@ class WorkerPool:
 def _run(work: "queue.SimpleQueue[tuple[Task, Future[Any]] | None]", worker: Worker) -> None:
     while (item := work.get()) is not None:
         task, future = item
-        try:
-            future.set_result(task(worker))
-        except BaseException as error:  # raised where the result is read
-            future.set_exception(error)
+        settle(future, task, worker)
         del item, task, future  # else an idle thread would keep the arguments of its last task alive
-    worker.clean()
+    worker.end()
+
+
+def serve(channel: int, trace: int, seed: int) -> None:
+    """Be a worker: answer requests from `channel`; the stack of a hang or a crash is written to `trace`."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    pid, connection = os.getpid(), Connection(channel)
+    # A child process that a reward leaves running must not keep the channel open.
+    os.register_at_fork(after_in_child=connection.close)
+    faulthandler.enable(file=trace)
+    end_with_parent()
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
+    functions: dict[Source, Function] = {}
+    while True:
+        try:
+            request = connection.recv_bytes()
+        except (EOFError, OSError):
+            end_this_group()
+        reply = _answer(request, functions, trace, seed)
+        if os.getpid() != pid:
+            os._exit(0)  # a child that a reward forked and let return; the parent answers
+        connection.send_bytes(pickle.dumps(reply))
+
+
+def _answer(request: bytes, functions: dict[Source, Function], trace: int, seed: int) -> Any:
+    """Return the reply to a request, see `Worker._request`."""
+    pid = os.getpid()
+    source, limit, job = pickle.loads(request)
+    os.ftruncate(trace, 0)
+    os.lseek(trace, 0, os.SEEK_SET)
+    # Ends the process from a thread that does not need the GIL, so also if C code hangs.
+    faulthandler.dump_traceback_later(limit, exit=True, file=trace)
+    try:
+        if job is None:
+            functions[source] = _import_reward(source)
+            random.seed(seed)
+            if "numpy" in sys.modules:
+                sys.modules["numpy"].random.seed(seed)
+            return None
+        arguments, logs, name, count = pickle.loads(job)
+        outcome = invoke(functions[source], arguments, logs, name, count)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        return outcome
+    except Exception as error:  # importing runs foreign code; an alarm that the reward set may fire late
+        if job is None or isinstance(error, UserError):
+            return UserError(describe_error(error) if job is None else str(error))
+        return failed(error, 0.0)
+    finally:
+        if os.getpid() == pid:  # a forked child has no such thread and would wait for it forever
+            faulthandler.cancel_dump_traceback_later()
+
+
+def _import_reward(source: Source) -> Any:
+    module, name, file = source
+    if module == BUILTIN:
+        from upweight.rewards.builtin import builtin_reward
+
+        return builtin_reward(name)
+    return operator.attrgetter(name)(load_file(module, Path(file)) if file else importlib.import_module(module))

@@ -17,7 +17,7 @@ from upweight.data.raw_row import PREPARED_COLUMNS
 from upweight.errors import UserError
 from upweight.log import logger
 from upweight.methods.base import Method
-from upweight.rewards.call import RewardCall
+from upweight.rewards.reward import RewardCall
 from upweight.rewards.scorer import RewardResult, Scorer
 from upweight.rollout.plan import Plan, PromptOrder
 from upweight.rollout.replay import ReplayBuffer, Reroll

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from upweight.types import Completion, Done
 
+Ints = NDArray[np.int64]
 _SLACK = 8  # further tokens decoded before a stop string: a first token may lose a space or half a letter
 
 
@@ -42,11 +43,11 @@ class CompletionCollector:
         prompts: int,
         count: int,
         room: int,
+        ends: Collection[int] = (),
+        stops: StopStrings | None = None,
         *,
-        ends: Collection[int],
-        stops: StopStrings,
-        version: int,
-        done: Done | None,
+        version: int = 0,
+        done: Done | None = None,
         on_tokens: Callable[[int, list[int]], None] | None = None,
     ) -> None:
         self.count, self._room, self._version = count, room, version
@@ -59,9 +60,7 @@ class CompletionCollector:
         self.alive_S = np.ones(prompts * count, np.bool_)
         self._unfinished_P = np.full(prompts, count)
 
-    def take(
-        self, start: int, ids_KB: NDArray[np.int64], logps_KB: NDArray[np.float32], slots: NDArray[np.int64]
-    ) -> None:
+    def take(self, start: int, ids_KB: Ints, logps_KB: NDArray[np.float32], slots: Ints) -> None:
         """Store tokens from number `start` on of the rows in `slots` (-1: none); rows that have ended are skipped."""
         flat = slots.reshape(-1)
         used = np.flatnonzero((flat >= 0) & self.alive_S[flat])
@@ -102,8 +101,8 @@ class CompletionCollector:
 
 
 def smaller_grid(
-    slots: NDArray[np.int64], alive_S: NDArray[np.bool_], share: float, rounded: Callable[[int], int]
-) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]] | None:
+    slots: Ints, alive_S: NDArray[np.bool_], share: float, rounded: Callable[[int], int]
+) -> tuple[Ints, Ints, Ints] | None:
     """Return the groups to keep, the slots to keep for each, and the new rows by (group, member).
 
     Finished groups are dropped; members shrink to the most that run in any group. None unless at most `share` of the

@@ -95,7 +95,6 @@ class GraphSteps:
         return power if count > power * 3 // 4 or power < 4 else power * 3 // 4
 
     def rounded_length(self, tokens: int) -> int:
-        """Return the columns of a grid for prompts or completions of up to `tokens`."""
         return bucketed(tokens)
 
     def begin(self, prompts: Prompts, uniform_BN: Tensor, budget: int) -> None:
@@ -119,7 +118,6 @@ class GraphSteps:
         self._replayed("prefill", decoder.prefill_padded)
 
     def advance(self, column: int) -> None:
-        """Sample the tokens of a column, those before it being there."""
         self._replayed("step", lambda: self._decoder.advance(self._decoder.grid.room))
 
     def _replayed(self, name: str, work: Callable[[], None]) -> None:
@@ -190,7 +188,8 @@ class GraphSteps:
 
     def read(self, start: int, stop: int) -> PendingTokens:
         """Copy the tokens and log-probs of some columns to the host, while further steps are launched."""
-        copies = [_to_host(x[start:stop]) for x in (self._decoder.ids_NB, self._decoder.logps_NB)]
+        values = [x[start:stop] for x in (self._decoder.ids_NB, self._decoder.logps_NB)]
+        copies = [torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True) for x in values]
         event = torch.cuda.Event()
         event.record()
 
@@ -244,8 +243,3 @@ def _addresses(base: nn.Module) -> list[Any]:
 @cache  # an uncached `isinstance` of an abstract class takes longer than the rest of the walk
 def _is_adapter(kind: type) -> bool:
     return issubclass(kind, BaseTunerLayer)
-
-
-def _to_host(values: Tensor) -> Tensor:
-    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-    return host.copy_(values, non_blocking=True)

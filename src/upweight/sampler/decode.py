@@ -24,8 +24,7 @@ from upweight.engine.attention.segments import SegmentPlan, segment_attention
 from upweight.engine.forward import body_of
 from upweight.engine.logits import LogitTransform
 from upweight.engine.trees import fold
-from upweight.sampler.attention import Cascade, cascade_attention
-from upweight.sampler.custom_op import CallAttention, attention_op
+from upweight.sampler.attention import Caches, CallAttention, attention_op, cascade_attention
 from upweight.sampler.draw import draw
 from upweight.types import Prompts, Sampling
 
@@ -44,10 +43,6 @@ class Grid:
     prompt: int
     room: int
 
-    @property
-    def slots(self) -> int:
-        return self.groups * self.members
-
 
 @dataclass(frozen=True)
 class LayerShape:
@@ -58,10 +53,6 @@ class LayerShape:
     key_width: int
     value_width: int
     dtype: torch.dtype
-
-    @property
-    def token_bytes(self) -> int:
-        return self.heads * (self.key_width + self.value_width) * self.dtype.itemsize
 
 
 class Arena:
@@ -83,11 +74,9 @@ class Arena:
         return buffer[:size].view(*shape)
 
     def bytes(self) -> int:
-        """Return the size of all buffers."""
         return sum(buffer.nbytes for buffer in self._buffers.values())
 
     def clear(self) -> None:
-        """Free everything."""
         self._buffers.clear()
         self.moved += 1
 
@@ -104,50 +93,6 @@ class _Shapes:
         return value.repeat_interleave(query.shape[1] // value.shape[1], 1)
 
 
-class _Prefill:
-    """Attends over packed prompts, and stores their keys and values in the grid."""
-
-    def __init__(self, decoder: "Decoder", end_N: Tensor, position_N: Tensor, groups: slice, index_GP: Tensor) -> None:
-        self._decoder, self._end_N, self._position_N = decoder, end_N, position_N
-        self._groups, self._index_GP = groups, index_GP
-        self._plans: dict[Rule, SegmentPlan] = {}
-
-    def attend(self, call: int, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Tensor:
-        rule = params.rule
-        if rule not in self._plans:
-            self._plans[rule] = SegmentPlan.of(self._end_N, self._position_N, rule)
-        kept_key, kept_value = self._decoder.caches[call][:2]
-        width = self._index_GP.shape[1]
-        for kept, new in ((kept_key, key), (kept_value, value)):
-            kept[self._groups, :, :width] = new[0][:, self._index_GP].transpose(0, 1)
-        plan = self._plans[rule]
-        return segment_attention(
-            query, key, value, plan, scaling=params.scaling, softcap=params.softcap, sinks=params.sinks
-        )
-
-
-class _Step:
-    """Stores the key and value of the newest token of every slot, and attends to prompt and completion."""
-
-    def __init__(self, decoder: "Decoder", width: int) -> None:
-        self._decoder, self._width = decoder, width
-        self._bias: dict[Rule, Tensor] = {}
-
-    def attend(self, call: int, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Tensor:
-        decoder = self._decoder
-        prompt_key, prompt_value, new_key, new_value = caches = decoder.caches[call]
-        if cascade_step is not None and query.is_cuda and decoder.anchor_GM1 is None:
-            return cascade_step(query, key, value, caches, (decoder.length_G1, decoder.step_1), params)
-        new_key.index_copy_(2, decoder.step_1, key)
-        new_value.index_copy_(2, decoder.step_1, value)
-        rule = params.rule
-        if rule not in self._bias:
-            self._bias[rule] = decoder.bias(rule, self._width)
-        new_key, new_value = new_key[:, :, : self._width], new_value[:, :, : self._width]
-        kept = Cascade(prompt_key, prompt_value, new_key, new_value, self._bias[rule])
-        return cascade_attention(query, kept, params)
-
-
 class Decoder:
     """The state of one grid on the device, and the steps that change it."""
 
@@ -160,9 +105,9 @@ class Decoder:
         self.grid = Grid(0, 0, 0, 0)
         self.sampling = Sampling(max_new_tokens=0)  # only the settings that change the draw of a token
         # Both by attention call: some models attend with one module more than once in a forward.
-        self.caches: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+        self.caches: list[Caches] = []
         self.layers: list[LayerShape] = []
-        self._padded: dict[tuple[int, int], _Prefill] = {}
+        self._padded: dict[tuple[int, int], CallAttention] = {}
 
     def token_bytes(self) -> int:
         """Return the bytes that one token takes in the caches of all layers."""
@@ -172,7 +117,7 @@ class Decoder:
             shapes = _Shapes(zero_11)
             self._logits(zero_11, zero_11, shapes, None)
             self.layers = shapes.layers
-        return sum(layer.token_bytes for layer in self.layers)
+        return sum(layer.heads * (layer.key_width + layer.value_width) * layer.dtype.itemsize for layer in self.layers)
 
     def open(self, grid: Grid, sampling: Sampling) -> None:
         """Allocate a grid in the buffers."""
@@ -180,7 +125,7 @@ class Decoder:
         self.token_bytes()
         self.grid, self.anchor_GM1 = grid, None
         self.sampling = replace(sampling, max_new_tokens=0, stop_ids=(), stop_strings=(), seed=None, first=0)
-        view, slots = self.arena.view, grid.slots
+        view, slots = self.arena.view, grid.groups * grid.members
         self.caches = []
         for number, layer in enumerate(self.layers):
             shapes = [
@@ -227,15 +172,12 @@ class Decoder:
     def prefill(self, prompts: Prompts, budget: int) -> None:
         """Forward the prompts, in chunks of at most `budget` tokens, and draw the first tokens."""
         arrays = [np.asarray(prompt, dtype=np.int64) for prompt in prompts]
-        logits = []
-        start = 0
+        length = np.array([len(ids) for ids in arrays])
+        logits, start = [], 0
         while start < len(arrays):
-            stop, tokens = start, 0
-            while stop < len(arrays) and (stop == start or tokens + len(arrays[stop]) <= budget):
-                tokens += len(arrays[stop])
-                stop += 1
-            lasts = [np.array([len(ids) - 1]) for ids in arrays[start:stop]]
-            logits.append(self._prefill_chunk(arrays[start:stop], start, lasts))
+            fitting = int((length[start:].cumsum() <= budget).sum())
+            stop = start + max(1, fitting)
+            logits.append(self._prefill_chunk(arrays[start:stop], start, list(length[start:stop, None] - 1)))
             start = stop
         logits_GV = torch.cat(logits)
         missing = self.grid.groups - len(logits_GV)
@@ -256,7 +198,7 @@ class Decoder:
         if (groups, length) not in self._padded:
             row_N = torch.arange(groups * length)
             place = slice(0, groups), row_N.view(groups, length).to(self.device)
-            self._padded[groups, length] = _Prefill(self, (row_N // length + 1) * length, row_N % length, *place)
+            self._padded[groups, length] = self._prefilling((row_N // length + 1) * length, row_N % length, *place)
         position_GP = torch.arange(length, device=self.device).expand(groups, length)
         last_G = torch.arange(groups, device=self.device) * length + self.length_G1[:, 0] - 1
         context = self._padded[groups, length]
@@ -285,14 +227,43 @@ class Decoder:
             torch.from_numpy(x).to(self.device) for x in (forest.ids_N, forest.position_N, forest.end_N, index)
         )
         at = np.concatenate([path[places] for path, places in zip(forest.paths, positions, strict=True)])
-        context = _Prefill(self, end_N, position_N, slice(start, start + len(prompts)), index_GP)
+        context = self._prefilling(end_N, position_N, slice(start, start + len(prompts)), index_GP)
         return self._logits(ids_N[None], position_N[None], context, torch.from_numpy(at).to(self.device))
+
+    def _prefilling(self, end_N: Tensor, position_N: Tensor, groups: slice, index_GP: Tensor) -> CallAttention:
+        """Return attention over packed prompts, which also stores their keys and values in the grid."""
+        plans: dict[Rule, SegmentPlan] = {}
+
+        def attend(call: int, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Tensor:
+            plan = plans.get(params.rule)
+            if plan is None:
+                plan = plans[params.rule] = SegmentPlan.of(end_N, position_N, params.rule)
+            for kept, new in zip(self.caches[call][:2], (key, value), strict=True):
+                kept[groups, :, : index_GP.shape[1]] = new[0][:, index_GP].transpose(0, 1)
+            scaling, softcap, sinks = params.scaling, params.softcap, params.sinks
+            return segment_attention(query, key, value, plan, scaling=scaling, softcap=softcap, sinks=sinks)
+
+        return attend
 
     def advance(self, width: int) -> None:
         """Sample one more token for every slot; `width` is an upper bound of the tokens in a completion."""
+        bias: dict[Rule, Tensor] = {}
+
+        def attend(call: int, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Tensor:
+            """Store the key and value of the newest token of every slot, and attend to prompt and completion."""
+            prompt_key, prompt_value, new_key, new_value = caches = self.caches[call]
+            if cascade_step is not None and query.is_cuda and self.anchor_GM1 is None:
+                return cascade_step(query, key, value, caches, (self.length_G1, self.step_1), params)
+            new_key.index_copy_(2, self.step_1, key)
+            new_value.index_copy_(2, self.step_1, value)
+            if params.rule not in bias:
+                bias[params.rule] = self.bias(params.rule, width)
+            kept = prompt_key, prompt_value, new_key[:, :, :width], new_value[:, :, :width]
+            return cascade_attention(query, kept, bias[params.rule], params)
+
         before_GM1 = self._before().expand(-1, self.grid.members, -1)
         position_B1 = (before_GM1 + self.step_1).reshape(-1, 1)
-        self._draw(self._logits(self.token_B1, position_B1, _Step(self, width), None))
+        self._draw(self._logits(self.token_B1, position_B1, attend, None))
 
     def _draw(self, logits_BV: Tensor) -> None:
         """Draw a token for every slot, and store it in the next column."""
@@ -305,9 +276,7 @@ class Decoder:
         if self.seen_BV is not None:
             self.seen_BV.scatter_(1, self.token_B1, True)
 
-    def _logits(
-        self, ids_BN: Tensor, position_BN: Tensor, context: "CallAttention | _Shapes", at: Tensor | None
-    ) -> Tensor:
+    def _logits(self, ids_BN: Tensor, position_BN: Tensor, calls: CallAttention | _Shapes, at: Tensor | None) -> Tensor:
         """Return logits at flat positions, or at all, through the head's forward and the engine's logit transform."""
         inputs: dict[str, Any] = {
             "input_ids": ids_BN,
@@ -317,7 +286,7 @@ class Decoder:
         }
         params = self.base.__dict__["_logit_transform"]
         with (
-            nullcontext(context) if isinstance(context, _Shapes) else attention_op(context, position_BN) as tree,
+            nullcontext(calls) if isinstance(calls, _Shapes) else attention_op(calls, position_BN) as tree,
             tree_masks(tree),
         ):
             if params is None:
@@ -353,9 +322,8 @@ class Decoder:
     def keep(self, groups: Tensor, slots: Tensor) -> None:
         """Shrink the grid to some groups and slots, in the new order."""
         old = self.grid
-        caches, length, token, uniform, seen = (
-            self.caches, self.length_G1, self.token_B1, self.uniform_BN, self.seen_BV
-        )  # fmt: skip
+        caches, length, token = self.caches, self.length_G1, self.token_B1
+        uniform, seen = self.uniform_BN, self.seen_BV
         self.open(Grid(len(groups), len(slots) // len(groups), old.prompt, old.room), self.sampling)
         for old_parts, new_parts in zip(caches, self.caches, strict=True):
             for part, index in enumerate((groups, groups, slots, slots)):

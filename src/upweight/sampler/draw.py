@@ -35,7 +35,7 @@ def draw(
     if sampling.temperature == 0:
         token_B = chosen_BV.argmax(-1)
     else:
-        if truncates(sampling):
+        if sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0:
             chosen_BV = truncated(chosen_BV, sampling)
         if chosen_BV is not tempered_BV:
             weight_BCK, _ = _weights(chosen_BV)
@@ -59,11 +59,6 @@ def inverted(weight_BCK: Tensor, sum_BC: Tensor, uniform_B: Tensor) -> Tensor:
 def penalised(logits_BV: Tensor, seen_BV: Tensor, penalty: float) -> Tensor:
     """Apply the repetition penalty of transformers to the logits of seen tokens."""
     return torch.where(seen_BV, torch.where(logits_BV > 0, logits_BV / penalty, logits_BV * penalty), logits_BV)
-
-
-def truncates(sampling: Sampling) -> bool:
-    """Return whether top-k, top-p or min-p exclude tokens."""
-    return sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
 
 
 def truncated(logits_BV: Tensor, sampling: Sampling) -> Tensor:

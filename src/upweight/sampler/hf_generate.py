@@ -1,6 +1,5 @@
 """Sampling by transformers' generate, for architectures whose prompt states cannot be shared."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -36,8 +35,7 @@ def hf_generate(
     for number, prompt in enumerate(prompts):
         by_length.setdefault(len(prompt), []).extend(range(number * count, (number + 1) * count))
     base = base_of(model)
-    devices = [base.device] if base.device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
+    with torch.random.fork_rng(devices=[base.device] if base.device.type == "cuda" else []):
         torch.manual_seed(seed)
         for length, numbers in by_length.items():
             size = max(1, _TOKENS // (length + sampling.max_new_tokens))
@@ -46,8 +44,9 @@ def hf_generate(
                 ids_BN = torch.tensor([list(prompts[row // count]) for row in part], device=base.device)
                 out = _sampled(base, ids_BN, sampling, rows, cached=cached, logits=engine is None)
                 out_BN, temperature = out.sequences.cpu(), sampling.temperature or 1.0
-                if engine is None:
-                    logps_BN = _logps_of(out.logits, out_BN[:, length:], temperature)
+                if engine is None:  # from the logits of each step, before any penalty or truncation
+                    each = [(step_BV.float().cpu() / temperature).log_softmax(-1) for step_BV in out.logits]
+                    logps_BN = torch.stack(each, 1).gather(2, out_BN[:, length:, None])[:, :, 0]
                 else:
                     logps_BN = _logps(model, engine, out_BN, length, temperature)
                 rows.take(0, out_BN[:, length:].T.numpy(), logps_BN.T.numpy(), part)
@@ -70,12 +69,6 @@ def _sampled(
         )
     finally:
         base.generation_config = stock
-
-
-def _logps_of(logits: Sequence[Tensor], ids_BN: Tensor, temperature: float) -> Tensor:
-    """Return log-probs of the sampled tokens from the logits of each step, before any penalty or truncation."""
-    each = [(step_BV.float().cpu() / temperature).log_softmax(-1) for step_BV in logits]
-    return torch.stack(each, 1).gather(2, ids_BN[:, :, None])[:, :, 0]
 
 
 def _logps(model: nn.Module, engine: Engine, ids_BN: Tensor, length: int, temperature: float) -> Tensor:

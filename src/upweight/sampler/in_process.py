@@ -22,7 +22,7 @@ from upweight.sampler.collect import CompletionCollector, StopStrings, smaller_g
 from upweight.sampler.cuda_graphs import GraphSteps, PlainSteps
 from upweight.sampler.decode import Decoder, Grid
 from upweight.sampler.hf_generate import hf_generate
-from upweight.sampler.proof import ProofResult, Trial, first_failure, prove_sampling
+from upweight.sampler.proof import ProofResult, Trial, prove_sampling
 from upweight.types import Completion, Done, Prompts, Sampling
 
 _PREFILL_TOKENS = 8192
@@ -90,19 +90,12 @@ class InProcess:
         self.prove(prompts, sampling)
         seed = sampling.seeds[0] if sampling.seeds else sampling.seed
         seed = int(torch.randint(1 << 62, ())) if seed is None else seed
-        rows = CompletionCollector(
-            len(prompts),
-            count,
-            sampling.max_new_tokens,
-            ends=self._ends | set(sampling.stop_ids),
-            stops=StopStrings(self._tokenizer, sampling.stop_strings),
-            version=self._version,
-            done=done,
-            on_tokens=on_tokens,
-        )
+        stops = StopStrings(self._tokenizer, sampling.stop_strings)
+        ends, version = self._ends | set(sampling.stop_ids), self._version
+        size = len(prompts), count, sampling.max_new_tokens
+        rows = CompletionCollector(*size, ends, stops, version=version, done=done, on_tokens=on_tokens)
         with torch.no_grad(), dropout_off(self._model):
-            self._draw(self._strategy, self._engine, prompts, rows, sampling=sampling, seed=seed)
-        return [rows.completions(prompt) for prompt in range(len(prompts))]
+            return self._draw(self._strategy, self._engine, prompts, rows, sampling=sampling, seed=seed)
 
     def prove(
         self,
@@ -120,9 +113,13 @@ class InProcess:
         trial = Trial.of(prompts, sampling, self._positions())
         failures: list[str] = []
         for strategy in list(Strategy)[list(Strategy).index(self._strategy) :]:
-            draw = functools.partial(self._draw_trial, strategy)
+            # Completions of full length, with the log-probs of the strategy.
+            rows = CompletionCollector(len(trial.prompts), trial.count, trial.sampling.max_new_tokens)
+            draw = functools.partial(self._draw, strategy, None, trial.prompts, rows, sampling=trial.sampling, seed=0)
             with torch.no_grad(), dropout_off(self._model):
-                result = first_failure(gather(prove_sampling(self._base, trial, draw)))
+                results = gather(prove_sampling(self._base, trial, draw))
+            # Of all ranks the same one, so that all choose the same strategy.
+            result = next((result for result in results if not result.passed), results[0])
             if result.passed:
                 break
             failures.append(f"{strategy} {result}")
@@ -145,13 +142,6 @@ class InProcess:
         """Return whether a prompt is forwarded once for all its completions."""
         return self._strategy == Strategy.SHARED
 
-    def _draw_trial(self, strategy: Strategy, trial: Trial) -> list[list[Completion]]:
-        """Return completions of a trial, all of full length, with the log-probs of the strategy."""
-        size = len(trial.prompts), trial.count, trial.sampling.max_new_tokens
-        rows = CompletionCollector(*size, ends=(), stops=StopStrings(None, ()), version=0, done=None)
-        self._draw(strategy, None, trial.prompts, rows, sampling=trial.sampling, seed=0)
-        return [rows.completions(prompt) for prompt in range(len(trial.prompts))]
-
     def _draw(
         self,
         strategy: Strategy,
@@ -161,15 +151,16 @@ class InProcess:
         *,
         sampling: Sampling,
         seed: int,
-    ) -> None:
-        """Sample completions into `rows`; with an engine, the log-probs of what `generate` samples are the engine's."""
-        if strategy != Strategy.SHARED:
+    ) -> list[list[Completion]]:
+        """Sample completions by way of `rows`; with an engine, the log-probs of what `generate` samples are its."""
+        if strategy == Strategy.SHARED:
+            uniform_SN = _uniform(len(prompts), rows.count, sampling, seed)
+            for wave in self._waves(prompts, rows.count, sampling):
+                self._decode(prompts, wave, sampling, uniform_SN, rows)
+        else:
             cached = strategy == Strategy.CACHED
             hf_generate(self._model, engine, prompts, rows, sampling=sampling, seed=seed, cached=cached)
-            return
-        uniform_SN = _uniform(len(prompts), rows.count, sampling, seed)
-        for wave in self._waves(prompts, rows.count, sampling):
-            self._decode(prompts, wave, sampling, uniform_SN, rows)
+        return [rows.completions(prompt) for prompt in range(len(prompts))]
 
     def sync(self, version: int) -> None:
         """Set the policy version of the following completions; the weights are shared and need no sync."""
@@ -231,12 +222,7 @@ class InProcess:
         return (free + idle + self._decoder.arena.bytes()) // 2
 
     def _decode(
-        self,
-        prompts: Prompts,
-        wave: list[int],
-        sampling: Sampling,
-        uniform_SN: Tensor,
-        rows: CompletionCollector,
+        self, prompts: Prompts, wave: list[int], sampling: Sampling, uniform_SN: Tensor, rows: CompletionCollector
     ) -> None:
         """Sample the completions of one wave."""
         steps, count = self._steps, len(uniform_SN) // len(prompts)

@@ -63,14 +63,17 @@ class ProofResult:
         return f"gives log-probs that differ by {self.difference:.3g} (limit {self.limit:g}) from a plain forward's"
 
 
-def prove_sampling(base: PreTrainedModel, trial: Trial, draw: Callable[[Trial], list[list[Completion]]]) -> ProofResult:
+def prove_sampling(base: PreTrainedModel, trial: Trial, draw: Callable[[], list[list[Completion]]]) -> ProofResult:
     """Check a sampling strategy by its worst prompt, so that an error on the long prompt only is not averaged away."""
-    exact = _is_exact(base)
+    # Whether forwards compute in float32: they may read copies of the weights in another dtype.
+    embeddings: Any = base.get_input_embeddings()
+    dtype = embeddings(torch.zeros(1, 1, dtype=torch.long, device=base.device)).dtype
+    exact = dtype in (torch.float32, torch.float64) and all(p.dtype != torch.int8 for p in base.parameters())
     limit = _LARGEST_IN_FLOAT32 if exact else _MEAN_IN_HALF_PRECISION
     try:
         differences = [
             (torch.tensor([completion.logps for completion in group]) - _plain_logps(base, prompt, group, trial)).abs()
-            for prompt, group in zip(trial.prompts, draw(trial), strict=True)
+            for prompt, group in zip(trial.prompts, draw(), strict=True)
         ]
     except (UserError, torch.OutOfMemoryError):
         raise
@@ -79,11 +82,6 @@ def prove_sampling(base: PreTrainedModel, trial: Trial, draw: Callable[[Trial], 
         return ProofResult(float("inf"), limit, f"{type(error).__name__}: {first}")
     each = torch.stack([x.max() if exact else x.mean() for x in differences])
     return ProofResult(float(each.max()), limit)
-
-
-def first_failure(results: list[ProofResult]) -> ProofResult:
-    """Return the first failed result of all ranks, or a passed one, so that all ranks choose the same strategy."""
-    return next((result for result in results if not result.passed), results[0])
 
 
 def _plain_logps(base: PreTrainedModel, prompt: list[int], group: list[Completion], trial: Trial) -> Tensor:
@@ -95,10 +93,3 @@ def _plain_logps(base: PreTrainedModel, prompt: list[int], group: list[Completio
     logits_BKV = base(input_ids=ids_BN, attention_mask=torch.ones_like(ids_BN), use_cache=False, **kept).logits
     logps_BKV = (logits_BKV[:, -new - 1 : -1].float() / (trial.sampling.temperature or 1.0)).log_softmax(-1)
     return logps_BKV.gather(2, ids_BN[:, -new:, None])[:, :, 0].cpu()
-
-
-def _is_exact(base: PreTrainedModel) -> bool:
-    """Return whether forwards compute in float32: they may read copies of the weights in another dtype."""
-    embeddings: Any = base.get_input_embeddings()
-    dtype = embeddings(torch.zeros(1, 1, dtype=torch.long, device=base.device)).dtype
-    return dtype in (torch.float32, torch.float64) and all(p.dtype != torch.int8 for p in base.parameters())

@@ -7,14 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 from pydantic import NonNegativeInt, PositiveInt, validate_call
-from pydantic.dataclasses import dataclass
 
 from upweight.errors import UserError
-from upweight.rewards.builtin.spec import builtin_reward
-from upweight.rewards.builtin.text import STRICT, ScoreList, texts_of
+from upweight.rewards.builtin.spec import BUILTINS, builtin, builtin_reward
+from upweight.rewards.builtin.text import ScoreList, texts_of
 
 
-@dataclass(frozen=True, config=STRICT)
+@builtin
 class DebugReward:
     """Prints the first completions of each call to stderr and scores every one 1."""
 
@@ -87,16 +86,13 @@ class AdaptiveReward:
         return weighted
 
     def _end_step(self) -> None:
-        if self._scored:
-            self.adjust_weight(self._succeeded / self._scored)
-        self._succeeded = self._scored = 0
-
-    def adjust_weight(self, success_rate: float) -> None:
-        """Move the weight one step: up below `low`, down above `high`, within its bounds."""
-        if success_rate < self.low:
+        """Move the weight: up where the share of successes is below `low`, down above `high`, within its bounds."""
+        share = self._succeeded / self._scored if self._scored else self.low
+        if share < self.low:
             self.weight = min(self.weight * self.raise_by, self.maximum)
-        elif success_rate > self.high:
+        elif share > self.high:
             self.weight = max(self.weight * self.lower_by, self.minimum)
+        self._succeeded = self._scored = 0
 
     def state(self) -> dict[str, Any]:
         """Return the state for a checkpoint, including the wrapped reward's."""
@@ -105,11 +101,13 @@ class AdaptiveReward:
         return {"weight": self.weight, **counts, "inner": inner}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Restore the state of a checkpoint."""
         self.weight, self._step = state["weight"], state["step"]
         self._succeeded, self._scored = state["succeeded"], state["scored"]
         if state["inner"] is not None:
             self.reward.restore(state["inner"])
+
+
+BUILTINS["adaptive"] = AdaptiveReward
 
 
 def _resolved(reward: str | Callable[..., Any]) -> Any:

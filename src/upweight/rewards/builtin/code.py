@@ -8,11 +8,11 @@ from dataclasses import field
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, PositiveFloat, PositiveInt
-from pydantic.dataclasses import dataclass
 
 from upweight.errors import UserError
 from upweight.log import warn_once
-from upweight.rewards.builtin.text import STRICT, ScoreList, between_tags, fenced_blocks, rows_of, texts_of
+from upweight.rewards.builtin.spec import builtin
+from upweight.rewards.builtin.text import ScoreList, between_tags, fenced_blocks, rows_of, texts_of
 from upweight.rewards.sandbox.run import Limits, SandboxError, run_program
 
 _ISOLATION = {"read-only": "files that cannot be written", "hidden": "hidden home folders and sockets"}
@@ -25,7 +25,7 @@ class Task(NamedTuple):
     cases: list[tuple[str, str]]
 
 
-@dataclass(frozen=True, config=STRICT)
+@builtin
 class CodeReward:
     """Scores a completion whose Python code passes the row's tests, or prints the expected output, in a sandbox."""
 
@@ -135,9 +135,8 @@ def _cases(stdin: Any, expected: Any) -> Task | None:
     inputs = stdin if isinstance(stdin, list) else [stdin] * len(outputs)
     if len(inputs) != len(outputs):
         raise UserError(f"Reward 'code': a row has {len(inputs)} inputs for {len(outputs)} outputs.")
-    return Task(
-        [], [("" if text is None else str(text), str(output)) for text, output in zip(inputs, outputs, strict=True)]
-    )
+    pairs = zip(inputs, outputs, strict=True)
+    return Task([], [("" if text is None else str(text), str(output)) for text, output in pairs])
 
 
 def _lines(text: str) -> list[str]:

@@ -1,23 +1,44 @@
-"""Rewards that compare a completion with the answer of its row."""
+"""Rewards that compare a completion with the answer of its row, and the numbers in both."""
 
+import math
+import re
 import threading
+import unicodedata
+from collections import deque
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import NonNegativeFloat
-from pydantic.dataclasses import dataclass
 
 from upweight.errors import UserError
 from upweight.log import warn_once
-from upweight.rewards.builtin.numbers import last_number, same_number
-from upweight.rewards.builtin.text import STRICT, Extract, ScoreList, column_of, marked_answer, normalised, texts_of
+from upweight.rewards.builtin.spec import builtin
+from upweight.rewards.builtin.text import Extract, ScoreList, column_of, marked_answer, normalised, texts_of
+
+# A last number is looked for at the end only: the work stays small for a completion of any length.
+_TAIL = 100_000
+_VULGAR = re.compile("([\u00bc-\u00be\u2150-\u215e])")
+_FRAC = re.compile(r"\\[dt]?frac\{([^{}]{1,40})\}\{([^{}]{1,40})\}")
+_NUMBER = re.compile(
+    r"""
+    (?P<sign>(?<![\w.)\]])[-+])?
+    (?:[$€£¥]\s?)?(?P<inner>(?<=[$€£¥])[-+])?
+    (?:(?P<whole>\d+)\s(?=\d+/\d))?
+    (?P<digits>\d{1,3}(?:,\d{3})+(?!\d)(?:\.\d+)?|\d+(?:\.\d+)?|(?<!\d)\.\d+)
+    (?P<power>[eE][-+]?\d+)?
+    (?:\s?/\s?(?P<below>\d+(?:\.\d+)?))?
+    \s?(?P<percent>%)?
+    """,
+    re.VERBOSE,
+)
 
 
 def _scores(self: Any, completions: list[Any], **columns: Any) -> ScoreList:
-    """Score each completion against the answer of its row with the reward's `_score`."""
+    """Score each completion against the answer of its row with the reward's `_score`; None without an answer."""
     answers = column_of(columns, self.column, self.__name__, len(completions))
-    return [self._score(*pair) for pair in zip(texts_of(completions), answers, strict=True)]
+    pairs = zip(texts_of(completions), answers, strict=True)
+    return [None if answer is None else self._score(text, str(answer)) for text, answer in pairs]
 
 
 def _extracted(text: str, extract: Extract, tag: str | None) -> str | None:
@@ -26,7 +47,7 @@ def _extracted(text: str, extract: Extract, tag: str | None) -> str | None:
     return text if marked is None and extract == "auto" and tag is None else marked
 
 
-@dataclass(frozen=True, config=STRICT)
+@builtin
 class ExactReward:
     """Scores a completion whose answer equals the row's, without case, spacing and outer punctuation."""
 
@@ -39,15 +60,13 @@ class ExactReward:
 
     __call__ = _scores
 
-    def _score(self, text: str, answer: Any) -> float | None:
-        if answer is None:
-            return None
+    def _score(self, text: str, answer: str) -> float:
         given = _extracted(text, self.extract, self.tag)
-        expected = marked_answer(str(answer), "auto", None) or str(answer)
+        expected = marked_answer(answer, "auto", None) or answer
         return self.score if given is not None and normalised(given) == normalised(expected) else self.wrong
 
 
-@dataclass(frozen=True, config=STRICT)
+@builtin
 class NumericReward:
     """Scores a completion whose marked or last number equals the row's within a tolerance."""
 
@@ -62,11 +81,10 @@ class NumericReward:
 
     __call__ = _scores
 
-    def _score(self, text: str, answer: Any) -> float | None:
-        expected = None if answer is None else last_number(marked_answer(str(answer), "auto", None) or str(answer))
+    def _score(self, text: str, answer: str) -> float | None:
+        expected = last_number(marked_answer(answer, "auto", None) or answer)
         if expected is None:
-            if answer is not None:
-                warn_once(f"reward 'numeric': no number in the answer {str(answer)[:80]!r}; such rows do not count.")
+            warn_once(f"reward 'numeric': no number in the answer {answer[:80]!r}; such rows do not count.")
             return None
         marked = _extracted(text, self.extract, self.tag)
         given = None if marked is None else last_number(marked)
@@ -74,7 +92,7 @@ class NumericReward:
         return self.score if right else self.wrong
 
 
-@dataclass(frozen=True, config=STRICT)
+@builtin
 class MathReward:
     """Scores a completion whose final expression equals the row's by algebra (math-verify)."""
 
@@ -94,17 +112,16 @@ class MathReward:
 
     __call__ = _scores
 
-    def _score(self, text: str, answer: Any) -> float | None:
-        if answer is None:
-            return None
-        expected = _expression(marked_answer(str(answer), "hash", None) or str(answer))
+    def _score(self, text: str, answer: str) -> float | None:
+        expected = _expression(marked_answer(answer, "hash", None) or answer)
         if not expected:
-            warn_once(f"reward 'math': cannot read the answer {str(answer)[:80]!r}; such rows do not count.")
+            warn_once(f"reward 'math': cannot read the answer {answer[:80]!r}; such rows do not count.")
             return None
         marked = marked_answer(text, self.extract, self.tag)
         whole = self.extract == "last" and self.tag is None
         given = [] if marked is None else _expression(marked[-20_000:], whole)
-        return self.score if given and math_verify().verify(expected, given, timeout_seconds=_alarm(5)) else self.wrong
+        right = given and math_verify().verify(expected, given, timeout_seconds=alarm_limit(5))
+        return self.score if right else self.wrong
 
 
 def math_verify() -> Any:
@@ -116,9 +133,54 @@ def _expression(text: str, whole: bool = False) -> list[Any]:
     """Text -> the expression math-verify finds; bare LaTeX is put in dollar signs first, as it expects."""
     if not whole and "\\" in text and "$" not in text and "\\boxed" not in text:
         text = f"${text}$"
-    return math_verify().parse(text, parsing_timeout=_alarm(5))
+    return math_verify().parse(text, parsing_timeout=alarm_limit(5))
 
 
-def _alarm(seconds: int) -> int | None:
+def alarm_limit(seconds: int) -> int | None:
     """The time limit math-verify may set: it is a signal, which only a main thread can receive."""
     return seconds if threading.current_thread() is threading.main_thread() else None
+
+
+class Number(NamedTuple):
+    value: float
+    percent: bool
+
+
+def _plain(text: str) -> str:
+    text = unicodedata.normalize("NFKC", _VULGAR.sub(r" \1", text[-_TAIL:]))
+    text = text.replace("\u2212", "-").replace("\u2044", "/").replace("\\$", "$").replace("\\%", "%")
+    text = text.replace("{,}", ",").replace("\\,", "").replace("\\!", "")
+    return _FRAC.sub(_slashed, text) if "\\" in text else text
+
+
+def _slashed(frac: re.Match[str]) -> str:
+    mixed = frac.start() and frac.string[frac.start() - 1].isdigit()
+    return f"{' ' if mixed else ''}{frac[1].strip()}/{frac[2].strip()}"
+
+
+def last_number(text: str) -> Number | None:
+    """Text -> its last number, or None when there is none or it is not finite."""
+    matches = deque(_NUMBER.finditer(_plain(text)), maxlen=1)
+    if not matches:
+        return None
+    match = matches[0]
+    value = float(match["digits"].replace(",", "") + (match["power"] or ""))
+    if match["below"]:
+        below = float(match["below"])
+        value = value / below if below else math.nan
+    value += float(match["whole"] or 0)
+    if "-" in (match["sign"] or "") or match["inner"] == "-":
+        value = -value
+    return Number(value, match["percent"] is not None) if math.isfinite(value) else None
+
+
+def same_number(given: Number, wanted: Number, tolerance: float, relative: float) -> bool:
+    """Whether two numbers agree; a percentage agrees with its figure and with its hundredth."""
+    readings = [given.value]
+    if given.percent and not wanted.percent:
+        readings.append(given.value / 100)
+    if wanted.percent and not given.percent:
+        readings.append(given.value * 100)
+    # 1e-12 forgives the rounding of the division in a fraction, nothing a person would see.
+    allowed = max(tolerance, max(relative, 1e-12) * abs(wanted.value))
+    return any(abs(reading - wanted.value) <= allowed for reading in readings)

@@ -5,16 +5,16 @@ import re
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat
-from pydantic.dataclasses import dataclass
 
 from upweight.errors import UserError
-from upweight.rewards.builtin.text import STRICT, ScoreList, fenced_blocks, texts_of
+from upweight.rewards.builtin.spec import builtin
+from upweight.rewards.builtin.text import ScoreList, between_tags, fenced_blocks, texts_of
 
 Tags = Annotated[list[Annotated[str, Field(pattern=r"^[^<>\s/]+$")]], Field(min_length=1)]
 JsonType = Literal["string", "number", "integer", "boolean", "array", "object", "null"]
 
 
-@dataclass(frozen=True, config=STRICT)
+@builtin
 class FormatReward:
     """Scores a completion made of the tags, each once, in order, filled, with only space between them."""
 
@@ -32,10 +32,8 @@ class FormatReward:
         place = 0
         for index, tag in enumerate(self.tags):
             opening, closing = f"<{tag}>", f"</{tag}>"
-            if text.count(opening) != 1 or text.count(closing) != 1:
-                return False
             start, end = text.find(opening, place), text.find(closing, place)
-            if not place <= start < end:
+            if not place <= start < end or text.count(opening) != 1 or text.count(closing) != 1:
                 return False
             before_is_free = index == 0 and self.where == "anywhere"
             if text[place:start].strip() and not before_is_free:
@@ -46,7 +44,7 @@ class FormatReward:
         return self.where == "anywhere" or not text[place:].strip()
 
 
-@dataclass(frozen=True, config=STRICT)
+@builtin
 class IncrementalFormatReward:
     """Gives an equal share for each opening and closing tag met exactly once, less text after the last one."""
 
@@ -68,7 +66,7 @@ class IncrementalFormatReward:
         return max(score, self.lowest)
 
 
-@dataclass(frozen=True, config=STRICT)
+@builtin
 class XmlTagsReward:
     """Gives the share of the tags that stand in the text exactly once, closed after they are opened, and filled."""
 
@@ -84,13 +82,11 @@ class XmlTagsReward:
 
 
 def _has_tag(text: str, tag: str) -> bool:
-    opening, closing = f"<{tag}>", f"</{tag}>"
-    if text.count(opening) != 1 or text.count(closing) != 1:
-        return False
-    return bool(text[text.find(opening) + len(opening) : text.find(closing)].strip())
+    is_once = text.count(f"<{tag}>") == text.count(f"</{tag}>") == 1
+    return is_once and bool((between_tags(text, tag) or "").strip())
 
 
-@dataclass(frozen=True, config=STRICT)
+@builtin
 class RegexReward:
     """Scores a completion in which a regular expression matches."""
 
@@ -108,10 +104,7 @@ class RegexReward:
             raise UserError(f"Reward 'regex': the pattern {self.pattern!r} does not compile: {error}.") from error
 
     def _compiled(self) -> re.Pattern[str]:
-        flags = re.RegexFlag(0)
-        for letter in self.flags:
-            flags |= re.RegexFlag[letter.upper()]
-        return re.compile(self.pattern, flags)
+        return re.compile(self.pattern, sum(re.RegexFlag[letter.upper()] for letter in set(self.flags)))
 
     def __call__(self, completions: list[Any], **_: Any) -> ScoreList:
         compiled = self._compiled()
@@ -119,7 +112,7 @@ class RegexReward:
         return [self.score if match(text) else self.wrong for text in texts_of(completions)]
 
 
-@dataclass(frozen=True, config=STRICT)
+@builtin
 class JsonReward:
     """Scores a completion that is valid JSON (bare or in a fenced block) with the keys and types asked for."""
 
@@ -135,8 +128,10 @@ class JsonReward:
         return [self._score(text) for text in texts_of(completions)]
 
     def _score(self, text: str) -> float:
+        blocks = fenced_blocks(text) if self.fenced != "forbid" else []
         try:
-            value = json.loads(self._body(text), parse_constant=_refuse)
+            body = blocks[-1] if blocks else "" if self.fenced == "require" else text
+            value = json.loads(body, parse_constant=_refuse)
         except (ValueError, RecursionError):
             return self.wrong
         wanted: dict[str, JsonType | None] = {key: self.types.get(key) for key in [*self.keys, *self.types]}
@@ -146,14 +141,6 @@ class JsonReward:
         if met == len(wanted):
             return self.score
         return self.wrong + (self.score - self.wrong) * (1 + met) / (1 + len(wanted)) if self.partial else self.wrong
-
-    def _body(self, text: str) -> str:
-        if self.fenced == "forbid":
-            return text
-        blocks = fenced_blocks(text)
-        if blocks:
-            return blocks[-1]
-        return "" if self.fenced == "require" else text
 
 
 def _refuse(name: str) -> None:

@@ -1,17 +1,29 @@
-"""How a built-in reward is named in YAML: `name` or `name(option=value, ...)`."""
+"""Built-in rewards by name, and how one is written in YAML: `name` or `name(option=value, ...)`."""
 
 import ast
-import inspect
+import dataclasses
 import re
 from collections.abc import Callable
-from typing import Any
+from inspect import Parameter, signature
+from typing import Any, TypeVar, dataclass_transform
 
-from pydantic import ValidationError
+from pydantic import ConfigDict, Field, ValidationError
+from pydantic.dataclasses import dataclass
 
 from upweight.errors import UserError, did_you_mean
 
-BUILTINS: dict[str, Callable[..., Any]] = {}  # filled by the package
+BUILTINS: dict[str, Callable[..., Any]] = {}
+T = TypeVar("T")
 _NAME = re.compile(r"\s*([A-Za-z_]\w*)\s*(?:$|\()")
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(Field, dataclasses.field))
+def builtin(kind: type[T]) -> type[T]:
+    """Make a class the built-in reward of its `__name__`, whose options are its fields."""
+    # In Python too, an option that does not exist is an error.
+    made: Any = dataclass(frozen=True, config=ConfigDict(extra="forbid"))(kind)
+    BUILTINS[vars(kind)["__name__"]] = made
+    return made
 
 
 def builtin_reward(spec: str) -> Callable[..., Any] | None:
@@ -26,9 +38,7 @@ def builtin_reward(spec: str) -> Callable[..., Any] | None:
         if option not in known:
             meant = did_you_mean(option, known)
             raise UserError(f"Reward '{name}' has no option '{option}'.{meant} It has: {', '.join(known)}.")
-    missing = [
-        option for option, default in known.items() if default is inspect.Parameter.empty and option not in options
-    ]
+    missing = [option for option, default in known.items() if default is Parameter.empty and option not in options]
     if missing:
         raise UserError(f"Reward '{name}' needs {', '.join(missing)}, as in {name}({missing[0]}='...').")
     try:
@@ -42,7 +52,7 @@ def builtin_reward(spec: str) -> Callable[..., Any] | None:
 
 def options_of(name: str) -> dict[str, Any]:
     """A built-in's name -> its options and their defaults (`inspect.Parameter.empty` for one that must be given)."""
-    return {option: parameter.default for option, parameter in inspect.signature(BUILTINS[name]).parameters.items()}
+    return {option: parameter.default for option, parameter in signature(BUILTINS[name]).parameters.items()}
 
 
 def _options(spec: str, name: str) -> dict[str, Any]:

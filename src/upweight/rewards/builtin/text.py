@@ -5,18 +5,16 @@ import unicodedata
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from pydantic import ConfigDict
-
 from upweight.errors import UserError
 
-STRICT = ConfigDict(extra="forbid")  # an option that does not exist is an error in Python too
 ScoreList = list[float | None]
 Extract = Literal["auto", "tag", "boxed", "hash", "phrase", "last", "whole"]
 Unit = Literal["words", "tokens", "characters"]
 
 _PHRASE = re.compile(r"\banswer\s*(?:is|=|:)\s*:?", re.IGNORECASE)
 _SENTENCE_END = re.compile(r"\n|[.!?](?=\s|$)")
-_FENCE = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
+# Text -> what its closed ``` blocks hold, in order.
+fenced_blocks = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE).findall
 
 
 def texts_of(completions: Sequence[Any]) -> list[str]:
@@ -54,11 +52,6 @@ def rows_of(columns: dict[str, Any], count: int) -> list[dict[str, Any]]:
     """The keyword lists of a call -> the values of each completion's row, by name."""
     named = {name: values for name, values in columns.items() if isinstance(values, list | tuple)}
     return [{name: values[row] for name, values in named.items() if len(values) == count} for row in range(count)]
-
-
-def fenced_blocks(text: str) -> list[str]:
-    """Text -> what its closed ``` blocks hold, in order."""
-    return _FENCE.findall(text)
 
 
 def between_tags(text: str, tag: str) -> str | None:

@@ -109,15 +109,15 @@ def user_threads() -> int:
 
 def set_limits(request: dict, mode: str) -> None:
     """The resource limits of the program."""
-    seconds = int(request["seconds"]) + 1
     limits = {
-        resource.RLIMIT_CPU: seconds,
+        resource.RLIMIT_CPU: int(request["seconds"]) + 1,
         resource.RLIMIT_AS: request["memory_bytes"],
         resource.RLIMIT_FSIZE: request["file_bytes"],
         resource.RLIMIT_NOFILE: 64,
         resource.RLIMIT_CORE: 0,
     }
-    counted_apart = os.getuid() != request["user"] or (mode == "user" and kernel() >= (5, 14))
+    kernel = [int(part) for part in platform.release().split("-")[0].split(".")[:2] if part.isdigit()]
+    counted_apart = os.getuid() != request["user"] or (mode == "user" and kernel >= [5, 14])
     if LINUX:
         limits[resource.RLIMIT_NPROC] = request["processes"] + (0 if counted_apart else user_threads())
     for kind, wanted in limits.items():
@@ -130,11 +130,6 @@ def set_limits(request: dict, mode: str) -> None:
                 raise
 
 
-def kernel() -> tuple[int, ...]:
-    """The kernel's version."""
-    return tuple(int(part) for part in platform.release().split("-")[0].split(".")[:2] if part.isdigit())
-
-
 def become_nobody(request: dict, folder: str) -> None:
     """As root, switch to an unused user id, so that limits apply and no other process can be signalled."""
     user = request["spare_user"]
@@ -145,13 +140,6 @@ def become_nobody(request: dict, folder: str) -> None:
     os.setresuid(user, user, user)
 
 
-def write_files(request: dict, folder: str) -> None:
-    """Lay the program's payload and its stdin in its folder."""
-    for name in ("payload.json", "stdin"):
-        with open(os.path.join(folder, name), "w", encoding="utf-8", errors="surrogatepass") as file:
-            file.write(request[name])
-
-
 def become_program(request: dict, mode: str, report: int) -> None:
     """The last steps, in the process that is to be the program; returns only by an exception."""
     folder, holds = request["folder"], [mode]
@@ -159,7 +147,9 @@ def become_program(request: dict, mode: str, report: int) -> None:
     if mode in ("root", "user"):
         holds += private_view(request, folder)
     os.chdir(folder)
-    write_files(request, folder)
+    for name in ("payload.json", "stdin"):
+        with open(name, "w", encoding="utf-8", errors="surrogatepass") as file:
+            file.write(request[name])
     if mode != "user" and request["user"] == 0:
         become_nobody(request, folder)
         holds.append("spare-user")
@@ -178,19 +168,6 @@ def become_program(request: dict, mode: str, report: int) -> None:
     os.execv(sys.executable, [sys.executable, "-I", "-B", request["program"]])
 
 
-def enter(mode: str) -> None:
-    """Enter new namespaces."""
-    user, group = os.geteuid(), os.getegid()
-    if mode == "root":
-        checked(LIBC.unshare(NAMESPACES), "unshare")
-    elif mode == "user":
-        checked(LIBC.unshare(NAMESPACES | USER_NAMESPACE), "unshare")
-        # Not 0 inside: the capabilities of the new namespace are then lost when the program starts.
-        for name, text in (("setgroups", "deny"), ("uid_map", f"1000 {user} 1"), ("gid_map", f"1000 {group} 1")):
-            with open(f"/proc/self/{name}", "w") as file:
-                file.write(text)
-
-
 def in_child(action: Callable[[], None]) -> int:
     """Run something in a forked process -> its exit status as a shell would give it."""
     child = os.fork()
@@ -207,8 +184,16 @@ def in_child(action: Callable[[], None]) -> int:
 
 
 def attempt(request: dict, mode: str, report: int) -> None:
-    """One way of isolating, from start to the program's end; exits with the program's status."""
-    enter(mode)
+    """One way of isolating, from new namespaces to the program's end; exits with the program's status."""
+    user, group = os.geteuid(), os.getegid()
+    if mode == "root":
+        checked(LIBC.unshare(NAMESPACES), "unshare")
+    elif mode == "user":
+        checked(LIBC.unshare(NAMESPACES | USER_NAMESPACE), "unshare")
+        # Not 0 inside: the capabilities of the new namespace are then lost when the program starts.
+        for name, text in (("setgroups", "deny"), ("uid_map", f"1000 {user} 1"), ("gid_map", f"1000 {group} 1")):
+            with open(f"/proc/self/{name}", "w") as file:
+                file.write(text)
     os._exit(in_child(lambda: become_program(request, mode, report)))
 
 
@@ -216,6 +201,7 @@ def main() -> None:
     """Try the ways of isolating from the strongest down; exit with the program's status."""
     report = int(sys.argv[1])
     request = json.load(sys.stdin)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # else a program could read the request by way of /proc
     request["user"] = os.getuid()
     die_with_parent()
     possible = ["plain"]

@@ -53,26 +53,42 @@ def run_program(
 ) -> ProgramResult:
     """Code, tests to run after it or None, and its stdin -> the outcome; every process it started is gone by then."""
     token = secrets.token_hex(16)
-    folder = tempfile.mkdtemp(prefix="upweight-code-")
+    folder = os.path.realpath(tempfile.mkdtemp(prefix="upweight-code-"))
     reading, writing = os.pipe()
+    request = {
+        **vars(limits),
+        "payload.json": json.dumps({"code": code, "tests": tests, "token": token, "report": writing}),
+        "stdin": stdin,
+        "folder": folder,
+        "home": os.path.realpath(os.path.expanduser("~")),
+        "keep": _interpreter_folders(),
+        "program": str(_HERE / "program.py"),
+        # A number no account has, and no other run at the same time.
+        "spare_user": 1_000_000_000 + secrets.randbelow(1_000_000_000),
+        "ways": ways,
+    }
     try:
-        payload = {"code": code, "tests": tests, "token": token, "report": writing}
-        request = {
-            **vars(limits),
-            "payload.json": json.dumps(payload),
-            "stdin": stdin,
-            "folder": os.path.realpath(folder),
-            "home": os.path.realpath(os.path.expanduser("~")),
-            "keep": _interpreter_folders(),
-            "program": str(_HERE / "program.py"),
-            # A number no account has, and no other run at the same time.
-            "spare_user": 1_000_000_000 + secrets.randbelow(1_000_000_000),
-            "ways": ways,
-        }
-        return _launch(request, reading, writing, token, limits)
+        process = _launch(request, writing, token)
+        report = b""
+        try:
+            (stdout, report, stderr), reason = _drain(process, reading, limits)
+        finally:
+            line, *more = report.splitlines() or [b""]
+            ready = json.loads(line) if line.startswith(b"{") and line.endswith(b"}") else None
+            _end(process, ready, token)
     finally:
         os.close(reading)
         _remove(folder)
+    stderr_tail = stderr.decode(errors="replace").strip()[-400:]
+    if ready is None:
+        raise SandboxError(f"it did not start: {reason or stderr_tail}")
+    return ProgramResult(
+        ended_well=not reason and process.returncode == 0,
+        stdout=stdout.decode(errors="replace"),
+        held=_held(more, token) if not reason else None,
+        isolation=tuple(ready["holds"]),
+        reason=reason or stderr_tail,
+    )
 
 
 def _remove(folder: str) -> None:
@@ -96,7 +112,7 @@ def _interpreter_folders() -> list[str]:
     return sorted(os.path.normpath(folder) for folder in folders if folder not in ("", "/"))
 
 
-def _launch(request: dict, reading: int, writing: int, token: str, limits: Limits) -> ProgramResult:
+def _launch(request: dict, writing: int, token: str) -> subprocess.Popen[bytes]:
     environment = {
         "PATH": "/usr/bin:/bin",
         "HOME": request["folder"],
@@ -106,47 +122,22 @@ def _launch(request: dict, reading: int, writing: int, token: str, limits: Limit
         "OPENBLAS_NUM_THREADS": "1",
         "UPWEIGHT_SANDBOX": token,
     }
-    command = [sys.executable, "-I", "-S", str(_HERE / "launch.py"), str(writing)]
     try:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env=environment,
-            cwd=request["folder"],
-            pass_fds=[writing],
-            start_new_session=True,
-        )
+        with tempfile.TemporaryFile() as request_file:
+            request_file.write(json.dumps(request).encode())
+            request_file.seek(0)
+            return subprocess.Popen(
+                [sys.executable, "-I", "-S", str(_HERE / "launch.py"), str(writing)],
+                stdin=request_file,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env=environment,
+                cwd=request["folder"],
+                pass_fds=[writing],
+                start_new_session=True,
+            )
     finally:
         os.close(writing)
-    report = b""
-    try:
-        _send(process, json.dumps(request).encode("utf-8", errors="surrogatepass"))
-        (stdout, report, stderr), reason = _drain(process, reading, limits)
-    finally:
-        _end(process, _ready(report), token)
-    held = _held(report, token) if not reason else None
-    stderr_tail = stderr.decode(errors="replace").strip()[-400:]
-    ready = _ready(report)
-    if ready is None:
-        raise SandboxError(f"it did not start: {reason or stderr_tail}")
-    return ProgramResult(
-        ended_well=not reason and process.returncode == 0,
-        stdout=stdout.decode(errors="replace"),
-        held=held,
-        isolation=tuple(ready["holds"]),
-        reason=reason or stderr_tail,
-    )
-
-
-def _send(process: subprocess.Popen[bytes], request: bytes) -> None:
-    assert process.stdin is not None
-    try:
-        process.stdin.write(request)
-        process.stdin.close()
-    except BrokenPipeError:
-        return  # it exited at once; its stderr is read next
 
 
 def _drain(process: subprocess.Popen[bytes], reading: int, limits: Limits) -> tuple[list[bytes], str]:
@@ -166,7 +157,11 @@ def _drain(process: subprocess.Popen[bytes], reading: int, limits: Limits) -> tu
             ended = process.poll() is not None
             ready = selector.select(0 if ended else 0.02)
             for key, _ in ready:
-                _take(selector, key.fd, output[key.fd])
+                with suppress(BlockingIOError):
+                    block = os.read(key.fd, 65536)
+                    output[key.fd] += block
+                    if not block:
+                        selector.unregister(key.fd)
                 if len(output[key.fd]) > most[key.fd]:
                     reason = "wrote more output than allowed"
             if ended and not ready:
@@ -176,45 +171,22 @@ def _drain(process: subprocess.Popen[bytes], reading: int, limits: Limits) -> tu
     return [bytes(output[source][: most[source]]) for source in sources], reason
 
 
-def _take(selector: selectors.BaseSelector, source: int, into: bytearray) -> None:
-    try:
-        block = os.read(source, 65536)
-    except BlockingIOError:
-        return
-    into += block
-    if not block:
-        selector.unregister(source)
-
-
-def _ready(report: bytes) -> dict | None:
-    """Return the launcher's report line, or None if the program was never started."""
-    line = report.split(b"\n", 1)[0]
-    return json.loads(line) if line.startswith(b"{") and line.endswith(b"}") else None
-
-
 def _end(process: subprocess.Popen[bytes], ready: dict | None, token: str) -> None:
     """Kill the launcher and everything the program started, and reap."""
-    signal_group(process.pid, signal.SIGKILL)
-    process.wait()
-    for pipe in (process.stdin, process.stdout, process.stderr):
-        if pipe is not None and not pipe.closed:
-            pipe.close()
-    namespaced = ready is not None and ready["holds"][0] != "plain"
-    if not namespaced:  # with a PID namespace the kernel has done it
-        _sweep(ready, token)
-
-
-def _sweep(ready: dict | None, token: str) -> None:
-    """Kill by group, by the spare user and by the mark in the environment what left the launcher's group."""
+    with process:  # which closes its pipes and waits
+        signal_group(process.pid, signal.SIGKILL)
     if ready is not None:
+        if ready["holds"][0] != "plain":
+            return  # with a PID namespace the kernel has done it
         signal_group(ready["pid"], signal.SIGKILL)
+    # What left the launcher's group is known by the spare user, or by the mark in its environment.
     spare = ready["user"] if ready is not None and "spare-user" in ready["holds"] else None
     mark = f"UPWEIGHT_SANDBOX={token}".encode()
     for _ in range(20):
-        remaining = [process for process in process_ids() if _belongs(process, spare, mark)]
-        for process in remaining:
+        remaining = [number for number in process_ids() if _belongs(number, spare, mark)]
+        for number in remaining:
             with suppress(ProcessLookupError, PermissionError):
-                os.kill(process, signal.SIGKILL)
+                os.kill(number, signal.SIGKILL)
         if not remaining:
             return
         time.sleep(0.02)
@@ -231,9 +203,9 @@ def _belongs(process: int, spare: int | None, mark: bytes) -> bool:
         return False
 
 
-def _held(report: bytes, token: str) -> list[bool] | None:
+def _held(lines: list[bytes], token: str) -> list[bool] | None:
     """The report's lines -> which tests held, from the first line with our token."""
-    for line in report.splitlines()[1:]:
+    for line in lines:
         with suppress(ValueError):
             content = json.loads(line)
             if isinstance(content, dict) and content.get("token") == token:

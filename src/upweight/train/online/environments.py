@@ -17,7 +17,7 @@ from upweight.environments.episode import Environment
 from upweight.environments.nemo_gym.gym import NemoGym
 from upweight.environments.nemo_gym.process import GymProcess
 from upweight.environments.python_class import PythonEnvironment
-from upweight.rewards.environment import COLUMN as EPISODE
+from upweight.rewards.load import EPISODE
 from upweight.rewards.reward import Reward, check_columns
 from upweight.rollout.episodes.gym_agents import GymAgents, PolicyGateway
 from upweight.rollout.episodes.loop import EpisodeLimits, EpisodeSetup

@@ -12,8 +12,7 @@ from upweight.errors import UserError
 from upweight.log import warn_once
 from upweight.models.tokenizer import load_tokenizer
 from upweight.rewards.builtin.text import texts_of
-from upweight.rewards.call import RewardCall
-from upweight.rewards.reward import Reward
+from upweight.rewards.reward import Reward, RewardCall
 from upweight.rewards.trial import Trial, remarks, try_rewards
 from upweight.rollout.plan import PromptOrder
 from upweight.train.online.assemble import rewards_of

@@ -4,8 +4,7 @@ import pytest
 
 from made_rewards import reward_call
 from upweight.errors import UserError
-from upweight.rewards.call import RewardParameters, parameters_of, plain_state
-from upweight.rewards.reward import Reward, check_columns
+from upweight.rewards.reward import Reward, RewardParameters, check_columns, parameters_of, plain_state
 
 
 def test_a_call_is_cut_at_groups():

@@ -1,11 +1,17 @@
-"""Rewards for length."""
+"""Rewards for length, repetition and likeness."""
 
 import math
 
 import pytest
 
 from upweight.errors import UserError
-from upweight.rewards.builtin.lengths import CosineLengthReward, LengthReward
+from upweight.rewards.builtin.measures import (
+    CosineLengthReward,
+    DiversityReward,
+    LengthReward,
+    RepetitionReward,
+    ngrams,
+)
 
 
 def test_length_in_words():
@@ -40,3 +46,36 @@ def test_cosine_length_follows_its_formula():
 def test_cosine_length_beyond_the_limit_and_without_answer():
     reward = CosineLengthReward(max_length=1, unit="words", too_long=-10.0, by="exact(column='gold')")
     assert reward(["a b", "a", "a"], gold=["a b", "a", None]) == [-10.0, 0.5, None]
+
+
+def test_ngrams():
+    assert ngrams(["a", "b", "c"], 2) == [("a", "b"), ("b", "c")]
+    assert ngrams(["a"], 2) == []
+
+
+def test_repetition():
+    reward = RepetitionReward(ngram=1)
+    assert reward(["a b c d", "a a a a", "A a b B", "", "a"]) == pytest.approx([0, -0.75, -0.5, 0, 0])
+
+
+def test_repetition_of_tokens_and_characters():
+    assert RepetitionReward(ngram=2, unit="tokens", penalty=-2)(["x"], completion_ids=[[1, 2, 1, 2, 1]]) == [-1.0]
+    assert RepetitionReward(ngram=1, unit="characters")(["日日"]) == [-0.5]
+
+
+def test_an_enormous_repetition_nears_the_penalty():
+    (score,) = RepetitionReward()(["again " * 200_000])
+    assert score == pytest.approx(-1.0, abs=1e-4)
+
+
+def test_diversity_compares_within_a_prompt_only():
+    texts = ["a b c", "a b c", "x y z", "a b c", "p q r"]
+    scores = DiversityReward()(texts, prompts=["one", "one", "one", "two", "two"])
+    assert scores == pytest.approx([-0.5, -0.5, 0, 0, 0])
+
+
+def test_diversity_takes_message_prompts_and_odd_completions():
+    ask = [{"role": "user", "content": "q"}]
+    assert DiversityReward()(["", "", "one"], prompts=[ask, ask, ask]) == pytest.approx([-0.5, -0.5, 0])
+    assert DiversityReward()(["same", "same"], prompts=[ask, [*ask]]) == [-1, -1]
+    assert DiversityReward()(["alone"], prompts=["x"]) == [0]
