@@ -3,8 +3,9 @@ import torch
 from torch import nn
 
 from upweight.engine import head as head_module
-from upweight.engine.head import install_head, linear_statistics, module_statistics
+from upweight.engine.head import head_forward, linear_statistics, module_statistics
 from upweight.engine.logits import STATISTICS, HeadRequest, LogitTransform, row_statistics
+from upweight.models.modules import wrap_forward
 
 REQUEST = HeadRequest(LogitTransform(scale=0.5, cap=4.0), 0.8, frozenset(STATISTICS))
 NAMES = ("logps_T", *STATISTICS[:4])
@@ -104,8 +105,8 @@ def test_memory_kept_for_backward_does_not_grow_with_vocabulary_times_tokens(mon
 def test_a_taught_head_is_the_old_one_without_an_ask():
     hidden, layer, target = made()
     plain = layer(hidden)
-    install_head(layer)
-    install_head(layer)
+    wrap_forward(layer, head_forward)
+    wrap_forward(layer, head_forward)
     assert torch.equal(layer(hidden), plain)
     out = layer(hidden, target=target, request=REQUEST, vocabulary=50)
     torch.testing.assert_close(out["logps_T"], row_statistics(plain, target, REQUEST)["logps_T"], atol=1e-5, rtol=1e-5)

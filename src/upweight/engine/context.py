@@ -8,7 +8,7 @@ gradient of its local scored tokens: summed over the ranks, every token is count
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -36,9 +36,9 @@ class ContextGroup:
 
     def shard(self, positions_T: Tensor, length: int) -> "PositionShard":
         """Return which of these positions in a row of `length` tokens lie in this rank's slice."""
-        first = self.rank * -(-length // self.size)
-        offset_T = positions_T - first
-        local_I = ((offset_T >= 0) & (offset_T < -(-length // self.size))).nonzero()[:, 0]
+        slice_length = -(-length // self.size)
+        offset_T = positions_T - self.rank * slice_length
+        local_I = ((offset_T >= 0) & (offset_T < slice_length)).nonzero()[:, 0]
         return PositionShard(self, len(positions_T), local_I, offset_T)
 
 
@@ -64,9 +64,7 @@ class PositionShard:
         """Return the values of all ranks, in the order of the positions, on every rank."""
         if values_IX.dtype == torch.bool:
             return self.gather(values_IX.to(torch.uint8)).bool()
-        values_TX = _GatherPositions.apply(values_IX, self.local_I, self.total, self.context.group)
-        assert isinstance(values_TX, Tensor)
-        return values_TX
+        return cast(Tensor, _GatherPositions.apply(values_IX, self.local_I, self.total, self.context.group))
 
     def _computed(self) -> Tensor:
         return self.local_I if len(self.local_I) or not self.total else self.local_I.new_zeros(1)
@@ -95,10 +93,10 @@ class ShardedTree(Tree):
         copies = size // math.gcd(size, key.shape[1])  # the fewest that divide evenly among the ranks
         if copies > 1:
             key, value = (x.repeat_interleave(copies, 1) for x in (key, value))
-        query, key, value = (_all_to_all(x, 1, 2, group) for x in (query, key, value))
+        query, key, value = (cast(Tensor, _AllToAll.apply(x, 1, 2, group)) for x in (query, key, value))
         if params.sinks is not None:
             params = dataclasses.replace(params, sinks=params.sinks.chunk(size)[self.context.rank])
-        return _all_to_all(super().attend(module, query, key, value, params), 2, 1, group)
+        return cast(Tensor, _AllToAll.apply(super().attend(module, query, key, value, params), 2, 1, group))
 
 
 def require_heads(heads: int, size: int) -> None:
@@ -118,31 +116,20 @@ def require_shareable(config: PreTrainedConfig, size: int) -> None:
         require_heads(heads, size)
 
 
-def _all_to_all(x: Tensor, split: int, join: int, group: dist.ProcessGroup) -> Tensor:
-    """Split one dimension over the ranks and join what they send along another, with gradients."""
-    out = _AllToAll.apply(x, split, join, group)
-    assert isinstance(out, Tensor)
-    return out
-
-
-def _exchange(x: Tensor, split: int, join: int, group: dist.ProcessGroup) -> Tensor:
-    sent = torch.stack(x.chunk(dist.get_world_size(group), split))
-    received = torch.empty_like(sent)
-    dist.all_to_all_single(received, sent, group=group)
-    return torch.cat(received.unbind(0), join)
-
-
 class _AllToAll(torch.autograd.Function):
-    """An all-to-all whose backward is the reverse all-to-all."""
+    """Splits one dimension over the ranks and joins what they send along another; backward is the reverse of it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, split: int, join: int, group: dist.ProcessGroup) -> Tensor:
         ctx.back = join, split, group
-        return _exchange(x, split, join, group)
+        sent = torch.stack(x.chunk(dist.get_world_size(group), split))
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=group)
+        return torch.cat(received.unbind(0), join)
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
-        return _exchange(grad_outputs[0], *ctx.back), None, None, None
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Any, ...]:
+        return _AllToAll.apply(grad_outputs[0], *ctx.back), None, None, None
 
 
 class _GatherPositions(torch.autograd.Function):

@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Callable
-from types import MethodType
 from typing import Any
 
 import torch
@@ -18,17 +17,8 @@ _CHUNK_ON_CPU, _CHUNK_ON_GPU = 1 << 24, 1 << 27
 _KEPT_ON_CPU, _KEPT_ON_GPU = 1 << 26, 1 << 27
 _ROW_STEP = 128  # on a GPU chunks are padded to this, so that few shapes exist
 
-_Kernel = Callable[..., Any]
 
-
-def install_head(head: nn.Module) -> None:
-    """Let a head module compute statistics in its forward; without `request` it runs its stock forward."""
-    if "_stock_forward" not in head.__dict__:
-        head.__dict__["_stock_forward"] = head.forward
-        head.forward = MethodType(_head_forward, head)
-
-
-def _head_forward(self: nn.Module, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+def head_forward(self: nn.Module, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Return statistics by name for hidden states, `target` ids and a `request`; without one, the stock output."""
     request: HeadRequest | None = kwargs.pop("request", None)
     stock: Callable[..., Tensor] = self.__dict__["_stock_forward"]
@@ -46,27 +36,25 @@ def linear_statistics(
     """Compute statistics through a plain linear layer, trained or frozen."""
     kind = hidden_TD.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden_TD.dtype
-    names = ("logps_T", *sorted(request.statistics))
-    outs = _LinearStatistics.apply(hidden_TD.to(dtype), weight_VD, bias_V, (target_T, request, names))
+    outs = _LinearStatistics.apply(hidden_TD.to(dtype), weight_VD, bias_V, target_T, request)
     assert isinstance(outs, tuple)
-    return dict(zip(names, outs, strict=True))
+    return dict(zip(request.names, outs, strict=True))
 
 
 def module_statistics(
     project: Callable[[Tensor], Tensor], vocabulary: int, hidden_TD: Tensor, target_T: Tensor, request: HeadRequest
 ) -> dict[str, Tensor]:
     """Compute statistics through any projection (an adapted or quantized head), each chunk checkpointed."""
-    names = ("logps_T", *sorted(request.statistics))
 
     def chunk_statistics(hidden: Tensor, target: Tensor) -> tuple[Tensor, ...]:
         statistics = row_statistics(project(hidden), target, request)
-        return tuple(statistics[name] for name in names)
+        return tuple(statistics[name] for name in request.names)
 
     parts = [
         checkpoint(chunk_statistics, hidden, target, use_reentrant=False)
         for hidden, target in zip(*_chunks(hidden_TD, vocabulary, hidden_TD, target_T), strict=True)
     ]
-    return {name: torch.cat(column) for name, column in zip(names, zip(*parts, strict=True), strict=True)}
+    return {name: torch.cat(column) for name, column in zip(request.names, zip(*parts, strict=True), strict=True)}
 
 
 def _chunks(like: Tensor, width: int, *rows: Tensor) -> list[tuple[Tensor, ...]]:
@@ -78,28 +66,13 @@ def _chunks(like: Tensor, width: int, *rows: Tensor) -> list[tuple[Tensor, ...]]
     return [x.split(count) for x in rows]
 
 
-def _without_autocast(backward: _Kernel) -> _Kernel:
-    """Run a backward with autocast off: the forward chose the dtypes, and the backward must not change them."""
-
-    def run(ctx: Any, *grad_outputs: Any) -> Any:
-        with torch.autocast(ctx.saved_tensors[0].device.type, enabled=False):
-            return backward(ctx, *grad_outputs)
-
-    return run
-
-
 class _LinearStatistics(torch.autograd.Function):
     """Keeps hidden states, per-row statistics and a bounded part of the projections; backward recomputes the rest."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden_TD: Tensor,
-        weight_VD: Tensor,
-        bias_V: Tensor | None,
-        targets: tuple[Tensor, HeadRequest, tuple[str, ...]],
+        ctx: Any, hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, target_T: Tensor, request: HeadRequest
     ) -> tuple[Tensor, ...]:
-        target_T, request, names = targets
         project = _projection(hidden_TD, weight_VD, bias_V)
         kernel = _kernel(row_statistics, hidden_TD.is_cuda)
         parts: dict[str, list[Tensor]] = {}
@@ -116,17 +89,16 @@ class _LinearStatistics(torch.autograd.Function):
         statistics = {name: torch.cat(values) for name, values in parts.items()}
         kept = [name for name in ("log_sum_exp_T", "entropy_T", "log_collision_T") if name in statistics]
         ctx.save_for_backward(hidden_TD, weight_VD, bias_V, target_T, *(statistics[name] for name in kept))
-        ctx.request, ctx.names, ctx.kept = request, names, kept
+        ctx.request, ctx.kept = request, kept
         ctx.set_materialize_grads(False)
-        if "is_top_T" in names:
+        if "is_top_T" in request.names:
             ctx.mark_non_differentiable(statistics["is_top_T"])
-        return tuple(statistics[name] for name in names)
+        return tuple(statistics[name] for name in request.names)
 
     @staticmethod
-    @_without_autocast
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
         hidden_TD, weight_VD, bias_V, target_T, *kept = ctx.saved_tensors
-        reached = {name: grad for name, grad in zip(ctx.names, grad_outputs, strict=True) if grad is not None}
+        reached = {name: grad for name, grad in zip(ctx.request.names, grad_outputs, strict=True) if grad is not None}
         reached.pop("is_top_T", None)
         reached.setdefault("logps_T", torch.zeros_like(kept[0]))
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
@@ -138,26 +110,25 @@ class _LinearStatistics(torch.autograd.Function):
         grad_bias = torch.zeros_like(bias_V, dtype=torch.float32) if need_bias else None
         columns = [hidden_TD, target_T, *kept, *reached.values()]
         start = 0
-        for hidden, target, *rest in zip(*_chunks(hidden_TD, len(weight_VD), *columns), strict=True):
-            rows = len(hidden)
-            values = [_padded(value) for value in rest]
-            statistics = dict(zip(ctx.kept, values, strict=False))
-            grads = dict(zip(reached, values[len(kept) :], strict=True))
-            projected = ctx.projected.pop(0) if ctx.projected else project(_padded(hidden))
-            grad_TV = kernel(projected, _padded(target), ctx.request, statistics, grads)[:rows]
-            if grad_hidden is not None:
-                torch.mm(grad_TV, weight, out=grad_hidden[start : start + rows])
-            if grad_weight is not None:
-                _add_product(grad_weight, grad_TV, hidden)
-            if grad_bias is not None:
-                grad_bias += grad_TV.sum(0, dtype=torch.float32)
-            start += rows
-        return (
-            grad_hidden,
-            None if grad_weight is None else grad_weight.to(weight_VD.dtype),
-            None if grad_bias is None or bias_V is None else grad_bias.to(bias_V.dtype),
-            None,
-        )
+        # The forward chose the dtypes, which autocast would change.
+        with torch.autocast(hidden_TD.device.type, enabled=False):
+            for hidden, target, *rest in zip(*_chunks(hidden_TD, len(weight_VD), *columns), strict=True):
+                rows = len(hidden)
+                values = [_padded(value) for value in rest]
+                statistics = dict(zip(ctx.kept, values, strict=False))
+                grads = dict(zip(reached, values[len(kept) :], strict=True))
+                projected = ctx.projected.pop(0) if ctx.projected else project(_padded(hidden))
+                grad_TV = kernel(projected, _padded(target), ctx.request, statistics, grads)[:rows]
+                if grad_hidden is not None:
+                    torch.mm(grad_TV, weight, out=grad_hidden[start : start + rows])
+                if grad_weight is not None:
+                    _add_product(grad_weight, grad_TV, hidden)
+                if grad_bias is not None:
+                    grad_bias += grad_TV.sum(0, dtype=torch.float32)
+                start += rows
+        to_weight = None if grad_weight is None else grad_weight.to(weight_VD.dtype)
+        to_bias = None if grad_bias is None or bias_V is None else grad_bias.to(bias_V.dtype)
+        return grad_hidden, to_weight, to_bias, None, None
 
 
 def _projection(hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> Callable[[Tensor], Tensor]:
@@ -184,6 +155,6 @@ def _padded(rows: Tensor) -> Tensor:
 
 
 @functools.cache
-def _kernel(function: _Kernel, compiled: bool) -> _Kernel:
+def _kernel(function: Callable[..., Any], compiled: bool) -> Callable[..., Any]:
     """Return a row function, or its compiled form: eager passes over a chunk cost as much as its projection."""
     return torch.compile(function, dynamic=True, fullgraph=True) if compiled else function

@@ -1,12 +1,13 @@
 """The vocabulary projection to a model's logits, and logits to statistics with their gradients."""
 
 from dataclasses import dataclass
-from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+
+from upweight.models.modules import replaced_forwards
 
 STATISTICS = ("entropy_T", "log_sum_exp_T", "mean_logit_T", "log_collision_T", "is_top_T")
 
@@ -33,6 +34,10 @@ class HeadRequest:
     temperature: float = 1.0
     statistics: frozenset[str] = frozenset()
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        return "logps_T", *sorted(self.statistics)
+
 
 def logit_transform(base: PreTrainedModel, body: nn.Module) -> LogitTransform | None:
     """Return how this model turns its projection into logits, observed in its forward; None when it does more.
@@ -40,9 +45,8 @@ def logit_transform(base: PreTrainedModel, body: nn.Module) -> LogitTransform | 
     Fixed numbers replace the outputs of the body and the projection, so that no weight is read: this works for models
     on the meta device and for sharded ones, and costs nothing.
     """
-    head = base.get_output_embeddings()
+    head, config = base.get_output_embeddings(), base.config.get_text_config()
     assert head is not None
-    config = base.config.get_text_config()
     if not hasattr(config, "hidden_size"):  # several bodies, each with a size of its own
         return None
     hidden_1ND = torch.linspace(-2, 2, 2 * config.hidden_size).view(1, 2, -1)
@@ -53,18 +57,11 @@ def logit_transform(base: PreTrainedModel, body: nn.Module) -> LogitTransform | 
         seen.append(hidden.detach())
         return projected_1NV
 
-    before = body.__dict__.get("forward"), head.__dict__.get("forward")
-    body.forward = MethodType(lambda self, *a, **k: HiddenStatesOutput(hidden_1ND), body)
-    head.forward = MethodType(project, head)
     try:
-        out = base.forward(input_ids=torch.zeros(1, 2, dtype=torch.long))
+        with replaced_forwards({body: HiddenStatesOutput(hidden_1ND), head: project}):
+            out = base.forward(input_ids=torch.zeros(1, 2, dtype=torch.long))
     except RuntimeError:  # weights between body and head met our numbers on another device
         return None
-    finally:
-        for module, forward in zip((body, head), before, strict=True):
-            del module.forward
-            if forward is not None:
-                module.forward = forward
     if len(seen) != 1 or seen[0].shape != hidden_1ND.shape:
         return None
     # a model that scales the hidden state before the head scales the logits by as much
@@ -83,10 +80,13 @@ def logit_transform(base: PreTrainedModel, body: nn.Module) -> LogitTransform | 
 
 
 class HiddenStatesOutput:
-    """Replaces any body output: it has hidden states, and None for every other field."""
+    """Replaces any body output: it has hidden states, and None for every other field. As a forward it gives itself."""
 
     def __init__(self, hidden: Tensor) -> None:
         self.last_hidden_state = hidden
+
+    def __call__(self, *args: Any, **kwargs: Any) -> "HiddenStatesOutput":
+        return self
 
     def __getitem__(self, index: Any) -> Any:
         return self.last_hidden_state if index == 0 else None
@@ -138,9 +138,8 @@ def row_gradient(
 ) -> Tensor:
     """Return the gradient of the projections, from the forward's `statistics` and the gradients of each of them."""
     capped = request.transform(projected_TV.float())
-    log_p = (capped if request.temperature == 1.0 else capped / request.temperature) - statistics["log_sum_exp_T"][
-        :, None
-    ]
+    logits = capped if request.temperature == 1.0 else capped / request.temperature
+    log_p = logits - statistics["log_sum_exp_T"][:, None]
     p = log_p.exp()
     to_logp = grads["logps_T"]
     weight_T = -to_logp
@@ -152,9 +151,8 @@ def row_gradient(
     if "entropy_T" in grads:
         extra = p * (log_p + statistics["entropy_T"][:, None]) * -grads["entropy_T"][:, None]
     if "log_collision_T" in grads:
-        squares = torch.exp(2 * log_p - statistics["log_collision_T"][:, None]) * (
-            2 * grads["log_collision_T"][:, None]
-        )
+        squares = torch.exp(2 * log_p - statistics["log_collision_T"][:, None])
+        squares = squares * (2 * grads["log_collision_T"][:, None])
         extra = squares if extra is None else extra + squares
     if "mean_logit_T" in grads:
         even = grads["mean_logit_T"][:, None] / log_p.shape[-1]

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from upweight.engine.attention.interface import AttentionParams
-from upweight.engine.attention.rules import Rule
+from upweight.engine.attention.rules import AttentionParams, Rule
 
 
 @dataclass(frozen=True, eq=False)

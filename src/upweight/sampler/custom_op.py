@@ -14,8 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from upweight.engine.attention.interface import AttentionParams
-from upweight.engine.attention.rules import Rule
+from upweight.engine.attention.rules import AttentionParams, Rule
 
 
 class CallAttention(Protocol):

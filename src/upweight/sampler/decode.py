@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from upweight.engine.attention.interface import AttentionParams, tree_masks, use_tree_attention
-from upweight.engine.attention.rules import Rule
+from upweight.engine.attention.interface import tree_masks, use_tree_attention
+from upweight.engine.attention.rules import AttentionParams, Rule
 from upweight.engine.attention.segments import SegmentPlan, segment_attention
 from upweight.engine.forward import body_of
 from upweight.engine.logits import LogitTransform
@@ -121,9 +121,7 @@ class _Prefill:
         for kept, new in ((kept_key, key), (kept_value, value)):
             kept[self._groups, :, :width] = new[0][:, self._index_GP].transpose(0, 1)
         plan = self._plans[rule]
-        return segment_attention(
-            query, key, value, plan, scaling=params.scaling, softcap=params.softcap, sinks=params.sinks
-        )
+        return segment_attention(query, key, value, plan, params)
 
 
 class _Step:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from upweight.engine.attention.rules import Rule
+from upweight.engine.attention.rules import AttentionParams, Rule
 
 BLOCK = 128
 _MOST_COMPILED = 64  # layer rules times modes times the options below, each compiled once
@@ -82,27 +82,22 @@ def _visibility(end_N: Tensor, position_N: Tensor, rule: Rule) -> Callable[[Tens
     return sees if chunk is None else sees_chunk
 
 
-def flex_tree_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: BlockMask,
-    *,
-    scaling: float,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
+def flex_tree_attention(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, params: AttentionParams) -> Tensor:
     """Attend over a row of trees on a GPU; query [1, heads, N, width], key and value with as many or fewer heads."""
-    options: dict[str, Any] = {"block_mask": mask, "scale": scaling, "enable_gqa": query.shape[1] != key.shape[1]}
+    options: dict[str, Any] = {
+        "block_mask": mask,
+        "scale": params.scaling,
+        "enable_gqa": query.shape[1] != key.shape[1],
+    }
     if query.shape[2] % BLOCK == 0:  # the compiler cannot know it of a length that varies, and checks bounds
         options["kernel_options"] = {"IS_DIVISIBLE": True}
-    if softcap is not None:
-        options["score_mod"] = _capped(softcap)
-    if sinks is None:
+    if params.softcap is not None:
+        options["score_mod"] = _capped(params.softcap)
+    if params.sinks is None:
         return compiled_flex_attention()(query, key, value, **options)
     out, aux = compiled_flex_attention()(query, key, value, return_aux=AuxRequest(lse=True), **options)
     # a sink is one more key without a value: it takes its share of the softmax and adds nothing
-    share = torch.sigmoid(aux.lse - sinks.float().view(1, -1, 1))
+    share = torch.sigmoid(aux.lse - params.sinks.float().view(1, -1, 1))
     return (out * share[..., None]).to(value.dtype)
 
 
