@@ -7,13 +7,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from upweight.engine.activation_budget import activation_budget
-from upweight.engine.forward import Engine, base_of
+from upweight.engine.forward import Engine
 from upweight.engine.layout import scaled_beyond
 from upweight.engine.packing import Layout
 from upweight.engine.scores import without_padding
 from upweight.errors import UserError
-from upweight.models.memory import USUAL_OPTIMIZER
 from upweight.models.modules import dropout_off
 from upweight.types import Batch
 
@@ -202,20 +200,6 @@ def _model_scores(engine: Engine, model: nn.Module, sequence: _Sequence) -> Tens
             for at in sequence.source_T.tolist()
         ]
     return torch.cat(cut)
-
-
-def enable_checkpointing(
-    model: nn.Module, reentrant: bool = False, every_layer: bool = False, optimizer: str = USUAL_OPTIMIZER
-) -> None:
-    """Recompute activations in backward, in `every_layer` or in as many as memory without the optimizer's requires.
-
-    The outputs of frozen embeddings then need gradients, or adapters get none.
-    """
-    base = base_of(model)
-    base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
-    base.__dict__["_activation_budget"] = None if every_layer else activation_budget(base, optimizer)
-    if not any(p.requires_grad for p in base.get_input_embeddings().parameters()):
-        base.enable_input_require_grads()
 
 
 def gradients_flow(model: nn.Module) -> bool:

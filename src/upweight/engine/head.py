@@ -36,7 +36,7 @@ def linear_statistics(
     """Compute statistics through a plain linear layer, trained or frozen."""
     kind = hidden_TD.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden_TD.dtype
-    outs = _LinearStatistics.apply(hidden_TD.to(dtype), weight_VD, bias_V, target_T, request)
+    outs = _LinearStatistics.apply(hidden_TD.to(dtype), weight_VD, bias_V, (target_T, request))
     assert isinstance(outs, tuple)
     return dict(zip(request.names, outs, strict=True))
 
@@ -71,8 +71,9 @@ class _LinearStatistics(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, target_T: Tensor, request: HeadRequest
+        ctx: Any, hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targets: tuple[Tensor, HeadRequest]
     ) -> tuple[Tensor, ...]:
+        target_T, request = targets
         project = _projection(hidden_TD, weight_VD, bias_V)
         kernel = _kernel(row_statistics, hidden_TD.is_cuda)
         parts: dict[str, list[Tensor]] = {}
@@ -128,7 +129,7 @@ class _LinearStatistics(torch.autograd.Function):
                 start += rows
         to_weight = None if grad_weight is None else grad_weight.to(weight_VD.dtype)
         to_bias = None if grad_bias is None or bias_V is None else grad_bias.to(bias_V.dtype)
-        return grad_hidden, to_weight, to_bias, None, None
+        return grad_hidden, to_weight, to_bias, None
 
 
 def _projection(hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> Callable[[Tensor], Tensor]:

@@ -9,7 +9,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from upweight.config.sections.model import ModelSection
 from upweight.errors import UserError
 from upweight.log import logger
-from upweight.models.source import load_failures, source_of
+from upweight.models.load import load_failures, source_of
 
 # Tokens that model families reserve for padding although their tokenizers do not declare it.
 PADDING_NAMES = (

@@ -12,8 +12,8 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from upweight.data.tokenize.tokens import TextTokens
 from upweight.errors import UserError
 from upweight.log import warn_once
+from upweight.models.load import load_failures, source_of
 from upweight.models.patches import keep_soft_cap
-from upweight.models.source import load_failures, source_of
 from upweight.rewards.call import parameters_of
 from upweight.rewards.process import is_process_model, load_process_reward, run_config
 from upweight.rewards.reward import Reward
