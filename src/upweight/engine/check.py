@@ -2,6 +2,7 @@
 
 import dataclasses
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -81,9 +82,7 @@ def check_first_batch(engine: Engine, model: nn.Module, batch: Batch, dtype: tor
 
 def _engine_output(engine: Engine, model: nn.Module, batch: Batch) -> Tensor:
     out = engine(model, batch)
-    values = out.scores_TC if engine.scores else out.logps_T
-    assert values is not None
-    return values
+    return cast(Tensor, out.scores_TC if engine.scores else out.logps_T)
 
 
 def _difference(values: Tensor, exact: bool) -> float:
@@ -147,9 +146,8 @@ def _sequences(batch: Batch) -> list[_Sequence]:
     depth_S = torch.where(last_S < 0, -1, batch.position_BN.flatten()[last_S.clamp(min=0)])
     in_order = [number for number in last_S.argsort().tolist() if last_S[number] >= 0]
     at_end = (in_order[-_FROM_EACH_END:] * _FROM_EACH_END)[:_FROM_EACH_END]
-    numbers = [in_order[0], int(depth_S.argmax()), *at_end]
     sequences: list[_Sequence] = []
-    for number in numbers:
+    for number in (in_order[0], int(depth_S.argmax()), *at_end):
         where_T = (batch.sequence_T == number).nonzero()[:, 0]
         last = int(last_S[number])
         first = last // width * width
@@ -164,10 +162,22 @@ def _sequences(batch: Batch) -> list[_Sequence]:
 
 
 def _model_output(engine: Engine, model: nn.Module, sequence: _Sequence) -> Tensor:
-    """Return log-probs from the model's logits of one sequence, or its scores."""
-    if engine.scores:
-        return _model_scores(engine, model, sequence)
-    return _model_logps(engine, model, sequence.ids_N, sequence.source_T, sequence.target_T)
+    """Return log-probs from the model's logits of one sequence, or its scores.
+
+    A class that pools gives one score per text, so the text is cut after each source.
+    """
+    if not engine.scores:
+        return _model_logps(engine, model, sequence.ids_N, sequence.source_T, sequence.target_T)
+    with without_padding(engine.config):
+        scores = model(input_ids=sequence.ids_N[None], use_cache=False).logits
+        if scores.ndim == 3:
+            return scores[0, sequence.source_T]
+        last = int(sequence.source_T.max())
+        cut = [
+            scores if at == last else model(input_ids=sequence.ids_N[None, : at + 1], use_cache=False).logits
+            for at in sequence.source_T.tolist()
+        ]
+    return torch.cat(cut)
 
 
 def _model_logps(engine: Engine, model: nn.Module, ids_N: Tensor, source_T: Tensor, target_T: Tensor) -> Tensor:
@@ -186,20 +196,6 @@ def _change_without_suffix(engine: Engine, model: nn.Module, sequence: _Sequence
     whole, cut = (_model_logps(engine, model, ids, source_T, target_T) for ids in (sequence.ids_N, cut_N))
     scaled = scaled_beyond(engine.config)  # rotary embeddings of longer sequences differ with each length
     return (whole - cut).abs() * (scaled is None or len(sequence.ids_N) <= scaled)
-
-
-def _model_scores(engine: Engine, model: nn.Module, sequence: _Sequence) -> Tensor:
-    """Return the model's scores; a class that pools gives one score per text, so the text is cut after each source."""
-    with without_padding(engine.config):
-        scores = model(input_ids=sequence.ids_N[None], use_cache=False).logits
-        if scores.ndim == 3:
-            return scores[0, sequence.source_T]
-        last = int(sequence.source_T.max())
-        cut = [
-            scores if at == last else model(input_ids=sequence.ids_N[None, : at + 1], use_cache=False).logits
-            for at in sequence.source_T.tolist()
-        ]
-    return torch.cat(cut)
 
 
 def gradients_flow(model: nn.Module) -> bool:

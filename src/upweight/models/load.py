@@ -1,6 +1,5 @@
 """Load the model to train from a folder, the hub or a GGUF file, with the head that the method needs."""
 
-import difflib
 import importlib.util
 import logging
 import os
@@ -17,7 +16,7 @@ from transformers.utils.import_utils import is_flash_attn_2_available, is_flash_
 
 from upweight.config.rules.model import ENDINGS, Head
 from upweight.config.sections.model import AdapterSection, ModelSection
-from upweight.errors import UserError
+from upweight.errors import UserError, did_you_mean
 from upweight.log import logger, warn_once
 from upweight.models.patches import keep_soft_cap
 
@@ -166,9 +165,8 @@ def load_config(section: ModelSection) -> PreTrainedConfig:
         )
     for name, value in section.config_overrides.items():
         if not hasattr(config, name):
-            close = difflib.get_close_matches(name, list(config.to_dict()), n=1)
-            meant = f"; did you mean {close[0]!r}?" if close else ""
-            raise UserError(f"model_config: {name!r} is no field of a {config.model_type} config{meant}")
+            meant = did_you_mean(name, config.to_dict())
+            raise UserError(f"model_config: {name!r} is no field of a {config.model_type} config.{meant}")
         setattr(config, name, value)
     return config
 

@@ -45,17 +45,16 @@ def trained_weights(model: nn.Module, dtype: torch.dtype) -> list[TrainedWeight]
             if parameter.requires_grad and parameter.is_floating_point():
                 places.setdefault(parameter, []).append((module, name))
 
-    def compute_dtype(parameter: nn.Parameter, place: tuple[nn.Module, str]) -> torch.dtype:
-        copy = vars(place[0]).get(place[1])
-        if copy is not None:
+    def compute_dtype(parameter: nn.Parameter, module: nn.Module, name: str) -> torch.dtype:
+        if (copy := vars(module).get(name)) is not None:
             return copy.dtype
         # PEFT keeps adapted embeddings in a ParameterDict and sets `requires_grad_` on what it reads from there.
-        if isinstance(place[0], nn.ParameterDict | nn.ParameterList):
+        if isinstance(module, nn.ParameterDict | nn.ParameterList):
             return torch.float32
         # In a half-precision model, the architecture keeps some weights in float32 (a router, for example).
         return parameter.dtype if parameter.dtype in HALF or architecture_chose else dtype
 
-    return [TrainedWeight(tuple(at), compute_dtype(parameter, at[0])) for parameter, at in places.items()]
+    return [TrainedWeight(tuple(at), compute_dtype(parameter, *at[0])) for parameter, at in places.items()]
 
 
 def set_up_precision(

@@ -1,6 +1,6 @@
 """Sharded weights, of FSDP2 and of ZeRO-3, gathered one at a time."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from importlib import import_module
 from typing import Any
@@ -58,20 +58,18 @@ def gathered_weights(model: nn.Module, dtype: torch.dtype | None) -> dict[str, T
     A device never holds more than the largest of them. Float32 weights are cast to `dtype` unless it is None.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    weights = {name: parameters.get(name, value) for name, value in model.state_dict().items()}
+    weights: dict[str, Any] = {name: parameters.get(name, value) for name, value in model.state_dict().items()}
     if isinstance(model, PeftModel):
         weights = {name: value for name, value in weights.items() if getattr(value, "requires_grad", False)}
-    is_rank0 = dist.get_rank() == 0
-    return {name: value for name, value in _gathered(weights, dtype) if is_rank0}
-
-
-def _gathered(weights: dict[str, Any], dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
-    """Yield each weight whole, on the CPU; every rank has to iterate."""
+    gathered: dict[str, Tensor] = {}
     for name, value in weights.items():
         cast = dtype if value.dtype == torch.float32 else None
         if hasattr(value, "ds_id"):
             with gathered_from_zero3([value]):
-                yield name, value.detach().to("cpu", cast, copy=True)
+                whole = value.detach().to("cpu", cast, copy=True)
         else:
             local = value.detach().to(cast or value.dtype)
-            yield name, (local.full_tensor() if isinstance(local, DTensor) else local).cpu()
+            whole = (local.full_tensor() if isinstance(local, DTensor) else local).cpu()
+        if dist.get_rank() == 0:
+            gathered[name] = whole
+    return gathered

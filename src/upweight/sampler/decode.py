@@ -23,7 +23,7 @@ from upweight.engine.attention.rules import AttentionParams, Rule
 from upweight.engine.attention.segments import SegmentPlan, segment_attention
 from upweight.engine.forward import body_of
 from upweight.engine.logits import LogitTransform
-from upweight.engine.trees import fold
+from upweight.engine.packing import fold
 from upweight.sampler.attention import Cascade, cascade_attention
 from upweight.sampler.custom_op import CallAttention, attention_op
 from upweight.sampler.draw import draw

@@ -123,12 +123,10 @@ def _mask(*args: Any, stock: str, local_size: int | None = None, config: Any = N
     """Return a layer type's rule inside a tree forward, else the mask of the stock function."""
     tree = _tree.get()
     if tree is None:
-        local = {} if local_size is None else {"local_size": local_size}
-        return ALL_MASK_ATTENTION_FUNCTIONS[stock](*args, config=config, **local, **kwargs)
-    rule = Rule()
-    if local_size is not None:
-        chunked = getattr(config, "attention_chunk_size", None) == local_size
-        rule = Rule(chunk=local_size) if chunked else Rule(window=local_size)
+        kwargs |= {} if local_size is None else {"local_size": local_size}
+        return ALL_MASK_ATTENTION_FUNCTIONS[stock](*args, config=config, **kwargs)
+    chunked = getattr(config, "attention_chunk_size", None) == local_size
+    rule = Rule(chunk=local_size) if chunked else Rule(window=local_size)  # neither without a size
     sees = kwargs.get("mask_function")
     if sees is not None and bool(sees(0, 0, torch.tensor(0), torch.tensor(1))):
         raise UserError(
@@ -139,23 +137,16 @@ def _mask(*args: Any, stock: str, local_size: int | None = None, config: Any = N
 
 
 def _attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Any,
-    *,
-    stock: str,
-    scaling: float | None = None,
-    **kwargs: Any,
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *, stock: str, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
     """Attend in one layer, [B, heads, N, width] in and [B, N, heads, width] out; stock where the mask is no rule."""
+    scaling: float | None = kwargs.pop("scaling", None)
     if not isinstance(attention_mask, TreeRule):
         scale_argument = {} if scaling is None else {"scaling": scaling}
         return _stock_attention(stock, module)(module, query, key, value, attention_mask, **scale_argument, **kwargs)
+    rule, tree = attention_mask.rule, attention_mask.tree
     scale = float(query.shape[-1] ** -0.5 if scaling is None else scaling)
-    params = AttentionParams(attention_mask.rule, scale, kwargs.get("softcap"), kwargs.get("s_aux"))
-    tree = attention_mask.tree
+    params = AttentionParams(rule, scale, kwargs.get("softcap"), kwargs.get("s_aux"))
     out = tree.attend(module, _at_positions(module, query, tree), key, value, params)
     return out.transpose(1, 2).contiguous(), None
 
