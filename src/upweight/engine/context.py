@@ -28,46 +28,32 @@ class ContextGroup:
     rank: int
     size: int
 
-    def all_reduce(self, values: Tensor) -> Tensor:
-        """Return the sum of the ranks' values, without a gradient."""
-        total = values.detach().clone()
-        dist.all_reduce(total, group=self.group)
-        return total
-
     def shard(self, positions_T: Tensor, length: int) -> "PositionShard":
         """Return which of these positions in a row of `length` tokens lie in this rank's slice."""
         slice_length = -(-length // self.size)
         offset_T = positions_T - self.rank * slice_length
         local_I = ((offset_T >= 0) & (offset_T < slice_length)).nonzero()[:, 0]
-        return PositionShard(self, len(positions_T), local_I, offset_T)
+        if len(local_I) or not len(positions_T):
+            return PositionShard(self.group, len(positions_T), local_I, local_I, offset_T[local_I])
+        first_I = local_I.new_zeros(1)
+        return PositionShard(self.group, len(positions_T), local_I, first_I, first_I)
 
 
 @dataclass(frozen=True, eq=False)
 class PositionShard:
     """The positions of a row that a rank computes; a rank without any computes its first token and drops it."""
 
-    context: ContextGroup
+    group: dist.ProcessGroup
     total: int
     local_I: Tensor  # indices of this rank's positions among all positions
-    offset_T: Tensor  # all positions, counted from the start of the slice
-
-    def local(self, values_T: Tensor) -> Tensor:
-        """Return the values of this rank's positions."""
-        return values_T[self._computed()]
-
-    def positions(self) -> Tensor:
-        """Return this rank's positions in its slice."""
-        offset_I = self.offset_T[self._computed()]
-        return offset_I if len(self.local_I) else torch.zeros_like(offset_I)
+    computed_I: Tensor  # the same, or the index of any position for a rank without positions
+    offset_I: Tensor  # the computed positions, counted from the start of the slice
 
     def gather(self, values_IX: Tensor) -> Tensor:
         """Return the values of all ranks, in the order of the positions, on every rank."""
         if values_IX.dtype == torch.bool:
             return self.gather(values_IX.to(torch.uint8)).bool()
-        return cast(Tensor, _GatherPositions.apply(values_IX, self.local_I, self.total, self.context.group))
-
-    def _computed(self) -> Tensor:
-        return self.local_I if len(self.local_I) or not self.total else self.local_I.new_zeros(1)
+        return cast(Tensor, _GatherPositions.apply(values_IX, self.local_I, self.total, self.group))
 
 
 class ShardedTree(Tree):

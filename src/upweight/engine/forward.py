@@ -10,9 +10,8 @@ from transformers import PreTrainedModel
 
 from upweight.engine.attention.interface import Tree, tree_masks, use_tree_attention
 from upweight.engine.context import ContextGroup, ShardedTree, require_shareable
-from upweight.engine.head import head_forward
 from upweight.engine.layout import choose_layout
-from upweight.engine.logits import STATISTICS, HeadRequest, LogitTransform, logit_transform, row_statistics
+from upweight.engine.logits import STATISTICS, HeadRequest, LogitTransform, logit_transform, row_statistics, run_head
 from upweight.engine.packing import Layout
 from upweight.engine.scores import install_scores, scores_at
 from upweight.errors import UserError
@@ -113,7 +112,7 @@ def _install(base: PreTrainedModel) -> None:
         install_scores(base, body_of(base))
     else:
         base.__dict__["_logit_transform"] = logit_transform(base, body_of(base))
-        wrap_forward(head, head_forward)
+        wrap_forward(head, run_head)
 
     @functools.wraps(type(base).forward)
     def forward(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
@@ -132,9 +131,9 @@ def _packed_forward(base: PreTrainedModel, packed: dict[str, Any]) -> dict[str, 
     scored = context.shard(packed["source_T"], length)
     featured = context.shard(packed["feature_positions_T"], length) if packed["depths"] else scored
     local = {
-        "source_T": scored.positions(),
-        "target_T": scored.local(packed["target_T"]),
-        "feature_positions_T": featured.positions(),
+        "source_T": scored.offset_I,
+        "target_T": packed["target_T"][scored.computed_I],
+        "feature_positions_T": featured.offset_I,
     }
     out = _outputs(base, packed | local)
     return {name: (featured if name == "features_TF" else scored).gather(value) for name, value in out.items()}

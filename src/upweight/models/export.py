@@ -115,7 +115,12 @@ def _merged(model: PeftModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]
             saved = module.modules_to_save[adapter]
             weights = computed_weights(saved, saved.state_dict(), dtype)
         elif isinstance(module, LoraLayer):
-            weights = _with_delta(module, adapter)
+            layer: Any = module.get_base_layer()
+            state = layer.state_dict()
+            if adapter in module.r:
+                delta: Any = getattr(module, "get_delta_weight")(adapter)  # noqa: B009 - not on every kind of layer
+                state["weight"] = layer.weight.detach().float() + delta.detach().float()
+            weights = state.items()
         else:
             continue
         wrapped.append(f"{name}.")
@@ -125,14 +130,3 @@ def _merged(model: PeftModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]
     for name, value in base.state_dict().items():
         if not name.startswith(tuple(wrapped)):
             yield name, value.to(dtype) if value.is_floating_point() and value.dtype == torch.float32 else value
-
-
-def _with_delta(module: LoraLayer, adapter: str) -> Iterator[tuple[str, Any]]:
-    """Yield the weights of an adapted layer under their names in it, with the adapter's delta added."""
-    layer: Any = module.get_base_layer()
-    for name, value in layer.state_dict().items():
-        if name == "weight" and adapter in module.r:
-            delta: Any = getattr(module, "get_delta_weight")(adapter)  # noqa: B009 - not on every kind of layer
-            yield name, layer.weight.detach().float() + delta.detach().float()
-        else:
-            yield name, value
