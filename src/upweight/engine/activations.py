@@ -24,13 +24,11 @@ SMALLEST = 1 << 18  # elements of an offloaded tensor; copying smaller tensors d
 def enable_checkpointing(
     model: nn.Module, reentrant: bool = False, every_layer: bool = False, optimizer: str = USUAL_OPTIMIZER
 ) -> None:
-    """Recompute activations in backward, in `every_layer` or in as many as memory without the optimizer's requires.
-
-    The outputs of frozen embeddings then need gradients, or adapters get none.
-    """
+    """Recompute activations in backward, in `every_layer` or in as many as memory without the optimizer's requires."""
     base = base_of(model)
     base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
     base.__dict__["_activation_budget"] = None if every_layer else activation_budget(base, optimizer)
+    # The outputs of frozen embeddings then need gradients, or adapters get none.
     if not any(p.requires_grad for p in base.get_input_embeddings().parameters()):
         base.enable_input_require_grads()
 
@@ -151,10 +149,8 @@ class OffloadActivations(saved_tensors_hooks):
 
 
 def add_noise(model: nn.Module, alpha: float) -> None:
-    """Add noise within `alpha` / sqrt(length of the sequence x width) to embeddings in training mode (NEFTune).
-
-    The hook of transformers would use the length of the row, so that noise would shrink with what is packed beside it.
-    """
+    """Add noise within `alpha` / sqrt(length of the sequence x width) to embeddings in training mode (NEFTune)."""
+    # The hook of transformers would use the length of the row, and noise would shrink with what is packed beside it.
     base = base_of(model)
     size_BN = torch.zeros(0)
 

@@ -60,8 +60,7 @@ class ParityCheck:
 def check_first_batch(engine: Engine, model: nn.Module, batch: Batch, dtype: torch.dtype | None = None) -> ParityCheck:
     """Compare a few sequences of a batch with the model's own forward under its stock attention, dropout off.
 
-    `dtype` is the dtype of the forward where it differs from that of the weights (mixed precision).
-    Every rank runs the same number of forwards, whatever its batch holds.
+    `dtype` is that of the forward in mixed precision. Every rank runs as many forwards, whatever its batch holds.
     """
     sequences = _sequences(batch)
     exact = _is_exact(model, dtype or next(iter(model.parameters())).dtype)
@@ -137,16 +136,13 @@ class _Sequence:
 
 
 def _sequences(batch: Batch) -> list[_Sequence]:
-    """Return the first sequence of a batch, its longest one and its last ones, at least up to their last source.
-
-    A batch of fewer sequences gives some of them twice.
-    """
+    """Return the first sequence of a batch, its longest one and its last ones, at least up to their last source."""
     ids, width = batch.ids_BN.flatten(), batch.ids_BN.shape[1]
     last_S = torch.full((batch.num_sequences,), -1, device=ids.device)
     last_S = last_S.scatter_reduce(0, batch.sequence_T, batch.source_T, "amax")
     depth_S = torch.where(last_S < 0, -1, batch.position_BN.flatten()[last_S.clamp(min=0)])
     in_order = [number for number in last_S.argsort().tolist() if last_S[number] >= 0]
-    at_end = (in_order[-_FROM_EACH_END:] * _FROM_EACH_END)[:_FROM_EACH_END]
+    at_end = (in_order[-_FROM_EACH_END:] * _FROM_EACH_END)[:_FROM_EACH_END]  # of few, some twice
     sequences: list[_Sequence] = []
     for number in (in_order[0], int(depth_S.argmax()), *at_end):
         where_T = (batch.sequence_T == number).nonzero()[:, 0]
@@ -163,17 +159,14 @@ def _sequences(batch: Batch) -> list[_Sequence]:
 
 
 def _model_output(engine: Engine, model: nn.Module, sequence: _Sequence) -> Tensor:
-    """Return log-probs from the model's logits of one sequence, or its scores.
-
-    A class that pools gives one score per text, so the text is cut after each source.
-    """
+    """Return log-probs from the model's logits of one sequence, or its scores."""
     if not engine.scores:
         return _model_logps(engine, model, sequence.ids_N, sequence.source_T, sequence.target_T)
     with without_padding(engine.config):
         scores = model(input_ids=sequence.ids_N[None], use_cache=False).logits
         if scores.ndim == 3:
             return scores[0, sequence.source_T]
-        last = int(sequence.source_T.max())
+        last = int(sequence.source_T.max())  # a class that pools scores a text once: the text is cut after each source
         cut = [
             scores if at == last else model(input_ids=sequence.ids_N[None, : at + 1], use_cache=False).logits
             for at in sequence.source_T.tolist()

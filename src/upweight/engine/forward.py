@@ -34,12 +34,9 @@ class Engine:
         model: nn.Module,
         layout: Literal["auto", "tree", "padded"] = "auto",
         longest: int | None = None,
-        context: ContextGroup | None = None,
+        context: ContextGroup | None = None,  # its ranks share each row of trees
     ) -> None:
-        """`model`: a causal language model or classifier, or a PeftModel around one; `longest`: longest sequence.
-
-        `context`: the context parallel group whose ranks share each row of trees.
-        """
+        """`model`: a causal language model or classifier, or a PeftModel around one; `longest`: longest sequence."""
         base = base_of(model)
         self.layout: Layout = choose_layout(base, layout, longest)
         self.context = context

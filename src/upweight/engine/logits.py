@@ -1,7 +1,4 @@
-"""The vocabulary projection at the scored tokens, to logits and their statistics.
-
-It is computed in chunks, which are recomputed in backward: logits never exist as a whole.
-"""
+"""The vocabulary projection at the scored tokens, in chunks recomputed in backward: logits never exist as a whole."""
 
 import functools
 from collections.abc import Callable

@@ -278,10 +278,8 @@ def _first(place: NDArray[np.int64], cluster: NDArray[np.int64]) -> NDArray[np.i
 
 
 def _shared_between(shared: NDArray[np.int64], place: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return how many first tokens the sample at each place shares with the sample listed before it.
-
-    `shared` holds this number for neighbouring places; for two places it is the minimum between them.
-    """
+    """Return how many first tokens the sample at each place shares with the sample listed before it."""
+    # `shared` holds this number for neighbouring places; for two places it is the minimum between them.
     low, high = np.minimum(place[:-1], place[1:]), np.maximum(place[:-1], place[1:])
     if not len(low):
         return np.zeros(len(place), np.int64)

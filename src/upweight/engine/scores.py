@@ -65,10 +65,8 @@ def _body_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def _scores_last_token(base: PreTrainedModel, body: nn.Module) -> bool:
-    """Return whether only the last token determines the score of a text, or each token has a score.
-
-    As in `logit_transform` no weight is read: modules with weights after the body are replaced by `_columns`.
-    """
+    """Return whether only the last token determines the score of a text, or each token has a score."""
+    # As in `logit_transform` no weight is read: modules with weights after the body are replaced by `_columns`.
     if not hasattr(base.config.get_text_config(), "hidden_size"):  # several bodies, each with a size of its own
         return False
     inside = set(body.modules())

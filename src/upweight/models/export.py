@@ -22,12 +22,9 @@ def save_model(
     folder: Path | str,
     dtype: torch.dtype,
     tokenizer: PreTrainedTokenizerBase | None = None,
-    state_dict: dict[str, Any] | None = None,
+    state_dict: dict[str, Any] | None = None,  # gathered weights, where all ranks have to take part in that
 ) -> None:
-    """Write full weights in the compute dtype, or the trained adapter in float32, and the tokenizer.
-
-    `state_dict` holds the gathered weights where all ranks have to take part in gathering them.
-    """
+    """Write full weights in the compute dtype, or the trained adapter in float32, and the tokenizer."""
     if isinstance(model, PeftModel):
         model.save_pretrained(str(folder), state_dict=state_dict, selected_adapters=list(model.active_adapters))
     else:
@@ -65,10 +62,7 @@ def write_weights(model: PreTrainedModel | PeftModel, folder: Path, dtype: torch
 
 
 def exported_weights(model: PreTrainedModel | PeftModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights of `write_weights` one by one, under their names in checkpoint files; tied weights once.
-
-    For a model whose files hold other tensors than its modules (experts, for example), all are computed at once.
-    """
+    """Yield the weights of `write_weights` one by one, under their names in checkpoint files; tied weights once."""
     base = model.get_base_model() if isinstance(model, PeftModel) else model
     assert isinstance(base, PreTrainedModel)
     merges = isinstance(model, PeftModel)
@@ -79,6 +73,7 @@ def exported_weights(model: PreTrainedModel | PeftModel, dtype: torch.dtype) -> 
     names: dict[str, Tensor] = {name.replace(".base_layer", ""): value.to("meta") for name, value in state}
     if revert_weight_conversion(base, names).keys() == names.keys():
         return once
+    # Where files hold other tensors than modules (experts, for example), all are computed at once.
     return iter(revert_weight_conversion(base, dict(once)).items())
 
 

@@ -80,10 +80,8 @@ def compute_dtype(section: ModelSection, device: torch.device) -> torch.dtype:
 
 
 def master_dtype(section: ModelSection, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype to load fully trained weights in: float32 where the files hold it.
-
-    A master rounded to half precision has to move half a step of that grid before any forward changes.
-    """
+    """Return the dtype to load fully trained weights in: float32 where the files hold it."""
+    # A master rounded to half precision has to move half a step of that grid before any forward changes.
     _, gguf_file = source_of(section.base_model, section.gguf_file)
     return torch.float32 if gguf_file is not None or load_config(section).dtype == torch.float32 else dtype
 
@@ -96,12 +94,9 @@ def load_model(
     tokenizer: PreTrainedTokenizerBase | None = None,
     adapter: AdapterSection | None = None,
     seed: int = 42,
-    head_follows: bool = False,
+    head_follows: bool = False,  # an adapter provides the head later: a fresh one is not logged
 ) -> PreTrainedModel:
-    """Load the model in `dtype` on the CPU, with its vocabulary resized for `tokenizer`; fresh weights use `seed`.
-
-    A missing head is initialised, which is logged unless an adapter provides it later (`head_follows`).
-    """
+    """Load the model in `dtype` on the CPU, with its vocabulary resized for `tokenizer`; a missing head is drawn by `seed`."""
     place, gguf_file = source_of(section.base_model, section.gguf_file)
     config = config_with_head(section, head)
     if tokenizer is not None:

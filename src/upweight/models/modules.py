@@ -46,10 +46,7 @@ def dropout_off(model: nn.Module) -> Iterator[None]:
 
 
 def wrap_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
-    """Bind another forward, which finds the stock one as `_stock_forward`, to a module, once.
-
-    It is bound to the instance, so that a deep copy of the model gets a separate one.
-    """
+    """Bind another forward to a module, once; it finds the stock one as `_stock_forward`, also in a deep copy."""
     if "_stock_forward" not in vars(module):
         vars(module)["_stock_forward"] = module.forward
         module.forward = MethodType(forward, module)

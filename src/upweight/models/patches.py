@@ -44,10 +44,7 @@ def row_lengths(lengths_B: Tensor) -> AbstractContextManager[None]:
 
 
 def scale_rope_by_row_length(model: nn.Module) -> None:
-    """Let rotary embeddings depend on the length of each sequence.
-
-    In transformers they depend on the widest row of a batch, and dynamic ones on the widest row of all batches.
-    """
+    """Let rotary embeddings depend on the length of each sequence; stock ones take that of the widest row so far."""
     for module in model.modules():
         if hasattr(module, "original_inv_freq"):
             wrap_forward(module, _rotary_forward)

@@ -109,11 +109,8 @@ class ComputeCopies:
             torch._foreach_copy_(self._copies, masters)  # pyright: ignore[reportPrivateImportUsage]
 
     def follow(self, optimizer: Optimizer) -> None:
-        """Refresh now, and after each step of `optimizer` (a torch optimizer, or accelerate's wrapper of one).
-
-        Call it after wrapping, when DDP has given every rank the masters of rank 0.
-        """
-        self.refresh()
+        """Refresh now, and after each step of `optimizer` (or accelerate's wrapper of one); call it after wrapping."""
+        self.refresh()  # DDP has given every rank the masters of rank 0
         inner = getattr(optimizer, "optimizer", optimizer)
         self._handles.append(inner.register_step_post_hook(lambda *_: self.refresh()))
 

@@ -129,14 +129,11 @@ class AdapterOff(Reference):
 
 
 class FrozenWeights(Reference):
-    """A copy of the trained weights at the start, in the compute dtype, swapped in for the current ones.
-
-    With `offload` the copy is in host memory, and on the device only inside `use`.
-    """
+    """A copy of the trained weights at the start, in the compute dtype, swapped in for the current ones."""
 
     def __init__(self, policy: nn.Module, dtype: torch.dtype, *, synced: bool, offload: bool) -> None:
         super().__init__(policy)
-        self._offload = offload
+        self._offload = offload  # the copy is in host memory, and on the device only inside `use`
         _drop_gathered(policy)
         names = {parameter: name for name, parameter in policy.named_parameters()}
         self._weights: dict[str, TrainedWeight] = {}

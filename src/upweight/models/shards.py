@@ -53,15 +53,12 @@ def partition_zero3(model: nn.Module) -> None:
 
 @torch.no_grad()
 def gathered_weights(model: nn.Module, dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """Gather every weight of a model, or of its adapter only, in host memory on rank 0; an empty dict elsewhere.
-
-    A device never holds more than the largest of them. Float32 weights are cast to `dtype` unless it is None.
-    """
+    """Gather every weight of a model, or of its adapter only, in host memory on rank 0; an empty dict elsewhere."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     weights: dict[str, Any] = {name: parameters.get(name, value) for name, value in model.state_dict().items()}
     if isinstance(model, PeftModel):
         weights = {name: value for name, value in weights.items() if getattr(value, "requires_grad", False)}
-    gathered: dict[str, Tensor] = {}
+    gathered: dict[str, Tensor] = {}  # one by one: a device never holds more than the largest of them
     for name, value in weights.items():
         cast = dtype if value.dtype == torch.float32 else None
         if hasattr(value, "ds_id"):

@@ -15,10 +15,7 @@ _MOST_COMPILED = 64  # layer rules times modes times the options below, each com
 
 
 def block_tables(end_N: Tensor, position_N: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
-    """Return two [blocks, blocks] tables of booleans by query block and key block: partly visible, fully visible.
-
-    Partly visible blocks are masked token by token; no block is in both tables.
-    """
+    """Return two [blocks, blocks] tables of booleans by query block and key block: partly visible, fully visible."""
     length = len(end_N)
     blocks = -(-length // BLOCK)
     if length % BLOCK:  # the tail sees itself only
@@ -37,6 +34,7 @@ def block_tables(end_N: Tensor, position_N: Tensor, rule: Rule) -> tuple[Tensor,
         first, last = first // rule.chunk, last // rule.chunk
         some &= (first[:, None] <= last[None, :]) & (first[None, :] <= last[:, None])
         every &= (first[:, None] == last[None, :]) & (last[:, None] == first[None, :])
+    # No block is in both tables; partly visible ones are masked token by token.
     return (some & ~every) | torch.eye(blocks, dtype=torch.bool, device=end_N.device), every
 
 
@@ -113,11 +111,9 @@ def _capped(softcap: float) -> Callable[..., Tensor]:
 
 @functools.cache
 def compiled_flex_attention() -> Callable[..., Any]:
-    """Return FlexAttention compiled for the first row length, and from the second one on for all lengths.
-
-    With `fullgraph`, exceeding the recompile limit is an error and not a silent fall back to eager.
-    """
+    """Return FlexAttention compiled for the first row length, and from the second one on for all lengths."""
     limits: Any = torch._dynamo.config
     limits.recompile_limit = max(limits.recompile_limit, _MOST_COMPILED)
     limits.specialize_float = True  # a scale or cap that differs between two models cannot be a variable of the kernel
+    # With `fullgraph`, exceeding the recompile limit is an error and not a silent fall back to eager.
     return torch.compile(flex_attention, fullgraph=True)
