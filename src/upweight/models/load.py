@@ -96,7 +96,7 @@ def load_model(
     seed: int = 42,
     head_follows: bool = False,  # an adapter provides the head later: a fresh one is not logged
 ) -> PreTrainedModel:
-    """Load the model in `dtype` on the CPU, with its vocabulary resized for `tokenizer`; a missing head is drawn by `seed`."""
+    """Load the model in `dtype` on the CPU, with its vocabulary resized for `tokenizer`; fresh weights use `seed`."""
     place, gguf_file = source_of(section.base_model, section.gguf_file)
     config = config_with_head(section, head)
     if tokenizer is not None:
