@@ -4,7 +4,7 @@ import copy
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 from pydantic.fields import FieldInfo
@@ -79,19 +79,13 @@ class Key:
 def keys_of(section: type[Section], where: tuple[str, ...] = ()) -> Iterator[Key]:
     """Yield every YAML path that a section and its nested sections read."""
     for name, field in section.model_fields.items():
-        extra = field.json_schema_extra
+        extra: Any = field.json_schema_extra
         assert isinstance(extra, dict), f"{section.__name__}.{name} is not declared with setting() or inline()"
         if extra.get("inline"):
-            inner = field.annotation
-            assert isinstance(inner, type)
-            assert issubclass(inner, Section)
-            yield from keys_of(inner, (*where, name))
+            yield from keys_of(cast(type[Section], field.annotation), (*where, name))
             continue
-        canonical = str(extra["path"])
-        also = extra.get("also")
-        assert isinstance(also, list)
-        for path in (canonical, *(str(item) for item in also)):
-            yield Key(path, section, where, name, field, canonical)
+        for path in (extra["path"], *extra["also"]):
+            yield Key(path, section, where, name, field, extra["path"])
 
 
 def _admits(annotation: Any, kind: type) -> bool:

@@ -77,12 +77,8 @@ class Batch:
 
     def to(self, device: torch.device | str) -> "Batch":
         """Return the batch with its tensors on `device`."""
-        moved = {
-            f.name: value.to(device, non_blocking=True)
-            for f in dataclasses.fields(self)
-            if isinstance(value := getattr(self, f.name), Tensor)
-        }
-        return dataclasses.replace(self, **moved)
+        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return dataclasses.replace(self, **{name: x.to(device, non_blocking=True) for name, x in tensors.items()})
 
 
 @dataclass(frozen=True, eq=False)
@@ -192,24 +188,18 @@ class Generator(Protocol):
         self, prompts: Prompts, count: int, sampling: Sampling, done: Done | None = None
     ) -> list[list[Completion]]:
         """Return `count` completions for each prompt, in order; `done` is called for each finished prompt."""
-        ...
 
     def require_room(self, prompt: int, new: int) -> None:
         """Raise if `prompt` tokens and `new` tokens together exceed the longest sequence that can be sampled."""
-        ...
 
     def sync(self, version: int) -> None:
         """Load the policy's current weights as `version`; the next request samples from them."""
-        ...
 
     def version(self) -> int:
         """Return the policy version that the next request samples from."""
-        ...
 
     def health(self) -> str | None:
         """Return None if the backend is healthy, else the problem."""
-        ...
 
     def close(self) -> None:
         """Release all resources; a later call acquires them again."""
-        ...

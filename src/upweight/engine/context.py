@@ -85,9 +85,9 @@ class ShardedTree(Tree):
         return cast(Tensor, _AllToAll.apply(super().attend(module, query, key, value, params), 2, 1, group))
 
 
-def require_heads(heads: int, size: int) -> None:
-    """Raise where the query heads do not divide evenly among the ranks of a group."""
-    if heads % size:
+def require_heads(heads: object, size: int) -> None:
+    """Raise where the query heads, if their number is known, do not divide evenly among the ranks of a group."""
+    if isinstance(heads, int) and heads % size:
         divisors = ", ".join(str(n) for n in range(2, heads + 1) if heads % n == 0)
         raise UserError(
             f"context_parallel_size: {size} ranks cannot share {heads} attention heads evenly; set one of "
@@ -97,9 +97,7 @@ def require_heads(heads: int, size: int) -> None:
 
 def require_shareable(config: PreTrainedConfig, size: int) -> None:
     """Raise where a model's config does not allow `size` ranks to share a row."""
-    heads = getattr(config.get_text_config(), "num_attention_heads", None)
-    if isinstance(heads, int):
-        require_heads(heads, size)
+    require_heads(getattr(config.get_text_config(), "num_attention_heads", None), size)
 
 
 class _AllToAll(torch.autograd.Function):

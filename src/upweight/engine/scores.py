@@ -44,7 +44,7 @@ def scores_at(base: PreTrainedModel, count: int, read: ReadHidden) -> Tensor:
 @contextlib.contextmanager
 def without_padding(config: PreTrainedConfig) -> Iterator[None]:
     """Treat no token as padding inside, so that classifiers score the last token, whatever it is."""
-    configs = list({id(part): part for part in (config, config.get_text_config())}.values())
+    configs = (config, config.get_text_config())
     before = [part.pad_token_id for part in configs]
     try:
         for part in configs:

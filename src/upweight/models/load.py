@@ -185,18 +185,16 @@ def config_with_head(section: ModelSection, head: Head) -> PreTrainedConfig:
 
 def fit_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, section: ModelSection) -> int:
     """Grow the embeddings to the tokenizer's size where they are smaller; return how many rows were added."""
-    embedding = model.get_input_embeddings()
-    assert isinstance(embedding, nn.Embedding)
+    embedding: Any = model.get_input_embeddings()
     before = embedding.num_embeddings
     if len(tokenizer) <= before:
         return 0
     model.resize_token_embeddings(
         len(tokenizer), pad_to_multiple_of=32 if section.resize_to_32 else None, mean_resizing=section.mean_resizing
     )
-    after = model.get_input_embeddings()
-    assert isinstance(after, nn.Embedding)
-    logger.info("embeddings: %d rows instead of %d, for %d tokens", after.num_embeddings, before, len(tokenizer))
-    return after.num_embeddings - before
+    embedding = model.get_input_embeddings()
+    logger.info("embeddings: %d rows instead of %d, for %d tokens", embedding.num_embeddings, before, len(tokenizer))
+    return embedding.num_embeddings - before
 
 
 def disable_dropout(model: nn.Module) -> None:

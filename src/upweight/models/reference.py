@@ -14,12 +14,11 @@ from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from upweight.models.modules import dropout_off
 from upweight.models.precision import TrainedWeight, trained_weights
-from upweight.models.shards import is_sharded, local_shard, partition_zero3, zero3_shard
+from upweight.models.shards import drop_gathered, is_sharded, local_shard, zero3_shard
 
 AdapterState = Literal["none", "identity", "changed"]
 ReferenceKind = Literal["none", "adapter_off", "frozen_weights", "separate"]
@@ -134,7 +133,7 @@ class FrozenWeights(Reference):
     def __init__(self, policy: nn.Module, dtype: torch.dtype, *, synced: bool, offload: bool) -> None:
         super().__init__(policy)
         self._offload = offload  # the copy is in host memory, and on the device only inside `use`
-        _drop_gathered(policy)
+        drop_gathered(policy)
         names = {parameter: name for name, parameter in policy.named_parameters()}
         self._weights: dict[str, TrainedWeight] = {}
         self._values: dict[str, Tensor] = {}
@@ -170,7 +169,7 @@ class FrozenWeights(Reference):
 
     def _place_all(self) -> None:
         """Move frozen tensors to where the trained weights are now: another device, or shards."""
-        _drop_gathered(self._policy)
+        drop_gathered(self._policy)
         for tensors in (self._values, self._averages):
             for name, tensor in tensors.items():
                 parameter = self._weights[name].parameter
@@ -208,7 +207,7 @@ class FrozenWeights(Reference):
             with torch.no_grad():
                 for shard, value in zip(shards, values, strict=True):
                     shard.copy_(value)
-            _drop_gathered(self._policy)
+            drop_gathered(self._policy)
 
         write(self._values.values())
         try:
@@ -242,10 +241,3 @@ class SeparateModel(Reference):
                 if name in state:
                     self._averages[name] = state[name].to(parameter.device, torch.float32, copy=True)
                     parameter.copy_(self._averages[name])
-
-
-def _drop_gathered(model: nn.Module) -> None:
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-    partition_zero3(model)

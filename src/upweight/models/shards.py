@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from peft import PeftModel
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 
@@ -44,8 +45,11 @@ def zero3_shard(value: Tensor, parameter: Any) -> Tensor:
     return shard
 
 
-def partition_zero3(model: nn.Module) -> None:
-    """Let ZeRO-3 drop its gathered weights, so that the next forward gathers the shards again."""
+def drop_gathered(model: nn.Module) -> None:
+    """Let FSDP2 and ZeRO-3 drop their gathered weights, so that the next forward gathers the shards again."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
     for parameter in model.parameters():
         if hasattr(parameter, "ds_id") and parameter.numel() and getattr(parameter, "ds_shape", None):
             getattr(parameter, "partition")()  # noqa: B009 - a method that ZeRO-3 gives its parameters

@@ -36,11 +36,9 @@ class LayerAttention(Protocol):
     @property
     def position_BN(self) -> Tensor:
         """The positions of the tokens that are forwarded."""
-        ...
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Tensor:
         """Query [B, heads, N, width], key and value with as many or fewer heads -> [B, heads, N, width]."""
-        ...
 
 
 @dataclass(frozen=True, eq=False)

@@ -127,11 +127,9 @@ def _score_layers(model: PreTrainedModel) -> list[str]:
 
 def _targets(model: PreTrainedModel, section: AdapterSection) -> list[str] | str:
     """Return the modules to adapt: a list of names, or a pattern."""
-    if isinstance(section.targets, str) and not section.target_linear:
-        if any(re.fullmatch(section.targets, name) for name, _ in model.named_modules()):
-            return section.targets
-        _check_names(model, [section.targets], "lora_target_modules")
-        return [section.targets]
+    pattern = None if section.target_linear else section.targets
+    if isinstance(pattern, str) and any(re.fullmatch(pattern, name) for name, _ in model.named_modules()):
+        return pattern
     named = _as_list(section.targets)
     _check_names(model, named, "lora_target_modules")
     if section.target_linear or not (named or section.target_parameters):
