@@ -83,7 +83,7 @@ def lora_config(model: PreTrainedModel, section: AdapterSection) -> LoraConfig:
     _check_names(model, saved, "lora_modules_to_save")
     saved += [name for name in _score_layers(model) if name not in saved]
     # A fully trained module that is tied to another one has to stay so.
-    ties = getattr(model.config, "tie_word_embeddings", False) and not {*saved}.isdisjoint(embedding_names(model))
+    tied = bool(getattr(model.config, "tie_word_embeddings", False))
     return LoraConfig(
         task_type=_task(model),
         r=section.rank,
@@ -99,7 +99,7 @@ def lora_config(model: PreTrainedModel, section: AdapterSection) -> LoraConfig:
         use_rslora=section.rslora,
         layers_to_transform=section.layers,
         layers_pattern=section.layers_pattern,
-        ensure_weight_tying=ties,
+        ensure_weight_tying=tied and not {*saved}.isdisjoint(embedding_names(model)),
         **options,
     )
 
