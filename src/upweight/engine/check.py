@@ -74,19 +74,16 @@ def check_first_batch(engine: Engine, model: nn.Module, batch: Batch, dtype: tor
         change = None if engine.scores else _change_without_suffix(engine, model, sequences[1])
     # Behind a limit that counts from the row's start, only the last sequences differ: a mean of all would hide them.
     parts = [differences] if engine.scores else [differences[:_FROM_EACH_END], differences[_FROM_EACH_END:]]
-    largest = max(_difference(torch.cat(part), exact) for part in parts)
+    summary = torch.max if exact else torch.mean
+    largest = max(float(summary(torch.cat(part))) for part in parts)
     check = ParityCheck(largest, limit, "scores" if engine.scores else "log-probs", _ADVICE[engine.layout])
-    causal = check if change is None else ParityCheck(_difference(change, exact), limit, "log-probs", _NOT_CAUSAL)
+    causal = check if change is None else ParityCheck(float(summary(change)), limit, "log-probs", _NOT_CAUSAL)
     return check if causal.passed else causal
 
 
 def _engine_output(engine: Engine, model: nn.Module, batch: Batch) -> Tensor:
     out = engine(model, batch)
     return cast(Tensor, out.scores_TC if engine.scores else out.logps_T)
-
-
-def _difference(values: Tensor, exact: bool) -> float:
-    return float(values.max() if exact else values.mean())
 
 
 def check_first_gradients(engine: Engine, model: nn.Module, batch: Batch, dtype: torch.dtype) -> ParityCheck:

@@ -8,7 +8,7 @@ backward may pass through it; its gradient is float32, and micro-batches add up 
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from peft import PeftModel
@@ -31,9 +31,7 @@ class TrainedWeight:
     @property
     def parameter(self) -> nn.Parameter:
         module, name = self.places[0]
-        parameter = module._parameters[name]
-        assert parameter is not None
-        return parameter
+        return cast(nn.Parameter, module._parameters[name])
 
 
 def trained_weights(model: nn.Module, dtype: torch.dtype) -> list[TrainedWeight]:
