@@ -17,8 +17,7 @@ from torch import Tensor
 
 from bench.gpu_share import SHAPE_7B
 from bench.gpu_step import SHAPE
-from upweight.engine.attention.interface import AttentionParams
-from upweight.engine.attention.rules import Rule
+from upweight.engine.attention.rules import AttentionParams, Rule
 from upweight.models.kernels import linear as kernel
 from upweight.sampler.attention_kernel import cascade_step
 

@@ -1,7 +1,7 @@
 import pytest
 
 from upweight.errors import UserError
-from upweight.models.source import load_failures
+from upweight.models.load import load_failures
 from upweight.rewards.builtin import builtin_reward
 
 

@@ -23,10 +23,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """One token sequence, the mask of its scored tokens, and the values that the method needs.
-
-    Arrays over scored tokens (`old_logps` and the like) have one entry for each True in `scored`, in order.
-    """
+    """One token sequence, the mask of its scored tokens, and the values that the method needs."""
 
     ids: NDArray[np.int64]
     scored: NDArray[np.bool_]
@@ -35,6 +32,7 @@ class Sample:
     prompt: NDArray[np.bool_] | None = None  # over scored tokens: True if the token belongs to the prompt
     advantage: float | None = None
     share: float = 1.0  # share of its completion's scored tokens, where a completion is several sequences
+    # One entry for each True in `scored`, in order.
     old_logps: NDArray[np.float32] | None = None
     sampler_logps: NDArray[np.float32] | None = None
     ref_logps: NDArray[np.float32] | None = None
@@ -79,12 +77,8 @@ class Batch:
 
     def to(self, device: torch.device | str) -> "Batch":
         """Return the batch with its tensors on `device`."""
-        moved = {
-            f.name: value.to(device, non_blocking=True)
-            for f in dataclasses.fields(self)
-            if isinstance(value := getattr(self, f.name), Tensor)
-        }
-        return dataclasses.replace(self, **moved)
+        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return dataclasses.replace(self, **{name: x.to(device, non_blocking=True) for name, x in tensors.items()})
 
 
 @dataclass(frozen=True, eq=False)

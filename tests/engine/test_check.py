@@ -8,12 +8,12 @@ from torch import nn
 
 from tiny_models import PADDED, SIZES, drawn, group, identical, sample, three_levels, tiny
 from upweight.engine import Engine
+from upweight.engine.activations import enable_checkpointing
 from upweight.engine.attention.interface import TreeRule
 from upweight.engine.check import (
     ParityCheck,
     check_first_batch,
     check_first_gradients,
-    enable_checkpointing,
     gradients_flow,
     require_gradients,
 )

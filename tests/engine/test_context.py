@@ -13,9 +13,9 @@ from transformers import AutoModelForSequenceClassification
 from made_runs import on_ranks
 from tiny_models import drawn, gradients, group, relative_difference, sample, staircase, three_levels, tiny
 from upweight.engine import Engine
-from upweight.engine.check import check_first_batch, check_first_gradients, enable_checkpointing
+from upweight.engine.activations import add_noise, enable_checkpointing
+from upweight.engine.check import check_first_batch, check_first_gradients
 from upweight.engine.context import require_heads
-from upweight.engine.noise import add_noise
 from upweight.engine.packing import build_batch
 from upweight.errors import UserError
 from upweight.train.distributed.ranks import join_ranks, share_rows

@@ -1,16 +1,25 @@
 import pytest
 import torch
+from torch import nn
 
 from tiny_models import tiny
+from upweight.engine import logits
 from upweight.engine.forward import body_of
 from upweight.engine.logits import (
     STATISTICS,
     HeadRequest,
     LogitTransform,
+    linear_statistics,
     logit_transform,
+    module_statistics,
     row_gradient,
     row_statistics,
+    run_head,
 )
+from upweight.models.modules import wrap_forward
+
+REQUEST = HeadRequest(LogitTransform(scale=0.5, cap=4.0), 0.8, frozenset(STATISTICS))
+NAMES = ("logps_T", *STATISTICS[:4])
 
 
 @pytest.mark.parametrize(
@@ -61,3 +70,151 @@ def test_statistics_are_what_their_names_say():
     torch.testing.assert_close(out["mean_logit_T"], projected.mean(-1) / 2)
     torch.testing.assert_close(out["log_collision_T"], (p * p).sum(-1).log())
     assert out["is_top_T"].tolist() == [True, False]
+
+
+def made(bias=True, tokens=23, width=8, vocabulary=50, dtype=torch.float32):
+    torch.manual_seed(0)
+    hidden = torch.randn(tokens, width, dtype=dtype, requires_grad=True)
+    layer = nn.Linear(width, vocabulary, bias=bias, dtype=dtype)
+    return hidden, layer, torch.randint(0, vocabulary, (tokens,))
+
+
+def pulled(out, leaves):
+    """Gradients of a weighted sum of everything differentiable."""
+    generator = torch.Generator().manual_seed(1)
+    loss = sum((out[name] * torch.randn(out[name].shape, generator=generator)).sum() for name in NAMES)
+    return torch.autograd.grad(loss, leaves)
+
+
+@pytest.mark.parametrize(("chunk", "kept"), [(1 << 24, 1 << 26), (50 * 7, 0), (50 * 7, 50 * 14), (1, 50)])
+@pytest.mark.parametrize("bias", [True, False])
+def test_chunks_change_nothing(monkeypatch, chunk, kept, bias):
+    monkeypatch.setattr(logits, "_CHUNK_ON_CPU", chunk)
+    monkeypatch.setattr(logits, "_KEPT_ON_CPU", kept)
+    hidden, layer, target = made(bias)
+    leaves = [hidden, *layer.parameters()]
+    plain = row_statistics(layer(hidden), target, REQUEST)
+    right = pulled(plain, leaves)
+    for ours in (
+        linear_statistics(hidden, layer.weight, layer.bias, target, REQUEST),
+        module_statistics(layer, 50, hidden, target, REQUEST),
+    ):
+        for name in ours:
+            torch.testing.assert_close(ours[name], plain[name], atol=1e-5, rtol=1e-5)
+        for a, b in zip(pulled(ours, leaves), right, strict=True):
+            torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+
+
+def test_a_frozen_head_passes_gradients_on_and_keeps_none():
+    hidden, layer, target = made()
+    right = torch.autograd.grad(row_statistics(layer(hidden), target, REQUEST)["logps_T"].sum(), hidden)
+    layer.requires_grad_(False)
+    out = linear_statistics(hidden, layer.weight, layer.bias, target, REQUEST)
+    out["logps_T"].sum().backward()
+    assert layer.weight.grad is None
+    assert layer.bias.grad is None
+    torch.testing.assert_close(hidden.grad, right[0], atol=1e-5, rtol=1e-5)
+
+
+def test_only_the_entropy_may_be_used():
+    hidden, layer, target = made()
+    right = torch.autograd.grad(
+        row_statistics(layer(hidden), target, REQUEST)["entropy_T"].sum(), [hidden, layer.weight]
+    )
+    out = linear_statistics(hidden, layer.weight, layer.bias, target, REQUEST)
+    found = torch.autograd.grad(out["entropy_T"].sum(), [hidden, layer.weight])
+    for a, b in zip(found, right, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+
+
+def test_no_scored_tokens_make_empty_outputs_that_still_have_a_gradient():
+    hidden, layer, target = made()
+    out = linear_statistics(hidden[:0], layer.weight, layer.bias, target[:0], REQUEST)
+    assert all(len(value) == 0 for value in out.values())
+    out["logps_T"].sum().backward()
+    assert not layer.weight.grad.any()
+
+
+@pytest.mark.parametrize("mixed", [True, False])
+def test_half_precision_has_float32_statistics(mixed):
+    hidden, layer, target = made(dtype=torch.float32 if mixed else torch.bfloat16)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=mixed):
+        out = linear_statistics(hidden, layer.weight, layer.bias, target, REQUEST)
+        plain = row_statistics(layer(hidden), target, REQUEST)
+    assert all(out[name].dtype == torch.float32 for name in NAMES)
+    for name in NAMES:
+        torch.testing.assert_close(out[name], plain[name], atol=1e-5, rtol=1e-5)
+    for a, b in zip(pulled(out, [hidden, layer.weight]), pulled(plain, [hidden, layer.weight]), strict=True):
+        assert a.dtype == b.dtype
+        assert float((a - b).abs().max()) < 0.02 * float(b.abs().max())
+
+
+def test_memory_kept_for_backward_does_not_grow_with_vocabulary_times_tokens(monkeypatch):
+    monkeypatch.setattr(logits, "_CHUNK_ON_CPU", 3000 * 20)
+    monkeypatch.setattr(logits, "_KEPT_ON_CPU", 3000 * 50)
+    for tokens in (100, 400):
+        hidden, layer, target = made(tokens=tokens, vocabulary=3000)
+        saved = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda x, saved=saved: saved.append(x) or x, lambda x: x):
+            out = linear_statistics(hidden, layer.weight, layer.bias, target, REQUEST)
+        assert sum(x.numel() for x in saved) < layer.weight.numel() + layer.bias.numel() + tokens * 20
+        assert sum(x.numel() for x in out["logps_T"].grad_fn.projected) == 3000 * 40
+    with torch.no_grad():
+        assert linear_statistics(hidden, layer.weight, layer.bias, target, REQUEST)["logps_T"].grad_fn is None
+
+
+def test_a_taught_head_is_the_old_one_without_an_ask():
+    hidden, layer, target = made()
+    plain = layer(hidden)
+    wrap_forward(layer, run_head)
+    wrap_forward(layer, run_head)
+    assert torch.equal(layer(hidden), plain)
+    out = layer(hidden, target=target, request=REQUEST, vocabulary=50)
+    torch.testing.assert_close(out["logps_T"], row_statistics(plain, target, REQUEST)["logps_T"], atol=1e-5, rtol=1e-5)
+
+
+def test_other_numbers_of_rows_are_not_compiled_again():
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled = torch.compile(row_statistics, dynamic=True, fullgraph=True, backend="eager")
+    for tokens in (128, 256, 384, 128):
+        hidden, layer, target = made(tokens=tokens)
+        with torch.no_grad():
+            compiled(layer(hidden), target, REQUEST)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.gpu
+def test_gpu_statistics_and_gradients():
+    hidden, layer, target = made(tokens=301, width=64, vocabulary=5003)
+    right = row_statistics(layer(hidden), target, REQUEST)
+    slopes = pulled(right, [hidden, layer.weight, layer.bias])
+    there = layer.cuda()
+    hidden_there = hidden.detach().cuda().requires_grad_()
+    out = linear_statistics(hidden_there, there.weight, there.bias, target.cuda(), REQUEST)
+    out = {name: value.cpu() for name, value in out.items()}
+    for name in NAMES:
+        torch.testing.assert_close(out[name], right[name], atol=1e-3, rtol=1e-3)
+    for a, b in zip(pulled(out, [hidden_there, there.weight, there.bias]), slopes, strict=True):
+        assert float((a.cpu() - b).abs().max()) < 1e-3 * float(b.abs().max())
+
+
+@pytest.mark.gpu
+def test_gpu_memory_does_not_grow_with_the_tokens():
+    layer = nn.Linear(64, 150_000, bias=False, device="cuda", dtype=torch.bfloat16)
+
+    def peak(tokens):
+        hidden = torch.randn(tokens, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        target = torch.randint(0, 150_000, (tokens,), device="cuda")
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        linear_statistics(hidden, layer.weight, None, target, HeadRequest(LogitTransform()))["logps_T"].sum().backward()
+        layer.weight.grad = None
+        return torch.cuda.max_memory_allocated() - before
+
+    peak(2048)
+    few, many = peak(2048), peak(16384)
+    logits = 16384 * 150_000 * 2
+    assert many < few + logits / 20
+    assert many < logits / 2

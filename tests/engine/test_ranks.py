@@ -14,7 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from made_runs import on_ranks
 from tiny_models import gradients, group, relative_difference, three_levels, tiny
 from upweight.engine import Engine
-from upweight.engine.check import check_first_batch, enable_checkpointing
+from upweight.engine.activations import enable_checkpointing
+from upweight.engine.check import check_first_batch
 from upweight.engine.forward import base_of
 from upweight.engine.packing import build_batch, plan_rows
 from upweight.train.distributed.ranks import join_ranks

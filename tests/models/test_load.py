@@ -136,11 +136,9 @@ def test_further_options_reach_from_pretrained(folder):
     assert model.config._attn_implementation == "eager"
 
 
-def test_a_named_class_must_exist_and_fit_the_method(folder):
+def test_a_named_class_must_exist(folder):
     model = load_model(ModelSection(base_model=folder, model_class="LlamaForCausalLM"), torch.float32)
     assert type(model).__name__ == "LlamaForCausalLM"
-    with pytest.raises(UserError, match=r"model_type: .*AutoModelForCausalLM"):
-        load_model(ModelSection(base_model=folder, model_class="AutoModelForSequenceClassification"), torch.float32)
     with pytest.raises(UserError, match="model_type: transformers has no class"):
         load_model(ModelSection(base_model=folder, model_class="AutoModelForNothing"), torch.float32)
 
@@ -247,15 +245,10 @@ def test_a_gguf_file_is_unpacked_into_plain_weights(tmp_path):
         assert type(model).__name__ == "LlamaForCausalLM"
         for name in ("lm_head.weight", "model.embed_tokens.weight", "model.layers.2.mlp.down_proj.weight"):
             assert torch.equal(model.state_dict()[name], weights[name])
-        with pytest.raises(UserError, match="Name a folder of safetensors"):
-            load_model(section, torch.float32, adapter=AdapterSection(kind="qlora", load_in_4bit=True))
         model.to(torch.bfloat16)
 
 
-def test_arguments_of_loading_that_have_keys_of_their_own_are_refused(folder):
-    for name, key in (("dtype", "bf16"), ("torch_dtype", "bf16"), ("num_labels", "num_labels")):
-        with pytest.raises(UserError, match=f"model_kwargs: '{name}' is set by '{key}'"):
-            load_model(ModelSection(base_model=folder, load_options={name: 3}), torch.float32)
+def test_arguments_of_loading_may_be_fields_of_the_config(folder):
     scaling = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
     model = load_model(ModelSection(base_model=folder, load_options={"rope_scaling": scaling}), torch.float32)
     assert model.config.rope_parameters["factor"] == 2.0

@@ -7,7 +7,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from upweight.errors import UserError
 from upweight.models.precision import set_up_precision
 from upweight.models.reference import adapter_state, make_reference, reference_kind
 
@@ -76,11 +75,6 @@ def make(model, *, dtype=torch.float32, synced: bool = False):
 )
 def test_the_kind_of_reference_follows_from_what_is_trained_and_asked(asked, kind):
     assert reference_kind(**asked) == kind
-
-
-def test_references_that_cannot_be_are_refused():
-    with pytest.raises(UserError, match="rl_adapter_ref_model"):
-        reference_kind(needed=True, adapter="identity", separate=True, synced=True)
 
 
 def test_an_adapter_is_an_identity_only_while_it_changes_nothing():

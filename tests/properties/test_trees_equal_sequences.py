@@ -18,7 +18,7 @@ from tiny_models import (
     weighted,
 )
 from upweight.engine import Engine
-from upweight.engine.check import enable_checkpointing
+from upweight.engine.activations import enable_checkpointing
 from upweight.engine.packing import build_batch, plan_rows
 
 STATISTICS = frozenset({"entropy_T"})

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from upweight.engine.attention.interface import AttentionParams
-from upweight.engine.attention.rules import Rule
+from upweight.engine.attention.rules import AttentionParams, Rule
 from upweight.sampler.attention import cascade_attention
 from upweight.sampler.decode import Decoder, Grid
 

@@ -12,7 +12,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from made_tokenizers import byte_tokenizer
 from tiny_models import PADDED, SIZES, TREES, TREES_TOO, VOCABULARY, drawn, sample, tiny
 from upweight.engine import Engine
-from upweight.engine.check import enable_checkpointing
+from upweight.engine.activations import enable_checkpointing
 from upweight.engine.packing import build_batch
 from upweight.errors import UserError
 from upweight.models.modules import dropout_off

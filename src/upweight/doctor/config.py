@@ -18,9 +18,8 @@ from upweight.data.prepare import prepare
 from upweight.data.raw_row import PREPARED_COLUMNS
 from upweight.doctor.findings import Finding
 from upweight.errors import UserError
-from upweight.models.load import compute_dtype, load_config
+from upweight.models.load import compute_dtype, load_config, load_failures
 from upweight.models.memory import GIB, HEAD_CHUNK, LESS_MEMORY, USABLE, Memory, estimate, shape_of
-from upweight.models.source import load_failures
 from upweight.models.tokenizer import load_tokenizer
 from upweight.rewards.load import KEY, load_rewards
 from upweight.rollout.vllm.client import RequestFailed, RequestRefused, VllmClient

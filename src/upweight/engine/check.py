@@ -2,18 +2,18 @@
 
 import dataclasses
 from dataclasses import dataclass
+from typing import cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from upweight.engine.activation_budget import activation_budget
-from upweight.engine.forward import Engine, base_of
+from upweight.engine.forward import Engine
 from upweight.engine.layout import scaled_beyond
 from upweight.engine.packing import Layout
 from upweight.engine.scores import without_padding
 from upweight.errors import UserError
-from upweight.models.memory import USUAL_OPTIMIZER
 from upweight.models.modules import dropout_off
 from upweight.types import Batch
 
@@ -60,8 +60,7 @@ class ParityCheck:
 def check_first_batch(engine: Engine, model: nn.Module, batch: Batch, dtype: torch.dtype | None = None) -> ParityCheck:
     """Compare a few sequences of a batch with the model's own forward under its stock attention, dropout off.
 
-    `dtype` is the dtype of the forward where it differs from that of the weights (mixed precision).
-    Every rank runs the same number of forwards, whatever its batch holds.
+    `dtype` is that of the forward in mixed precision. Every rank runs as many forwards, whatever its batch holds.
     """
     sequences = _sequences(batch)
     exact = _is_exact(model, dtype or next(iter(model.parameters())).dtype)
@@ -75,21 +74,16 @@ def check_first_batch(engine: Engine, model: nn.Module, batch: Batch, dtype: tor
         change = None if engine.scores else _change_without_suffix(engine, model, sequences[1])
     # Behind a limit that counts from the row's start, only the last sequences differ: a mean of all would hide them.
     parts = [differences] if engine.scores else [differences[:_FROM_EACH_END], differences[_FROM_EACH_END:]]
-    largest = max(_difference(torch.cat(part), exact) for part in parts)
+    summary = torch.max if exact else torch.mean
+    largest = max(float(summary(torch.cat(part))) for part in parts)
     check = ParityCheck(largest, limit, "scores" if engine.scores else "log-probs", _ADVICE[engine.layout])
-    causal = check if change is None else ParityCheck(_difference(change, exact), limit, "log-probs", _NOT_CAUSAL)
+    causal = check if change is None else ParityCheck(float(summary(change)), limit, "log-probs", _NOT_CAUSAL)
     return check if causal.passed else causal
 
 
 def _engine_output(engine: Engine, model: nn.Module, batch: Batch) -> Tensor:
     out = engine(model, batch)
-    values = out.scores_TC if engine.scores else out.logps_T
-    assert values is not None
-    return values
-
-
-def _difference(values: Tensor, exact: bool) -> float:
-    return float(values.max() if exact else values.mean())
+    return cast(Tensor, out.scores_TC if engine.scores else out.logps_T)
 
 
 def check_first_gradients(engine: Engine, model: nn.Module, batch: Batch, dtype: torch.dtype) -> ParityCheck:
@@ -108,7 +102,7 @@ def check_first_gradients(engine: Engine, model: nn.Module, batch: Batch, dtype:
         values = _engine_output(engine, model, batch)
         ours = _gradient(torch.cat([values[sequence.where_T].flatten() for sequence in sequences]).sum(), weights)
         if engine.context is not None:
-            ours = engine.context.all_reduce(ours)
+            dist.all_reduce(ours, group=engine.context.group)
         plain = torch.zeros_like(ours)
         for sequence in sequences:
             plain += _gradient(_model_output(engine, model, sequence).float().sum(), weights)
@@ -139,19 +133,15 @@ class _Sequence:
 
 
 def _sequences(batch: Batch) -> list[_Sequence]:
-    """Return the first sequence of a batch, its longest one and its last ones, at least up to their last source.
-
-    A batch of fewer sequences gives some of them twice.
-    """
+    """Return the first sequence of a batch, its longest one and its last ones, at least up to their last source."""
     ids, width = batch.ids_BN.flatten(), batch.ids_BN.shape[1]
     last_S = torch.full((batch.num_sequences,), -1, device=ids.device)
     last_S = last_S.scatter_reduce(0, batch.sequence_T, batch.source_T, "amax")
     depth_S = torch.where(last_S < 0, -1, batch.position_BN.flatten()[last_S.clamp(min=0)])
     in_order = [number for number in last_S.argsort().tolist() if last_S[number] >= 0]
-    at_end = (in_order[-_FROM_EACH_END:] * _FROM_EACH_END)[:_FROM_EACH_END]
-    numbers = [in_order[0], int(depth_S.argmax()), *at_end]
+    at_end = (in_order[-_FROM_EACH_END:] * _FROM_EACH_END)[:_FROM_EACH_END]  # of few, some twice
     sequences: list[_Sequence] = []
-    for number in numbers:
+    for number in (in_order[0], int(depth_S.argmax()), *at_end):
         where_T = (batch.sequence_T == number).nonzero()[:, 0]
         last = int(last_S[number])
         first = last // width * width
@@ -167,9 +157,18 @@ def _sequences(batch: Batch) -> list[_Sequence]:
 
 def _model_output(engine: Engine, model: nn.Module, sequence: _Sequence) -> Tensor:
     """Return log-probs from the model's logits of one sequence, or its scores."""
-    if engine.scores:
-        return _model_scores(engine, model, sequence)
-    return _model_logps(engine, model, sequence.ids_N, sequence.source_T, sequence.target_T)
+    if not engine.scores:
+        return _model_logps(engine, model, sequence.ids_N, sequence.source_T, sequence.target_T)
+    with without_padding(engine.config):
+        scores = model(input_ids=sequence.ids_N[None], use_cache=False).logits
+        if scores.ndim == 3:
+            return scores[0, sequence.source_T]
+        last = int(sequence.source_T.max())  # a class that pools scores a text once: the text is cut after each source
+        cut = [
+            scores if at == last else model(input_ids=sequence.ids_N[None, : at + 1], use_cache=False).logits
+            for at in sequence.source_T.tolist()
+        ]
+    return torch.cat(cut)
 
 
 def _model_logps(engine: Engine, model: nn.Module, ids_N: Tensor, source_T: Tensor, target_T: Tensor) -> Tensor:
@@ -188,34 +187,6 @@ def _change_without_suffix(engine: Engine, model: nn.Module, sequence: _Sequence
     whole, cut = (_model_logps(engine, model, ids, source_T, target_T) for ids in (sequence.ids_N, cut_N))
     scaled = scaled_beyond(engine.config)  # rotary embeddings of longer sequences differ with each length
     return (whole - cut).abs() * (scaled is None or len(sequence.ids_N) <= scaled)
-
-
-def _model_scores(engine: Engine, model: nn.Module, sequence: _Sequence) -> Tensor:
-    """Return the model's scores; a class that pools gives one score per text, so the text is cut after each source."""
-    with without_padding(engine.config):
-        scores = model(input_ids=sequence.ids_N[None], use_cache=False).logits
-        if scores.ndim == 3:
-            return scores[0, sequence.source_T]
-        last = int(sequence.source_T.max())
-        cut = [
-            scores if at == last else model(input_ids=sequence.ids_N[None, : at + 1], use_cache=False).logits
-            for at in sequence.source_T.tolist()
-        ]
-    return torch.cat(cut)
-
-
-def enable_checkpointing(
-    model: nn.Module, reentrant: bool = False, every_layer: bool = False, optimizer: str = USUAL_OPTIMIZER
-) -> None:
-    """Recompute activations in backward, in `every_layer` or in as many as memory without the optimizer's requires.
-
-    The outputs of frozen embeddings then need gradients, or adapters get none.
-    """
-    base = base_of(model)
-    base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
-    base.__dict__["_activation_budget"] = None if every_layer else activation_budget(base, optimizer)
-    if not any(p.requires_grad for p in base.get_input_embeddings().parameters()):
-        base.enable_input_require_grads()
 
 
 def gradients_flow(model: nn.Module) -> bool:

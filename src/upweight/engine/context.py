@@ -8,7 +8,7 @@ gradient of its local scored tokens: summed over the ranks, every token is count
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -28,48 +28,32 @@ class ContextGroup:
     rank: int
     size: int
 
-    def all_reduce(self, values: Tensor) -> Tensor:
-        """Return the sum of the ranks' values, without a gradient."""
-        total = values.detach().clone()
-        dist.all_reduce(total, group=self.group)
-        return total
-
     def shard(self, positions_T: Tensor, length: int) -> "PositionShard":
         """Return which of these positions in a row of `length` tokens lie in this rank's slice."""
-        first = self.rank * -(-length // self.size)
-        offset_T = positions_T - first
-        local_I = ((offset_T >= 0) & (offset_T < -(-length // self.size))).nonzero()[:, 0]
-        return PositionShard(self, len(positions_T), local_I, offset_T)
+        slice_length = -(-length // self.size)
+        offset_T = positions_T - self.rank * slice_length
+        local_I = ((offset_T >= 0) & (offset_T < slice_length)).nonzero()[:, 0]
+        if len(local_I) or not len(positions_T):
+            return PositionShard(self.group, len(positions_T), local_I, local_I, offset_T[local_I])
+        first_I = local_I.new_zeros(1)
+        return PositionShard(self.group, len(positions_T), local_I, first_I, first_I)
 
 
 @dataclass(frozen=True, eq=False)
 class PositionShard:
     """The positions of a row that a rank computes; a rank without any computes its first token and drops it."""
 
-    context: ContextGroup
+    group: dist.ProcessGroup
     total: int
     local_I: Tensor  # indices of this rank's positions among all positions
-    offset_T: Tensor  # all positions, counted from the start of the slice
-
-    def local(self, values_T: Tensor) -> Tensor:
-        """Return the values of this rank's positions."""
-        return values_T[self._computed()]
-
-    def positions(self) -> Tensor:
-        """Return this rank's positions in its slice."""
-        offset_I = self.offset_T[self._computed()]
-        return offset_I if len(self.local_I) else torch.zeros_like(offset_I)
+    computed_I: Tensor  # the same, or the index of any position for a rank without positions
+    offset_I: Tensor  # the computed positions, counted from the start of the slice
 
     def gather(self, values_IX: Tensor) -> Tensor:
         """Return the values of all ranks, in the order of the positions, on every rank."""
         if values_IX.dtype == torch.bool:
             return self.gather(values_IX.to(torch.uint8)).bool()
-        values_TX = _GatherPositions.apply(values_IX, self.local_I, self.total, self.context.group)
-        assert isinstance(values_TX, Tensor)
-        return values_TX
-
-    def _computed(self) -> Tensor:
-        return self.local_I if len(self.local_I) or not self.total else self.local_I.new_zeros(1)
+        return cast(Tensor, _GatherPositions.apply(values_IX, self.local_I, self.total, self.group))
 
 
 class ShardedTree(Tree):
@@ -95,15 +79,15 @@ class ShardedTree(Tree):
         copies = size // math.gcd(size, key.shape[1])  # the fewest that divide evenly among the ranks
         if copies > 1:
             key, value = (x.repeat_interleave(copies, 1) for x in (key, value))
-        query, key, value = (_all_to_all(x, 1, 2, group) for x in (query, key, value))
+        query, key, value = (cast(Tensor, _AllToAll.apply(x, 1, 2, group)) for x in (query, key, value))
         if params.sinks is not None:
             params = dataclasses.replace(params, sinks=params.sinks.chunk(size)[self.context.rank])
-        return _all_to_all(super().attend(module, query, key, value, params), 2, 1, group)
+        return cast(Tensor, _AllToAll.apply(super().attend(module, query, key, value, params), 2, 1, group))
 
 
-def require_heads(heads: int, size: int) -> None:
-    """Raise where the query heads do not divide evenly among the ranks of a group."""
-    if heads % size:
+def require_heads(heads: object, size: int) -> None:
+    """Raise where the query heads, if their number is known, do not divide evenly among the ranks of a group."""
+    if isinstance(heads, int) and heads % size:
         divisors = ", ".join(str(n) for n in range(2, heads + 1) if heads % n == 0)
         raise UserError(
             f"context_parallel_size: {size} ranks cannot share {heads} attention heads evenly; set one of "
@@ -113,36 +97,23 @@ def require_heads(heads: int, size: int) -> None:
 
 def require_shareable(config: PreTrainedConfig, size: int) -> None:
     """Raise where a model's config does not allow `size` ranks to share a row."""
-    heads = getattr(config.get_text_config(), "num_attention_heads", None)
-    if isinstance(heads, int):
-        require_heads(heads, size)
-
-
-def _all_to_all(x: Tensor, split: int, join: int, group: dist.ProcessGroup) -> Tensor:
-    """Split one dimension over the ranks and join what they send along another, with gradients."""
-    out = _AllToAll.apply(x, split, join, group)
-    assert isinstance(out, Tensor)
-    return out
-
-
-def _exchange(x: Tensor, split: int, join: int, group: dist.ProcessGroup) -> Tensor:
-    sent = torch.stack(x.chunk(dist.get_world_size(group), split))
-    received = torch.empty_like(sent)
-    dist.all_to_all_single(received, sent, group=group)
-    return torch.cat(received.unbind(0), join)
+    require_heads(getattr(config.get_text_config(), "num_attention_heads", None), size)
 
 
 class _AllToAll(torch.autograd.Function):
-    """An all-to-all whose backward is the reverse all-to-all."""
+    """Splits one dimension over the ranks and joins what they send along another; backward is the reverse of it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, split: int, join: int, group: dist.ProcessGroup) -> Tensor:
         ctx.back = join, split, group
-        return _exchange(x, split, join, group)
+        sent = torch.stack(x.chunk(dist.get_world_size(group), split))
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=group)
+        return torch.cat(received.unbind(0), join)
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
-        return _exchange(grad_outputs[0], *ctx.back), None, None, None
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Any, ...]:
+        return _AllToAll.apply(grad_outputs[0], *ctx.back), None, None, None
 
 
 class _GatherPositions(torch.autograd.Function):

@@ -2,24 +2,22 @@
 
 import functools
 import inspect
-from types import MethodType
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from upweight.engine.activation_budget import ActivationBudget
 from upweight.engine.attention.interface import Tree, tree_masks, use_tree_attention
 from upweight.engine.context import ContextGroup, ShardedTree, require_shareable
-from upweight.engine.head import install_head
 from upweight.engine.layout import choose_layout
-from upweight.engine.logits import STATISTICS, HeadRequest, LogitTransform, logit_transform, row_statistics
+from upweight.engine.logits import STATISTICS, HeadRequest, LogitTransform, logit_transform, row_statistics, run_head
 from upweight.engine.packing import Layout
 from upweight.engine.scores import install_scores, scores_at
 from upweight.errors import UserError
 from upweight.log import warn_once
 from upweight.models.kernels.fused_layers import fuse_layers
+from upweight.models.modules import wrap_forward
 from upweight.models.patches import add_adapters_in_place, row_lengths
 from upweight.types import Batch, Outputs
 
@@ -36,12 +34,9 @@ class Engine:
         model: nn.Module,
         layout: Literal["auto", "tree", "padded"] = "auto",
         longest: int | None = None,
-        context: ContextGroup | None = None,
+        context: ContextGroup | None = None,  # its ranks share each row of trees
     ) -> None:
-        """`model`: a causal language model or classifier, or a PeftModel around one; `longest`: longest sequence.
-
-        `context`: the context parallel group whose ranks share each row of trees.
-        """
+        """`model`: a causal language model or classifier, or a PeftModel around one; `longest`: longest sequence."""
         base = base_of(model)
         self.layout: Layout = choose_layout(base, layout, longest)
         self.context = context
@@ -77,17 +72,12 @@ class Engine:
         """
         assert statistics <= set(STATISTICS), f"unknown statistics {sorted(statistics - set(STATISTICS))}"
         assert batch.end_BN is None or self.layout == "tree", "this architecture takes padded rows"
-        packed = {
-            "ids_BN": batch.ids_BN,
-            "position_BN": batch.position_BN,
-            "end_BN": batch.end_BN,
-            "length_B": batch.length_B,
+        names = ("ids_BN", "position_BN", "end_BN", "length_B", "source_T", "target_T")
+        packed = {name: getattr(batch, name) for name in names} | {
             "context": None if batch.end_BN is None else self.context,
-            "source_T": batch.source_T,
-            "target_T": batch.target_T,
             "statistics": tuple(sorted(statistics)),
             "temperature": float(temperature),
-            "depths": tuple(depths),
+            "depths": depths,
             "feature_positions_T": batch.source_T if feature_positions_T is None else feature_positions_T,
             "head": head,
         }
@@ -111,7 +101,7 @@ def body_of(base: PreTrainedModel) -> nn.Module:
 
 
 def _install(base: PreTrainedModel) -> None:
-    """Give a model the packed forward, bound to the instance, so that a deep copy of the model gets a separate one."""
+    """Give a model the packed forward, and its head or body the forward that this one calls."""
     if "_stock_forward" in base.__dict__:
         return
     head = base.get_output_embeddings()
@@ -119,17 +109,14 @@ def _install(base: PreTrainedModel) -> None:
         install_scores(base, body_of(base))
     else:
         base.__dict__["_logit_transform"] = logit_transform(base, body_of(base))
-        install_head(head)
-    base.__dict__["_stock_forward"] = base.forward
+        wrap_forward(head, run_head)
 
     @functools.wraps(type(base).forward)
     def forward(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
         packed = kwargs.pop("packed", None)
-        if packed is None:
-            return self.__dict__["_stock_forward"](*args, **kwargs)
-        return _packed_forward(self, packed)
+        return self.__dict__["_stock_forward"](*args, **kwargs) if packed is None else _packed_forward(self, packed)
 
-    base.forward = MethodType(forward, base)
+    wrap_forward(base, forward)
 
 
 def _packed_forward(base: PreTrainedModel, packed: dict[str, Any]) -> dict[str, Tensor]:
@@ -141,9 +128,9 @@ def _packed_forward(base: PreTrainedModel, packed: dict[str, Any]) -> dict[str, 
     scored = context.shard(packed["source_T"], length)
     featured = context.shard(packed["feature_positions_T"], length) if packed["depths"] else scored
     local = {
-        "source_T": scored.positions(),
-        "target_T": scored.local(packed["target_T"]),
-        "feature_positions_T": featured.positions(),
+        "source_T": scored.offset_I,
+        "target_T": packed["target_T"][scored.computed_I],
+        "feature_positions_T": featured.offset_I,
     }
     out = _outputs(base, packed | local)
     return {name: (featured if name == "features_TF" else scored).gather(value) for name, value in out.items()}
@@ -158,18 +145,18 @@ def _outputs(base: PreTrainedModel, packed: dict[str, Any]) -> dict[str, Tensor]
         return _from_model_logits(base, packed, request)
     if head is None and packed["head"]:
         assert not packed["depths"], "features are read from language models"
-        scored = lambda body: _rows(_run(body, base, packed)[0])[packed["source_T"]]  # noqa: E731
+        scored = lambda body: _run(body, base, packed)[0].flatten(0, 1)[packed["source_T"]]  # noqa: E731
         return {"scores_TC": scores_at(base, len(packed["source_T"]), scored)}
     body = _run(body_of(base), base, packed, output_hidden_states=bool(packed["depths"]))
     out: dict[str, Tensor] = {}
     if packed["depths"]:
         states = body.hidden_states
-        picked = [_rows(states[int(depth * (len(states) - 1))]) for depth in packed["depths"]]
+        picked = [states[int(depth * (len(states) - 1))].flatten(0, 1) for depth in packed["depths"]]
         out["features_TF"] = torch.cat([state[packed["feature_positions_T"]] for state in picked], -1)
     if not packed["head"]:
         return out
     assert head is not None
-    hidden_TD = _rows(body[0])[packed["source_T"]]
+    hidden_TD = body[0].flatten(0, 1)[packed["source_T"]]
     vocabulary = base.config.get_text_config().vocab_size
     return out | head(hidden_TD, target=packed["target_T"], request=request, vocabulary=vocabulary)
 
@@ -178,7 +165,7 @@ def _run(call: Any, base: PreTrainedModel, packed: dict[str, Any], **options: An
     """Call the body (or the whole stock forward) on the rows of a batch."""
     ids_BN, length_B, end_BN = packed["ids_BN"], packed["length_B"], packed["end_BN"]
     context: ContextGroup | None = packed["context"]
-    budget: ActivationBudget | None = base.__dict__.get("_activation_budget")
+    budget = base.__dict__.get("_activation_budget")
     # Recomputing exchanges heads again, and ranks that share a row must do that equally often.
     if budget is not None and context is None:
         budget.choose(ids_BN.numel())
@@ -189,16 +176,11 @@ def _run(call: Any, base: PreTrainedModel, packed: dict[str, Any], **options: An
     use_tree_attention(base)
     position_BN = packed["position_BN"]
     tree = Tree(end_BN, position_BN) if context is None else ShardedTree(end_BN, position_BN, context)
-    ids_BN = tree.local(ids_BN)
+    ids_BN, position_BN = tree.local(ids_BN), tree.local(position_BN)
     # A mask of ones, since without one transformers looks for packed sequences in the positions, and waits for the GPU.
+    mask = torch.ones_like(ids_BN)
     with tree_masks(tree):
-        return call(
-            input_ids=ids_BN,
-            attention_mask=torch.ones_like(ids_BN),
-            position_ids=tree.local(position_BN),
-            use_cache=False,
-            **options,
-        )
+        return call(input_ids=ids_BN, attention_mask=mask, position_ids=position_BN, use_cache=False, **options)
 
 
 def _from_model_logits(base: PreTrainedModel, packed: dict[str, Any], request: HeadRequest) -> dict[str, Tensor]:
@@ -208,10 +190,5 @@ def _from_model_logits(base: PreTrainedModel, packed: dict[str, Any], request: H
         "so memory grows with the vocabulary times the tokens"
     )
     logits = _run(base.__dict__["_stock_forward"], base, packed).logits
-    statistics = row_statistics(_rows(logits)[packed["source_T"]], packed["target_T"], request)
-    return {name: statistics[name] for name in ("logps_T", *packed["statistics"])}
-
-
-def _rows(values_BNX: Tensor) -> Tensor:
-    """Return all rows concatenated, so that flat positions index them."""
-    return values_BNX.reshape(-1, values_BNX.shape[-1])
+    statistics = row_statistics(logits.flatten(0, 1)[packed["source_T"]], packed["target_T"], request)
+    return {name: statistics[name] for name in request.names}

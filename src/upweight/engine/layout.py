@@ -16,10 +16,7 @@ _READS_ITS_MASK = {"doge"}  # model code that computes with the mask cannot take
 
 
 def why_not_trees(base: PreTrainedModel, longest: int | None = None) -> str | None:
-    """Return why this architecture cannot share prefixes, or None when it can.
-
-    `longest`: the longest sequence of the run, for rotary embeddings that change with the length of the batch.
-    """
+    """Return why this architecture cannot share prefixes of sequences with `longest` tokens, or None when it can."""
     config = base.config.get_text_config()
     kinds = {
         kind

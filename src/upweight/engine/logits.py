@@ -1,16 +1,25 @@
-"""The vocabulary projection to a model's logits, and logits to statistics with their gradients."""
+"""The vocabulary projection at the scored tokens, in chunks recomputed in backward: logits never exist as a whole."""
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
-from types import MethodType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-STATISTICS = ("entropy_T", "log_sum_exp_T", "mean_logit_T", "log_collision_T", "is_top_T")
+from upweight.models.modules import replaced_forwards
 
+STATISTICS = ("entropy_T", "log_sum_exp_T", "mean_logit_T", "log_collision_T", "is_top_T")
 _SCALE_FIELDS = ("logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier")
+# Elements of a chunk, rows times vocabulary: large enough to read the weight seldom, small beside other memory.
+_CHUNK_ON_CPU, _CHUNK_ON_GPU = 1 << 24, 1 << 27
+# Elements of projections that a forward may keep for its backward, which then need not be recomputed.
+_KEPT_ON_CPU, _KEPT_ON_GPU = 1 << 26, 1 << 27
+_ROW_STEP = 128  # on a GPU chunks are padded to this, so that few shapes exist
 
 
 @dataclass(frozen=True)
@@ -33,6 +42,10 @@ class HeadRequest:
     temperature: float = 1.0
     statistics: frozenset[str] = frozenset()
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        return "logps_T", *sorted(self.statistics)
+
 
 def logit_transform(base: PreTrainedModel, body: nn.Module) -> LogitTransform | None:
     """Return how this model turns its projection into logits, observed in its forward; None when it does more.
@@ -40,9 +53,8 @@ def logit_transform(base: PreTrainedModel, body: nn.Module) -> LogitTransform | 
     Fixed numbers replace the outputs of the body and the projection, so that no weight is read: this works for models
     on the meta device and for sharded ones, and costs nothing.
     """
-    head = base.get_output_embeddings()
+    head, config = base.get_output_embeddings(), base.config.get_text_config()
     assert head is not None
-    config = base.config.get_text_config()
     if not hasattr(config, "hidden_size"):  # several bodies, each with a size of its own
         return None
     hidden_1ND = torch.linspace(-2, 2, 2 * config.hidden_size).view(1, 2, -1)
@@ -53,18 +65,11 @@ def logit_transform(base: PreTrainedModel, body: nn.Module) -> LogitTransform | 
         seen.append(hidden.detach())
         return projected_1NV
 
-    before = body.__dict__.get("forward"), head.__dict__.get("forward")
-    body.forward = MethodType(lambda self, *a, **k: HiddenStatesOutput(hidden_1ND), body)
-    head.forward = MethodType(project, head)
     try:
-        out = base.forward(input_ids=torch.zeros(1, 2, dtype=torch.long))
+        with replaced_forwards({body: HiddenStatesOutput(hidden_1ND), head: project}):
+            out = base.forward(input_ids=torch.zeros(1, 2, dtype=torch.long))
     except RuntimeError:  # weights between body and head met our numbers on another device
         return None
-    finally:
-        for module, forward in zip((body, head), before, strict=True):
-            del module.forward
-            if forward is not None:
-                module.forward = forward
     if len(seen) != 1 or seen[0].shape != hidden_1ND.shape:
         return None
     # a model that scales the hidden state before the head scales the logits by as much
@@ -83,10 +88,13 @@ def logit_transform(base: PreTrainedModel, body: nn.Module) -> LogitTransform | 
 
 
 class HiddenStatesOutput:
-    """Replaces any body output: it has hidden states, and None for every other field."""
+    """Replaces any body output: it has hidden states, and None for every other field. As a forward it gives itself."""
 
     def __init__(self, hidden: Tensor) -> None:
         self.last_hidden_state = hidden
+
+    def __call__(self, *args: Any, **kwargs: Any) -> "HiddenStatesOutput":
+        return self
 
     def __getitem__(self, index: Any) -> Any:
         return self.last_hidden_state if index == 0 else None
@@ -138,9 +146,8 @@ def row_gradient(
 ) -> Tensor:
     """Return the gradient of the projections, from the forward's `statistics` and the gradients of each of them."""
     capped = request.transform(projected_TV.float())
-    log_p = (capped if request.temperature == 1.0 else capped / request.temperature) - statistics["log_sum_exp_T"][
-        :, None
-    ]
+    logits = capped if request.temperature == 1.0 else capped / request.temperature
+    log_p = logits - statistics["log_sum_exp_T"][:, None]
     p = log_p.exp()
     to_logp = grads["logps_T"]
     weight_T = -to_logp
@@ -152,9 +159,8 @@ def row_gradient(
     if "entropy_T" in grads:
         extra = p * (log_p + statistics["entropy_T"][:, None]) * -grads["entropy_T"][:, None]
     if "log_collision_T" in grads:
-        squares = torch.exp(2 * log_p - statistics["log_collision_T"][:, None]) * (
-            2 * grads["log_collision_T"][:, None]
-        )
+        squares = torch.exp(2 * log_p - statistics["log_collision_T"][:, None])
+        squares = squares * (2 * grads["log_collision_T"][:, None])
         extra = squares if extra is None else extra + squares
     if "mean_logit_T" in grads:
         even = grads["mean_logit_T"][:, None] / log_p.shape[-1]
@@ -171,3 +177,146 @@ def row_gradient(
         grad_TV *= 1 - (capped / request.transform.cap) ** 2
     factor = request.transform.scale / request.temperature
     return (grad_TV if factor == 1.0 else grad_TV.mul_(factor)).to(projected_TV.dtype)
+
+
+def run_head(self: nn.Module, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Return statistics by name for hidden states, `target` ids and a `request`; without one, the stock output."""
+    request: HeadRequest | None = kwargs.pop("request", None)
+    stock: Callable[..., Tensor] = self.__dict__["_stock_forward"]
+    if request is None:
+        return stock(hidden, *args, **kwargs)
+    target_T: Tensor = kwargs["target"]
+    if isinstance(self, nn.Linear) and type(self).forward is nn.Linear.forward:
+        return linear_statistics(hidden, self.weight, self.bias, target_T, request)
+    return module_statistics(stock, kwargs["vocabulary"], hidden, target_T, request)
+
+
+def linear_statistics(
+    hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, target_T: Tensor, request: HeadRequest
+) -> dict[str, Tensor]:
+    """Compute statistics through a plain linear layer, trained or frozen."""
+    kind = hidden_TD.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden_TD.dtype
+    outs = _LinearStatistics.apply(hidden_TD.to(dtype), weight_VD, bias_V, (target_T, request))
+    assert isinstance(outs, tuple)
+    return dict(zip(request.names, outs, strict=True))
+
+
+def module_statistics(
+    project: Callable[[Tensor], Tensor], vocabulary: int, hidden_TD: Tensor, target_T: Tensor, request: HeadRequest
+) -> dict[str, Tensor]:
+    """Compute statistics through any projection (an adapted or quantized head), each chunk checkpointed."""
+
+    def chunk_statistics(hidden: Tensor, target: Tensor) -> tuple[Tensor, ...]:
+        statistics = row_statistics(project(hidden), target, request)
+        return tuple(statistics[name] for name in request.names)
+
+    parts = [
+        checkpoint(chunk_statistics, hidden, target, use_reentrant=False)
+        for hidden, target in zip(*_chunks(hidden_TD, vocabulary, hidden_TD, target_T), strict=True)
+    ]
+    return {name: torch.cat(column) for name, column in zip(request.names, zip(*parts, strict=True), strict=True)}
+
+
+def _chunks(like: Tensor, width: int, *rows: Tensor) -> list[tuple[Tensor, ...]]:
+    """Split each tensor into the same chunks of rows, such that a chunk of projections stays within its limit."""
+    limit = _CHUNK_ON_GPU if like.is_cuda else _CHUNK_ON_CPU
+    count = max(1, limit // width)
+    if like.is_cuda:
+        count = max(_ROW_STEP, count // _ROW_STEP * _ROW_STEP)
+    return [x.split(count) for x in rows]
+
+
+class _LinearStatistics(torch.autograd.Function):
+    """Keeps hidden states, per-row statistics and a bounded part of the projections; backward recomputes the rest."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targets: tuple[Tensor, HeadRequest]
+    ) -> tuple[Tensor, ...]:
+        target_T, request = targets
+        project = _projection(hidden_TD, weight_VD, bias_V)
+        kernel = _kernel(row_statistics, hidden_TD.is_cuda)
+        parts: dict[str, list[Tensor]] = {}
+        budget = (_KEPT_ON_GPU if hidden_TD.is_cuda else _KEPT_ON_CPU) if any(ctx.needs_input_grad) else 0
+        ctx.projected = []
+        with torch.autocast(hidden_TD.device.type, enabled=False):
+            for hidden, target in zip(*_chunks(hidden_TD, len(weight_VD), hidden_TD, target_T), strict=True):
+                projected = project(_padded(hidden))
+                for name, value in kernel(projected, _padded(target), request).items():
+                    parts.setdefault(name, []).append(value[: len(hidden)])
+                budget -= projected.numel()
+                if budget >= 0:
+                    ctx.projected.append(projected)
+        statistics = {name: torch.cat(values) for name, values in parts.items()}
+        kept = [name for name in ("log_sum_exp_T", "entropy_T", "log_collision_T") if name in statistics]
+        ctx.save_for_backward(hidden_TD, weight_VD, bias_V, target_T, *(statistics[name] for name in kept))
+        ctx.request, ctx.kept = request, kept
+        ctx.set_materialize_grads(False)
+        if "is_top_T" in request.names:
+            ctx.mark_non_differentiable(statistics["is_top_T"])
+        return tuple(statistics[name] for name in request.names)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
+        hidden_TD, weight_VD, bias_V, target_T, *kept = ctx.saved_tensors
+        reached = {name: grad for name, grad in zip(ctx.request.names, grad_outputs, strict=True) if grad is not None}
+        reached.pop("is_top_T", None)
+        reached.setdefault("logps_T", torch.zeros_like(kept[0]))
+        need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
+        project = _projection(hidden_TD, weight_VD, bias_V)
+        weight = weight_VD.to(hidden_TD.dtype)
+        kernel = _kernel(row_gradient, hidden_TD.is_cuda)
+        grad_hidden = torch.empty_like(hidden_TD) if need_hidden else None
+        grad_weight = torch.zeros_like(weight_VD, dtype=torch.float32) if need_weight else None
+        grad_bias = torch.zeros_like(bias_V, dtype=torch.float32) if need_bias else None
+        columns = [hidden_TD, target_T, *kept, *reached.values()]
+        start = 0
+        # The forward chose the dtypes, which autocast would change.
+        with torch.autocast(hidden_TD.device.type, enabled=False):
+            for hidden, target, *rest in zip(*_chunks(hidden_TD, len(weight_VD), *columns), strict=True):
+                rows = len(hidden)
+                values = [_padded(value) for value in rest]
+                statistics = dict(zip(ctx.kept, values, strict=False))
+                grads = dict(zip(reached, values[len(kept) :], strict=True))
+                projected = ctx.projected.pop(0) if ctx.projected else project(_padded(hidden))
+                grad_TV = kernel(projected, _padded(target), ctx.request, statistics, grads)[:rows]
+                if grad_hidden is not None:
+                    torch.mm(grad_TV, weight, out=grad_hidden[start : start + rows])
+                if grad_weight is not None:
+                    _add_product(grad_weight, grad_TV, hidden)
+                if grad_bias is not None:
+                    grad_bias += grad_TV.sum(0, dtype=torch.float32)
+                start += rows
+        to_weight = None if grad_weight is None else grad_weight.to(weight_VD.dtype)
+        to_bias = None if grad_bias is None or bias_V is None else grad_bias.to(bias_V.dtype)
+        return grad_hidden, to_weight, to_bias, None
+
+
+def _projection(hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> Callable[[Tensor], Tensor]:
+    """Return the linear layer in the dtype of the hidden states."""
+    weight = weight_VD.to(hidden_TD.dtype)
+    bias = None if bias_V is None else bias_V.to(hidden_TD.dtype)
+    return lambda hidden: F.linear(hidden, weight, bias)
+
+
+def _add_product(total_VD: Tensor, grad_TV: Tensor, hidden_TD: Tensor) -> None:
+    """total += grad^T hidden, the sum in float32."""
+    if total_VD.dtype == grad_TV.dtype:
+        total_VD.addmm_(grad_TV.t(), hidden_TD)
+    elif total_VD.is_cuda:
+        torch.addmm(total_VD, grad_TV.t(), hidden_TD, out_dtype=total_VD.dtype, out=total_VD)
+    else:
+        total_VD += grad_TV.t() @ hidden_TD
+
+
+def _padded(rows: Tensor) -> Tensor:
+    """On a GPU, pad rows with zeros to a multiple of the step."""
+    missing = -len(rows) % _ROW_STEP if rows.is_cuda else 0
+    return torch.cat([rows, rows.new_zeros(missing, *rows.shape[1:])]) if missing else rows
+
+
+@functools.cache
+def _kernel(function: Callable[..., Any], compiled: bool) -> Callable[..., Any]:
+    """Return a row function, or its compiled form: eager passes over a chunk cost as much as its projection."""
+    return torch.compile(function, dynamic=True, fullgraph=True) if compiled else function

@@ -1,7 +1,8 @@
-"""Pack units of training data into rows under a token budget, and build the Batch of each forward."""
+"""Units of training data -> prefix trees, which share common prefixes -> rows under a token budget -> batches."""
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -9,7 +10,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from upweight.engine.trees import fold, sorted_with_shared
 from upweight.types import Batch, Sample, Unit
 
 Layout = Literal["tree", "padded"]
@@ -37,7 +37,7 @@ def build_batch(
     hook; multiply its outputs by zero instead of calling the method's loss.
     """
     if not units:
-        units, predict = [Unit((_IDLE,))], False
+        units, predict = [Unit((Sample(ids=np.zeros(1, np.int64), scored=np.ones(1, np.bool_)),))], False
     samples = [sample for unit in units for sample in unit.samples]
     tokens = _tree_tokens(samples, pad_to) if layout == "tree" else _padded_tokens(samples, pad_to)
     return _batch(units, samples, predict, tokens)
@@ -52,7 +52,7 @@ def count_batch(units: Sequence[Unit], predict: bool = True) -> Batch:
 
 
 class _Tokens(NamedTuple):
-    """Tokens in the model's layout, and the flat positions of each sample's tokens."""
+    """The first fields of a batch, tokens in the model's layout; and the flat positions of each sample's tokens."""
 
     ids_BN: Tensor
     position_BN: Tensor
@@ -64,21 +64,15 @@ class _Tokens(NamedTuple):
 def _batch(units: Sequence[Unit], samples: Sequence[Sample], predict: bool, tokens: _Tokens) -> Batch:
     """Build a batch from tokens in their layout, their scored positions and the fields of units and samples."""
     scored = [np.flatnonzero(sample.scored) for sample in samples]
+    kept = [slice(int(predict and at[:1].tolist() == [0]), None) for at in scored]
+    scored = [at[keep] for at, keep in zip(scored, kept, strict=True)]
+    sources = [path[at - int(predict)] for path, at in zip(tokens.paths, scored, strict=True)]
     if predict:
-        kept = [slice(int(at[:1].tolist() == [0]), None) for at in scored]
-        scored = [at[keep] for at, keep in zip(scored, kept, strict=True)]
-        sources = [path[at - 1] for path, at in zip(tokens.paths, scored, strict=True)]
         targets = [sample.ids[at] for sample, at in zip(samples, scored, strict=True)]
     else:
-        kept = [slice(None)] * len(samples)
-        sources = [path[at] for path, at in zip(tokens.paths, scored, strict=True)]
         targets = [np.zeros_like(at) if s.labels is None else s.labels for s, at in zip(samples, scored, strict=True)]
-
     return Batch(
-        ids_BN=tokens.ids_BN,
-        position_BN=tokens.position_BN,
-        end_BN=tokens.end_BN,
-        length_B=tokens.length_B,
+        *tokens[:4],
         source_T=torch.from_numpy(np.concatenate(sources)),
         target_T=torch.from_numpy(np.concatenate(targets)),
         sequence_T=torch.from_numpy(np.repeat(np.arange(len(samples)), [len(at) for at in scored])),
@@ -88,10 +82,10 @@ def _batch(units: Sequence[Unit], samples: Sequence[Sample], predict: bool, toke
         label_S=_tensor([sample.label for sample in samples], torch.int64),
         advantage_S=_tensor([sample.advantage for sample in samples], torch.float32),
         share_S=torch.tensor([s.share for s in samples]) if any(s.share != 1 for s in samples) else None,
-        prompt_T=_concatenated([s.prompt for s in samples], kept, torch.bool),
-        old_logps_T=_concatenated([s.old_logps for s in samples], kept, torch.float32),
-        sampler_logps_T=_concatenated([s.sampler_logps for s in samples], kept, torch.float32),
-        ref_logps_T=_concatenated([s.ref_logps for s in samples], kept, torch.float32),
+        prompt_T=_joined([s.prompt for s in samples], kept, torch.bool),
+        old_logps_T=_joined([s.old_logps for s in samples], kept, torch.float32),
+        sampler_logps_T=_joined([s.sampler_logps for s in samples], kept, torch.float32),
+        ref_logps_T=_joined([s.ref_logps for s in samples], kept, torch.float32),
     )
 
 
@@ -104,10 +98,7 @@ def plan_rows(units: Sequence[Unit], budget: int, ranks: int = 1, layout: Layout
     """
     if not units:
         return [[] for _ in range(ranks)]
-    if layout == "tree":
-        atoms, costs = _tree_atoms(units, budget, ranks)
-    else:
-        atoms, costs = _padded_atoms(units)
+    atoms, costs = _tree_atoms(units, budget, ranks) if layout == "tree" else _padded_atoms(units)
     count = math.ceil(len(costs.cut(budget)) / ranks) * ranks
     low, high = 1, budget  # the smallest cap that needs no more rows balances them
     while low < high:
@@ -127,7 +118,54 @@ def row_tokens(units: Sequence[Unit], layout: Layout = "tree") -> int:
     return sum(map(len, sequences)) - int(sorted_with_shared(sequences)[1].sum())
 
 
-_IDLE = Sample(ids=np.zeros(1, np.int64), scored=np.ones(1, np.bool_))
+@dataclass(frozen=True, eq=False)
+class Forest:
+    """Distinct tokens of some sequences in depth-first preorder.
+
+    `end_N[k]` is the position after the last descendant of k, so that `q sees k <=> k <= q < end_N[k]`;
+    tokens of one unbranched segment have equal ends, and neighbours with equal ends are of one segment.
+    """
+
+    ids_N: NDArray[np.int64]
+    position_N: NDArray[np.int64]  # depth: continues from the branch point
+    end_N: NDArray[np.int64]
+    paths: list[NDArray[np.int64]]  # positions of each sequence's tokens, in the caller's order of sequences
+
+
+def fold(sequences: Sequence[NDArray[np.int64]]) -> Forest:
+    """Return the forest that holds each distinct prefix of the sequences once."""
+    order, shared = sorted_with_shared(sequences)
+    total = sum(len(ids) for ids in sequences) - int(shared.sum())
+    ids_N, position_N, end_N = (np.empty(total, np.int64) for _ in range(3))
+    path = np.empty(max((len(ids) for ids in sequences), default=0), np.int64)
+    paths: list[NDArray[np.int64]] = [path] * len(sequences)
+    start = open_depth = 0
+    for number, common in zip(order, shared.tolist(), strict=True):
+        ids = sequences[number]
+        depth = len(ids)
+        end_N[path[common:open_depth]] = start  # tokens of the last sequence that this one does not share are complete
+        stop = start + depth - common
+        ids_N[start:stop] = ids[common:]
+        position_N[start:stop] = np.arange(common, depth)
+        path[common:depth] = np.arange(start, stop)
+        paths[number] = path[:depth].copy()
+        start, open_depth = stop, depth
+    end_N[path[:open_depth]] = start
+    return Forest(ids_N, position_N, end_N, paths)
+
+
+def sorted_with_shared(sequences: Sequence[NDArray[np.int64]]) -> tuple[list[int], NDArray[np.int64]]:
+    """Return the sequences' lexicographic order, and how many first tokens each shares with the one before it."""
+    # Big-endian bytes compare as the numbers do, and a prefix comes before its continuations.
+    keys = [ids.astype(">u4").tobytes() for ids in sequences]
+    order = sorted(range(len(keys)), key=keys.__getitem__)
+    shared = np.zeros(len(order), np.int64)
+    for place in range(1, len(order)):
+        left, right = sequences[order[place - 1]], sequences[order[place]]
+        length = min(len(left), len(right))
+        differ = np.append(left[:length] != right[:length], True)
+        shared[place] = differ.argmax()
+    return order, shared
 
 
 def _tree_tokens(samples: Sequence[Sample], pad_to: Callable[[int], int] | None) -> _Tokens:
@@ -156,7 +194,7 @@ def _padded_tokens(samples: Sequence[Sample], pad_to: Callable[[int], int] | Non
     return _Tokens(torch.from_numpy(ids), position_BN, None, length_B, paths)
 
 
-def _concatenated(arrays: Sequence[NDArray | None], kept: Sequence[slice], dtype: torch.dtype) -> Tensor | None:
+def _joined(arrays: Sequence[NDArray | None], kept: Sequence[slice], dtype: torch.dtype) -> Tensor | None:
     """Return the kept parts of all samples' arrays concatenated, or None when an array is missing."""
     parts = [array[keep] for array, keep in zip(arrays, kept, strict=True) if array is not None]
     return torch.from_numpy(np.concatenate(parts)).to(dtype) if len(parts) == len(arrays) else None
@@ -240,10 +278,8 @@ def _first(place: NDArray[np.int64], cluster: NDArray[np.int64]) -> NDArray[np.i
 
 
 def _shared_between(shared: NDArray[np.int64], place: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return how many first tokens the sample at each place shares with the sample listed before it.
-
-    `shared` holds this number for neighbouring places; for two places it is the minimum between them.
-    """
+    """Return how many first tokens the sample at each place shares with the sample listed before it."""
+    # `shared` holds this number for neighbouring places; for two places it is the minimum between them.
     low, high = np.minimum(place[:-1], place[1:]), np.maximum(place[:-1], place[1:])
     if not len(low):
         return np.zeros(len(place), np.int64)

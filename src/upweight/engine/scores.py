@@ -7,7 +7,6 @@ each text. Dropout, further layers and pooling are then those of the model, what
 import contextlib
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from types import MethodType
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from upweight.engine.logits import HiddenStatesOutput
 from upweight.errors import UserError
+from upweight.models.modules import context_value, replaced_forwards, wrap_forward
 
 _NO_TOKEN = -1
 
@@ -30,27 +30,21 @@ def install_scores(base: PreTrainedModel, body: nn.Module) -> None:
             f"{type(base).__name__} scores neither a text by its last token nor each token by itself: it cannot be "
             "trained as a reward model here. Name a decoder model, such as a Llama or Qwen."
         )
-    if "_stock_forward" not in body.__dict__:
-        body.__dict__["_stock_forward"] = body.forward
-        body.forward = MethodType(_body_forward, body)
+    wrap_forward(body, _body_forward)
 
 
 def scores_at(base: PreTrainedModel, count: int, read: ReadHidden) -> Tensor:
     """Return scores in float32 [count, C] at the hidden states [count, D] that `read` takes from the body's output."""
     ids_T1 = torch.zeros((count, 1), dtype=torch.int64, device=next(base.parameters()).device)
-    token = _read.set(read)
-    try:
-        with without_padding(base.config):
-            logits = base.__dict__["_stock_forward"](input_ids=ids_T1, use_cache=False).logits
-    finally:
-        _read.reset(token)
+    with context_value(_read, read), without_padding(base.config):
+        logits = base.__dict__["_stock_forward"](input_ids=ids_T1, use_cache=False).logits
     return logits.reshape(count, -1).float()
 
 
 @contextlib.contextmanager
 def without_padding(config: PreTrainedConfig) -> Iterator[None]:
     """Treat no token as padding inside, so that classifiers score the last token, whatever it is."""
-    configs = list({id(part): part for part in (config, config.get_text_config())}.values())
+    configs = (config, config.get_text_config())
     before = [part.pad_token_id for part in configs]
     try:
         for part in configs:
@@ -66,41 +60,28 @@ def _body_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     read, stock = _read.get(), self.__dict__["_stock_forward"]
     if read is None:
         return stock(*args, **kwargs)
-    token = _read.set(None)  # the body may call its forward again
-    try:
+    with context_value(_read, None):  # the body may call its forward again
         return HiddenStatesOutput(read(stock)[:, None])
-    finally:
-        _read.reset(token)
 
 
 def _scores_last_token(base: PreTrainedModel, body: nn.Module) -> bool:
-    """Return whether only the last token determines the score of a text, or each token has a score.
-
-    As in `logit_transform` no weight is read: modules with weights after the body are replaced by `_columns`.
-    """
+    """Return whether only the last token determines the score of a text, or each token has a score."""
+    # As in `logit_transform` no weight is read: modules with weights after the body are replaced by `_columns`.
     if not hasattr(base.config.get_text_config(), "hidden_size"):  # several bodies, each with a size of its own
         return False
     inside = set(body.modules())
     outside = [module for module in base.modules() if module is not base and module not in inside]
     after = [module for module in outside if next(module.parameters(recurse=False), None) is not None]
-    before = [(module, module.__dict__.get("forward")) for module in (body, *after)]
     hidden_1ND = torch.zeros(1, 3, base.config.get_text_config().hidden_size)
     outputs: list[Tensor] = []
     try:
-        for module in after:
-            module.forward = MethodType(_columns, module)
         for tokens in ([], [2], [0, 1]):
             marked_1ND = hidden_1ND.index_fill(1, torch.tensor(tokens, dtype=torch.int64), 1.0)
-            body.forward = MethodType(lambda self, *a, marked=marked_1ND, **k: HiddenStatesOutput(marked), body)
-            with without_padding(base.config):
+            forwards = {**dict.fromkeys(after, _columns), body: HiddenStatesOutput(marked_1ND)}
+            with replaced_forwards(forwards), without_padding(base.config):
                 outputs.append(base.forward(input_ids=torch.zeros((1, 3), dtype=torch.int64), use_cache=False).logits)
     except (TypeError, ValueError, AttributeError, IndexError, RuntimeError):  # it reads another output of its body
         return False
-    finally:
-        for module, forward in before:
-            module.__dict__.pop("forward", None)
-            if forward is not None:
-                module.forward = forward
     unmarked, last, first = outputs
     if unmarked.ndim == 3:
         return unmarked.shape[1] == 3

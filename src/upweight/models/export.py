@@ -1,4 +1,4 @@
-"""Export the weights in the dtype of forwards for a server, without changing the weights in training."""
+"""Write or send the weights, or the adapter, in the dtype of forwards, without changing the weights in training."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,13 +9,34 @@ from peft import PeftModel
 from peft.tuners.lora import LoraLayer
 from peft.utils import ModulesToSaveWrapper
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.core_model_loading import revert_weight_conversion
 
 from upweight.errors import UserError
 from upweight.models.precision import computed_weights
-from upweight.models.save import save_model
 from upweight.models.shards import any_sharded, gathered_weights
+
+
+def save_model(
+    model: PreTrainedModel | PeftModel,
+    folder: Path | str,
+    dtype: torch.dtype,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    state_dict: dict[str, Any] | None = None,  # gathered weights, where all ranks have to take part in that
+) -> None:
+    """Write full weights in the compute dtype, or the trained adapter in float32, and the tokenizer."""
+    if isinstance(model, PeftModel):
+        model.save_pretrained(str(folder), state_dict=state_dict, selected_adapters=list(model.active_adapters))
+    else:
+        weights = computed_weights(model, state_dict or model.state_dict(), dtype)
+        # Gathered or cast weights share no memory, by which `save_pretrained` recognises tied ones.
+        once = {name: value for name, value in weights if name not in model.all_tied_weights_keys}
+        model.save_pretrained(str(folder), state_dict=once)
+        # save_pretrained notes the dtype of the masters, which `dtype="auto"` would then load.
+        model.config.dtype = dtype
+        model.config.save_pretrained(str(folder))
+    if tokenizer is not None:
+        tokenizer.save_pretrained(str(folder))
 
 
 def write_adapter(model: PeftModel, folder: Path) -> None:
@@ -41,32 +62,26 @@ def write_weights(model: PreTrainedModel | PeftModel, folder: Path, dtype: torch
 
 
 def exported_weights(model: PreTrainedModel | PeftModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights of `write_weights` one by one, under their names in checkpoint files; tied weights once.
-
-    For a model whose files hold other tensors than its modules (experts, for example), all are computed at once.
-    """
+    """Yield the weights of `write_weights` one by one, under their names in checkpoint files; tied weights once."""
     base = model.get_base_model() if isinstance(model, PeftModel) else model
     assert isinstance(base, PreTrainedModel)
-    weights = (
-        _merged(model, dtype) if isinstance(model, PeftModel) else computed_weights(base, base.state_dict(), dtype)
-    )
+    merges = isinstance(model, PeftModel)
+    weights = _merged(model, dtype) if merges else computed_weights(base, base.state_dict(), dtype)
     tied = base.get_expanded_tied_weights_keys(all_submodels=True)
     once = ((name, value) for name, value in weights if name not in tied)
-    names: dict[str, Tensor] = {
-        name.replace(".base_layer", ""): value.to("meta") for name, value in base.state_dict().items()
-    }
+    state = base.state_dict().items()
+    names: dict[str, Tensor] = {name.replace(".base_layer", ""): value.to("meta") for name, value in state}
     if revert_weight_conversion(base, names).keys() == names.keys():
         return once
+    # Where files hold other tensors than modules (experts, for example), all are computed at once.
     return iter(revert_weight_conversion(base, dict(once)).items())
 
 
 def _write(model: PreTrainedModel | PeftModel, folder: Path, dtype: torch.dtype) -> None:
     """Save on rank 0; where weights are sharded, every rank calls this and contributes its shards."""
-    if not any_sharded(model):
-        save_model(model, folder, dtype)
-        return
-    weights = gathered_weights(model, None if isinstance(model, PeftModel) else dtype)
-    if weights:
+    sharded = any_sharded(model)
+    weights = gathered_weights(model, None if isinstance(model, PeftModel) else dtype) if sharded else None
+    if weights or not sharded:
         save_model(model, folder, dtype, state_dict=weights)
 
 
@@ -95,7 +110,12 @@ def _merged(model: PeftModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]
             saved = module.modules_to_save[adapter]
             weights = computed_weights(saved, saved.state_dict(), dtype)
         elif isinstance(module, LoraLayer):
-            weights = _with_delta(module, adapter)
+            layer: Any = module.get_base_layer()
+            state = layer.state_dict()
+            if adapter in module.r:
+                delta: Any = getattr(module, "get_delta_weight")(adapter)  # noqa: B009 - not on every kind of layer
+                state["weight"] = layer.weight.detach().float() + delta.detach().float()
+            weights = state.items()
         else:
             continue
         wrapped.append(f"{name}.")
@@ -105,14 +125,3 @@ def _merged(model: PeftModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]
     for name, value in base.state_dict().items():
         if not name.startswith(tuple(wrapped)):
             yield name, value.to(dtype) if value.is_floating_point() and value.dtype == torch.float32 else value
-
-
-def _with_delta(module: LoraLayer, adapter: str) -> Iterator[tuple[str, Any]]:
-    """Yield the weights of an adapted layer under their names in it, with the adapter's delta added."""
-    layer: Any = module.get_base_layer()
-    for name, value in layer.state_dict().items():
-        if name == "weight" and adapter in module.r:
-            delta: Any = getattr(module, "get_delta_weight")(adapter)  # noqa: B009 - not on every kind of layer
-            yield name, layer.weight.detach().float() + delta.detach().float()
-        else:
-            yield name, value

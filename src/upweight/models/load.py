@@ -1,8 +1,11 @@
 """Load the model to train from a folder, the hub or a GGUF file, with the head that the method needs."""
 
-import difflib
 import importlib.util
 import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,16 +14,58 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from transformers.utils.import_utils import is_flash_attn_2_available, is_flash_attn_3_available, is_kernels_available
 
-from upweight.config.rules.model import ENDINGS, HAVE_KEYS, Head
+from upweight.config.rules.model import ENDINGS, Head
 from upweight.config.sections.model import AdapterSection, ModelSection
-from upweight.errors import UserError
+from upweight.errors import UserError, did_you_mean
 from upweight.log import logger, warn_once
 from upweight.models.patches import keep_soft_cap
-from upweight.models.source import load_failures, source_of
 
 AUTO_CLASSES: dict[Head, str] = {head: f"AutoModel{ending}" for head, ending in ENDINGS.items()}
 CLASSES: dict[Head, int] = {"sequence_score": 1, "step_score": 2}
 FLASH = {"flash_attention_2": is_flash_attn_2_available, "flash_attention_3": is_flash_attn_3_available}
+
+
+def source_of(base_model: str | None, gguf_file: str | None, key: str = "base_model") -> tuple[str, str | None]:
+    """Return the folder or hub id that the user named, and the GGUF file in it."""
+    if base_model is None:
+        raise UserError("base_model: no model is named; give a folder, a GGUF file or a hub id")
+    place = Path(base_model).expanduser()
+    if gguf_file is None and place.suffix == ".gguf" and place.is_file():
+        return str(place.parent), place.name
+    if place.is_dir():
+        if gguf_file is not None and not (place / gguf_file).is_file():
+            raise UserError(f"gguf_file: {place / gguf_file} does not exist")
+        return str(place), gguf_file
+    looks_like_a_path = base_model.startswith((".", "~", os.sep)) or base_model.count("/") > 1
+    if looks_like_a_path:
+        raise UserError(f"{key}: {base_model} is no folder here (looked in {place.absolute()}). Correct the path")
+    return base_model, gguf_file
+
+
+@contextmanager
+def load_failures(key: str, place: str, what: str) -> Iterator[None]:
+    """Turn the failures of loading from `place` into user errors with a remedy."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (OSError, ValueError, ImportError) as error:
+        text = str(error)
+        first = text.strip().splitlines()[0] if text.strip() else type(error).__name__
+        if "trust_remote_code" in text:
+            remedy = "it runs code from its own repository: read that code, then set `trust_remote_code: true`"
+        elif "gguf" in text.lower() and isinstance(error, ImportError):
+            remedy = "reading GGUF files needs the package gguf: pip install gguf"
+        elif isinstance(error, ImportError):
+            remedy = f"a package is missing: {first}"
+        elif Path(place).is_dir():
+            remedy = f"the folder does not hold a whole one: {first}"
+        else:
+            remedy = (
+                "no folder of that name is here, and the hub did not give it (offline, misspelt, or private: "
+                f"then log in with `hf auth login`): {first}"
+            )
+        raise UserError(f"{key}: could not load the {what} of {place!r}: {remedy}") from error
 
 
 def compute_dtype(section: ModelSection, device: torch.device) -> torch.dtype:
@@ -35,10 +80,8 @@ def compute_dtype(section: ModelSection, device: torch.device) -> torch.dtype:
 
 
 def master_dtype(section: ModelSection, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype to load fully trained weights in: float32 where the files hold it.
-
-    A master rounded to half precision has to move half a step of that grid before any forward changes.
-    """
+    """Return the dtype to load fully trained weights in: float32 where the files hold it."""
+    # A master rounded to half precision has to move half a step of that grid before any forward changes.
     _, gguf_file = source_of(section.base_model, section.gguf_file)
     return torch.float32 if gguf_file is not None or load_config(section).dtype == torch.float32 else dtype
 
@@ -51,28 +94,21 @@ def load_model(
     tokenizer: PreTrainedTokenizerBase | None = None,
     adapter: AdapterSection | None = None,
     seed: int = 42,
-    head_follows: bool = False,
+    head_follows: bool = False,  # an adapter provides the head later: a fresh one is not logged
 ) -> PreTrainedModel:
-    """Load the model in `dtype` on the CPU, with its vocabulary resized for `tokenizer`; fresh weights use `seed`.
-
-    A missing head is initialised, which is logged unless an adapter provides it later (`head_follows`).
-    """
+    """Load the model in `dtype` on the CPU, with its vocabulary resized for `tokenizer`; fresh weights use `seed`."""
     place, gguf_file = source_of(section.base_model, section.gguf_file)
     config = config_with_head(section, head)
     if tokenizer is not None:
         text, pad = config.get_text_config(), tokenizer.pad_token_id
         text.pad_token_id = pad if pad is None or pad < text.vocab_size else None  # a new one comes with its row
-    options: dict[str, Any] = {**_hub_options(section), **_load_options(section), **_attention(section.attention)}
+    options: dict[str, Any] = {**_hub_options(section), **section.load_options, **_attention(section.attention)}
     for name in [name for name in options if hasattr(config, name) and name != "quantization_config"]:
         setattr(config, name, options.pop(name))  # as `from_pretrained` does without a config
-    if gguf_file is not None:
-        options |= _dequantised(gguf_file)
+    if gguf_file is not None:  # dequantised, so that weights can be trained
+        packed = getattr(transformers, "GgufConfig", None)  # without this class transformers always unpacks
+        options |= {"gguf_file": gguf_file} | ({"quantization_config": packed(dequantize=True)} if packed else {})
     if adapter is not None and (adapter.load_in_4bit or adapter.load_in_8bit):
-        if gguf_file is not None:
-            raise UserError(
-                "load_in_4bit, load_in_8bit: the weights of a GGUF file cannot be quantised as they are unpacked. "
-                "Name a folder of safetensors, or drop the key."
-            )
         options |= _quantised(adapter, dtype)
     set_seed(seed)
     try:
@@ -88,9 +124,7 @@ def load_model(
             f"model_kwargs: {unknown[0]!r} is neither an argument of `from_pretrained` "
             "nor a field of the model's config. Correct or remove it."
         ) from error
-    fresh = _refuse_missing(report, place, head, model.base_model_prefix)
-    if fresh and not head_follows:
-        logger.info("fresh head: %s", ", ".join(fresh))
+    _check_missing(report, place, head, model.base_model_prefix, logs=not head_follows)
     keep_soft_cap(model)
     if tokenizer is not None:
         fit_vocabulary(model, tokenizer, section)
@@ -110,14 +144,6 @@ def _attention(name: str | None) -> dict[str, str]:
     return {} if name is None or problem is not None else {"attn_implementation": name}
 
 
-def _load_options(section: ModelSection) -> dict[str, Any]:
-    """Return further arguments of `from_pretrained`; those with a separate key are refused."""
-    for name, key in HAVE_KEYS.items():
-        if name in section.load_options:
-            raise UserError(f"model_kwargs: {name!r} is set by {key}. Remove it here.")
-    return section.load_options
-
-
 def load_config(section: ModelSection) -> PreTrainedConfig:
     """Return the model's config with the settings' overrides; models that read more than text are refused."""
     place, gguf_file = source_of(section.base_model, section.gguf_file)
@@ -134,9 +160,8 @@ def load_config(section: ModelSection) -> PreTrainedConfig:
         )
     for name, value in section.config_overrides.items():
         if not hasattr(config, name):
-            close = difflib.get_close_matches(name, list(config.to_dict()), n=1)
-            meant = f"; did you mean {close[0]!r}?" if close else ""
-            raise UserError(f"model_config: {name!r} is no field of a {config.model_type} config{meant}")
+            meant = did_you_mean(name, config.to_dict())
+            raise UserError(f"model_config: {name!r} is no field of a {config.model_type} config.{meant}")
         setattr(config, name, value)
     return config
 
@@ -147,11 +172,9 @@ def config_with_head(section: ModelSection, head: Head) -> PreTrainedConfig:
     if head == "tokens":
         return config
     labels, saved = section.num_labels or CLASSES[head], config.num_labels
-    ending = AUTO_CLASSES[head].removeprefix("AutoModel")
-    if saved != labels and any(name.endswith(ending) for name in config.architectures or ()):
-        remedy = (
-            f"set `num_labels: {saved}`" if head == "step_score" and (saved or 0) > 1 else "name one that has as many"
-        )
+    if saved != labels and any(name.endswith(ENDINGS[head]) for name in config.architectures or ()):
+        fits = head == "step_score" and (saved or 0) > 1
+        remedy = f"set `num_labels: {saved}`" if fits else "name one that has as many"
         raise UserError(
             f"base_model: {section.base_model!r} is a classifier with {saved} outputs, and {labels} are to be trained; "
             f"{remedy}, or the language model it was made from"
@@ -162,18 +185,16 @@ def config_with_head(section: ModelSection, head: Head) -> PreTrainedConfig:
 
 def fit_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, section: ModelSection) -> int:
     """Grow the embeddings to the tokenizer's size where they are smaller; return how many rows were added."""
-    embedding = model.get_input_embeddings()
-    assert isinstance(embedding, nn.Embedding)
+    embedding: Any = model.get_input_embeddings()
     before = embedding.num_embeddings
     if len(tokenizer) <= before:
         return 0
     model.resize_token_embeddings(
         len(tokenizer), pad_to_multiple_of=32 if section.resize_to_32 else None, mean_resizing=section.mean_resizing
     )
-    after = model.get_input_embeddings()
-    assert isinstance(after, nn.Embedding)
-    logger.info("embeddings: %d rows instead of %d, for %d tokens", after.num_embeddings, before, len(tokenizer))
-    return after.num_embeddings - before
+    embedding = model.get_input_embeddings()
+    logger.info("embeddings: %d rows instead of %d, for %d tokens", embedding.num_embeddings, before, len(tokenizer))
+    return embedding.num_embeddings - before
 
 
 def disable_dropout(model: nn.Module) -> None:
@@ -186,29 +207,17 @@ def disable_dropout(model: nn.Module) -> None:
 
 
 def _hub_options(section: ModelSection) -> dict[str, Any]:
-    options: dict[str, Any] = {"trust_remote_code": section.trust_remote_code}
-    if section.revision is not None:
-        options["revision"] = section.revision
-    return options
+    revision = {} if section.revision is None else {"revision": section.revision}
+    return {"trust_remote_code": section.trust_remote_code, **revision}
 
 
 def model_class(section: ModelSection, head: Head) -> Any:
     """Return the transformers class that loads the model with this head."""
-    default = AUTO_CLASSES[head]
-    name = section.model_class or default
-    ending = default.removeprefix("AutoModel")
+    name = section.model_class or AUTO_CLASSES[head]
     chosen = getattr(transformers, name, None)
     if chosen is None:
-        raise UserError(f"model_type: transformers has no class {name!r}; this method trains {default}")
-    if not name.endswith(ending):
-        raise UserError(f"model_type: this method needs a model {ending!r}, such as {default}, not {name}")
+        raise UserError(f"model_type: transformers has no class {name!r}; this method trains {AUTO_CLASSES[head]}")
     return chosen
-
-
-def _dequantised(gguf_file: str) -> dict[str, Any]:
-    """Return the `from_pretrained` arguments that dequantise a GGUF file's weights, so that they can be trained."""
-    packed = getattr(transformers, "GgufConfig", None)  # without this class transformers always unpacks
-    return {"gguf_file": gguf_file, **({"quantization_config": packed(dequantize=True)} if packed else {})}
 
 
 def _quantised(adapter: AdapterSection, dtype: torch.dtype) -> dict[str, Any]:
@@ -221,20 +230,15 @@ def _quantised(adapter: AdapterSection, dtype: torch.dtype) -> dict[str, Any]:
     if adapter.load_in_8bit:  # it logs at every layer of every forward that it casts to float16
         logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
     settings: dict[str, Any] = {"load_in_8bit": True}
-    if adapter.load_in_4bit:
-        settings = {
-            "load_in_4bit": True,
-            "bnb_4bit_quant_type": "nf4",
-            "bnb_4bit_use_double_quant": True,
-            "bnb_4bit_compute_dtype": dtype,
-            "bnb_4bit_quant_storage": dtype,  # shards are cut, cast and gathered as weights of one dtype
-        }
-    config = transformers.BitsAndBytesConfig(**{**settings, **adapter.quantisation})
+    if adapter.load_in_4bit:  # stored as `dtype`: shards are cut, cast and gathered as weights of one dtype
+        settings = {"load_in_4bit": True, "bnb_4bit_compute_dtype": dtype, "bnb_4bit_quant_storage": dtype}
+        settings |= {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+    config = transformers.BitsAndBytesConfig(**settings | adapter.quantisation)
     return {"quantization_config": config, "device_map": {"": torch.cuda.current_device() if on_gpu else "cpu"}}
 
 
-def _refuse_missing(report: dict[str, Any], place: str, head: Head, body: str) -> list[str]:
-    """Return the names of randomly initialised weights; raise where others than those of a score head are missing."""
+def _check_missing(report: dict[str, Any], place: str, head: Head, body: str, *, logs: bool) -> None:
+    """Log the weights of a score head that are randomly initialised; raise where others are missing."""
     missing = sorted({*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])})
     fresh = [key for key in missing if head != "tokens" and key.split(".")[0] != body]
     lacking = [key for key in missing if key not in fresh]
@@ -244,4 +248,5 @@ def _refuse_missing(report: dict[str, Any], place: str, head: Head, body: str) -
             f"base_model: the files of {place!r} lack weights that this model needs, or have them in another shape: "
             f"{shown}; name a whole checkpoint of a {AUTO_CLASSES[head].removeprefix('AutoModelFor')} model"
         )
-    return fresh
+    if fresh and logs:
+        logger.info("fresh head: %s", ", ".join(fresh))

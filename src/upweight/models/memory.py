@@ -1,5 +1,6 @@
 """Estimate the GPU memory of training from the shapes of a model, without loading it."""
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Literal
 
@@ -55,13 +56,12 @@ def shape_of(section: ModelSection, head: Head) -> Shape:
     with torch.device("meta"):
         model = model_class(section, head).from_config(config)
     names = set(linear_names(model))
-    linear: dict[str, int] = {}
+    linear: Counter[str] = Counter()
     inside = 0
     for name, module in model.named_modules():
-        last = name.rpartition(".")[2]
-        weight = getattr(module, "weight", None)
+        last, weight = name.rpartition(".")[2], getattr(module, "weight", None)
         if last in names and isinstance(weight, nn.Parameter):
-            linear[last] = linear.get(last, 0) + sum(weight.shape)
+            linear[last] += sum(weight.shape)
             inside += weight.numel()
     sizes = [weight.numel() for weight in model.parameters()]
     text = config.get_text_config()
@@ -80,9 +80,8 @@ def activation_bytes(config: PreTrainedConfig, *, checkpointing: bool) -> int:
 def adapter_parameters(shape: Shape, adapter: AdapterSection) -> int:
     """Return the parameters of an adapter with the config's rank on the layers it names, or on all linear ones."""
     named = [adapter.targets] if isinstance(adapter.targets, str) else adapter.targets or []
-    chosen = [name for name in shape.linear if name in named]
-    sizes = [shape.linear[name] for name in (chosen if chosen and not adapter.target_linear else shape.linear)]
-    return adapter.rank * sum(sizes)
+    chosen = [] if adapter.target_linear else [size for name, size in shape.linear.items() if name in named]
+    return adapter.rank * sum(chosen or shape.linear.values())
 
 
 def optimizer_bytes(name: str) -> int:

@@ -1,9 +1,24 @@
-"""Walk the modules of a model, and switch them to evaluation mode."""
+"""Walk the modules of a model, switch off dropout, and give modules another forward or values beside its arguments."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
+from types import MethodType
+from typing import Any, TypeVar
 
 from torch import nn
+
+T = TypeVar("T")
+
+
+@contextmanager
+def context_value(variable: ContextVar[T], value: T) -> Iterator[None]:
+    """Set a context variable inside, and restore its value afterwards."""
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
 
 
 def every_module(model: nn.Module) -> list[nn.Module]:
@@ -28,3 +43,25 @@ def dropout_off(model: nn.Module) -> Iterator[None]:
     finally:
         for module in trained:
             vars(module)["training"] = True
+
+
+def wrap_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
+    """Bind another forward to a module, once; it finds the stock one as `_stock_forward`, also in a deep copy."""
+    if "_stock_forward" not in vars(module):
+        vars(module)["_stock_forward"] = module.forward
+        module.forward = MethodType(forward, module)
+
+
+@contextmanager
+def replaced_forwards(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
+    """Let modules run other forwards inside."""
+    before = [(module, vars(module).get("forward")) for module in forwards]
+    try:
+        for module, forward in forwards.items():
+            module.forward = MethodType(forward, module)
+        yield
+    finally:
+        for module, forward in before:
+            vars(module).pop("forward", None)
+            if forward is not None:
+                module.forward = forward

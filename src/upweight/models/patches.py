@@ -1,10 +1,8 @@
 """Patches of transformers, PEFT and accelerate; each has a test that shows when it can be removed."""
 
-import contextlib
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from importlib.util import find_spec
-from types import MethodType
 from typing import Any
 
 import torch
@@ -15,6 +13,8 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+
+from upweight.models.modules import context_value, wrap_forward
 
 if torch.cuda.is_available() and find_spec("triton"):
     from upweight.models.kernels import linear as few_rows
@@ -38,25 +38,16 @@ def keep_soft_cap(model: PreTrainedModel) -> None:
 _lengths_B: ContextVar[Tensor | None] = ContextVar("lengths_B", default=None)
 
 
-@contextlib.contextmanager
-def row_lengths(lengths_B: Tensor) -> Iterator[None]:
+def row_lengths(lengths_B: Tensor) -> AbstractContextManager[None]:
     """Let rotary embeddings that depend on length use the length of each row inside, not that of the widest row."""
-    token = _lengths_B.set(lengths_B)
-    try:
-        yield
-    finally:
-        _lengths_B.reset(token)
+    return context_value(_lengths_B, lengths_B)
 
 
 def scale_rope_by_row_length(model: nn.Module) -> None:
-    """Let rotary embeddings depend on the length of each sequence.
-
-    In transformers they depend on the widest row of a batch, and dynamic ones on the widest row of all batches.
-    """
+    """Let rotary embeddings depend on the length of each sequence; stock ones take that of the widest row so far."""
     for module in model.modules():
-        if hasattr(module, "original_inv_freq") and "_stock_forward" not in module.__dict__:
-            module.__dict__["_stock_forward"] = module.forward
-            module.forward = MethodType(_rotary_forward, module)
+        if hasattr(module, "original_inv_freq"):
+            wrap_forward(module, _rotary_forward)
 
 
 def _rotary_forward(self: nn.Module, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -80,9 +71,8 @@ def _rotary_forward(self: nn.Module, x: Tensor, position_ids: Tensor, *args: Any
 def add_adapters_in_place(model: nn.Module) -> None:
     """Let plain LoRA layers add their term inside the matrix product; PEFT takes three passes over the output."""
     for module in model.modules():
-        if type(module) is LoraLinear and "_stock_forward" not in module.__dict__:
-            vars(module)["_stock_forward"] = module.forward
-            module.forward = MethodType(_lora_forward, module)
+        if type(module) is LoraLinear:
+            wrap_forward(module, _lora_forward)
 
 
 def _lora_forward(self: LoraLinear, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:

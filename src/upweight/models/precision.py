@@ -8,7 +8,7 @@ backward may pass through it; its gradient is float32, and micro-batches add up 
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from peft import PeftModel
@@ -31,9 +31,7 @@ class TrainedWeight:
     @property
     def parameter(self) -> nn.Parameter:
         module, name = self.places[0]
-        parameter = module._parameters[name]
-        assert parameter is not None
-        return parameter
+        return cast(nn.Parameter, module._parameters[name])
 
 
 def trained_weights(model: nn.Module, dtype: torch.dtype) -> list[TrainedWeight]:
@@ -45,17 +43,16 @@ def trained_weights(model: nn.Module, dtype: torch.dtype) -> list[TrainedWeight]
             if parameter.requires_grad and parameter.is_floating_point():
                 places.setdefault(parameter, []).append((module, name))
 
-    def compute_dtype(parameter: nn.Parameter, place: tuple[nn.Module, str]) -> torch.dtype:
-        copy = vars(place[0]).get(place[1])
-        if copy is not None:
+    def compute_dtype(parameter: nn.Parameter, module: nn.Module, name: str) -> torch.dtype:
+        if (copy := vars(module).get(name)) is not None:
             return copy.dtype
         # PEFT keeps adapted embeddings in a ParameterDict and sets `requires_grad_` on what it reads from there.
-        if isinstance(place[0], nn.ParameterDict | nn.ParameterList):
+        if isinstance(module, nn.ParameterDict | nn.ParameterList):
             return torch.float32
         # In a half-precision model, the architecture keeps some weights in float32 (a router, for example).
         return parameter.dtype if parameter.dtype in HALF or architecture_chose else dtype
 
-    return [TrainedWeight(tuple(at), compute_dtype(parameter, at[0])) for parameter, at in places.items()]
+    return [TrainedWeight(tuple(at), compute_dtype(parameter, *at[0])) for parameter, at in places.items()]
 
 
 def set_up_precision(
@@ -110,11 +107,8 @@ class ComputeCopies:
             torch._foreach_copy_(self._copies, masters)  # pyright: ignore[reportPrivateImportUsage]
 
     def follow(self, optimizer: Optimizer) -> None:
-        """Refresh now, and after each step of `optimizer` (a torch optimizer, or accelerate's wrapper of one).
-
-        Call it after wrapping, when DDP has given every rank the masters of rank 0.
-        """
-        self.refresh()
+        """Refresh now, and after each step of `optimizer` (or accelerate's wrapper of one); call it after wrapping."""
+        self.refresh()  # DDP has given every rank the masters of rank 0
         inner = getattr(optimizer, "optimizer", optimizer)
         self._handles.append(inner.register_step_post_hook(lambda *_: self.refresh()))
 

@@ -4,9 +4,9 @@ Only trained weights differ from the start, so a frozen copy of those, swapped i
 reference of any adapter and of a fully trained model; frozen weights exist once.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from peft import PeftModel
@@ -14,52 +14,49 @@ from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from upweight.errors import UserError
 from upweight.models.modules import dropout_off
 from upweight.models.precision import TrainedWeight, trained_weights
-from upweight.models.shards import is_sharded, local_shard, partition_zero3, zero3_shard
+from upweight.models.shards import drop_gathered, is_sharded, local_shard, zero3_shard
 
 AdapterState = Literal["none", "identity", "changed"]
 ReferenceKind = Literal["none", "adapter_off", "frozen_weights", "separate"]
 
 
-class Reference(Protocol):
+class Reference:
     """A reference model that may share the policy's module."""
+
+    def __init__(self, policy: nn.Module) -> None:
+        self._policy = policy
+        self._averages: dict[str, Tensor] = {}  # float32: small alphas vanish in the rounding of half precision
 
     def use(self, wrapped: nn.Module) -> AbstractContextManager[nn.Module]:
         """Yield a module that computes the reference inside the context, without gradients or dropout."""
-        ...
+        raise NotImplementedError
 
     def sync(self, alpha: float) -> None:
         """Move the reference to `alpha * policy + (1 - alpha) * reference`."""
-        ...
+        raise NotImplementedError  # a base model does not follow the policy: reference_kind(synced=True) decides so
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return what `sync` has changed, for a checkpoint; every rank must call it."""
-        ...
+        averages = self._averages.items()
+        return {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in averages}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Restore a saved state."""
-        ...
+        raise NotImplementedError
 
 
 def adapter_state(model: nn.Module) -> AdapterState:
     """Return whether a model has an adapter, and whether the adapter changes the base model's outputs."""
     if not isinstance(model, PeftModel):
         return "none"
-    if _trains_base(model) or not all(_is_identity(module) for module in model.modules()):
-        return "changed"
-    return "identity"
-
-
-def _trains_base(model: PeftModel) -> bool:
-    """Return whether weights of the base model are trained beside the adapter, as by `LoraConfig(bias=...)`."""
     adapters = set(model.active_adapters)
     trained = (name.split(".") for name, weight in model.named_parameters() if weight.requires_grad)
-    return any(adapters.isdisjoint(parts) for parts in trained)
+    trains_base = any(adapters.isdisjoint(parts) for parts in trained)  # as by `LoraConfig(bias=...)`
+    return "changed" if trains_base or not all(map(_is_identity, model.modules())) else "identity"
 
 
 def _is_identity(module: nn.Module) -> bool:
@@ -84,11 +81,6 @@ def reference_kind(
     """Return the kind of reference of a run; `separate`: a second model, `synced`: it follows the policy."""
     if not needed:
         return "none"
-    if synced and separate and adapter != "none":
-        raise UserError(
-            "sync_ref_model: a separate reference model cannot follow an adapter; drop rl_adapter_ref_model: "
-            "the reference is then a copy of the adapter, and follows it"
-        )
     if separate:
         return "separate"
     return "adapter_off" if adapter == "identity" and not synced else "frozen_weights"
@@ -115,11 +107,8 @@ def make_reference(
     return FrozenWeights(policy, dtype, synced=synced, offload=offload)
 
 
-class AdapterOff:
+class AdapterOff(Reference):
     """The base model under an adapter that began as zero."""
-
-    def __init__(self, policy: PeftModel) -> None:
-        self._policy = policy
 
     @contextmanager
     def use(self, wrapped: nn.Module) -> Iterator[nn.Module]:
@@ -137,29 +126,17 @@ class AdapterOff:
                 if parameter.requires_grad != requires_grad:
                     parameter.requires_grad_(requires_grad)
 
-    def sync(self, alpha: float) -> None:
-        raise AssertionError("the base model does not follow the policy: reference_kind(synced=True) decides so")
 
-    def state_dict(self) -> dict[str, Tensor]:
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        assert not state
-
-
-class FrozenWeights:
-    """A copy of the trained weights at the start, in the compute dtype, swapped in for the current ones.
-
-    With `offload` the copy is in host memory, and on the device only inside `use`.
-    """
+class FrozenWeights(Reference):
+    """A copy of the trained weights at the start, in the compute dtype, swapped in for the current ones."""
 
     def __init__(self, policy: nn.Module, dtype: torch.dtype, *, synced: bool, offload: bool) -> None:
-        self._policy, self._offload = policy, offload
-        _drop_gathered(policy)
+        super().__init__(policy)
+        self._offload = offload  # the copy is in host memory, and on the device only inside `use`
+        drop_gathered(policy)
         names = {parameter: name for name, parameter in policy.named_parameters()}
         self._weights: dict[str, TrainedWeight] = {}
         self._values: dict[str, Tensor] = {}
-        self._averages: dict[str, Tensor] = {}  # float32: small alphas vanish in the rounding of half precision
         for weight in trained_weights(policy, dtype):
             name, parameter = names[weight.parameter], weight.parameter
             self._weights[name] = weight
@@ -184,12 +161,6 @@ class FrozenWeights:
                 average.lerp_(self._weights[name].parameter.detach().to(average.device, torch.float32), alpha)
                 self._values[name].copy_(average)
 
-    def state_dict(self) -> dict[str, Tensor]:
-        return {
-            name: average.full_tensor() if isinstance(average, DTensor) else average
-            for name, average in self._averages.items()
-        }
-
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         assert state.keys() == self._averages.keys(), "the saved reference belongs to another model"
         for name, average in state.items():
@@ -198,7 +169,7 @@ class FrozenWeights:
 
     def _place_all(self) -> None:
         """Move frozen tensors to where the trained weights are now: another device, or shards."""
-        _drop_gathered(self._policy)
+        drop_gathered(self._policy)
         for tensors in (self._values, self._averages):
             for name, tensor in tensors.items():
                 parameter = self._weights[name].parameter
@@ -231,25 +202,26 @@ class FrozenWeights:
         """Swap the values of the shards, which ranks gather from, and drop what was gathered earlier."""
         shards = [local_shard(weight.parameter) for weight in self._weights.values()]
         kept = [shard.clone() for shard in shards]
-        self._copy(list(self._values.values()), shards)
+
+        def write(values: Iterable[Tensor]) -> None:
+            with torch.no_grad():
+                for shard, value in zip(shards, values, strict=True):
+                    shard.copy_(value)
+            drop_gathered(self._policy)
+
+        write(self._values.values())
         try:
             yield
         finally:
-            self._copy(kept, shards)
-
-    def _copy(self, values: list[Tensor], shards: list[Tensor]) -> None:
-        with torch.no_grad():
-            for shard, value in zip(shards, values, strict=True):
-                shard.copy_(value)
-        _drop_gathered(self._policy)
+            write(kept)
 
 
-class SeparateModel:
+class SeparateModel(Reference):
     """A second, frozen model."""
 
     def __init__(self, policy: nn.Module, model: nn.Module) -> None:
-        self._policy, self.model = policy, model.requires_grad_(False).eval()
-        self._averages: dict[str, Tensor] = {}
+        super().__init__(policy)
+        self.model = model.requires_grad_(False).eval()
 
     @contextmanager
     def use(self, wrapped: nn.Module) -> Iterator[nn.Module]:
@@ -263,19 +235,9 @@ class SeparateModel:
                 average = self._averages.setdefault(name, parameter.float().clone())
                 parameter.copy_(average.lerp_(policy[name].to(average), alpha))
 
-    def state_dict(self) -> dict[str, Tensor]:
-        return dict(self._averages)
-
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
                 if name in state:
                     self._averages[name] = state[name].to(parameter.device, torch.float32, copy=True)
                     parameter.copy_(self._averages[name])
-
-
-def _drop_gathered(model: nn.Module) -> None:
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-    partition_zero3(model)

@@ -1,6 +1,6 @@
 """Sharded weights, of FSDP2 and of ZeRO-3, gathered one at a time."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from importlib import import_module
 from typing import Any
@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from peft import PeftModel
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 
@@ -44,8 +45,11 @@ def zero3_shard(value: Tensor, parameter: Any) -> Tensor:
     return shard
 
 
-def partition_zero3(model: nn.Module) -> None:
-    """Let ZeRO-3 drop its gathered weights, so that the next forward gathers the shards again."""
+def drop_gathered(model: nn.Module) -> None:
+    """Let FSDP2 and ZeRO-3 drop their gathered weights, so that the next forward gathers the shards again."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
     for parameter in model.parameters():
         if hasattr(parameter, "ds_id") and parameter.numel() and getattr(parameter, "ds_shape", None):
             getattr(parameter, "partition")()  # noqa: B009 - a method that ZeRO-3 gives its parameters
@@ -53,25 +57,20 @@ def partition_zero3(model: nn.Module) -> None:
 
 @torch.no_grad()
 def gathered_weights(model: nn.Module, dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """Gather every weight of a model, or of its adapter only, in host memory on rank 0; an empty dict elsewhere.
-
-    A device never holds more than the largest of them. Float32 weights are cast to `dtype` unless it is None.
-    """
+    """Gather every weight of a model, or of its adapter only, in host memory on rank 0; an empty dict elsewhere."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    weights = {name: parameters.get(name, value) for name, value in model.state_dict().items()}
+    weights: dict[str, Any] = {name: parameters.get(name, value) for name, value in model.state_dict().items()}
     if isinstance(model, PeftModel):
         weights = {name: value for name, value in weights.items() if getattr(value, "requires_grad", False)}
-    is_rank0 = dist.get_rank() == 0
-    return {name: value for name, value in _gathered(weights, dtype) if is_rank0}
-
-
-def _gathered(weights: dict[str, Any], dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
-    """Yield each weight whole, on the CPU; every rank has to iterate."""
+    gathered: dict[str, Tensor] = {}  # one by one: a device never holds more than the largest of them
     for name, value in weights.items():
         cast = dtype if value.dtype == torch.float32 else None
         if hasattr(value, "ds_id"):
             with gathered_from_zero3([value]):
-                yield name, value.detach().to("cpu", cast, copy=True)
+                whole = value.detach().to("cpu", cast, copy=True)
         else:
             local = value.detach().to(cast or value.dtype)
-            yield name, (local.full_tensor() if isinstance(local, DTensor) else local).cpu()
+            whole = (local.full_tensor() if isinstance(local, DTensor) else local).cpu()
+        if dist.get_rank() == 0:
+            gathered[name] = whole
+    return gathered

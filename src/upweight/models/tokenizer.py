@@ -9,7 +9,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from upweight.config.sections.model import ModelSection
 from upweight.errors import UserError
 from upweight.log import logger
-from upweight.models.source import load_failures, source_of
+from upweight.models.load import load_failures, source_of
 
 # Tokens that model families reserve for padding although their tokenizers do not declare it.
 PADDING_NAMES = (
@@ -24,18 +24,19 @@ def load_tokenizer(section: ModelSection) -> PreTrainedTokenizerBase:
     key = "tokenizer_config" if section.tokenizer else "base_model"
     place, gguf_file = source_of(section.tokenizer or section.base_model, packed, key)
     options: dict[str, Any] = {"use_fast": section.tokenizer_use_fast, "trust_remote_code": section.trust_remote_code}
-    if section.tokenizer_legacy is not None:
-        options["legacy"] = section.tokenizer_legacy
-    if gguf_file is not None:
-        options["gguf_file"] = gguf_file
-    if section.tokenizer is None and section.revision is not None:
-        options["revision"] = section.revision
+    revision = section.revision if section.tokenizer is None else None
+    further = {"legacy": section.tokenizer_legacy, "gguf_file": gguf_file, "revision": revision}
+    options |= {name: value for name, value in further.items() if value is not None}
     chosen = getattr(transformers, section.tokenizer_class, None) if section.tokenizer_class else AutoTokenizer
     if chosen is None:
         raise UserError(f"tokenizer_type: transformers has no class {section.tokenizer_class!r}")
     with load_failures(key, place, "tokenizer"):
         tokenizer = chosen.from_pretrained(place, **options)
-    set_tokens(tokenizer, section)
+    special = {name: value for name, value in section.special_tokens.model_dump().items() if value is not None}
+    additional = special.pop("additional_special_tokens", [])
+    tokenizer.add_special_tokens(special)
+    tokenizer.add_tokens(additional, special_tokens=True)
+    tokenizer.add_tokens(section.new_tokens)
     if section.special_tokens.pad_token is None:
         choose_padding(tokenizer)
     return tokenizer
@@ -58,38 +59,17 @@ def take_chat_template(tokenizer: PreTrainedTokenizerBase, place: str, *, trust_
     tokenizer.eos_token = source.eos_token
 
 
-def set_tokens(tokenizer: PreTrainedTokenizerBase, section: ModelSection) -> int:
-    """Set `special_tokens` and add `tokens`; return how many the vocabulary lacked."""
-    before = len(tokenizer)
-    special = {name: value for name, value in section.special_tokens.model_dump().items() if value is not None}
-    further = special.pop("additional_special_tokens", [])
-    if special:
-        tokenizer.add_special_tokens(special)
-    if further:
-        tokenizer.add_tokens(further, special_tokens=True)
-    tokenizer.add_tokens(section.new_tokens)
-    return len(tokenizer) - before
-
-
 def choose_padding(tokenizer: PreTrainedTokenizerBase) -> None:
     """Set a padding token where it is missing or equals the end token while another one is reserved; log which."""
     if tokenizer.pad_token is not None and tokenizer.pad_token != tokenizer.eos_token:
         return
     vocabulary = tokenizer.get_vocab()
     reserved = next((name for name in PADDING_NAMES if name in vocabulary and name != tokenizer.eos_token), None)
-    if reserved is not None:
-        tokenizer.pad_token = reserved
-        logger.info(
-            "padding token: %r, which the vocabulary has; `special_tokens: {pad_token: ...}` changes it", reserved
-        )
-    elif tokenizer.eos_token is not None:
-        tokenizer.pad_token = tokenizer.eos_token
-        logger.info(
-            "padding token: the end token %r, for want of another; `special_tokens: {pad_token: ...}` changes it",
-            tokenizer.eos_token,
-        )
-    else:
+    if reserved is None and tokenizer.eos_token is None:
         raise UserError(
             "special_tokens: the tokenizer has neither a padding nor an end token; "
             "set them, for example `special_tokens: {eos_token: '</s>', pad_token: '<pad>'}`"
         )
+    tokenizer.pad_token = reserved or tokenizer.eos_token
+    why = "the end token %r, for want of another" if reserved is None else "%r, which the vocabulary has"
+    logger.info(f"padding token: {why}; `special_tokens: {{pad_token: ...}}` changes it", tokenizer.pad_token)

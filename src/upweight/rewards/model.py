@@ -17,8 +17,8 @@ from upweight.data.tokenize.tokens import TextTokens
 from upweight.errors import UserError
 from upweight.inference.score import ScoreModel, load_score_model
 from upweight.log import warn_once
+from upweight.models.load import load_failures, source_of
 from upweight.models.patches import keep_soft_cap
-from upweight.models.source import load_failures, source_of
 from upweight.rewards.reward import Reward, parameters_of
 
 TOKENS_AT_ONCE = 16384  # tokens of a batch, padding included

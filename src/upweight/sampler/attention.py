@@ -13,8 +13,7 @@ from itertools import count
 import torch
 from torch import Tensor, nn
 
-from upweight.engine.attention.interface import AttentionParams
-from upweight.engine.attention.rules import Rule
+from upweight.engine.attention.rules import AttentionParams, Rule
 
 # Keys and values of prompts [groups, key heads, P, width] and of completions [slots, key heads, L, width].
 Caches = tuple[Tensor, Tensor, Tensor, Tensor]

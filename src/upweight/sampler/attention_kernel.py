@@ -15,7 +15,7 @@ import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
-from upweight.engine.attention.interface import AttentionParams
+from upweight.engine.attention.rules import AttentionParams
 
 _LONG_KEY = 256  # bytes
 _SMALLEST_SIDE = 16  # of a matrix product on tensor cores

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from upweight.engine.attention.interface import AttentionParams, tree_masks, use_tree_attention
-from upweight.engine.attention.rules import Rule
+from upweight.engine.attention.interface import tree_masks, use_tree_attention
+from upweight.engine.attention.rules import AttentionParams, Rule
 from upweight.engine.attention.segments import SegmentPlan, segment_attention
 from upweight.engine.forward import body_of
 from upweight.engine.logits import LogitTransform
-from upweight.engine.trees import fold
+from upweight.engine.packing import fold
 from upweight.sampler.attention import Caches, CallAttention, attention_op, cascade_attention
 from upweight.sampler.draw import draw
 from upweight.types import Prompts, Sampling
@@ -240,8 +240,7 @@ class Decoder:
                 plan = plans[params.rule] = SegmentPlan.of(end_N, position_N, params.rule)
             for kept, new in zip(self.caches[call][:2], (key, value), strict=True):
                 kept[groups, :, : index_GP.shape[1]] = new[0][:, index_GP].transpose(0, 1)
-            scaling, softcap, sinks = params.scaling, params.softcap, params.sinks
-            return segment_attention(query, key, value, plan, scaling=scaling, softcap=softcap, sinks=sinks)
+            return segment_attention(query, key, value, plan, params)
 
         return attend
 

@@ -18,10 +18,8 @@ from upweight.config.sections.model import ModelSection
 from upweight.config.sections.training import OptimSection
 from upweight.config.zero import partitions_weights
 from upweight.engine import Engine
-from upweight.engine.check import enable_checkpointing
+from upweight.engine.activations import add_noise, enable_checkpointing, offload_activations
 from upweight.engine.context import ContextGroup
-from upweight.engine.noise import add_noise
-from upweight.engine.offload import offload_activations
 from upweight.errors import UserError
 from upweight.log import warn_once
 from upweight.methods.base import Method

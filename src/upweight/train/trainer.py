@@ -14,15 +14,15 @@ from transformers import Trainer
 from transformers.trainer_utils import speed_metrics
 
 from upweight.data.units import units_of
-from upweight.engine.activation_budget import recompute_every_layer
+from upweight.engine.activations import recompute_every_layer
 from upweight.engine.forward import base_of
 from upweight.errors import UserError
 from upweight.files import write_text
 from upweight.log import logger
+from upweight.models.export import save_model
 from upweight.models.memory import LESS_MEMORY
 from upweight.models.precision import Sharding
 from upweight.models.reference import SeparateModel
-from upweight.models.save import save_model
 from upweight.rollout.custom import CustomRollout
 from upweight.train.assemble import TrainerParts
 from upweight.train.distributed.deepspeed import fit_to_ranks

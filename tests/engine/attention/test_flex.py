@@ -7,7 +7,7 @@ from dense_attention import dense_attention, dense_mask
 from tiny_models import gradients, group, plain_statistics, relative_difference, tiny, weighted
 from upweight.engine import Engine
 from upweight.engine.attention.flex import BLOCK, block_tables, flex_tree_attention, tree_block_mask
-from upweight.engine.attention.rules import Rule
+from upweight.engine.attention.rules import AttentionParams, Rule
 from upweight.engine.packing import build_batch, whole_blocks
 from upweight.types import Sample, Unit
 
@@ -102,7 +102,7 @@ def test_compiled_attention_matches_the_dense_mask(rule, softcap, with_sinks):
     sinks = torch.randn(12, device="cuda", requires_grad=True) if with_sinks else None
     leaves = [x for x in (q, k, v, sinks) if x is not None]
     ours = flex_tree_attention(
-        q, k, v, tree_block_mask(end_N, position_N, rule), scaling=0.2, softcap=softcap, sinks=sinks
+        q, k, v, tree_block_mask(end_N, position_N, rule), AttentionParams(rule, 0.2, softcap, sinks)
     )
     seen = dense_mask(end_N.cpu(), position_N.cpu(), rule).cuda()
     right_sinks = None if sinks is None else sinks.double()

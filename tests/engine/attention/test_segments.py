@@ -3,7 +3,7 @@ import torch
 
 from dense_attention import dense_attention, dense_mask
 from tiny_models import SHAPES
-from upweight.engine.attention.rules import Rule
+from upweight.engine.attention.rules import AttentionParams, Rule
 from upweight.engine.attention.segments import SegmentPlan, segment_attention
 from upweight.engine.packing import build_batch
 
@@ -23,7 +23,7 @@ def test_segments_attend_as_the_dense_mask_does(shape, rule, softcap, with_sinks
     sinks = torch.randn(4, dtype=torch.float64, requires_grad=True) if with_sinks else None
     leaves = [x for x in (q, k, v, sinks) if x is not None]
     ours = segment_attention(
-        q, k, v, SegmentPlan.of(end_N, position_N, rule), scaling=0.7, softcap=softcap, sinks=sinks
+        q, k, v, SegmentPlan.of(end_N, position_N, rule), AttentionParams(rule, 0.7, softcap, sinks)
     )
     dense = dense_attention(q, k, v, dense_mask(end_N, position_N, rule), scaling=0.7, softcap=softcap, sinks=sinks)
     torch.testing.assert_close(ours, dense, atol=1e-5, rtol=1e-5)
@@ -39,7 +39,7 @@ def test_long_segments_under_a_window_see_only_what_is_near():
     assert sum(plan.sizes) == length
     assert max(sum(plan.sizes[i] for i in keys) for call in plan.calls for keys in call.keys) <= 2 * 256
     q = torch.randn(1, 1, length, 4)
-    ours = segment_attention(q, q, q, plan, scaling=1.0, softcap=None, sinks=None)
+    ours = segment_attention(q, q, q, plan, AttentionParams(Rule(), 1.0))
     dense = dense_attention(q, q, q, dense_mask(end_N, position_N, Rule(window=100)))
     torch.testing.assert_close(ours, dense, atol=1e-5, rtol=1e-5)
 

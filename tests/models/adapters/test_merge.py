@@ -11,8 +11,7 @@ from made_tokenizers import byte_tokenizer
 from tiny_models import tiny
 from upweight.config.sections.model import ModelSection
 from upweight.errors import UserError
-from upweight.models.adapters.merge import AdapterFolder, difference, merge_adapter
-from upweight.models.adapters.merge_files import merge_by_file
+from upweight.models.adapters.merge import AdapterFolder, difference, merge_adapter, merge_by_file
 from upweight.models.load import load_model
 
 IDS = torch.arange(3, 19).view(1, -1)
@@ -81,7 +80,7 @@ def test_memory_holds_one_file_at_a_time(tmp_path, monkeypatch):
     what, _ = adapted(tmp_path, shards="30KB")
     held = []
     monkeypatch.setattr(
-        "upweight.models.adapters.merge_files.save_file",
+        "upweight.models.adapters.merge.save_file",
         lambda weights, *a, **k: held.append(sum(w.numel() * w.element_size() for w in weights.values())),
     )
     merge_by_file(what.base, "tokens", what.folder, 1, tmp_path)

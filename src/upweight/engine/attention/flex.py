@@ -8,17 +8,14 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from upweight.engine.attention.rules import Rule
+from upweight.engine.attention.rules import AttentionParams, Rule
 
 BLOCK = 128
 _MOST_COMPILED = 64  # layer rules times modes times the options below, each compiled once
 
 
 def block_tables(end_N: Tensor, position_N: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
-    """Return two [blocks, blocks] tables of booleans by query block and key block: partly visible, fully visible.
-
-    Partly visible blocks are masked token by token; no block is in both tables.
-    """
+    """Return two [blocks, blocks] tables of booleans by query block and key block: partly visible, fully visible."""
     length = len(end_N)
     blocks = -(-length // BLOCK)
     if length % BLOCK:  # the tail sees itself only
@@ -37,6 +34,7 @@ def block_tables(end_N: Tensor, position_N: Tensor, rule: Rule) -> tuple[Tensor,
         first, last = first // rule.chunk, last // rule.chunk
         some &= (first[:, None] <= last[None, :]) & (first[None, :] <= last[:, None])
         every &= (first[:, None] == last[None, :]) & (last[:, None] == first[None, :])
+    # No block is in both tables; partly visible ones are masked token by token.
     return (some & ~every) | torch.eye(blocks, dtype=torch.bool, device=end_N.device), every
 
 
@@ -82,27 +80,22 @@ def _visibility(end_N: Tensor, position_N: Tensor, rule: Rule) -> Callable[[Tens
     return sees if chunk is None else sees_chunk
 
 
-def flex_tree_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: BlockMask,
-    *,
-    scaling: float,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
+def flex_tree_attention(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, params: AttentionParams) -> Tensor:
     """Attend over a row of trees on a GPU; query [1, heads, N, width], key and value with as many or fewer heads."""
-    options: dict[str, Any] = {"block_mask": mask, "scale": scaling, "enable_gqa": query.shape[1] != key.shape[1]}
+    options: dict[str, Any] = {
+        "block_mask": mask,
+        "scale": params.scaling,
+        "enable_gqa": query.shape[1] != key.shape[1],
+    }
     if query.shape[2] % BLOCK == 0:  # the compiler cannot know it of a length that varies, and checks bounds
         options["kernel_options"] = {"IS_DIVISIBLE": True}
-    if softcap is not None:
-        options["score_mod"] = _capped(softcap)
-    if sinks is None:
+    if params.softcap is not None:
+        options["score_mod"] = _capped(params.softcap)
+    if params.sinks is None:
         return compiled_flex_attention()(query, key, value, **options)
     out, aux = compiled_flex_attention()(query, key, value, return_aux=AuxRequest(lse=True), **options)
     # a sink is one more key without a value: it takes its share of the softmax and adds nothing
-    share = torch.sigmoid(aux.lse - sinks.float().view(1, -1, 1))
+    share = torch.sigmoid(aux.lse - params.sinks.float().view(1, -1, 1))
     return (out * share[..., None]).to(value.dtype)
 
 
@@ -118,11 +111,9 @@ def _capped(softcap: float) -> Callable[..., Tensor]:
 
 @functools.cache
 def compiled_flex_attention() -> Callable[..., Any]:
-    """Return FlexAttention compiled for the first row length, and from the second one on for all lengths.
-
-    With `fullgraph`, exceeding the recompile limit is an error and not a silent fall back to eager.
-    """
+    """Return FlexAttention compiled for the first row length, and from the second one on for all lengths."""
     limits: Any = torch._dynamo.config
     limits.recompile_limit = max(limits.recompile_limit, _MOST_COMPILED)
     limits.specialize_float = True  # a scale or cap that differs between two models cannot be a variable of the kernel
+    # With `fullgraph`, exceeding the recompile limit is an error and not a silent fall back to eager.
     return torch.compile(flex_attention, fullgraph=True)

@@ -5,10 +5,10 @@ recomputation under gradient checkpointing sees exactly what the forward saw. Ou
 the model's stock implementation, so that `generate` and `evaluate` need no switch.
 """
 
-import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -21,23 +21,13 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from upweight.engine.attention.flex import BLOCK, flex_tree_attention, tree_block_mask
-from upweight.engine.attention.rules import Rule
+from upweight.engine.attention.rules import AttentionParams, Rule
 from upweight.engine.attention.segments import SegmentPlan, segment_attention
 from upweight.errors import UserError
+from upweight.models.modules import context_value
 
 NAME = "upweight_tree"
-
-_stock_names: list[str] = []
-
-
-@dataclass(frozen=True, eq=False)
-class AttentionParams:
-    """How a layer attends: its rule, the scale and soft cap of its scores, and the sink logit of each head."""
-
-    rule: Rule
-    scaling: float
-    softcap: float | None = None
-    sinks: Tensor | None = None
+_stock_names: dict[str, str] = {}  # by the name under which tree attention over them is registered
 
 
 class LayerAttention(Protocol):
@@ -93,17 +83,12 @@ class Tree:
         """Compute the attention of one layer over the row."""
         plan = self.plan(params.rule)
         attend: Callable[..., Tensor] = flex_tree_attention if isinstance(plan, BlockMask) else segment_attention
-        return attend(query, key, value, plan, scaling=params.scaling, softcap=params.softcap, sinks=params.sinks)
+        return attend(query, key, value, plan, params)
 
 
-@contextlib.contextmanager
-def tree_masks(tree: LayerAttention) -> Iterator[None]:
+def tree_masks(tree: LayerAttention) -> AbstractContextManager[None]:
     """Let the mask function return rules with `tree` inside; masks are built outside the layers that get recomputed."""
-    token = _tree.set(tree)
-    try:
-        yield
-    finally:
-        _tree.reset(token)
+    return context_value(_tree, tree)
 
 
 def current_tree() -> LayerAttention | None:
@@ -111,12 +96,12 @@ def current_tree() -> LayerAttention | None:
     return _tree.get()
 
 
+@functools.cache
 def register(stock: str) -> str:
     """Register tree attention over a stock implementation and return its name for `set_attn_implementation`."""
-    if stock in _stock_names:
-        return _name(_stock_names.index(stock))
-    _stock_names.append(stock)
-    name = _name(len(_stock_names) - 1)
+    # the stock name cannot be part of it: transformers reads meaning into "flash", "sdpa" and "/"
+    name = f"{NAME}_{len(_stock_names)}" if _stock_names else NAME
+    _stock_names[name] = stock
     AttentionInterface.register(name, functools.partial(_attention, stock=stock))
     AttentionMaskInterface.register(name, functools.partial(_mask, stock=stock))
     return name
@@ -131,24 +116,17 @@ def use_tree_attention(base: PreTrainedModel) -> None:
 
 def stock_of(name: str) -> str:
     """Return the stock implementation behind a registered name; any other name is returned as it is."""
-    return next((stock for number, stock in enumerate(_stock_names) if _name(number) == name), name)
-
-
-def _name(number: int) -> str:
-    # the stock name cannot be part of it: transformers reads meaning into "flash", "sdpa" and "/"
-    return NAME if number == 0 else f"{NAME}_{number}"
+    return _stock_names.get(name, name)
 
 
 def _mask(*args: Any, stock: str, local_size: int | None = None, config: Any = None, **kwargs: Any) -> Any:
     """Return a layer type's rule inside a tree forward, else the mask of the stock function."""
     tree = _tree.get()
     if tree is None:
-        local = {} if local_size is None else {"local_size": local_size}
-        return ALL_MASK_ATTENTION_FUNCTIONS[stock](*args, config=config, **local, **kwargs)
-    rule = Rule()
-    if local_size is not None:
-        chunked = getattr(config, "attention_chunk_size", None) == local_size
-        rule = Rule(chunk=local_size) if chunked else Rule(window=local_size)
+        kwargs |= {} if local_size is None else {"local_size": local_size}
+        return ALL_MASK_ATTENTION_FUNCTIONS[stock](*args, config=config, **kwargs)
+    chunked = getattr(config, "attention_chunk_size", None) == local_size
+    rule = Rule(chunk=local_size) if chunked else Rule(window=local_size)  # neither without a size
     sees = kwargs.get("mask_function")
     if sees is not None and bool(sees(0, 0, torch.tensor(0), torch.tensor(1))):
         raise UserError(
@@ -159,23 +137,16 @@ def _mask(*args: Any, stock: str, local_size: int | None = None, config: Any = N
 
 
 def _attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Any,
-    *,
-    stock: str,
-    scaling: float | None = None,
-    **kwargs: Any,
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *, stock: str, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
     """Attend in one layer, [B, heads, N, width] in and [B, N, heads, width] out; stock where the mask is no rule."""
+    scaling: float | None = kwargs.pop("scaling", None)
     if not isinstance(attention_mask, TreeRule):
         scale_argument = {} if scaling is None else {"scaling": scaling}
         return _stock_attention(stock, module)(module, query, key, value, attention_mask, **scale_argument, **kwargs)
+    rule, tree = attention_mask.rule, attention_mask.tree
     scale = float(query.shape[-1] ** -0.5 if scaling is None else scaling)
-    params = AttentionParams(attention_mask.rule, scale, kwargs.get("softcap"), kwargs.get("s_aux"))
-    tree = attention_mask.tree
+    params = AttentionParams(rule, scale, kwargs.get("softcap"), kwargs.get("s_aux"))
     out = tree.attend(module, _at_positions(module, query, tree), key, value, params)
     return out.transpose(1, 2).contiguous(), None
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from upweight.engine.attention.rules import Rule
+from upweight.engine.attention.rules import AttentionParams, Rule
 
 _LONGEST_WINDOWED_SEGMENT = 256  # shorter than the window saves nothing, longer computes masked scores
 
@@ -111,16 +111,7 @@ def _visible(size: int, width: int, offset: int, rule: Rule) -> Tensor | None:
     return seen
 
 
-def segment_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    plan: SegmentPlan,
-    *,
-    scaling: float,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
+def segment_attention(query: Tensor, key: Tensor, value: Tensor, plan: SegmentPlan, params: AttentionParams) -> Tensor:
     """Attend over a row of trees; query [1, heads, N, width], key and value with as many or fewer heads."""
     # One split for each of q, k, v: its backward is one concatenation, where slices would each write a whole row.
     queries, keys, values = (x.split(plan.sizes, 2) for x in (query, key, value))
@@ -130,8 +121,7 @@ def segment_attention(
         k, v = (
             _concatenated([_concatenated([x[i] for i in seen], 2) for seen in call.keys], 0) for x in (keys, values)
         )
-        attended = _attend(q, k, v, call, scaling=scaling, softcap=softcap, sinks=sinks)
-        for segment, part in zip(call.segments, attended.split(1, 0), strict=True):
+        for segment, part in zip(call.segments, _attend(q, k, v, call, params).split(1, 0), strict=True):
             out[segment] = part
     return torch.cat(out, 2)
 
@@ -140,36 +130,32 @@ def _concatenated(parts: list[Tensor], dim: int) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
-def _attend(
-    q: Tensor, k: Tensor, v: Tensor, call: Call, *, scaling: float, softcap: float | None, sinks: Tensor | None
-) -> Tensor:
+def _attend(q: Tensor, k: Tensor, v: Tensor, call: Call, params: AttentionParams) -> Tensor:
     """Compute one call; query heads that share a key head lie along the query axis, so that keys are never copied."""
     rows, heads, size, _ = q.shape
     repeat = heads // k.shape[1]
-    plain = softcap is None and sinks is None
+    plain = params.softcap is None and params.sinks is None
     if plain and call.visible_QK is None:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=repeat > 1)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=params.scaling, enable_gqa=repeat > 1)
     q = q.reshape(rows, k.shape[1], repeat * size, q.shape[-1])
     if plain:
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=call.bias(repeat, q), scale=scaling)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=call.bias(repeat, q), scale=params.scaling)
     else:
-        out = _explicit(q, k, v, call, scaling=scaling, softcap=softcap, sinks=sinks)
+        out = _explicit(q, k, v, call, params)
     return out.reshape(rows, heads, size, v.shape[-1])
 
 
-def _explicit(
-    q: Tensor, k: Tensor, v: Tensor, call: Call, *, scaling: float, softcap: float | None, sinks: Tensor | None
-) -> Tensor:
+def _explicit(q: Tensor, k: Tensor, v: Tensor, call: Call, params: AttentionParams) -> Tensor:
     """Compute the softmax step by step, for what SDPA cannot do: capped scores and attention sinks."""
     if call.visible_QK is None:
         call.visible_QK = torch.ones(k.shape[2], k.shape[2], dtype=torch.bool).tril()
     repeat = q.shape[2] // len(call.visible_QK)
-    scores = (q @ k.transpose(-1, -2)).float() * scaling
-    if softcap is not None:
-        scores = torch.tanh(scores / softcap) * softcap
+    scores = (q @ k.transpose(-1, -2)).float() * params.scaling
+    if params.softcap is not None:
+        scores = torch.tanh(scores / params.softcap) * params.softcap
     scores = scores + call.bias(repeat, scores)
-    if sinks is not None:
-        per_head = sinks.float().view(1, k.shape[1], repeat, 1, 1)
+    if params.sinks is not None:
+        per_head = params.sinks.float().view(1, k.shape[1], repeat, 1, 1)
         column = per_head.expand(q.shape[0], -1, -1, q.shape[2] // repeat, 1).reshape(*scores.shape[:-1], 1)
         scores = torch.cat([scores, column], -1)
     return scores.softmax(-1)[..., : k.shape[2]].to(v.dtype) @ v

@@ -1,6 +1,5 @@
 """Attach a LoRA adapter to a loaded model, or continue one from a folder."""
 
-import difflib
 import re
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from upweight.config.sections.model import AdapterSection
-from upweight.errors import UserError
+from upweight.errors import UserError, did_you_mean
 from upweight.log import logger, warn_once
 
 KEPT = "_upweight_adapter"
@@ -29,7 +28,7 @@ def attach_adapter(model: PreTrainedModel, section: AdapterSection, *, new_token
         return _continued(model, section.folder)
     adapted = get_peft_model(model, lora_config(model, section))
     assert isinstance(adapted, PeftModel)
-    if new_tokens and not _trains_embeddings(model):
+    if new_tokens and not any(p.requires_grad for p in model.get_input_embeddings().parameters()):
         warn_once(
             f"tokens: the embeddings of {new_tokens} new tokens are not trained; add the embedding and the head to "
             f"lora_modules_to_save (here {', '.join(embedding_names(model))})"
@@ -73,16 +72,18 @@ def lora_config(model: PreTrainedModel, section: AdapterSection) -> LoraConfig:
     """Return the PEFT config of the adapter in the settings, with every target checked against this model."""
     options: dict[str, Any] = {"init_lora_weights": section.init}
     if section.peft.loftq_config is not None:
-        options = {
-            "init_lora_weights": "loftq",
-            "loftq_config": LoftQConfig(loftq_bits=section.peft.loftq_config.loftq_bits),
-        }
+        loftq = LoftQConfig(loftq_bits=section.peft.loftq_config.loftq_bits)
+        options = {"init_lora_weights": "loftq", "loftq_config": loftq}
     parameters = _as_list(section.target_parameters)
-    _check_parameters(model, parameters)
+    names = [name for name, _ in model.named_parameters()]
+    known = sorted({".".join(name.split(".")[-2:]) for name in names})
+    _check_targets(names, parameters, "lora_target_parameters", shown=known, known=known)
     targets = _targets(model, section)
     saved = list(section.modules_to_save or [])
     _check_names(model, saved, "lora_modules_to_save")
     saved += [name for name in _score_layers(model) if name not in saved]
+    # A fully trained module that is tied to another one has to stay so.
+    tied = bool(getattr(model.config, "tie_word_embeddings", False))
     return LoraConfig(
         task_type=_task(model),
         r=section.rank,
@@ -98,7 +99,7 @@ def lora_config(model: PreTrainedModel, section: AdapterSection) -> LoraConfig:
         use_rslora=section.rslora,
         layers_to_transform=section.layers,
         layers_pattern=section.layers_pattern,
-        ensure_weight_tying=_ties_saved(model, saved),
+        ensure_weight_tying=tied and not {*saved}.isdisjoint(embedding_names(model)),
         **options,
     )
 
@@ -119,21 +120,16 @@ def _score_layers(model: PreTrainedModel) -> list[str]:
     """Return the fresh layers between a classifier's body and its score, which are trained and saved with it."""
     if _task(model) == TaskType.CAUSAL_LM:
         return []
-    after = [
-        name
-        for name, part in model.named_children()
-        if part is not model.base_model and next(part.parameters(), None) is not None
-    ]
-    return [name for name in after if name not in ("score", "classifier")]  # PEFT saves these itself
+    after = [(name, part) for name, part in model.named_children() if part is not model.base_model]
+    weighty = [name for name, part in after if next(part.parameters(), None) is not None]
+    return [name for name in weighty if name not in ("score", "classifier")]  # PEFT saves these itself
 
 
 def _targets(model: PreTrainedModel, section: AdapterSection) -> list[str] | str:
     """Return the modules to adapt: a list of names, or a pattern."""
-    if isinstance(section.targets, str) and not section.target_linear:
-        if any(re.fullmatch(section.targets, name) for name, _ in model.named_modules()):
-            return section.targets
-        _check_names(model, [section.targets], "lora_target_modules")
-        return [section.targets]
+    pattern = None if section.target_linear else section.targets
+    if isinstance(pattern, str) and any(re.fullmatch(pattern, name) for name, _ in model.named_modules()):
+        return pattern
     named = _as_list(section.targets)
     _check_names(model, named, "lora_target_modules")
     if section.target_linear or not (named or section.target_parameters):
@@ -149,18 +145,11 @@ def _check_names(model: PreTrainedModel, targets: list[str], key: str) -> None:
     _check_targets(names, targets, key, shown=linear_names(model), known=sorted(known))
 
 
-def _check_parameters(model: PreTrainedModel, targets: list[str]) -> None:
-    names = [name for name, _ in model.named_parameters()]
-    known = sorted({".".join(name.split(".")[-2:]) for name in names})
-    _check_targets(names, targets, "lora_target_parameters", shown=known, known=known)
-
-
 def _check_targets(names: list[str], targets: list[str], key: str, *, shown: list[str], known: list[str]) -> None:
     """Raise for a target that matches none of the names, with the names of the model and the closest one."""
     for target in targets:
         if not any(name == target or name.endswith("." + target) for name in names):
-            close = difflib.get_close_matches(target, known, n=1)
-            meant = f" Did you mean {close[0]!r}?" if close else ""
+            meant = did_you_mean(target, known)
             raise UserError(f"{key}: {target!r} matches nothing in the model.{meant} It has {', '.join(shown)}.")
 
 
@@ -196,13 +185,3 @@ def embedding_names(model: PreTrainedModel) -> list[str]:
     """Return the last names of the modules that hold input and output embeddings."""
     layers = (model.get_input_embeddings(), model.get_output_embeddings())
     return [name.rpartition(".")[2] for name, module in model.named_modules() if any(module is x for x in layers)]
-
-
-def _ties_saved(model: PreTrainedModel, saved: list[str]) -> bool:
-    """Return whether a fully trained module is tied to another one, so that both have to stay tied."""
-    return bool(getattr(model.config, "tie_word_embeddings", False)) and bool({*saved} & {*embedding_names(model)})
-
-
-def _trains_embeddings(model: PreTrainedModel) -> bool:
-    embedding = model.get_input_embeddings()
-    return isinstance(embedding, nn.Module) and any(p.requires_grad for p in embedding.parameters())

@@ -1,10 +1,19 @@
+"""Activations that are recomputed, or go through host memory, give the same gradients; noise keeps its bounds."""
+
 import pytest
 import torch
 
-from tiny_models import gradients, group, relative_difference, tiny
+from tiny_models import gradients, group, relative_difference, three_levels, tiny
 from upweight.engine import Engine
-from upweight.engine.activation_budget import activation_budget, layers_that_fit, recompute_every_layer
-from upweight.engine.check import enable_checkpointing
+from upweight.engine.activations import (
+    OffloadActivations,
+    activation_budget,
+    add_noise,
+    enable_checkpointing,
+    layers_that_fit,
+    longest_through,
+    recompute_every_layer,
+)
 from upweight.engine.packing import build_batch, whole_blocks
 
 
@@ -87,3 +96,67 @@ def test_what_fits_is_kept_on_a_gpu(every_layer):
         assert not any(recomputing(model))  # without gradients nothing is kept, and nothing need be chosen
         engine(model, batch)
         assert recomputing(model) == [True, True, True]
+
+
+def found(checkpointing, offload):
+    model = tiny("llama").train()
+    engine = Engine(model)
+    if checkpointing:
+        enable_checkpointing(model)
+    if not offload:
+        return gradients(model, engine(model, build_batch(group() + three_levels())).logps_T.sum()), 0
+    moved = []
+
+    class Watched(OffloadActivations):
+        def _pack(self, tensor):
+            packed = super()._pack(tensor)
+            moved.extend([tensor] if packed[0] is not None else [])
+            return packed
+
+    with Watched(model, smallest=64):
+        loss = engine(model, build_batch(group() + three_levels())).logps_T.sum()
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    assert not any(tensor.untyped_storage().data_ptr() in weights for tensor in moved)
+    return gradients(model, loss), len(moved)
+
+
+def test_gradients_are_the_same_and_fewer_tensors_move_with_checkpointing():
+    counts = []
+    for checkpointing in (False, True):
+        right, _ = found(checkpointing, offload=False)
+        same, moved = found(checkpointing, offload=True)
+        assert all(torch.equal(same[name], right[name]) for name in right)
+        counts.append(moved)
+    assert counts[0] > counts[1] >= 3
+
+
+def test_each_token_knows_the_longest_sequence_it_belongs_to():
+    units = group(4, (3, 6, 2)) + three_levels()
+    batch = build_batch(units)
+    end, position = batch.end_BN[0], batch.position_BN[0]
+    right = [max(position[k:e].tolist()) + 1 for k, e in enumerate(end.tolist())]
+    assert longest_through(end, position).tolist() == right
+    assert len(set(right)) > 2
+
+
+@pytest.mark.parametrize("layout", ["tree", "padded"])
+def test_noise_is_there_in_training_only_and_within_its_bounds(layout):
+    model = tiny("llama")
+    engine = Engine(model, layout)
+    batch = build_batch(three_levels() + group(), layout)
+    add_noise(model, 5.0)
+    embedding, seen = model.get_input_embeddings(), []
+    embedding.register_forward_hook(lambda module, args, out: seen.append(out))
+    plain = torch.nn.functional.embedding(batch.ids_BN, embedding.weight)
+    engine(model.eval(), batch)
+    assert torch.equal(seen.pop(), plain)
+    torch.manual_seed(0)
+    engine(model.train(), batch).logps_T.sum().backward()
+    noise = (seen.pop() - plain).abs().amax(-1)
+    if layout == "tree":
+        length = longest_through(batch.end_BN[0], batch.position_BN[0])[None]
+    else:
+        length = batch.length_B[:, None].expand_as(noise)
+    bound = 5.0 / (length * plain.shape[-1]).sqrt()
+    assert bool((noise <= bound).all())
+    assert bool((noise > 0.5 * bound).all())

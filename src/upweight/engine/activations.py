@@ -1,0 +1,184 @@
+"""Activations in training: recomputed where memory requires it, kept in host memory, or with noise on embeddings."""
+
+import contextlib
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.fsdp import FSDPModule
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from upweight.engine.attention.interface import Tree, current_tree
+from upweight.engine.forward import base_of, body_of
+from upweight.log import logger
+from upweight.models.memory import USUAL_OPTIMIZER, training_bytes
+
+FRACTION = 0.5  # of the memory that is free at the first training forward, for activations that are kept
+SMALLEST = 1 << 18  # elements of an offloaded tensor; copying smaller tensors does not pay
+
+
+def enable_checkpointing(
+    model: nn.Module, reentrant: bool = False, every_layer: bool = False, optimizer: str = USUAL_OPTIMIZER
+) -> None:
+    """Recompute activations in backward, in `every_layer` or in as many as memory without the optimizer's requires."""
+    base = base_of(model)
+    base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    base.__dict__["_activation_budget"] = None if every_layer else activation_budget(base, optimizer)
+    # The outputs of frozen embeddings then need gradients, or adapters get none.
+    if not any(p.requires_grad for p in base.get_input_embeddings().parameters()):
+        base.enable_input_require_grads()
+
+
+def activation_budget(base: nn.Module, optimizer: str) -> "ActivationBudget | None":
+    """Return the budget for the checkpointed layers of a model that this optimizer trains, or None without any."""
+    layers = [m for m in base.modules() if isinstance(m, GradientCheckpointingLayer) and m.gradient_checkpointing]
+    trained = sum(parameter.numel() for parameter in base.parameters() if parameter.requires_grad)
+    return ActivationBudget(layers, trained * training_bytes(optimizer)) if layers else None
+
+
+def recompute_every_layer(base: nn.Module) -> None:
+    """Recompute every layer from now on, after memory ran out."""
+    budget: ActivationBudget | None = base.__dict__.get("_activation_budget")
+    if budget is not None:
+        budget.apply(0)
+        base.__dict__["_activation_budget"] = None
+
+
+class ActivationBudget:
+    """Decides before each training forward how many of the checkpointed layers keep their activations.
+
+    The last layers keep theirs, because backward frees them before it recomputes the first of the other layers. The
+    bytes that a layer keeps per token are measured on the last layer in the first forward, for any architecture.
+    """
+
+    def __init__(self, layers: Sequence[GradientCheckpointingLayer], reserved: int) -> None:
+        """`reserved`: bytes that the first step will still allocate for gradients and the optimizer."""
+        self.layers, self.reserved = list(layers), reserved
+        self.bytes_for_token: float | None = None
+        self.budget = 0.0
+
+    def choose(self, tokens: int) -> None:
+        """Set which layers keep their activations in a forward of so many tokens, and which recompute them."""
+        device = next(self.layers[0].parameters()).device
+        if not (torch.is_grad_enabled() and self.layers[0].training):
+            return
+        # Recomputing under FSDP gathers weights again, and ranks must do that equally often.
+        if device.type != "cuda" or isinstance(self.layers[0], FSDPModule):
+            return
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        free = torch.cuda.mem_get_info(device)[0] + cached  # bytes that this process can still allocate
+        if self.bytes_for_token is None:
+            self.budget = FRACTION * (free - self.reserved)
+            self._measure(self.layers[-1], tokens, device)
+            self.apply(1)
+        else:
+            budget = min(self.budget, FRACTION * free)
+            self.apply(layers_that_fit(budget, self.bytes_for_token * tokens, len(self.layers)))
+
+    def apply(self, count: int) -> None:
+        """Let the last `count` layers keep their activations."""
+        first_kept = len(self.layers) - count
+        for number, layer in enumerate(self.layers):
+            layer.gradient_checkpointing = number < first_kept
+
+    def _measure(self, layer: nn.Module, tokens: int, device: torch.device) -> None:
+        """Measure how much memory the next forward of one layer leaves allocated."""
+        before: list[int] = []
+
+        def enter(*_: object) -> None:
+            before.append(torch.cuda.memory_allocated(device))
+
+        def leave(*_: object) -> None:
+            self.bytes_for_token = max(1, torch.cuda.memory_allocated(device) - before[0]) / tokens
+            count = layers_that_fit(self.budget, self.bytes_for_token * tokens, len(self.layers))
+            logger.info(
+                "gradient checkpointing: rows of %d tokens keep the activations of %d of %d layers, %.1f GiB; "
+                "'gradient_checkpointing_kwargs: {every_layer: true}' recomputes all",
+                tokens, count, len(self.layers), count * self.bytes_for_token * tokens / 2**30,
+            )  # fmt: skip
+            for handle in handles:
+                handle.remove()
+
+        handles = [layer.register_forward_pre_hook(enter), layer.register_forward_hook(leave)]
+
+
+def layers_that_fit(budget: float, layer_bytes: float, layers: int) -> int:
+    """Return how many layers fit into `budget` bytes: all, or two fewer, which leaves space to recompute another."""
+    count = int(budget // layer_bytes)
+    return layers if count >= layers else max(0, count - 2)
+
+
+def offload_activations(model: nn.Module) -> None:
+    """Save what layers keep for backward in host memory from now on; with checkpointing, only their inputs."""
+    body = body_of(base_of(model))
+    stock = body.forward
+
+    @functools.wraps(stock)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with OffloadActivations(model) if torch.is_grad_enabled() else contextlib.nullcontext():
+            return stock(*args, **kwargs)
+
+    body.forward = forward
+
+
+class OffloadActivations(saved_tensors_hooks):
+    """A context in which forwards save large tensors for backward in host memory; weights stay on the device."""
+
+    def __init__(self, model: nn.Module, smallest: int = SMALLEST) -> None:
+        self._smallest = smallest
+        self._weights: set[int] = set()
+        for module in model.modules():
+            for name, parameter in module.named_parameters(recurse=False):
+                copy = vars(module).get(name, parameter)  # the compute copy has the parameter's name
+                self._weights |= {weight.untyped_storage().data_ptr() for weight in (parameter, copy)}
+        super().__init__(self._pack, self._unpack)
+
+    def _pack(self, tensor: Tensor) -> tuple[torch.device | None, Tensor]:
+        if tensor.numel() < self._smallest or tensor.untyped_storage().data_ptr() in self._weights:
+            return None, tensor
+        on_host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        return tensor.device, on_host.copy_(tensor, non_blocking=True)
+
+    def _unpack(self, packed: tuple[torch.device | None, Tensor]) -> Tensor:
+        device, tensor = packed
+        return tensor if device is None else tensor.to(device, non_blocking=True)
+
+
+def add_noise(model: nn.Module, alpha: float) -> None:
+    """Add noise within `alpha` / sqrt(length of the sequence x width) to embeddings in training mode (NEFTune)."""
+    # The hook of transformers would use the length of the row, and noise would shrink with what is packed beside it.
+    base = base_of(model)
+    size_BN = torch.zeros(0)
+
+    def measure(body: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        nonlocal size_BN
+        if body.training and isinstance(tree := current_tree(), Tree):
+            size_BN = tree.local(longest_through(tree.end_N, tree.position_N))[None]
+        elif body.training:
+            size_BN = kwargs["attention_mask"].sum(1, keepdim=True)
+
+    def disturb(module: nn.Module, args: Any, embedded_BND: Tensor) -> Tensor:
+        if not module.training:
+            return embedded_BND
+        bound_BN = alpha / math.sqrt(embedded_BND.shape[-1]) / size_BN.sqrt()
+        return embedded_BND + torch.empty_like(embedded_BND).uniform_(-1, 1) * bound_BN[..., None].to(embedded_BND)
+
+    body_of(base).register_forward_pre_hook(measure, with_kwargs=True)
+    base.get_input_embeddings().register_forward_hook(disturb)
+
+
+def longest_through(end_N: Tensor, position_N: Tensor) -> Tensor:
+    """Return the length of the longest sequence that each token of a tree belongs to."""
+    start_N = torch.arange(len(end_N), device=end_N.device)
+    level_N = (end_N - start_N).double().log2().long()
+    tables, width = [position_N + 1], 1  # the largest of the 1, 2, 4, ... that begin at each token
+    while 2 * width <= len(end_N):
+        below = tables[-1]
+        tables.append(torch.cat([torch.maximum(below[:-width], below[width:]), below[-width:]]))
+        width *= 2
+    table_LN = torch.stack(tables)
+    return torch.maximum(table_LN[level_N, start_N], table_LN[level_N, end_N - 2**level_N])
