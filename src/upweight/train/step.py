@@ -21,7 +21,7 @@ from upweight.models.reference import Reference
 from upweight.rollout.units import SHOWN
 from upweight.train.distributed.ranks import all_gather_objects
 from upweight.train.meters import Meters, union_over_ranks
-from upweight.types import Batch, Loss, Mean, Outputs, Sample, Unit
+from upweight.types import Batch, Loss, Mean, Metrics, Outputs, Sample, Unit
 
 GROWTH = 2  # a row is checked again when it is this many times longer than those checked before
 SHORT = 1024  # longest unit, in tokens, whose gradients are checked
@@ -80,7 +80,7 @@ class StepRunner:
         if checks := self._needs_check(forwarded):
             self._check(model, max(rows, key=_longest), forwarded)
         total = torch.zeros((), device=self.accelerator.device)
-        metered: list[Mapping[str, Mean]] = []
+        metered: list[Metrics] = []
         for number, row in enumerate(rows):
             # With sharded weights, gradients are reduced after each row: a rank may not have room for all of them.
             last = number == len(rows) - 1
@@ -219,7 +219,7 @@ class StepRunner:
         row: "PackedRow",
         counts: dict[str, Tensor],
         prepared: dict[str, Tensor],
-        metered: list[Mapping[str, Mean]],
+        metered: list[Metrics],
     ) -> Tensor:
         """Return this row's part of the loss, times the number of ranks, since gradients are averaged over them.
 
