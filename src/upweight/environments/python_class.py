@@ -7,7 +7,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from upweight.environments.episode import EpisodeOutcome, Message, Opening, Reply, ToolCall, Turn, opening_messages
-from upweight.environments.tools import Schema, methods_of, run_tool, schema_of, tool_message, unique_tools
+from upweight.environments.tools import (
+    Schema,
+    methods_of,
+    run_tool,
+    schema_of,
+    tool_message,
+    undescribed_methods,
+    unique_tools,
+)
 from upweight.environments.user_calls import CallTimeout, UserCalls
 from upweight.errors import UserError
 
@@ -79,10 +87,10 @@ class PythonEnvironment:
         both = set(self.methods_of(cls)) & set(self.tools)
         if both:
             raise UserError(f"{TOOLS}: '{both.pop()}' is also a method of {cls.__name__}. Rename one.")
-        if not self.methods_of(cls) and not self.tools and not hasattr(cls, "step"):
+        if not self.methods_of(cls) and not hasattr(cls, "step") and (undescribed := undescribed_methods(cls)):
             raise UserError(
-                f"{self.key}: {cls.__name__} cannot reply to the policy: give it public methods with docstrings "
-                "(tools) or a method 'step(self, text)'."
+                f"{self.key}: {cls.__name__} cannot reply to the policy: give '{undescribed[0]}' a docstring, which "
+                "makes it a tool, or the class a method 'step(self, text)'."
             )
 
 
@@ -104,7 +112,9 @@ class PythonEpisode:
             methods = self._environment.methods_of(type(self._object))
             self._tools |= {name: getattr(self._object, name) for name in methods}
             schemas |= methods
-            observation = await self._run(self._object.reset, **_accepted(self._object.reset, row))
+            chosen_by = ("environment",) if isinstance(self._environment.factory, Mapping) else ()
+            columns = {name: value for name, value in row.items() if name not in ("prompt_ids", *chosen_by)}
+            observation = await self._run(self._object.reset, **_accepted(self._object.reset, columns))
             if isinstance(observation, str):
                 messages = opening_messages(messages, observation)
             elif observation is not None:
@@ -129,11 +139,9 @@ class PythonEpisode:
     async def outcome(self) -> EpisodeOutcome:
         """Return the result of `get_reward`: a number, or several by name."""
         get_reward = getattr(self._object, "get_reward", None)
-        if get_reward is None:
-            return EpisodeOutcome()
-        returned = await self._run(get_reward)
+        returned = None if get_reward is None else await self._run(get_reward)
         if returned is None:
-            return EpisodeOutcome()
+            return EpisodeOutcome(environment=self._object)
         rewards = returned if isinstance(returned, Mapping) else {REWARD: returned}
         known = self._environment.reward_names
         unknown = [name for name in rewards if name not in known]
@@ -142,7 +150,8 @@ class PythonEpisode:
                 f"{self._environment.key}: get_reward() returned '{unknown[0]}', which is not in the class's "
                 f"`reward_names` ({', '.join(known)}): list every name there."
             )
-        return EpisodeOutcome({str(name): float(value) for name, value in rewards.items() if value is not None})
+        values = {str(name): float(value) for name, value in rewards.items() if value is not None}
+        return EpisodeOutcome(values, environment=self._object)
 
     async def close(self) -> None:
         """Call the object's `close`, where it has one."""
@@ -166,10 +175,9 @@ def _class_of(factory: Factory) -> type:
     return factory if inspect.isclass(factory) else type(factory())
 
 
-def _accepted(reset: Callable[..., Any], row: Mapping[str, Any]) -> dict[str, Any]:
+def _accepted(reset: Callable[..., Any], columns: dict[str, Any]) -> dict[str, Any]:
     """Return the columns of a row that `reset` accepts."""
     parameters = inspect.signature(reset).parameters.values()
-    columns = {name: value for name, value in row.items() if name != "prompt_ids"}
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return columns
     return {parameter.name: columns[parameter.name] for parameter in parameters if parameter.name in columns}

@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import groupby, pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +11,7 @@ from upweight.errors import UserError
 
 LOGS = ("log_extra", "log_metric")
 STANDARD_ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state", *LOGS)
+ENVIRONMENTS = "environments"  # parameter of reward functions that read the objects of episodes
 HISTORY = 100  # log entries of the trainer's state that are sent to worker processes
 
 
@@ -24,6 +25,7 @@ class RewardCall:
     columns: dict[str, list[Any]]  # every other dataset column, one value for each completion
     group_S: list[int]
     trainer_state: Any = None
+    environments: list[Any] = field(default_factory=list)  # the user's object of each episode, None where there is none
 
     def __len__(self) -> int:
         return len(self.completions)
@@ -37,6 +39,7 @@ class RewardCall:
             completion_ids=self.completion_ids[start:stop],
             columns={name: values[start:stop] for name, values in self.columns.items()},
             group_S=self.group_S[start:stop],
+            environments=self.environments[start:stop],
         )
 
     def groups(self) -> list[tuple[int, int]]:
@@ -79,8 +82,10 @@ class RewardParameters:
             "trainer_state": call.trainer_state,
         }
         chosen = {name: value for name, value in available.items() if self.everything or name in self.named}
+        if ENVIRONMENTS in self.named and ENVIRONMENTS not in available:
+            chosen[ENVIRONMENTS] = call.environments
         for name in self.named:
-            column = None if name in available else _singular(name, call.columns)
+            column = None if name in (*available, ENVIRONMENTS) else _singular(name, call.columns)
             if column is not None:
                 chosen[name] = call.columns[column]
         return {name: value for name, value in chosen.items() if name not in LOGS}

@@ -11,7 +11,7 @@ from torch import nn
 
 from upweight.config.sections.environment import is_environment_reward
 from upweight.errors import UserError, did_you_mean
-from upweight.rewards.call import parameters_of
+from upweight.rewards.call import ENVIRONMENTS, parameters_of
 from upweight.rewards.environment import EpisodeReward, environment_rewards
 from upweight.rewards.model import ModelOptions, load_model_reward, model_reward
 from upweight.rewards.reward import Reward, unique_names
@@ -129,7 +129,7 @@ def _of_function(function: Callable[..., Any], key: str, source: Source | None) 
     if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None)):  # noqa: B004
         return Reward(name, function, parameters, "async")
     is_builtin = source is not None and source[0] == BUILTIN and not getattr(function, "stateful", False)
-    if source is not None and (inspect.isfunction(function) or is_builtin):
+    if source is not None and (inspect.isfunction(function) or is_builtin) and ENVIRONMENTS not in parameters.named:
         return Reward(name, function, parameters, "worker", source)
     return Reward(name, function, parameters)
 

@@ -208,6 +208,8 @@ class Producer:
         scores_here = rest and not self.method.reward_names
         scored = [(rest, self.scorer.score(self.reward_call(rest, trainer_state)))] if scores_here else []
         metrics = _assign_rewards([*((part, future.result()) for part, future in streamed), *scored])
+        for group in groups:
+            group.environments = []  # other ranks and checkpoints cannot hold them
         tokens = sum(len(one.ids) if one.sampled is None else sum(one.sampled) for one in _segments(groups))
         return metrics | {
             "rollout/generation_seconds": seconds,
@@ -220,13 +222,14 @@ class Producer:
         names = dict.fromkeys(name for group in groups for name in group.row if name not in PREPARED_COLUMNS)
         columns = {name: [group.row.get(name) for group, _ in each] for name in names}
         for name in dict.fromkeys(name for group in groups for name in group.extras):
-            columns[name] = [value for group in groups for value in _extra(group, name)]
+            columns[name] = [value for group in groups for value in _kept(group, group.extras.get(name))]
         return RewardCall(
             prompts=[group.row.get("prompt") for group, _ in each],
             completions=[self._content(group, one) for group, one in each],
             completion_ids=[one.written for _, one in each],
             columns=columns,
             group_S=[place for place, group in enumerate(groups) for one in group.completions if one.failure is None],
+            environments=[value for group in groups for value in _kept(group, group.environments)],
             trainer_state=trainer_state,
         )
 
@@ -272,9 +275,10 @@ def _rewards(group: Group) -> Tensor:
     return group.rewards_SR
 
 
-def _extra(group: Group, name: str) -> list[Any]:
-    values = group.extras.get(name) or [None] * len(group.completions)
-    return [value for value, one in zip(values, group.completions, strict=True) if one.failure is None]
+def _kept(group: Group, values: list[Any] | None) -> list[Any]:
+    """Return the values of the completions that did not fail, one for each."""
+    pairs = zip(values or [None] * len(group.completions), group.completions, strict=True)
+    return [value for value, one in pairs if one.failure is None]
 
 
 def _failed_throughout(groups: Sequence[Group]) -> str | None:

@@ -104,6 +104,7 @@ def fill_group(group: Group, results: Sequence[EpisodeResult]) -> None:
     if streams:
         group.prompt_ids = shared_prompt(streams)
     group.completions = [_completion(result, group) for result in results]
+    group.environments = [result.outcome.environment for result in results]
     group.extras["episode"] = [result.record() for result in results]
     for name in dict.fromkeys(name for result in results for name in result.outcome.details):
         group.extras[name] = [result.outcome.details.get(name) for result in results]

@@ -20,6 +20,7 @@ from upweight.environments.nemo_gym.environment import NemoGym
 from upweight.environments.nemo_gym.gym import Gym
 from upweight.environments.nemo_gym.process import GymProcess
 from upweight.environments.python_class import PythonEnvironment
+from upweight.rewards.call import ENVIRONMENTS
 from upweight.rewards.environment import COLUMN as EPISODE
 from upweight.rewards.reward import Reward, check_columns
 from upweight.rollout.episodes.gateway import PolicyGateway
@@ -138,6 +139,8 @@ def python_environment(
 def check_rewards(rewards: Sequence[Reward], columns: Sequence[str], env_setup: EnvironmentSetup | None) -> None:
     """Refuse rewards that read columns which neither the data nor an environment provides."""
     available = [*columns, *([] if env_setup is None else [EPISODE])]
+    if env_setup is not None and isinstance(env_setup.environment, PythonEnvironment) and env_setup.environment.classes:
+        available.append(ENVIRONMENTS)
     check_columns(rewards, [name for name in available if name not in PREPARED_COLUMNS])
 
 
