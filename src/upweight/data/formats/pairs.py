@@ -170,8 +170,10 @@ def user_defined(setup: Setup, row: RawRow) -> list[Example]:
 
 def untyped(setup: Setup, row: RawRow) -> list[Example]:
     """Read rows without a `type`: text or messages, with a prompt or without, or token ids."""
-    if setup.method.head == "sequence_score" and has(row, "chosen_ids") and has(row, "rejected_ids"):
-        return [token_ids(row)]
+    if setup.method.head == "sequence_score":
+        for ending in ("ids", "input_ids"):  # the latter is TRL's earlier name
+            if has(row, f"chosen_{ending}") and has(row, f"rejected_{ending}"):
+                return [token_ids(row, ending)]
     chosen, rejected, margin = lookup(row, "chosen"), lookup(row, "rejected"), optional_number(row, "margin")
     plain = isinstance(chosen, str) and isinstance(rejected, str)
     if plain and not isinstance(lookup(row, "prompt"), list | tuple):
@@ -184,9 +186,9 @@ def untyped(setup: Setup, row: RawRow) -> list[Example]:
     return [Pair(text, good, bad, margin)]
 
 
-def token_ids(row: RawRow) -> Tokens:
+def token_ids(row: RawRow, ending: str) -> Tokens:
     """Read two tokenized sequences, each with its prompt; their common prefix becomes the prompt."""
-    chosen, rejected = id_list(row, "chosen_ids"), id_list(row, "rejected_ids")
+    chosen, rejected = id_list(row, f"chosen_{ending}"), id_list(row, f"rejected_{ending}")
     shared = min(common_length(chosen, rejected), len(chosen) - 1, len(rejected) - 1)
     columns = {"prompt_ids": chosen[:shared], "chosen_ids": chosen[shared:], "rejected_ids": rejected[shared:]}
     margin = optional_number(row, "margin")

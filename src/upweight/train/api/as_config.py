@@ -114,7 +114,9 @@ def error_translator(kind: type) -> Callable[[str], str]:
 
     def translate_error(message: str) -> str:
         named = pattern.sub(lambda match: names[match[0]], message)
-        return re.sub(r"'(\w+): ([^' ]+)'", lambda match: f"'{match[1]}={_as_python(match[2])}'", named)
+        return re.sub(
+            r"(['`])(\w+): ([^'` ]+)\1", lambda match: f"{match[1]}{match[2]}={_as_python(match[3])}{match[1]}", named
+        )
 
     return translate_error
 

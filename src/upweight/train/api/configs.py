@@ -20,7 +20,7 @@ from upweight.log import warn_once
 from upweight.methods import DPO, KTO, ORM, ORPO, PRM, SFT, SimPO
 from upweight.methods.base import Method
 from upweight.settings import Section
-from upweight.train.api.as_config import checked_config
+from upweight.train.api.as_config import checked_config, error_translator
 from upweight.train.api.fields import help_of, holds, of, with_help
 from upweight.train.distributed.deepspeed import require_deepspeed
 from upweight.train.distributed.ranks import init_single_rank
@@ -182,7 +182,8 @@ class MethodArguments(TrainingArguments):
                 parts = [names.get(str(part), str(part)) for part in problem["loc"] if part not in inlined]
                 text = problem["msg"].removeprefix("Value error, ").replace("trl.", "")
                 problems.append(f"{'.'.join(parts)}: {text}" if parts else text)
-            raise UserError(f"{type(self).__name__}: " + "; ".join(problems)) from None
+            translate_error = error_translator(type(self))
+            raise UserError(f"{type(self).__name__}: " + "; ".join(map(translate_error, problems))) from None
 
     def _take_warmup_ratio(self, ratio: float) -> None:
         """Set `warmup_steps` to the ratio: transformers reads values below 1 as a share."""
@@ -333,6 +334,11 @@ class CPOConfig(MethodArguments):
     max_completion_length: int | None = holds(None, ONLY_ENCODER_DECODER)
     is_encoder_decoder: bool | None = with_help(None, "Not supported.")
     generate_during_eval: bool = with_help(False, "Not supported.")
+
+    def __post_init__(self) -> None:
+        if self.loss_type == "alphapo":  # AlphaPO as published
+            self.loss_type, self.cpo_alpha = "simpo", 0.0
+        super().__post_init__()
 
 
 @dataclass
