@@ -1,6 +1,7 @@
 """Heads that a trainer takes, and how rows are laid out."""
 
 import pytest
+from peft import PrefixTuningConfig, PromptEncoderConfig, PromptTuningConfig, get_peft_model
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -20,6 +21,8 @@ from upweight import (
     PRMTrainer,
     RewardConfig,
     RewardTrainer,
+    SFTConfig,
+    SFTTrainer,
 )
 from upweight.errors import UserError
 
@@ -70,6 +73,18 @@ def test_encoder_decoders_are_refused_by_name(folder):
     for one in (model, str(folder / "t5")):
         with pytest.raises(UserError, match="encoder-decoder"):
             ORPOTrainer(one, ORPOConfig(output_dir=str(folder / "out"), **COMMON), **given)
+
+
+@pytest.mark.parametrize("config_class", [PromptTuningConfig, PrefixTuningConfig, PromptEncoderConfig])
+def test_virtual_tokens_are_refused_by_name(config_class, folder):
+    peft_config = config_class(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    model = AutoModelForCausalLM.from_pretrained(folder / "model")
+    given = {"train_dataset": ROWS["text"], "processing_class": AutoTokenizer.from_pretrained(folder / "model")}
+    args = SFTConfig(output_dir=str(folder / "out"), **COMMON)
+    with pytest.raises(UserError, match=r"prompt and prefix tuning .* use LoRA"):
+        SFTTrainer(str(folder / "model"), args, peft_config=peft_config, **given)
+    with pytest.raises(UserError, match=r"prompt and prefix tuning .* use LoRA"):
+        SFTTrainer(get_peft_model(model, peft_config), args, **given)
 
 
 @pytest.mark.parametrize("layout", ["padded", "tree"])

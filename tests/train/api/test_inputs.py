@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from datasets import Dataset, DatasetDict
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TrainingArguments
 
@@ -118,6 +119,25 @@ def test_log_probs_of_another_reference_can_be_precomputed(folder):
     found, right = curve(precompute_ref_log_probs=True), curve()
     assert found == pytest.approx(right, abs=1e-6)
     assert abs(found[0] - math.log(2)) > 1e-2
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows", "config"),
+    [("DPO", "pairs", {}), ("KTO", "labelled", {"loss_type": "apo_zero_unpaired"}), ("KTO", "message pairs", {
+        "loss_type": "apo_zero_unpaired"})],
+)  # fmt: skip
+def test_sets_that_are_known_at_the_start_are_precomputed_too(kind, rows, config, folder):
+    rows = Dataset.from_list(ROWS[rows])
+    sets = DatasetDict({"a": rows.select(range(4)), "b": rows.select(range(4, 8))})
+
+    def found(**more):
+        args = getattr(upweight, f"{kind}Config")(output_dir=str(folder / "out"), **{**COMMON, **config, **more})
+        trainer = getattr(upweight, f"{kind}Trainer")(str(folder / "model"), None, args, None, rows, sets)
+        trainer.train()
+        evaluated = trainer.evaluate()
+        return [evaluated["eval_a_loss"], evaluated["eval_b_loss"], *losses(trainer)]
+
+    assert found(precompute_ref_log_probs=True) == pytest.approx(found(), abs=1e-6)
 
 
 def test_a_second_stage_goes_on_with_the_adapter_of_the_first(folder):

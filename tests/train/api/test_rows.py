@@ -71,6 +71,13 @@ def test_masks_fit_their_tokens(mask, tmp_path):
         prepared(SFTConfig, [{"input_ids": [5, 6, 7], "assistant_masks": mask}], tmp_path)
 
 
+def test_rows_of_which_nothing_is_left_to_train_on_are_dropped(tmp_path):
+    rows = [{"input_ids": [5, 6, 7, 8], "assistant_masks": mask} for mask in ([0, 0, 0, 1], [0, 1, 0, 1])]
+    assert list(prepared(SFTConfig, rows, tmp_path, max_length=3)) == [
+        {"ids": [5, 6, 7], "scored": [False, True, False]}
+    ]
+
+
 def test_another_text_field(tmp_path):
     rows = [{"body": "Why not?"}]
     assert trained_text(prepared(SFTConfig, rows, tmp_path, dataset_text_field="body")[0]) == "hy not?<|im_end|>"
