@@ -62,10 +62,9 @@ class EpisodeRunner:
         batcher = TurnBatcher(self.generator, sampling, active=len(groups) * count)
         # The first error that is no environment's fault ends all episodes.
         work = gather_or_cancel(self._group(place, group, count, batcher) for place, group in enumerate(groups))
-        task = loop.start(_as_task(work)).result()
         ended: Future[None] = Future()
-        task.add_done_callback(lambda _: ended.set_result(None))
         ended.add_done_callback(lambda _: batcher.end())
+        task = loop.start(_as_task(work, ended)).result()
         try:
             batcher.serve(done)
         finally:
@@ -129,5 +128,8 @@ async def gather_or_cancel(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _as_task(work: Coroutine[Any, Any, Any]) -> "asyncio.Task[Any]":
-    return asyncio.ensure_future(work)
+async def _as_task(work: Coroutine[Any, Any, Any], ended: "Future[None]") -> "asyncio.Task[Any]":
+    """Start the work on this loop, which alone may add a callback: from another thread it would not wake up for it."""
+    task = asyncio.ensure_future(work)
+    task.add_done_callback(lambda _: ended.set_result(None))
+    return task
