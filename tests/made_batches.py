@@ -3,6 +3,8 @@
 import math
 
 import torch
+from accelerate import Accelerator
+from upweight.train.meters import Meters
 
 from upweight.types import Batch, Outputs
 
@@ -63,4 +65,6 @@ def total_loss(method, out, batch) -> float:
 def metrics_of(method, out, batch) -> dict[str, float]:
     """The metrics of a step that consists of this one batch."""
     prepared = method.prepare(method.collect(out, batch))
-    return {name: float(mean.total / mean.weight) for name, mean in method.loss(out, batch, prepared).metrics.items()}
+    meters = Meters()
+    meters.add(method.loss(out, batch, prepared).metrics)
+    return meters.drain(Accelerator(cpu=True))

@@ -116,11 +116,30 @@ class Mean:
 
 
 @dataclass(frozen=True, eq=False)
+class Extreme:
+    """A metric as the largest value over micro-batches and ranks, or the smallest with `sign` -1."""
+
+    value: Tensor  # the largest of sign * values; minus infinity where there are none
+    sign: int = 1
+
+    @staticmethod
+    def over(values: Tensor, mask: Tensor | None = None, sign: int = 1) -> "Extreme":
+        """Return the extreme of the values where `mask` is True, or of all."""
+        values = sign * values.detach().float()
+        values = values if mask is None else values.masked_fill(~mask, -torch.inf)
+        return Extreme(torch.cat([values, values.new_full((1,), -torch.inf)]).max(), sign)
+
+
+Metric = Mean | Extreme
+Metrics = Mapping[str, Metric]
+
+
+@dataclass(frozen=True, eq=False)
 class Loss:
     """Summed loss terms by the count that normalises them (`pairs`, `tokens`, ...), and metrics."""
 
     sums: dict[str, Tensor]
-    metrics: dict[str, Mean] = field(default_factory=dict)
+    metrics: Metrics = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -163,6 +182,7 @@ class Group:
     rewards_SR: Tensor | None = None
     advantage_S: Tensor | None = None
     extras: dict[str, list[Any]] = field(default_factory=dict)  # further columns, one value for each completion
+    environments: list[Any] = field(default_factory=list)  # the users' objects of its episodes, until it is scored
     version: int = 0  # policy version that sampled its oldest token
     replayed: bool = False  # came from the replay buffer
 

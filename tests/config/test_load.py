@@ -167,6 +167,7 @@ def test_a_name_of_another_trainer_is_not_called_old():
         ({"wandb_watch": False}, "tracking", "wandb_watch", "false"),
         ({"wandb_mode": False}, "tracking", "wandb_mode", "disabled"),
         ({"evals_per_epoch": 0, "saves_per_epoch": 0, "max_steps": -1}, "run", "saves_per_epoch", None),
+        ({"tensor_parallel_size": 1, "dp_replicate_size": 1, "expert_parallel_size": 1}, "sharding", "fsdp", False),
         ({"gradient_checkpointing": "offload"}, "optim", "activation_offloading", True),
         ({"attn_implementation": "kernels/some"}, "model", "attention", None),
         ({"fsdp_config": {"fsdp_sharding_strategy": "FULL_SHARD", "reshard_after_forward": True}},

@@ -128,12 +128,15 @@ def test_rows_choose_among_environments():
 
 
 def test_classes_that_cannot_be_environments_are_named():
-    class Empty:
+    class Undescribed:
         def reset(self):
             return None
 
-    with pytest.raises(UserError, match="Empty cannot reply to the policy"):
-        PythonEnvironment(Empty)
+        def look(self):
+            return "a door"
+
+    with pytest.raises(UserError, match="Undescribed cannot reply to the policy: give 'look' a docstring"):
+        PythonEnvironment(Undescribed)
     with pytest.raises(UserError, match="has no method 'reset"):
         PythonEnvironment(int)
 

@@ -15,7 +15,8 @@ def test_orm_ranks_the_chosen_above_the_rejected():
     centred = expected + 0.1 * 1.2**2 / 2
     assert total_loss(ORM(center_rewards_coefficient=0.1), out, batch) == pytest.approx(centred)
     metrics = metrics_of(ORM(), out, batch)
-    assert metrics == pytest.approx({"accuracy": 0.5, "margin": -0.1, "mean_reward": 0.3})
+    scores = {"min_reward": -0.5, "mean_reward": 0.3, "max_reward": 1.0}
+    assert metrics == pytest.approx({"accuracy": 0.5, "margin": -0.1, **scores})
 
 
 def test_orm_subtracts_the_margin_of_the_data():

@@ -182,6 +182,7 @@ def test_clip_metrics_count_the_tokens_without_gradient():
     metrics = metrics_of(GRPO(), made_outputs(LOGPS), batch())
     names = ("clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean")
     assert [metrics[name] for name in names] == pytest.approx([1 / 3, 1 / 3, 2 / 3])
+    assert (metrics["clip_ratio/low_min"], metrics["clip_ratio/high_max"]) == (0.0, 0.5)  # of the two sequences
     cispo = metrics_of(GRPO(loss_type="cispo"), made_outputs(LOGPS), batch())
     assert cispo["cispo_clip_ratio"] == pytest.approx(1 / 3)
 

@@ -5,8 +5,10 @@ from itertools import pairwise
 
 import pytest
 import torch
+from accelerate import Accelerator
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from upweight.train.meters import Meters
 
 from made_batches import made_batch
 from upweight.methods import DPO, EBFT, GDPO, GRPO, IPO, KTO, METHODS, ORM, ORPO, PRM, RLOO, SFT, SimPO
@@ -112,9 +114,10 @@ class Step:
         assert sums.keys() == counts.keys()
         total = sum(sums[unit] / counts[unit] for unit in sums)
         gradients = torch.autograd.grad(total, list(self.leaves.values()), allow_unused=True)
-        totals = add_up({name: mean.total for name, mean in loss.metrics.items()} for loss in losses)
-        weights = add_up({name: mean.weight for name, mean in loss.metrics.items()} for loss in losses)
-        return total, gradients, {name: totals[name] / weights[name] for name in totals}
+        meters = Meters()
+        for loss in losses:
+            meters.add(loss.metrics)
+        return total, gradients, meters.drain(Accelerator(cpu=True))
 
 
 def add_up(dicts):

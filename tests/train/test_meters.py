@@ -4,7 +4,7 @@ import torch
 from accelerate import Accelerator
 
 from upweight.train.step import Meters
-from upweight.types import Mean
+from upweight.types import Extreme, Mean
 
 
 def mean(total, weight):
@@ -31,3 +31,13 @@ def test_gradients_are_not_kept():
     meters, weight = Meters(), torch.ones((), requires_grad=True)
     meters.add({"a": Mean(2 * weight, torch.ones(()))})
     assert not meters._sums["a"].requires_grad
+
+
+def test_extremes_are_of_all_batches_and_left_out_where_there_is_nothing():
+    meters, accelerator = Meters(), Accelerator(cpu=True)
+    for values in ([1.0, -2.0], [3.0, 0.5], []):
+        batch = torch.tensor(values)
+        none = Extreme.over(batch, torch.zeros(len(batch), dtype=torch.bool))
+        meters.add({"low": Extreme.over(batch, sign=-1), "high": Extreme.over(batch), "none": none})
+    assert meters.drain(accelerator) == {"low": -2.0, "high": 3.0}
+    assert meters.drain(accelerator) == {}

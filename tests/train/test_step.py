@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from made_runs import OFFLINE, policy_for, rows_for, trainer_for
 from tiny_models import gradients, relative_difference
 from upweight.data.units import units_of
-from upweight.engine.check import ParityCheck
 from upweight.methods import DPO, SFT
 from upweight.types import Sample, Unit
 
@@ -179,20 +178,18 @@ def test_precomputed_reference_log_probs_are_used_instead_of_a_forward(tmp_path)
     assert metrics["rewards/chosen"] == pytest.approx(0.1 * metrics["logps/chosen"], rel=1e-5)
 
 
-def test_rows_are_proven_again_once_they_are_much_longer(tmp_path, monkeypatch):
+def test_rows_are_proven_again_once_they_are_much_longer(tmp_path):
     trainer = trainer_for(SFT(), tmp_path)
-    runner = trainer.runner
-    proven = []
-    monkeypatch.setattr(
-        "upweight.train.step.check_first_batch", lambda *args: proven.append(args[2]) or ParityCheck(0.0, 1.0)
-    )
+    widths = []  # of all forwards: the step's own, and those of single sequences that prove it
+    trainer.model.model.embed_tokens.register_forward_pre_hook(lambda _, given: widths.append(given[0].shape[-1]))
 
-    def step(length, count=1):
+    def proven(length, count=1):
         rng = np.random.default_rng(length)
         samples = [Sample(rng.integers(3, 60, length), np.arange(length) > 1) for _ in range(count)]
-        before = len(proven)
-        runner.train(trainer.model, [Unit((sample,), group=n) for n, sample in enumerate(samples)])
-        return len(proven) - before
+        widths.clear()
+        trainer.runner.train(trainer.model, [Unit((sample,), group=n) for n, sample in enumerate(samples)])
+        assert max(widths) == length * count  # one packed row
+        return widths.count(length) > (count == 1)
 
-    assert [step(10), step(19), step(20), step(20, 2), step(40), step(10)] == [1, 0, 1, 1, 1, 0]
-    assert max(len(batch.ids_BN[0]) for batch in proven) == 40
+    found = [proven(10), proven(19), proven(20), proven(20, 2), proven(40), proven(10)]
+    assert found == [True, False, True, True, True, False]

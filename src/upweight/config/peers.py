@@ -90,7 +90,7 @@ ATTENTION_SWITCHES: dict[str, str] = {
 # Deprecated spelling in an entry of `datasets`.
 ROW_RENAMED: dict[str, str] = {"conversation": "chat_template", "train_on_split": "split"}
 
-# Values that mean "off" for keys whose numbers start at 1.
+# Values that mean "off" for keys whose numbers start at 1, or at 2 where they divide a model.
 OFF: dict[str, tuple[int, ...]] = {
     "evals_per_epoch": (0,),
     "saves_per_epoch": (0,),
@@ -100,6 +100,9 @@ OFF: dict[str, tuple[int, ...]] = {
     "max_steps": (-1, 0),
     "early_stopping_patience": (0,),
     "torch_empty_cache_steps": (0,),
+    "tensor_parallel_size": (1,),
+    "dp_replicate_size": (1,),
+    "expert_parallel_size": (1,),
 }
 
 # Plugins whose feature is built in.

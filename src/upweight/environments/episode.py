@@ -50,6 +50,7 @@ class EpisodeOutcome:
     rewards: Mapping[str, float] = field(default_factory=dict)  # by name; empty where the environment gives none
     failure: str | None = None  # why the environment failed; the sample is then masked
     details: Mapping[str, Any] = field(default_factory=dict)  # columns of the completions file
+    environment: Any = None  # the user's object, for reward functions that take `environments`
 
 
 class Episode(Protocol):

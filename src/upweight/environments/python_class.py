@@ -11,7 +11,14 @@ from functools import partial
 from typing import Any
 
 from upweight.environments.episode import Environment, Episode, EpisodeOutcome, Message, Opening, Reply, ToolCall, Turn
-from upweight.environments.tools import as_text, methods_of, opening_messages, schema_of, tool_message
+from upweight.environments.tools import (
+    as_text,
+    methods_of,
+    opening_messages,
+    schema_of,
+    tool_message,
+    undescribed_methods,
+)
 from upweight.errors import UserError, did_you_mean
 from upweight.event_loop import EventLoop
 from upweight.user_modules import describe_error
@@ -149,10 +156,10 @@ class PythonEnvironment(Environment):
         methods = methods_of(cls, self.key)
         if both := set(methods) & set(self.tools):
             raise UserError(f"{TOOLS}: '{both.pop()}' is also a method of {cls.__name__}. Rename one.")
-        if not methods and not self.tools and not hasattr(cls, "step"):
+        if not methods and not hasattr(cls, "step") and (undescribed := undescribed_methods(cls)):
             raise UserError(
-                f"{self.key}: {cls.__name__} cannot reply to the policy: give it public methods with docstrings "
-                "(tools) or a method 'step(self, text)'."
+                f"{self.key}: {cls.__name__} cannot reply to the policy: give '{undescribed[0]}' a docstring, which "
+                "makes it a tool, or the class a method 'step(self, text)'."
             )
 
 
@@ -174,7 +181,9 @@ class PythonEpisode(Episode):
             methods = methods_of(type(self._object), self._environment.key)
             self._tools |= {name: getattr(self._object, name) for name in methods}
             schemas |= methods
-            observation = await self._run(self._object.reset, **_accepted(self._object.reset, row))
+            chosen_by = ("environment",) if isinstance(self._environment.factory, Mapping) else ()
+            columns = {name: value for name, value in row.items() if name not in ("prompt_ids", *chosen_by)}
+            observation = await self._run(self._object.reset, **_accepted(self._object.reset, columns))
             if isinstance(observation, str):
                 messages = opening_messages(messages, observation)
             elif observation is not None:
@@ -201,7 +210,7 @@ class PythonEpisode(Episode):
         get_reward = getattr(self._object, "get_reward", None)
         returned = None if get_reward is None else await self._run(get_reward)
         if returned is None:
-            return EpisodeOutcome()
+            return EpisodeOutcome(environment=self._object)
         rewards = returned if isinstance(returned, Mapping) else {REWARD: returned}
         known = self._environment.reward_names
         if unknown := [name for name in rewards if name not in known]:
@@ -209,7 +218,8 @@ class PythonEpisode(Episode):
                 f"{self._environment.key}: get_reward() returned '{unknown[0]}', which is not in the class's "
                 f"`reward_names` ({', '.join(known)}): list every name there."
             )
-        return EpisodeOutcome({str(name): float(value) for name, value in rewards.items() if value is not None})
+        values = {str(name): float(value) for name, value in rewards.items() if value is not None}
+        return EpisodeOutcome(values, environment=self._object)
 
     async def close(self) -> None:
         if callable(getattr(self._object, "close", None)):
@@ -235,9 +245,8 @@ class PythonEpisode(Episode):
         return await self._environment.calls(function, *arguments, limit=self._environment.timeout, **named)
 
 
-def _accepted(reset: Callable[..., Any], row: Mapping[str, Any]) -> dict[str, Any]:
+def _accepted(reset: Callable[..., Any], columns: dict[str, Any]) -> dict[str, Any]:
     parameters = inspect.signature(reset).parameters.values()
-    columns = {name: value for name, value in row.items() if name != "prompt_ids"}
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return columns
     return {parameter.name: columns[parameter.name] for parameter in parameters if parameter.name in columns}

@@ -37,9 +37,19 @@ def methods_of(cls: type, key: str) -> dict[str, Schema]:
     """Return the schemas of the public methods of an environment class that have a docstring."""
     return {
         name: schema_of(types.MethodType(method, object()), f"{key}: {cls.__name__}")
-        for name, method in inspect.getmembers(cls, inspect.isfunction)
-        if not name.startswith("_") and name not in NOT_TOOLS and method.__doc__
+        for name, method in _public_methods(cls)
+        if method.__doc__
     }
+
+
+def undescribed_methods(cls: type) -> list[str]:
+    """Return the names of the public methods of an environment class that lack a docstring, and so are no tools."""
+    return [name for name, method in _public_methods(cls) if not method.__doc__]
+
+
+def _public_methods(cls: type) -> list[tuple[str, Callable[..., Any]]]:
+    methods = inspect.getmembers(cls, inspect.isfunction)
+    return [(name, method) for name, method in methods if not name.startswith("_") and name not in NOT_TOOLS]
 
 
 def tool_message(call: ToolCall, content: str) -> Message:

@@ -105,7 +105,7 @@ class EBFT(PolicyGradient, Method):
         if not self.ce_coef:
             return Loss(sums, policy.metrics)
         sums["ce_tokens"] = -self.ce_coef * torch.where(sampled_T, 0.0, logps_T).sum()
-        return Loss(sums, policy.metrics | {"ebft/ce_loss": Mean.over(-logps_T, ~sampled_T)})
+        return Loss(sums, {**policy.metrics, "ebft/ce_loss": Mean.over(-logps_T, ~sampled_T)})
 
     def _reinforce(self, out: Outputs, batch: Batch) -> Loss:
         """Return the plain policy gradient of strided mode, whose samples are always on-policy."""

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from upweight.methods.base import Method, pair_counts, required, sequence_sum
 from upweight.settings import setting
-from upweight.types import Batch, Loss, Mean, Outputs
+from upweight.types import Batch, Extreme, Loss, Mean, Outputs
 
 
 class ORM(Method):
@@ -36,6 +36,8 @@ class ORM(Method):
         metrics = {
             "accuracy": Mean.of((margin_P > 0).float()),
             "margin": Mean.of(margin_P),
+            "min_reward": Extreme.over(scores_S, sign=-1),
             "mean_reward": Mean.of(scores_S),
+            "max_reward": Extreme.over(scores_S),
         }
         return Loss({"pairs": loss_P.sum()}, metrics)

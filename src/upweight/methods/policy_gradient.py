@@ -19,7 +19,7 @@ from upweight.methods.formulas.policy_losses import (
     vespo_weight,
 )
 from upweight.settings import Section, setting
-from upweight.types import Batch, Loss, Mean, Outputs, Sample
+from upweight.types import Batch, Extreme, Loss, Mean, Metric, Outputs, Sample
 
 CorrectionMode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"]
@@ -250,7 +250,7 @@ class PolicyGradient(Section):
             sums["tokens"] = sums.get("tokens", 0.0) - bonus
         return Loss(sums, metrics)
 
-    def _sampler_correction(self, old_T: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Mean]]:
+    def _sampler_correction(self, old_T: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Metric]]:
         """Return the importance weight of each token for the mismatch of sampler and trainer, and its metrics."""
         if batch.sampler_logps_T is None or self.sampler_correction is False:
             return torch.ones_like(old_T), {}
@@ -261,18 +261,21 @@ class PolicyGradient(Section):
         )
         return correction_T, {
             "sampling/sampling_logp_difference/mean": Mean.over(gap_T.abs(), sampled_T),
+            "sampling/sampling_logp_difference/max": Extreme.over(gap_T.abs(), sampled_T),
+            "sampling/importance_sampling_ratio/min": Extreme.over(correction_T, sampled_T, sign=-1),
             "sampling/importance_sampling_ratio/mean": Mean.over(correction_T, sampled_T),
+            "sampling/importance_sampling_ratio/max": Extreme.over(correction_T, sampled_T),
         }
 
     def _surrogate(
         self, logps_T: Tensor, old_T: Tensor, ratio_T: Tensor, correction_T: Tensor, batch: Batch
-    ) -> tuple[Tensor, dict[str, Mean]]:
+    ) -> tuple[Tensor, dict[str, Metric]]:
         """Return the policy loss of each token, corrected for the sampler, and its metrics."""
         sampled_S = is_sampled(batch)
         advantage_S = torch.where(sampled_S, required(batch.advantage_S), 0.0)
         advantage_T, sampled_T = advantage_S[batch.sequence_T], sampled_S[batch.sequence_T]
         high = self.epsilon if self.epsilon_high is None else self.epsilon_high
-        metrics: dict[str, Mean] = {}
+        metrics: dict[str, Metric] = {}
         if self.loss_type == "vespo":
             log_weight_S = sequence_sum((logps_T - old_T).detach().clamp(-20, 20) + correction_T.log(), batch)
             positive, negative = (self.vespo_k_pos, self.vespo_lambda_pos), (self.vespo_k_neg, self.vespo_lambda_neg)
@@ -285,7 +288,7 @@ class PolicyGradient(Section):
         elif self.loss_type == "sapo":
             loss_T = correction_T * sapo(ratio_T, advantage_T, self.sapo_temperature_pos, self.sapo_temperature_neg)
         else:
-            metrics |= clip_metrics(ratio_T, advantage_T, sampled_T, self.epsilon, high)
+            metrics |= clip_metrics(ratio_T, advantage_T, sampled_T, self.epsilon, high, batch=batch)
             loss_T = correction_T * clipped(ratio_T, advantage_T, self.epsilon, high, self.delta)
 
         if self.off_policy_mask_threshold is not None:
@@ -304,12 +307,24 @@ def is_sampled(batch: Batch) -> Tensor:
     return batch.label_S == 0
 
 
-def clip_metrics(ratio_T: Tensor, advantage_T: Tensor, sampled_T: Tensor, low: float, high: float) -> dict[str, Mean]:
-    """Return the fractions of tokens whose gradient the clip removed."""
+def clip_metrics(
+    ratio_T: Tensor, advantage_T: Tensor, sampled_T: Tensor, low: float, high: float, *, batch: Batch | None = None
+) -> dict[str, Metric]:
+    """Return the fractions of tokens whose gradient the clip removed; without a batch, values are of sequences."""
     below_T = (ratio_T < 1 - low) & (advantage_T < 0)
     above_T = (ratio_T > 1 + high) & (advantage_T > 0)
+
+    def extreme(clipped_T: Tensor, sign: int) -> Extreme:
+        """Return the extreme of the sequences' shares."""
+        if batch is None:
+            return Extreme.over(clipped_T, sampled_T, sign)
+        scored_S = sequence_sum(sampled_T.float(), batch)
+        return Extreme.over(sequence_sum(clipped_T.float(), batch) / scored_S.clamp(min=1), scored_S > 0, sign)
+
     return {
         "clip_ratio/low_mean": Mean.over(below_T, sampled_T),
+        "clip_ratio/low_min": extreme(below_T, -1),
         "clip_ratio/high_mean": Mean.over(above_T, sampled_T),
+        "clip_ratio/high_max": extreme(above_T, 1),
         "clip_ratio/region_mean": Mean.over(below_T | above_T, sampled_T),
     }

@@ -58,6 +58,8 @@ def load_failures(key: str, place: str, what: str) -> Iterator[None]:
             remedy = "reading GGUF files needs the package gguf: pip install gguf"
         elif isinstance(error, ImportError):
             remedy = f"a package is missing: {first}"
+        elif "Unrecognized configuration class" in text:
+            remedy = "its type has no model with the head that is trained (encoder-decoders have none): name a decoder"
         elif Path(place).is_dir():
             remedy = f"the folder does not hold a whole one: {first}"
         else:

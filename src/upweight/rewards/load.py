@@ -13,7 +13,7 @@ from upweight.config.sections.environment import ENVIRONMENT_REWARDS, is_environ
 from upweight.errors import UserError, did_you_mean
 from upweight.rewards.builtin import BUILTINS, builtin_reward
 from upweight.rewards.model import ModelOptions, load_model_reward, model_reward
-from upweight.rewards.reward import Reward, RewardParameters, parameters_of, unique_names
+from upweight.rewards.reward import ENVIRONMENTS, Reward, RewardParameters, parameters_of, unique_names
 from upweight.rewards.workers import BUILTIN, Source
 from upweight.user_modules import describe_error, load_function, local_file
 
@@ -140,7 +140,7 @@ def _of_function(function: Callable[..., Any], key: str, source: Source | None) 
     if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None)):  # noqa: B004
         return Reward(name, function, parameters, "async")
     is_builtin = source is not None and source[0] == BUILTIN and not getattr(function, "stateful", False)
-    if source is not None and (inspect.isfunction(function) or is_builtin):
+    if source is not None and (inspect.isfunction(function) or is_builtin) and ENVIRONMENTS not in parameters.named:
         return Reward(name, function, parameters, "worker", source)
     return Reward(name, function, parameters)
 

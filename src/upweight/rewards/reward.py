@@ -3,7 +3,7 @@
 import inspect
 import pickle
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, groupby, pairwise
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -14,6 +14,7 @@ from upweight.rewards.workers import Source
 
 LOGS = ("log_extra", "log_metric")
 STANDARD_ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state", *LOGS)
+ENVIRONMENTS = "environments"  # parameter of reward functions that read the objects of episodes
 HISTORY = 100  # log entries of the trainer's state that are sent to worker processes
 Attempts = list[tuple[tuple[int, int], RewardOutcome]]  # (start, stop) within the call, outcome
 
@@ -28,13 +29,14 @@ class RewardCall:
     columns: dict[str, list[Any]]  # every other dataset column, one value for each completion
     group_S: list[int]
     trainer_state: Any = None
+    environments: list[Any] = field(default_factory=list)  # the user's object of each episode, None where there is none
 
     def __len__(self) -> int:
         return len(self.completions)
 
     def part(self, start: int, stop: int) -> "RewardCall":
         """Return the call for the completions from `start` up to `stop`."""
-        names = ("prompts", "completions", "completion_ids", "group_S")
+        names = ("prompts", "completions", "completion_ids", "group_S", "environments")
         lists = {name: getattr(self, name)[start:stop] for name in names}
         return replace(self, **lists, columns={name: values[start:stop] for name, values in self.columns.items()})
 
@@ -74,7 +76,9 @@ class RewardParameters:
             "trainer_state": call.trainer_state,
         }
         chosen = {name: value for name, value in available.items() if self.everything or name in self.named}
-        for name in set(self.named) - set(available):
+        if ENVIRONMENTS in self.named and ENVIRONMENTS not in available:
+            chosen[ENVIRONMENTS] = call.environments
+        for name in set(self.named) - {*available, ENVIRONMENTS}:
             if (column := _singular(name, call.columns)) is not None:
                 chosen[name] = call.columns[column]
         return {name: value for name, value in chosen.items() if name not in LOGS}

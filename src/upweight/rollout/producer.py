@@ -226,6 +226,8 @@ class Producer:
         scores_here = rest and not self.method.reward_names
         scored = [(rest, self.scorer.score(self.reward_call(rest, trainer_state)))] if scores_here else []
         metrics = _assign_rewards([*((part, future.result()) for part, future in streamed), *scored])
+        for group in groups:
+            group.environments = []  # other ranks and checkpoints cannot hold them
         tokens = sum(len(one.ids) if one.sampled is None else sum(one.sampled) for one in _segments(groups))
         return metrics | {
             "rollout/generation_seconds": seconds,
@@ -251,6 +253,7 @@ class Producer:
             completion_ids=[one.written for *_, one in each],
             columns=columns,
             group_S=[place for place, *_ in each],
+            environments=[group.environments[number] if group.environments else None for _, group, number, _ in each],
             trainer_state=trainer_state,
         )
 

@@ -220,7 +220,7 @@ RULES: tuple[Rule, ...] = (
         "trl.off_policy_mask_threshold: 0.5; leave trl.top_p and trl.top_k alone",
     ),
     Rule(
-        "samples hardly count", "warning", "online", "sampling/importance_sampling_ratio/* < 0.1", 5,
+        "samples hardly count", "warning", "online", "sampling/importance_sampling_ratio/mean < 0.1", 5,
         "the correction for old samples takes nearly all weight from them",
         "sync more often (lower trl.vllm_sync_interval), lower trl.max_staleness or trl.prefetch_depth",
         hidden_by=("sampler disagrees",),

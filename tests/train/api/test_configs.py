@@ -119,3 +119,13 @@ def test_the_learning_rate_follows_method_and_adapter_unless_set(tmp_path):
     assert [seen_by_the_loop(args, lora).learning_rate for lora in (None, LoraConfig())] == [1e-6, 5e-6]
     assert seen_by_the_loop(DPOConfig(output_dir=tmp_path, learning_rate=0.0), LoraConfig()).learning_rate == 0
     assert torch.device("cpu") == DPOConfig(output_dir=tmp_path, use_cpu=True).device
+
+
+def test_alphapo_is_simpo_without_a_likelihood_term(tmp_path):
+    method = CPOConfig(output_dir=str(tmp_path), loss_type="alphapo", alpha=0.5, simpo_gamma=0.2).method()
+    assert (method.loss_type, method.nll_weight, method.alpha, method.gamma) == ("simpo", 0.0, 0.5, 0.2)
+
+
+def test_what_settings_refuse_together_is_said_in_the_words_of_scripts(tmp_path):
+    with pytest.raises(UserError, match=r"precompute_ref_log_probs: .*the argument.*'loss_type=\"apo_zero_unpaired\"'"):
+        KTOConfig(output_dir=str(tmp_path), precompute_ref_log_probs=True)

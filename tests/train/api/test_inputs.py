@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from datasets import Dataset, DatasetDict
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TrainingArguments
 
@@ -120,6 +121,25 @@ def test_log_probs_of_another_reference_can_be_precomputed(folder):
     assert abs(found[0] - math.log(2)) > 1e-2
 
 
+@pytest.mark.parametrize(
+    ("kind", "rows", "config"),
+    [("DPO", "pairs", {}), ("KTO", "labelled", {"loss_type": "apo_zero_unpaired"}), ("KTO", "message pairs", {
+        "loss_type": "apo_zero_unpaired"})],
+)  # fmt: skip
+def test_sets_that_are_known_at_the_start_are_precomputed_too(kind, rows, config, folder):
+    rows = Dataset.from_list(ROWS[rows])
+    sets = DatasetDict({"a": rows.select(range(4)), "b": rows.select(range(4, 8))})
+
+    def found(**more):
+        args = getattr(upweight, f"{kind}Config")(output_dir=str(folder / "out"), **{**COMMON, **config, **more})
+        trainer = getattr(upweight, f"{kind}Trainer")(str(folder / "model"), None, args, None, rows, sets)
+        trainer.train()
+        evaluated = trainer.evaluate()
+        return [evaluated["eval_a_loss"], evaluated["eval_b_loss"], *losses(trainer)]
+
+    assert found(precompute_ref_log_probs=True) == pytest.approx(found(), abs=1e-6)
+
+
 def test_a_second_stage_goes_on_with_the_adapter_of_the_first(folder):
     model = AutoModelForCausalLM.from_pretrained(folder / "model")
     first = dpo(folder, model, peft_config=lora())
@@ -158,37 +178,12 @@ def test_layers_of_an_adapter_without_its_model_are_refused(folder):
         (DPOConfig, "batch: set 'micro_batch_size: 2'", "batch: set 'per_device_train_batch_size=2'"),
         (DPOConfig, "use 'fsdp: true' instead; drop the key", "use 'fsdp=True' instead; drop the argument"),
         (KTOConfig, "set 'kto_loss_type: apo_zero_unpaired'", "set 'loss_type=\"apo_zero_unpaired\"'"),
+        (DPOConfig, "then set `trust_remote_code: true`", "then set `trust_remote_code=True`"),
         (DPOConfig, "datasets: none of the datasets", "train_dataset: none of the datasets"),
     ],
 )
 def test_messages_about_keys_are_about_arguments(kind, message, words):
     assert error_translator(kind)(message) == words
-
-
-class Own:
-    """An environment that has its data itself."""
-
-    def reset(self, **row):
-        self.asked = row.get("number", 7)
-        return f"Say {self.asked}."
-
-    def step(self, text):
-        return None
-
-    def get_reward(self):
-        return float(self.asked)
-
-
-@pytest.mark.parametrize(("rows", "reward"), [(None, 7.0), ([{"number": 3}] * 2, 3.0)])
-def test_an_environment_may_own_the_prompts(rows, reward, folder):
-    args = GRPOConfig(output_dir=str(folder / "out"), num_generations=4, max_completion_length=4, **COMMON)
-    given = {"processing_class": made_tokenizer(TEMPLATE, bos=False), "environment_factory": Own}
-    trainer = GRPOTrainer(str(folder / "model"), args=args, train_dataset=rows, **given)
-    trainer.train()
-    assert [entry["reward"] for entry in trainer.state.log_history if "loss" in entry] == [reward] * 2
-    endless = GRPOConfig(output_dir=str(folder / "out"), **{**COMMON, "max_steps": -1})
-    with pytest.raises(UserError, match="max_steps: without train_dataset"):
-        GRPOTrainer(str(folder / "model"), args=endless, **given)
 
 
 def test_stages_of_grpo_share_one_model(folder):

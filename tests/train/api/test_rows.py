@@ -1,6 +1,7 @@
 import dataclasses
 
 import pytest
+from datasets import Dataset
 
 from parity_script import ROWS, TEMPLATE, made_tokenizer
 from upweight import DPOConfig, KTOConfig, PRMConfig, RewardConfig, SFTConfig
@@ -70,6 +71,13 @@ def test_masks_fit_their_tokens(mask, tmp_path):
         prepared(SFTConfig, [{"input_ids": [5, 6, 7], "assistant_masks": mask}], tmp_path)
 
 
+def test_rows_of_which_nothing_is_left_to_train_on_are_dropped(tmp_path):
+    rows = [{"input_ids": [5, 6, 7, 8], "assistant_masks": mask} for mask in ([0, 0, 0, 1], [0, 1, 0, 1])]
+    assert list(prepared(SFTConfig, rows, tmp_path, max_length=3)) == [
+        {"ids": [5, 6, 7], "scored": [False, True, False]}
+    ]
+
+
 def test_another_text_field(tmp_path):
     rows = [{"body": "Why not?"}]
     assert trained_text(prepared(SFTConfig, rows, tmp_path, dataset_text_field="body")[0]) == "hy not?<|im_end|>"
@@ -100,10 +108,11 @@ def test_margins_labels_and_steps_arrive(tmp_path):
     assert [label for label in labels if label != -100] == [0]
 
 
-def test_token_ids_of_reward_models_are_taken_as_they_are(tmp_path):
+@pytest.mark.parametrize("ending", ["ids", "input_ids"])
+def test_token_ids_of_reward_models_are_taken_as_they_are(ending, tmp_path):
     rows = [
-        {"chosen_ids": [5, 6, 7], "rejected_ids": [5, 6], "margin": 0.5},
-        {"chosen_ids": [8], "rejected_ids": [9, 5], "margin": None},
+        {f"chosen_{ending}": [5, 6, 7], f"rejected_{ending}": [5, 6], "margin": 0.5},
+        {f"chosen_{ending}": [8], f"rejected_{ending}": [9, 5], "margin": None},
     ]
     one, other = prepared(RewardConfig, rows, tmp_path)
     assert one == {"prompt_ids": [5], "chosen_ids": [6, 7], "rejected_ids": [6], "margin": 0.5}
@@ -125,3 +134,18 @@ def test_token_ids_of_steps_are_taken_as_they_are(tmp_path):
 def test_columns_of_other_names_are_listed_with_the_remedy(tmp_path):
     with pytest.raises(UserError, match=r"The row has q, chosen, rejected. `rename_column`"):
         prepared(DPOConfig, [{"q": "Why?", "chosen": "x", "rejected": "y"}], tmp_path)
+
+
+def test_rows_may_be_formatted_for_torch_or_come_through_a_transform(tmp_path):
+    ids = Dataset.from_list([{"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}]).with_format("torch", ["input_ids"])
+    assert prepared(SFTConfig, ids, tmp_path)[0] == {"ids": [5, 6, 7], "scored": [False, True, True]}
+    loud = Dataset.from_list([{"text": "why?"}]).with_transform(
+        lambda rows: {"text": [t.upper() for t in rows["text"]]}
+    )
+    assert trained_text(prepared(SFTConfig, loud, tmp_path)[0]) == "HY?<|im_end|>"
+
+
+@pytest.mark.parametrize("column", ["image", "images"])
+def test_images_are_not_left_out_in_silence(column, tmp_path):
+    with pytest.raises(UserError, match=f"rows: the column '{column}' holds images.*remove it"):
+        prepared(SFTConfig, [{**ROWS["messages"][0], column: "cat.png"}], tmp_path)

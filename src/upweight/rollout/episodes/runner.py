@@ -61,10 +61,9 @@ class EpisodeRunner:
         batcher = TurnBatcher(self.generator, sampling, active=len(groups) * count)
         # The first error that is no environment's fault ends all episodes.
         work = gather_or_cancel(self._group(place, group, count, batcher) for place, group in enumerate(groups))
-        task = loop.start(_as_task(work)).result()
         ended: Future[None] = Future()
-        task.add_done_callback(lambda _: ended.set_result(None))
         ended.add_done_callback(lambda _: batcher.end())
+        task = loop.start(_as_task(work, ended)).result()
         try:
             batcher.serve(done)
         finally:
@@ -110,6 +109,7 @@ def fill_group(group: Group, results: Sequence[EpisodeResult]) -> None:
         else:
             completion = completion_of(result.stream, group, finished=result.finished)
         group.completions.append(replace(completion, messages=list(result.messages)))
+    group.environments = [result.outcome.environment for result in results]
     group.extras["episode"] = [result.record() for result in results]
     for name in dict.fromkeys(name for result in results for name in result.outcome.details):
         group.extras[name] = [result.outcome.details.get(name) for result in results]
@@ -126,5 +126,8 @@ async def gather_or_cancel(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _as_task(work: Coroutine[Any, Any, Any]) -> "asyncio.Task[Any]":
-    return asyncio.ensure_future(work)
+async def _as_task(work: Coroutine[Any, Any, Any], ended: "Future[None]") -> "asyncio.Task[Any]":
+    """Start the work on this loop, which alone may add a callback: from another thread it would not wake up for it."""
+    task = asyncio.ensure_future(work)
+    task.add_done_callback(lambda _: ended.set_result(None))
+    return task

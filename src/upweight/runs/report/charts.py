@@ -90,7 +90,7 @@ SPECS: tuple[Spec, ...] = (
          labels=("chosen", "rejected")),
     Spec("Preferences", "Logits", ("logits/chosen", "logits/rejected"), "Mean logit over the vocabulary.",
          labels=("chosen", "rejected")),
-    Spec("Preferences", "Score", ("mean_reward",), "Mean score of the reward model."),
+    Spec("Preferences", "Score", ("mean_reward", "min_reward", "max_reward"), "Scores of the reward model."),
     Spec("Preferences", "Log-odds", ("log_odds_chosen", "log_odds_ratio"), "Odds of the chosen answer against the "
          "rejected one, as ORPO's loss sees them.", labels=("chosen", "ratio")),
     Spec("Loss", "Loss", ("loss",), "What is minimised. Lower is better for offline methods. Of online runs: "

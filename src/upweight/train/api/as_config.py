@@ -123,13 +123,13 @@ def error_translator(kind: type) -> Callable[[str], str]:
     pattern = re.compile(rf"(?m)(?<![\w.])(?:{compound})(?!\w)|^(?:{words})(?=[:,])|(?<=')(?:{words})(?=[':])")
 
     def as_argument(match: re.Match[str]) -> str:
-        name, value = match.groups()
+        mark, name, value = match.groups()
         quoted = value if re.fullmatch(r"[\d.]+", value) else f'"{value}"'
-        return f"'{name}={PYTHON_WORDS.get(value, quoted)}'"
+        return f"{mark}{name}={PYTHON_WORDS.get(value, quoted)}{mark}"
 
     def translate_error(message: str) -> str:
         named = pattern.sub(lambda match: names[match[0]], message)
-        return re.sub(r"'(\w+): ([^' ]+)'", as_argument, named)
+        return re.sub(r"(['`])(\w+): ([^'` ]+)\1", as_argument, named)
 
     return translate_error
 

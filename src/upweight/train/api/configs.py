@@ -19,7 +19,7 @@ from upweight.log import warn_once
 from upweight.methods import DPO, KTO, ORM, ORPO, PRM, SFT, SimPO
 from upweight.methods.base import Method
 from upweight.settings import Section, keys_of
-from upweight.train.api.as_config import checked_config
+from upweight.train.api.as_config import checked_config, error_translator
 from upweight.train.api.fields import help_of, holds, of, refused, with_help
 from upweight.train.distributed.deepspeed import require_deepspeed
 from upweight.train.distributed.ranks import init_single_rank
@@ -166,7 +166,8 @@ class MethodArguments(TrainingArguments):
                 parts = [names.get(str(part), str(part)) for part in problem["loc"]]
                 text = problem["msg"].removeprefix("Value error, ").replace("trl.", "")
                 problems.append(f"{'.'.join(parts)}: {text}" if parts else text)
-            raise UserError(f"{type(self).__name__}: " + "; ".join(problems)) from None
+            translate_error = error_translator(type(self))
+            raise UserError(f"{type(self).__name__}: " + "; ".join(map(translate_error, problems))) from None
 
     def dataset_row(self, columns: Sequence[str] = ()) -> DatasetRow:
         """Return the `datasets` entry that reads a script's rows with these columns."""
@@ -305,6 +306,11 @@ class CPOConfig(MethodArguments):
     max_completion_length: int | None = holds(None, ONLY_ENCODER_DECODER)
     is_encoder_decoder: bool | None = refused(None, NO_ENCODER)
     generate_during_eval: bool = refused(False, NOTHING_GENERATED)
+
+    def __post_init__(self) -> None:
+        if self.loss_type == "alphapo":  # AlphaPO as published
+            self.loss_type, self.cpo_alpha = "simpo", 0.0
+        super().__post_init__()
 
 
 @dataclass

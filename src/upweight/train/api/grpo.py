@@ -18,13 +18,19 @@ from upweight.rollout.rollout import Rollout, readable
 from upweight.sampler.in_process import InProcess
 from upweight.train.api.as_config import config_of
 from upweight.train.api.grpo_config import GRPOConfig, RLOOConfig, RolloutArguments
-from upweight.train.api.inputs import ScriptDataset, arguments_of, as_dataset, init_arguments, parts_for, require_kind
+from upweight.train.api.inputs import (
+    NO_PROMPT,
+    ScriptDataset,
+    arguments_of,
+    init_arguments,
+    parts_for,
+    require_kind,
+)
 from upweight.train.objects import Model
 from upweight.train.online.assemble import plan_of
 from upweight.train.online.completions import ShownCompletions
 from upweight.train.trainer import MethodTrainer
 
-NO_PROMPT = [{"role": "user", "content": ""}]
 GivenReward = Any  # a function, a callable object, a name, a reward model, or (model, tokenizer)
 
 
@@ -53,9 +59,9 @@ class GRPOTrainer(MethodTrainer):
     ) -> None:
         require_kind("tools", tools, list | tuple, "a list of functions")
         require_kind("environment_factory", environment_factory, Callable | Mapping, "a class, or a dict of them")
-        if environment_factory is not None:
+        if environment_factory is not None and train_dataset is None:
             args = arguments_of(args, self.config_class)
-            train_dataset = _with_prompts(train_dataset, args, environment_factory)
+            train_dataset = _empty_rows(args, environment_factory)
         inputs = init_arguments(locals())
         inputs["reward_tokenizers"] = inputs.pop("reward_processing_classes", None)
         super().__init__(parts_for(self.config_class, **inputs))
@@ -130,15 +136,13 @@ class RLOOTrainer(GRPOTrainer):
     config_class: ClassVar[type[RolloutArguments]] = RLOOConfig
 
 
-def _with_prompts(train_dataset: Any, args: RolloutArguments, factory: Any) -> Any:
-    """Return rows with empty prompts where there are no rows or no prompts: `reset` of the environment gives them."""
-    if train_dataset is None and isinstance(factory, Mapping):
+def _empty_rows(args: RolloutArguments, factory: Any) -> list[dict[str, Any]]:
+    """Return the rows of one rollout, for an environment that has all data itself."""
+    if isinstance(factory, Mapping):
         raise UserError("train_dataset: several environments need rows, with a column 'environment' that names one.")
-    if train_dataset is None and (args.max_steps or 0) <= 0:
+    if (args.max_steps or 0) <= 0:
         raise UserError("max_steps: without train_dataset there is no epoch to count; set how many steps to train.")
-    count = plan_of(config_of(args), args.world_size).groups if train_dataset is None else 0
-    rows = as_dataset([{"prompt": NO_PROMPT}] * count if train_dataset is None else train_dataset, "train_dataset")
-    return rows if "prompt" in rows.column_names else rows.add_column("prompt", [NO_PROMPT] * len(rows))
+    return [{"prompt": NO_PROMPT}] * plan_of(config_of(args), args.world_size).groups
 
 
 def _as_rows(rows: Any) -> Any:

@@ -26,6 +26,7 @@ ScriptDataset = Dataset | Sequence[Mapping[str, Any]]
 DATA = ("train_dataset", "eval_dataset")
 TAKEN = (*DATA, "reward_funcs", "reward_tokenizers", "tools", "rollout_func", "environment_factory")
 NO_INPUTS = ("self", "__class__", "unknown")
+NO_PROMPT = [{"role": "user", "content": ""}]
 NOT_TAKEN = {
     "tokenizer": "it is 'processing_class' now",
     "data_collator": "rows are packed into forwards here; change the dataset instead",
@@ -85,7 +86,7 @@ def parts_for(
         quantization_config=None if name is None else quantization_config,
         reference=ref_model,
         tokenizer=processing_class,
-        read_rows=reader(args, formatting_func),
+        read_rows=reader(args, formatting_func, owns_prompts="environment_factory" in others),
         peft_config=peft_config,
         callbacks=tuple(callbacks),
         optimizers=tuple(optimizers),
@@ -111,14 +112,20 @@ def arguments_of(args: TrainingArguments | None, kind: type[AnyConfig]) -> AnyCo
     return args
 
 
-def reader(args: MethodArguments, formatting_func: Callable[[Any], str] | None) -> ReadRows:
-    """Return a function that turns a script's rows into a Dataset and its data settings."""
+def reader(
+    args: MethodArguments, formatting_func: Callable[[Any], str] | None, *, owns_prompts: bool = False
+) -> ReadRows:
+    """Return a function that turns rows into a Dataset and its settings; `owns_prompts`: an environment has prompts."""
 
     def read(raw: Any, where: str) -> tuple[Dataset, DataSection]:
         rows = as_dataset(raw, where)
+        if owns_prompts and "prompt" not in rows.column_names:
+            rows = rows.add_column("prompt", [NO_PROMPT] * len(rows))
         if formatting_func is not None:
             rows = Dataset.from_list([{getattr(args, "dataset_text_field", "text"): formatting_func(r)} for r in rows])
         columns = rows.column_names
+        if images := [column for column in columns if column in ("image", "images")]:
+            raise UserError(f"{where}: the column '{images[0]}' holds images, which are not trained on: remove it.")
         settings = {"datasets": [args.dataset_row(columns)], "train_on_inputs": args.trains_on_prompts(columns, where)}
         return rows, config_of(args).data.model_copy(update=settings)
 
@@ -128,7 +135,7 @@ def reader(args: MethodArguments, formatting_func: Callable[[Any], str] | None) 
 def as_dataset(rows: Any, where: str) -> Dataset:
     """Return rows as a Dataset; raise where they are neither one nor a list of mappings."""
     if isinstance(rows, Dataset):
-        return rows
+        return rows if rows.format["type"] == "custom" else rows.with_format(None)  # a transform is part of the rows
     if not isinstance(rows, Sequence) or not all(isinstance(row, Mapping) for row in rows):
         raise UserError(f"{where}: expected a datasets.Dataset or a list of rows, got {type(rows).__name__}.")
     try:

@@ -87,7 +87,10 @@ def rewards_of(
     policy = config.method.policy_settings
     weights = None if policy is None or feature_matcher(config.method) else policy.reward_weights
     if weights is not None and len(weights) != len(rewards):  # rules of the config cannot count an environment's
-        raise UserError(f"trl.reward_weights: {len(weights)} weights for {len(rewards)} rewards. Give one for each.")
+        names = ", ".join(reward.name for reward in rewards)
+        raise UserError(
+            f"trl.reward_weights: {len(weights)} weights for {len(rewards)} rewards ({names}). Give one for each."
+        )
     check_rewards(rewards, columns, env_setup)
     return rewards
 

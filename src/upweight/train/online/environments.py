@@ -18,7 +18,7 @@ from upweight.environments.nemo_gym.gym import NemoGym
 from upweight.environments.nemo_gym.process import GymProcess
 from upweight.environments.python_class import PythonEnvironment
 from upweight.rewards.load import EPISODE
-from upweight.rewards.reward import Reward, check_columns
+from upweight.rewards.reward import ENVIRONMENTS, Reward, check_columns
 from upweight.rollout.episodes.gym_agents import GymAgents, PolicyGateway
 from upweight.rollout.episodes.loop import EpisodeLimits, EpisodeSetup
 from upweight.rollout.episodes.runner import EpisodeRunner
@@ -99,6 +99,8 @@ def _gym(config: Config) -> EnvironmentSetup:
 def check_rewards(rewards: Sequence[Reward], columns: Sequence[str], env_setup: EnvironmentSetup | None) -> None:
     """Refuse rewards that read columns which neither the data nor an environment provides."""
     available = [*columns, *([] if env_setup is None else [EPISODE])]
+    if env_setup is not None and isinstance(env_setup.environment, PythonEnvironment) and env_setup.environment.classes:
+        available.append(ENVIRONMENTS)
     check_columns(rewards, [name for name in available if name not in PREPARED_COLUMNS])
 
 
