@@ -12,7 +12,7 @@ import pytest
 from made_runs import metrics_of, upweight, write_config
 from upweight.cli.app import main
 from upweight.processes import free_port
-from upweight.train.recording.checkpoints import checkpoints_of, is_whole
+from upweight.runs.checkpoints import checkpoints_of, is_whole
 
 
 def command(*arguments):

@@ -83,6 +83,9 @@ def train(
     overrides: Overrides = None,
     *,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the last whole checkpoint.")] = False,
+    allow_changed_data: Annotated[
+        bool, typer.Option("--allow-changed-data", help="Resume although the training data has changed.")
+    ] = False,
     num_processes: Processes = None,
     launcher: Launcher = None,
     nodes: Nodes = 1,
@@ -98,7 +101,8 @@ def train(
     from upweight.cli.train import run_train, start_of
 
     start = start_of(num_processes, launcher, (nodes, node_rank, master_address, master_port), launcher_arguments)
-    run_train(config, overrides or [], resume=resume, start=start, stage=stage, quiet=quiet, as_json=as_json)
+    overrides = [*(overrides or []), *(["allow_changed_data=true"] if allow_changed_data else [])]
+    run_train(config, overrides, resume=resume, start=start, stage=stage, quiet=quiet, as_json=as_json)
 
 
 @app.command(**TAKES_OVERRIDES)

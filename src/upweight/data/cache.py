@@ -12,16 +12,32 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import xxhash
+from datasets import Dataset
+
 from upweight.errors import UserError
 from upweight.log import logger
 
 MANIFEST = "manifest.json"
 BLOCK = 1 << 24
+ROWS = 1 << 12  # that are hashed at once
 
 
 def digest(content: Any) -> str:
     """Return a hash of JSON-like content."""
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:32]
+
+
+def rows_digest(rows: Dataset) -> str:
+    """Return a hash of the content of prepared rows, in their order; how they are stored does not count."""
+    hasher = xxhash.xxh3_128(",".join(names := sorted(rows.column_names)).encode())
+    tables = rows.with_format("arrow")
+    for start in range(0, len(rows), ROWS):
+        table: pa.Table = tables[start : start + ROWS].select(names).combine_chunks()
+        for batch in table.to_batches():
+            hasher.update(batch.serialize())
+    return hasher.hexdigest()
 
 
 def tokenizer_digest(tokenizer: Any) -> str:

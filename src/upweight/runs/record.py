@@ -12,7 +12,7 @@ from typing import Any
 from upweight.errors import UserError
 from upweight.files import write_text
 from upweight.log import logger
-from upweight.processes import is_alive, start_ticks
+from upweight.processes import start_ticks
 from upweight.runs.files import RECORD, this_machine
 from upweight.runs.report.page import write_report
 
@@ -28,20 +28,6 @@ def about(trainer: Any) -> dict[str, Any]:
         "held_out_rows": sum(map(len, held_out.values() if isinstance(held_out, Mapping) else [held_out or ()])),
         "ranks": trainer.args.world_size,
     }
-
-
-def refuse_busy(folder: Path) -> None:
-    """Raise a UserError if another process of this machine is training into `folder`."""
-    try:
-        record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return
-    pid = record.get("pid") if record.get("state") == "running" and record.get("machine") == this_machine() else None
-    if pid != os.getpid() and is_alive(pid, record.get("begun")):
-        raise UserError(
-            f"output_dir: process {pid} is training into {folder}. Wait for it, end it, or name another folder; "
-            f"if that process is something else, remove {folder / RECORD}."
-        )
 
 
 @contextlib.contextmanager

@@ -89,6 +89,7 @@ def assemble(config: Config, objects: Objects = YAML_ONLY, *, trains: bool = Tru
         encode=data.encode,
         rollouts=rollouts_of(config, objects, policy, data.train, rewards, env_setup=env_setup) if online else None,
         shuffle=not config.data.curriculum,
+        allow_changed_data=config.run.allow_changed_data,
         lr_rule=lr_rules(config.optim, config.adapter, model),
         callbacks=[*objects.callbacks, *_callbacks(policy, objects)],
         optimizers=objects.optimizers,

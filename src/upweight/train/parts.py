@@ -23,6 +23,7 @@ class TrainerParts:
     encode: Callable[..., Any] | None = None  # prepares rows that a script passes to `evaluate`
     rollouts: RolloutFeed | None = None  # yields the steps of an online method
     shuffle: bool = True
+    allow_changed_data: bool = False  # on a resume
     lr_rule: LrRule | None = None
     callbacks: Sequence[TrainerCallback] = ()
     optimizers: tuple[Any, Any] = (None, None)

@@ -6,7 +6,9 @@ transformers' Trainer (`trainer.py`). One item of its loader holds the samples o
 callbacks that log and save are in `recording/`.
 """
 
+import os
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 from accelerate import PartialState
@@ -15,11 +17,11 @@ from transformers import PrinterCallback, TrainerCallback
 from upweight.config import Config
 from upweight.errors import UserError
 from upweight.log import logger
-from upweight.runs.record import refuse_busy
+from upweight.runs.checkpoints import last_whole_checkpoint, named_checkpoint, set_aside, step_of
+from upweight.runs.lock import lock_folder
 from upweight.train.assemble import assemble
 from upweight.train.distributed.fsdp import layout_of, shard_alone
 from upweight.train.distributed.ranks import broadcast_from_rank0, init_single_rank
-from upweight.train.recording.checkpoints import last_whole_checkpoint, named_checkpoint, set_aside, step_of
 from upweight.train.recording.model_card import model_card
 from upweight.train.recording.run_folder import changed_keys, refuse_other_weights, write_config
 from upweight.train.recording.session import recording
@@ -29,7 +31,13 @@ from upweight.train.trainer import MethodTrainer
 def train(config: Config, *, resume: bool = False, watchers: Sequence[TrainerCallback] = ()) -> None:
     """Train the model of a config and write the run folder; `watchers` are further callbacks."""
     folder = Path(config.run.output_dir)
-    refuse_busy(folder)
+    with lock_folder(folder) if int(os.environ.get("RANK", "0")) == 0 else nullcontext():
+        _train_into(folder, config, resume, watchers)
+    logger.info("done: %s", folder)
+    PartialState().destroy_process_group()
+
+
+def _train_into(folder: Path, config: Config, resume: bool, watchers: Sequence[TrainerCallback]) -> None:
     trainer = build(config, resume=resume, trains=True)
     checkpoint = broadcast_from_rank0(
         _prepare_run_folder(config, folder, resume) if trainer.is_world_process_zero() else None
@@ -46,8 +54,6 @@ def train(config: Config, *, resume: bool = False, watchers: Sequence[TrainerCal
         trainer.card = lambda: model_card(config, trainer.state.log_history, len(trainer.train_dataset))
         trainer.save_model()
         trainer.create_model_card()
-    logger.info("done: %s", folder)
-    PartialState().destroy_process_group()
 
 
 def evaluate(config: Config) -> dict[str, float]:

@@ -50,6 +50,9 @@ class RunSection(Section):
     auto_resume: bool = setting(
         "auto_resume_from_checkpoints", False, "Resume from the last complete checkpoint, if there is one."
     )
+    allow_changed_data: bool = setting(
+        "allow_changed_data", False, "Resume although the training data differs from that of the checkpoint."
+    )
     loss_limit: float | None = setting(
         "loss_watchdog_threshold", None, "Stop the run when the loss stays above this value.", gt=0
     )

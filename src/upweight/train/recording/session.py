@@ -11,7 +11,7 @@ from transformers import EarlyStoppingCallback, TrainerCallback
 from upweight.config import Config
 from upweight.errors import UserError
 from upweight.log import shows_status
-from upweight.runs.record import about, recorded, refuse_busy
+from upweight.runs.record import about, recorded
 from upweight.train.objects import YAML_ONLY, Objects
 from upweight.train.online.before_after import BeforeAndAfter
 from upweight.train.online.completions import cut_completions
@@ -31,9 +31,8 @@ def recording(
     After a signal, a script's process exits once the checkpoint is written.
     """
     folder, stop = Path(config.run.output_dir), StopOnSignal()
-    if trainer.is_world_process_zero():  # only rank 0 writes the record; other ranks would find it
-        refuse_busy(folder)
-    callbacks = [*_callbacks(config, objects, trainer, stop), *watchers, KeepCheckpoints(config.run.save_total_limit)]
+    keep = KeepCheckpoints(config.run.save_total_limit, trainer.data_digest)
+    callbacks = [*_callbacks(config, objects, trainer, stop), *watchers, keep]
     record = about(trainer)
     if objects.from_script:
         record["settings"] = content_of(_with_reward_names(config, trainer))
