@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -112,10 +113,23 @@ def is_running(pid):
         return False
 
 
+def listening(pid):
+    """The addresses, in hexadecimal, on which a process listens."""
+    sockets = {os.readlink(f"/proc/{pid}/fd/{n}") for n in os.listdir(f"/proc/{pid}/fd")}
+    lines = [
+        line.split() for kind in ("tcp", "tcp6") for line in Path(f"/proc/net/{kind}").read_text().splitlines()[1:]
+    ]
+    return {line[1].split(":")[0] for line in lines if line[3] == "0A" and f"socket:[{line[9]}]" in sockets}
+
+
 @pytest.mark.slow
 def test_ctrl_c_saves_once_for_all_ranks_and_resume_continues(model_folder, tmp_path):
     file = write_config(tmp_path, model_folder, num_epochs=40, save_strategy="no")
     process = begun(file, "--num-processes", 2)
+    ranks = children_of(process)
+    assert len(ranks) == 2
+    assert listening(process.pid) == {"0100007F"}
+    assert set().union(*map(listening, ranks)) <= {"0100007F"}
     os.kill(process.pid, signal.SIGINT)
     _, said = process.communicate(timeout=60)
     assert process.returncode == 130

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -9,7 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from upweight.errors import UserError
 from upweight.files import write_text
@@ -54,9 +55,15 @@ class Start:
 def launch(arguments: Sequence[str], start: Start, processes: int) -> int:
     """Run `upweight ARGUMENTS` as `processes` ranks; return the exit code, and print errors once."""
     with tempfile.TemporaryDirectory() as folder:
-        if start.launcher is None:
-            port = start.port or (PORT if start.nodes > 1 else free_port())
-            ranks = [_start(arguments, rank, processes, folder, (start, port)) for rank in range(processes)]
+        store = None
+        if start.launcher is None and start.nodes == 1:
+            with _listener(start.port) as listener:
+                here = {MESSAGE_FOLDER: folder, "MASTER_PORT": str(listener.getsockname()[1]), **_on_loopback()}
+                ranks = [_start(arguments, rank, processes, start, here) for rank in range(processes)]
+                store = _store_at(listener)
+        elif start.launcher is None:
+            here = {MESSAGE_FOLDER: folder, "MASTER_PORT": str(start.port or PORT)}
+            ranks = [_start(arguments, rank, processes, start, here) for rank in range(processes)]
         else:
             ranks = [_spawn(_launcher_command(arguments, start, processes), {MESSAGE_FOLDER: folder, **_on_cpu(start)})]
         with forwarded_signals((signal.SIGTERM, signal.SIGINT), ranks) as passed:
@@ -66,6 +73,7 @@ def launch(arguments: Sequence[str], start: Start, processes: int) -> int:
                 for rank in ranks:
                     rank.kill()
                     rank.wait()
+                del store  # which ranks need while they run
 
 
 def say_through_launcher(text: str) -> None:
@@ -83,20 +91,42 @@ def end_with_launcher() -> None:
         end_with_parent()
 
 
+def _on_loopback() -> dict[str, str]:
+    """Return variables by which the ranks of one machine meet at the launcher's store and listen on loopback alone.
+
+    By itself, torch would have rank 0 open a store on all interfaces.
+    """
+    loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
+    names = [] if loopback is None else ["GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"]
+    return {"TORCHELASTIC_USE_AGENT_STORE": "True"} | {name: os.environ.get(name, str(loopback)) for name in names}
+
+
+def _listener(port: int | None) -> socket.socket:
+    try:
+        return socket.create_server(("127.0.0.1", port or 0))
+    except OSError as error:
+        raise UserError(f"--master-port {port}: {error.strerror}. Name another, or leave it out.") from error
+
+
+def _store_at(listener: socket.socket) -> Any:
+    """Open the store at which ranks meet, on a socket that listens already."""
+    from torch.distributed import TCPStore
+
+    address, port = listener.getsockname()
+    return TCPStore(address, port, None, True, wait_for_workers=False, master_listen_fd=listener.detach())
+
+
 def _start(
-    arguments: Sequence[str], rank: int, processes: int, folder: str, where: tuple[Start, int]
+    arguments: Sequence[str], rank: int, processes: int, start: Start, variables: dict[str, str]
 ) -> subprocess.Popen[bytes]:
-    start, port = where
     threads = str(max((os.cpu_count() or 1) // processes, 1))
-    variables = {
+    variables = variables | {
         "RANK": str(start.node_rank * processes + rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(start.nodes * processes),
         "LOCAL_WORLD_SIZE": str(processes),
         "MASTER_ADDR": start.address or "127.0.0.1",
-        "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads),
-        MESSAGE_FOLDER: folder,
     }
     return _spawn([sys.executable, "-m", "upweight", *arguments], variables)
 
