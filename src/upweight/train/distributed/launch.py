@@ -125,7 +125,7 @@ def _start(
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(start.nodes * processes),
         "LOCAL_WORLD_SIZE": str(processes),
-        "MASTER_ADDR": start.address or "127.0.0.1",
+        "MASTER_ADDR": (start.nodes > 1 and start.address) or "127.0.0.1",
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads),
     }
     return _spawn([sys.executable, "-m", "upweight", *arguments], variables)
