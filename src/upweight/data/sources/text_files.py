@@ -8,6 +8,7 @@ import mmap
 import re
 import shutil
 import tempfile
+import zlib
 from codecs import BOM_UTF8
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -55,7 +56,7 @@ class LineFile:
             with self._unpacked() as file:
                 file.seek(0, 2)
                 return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if file.tell() else b""
-        except (OSError, EOFError, lzma.LZMAError) as error:
+        except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
             raise UserError(f"{self.path}: cannot be read ({error}).") from error
 
     def _unpacked(self) -> IO[bytes]:
