@@ -11,6 +11,7 @@ from transformers import TrainerCallback
 
 from upweight.config import Config
 from upweight.config.config import SECTIONS
+from upweight.config.redact import redacted
 from upweight.config.sections.run import RunSection, TrackingSection
 from upweight.errors import UserError
 from upweight.files import write_text
@@ -57,7 +58,7 @@ def refuse_other_weights(changed: Iterable[str], checkpoint: Path | None, schedu
 
 
 def content_of(config: Config) -> dict[str, Any]:
-    """Return every value that the run reads, nested by YAML key."""
+    """Return every value that the run reads, nested by YAML key, without credentials."""
     off = set() if config.method.online else {"rollout", "vllm", "gym", "environment"}
     content: dict[str, Any] = {}
     for name in (*SECTIONS, "method"):
@@ -73,7 +74,7 @@ def content_of(config: Config) -> dict[str, Any]:
         *(("fsdp",) if not config.sharding.fsdp else ()),
         *(("sequence_len",) if config.method.online and not config.method.strided else ()),
     )
-    return {key: value for key, value in content.items() if not key.startswith(idle)}
+    return redacted({key: value for key, value in content.items() if not key.startswith(idle)})
 
 
 def put_section(content: dict[str, Any], section: Section, only: Container[str] | None = None) -> None:
