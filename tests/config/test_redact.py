@@ -18,14 +18,8 @@ from upweight.train.recording.run_folder import changed_keys, write_config
         ("s3://bucket/rows?X-Amz-Signature=abc&part=2", "s3://bucket/rows?***&part=2"),
         ("https://host/?part=2&access_token=abc#top", "https://host/?part=2&***#top"),
         ("Bearer hf_abcdefghijklmnopqrst", "Bearer ***"),
-        (
-            {"api_key": "x", "headers": [{"Authorization": "y"}]},
-            {"api_key": "***", "headers": [{"Authorization": "***"}]},
-        ),
-        (
-            {"token": "abc", "eos_token": "</s>", "max_tokens": 3},
-            {"token": "***", "eos_token": "</s>", "max_tokens": 3},
-        ),
+        ({"api_key": "x", "on": [{"Authorization": "y"}]}, {"api_key": "***", "on": [{"Authorization": "***"}]}),
+        ({"token": "abc", "eos_token": "</s>", "tokens": 3}, {"token": "***", "eos_token": "</s>", "tokens": 3}),
         ("mail ann@host", "mail ann@host"),
         ("user/model@main", "user/model@main"),
     ],
