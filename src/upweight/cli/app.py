@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from upweight.errors import UserError
+from upweight.files import storage_error
 from upweight.log import logger, set_up_logging, warn_once
 
 app = typer.Typer(
@@ -349,3 +350,8 @@ def main() -> None:
     except BrokenPipeError:
         sys.stderr.close()
         sys.exit(0)
+    except Exception as error:
+        if (reason := storage_error(error)) is None:
+            raise
+        print(f"a file could not be written: {reason}. Make room, or name another folder.", file=sys.stderr)
+        sys.exit(2)

@@ -36,7 +36,8 @@ def lock_folder(folder: Path) -> Iterator[None]:
         os.write(file, json.dumps({"pid": os.getpid(), "machine": this_machine()}).encode())
         yield
     finally:
-        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # the folder may be gone or read-only by now
+            path.unlink()
         os.close(file)
 
 
