@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 STORAGE_ERRORS = {  # with texts that stand for them
-    errno.ENOSPC: ("PytorchStreamWriter failed writing file", "unexpected pos"),
+    errno.ENOSPC: ("PytorchStreamWriter failed writing file", "unexpected pos", "iostream error"),
     errno.EDQUOT: (),
     errno.EROFS: (),
     errno.EIO: (),
