@@ -1,10 +1,20 @@
-"""Atomic writes of files and folders."""
+"""Atomic writes of files and folders, and errors of the disk."""
 
 import contextlib
+import errno
 import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+
+STORAGE_ERRORS = {  # with texts that stand for them
+    errno.ENOSPC: ("PytorchStreamWriter failed writing file", "unexpected pos", "iostream error"),
+    errno.EDQUOT: (),
+    errno.EROFS: (),
+    errno.EIO: (),
+    errno.ESTALE: (),
+    errno.EHOSTDOWN: (),
+}
 
 
 @contextlib.contextmanager
@@ -25,6 +35,19 @@ def write_text(path: Path, text: str) -> None:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
+
+
+def storage_error(error: BaseException | None) -> str | None:
+    """Return what the disk or file system reported where that caused an error, else None."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in STORAGE_ERRORS:
+            return f"{os.strerror(error.errno)}{f' ({error.filename})' if error.filename else ''}"
+        # Libraries that write without Python raise errors of their own.
+        for number, signs in STORAGE_ERRORS.items():
+            if any(sign in str(error) for sign in (os.strerror(number), *signs)):
+                return os.strerror(number)
+        error = error.__cause__ or error.__context__
+    return None
 
 
 def _remove(path: Path) -> None:

@@ -6,13 +6,14 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from made_runs import metrics_of, upweight, write_config
 from upweight.cli.app import main
 from upweight.processes import free_port
-from upweight.train.recording.checkpoints import checkpoints_of, is_whole
+from upweight.runs.checkpoints import checkpoints_of, is_whole
 
 
 def command(*arguments):
@@ -112,10 +113,22 @@ def is_running(pid):
         return False
 
 
+def listening(pid):
+    """The addresses, in hexadecimal, on which a process listens."""
+    sockets = {os.readlink(f"/proc/{pid}/fd/{n}") for n in os.listdir(f"/proc/{pid}/fd")}
+    tables = [Path(f"/proc/net/{kind}").read_text().splitlines()[1:] for kind in ("tcp", "tcp6")]
+    lines = [line.split() for table in tables for line in table]
+    return {line[1].split(":")[0] for line in lines if line[3] == "0A" and f"socket:[{line[9]}]" in sockets}
+
+
 @pytest.mark.slow
 def test_ctrl_c_saves_once_for_all_ranks_and_resume_continues(model_folder, tmp_path):
     file = write_config(tmp_path, model_folder, num_epochs=40, save_strategy="no")
     process = begun(file, "--num-processes", 2)
+    ranks = children_of(process)
+    assert len(ranks) == 2
+    assert listening(process.pid) == {"0100007F"}
+    assert set().union(*map(listening, ranks)) <= {"0100007F"}
     os.kill(process.pid, signal.SIGINT)
     _, said = process.communicate(timeout=60)
     assert process.returncode == 130
@@ -147,6 +160,18 @@ def test_a_dead_rank_ends_all_and_resume_continues(fsdp, model_folder, tmp_path)
     done = launched("train", file, "--resume", f"max_steps={max(whole) + 1}", "--num-processes", 2)
     assert done.returncode == 0, done.stderr
     assert metrics_of(tmp_path / "out")[-1]["step"] == max(whole) + 1
+
+
+@pytest.mark.slow
+def test_a_stopped_rank_ends_all(model_folder, tmp_path):
+    file = write_config(tmp_path, model_folder, num_epochs=4000, save_strategy="no")
+    process = begun(file, "--num-processes", 2)
+    ranks = children_of(process)
+    os.kill(ranks[1], signal.SIGSTOP)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "process 1 of 2 was stopped (SIGSTOP), and the run with it; go on" in said
+    assert not any(is_running(rank) for rank in ranks)
 
 
 @pytest.mark.slow

@@ -32,6 +32,14 @@ def test_exponents_are_numbers(tmp_path, text, value):
             + "".join(f"{b}: &{b} [{','.join(['*' + a] * 10)}]\n" for a, b in zip("abcdefgh", "bcdefghi", strict=True)),
             "far too large",
         ),
+        (
+            "a: &a {x: 1}\n"
+            + "".join(
+                f"{b}: &{b} {{<<: [{','.join(['*' + a] * 9)}]}}\n" for a, b in zip("abcdefgh", "bcdefghi", strict=True)
+            ),
+            "far too many merged keys",
+        ),
+        ('a: !!float ""\n', "does not fit its kind"),
         ("a: !!bool maybe\n", "does not fit its kind"),
         ("a: !!timestamp x\n", "does not fit its kind"),
         ("a:\n\tb: 1\n", "indent with spaces"),

@@ -11,7 +11,18 @@ LINE = (
     "runs > config > methods > types"
 )
 ORDER = LINE.split(" > ")
-BOTTOM = {"types", "settings", "errors", "log", "files", "processes", "event_loop", "user_modules"}
+BOTTOM = {
+    "types",
+    "settings",
+    "errors",
+    "log",
+    "files",
+    "processes",
+    "event_loop",
+    "user_modules",
+    "watchdog",
+    "heartbeat",
+}
 MOST_FILES = 16  # beside __init__.py; more want rooms
 
 

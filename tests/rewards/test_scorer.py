@@ -58,7 +58,7 @@ def test_values_that_are_not_finite_fail_alone(caplog):
         scores = scorer.score(reward_call(["a", "b", "c"]))
     assert scores.rewards_SR.isnan().tolist() == [[False], [True], [True]]
     assert scores.metrics["rewards/<lambda>/failed"] == 2
-    assert "failed on 2 of 3 completions: it returned NaN or infinity; return None" in caplog.text
+    assert "failed on 2 of 3 completions: it returned NaN, infinity or more than 1e18; return None" in caplog.text
 
 
 def test_failures_are_warned_of_when_they_double_and_summed_at_the_end(caplog):

@@ -6,8 +6,7 @@ import os
 import pytest
 
 from upweight.errors import UserError
-from upweight.processes import start_ticks
-from upweight.runs.record import recorded, refuse_busy
+from upweight.runs.record import recorded
 
 
 def record_of(folder):
@@ -53,14 +52,3 @@ def test_a_report_that_cannot_be_written_is_said_and_does_not_fail_the_run(tmp_p
         pass
     assert record_of(tmp_path)["state"] == "done"
     assert "the report could not be written" in caplog.text
-
-
-def test_a_folder_is_busy_while_another_process_trains_into_it_and_not_for_this_one(tmp_path):
-    with recorded(tmp_path, {}, writes=True):
-        refuse_busy(tmp_path)
-        record = record_of(tmp_path)
-        other = {**record, "pid": os.getppid(), "begun": start_ticks(os.getppid())}
-        (tmp_path / "run.json").write_text(json.dumps(other))
-        with pytest.raises(UserError, match=f"process {os.getppid()} is training into"):
-            refuse_busy(tmp_path)
-    refuse_busy(tmp_path)

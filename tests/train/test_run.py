@@ -15,8 +15,8 @@ from transformers import AutoTokenizer
 from made_runs import largest_difference, metrics_of, on_ranks, started, write_config
 from upweight.config import load_config
 from upweight.errors import UserError
+from upweight.runs.checkpoints import checkpoints_of, is_whole
 from upweight.train.policy import freeze_all_but
-from upweight.train.recording.checkpoints import checkpoints_of, is_whole
 from upweight.train.recording.run_folder import changed_keys
 from upweight.train.run import build, evaluate, train
 
@@ -115,6 +115,28 @@ def test_what_changed_since_a_run_began_is_named_when_it_is_resumed(model_folder
     changed = load_config(file, ["rl_beta=0.3", "learning_rate=0.1", "logging_steps=3"])
     assert changed_keys(changed, tmp_path / "out") == ["learning_rate", "rl_beta"]
     assert changed_keys(load_config(file), tmp_path / "out") == []
+
+
+def test_a_run_is_not_resumed_on_other_data_unless_that_is_allowed(model_folder, tmp_path, caplog):
+    file = write_config(tmp_path, model_folder, max_steps=4, save_steps=2)
+    run(file)
+    shutil.rmtree(tmp_path / "out" / "checkpoint-4")
+    rows = (tmp_path / "pairs.jsonl").read_text().splitlines()
+    first = json.loads(rows[0])
+    swapped = {**first, "chosen": first["rejected"], "rejected": first["chosen"]}
+    (tmp_path / "pairs.jsonl").write_text("\n".join([json.dumps(swapped), *rows[1:]]))
+    with pytest.raises(UserError, match=r"not what .*checkpoint-2 was trained on.*--allow-changed-data"):
+        run(file, resume=True)
+    assert len(metrics_of(tmp_path / "out")) == 4  # nothing is lost by the refusal
+    train(load_config(file, ["allow_changed_data=true"]), resume=True)
+    shutil.rmtree(tmp_path / "out" / "checkpoint-4")
+    (tmp_path / "pairs.jsonl").write_text("\n".join(rows))
+    (tmp_path / "out" / "checkpoint-2" / "data.json").unlink()  # as an earlier version wrote it
+    sizes = json.loads((tmp_path / "out" / "checkpoint-2" / "whole.json").read_text())
+    del sizes["data.json"]
+    (tmp_path / "out" / "checkpoint-2" / "whole.json").write_text(json.dumps(sizes))
+    run(file, resume=True)
+    assert "checkpoint-2 holds no hash of its data" in caplog.text
 
 
 def test_a_finished_run_that_is_resumed_trains_no_step_more(model_folder, tmp_path):

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from upweight.errors import UserError
+from upweight.files import storage_error
 from upweight.log import logger, set_up_logging, warn_once
 
 app = typer.Typer(
@@ -81,6 +82,9 @@ def train(
     overrides: Overrides = None,
     *,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the last whole checkpoint.")] = False,
+    allow_changed_data: Annotated[
+        bool, typer.Option("--allow-changed-data", help="Resume although the training data has changed.")
+    ] = False,
     num_processes: Processes = None,
     launcher: Annotated[
         str | None,
@@ -99,7 +103,8 @@ def train(
     from upweight.cli.train import run_train, start_of
 
     start = start_of(num_processes, launcher, (nodes, node_rank, master_address, master_port), launcher_arguments)
-    run_train(config, overrides or [], resume=resume, start=start, stage=stage, quiet=quiet, as_json=as_json)
+    overrides = [*(overrides or []), *(["allow_changed_data=true"] if allow_changed_data else [])]
+    run_train(config, overrides, resume=resume, start=start, stage=stage, quiet=quiet, as_json=as_json)
 
 
 @app.command(**TAKES_OVERRIDES)
@@ -358,3 +363,8 @@ def main() -> None:
     except BrokenPipeError:
         sys.stderr.close()
         sys.exit(0)
+    except Exception as error:
+        if (reason := storage_error(error)) is None:
+            raise
+        print(f"a file could not be written: {reason}. Make room, or name another folder.", file=sys.stderr)
+        sys.exit(2)

@@ -31,6 +31,11 @@ class _Loader(yaml.SafeLoader):
             seen.add(key)
         return super().construct_mapping(node, deep=deep)
 
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        super().flatten_mapping(node)
+        if len(node.value) > MAX_SIZE:  # merges of merges grow by a power
+            raise yaml.constructor.ConstructorError(None, None, "far too many merged keys", node.start_mark)
+
 
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
@@ -122,7 +127,7 @@ def _parse(text: str, where: str) -> Any:
         raise UserError(f"{where}:{place} {problem}{hint}.") from error
     except RecursionError as error:
         raise UserError(f"{where}: is nested too deeply.") from error
-    except (yaml.YAMLError, ValueError, KeyError, AttributeError, TypeError) as error:
+    except (yaml.YAMLError, ValueError, LookupError, AttributeError, TypeError) as error:
         # PyYAML lets such errors through for values that do not fit their tag or look like a date or number.
         raise UserError(f"{where}: not valid YAML: a value does not fit its kind ({error}). Quote it.") from error
     if _size(content) > MAX_SIZE:

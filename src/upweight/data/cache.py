@@ -12,16 +12,31 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import xxhash
+from datasets import Dataset
+
 from upweight.errors import UserError
 
 MANIFEST = "manifest.json"
 BLOCK = 1 << 24
 # What a saved tokenizer holds of past calls and of where it came from.
 TRANSIENT = ("truncation", "padding", "name_or_path", "tokenizer_file", "vocab_file", "is_local")
+ROWS = 1 << 12  # that are hashed at once
 
 
 def digest(content: Any) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:32]
+
+
+def rows_digest(rows: Dataset) -> str:
+    """Return a hash of the content of prepared rows, in their order; how they are stored does not count."""
+    hasher = xxhash.xxh3_128(",".join(names := sorted(rows.column_names)).encode())
+    tables = rows.with_format("arrow")
+    for start in range(0, len(rows), ROWS):
+        table: Any = tables[start : start + ROWS]
+        for batch in table.select(names).combine_chunks().to_batches():
+            hasher.update(batch.serialize())
+    return hasher.hexdigest()
 
 
 def tokenizer_digest(tokenizer: Any) -> str:

@@ -8,11 +8,11 @@ from typing import Any
 from upweight.doctor.findings import Finding, Level
 from upweight.errors import UserError
 from upweight.models.memory import LESS_MEMORY
+from upweight.runs.checkpoints import checkpoints_of, is_whole
 from upweight.runs.files import CONFIG, METRICS, RECORD, metrics_of, this_machine
 from upweight.runs.health import verdicts
 from upweight.runs.report.reading import read_json
 from upweight.runs.report.run import folders_of, run_status
-from upweight.train.recording.checkpoints import checkpoints_of, is_whole
 
 MEMORY = ("out of GPU memory", "OutOfMemoryError", "out of memory", "MemoryError")
 LADDER = f"in this order: halve 'token_budget'; {LESS_MEMORY}"

@@ -2,6 +2,7 @@
 
 import math
 import time
+from asyncio import CancelledError
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -81,7 +82,7 @@ def invoke(function: Function, arguments: dict[str, Any], logs: Iterable[str], n
     logged, start = RewardLogger(name, count), time.perf_counter()
     try:
         returned = function(**arguments, **logged.functions(logs))
-    except (Exception, SystemExit) as error:  # foreign code
+    except (Exception, SystemExit, CancelledError) as error:  # foreign code
         return failed(error, time.perf_counter() - start)
     return logged.answer(returned, time.perf_counter() - start)
 

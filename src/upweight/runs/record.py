@@ -4,18 +4,21 @@ import contextlib
 import json
 import math
 import os
+import shutil
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from upweight.errors import UserError
-from upweight.files import write_text
+from upweight.files import storage_error, write_text
 from upweight.log import logger
-from upweight.processes import is_alive, start_ticks
+from upweight.processes import start_ticks
+from upweight.runs.checkpoints import checkpoints_of, is_whole
 from upweight.runs.files import RECORD, this_machine
 from upweight.runs.report.page import write_report
-from upweight.runs.report.reading import read_json
+
+GPU_LOST = ("GPU is lost", "fallen off the bus", "uncorrectable ECC error", "no CUDA-capable device", "device lost")
 
 
 def about(trainer: Any) -> dict[str, Any]:
@@ -29,17 +32,6 @@ def about(trainer: Any) -> dict[str, Any]:
         "held_out_rows": sum(map(len, held_out.values() if isinstance(held_out, Mapping) else [held_out or ()])),
         "ranks": trainer.args.world_size,
     }
-
-
-def refuse_busy(folder: Path) -> None:
-    """Raise a UserError if another process of this machine is training into `folder`."""
-    record = read_json(folder / RECORD)
-    pid = record.get("pid") if record.get("state") == "running" and record.get("machine") == this_machine() else None
-    if pid != os.getpid() and is_alive(pid, record.get("begun")):
-        raise UserError(
-            f"output_dir: process {pid} is training into {folder}. Wait for it, end it, or name another folder; "
-            f"if that process is something else, remove {folder / RECORD}."
-        )
 
 
 @contextlib.contextmanager
@@ -63,11 +55,38 @@ def recorded(folder: Path, about: Mapping[str, Any], *, writes: bool) -> Iterato
         raise
     except BaseException as error:  # an exception that is not caught here would be recorded as done
         message = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+        if reason := _lost(error, folder):
+            message = f"{reason} {_safe(folder)}"
         end = {"state": "failed", "message": message}
+        if reason:
+            raise UserError(message) from error
         raise
     finally:
-        write_text(folder / RECORD, json.dumps({**record, "ended": time.time(), **end}))
+        try:
+            write_text(folder / RECORD, json.dumps({**record, "ended": time.time(), **end}))
+        except OSError as error:
+            logger.warning("warning: %s could not be written: %s", folder / RECORD, error.strerror)
         report_on(folder)
+
+
+def _lost(error: BaseException, folder: Path) -> str | None:
+    """Return a sentence where the disk, the run folder or the GPU was lost, else None."""
+    if reason := storage_error(error):
+        free = f", {shutil.disk_usage(folder).free / 2**20:,.0f} MiB free" if folder.is_dir() else ""
+        return f"output_dir: {folder} cannot be written to: {reason}{free}."
+    if isinstance(error, OSError) and not folder.is_dir():
+        return f"output_dir: {folder} is gone."
+    if any(sign in str(error) for sign in GPU_LOST):
+        return f"the GPU was lost: {str(error).splitlines()[0]}."
+    return None
+
+
+def _safe(folder: Path) -> str:
+    """Return a sentence about what a resume can begin with."""
+    whole = next((step for step, path in checkpoints_of(folder) if is_whole(path)), None)
+    if whole is None:
+        return "There is no whole checkpoint: mend it and start again."
+    return f"The checkpoint of step {whole} is whole: mend it, then go on with --resume."
 
 
 def report_on(folder: Path) -> None:

@@ -51,6 +51,7 @@ class TrainerParts:
     encode: Callable[..., Any] | None = None  # prepares rows that a script passes to `evaluate`
     rollouts: RolloutFeed | None = None  # yields the steps of an online method
     shuffle: bool = True
+    allow_changed_data: bool = False  # on a resume
     lr_rule: LrRule | None = None
     callbacks: Sequence[TrainerCallback] = ()
     objects: Objects = YAML_ONLY
@@ -108,6 +109,7 @@ def assemble(config: Config, objects: Objects = YAML_ONLY, *, trains: bool = Tru
         encode=data.encode,
         rollouts=rollouts_of(config, objects, policy, data.train, rewards, env_setup=env_setup) if online else None,
         shuffle=not config.data.curriculum,
+        allow_changed_data=config.run.allow_changed_data,
         lr_rule=lr_rules(config.optim, config.adapter, model),
         callbacks=[*objects.callbacks, *_callbacks(policy, objects)],
         objects=objects,

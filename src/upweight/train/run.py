@@ -6,7 +6,9 @@ transformers' Trainer (`trainer.py`). One item of its loader holds the samples o
 callbacks that log and save are in `recording/`.
 """
 
+import os
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 from accelerate import PartialState
@@ -16,11 +18,12 @@ from transformers import PrinterCallback, TrainerCallback
 from upweight.config import Config
 from upweight.errors import UserError
 from upweight.log import logger
-from upweight.runs.record import refuse_busy
+from upweight.runs.checkpoints import last_whole_checkpoint, named_checkpoint, set_aside, step_of
+from upweight.runs.lock import lock_folder
 from upweight.train.assemble import assemble
 from upweight.train.distributed.fsdp import layout_of
 from upweight.train.distributed.ranks import broadcast_from_rank0, init_single_rank
-from upweight.train.recording.checkpoints import last_whole_checkpoint, named_checkpoint, set_aside, step_of
+from upweight.train.recording.checkpoints import require_same_data
 from upweight.train.recording.model_card import model_card
 from upweight.train.recording.run_folder import changed_keys, recording, refuse_other_weights, write_config
 from upweight.train.trainer import MethodTrainer
@@ -29,10 +32,20 @@ from upweight.train.trainer import MethodTrainer
 def train(config: Config, *, resume: bool = False, watchers: Sequence[TrainerCallback] = ()) -> None:
     """Train the model of a config and write the run folder; `watchers` are further callbacks."""
     folder = Path(config.run.output_dir)
-    refuse_busy(folder)
+    with lock_folder(folder) if int(os.environ.get("RANK", "0")) == 0 else nullcontext():
+        _train_into(folder, config, resume, watchers)
+    logger.info("done: %s", folder)
+    PartialState().destroy_process_group()
+
+
+def _train_into(folder: Path, config: Config, resume: bool, watchers: Sequence[TrainerCallback]) -> None:
     trainer = build(config, resume=resume, trains=True)
     is_first = trainer.is_world_process_zero()
-    checkpoint = broadcast_from_rank0(_prepare_run_folder(config, folder, resume) if is_first else None)
+    checkpoint = broadcast_from_rank0(_checkpoint_to_resume(config, resume) if is_first else None)
+    if checkpoint is not None:
+        require_same_data(checkpoint, trainer.data_digest, allowed=config.run.allow_changed_data)
+    if is_first:
+        _prepare_run_folder(config, folder, checkpoint, resume)
     with recording(trainer, config, watchers=watchers) as stop:
         try:
             trainer.train(resume_from_checkpoint=checkpoint)
@@ -45,8 +58,6 @@ def train(config: Config, *, resume: bool = False, watchers: Sequence[TrainerCal
         trainer.card = lambda: model_card(config, trainer.state.log_history, len(trainer.train_dataset))
         trainer.save_model()
         trainer.create_model_card()
-    logger.info("done: %s", folder)
-    PartialState().destroy_process_group()
 
 
 def evaluate(config: Config) -> dict[str, float]:
@@ -73,9 +84,8 @@ def build(config: Config, *, resume: bool = False, trains: bool = False) -> Meth
     return trainer
 
 
-def _prepare_run_folder(config: Config, folder: Path, resume: bool) -> Path | None:
-    """Write config.yaml, move newer checkpoints away, and return the checkpoint to resume from, if any."""
-    checkpoint = _checkpoint_to_resume(config, resume)
+def _prepare_run_folder(config: Config, folder: Path, checkpoint: Path | None, resume: bool) -> None:
+    """Write config.yaml and move checkpoints away that are newer than the one to resume from."""
     if resume and checkpoint is None:
         logger.warning("warning: %s has no whole checkpoint; starting anew", folder)
     changed = changed_keys(config, checkpoint.parent) if checkpoint else []
@@ -84,7 +94,6 @@ def _prepare_run_folder(config: Config, folder: Path, resume: bool) -> Path | No
         logger.warning("warning: %s set otherwise than when the run began", ", ".join(changed))
     write_config(config, folder)
     set_aside(folder, (step_of(checkpoint) or 0) if checkpoint else 0)
-    return checkpoint
 
 
 def _checkpoint_to_resume(config: Config, resume: bool) -> Path | None:

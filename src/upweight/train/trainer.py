@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.utils.data import DataLoader
 from transformers import Trainer
 from transformers.trainer_utils import speed_metrics
 
+from upweight.data.cache import rows_digest
 from upweight.data.units import units_of
 from upweight.engine.activations import recompute_every_layer
 from upweight.engine.forward import base_of
@@ -24,6 +26,8 @@ from upweight.models.memory import LESS_MEMORY
 from upweight.models.precision import Sharding
 from upweight.models.reference import SeparateModel
 from upweight.rollout.custom import CustomRollout
+from upweight.runs.checkpoints import WHOLE, checkpoint_to_resume, step_of
+from upweight.runs.lock import lock_folder
 from upweight.train.assemble import TrainerParts
 from upweight.train.distributed.deepspeed import fit_to_ranks
 from upweight.train.distributed.fsdp import refuse_other_layout, set_up_sharding
@@ -31,7 +35,7 @@ from upweight.train.distributed.ranks import all_gather_objects, broadcast_from_
 from upweight.train.loader import StepSampler, step_loader
 from upweight.train.lr_groups import ConfiguredRates, split_by_lr
 from upweight.train.online.feed import RolloutLoader
-from upweight.train.recording.checkpoints import WHOLE, checkpoint_to_resume, step_of
+from upweight.train.recording.checkpoints import require_same_data
 from upweight.train.reference import SyncReference, with_reference
 from upweight.train.step import Meters, StepRunner
 
@@ -79,6 +83,8 @@ class MethodTrainer(Trainer):
         self.sharding: Sharding = policy.sharding
         self.shuffle, self.lr_rule, self.encode = parts.shuffle, parts.lr_rule, parts.encode
         self.recording, self.rollouts = parts.recording, rollouts
+        self.data_digest = cache(partial(rows_digest, parts.train_dataset))
+        self.allow_changed_data = parts.allow_changed_data
         self.card: Callable[[], str] | None = None  # returns the text of the model card
         self.runner = StepRunner(
             policy.method, policy.engine, self.accelerator, policy.token_budget, policy.reference, policy.dtype
@@ -107,19 +113,21 @@ class MethodTrainer(Trainer):
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Run the Trainer's loop, from a checkpoint if one is passed (True: the last complete one)."""
-        folder, is_first = Path(self.args.output_dir or "."), self.is_world_process_zero()
-        checkpoint = broadcast_from_rank0(checkpoint_to_resume(resume_from_checkpoint, folder) if is_first else None)
-        if checkpoint is not None:
-            self._restore_from(checkpoint)
-        with nullcontext() if self.recording is None else self.recording(self):
-            try:
-                return super().train(None if checkpoint is None else str(checkpoint), *args, **kwargs)
-            except torch.cuda.OutOfMemoryError as error:
-                raise UserError(out_of_memory("while training", self.runner.token_budget)) from error
+        folder, writes = Path(self.args.output_dir or "."), self.is_world_process_zero()
+        with lock_folder(folder) if self.recording is not None and writes else nullcontext():
+            checkpoint = broadcast_from_rank0(checkpoint_to_resume(resume_from_checkpoint, folder) if writes else None)
+            if checkpoint is not None:
+                self._restore_from(checkpoint)
+            with nullcontext() if self.recording is None else self.recording(self):
+                try:
+                    return super().train(None if checkpoint is None else str(checkpoint), *args, **kwargs)
+                except torch.cuda.OutOfMemoryError as error:
+                    raise UserError(out_of_memory("while training", self.runner.token_budget)) from error
 
     def _restore_from(self, checkpoint: Path) -> None:
         """Restore the state that transformers does not: rollouts, a synced reference, shards of another world size."""
         refuse_other_layout(checkpoint, self.sharding)
+        require_same_data(checkpoint, self.data_digest, allowed=self.allow_changed_data)
         if self.sharding == "deepspeed":
             fit_to_ranks(checkpoint, self)
         self.args.eval_on_start = False

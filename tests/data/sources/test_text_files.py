@@ -52,9 +52,16 @@ def test_compressed_rows(tmp_path):
     assert everything(written(tmp_path, packed, "rows.jsonl.gz")) == ROWS
 
 
-def test_a_damaged_archive_is_the_users_to_mend(tmp_path):
+PACKED = gzip.compress(bytes(range(256)) * 4, mtime=0)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"not gzip", PACKED[:-20], *(PACKED[:n] + bytes([PACKED[n] ^ 255]) + PACKED[n + 1 :] for n in (10, 40, 270))],
+)
+def test_a_damaged_archive_is_the_users_to_mend(content, tmp_path):
     with pytest.raises(UserError, match=r"rows.jsonl.gz: cannot be read"):
-        len(written(tmp_path, b"not gzip", "rows.jsonl.gz"))
+        len(written(tmp_path, content, "rows.jsonl.gz"))
 
 
 def test_text_keeps_its_spaces(tmp_path):

@@ -54,6 +54,13 @@ def named(name):
     return template(template_source(name, None, byte_tokenizer(), Path()))
 
 
+def test_a_template_without_end_is_refused(monkeypatch):
+    monkeypatch.setattr("upweight.data.tokenize.templates.SECONDS", 0.3)
+    endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    with pytest.raises(RowError, match="it ran longer than its time limit"):
+        ChatTemplate(byte_tokenizer(), endless, {}).render(Conversation([USER]))
+
+
 def test_names_and_files_agree():
     folder = files("upweight.data").joinpath("chat_templates")
     assert {file.name.removesuffix(".jinja") for file in folder.iterdir()} == set(TEMPLATE_NAMES)

@@ -65,9 +65,10 @@ def test_only_the_page_and_its_data_are_served(watched):
 
 def test_other_names_are_turned_away(watched):
     _, ask, server = watched
-    for host in ("evil.example", f"evil.example:{server.server_port}", "127.0.0.1", "127.0.0.1:1"):
+    for host in ("evil.example", f"evil.example:{server.server_port}", "127.0.0.1.evil.example:80", "[::1", ":80"):
         assert ask("/data.json", host=host)[0] == 421
-    assert ask("/", host=f"localhost:{server.server_port}")[0] == 200
+    for host in (f"localhost:{server.server_port}", "localhost:8888", "127.0.0.1:1", "127.0.0.1"):  # through a tunnel
+        assert ask("/", host=host)[0] == 200
     assert server.server_address[0] == "127.0.0.1"
 
 

@@ -34,6 +34,7 @@ class RunSection(Section):
     patience: PositiveInt | None = setting("early_stopping_patience", None, "Evaluations without gain before stopping.")
     resume_from: str | None = setting("resume_from_checkpoint", None, "Checkpoint folder to resume from.")
     auto_resume: bool = setting("auto_resume_from_checkpoints", False, "Resume from the last whole checkpoint, if any.")
+    allow_changed_data: bool = setting("allow_changed_data", False, "Resume although the training data has changed.")
     loss_limit: float | None = setting("loss_watchdog_threshold", None, "Stop if the loss stays above this.", gt=0)
     loss_limit_patience: PositiveInt = setting(
         "loss_watchdog_patience", 3, "Consecutive logs above `loss_watchdog_threshold` after which the run stops."

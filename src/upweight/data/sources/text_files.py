@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import tempfile
+import zlib
 from codecs import BOM_UTF8
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -59,7 +60,7 @@ class LineFile:
                         shutil.copyfileobj(packed, file, BLOCK)
                 file.seek(0, os.SEEK_END)
                 return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if file.tell() else b""
-        except (OSError, EOFError, lzma.LZMAError) as error:
+        except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
             raise UserError(f"{self.path}: cannot be read ({error}).") from error
 
     @cached_property

@@ -12,7 +12,9 @@ from upweight.data.raw_row import RowError, common_length
 from upweight.data.tokenize.messages import Conversation, Message
 from upweight.errors import UserError
 from upweight.log import warn_once
+from upweight.watchdog import time_limit
 
+SECONDS = 60.0  # that a template may take for one conversation
 REWRITTEN_PROMPT = (
     "the chat template writes earlier turns differently once a completion follows: prompts are kept as the model sees "
     "them when it generates, and completions are rendered separately"
@@ -57,7 +59,8 @@ class ChatTemplate:
         if conversation.tools and "tools" not in str(self.source or self.tokenizer.chat_template):
             warn_once("the chat template does not show tools to the model; describe in the prompt how to call them")
         try:
-            return self._apply(self._with_supported_roles(conversation), ask, resume)
+            with time_limit(SECONDS):
+                return self._apply(self._with_supported_roles(conversation), ask, resume)
         except Exception as error:  # a template is foreign code and may fail in any way
             reason = str(error).strip() or type(error).__name__
             raise RowError("messages", f"messages that the chat template accepts; its error: {reason}") from error

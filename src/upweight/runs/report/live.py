@@ -66,7 +66,8 @@ class Handler(BaseHTTPRequestHandler):
         server = self.server
         assert isinstance(server, PageServer)
         url = urlsplit(self.path)
-        if self.headers.get("Host") not in {f"{HERE}:{server.server_port}", f"localhost:{server.server_port}"}:
+        host = self.headers.get("Host", "")
+        if (host.rpartition(":")[0] or host) not in (HERE, "localhost"):  # any port: a tunnel may begin at another
             self._answer(HTTPStatus.MISDIRECTED_REQUEST, "text/plain", f"This server answers to {HERE} only.\n")
         elif url.path == "/":
             self._answer(HTTPStatus.OK, "text/html", page(server.newest()))

@@ -86,6 +86,7 @@ class MethodArguments(TrainingArguments):
     layout: Literal["auto", "tree", "padded"] = of(ModelSection, "layout")
     activation_offloading: bool = of(OptimSection, "activation_offloading")
     reference_offloading: bool = of(OptimSection, "reference_offloading")
+    allow_changed_data: bool = of(RunSection, "allow_changed_data")
     loss_watchdog_threshold: float | None = of(RunSection, "loss_limit")
     loss_watchdog_patience: int = of(RunSection, "loss_limit_patience")
     truncation_mode: str = with_help("keep_start", "Which end of a long sequence is kept.")

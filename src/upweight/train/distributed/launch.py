@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -9,15 +10,17 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from upweight.errors import UserError
 from upweight.files import write_text
-from upweight.processes import end_with_parent, forwarded_signals, free_port
+from upweight.processes import end_with_parent, forwarded_signals, free_port, stat_of
 
 PORT = 29500  # default rendezvous port of several machines
 MESSAGE_FOLDER = "UPWEIGHT_LAUNCHER"  # folder where a rank writes an error for the launcher to print
 POLL = 0.1
+STOPPED_SECONDS = 30.0  # that a rank may be stopped, while the others wait for it
+GO_ON = "go on from its last checkpoint with --resume"
 Launcher = Literal["torchrun", "accelerate", "none"]
 
 
@@ -52,10 +55,14 @@ class Start:
 def launch(arguments: Sequence[str], start: Start, processes: int) -> int:
     """Run `upweight ARGUMENTS` as `processes` ranks; return the exit code, and print errors once."""
     with tempfile.TemporaryDirectory() as folder:
-        port = start.port or (PORT if start.nodes > 1 else free_port())
+        port, store = start.port or (PORT if start.nodes > 1 else free_port()), None
         if start.launcher is None:
             command = [sys.executable, "-m", "upweight", *arguments]
-            ranks = [_spawn(command, folder, _rank_variables(start, n, processes, port)) for n in range(processes)]
+            listener = _listener(start.port or 0) if start.nodes == 1 else None
+            alone = {} if listener is None else _at_loopback(listener)
+            each = [_rank_variables(start, number, processes, port) | alone for number in range(processes)]
+            ranks = [_spawn(command, folder, variables) for variables in each]
+            store = listener and _store_at(listener)  # which ranks need while they run
         else:
             import torch
 
@@ -69,6 +76,7 @@ def launch(arguments: Sequence[str], start: Start, processes: int) -> int:
                 for rank in ranks:
                     rank.kill()
                     rank.wait()
+                del store
 
 
 def say_through_launcher(text: str) -> None:
@@ -86,13 +94,38 @@ def end_with_launcher() -> None:
         end_with_parent()
 
 
+def _at_loopback(listener: socket.socket) -> dict[str, str]:
+    """Return variables by which the ranks of one machine meet at the launcher's store and listen on loopback alone."""
+    # By itself, torch would have rank 0 open a store on all interfaces.
+    loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
+    names = [] if loopback is None else ["GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"]
+    store = {"MASTER_PORT": str(listener.getsockname()[1]), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    return store | {name: os.environ.get(name, str(loopback)) for name in names}
+
+
+def _listener(port: int) -> socket.socket:
+    try:
+        return socket.create_server(("127.0.0.1", port))
+    except OSError as error:
+        raise UserError(f"--master-port {port}: {error.strerror}. Name another, or leave it out.") from error
+
+
+def _store_at(listener: socket.socket) -> Any:
+    """Open the store at which ranks meet, on a socket that listens already."""
+    import torch.distributed as dist
+
+    address, port = listener.getsockname()
+    options: dict[str, Any] = {"is_master": True, "wait_for_workers": False, "master_listen_fd": listener.detach()}
+    return dist.TCPStore(address, port, **options)  # pyright: ignore[reportPrivateImportUsage]
+
+
 def _rank_variables(start: Start, rank: int, processes: int, port: int) -> dict[str, str]:
     return {
         "RANK": str(start.node_rank * processes + rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(start.nodes * processes),
         "LOCAL_WORLD_SIZE": str(processes),
-        "MASTER_ADDR": start.address or "127.0.0.1",
+        "MASTER_ADDR": (start.nodes > 1 and start.address) or "127.0.0.1",
         "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // processes, 1))),
     }
@@ -118,7 +151,8 @@ def _launcher_command(arguments: Sequence[str], start: Start, processes: int, po
 
 
 def _wait(ranks: Sequence[subprocess.Popen[bytes]], folder: Path, passed: list[int]) -> int:
-    """Wait until all are done or one has failed."""
+    """Wait until all are done, one has failed, or one has been stopped for long."""
+    running = time.monotonic()  # when all ranks were last seen to run
     while True:
         messages = sorted(folder.glob("*.txt"))
         if messages:
@@ -133,6 +167,13 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]], folder: Path, passed: list[i
             return failed[0] if failed[0] > 0 else 128 - failed[0]
         if None not in codes:
             return 0
+        stopped = [number for number, rank in enumerate(ranks) if stat_of(rank.pid)[0] == "T"]
+        if not stopped:
+            running = time.monotonic()
+        elif time.monotonic() - running > STOPPED_SECONDS:
+            who = f"process {stopped[0]} of {len(ranks)}"
+            print(f"{who} was stopped (SIGSTOP), and the run with it; {GO_ON}", file=sys.stderr)
+            return 1
         time.sleep(POLL)
 
 
@@ -143,4 +184,4 @@ def _failure_message(codes: Sequence[int | None]) -> str:
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
     memory = " (out of host memory?)" if code == -signal.SIGKILL else ""
     who = f"process {rank} of {len(codes)}" if len(codes) > 1 else "the launcher"
-    return f"{who} {how}{memory}, and the run with it; go on from its last checkpoint with --resume"
+    return f"{who} {how}{memory}, and the run with it; {GO_ON}"

@@ -12,6 +12,7 @@ import yaml
 from upweight import __version__
 from upweight.config import Config
 from upweight.config.config import general_keys
+from upweight.config.redact import redacted
 
 PRIVATE_SECTIONS = ("run", "tracking")  # folders and accounts are not published
 SHOWN_ENDINGS = ("loss", "accuracy", "accuracies", "margins", "margin", "reward", "kl", "entropy")
@@ -70,7 +71,7 @@ def _set_keys(config: Config) -> dict[str, Any]:
         block, _, name = path.rpartition(".")
         place = content.setdefault(block, {}) if block else content
         place[name] = _without_folders(value)
-    return content
+    return redacted(content)
 
 
 def _without_folders(value: Any) -> Any:

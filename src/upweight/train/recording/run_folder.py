@@ -13,13 +13,14 @@ from transformers import EarlyStoppingCallback, TrainerCallback
 
 from upweight.config import Config
 from upweight.config.config import SECTIONS
+from upweight.config.redact import redacted
 from upweight.config.sections.rollout import RolloutSection
 from upweight.config.sections.run import RunSection, TrackingSection
 from upweight.errors import UserError
 from upweight.files import write_text
 from upweight.log import shows_status
 from upweight.runs.files import CONFIG, METRICS, metrics_of
-from upweight.runs.record import about, recorded, refuse_busy
+from upweight.runs.record import about, recorded
 from upweight.settings import Section, keys_of
 from upweight.train.objects import YAML_ONLY, Objects
 from upweight.train.online.completions import CompletionFiles, ShownCompletions, cut_completions
@@ -57,8 +58,10 @@ def changed_keys(config: Config, folder: Path) -> list[str]:
         return []
     before = yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8"))
     now = yaml.safe_load(yaml.safe_dump(content_of(config)))
+    added = [key for key in now if key not in before]  # by a later version, with the default unless it is set
+    unset = [key for key in added if not any(path.split(".")[0] == key for path in config.set_keys)]
     paths = [key.path for section in (RunSection, TrackingSection) for key in keys_of(section)]
-    return [key for key in {**before, **now} if before.get(key) != now.get(key) and key not in paths]
+    return [key for key in {**before, **now} if before.get(key) != now.get(key) and key not in (*paths, *unset)]
 
 
 def refuse_other_weights(changed: Iterable[str], checkpoint: Path | None, scheduler: str) -> None:
@@ -76,7 +79,7 @@ def refuse_other_weights(changed: Iterable[str], checkpoint: Path | None, schedu
 
 
 def content_of(config: Config) -> dict[str, Any]:
-    """Return every value that the run reads, nested by YAML key."""
+    """Return every value that the run reads, nested by YAML key, without credentials."""
     off = set() if config.method.online else {"rollout", "vllm", "gym", "environment"}
     content: dict[str, Any] = {}
     for name in (name for name in (*SECTIONS, "method") if name not in off):
@@ -96,7 +99,7 @@ def content_of(config: Config) -> dict[str, Any]:
         *(("fsdp",) if not config.sharding.fsdp else ()),
         *(("sequence_len",) if config.method.online and not config.method.strided else ()),
     )
-    return {key: value for key, value in content.items() if not key.startswith(idle)}
+    return redacted({key: value for key, value in content.items() if not key.startswith(idle)})
 
 
 def _set_values(section: Section) -> Iterator[tuple[str, Any]]:
@@ -154,9 +157,8 @@ def recording(
 ) -> Iterator[StopOnSignal]:
     """Record one training: metrics, health, checkpoints, signals and how it ended; `watchers` are further callbacks."""
     folder, stop = Path(config.run.output_dir), StopOnSignal()
-    if trainer.is_world_process_zero():  # only rank 0 writes the record; other ranks would find it
-        refuse_busy(folder)
-    callbacks = [*_callbacks(config, objects, trainer, stop), *watchers, KeepCheckpoints(config.run.save_total_limit)]
+    keep = KeepCheckpoints(config.run.save_total_limit, trainer.data_digest)
+    callbacks = [*_callbacks(config, objects, trainer, stop), *watchers, keep]
     record = about(trainer)
     if objects.from_script:
         names = None if trainer.rollouts is None else list(trainer.rollouts.producer.names)

@@ -5,8 +5,9 @@ import json
 import pytest
 
 from upweight.errors import UserError
-from upweight.train.recording.checkpoints import (
+from upweight.runs.checkpoints import (
     checkpoints_of,
+    damage,
     is_whole,
     last_whole_checkpoint,
     mark_whole,
@@ -30,10 +31,30 @@ def made(run, step, whole=True):
 def test_whole_means_every_file_at_its_size(tmp_path):
     folder = made(tmp_path, 5)
     assert is_whole(folder)
-    assert json.loads((folder / "whole.json").read_text()) == {"inner/state.pt": 20, "model.safetensors": 50}
+    sizes = {name: size for name, (size, _) in json.loads((folder / "whole.json").read_text()).items()}
+    assert sizes == {"inner/state.pt": 20, "model.safetensors": 50}
     (folder / "inner" / "state.pt").write_bytes(b"y" * 19)
     assert not is_whole(folder)
     (folder / "inner" / "state.pt").unlink()
+    assert not is_whole(folder)
+
+
+@pytest.mark.parametrize("place", [0, 25, 49])
+def test_one_changed_byte_is_damage_and_the_checkpoint_before_it_is_taken(place, tmp_path, caplog):
+    before, folder = made(tmp_path, 5), made(tmp_path, 10)
+    content = bytearray(b"x" * 50)
+    content[place] ^= 1
+    (folder / "model.safetensors").write_bytes(content)
+    assert damage(folder) == "model.safetensors holds other bytes than were written"
+    assert last_whole_checkpoint(tmp_path) == before
+    assert "checkpoint-10 is passed over: model.safetensors holds other bytes" in caplog.text
+
+
+def test_a_list_of_an_earlier_version_has_sizes_alone(tmp_path):
+    folder = made(tmp_path, 5)
+    (folder / "whole.json").write_text('{"inner/state.pt": 20, "model.safetensors": 50}')
+    assert is_whole(folder)
+    (folder / "model.safetensors").write_bytes(b"x" * 49)
     assert not is_whole(folder)
 
 
@@ -56,7 +77,7 @@ def test_the_newest_whole_one_is_taken_by_number(tmp_path, caplog):
     made(tmp_path, 100, whole=False)
     (tmp_path / "checkpoint-best").mkdir()
     assert last_whole_checkpoint(tmp_path) == tmp_path / "checkpoint-12"
-    assert "checkpoint-100 is damaged" in caplog.text
+    assert "checkpoint-100 is passed over: it has no readable whole.json" in caplog.text
     assert [step for step, _ in checkpoints_of(tmp_path)] == [100, 12, 8, 4]
     assert last_whole_checkpoint(tmp_path / "nowhere") is None
     assert step_of(tmp_path / "checkpoint-best") is None
@@ -64,7 +85,7 @@ def test_the_newest_whole_one_is_taken_by_number(tmp_path, caplog):
 
 def test_a_named_checkpoint_must_be_whole(tmp_path):
     assert named_checkpoint(str(made(tmp_path, 3))) == tmp_path / "checkpoint-3"
-    with pytest.raises(UserError, match="damaged or was cut off"):
+    with pytest.raises(UserError, match=r"is damaged: it has no readable whole\.json"):
         named_checkpoint(str(made(tmp_path, 4, whole=False)))
     with pytest.raises(UserError, match="there is no folder"):
         named_checkpoint(str(tmp_path / "checkpoint-9"))

@@ -1,0 +1,136 @@
+"""The checkpoints of a run folder, read without torch: marking complete ones, checking, finding and setting them aside.
+
+The Trainer writes a checkpoint file by file. We write a list of its files with sizes and checksums last, atomically. A
+checkpoint without that list, or that does not match it, is damaged or incomplete and is passed over.
+"""
+
+import json
+import os
+import re
+from itertools import count
+from pathlib import Path
+
+import xxhash
+
+from upweight.errors import UserError
+from upweight.files import write_text
+from upweight.log import logger
+
+WHOLE, DATA = "whole.json", "data.json"
+BLOCK = 1 << 24  # bytes
+
+
+def mark_whole(folder: Path) -> None:
+    """Mark a checkpoint as complete, after its files are flushed to disk."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != WHOLE)
+    for path in files:
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+    entries = {str(path.relative_to(folder)): [path.stat().st_size, checksum(path)] for path in files}
+    write_text(folder / WHOLE, json.dumps(entries, indent=0))
+
+
+def damage(folder: Path) -> str | None:
+    """Return what is wrong with a checkpoint's files, or None where they are those that were written."""
+    try:
+        entries = json.loads((folder / WHOLE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return f"it has no readable {WHOLE}: its writing was cut off"
+    if not isinstance(entries, dict) or not entries:
+        return f"its {WHOLE} lists no files"
+    for name, entry in entries.items():
+        size, expected = entry if isinstance(entry, list) else (entry, None)  # earlier versions wrote sizes alone
+        path = folder / name
+        if not path.is_file() or path.stat().st_size != size:
+            return f"{name} is missing or has another size than was written"
+        if expected is not None and checksum(path) != expected:
+            return f"{name} holds other bytes than were written"
+    return None
+
+
+def is_whole(folder: Path) -> bool:
+    """Whether a checkpoint holds every file that was written to it, byte by byte."""
+    return damage(folder) is None
+
+
+def checksum(path: Path) -> str:
+    """Return a fast hash of a file's bytes, which are read in blocks."""
+    hasher = xxhash.xxh3_128()
+    with path.open("rb", buffering=0) as file:
+        while block := file.read(BLOCK):
+            hasher.update(block)
+    return hasher.hexdigest()
+
+
+def data_digest_of(folder: Path) -> str | None:
+    """Return the hash of the training rows that a checkpoint was trained on; None where an earlier version wrote it."""
+    try:
+        return json.loads((folder / DATA).read_text(encoding="utf-8"))["train"]
+    except FileNotFoundError:
+        return None
+
+
+def step_of(folder: Path) -> int | None:
+    """Return the step in the name of a checkpoint folder."""
+    match = re.fullmatch(r"checkpoint-(\d+)", folder.name)
+    return int(match[1]) if match else None
+
+
+def checkpoints_of(run_folder: Path) -> list[tuple[int, Path]]:
+    """Return step and folder of every checkpoint of a run, complete or not, newest first."""
+    checkpoints = [(step, path) for path in run_folder.glob("checkpoint-*") if (step := step_of(path)) is not None]
+    return sorted(checkpoints, reverse=True)
+
+
+def last_whole_checkpoint(run_folder: Path) -> Path | None:
+    """Return the newest complete checkpoint of a run; warn of damaged ones."""
+    for _, folder in checkpoints_of(run_folder):
+        if (reason := damage(folder)) is None:
+            return folder
+        logger.warning("warning: %s is passed over: %s", folder, reason)
+    return None
+
+
+def named_checkpoint(path: str) -> Path:
+    """Return the checkpoint that the user named; raise where it is not complete."""
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        raise UserError(f"resume_from_checkpoint: there is no folder {folder}")
+    if step_of(folder) is None:
+        raise UserError(f"resume_from_checkpoint: {folder} is no checkpoint; name one of its checkpoint-N folders")
+    if reason := damage(folder):
+        raise UserError(f"resume_from_checkpoint: {folder} is damaged: {reason}. Name another, or use --resume.")
+    return folder
+
+
+def checkpoint_to_resume(resume_from: str | bool | Path | None, run_folder: Path) -> Path | None:
+    """Return the checkpoint to resume from: the named folder, or with True the last complete one of the run."""
+    if not resume_from:
+        return None
+    if resume_from is not True:
+        folder = Path(resume_from).expanduser()
+        if (folder / WHOLE).exists() and (reason := damage(folder)):
+            raise UserError(f"resume_from_checkpoint: {folder} is damaged: {reason}. Name another.")
+        return folder
+    folders = [folder for _, folder in checkpoints_of(run_folder)]
+    if any((folder / WHOLE).exists() for folder in folders):
+        checkpoint = last_whole_checkpoint(run_folder)
+    else:  # an earlier version marked none and wrote this file last
+        checkpoint = next((folder for folder in folders if (folder / "trainer_state.json").is_file()), None)
+        if checkpoint is not None:
+            logger.warning("warning: %s has no %s: an earlier version wrote it, or it was cut off", checkpoint, WHOLE)
+    if checkpoint is None:
+        raise UserError(f"resume_from_checkpoint: {run_folder} has no whole checkpoint.")
+    return checkpoint
+
+
+def set_aside(run_folder: Path, step: int) -> None:
+    """Move checkpoints after `step` to a folder `superseded-N`, so that a later resume does not use them."""
+    later = [folder for number, folder in checkpoints_of(run_folder) if number > step]
+    if not later:
+        return
+    place = next(path for n in count(1) if not (path := run_folder / f"superseded-{n}").exists())
+    place.mkdir()
+    for folder in later:
+        folder.rename(place / folder.name)
+    logger.warning("warning: %d checkpoints after step %d are now in %s", len(later), step, place)

@@ -1,0 +1,59 @@
+"""A run folder has one writer."""
+
+import subprocess
+import sys
+
+import pytest
+
+from upweight.errors import UserError
+from upweight.runs.lock import lock_folder
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from upweight.runs.lock import lock_folder
+with lock_folder(Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.fixture
+def holder(tmp_path):
+    process = subprocess.Popen([sys.executable, "-c", HOLDER, tmp_path / "run"], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "held\n"
+    yield process
+    process.kill()
+    process.wait()
+
+
+def test_a_folder_that_another_process_holds_is_refused_with_its_number(holder, tmp_path):
+    with pytest.raises(UserError, match=rf"process {holder.pid} is training into .*run"), lock_folder(tmp_path / "run"):
+        pass
+
+
+def test_a_killed_process_leaves_the_folder_free(holder, tmp_path):
+    holder.kill()
+    holder.wait()
+    with lock_folder(tmp_path / "run"):
+        assert (tmp_path / "run" / ".lock").exists()
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_a_child_does_not_keep_the_lock(tmp_path):
+    with lock_folder(tmp_path):
+        child = subprocess.Popen(["sleep", "60"])
+    try:
+        command = [sys.executable, "-c", HOLDER.replace("time.sleep(60)", ""), tmp_path]
+        again = subprocess.run(command, capture_output=True, text=True, check=True)
+        assert again.stdout == "held\n"
+    finally:
+        child.kill()
+        child.wait()
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    refused = pytest.raises(UserError, match=r"output_dir: .*file/run cannot be written to: Not a directory")
+    with refused, lock_folder(tmp_path / "file" / "run"):
+        pass
