@@ -125,7 +125,7 @@ def reward(completions):
         ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "killed by SIGKILL"),
         ("import ctypes; ctypes.string_at(0)", r"killed by SIGSEGV \(rewards_.*line 3\)"),
         ("return [float('nan')] * len(completions)", "return None where a reward does not apply"),
-        ("return [float('inf')] * len(completions)", "NaN or infinity"),
+        ("return [float('inf')] * len(completions)", "NaN, infinity"),
     ],
 )
 def test_a_reward_that_fails_on_everything_stops_the_run(tmp_path, body, said):

@@ -20,6 +20,7 @@ from upweight.engine.activations import recompute_every_layer
 from upweight.engine.forward import base_of
 from upweight.errors import UserError
 from upweight.files import write_text
+from upweight.heartbeat import activity, heartbeat
 from upweight.log import logger
 from upweight.models.export import save_model
 from upweight.models.memory import LESS_MEMORY
@@ -114,7 +115,11 @@ class MethodTrainer(Trainer):
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Run the Trainer's loop, from a checkpoint if one is passed (True: the last complete one)."""
         folder, writes = Path(self.args.output_dir or "."), self.is_world_process_zero()
-        with lock_folder(folder) if self.recording is not None and writes else nullcontext():
+        with ExitStack() as stack:
+            if self.recording is not None:
+                stack.enter_context(heartbeat())
+            if self.recording is not None and writes:
+                stack.enter_context(lock_folder(folder))
             checkpoint = broadcast_from_rank0(checkpoint_to_resume(resume_from_checkpoint, folder) if writes else None)
             if checkpoint is not None:
                 self._restore_from(checkpoint)
@@ -194,7 +199,8 @@ class MethodTrainer(Trainer):
         retried = False
         while True:
             try:
-                return self.runner.train(model, inputs["units"], inputs.get("counts"))
+                with activity("training on a step"):
+                    return self.runner.train(model, inputs["units"], inputs.get("counts"))
             except torch.cuda.OutOfMemoryError as error:
                 if retried or self.accelerator.num_processes > 1 or self.runner.token_budget <= SMALLEST_BUDGET:
                     raise UserError(out_of_memory("in a training step", self.runner.token_budget)) from error

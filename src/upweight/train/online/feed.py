@@ -19,6 +19,7 @@ from upweight.config.sections.rollout import RolloutSection
 from upweight.engine.packing import count_batch
 from upweight.errors import UserError
 from upweight.files import write_text
+from upweight.heartbeat import activity
 from upweight.models.modules import dropout_off
 from upweight.rollout.episodes.gym_agents import GymAgents
 from upweight.rollout.episodes.runner import EpisodeRunner
@@ -85,7 +86,8 @@ class RolloutFeed:
             runner.meters.add(_means(self.sync(step), runner.accelerator.device))
         if self.current is None or self.trained >= plan.updates:
             began = time.perf_counter()
-            rollout = self._broadcast(self.ahead.take(state) if self.schedule.drives else None)
+            with activity("waiting for a rollout"):
+                rollout = self._broadcast(self.ahead.take(state) if self.schedule.drives else None)
             if self.feature_matching is not None:
                 scoring = time.perf_counter()
                 rollout.metrics |= self.feature_matching.score(rollout.groups, plan.size, runner, model)
