@@ -1,6 +1,8 @@
 """Hostile programs: each ends, takes nothing with it, and leaves nothing behind."""
 
+import ctypes
 import os
+import platform
 import signal
 import socket
 import time
@@ -99,6 +101,42 @@ def test_sleeping_is_stopped(way):
 
 def test_memory_is_limited(way):
     assert "MemoryError" in run("x = bytearray(2**30)", way).reason
+
+
+def test_memory_is_limited_over_all_processes(way):
+    code = """
+import os, time
+for _ in range(6):
+    if os.fork() == 0:
+        kept = b"x" * (200 * 2**20)
+        time.sleep(600)
+time.sleep(600)
+"""
+    assert run(code, way).reason == "used more memory than allowed"
+
+
+def test_files_in_memory_count(way):
+    code = """
+import os, time
+files = [os.memfd_create(str(n)) for n in range(50)]
+for file in files:
+    os.write(file, b"x" * (15 * 2**20))
+time.sleep(600)
+"""
+    assert run(code, way).reason == "used more memory than allowed"
+
+
+def test_the_keyring_of_the_session_is_not_the_hosts(way):
+    code = """
+import ctypes
+print(ctypes.CDLL(None).syscall(250, 0, -3, 1))
+"""
+    if platform.machine() != "x86_64":
+        pytest.skip("the number of the call is x86's")
+    here = ctypes.CDLL(None, use_errno=True).syscall(250, 0, -3, 1)  # the id of the session's keyring
+    if here == -1:
+        pytest.skip("this kernel has no keyrings")
+    assert int(run(code, way).stdout) not in (-1, here)
 
 
 def test_big_files_are_limited(way):

@@ -20,6 +20,7 @@ NAMESPACES = 0x00020000 | 0x04000000 | 0x08000000 | 0x20000000 | 0x40000000  # m
 USER_NAMESPACE = 0x10000000
 MS_NOSUID, MS_NODEV, MS_BIND, MS_REC, MS_PRIVATE = 0x2, 0x4, 0x1000, 0x4000, 0x40000
 PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS = 1, 38
+KEYCTL_JOIN_SESSION_KEYRING = 1
 SYS_MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE, ATTR_RDONLY_NOSUID = 442, -100, 0x8000, 0x1 | 0x2
 DEVICES = ("null", "zero", "full", "random", "urandom")
 HIDDEN = ("/home", "/root", "/run", "/tmp", "/var/tmp", "/mnt", "/media")
@@ -140,10 +141,18 @@ def become_nobody(request: dict, folder: str) -> None:
     os.setresuid(user, user, user)
 
 
+def leave_keyring() -> None:
+    """Begin a new session keyring, since the host's may hold credentials."""
+    number = {"x86_64": 250, "aarch64": 219}.get(platform.machine())  # of keyctl; other systems have no such call
+    if LINUX and number is not None:
+        LIBC.syscall(number, KEYCTL_JOIN_SESSION_KEYRING, None)
+
+
 def become_program(request: dict, mode: str, report: int) -> None:
     """The last steps, in the process that is to be the program; returns only by an exception."""
     folder, holds = request["folder"], [mode]
     os.setsid()
+    leave_keyring()
     if mode in ("root", "user"):
         holds += private_view(request, folder)
     os.chdir(folder)

@@ -168,7 +168,32 @@ def _drain(process: subprocess.Popen[bytes], reading: int, limits: Limits) -> tu
                 break
             if time.monotonic() > deadline:
                 reason = "ran out of time"
+            elif not ended and _memory_of(_with_children(process.pid)) > limits.memory_bytes:
+                reason = "used more memory than allowed"
     return [bytes(output[source][: most[source]]) for source in sources], reason
+
+
+def _with_children(process: int) -> list[int]:
+    """Return a process and all that descend from it; where the system does not list children, only itself."""
+    processes = [process]
+    for number in processes:
+        with suppress(OSError):
+            for thread in os.listdir(f"/proc/{number}/task"):
+                processes += map(int, Path(f"/proc/{number}/task/{thread}/children").read_text().split())
+    return processes
+
+
+def _memory_of(processes: list[int]) -> int:
+    """Return the bytes that processes hold together, files in memory included; the kernel limits each by itself."""
+    resident, files = 0, {}
+    for process in processes:
+        with suppress(OSError):
+            resident += int(Path(f"/proc/{process}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+            for name in os.listdir(folder := f"/proc/{process}/fd"):
+                if os.readlink(f"{folder}/{name}").startswith("/memfd:"):
+                    state = os.stat(f"{folder}/{name}")
+                    files[state.st_ino] = state.st_blocks * 512
+    return resident + sum(files.values())
 
 
 def _end(process: subprocess.Popen[bytes], ready: dict | None, token: str) -> None:
