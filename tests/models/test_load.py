@@ -16,6 +16,7 @@ from transformers import (
 )
 
 from made_gguf import write_gguf
+from made_runs import write_model
 from tiny_models import VOCABULARY, tiny
 from upweight.config.sections.model import AdapterSection, ModelSection
 from upweight.errors import UserError
@@ -252,3 +253,25 @@ def test_arguments_of_loading_may_be_fields_of_the_config(folder):
     scaling = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
     model = load_model(ModelSection(base_model=folder, load_options={"rope_scaling": scaling}), torch.float32)
     assert model.config.rope_parameters["factor"] == 2.0
+
+
+class Runs:
+    def __init__(self, file):
+        self.file = file
+
+    def __reduce__(self):
+        return Path.touch, (self.file,)
+
+
+@pytest.mark.parametrize("file", ["pytorch_model.bin", "model.safetensors"])
+def test_a_pickle_or_a_damaged_file_is_refused_and_nothing_of_it_runs(file, tmp_path):
+    folder, ran = write_model(tmp_path / "model"), tmp_path / "ran"
+    weights = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").unlink()
+    if file.endswith(".bin"):
+        torch.save({"model.embed_tokens.weight": Runs(ran)}, folder / file)
+    else:
+        (folder / file).write_bytes(bytes(len(weights)))
+    with pytest.raises(UserError, match=r"base_model: could not load the .*model'?: "):
+        load_model(ModelSection(base_model=str(folder)), torch.float32)
+    assert not ran.exists()

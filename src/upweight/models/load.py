@@ -6,10 +6,12 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
 import transformers
+from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from transformers.utils.import_utils import is_flash_attn_2_available, is_flash_attn_3_available, is_kernels_available
@@ -49,7 +51,7 @@ def load_failures(key: str, place: str, what: str) -> Iterator[None]:
         yield
     except UserError:
         raise
-    except (OSError, ValueError, ImportError) as error:
+    except (OSError, ValueError, ImportError, EOFError, UnpicklingError, SafetensorError) as error:
         text = str(error)
         first = text.strip().splitlines()[0] if text.strip() else type(error).__name__
         if "trust_remote_code" in text:
@@ -58,6 +60,8 @@ def load_failures(key: str, place: str, what: str) -> Iterator[None]:
             remedy = "reading GGUF files needs the package gguf: pip install gguf"
         elif isinstance(error, ImportError):
             remedy = f"a package is missing: {first}"
+        elif isinstance(error, UnpicklingError):
+            remedy = "a file of it is a pickle that holds more than tensors, which is not opened: get it as safetensors"
         elif "Unrecognized configuration class" in text:
             remedy = "its type has no model with the head that is trained (encoder-decoders have none): name a decoder"
         elif Path(place).is_dir():
