@@ -11,7 +11,7 @@ from transformers import TrainerCallback
 
 from upweight.errors import UserError
 from upweight.files import write_text
-from upweight.log import logger
+from upweight.log import warn_once
 from upweight.runs.checkpoints import DATA, WHOLE, checkpoints_of, data_digest_of, mark_whole
 from upweight.train.distributed.ranks import broadcast_from_rank0
 
@@ -20,7 +20,7 @@ def require_same_data(checkpoint: Path, data_digest: Callable[[], str], *, allow
     """Raise on all ranks where the training rows are not those of the checkpoint, unless that is allowed."""
     before = data_digest_of(checkpoint)
     if before is None:
-        logger.warning("warning: %s holds no hash of its data; whether the data changed is not checked", checkpoint)
+        warn_once(f"{checkpoint} holds no hash of its data; whether the data changed is not checked")
     elif not allowed and not broadcast_from_rank0(PartialState().is_main_process and before == data_digest()):
         raise UserError(
             f"resume: the training data is not what {checkpoint} was trained on. Restore the data and the keys that "
