@@ -4,7 +4,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from made_tokenizers import byte_tokenizer
-from upweight.data.cache import digest, is_whole, tokenizer_digest, write_whole
+from upweight.data.cache import digest, is_whole, tokenizer_digest, write_folder
 from upweight.errors import UserError
 
 
@@ -14,7 +14,7 @@ def fill(text):
 
 def test_a_folder_appears_whole(tmp_path):
     folder = tmp_path / "deep" / "key"
-    write_whole(folder, fill("rows"), replace=False)
+    write_folder(folder, fill("rows"), replace=False)
     assert is_whole(folder)
     assert (folder / "rows").read_text() == "rows"
     assert [file.name for file in folder.parent.iterdir()] == ["key"]
@@ -26,14 +26,14 @@ def test_work_that_fails_leaves_nothing(tmp_path):
         raise UserError("a bad row")
 
     with pytest.raises(UserError, match="a bad row"):
-        write_whole(tmp_path / "key", fail, replace=False)
+        write_folder(tmp_path / "key", fail, replace=False)
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("damage", ["cut", "changed", "missing", "no manifest", "bad manifest"])
 def test_damage_is_noticed_and_mended(tmp_path, damage):
     folder = tmp_path / "key"
-    write_whole(folder, fill("rows"), replace=False)
+    write_folder(folder, fill("rows"), replace=False)
     if damage in ("cut", "changed"):
         (folder / "rows").write_text("ro" if damage == "cut" else "rowz")
     elif damage == "missing":
@@ -43,23 +43,23 @@ def test_damage_is_noticed_and_mended(tmp_path, damage):
     else:
         (folder / "manifest.json").write_text("[1")
     assert not is_whole(folder)
-    write_whole(folder, fill("again"), replace=False)
+    write_folder(folder, fill("again"), replace=False)
     assert is_whole(folder)
     assert (folder / "rows").read_text() == "again"
 
 
 def test_who_comes_second_keeps_what_is_there_unless_told(tmp_path):
-    write_whole(tmp_path / "key", fill("first"), replace=False)
-    write_whole(tmp_path / "key", fill("second"), replace=False)
+    write_folder(tmp_path / "key", fill("first"), replace=False)
+    write_folder(tmp_path / "key", fill("second"), replace=False)
     assert (tmp_path / "key" / "rows").read_text() == "first"
-    write_whole(tmp_path / "key", fill("third"), replace=True)
+    write_folder(tmp_path / "key", fill("third"), replace=True)
     assert (tmp_path / "key" / "rows").read_text() == "third"
 
 
 def test_a_place_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"dataset_prepared_path: .* cannot be written"):
-        write_whole(tmp_path / "file" / "key", fill("rows"), replace=False)
+        write_folder(tmp_path / "file" / "key", fill("rows"), replace=False)
 
 
 def test_digests_follow_content_and_not_order():

@@ -67,7 +67,7 @@ def is_whole(folder: Path) -> bool:
         return False
 
 
-def write_whole(folder: Path, fill: Callable[[Path], None], *, replace: bool) -> None:
+def write_folder(folder: Path, fill: Callable[[Path], None], *, replace: bool) -> None:
     """Let `fill` write a temporary folder, then rename it; `replace` also replaces a folder that is whole."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)

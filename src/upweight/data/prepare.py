@@ -124,7 +124,7 @@ def _cached(config: Config, tokenizer: Any, entries: tuple[Entry, ...], *, train
     if not cached:
         if folder.exists() and not data.skip_prepare:
             logger.warning("%s: is incomplete or damaged; preparing it again", folder)
-        cache.write_whole(folder, lambda place: _build(config, entries, place), replace=data.skip_prepare)
+        cache.write_folder(folder, lambda place: _build(config, entries, place), replace=data.skip_prepare)
     prepared = _read_from(entries, folder, in_memory=data.in_memory, cached=cached)
     if trains:
         opened = next(entry.opened for entry in entries if not entry.opened.evaluation)

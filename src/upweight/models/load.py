@@ -23,7 +23,7 @@ from upweight.log import logger, warn_once
 from upweight.models.patches import keep_soft_cap
 
 AUTO_CLASSES: dict[Head, str] = {head: f"AutoModel{ending}" for head, ending in ENDINGS.items()}
-CLASSES: dict[Head, int] = {"sequence_score": 1, "step_score": 2}
+DEFAULT_NUM_LABELS: dict[Head, int] = {"sequence_score": 1, "step_score": 2}
 FLASH = {"flash_attention_2": is_flash_attn_2_available, "flash_attention_3": is_flash_attn_3_available}
 
 
@@ -177,7 +177,7 @@ def config_with_head(section: ModelSection, head: Head) -> PreTrainedConfig:
     config = load_config(section)
     if head == "tokens":
         return config
-    labels, saved = section.num_labels or CLASSES[head], config.num_labels
+    labels, saved = section.num_labels or DEFAULT_NUM_LABELS[head], config.num_labels
     if saved != labels and any(name.endswith(ENDINGS[head]) for name in config.architectures or ()):
         fits = head == "step_score" and (saved or 0) > 1
         remedy = f"set `num_labels: {saved}`" if fits else "name one that has as many"

@@ -164,7 +164,7 @@ class WorkerPool:
     def __init__(self, count: int) -> None:
         rank = int(os.environ.get("RANK", "0"))
         self.workers = [Worker(1000 * rank + number) for number in range(count)]
-        self._owner = os.getpid()
+        self._owner_pid = os.getpid()
         self._queue: queue.SimpleQueue[tuple[Task, Future[Any]] | None] = queue.SimpleQueue()
         self._threads = [Thread(target=_run, args=(self._queue, worker), daemon=True) for worker in self.workers]
         for thread in self._threads:
@@ -178,7 +178,7 @@ class WorkerPool:
 
     def close(self) -> None:
         """Stop the threads and their processes; pending tasks are cancelled."""
-        if os.getpid() != self._owner:
+        if os.getpid() != self._owner_pid:
             return  # a fork of the main process has neither threads nor workers
         with contextlib.suppress(queue.Empty):
             while (item := self._queue.get_nowait()) is not None:

@@ -55,7 +55,7 @@ class LayerShape:
     dtype: torch.dtype
 
 
-class Arena:
+class BufferPool:
     """Named buffers with views of any shape; a view keeps its address until a larger one is requested."""
 
     def __init__(self, device: torch.device) -> None:
@@ -100,7 +100,7 @@ class Decoder:
 
     def __init__(self, base: PreTrainedModel, device: torch.device) -> None:
         self.base, self.device = base, device
-        self.arena = Arena(device)
+        self.arena = BufferPool(device)
         self.draw = draw
         self.grid = Grid(0, 0, 0, 0)
         self.sampling = Sampling(max_new_tokens=0)  # only the settings that change the draw of a token

@@ -281,7 +281,7 @@ def test_every_generated_turn_is_trained_on(tmp_path):
     ("keys", "limit"), [({}, 18), ({"gt_length_multiplier": 1.2}, 14), ({"adaptive_max_tokens": False}, 20)]
 )
 def test_true_answers_bound_the_length_of_completions(tmp_path, monkeypatch, keys, limit):
-    monkeypatch.setattr("upweight.train.online.feature_matching.SHORTEST_LIMIT", 5)
+    monkeypatch.setattr("upweight.train.online.feature_matching.MIN_COMPLETION_LIMIT", 5)
     rows = answered(byte_tokenizer("chatml"), 2, answers=["z" * 11, "zz"])  # 12 tokens with the end, and 3
     method = EBFT(**{"num_generations": 4, "max_completion_length": 20}, **keys)
     trainer = matching_trainer(tmp_path, method, rows)

@@ -105,7 +105,7 @@ def gated_terms(gate_NF: Tensor, up_NF: Tensor, narrow_NR: Tensor, ups: list[Ten
     """Compute silu(gate) * up from two layers' outputs and the concatenated x A' of their adapters, for any rows."""
     out = torch.empty_like(gate_NF)
     (count, width), rank = gate_NF.shape, ups[0].shape[1]
-    launch: Any = _terms_kernel
+    launch: Any = _gated_lora_kernel
     launch[(triton.cdiv(width, 128), triton.cdiv(count, 32))](
         gate_NF, up_NF, narrow_NR, *ups, out, count, width, *scalings,
         ROWS=32, COLUMNS=128, RANK=rank, RANK_UP=_side(rank), num_warps=4,
@@ -248,7 +248,7 @@ def _store_gated(gate, up, out_at, row, count, column, width):
 
 
 @triton.jit
-def _terms_kernel(
+def _gated_lora_kernel(
     gate_at, up_at, narrow_at, gate_up, up_up, out_at, count, width, gate_scaling, up_scaling,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANK: tl.constexpr, RANK_UP: tl.constexpr,
 ):  # fmt: skip

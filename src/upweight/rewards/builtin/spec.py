@@ -37,7 +37,7 @@ def builtin_reward(spec: str) -> Callable[..., Any] | None:
     for option in options:
         if option not in known:
             meant = did_you_mean(option, known)
-            raise UserError(f"Reward '{name}' has no option '{option}'.{meant} It has: {', '.join(known)}.")
+            raise UserError(f"Reward '{name}' has no option '{option}'.{meant} It has: {', '.join(known) or 'none'}.")
     missing = [option for option, default in known.items() if default is Parameter.empty and option not in options]
     if missing:
         raise UserError(f"Reward '{name}' needs {', '.join(missing)}, as in {name}({missing[0]}='...').")
@@ -64,8 +64,9 @@ def _options(spec: str, name: str) -> dict[str, Any]:
         if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
             raise UserError(f"Reward {spec!r}: write {example}.")
         if call.args or any(keyword.arg is None for keyword in call.keywords):
-            first = next(iter(options_of(name)))
-            raise UserError(f"Reward {spec!r}: options are given by name, as in {name}({first}=...).")
+            first = next(iter(options_of(name)), None)
+            remedy = f"as in {name}({first}=...)" if first else f"and '{name}' has none"
+            raise UserError(f"Reward {spec!r}: options are given by name, {remedy}.")
         return {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
     except UserError:
         raise

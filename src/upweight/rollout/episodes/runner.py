@@ -19,7 +19,7 @@ from upweight.types import Completion, Generator, Group, GroupDone, Sampling
 
 T = TypeVar("T")
 STOP_SECONDS = 60.0  # for an environment to stop, which may have to end servers
-CANCEL_SECONDS = 10.0  # for episodes to close when a rollout is cancelled
+CANCEL_TIMEOUT = 10.0  # for episodes to close when a rollout is cancelled
 
 
 @dataclass
@@ -68,7 +68,7 @@ class EpisodeRunner:
             batcher.serve(done)
         finally:
             task.get_loop().call_soon_threadsafe(task.cancel)
-            wait([ended], timeout=CANCEL_SECONDS)
+            wait([ended], timeout=CANCEL_TIMEOUT)
         task.result()
 
     def close(self) -> None:

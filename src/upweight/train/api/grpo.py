@@ -24,7 +24,7 @@ from upweight.train.api.inputs import (
     arguments_of,
     init_arguments,
     parts_for,
-    require_kind,
+    require_type,
 )
 from upweight.train.objects import Model
 from upweight.train.online.assemble import plan_of
@@ -57,8 +57,8 @@ class GRPOTrainer(MethodTrainer):
         environment_factory: Any = None,
         **unknown: Any,
     ) -> None:
-        require_kind("tools", tools, list | tuple, "a list of functions")
-        require_kind("environment_factory", environment_factory, Callable | Mapping, "a class, or a dict of them")
+        require_type("tools", tools, list | tuple, "a list of functions")
+        require_type("environment_factory", environment_factory, Callable | Mapping, "a class, or a dict of them")
         if environment_factory is not None and train_dataset is None:
             args = arguments_of(args, self.config_class)
             train_dataset = _empty_rows(args, environment_factory)

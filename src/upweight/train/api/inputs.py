@@ -65,16 +65,16 @@ def parts_for(
             hint = did_you_mean(name, known).strip() or "docs/differences.md says what is not taken"
             raise TypeError(f"the trainer takes no argument '{name}': {NOT_TAKEN.get(name, hint)}")
     args = arguments_of(args, kind)
-    require_kind("peft_config", peft_config, PeftConfig, "a config of peft, as LoraConfig()")
+    require_type("peft_config", peft_config, PeftConfig, "a config of peft, as LoraConfig()")
     if isinstance(model, PreTrainedModel) and (kept := kept_adapter(model, peft_config)) is not None:
         logger.info("model: going on with the adapter that an earlier trainer gave it")
         model, peft_config = kept, None
     _refuse(model, args, ref_model, peft_config)
-    require_kind("callbacks", callbacks, list | tuple, "a list of TrainerCallback")
-    require_kind("optimizers", optimizers, tuple | list, "(optimizer, scheduler), either of them None")
-    require_kind("formatting_func", formatting_func, Callable, "a function of a row")
-    require_kind("processing_class", processing_class, PreTrainedTokenizerBase, "a tokenizer")
-    require_kind("quantization_config", quantization_config, BitsAndBytesConfig, "a BitsAndBytesConfig")
+    require_type("callbacks", callbacks, list | tuple, "a list of TrainerCallback")
+    require_type("optimizers", optimizers, tuple | list, "(optimizer, scheduler), either of them None")
+    require_type("formatting_func", formatting_func, Callable, "a function of a row")
+    require_type("processing_class", processing_class, PreTrainedTokenizerBase, "a tokenizer")
+    require_type("quantization_config", quantization_config, BitsAndBytesConfig, "a BitsAndBytesConfig")
     name, load_dtype = (model, _init_dtype(args)) if isinstance(model, str) else (None, None)
     loading = {"model_init_kwargs": args.model_init_kwargs, "quantization_config": quantization_config}
     for argument in (argument for argument, value in loading.items() if value and name is None):
@@ -144,7 +144,7 @@ def as_dataset(rows: Any, where: str) -> Dataset:
         raise UserError(f"{where}: the rows differ in what their columns hold: {error}") from error
 
 
-def require_kind(name: str, value: Any, kind: Any, expected: str) -> None:
+def require_type(name: str, value: Any, kind: Any, expected: str) -> None:
     """Raise where an input of a script is set and has the wrong type."""
     if value is not None and not isinstance(value, kind):
         raise UserError(f"{name}: expected {expected}, got {type(value).__name__}.")

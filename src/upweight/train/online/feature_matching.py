@@ -22,7 +22,7 @@ from upweight.train.policy import Policy
 from upweight.train.step import StepRunner
 from upweight.types import Generator, Group, Sample, Sampling, Unit
 
-SHORTEST_LIMIT = 64  # tokens that a completion may always have, however short the true one is
+MIN_COMPLETION_LIMIT = 64  # tokens that a completion may always have, however short the true one is
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class FeatureMatching:
         """Return the length limit of a turn, from the longest ground-truth turn of these prompts."""
         most = self.method.max_completion_length
         true = max((len(turn) for group in groups for turn in group.row["truth_ids"][::2]), default=most)
-        return min(max(int(self.method.gt_length_multiplier * true), SHORTEST_LIMIT), most)
+        return min(max(int(self.method.gt_length_multiplier * true), MIN_COMPLETION_LIMIT), most)
 
     def score(self, groups: Sequence[Group], size: int, runner: StepRunner, model: nn.Module) -> dict[str, float]:
         """Set the rewards of every group, `size` samples per target, and return metrics. Every rank calls it."""
