@@ -13,6 +13,7 @@ from upweight.config.sections.model import ModelSection
 from upweight.errors import UserError
 from upweight.models.adapters.merge import AdapterFolder, difference, merge_adapter, merge_by_file
 from upweight.models.load import load_model
+from upweight.runs.checkpoints import mark_whole
 
 IDS = torch.arange(3, 19).view(1, -1)
 
@@ -142,6 +143,16 @@ def test_files_that_name_weights_otherwise_are_merged_whole(tmp_path):
 def test_a_folder_without_an_adapter_is_refused(tmp_path):
     with pytest.raises(UserError, match="adapter_config"):
         AdapterFolder(ModelSection(base_model="x"), tmp_path)
+
+
+def test_a_damaged_checkpoint_is_refused(tmp_path):
+    what, _ = adapted(tmp_path)
+    mark_whole(what.folder)
+    weights = bytearray((what.folder / "adapter_model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (what.folder / "adapter_model.safetensors").write_bytes(weights)
+    with pytest.raises(UserError, match=r"is damaged: adapter_model\.safetensors holds other bytes"):
+        AdapterFolder(what.base, what.folder)
 
 
 def test_weights_that_are_stored_quantised_are_refused(tmp_path):
