@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from made_runs import upweight
 
 SAMPLE = Path(__file__).parents[1] / "config" / "samples" / "grpo_async.yaml"
@@ -31,6 +33,22 @@ def test_user_errors_print_one_line_each_and_exit_2():
         "trl.num_generation: unknown key. Did you mean 'num_generations'?",
         "sed: unknown key. Did you mean 'seed'?",
     ]
+
+
+@pytest.mark.parametrize(
+    ("reward", "says"),
+    [
+        ("length(maximun=3)", "has no option 'maximun'. Did you mean 'maximum'?"),
+        ("length(3)", "options are given by name"),
+        ("lenght(maximum=3)", "there is no built-in reward 'lenght'. Did you mean 'length'?"),
+    ],
+)
+def test_options_of_built_in_rewards_are_checked(reward, says, tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text(f'rl: grpo\ntrl:\n  reward_funcs: ["{reward}"]\n')
+    done = upweight("validate", file, "--fragment")
+    assert done.returncode == 2
+    assert says in done.stderr
 
 
 def test_a_fragment_is_checked_as_one(tmp_path):

@@ -45,8 +45,10 @@ def validate(
     """Check a config without touching anything else."""
     from upweight.cli.inputs import config_with_notices
     from upweight.config.rules import ON_THE_MACHINE
+    from upweight.rewards.builtin.spec import check_specs
 
-    config_with_notices(config, overrides, fragment=fragment)
+    loaded = config_with_notices(config, overrides, fragment=fragment)
+    check_specs(loaded.rollout.reward_funcs, "trl.reward_funcs")
     if not fragment:
         left_out = ", ".join(ON_THE_MACHINE)
         logger.info("not checked, since it depends on the machine: %s (upweight doctor %s)", left_out, config)

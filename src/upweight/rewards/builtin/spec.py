@@ -3,7 +3,7 @@
 import ast
 import dataclasses
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from inspect import Parameter, signature
 from typing import Any, TypeVar, dataclass_transform
 
@@ -32,6 +32,31 @@ def builtin_reward(spec: str) -> Callable[..., Any] | None:
     if named is None or named[1] not in BUILTINS:
         return None
     name = named[1]
+    options = _known_options(spec, name)
+    try:
+        return BUILTINS[name](**options)
+    except ValidationError as error:
+        for detail in error.errors():
+            if isinstance(raised := detail.get("ctx", {}).get("error"), UserError):
+                raise raised from None  # which pydantic wraps as it does any ValueError
+        raise UserError("\n".join(_sentence(name, options, detail) for detail in error.errors())) from error
+
+
+def check_specs(specs: Sequence[str], key: str) -> None:
+    """Raise where a config alone shows that it calls no built-in reward, or one with options that it does not have."""
+    for spec in specs:
+        name, parenthesis, _ = spec.partition("(")
+        if name.strip() in BUILTINS:
+            try:
+                _known_options(spec, name.strip())
+            except UserError as error:
+                raise UserError(f"{key}: {error}") from error
+        elif parenthesis and "." not in name and "/" not in name:
+            raise UserError(f"{key}: there is no built-in reward '{name}'.{did_you_mean(name, BUILTINS)}")
+
+
+def _known_options(spec: str, name: str) -> dict[str, Any]:
+    """Return the options that a spec sets; raise where the reward lacks one of them, or needs another."""
     options = _options(spec, name)
     known = options_of(name)
     for option in options:
@@ -41,13 +66,7 @@ def builtin_reward(spec: str) -> Callable[..., Any] | None:
     missing = [option for option, default in known.items() if default is Parameter.empty and option not in options]
     if missing:
         raise UserError(f"Reward '{name}' needs {', '.join(missing)}, as in {name}({missing[0]}='...').")
-    try:
-        return BUILTINS[name](**options)
-    except ValidationError as error:
-        for detail in error.errors():
-            if isinstance(raised := detail.get("ctx", {}).get("error"), UserError):
-                raise raised from None  # which pydantic wraps as it does any ValueError
-        raise UserError("\n".join(_sentence(name, options, detail) for detail in error.errors())) from error
+    return options
 
 
 def options_of(name: str) -> dict[str, Any]:
