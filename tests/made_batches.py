@@ -4,8 +4,8 @@ import math
 
 import torch
 from accelerate import Accelerator
-from upweight.train.meters import Meters
 
+from upweight.train.step import Meters
 from upweight.types import Batch, Outputs
 
 

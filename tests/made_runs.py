@@ -51,6 +51,15 @@ def vowels(completions):
 AUTO = {"sequence_score": AutoModelForSequenceClassification, "step_score": AutoModelForTokenClassification}
 SCORES = {"sequence_score": 1, "step_score": 2}
 
+HOLDER = """
+import sys, time
+from pathlib import Path
+from upweight.runs.lock import lock_folder
+with lock_folder(Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(60)
+"""  # a process that holds a run folder
+
 
 def rows_for(method, count: int = 11) -> list[dict]:
     """Rows of the method's kind of data, of many lengths; some prompts are shared."""

@@ -8,12 +8,12 @@ import torch
 from accelerate import Accelerator
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from upweight.train.meters import Meters
 
 from made_batches import made_batch
 from upweight.methods import DPO, EBFT, GDPO, GRPO, IPO, KTO, METHODS, ORM, ORPO, PRM, RLOO, SFT, SimPO
 from upweight.methods.formulas.dpo_losses import SMOOTHED
 from upweight.methods.policy_gradient import DIVISOR
+from upweight.train.step import Meters
 from upweight.types import Outputs
 
 DPO_LOSSES = DPO.model_fields["loss_type"].annotation.__args__[0].__args__

@@ -5,17 +5,9 @@ import sys
 
 import pytest
 
+from made_runs import HOLDER
 from upweight.errors import UserError
 from upweight.runs.lock import lock_folder
-
-HOLDER = """
-import sys, time
-from pathlib import Path
-from upweight.runs.lock import lock_folder
-with lock_folder(Path(sys.argv[1])):
-    print("held", flush=True)
-    time.sleep(60)
-"""
 
 
 @pytest.fixture

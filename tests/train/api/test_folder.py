@@ -1,18 +1,18 @@
 """What the run of a script leaves: the folder that `upweight report` and `doctor` read."""
 
 import json
-import os
+import subprocess
+import sys
 
 import pytest
 from peft import LoraConfig
 from transformers import TrainerCallback
 
+from made_runs import HOLDER
 from parity_script import ROWS, TEMPLATE, made_tokenizer, said, write_model
 from upweight import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer
 from upweight.doctor.run import check_run
 from upweight.errors import UserError
-from upweight.processes import start_ticks
-from upweight.runs.files import this_machine
 from upweight.runs.report.run import RunReader
 
 COMMON = {"logging_steps": 1, "report_to": "none", "disable_tqdm": True, "per_device_train_batch_size": 4}
@@ -99,10 +99,12 @@ def test_a_training_that_fails_says_so(folder):
 
 
 def test_a_script_does_not_train_into_the_folder_of_a_process_that_does(folder):
-    (folder / "out").mkdir()
-    other = os.getppid()
-    record = {"state": "running", "pid": other, "begun": start_ticks(other), "machine": this_machine()}
-    (folder / "out" / "run.json").write_text(json.dumps(record))
-    with pytest.raises(UserError, match=f"output_dir: process {other} is training into"):
-        dpo(folder).train()
-    assert json.loads((folder / "out" / "run.json").read_text()) == record
+    other = subprocess.Popen([sys.executable, "-c", HOLDER, folder / "out"], stdout=subprocess.PIPE, text=True)
+    try:
+        assert other.stdout.readline() == "held\n"
+        with pytest.raises(UserError, match=f"output_dir: process {other.pid} is training into"):
+            dpo(folder).train()
+        assert not (folder / "out" / "run.json").exists()
+    finally:
+        other.kill()
+        other.wait()
