@@ -365,7 +365,7 @@ def main() -> None:
     except BrokenPipeError:
         sys.stderr.close()
         sys.exit(0)
-    except Exception as error:
+    except Exception as error:  # a full disk surfaces as an error of whichever library wrote
         if (reason := storage_error(error)) is None:
             raise
         print(f"a file could not be written: {reason}. Make room, or name another folder.", file=sys.stderr)
