@@ -9,6 +9,7 @@ from accelerate import PartialState
 from datasets import Dataset
 from transformers import TrainingArguments
 
+from light_rewards import even_tokens, short
 from made_runs import largest_difference, weights_of
 from made_tokenizers import byte_tokenizer
 from tiny_models import tiny
@@ -44,16 +45,6 @@ def prompts(tokenizer, count: int = 5, words=WORDS) -> Dataset:
             for n, text in enumerate(texts)
         ]
     )
-
-
-def even_tokens(completion_ids, **kwargs):
-    """Share of tokens with an even id: nearly always told apart."""
-    return [sum(token % 2 == 0 for token in ids) / len(ids) for ids in completion_ids]
-
-
-def short(completions, **kwargs):
-    """Shorter text is better; ties happen."""
-    return [-round(len(text) / 8) / 4 for text in completions]
 
 
 def chat_model(tokenizer, **options):

@@ -35,6 +35,7 @@ def converter(tmp_path, monkeypatch):
     monkeypatch.setenv("LLAMA_CPP", str(tmp_path))
 
 
+@pytest.mark.slow
 def test_an_adapter_is_merged_and_converted(converter, tmp_path, capsys):
     pytest.importorskip("gguf")
     model = write_model(tmp_path / "model", tie_word_embeddings=False)

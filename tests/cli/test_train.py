@@ -85,6 +85,7 @@ def test_evaluate_says_that_it_measures_the_start_and_how_to_measure_the_result(
         assert "training begins" not in again.stderr
 
 
+@pytest.mark.slow
 def test_an_error_of_one_for_all_is_printed_once_and_exits_2(model_folder, tmp_path):
     file = write_config(tmp_path, model_folder, lora_target_modules=["nowhere"], adapter="lora")
     done = launched("train", file, "--num-processes", 2)

@@ -125,7 +125,7 @@ def run_rank(folder, world, cases):
             Engine(tiny("mamba", num_attention_heads=4), context=context)
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
 def ran(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("context")
     cases = {2: ON_TWO, 4: ON_FOUR}[request.param]

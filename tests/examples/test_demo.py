@@ -5,11 +5,14 @@ import json
 import sys
 from pathlib import Path
 
+import pytest
+
 from upweight.config import load_config
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo"
 
 
+@pytest.mark.slow
 def test_a_tiny_model_stands_in_without_a_network(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PIP_NO_INDEX", "1")

@@ -150,7 +150,7 @@ def failures(contents) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in ("dpo", "grpo") else pytest.mark.slow) for name in METHODS]
+    "name", [pytest.param(name, marks=[] if name == "dpo" else pytest.mark.slow) for name in METHODS]
 )
 def test_every_key_with_every_kind_of_value(name):
     start = base(name)
@@ -164,7 +164,10 @@ def test_every_key_with_every_kind_of_value(name):
     assert "\n".join(failures(tried)) == ""
 
 
-@pytest.mark.parametrize("variant", [name for name in VARIANTS if name != "plain"])
+@pytest.mark.parametrize(
+    "variant",
+    [pytest.param(name, marks=[] if name == "adapter" else pytest.mark.slow) for name in VARIANTS if name != "plain"],
+)
 def test_keys_of_training_beside_others(variant):
     start = {**base("dpo"), **VARIANTS[variant]}
     keys = [key for name in ("optim", "run", "sharding", "model", "adapter") for key in keys_of(SECTIONS[name])]

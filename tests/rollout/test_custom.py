@@ -5,6 +5,7 @@ import logging
 import pytest
 import torch
 
+from light_rewards import unlike_texts
 from made_rollouts import chat_model, logged, online_trainer
 from made_tokenizers import byte_tokenizer
 from upweight.errors import UserError
@@ -37,14 +38,9 @@ def token_rollout(prompts, trainer):
     }
 
 
-def texts_are_text(completions, **_):
-    assert all(isinstance(text, str) and text.startswith("so ") for text in completions)
-    return [float(len(set(text))) for text in completions]
-
-
 def test_a_text_function_writes_what_rewards_read_and_training_learns(tmp_path):
     method = GRPO(**{"num_generations": 4, "max_completion_length": 16})
-    trainer = online_trainer(tmp_path, method=method, rollout_func=text_rollout, rewards=[texts_are_text], max_steps=2)
+    trainer = online_trainer(tmp_path, method=method, rollout_func=text_rollout, rewards=[unlike_texts], max_steps=2)
     trainer.processing_class.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }} {% endfor %}"
     trainer.train()
     (group, *_) = trainer.rollouts.current.groups

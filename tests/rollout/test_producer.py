@@ -5,7 +5,8 @@ import threading
 import pytest
 import torch
 
-from made_rollouts import WORDS, even_tokens, online_trainer, short
+from light_rewards import even_tokens, short
+from made_rollouts import WORDS, online_trainer
 from upweight.errors import UserError
 from upweight.methods import GDPO, GRPO
 

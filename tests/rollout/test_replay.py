@@ -4,6 +4,7 @@ import json
 
 import torch
 
+from light_rewards import one_prompt_only
 from made_rollouts import online_trainer
 from upweight.rollout.replay import ReplayBuffer, worth
 from upweight.types import Completion, Group
@@ -57,11 +58,6 @@ def test_a_buffer_survives_json():
     again = [one.fill([group(9, [1.0, 1.0])], 4, (1, 7))[0][0] for one in (buffer, later)]
     assert again[0].number == again[1].number
     assert again[0].completions == again[1].completions
-
-
-def one_prompt_only(prompts, completion_ids, **_):
-    told = zip(prompts, completion_ids, strict=True)
-    return [float(sum(ids) % 7) if "cat" in prompt else 0.0 for prompt, ids in told]
 
 
 def test_replay_feeds_a_run_whose_prompts_mostly_teach_nothing(tmp_path):

@@ -4,6 +4,7 @@ import json
 
 import torch
 
+from light_rewards import never_dogs
 from made_rollouts import online_trainer
 from upweight.rollout.replay import Reroll, failed
 from upweight.types import Group
@@ -36,11 +37,6 @@ def test_prompts_that_a_rollout_has_no_room_for_go_on_waiting():
     reroll = Reroll(start=0.0, most=3, capacity=9)
     reroll.note([group(n, [0.0], [0.0]) for n in (1, 2, 3)])
     assert (reroll.take(1.0, room=1), list(reroll.waiting)) == ([1], [2, 3])
-
-
-def never_dogs(prompts, completion_ids, **_):
-    told = zip(prompts, completion_ids, strict=True)
-    return [0.0 if "dogs" in prompt else float(sum(ids) % 5 + 1) for prompt, ids in told]
 
 
 def test_a_run_tries_failed_prompts_again_and_remembers_them_over_a_resume(tmp_path):

@@ -10,7 +10,7 @@ from upweight.sampler.in_process import InProcess
 from upweight.types import Sampling
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma2"])
+@pytest.mark.parametrize("kind", ["llama", pytest.param("gemma2", marks=pytest.mark.slow)])
 def test_prompts_go_through_layers_that_are_compiled_for_any_length_and_touch_the_device_alone(kind, monkeypatch):
     graphs = []
 

@@ -68,6 +68,7 @@ def hub():
     server.shutdown()
 
 
+@pytest.mark.slow
 def test_the_model_and_its_card_are_pushed(hub, model_folder, tmp_path):
     keys = {"hub_model_id": "me/model", "hub_private_repo": True, "adapter": "lora", "lora_target_linear": True}
     file = write_config(tmp_path, model_folder, max_steps=1, num_epochs=None, save_strategy="no", **keys)

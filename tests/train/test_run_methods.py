@@ -54,7 +54,12 @@ def config_of(name, folder, model_folder, **keys):
     return write_config(folder, model_folder, **keys)
 
 
-CASES = [(name, adapter) for name in CONFIGS for adapter in ("full", "lora")] + [("dpo", "dora")]
+FAST = ("dpo", "kto", "orm")  # with an adapter; all methods are tried whole
+CASES = [
+    *((name, "full") for name in CONFIGS),
+    *(pytest.param(name, "lora", marks=[] if name in FAST else pytest.mark.slow) for name in CONFIGS),
+    pytest.param("dpo", "dora", marks=pytest.mark.slow),
+]
 
 
 @pytest.mark.parametrize(("name", "adapter"), CASES)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from light_rewards import message_length
 from made_players import Script, Talk, episode_runner, run_episodes, tokenizer_for
 from made_rollouts import chat_model, online_trainer
 from tiny_models import plain_statistics
@@ -329,16 +330,12 @@ def sampled_rollout(tmp_path, *, adapter=False, model=None, template=CHATML, fac
     stops = list(range(0, 400, 3))
     section = {"generation_args": {"stop_token_ids": stops}}
     policy = {"num_generations": 4, "max_completion_length": 120}
-    trainer = online_trainer(tmp_path, method=GRPO(**policy), rewards=[length], section=section, model=model,
+    trainer = online_trainer(tmp_path, method=GRPO(**policy), rewards=[message_length], section=section, model=model,
                              adapter=adapter, template=template, env_setup=acting(factory), **options)  # fmt: skip
     producer = trainer.rollouts.producer
     rollout = producer.produce(0)
     trainer.rollouts.close()
     return trainer, rollout
-
-
-def length(completions, **_):
-    return [float(sum(len(m["content"]) for m in messages)) for messages in completions]
 
 
 @pytest.mark.parametrize("adapter", [False, True], ids=["full", "lora"])

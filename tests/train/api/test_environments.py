@@ -3,6 +3,7 @@
 import pytest
 from datasets import Dataset
 
+from light_rewards import message_length
 from parity_script import TEMPLATE, made_tokenizer, said, write_model
 from upweight import GRPOConfig, GRPOTrainer
 from upweight.errors import UserError
@@ -59,10 +60,6 @@ class Adding:
         return self.total
 
 
-def length(completions, **kwargs):
-    return [float(len(answer[0]["content"])) for answer in completions]
-
-
 @pytest.mark.parametrize(("rows", "reward"), [(None, 7.0), ([{"number": 3}] * 2, 3.0)])
 def test_an_environment_may_own_the_prompts(rows, reward, folder):
     assert logged(grpo(folder, Asking, rows), "reward") == [reward] * 2
@@ -70,10 +67,10 @@ def test_an_environment_may_own_the_prompts(rows, reward, folder):
 
 def test_rows_may_only_choose_the_environment(folder):
     rows = Dataset.from_list([{"environment": "ask"}, {"environment": "add"}] * 4)
-    trainer = grpo(folder, {"ask": Asking, "add": Adding}, rows, [length], eval_rows=rows.select([0]))
-    assert trainer.reward_func_names == ["length", "reward_env"]
+    trainer = grpo(folder, {"ask": Asking, "add": Adding}, rows, [message_length], eval_rows=rows.select([0]))
+    assert trainer.reward_func_names == ["message_length", "reward_env"]
     assert trainer.evaluate()["eval_rewards/reward_env/mean"] == 7.0
-    assert all(value > 0 for value in logged(trainer, "rewards/length/mean"))
+    assert all(value > 0 for value in logged(trainer, "rewards/message_length/mean"))
 
 
 def test_rewards_may_read_the_objects_of_episodes(folder):
@@ -98,7 +95,10 @@ def test_rewards_may_read_the_objects_of_episodes(folder):
         ({"factory": Asking, "max_steps": -1}, "max_steps: without train_dataset"),
         ({"factory": {"ask": Asking}}, "train_dataset: several environments need rows"),
         ({"factory": Adding}, "reward_funcs: empty"),
-        ({"factory": Asking, "reward_funcs": [length], "reward_weights": [1.0]}, r"2 rewards \(length, reward_env\)"),
+        (
+            {"factory": Asking, "reward_funcs": [message_length], "reward_weights": [1.0]},
+            r"2 rewards \(.*length, reward_env\)",
+        ),
         ({"factory": {"ask": Asking}, "rows": [{"environment": "b"}]}, "no environment 'b'; known: ask"),
     ],
 )

@@ -53,6 +53,7 @@ def run_rank(folder):
         (folder / "found.json").write_text(json.dumps(found))
 
 
+@pytest.mark.slow
 def test_a_script_shards_and_trains_the_same(tmp_path):
     write_model(tmp_path / "model", made_tokenizer(TEMPLATE), trainer="DPO")
     on_ranks(run_rank, 2, tmp_path)

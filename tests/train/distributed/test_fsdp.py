@@ -142,7 +142,8 @@ def run(file, resume=False):
     train(load_config(file), resume=resume)
 
 
-@pytest.mark.parametrize("kind", ["full", pytest.param("adapter", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["full", "adapter"])
 def test_a_sharded_run_resumes_exactly_and_leaves_a_whole_model(kind, model_folder, tmp_path):
     if kind == "full":
         model_folder = write_model(tmp_path / "tied", tie_word_embeddings=True)

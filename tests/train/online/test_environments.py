@@ -6,6 +6,7 @@ import logging
 import pytest
 import torch
 
+from light_rewards import letters
 from made_rollouts import online_trainer
 from made_runs import metrics_of, on_ranks, write_model, write_online
 from made_vllm import FakeVllm
@@ -72,10 +73,6 @@ def acting_trainer(folder, *, kind=GRPO, factory=Nag, **options):
     section = {"generation_args": {"stop_token_ids": STOPS}, **options.pop("section", {})}
     return online_trainer(folder, method=kind(**policy), rewards=[letters], section=section, env_setup=env_setup,
                           template=CHATML, **options)  # fmt: skip
-
-
-def letters(completions, **_):
-    return [sum(len(message["content"]) for message in messages) / 100 for messages in completions]
 
 
 def write_acting(folder, model, **keys):

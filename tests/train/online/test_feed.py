@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from made_rollouts import even_tokens, logged, online_trainer, resumed_as_whole, short
+from light_rewards import equal_rewards, even_tokens, short
+from made_rollouts import logged, online_trainer, resumed_as_whole
 from made_runs import largest_difference, on_ranks, weights_of
 from made_tokenizers import byte_tokenizer
 from upweight.errors import UserError
@@ -72,11 +73,6 @@ def test_any_cut_into_forwards_gives_the_same_weights(tmp_path, budget):
     whole.train()
     cut.train()
     assert largest_difference(weights_of(whole), weights_of(cut)) < 1e-5
-
-
-def equal_rewards(completion_ids, **kwargs):
-    """One group of two has no signal."""
-    return [1.0 if number < 4 else float(len(set(ids))) for number, ids in enumerate(completion_ids)]
 
 
 def test_leaving_out_what_cannot_contribute_changes_nothing(tmp_path):

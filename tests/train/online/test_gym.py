@@ -172,7 +172,7 @@ def test_rows_with_tools_are_played_here(tmp_path, model, fake):
     assert fake.asked("synonyms", "/get_synonym_value") or fake.asked("synonyms", "/extract_synonym_values")
 
 
-@pytest.mark.parametrize("raw_logps", [False, True])
+@pytest.mark.parametrize("raw_logps", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_multi_turn_form_trains_an_adapter(tmp_path, model, fake, raw_logps):
     fake.agents["weather_agent"] = "example_single_tool_call"
     agent_of(fake, "weather_agent")

@@ -59,7 +59,7 @@ def test_the_server_follows_the_policy_every_so_many_steps(tmp_path, model, fake
     assert not fake.loaded
 
 
-@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("ahead", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_no_group_is_lost_or_doubled_through_errors_and_restarts(tmp_path, model, fake, ahead):
     written = fake.written
 
@@ -112,6 +112,7 @@ def test_a_pattern_without_a_server_is_refused(tmp_path, model, fake):
         train(config(tmp_path, model, fake, {"use_vllm": False, "vllm_structured_outputs_regex": "a+"}))
 
 
+@pytest.mark.slow
 def test_prompts_go_on_with_the_other_server_when_one_dies_and_it_comes_back(tmp_path, model, fake, monkeypatch):
     monkeypatch.setattr(vllm_servers, "PATIENCE", 1.0)
     other = FakeVllm(model)
@@ -151,7 +152,14 @@ def _train(path) -> None:
     train(load_config(path))
 
 
-@pytest.mark.parametrize("shards", [{}, {"fsdp": True}, {"fsdp": True, **dict.fromkeys(LORA)}])
+@pytest.mark.parametrize(
+    "shards",
+    [
+        pytest.param({}, marks=pytest.mark.slow),
+        {"fsdp": True},
+        pytest.param({"fsdp": True, **dict.fromkeys(LORA)}, marks=pytest.mark.slow),
+    ],
+)
 def test_rank_zero_alone_talks_to_the_server(shards, tmp_path, model, fake):
     keys = {"micro_batch_size": 4, "val_set_size": 2, **LORA, **shards}
     file = config(tmp_path, model, fake, **keys).folder / "config.yaml"
