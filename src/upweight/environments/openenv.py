@@ -1,7 +1,4 @@
-"""Episodes on an OpenEnv server, with typed actions or MCP tools and a reward for each step.
-
-Each WebSocket connection to the server is one environment, with reset and step.
-"""
+"""Episodes on an OpenEnv server, with typed actions or MCP tools and a reward for each step."""
 
 import asyncio
 import contextlib
@@ -50,7 +47,7 @@ class _ServerFull(Exception):
 
 @dataclass
 class OpenEnv(Environment):
-    """An OpenEnv server; each episode has its own connection."""
+    """An OpenEnv server; each WebSocket connection to it is one environment, and each episode has one."""
 
     url: str
     reward: Reduction = "sum"  # how the step rewards of an episode are combined
@@ -87,18 +84,14 @@ class OpenEnv(Environment):
         schema = await self._schema()
         known = (schema.get("observation") or {}).get("properties") or {}
         if self.observation is not None and known and self.observation not in known:
-            raise UserError(
-                f"environment.observation: '{self.observation}' is no field of what {self.url} shows; "
-                f"it has {', '.join(known)}"
-            )
+            problem = f"'{self.observation}' is no field of what {self.url} shows"
+            raise UserError(f"environment.observation: {problem}; it has {', '.join(known)}")
         action = schema["action"]
         properties = (action.get("properties") or {}).items()
         fields = {name: kind for name, kind in properties if name != "metadata" and "const" not in kind}
         if self.text_field is not None and self.text_field not in fields:
-            raise UserError(
-                f"environment.text_field: the environment's action has no field '{self.text_field}'; "
-                f"it has {', '.join(fields) or 'none'}"
-            )
+            problem = f"the environment's action has no field '{self.text_field}'"
+            raise UserError(f"environment.text_field: {problem}; it has {', '.join(fields) or 'none'}")
         self.mcp = not fields or {"tool_name", "arguments"} == set(fields)
         if self.mcp:
             self.text_field = None
@@ -108,8 +101,7 @@ class OpenEnv(Environment):
         if not self.mcp and self.text_field is None:
             required = [name for name in action.get("required") or () if name in fields]
             parameters = {"type": "object", "properties": fields, "required": required}
-            if "$defs" in action:
-                parameters["$defs"] = action["$defs"]
+            parameters |= {"$defs": action["$defs"]} if "$defs" in action else {}
             self.tools = [_tool(STEP, str(action.get("description") or "Act on the environment."), parameters)]
 
     async def _schema(self) -> dict[str, Any]:
@@ -124,10 +116,9 @@ class OpenEnv(Environment):
                     break
                 except (httpx.HTTPError, ValueError) as error:
                     if clock() > stop:
-                        raise UserError(
-                            f"environment.url: no OpenEnv server answers at {self.url} ({type(error).__name__} {error})"
-                            f" after {self.wait:g} seconds. Start it, or raise environment.wait."
-                        ) from None
+                        problem = f"no OpenEnv server answers at {self.url} ({type(error).__name__} {error})"
+                        remedy = "Start it, or raise environment.wait."
+                        raise UserError(f"environment.url: {problem} after {self.wait:g} seconds. {remedy}") from None
                 if attempt == 0:
                     logger.info("waiting for an OpenEnv server at %s, up to %.0f seconds", self.url, self.wait)
                 await asyncio.sleep(_backoff(attempt))
@@ -152,9 +143,8 @@ class OpenEnvEpisode(Episode):
         columns = self.environment.columns
         names = [name for name in row if name not in PREPARED_COLUMNS] if columns is None else columns
         if missing := [name for name in names if name not in row]:
-            raise UserError(
-                f"environment.columns: the data has no column {', '.join(missing)}; it has {', '.join(row)}"
-            )
+            has = ", ".join(row)
+            raise UserError(f"environment.columns: the data has no column {', '.join(missing)}; it has {has}")
         arguments = {name: row[name] for name in names if row[name] is not None}
         try:
             result = await self.connection.reset(arguments)
@@ -163,10 +153,8 @@ class OpenEnvEpisode(Episode):
         tools = self.environment.tools
         if self.environment.mcp:
             listed = (await self.connection.step({"type": "list_tools"})).get("observation") or {}
-            tools = [
-                _tool(tool["name"], tool.get("description") or "", tool.get("input_schema") or {})
-                for tool in listed.get("tools") or ()
-            ]
+            offered = [(tool, tool.get("input_schema") or {}) for tool in listed.get("tools") or ()]
+            tools = [_tool(tool["name"], tool.get("description") or "", schema) for tool, schema in offered]
         return Opening(opening_messages(row.get("prompt"), self._text(result)), tools)
 
     async def reply(self, turn: Turn) -> Reply:
@@ -194,14 +182,13 @@ class OpenEnvEpisode(Episode):
         await self.connection.close()
 
     async def _call(self, call: ToolCall) -> str:
-        arguments = dict(call.arguments)
         if call.error:
             return f"{ERROR}{call.error}"
         if self.environment.mcp:
-            return await self._step({"type": "call_tool", "tool_name": call.name, "arguments": arguments})
+            return await self._step({"type": "call_tool", "tool_name": call.name, "arguments": dict(call.arguments)})
         if call.name != STEP:
             return f"{ERROR}there is no tool '{call.name}', only '{STEP}'"
-        return await self._step(arguments)
+        return await self._step(call.arguments)
 
     async def _step(self, action: Mapping[str, Any]) -> str:
         """Return what the policy reads after an action: the observation, or why the action was rejected."""
@@ -217,9 +204,8 @@ class OpenEnvEpisode(Episode):
 
     def _text(self, result: Mapping[str, Any]) -> str:
         observation = result.get("observation") or {}
-        field_name = self.environment.observation
-        if field_name is not None and field_name in observation:
-            return as_text(observation[field_name])
+        if (name := self.environment.observation) in observation:
+            return as_text(observation[name])
         if self.environment.mcp and "tool_name" in observation:
             return _tool_text(observation)
         shown = {name: value for name, value in observation.items() if name not in ("metadata", "done", "reward")}
@@ -312,15 +298,12 @@ class OpenEnvConnection:
 def _error(content: Mapping[str, Any]) -> Exception:
     code, message = content.get("code"), str(content.get("message", ""))
     if code == "VALIDATION_ERROR":
-        faults = [
-            f"{'.'.join(map(str, fault.get('loc', ())))}: {fault.get('msg')}" for fault in content.get("errors") or ()
-        ]
-        return ActionRejected("; ".join(faults) or message)
+        faults = [(".".join(map(str, fault.get("loc", ()))), fault.get("msg")) for fault in content.get("errors") or ()]
+        return ActionRejected("; ".join(f"{place}: {problem}" for place, problem in faults) or message)
     if code == "CAPACITY_REACHED":
-        warn_once(
-            f"the OpenEnv server has room for {content.get('max_sessions', 'few')} sessions only, and others wait: "
-            "raise max_concurrent_envs in its create_app (the class needs SUPPORTS_CONCURRENT_SESSIONS = True)"
-        )
+        remedy = "raise max_concurrent_envs in its create_app (the class needs SUPPORTS_CONCURRENT_SESSIONS = True)"
+        room = content.get("max_sessions", "few")
+        warn_once(f"the OpenEnv server has room for {room} sessions only, and others wait: {remedy}")
         return _ServerFull(message)
     return OpenEnvFault(f"{code}: {message}")
 

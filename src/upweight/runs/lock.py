@@ -19,7 +19,7 @@ LOCK = ".lock"
 def lock_folder(folder: Path) -> Iterator[None]:
     """Hold a run folder, which is created if missing; raise a UserError where another process holds it.
 
-    The lock is the system's own: it ends with the process however that ends, and children do not inherit it.
+    The lock is the operating system's: it ends with the process however that ends, and children do not inherit it.
     """
     path = folder / LOCK
     try:

@@ -80,18 +80,15 @@ def turns_of(run: Mapping[str, Any]) -> list[AgentTurn]:
             continue
         ids, prompt, logps = (item.get(key) or [] for key in (IDS, PROMPT, LOGPS))
         if not ids or not prompt or len(ids) != len(logps):
-            raise GymFault(
-                f"/run: a turn has {len(prompt)} prompt tokens, {len(ids)} written ones and {len(logps)} log-probs"
-            )
+            counts = f"{len(prompt)} prompt tokens, {len(ids)} written ones and {len(logps)} log-probs"
+            raise GymFault(f"/run: a turn has {counts}")
         logps = [float(logp) for logp in logps]
         if not all(map(math.isfinite, logps)):
             raise GymFault("/run: a log-prob is not finite")
         turns.append(AgentTurn([int(token) for token in prompt], [int(token) for token in ids], logps))
     if not turns:
-        raise GymFault(
-            "/run: no token ids came back: the Gym's model server needs 'return_token_id_information: true', and "
-            "prompts room in the server's context"
-        )
+        needs = "the Gym's model server needs 'return_token_id_information: true', and prompts room in its context"
+        raise GymFault(f"/run: no token ids came back: {needs}")
     return turns
 
 

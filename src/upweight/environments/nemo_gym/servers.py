@@ -119,10 +119,8 @@ class GymServers:
         resource = self._find(RESOURCES, name).instance
         agents = [agent for agent, served in self.resource_of.items() if served == resource]
         if not agents:
-            raise UserError(
-                f"nemo_gym_multi_turn: no agent of the Gym works with '{resource}'. Start one (`upweight init gym` "
-                "writes its config), or drop the key: turns with tools need no agent."
-            )
+            remedy = "Start one (`upweight init gym` writes its config), or drop the key: tools need no agent."
+            raise UserError(f"nemo_gym_multi_turn: no agent of the Gym works with '{resource}'. {remedy}")
         return self._find(AGENTS, agents[0])
 
     def _find(self, kind: str, name: str) -> GymServer:
@@ -135,10 +133,8 @@ class GymServers:
                 names = ", ".join(server.instance for server in servers)
                 raise UserError(f"nemo_gym_datasets: the Gym has several servers '{name}': choose among {names}.")
         names = [server.instance for server in candidates]
-        shown = ", ".join(names) or "none"
-        raise UserError(
-            f"nemo_gym_datasets: the Gym has no server '{name}'.{did_you_mean(name, names)} It has {shown}."
-        )
+        has = f"{did_you_mean(name, names)} It has {', '.join(names) or 'none'}."
+        raise UserError(f"nemo_gym_datasets: the Gym has no server '{name}'.{has}")
 
 
 async def discover(client: GymClient, head: str) -> GymServers:

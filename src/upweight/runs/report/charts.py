@@ -177,6 +177,5 @@ def _chart(spec: Spec, metrics: list[str], names: list[str]) -> Chart:
         labels.setdefault(name, match[1] if match and match.groups() else "")
     of = labels[metrics[0]] if spec.each else ""
     series = [("" if spec.each else labels[name], name) for name in metrics]
-    band = [pattern.format(of) for pattern in spec.band]
-    title = spec.title.format(of) if spec.title else of
+    band, title = [pattern.format(of) for pattern in spec.band], spec.title.format(of) or of
     return Chart(spec.group, title, spec.meaning, spec.unit, series, band if set(band) <= set(names) else [])

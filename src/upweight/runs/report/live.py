@@ -65,8 +65,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         server = self.server
         assert isinstance(server, PageServer)
-        url = urlsplit(self.path)
-        host = self.headers.get("Host", "")
+        url, host = urlsplit(self.path), self.headers.get("Host", "")
         if (host.rpartition(":")[0] or host) not in (HERE, "localhost"):  # any port: a tunnel may begin at another
             self._answer(HTTPStatus.MISDIRECTED_REQUEST, "text/plain", f"This server answers to {HERE} only.\n")
         elif url.path == "/":
