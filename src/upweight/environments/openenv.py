@@ -77,10 +77,7 @@ class OpenEnv(Environment):
         return OpenEnvEpisode(self, OpenEnvConnection(self))
 
     async def start(self) -> None:
-        """Wait for the server, and choose by the schema of its actions how a turn becomes one.
-
-        That is by calls of MCP tools, as the text of one field, or by a call of `step`.
-        """
+        """Wait for the server; by its schema, turns act through MCP tools, as the text of one field, or by `step`."""
         schema = await self._schema()
         known = (schema.get("observation") or {}).get("properties") or {}
         if self.observation is not None and known and self.observation not in known:

@@ -26,10 +26,7 @@ class CallTimeout(Exception):
 
 
 class UserCalls:
-    """Runs the user's code within time limits, and never on the event loop of episodes.
-
-    Sync functions run in threads and async ones on a separate loop, so that one that hangs blocks no other.
-    """
+    """Runs the user's code within time limits, off the loop of episodes, so that a call that hangs blocks no other."""
 
     def __init__(self) -> None:
         self._loop = EventLoop("tools")
@@ -93,12 +90,9 @@ def _for_asyncio(error: BaseException) -> RuntimeError:
 
 @dataclass
 class PythonEnvironment(Environment):
-    """Episodes of a user's class with the tools, or of the tools alone.
+    """Episodes of a user's class with the tools, or of the tools alone."""
 
-    `factory` makes the object of an episode; as a mapping, it has such a function for each `environment` of the rows.
-    """
-
-    factory: Factory | Mapping[str, Factory] | None = None
+    factory: Factory | Mapping[str, Factory] | None = None  # of one object; or by a row's `environment`
     functions: Sequence[Callable[..., Any]] = ()
     timeout: float = 60.0  # seconds for one call of the object
     tool_timeout: float = 30.0

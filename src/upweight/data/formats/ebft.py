@@ -35,10 +35,7 @@ def _with_truth(setup: Setup, prompt: Prompt, truth: str, conversation: Conversa
 
 
 def truth_turns(template: ChatTemplate, before: Conversation, messages: Sequence[Message]) -> tuple[str, ...]:
-    """Return the texts of the assistant's turns and, between them, of the others with the template's markup.
-
-    An earlier turn keeps the text it had when it was the last one; messages after the last of them are left out.
-    """
+    """Return the texts of the assistant's turns, each as if it were the last, and of the others between them."""
     number = 0
     texts: list[str] = []
     while True:
@@ -103,8 +100,7 @@ def split_thinking(setup: Setup, row: Row) -> list[Example]:
     """Sample the last assistant turn, with reasoning moved to `reasoning_content` in every message."""
     messages, turns, key = _conversation(setup, row)
     messages = [_split_reasoning(message) for message in messages]
-    truth = _truth(messages[turns[-1]], "reasoning_content", key)
-    return [example(setup, row, messages[: turns[-1]], truth)]
+    return [example(setup, row, messages[: turns[-1]], _truth(messages[turns[-1]], "reasoning_content", key))]
 
 
 def answer_only(setup: Setup, row: Row) -> list[Example]:

@@ -177,6 +177,4 @@ def without_nulls(value: Any) -> Any:
     """Return the value without null properties, which Arrow tables add where rows differ."""
     if isinstance(value, Mapping):
         return {name: without_nulls(inner) for name, inner in value.items() if inner is not None}
-    if isinstance(value, list | tuple):
-        return [without_nulls(inner) for inner in value]
-    return value
+    return [without_nulls(inner) for inner in value] if isinstance(value, list | tuple) else value

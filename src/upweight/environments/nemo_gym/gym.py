@@ -1,4 +1,4 @@
-"""Episodes that a Gym's servers verify; the servers are asked with retries, and restarted where the run started them."""
+"""Episodes that a Gym's servers verify; they are asked with retries, and restarted where the run started them."""
 
 import asyncio
 import contextlib
@@ -108,12 +108,9 @@ class NemoGym(Environment):
         *,
         limit: float,
         cookies: httpx.Cookies | None = None,
-        repeat: bool = True,
+        repeat: bool = True,  # else errors of the server are answers: the request may have had an effect
     ) -> httpx.Response:
-        """The answer to a request, retried after faults; GymFault where none comes or the server was restarted.
-
-        Without `repeat`, requests that may have had an effect are not retried, and errors of the server are answers.
-        """
+        """The answer to a request, retried after faults; GymFault where none comes or the server was restarted."""
         problem = GymFault("")
         for pause in (0.0, *PAUSES):
             await asyncio.sleep(pause)

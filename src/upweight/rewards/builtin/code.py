@@ -50,10 +50,9 @@ class CodeReward:
 
     def __call__(self, completions: list[Any], **columns: Any) -> ScoreList:
         if not isinstance(columns.get(self.tests), list) and not isinstance(columns.get(self.output), list):
-            raise UserError(
-                f"Reward 'code' reads the column '{self.tests}' (tests) or '{self.output}' (expected output), and the "
-                f"rows have neither. Name yours: code(tests='...') or code(output='...', stdin='...')."
-            )
+            problem = f"'{self.tests}' (tests) or '{self.output}' (expected output), and the rows have neither"
+            remedy = "Name yours: code(tests='...') or code(output='...', stdin='...')."
+            raise UserError(f"Reward 'code' reads the column {problem}. {remedy}")
         texts = texts_of(completions)
         tasks = [self._task(row) for row in rows_of(columns, len(texts))]
         with ThreadPoolExecutor(self.parallel) as pool:
@@ -76,9 +75,7 @@ class CodeReward:
     def _code(self, text: str) -> str:
         if self.tag is not None:
             text = between_tags(text, self.tag) or ""
-        blocks = fenced_blocks(text)
-        if not blocks:
-            return text
+        blocks = fenced_blocks(text) or [text]
         return {"last": blocks[-1], "first": blocks[0], "all": "\n".join(blocks)}[self.block]
 
     def _score(self, text: str, task: Task | None) -> float | None:
@@ -102,8 +99,7 @@ class CodeReward:
     def _share(self, code: str, task: Task) -> float:
         """Code and its task -> the share of tests or cases that hold."""
         if task.tests:
-            held = self._run(code, task.tests, "").held or []
-            return sum(held) / len(task.tests)
+            return sum(self._run(code, task.tests, "").held or []) / len(task.tests)
         right = 0
         for stdin, expected in task.cases:
             outcome = self._run(code, None, stdin)

@@ -80,10 +80,8 @@ class JudgeReward:
         if "{completion}" not in self.template:
             raise UserError("Reward 'judge': the template has no {completion}, so the judge would not see it.")
         if self.api_key_env is not None and not os.environ.get(self.api_key_env):
-            raise UserError(
-                f"Reward 'judge': the environment variable {self.api_key_env} (api_key_env) is not set. "
-                f"Export it with the key before the run."
-            )
+            variable = f"the environment variable {self.api_key_env} (api_key_env)"
+            raise UserError(f"Reward 'judge': {variable} is not set. Export it with the key before the run.")
 
     def __call__(self, completions: list[Any], **columns: Any) -> ScoreList:
         texts = texts_of(completions)
@@ -101,14 +99,8 @@ class JudgeReward:
         prompt = row.get("prompts", "")
         if not isinstance(prompt, str):
             prompt = "\n".join(f"{turn.get('role', 'user')}: {turn.get('content', '')}" for turn in prompt)
-        values = {
-            **row,
-            "prompt": prompt,
-            "completion": text[: self.longest],
-            "rubric": self.rubric,
-            "lowest": f"{self.lowest:g}",
-            "highest": f"{self.highest:g}",
-        }
+        scale = {"rubric": self.rubric, "lowest": f"{self.lowest:g}", "highest": f"{self.highest:g}"}
+        values = {**row, "prompt": prompt, "completion": text[: self.longest], **scale}
         # One pass, so that braces inside a completion stay what they are.
         return re.sub(r"\{(\w+)\}", lambda hole: str(values.get(hole[1], hole[0])), self.template)
 
@@ -121,12 +113,8 @@ class JudgeReward:
 
     def _ask(self, client: httpx.Client, question: str) -> str | None:
         """A question -> the judge's reply, or None after the last retry."""
-        body = {
-            "model": self.model,
-            "messages": [{"role": "user", "content": question}],
-            "temperature": self.temperature,
-            "max_tokens": self.max_tokens,
-        }
+        sampling = {"temperature": self.temperature, "max_tokens": self.max_tokens}
+        body = {"model": self.model, "messages": [{"role": "user", "content": question}], **sampling}
         problem = ""
         for attempt in range(self.retries + 1):
             retry_after = 0.0

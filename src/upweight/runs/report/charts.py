@@ -11,10 +11,7 @@ SHARE = "share"  # values between 0 and 1
 
 @dataclass(frozen=True)
 class Spec:
-    """The definition of a chart; a metric belongs to the first one with a pattern that matches its whole name.
-
-    With `each`, every metric that matches has a separate chart, named by the pattern's group.
-    """
+    """The definition of a chart; a metric belongs to the first one with a pattern that matches its whole name."""
 
     group: str
     title: str
@@ -23,7 +20,7 @@ class Spec:
     labels: tuple[str, ...] = ()  # of the series, where there are several
     band: tuple[str, ...] = ()  # metric of the spread around the first series, or of its lower and upper edge
     unit: str = ""
-    each: bool = False
+    each: bool = False  # every metric that matches has a separate chart, named by the pattern's group
 
 
 @dataclass
