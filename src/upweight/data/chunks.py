@@ -240,5 +240,4 @@ def refuse_unread(job: EncodeJob) -> None:
         root = column.split(".")[0] if column and column not in row else column
         if root in row and root not in row.read and row.get(root) is not None:
             problem = f"'{key}: {column}' has no effect: {reader} does not read that column"
-            remedy = "Remove the key, or name a type that reads it."
-            raise UserError(f"{job.where}, {job.rows.place(0)}: {problem}. {remedy}")
+            raise UserError(f"{job.where}, {job.rows.place(0)}: {problem}. Remove it, or name a type that does.")

@@ -65,8 +65,7 @@ class Encoder:
     """Turns the rows of one dataset entry into records."""
 
     def __init__(self, setup: Setup, transform: Transform | None) -> None:
-        self.setup = setup
-        self.transform = transform
+        self.setup, self.transform = setup, transform
         self.read = format_of(setup.method.formats, None if transform else setup.entry.type)
         self.source_text = (setup.template.source or "") + (transform.source_text if transform else "")
 

@@ -12,20 +12,15 @@ from upweight.errors import UserError
 
 MESSAGE_COLUMNS = ("prompt", "completion", "chosen", "rejected", "messages")
 COLUMN_SETS = (
-    {"messages"},
-    {"prompt"},
-    {"prompt", "completion"},
-    {"prompt", "chosen", "rejected"},
-    {"chosen", "rejected"},
+    {"messages"}, {"prompt"}, {"prompt", "completion"}, {"prompt", "chosen", "rejected"}, {"chosen", "rejected"},
     {"prompt", "completion", "label"},
-)
+)  # fmt: skip
 STRATEGIES = ("bfd", "bfd_split", "wrapped")
 
 
 def is_conversational(example: Mapping[str, Any]) -> bool:
     """Return whether a row holds messages (with a `role`) rather than plain text."""
-    value = next((example[name] for name in MESSAGE_COLUMNS if name in example), None)
-    return _holds_messages(value, "role")
+    return _holds_messages(next((example[name] for name in MESSAGE_COLUMNS if name in example), None), "role")
 
 
 def is_conversational_from_value(example: Mapping[str, Any]) -> bool:

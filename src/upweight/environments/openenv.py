@@ -74,7 +74,7 @@ class OpenEnv(Environment):
         return (REWARD,)
 
     def episode(self) -> "OpenEnvEpisode":
-        return OpenEnvEpisode(self, OpenEnvConnection(self))
+        return OpenEnvEpisode(self)
 
     async def start(self) -> None:
         """Wait for the server; by its schema, turns act through MCP tools, as the text of one field, or by `step`."""
@@ -130,10 +130,10 @@ class OpenEnvEpisode(Episode):
     """One episode, over one connection."""
 
     environment: OpenEnv
-    connection: "OpenEnvConnection"
     rewards: list[float] = field(default_factory=list)  # of the steps that returned one
     steps: int = 0
     done: bool = False
+    socket: Any = None  # the connection
 
     async def open(self, row: Mapping[str, Any]) -> Opening:
         """Reset the environment with the row's columns; the first observation follows the prompt."""
@@ -144,12 +144,12 @@ class OpenEnvEpisode(Episode):
             raise UserError(f"environment.columns: the data has no column {', '.join(missing)}; it has {has}")
         arguments = {name: row[name] for name in names if row[name] is not None}
         try:
-            result = await self.connection.reset(arguments)
+            result = await self._reset(arguments)
         except ActionRejected as error:
             raise OpenEnvFault(f"reset was refused: {error}") from error
         tools = self.environment.tools
         if self.environment.mcp:
-            listed = (await self.connection.step({"type": "list_tools"})).get("observation") or {}
+            listed = (await self._act({"type": "list_tools"})).get("observation") or {}
             offered = [(tool, tool.get("input_schema") or {}) for tool in listed.get("tools") or ()]
             tools = [_tool(tool["name"], tool.get("description") or "", schema) for tool, schema in offered]
         return Opening(opening_messages(row.get("prompt"), self._text(result)), tools)
@@ -176,7 +176,15 @@ class OpenEnvEpisode(Episode):
         return EpisodeOutcome({REWARD: reductions[self.environment.reward]}, details=details)
 
     async def close(self) -> None:
-        await self.connection.close()
+        socket, self.socket = self.socket, None
+        if socket is None:
+            return
+        try:
+            async with asyncio.timeout(CLOSE_SECONDS):
+                await socket.send(json.dumps({"type": "close"}))
+                await socket.close()
+        except (OSError, ConnectionClosed):  # closed already
+            socket.transport.abort()
 
     async def _call(self, call: ToolCall) -> str:
         if call.error:
@@ -190,7 +198,7 @@ class OpenEnvEpisode(Episode):
     async def _step(self, action: Mapping[str, Any]) -> str:
         """Return what the policy reads after an action: the observation, or why the action was rejected."""
         try:
-            result = await self.connection.step(action)
+            result = await self._act(action)
         except ActionRejected as error:
             return f"{ERROR}{error}"
         self.steps += 1
@@ -211,6 +219,51 @@ class OpenEnvEpisode(Episode):
             return text
         return as_text(shown) if shown else ""
 
+    async def _reset(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Begin an episode; wait while the server is away or full."""
+        clock, attempt = asyncio.get_running_loop().time, 0
+        stop = clock() + self.environment.wait
+        while True:
+            try:
+                self.socket = await connect(
+                    self.environment.socket,
+                    open_timeout=self.environment.timeout,
+                    max_size=None,
+                    ping_interval=None,  # a busy environment may not answer pings; each message has a timeout
+                    proxy=None if self.environment.local else True,
+                )
+                return await self._ask("reset", arguments)
+            except (OSError, ConnectionClosed, InvalidHandshake, _ServerFull) as error:
+                await self.close()
+                if clock() > stop:
+                    raise OpenEnvFault(f"no session within {self.environment.wait:g} seconds: {error}") from error
+            await asyncio.sleep(_backoff(attempt))
+            attempt += 1
+
+    async def _act(self, action: Mapping[str, Any]) -> dict[str, Any]:
+        """Return observation, reward and done after an action."""
+        try:
+            return await self._ask("step", action)
+        except (OSError, ConnectionClosed) as error:
+            raise OpenEnvFault(f"the connection was lost: {error}") from error
+
+    async def _ask(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
+        with contextlib.suppress(ConnectionClosed):  # a full server sends its error and closes; that is still read
+            await self.socket.send(json.dumps({"type": kind, "data": dict(data)}, default=str))
+        try:
+            async with asyncio.timeout(self.environment.timeout):
+                answer = json.loads(await self.socket.recv())
+        except TimeoutError:
+            raise OpenEnvFault(f"no answer to '{kind}' within {self.environment.timeout:g} seconds") from None
+        except ValueError as error:
+            raise OpenEnvFault(f"the answer to '{kind}' is no JSON: {error}") from error
+        content = answer.get("data") if isinstance(answer, dict) else None
+        if not isinstance(content, dict):
+            raise OpenEnvFault(f"the answer to '{kind}' is no OpenEnv message")
+        if answer["type"] == "error":
+            raise _error(content)
+        return content
+
 
 def _tool_text(observation: Mapping[str, Any]) -> str:
     if error := observation.get("error"):
@@ -226,70 +279,6 @@ def _tool_text(observation: Mapping[str, Any]) -> str:
 
 def _tool(name: str, description: str, parameters: Mapping[str, Any]) -> Mapping[str, Any]:
     return {"type": "function", "function": {"name": name, "description": description, "parameters": dict(parameters)}}
-
-
-class OpenEnvConnection:
-    """One connection, which is one environment."""
-
-    def __init__(self, environment: "OpenEnv") -> None:
-        self._environment = environment
-        self._socket: Any = None
-
-    async def reset(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Begin an episode; wait while the server is away or full."""
-        clock, attempt = asyncio.get_running_loop().time, 0
-        stop = clock() + self._environment.wait
-        while True:
-            try:
-                self._socket = await connect(
-                    self._environment.socket,
-                    open_timeout=self._environment.timeout,
-                    max_size=None,
-                    ping_interval=None,  # a busy environment may not answer pings; each message has a timeout
-                    proxy=None if self._environment.local else True,
-                )
-                return await self._ask("reset", arguments)
-            except (OSError, ConnectionClosed, InvalidHandshake, _ServerFull) as error:
-                await self.close()
-                if clock() > stop:
-                    raise OpenEnvFault(f"no session within {self._environment.wait:g} seconds: {error}") from error
-            await asyncio.sleep(_backoff(attempt))
-            attempt += 1
-
-    async def step(self, action: Mapping[str, Any]) -> dict[str, Any]:
-        """Return observation, reward and done after an action."""
-        try:
-            return await self._ask("step", action)
-        except (OSError, ConnectionClosed) as error:
-            raise OpenEnvFault(f"the connection was lost: {error}") from error
-
-    async def close(self) -> None:
-        socket, self._socket = self._socket, None
-        if socket is None:
-            return
-        try:
-            async with asyncio.timeout(CLOSE_SECONDS):
-                await socket.send(json.dumps({"type": "close"}))
-                await socket.close()
-        except (OSError, ConnectionClosed):  # closed already
-            socket.transport.abort()
-
-    async def _ask(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
-        with contextlib.suppress(ConnectionClosed):  # a full server sends its error and closes; that is still read
-            await self._socket.send(json.dumps({"type": kind, "data": dict(data)}, default=str))
-        try:
-            async with asyncio.timeout(self._environment.timeout):
-                answer = json.loads(await self._socket.recv())
-        except TimeoutError:
-            raise OpenEnvFault(f"no answer to '{kind}' within {self._environment.timeout:g} seconds") from None
-        except ValueError as error:
-            raise OpenEnvFault(f"the answer to '{kind}' is no JSON: {error}") from error
-        content = answer.get("data") if isinstance(answer, dict) else None
-        if not isinstance(content, dict):
-            raise OpenEnvFault(f"the answer to '{kind}' is no OpenEnv message")
-        if answer["type"] == "error":
-            raise _error(content)
-        return content
 
 
 def _error(content: Mapping[str, Any]) -> Exception:

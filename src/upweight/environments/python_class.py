@@ -149,9 +149,8 @@ class PythonEpisode(Episode):
     """One episode with one object: its reset, tool calls, steps and reward."""
 
     def __init__(self, environment: PythonEnvironment) -> None:
-        self._environment = environment
+        self._environment, self._tools = environment, dict(environment.tools)
         self._object: Any = None
-        self._tools = dict(environment.tools)
 
     async def open(self, row: Mapping[str, Any]) -> Opening:
         """Return the row's prompt with what `reset` returns: text joins the last user message, messages follow."""

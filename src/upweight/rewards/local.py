@@ -36,8 +36,7 @@ class InProcessRunner:
             return with_retries(lambda part, limit: self._attempt(reward, part, limit), call, limit)
 
     def _attempt(self, reward: Reward, call: RewardCall, limit: float) -> RewardOutcome:
-        takes = reward.takes
-        work = partial(invoke, reward.function, takes.arguments(call), takes.logs, reward.name, len(call))
+        work = partial(invoke, reward.function, reward.takes.arguments(call), reward.takes.logs, reward.name, len(call))
         if not reward.has_timeout:
             return work()
         if threading.current_thread() is threading.main_thread():

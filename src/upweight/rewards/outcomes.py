@@ -10,7 +10,7 @@ from typing import Any, Literal
 from upweight.errors import UserError
 from upweight.user_modules import describe_error
 
-IN_MESSAGES = "Where the prompt is messages, so is a completion: read its text as completion[0]['content']"
+IN_MESSAGES = "Where the prompt is messages, so is a completion: read completion[0]['content']"
 Value = float | None
 Function = Callable[..., Any]
 

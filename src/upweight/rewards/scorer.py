@@ -118,14 +118,14 @@ class Scorer:
             result.set_result(RewardResult(torch.zeros(len(call), len(self.rewards))))
             return result
         parts: list[Parts] = [[] for _ in self.rewards]
-        for part, reward in zip(parts, self.rewards, strict=True):
+        # Those of this process come last, because they may run in this thread.
+        for reward, part in sorted(zip(self.rewards, parts, strict=True), key=lambda pair: pair[0].runs == "here"):
             if reward.runs == "worker":
                 for start, stop in call.shards(self.num_workers):
                     part.append((start, self._in_worker(reward, call.part(start, stop))))
             elif reward.runs == "async":
                 part.append((0, start_async(self._loop, reward, call, self.timeout)))
-        for part, reward in zip(parts, self.rewards, strict=True):  # last, because they may run in this thread
-            if reward.runs == "here":
+            else:
                 part.append((0, self._in_process(reward, call, in_pool)))
         futures = [future for part in parts for _, future in part]
         done = itertools.count(1)  # thread-safe

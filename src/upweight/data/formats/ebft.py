@@ -49,10 +49,8 @@ def truth_turns(template: ChatTemplate, before: Conversation, messages: Sequence
             return tuple(texts)
         others = messages[rest.start : number]
         # The text after a completion does not depend on it: it is the common suffix of two that differ.
-        first, second = (
-            template.render(before.then({**messages[rest.start - 1], "content": word}, *others), ask=True)
-            for word in ("A", "B")
-        )
+        probes = [{**messages[rest.start - 1], "content": word} for word in ("A", "B")]
+        first, second = (template.render(before.then(probe, *others), ask=True) for probe in probes)
         reply = first[len(first) - common_length(first[::-1], second[::-1]) :]
         texts.append(reply[len(ending) :] if reply.startswith(ending) else reply)
         before = upto.then(*others)

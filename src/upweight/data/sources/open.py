@@ -15,7 +15,6 @@ from typing import Any
 
 import datasets
 import numpy as np
-import pyarrow as pa
 import pyarrow.parquet
 from datasets import config as datasets_config
 from datasets.exceptions import DatasetsError
@@ -24,6 +23,7 @@ from numpy.typing import NDArray
 from upweight.config import Config
 from upweight.config.sections.data import DatasetRow
 from upweight.config.sections.rollout import GymDataset
+from upweight.data.cache import rows_digest
 from upweight.data.sources.text_files import COMPRESSED, LineFile
 from upweight.errors import UserError, did_you_mean
 from upweight.log import logger, warn_once
@@ -68,17 +68,11 @@ class GivenTable(Table):
 
     def identity(self) -> list[Any]:
         """A digest of all rows: fingerprints of the library differ for equal rows, and can be random."""
+        if self.dataset.format["type"] is None:
+            return [rows_digest(self.dataset), str(self.dataset.features), len(self.dataset)]
         content = hashlib.sha256()
-        stored = self.dataset.format["type"] is None
-        part: Any
-        for part in (self.dataset.with_format("arrow") if stored else self.dataset).iter(DIGESTED):
-            if stored:
-                sink = pa.BufferOutputStream()
-                with pa.ipc.new_stream(sink, part.schema) as writer:
-                    writer.write_table(part.combine_chunks())
-                content.update(sink.getvalue())
-            else:  # rows are what a function of the script makes of them
-                content.update(json.dumps(part, sort_keys=True, default=str).encode())
+        for part in self.dataset.iter(DIGESTED):  # rows are what a function of the script makes of them
+            content.update(json.dumps(part, sort_keys=True, default=str).encode())
         return [content.hexdigest(), len(self.dataset)]
 
 

@@ -31,16 +31,10 @@ def items_of(turn: Turn, calls: Sequence[tuple[str, ToolCall]], number: int) -> 
 
 def response_of(items: Sequence[Item], params: Mapping[str, Any], model: str) -> Item:
     """All turns as the response that a model server would have given."""
-    return {
-        "id": "resp_0",
-        "created_at": 0,
-        "model": model,
-        "object": "response",
-        "output": list(items),
-        "parallel_tool_calls": bool(params.get("parallel_tool_calls", True)),
-        "tool_choice": params.get("tool_choice") or "auto",
-        "tools": params.get("tools") or [],
-    }
+    parallel = bool(params.get("parallel_tool_calls", True))
+    calls = {"parallel_tool_calls": parallel, "tool_choice": params.get("tool_choice") or "auto"}
+    written = {"id": "resp_0", "created_at": 0, "model": model, "object": "response", "output": list(items)}
+    return written | calls | {"tools": params.get("tools") or []}
 
 
 def verification_of(answer: httpx.Response) -> Mapping[str, Any]:

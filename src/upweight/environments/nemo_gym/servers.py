@@ -5,6 +5,7 @@ import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from http.cookiejar import CookieJar, DefaultCookiePolicy
+from operator import itemgetter
 from typing import Any, Literal
 
 import httpx
@@ -36,11 +37,9 @@ class GymClient:
     def __init__(self, socket: str | None = None) -> None:
         """`socket`: file through which servers without a network are reached."""
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=CONCURRENT)
-        self._http = httpx.AsyncClient(
-            transport=httpx.AsyncHTTPTransport(uds=socket, limits=limits, trust_env=False),
-            cookies=CookieJar(DefaultCookiePolicy(allowed_domains=[])),
-            timeout=None,
-        )
+        transport = httpx.AsyncHTTPTransport(uds=socket, limits=limits, trust_env=False)
+        no_cookies = CookieJar(DefaultCookiePolicy(allowed_domains=[]))
+        self._http = httpx.AsyncClient(transport=transport, cookies=no_cookies, timeout=None)
         self._room = asyncio.Semaphore(CONCURRENT)
 
     async def ask(
@@ -141,13 +140,9 @@ async def discover(client: GymClient, head: str) -> GymServers:
     """The servers that the head server at an address lists; GymFault where there is none yet."""
     answer = await client.ask(f"{head}/server_instances", limit=ANSWER)
     try:
-        listed = answer.json() if answer.is_success else None
-        keys = ("config_path", "name", "server_type", "url")
-        servers = [
-            GymServer(*(entry[key] for key in keys), life=(entry.get("pid"), entry.get("start_time")))
-            for entry in listed or ()
-            if entry.get("url")
-        ]
+        entries = [entry for entry in answer.json() if entry.get("url")] if answer.is_success else []
+        names = itemgetter("config_path", "name", "server_type", "url")
+        servers = [GymServer(*names(entry), life=(entry.get("pid"), entry.get("start_time"))) for entry in entries]
     except (ValueError, KeyError, TypeError, AttributeError):
         servers = []
     if not servers:

@@ -87,10 +87,8 @@ class CodeReward:
         try:
             share = self._share(code, task)
         except SandboxError as error:
-            warn_once(
-                f"reward 'code': a program could not be isolated, its row does not count: {error}. As root, either "
-                f"namespaces must be allowed or other users must be able to read this Python; or run as another user."
-            )
+            remedy = "As root, allow namespaces or let other users read this Python; or run as another user."
+            warn_once(f"reward 'code': a program could not be isolated, its row does not count: {error}. {remedy}")
             return None
         if self.partial:
             return self.wrong + (self.score - self.wrong) * share
@@ -116,10 +114,8 @@ class CodeReward:
         if "plain" in outcome.isolation:
             missing = ["no network", "no sight of other processes", *missing]
         if missing:
-            warn_once(
-                f"reward 'code': this system does not allow all of the isolation; missing: {', '.join(missing)}. "
-                f"Run in a container, or allow user namespaces."
-            )
+            problem = f"this system does not allow all of the isolation; missing: {', '.join(missing)}"
+            warn_once(f"reward 'code': {problem}. Run in a container, or allow user namespaces.")
         return outcome
 
 

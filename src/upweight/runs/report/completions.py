@@ -103,10 +103,8 @@ def conversation(value: Any, role: str) -> list[Message]:
     if not isinstance(value, list):
         return [{"role": role, "content": _text(value)}]
     messages = []
-    for message in value:
-        if not isinstance(message, Mapping):
-            messages.append({"role": role, "content": _text(message)})
-            continue
+    for item in value:
+        message = item if isinstance(item, Mapping) else {"content": _text(item)}
         content, calls = _text(message.get("content") or ""), message.get("tool_calls") or []
         call_texts = [_call(call) for call in calls] if isinstance(calls, list) else [_text(calls)]
         content = "\n".join(part for part in (content, *call_texts) if part)

@@ -172,10 +172,8 @@ def _numbers(values: Any) -> list[float]:
 
 def _without_secrets(value: Any) -> Any:
     if isinstance(value, dict):
-        return {
-            key: "(hidden)" if re.fullmatch(SECRET, str(key).lower()) else _without_secrets(inner)
-            for key, inner in value.items()
-        }
+        secret = {key for key in value if re.fullmatch(SECRET, str(key).lower())}
+        return {key: "(hidden)" if key in secret else _without_secrets(inner) for key, inner in value.items()}
     return [_without_secrets(inner) for inner in value] if isinstance(value, list) else value
 
 
