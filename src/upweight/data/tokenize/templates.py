@@ -15,9 +15,7 @@ from upweight.log import warn_once
 from upweight.watchdog import time_limit
 
 SECONDS = 60.0  # that a template may take for one conversation
-REWRITTEN_PROMPT = (
-    "the chat template writes earlier turns differently once a completion follows: that is rendered alone"
-)
+REWRITTEN_PROMPT = "the chat template writes earlier turns differently once a completion follows; it is rendered alone"
 REWRITTEN_TURN = "the chat template writes assistant turns differently once others follow: they become separate samples"
 LEFT_OUT = (
     "the chat template leaves out part of some completions, perhaps their reasoning: it is not trained on "
@@ -123,11 +121,10 @@ class ChatTemplate:
         return whole[len(prompt) :].rstrip() if whole.startswith(prompt) else answer[-1]["content"]
 
     def _apply(self, conversation: Conversation, ask: bool, resume: bool = False) -> str:
+        options = {"tools": conversation.tools, "chat_template": self.source, "tokenize": False}
+        ends = {"add_generation_prompt": ask, "continue_final_message": resume}
         variables = {**self.variables, **conversation.variables}
-        options = {"tools": conversation.tools, "chat_template": self.source, "tokenize": False, **variables}
-        return self.tokenizer.apply_chat_template(
-            conversation.messages, add_generation_prompt=ask, continue_final_message=resume, **options
-        )
+        return self.tokenizer.apply_chat_template(conversation.messages, **options, **ends, **variables)
 
     def _with_supported_roles(self, conversation: Conversation) -> Conversation:
         """Move system text into the first user message if the template has no system role."""
@@ -186,7 +183,7 @@ def template_source(name: str | None, jinja: str | None, tokenizer: Any, folder:
         for file in (Path(jinja).expanduser(), folder / Path(jinja).expanduser()):
             if file.is_file():
                 return file.read_text(encoding="utf-8")
-        raise UserError(f"chat_template_jinja: there is no file '{jinja}' here or beside the config.")
+        raise UserError(f"chat_template_jinja: there is no file '{jinja}' in this folder or beside the config.")
     if name in (None, "tokenizer_default"):
         return None
     file = f"{TEMPLATE_ALIASES.get(name, name)}.jinja"
