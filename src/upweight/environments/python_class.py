@@ -192,8 +192,8 @@ class PythonEpisode(Episode):
         rewards = returned if isinstance(returned, Mapping) else {REWARD: returned}
         known = self._environment.reward_names
         if unknown := [name for name in rewards if name not in known]:
-            problem = f"get_reward() returned '{unknown[0]}', which the class's `reward_names` do not list"
-            raise UserError(f"{self._environment.key}: {problem}: {', '.join(known)}. List every name there.")
+            problem = f"get_reward() returned '{unknown[0]}', which is not in the class's `reward_names`"
+            raise UserError(f"{self._environment.key}: {problem} ({', '.join(known)}): list every name there.")
         values = {str(name): float(value) for name, value in rewards.items() if value is not None}
         return EpisodeOutcome(values, environment=self._object)
 
