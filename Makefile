@@ -110,7 +110,7 @@ $(DOCS)/.ready: pyproject.toml
 	touch $@
 
 docs: $(READY) $(DOCS)/.ready
-	$(BIN)/python docs/pages.py
+	$(BIN)/python -m docs.pages
 	$(DOCS)/bin/mkdocs build --strict --quiet
 	cp -r examples build/site/
 	@echo "build/site/docs/index.html"

@@ -1,12 +1,13 @@
-"""Writes the parts of these pages that come from the code: `python docs/pages.py`."""
+"""Writes the parts of these pages that come from the code: `python -m docs.pages`."""
 
 import dataclasses
 import json
 from pathlib import Path
 
+from docs.format_rows import SHOWN
+
 from upweight.config.rules.data import SERVES
 from upweight.config.schema import markdown
-from upweight.data.formats.shown import SHOWN
 from upweight.runs.health_rules import EXPLAINED, RULES, SIGNS, Sign
 from upweight.train.api import configs
 from upweight.train.api.configs import MethodArguments

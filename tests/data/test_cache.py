@@ -4,8 +4,9 @@ import pytest
 from transformers import AutoTokenizer
 
 from made_tokenizers import byte_tokenizer
-from upweight.data.cache import digest, is_whole, tokenizer_digest, write_folder
+from upweight.data.cache import digest, tokenizer_digest, write_folder
 from upweight.errors import UserError
+from upweight.runs.checkpoints import WHOLE, is_whole
 
 
 def fill(text):
@@ -39,9 +40,9 @@ def test_damage_is_noticed_and_mended(tmp_path, damage):
     elif damage == "missing":
         (folder / "rows").unlink()
     elif damage == "no manifest":
-        (folder / "manifest.json").unlink()
+        (folder / WHOLE).unlink()
     else:
-        (folder / "manifest.json").write_text("[1")
+        (folder / WHOLE).write_text("[1")
     assert not is_whole(folder)
     write_folder(folder, fill("again"), replace=False)
     assert is_whole(folder)

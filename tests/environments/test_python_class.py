@@ -125,6 +125,8 @@ def test_rows_choose_among_environments():
     assert opening.messages[0]["content"].endswith("a door")
     with pytest.raises(UserError, match="no environment 'window'; known: door"):
         through(environment, row={**ROW, "environment": "window"})
+    with pytest.raises(UserError, match="a row has no column 'environment', which chooses among: door"):
+        through(environment, row=ROW)
 
 
 def test_classes_that_cannot_be_environments_are_named():

@@ -4,12 +4,12 @@ import re
 from pathlib import Path
 
 import pytest
+from docs.format_rows import SHOWN
 from docs.pages import MARK, PAGES, arguments, renewed
 
 from made_tokenizers import byte_tokenizer, encoder
 from upweight.config.config import general_keys, method_keys
 from upweight.data.formats import FORMATS
-from upweight.data.formats.shown import SHOWN
 
 DOCS = Path(__file__).parents[2] / "docs"
 KEYS = {

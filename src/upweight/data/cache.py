@@ -7,7 +7,6 @@ import os
 import shutil
 import tempfile
 import uuid
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,8 @@ import xxhash
 from datasets import Dataset
 
 from upweight.errors import UserError
+from upweight.runs.checkpoints import is_whole, mark_whole
 
-MANIFEST = "manifest.json"
-BLOCK = 1 << 24
 # What a saved tokenizer holds of past calls and of where it came from.
 TRANSIENT = ("truncation", "padding", "name_or_path", "tokenizer_file", "vocab_file", "is_local")
 ROWS = 1 << 12  # that are hashed at once
@@ -58,15 +56,6 @@ def code_digest() -> str:
     return digest([[file.name, file.read_text(encoding="utf-8")] for file in files])
 
 
-def is_whole(folder: Path) -> bool:
-    """Return whether a folder holds exactly the bytes that were written to it."""
-    try:
-        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        return bool(manifest) and all(_checksum(folder / name) == checksum for name, checksum in manifest.items())
-    except (OSError, ValueError, AttributeError):
-        return False
-
-
 def write_folder(folder: Path, fill: Callable[[Path], None], *, replace: bool) -> None:
     """Let `fill` write a temporary folder, then rename it; `replace` also replaces a folder that is whole."""
     try:
@@ -75,8 +64,7 @@ def write_folder(folder: Path, fill: Callable[[Path], None], *, replace: bool) -
         building.mkdir()
         try:
             fill(building)
-            manifest = {file.name: _checksum(file) for file in sorted(building.iterdir())}
-            (building / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
+            mark_whole(building)
             _put_in_place(building, folder, replace)
         finally:
             shutil.rmtree(building, ignore_errors=True)
@@ -99,11 +87,3 @@ def _put_in_place(building: Path, folder: Path, replace: bool) -> None:
             old = building.with_name(f"{building.name}.old")
             os.rename(folder, old)
             shutil.rmtree(old, ignore_errors=True)
-
-
-def _checksum(file: Path) -> list[int]:
-    size, crc = 0, 0
-    with file.open("rb") as content:
-        while block := content.read(BLOCK):
-            size, crc = size + len(block), zlib.crc32(block, crc)
-    return [size, crc]

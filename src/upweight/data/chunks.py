@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 
 from upweight.config.sections.data import DataSection, UserFormat
 from upweight.data.encode import Encoder
-from upweight.data.formats import kind_of
 from upweight.data.raw_row import Record, Row, RowError
 from upweight.data.sources.open import GivenTable, RowSelection
 from upweight.data.tokenize.lengths import apply_length_rules, kind_of_records, lengths_of
@@ -84,22 +83,17 @@ class Chunk:
 
 def encode_all(jobs: Sequence[EncodeJob], processes: int | None) -> Iterator[Chunk]:
     """Yield the chunks of all jobs in order."""
-    tasks = (
-        (number, start, min(start + CHUNK, len(job.rows)))
-        for number, job in enumerate(jobs)
-        for start in range(0, len(job.rows), CHUNK)
-    )
+    tasks = ((number, start) for number, job in enumerate(jobs) for start in range(0, len(job.rows), CHUNK))
     total = sum(len(job.rows) for job in jobs)
     if processes is None:
         processes = min(len(os.sched_getaffinity(0)), MOST_PROCESSES) if total >= WORTH_FORKING else 1
     count = min(processes, -(-total // CHUNK))
     if count <= 1 or "fork" not in multiprocessing.get_all_start_methods():
         for task in tasks:
-            yield encode_chunk(jobs, *task)
+            yield _encode_chunk(jobs, *task)
         return
     # Forked processes get the jobs without their being pickled.
-    context = multiprocessing.get_context("fork")
-    pool = ProcessPoolExecutor(count, context, initializer=_start_process, initargs=(jobs,))
+    pool = ProcessPoolExecutor(count, multiprocessing.get_context("fork"), _start_process, (jobs,))
     waiting: deque[Future[Chunk]] = deque()
     try:
         for task in tasks:
@@ -124,14 +118,14 @@ def _start_process(jobs: Sequence[EncodeJob]) -> None:
     _jobs_of_process.extend(jobs)
 
 
-def _work(number: int, start: int, stop: int) -> Chunk:
-    return encode_chunk(_jobs_of_process, number, start, stop)
+def _work(number: int, start: int) -> Chunk:
+    return _encode_chunk(_jobs_of_process, number, start)
 
 
-def encode_chunk(jobs: Sequence[EncodeJob], job_number: int, start: int, stop: int) -> Chunk:
-    """Encode the rows from `start` to `stop` of a job; one that cannot be used raises a UserError with its place."""
+def _encode_chunk(jobs: Sequence[EncodeJob], job_number: int, start: int) -> Chunk:
+    """Encode a chunk of a job's rows; one that cannot be used raises a UserError with its place."""
     job, kept, origin, lengths = jobs[job_number], [], [], []
-    method = job.encoder.setup.method
+    method, stop = job.encoder.setup.method, min(start + CHUNK, len(job.rows))
     dropped, notes = Counter[str](), Counter[str]()
     for row, records in enumerate(_encode(job, start, stop), start):
         for number, record in enumerate(records):
@@ -144,10 +138,9 @@ def encode_chunk(jobs: Sequence[EncodeJob], job_number: int, start: int, stop: i
                 origin.append((row, number))
     schema = schema_of(method)
     batch = pa.record_batch([pa.array(_column(name, kept, schema), schema[name]) for name in schema], list(schema))
-    digests = []
-    if job.rules.deduplicate:
-        contents = [json.dumps(columns, sort_keys=True, default=str).encode() for columns in kept]
-        digests = [hashlib.blake2b(content, digest_size=16).digest() for content in contents]
+    compared = kept if job.rules.deduplicate else []
+    contents = [json.dumps(columns, sort_keys=True, default=str).encode() for columns in compared]
+    digests = [hashlib.blake2b(content, digest_size=16).digest() for content in contents]
     origin_N2, length_M3 = np.array(origin, np.int64).reshape(-1, 2), np.array(lengths, np.int64).reshape(-1, 3)
     names = {name for columns in kept for name in columns}
     return Chunk(job_number, stop - start, batch, origin_N2, length_M3, names, digests, dropped, notes)
@@ -184,7 +177,7 @@ def bad_row(job: EncodeJob, row: int, error: RowError, content: Any = None) -> U
 
 def _remedy(job: EncodeJob) -> str:
     """Return the advice on how to read columns with other names."""
-    kind = kind_of(job.encoder.setup.method)
+    kind = job.encoder.setup.method.formats
     if any(isinstance(source, GivenTable) for source in job.rows.sources):
         return "`rename_column` of the dataset changes the names of columns"
     fields = ", ".join(f"field_{name}: NAME" for name in RENAMED.get(kind, ()))
@@ -239,14 +232,12 @@ def refuse_unread(job: EncodeJob) -> None:
     except RowError:
         return  # preparing the row raises the error with its place
     named = {key: getattr(entry, key) for key in NAMING}
-    kind = f"'type: {entry.type}'" if entry.type else "rows without a 'type'"
+    reader = f"'type: {entry.type}'" if entry.type else "rows without a 'type'"
     if isinstance(entry.type, UserFormat):
         named |= {f"type.{key}": getattr(entry.type, key) for key in entry.type.model_fields_set if "field_" in key}
-        kind = f"a mapping of columns for {encoder.setup.method.name}"
+        reader = f"a mapping of columns for {encoder.setup.method.name}"
     for key, column in named.items():
         root = column.split(".")[0] if column and column not in row else column
         if root in row and root not in row.read and row.get(root) is not None:
-            raise UserError(
-                f"{job.where}, {job.rows.place(0)}: '{key}: {column}' has no effect: {kind} does not read that column. "
-                "Remove the key, or name a type that reads it."
-            )
+            problem = f"'{key}: {column}' has no effect: {reader} does not read that column"
+            raise UserError(f"{job.where}, {job.rows.place(0)}: {problem}. Remove it, or name a type that does.")

@@ -8,7 +8,7 @@ from typing import Any
 from upweight.config.sections.data import DataSection, DatasetRow
 from upweight.config.view import ConfigView
 from upweight.data.examples import Example, Setup
-from upweight.data.formats import FORMATS, format_of, kind_of
+from upweight.data.formats import FORMATS, format_of
 from upweight.data.raw_row import Record, Row, RowError
 from upweight.data.sources.transforms import Transform
 from upweight.data.tokenize.messages import MessageReader
@@ -41,7 +41,7 @@ def build_encoder(  # noqa: PLR0917
 
 def _transform(setup: Setup, index: int, cfg: ConfigView, folder: Path) -> Transform | None:
     """Load the user's transform if `type` is not a built-in format."""
-    formats, name = FORMATS[kind_of(setup.method)], setup.entry.type
+    formats, name = FORMATS[setup.method.formats], setup.entry.type
     if not isinstance(name, str):
         return None
     file = local_file(name, folder) if "." in name else None
@@ -65,9 +65,8 @@ class Encoder:
     """Turns the rows of one dataset entry into records."""
 
     def __init__(self, setup: Setup, transform: Transform | None) -> None:
-        self.setup = setup
-        self.transform = transform
-        self.read = format_of(kind_of(setup.method), None if transform else setup.entry.type)
+        self.setup, self.transform = setup, transform
+        self.read = format_of(setup.method.formats, None if transform else setup.entry.type)
         self.source_text = (setup.template.source or "") + (transform.source_text if transform else "")
 
     def __call__(self, row: Mapping[str, Any]) -> list[Record]:

@@ -28,6 +28,7 @@ from upweight.data.sources.open import DatasetEntry, GivenTable, RowSelection, o
 from upweight.errors import UserError
 from upweight.log import logger
 from upweight.methods.base import Method
+from upweight.runs.checkpoints import is_whole
 
 # Data settings that change how the work is done and not what comes out.
 WITHOUT_EFFECT = {"prepared_path", "skip_prepare", "processes", "in_memory", "workers", "prefetch", "drop_last"}
@@ -53,7 +54,7 @@ class Prepared:
 
     @property
     def template(self) -> str | None:
-        """Text of the chat template that all training rows share; None if it is the tokenizer's own, or they differ."""
+        """Text of the chat template that all training rows share; None if it is the tokenizer's, or they differ."""
         texts = {entry.encoder.setup.template.source for entry in self.entries if not entry.opened.evaluation}
         return texts.pop() if len(texts) == 1 else None
 
@@ -83,11 +84,8 @@ def prepare_given(
 
 
 def _entry(config: Config, tokenizer: Any, opened: DatasetEntry, number: int) -> Entry:
-    folder, classes = config.folder, config.model.num_labels
-    return Entry(
-        opened,
-        build_encoder(config.data, config.method, opened.entry, number, tokenizer, view(config), folder, classes),
-    )
+    of_config = (view(config), config.folder, config.model.num_labels)
+    return Entry(opened, build_encoder(config.data, config.method, opened.entry, number, tokenizer, *of_config))
 
 
 def require_both_labels(rows: Dataset, method: Method, first: Callable[[], str]) -> None:
@@ -98,12 +96,10 @@ def require_both_labels(rows: Dataset, method: Method, first: Callable[[], str])
     labels = pc.call_function("unique", [rows.with_format("arrow")["label"]]).to_pylist()
     missing = {True, False} - set(labels)
     if missing and all(weights[label] > 0 for label in missing):
-        label = str(labels[0]).lower()
         key = "kto_undesirable_weight" if labels[0] else "kto_desirable_weight"
-        raise UserError(
-            f"{first()}, 'label': it and all other rows ({len(rows)}) are labelled {label}; KTO compares "
-            f"desirable with undesirable completions. Add rows with the other label, or set '{key}: 0' to train on one."
-        )
+        problem = f"it and all other rows ({len(rows)}) are labelled {str(labels[0]).lower()}; KTO compares both labels"
+        remedy = f"Add rows with the other label, or set '{key}: 0' to train on one."
+        raise UserError(f"{first()}, 'label': {problem}. {remedy}")
 
 
 def longest_of(*prepared: Dataset | None) -> int:
@@ -120,7 +116,7 @@ def longest_of(*prepared: Dataset | None) -> int:
 def _cached(config: Config, tokenizer: Any, entries: tuple[Entry, ...], *, trains: bool) -> Prepared:
     data = config.data
     folder = Path(data.prepared_path).expanduser() / cache.digest(_shaped_by(config, tokenizer, entries))
-    cached = not data.skip_prepare and cache.is_whole(folder)
+    cached = not data.skip_prepare and is_whole(folder)
     if not cached:
         if folder.exists() and not data.skip_prepare:
             logger.warning("%s: is incomplete or damaged; preparing it again", folder)
@@ -161,6 +157,7 @@ def jobs_of(config: Config, entries: Sequence[Entry]) -> list[EncodeJob]:
 
 def _shaped_by(config: Config, tokenizer: Any, entries: Sequence[Entry]) -> dict[str, Any]:
     """Everything that the prepared rows depend on."""
+    parts = [(entry.opened, entry.encoder.source_text) for entry in entries]
     shape: dict[str, Any] = {
         "code": [__version__, transformers.__version__, cache.code_digest()],
         "method": [config.method.name, config.method.data, config.method.strided],
@@ -168,18 +165,13 @@ def _shaped_by(config: Config, tokenizer: Any, entries: Sequence[Entry]) -> dict
         "seed": config.optim.seed,
         "data": config.data.model_dump(mode="json", exclude=WITHOUT_EFFECT),
         "tokenizer": cache.tokenizer_digest(tokenizer),
-        "entries": [
-            [entry.opened.identity(), entry.encoder.source_text, entry.opened.entry.model_dump(mode="json")]
-            for entry in entries
-        ],
+        "entries": [[opened.identity(), text, opened.entry.model_dump(mode="json")] for opened, text in parts],
     }
     if any(entry.encoder.transform for entry in entries):
         # A transform may act on any key that was set, but for those of outputs and of ways of working.
-        unseen = {
-            path
-            for path, (section, key) in general_keys().items()
-            if section in ("run", "tracking") or (section == "data" and key.name in WITHOUT_EFFECT)
-        }
+        keys = general_keys().items()
+        unseen = {path for path, (section, _) in keys if section in ("run", "tracking")}
+        unseen |= {path for path, (section, key) in keys if section == "data" and key.name in WITHOUT_EFFECT}
         shape["keys"] = {path: value for path, value in config.set_keys.items() if path not in unseen}
     return shape
 
@@ -295,11 +287,9 @@ def shown_rows(config: Config, prepared: Prepared, count: int, *, tokens: bool) 
         encoded = jobs[job].encoder(jobs[job].rows.take(row, row + 1)[0])[record]
         kept = within_limits(jobs[job], row, encoded)[0]
         assert kept is not None
-        cut = {
-            name: jobs[job].encoder.setup.tokens.tokenizer.decode(kept.columns[f"{name}_ids"])
-            for name in kept.text
-            if kept.columns.get(f"{name}_ids") != encoded.columns.get(f"{name}_ids")
-        }
+        before, after = ({name: part.columns.get(f"{name}_ids") for name in kept.text} for part in (encoded, kept))
+        decode = jobs[job].encoder.setup.tokens.tokenizer.decode
+        cut = {name: decode(ids) for name, ids in after.items() if ids != before[name]}
         # Values that JSON does not support, such as dates, are shown as the text that rewards get too.
         text = json.loads(json.dumps({**kept.text, **cut}, default=str))
         yield {**text, **(_tokens(prepared.train[number]) if tokens else {})}

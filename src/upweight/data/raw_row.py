@@ -18,8 +18,7 @@ class RowError(Exception):
 
     def __init__(self, key: str, expected: str) -> None:
         super().__init__(f"'{key}': expected {expected}")
-        self.key = key
-        self.expected = expected
+        self.key, self.expected = key, expected
 
 
 @dataclass

@@ -12,20 +12,15 @@ from upweight.errors import UserError
 
 MESSAGE_COLUMNS = ("prompt", "completion", "chosen", "rejected", "messages")
 COLUMN_SETS = (
-    {"messages"},
-    {"prompt"},
-    {"prompt", "completion"},
-    {"prompt", "chosen", "rejected"},
-    {"chosen", "rejected"},
+    {"messages"}, {"prompt"}, {"prompt", "completion"}, {"prompt", "chosen", "rejected"}, {"chosen", "rejected"},
     {"prompt", "completion", "label"},
-)
+)  # fmt: skip
 STRATEGIES = ("bfd", "bfd_split", "wrapped")
 
 
 def is_conversational(example: Mapping[str, Any]) -> bool:
     """Return whether a row holds messages (with a `role`) rather than plain text."""
-    value = next((example[name] for name in MESSAGE_COLUMNS if name in example), None)
-    return _holds_messages(value, "role")
+    return _holds_messages(next((example[name] for name in MESSAGE_COLUMNS if name in example), None), "role")
 
 
 def is_conversational_from_value(example: Mapping[str, Any]) -> bool:
@@ -90,9 +85,8 @@ def maybe_apply_chat_template(
     example: dict[str, Any], processing_class: Any, tools: list[Any] | None = None, **template_kwargs: Any
 ) -> dict[str, Any]:
     """Apply the chat template to a row that holds messages; return any other row unchanged."""
-    if not is_conversational(example):
-        return example
-    return apply_chat_template(example, processing_class, tools, **template_kwargs)
+    conversational = is_conversational(example)
+    return apply_chat_template(example, processing_class, tools, **template_kwargs) if conversational else example
 
 
 def extract_prompt(example: dict[str, Any]) -> dict[str, Any]:
@@ -129,19 +123,18 @@ def unpair_preference_dataset(dataset: Any, **map_kwargs: Any) -> Any:
 
 def maybe_unpair_preference_dataset(dataset: Any, num_proc: int | None = None, desc: str | None = None) -> Any:
     """Unpair a dataset of pairs; return any other dataset unchanged."""
-    if not {"chosen", "rejected"} <= set(_columns(dataset)):
-        return dataset
-    return unpair_preference_dataset(dataset, num_proc=num_proc, desc=desc)
+    is_paired = {"chosen", "rejected"} <= set(_columns(dataset))
+    return unpair_preference_dataset(dataset, num_proc=num_proc, desc=desc) if is_paired else dataset
 
 
 def truncate_dataset(dataset: Any, max_length: int, map_kwargs: Mapping[str, Any] | None = None) -> Any:
     """Cut every list of every row to `max_length`."""
 
-    def shortened(values: list[Any]) -> list[Any]:
-        return [value[:max_length] if isinstance(value, list) else value for value in values]
+    def shortened(value: Any) -> Any:
+        return value[:max_length] if isinstance(value, list) else value
 
     def cut(batch: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
-        return {name: shortened(values) for name, values in batch.items()}
+        return {name: list(map(shortened, values)) for name, values in batch.items()}
 
     return _mapped(dataset, cut, map_kwargs)
 

@@ -16,10 +16,7 @@ MISMATCHED = -1
 
 
 def units_of(rows: Sequence[Mapping[str, Any]], method: Method, *, compare: bool = False) -> list[Unit]:
-    """Return the units of a step over all ranks in row order, KTO's mismatched pairs last.
-
-    With `compare`, a desirable and an undesirable completion of the same prompt become one unit.
-    """
+    """Return the units of a step in row order, KTO's mismatched pairs last; `compare` joins both labels of a prompt."""
     if method.data == "pairs":
         return [_pair(row, number, method) for number, row in enumerate(rows)]
     if method.data == "labelled":

@@ -1,7 +1,4 @@
-"""Episodes on an OpenEnv server, with typed actions or MCP tools and a reward for each step.
-
-Each WebSocket connection to the server is one environment, with reset and step.
-"""
+"""Episodes on an OpenEnv server, with typed actions or MCP tools and a reward for each step."""
 
 import asyncio
 import contextlib
@@ -50,7 +47,7 @@ class _ServerFull(Exception):
 
 @dataclass
 class OpenEnv(Environment):
-    """An OpenEnv server; each episode has its own connection."""
+    """An OpenEnv server; each WebSocket connection to it is one environment, and each episode has one."""
 
     url: str
     reward: Reduction = "sum"  # how the step rewards of an episode are combined
@@ -77,28 +74,21 @@ class OpenEnv(Environment):
         return (REWARD,)
 
     def episode(self) -> "OpenEnvEpisode":
-        return OpenEnvEpisode(self, OpenEnvConnection(self))
+        return OpenEnvEpisode(self)
 
     async def start(self) -> None:
-        """Wait for the server, and choose by the schema of its actions how a turn becomes one.
-
-        That is by calls of MCP tools, as the text of one field, or by a call of `step`.
-        """
+        """Wait for the server; by its schema, turns act through MCP tools, as the text of one field, or by `step`."""
         schema = await self._schema()
         known = (schema.get("observation") or {}).get("properties") or {}
         if self.observation is not None and known and self.observation not in known:
-            raise UserError(
-                f"environment.observation: '{self.observation}' is no field of what {self.url} shows; "
-                f"it has {', '.join(known)}"
-            )
+            problem = f"'{self.observation}' is no field of what {self.url} shows"
+            raise UserError(f"environment.observation: {problem}; it has {', '.join(known)}")
         action = schema["action"]
         properties = (action.get("properties") or {}).items()
         fields = {name: kind for name, kind in properties if name != "metadata" and "const" not in kind}
         if self.text_field is not None and self.text_field not in fields:
-            raise UserError(
-                f"environment.text_field: the environment's action has no field '{self.text_field}'; "
-                f"it has {', '.join(fields) or 'none'}"
-            )
+            problem = f"the environment's action has no field '{self.text_field}'"
+            raise UserError(f"environment.text_field: {problem}; it has {', '.join(fields) or 'none'}")
         self.mcp = not fields or {"tool_name", "arguments"} == set(fields)
         if self.mcp:
             self.text_field = None
@@ -108,8 +98,7 @@ class OpenEnv(Environment):
         if not self.mcp and self.text_field is None:
             required = [name for name in action.get("required") or () if name in fields]
             parameters = {"type": "object", "properties": fields, "required": required}
-            if "$defs" in action:
-                parameters["$defs"] = action["$defs"]
+            parameters |= {"$defs": action["$defs"]} if "$defs" in action else {}
             self.tools = [_tool(STEP, str(action.get("description") or "Act on the environment."), parameters)]
 
     async def _schema(self) -> dict[str, Any]:
@@ -124,10 +113,9 @@ class OpenEnv(Environment):
                     break
                 except (httpx.HTTPError, ValueError) as error:
                     if clock() > stop:
-                        raise UserError(
-                            f"environment.url: no OpenEnv server answers at {self.url} ({type(error).__name__} {error})"
-                            f" after {self.wait:g} seconds. Start it, or raise environment.wait."
-                        ) from None
+                        problem = f"no OpenEnv server answers at {self.url} ({type(error).__name__} {error})"
+                        remedy = "Start it, or raise environment.wait."
+                        raise UserError(f"environment.url: {problem} after {self.wait:g} seconds. {remedy}") from None
                 if attempt == 0:
                     logger.info("waiting for an OpenEnv server at %s, up to %.0f seconds", self.url, self.wait)
                 await asyncio.sleep(_backoff(attempt))
@@ -142,31 +130,28 @@ class OpenEnvEpisode(Episode):
     """One episode, over one connection."""
 
     environment: OpenEnv
-    connection: "OpenEnvConnection"
     rewards: list[float] = field(default_factory=list)  # of the steps that returned one
     steps: int = 0
     done: bool = False
+    socket: Any = None  # the connection
 
     async def open(self, row: Mapping[str, Any]) -> Opening:
         """Reset the environment with the row's columns; the first observation follows the prompt."""
         columns = self.environment.columns
         names = [name for name in row if name not in PREPARED_COLUMNS] if columns is None else columns
         if missing := [name for name in names if name not in row]:
-            raise UserError(
-                f"environment.columns: the data has no column {', '.join(missing)}; it has {', '.join(row)}"
-            )
+            has = ", ".join(row)
+            raise UserError(f"environment.columns: the data has no column {', '.join(missing)}; it has {has}")
         arguments = {name: row[name] for name in names if row[name] is not None}
         try:
-            result = await self.connection.reset(arguments)
+            result = await self._reset(arguments)
         except ActionRejected as error:
             raise OpenEnvFault(f"reset was refused: {error}") from error
         tools = self.environment.tools
         if self.environment.mcp:
-            listed = (await self.connection.step({"type": "list_tools"})).get("observation") or {}
-            tools = [
-                _tool(tool["name"], tool.get("description") or "", tool.get("input_schema") or {})
-                for tool in listed.get("tools") or ()
-            ]
+            listed = (await self._act({"type": "list_tools"})).get("observation") or {}
+            offered = [(tool, tool.get("input_schema") or {}) for tool in listed.get("tools") or ()]
+            tools = [_tool(tool["name"], tool.get("description") or "", schema) for tool, schema in offered]
         return Opening(opening_messages(row.get("prompt"), self._text(result)), tools)
 
     async def reply(self, turn: Turn) -> Reply:
@@ -191,22 +176,29 @@ class OpenEnvEpisode(Episode):
         return EpisodeOutcome({REWARD: reductions[self.environment.reward]}, details=details)
 
     async def close(self) -> None:
-        await self.connection.close()
+        socket, self.socket = self.socket, None
+        if socket is None:
+            return
+        try:
+            async with asyncio.timeout(CLOSE_SECONDS):
+                await socket.send(json.dumps({"type": "close"}))
+                await socket.close()
+        except (OSError, ConnectionClosed):  # closed already
+            socket.transport.abort()
 
     async def _call(self, call: ToolCall) -> str:
-        arguments = dict(call.arguments)
         if call.error:
             return f"{ERROR}{call.error}"
         if self.environment.mcp:
-            return await self._step({"type": "call_tool", "tool_name": call.name, "arguments": arguments})
+            return await self._step({"type": "call_tool", "tool_name": call.name, "arguments": dict(call.arguments)})
         if call.name != STEP:
             return f"{ERROR}there is no tool '{call.name}', only '{STEP}'"
-        return await self._step(arguments)
+        return await self._step(call.arguments)
 
     async def _step(self, action: Mapping[str, Any]) -> str:
         """Return what the policy reads after an action: the observation, or why the action was rejected."""
         try:
-            result = await self.connection.step(action)
+            result = await self._act(action)
         except ActionRejected as error:
             return f"{ERROR}{error}"
         self.steps += 1
@@ -217,9 +209,8 @@ class OpenEnvEpisode(Episode):
 
     def _text(self, result: Mapping[str, Any]) -> str:
         observation = result.get("observation") or {}
-        field_name = self.environment.observation
-        if field_name is not None and field_name in observation:
-            return as_text(observation[field_name])
+        if (name := self.environment.observation) in observation:
+            return as_text(observation[name])
         if self.environment.mcp and "tool_name" in observation:
             return _tool_text(observation)
         shown = {name: value for name, value in observation.items() if name not in ("metadata", "done", "reward")}
@@ -227,6 +218,51 @@ class OpenEnvEpisode(Episode):
         if len(shown) == 1 and isinstance(text := next(iter(shown.values())), str):
             return text
         return as_text(shown) if shown else ""
+
+    async def _reset(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Begin an episode; wait while the server is away or full."""
+        clock, attempt = asyncio.get_running_loop().time, 0
+        stop = clock() + self.environment.wait
+        while True:
+            try:
+                self.socket = await connect(
+                    self.environment.socket,
+                    open_timeout=self.environment.timeout,
+                    max_size=None,
+                    ping_interval=None,  # a busy environment may not answer pings; each message has a timeout
+                    proxy=None if self.environment.local else True,
+                )
+                return await self._ask("reset", arguments)
+            except (OSError, ConnectionClosed, InvalidHandshake, _ServerFull) as error:
+                await self.close()
+                if clock() > stop:
+                    raise OpenEnvFault(f"no session within {self.environment.wait:g} seconds: {error}") from error
+            await asyncio.sleep(_backoff(attempt))
+            attempt += 1
+
+    async def _act(self, action: Mapping[str, Any]) -> dict[str, Any]:
+        """Return observation, reward and done after an action."""
+        try:
+            return await self._ask("step", action)
+        except (OSError, ConnectionClosed) as error:
+            raise OpenEnvFault(f"the connection was lost: {error}") from error
+
+    async def _ask(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
+        with contextlib.suppress(ConnectionClosed):  # a full server sends its error and closes; that is still read
+            await self.socket.send(json.dumps({"type": kind, "data": dict(data)}, default=str))
+        try:
+            async with asyncio.timeout(self.environment.timeout):
+                answer = json.loads(await self.socket.recv())
+        except TimeoutError:
+            raise OpenEnvFault(f"no answer to '{kind}' within {self.environment.timeout:g} seconds") from None
+        except ValueError as error:
+            raise OpenEnvFault(f"the answer to '{kind}' is no JSON: {error}") from error
+        content = answer.get("data") if isinstance(answer, dict) else None
+        if not isinstance(content, dict):
+            raise OpenEnvFault(f"the answer to '{kind}' is no OpenEnv message")
+        if answer["type"] == "error":
+            raise _error(content)
+        return content
 
 
 def _tool_text(observation: Mapping[str, Any]) -> str:
@@ -245,82 +281,15 @@ def _tool(name: str, description: str, parameters: Mapping[str, Any]) -> Mapping
     return {"type": "function", "function": {"name": name, "description": description, "parameters": dict(parameters)}}
 
 
-class OpenEnvConnection:
-    """One connection, which is one environment."""
-
-    def __init__(self, environment: "OpenEnv") -> None:
-        self._environment = environment
-        self._socket: Any = None
-
-    async def reset(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Begin an episode; wait while the server is away or full."""
-        clock, attempt = asyncio.get_running_loop().time, 0
-        stop = clock() + self._environment.wait
-        while True:
-            try:
-                self._socket = await connect(
-                    self._environment.socket,
-                    open_timeout=self._environment.timeout,
-                    max_size=None,
-                    ping_interval=None,  # a busy environment may not answer pings; each message has a timeout
-                    proxy=None if self._environment.local else True,
-                )
-                return await self._ask("reset", arguments)
-            except (OSError, ConnectionClosed, InvalidHandshake, _ServerFull) as error:
-                await self.close()
-                if clock() > stop:
-                    raise OpenEnvFault(f"no session within {self._environment.wait:g} seconds: {error}") from error
-            await asyncio.sleep(_backoff(attempt))
-            attempt += 1
-
-    async def step(self, action: Mapping[str, Any]) -> dict[str, Any]:
-        """Return observation, reward and done after an action."""
-        try:
-            return await self._ask("step", action)
-        except (OSError, ConnectionClosed) as error:
-            raise OpenEnvFault(f"the connection was lost: {error}") from error
-
-    async def close(self) -> None:
-        socket, self._socket = self._socket, None
-        if socket is None:
-            return
-        try:
-            async with asyncio.timeout(CLOSE_SECONDS):
-                await socket.send(json.dumps({"type": "close"}))
-                await socket.close()
-        except (OSError, ConnectionClosed):  # closed already
-            socket.transport.abort()
-
-    async def _ask(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
-        with contextlib.suppress(ConnectionClosed):  # a full server sends its error and closes; that is still read
-            await self._socket.send(json.dumps({"type": kind, "data": dict(data)}, default=str))
-        try:
-            async with asyncio.timeout(self._environment.timeout):
-                answer = json.loads(await self._socket.recv())
-        except TimeoutError:
-            raise OpenEnvFault(f"no answer to '{kind}' within {self._environment.timeout:g} seconds") from None
-        except ValueError as error:
-            raise OpenEnvFault(f"the answer to '{kind}' is no JSON: {error}") from error
-        content = answer.get("data") if isinstance(answer, dict) else None
-        if not isinstance(content, dict):
-            raise OpenEnvFault(f"the answer to '{kind}' is no OpenEnv message")
-        if answer["type"] == "error":
-            raise _error(content)
-        return content
-
-
 def _error(content: Mapping[str, Any]) -> Exception:
     code, message = content.get("code"), str(content.get("message", ""))
     if code == "VALIDATION_ERROR":
-        faults = [
-            f"{'.'.join(map(str, fault.get('loc', ())))}: {fault.get('msg')}" for fault in content.get("errors") or ()
-        ]
-        return ActionRejected("; ".join(faults) or message)
+        faults = [(".".join(map(str, fault.get("loc", ()))), fault.get("msg")) for fault in content.get("errors") or ()]
+        return ActionRejected("; ".join(f"{place}: {problem}" for place, problem in faults) or message)
     if code == "CAPACITY_REACHED":
-        warn_once(
-            f"the OpenEnv server has room for {content.get('max_sessions', 'few')} sessions only, and others wait: "
-            "raise max_concurrent_envs in its create_app (the class needs SUPPORTS_CONCURRENT_SESSIONS = True)"
-        )
+        remedy = "raise max_concurrent_envs in its create_app (the class needs SUPPORTS_CONCURRENT_SESSIONS = True)"
+        room = content.get("max_sessions", "few")
+        warn_once(f"the OpenEnv server has room for {room} sessions only, and others wait: {remedy}")
         return _ServerFull(message)
     return OpenEnvFault(f"{code}: {message}")
 

@@ -11,14 +11,7 @@ from functools import partial
 from typing import Any
 
 from upweight.environments.episode import Environment, Episode, EpisodeOutcome, Message, Opening, Reply, ToolCall, Turn
-from upweight.environments.tools import (
-    as_text,
-    methods_of,
-    opening_messages,
-    schema_of,
-    tool_message,
-    undescribed_methods,
-)
+from upweight.environments.tools import as_text, methods_of, opening_messages, schema_of, tool_message, undocumented
 from upweight.errors import UserError, did_you_mean
 from upweight.event_loop import EventLoop
 from upweight.user_modules import describe_error
@@ -33,10 +26,7 @@ class CallTimeout(Exception):
 
 
 class UserCalls:
-    """Runs the user's code within time limits, and never on the event loop of episodes.
-
-    Sync functions run in threads and async ones on a loop of their own, so that one that hangs blocks no other.
-    """
+    """Runs the user's code within time limits, off the loop of episodes, so that a call that hangs blocks no other."""
 
     def __init__(self) -> None:
         self._loop = EventLoop("tools")
@@ -75,16 +65,12 @@ class UserCalls:
 
 
 def _settle(call: Callable[[], Any], done: "Future[Any]") -> None:
-    if not done.set_running_or_notify_cancel():
-        return
-    try:
-        result = call()
-    except (StopIteration, SystemExit, KeyboardInterrupt) as error:
-        done.set_exception(_for_asyncio(error))
-    except BaseException as error:  # the user's code: raised in the caller
-        done.set_exception(error)
-    else:
-        done.set_result(result)
+    if done.set_running_or_notify_cancel():
+        try:
+            done.set_result(call())
+        except BaseException as error:  # the user's code: raised in the caller
+            passes = not isinstance(error, StopIteration | SystemExit | KeyboardInterrupt)
+            done.set_exception(error if passes else _for_asyncio(error))
 
 
 async def _awaited(call: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
@@ -104,12 +90,9 @@ def _for_asyncio(error: BaseException) -> RuntimeError:
 
 @dataclass
 class PythonEnvironment(Environment):
-    """Episodes of a user's class with the tools, or of the tools alone.
+    """Episodes of a user's class with the tools, or of the tools alone."""
 
-    `factory` makes the object of an episode; as a mapping, it has such a function for each `environment` of the rows.
-    """
-
-    factory: Factory | Mapping[str, Factory] | None = None
+    factory: Factory | Mapping[str, Factory] | None = None  # of one object; or by a row's `environment`
     functions: Sequence[Callable[..., Any]] = ()
     timeout: float = 60.0  # seconds for one call of the object
     tool_timeout: float = 30.0
@@ -144,11 +127,12 @@ class PythonEnvironment(Environment):
     def factory_for(self, row: Mapping[str, Any]) -> Factory | None:
         if not isinstance(self.factory, Mapping):
             return self.factory
-        name = str(row.get("environment"))
-        if name not in self.factory:
-            known = ", ".join(map(str, self.factory))
+        name, known = row.get("environment"), ", ".join(map(str, self.factory))
+        if name is None:
+            raise UserError(f"{self.key}: a row has no column 'environment', which chooses among: {known}.")
+        if str(name) not in self.factory:
             raise UserError(f"column 'environment': there is no environment {name!r}; known: {known}.")
-        return self.factory[name]
+        return self.factory[str(name)]
 
     def _check(self, cls: type) -> None:
         if not callable(getattr(cls, "reset", None)):
@@ -156,25 +140,21 @@ class PythonEnvironment(Environment):
         methods = methods_of(cls, self.key)
         if both := set(methods) & set(self.tools):
             raise UserError(f"{TOOLS}: '{both.pop()}' is also a method of {cls.__name__}. Rename one.")
-        if not methods and not hasattr(cls, "step") and (undescribed := undescribed_methods(cls)):
-            raise UserError(
-                f"{self.key}: {cls.__name__} cannot reply to the policy: give '{undescribed[0]}' a docstring, which "
-                "makes it a tool, or the class a method 'step(self, text)'."
-            )
+        if not methods and not hasattr(cls, "step") and (unknown := undocumented(cls)):
+            remedy = f"give '{unknown[0]}' a docstring, which makes it a tool, or the class a method 'step(self, text)'"
+            raise UserError(f"{self.key}: {cls.__name__} cannot reply to the policy: {remedy}.")
 
 
 class PythonEpisode(Episode):
     """One episode with one object: its reset, tool calls, steps and reward."""
 
     def __init__(self, environment: PythonEnvironment) -> None:
-        self._environment = environment
+        self._environment, self._tools = environment, dict(environment.tools)
         self._object: Any = None
-        self._tools = dict(environment.tools)
 
     async def open(self, row: Mapping[str, Any]) -> Opening:
         """Return the row's prompt with what `reset` returns: text joins the last user message, messages follow."""
-        messages = opening_messages(row.get("prompt"))
-        schemas = dict(self._environment.schemas)
+        messages, schemas = opening_messages(row.get("prompt")), dict(self._environment.schemas)
         factory = self._environment.factory_for(row)
         if factory is not None:
             self._object = await self._run(factory)
@@ -201,9 +181,7 @@ class PythonEpisode(Episode):
             failed = sum(not succeeded for _, succeeded in results)
             return Reply([] if done else [message for message, _ in results], failed)
         step = getattr(self._object, "step", None)
-        if step is None:
-            return Reply()
-        return _step_reply(await self._run(step, turn.text))
+        return Reply() if step is None else _step_reply(await self._run(step, turn.text))
 
     async def outcome(self) -> EpisodeOutcome:
         """Return the result of `get_reward`: a number, or several by name."""
@@ -214,10 +192,8 @@ class PythonEpisode(Episode):
         rewards = returned if isinstance(returned, Mapping) else {REWARD: returned}
         known = self._environment.reward_names
         if unknown := [name for name in rewards if name not in known]:
-            raise UserError(
-                f"{self._environment.key}: get_reward() returned '{unknown[0]}', which is not in the class's "
-                f"`reward_names` ({', '.join(known)}): list every name there."
-            )
+            problem = f"get_reward() returned '{unknown[0]}', which is not in the class's `reward_names`"
+            raise UserError(f"{self._environment.key}: {problem} ({', '.join(known)}): list every name there.")
         values = {str(name): float(value) for name, value in rewards.items() if value is not None}
         return EpisodeOutcome(values, environment=self._object)
 
@@ -254,13 +230,11 @@ def _accepted(reset: Callable[..., Any], columns: dict[str, Any]) -> dict[str, A
 
 def _step_reply(observation: Any) -> Reply:
     """Convert what `step` returned: an observation, or (observation, done); None ends the episode."""
-    done = False
-    if isinstance(observation, tuple) and len(observation) == 2:
-        observation, done = observation
+    is_pair = isinstance(observation, tuple) and len(observation) == 2
+    observation, done = observation if is_pair else (observation, False)
     if done or observation is None:
         return Reply()
-    is_text = isinstance(observation, str)
-    return Reply([{"role": "user", "content": observation}] if is_text else _messages(observation))
+    return Reply(_messages({"role": "user", "content": observation} if isinstance(observation, str) else observation))
 
 
 def _messages(observation: Any) -> list[dict[str, Any]]:

@@ -22,27 +22,20 @@ def schema_of(function: Callable[..., Any], key: str) -> Schema:
     try:
         schema = get_json_schema(function)
     except Exception as error:  # reads the user's hints and docstrings, which may raise anything
-        raise UserError(
-            f"{key}: '{name}' cannot be described to the model: {error}. Give each argument a type hint and a line "
-            "under 'Args:' in the docstring."
-        ) from error
-    return {
-        "type": "function",
-        "function": {part: value for part, value in schema["function"].items() if part != "return"},
-    }
+        remedy = "Give each argument a type hint and a line under 'Args:' in the docstring."
+        raise UserError(f"{key}: '{name}' cannot be described to the model: {error}. {remedy}") from error
+    described = {part: value for part, value in schema["function"].items() if part != "return"}
+    return {"type": "function", "function": described}
 
 
 @cache
 def methods_of(cls: type, key: str) -> dict[str, Schema]:
     """Return the schemas of the public methods of an environment class that have a docstring."""
-    return {
-        name: schema_of(types.MethodType(method, object()), f"{key}: {cls.__name__}")
-        for name, method in _public_methods(cls)
-        if method.__doc__
-    }
+    described = {name: types.MethodType(method, object()) for name, method in _public_methods(cls) if method.__doc__}
+    return {name: schema_of(method, f"{key}: {cls.__name__}") for name, method in described.items()}
 
 
-def undescribed_methods(cls: type) -> list[str]:
+def undocumented(cls: type) -> list[str]:
     """Return the names of the public methods of an environment class that lack a docstring, and so are no tools."""
     return [name for name, method in _public_methods(cls) if not method.__doc__]
 

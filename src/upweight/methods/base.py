@@ -88,6 +88,11 @@ class Method(Section, ABC):
         return False
 
     @property
+    def formats(self) -> str:
+        """The kind of dataset formats that read its rows."""
+        return self.data
+
+    @property
     def scores_prompt(self) -> bool:
         """Whether the likelihood of a chosen completion covers its prompt too."""
         return False

@@ -72,6 +72,10 @@ class EBFT(PolicyGradient, Method):
         return self
 
     @property
+    def formats(self) -> str:
+        return "ebft"
+
+    @property
     def strided(self) -> bool:
         return self.mode == "strided"
 

@@ -13,13 +13,9 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
-    "accuracy_reward",
-    "get_cosine_scaled_reward",
-    "get_repetition_penalty_reward",
-    "get_soft_overlong_punishment",
-    "reasoning_accuracy_reward",
-    "think_format_reward",
-]
+    "accuracy_reward", "get_cosine_scaled_reward", "get_repetition_penalty_reward", "get_soft_overlong_punishment",
+    "reasoning_accuracy_reward", "think_format_reward",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

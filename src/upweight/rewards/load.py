@@ -37,20 +37,14 @@ def _environment_rewards(names: Sequence[str]) -> list[Reward]:
     """Return one reward for each component name; a single one gets the name that configs use."""
     parameters = RewardParameters(("completions", EPISODE), (), everything=False)
     shown = names if len(names) > 1 else [ENVIRONMENT_REWARDS[0]] * len(names)
-    return [
-        Reward(name, _EpisodeReward(component), parameters, has_timeout=False)
-        for name, component in zip(shown, names, strict=True)
-    ]
+    pairs = zip(shown, map(_EpisodeReward, names), strict=True)
+    return [Reward(name, function, parameters, has_timeout=False) for name, function in pairs]
 
 
 def load_rewards(
     names: Sequence[str], folder: Path, *, models: ModelOptions = ON_CPU, environment: Sequence[str] = ()
 ) -> list[Reward]:
-    """Load the rewards that a config in `folder` names.
-
-    `environment`: names of the rewards that the environment returns. They are inserted once, at the first name that
-    refers to them; if no reward is named, they are the only ones.
-    """
+    """Load the rewards that a config in `folder` names; those of the `environment` if it names none."""
     rewards = _load_items(((name, None) for name in names), environment, folder, KEY, models)
     return unique_names(rewards if names else _environment_rewards(environment))
 
@@ -58,10 +52,7 @@ def load_rewards(
 def as_rewards(
     reward_funcs: Any, tokenizers: Any = None, *, models: ModelOptions = ON_CPU, environment: Sequence[str] = ()
 ) -> list[Reward]:
-    """Load the rewards that a script passes: names, functions, objects, models or (model, tokenizer), one or a list.
-
-    `environment`: names of the rewards that the environment returns; they come last if they are not named.
-    """
+    """Load what a script passes: names, functions, objects, models or (model, tokenizer); the `environment`'s last."""
     is_list = isinstance(reward_funcs, list | tuple) and not _has_tokenizer(reward_funcs)
     items = list(reward_funcs or ()) if is_list or reward_funcs is None else [reward_funcs]
     given = list(tokenizers) if isinstance(tokenizers, list | tuple) else [tokenizers] * len(items)
@@ -80,7 +71,7 @@ def _has_tokenizer(item: Any) -> bool:
 def _load_items(
     items: Iterable[tuple[Any, Any]], environment: Sequence[str], folder: Path, key: str, models: ModelOptions
 ) -> list[Reward]:
-    """Load the rewards of entries, each with the tokenizer it may need; the environment's rewards are added once."""
+    """Load entries, each with the tokenizer it may need; the environment's rewards go where they are first named."""
     rewards: list[Reward] = []
     for entry, given in items:
         item, tokenizer = entry if _has_tokenizer(entry) else (entry, given)
@@ -117,10 +108,9 @@ def _named(name: str, folder: Path, key: str, models: ModelOptions) -> Reward:
         return _of_function(function, key, (module, attribute, str(file) if file else None))
     if model is not None or "/" in name:
         return load_model_reward(str(model or name), models, key)
-    raise UserError(
-        f"{key}: there is no reward '{name}': no built-in of that name and no folder with a reward model."
-        f"{did_you_mean(bare, BUILTINS)} A function is named as 'file.function', a model on the hub as 'owner/name'."
-    )
+    problem = f"there is no reward '{name}': no built-in of that name and no folder with a reward model."
+    remedy = "A function is named as 'file.function', a model on the hub as 'owner/name'."
+    raise UserError(f"{key}: {problem}{did_you_mean(bare, BUILTINS)} {remedy}")
 
 
 def _of_function(function: Callable[..., Any], key: str, source: Source | None) -> Reward:

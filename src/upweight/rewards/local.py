@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from upweight.event_loop import EventLoop
-from upweight.rewards.answers import RewardFailure, RewardLogger, RewardOutcome, failed, invoke
+from upweight.rewards.outcomes import RewardFailure, RewardLogger, RewardOutcome, failed, invoke
 from upweight.rewards.reward import Attempts, Reward, RewardCall, with_retries
 from upweight.rewards.workers import settle
 from upweight.user_modules import describe_error
@@ -36,8 +36,7 @@ class InProcessRunner:
             return with_retries(lambda part, limit: self._attempt(reward, part, limit), call, limit)
 
     def _attempt(self, reward: Reward, call: RewardCall, limit: float) -> RewardOutcome:
-        takes = reward.takes
-        work = partial(invoke, reward.function, takes.arguments(call), takes.logs, reward.name, len(call))
+        work = partial(invoke, reward.function, reward.takes.arguments(call), reward.takes.logs, reward.name, len(call))
         if not reward.has_timeout:
             return work()
         if threading.current_thread() is threading.main_thread():

@@ -119,8 +119,7 @@ def load_model_reward(place: str, options: ModelOptions, key: str) -> Reward:
         entry = DatasetRow(step_separator=rows.get("step_separator"))
         steps = partial(lowest_step_scores, load_score_model(section, folder if adapter else None, entry=entry))
         return Reward(folder.name, steps, parameters_of(steps, folder.name, key), has_timeout=False)
-    if adapter and adapter.get("task_type") != "SEQ_CLS":
-        task = adapter.get("task_type")
+    if adapter and (task := adapter.get("task_type")) != "SEQ_CLS":
         raise UserError(f"{key}: the adapter in {place!r} is for {task}, not for a reward model (SEQ_CLS).")
     with load_failures(key, base, "base model of the reward model" if adapter else "reward model"):
         model, report = AutoModelForSequenceClassification.from_pretrained(
@@ -130,12 +129,9 @@ def load_model_reward(place: str, options: ModelOptions, key: str) -> Reward:
             from peft import PeftModel
 
             model = PeftModel.from_pretrained(model, place)  # not merged: that could round a small adapter away
-    missing = sorted(report["missing_keys"])
-    if missing and not adapter:
-        raise UserError(
-            f"{key}: {place!r} is no reward model: its files lack {', '.join(missing[:3])}, which would be random. "
-            "Train one with `reward_model: true`."
-        )
+    if report["missing_keys"] and not adapter:
+        problem = f"its files lack {', '.join(sorted(report['missing_keys'])[:3])}, which would be random"
+        raise UserError(f"{key}: {place!r} is no reward model: {problem}. Train one with `reward_model: true`.")
     with load_failures(key, place, "tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=remote)
     model = model.to(options.device).requires_grad_(False)

@@ -9,11 +9,11 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 from upweight.errors import UserError, did_you_mean
-from upweight.rewards.answers import RewardFailure, RewardOutcome
+from upweight.rewards.outcomes import RewardFailure, RewardOutcome
 from upweight.rewards.workers import Source
 
 LOGS = ("log_extra", "log_metric")
-STANDARD_ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state", *LOGS)
+STANDARD_ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state")
 ENVIRONMENTS = "environments"  # parameter of reward functions that read the objects of episodes
 HISTORY = 100  # log entries of the trainer's state that are sent to worker processes
 Attempts = list[tuple[tuple[int, int], RewardOutcome]]  # (start, stop) within the call, outcome
@@ -68,13 +68,7 @@ class RewardParameters:
 
     def arguments(self, call: RewardCall) -> dict[str, Any]:
         """Return the keyword arguments of a call for this function, without the logging functions."""
-        available = {
-            **call.columns,
-            "prompts": call.prompts,
-            "completions": call.completions,
-            "completion_ids": call.completion_ids,
-            "trainer_state": call.trainer_state,
-        }
+        available = call.columns | {name: getattr(call, name) for name in STANDARD_ARGUMENTS}
         chosen = {name: value for name, value in available.items() if self.everything or name in self.named}
         if ENVIRONMENTS in self.named and ENVIRONMENTS not in available:
             chosen[ENVIRONMENTS] = call.environments
@@ -85,12 +79,8 @@ class RewardParameters:
 
     def missing_in(self, columns: Iterable[str]) -> list[str]:
         """Return the required parameters that these columns do not fill."""
-        columns = set(columns)
-        return [
-            name
-            for name in self.required
-            if name not in STANDARD_ARGUMENTS and name not in columns and _singular(name, columns) is None
-        ]
+        columns = {*columns, *STANDARD_ARGUMENTS, *LOGS}
+        return [name for name in self.required if name not in columns and _singular(name, columns) is None]
 
 
 def parameters_of(function: Callable[..., Any], name: str, key: str) -> RewardParameters:
@@ -103,10 +93,8 @@ def parameters_of(function: Callable[..., Any], name: str, key: str) -> RewardPa
     shown = ", ".join(str(parameter) for parameter in parameters)
     positional = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY and p.default is p.empty]
     if positional:
-        raise UserError(
-            f"{key}: reward '{name}' takes ({shown}), but rewards are called by name; remove the '/' after "
-            f"'{positional[-1]}'."
-        )
+        remedy = f"remove the '/' after '{positional[-1]}'"
+        raise UserError(f"{key}: reward '{name}' takes ({shown}), but rewards are called by name; {remedy}.")
     everything = any(p.kind is p.VAR_KEYWORD for p in parameters)
     by_name = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     named = tuple(p.name for p in by_name)
@@ -151,10 +139,9 @@ class Reward:
             return pickle.dumps((arguments, self.takes.logs, self.name, len(call)))
         except (pickle.PicklingError, TypeError, AttributeError) as error:
             unpicklable = ", ".join(name for name, value in arguments.items() if not _is_picklable(value))
-            raise UserError(
-                f"reward '{self.name}' runs in a worker process, and {unpicklable} cannot be sent there ({error}); "
-                "remove the column, or pass the reward as a callable object, which runs in the main process."
-            ) from error
+            problem = f"runs in a worker process, and {unpicklable} cannot be sent there ({error})"
+            remedy = "remove the column, or pass the reward as a callable object, which runs in the main process"
+            raise UserError(f"reward '{self.name}' {problem}; {remedy}.") from error
 
 
 def _is_picklable(value: Any) -> bool:
@@ -190,18 +177,14 @@ def check_columns(rewards: Iterable[Reward], columns: Iterable[str]) -> None:
 
 
 def with_retries(attempt: Callable[[RewardCall, float], RewardOutcome], call: RewardCall, limit: float) -> Attempts:
-    """Call a reward; after a failure retry group by group, so that one bad completion affects only its group.
-
-    After a timeout the groups share one more limit, so a call takes at most twice the limit.
-    """
+    """Call a reward, for up to twice the limit; after a failure retry group by group, so that only bad groups fail."""
     first = attempt(call, limit)
     groups = call.groups()
     if not isinstance(first, RewardFailure) or first.kind == "stuck" or (len(groups) == 1 and first.kind != "died"):
         return [((0, len(call)), first)]
     limit = limit / len(groups) if first.kind == "timed out" else limit
     retries: Attempts = [((start, stop), attempt(call.part(start, stop), limit)) for start, stop in groups]
-    if first.kind == "timed out" and all(
-        isinstance(retry, RewardFailure) and retry.kind == "timed out" for _, retry in retries
-    ):
+    kinds = {retry.kind if isinstance(retry, RewardFailure) else None for _, retry in retries}
+    if first.kind == "timed out" and kinds == {"timed out"}:
         return [((0, len(call)), first)]  # the first names the limit that the user set
     return retries

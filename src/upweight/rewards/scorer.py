@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from upweight.errors import UserError
 from upweight.event_loop import EventLoop
 from upweight.log import logger
-from upweight.rewards.answers import IN_MESSAGES, RewardFailure, RewardValues
 from upweight.rewards.local import InProcessRunner, start_async
+from upweight.rewards.outcomes import IN_MESSAGES, RewardFailure, RewardValues
 from upweight.rewards.reward import Attempts, Reward, RewardCall, with_retries
 from upweight.rewards.workers import WorkerPool, settle
 
@@ -118,14 +118,14 @@ class Scorer:
             result.set_result(RewardResult(torch.zeros(len(call), len(self.rewards))))
             return result
         parts: list[Parts] = [[] for _ in self.rewards]
-        for part, reward in zip(parts, self.rewards, strict=True):
+        # Those of this process come last, because they may run in this thread.
+        for reward, part in sorted(zip(self.rewards, parts, strict=True), key=lambda pair: pair[0].runs == "here"):
             if reward.runs == "worker":
                 for start, stop in call.shards(self.num_workers):
                     part.append((start, self._in_worker(reward, call.part(start, stop))))
             elif reward.runs == "async":
                 part.append((0, start_async(self._loop, reward, call, self.timeout)))
-        for part, reward in zip(parts, self.rewards, strict=True):  # last, because they may run in this thread
-            if reward.runs == "here":
+            else:
                 part.append((0, self._in_process(reward, call, in_pool)))
         futures = [future for part in parts for _, future in part]
         done = itertools.count(1)  # thread-safe
@@ -158,8 +158,7 @@ class Scorer:
         scores = RewardResult(torch.full((len(call), len(self.rewards)), math.nan))
         logged: dict[str, list[float]] = {}
         for number, (reward, of_reward) in enumerate(zip(self.rewards, parts, strict=True)):
-            reasons: Counter[str] = Counter()
-            seconds = 0.0
+            reasons, seconds = Counter[str](), 0.0
             for offset, future in of_reward:
                 for (start, stop), outcome in future.result():
                     seconds += outcome.seconds
@@ -173,8 +172,7 @@ class Scorer:
             scores.metrics[f"rewards/{reward.name}/seconds"] = seconds
             if reasons:
                 scores.metrics[f"rewards/{reward.name}/failed"] = float(reasons.total())
-            applied = int((~scores.rewards_SR[:, number].isnan()).sum())
-            self._update_stats(reward, call, reasons, applied)
+            self._update_stats(reward, call, reasons, int((~scores.rewards_SR[:, number].isnan()).sum()))
         scores.metrics |= {name: sum(values) / len(values) for name, values in logged.items()}
         return scores
 
@@ -193,8 +191,7 @@ class Scorer:
             silent = was_short and stats.scored >= WARN_AFTER and not stats.applied and not stats.failed
             stats.failed_last = all_failed
             warns = failed > 0 and stats.failed >= 2 * stats.warned_at
-            if warns:
-                stats.warned_at = stats.failed
+            stats.warned_at = stats.failed if warns else stats.warned_at
         if silent:
             logger.warning(NEVER_APPLIES, name, stats.scored)
         if not failed:

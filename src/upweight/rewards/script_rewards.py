@@ -12,6 +12,7 @@ from upweight.rewards.builtin.correctness import alarm_limit, math_verify
 from upweight.rewards.builtin.measures import CosineLengthReward, RepetitionReward
 from upweight.rewards.builtin.text import ScoreList, texts_of
 
+Ids = list[list[int]]
 Log = Callable[[str, list[Any]], None] | None
 Comparison = tuple[float | None, str, str]  # the score, and the solution and the answer as they were read
 UNREADABLE = "[unparseable]"
@@ -56,21 +57,14 @@ def get_cosine_scaled_reward(
 ) -> Callable[..., ScoreList]:
     """Return `accuracy_reward` scaled by length: short correct answers earn more, short wrong ones less."""
     scale = CosineLengthReward(
-        max_length=max_len,
-        right_short=max_value_correct,
-        right_long=min_value_correct,
-        wrong_short=min_value_wrong,
-        wrong_long=max_value_wrong,
-    )
+        max_length=max_len, right_short=max_value_correct, right_long=min_value_correct,
+        wrong_short=min_value_wrong, wrong_long=max_value_wrong,
+    )  # fmt: skip
     return _bound(cosine_scaled_reward, scale)
 
 
 def cosine_scaled_reward(
-    scale: CosineLengthReward,
-    completions: list[Any],
-    solution: list[str],
-    completion_ids: list[list[int]],
-    **kwargs: Any,
+    scale: CosineLengthReward, completions: list[Any], solution: list[str], completion_ids: Ids, **kwargs: Any
 ) -> ScoreList:
     pairs = zip(accuracy_reward(completions, solution), completion_ids, strict=True)
     return [None if score is None else scale.scaled(score, len(ids)) for score, ids in pairs]
@@ -84,7 +78,7 @@ def get_repetition_penalty_reward(ngram_size: int = 3, max_penalty: float = -1.0
     return _bound(repetition_penalty_reward, penalty)
 
 
-def repetition_penalty_reward(penalty: RepetitionReward, completion_ids: list[list[int]], **kwargs: Any) -> ScoreList:
+def repetition_penalty_reward(penalty: RepetitionReward, completion_ids: Ids, **kwargs: Any) -> ScoreList:
     return [penalty.penalised(ids) for ids in completion_ids]
 
 
@@ -93,7 +87,7 @@ def get_soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int
     return _bound(soft_overlong_punishment_reward, max_completion_len - soft_punish_cache, soft_punish_cache)
 
 
-def soft_overlong_punishment_reward(free: int, cache: int, completion_ids: list[list[int]], **kwargs: Any) -> ScoreList:
+def soft_overlong_punishment_reward(free: int, cache: int, completion_ids: Ids, **kwargs: Any) -> ScoreList:
     beyond = [max(len(ids) - free, 0) for ids in completion_ids]
     return [-min(excess / max(cache, 1), 1.0) if excess else 0.0 for excess in beyond]
 

@@ -11,9 +11,9 @@ from typing import Any
 from torch import nn
 
 from upweight.errors import UserError
-from upweight.rewards.answers import IN_MESSAGES, RewardValues, Value
 from upweight.rewards.builtin.text import texts_of
 from upweight.rewards.local import InProcessRunner
+from upweight.rewards.outcomes import IN_MESSAGES, RewardValues, Value
 from upweight.rewards.reward import Reward, RewardCall
 from upweight.rewards.scorer import Scorer
 
@@ -104,9 +104,8 @@ def remarks(trials: Sequence[Trial], weights: Sequence[float] | None = None, *, 
     working = [trial for trial in trials if trial.known]
     flat = [all(_is_flat(trial.scores[a:b]) for trial in working) for a, b in trials[0].groups] if working else []
     if flat and any(flat) and not all(flat):
-        problems.append(
-            f"no reward separates the completions of {sum(flat)} of {len(flat)} prompts: their advantages are 0"
-        )
+        prompts = f"{sum(flat)} of {len(flat)} prompts"
+        problems.append(f"no reward separates the completions of {prompts}: their advantages are 0")
     return problems
 
 
@@ -126,10 +125,8 @@ def _remarks(trial: Trial) -> list[str]:
         if trial.on_text is not None and trial.on_text != trial.scores:
             problems.append(f"gives other values for plain text: it seems to measure the message list. {IN_MESSAGES}")
     elif all(_is_flat(trial.scores[a:b]) for a, b in trial.groups) and any(b - a > 1 for a, b in trial.groups):
-        problems.append(
-            "differs between prompts but never within a group: advantages compare completions of the same prompt, so "
-            "it has no effect"
-        )
+        why = "advantages compare completions of the same prompt"
+        problems.append(f"differs between prompts but never within a group: {why}, so it has no effect")
     if trial.seconds > SLOW:
         problems.append(f"took {trial.seconds:.1f} s for {len(trial.scores)} completions; raise trl.reward_num_workers")
     return problems
@@ -141,11 +138,8 @@ def _scales(trials: Sequence[Trial], weights: Sequence[float]) -> str | None:
     moving = sorted((spread, name) for spread, name in spreads if spread > 0)
     if not moving or (times := moving[-1][0] / moving[0][0]) < SCALES:
         return None
-    smallest, largest = moving[0][1], moving[-1][1]
-    return (
-        f"reward '{largest}' varies {times:.0f} times as much as '{smallest}', which will hardly count: set "
-        "trl.reward_weights, or use `rl: gdpo`, which scales each reward by itself"
-    )
+    varies = f"reward '{moving[-1][1]}' varies {times:.0f} times as much as '{moving[0][1]}', which will hardly count"
+    return f"{varies}: set trl.reward_weights, or use `rl: gdpo`, which scales each reward by itself"
 
 
 def _is_flat(scores: Sequence[Value]) -> bool:

@@ -22,10 +22,10 @@ from upweight.environments.tools import opening_messages
 from upweight.errors import UserError
 from upweight.log import logger
 from upweight.models.modules import dropout_off
-from upweight.rewards.answers import describe_error
 from upweight.sampler.hf_generate import generation_config
 from upweight.sampler.in_process import end_tokens
 from upweight.types import Completion, Group, GroupDone, Sampling
+from upweight.user_modules import describe_error
 
 TOKEN_KEYS = ("prompt_ids", "completion_ids", "logprobs")
 FORMS = (

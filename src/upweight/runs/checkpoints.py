@@ -1,8 +1,4 @@
-"""The checkpoints of a run folder, read without torch: marking complete ones, checking, finding and setting them aside.
-
-The Trainer writes a checkpoint file by file. We write a list of its files with sizes and checksums last, atomically. A
-checkpoint without that list, or that does not match it, is damaged or incomplete and is passed over.
-"""
+"""The checkpoints of a run folder, read without torch: marked when complete, checked, located and set aside."""
 
 import json
 import os
@@ -21,7 +17,7 @@ BLOCK = 1 << 24  # bytes
 
 
 def mark_whole(folder: Path) -> None:
-    """Mark a checkpoint as complete, after its files are flushed to disk."""
+    """Mark a folder as complete by a list of its files, with sizes and checksums, written last and atomically."""
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != WHOLE)
     for path in files:
         with path.open("rb") as file:
@@ -31,7 +27,7 @@ def mark_whole(folder: Path) -> None:
 
 
 def damage(folder: Path) -> str | None:
-    """Return what is wrong with a checkpoint's files, or None where they are those that were written."""
+    """Return what is wrong with a folder's files, or None where they are those that were written."""
     try:
         entries = json.loads((folder / WHOLE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -49,7 +45,7 @@ def damage(folder: Path) -> str | None:
 
 
 def is_whole(folder: Path) -> bool:
-    """Whether a checkpoint holds every file that was written to it, byte by byte."""
+    """Whether a folder holds every file that was written to it, byte by byte."""
     return damage(folder) is None
 
 

@@ -108,20 +108,14 @@ class Health:
                 for sign in others
             ):
                 covered = max(rule.steps, step - window[-1]["step"] + 1)
-                yield Verdict(
-                    rule.name, rule.level, step, metric, value, first.relation, first.threshold, covered, rule.meaning,
-                    rule.remedy,
-                )  # fmt: skip
+                evidence = (step, metric, value, first.relation, first.threshold, covered)
+                yield Verdict(rule.name, rule.level, *evidence, rule.meaning, rule.remedy)
 
     def _holds(self, metric: str, sign: Sign, window: list[MetricsRow], averaged: bool) -> float | None:
         """Return the value by which a sign holds over a window of rows, newest first, or None."""
-        values: list[float] = []
-        for value in (self._value(metric, row) for row in window):
-            if not averaged and (value is None or not sign.holds(value)):
-                return None
-            values += [] if value is None else [value]
+        values = [value for row in window if (value := self._value(metric, row)) is not None]
         if not averaged:
-            return values[0]
+            return values[0] if len(values) == len(window) and all(map(sign.holds, values)) else None
         mean = sum(values) / len(values) if 2 * len(values) >= len(window) else math.nan
         return mean if sign.holds(mean) else None
 

@@ -17,10 +17,7 @@ LOCK = ".lock"
 
 @contextlib.contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
-    """Hold a run folder, which is created if missing; raise a UserError where another process holds it.
-
-    The lock is the system's own: it ends with the process however that ends, and children do not inherit it.
-    """
+    """Hold a run folder, which is created if missing; raise a UserError where another process holds it."""
     path = folder / LOCK
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -42,7 +39,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
 
 
 def _locked(path: Path) -> int:
-    """Return the descriptor of the locked file at `path`."""
+    """Return the descriptor of the locked file at `path`; the lock ends with the process, and no child inherits it."""
     while True:
         file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:

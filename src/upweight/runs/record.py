@@ -36,11 +36,8 @@ def about(trainer: Any) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def recorded(folder: Path, about: Mapping[str, Any], *, writes: bool) -> Iterator[None]:
-    """Keep the record of a run while it trains, and write its report when it has ended in any way.
-
-    `about` is stored in the record; `writes`: whether this rank writes it.
-    """
-    if not writes:
+    """Keep the record of a run, with `about` in it, while it trains; write its report when it has ended in any way."""
+    if not writes:  # another rank does
         yield
         return
     folder.mkdir(parents=True, exist_ok=True)

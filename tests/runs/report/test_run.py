@@ -91,6 +91,19 @@ def test_methods_have_names(tmp_path, keys, method):
     assert read(write_run(tmp_path / "run", config={**CONFIG, **keys}))["method"] == method
 
 
+@pytest.mark.parametrize(
+    ("keys", "sampler"),
+    [
+        ({}, "in process"),
+        ({"use_vllm": True}, "vLLM server"),
+        ({"use_vllm": True, "vllm_mode": "colocate"}, "vLLM in the training process"),
+    ],
+)
+def test_the_sampler_is_named(tmp_path, keys, sampler):
+    config = {**CONFIG, "trl": {"num_generations": 4, **keys}}
+    assert dict(read(write_run(tmp_path / "run", config=config))["facts"])["Sampler"] == sampler
+
+
 def test_stages_are_read_in_order(tmp_path):
     for name in ("stage-10-last", "stage-2-middle", "stage-1-first"):
         write_run(tmp_path / name)

@@ -3,7 +3,6 @@
 from upweight.config.sections.data import UserFormat
 from upweight.data.examples import Format
 from upweight.data.formats import ebft, kto, nemo_gym, pairs, prompts, sft, stepwise
-from upweight.methods.base import Method
 
 FORMATS: dict[str, dict[str, Format]] = {
     "pairs": pairs.FORMATS,
@@ -13,11 +12,6 @@ FORMATS: dict[str, dict[str, Format]] = {
     "prompts": prompts.FORMATS | nemo_gym.FORMATS,
     "ebft": ebft.FORMATS,
 }
-
-
-def kind_of(method: Method) -> str:
-    """Return the kind of data whose formats a method reads."""
-    return "ebft" if method.name == "ebft" else method.data
 
 
 def format_of(kind: str, name: str | UserFormat | None) -> Format:

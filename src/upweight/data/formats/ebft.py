@@ -35,10 +35,7 @@ def _with_truth(setup: Setup, prompt: Prompt, truth: str, conversation: Conversa
 
 
 def truth_turns(template: ChatTemplate, before: Conversation, messages: Sequence[Message]) -> tuple[str, ...]:
-    """Return the texts of the assistant's turns and, between them, of the others with the template's markup.
-
-    An earlier turn keeps the text it had when it was the last one; messages after the last of them are left out.
-    """
+    """Return the texts of the assistant's turns, each as if it were the last, and of the others between them."""
     number = 0
     texts: list[str] = []
     while True:
@@ -52,10 +49,8 @@ def truth_turns(template: ChatTemplate, before: Conversation, messages: Sequence
             return tuple(texts)
         others = messages[rest.start : number]
         # The text after a completion does not depend on it: it is the common suffix of two that differ.
-        first, second = (
-            template.render(before.then({**messages[rest.start - 1], "content": word}, *others), ask=True)
-            for word in ("A", "B")
-        )
+        probes = [{**messages[rest.start - 1], "content": word} for word in ("A", "B")]
+        first, second = (template.render(before.then(probe, *others), ask=True) for probe in probes)
         reply = first[len(first) - common_length(first[::-1], second[::-1]) :]
         texts.append(reply[len(ending) :] if reply.startswith(ending) else reply)
         before = upto.then(*others)
@@ -103,8 +98,7 @@ def split_thinking(setup: Setup, row: Row) -> list[Example]:
     """Sample the last assistant turn, with reasoning moved to `reasoning_content` in every message."""
     messages, turns, key = _conversation(setup, row)
     messages = [_split_reasoning(message) for message in messages]
-    truth = _truth(messages[turns[-1]], "reasoning_content", key)
-    return [example(setup, row, messages[: turns[-1]], truth)]
+    return [example(setup, row, messages[: turns[-1]], _truth(messages[turns[-1]], "reasoning_content", key))]
 
 
 def answer_only(setup: Setup, row: Row) -> list[Example]:

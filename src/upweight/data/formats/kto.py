@@ -30,8 +30,7 @@ def or_pairs(single: Format, paired: Format, setup: Setup, row: Row) -> list[Exa
 def label(row: Row, key: str = "label") -> dict[str, Any]:
     """Return the column `label` of a row: whether its completion is desirable."""
     if not row.has(key):
-        reason = "because KTO learns from labelled completions, or pairs: 'chosen', 'rejected'"
-        raise RowError(key, f"true or false, {reason}")
+        raise RowError(key, "true or false, as KTO learns from labelled completions, or pairs: 'chosen', 'rejected'")
     return {"label": row.flag(key)}
 
 
@@ -49,7 +48,7 @@ def conversation(family: Family, setup: Setup, row: Row) -> list[Example]:
     if not any(message["content"] for message in prompt if message["role"] == "user"):
         raise RowError("chosen" if row.has("chosen") else "completion", "a user turn with text")
     messages = setup.reader.conversation(row, prompt).messages
-    return [Completions(family.prompt(messages), {"completion": family.answer(answer)}, label(row))]
+    return [Completions(family.prompt(messages), {"completion": answer + family.closing}, label(row))]
 
 
 def _templated_single(setup: Setup, row: Row) -> list[Example]:

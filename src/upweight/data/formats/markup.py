@@ -16,17 +16,13 @@ class Family:
     """The markup of one model family: what opens a turn (with a `{role}` placeholder) and what closes it."""
 
     opening: str
-    closing: str  # directly after the text of a turn
+    closing: str  # directly after the text of a turn, of the assistant's too
     gap: str  # between two turns
 
     def prompt(self, messages: Sequence[Message]) -> str:
         """Render messages as text that ends with the opening of the assistant's turn."""
         written = [self._open(message["role"]) + message["content"] + self.closing + self.gap for message in messages]
         return "".join(written) + self._open("assistant")
-
-    def answer(self, text: str) -> str:
-        """Render the text of the assistant's turn."""
-        return text + self.closing
 
     def _open(self, role: str) -> str:
         return self.opening.replace("{role}", role)

@@ -44,18 +44,14 @@ def tools_of(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     if not isinstance(tools, Sequence) or not all(isinstance(tool, Mapping) and "name" in tool for tool in tools):
         raise RowError(f"{PARAMS}.tools", "a list of functions, each with a name")
     kept = ("name", "description", "parameters")
-    return [
-        {"type": "function", "function": {key: without_nulls(tool[key]) for key in kept if tool.get(key) is not None}}
-        for tool in tools
-    ]
+    functions = [{key: without_nulls(tool[key]) for key in kept if tool.get(key) is not None} for tool in tools]
+    return [{"type": "function", "function": function} for function in functions]
 
 
 def _items(params: Mapping[str, Any]) -> Any:
     """Return the input as messages; in the Responses API tool calls and their outputs are separate items."""
-    items = params["input"]
-    messages: list[Any] = []
-    if params.get("instructions"):
-        messages.append({"role": "system", "content": params["instructions"]})
+    items, system = params["input"], params.get("instructions")
+    messages: list[Any] = [{"role": "system", "content": system}] if system else []
     if isinstance(items, str):
         return [*messages, {"role": "user", "content": items}]
     for item in items if isinstance(items, list) else [items]:

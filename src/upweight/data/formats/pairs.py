@@ -43,7 +43,7 @@ def with_prompt(  # noqa: PLR0917
     for name, keys in answers.items():
         key = row.first_of(*keys)
         text = last_answer(setup.messages(row, key), key) if listed else row.text(key)
-        completions[name] = family.answer(text)
+        completions[name] = text + family.closing
     return [Completions(family.prompt(messages), completions, columns(row))]
 
 
@@ -51,7 +51,8 @@ def conversations(family: Family, setup: Setup, row: Row) -> list[Example]:
     """Read two conversations that differ in their last turn, and write a model family's markup."""
     prompt, (chosen,), (rejected,), key = _conversations(setup, row)
     messages = setup.reader.conversation(row, _checked_prompt(prompt, key)).messages
-    return pair(row, family.prompt(messages), family.answer(chosen["content"]), family.answer(rejected["content"]))
+    better, worse = (answer["content"] + family.closing for answer in (chosen, rejected))
+    return pair(row, family.prompt(messages), better, worse)
 
 
 def nectar(setup: Setup, row: Row) -> list[Example]:

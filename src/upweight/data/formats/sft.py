@@ -102,8 +102,7 @@ def prompt_and_completion(setup: Setup, row: Row) -> list[Example]:
     by_turn = bool(setup.entry.roles_to_train or setup.entry.message_field_training)
     if isinstance(prompt, str) and isinstance(answer, str):
         if by_turn:
-            keys = "roles_to_train and message_field_training"
-            raise RowError("prompt", f"messages, because {keys} select turns, got text")
+            raise RowError("prompt", "messages, as roles_to_train and message_field_training select turns, got text")
         return [Text.joined(row.text("prompt"), row.text("completion"), with_prompt=with_prompt)]
     prompt_messages, completion = setup.messages(row, "prompt"), setup.reader.responses(answer, "completion")
     conversation = setup.reader.conversation(row, prompt_messages)

@@ -15,7 +15,6 @@ from typing import Any
 
 import datasets
 import numpy as np
-import pyarrow as pa
 import pyarrow.parquet
 from datasets import config as datasets_config
 from datasets.exceptions import DatasetsError
@@ -24,6 +23,7 @@ from numpy.typing import NDArray
 from upweight.config import Config
 from upweight.config.sections.data import DatasetRow
 from upweight.config.sections.rollout import GymDataset
+from upweight.data.cache import rows_digest
 from upweight.data.sources.text_files import COMPRESSED, LineFile
 from upweight.errors import UserError, did_you_mean
 from upweight.log import logger, warn_once
@@ -68,17 +68,11 @@ class GivenTable(Table):
 
     def identity(self) -> list[Any]:
         """A digest of all rows: fingerprints of the library differ for equal rows, and can be random."""
+        if self.dataset.format["type"] is None:
+            return [rows_digest(self.dataset), str(self.dataset.features), len(self.dataset)]
         content = hashlib.sha256()
-        stored = self.dataset.format["type"] is None
-        part: Any
-        for part in (self.dataset.with_format("arrow") if stored else self.dataset).iter(DIGESTED):
-            if stored:
-                sink = pa.BufferOutputStream()
-                with pa.ipc.new_stream(sink, part.schema) as writer:
-                    writer.write_table(part.combine_chunks())
-                content.update(sink.getvalue())
-            else:  # rows are what a function of the script makes of them
-                content.update(json.dumps(part, sort_keys=True, default=str).encode())
+        for part in self.dataset.iter(DIGESTED):  # rows are what a function of the script makes of them
+            content.update(json.dumps(part, sort_keys=True, default=str).encode())
         return [content.hexdigest(), len(self.dataset)]
 
 
@@ -94,8 +88,9 @@ class RowSelection:
     index_R: NDArray[np.int64]
 
     @staticmethod
-    def of(source: Source, indices: NDArray[np.int64]) -> "RowSelection":
-        return RowSelection((source,), np.zeros(len(indices), np.int32), indices)
+    def of(source: Source) -> "RowSelection":
+        """Return all rows of a source."""
+        return RowSelection((source,), np.zeros(len(source), np.int32), np.arange(len(source)))
 
     @staticmethod
     def join(parts: Sequence["RowSelection"]) -> "RowSelection":
@@ -155,10 +150,7 @@ class DatasetEntry:
         if split is None and len(part) > 1:
             raise UserError(f"{self.where}: has the splits {', '.join(part)}. Choose one with 'split'.")
         split = split or next(iter(part))
-        whole = {
-            name: RowSelection.join([RowSelection.of(source, np.arange(len(source))) for source in sources])
-            for name, sources in part.items()
-        }
+        whole = {name: RowSelection.join(list(map(RowSelection.of, sources))) for name, sources in part.items()}
         try:
             ranges = datasets.ReadInstruction.from_spec(split).to_absolute({name: len(r) for name, r in whole.items()})
         except (ValueError, AssertionError) as error:
@@ -172,14 +164,13 @@ def selected_datasets(config: Config) -> Iterator[tuple[str, int, DatasetRow]]:
     """Yield every entry with its key and index; a file that is also a Gym dataset is read once, as the Gym's."""
     gym = [_gym_entry(config, dataset) for dataset in config.gym.datasets] if config.gym.enabled else []
     files = {file for row in gym if (file := _file(row.path, config.folder))}
-    for number, row in enumerate(config.data.datasets):
-        if _file(row.path, config.folder) in files:
-            logger.info("datasets[%d] (%s): is listed in nemo_gym_datasets too; it is read once", number, row.path)
-        else:
-            yield "datasets", number, row
-    for key, rows in (("nemo_gym_datasets", gym), ("test_datasets", config.data.test_datasets)):
+    data = config.data
+    for key, rows in (("datasets", data.datasets), ("nemo_gym_datasets", gym), ("test_datasets", data.test_datasets)):
         for number, row in enumerate(rows):
-            yield key, number, row
+            if key == "datasets" and _file(row.path, config.folder) in files:
+                logger.info("datasets[%d] (%s): is listed in nemo_gym_datasets too; it is read once", number, row.path)
+            else:
+                yield key, number, row
 
 
 def _gym_entry(config: Config, dataset: GymDataset) -> DatasetRow:
@@ -241,10 +232,8 @@ def _open(entry: DatasetRow, name: str | None, where: str, folder: Path) -> dict
         return _tables(path, name=name, revision=entry.revision, data_files=entry.data_files)
     except LOADING_ERRORS as error:
         offline = " The hub is disabled (HF_HUB_OFFLINE)." if datasets_config.HF_HUB_OFFLINE else ""
-        raise UserError(
-            f"{where}: is no file or folder (tried {tried}), "
-            f"and it cannot be loaded from the hub: {_reason(error)}.{offline}{_similar(path, folder)}"
-        ) from error
+        problem = f"is no file or folder (tried {tried}), and it cannot be loaded from the hub: {_reason(error)}."
+        raise UserError(f"{where}: {problem}{offline}{_similar(path, folder)}") from error
 
 
 def _files(files: list[Path], kind: str | None) -> dict[str, list[Source]]:
@@ -296,8 +285,7 @@ def _options(kind: str, file: Path) -> dict[str, Any]:
         raise UserError(f"{file}: is empty. A CSV begins with a line of column names.")
     if not has_rows:
         raise UserError(f"{file}: has no rows.")
-    repeated = sorted({name for name in header if header.count(name) > 1})
-    if repeated:
+    if repeated := sorted({name for name in header if header.count(name) > 1}):
         raise UserError(f"{file}:1: the column {repeated[0]!r} appears twice.")
     text = datasets.Features({name: datasets.Value("string") for name in header})
     return {"sep": separator, "na_filter": False, "features": text, "encoding": "utf-8-sig"}

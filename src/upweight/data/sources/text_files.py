@@ -32,8 +32,7 @@ class LineFile:
     """The rows of one file of JSON or text; blank lines are skipped."""
 
     def __init__(self, path: Path, kind: Literal["json", "text"]) -> None:
-        self.path = path
-        self.kind = kind
+        self.path, self.kind = path, kind
 
     def identity(self) -> list[Any]:
         """Return what identifies this content in the cache key: path, size, modification time."""
@@ -147,10 +146,8 @@ def _opens_object(text: str) -> bool:
 def _line_spans(content: mmap.mmap | bytes) -> NDArray[np.int64]:
     """Return the first byte, the byte after the last, and the number of each line that is not blank."""
     size = len(content)
-    ends = [
-        np.flatnonzero(np.frombuffer(content[start : start + BLOCK], np.uint8) == ord("\n")) + start
-        for start in range(0, size, BLOCK)
-    ]
+    blocks = ((start, np.frombuffer(content[start : start + BLOCK], np.uint8)) for start in range(0, size, BLOCK))
+    ends = [np.flatnonzero(block == ord("\n")) + start for start, block in blocks]
     last = np.append(np.concatenate(ends) if ends else np.zeros(0, np.int64), size)
     first = np.append(0, last[:-1] + 1)
     filled = last > first

@@ -47,7 +47,7 @@ def apply_length_rules(record: Record, data: DataSection, method: Method) -> tup
     if limit is not None and len(prompt) > limit:
         first = prompt[: min(record.pinned, limit - 1)]
         prompt = first + prompt[len(prompt) - (limit - len(first)) :]
-        record, reason = _with(record, prompt_ids=prompt), PROMPT_CUT
+        record, reason = replace(record, columns=record.columns | {"prompt_ids": prompt}), PROMPT_CUT
     size = lengths_of(record.columns, method)[-1]
     if size < data.min_sample_len:
         return None, TOO_SHORT
@@ -61,13 +61,10 @@ def apply_length_rules(record: Record, data: DataSection, method: Method) -> tup
         room = data.sequence_len - len(prompt)
         if room < 1:
             return None, NO_ROOM
-        record, reason = _with(record, **{name: record.columns[name][:room] for name in names}), CUT
+        cut = {name: record.columns[name][:room] for name in names}
+        record, reason = replace(record, columns=record.columns | cut), CUT
     if "labels" in names and all(label == IGNORED for label in record.columns["labels"]):
         return None, NOTHING_LEFT
     if "scored" in names and not any(record.columns["scored"]):
         return None, NOTHING_LEFT
     return record, reason
-
-
-def _with(record: Record, **columns: Any) -> Record:
-    return replace(record, columns={**record.columns, **columns})

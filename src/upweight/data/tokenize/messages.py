@@ -42,8 +42,7 @@ class MessageReader:
     """Reads messages with the role and property names of one entry of `datasets`."""
 
     def __init__(self, entry: DatasetRow, default_system: str | None = None) -> None:
-        self.entry = entry
-        self.default_system = default_system
+        self.entry, self.default_system = entry, default_system
         self.thinking_to = entry.template_thinking_key or "reasoning_content"
         renamed = {"role": entry.message_field_role, "content": entry.message_field_content}
         self.names = {**{k: v for k, v in renamed.items() if v}, **(entry.message_property_mappings or {})}
@@ -100,14 +99,10 @@ class MessageReader:
             known = ", ".join(dict.fromkeys(self.roles.values()))
             shown = f"'{role}'" if isinstance(role, str) else describe_value(role)
             raise RowError(f"{key}.{role_name}", f"one of {known} (`roles` maps other names), got {shown}")
-        message: Message = {"role": self.roles[role]}
-        for name, source in self.names.items():
-            if name not in ("role", "content") and value.get(source) is not None:
-                message[name] = without_nulls(value[source])
-        consumed = {role_name, content_name, *self.names.values()}
-        for name, inner in value.items():
-            if name not in consumed and name not in message and inner is not None:
-                message[name] = without_nulls(inner)
+        renamed = {name: value.get(source) for name, source in self.names.items() if name not in ("role", "content")}
+        message: Message = {"role": self.roles[role], **without_nulls(renamed)}
+        consumed = {role_name, content_name, *self.names.values(), *message}
+        message |= without_nulls({name: inner for name, inner in value.items() if name not in consumed})
         message["content"] = _content(value.get(content_name), f"{key}.{content_name}", "tool_calls" in message)
         if "tool_calls" in message:
             message["tool_calls"] = _tool_calls(message["tool_calls"], f"{key}.tool_calls")
@@ -177,6 +172,4 @@ def without_nulls(value: Any) -> Any:
     """Return the value without null properties, which Arrow tables add where rows differ."""
     if isinstance(value, Mapping):
         return {name: without_nulls(inner) for name, inner in value.items() if inner is not None}
-    if isinstance(value, list | tuple):
-        return [without_nulls(inner) for inner in value]
-    return value
+    return [without_nulls(inner) for inner in value] if isinstance(value, list | tuple) else value

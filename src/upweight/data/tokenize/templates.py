@@ -15,14 +15,8 @@ from upweight.log import warn_once
 from upweight.watchdog import time_limit
 
 SECONDS = 60.0  # that a template may take for one conversation
-REWRITTEN_PROMPT = (
-    "the chat template writes earlier turns differently once a completion follows: prompts are kept as the model sees "
-    "them when it generates, and completions are rendered separately"
-)
-REWRITTEN_TURN = (
-    "the chat template writes an assistant turn differently when it is not the last one: such turns become separate "
-    "samples, each rendered as the last one"
-)
+REWRITTEN_PROMPT = "the chat template writes earlier turns differently once a completion follows; it is rendered alone"
+REWRITTEN_TURN = "the chat template writes assistant turns differently once others follow: they become separate samples"
 LEFT_OUT = (
     "the chat template leaves out part of some completions, perhaps their reasoning: it is not trained on "
     "(look at rows with `upweight preprocess CONFIG --show 3`; 'chat_template' names another template)"
@@ -87,8 +81,7 @@ class ChatTemplate:
 
     def turns(self, conversation: Conversation, wanted: Collection[int]) -> list[tuple[str, list[Span]]]:
         """Return the text with the ranges of the wanted turns; a turn that the template changes later comes apart."""
-        text, turns = self.render(conversation).rstrip(), []
-        separate = []
+        text, turns, separate = self.render(conversation).rstrip(), [], []
         last = len(conversation.messages) - 1
         for number in sorted(wanted):
             message = conversation.messages[number]
@@ -128,17 +121,10 @@ class ChatTemplate:
         return whole[len(prompt) :].rstrip() if whole.startswith(prompt) else answer[-1]["content"]
 
     def _apply(self, conversation: Conversation, ask: bool, resume: bool = False) -> str:
-        text = self.tokenizer.apply_chat_template(
-            conversation.messages,
-            tools=conversation.tools,
-            chat_template=self.source,
-            tokenize=False,
-            add_generation_prompt=ask,
-            continue_final_message=resume,
-            **{**self.variables, **conversation.variables},
-        )
-        assert isinstance(text, str)
-        return text
+        options = {"tools": conversation.tools, "chat_template": self.source, "tokenize": False}
+        ends = {"add_generation_prompt": ask, "continue_final_message": resume}
+        variables = {**self.variables, **conversation.variables}
+        return self.tokenizer.apply_chat_template(conversation.messages, **options, **ends, **variables)
 
     def _with_supported_roles(self, conversation: Conversation) -> Conversation:
         """Move system text into the first user message if the template has no system role."""
@@ -194,12 +180,10 @@ def template_source(name: str | None, jinja: str | None, tokenizer: Any, folder:
     if jinja and name in (None, "jinja"):
         if "{%" in jinja or "{{" in jinja or "\n" in jinja:
             return jinja
-        expanded = Path(jinja).expanduser()
-        for file in (expanded, folder / expanded):
+        for file in (Path(jinja).expanduser(), folder / Path(jinja).expanduser()):
             if file.is_file():
                 return file.read_text(encoding="utf-8")
-        problem = f"there is no file '{jinja}' in the working directory or beside the config"
-        raise UserError(f"chat_template_jinja: {problem}.")
+        raise UserError(f"chat_template_jinja: there is no file '{jinja}' in this folder or beside the config.")
     if name in (None, "tokenizer_default"):
         return None
     file = f"{TEMPLATE_ALIASES.get(name, name)}.jinja"

@@ -12,11 +12,7 @@ CHECKED = 8  # texts on which splitting is compared with tokenizing them whole
 
 
 class TextTokens:
-    """A tokenizer with the rules for BOS and end tokens that all formats share.
-
-    Texts share long prefixes, so they are split before special tokens, which a tokenizer isolates first, and each part
-    is tokenized once. The first texts are tokenized whole too; splitting is turned off if the ids differ.
-    """
+    """A tokenizer with the rules for BOS and end tokens that all formats share."""
 
     def __init__(self, tokenizer: Any, eot_tokens: Sequence[str]) -> None:
         self.tokenizer = tokenizer
@@ -41,11 +37,12 @@ class TextTokens:
         """Return the token ids of each text, without added special tokens."""
         if self._pattern is None:
             return self._whole(texts)
+        # Texts share long prefixes: split before special tokens, each distinct part is tokenized once.
         split_texts = [_split(text, self._pattern) for text in texts]
         distinct = list(dict.fromkeys(chain.from_iterable(split_texts)))
         ids_of = dict(zip(distinct, self._whole(distinct), strict=True))
         joined = [list(chain.from_iterable([ids_of[part] for part in parts])) for parts in split_texts]
-        if not self._is_checked:
+        if not self._is_checked:  # splitting is turned off if the ids of the first texts differ
             numbers = [number for number, parts in enumerate(split_texts) if len(parts) != 1][:CHECKED]
             self._is_checked = bool(numbers)
             if self._whole([texts[number] for number in numbers]) != [joined[number] for number in numbers]:
@@ -63,9 +60,7 @@ class TextTokens:
         """Return the ids with exactly one BOS in front, if the tokenizer adds one to texts."""
         while len(ids) > 1 and ids[0] == ids[1] == self.bos:
             ids = ids[1:]
-        if self.adds_bos and self.bos is not None and ids[:1] != [self.bos]:
-            return [self.bos, *ids]
-        return ids
+        return [self.bos, *ids] if self.adds_bos and self.bos is not None and ids[:1] != [self.bos] else ids
 
     def pinned(self, ids: list[int]) -> int:
         """Return how many leading tokens truncation must keep: 1 for a BOS."""
@@ -73,9 +68,7 @@ class TextTokens:
 
     def with_eos(self, ids: list[int]) -> list[int]:
         """Return the ids with an end token appended if they lack one."""
-        if self.eos is None or (ids and ids[-1] in self.ends):
-            return ids
-        return [*ids, self.eos]
+        return ids if self.eos is None or (ids and ids[-1] in self.ends) else [*ids, self.eos]
 
 
 def _split(text: str, pattern: re.Pattern[str]) -> list[str]:
@@ -92,13 +85,8 @@ def _split_pattern(tokenizer: Any) -> re.Pattern[str] | None:
     ends = {token.content[start:] for token in added for start in range(len(token.content))}
     template = str(getattr(tokenizer, "chat_template", None) or "")
     named = set(tokenizer.all_special_tokens)
-    usable = [
-        token.content
-        for token in added
-        if token.special
-        and not (token.normalized or token.lstrip or token.rstrip or token.single_word)
-        and joined.count(token.content) == 1
-        and not any(token.content[:stop] in ends for stop in range(1, len(token.content)))
-    ]
+    exact = [token for token in added if not (token.normalized or token.lstrip or token.rstrip or token.single_word)]
+    alone = [token.content for token in exact if token.special and joined.count(token.content) == 1]
+    usable = [text for text in alone if not any(text[:stop] in ends for stop in range(1, len(text)))]
     usable.sort(key=lambda content: (content not in named, content not in template))
     return re.compile("|".join(map(re.escape, usable[:MAX_SPLIT_TOKENS]))) if usable else None

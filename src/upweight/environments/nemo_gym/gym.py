@@ -1,7 +1,4 @@
-"""Episodes that a Gym's servers verify: one answer to a prompt, or turns with the tools that a server offers.
-
-The servers are discovered, asked with retries, and started again where the run started them.
-"""
+"""Episodes that a Gym's servers verify; they are asked with retries, and restarted where the run started them."""
 
 import asyncio
 import contextlib
@@ -31,20 +28,13 @@ MOST_RESTARTS = 5  # in a row, without an answer in between
 
 
 class NemoGym(Environment):
-    """The servers behind the head server of a config, with one session of theirs for each episode.
-
-    Used on one event loop, from `start` on.
-    """
+    """The servers behind a head server, with one session of theirs for each episode; used on one event loop."""
 
     def __init__(
-        self,
-        section: GymSection,
-        model_name: str = "policy",
-        process: GymProcess | None = None,
-        socket: str | None = None,
+        self, section: GymSection, model: str = "policy", process: GymProcess | None = None, socket: str | None = None
     ) -> None:
         """`process`: the servers, where the run starts them. `socket`: file that leads to servers without a network."""
-        self.section, self.model_name, self.process, self._socket = section, model_name, process, socket
+        self.section, self.model, self.process, self._socket = section, model, process, socket
         self.head, self._liveness = f"http://127.0.0.1:{section.head_port}", max(section.verify_timeout, LIVENESS)
         self.servers = GymServers((), {}, {})
         self._in_a_row = 0
@@ -79,9 +69,8 @@ class NemoGym(Environment):
         named = {dataset.server_name for dataset in self.section.datasets if dataset.server_name}
         name = row.get(SERVER) or agent or (next(iter(named)) if len(named) == 1 else None)
         if not isinstance(name, str):
-            raise UserError(
-                "nemo_gym_datasets: a row names no server. Give its dataset a 'server_name', or the row an 'agent_ref'."
-            )
+            remedy = "Give its dataset a 'server_name', or the row an 'agent_ref'."
+            raise UserError(f"nemo_gym_datasets: a row names no server. {remedy}")
         return name
 
     def outcome_of(self, verification: Mapping[str, Any], server: str) -> EpisodeOutcome:
@@ -119,12 +108,9 @@ class NemoGym(Environment):
         *,
         limit: float,
         cookies: httpx.Cookies | None = None,
-        repeat: bool = True,
+        repeat: bool = True,  # else errors of the server are answers: the request may have had an effect
     ) -> httpx.Response:
-        """The answer to a request, retried after faults; GymFault where none comes or the server was restarted.
-
-        Without `repeat`, requests that may have had an effect are not retried, and errors of the server are answers.
-        """
+        """The answer to a request, retried after faults; GymFault where none comes or the server was restarted."""
         problem = GymFault("")
         for pause in (0.0, *PAUSES):
             await asyncio.sleep(pause)
@@ -281,7 +267,7 @@ class GymEpisode(Episode):
             return
 
     async def _verify(self) -> httpx.Response:
-        response = response_of(self.items, self.row[PARAMS], self.environment.model_name)
+        response = response_of(self.items, self.row[PARAMS], self.environment.model)
         return await self._post("/verify", {**self.row, "response": response})
 
     async def _call(self, call: ToolCall) -> tuple[str, bool]:

@@ -21,20 +21,7 @@ import threading
 import time
 
 from upweight.processes import process_ids, stat_of
-from upweight.rewards.sandbox.launch import (
-    LIBC,
-    LINUX,
-    MS_BIND,
-    MS_NODEV,
-    MS_NOSUID,
-    MS_PRIVATE,
-    MS_REC,
-    SYS_MOUNT_SETATTR,
-    USER_NAMESPACE,
-    checked,
-    mount,
-    read_only,
-)
+from upweight.rewards.sandbox import launch as sandbox
 
 NET, MOUNTS = 0x40000000, 0x00020000
 PR_SET_CHILD_SUBREAPER = 36
@@ -48,22 +35,23 @@ def enter(folder: str) -> list[str]:
     """Leave the network, and make all but `folder` read-only -> what holds; OSError where the system allows neither."""
     user, group = os.geteuid(), os.getegid()
     try:
-        checked(LIBC.unshare(NET | MOUNTS), "unshare")
+        sandbox.checked(sandbox.LIBC.unshare(NET | MOUNTS), "unshare")
     except OSError:
-        checked(LIBC.unshare(NET | MOUNTS | USER_NAMESPACE), "unshare")
+        sandbox.checked(sandbox.LIBC.unshare(NET | MOUNTS | sandbox.USER_NAMESPACE), "unshare")
         for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
             with open(f"/proc/self/{name}", "w") as file:
                 file.write(text)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         fcntl.ioctl(any_socket, SIOCSIFFLAGS, struct.pack("16sh14x", b"lo", IFF_UP))
     with contextlib.suppress(OSError):  # containers may forbid mounts; without a network is what counts
-        mount("none", "/", "", MS_REC | MS_PRIVATE)
-        mount(folder, folder, "", MS_BIND | MS_REC)
-        if read_only():
+        sandbox.mount("none", "/", "", sandbox.MS_REC | sandbox.MS_PRIVATE)
+        sandbox.mount(folder, folder, "", sandbox.MS_BIND | sandbox.MS_REC)
+        if sandbox.read_only():
             attributes = (ctypes.c_uint64 * 4)(0, 0x1, 0, 0)  # read-only no more
-            where = (ctypes.c_long(SYS_MOUNT_SETATTR), -100, folder.encode(), 0)
-            checked(LIBC.syscall(*where, ctypes.byref(attributes), ctypes.c_size_t(32)), "mount_setattr")
-            mount("tmpfs", "/dev/shm", "tmpfs", MS_NOSUID | MS_NODEV, "mode=1777")
+            where = (ctypes.c_long(sandbox.SYS_MOUNT_SETATTR), -100, folder.encode(), 0)
+            status = sandbox.LIBC.syscall(*where, ctypes.byref(attributes), ctypes.c_size_t(32))
+            sandbox.checked(status, "mount_setattr")
+            sandbox.mount("tmpfs", "/dev/shm", "tmpfs", sandbox.MS_NOSUID | sandbox.MS_NODEV, "mode=1777")
             return ["without network", "on a read-only file system"]
     return ["without network"]
 
@@ -125,7 +113,7 @@ def run(request: dict) -> int:
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.wait(request["grace"])
     for _ in range(20):
-        remaining = descendants() if LINUX else {child.pid}
+        remaining = descendants() if sandbox.LINUX else {child.pid}
         for process in remaining:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
@@ -141,8 +129,8 @@ def run(request: dict) -> int:
 def main() -> None:
     """Isolate where it is asked for, then run."""
     request = json.loads(sys.argv[1])
-    if LINUX:
-        LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    if sandbox.LINUX:
+        sandbox.LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     if request["isolated"]:
         try:
             holds = enter(request["folder"])

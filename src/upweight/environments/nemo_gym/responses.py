@@ -31,16 +31,10 @@ def items_of(turn: Turn, calls: Sequence[tuple[str, ToolCall]], number: int) -> 
 
 def response_of(items: Sequence[Item], params: Mapping[str, Any], model: str) -> Item:
     """All turns as the response that a model server would have given."""
-    return {
-        "id": "resp_0",
-        "created_at": 0,
-        "model": model,
-        "object": "response",
-        "output": list(items),
-        "parallel_tool_calls": bool(params.get("parallel_tool_calls", True)),
-        "tool_choice": params.get("tool_choice") or "auto",
-        "tools": params.get("tools") or [],
-    }
+    parallel = bool(params.get("parallel_tool_calls", True))
+    calls = {"parallel_tool_calls": parallel, "tool_choice": params.get("tool_choice") or "auto"}
+    written = {"id": "resp_0", "created_at": 0, "model": model, "object": "response", "output": list(items)}
+    return written | calls | {"tools": params.get("tools") or []}
 
 
 def verification_of(answer: httpx.Response) -> Mapping[str, Any]:
@@ -80,18 +74,15 @@ def turns_of(run: Mapping[str, Any]) -> list[AgentTurn]:
             continue
         ids, prompt, logps = (item.get(key) or [] for key in (IDS, PROMPT, LOGPS))
         if not ids or not prompt or len(ids) != len(logps):
-            raise GymFault(
-                f"/run: a turn has {len(prompt)} prompt tokens, {len(ids)} written ones and {len(logps)} log-probs"
-            )
+            counts = f"{len(prompt)} prompt tokens, {len(ids)} written ones and {len(logps)} log-probs"
+            raise GymFault(f"/run: a turn has {counts}")
         logps = [float(logp) for logp in logps]
         if not all(map(math.isfinite, logps)):
             raise GymFault("/run: a log-prob is not finite")
         turns.append(AgentTurn([int(token) for token in prompt], [int(token) for token in ids], logps))
     if not turns:
-        raise GymFault(
-            "/run: no token ids came back: the Gym's model server needs 'return_token_id_information: true', and "
-            "prompts room in the server's context"
-        )
+        needs = "the Gym's model server needs 'return_token_id_information: true', and prompts room in its context"
+        raise GymFault(f"/run: no token ids came back: {needs}")
     return turns
 
 

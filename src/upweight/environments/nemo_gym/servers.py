@@ -5,6 +5,7 @@ import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from http.cookiejar import CookieJar, DefaultCookiePolicy
+from operator import itemgetter
 from typing import Any, Literal
 
 import httpx
@@ -36,11 +37,9 @@ class GymClient:
     def __init__(self, socket: str | None = None) -> None:
         """`socket`: file through which servers without a network are reached."""
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=CONCURRENT)
-        self._http = httpx.AsyncClient(
-            transport=httpx.AsyncHTTPTransport(uds=socket, limits=limits, trust_env=False),
-            cookies=CookieJar(DefaultCookiePolicy(allowed_domains=[])),
-            timeout=None,
-        )
+        transport = httpx.AsyncHTTPTransport(uds=socket, limits=limits, trust_env=False)
+        no_cookies = CookieJar(DefaultCookiePolicy(allowed_domains=[]))
+        self._http = httpx.AsyncClient(transport=transport, cookies=no_cookies, timeout=None)
         self._room = asyncio.Semaphore(CONCURRENT)
 
     async def ask(
@@ -119,10 +118,8 @@ class GymServers:
         resource = self._find(RESOURCES, name).instance
         agents = [agent for agent, served in self.resource_of.items() if served == resource]
         if not agents:
-            raise UserError(
-                f"nemo_gym_multi_turn: no agent of the Gym works with '{resource}'. Start one (`upweight init gym` "
-                "writes its config), or drop the key: turns with tools need no agent."
-            )
+            remedy = "Start one (`upweight init gym` writes its config), or drop the key: tools need no agent."
+            raise UserError(f"nemo_gym_multi_turn: no agent of the Gym works with '{resource}'. {remedy}")
         return self._find(AGENTS, agents[0])
 
     def _find(self, kind: str, name: str) -> GymServer:
@@ -135,23 +132,17 @@ class GymServers:
                 names = ", ".join(server.instance for server in servers)
                 raise UserError(f"nemo_gym_datasets: the Gym has several servers '{name}': choose among {names}.")
         names = [server.instance for server in candidates]
-        shown = ", ".join(names) or "none"
-        raise UserError(
-            f"nemo_gym_datasets: the Gym has no server '{name}'.{did_you_mean(name, names)} It has {shown}."
-        )
+        has = f"{did_you_mean(name, names)} It has {', '.join(names) or 'none'}."
+        raise UserError(f"nemo_gym_datasets: the Gym has no server '{name}'.{has}")
 
 
 async def discover(client: GymClient, head: str) -> GymServers:
     """The servers that the head server at an address lists; GymFault where there is none yet."""
     answer = await client.ask(f"{head}/server_instances", limit=ANSWER)
     try:
-        listed = answer.json() if answer.is_success else None
-        keys = ("config_path", "name", "server_type", "url")
-        servers = [
-            GymServer(*(entry[key] for key in keys), life=(entry.get("pid"), entry.get("start_time")))
-            for entry in listed or ()
-            if entry.get("url")
-        ]
+        entries = [entry for entry in answer.json() if entry.get("url")] if answer.is_success else []
+        names = itemgetter("config_path", "name", "server_type", "url")
+        servers = [GymServer(*names(entry), life=(entry.get("pid"), entry.get("start_time"))) for entry in entries]
     except (ValueError, KeyError, TypeError, AttributeError):
         servers = []
     if not servers:

@@ -80,8 +80,7 @@ class AdaptiveReward:
         self._succeeded += sum(score >= self.success for score in known)
         if step is None:
             self._end_step()
-        log_metric = columns.get("log_metric")
-        if log_metric is not None:
+        if (log_metric := columns.get("log_metric")) is not None:
             log_metric(f"{self.__name__}/weight", self.weight)
         return weighted
 
@@ -117,9 +116,7 @@ def _resolved(reward: str | Callable[..., Any]) -> Any:
         return reward
     built = builtin_reward(reward)
     if built is None:
-        raise UserError(
-            f"Reward 'adaptive': reward={reward!r} names no built-in reward. To wrap your function, put "
-            "`mine = AdaptiveReward(function)` (from upweight.rewards.builtin.adaptive) into your file and name "
-            "'file.mine'."
-        )
+        example = "`mine = AdaptiveReward(function)` (from upweight.rewards.builtin.adaptive)"
+        remedy = f"To wrap your function, put {example} into your file and name 'file.mine'."
+        raise UserError(f"Reward 'adaptive': reward={reward!r} names no built-in reward. {remedy}")
     return built

@@ -50,10 +50,9 @@ class CodeReward:
 
     def __call__(self, completions: list[Any], **columns: Any) -> ScoreList:
         if not isinstance(columns.get(self.tests), list) and not isinstance(columns.get(self.output), list):
-            raise UserError(
-                f"Reward 'code' reads the column '{self.tests}' (tests) or '{self.output}' (expected output), and the "
-                f"rows have neither. Name yours: code(tests='...') or code(output='...', stdin='...')."
-            )
+            problem = f"'{self.tests}' (tests) or '{self.output}' (expected output), and the rows have neither"
+            remedy = "Name yours: code(tests='...') or code(output='...', stdin='...')."
+            raise UserError(f"Reward 'code' reads the column {problem}. {remedy}")
         texts = texts_of(completions)
         tasks = [self._task(row) for row in rows_of(columns, len(texts))]
         with ThreadPoolExecutor(self.parallel) as pool:
@@ -76,9 +75,7 @@ class CodeReward:
     def _code(self, text: str) -> str:
         if self.tag is not None:
             text = between_tags(text, self.tag) or ""
-        blocks = fenced_blocks(text)
-        if not blocks:
-            return text
+        blocks = fenced_blocks(text) or [text]
         return {"last": blocks[-1], "first": blocks[0], "all": "\n".join(blocks)}[self.block]
 
     def _score(self, text: str, task: Task | None) -> float | None:
@@ -90,10 +87,8 @@ class CodeReward:
         try:
             share = self._share(code, task)
         except SandboxError as error:
-            warn_once(
-                f"reward 'code': a program could not be isolated, its row does not count: {error}. As root, either "
-                f"namespaces must be allowed or other users must be able to read this Python; or run as another user."
-            )
+            remedy = "As root, allow namespaces or let other users read this Python; or run as another user."
+            warn_once(f"reward 'code': a program could not be isolated, its row does not count: {error}. {remedy}")
             return None
         if self.partial:
             return self.wrong + (self.score - self.wrong) * share
@@ -102,8 +97,7 @@ class CodeReward:
     def _share(self, code: str, task: Task) -> float:
         """Code and its task -> the share of tests or cases that hold."""
         if task.tests:
-            held = self._run(code, task.tests, "").held or []
-            return sum(held) / len(task.tests)
+            return sum(self._run(code, task.tests, "").held or []) / len(task.tests)
         right = 0
         for stdin, expected in task.cases:
             outcome = self._run(code, None, stdin)
@@ -120,10 +114,8 @@ class CodeReward:
         if "plain" in outcome.isolation:
             missing = ["no network", "no sight of other processes", *missing]
         if missing:
-            warn_once(
-                f"reward 'code': this system does not allow all of the isolation; missing: {', '.join(missing)}. "
-                f"Run in a container, or allow user namespaces."
-            )
+            problem = f"this system does not allow all of the isolation; missing: {', '.join(missing)}"
+            warn_once(f"reward 'code': {problem}. Run in a container, or allow user namespaces.")
         return outcome
 
 

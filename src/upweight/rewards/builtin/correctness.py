@@ -5,6 +5,7 @@ import re
 import threading
 import unicodedata
 from collections import deque
+from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -34,11 +35,22 @@ _NUMBER = re.compile(
 )
 
 
-def _scores(self: Any, completions: list[Any], **columns: Any) -> ScoreList:
-    """Score each completion against the answer of its row with the reward's `_score`; None without an answer."""
-    answers = column_of(columns, self.column, self.__name__, len(completions))
-    pairs = zip(texts_of(completions), answers, strict=True)
-    return [None if answer is None else self._score(text, str(answer)) for text, answer in pairs]
+@dataclass(frozen=True)
+class ByAnswer:
+    """Scores each completion with `_score` against the answer of its row; None without an answer."""
+
+    column: str = "answer"
+    extract: Extract = "auto"
+    tag: str | None = None
+    __name__ = ""
+
+    def __call__(self, completions: list[Any], **columns: Any) -> ScoreList:
+        answers = column_of(columns, self.column, self.__name__, len(completions))
+        pairs = zip(texts_of(completions), answers, strict=True)
+        return [None if answer is None else self._score(text, str(answer)) for text, answer in pairs]
+
+    def _score(self, text: str, answer: str) -> float | None:
+        raise NotImplementedError
 
 
 def _extracted(text: str, extract: Extract, tag: str | None) -> str | None:
@@ -48,17 +60,12 @@ def _extracted(text: str, extract: Extract, tag: str | None) -> str | None:
 
 
 @builtin
-class ExactReward:
+class ExactReward(ByAnswer):
     """Scores a completion whose answer equals the row's, without case, spacing and outer punctuation."""
 
-    column: str = "answer"
-    extract: Extract = "auto"
-    tag: str | None = None
     score: float = 1.0
     wrong: float = 0.0
     __name__ = "exact"
-
-    __call__ = _scores
 
     def _score(self, text: str, answer: str) -> float:
         given = _extracted(text, self.extract, self.tag)
@@ -67,19 +74,14 @@ class ExactReward:
 
 
 @builtin
-class NumericReward:
+class NumericReward(ByAnswer):
     """Scores a completion whose marked or last number equals the row's within a tolerance."""
 
-    column: str = "answer"
-    extract: Extract = "auto"
-    tag: str | None = None
     tolerance: NonNegativeFloat = 1e-6
     relative: NonNegativeFloat = 0.0
     score: float = 1.0
     wrong: float = 0.0
     __name__ = "numeric"
-
-    __call__ = _scores
 
     def _score(self, text: str, answer: str) -> float | None:
         expected = last_number(marked_answer(answer, "auto", None) or answer)
@@ -93,24 +95,18 @@ class NumericReward:
 
 
 @builtin
-class MathReward:
+class MathReward(ByAnswer):
     """Scores a completion whose final expression equals the row's by algebra (math-verify)."""
 
-    column: str = "answer"
     extract: Extract = "last"
-    tag: str | None = None
     score: float = 1.0
     wrong: float = 0.0
     __name__ = "math"
 
     def __post_init__(self) -> None:
         if find_spec("math_verify") is None:
-            raise UserError(
-                "Reward 'math' needs math-verify, which is not installed. Run: pip install 'upweight[math]'. "
-                "For plain numbers, 'numeric' needs nothing."
-            )
-
-    __call__ = _scores
+            remedy = "Run: pip install 'upweight[math]'. For plain numbers, 'numeric' needs nothing."
+            raise UserError(f"Reward 'math' needs math-verify, which is not installed. {remedy}")
 
     def _score(self, text: str, answer: str) -> float | None:
         expected = _expression(marked_answer(answer, "hash", None) or answer)
@@ -177,10 +173,8 @@ def last_number(text: str) -> Number | None:
 def same_number(given: Number, wanted: Number, tolerance: float, relative: float) -> bool:
     """Whether two numbers agree; a percentage agrees with its figure and with its hundredth."""
     readings = [given.value]
-    if given.percent and not wanted.percent:
-        readings.append(given.value / 100)
-    if wanted.percent and not given.percent:
-        readings.append(given.value * 100)
+    if given.percent != wanted.percent:
+        readings.append(given.value / 100 if given.percent else given.value * 100)
     # 1e-12 forgives the rounding of the division in a fraction, nothing a person would see.
     allowed = max(tolerance, max(relative, 1e-12) * abs(wanted.value))
     return any(abs(reading - wanted.value) <= allowed for reading in readings)

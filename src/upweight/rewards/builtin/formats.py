@@ -75,10 +75,8 @@ class XmlTagsReward:
     __name__ = "xml_tags"
 
     def __call__(self, completions: list[Any], **_: Any) -> ScoreList:
-        return [
-            self.score * sum(_has_tag(text, tag) for tag in self.tags) / len(self.tags)
-            for text in texts_of(completions)
-        ]
+        counts = [sum(_has_tag(text, tag) for tag in self.tags) for text in texts_of(completions)]
+        return [self.score * count / len(self.tags) for count in counts]
 
 
 def _has_tag(text: str, tag: str) -> bool:

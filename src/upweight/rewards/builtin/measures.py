@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Annotated, Any
 
@@ -80,18 +81,27 @@ def ngrams(units: Sequence[Any], size: int) -> list[tuple[Any, ...]]:
     return list(zip(*(units[shift:] for shift in range(size)), strict=False))
 
 
+@dataclass(frozen=True)
+class NgramOptions:
+    """The options of rewards that compare n-grams, and how these read completions: without case."""
+
+    ngram: PositiveInt
+    unit: Unit = "words"
+    penalty: Penalty = -1.0
+
+    def units(self, completions: list[Any], columns: dict[str, Any], reward: str) -> list[Sequence[Any]]:
+        return units_of([text.casefold() for text in texts_of(completions)], columns, self.unit, reward)
+
+
 @builtin
-class RepetitionReward:
+class RepetitionReward(NgramOptions):
     """Gives the penalty times the share of n-grams that repeat earlier ones of the same completion."""
 
     ngram: PositiveInt = 3
-    unit: Unit = "words"
-    penalty: Penalty = -1.0
     __name__ = "repetition"
 
     def __call__(self, completions: list[Any], **columns: Any) -> ScoreList:
-        folded = [text.casefold() for text in texts_of(completions)]
-        return [self.penalised(units) for units in units_of(folded, columns, self.unit, self.__name__)]
+        return [self.penalised(units) for units in self.units(completions, columns, self.__name__)]
 
     def penalised(self, units: Sequence[Any]) -> float:
         runs = ngrams(units, self.ngram)
@@ -99,17 +109,14 @@ class RepetitionReward:
 
 
 @builtin
-class DiversityReward:
+class DiversityReward(NgramOptions):
     """Gives the penalty times the mean n-gram similarity to the other completions of the same prompt."""
 
     ngram: PositiveInt = 2
-    unit: Unit = "words"
-    penalty: Penalty = -1.0
     __name__ = "diversity"
 
     def __call__(self, completions: list[Any], **columns: Any) -> ScoreList:
-        folded = [text.casefold() for text in texts_of(completions)]
-        units = units_of(folded, columns, self.unit, self.__name__)
+        units = self.units(completions, columns, self.__name__)
         runs = [frozenset(ngrams(row, min(self.ngram, len(row)) or 1)) for row in units]
         prompts = columns.get("prompts") or [None] * len(runs)
         scores: ScoreList = []

@@ -41,11 +41,9 @@ def column_of(columns: dict[str, Any], name: str, reward: str, count: int) -> li
                 raise UserError(f"Reward '{reward}': column '{spelling}' has {len(values)} values for {count} rows.")
             return list(values)
     known = sorted(key for key, value in columns.items() if isinstance(value, list | tuple))
-    raise UserError(
-        f"Reward '{reward}' reads the dataset column '{name}', which the rows do not have. "
-        f"There are: {', '.join(known) or 'none'}. Keep that column in the dataset or its transform, "
-        f"or name another one in the options of '{reward}'."
-    )
+    problem = f"reads the dataset column '{name}', which the rows do not have. There are: {', '.join(known) or 'none'}"
+    remedy = f"Keep that column in the dataset or its transform, or name another one in the options of '{reward}'."
+    raise UserError(f"Reward '{reward}' {problem}. {remedy}")
 
 
 def rows_of(columns: dict[str, Any], count: int) -> list[dict[str, Any]]:
@@ -106,8 +104,7 @@ def marked_answer(text: str, extract: Extract, tag: str | None) -> str | None:
 
 def normalised(text: str) -> str:
     """Text -> the same without case, width, outer punctuation, emphasis, or spacing differences."""
-    text = unicodedata.normalize("NFKC", text).casefold()
-    return " ".join(text.split()).strip(" .,;:!?\"'`*_")
+    return " ".join(unicodedata.normalize("NFKC", text).casefold().split()).strip(" .,;:!?\"'`*_")
 
 
 def units_of(completions: Sequence[Any], columns: dict[str, Any], unit: Unit, reward: str) -> list[Sequence[Any]]:

@@ -13,11 +13,11 @@ from upweight.environments.call_formats import parse_calls
 from upweight.environments.episode import Environment, Episode, EpisodeOutcome, Message, Turn
 from upweight.errors import UserError
 from upweight.log import warn_once
-from upweight.rewards.answers import describe_error
 from upweight.rollout.episodes.chat_tokens import ChatTokens
 from upweight.rollout.episodes.token_stream import TokenStream
 from upweight.rollout.episodes.turn_batcher import FirstTurnBatcher, TurnBatcher
 from upweight.types import Completion
+from upweight.user_modules import describe_error
 
 T = TypeVar("T")
 

@@ -11,10 +11,7 @@ SHARE = "share"  # values between 0 and 1
 
 @dataclass(frozen=True)
 class Spec:
-    """The definition of a chart; a metric belongs to the first one with a pattern that matches its whole name.
-
-    With `each`, every metric that matches has a separate chart, named by the pattern's group.
-    """
+    """The definition of a chart; a metric belongs to the first one with a pattern that matches its whole name."""
 
     group: str
     title: str
@@ -23,7 +20,7 @@ class Spec:
     labels: tuple[str, ...] = ()  # of the series, where there are several
     band: tuple[str, ...] = ()  # metric of the spread around the first series, or of its lower and upper edge
     unit: str = ""
-    each: bool = False
+    each: bool = False  # every metric that matches has a separate chart, named by the pattern's group
 
 
 @dataclass
@@ -177,6 +174,5 @@ def _chart(spec: Spec, metrics: list[str], names: list[str]) -> Chart:
         labels.setdefault(name, match[1] if match and match.groups() else "")
     of = labels[metrics[0]] if spec.each else ""
     series = [("" if spec.each else labels[name], name) for name in metrics]
-    band = [pattern.format(of) for pattern in spec.band]
-    title = spec.title.format(of) if spec.title else of
+    band, title = [pattern.format(of) for pattern in spec.band], spec.title.format(of) or of
     return Chart(spec.group, title, spec.meaning, spec.unit, series, band if set(band) <= set(names) else [])

@@ -40,11 +40,9 @@ class CompletionsReader:
                 parts.append(part)
         parts.sort(key=lambda part: (part["set"], part["step"]))
         count, rows = sum(map(len, files.values())), sum(part["total"] - len(part["rows"]) for part in parts)
-        notes = []
-        if count > len(parts):
-            notes.append(f"Of {count:,} rollouts and evaluations, {len(parts):,} are on this page.")
-        if rows:
-            notes.append(f"{rows:,} completions of the steps shown are not on it.")
+        shortened = count > len(parts)
+        notes = [f"Of {count:,} rollouts and evaluations, {len(parts):,} are on this page."] if shortened else []
+        notes += [f"{rows:,} completions of the steps shown are not on it."] if rows else []
         return parts, [" ".join([*notes, f"All of them are in {COMPLETIONS}/."])] if notes else []
 
     def _file(self, file: Path, name: str, step: int, weights: Sequence[float]) -> tuple[dict[str, Any], int]:
@@ -65,9 +63,8 @@ def by_importance(steps: Mapping[str, Sequence[int]]) -> list[tuple[str, int]]:
     """Return set and step of the files to show, most important first: the ends, then those between."""
     wanted: list[tuple[str, int]] = [(name, step) for name, known in steps.items() for step in (known[-1], known[0])]
     trained = list(steps.get("", ()))
-    newest, earlier = trained[-NEWEST:], trained[:-NEWEST]
-    wanted += [("", step) for step in reversed(newest)]
-    wanted += [("", step) for step in reversed(evenly(earlier, ROLLOUTS - NEWEST))]
+    wanted += [("", step) for step in reversed(trained[-NEWEST:])]
+    wanted += [("", step) for step in reversed(evenly(trained[:-NEWEST], ROLLOUTS - NEWEST))]
     wanted += [(name, step) for name, known in steps.items() if name for step in evenly(known, EVALUATIONS)]
     return list(dict.fromkeys(wanted))
 
@@ -106,10 +103,8 @@ def conversation(value: Any, role: str) -> list[Message]:
     if not isinstance(value, list):
         return [{"role": role, "content": _text(value)}]
     messages = []
-    for message in value:
-        if not isinstance(message, Mapping):
-            messages.append({"role": role, "content": _text(message)})
-            continue
+    for item in value:
+        message = item if isinstance(item, Mapping) else {"content": _text(item)}
         content, calls = _text(message.get("content") or ""), message.get("tool_calls") or []
         call_texts = [_call(call) for call in calls] if isinstance(calls, list) else [_text(calls)]
         content = "\n".join(part for part in (content, *call_texts) if part)

@@ -36,10 +36,9 @@ class PageServer(ThreadingHTTPServer):
     def __init__(self, folders: Sequence[Path], port: int) -> None:
         super().__init__((HERE, port), Handler)
         self.folders, self.reader = folders, PageReader(folders)
-        self.reading = threading.Lock()
+        self.reading, self.mark = threading.Lock(), 0
         self.seen: tuple[Any, ...] = ()
         self.data: dict[str, Any] = {}
-        self.mark = 0
 
     def newest(self) -> dict[str, Any]:
         """Return the data of the page; it is read again, with a new mark, when a file of the runs has changed."""
@@ -65,8 +64,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         server = self.server
         assert isinstance(server, PageServer)
-        url = urlsplit(self.path)
-        host = self.headers.get("Host", "")
+        url, host = urlsplit(self.path), self.headers.get("Host", "")
         if (host.rpartition(":")[0] or host) not in (HERE, "localhost"):  # any port: a tunnel may begin at another
             self._answer(HTTPStatus.MISDIRECTED_REQUEST, "text/plain", f"This server answers to {HERE} only.\n")
         elif url.path == "/":

@@ -34,8 +34,7 @@ class PageReader:
     def read(self, *, live: bool = False) -> dict[str, Any]:
         """Return the data of the page."""
         parts = [part for folder in self.folders for part in folders_of(folder)]
-        names = _names(parts)
-        runs = []
+        names, runs = _names(parts), []
         for part, name in zip(parts, names, strict=True):
             reader = self.readers.setdefault(part, RunReader(part, name))
             reader.name = name
@@ -67,8 +66,7 @@ def write_report(folders: Sequence[Path], output: Path | None = None) -> Path:
 
 def page(data: Mapping[str, Any]) -> str:
     """Return the HTML of the page; with `live` in its data it polls its server."""
-    styles = [_asset(name) for name in STYLES]
-    scripts = [_asset(name) for name in SCRIPTS]
+    styles, scripts = ([_asset(name) for name in names] for names in (STYLES, SCRIPTS))
     connect = "'self'" if data.get("live") else "'none'"
     policy = (
         f"default-src 'none'; style-src {' '.join(map(_hash, styles))}; script-src {' '.join(map(_hash, scripts))}; "
@@ -83,9 +81,7 @@ def page(data: Mapping[str, Any]) -> str:
     }
     text = _asset("page.html")
     for name, part in parts.items():
-        before, mark, after = text.partition(f"<!--{name}-->")
-        assert mark, name
-        text = before + part + after
+        text = text.replace(f"<!--{name}-->", part, 1)
     return text
 
 

@@ -37,12 +37,10 @@ class JsonLines:
             self._reset()
             return self.rows
         self._read += len(whole) + len(end)
-        for line in whole.splitlines():
-            row = _parsed(line)
-            if isinstance(row, dict):
-                self.rows.append(row)
-            else:
-                self.unreadable += bool(line.strip())
+        parsed = [_parsed(line) for line in whole.splitlines() if line.strip()]
+        rows = [row for row in parsed if isinstance(row, dict)]
+        self.rows += rows
+        self.unreadable += len(parsed) - len(rows)
         return self.rows
 
 

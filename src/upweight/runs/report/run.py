@@ -15,6 +15,9 @@ from upweight.runs.report.reading import POINTS, JsonLines, columns, number, pla
 
 SECRET = r"(.*_)?(api_?key|secret|password|(hub|hf|auth|access|bearer)_token)"
 ONLINE = ("grpo", "gdpo", "rloo", "ebft")
+# What the page calls a method; others are written in capitals.
+METHOD_NAMES = {"simpo": "SimPO", "reward_model": "Reward model", "process_reward_model": "Process reward model"}
+SAMPLERS = {None: "in process", "server": "vLLM server", "colocate": "vLLM in the training process"}
 LONGEST_VERDICT = 2000  # letters
 TIMES = "\u00d7"
 
@@ -33,21 +36,22 @@ class RunReader:
         config = self._config(record)
         steps, values = columns(rows, evaluation=False)
         eval_steps, evaluated = columns(rows, evaluation=True)
-        method = _method(config)
+        trained = (key for key in ("reward_model", "process_reward_model") if config.get(key) is True)
+        chosen = str(next(trained, config.get("rl") or ("sft" if config else "")))
+        method = METHOD_NAMES.get(chosen, chosen.upper())
         completions, notes = self.written.read(_numbers(_trl(config).get("reward_weights")))
         logged = len({row["step"] for row in rows if isinstance(row.get("step"), int)})
         if logged > POINTS:
             notes.append(f"Curves show {POINTS:,} of {logged:,} logged steps; all of them are in {METRICS}.")
         if self.metrics.unreadable:
             notes.append(f"{self.metrics.unreadable} lines of {METRICS} could not be read.")
-        step = max([*steps, *eval_steps], default=0)
         return {
             "name": self.name,
             "folder": str(self.folder),
             "method": method,
             "online": str(config.get("rl", "")) in ONLINE or "reward" in values,
             **run_status(record, there=self.folder.is_dir(), logged=bool(steps or eval_steps)),
-            "step": step,
+            "step": max([*steps, *eval_steps], default=0),
             "max_steps": number(record.get("max_steps")) or number(config.get("max_steps")),
             "facts": facts(config, record, method),
             "config": plain(yaml.safe_dump(config, sort_keys=False, allow_unicode=True), 200_000) if config else "",
@@ -73,12 +77,10 @@ class RunReader:
 
 def folders_of(folder: Path) -> list[Path]:
     """Return the folders of a run: its stages, or itself."""
-    stages = []
-    for path in folder.glob("stage-*"):
-        match = re.fullmatch(r"stage-(\d+)-.+", path.name)
-        if match and any((path / name).is_file() for name in (METRICS, CONFIG)):
-            stages.append((int(match[1]), path))
-    return [folder] if (folder / METRICS).is_file() or not stages else [path for _, path in sorted(stages)]
+    named = [(re.fullmatch(r"stage-(\d+)-.+", path.name), path) for path in folder.glob("stage-*")]
+    numbered = [(int(match[1]), path) for match, path in named if match]
+    stages = [path for _, path in sorted(numbered) if (path / METRICS).is_file() or (path / CONFIG).is_file()]
+    return [folder] if (folder / METRICS).is_file() or not stages else stages
 
 
 def facts(config: Mapping[str, Any], record: Mapping[str, Any], method: str) -> list[tuple[str, str]]:
@@ -99,7 +101,7 @@ def facts(config: Mapping[str, Any], record: Mapping[str, Any], method: str) -> 
         "Completions of a prompt": trl.get("num_generations"),
         "Longest completion": f"{trl['max_completion_length']} tokens" if trl.get("max_completion_length") else None,
         "Rewards": _rewards(trl),
-        "Sampler": ("vLLM server" if trl.get("use_vllm") else "in process") if trl else None,
+        "Sampler": SAMPLERS.get(trl.get("vllm_mode", "server") if trl.get("use_vllm") else None) if trl else None,
         "Seed": config.get("seed"),
     }
     return [(name, plain(str(value), 400)) for name, value in texts.items() if value not in (None, "")]
@@ -149,16 +151,6 @@ def _trl(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return config["trl"] if isinstance(config.get("trl"), Mapping) else {}
 
 
-def _method(config: Mapping[str, Any]) -> str:
-    if config.get("reward_model") is True:
-        return "Reward model"
-    if config.get("process_reward_model") is True:
-        return "Process reward model"
-    if config.get("rl"):
-        return "SimPO" if config["rl"] == "simpo" else str(config["rl"]).upper()
-    return "SFT" if config else ""
-
-
 def _dataset(row: Mapping[str, Any]) -> str:
     path = Path(str(row.get("path")))
     name = path.name if path.is_absolute() else str(path)
@@ -180,10 +172,8 @@ def _numbers(values: Any) -> list[float]:
 
 def _without_secrets(value: Any) -> Any:
     if isinstance(value, dict):
-        return {
-            key: "(hidden)" if re.fullmatch(SECRET, str(key).lower()) else _without_secrets(inner)
-            for key, inner in value.items()
-        }
+        secret = {key for key in value if re.fullmatch(SECRET, str(key).lower())}
+        return {key: "(hidden)" if key in secret else _without_secrets(inner) for key, inner in value.items()}
     return [_without_secrets(inner) for inner in value] if isinstance(value, list) else value
 
 
@@ -191,8 +181,6 @@ def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     """Return every key by its full path, for comparing two runs."""
     flat: dict[str, str] = {}
     for key, value in config.items():
-        if isinstance(value, Mapping):
-            flat |= _flat(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = plain(value if isinstance(value, str) else str(value), 300)
+        path = f"{prefix}{key}"
+        flat |= _flat(value, f"{path}.") if isinstance(value, Mapping) else {path: plain(str(value), 300)}
     return flat

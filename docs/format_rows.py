@@ -25,6 +25,7 @@ class FormatExample:
 
 
 _ANSWERS: dict[str, Any] = {"chosen": ANSWER, "rejected": WRONG_ANSWER}
+_RESPONSES = {"chosen_response": ANSWER, "rejected_response": WRONG_ANSWER}
 _CONVERSATIONS: dict[str, Any] = {"chosen": [USER, GOOD], "rejected": [USER, BAD]}
 _LABELLED: dict[str, Any] = {"completion": ANSWER, "label": True}
 _BRIEF = {"system": "Be brief."}
@@ -41,10 +42,7 @@ SHOWN: dict[str, list[FormatExample]] = {
         "pairs": [
             (("{family}", "{family}.default", "{family}.prompt_pairs"), {"prompt": QUESTION, **_ANSWERS}),
             (("{family}.intel",), {**_BRIEF, "question": QUESTION, **_ANSWERS}),
-            (
-                ("{family}.argilla",),
-                {"instruction": QUESTION, "chosen_response": ANSWER, "rejected_response": WRONG_ANSWER},
-            ),
+            (("{family}.argilla",), {"instruction": QUESTION, **_RESPONSES}),
             (("{family}.icr", "bradley_terry.{family}.icr"), {"input": QUESTION, **_ANSWERS}),
             (("{family}.ultra",), {"prompt": QUESTION, **_CONVERSATIONS}),
             (("{family}.argilla_chat", "chat_template.argilla_chat"), _CONVERSATIONS),
