@@ -14,6 +14,7 @@ from upweight.log import logger
 from upweight.methods import EBFT
 from upweight.models.modules import dropout_off
 from upweight.rollout.episodes.token_stream import TokenStream, completion_of
+from upweight.rollout.producer import CompletionSource
 from upweight.sampler.decode import Decoder, Grid
 from upweight.sampler.in_process import InProcess
 from upweight.types import Completion, Generator, Group, GroupDone, Sampling
@@ -24,7 +25,7 @@ Conversations = list[tuple[int, Group, list[TokenStream]]]  # a group's number i
 
 
 @dataclass(frozen=True)
-class KnownTurns:
+class KnownTurns(CompletionSource):
     """Fills groups turn by turn, the messages between the turns being the data's.
 
     A row's `truth_ids` alternates the true turns and these messages.
@@ -102,7 +103,7 @@ def with_blocks(rows: Any, method: EBFT, what: str) -> Any:
 
 
 @dataclass
-class StridedBlocks:
+class StridedBlocks(CompletionSource):
     """Fills groups, one for each document, with `count` samples of each block, block by block.
 
     All blocks of a document decode in parallel and share its key-value cache.

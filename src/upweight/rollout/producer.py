@@ -33,9 +33,12 @@ class CompletionSource(Protocol):
         """Give every group `count` completions; call `done` with the place of each group as it ends."""
         ...
 
+    def close(self) -> None:
+        """Release what calls have opened; a later call opens it again."""
+
 
 @dataclass
-class SingleTurn:
+class SingleTurn(CompletionSource):
     """Fills groups with completions of their prompts from a sampling backend."""
 
     generator: Generator | None  # None where another process samples

@@ -21,8 +21,6 @@ from upweight.errors import UserError
 from upweight.files import write_text
 from upweight.heartbeat import activity
 from upweight.models.modules import dropout_off
-from upweight.rollout.episodes.gym_agents import GymAgents
-from upweight.rollout.episodes.runner import EpisodeRunner
 from upweight.rollout.producer import Producer
 from upweight.rollout.rollout import PromptRows, Rollout, from_plain, to_plain
 from upweight.rollout.run_ahead import RunAhead
@@ -194,8 +192,7 @@ class RolloutFeed:
         """Stop the producing thread, the reward processes, the episode runner and the sampler."""
         self.ahead.close()
         self.producer.scorer.close()
-        if isinstance(self.producer.completion_source, EpisodeRunner | GymAgents):
-            self.producer.completion_source.close()
+        self.producer.completion_source.close()
         if self.generator is not None:
             self.generator.close()
         self.synced = None
