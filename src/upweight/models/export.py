@@ -53,12 +53,9 @@ def write_weights(model: PreTrainedModel | PeftModel, folder: Path, dtype: torch
         raise UserError("adapter: an adapter cannot be merged into sharded weights; use one that vLLM can load itself.")
     base = model.get_base_model()
     assert isinstance(base, PreTrainedModel)
-    weights = dict(_merged(model, dtype))
-    tied = {name: of for name, of in base.get_expanded_tied_weights_keys(all_submodels=True).items() if name in weights}
-    for name, source in tied.items():
-        if torch.equal(weights[name], weights[source]):
-            del weights[name]
-    base.save_pretrained(str(folder), state_dict=weights)
+    tied = base.get_expanded_tied_weights_keys(all_submodels=True)
+    once = {name: value for name, value in _merged(model, dtype) if name not in tied}
+    base.save_pretrained(str(folder), state_dict=once)
 
 
 def exported_weights(model: PreTrainedModel | PeftModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
@@ -94,7 +91,20 @@ def refuse_unmergeable(model: PeftModel) -> None:
             )
         if isinstance(module, LoraLayer) and module.use_dora.get(model.active_adapters[0]):
             raise UserError("peft_use_dora: neither the adapter nor merged weights can be sent to vLLM; drop the key.")
-    if getattr(model.get_base_model(), "is_quantized", False):
+    base, (adapter,) = model.get_base_model(), model.active_adapters
+    assert isinstance(base, PreTrainedModel)
+    changed = [
+        f"{name}."
+        for name, module in base.named_modules()
+        if isinstance(module, ModulesToSaveWrapper) or (isinstance(module, LoraLayer) and adapter in module.r)
+    ]
+    for pair in base.get_expanded_tied_weights_keys(all_submodels=True).items():
+        if sum(name.startswith(tuple(changed)) for name in pair) == 1:
+            raise UserError(
+                f"adapter: it changes one of {' and '.join(pair)}, which are one weight in vLLM. Adapt both or neither "
+                "('lora_target_modules', 'lora_modules_to_save'), or set 'trl.vllm_lora_sync: true'."
+            )
+    if getattr(base, "is_quantized", False):
         raise UserError(
             "trl.vllm_lora_sync: false: merged weights of a quantised base cannot be sent; send the adapter alone."
         )

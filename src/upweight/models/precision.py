@@ -60,7 +60,7 @@ def set_up_precision(
 ) -> "ComputeCopies | None":
     """Cast a model to `dtype` with float32 masters of trained weights; None where no copies are kept here.
 
-    FSDP2 casts float32 shards by its own mixed-precision policy, and DeepSpeed keeps masters itself. Call it when
+    FSDP2 casts float32 shards by its mixed-precision policy, and DeepSpeed keeps masters itself. Call it when
     the model is on its device and not yet wrapped: DDP's hooks are lost where a parameter's dtype changes later.
     """
     weights = trained_weights(model, dtype)

@@ -89,7 +89,7 @@ class Producer:
     tokens: int = 0  # of prompts and completions so far
 
     def produce(self, version: int, trainer_state: Any = None) -> Rollout:
-        """Return the next rollout; tokens without a version of their own count as sampled by policy `version`."""
+        """Return the next rollout; tokens without a version count as sampled by policy `version`."""
         began = time.perf_counter()
         number, self.rollouts = self.rollouts, self.rollouts + 1
         rerolled: list[int] = []

@@ -170,10 +170,6 @@ class InProcess:
         """Return the policy version that the next request is sampled from."""
         return self._version
 
-    def health(self) -> str | None:
-        """Return None: a failure shows in the call itself."""
-        return None
-
     def close(self) -> None:
         """Free caches and graphs; the next call creates them again."""
         self._steps.release()

@@ -85,7 +85,7 @@ def prove_sampling(base: PreTrainedModel, trial: Trial, draw: Callable[[], list[
 
 
 def _plain_logps(base: PreTrainedModel, prompt: list[int], group: list[Completion], trial: Trial) -> Tensor:
-    """Return log-probs of completions of one length by the model's own forward, without a cache or padding."""
+    """Return log-probs of completions of one length by the model's forward, without a cache or padding."""
     ids_BN = torch.tensor([prompt + completion.ids for completion in group], device=base.device)
     new = len(group[0].ids)
     can_select = "logits_to_keep" in inspect.signature(type(base).forward).parameters

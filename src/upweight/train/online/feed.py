@@ -197,6 +197,12 @@ class RolloutFeed:
             self.generator.close()
         self.synced = None
 
+    def units_of_step(self, ago: int) -> list[Unit]:
+        """Return the units that were trained on so many steps ago (the last step: 1); none of an earlier rollout."""
+        plan, number = self.producer.plan, self.trained - ago
+        start = number % plan.steps * plan.step
+        return self.units[start : start + plan.step] if number >= 0 else []
+
     def old_logps(self) -> list[list[float] | None]:
         """Return the old log-probs of each completion of the current rollout; None where they were not computed."""
         samples = (unit.samples[0] if len(unit.samples) == 1 else None for unit in self.units)
