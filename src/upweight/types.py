@@ -165,6 +165,7 @@ class Completion:
 
 
 Prompts = Sequence[Sequence[int]]  # token ids of each
+Completions = list[list[Completion]]  # of each prompt, in order
 Done = Callable[[int, list[Completion]], None]  # called with the index of a prompt and its completions
 
 
@@ -207,9 +208,7 @@ class Sampling:
 class Generator(Protocol):
     """The interface of every sampling backend: those here, and a user's that `trl.rollout_backend` names."""
 
-    def generate(
-        self, prompts: Prompts, count: int, sampling: Sampling, done: Done | None = None
-    ) -> list[list[Completion]]:
+    def generate(self, prompts: Prompts, count: int, sampling: Sampling, done: Done | None = None) -> Completions:
         """Return `count` completions for each prompt, in order; `done` is called for each finished prompt."""
         ...
 

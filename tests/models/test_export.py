@@ -84,9 +84,7 @@ def test_what_cannot_be_merged_is_refused():
 )
 def test_an_adapter_of_one_of_two_tied_weights_is_not_merged_for_a_server_that_ties_them(options):
     refuse_unmergeable(adapted("llama", options, {"tie_word_embeddings": False}))
-    with pytest.raises(
-        UserError, match=r"changes one of lm_head\.weight and model\.embed_tokens\.weight"
-    ):
+    with pytest.raises(UserError, match=r"changes one of lm_head\.weight and model\.embed_tokens\.weight"):
         refuse_unmergeable(adapted("llama", options, {"tie_word_embeddings": True}))
 
 

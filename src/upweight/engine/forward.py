@@ -43,10 +43,8 @@ class Engine:
         if context is not None:
             require_shareable(base.config, context.size)
             if self.layout != "tree":
-                raise UserError(
-                    f"context_parallel_size: ranks cannot share a row of {type(base).__name__}, whose rows are padded; "
-                    "set it to 1"
-                )
+                name = type(base).__name__
+                raise UserError(f"context_parallel_size: ranks cannot share the padded rows of {name}; set it to 1")
         self.config = base.config
         self.scores = base.get_output_embeddings() is None
         self.chooses_logits = "logits_to_keep" in inspect.signature(type(base).forward).parameters
@@ -127,12 +125,8 @@ def _packed_forward(base: PreTrainedModel, packed: dict[str, Any]) -> dict[str, 
     length = packed["ids_BN"].shape[1]
     scored = context.shard(packed["source_T"], length)
     featured = context.shard(packed["feature_positions_T"], length) if packed["depths"] else scored
-    local = {
-        "source_T": scored.offset_I,
-        "target_T": packed["target_T"][scored.computed_I],
-        "feature_positions_T": featured.offset_I,
-    }
-    out = _outputs(base, packed | local)
+    local = {"source_T": scored.offset_I, "target_T": packed["target_T"][scored.computed_I]}
+    out = _outputs(base, packed | local | {"feature_positions_T": featured.offset_I})
     return {name: (featured if name == "features_TF" else scored).gather(value) for name, value in out.items()}
 
 

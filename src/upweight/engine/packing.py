@@ -256,9 +256,8 @@ def _tree_atoms(units: Sequence[Unit], budget: int, ranks: int) -> tuple[list[li
     new_atom = new_group | (new_unit & splits[group])
 
     starts = np.flatnonzero(new_atom)
-    atoms = [
-        part[flags].tolist() for part, flags in zip(*(np.split(x, starts[1:]) for x in (unit, new_unit)), strict=True)
-    ]
+    parts = (np.split(x, starts[1:]) for x in (unit, new_unit))
+    atoms = [part[flags].tolist() for part, flags in zip(*parts, strict=True)]
     return atoms, _Costs(before[starts], np.ones_like(starts), np.add.reduceat(each, starts))
 
 

@@ -51,6 +51,7 @@ class Method(Section, ABC):
     reward_names: ClassVar[tuple[str, ...]] = ()  # of rewards that the method computes itself, from features
     learning_rate: ClassVar[float] = 1e-6
     lora_learning_rate: ClassVar[float | None] = 5e-6  # None: the same as without LoRA
+    reads: ClassVar[frozenset[str]] = frozenset()  # `statistics`, where they are the same for all settings
 
     @property
     def needs_reference(self) -> bool:
@@ -110,7 +111,7 @@ class Method(Section, ABC):
     @property
     def statistics(self) -> frozenset[str]:
         """Outputs fields beyond `logps_T` that `loss` reads."""
-        return frozenset()
+        return self.reads
 
     @property
     def needs_preparation(self) -> bool:

@@ -86,9 +86,7 @@ def refuse_unmergeable(model: PeftModel) -> None:
     """Raise for adapters that cannot be merged while they are trained."""
     for module in model.modules():
         if isinstance(module, LoraLayer) and not hasattr(module, "get_delta_weight"):
-            raise UserError(
-                f"adapter: {type(module).__name__} cannot be merged for the server; set 'trl.vllm_lora_sync: true'."
-            )
+            raise UserError(f"adapter: {type(module).__name__} cannot be merged; set 'trl.vllm_lora_sync: true'.")
         if isinstance(module, LoraLayer) and module.use_dora.get(model.active_adapters[0]):
             raise UserError("peft_use_dora: neither the adapter nor merged weights can be sent to vLLM; drop the key.")
     base, (adapter,) = model.get_base_model(), model.active_adapters
@@ -105,9 +103,7 @@ def refuse_unmergeable(model: PeftModel) -> None:
                 "('lora_target_modules', 'lora_modules_to_save'), or set 'trl.vllm_lora_sync: true'."
             )
     if getattr(base, "is_quantized", False):
-        raise UserError(
-            "trl.vllm_lora_sync: false: merged weights of a quantised base cannot be sent; send the adapter alone."
-        )
+        raise UserError("trl.vllm_lora_sync: weights of a quantised base cannot be merged; send the adapter alone.")
 
 
 def _merged(model: PeftModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:

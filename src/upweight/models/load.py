@@ -195,9 +195,8 @@ def fit_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, s
     before = embedding.num_embeddings
     if len(tokenizer) <= before:
         return 0
-    model.resize_token_embeddings(
-        len(tokenizer), pad_to_multiple_of=32 if section.resize_to_32 else None, mean_resizing=section.mean_resizing
-    )
+    multiple = 32 if section.resize_to_32 else None
+    model.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=multiple, mean_resizing=section.mean_resizing)
     embedding = model.get_input_embeddings()
     logger.info("embeddings: %d rows instead of %d, for %d tokens", embedding.num_embeddings, before, len(tokenizer))
     return embedding.num_embeddings - before

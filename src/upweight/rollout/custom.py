@@ -27,7 +27,7 @@ from upweight.rewards.answers import describe_error
 from upweight.rollout.producer import CompletionSource
 from upweight.sampler.hf_generate import generation_config
 from upweight.sampler.in_process import end_tokens
-from upweight.types import Completion, Done, Generator, Group, GroupDone, Prompts, Sampling
+from upweight.types import Completion, Completions, Done, Generator, Group, GroupDone, Prompts, Sampling
 
 TOKEN_KEYS = ("prompt_ids", "completion_ids", "logprobs")
 BACKEND_METHODS = ("generate", "require_room", "sync", "version", "close")
@@ -159,9 +159,7 @@ class CustomBackend:
                 "as `upweight.types.Generator` describes them."
             )
 
-    def generate(
-        self, prompts: Prompts, count: int, sampling: Sampling, done: Done | None = None
-    ) -> list[list[Completion]]:
+    def generate(self, prompts: Prompts, count: int, sampling: Sampling, done: Done | None = None) -> Completions:
         reported: set[int] = set()
 
         def report(place: int, completions: list[Completion]) -> None:
@@ -177,7 +175,7 @@ class CustomBackend:
                 report(place, completions)
         return by_prompt
 
-    def _check(self, by_prompt: list[list[Completion]], prompts: int, count: int) -> None:
+    def _check(self, by_prompt: Completions, prompts: int, count: int) -> None:
         sizes = [len(completions) for completions in by_prompt]
         if sizes != [count] * prompts:
             raise UserError(

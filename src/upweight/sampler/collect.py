@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from upweight.types import Completion, Done
 
 Ints = NDArray[np.int64]
+OnTokens = Callable[[int, list[int]], None] | None  # called with the number of a completion and its new tokens
 _SLACK = 8  # further tokens decoded before a stop string: a first token may lose a space or half a letter
 
 
@@ -48,7 +49,7 @@ class CompletionCollector:
         *,
         version: int = 0,
         done: Done | None = None,
-        on_tokens: Callable[[int, list[int]], None] | None = None,
+        on_tokens: OnTokens = None,
     ) -> None:
         self.count, self._room, self._version = count, room, version
         self.ends = np.fromiter(sorted(ends), np.int64, len(ends))

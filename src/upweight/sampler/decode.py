@@ -277,17 +277,11 @@ class Decoder:
 
     def _logits(self, ids_BN: Tensor, position_BN: Tensor, calls: CallAttention | _Shapes, at: Tensor | None) -> Tensor:
         """Return logits at flat positions, or at all, through the head's forward and the engine's logit transform."""
-        inputs: dict[str, Any] = {
-            "input_ids": ids_BN,
-            "attention_mask": torch.ones_like(ids_BN),
-            "position_ids": position_BN,
-            "use_cache": False,
-        }
+        inputs: dict[str, Any] = {"input_ids": ids_BN, "position_ids": position_BN, "use_cache": False}
+        inputs["attention_mask"] = torch.ones_like(ids_BN)
         params = self.base.__dict__["_logit_transform"]
-        with (
-            nullcontext(calls) if isinstance(calls, _Shapes) else attention_op(calls, position_BN) as tree,
-            tree_masks(tree),
-        ):
+        attention = nullcontext(calls) if isinstance(calls, _Shapes) else attention_op(calls, position_BN)
+        with attention as tree, tree_masks(tree):
             if params is None:
                 stock = self.base.__dict__["_stock_forward"]
                 can_select = "logits_to_keep" in inspect.signature(type(self.base).forward).parameters

@@ -21,9 +21,8 @@ def hf_generate(
     engine: Engine | None,
     prompts: Prompts,
     rows: CompletionCollector,
-    *,
     sampling: Sampling,
-    seed: int,
+    *,
     cached: bool = True,
 ) -> None:
     """Sample the completions of each prompt into `rows`; log-probs are the engine's, or without one `generate`'s.
@@ -36,7 +35,7 @@ def hf_generate(
         by_length.setdefault(len(prompt), []).extend(range(number * count, (number + 1) * count))
     base = base_of(model)
     with torch.random.fork_rng(devices=[base.device] if base.device.type == "cuda" else []):
-        torch.manual_seed(seed)
+        torch.manual_seed(sampling.seed or 0)
         for length, numbers in by_length.items():
             size = max(1, _TOKENS // (length + sampling.max_new_tokens))
             for start in range(0, len(numbers), size):

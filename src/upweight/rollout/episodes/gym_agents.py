@@ -220,11 +220,8 @@ def _address(url: str) -> tuple[str | None, int | None]:
 
 def _request(row: Mapping[str, Any], sampling: Sampling) -> dict[str, Any]:
     """The row with the sampling parameters of the policy."""
-    params = {
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "max_output_tokens": sampling.max_new_tokens,
-    }
+    limit = sampling.max_new_tokens
+    params = {"temperature": sampling.temperature, "top_p": sampling.top_p, "max_output_tokens": limit}
     tools = [{"strict": False, **tool} for tool in row[PARAMS].get("tools") or ()]  # the Gym insists on the field
     return {**row, PARAMS: {**row[PARAMS], **params, **({"tools": tools} if tools else {})}}
 

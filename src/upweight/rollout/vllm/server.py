@@ -21,7 +21,7 @@ from upweight.rollout.vllm.file_transfer import transport_for
 from upweight.rollout.vllm.probe import check_vocabulary, served_base
 from upweight.rollout.vllm.versions import OnModel, ServedVersions
 from upweight.sampler.in_process import end_tokens
-from upweight.types import Completion, Done, Prompts, Sampling
+from upweight.types import Completion, Completions, Done, Prompts, Sampling
 
 T = TypeVar("T")
 IN_FLIGHT = 512  # requests at a time; each has all completions of its prompt
@@ -79,9 +79,7 @@ class VllmServer:
         )
         self.weights.check_base(name)
 
-    def generate(
-        self, prompts: Prompts, count: int, sampling: Sampling, done: Done | None = None
-    ) -> list[list[Completion]]:
+    def generate(self, prompts: Prompts, count: int, sampling: Sampling, done: Done | None = None) -> Completions:
         if not prompts:
             return []
         self.require_room(max(map(len, prompts)), sampling.max_new_tokens)
@@ -236,8 +234,6 @@ def completions_of(choices: Sequence[Any], prompt: Sequence[int], count: int, ve
     for choice in choices:
         ids, logps = choice["token_ids"], choice["logprobs"]["token_logprobs"]
         if choice["prompt_token_ids"] != list(prompt) or len(ids) != len(logps):
-            raise UserError(
-                "the vLLM server did not continue the prompt's tokens as they were sent; use vLLM 0.26 or later"
-            )
+            raise UserError("the vLLM server did not continue the tokens that it was sent; use vLLM 0.26 or later")
         completions.append(Completion(ids, logps, [version] * len(ids), choice["finish_reason"] == "stop"))
     return completions

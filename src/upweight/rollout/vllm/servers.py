@@ -12,7 +12,7 @@ from upweight.errors import UserError
 from upweight.log import logger
 from upweight.rollout.vllm.server import VllmServer
 from upweight.rollout.vllm.versions import OnModel, Sending
-from upweight.types import Completion, Done, Prompts, Sampling
+from upweight.types import Completion, Completions, Done, Prompts, Sampling
 
 # Connects to the server at an address, the second argument being its place in the list, and checks it.
 Opens = Callable[[str, int, OnModel | None], VllmServer]
@@ -35,11 +35,9 @@ class VllmServers:
         for url in urls:
             self._open(url)
 
-    def generate(
-        self, prompts: Prompts, count: int, sampling: Sampling, done: Done | None = None
-    ) -> list[list[Completion]]:
-        completions_by_prompt: list[list[Completion]] = [[] for _ in prompts]
-        requests: dict[Future[list[list[Completion]]], tuple[str, list[int]]] = {}
+    def generate(self, prompts: Prompts, count: int, sampling: Sampling, done: Done | None = None) -> Completions:
+        completions_by_prompt: Completions = [[] for _ in prompts]
+        requests: dict[Future[Completions], tuple[str, list[int]]] = {}
         arriving = threading.Lock()
 
         def arrived(share: list[int], place: int, completions: list[Completion]) -> None:

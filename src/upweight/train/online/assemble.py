@@ -71,10 +71,7 @@ def rewards_of(
     else:
         rewards = load_rewards(config.rollout.reward_funcs, config.folder, models=models, environment=names)
     if not rewards and (objects.from_script or env_setup is not None):
-        raise UserError(
-            "trl.reward_funcs: empty. A group of completions is compared by rewards, and no environment gives any: "
-            "give at least one."
-        )
+        raise UserError("trl.reward_funcs: empty, and no environment gives rewards to compare completions: give one.")
     policy = config.method.policy_settings
     weights = None if policy is None or feature_matcher(config.method) else policy.reward_weights
     if weights is not None and len(weights) != len(rewards):  # rules of the config cannot count an environment's

@@ -128,12 +128,8 @@ OF_USER = Backend(of_user)
 
 def _vllm_options(inputs: BackendInputs) -> dict[str, Any]:
     section = inputs.config.rollout
-    return {
-        "dtype": inputs.policy.dtype,
-        "lora_sync": section.lora_sync,
-        "temperature": section.temperature,
-        "options": request_options(section),
-    }
+    options = {"lora_sync": section.lora_sync, "temperature": section.temperature}
+    return options | {"dtype": inputs.policy.dtype, "options": request_options(section)}
 
 
 def _longest_prompt(rows: PromptRows) -> int:
