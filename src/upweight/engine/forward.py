@@ -23,11 +23,10 @@ from upweight.types import Batch, Outputs
 
 
 class Engine:
-    """Installs the packed forward in a model, then runs packed batches through whatever wraps that model.
+    """Installs the packed forward in a model, then runs packed batches through whatever wraps that model."""
 
-    Everything runs inside the forward of the wrapped module and the forward of the head module, each called once, so
-    that the hooks of DDP, FSDP2 and ZeRO-3 fire. Without the argument `packed` both run their stock forward.
-    """
+    # Everything runs inside the forward of the wrapped module and the forward of the head module, each called once, so
+    # that the hooks of DDP, FSDP2 and ZeRO-3 fire. Without the argument `packed` both run their stock forward.
 
     def __init__(
         self,

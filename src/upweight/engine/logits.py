@@ -48,11 +48,9 @@ class HeadRequest:
 
 
 def logit_transform(base: PreTrainedModel, body: nn.Module) -> LogitTransform | None:
-    """Return how this model turns its projection into logits, observed in its forward; None when it does more.
-
-    Fixed numbers replace the outputs of the body and the projection, so that no weight is read: this works for models
-    on the meta device and for sharded ones, and costs nothing.
-    """
+    """Return how this model turns its projection into logits, observed in its forward; None when it does more."""
+    # Fixed numbers replace the outputs of the body and the projection, so that no weight is read: this works for models
+    # on the meta device and for sharded ones, and costs nothing.
     head, config = base.get_output_embeddings(), base.config.get_text_config()
     assert head is not None
     if not hasattr(config, "hidden_size"):  # several bodies, each with a size of its own

@@ -120,11 +120,9 @@ class Method(Section, ABC):
 
     @abstractmethod
     def count(self, batch: Batch) -> dict[str, Tensor]:
-        """Return the units that this batch adds to the global denominators; known before any forward.
-
-        A unit named `rollout_...` is averaged over the optimizer steps of a generation batch, every other unit over
-        its optimizer step.
-        """
+        """Return the units that this batch adds to the global denominators; known before any forward."""
+        # A unit named `rollout_...` is averaged over the optimizer steps of a generation batch, every other unit over
+        # its optimizer step.
 
     def contributes(self, sample: Sample) -> bool:
         """Return whether a sample can change the gradient; samples that cannot need no forward."""

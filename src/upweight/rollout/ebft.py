@@ -27,10 +27,9 @@ Conversations = list[tuple[int, Group, list[TokenStream]]]  # a group's number i
 
 @dataclass(frozen=True)
 class KnownTurns(CompletionSource):
-    """Fills groups turn by turn, the messages between the turns being the data's.
+    """Fills groups turn by turn, the messages between the turns being the data's."""
 
-    A row's `truth_ids` alternates the true turns and these messages.
-    """
+    # A row's `truth_ids` alternates the true turns and these messages.
 
     generator: Generator | None  # None where another process samples
     end: int | None  # token that closes a turn which hit the length limit
@@ -105,10 +104,9 @@ def with_blocks(rows: Any, method: EBFT, what: str) -> Any:
 
 @dataclass
 class StridedBlocks(CompletionSource):
-    """Fills groups, one for each document, with `count` samples of each block, block by block.
+    """Fills groups, one for each document, with `count` samples of each block, block by block."""
 
-    All blocks of a document decode in parallel and share its key-value cache.
-    """
+    # All blocks of a document decode in parallel and share its key-value cache.
 
     model: nn.Module
     method: EBFT

@@ -42,10 +42,8 @@ def units_of_groups(
 
 
 def units_of_documents(groups: Sequence[Group], starts: Sequence[Sequence[int]]) -> list[Unit]:
-    """Return one unit for each pass over a document: a sample of every block, with the text before it.
-
-    A group's completions are ordered by block; `starts` has the block starts of each group.
-    """
+    """Return one unit for each pass over a document: a sample of every block, with the text before it."""
+    # A group's completions are ordered by block; `starts` has the block starts of each group.
     units: list[Unit] = []
     for number, (group, block_starts) in enumerate(zip(groups, starts, strict=True)):
         assert group.advantage_S is not None, "a document reached the trainer without advantages"

@@ -104,11 +104,9 @@ class CompletionCollector:
 def smaller_grid(
     slots: Ints, alive_S: NDArray[np.bool_], share: float, rounded: Callable[[int], int]
 ) -> tuple[Ints, Ints, Ints] | None:
-    """Return the groups to keep, the slots to keep for each, and the new rows by (group, member).
-
-    Finished groups are dropped; members shrink to the most that run in any group. None unless at most `share` of the
-    slots remain. `rounded` gives the sizes that grids may have; unused slots have row -1.
-    """
+    """Return the groups to keep, the slots to keep for each, and the new rows by (group, member)."""
+    # Finished groups are dropped; members shrink to the most that run in any group. None unless at most `share` of the
+    # slots remain. `rounded` gives the sizes that grids may have; unused slots have row -1.
     runs = (slots >= 0) & alive_S[slots]
     by_group = runs.sum(1)
     kept = np.flatnonzero(by_group)

@@ -155,10 +155,8 @@ class Decoder:
         self.open(Grid(0, 0, 0, 0), self.sampling)
 
     def load(self, prompts: Prompts, uniform_BN: Tensor) -> None:
-        """Set the prompt lengths of an opened grid, and the random numbers of its completions.
-
-        There may be fewer prompts than groups; the samples of the remaining groups are ignored.
-        """
+        """Set the prompt lengths of an opened grid, and the random numbers of its completions."""
+        # There may be fewer prompts than groups; the samples of the remaining groups are ignored.
         self.length_G1.fill_(1)
         self.length_G1[: len(prompts), 0] = torch.tensor([len(prompt) for prompt in prompts])
         self.uniform_BN.zero_()

@@ -25,10 +25,8 @@ def hf_generate(
     *,
     cached: bool = True,
 ) -> None:
-    """Sample the completions of each prompt into `rows`; log-probs are the engine's, or without one `generate`'s.
-
-    Prompts of one length are batched, because not every recurrent layer supports padding.
-    """
+    """Sample the completions of each prompt into `rows`; log-probs are the engine's, or without one `generate`'s."""
+    # Prompts of one length are batched, because not every recurrent layer supports padding.
     count = rows.count
     by_length: dict[int, list[int]] = {}
     for number, prompt in enumerate(prompts):

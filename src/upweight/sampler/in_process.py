@@ -40,11 +40,10 @@ class Strategy(StrEnum):
 
 
 class InProcess:
-    """Completions from a model in this process, which may change between calls; see `types.Generator`.
+    """Completions from a model in this process, which may change between calls; see `types.Generator`."""
 
-    Each prompt is forwarded once for all its completions. On a GPU the steps are CUDA graphs, kept over calls. Before
-    the first call the sampling strategy is checked on the model, see `prove`.
-    """
+    # Each prompt is forwarded once for all its completions. On a GPU the steps are CUDA graphs, kept over calls. Before
+    # the first call the sampling strategy is checked on the model, see `prove`.
 
     def __init__(
         self,

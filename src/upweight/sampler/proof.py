@@ -23,10 +23,9 @@ _MEAN_IN_HALF_PRECISION = 0.15
 
 @dataclass(frozen=True)
 class Trial:
-    """A few prompts to check a sampling strategy on: some of a call, and one as long as its sequences may become.
+    """A few prompts to check a sampling strategy on: some of a call, and one as long as its sequences may become."""
 
-    Where a model computes differently from some position on, only the long prompt shows it.
-    """
+    # Where a model computes differently from some position on, only the long prompt shows it.
 
     prompts: list[list[int]]
     sampling: Sampling

@@ -37,10 +37,8 @@ def most_rows(depth: int, width: int) -> int:
 def few_rows_linears(
     x_ND: Tensor, weights: Tensors, biases: Tensors, downs: Tensors, ups: Tensors, scalings: list[float]
 ) -> Tensor:
-    """Return the concatenated outputs of layers for rows of x, best at most `most_rows`.
-
-    All layers, or none, have a bias; all, or none, have an adapter of the same rank.
-    """
+    """Return the concatenated outputs of layers for rows of x, best at most `most_rows`."""
+    # All layers, or none, have a bias; all, or none, have an adapter of the same rank.
     x_ND = x_ND.contiguous()
     count, depth = x_ND.shape
     rows = min(_ROWS, max(_SMALLEST_SIDE, triton.next_power_of_2(count)))

@@ -227,10 +227,8 @@ def _request(row: Mapping[str, Any], sampling: Sampling) -> dict[str, Any]:
 
 
 def _stream(run: Mapping[str, Any], gateway: PolicyGateway, version: int) -> tuple[TokenStream, int]:
-    """The tokens of a rollout and its number of turns; `version` is the policy's where the gateway knows no other.
-
-    A turn whose prompt does not continue the tokens of the turn before begins a new sequence.
-    """
+    """The tokens of a rollout and its number of turns; `version` is the policy's where the gateway knows no other."""
+    # A turn whose prompt does not continue the tokens of the turn before begins a new sequence.
     turns = turns_of(run)
     stream = TokenStream(turns[0].prompt)
     for number, turn in enumerate(turns):

@@ -29,10 +29,9 @@ class _TurnRequest:
 
 @dataclass
 class TurnBatcher:
-    """Passes turns from episodes, on an event loop, to a backend, in the thread that calls `serve`.
+    """Passes turns from episodes, on an event loop, to a backend, in the thread that calls `serve`."""
 
-    A backend with `start` (a server) gets each turn at once; any other gets all that are ready in one call.
-    """
+    # A backend with `start` (a server) gets each turn at once; any other gets all that are ready in one call.
 
     generator: Generator
     sampling: Sampling
@@ -114,10 +113,9 @@ class TurnBatcher:
 
 
 class FirstTurnBatcher:
-    """Samples the first turn of a group once all its episodes are open, in one request for each distinct prompt.
+    """Samples the first turn of a group once all its episodes are open, in one request for each distinct prompt."""
 
-    Where an environment cannot open all at once, those that are open do not wait for the rest.
-    """
+    # Where an environment cannot open all at once, those that are open do not wait for the rest.
 
     def __init__(self, batcher: TurnBatcher, episodes: int) -> None:
         self._batcher, self._missing = batcher, episodes

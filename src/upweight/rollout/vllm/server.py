@@ -30,10 +30,9 @@ WATCH = 5.0  # seconds between checks
 
 
 class VllmServer:
-    """Samples from one server. New weights are written to `folder`, which the server has to read under the same path.
+    """Samples from one server, which has to read the weights in `folder` under the same path."""
 
-    Only one process uses it. Completions carry the version that their request began with.
-    """
+    # Only one process uses it. Completions carry the version that their request began with.
 
     def __init__(
         self,
@@ -183,10 +182,8 @@ class VllmServer:
             raise UserError(f"the vLLM server at {self.client.url} refuses a request: {error}") from None
 
     async def request(self, path: str, body: Mapping[str, Any], read: Callable[[Any, int], T]) -> T:
-        """Send a request to the policy, with retries up to the time limit; return `read(answer, version)`.
-
-        It is called on the client's event loop.
-        """
+        """Send a request to the policy, with retries up to the time limit; return `read(answer, version)`."""
+        # It is called on the client's event loop.
         retry: Retry | None = None
         while True:
             served = await self.weights.acquire()

@@ -20,11 +20,10 @@ PATIENCE = 20.0  # seconds without an answer after which the other servers take 
 
 
 class VllmServers:
-    """Samples from several servers as from one `VllmServer`; see `types.Generator`.
+    """Samples from several servers as from one `VllmServer`; see `types.Generator`."""
 
-    All servers have to answer at the start. A server that is lost later is left out; at the next sync at which it is
-    healthy, it is checked as at the start, receives the weights, and gets prompts again.
-    """
+    # All servers have to answer at the start. A server that is lost later is left out; at the next sync at which it is
+    # healthy, it is checked as at the start, receives the weights, and gets prompts again.
 
     def __init__(self, urls: Sequence[str], opens: Opens) -> None:
         self._urls, self._opens = list(urls), opens
