@@ -178,10 +178,7 @@ def _run(call: Any, base: PreTrainedModel, packed: dict[str, Any], **options: An
 
 def _from_model_logits(base: PreTrainedModel, packed: dict[str, Any], request: HeadRequest) -> dict[str, Tensor]:
     """Compute statistics from the model's logits, for heads that are more than a projection, a scale and a cap."""
-    warn_once(
-        f"{type(base).__name__} computes its logits in its own way: they are built as a whole, "
-        "so memory grows with the vocabulary times the tokens"
-    )
+    warn_once(f"{type(base).__name__} builds its logits as a whole: memory grows with the vocabulary times the tokens")
     logits = _run(base.__dict__["_stock_forward"], base, packed).logits
     statistics = row_statistics(logits.flatten(0, 1)[packed["source_T"]], packed["target_T"], request)
     return {name: statistics[name] for name in request.names}

@@ -151,9 +151,7 @@ class Method(Section, ABC):
 class WithReference(Section):
     """The settings of a preference method that compares the policy with a reference on every completion."""
 
-    precompute_ref_log_probs: bool = setting(
-        "precompute_ref_log_probs", False, "Compute the reference's log-probs once, before training."
-    )
+    precompute_ref_log_probs: bool = setting("precompute_ref_log_probs", False, "Compute reference log-probs once.")
     sync_ref_model: bool = setting(
         "sync_ref_model", False, "Move the reference towards the policy while training.", also=("trl.sync_ref_model",)
     )

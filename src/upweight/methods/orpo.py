@@ -18,9 +18,7 @@ class ORPO(Method):
     data: ClassVar = "pairs"
     reads: ClassVar[frozenset[str]] = frozenset({"entropy_T", "mean_logit_T"})
 
-    alpha: float = setting(
-        "orpo_alpha", 0.1, "Weight of the odds-ratio term against the likelihood.", also=("rl_beta", "trl.beta"), ge=0
-    )
+    alpha: float = setting("orpo_alpha", 0.1, "Weight of the odds-ratio term.", also=("rl_beta", "trl.beta"), ge=0)
     likelihood_of_prompt: bool = setting(
         "orpo_nll_on_prompt", True, "Whether the likelihood term covers the prompt too, not the chosen answer alone."
     )

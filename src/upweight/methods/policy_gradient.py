@@ -70,11 +70,11 @@ class PolicyGradient(Section):
     sapo_temperature_neg: float = setting(
         "trl.sapo_temperature_neg", 1.05, "Steepness of the sapo gate where the advantage is negative.", gt=0
     )
-    vespo_k_pos: float = setting("trl.vespo_k_pos", 2.0, "How fast vespo damps unlikely, rewarded sequences.", ge=0)
+    vespo_k_pos: float = setting("trl.vespo_k_pos", 2.0, "How vespo damps unlikely sequences of advantage > 0.", ge=0)
     vespo_lambda_pos: float = setting(
         "trl.vespo_lambda_pos", 3.0, "How fast vespo damps overlikely sequences of positive advantage.", ge=0
     )
-    vespo_k_neg: float = setting("trl.vespo_k_neg", 3.0, "How fast vespo damps unlikely, penalised sequences.", ge=0)
+    vespo_k_neg: float = setting("trl.vespo_k_neg", 3.0, "How vespo damps unlikely sequences of advantage < 0.", ge=0)
     vespo_lambda_neg: float = setting(
         "trl.vespo_lambda_neg", 2.0, "How fast vespo damps overlikely sequences of negative advantage.", ge=0
     )

@@ -155,8 +155,7 @@ class CustomBackend:
         missing = [method for method in BACKEND_METHODS if not callable(getattr(self._backend, method, None))]
         if missing:
             raise UserError(
-                f"{self._key} has no {', '.join(missing)}. A backend has the methods {', '.join(BACKEND_METHODS)}, "
-                "as `upweight.types.Generator` describes them."
+                f"{self._key} has no {', '.join(missing)}. It needs {', '.join(BACKEND_METHODS)} (types.Generator)."
             )
 
     def generate(self, prompts: Prompts, count: int, sampling: Sampling, done: Done | None = None) -> Completions:
@@ -167,7 +166,7 @@ class CustomBackend:
             if done is not None:
                 done(place, completions)
 
-        with torch.no_grad(), dropout_off(self._model), _named_errors(f"{self._key}, generate, failed"):
+        with torch.no_grad(), dropout_off(self._model), _named_errors(f"{self._key}: generate failed"):
             by_prompt = self._backend.generate(prompts, count, sampling, report)
             self._check(by_prompt, len(prompts), count)
         for place, completions in enumerate(by_prompt):
@@ -178,14 +177,12 @@ class CustomBackend:
     def _check(self, by_prompt: Completions, prompts: int, count: int) -> None:
         sizes = [len(completions) for completions in by_prompt]
         if sizes != [count] * prompts:
-            raise UserError(
-                f"{self._key}, generate, returned {sum(sizes)} completions of {len(sizes)} prompts. Return {count} for "
-                f"each of {prompts} prompts, in order."
-            )
+            given = f"{sum(sizes)} completions of {len(sizes)} prompts"
+            raise UserError(f"{self._key}: generate gave {given}, not {count} of each of {prompts}.")
         for one in (one for completions in by_prompt for one in completions):
             if not all(type(token) is int for token in one.ids) or len(one.logps) not in (0, len(one.ids)):
                 raise UserError(
-                    f"{self._key}, generate, returned a completion with {len(one.logps)} logps for {len(one.ids)} ids. "
+                    f"{self._key}: generate gave a completion with {len(one.logps)} logps for {len(one.ids)} ids. "
                     "Its ids are a list of ints, and its logps one float for each of them, or none."
                 )
 
@@ -193,7 +190,7 @@ class CustomBackend:
         self._backend.require_room(prompt, new)
 
     def sync(self, version: int) -> None:
-        with torch.no_grad(), _named_errors(f"{self._key}, sync, failed"):
+        with torch.no_grad(), _named_errors(f"{self._key}: sync failed"):
             self._backend.sync(version)
 
     def version(self) -> int:

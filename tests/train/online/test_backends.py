@@ -119,10 +119,10 @@ def test_arguments_of_a_users_backend_reach_it(model_folder, tmp_path):
 @pytest.mark.parametrize(
     ("name", "trl", "message"),
     [
-        ("Unfinished", {}, r"'samplers_\w+.Unfinished' has no require_room, sync, version, close. A backend has"),
-        ("Short", {}, "generate, returned 6 completions of 2 prompts. Return 4 for each of 2 prompts"),
-        ("WithoutLogps", {}, "generate, returned a completion with"),
-        ("Breaks", {}, r"generate, failed: ValueError: no room left \(samplers_\w+.py, line"),
+        ("Unfinished", {}, r"'samplers_\w+.Unfinished' has no require_room, sync, version, close. It needs"),
+        ("Short", {}, "generate gave 6 completions of 2 prompts, not 4 of each of 2"),
+        ("WithoutLogps", {}, "generate gave a completion with"),
+        ("Breaks", {}, r"generate failed: ValueError: no room left \(samplers_\w+.py, line"),
         ("Plain", {"rollout_backend_kwargs": {"shfit": 1}}, "cannot be built: TypeError: .*'shfit'"),
         ("Plane", {}, r"has no function 'Plane'. Did you mean 'Plain'\?"),
         ("Plain", {"rollout_backend": "plain"}, "there is no 'plain'. Name a class by its dotted path"),

@@ -66,8 +66,7 @@ class AdapterTransport:
                     "'trl.vllm_lora_sync: false'"
                 ) from None
             raise UserError(
-                f"the server at {client.url} does not load the adapter ({error}): it has to see the run's folder under "
-                "the same path"
+                f"the server at {client.url} does not load the adapter ({error}): it must see its folder at that path"
             ) from None
 
     async def holds(self, client: VllmClient, served: ServedVersion) -> bool:
