@@ -39,15 +39,10 @@ def save_model(
         tokenizer.save_pretrained(str(folder))
 
 
-def write_adapter(model: PeftModel, folder: Path) -> None:
-    """Write the adapter in float32, with its config."""
-    _write(model, folder, torch.float32)
-
-
 def write_weights(model: PreTrainedModel | PeftModel, folder: Path, dtype: torch.dtype) -> None:
     """Write all weights as safetensors in `dtype`, with any adapter merged into them."""
     if not isinstance(model, PeftModel):
-        _write(model, folder, dtype)
+        write_unmerged(model, folder, dtype)
         return
     if any_sharded(model):
         raise UserError("adapter: an adapter cannot be merged into sharded weights; use one that vLLM can load itself.")
@@ -74,8 +69,8 @@ def exported_weights(model: PreTrainedModel | PeftModel, dtype: torch.dtype) -> 
     return iter(revert_weight_conversion(base, dict(once)).items())
 
 
-def _write(model: PreTrainedModel | PeftModel, folder: Path, dtype: torch.dtype) -> None:
-    """Save on rank 0; where weights are sharded, every rank calls this and contributes its shards."""
+def write_unmerged(model: PreTrainedModel | PeftModel, folder: Path, dtype: torch.dtype) -> None:
+    """Write the weights in `dtype`, or the adapter in float32, on rank 0; every rank that holds a shard calls this."""
     sharded = any_sharded(model)
     weights = gathered_weights(model, None if isinstance(model, PeftModel) else dtype) if sharded else None
     if weights or not sharded:

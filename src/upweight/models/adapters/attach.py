@@ -47,7 +47,7 @@ def kept_adapter(model: PreTrainedModel, config: PeftConfig | None) -> PeftModel
         return None
     if KEPT not in vars(model):
         raise UserError(
-            "model: has the layers of an adapter, but is no PeftModel. Hand that over, or merge it: `merge_and_unload()`."
+            "model: has the layers of an adapter, but is no PeftModel. Hand that over, or `merge_and_unload()` it."
         )
     adapted, asked = vars(model)[KEPT]
     if config is not None and _described(config) not in (asked, _described(adapted.active_peft_config)):
