@@ -76,7 +76,7 @@ def _is_identity(module: nn.Module) -> bool:
 
 
 def reference_kind(
-    needed: bool, adapter: AdapterState, *, separate: bool = False, synced: bool = False
+    *, needed: bool, adapter: AdapterState, separate: bool = False, synced: bool = False
 ) -> ReferenceKind:
     """Return the kind of reference of a run; `separate`: a second model, `synced`: it follows the policy."""
     if not needed:

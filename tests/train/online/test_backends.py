@@ -59,6 +59,14 @@ class Plain:
     def close(self):
         pass
 
+def look(key: str) -> str:
+    """Look a thing up.
+
+    Args:
+        key: what to find.
+    """
+    return f"{key} is 7"
+
 class Unfinished:
     def __init__(self, model, tokenizer):
         pass
@@ -81,11 +89,12 @@ class Breaks(Plain):
 '''
 
 
-def config_for(folder, model, name="Plain", **trl):
+def config_for(folder, model, name="Plain", tools=False, **trl):
     module = f"samplers_{folder.name}".replace("-", "_")  # modules of users are kept by name
     (folder / f"{module}.py").write_text(USERS)
     keys = {"rollout_backend": f"{module}.{name}", **trl}
-    return load_config(write_online(folder, model), [f"trl.{key}={json.dumps(value)}" for key, value in keys.items()])
+    file = write_online(folder, model, tools=[f"{module}.look"] if tools else None)
+    return load_config(file, [f"trl.{key}={json.dumps(value)}" for key, value in keys.items()])
 
 
 def steps_of(folder):
@@ -114,6 +123,13 @@ def test_arguments_of_a_users_backend_reach_it(model_folder, tmp_path):
     train(config)
     differences = [row["sampling/sampling_logp_difference/mean"] for row in steps_of(tmp_path)]
     assert differences == pytest.approx([0.25, 0.25], abs=1e-3)
+
+
+def test_episodes_take_their_turns_from_a_users_backend(model_folder, tmp_path):
+    train(config_for(tmp_path, model_folder, tools=True))
+    steps = steps_of(tmp_path)
+    assert all(row["environment/turns_mean"] >= 1 for row in steps)
+    assert all(row["sampling/sampling_logp_difference/max"] < 1e-3 for row in steps)
 
 
 @pytest.mark.parametrize(
