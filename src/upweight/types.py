@@ -13,7 +13,7 @@ Tensor names end in their axes:
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -165,6 +165,7 @@ class Completion:
 
 
 Prompts = Sequence[Sequence[int]]  # token ids of each
+Completions = list[list[Completion]]  # of each prompt, in order
 Done = Callable[[int, list[Completion]], None]  # called with the index of a prompt and its completions
 
 
@@ -205,11 +206,9 @@ class Sampling:
 
 
 class Generator(Protocol):
-    """The interface of every sampling backend."""
+    """The interface of every sampling backend: those here, and a user's that `trl.rollout_backend` names."""
 
-    def generate(
-        self, prompts: Prompts, count: int, sampling: Sampling, done: Done | None = None
-    ) -> list[list[Completion]]:
+    def generate(self, prompts: Prompts, count: int, sampling: Sampling, done: Done | None = None) -> Completions:
         """Return `count` completions for each prompt, in order; `done` is called for each finished prompt."""
         ...
 
@@ -227,4 +226,13 @@ class Generator(Protocol):
 
     def close(self) -> None:
         """Release all resources; a later call acquires them again."""
+        ...
+
+
+@runtime_checkable
+class Provable(Protocol):
+    """A sampling backend that is checked on the model before it first samples, on all ranks together."""
+
+    def prove(self, prompts: Prompts, sampling: Sampling, gather: Callable[[Any], list[Any]]) -> None:
+        """Raise where its log-probs are not the model's; `gather` returns the values of all ranks on every rank."""
         ...

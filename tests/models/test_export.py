@@ -74,6 +74,28 @@ def test_what_cannot_be_merged_is_refused():
         refuse_unmergeable(adapted("llama", {"use_dora": True}, {}))
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"target_modules": ["q_proj", "lm_head"]},
+        {"target_modules": ["embed_tokens"]},
+        {"modules_to_save": ["lm_head"]},
+    ],
+)
+def test_an_adapter_of_one_of_two_tied_weights_is_not_merged_for_a_server_that_ties_them(options):
+    refuse_unmergeable(adapted("llama", options, {"tie_word_embeddings": False}))
+    with pytest.raises(UserError, match=r"changes one of lm_head\.weight and model\.embed_tokens\.weight"):
+        refuse_unmergeable(adapted("llama", options, {"tie_word_embeddings": True}))
+
+
+def test_tied_weights_that_are_both_trained_in_full_are_merged():
+    both = {"modules_to_save": ["embed_tokens", "lm_head"], "ensure_weight_tying": True}
+    model = adapted("llama", both, {"tie_word_embeddings": True})
+    refuse_unmergeable(model)
+    saved = model.get_base_model().lm_head.modules_to_save["default"].weight
+    assert torch.equal(dict(exported_weights(model, torch.float32))["model.embed_tokens.weight"], saved)
+
+
 def half(kind: str):
     """As `from_pretrained` loads it: weights in half precision, rotary frequencies not."""
     model = tiny(kind)

@@ -49,11 +49,10 @@ def recompute_every_layer(base: nn.Module) -> None:
 
 
 class ActivationBudget:
-    """Decides before each training forward how many of the checkpointed layers keep their activations.
+    """Decides before each training forward how many of the checkpointed layers keep their activations."""
 
-    The last layers keep theirs, because backward frees them before it recomputes the first of the other layers. The
-    bytes that a layer keeps per token are measured on the last layer in the first forward, for any architecture.
-    """
+    # The last layers keep theirs, because backward frees them before it recomputes the first of the other layers. The
+    # bytes that a layer keeps per token are measured on the last layer in the first forward, for any architecture.
 
     def __init__(self, layers: Sequence[GradientCheckpointingLayer], reserved: int) -> None:
         """`reserved`: bytes that the first step will still allocate for gradients and the optimizer."""

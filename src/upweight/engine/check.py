@@ -87,11 +87,9 @@ def _engine_output(engine: Engine, model: nn.Module, batch: Batch) -> Tensor:
 
 
 def check_first_gradients(engine: Engine, model: nn.Module, batch: Batch, dtype: torch.dtype) -> ParityCheck:
-    """Compare gradients of a few of the lowest trained weights with those of the model's own forward, dropout off.
-
-    `model` is not wrapped, and `batch` is small: nothing is recomputed. No weight's `grad` is changed. All layers
-    between these weights and the log-probs are part of their gradients, so a few weights check all layers.
-    """
+    """Compare gradients of a few of the lowest trained weights with those of the model's own forward, dropout off."""
+    # `model` is not wrapped, and `batch` is small: nothing is recomputed. No weight's `grad` is changed. All layers
+    # between these weights and the log-probs are part of their gradients, so a few weights check all layers.
     weights = [p for p in model.parameters() if p.requires_grad and p.numel() <= _LARGEST_COMPARED][:_COMPARED]
     limit = _COSINE_IN_FLOAT32 if _is_exact(model, dtype) else _COSINE_IN_HALF_PRECISION
     equal = ParityCheck(0.0, limit, "gradients", _ADVICE[engine.layout])

@@ -23,11 +23,10 @@ from upweight.types import Batch, Outputs
 
 
 class Engine:
-    """Installs the packed forward in a model, then runs packed batches through whatever wraps that model.
+    """Installs the packed forward in a model, then runs packed batches through whatever wraps that model."""
 
-    Everything runs inside the forward of the wrapped module and the forward of the head module, each called once, so
-    that the hooks of DDP, FSDP2 and ZeRO-3 fire. Without the argument `packed` both run their stock forward.
-    """
+    # Everything runs inside the forward of the wrapped module and the forward of the head module, each called once, so
+    # that the hooks of DDP, FSDP2 and ZeRO-3 fire. Without the argument `packed` both run their stock forward.
 
     def __init__(
         self,
@@ -43,10 +42,8 @@ class Engine:
         if context is not None:
             require_shareable(base.config, context.size)
             if self.layout != "tree":
-                raise UserError(
-                    f"context_parallel_size: ranks cannot share a row of {type(base).__name__}, whose rows are padded; "
-                    "set it to 1"
-                )
+                name = type(base).__name__
+                raise UserError(f"context_parallel_size: ranks cannot share the padded rows of {name}; set it to 1")
         self.config = base.config
         self.scores = base.get_output_embeddings() is None
         self.chooses_logits = "logits_to_keep" in inspect.signature(type(base).forward).parameters
@@ -127,12 +124,8 @@ def _packed_forward(base: PreTrainedModel, packed: dict[str, Any]) -> dict[str, 
     length = packed["ids_BN"].shape[1]
     scored = context.shard(packed["source_T"], length)
     featured = context.shard(packed["feature_positions_T"], length) if packed["depths"] else scored
-    local = {
-        "source_T": scored.offset_I,
-        "target_T": packed["target_T"][scored.computed_I],
-        "feature_positions_T": featured.offset_I,
-    }
-    out = _outputs(base, packed | local)
+    local = {"source_T": scored.offset_I, "target_T": packed["target_T"][scored.computed_I]}
+    out = _outputs(base, packed | local | {"feature_positions_T": featured.offset_I})
     return {name: (featured if name == "features_TF" else scored).gather(value) for name, value in out.items()}
 
 
@@ -185,10 +178,7 @@ def _run(call: Any, base: PreTrainedModel, packed: dict[str, Any], **options: An
 
 def _from_model_logits(base: PreTrainedModel, packed: dict[str, Any], request: HeadRequest) -> dict[str, Tensor]:
     """Compute statistics from the model's logits, for heads that are more than a projection, a scale and a cap."""
-    warn_once(
-        f"{type(base).__name__} computes its logits in its own way: they are built as a whole, "
-        "so memory grows with the vocabulary times the tokens"
-    )
+    warn_once(f"{type(base).__name__} builds its logits as a whole: memory grows with the vocabulary times the tokens")
     logits = _run(base.__dict__["_stock_forward"], base, packed).logits
     statistics = row_statistics(logits.flatten(0, 1)[packed["source_T"]], packed["target_T"], request)
     return {name: statistics[name] for name in request.names}

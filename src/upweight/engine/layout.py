@@ -10,6 +10,7 @@ from upweight.errors import UserError
 from upweight.log import logger, warn_once
 from upweight.models.patches import keep_soft_cap, scale_rope_by_row_length
 
+_KIND_FIELDS = ("layer_types", "layers_block_type", "block_types")
 _ATTENTION_KINDS = {"full_attention", "sliding_attention", "chunked_attention", "attention", "moe", "mlp"}
 _ONLY_WITH_DROPOUT = {"reformer"}  # gradients in training mode alone, where no two forwards can be compared
 _READS_ITS_MASK = {"doge"}  # model code that computes with the mask cannot take a rule in its place
@@ -18,11 +19,7 @@ _READS_ITS_MASK = {"doge"}  # model code that computes with the mask cannot take
 def why_not_trees(base: PreTrainedModel, longest: int | None = None) -> str | None:
     """Return why this architecture cannot share prefixes of sequences with `longest` tokens, or None when it can."""
     config = base.config.get_text_config()
-    kinds = {
-        kind
-        for name in ("layer_types", "layers_block_type", "block_types")
-        for kind in getattr(config, name, None) or ()
-    }
+    kinds = {kind for name in _KIND_FIELDS for kind in getattr(config, name, None) or ()}
     if mixing := sorted(kinds - _ATTENTION_KINDS):
         return f"it has layers of kind {', '.join(mixing)}, which mix tokens outside attention"
     if base._is_stateful:

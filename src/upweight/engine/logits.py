@@ -48,11 +48,9 @@ class HeadRequest:
 
 
 def logit_transform(base: PreTrainedModel, body: nn.Module) -> LogitTransform | None:
-    """Return how this model turns its projection into logits, observed in its forward; None when it does more.
-
-    Fixed numbers replace the outputs of the body and the projection, so that no weight is read: this works for models
-    on the meta device and for sharded ones, and costs nothing.
-    """
+    """Return how this model turns its projection into logits, observed in its forward; None when it does more."""
+    # Fixed numbers replace the outputs of the body and the projection, so that no weight is read: this works for models
+    # on the meta device and for sharded ones, and costs nothing.
     head, config = base.get_output_embeddings(), base.config.get_text_config()
     assert head is not None
     if not hasattr(config, "hidden_size"):  # several bodies, each with a size of its own
@@ -138,16 +136,12 @@ def row_statistics(projected_TV: Tensor, target_T: Tensor, request: HeadRequest)
 
 
 def row_gradient(
-    projected_TV: Tensor,
-    target_T: Tensor,
-    request: HeadRequest,
-    statistics: dict[str, Tensor],
-    grads: dict[str, Tensor],
+    projected_TV: Tensor, target_T: Tensor, request: HeadRequest, known: dict[str, Tensor], grads: dict[str, Tensor]
 ) -> Tensor:
-    """Return the gradient of the projections, from the forward's `statistics` and the gradients of each of them."""
+    """Return the gradient of the projections, from the forward's statistics and the gradients of each of them."""
     capped = request.transform(projected_TV.float())
     logits = capped if request.temperature == 1.0 else capped / request.temperature
-    log_p = logits - statistics["log_sum_exp_T"][:, None]
+    log_p = logits - known["log_sum_exp_T"][:, None]
     p = log_p.exp()
     to_logp = grads["logps_T"]
     weight_T = -to_logp
@@ -157,10 +151,9 @@ def row_gradient(
         weight_T = weight_T - 2 * grads["log_collision_T"]
     extra = None
     if "entropy_T" in grads:
-        extra = p * (log_p + statistics["entropy_T"][:, None]) * -grads["entropy_T"][:, None]
+        extra = p * (log_p + known["entropy_T"][:, None]) * -grads["entropy_T"][:, None]
     if "log_collision_T" in grads:
-        squares = torch.exp(2 * log_p - statistics["log_collision_T"][:, None])
-        squares = squares * (2 * grads["log_collision_T"][:, None])
+        squares = torch.exp(2 * log_p - known["log_collision_T"][:, None]) * (2 * grads["log_collision_T"][:, None])
         extra = squares if extra is None else extra + squares
     if "mean_logit_T" in grads:
         even = grads["mean_logit_T"][:, None] / log_p.shape[-1]

@@ -90,12 +90,10 @@ def _batch(units: Sequence[Unit], samples: Sequence[Sample], predict: bool, toke
 
 
 def plan_rows(units: Sequence[Unit], budget: int, ranks: int = 1, layout: Layout = "tree") -> list[list[list[int]]]:
-    """Return the rows of each rank, each a list of unit numbers for one `build_batch`.
-
-    A row holds at most `budget` tokens (trees: distinct ones; padded: samples x longest), unless a single unit is
-    larger. Groups stay whole unless they exceed the budget or a rank's fair share. Every rank gets the same number of
-    rows, some of them empty.
-    """
+    """Return the rows of each rank, each a list of unit numbers for one `build_batch`."""
+    # A row holds at most `budget` tokens (trees: distinct ones; padded: samples x longest), unless a single unit is
+    # larger. Groups stay whole unless they exceed the budget or a rank's fair share. Every rank gets the same number of
+    # rows, some of them empty.
     if not units:
         return [[] for _ in range(ranks)]
     atoms, costs = _tree_atoms(units, budget, ranks) if layout == "tree" else _padded_atoms(units)
@@ -120,11 +118,10 @@ def row_tokens(units: Sequence[Unit], layout: Layout = "tree") -> int:
 
 @dataclass(frozen=True, eq=False)
 class Forest:
-    """Distinct tokens of some sequences in depth-first preorder.
+    """Distinct tokens of some sequences in depth-first preorder."""
 
-    `end_N[k]` is the position after the last descendant of k, so that `q sees k <=> k <= q < end_N[k]`;
-    tokens of one unbranched segment have equal ends, and neighbours with equal ends are of one segment.
-    """
+    # `end_N[k]` is the position after the last descendant of k, so that `q sees k <=> k <= q < end_N[k]`; tokens of one
+    # unbranched segment have equal ends, and neighbours with equal ends are of one segment.
 
     ids_N: NDArray[np.int64]
     position_N: NDArray[np.int64]  # depth: continues from the branch point
@@ -256,9 +253,8 @@ def _tree_atoms(units: Sequence[Unit], budget: int, ranks: int) -> tuple[list[li
     new_atom = new_group | (new_unit & splits[group])
 
     starts = np.flatnonzero(new_atom)
-    atoms = [
-        part[flags].tolist() for part, flags in zip(*(np.split(x, starts[1:]) for x in (unit, new_unit)), strict=True)
-    ]
+    parts = (np.split(x, starts[1:]) for x in (unit, new_unit))
+    atoms = [part[flags].tolist() for part, flags in zip(*parts, strict=True)]
     return atoms, _Costs(before[starts], np.ones_like(starts), np.add.reduceat(each, starts))
 
 

@@ -51,6 +51,7 @@ class Method(Section, ABC):
     reward_names: ClassVar[tuple[str, ...]] = ()  # of rewards that the method computes itself, from features
     learning_rate: ClassVar[float] = 1e-6
     lora_learning_rate: ClassVar[float | None] = 5e-6  # None: the same as without LoRA
+    reads: ClassVar[frozenset[str]] = frozenset()  # `statistics`, where they are the same for all settings
 
     @property
     def needs_reference(self) -> bool:
@@ -115,7 +116,7 @@ class Method(Section, ABC):
     @property
     def statistics(self) -> frozenset[str]:
         """Outputs fields beyond `logps_T` that `loss` reads."""
-        return frozenset()
+        return self.reads
 
     @property
     def needs_preparation(self) -> bool:
@@ -124,11 +125,9 @@ class Method(Section, ABC):
 
     @abstractmethod
     def count(self, batch: Batch) -> dict[str, Tensor]:
-        """Return the units that this batch adds to the global denominators; known before any forward.
-
-        A unit named `rollout_...` is averaged over the optimizer steps of a generation batch, every other unit over
-        its optimizer step.
-        """
+        """Return the units that this batch adds to the global denominators; known before any forward."""
+        # A unit named `rollout_...` is averaged over the optimizer steps of a generation batch, every other unit over
+        # its optimizer step.
 
     def contributes(self, sample: Sample) -> bool:
         """Return whether a sample can change the gradient; samples that cannot need no forward."""
@@ -157,9 +156,7 @@ class Method(Section, ABC):
 class WithReference(Section):
     """The settings of a preference method that compares the policy with a reference on every completion."""
 
-    precompute_ref_log_probs: bool = setting(
-        "precompute_ref_log_probs", False, "Compute the reference's log-probs once, before training."
-    )
+    precompute_ref_log_probs: bool = setting("precompute_ref_log_probs", False, "Compute reference log-probs once.")
     sync_ref_model: bool = setting(
         "sync_ref_model", False, "Move the reference towards the policy while training.", also=("trl.sync_ref_model",)
     )

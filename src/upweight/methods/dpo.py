@@ -18,16 +18,8 @@ from upweight.methods.base import (
     sequence_mean,
     sequence_sum,
 )
-from upweight.methods.formulas.dpo_losses import (
-    DIVERGENT,
-    PAIR_LOSSES,
-    SMOOTHED,
-    Divergence,
-    LossType,
-    Pairs,
-    divergence_score,
-    step_values,
-)
+from upweight.methods.formulas import dpo_losses
+from upweight.methods.formulas.dpo_losses import Divergence, LossType
 from upweight.settings import setting
 from upweight.types import Batch, Loss, Outputs
 
@@ -37,6 +29,7 @@ class DPO(WithReference, Method):
 
     name: ClassVar[str] = "dpo"
     data: ClassVar = "pairs"
+    reads: ClassVar[frozenset[str]] = frozenset({"entropy_T", "mean_logit_T", "is_top_T"})
 
     beta: float = setting("rl_beta", 0.1, "Strength of the pull towards the reference model.", also=("trl.beta",), gt=0)
     loss_type: tuple[LossType, ...] = setting("dpo_loss_type", ("sigmoid",), "Losses that are added up.", min_length=1)
@@ -62,17 +55,16 @@ class DPO(WithReference, Method):
             raise ValueError(f"dpo_loss_weights has {given_weights} entries for {losses} losses in dpo_loss_type")
         if "exo_pair" in self.loss_type and self.label_smoothing == 0:
             raise ValueError("dpo_loss_type: exo_pair needs dpo_label_smoothing above 0, for example 0.001")
-        if self.label_smoothing > 0 and not SMOOTHED & set(self.loss_type):
+        if self.label_smoothing > 0 and not dpo_losses.SMOOTHED & set(self.loss_type):
             raise ValueError(f"dpo_label_smoothing has no effect on {', '.join(self.loss_type)}; remove it")
-        unfit = sorted(set(self.loss_type) - DIVERGENT - {"sft"})
+        unfit = sorted(set(self.loss_type) - dpo_losses.DIVERGENT - {"sft"})
         if self.divergence != "reverse_kl" and unfit:
             raise ValueError(f"f_divergence_type: {self.divergence} does not go with dpo_loss_type {', '.join(unfit)}")
         return self
 
     @property
     def statistics(self) -> frozenset[str]:
-        fields = frozenset({"entropy_T", "mean_logit_T", "is_top_T"})
-        return fields | {"log_collision_T"} if self.use_weighting else fields
+        return self.reads | {"log_collision_T"} if self.use_weighting else self.reads
 
     @property
     def needs_preparation(self) -> bool:
@@ -82,17 +74,17 @@ class DPO(WithReference, Method):
         return pair_counts(batch, likelihood="sft" in self.loss_type)
 
     def collect(self, out: Outputs, batch: Batch) -> dict[str, Tensor]:
-        return step_values(self.loss_type, *self._pair_log_probs(out, batch))
+        return dpo_losses.step_values(self.loss_type, *self._pair_log_probs(out, batch))
 
     def prepare(self, collected: dict[str, Tensor]) -> dict[str, Tensor]:
         return {name: values.detach().sort().values for name, values in collected.items()}
 
     def loss(self, out: Outputs, batch: Batch, prepared: dict[str, Tensor]) -> Loss:
         policy_P2, ref_P2 = self._pair_log_probs(out, batch)
-        pairs = Pairs(
+        pairs = dpo_losses.Pairs(
             policy_P2,
             ref_P2,
-            score_P2=divergence_score(policy_P2 - ref_P2, self.divergence, self.divergence_alpha),
+            score_P2=dpo_losses.divergence_score(policy_P2 - ref_P2, self.divergence, self.divergence_alpha),
             length_P2=sequence_length(batch)[required(batch.pair_P2)],
             beta=self.beta,
             smoothing=self.label_smoothing,
@@ -105,7 +97,7 @@ class DPO(WithReference, Method):
             if name == "sft":
                 sft_weight += weight
             else:
-                loss_P = loss_P + weight * PAIR_LOSSES[name](pairs)
+                loss_P = loss_P + weight * dpo_losses.PAIR_LOSSES[name](pairs)
         if self.use_weighting:
             # WPO: the policy's likelihood of both sides, normalised by the likelihood that it expects of itself.
             gap_T = (required(out.logps_T) - required(out.log_collision_T)).detach()

@@ -22,10 +22,7 @@ class EBFT(PolicyGradient, Method):
     lora_learning_rate: ClassVar[float | None] = None
 
     feature_layers: tuple[Annotated[float, Field(ge=0, le=1)], ...] = setting(
-        "ebft.feature_layers",
-        (0.25, 0.5, 0.75),
-        "Depths, as shares, whose hidden states make up features.",
-        min_length=1,
+        "ebft.feature_layers", (0.25, 0.5, 0.75), "Depths, as shares, of the hidden states in features.", min_length=1
     )
     embed_method: Pooling = setting("ebft.embed_method", "last_token", "How hidden states become one feature vector.")
     use_whitening: bool = setting("ebft.use_whitening", False, "Whiten features so that no direction dominates.")
@@ -116,11 +113,8 @@ class EBFT(PolicyGradient, Method):
         sampled_S, logps_T = is_sampled(batch), required(out.logps_T)
         sampled_T = sampled_S[batch.sequence_T]
         loss_T = -logps_T * torch.where(sampled_S, required(batch.advantage_S), 0.0)[batch.sequence_T]
-        metrics = {
-            "entropy": Mean.over(required(out.entropy_T), sampled_T),
-            "ebft/rl_loss": Mean.over(loss_T, sampled_T),
-        }
-        return Loss({"tokens": loss_T.sum()}, metrics)
+        entropy = Mean.over(required(out.entropy_T), sampled_T)
+        return Loss({"tokens": loss_T.sum()}, {"entropy": entropy, "ebft/rl_loss": Mean.over(loss_T, sampled_T)})
 
     def advantages(self, rewards_SR: Tensor, group_S: Tensor, log_ratio_S: Tensor | None = None) -> Tensor:
         reward_S = weighted_reward(rewards_SR, None)

@@ -14,14 +14,11 @@ class IPO(WithReference, Method):
 
     name: ClassVar[str] = "ipo"
     data: ClassVar = "pairs"
+    reads: ClassVar[frozenset[str]] = frozenset({"entropy_T", "mean_logit_T", "is_top_T"})
 
     beta: float = setting(
         "rl_beta", 0.1, "Pull towards the reference model: the target margin is 1 / (2 beta).", also=("trl.beta",), gt=0
     )
-
-    @property
-    def statistics(self) -> frozenset[str]:
-        return frozenset({"entropy_T", "mean_logit_T", "is_top_T"})
 
     def count(self, batch: Batch) -> dict[str, Tensor]:
         return pair_counts(batch)

@@ -16,6 +16,7 @@ class KTO(WithReference, Method):
 
     name: ClassVar[str] = "kto"
     data: ClassVar = "labelled"
+    reads: ClassVar[frozenset[str]] = frozenset({"entropy_T", "mean_logit_T"})
 
     beta: float = setting("rl_beta", 0.1, "Strength of the pull towards the reference model.", also=("trl.beta",), gt=0)
     desirable_weight: float = setting("kto_desirable_weight", 1.0, "Weight of the desirable completions.", ge=0)
@@ -43,10 +44,6 @@ class KTO(WithReference, Method):
     @property
     def label_weights(self) -> dict[bool, float] | None:
         return {True: self.desirable_weight, False: self.undesirable_weight}
-
-    @property
-    def statistics(self) -> frozenset[str]:
-        return frozenset({"entropy_T", "mean_logit_T"})
 
     @property
     def needs_preparation(self) -> bool:
@@ -81,13 +78,12 @@ class KTO(WithReference, Method):
     def _metrics(self, out: Outputs, batch: Batch, ratio_S: Tensor, good_S: Tensor, bad_S: Tensor) -> dict[str, Mean]:
         logps_S = sequence_sum(required(out.logps_T), batch)
         mean_logit_T, sequence_T = required(out.mean_logit_T), batch.sequence_T
-        compared: dict[str, Mean] = {}
-        if batch.pair_P2 is not None:
-            compared = reward_metrics(*(self.beta * ratio_S)[batch.pair_P2].unbind(1))
+        reward_S = self.beta * ratio_S
+        compared = {} if batch.pair_P2 is None else reward_metrics(*reward_S[batch.pair_P2].unbind(1))
         return {
             **compared,
-            "rewards/chosen": Mean.over(self.beta * ratio_S, good_S),
-            "rewards/rejected": Mean.over(self.beta * ratio_S, bad_S),
+            "rewards/chosen": Mean.over(reward_S, good_S),
+            "rewards/rejected": Mean.over(reward_S, bad_S),
             "logps/chosen": Mean.over(logps_S, good_S),
             "logps/rejected": Mean.over(logps_S, bad_S),
             "logits/chosen": Mean.over(mean_logit_T, good_S[sequence_T]),

@@ -16,10 +16,9 @@ class ORPO(Method):
 
     name: ClassVar[str] = "orpo"
     data: ClassVar = "pairs"
+    reads: ClassVar[frozenset[str]] = frozenset({"entropy_T", "mean_logit_T"})
 
-    alpha: float = setting(
-        "orpo_alpha", 0.1, "Weight of the odds-ratio term against the likelihood.", also=("rl_beta", "trl.beta"), ge=0
-    )
+    alpha: float = setting("orpo_alpha", 0.1, "Weight of the odds-ratio term.", also=("rl_beta", "trl.beta"), ge=0)
     likelihood_of_prompt: bool = setting(
         "orpo_nll_on_prompt", True, "Whether the likelihood term covers the prompt too, not the chosen answer alone."
     )
@@ -27,10 +26,6 @@ class ORPO(Method):
     @property
     def scores_prompt(self) -> bool:
         return self.likelihood_of_prompt
-
-    @property
-    def statistics(self) -> frozenset[str]:
-        return frozenset({"entropy_T", "mean_logit_T"})
 
     def count(self, batch: Batch) -> dict[str, Tensor]:
         return pair_counts(batch, likelihood=True)

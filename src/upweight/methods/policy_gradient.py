@@ -7,17 +7,8 @@ from pydantic import model_validator
 from torch import Tensor
 
 from upweight.methods.base import ReferenceSync, required, sequence_length, sequence_mean, sequence_sum
+from upweight.methods.formulas import policy_losses
 from upweight.methods.formulas.advantages import Scale
-from upweight.methods.formulas.policy_losses import (
-    cispo,
-    clipped,
-    quantile,
-    reference_kl,
-    sampler_correction,
-    sampler_gap,
-    sapo,
-    vespo_weight,
-)
 from upweight.settings import Section, setting
 from upweight.types import Batch, Extreme, Loss, Mean, Metric, Outputs, Sample
 
@@ -27,14 +18,9 @@ LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", 
 SAME_ENTROPY = 1e-5  # nats; what is nearer to the threshold than this counts as having reached it
 
 DIVISOR: dict[str, str] = {
-    "grpo": "sequences",
-    "sapo": "sequences",
-    "dr_grpo": "sequences",
-    "luspo": "sequences",
+    **dict.fromkeys(("grpo", "sapo", "dr_grpo", "luspo"), "sequences"),
+    **dict.fromkeys(("dapo", "cispo", "vespo"), "rollout_tokens"),
     "bnpo": "tokens",
-    "dapo": "rollout_tokens",
-    "cispo": "rollout_tokens",
-    "vespo": "rollout_tokens",
 }
 
 
@@ -44,6 +30,7 @@ class PolicyGradient(Section):
     data: ClassVar = "prompts"
     online: ClassVar[bool] = True
     lora_learning_rate: ClassVar[float | None] = 1e-5
+    reads: ClassVar[frozenset[str]] = frozenset({"entropy_T"})
 
     num_generations: int = setting("trl.num_generations", 8, "Completions sampled for each prompt.", ge=2)
     max_completion_length: int = setting(
@@ -83,15 +70,11 @@ class PolicyGradient(Section):
     sapo_temperature_neg: float = setting(
         "trl.sapo_temperature_neg", 1.05, "Steepness of the sapo gate where the advantage is negative.", gt=0
     )
-    vespo_k_pos: float = setting(
-        "trl.vespo_k_pos", 2.0, "How fast vespo damps unlikely sequences of positive advantage.", ge=0
-    )
+    vespo_k_pos: float = setting("trl.vespo_k_pos", 2.0, "How vespo damps unlikely sequences of advantage > 0.", ge=0)
     vespo_lambda_pos: float = setting(
         "trl.vespo_lambda_pos", 3.0, "How fast vespo damps overlikely sequences of positive advantage.", ge=0
     )
-    vespo_k_neg: float = setting(
-        "trl.vespo_k_neg", 3.0, "How fast vespo damps unlikely sequences of negative advantage.", ge=0
-    )
+    vespo_k_neg: float = setting("trl.vespo_k_neg", 3.0, "How vespo damps unlikely sequences of advantage < 0.", ge=0)
     vespo_lambda_neg: float = setting(
         "trl.vespo_lambda_neg", 2.0, "How fast vespo damps overlikely sequences of negative advantage.", ge=0
     )
@@ -144,10 +127,6 @@ class PolicyGradient(Section):
     def needs_preparation(self) -> bool:
         """Whether `loss` needs the entropy threshold of the whole step."""
         return self.top_entropy_quantile < 1
-
-    @property
-    def statistics(self) -> frozenset[str]:
-        return frozenset({"entropy_T"})
 
     @property
     def correction_mode(self) -> CorrectionMode:
@@ -211,7 +190,7 @@ class PolicyGradient(Section):
         if not len(entropy):
             return {"entropy_threshold": entropy.new_zeros(()), "entropy_share": entropy.new_ones(())}
         # Equal entropies of different forwards are rounded differently, and have to stay on the same side.
-        threshold = quantile(entropy, 1 - self.top_entropy_quantile) - SAME_ENTROPY
+        threshold = policy_losses.quantile(entropy, 1 - self.top_entropy_quantile) - SAME_ENTROPY
         return {"entropy_threshold": threshold, "entropy_share": (entropy >= threshold).float().mean()}
 
     def loss(self, out: Outputs, batch: Batch, prepared: dict[str, Tensor]) -> Loss:
@@ -233,7 +212,7 @@ class PolicyGradient(Section):
             top_T = sampled_T & (required(out.entropy_T) >= prepared["entropy_threshold"])
         loss_T = torch.where(top_T, loss_T, 0.0)
         if self.beta:
-            kl_T = reference_kl(logps_T, required(out.ref_logps_T))
+            kl_T = policy_losses.reference_kl(logps_T, required(out.ref_logps_T))
             metrics["kl"] = Mean.over(kl_T, sampled_T)
             loss_T = loss_T + self.beta * sampled_T * (kl_T * ratio_T if self.use_bias_correction_kl else kl_T)
 
@@ -255,10 +234,9 @@ class PolicyGradient(Section):
         if batch.sampler_logps_T is None or self.sampler_correction is False:
             return torch.ones_like(old_T), {}
         sampled_T = is_sampled(batch)[batch.sequence_T]
-        gap_T = sampler_gap(old_T, batch.sampler_logps_T)
-        correction_T = sampler_correction(
-            gap_T, batch, self.correction_mode, self.sampler_correction_floor, self.sampler_correction_cap
-        )
+        gap_T = policy_losses.sampler_gap(old_T, batch.sampler_logps_T)
+        floor, cap = self.sampler_correction_floor, self.sampler_correction_cap
+        correction_T = policy_losses.sampler_correction(gap_T, batch, self.correction_mode, floor, cap)
         return correction_T, {
             "sampling/sampling_logp_difference/mean": Mean.over(gap_T.abs(), sampled_T),
             "sampling/sampling_logp_difference/max": Extreme.over(gap_T.abs(), sampled_T),
@@ -279,21 +257,22 @@ class PolicyGradient(Section):
         if self.loss_type == "vespo":
             log_weight_S = sequence_sum((logps_T - old_T).detach().clamp(-20, 20) + correction_T.log(), batch)
             positive, negative = (self.vespo_k_pos, self.vespo_lambda_pos), (self.vespo_k_neg, self.vespo_lambda_neg)
-            weight_S = vespo_weight(log_weight_S, advantage_S, positive, negative)
+            weight_S = policy_losses.vespo_weight(log_weight_S, advantage_S, positive, negative)
             metrics["vespo/phi_seq_mean"] = Mean.over(weight_S, sampled_S)
             loss_T = -weight_S[batch.sequence_T] * advantage_T * logps_T
         elif self.loss_type == "cispo":
             metrics["cispo_clip_ratio"] = Mean.over((ratio_T > 1 + high) & (advantage_T > 0), sampled_T)
-            loss_T = correction_T * cispo(logps_T, ratio_T, advantage_T, high)
+            loss_T = correction_T * policy_losses.cispo(logps_T, ratio_T, advantage_T, high)
         elif self.loss_type == "sapo":
-            loss_T = correction_T * sapo(ratio_T, advantage_T, self.sapo_temperature_pos, self.sapo_temperature_neg)
+            temperatures = self.sapo_temperature_pos, self.sapo_temperature_neg
+            loss_T = correction_T * policy_losses.sapo(ratio_T, advantage_T, *temperatures)
         else:
             metrics |= clip_metrics(ratio_T, advantage_T, sampled_T, self.epsilon, high, batch=batch)
-            loss_T = correction_T * clipped(ratio_T, advantage_T, self.epsilon, high, self.delta)
+            loss_T = correction_T * policy_losses.clipped(ratio_T, advantage_T, self.epsilon, high, self.delta)
 
         if self.off_policy_mask_threshold is not None:
             sampler_T = old_T if batch.sampler_logps_T is None else batch.sampler_logps_T
-            log_ratio_S = sequence_mean(-sampler_gap(logps_T, sampler_T), batch)
+            log_ratio_S = sequence_mean(-policy_losses.sampler_gap(logps_T, sampler_T), batch)
             kept_S = (advantage_S >= 0) | (log_ratio_S <= self.off_policy_mask_threshold)
             metrics["sampling/off_policy_kept"] = Mean.over(kept_S, sampled_S)
             loss_T = loss_T * kept_S[batch.sequence_T]

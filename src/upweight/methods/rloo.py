@@ -19,6 +19,7 @@ class RLOO(Method):
 
     name: ClassVar[str] = "rloo"
     data: ClassVar = "prompts"
+    reads: ClassVar[frozenset[str]] = frozenset({"entropy_T"})
     online: ClassVar[bool] = True
     lora_learning_rate: ClassVar[float | None] = 1e-5
 
@@ -82,10 +83,6 @@ class RLOO(Method):
     @property
     def group_size(self) -> int:
         return self.num_generations
-
-    @property
-    def statistics(self) -> frozenset[str]:
-        return frozenset({"entropy_T"})
 
     def count(self, batch: Batch) -> dict[str, Tensor]:
         sampled_S = is_sampled(batch)

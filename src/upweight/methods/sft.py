@@ -15,6 +15,7 @@ class SFT(Method):
 
     name: ClassVar[str] = "sft"
     data: ClassVar = "text"
+    reads: ClassVar[frozenset[str]] = frozenset({"entropy_T", "is_top_T"})
     keeps_dropout: ClassVar[bool] = True
     takes_noise: ClassVar[bool] = True
     learning_rate: ClassVar[float] = 2e-5
@@ -28,10 +29,6 @@ class SFT(Method):
     @classmethod
     def _chunked_is_nll(cls, value: Any) -> Any:
         return "nll" if value == "chunked_nll" else value  # the head is always computed in chunks
-
-    @property
-    def statistics(self) -> frozenset[str]:
-        return frozenset({"entropy_T", "is_top_T"})
 
     def count(self, batch: Batch) -> dict[str, Tensor]:
         return {"tokens": scalar(len(batch.sequence_T), batch)}

@@ -16,6 +16,7 @@ class SimPO(Method):
 
     name: ClassVar[str] = "simpo"
     data: ClassVar = "pairs"
+    reads: ClassVar[frozenset[str]] = frozenset({"entropy_T", "mean_logit_T"})
 
     loss_type: Literal["simpo", "sigmoid", "hinge", "ipo"] = setting(
         "cpo_loss_type", "simpo", "Margin loss: simpo and ipo compare log-probs by mean, sigmoid (CPO), hinge by sum."
@@ -27,10 +28,6 @@ class SimPO(Method):
         "trl.alpha", 0.0, "Order of AlphaPO's reward (arXiv:2501.03884), (1 - p^-alpha) / alpha; 0 is the log-prob."
     )
     label_smoothing: float = setting("cpo_label_smoothing", 0.0, "Assumed share of swapped pairs.", ge=0, lt=0.5)
-
-    @property
-    def statistics(self) -> frozenset[str]:
-        return frozenset({"entropy_T", "mean_logit_T"})
 
     def count(self, batch: Batch) -> dict[str, Tensor]:
         return pair_counts(batch, likelihood=True)

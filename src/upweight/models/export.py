@@ -39,26 +39,18 @@ def save_model(
         tokenizer.save_pretrained(str(folder))
 
 
-def write_adapter(model: PeftModel, folder: Path) -> None:
-    """Write the adapter in float32, with its config."""
-    _write(model, folder, torch.float32)
-
-
 def write_weights(model: PreTrainedModel | PeftModel, folder: Path, dtype: torch.dtype) -> None:
     """Write all weights as safetensors in `dtype`, with any adapter merged into them."""
     if not isinstance(model, PeftModel):
-        _write(model, folder, dtype)
+        write_unmerged(model, folder, dtype)
         return
     if any_sharded(model):
         raise UserError("adapter: an adapter cannot be merged into sharded weights; use one that vLLM can load itself.")
     base = model.get_base_model()
     assert isinstance(base, PreTrainedModel)
-    weights = dict(_merged(model, dtype))
-    tied = {name: of for name, of in base.get_expanded_tied_weights_keys(all_submodels=True).items() if name in weights}
-    for name, source in tied.items():
-        if torch.equal(weights[name], weights[source]):
-            del weights[name]
-    base.save_pretrained(str(folder), state_dict=weights)
+    tied = base.get_expanded_tied_weights_keys(all_submodels=True)
+    once = {name: value for name, value in _merged(model, dtype) if name not in tied}
+    base.save_pretrained(str(folder), state_dict=once)
 
 
 def exported_weights(model: PreTrainedModel | PeftModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
@@ -77,8 +69,8 @@ def exported_weights(model: PreTrainedModel | PeftModel, dtype: torch.dtype) -> 
     return iter(revert_weight_conversion(base, dict(once)).items())
 
 
-def _write(model: PreTrainedModel | PeftModel, folder: Path, dtype: torch.dtype) -> None:
-    """Save on rank 0; where weights are sharded, every rank calls this and contributes its shards."""
+def write_unmerged(model: PreTrainedModel | PeftModel, folder: Path, dtype: torch.dtype) -> None:
+    """Write the weights in `dtype`, or the adapter in float32, on rank 0; every rank that holds a shard calls this."""
     sharded = any_sharded(model)
     weights = gathered_weights(model, None if isinstance(model, PeftModel) else dtype) if sharded else None
     if weights or not sharded:
@@ -89,15 +81,24 @@ def refuse_unmergeable(model: PeftModel) -> None:
     """Raise for adapters that cannot be merged while they are trained."""
     for module in model.modules():
         if isinstance(module, LoraLayer) and not hasattr(module, "get_delta_weight"):
-            raise UserError(
-                f"adapter: {type(module).__name__} cannot be merged for the server; set 'trl.vllm_lora_sync: true'."
-            )
+            raise UserError(f"adapter: {type(module).__name__} cannot be merged; set 'trl.vllm_lora_sync: true'.")
         if isinstance(module, LoraLayer) and module.use_dora.get(model.active_adapters[0]):
             raise UserError("peft_use_dora: neither the adapter nor merged weights can be sent to vLLM; drop the key.")
-    if getattr(model.get_base_model(), "is_quantized", False):
-        raise UserError(
-            "trl.vllm_lora_sync: false: merged weights of a quantised base cannot be sent; send the adapter alone."
-        )
+    base, (adapter,) = model.get_base_model(), model.active_adapters
+    assert isinstance(base, PreTrainedModel)
+    changed = [
+        f"{name}."
+        for name, module in base.named_modules()
+        if isinstance(module, ModulesToSaveWrapper) or (isinstance(module, LoraLayer) and adapter in module.r)
+    ]
+    for pair in base.get_expanded_tied_weights_keys(all_submodels=True).items():
+        if sum(name.startswith(tuple(changed)) for name in pair) == 1:
+            raise UserError(
+                f"adapter: it changes one of {' and '.join(pair)}, which are one weight in vLLM. Adapt both or neither "
+                "('lora_target_modules', 'lora_modules_to_save'), or set 'trl.vllm_lora_sync: true'."
+            )
+    if getattr(base, "is_quantized", False):
+        raise UserError("trl.vllm_lora_sync: weights of a quantised base cannot be merged; send the adapter alone.")
 
 
 def _merged(model: PeftModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:

@@ -127,8 +127,7 @@ def load_model(
         if not unknown:
             raise
         raise UserError(
-            f"model_kwargs: {unknown[0]!r} is neither an argument of `from_pretrained` "
-            "nor a field of the model's config. Correct or remove it."
+            f"model_kwargs: {unknown[0]!r} is no argument of `from_pretrained` and no field of the config. Correct it."
         ) from error
     _check_missing(report, place, head, model.base_model_prefix, logs=not head_follows)
     keep_soft_cap(model)
@@ -161,8 +160,7 @@ def load_config(section: ModelSection) -> PreTrainedConfig:
     modalities = [name for name in ("vision", "audio") if getattr(config, f"{name}_config", None) is not None]
     if modalities:
         raise UserError(
-            f"base_model: {place!r} ({config.model_type}) is a {' and '.join(modalities)} model; "
-            "only text models are trained: name its text-only variant"
+            f"base_model: {place!r} is a {' and '.join(modalities)} model; only text is trained: name its text variant"
         )
     for name, value in section.config_overrides.items():
         if not hasattr(config, name):
@@ -195,9 +193,8 @@ def fit_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, s
     before = embedding.num_embeddings
     if len(tokenizer) <= before:
         return 0
-    model.resize_token_embeddings(
-        len(tokenizer), pad_to_multiple_of=32 if section.resize_to_32 else None, mean_resizing=section.mean_resizing
-    )
+    multiple = 32 if section.resize_to_32 else None
+    model.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=multiple, mean_resizing=section.mean_resizing)
     embedding = model.get_input_embeddings()
     logger.info("embeddings: %d rows instead of %d, for %d tokens", embedding.num_embeddings, before, len(tokenizer))
     return embedding.num_embeddings - before

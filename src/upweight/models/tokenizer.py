@@ -12,10 +12,7 @@ from upweight.log import logger
 from upweight.models.load import load_failures, source_of
 
 # Tokens that model families reserve for padding although their tokenizers do not declare it.
-PADDING_NAMES = (
-    *("<pad>", "[PAD]", "<|pad|>", "<|PAD|>", "<|padding|>", "<PAD>"),
-    *("<|finetune_right_pad_id|>", "<|endoftext|>"),
-)
+PADDING = ("<pad>", "[PAD]", "<|pad|>", "<|PAD|>", "<|padding|>", "<PAD>", "<|finetune_right_pad_id|>", "<|endoftext|>")
 
 
 def load_tokenizer(section: ModelSection) -> PreTrainedTokenizerBase:
@@ -64,7 +61,7 @@ def choose_padding(tokenizer: PreTrainedTokenizerBase) -> None:
     if tokenizer.pad_token is not None and tokenizer.pad_token != tokenizer.eos_token:
         return
     vocabulary = tokenizer.get_vocab()
-    reserved = next((name for name in PADDING_NAMES if name in vocabulary and name != tokenizer.eos_token), None)
+    reserved = next((name for name in PADDING if name in vocabulary and name != tokenizer.eos_token), None)
     if reserved is None and tokenizer.eos_token is None:
         raise UserError(
             "special_tokens: the tokenizer has neither a padding nor an end token; "

@@ -1,4 +1,4 @@
-"""Completions from a user's rollout function, which has one of two forms.
+"""Completions from a user's backend, or from a user's rollout function, which has one of two forms.
 
 `f(model, processing_class, prompts, generation_config=None) -> list[str]` gets one dict with `messages` (or `prompt`)
 for each completion and returns texts. `f(prompts, trainer) -> dict` gets the prompts of the data rows and returns
@@ -8,7 +8,8 @@ for each completion and returns texts. `f(prompts, trainer) -> dict` gets the pr
 """
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,12 +23,14 @@ from upweight.environments.tools import opening_messages
 from upweight.errors import UserError
 from upweight.log import logger
 from upweight.models.modules import dropout_off
+from upweight.rollout.producer import CompletionSource
 from upweight.sampler.hf_generate import generation_config
 from upweight.sampler.in_process import end_tokens
-from upweight.types import Completion, Group, GroupDone, Sampling
+from upweight.types import Completion, Completions, Done, Generator, Group, GroupDone, Prompts, Sampling
 from upweight.user_modules import describe_error
 
 TOKEN_KEYS = ("prompt_ids", "completion_ids", "logprobs")
+BACKEND_METHODS = ("generate", "require_room", "sync", "version", "close")
 FORMS = (
     "Write it as f(model, processing_class, prompts, generation_config=None) -> list of texts, or as "
     "f(prompts, trainer) -> dict."
@@ -35,7 +38,7 @@ FORMS = (
 
 
 @dataclass
-class CustomRollout:
+class CustomRollout(CompletionSource):
     """Fills groups by calling a user's function once for all of them, with each prompt repeated for its completions."""
 
     function: Callable[..., Any]
@@ -136,12 +139,76 @@ class CustomRollout:
         return Completion([*prompt_rest, *ids], logps, [], finished=ended, sampled=sampled, prompt_len=len(prompt_rest))
 
     def _call(self, *arguments: Any, **options: Any) -> Any:
-        try:
+        with _named_errors(f"trl.rollout_func: '{self.name}' failed"):
             return self.function(*arguments, **options)
-        except UserError:
-            raise
-        except Exception as error:  # the user's code
-            raise UserError(f"trl.rollout_func: '{self.name}' failed: {describe_error(error)}") from error
+
+
+class CustomBackend:
+    """Samples with an object of a user's class, and checks what it returns; see `types.Generator`."""
+
+    def __init__(
+        self, kind: Callable[..., Any], name: str, model: nn.Module, tokenizer: Any, options: Mapping[str, Any]
+    ) -> None:
+        self._key, self._model = f"trl.rollout_backend: '{name}'", model
+        with _named_errors(f"{self._key} cannot be built"):
+            self._backend: Generator = kind(model, tokenizer, **options)
+        missing = [method for method in BACKEND_METHODS if not callable(getattr(self._backend, method, None))]
+        if missing:
+            raise UserError(
+                f"{self._key} has no {', '.join(missing)}. It needs {', '.join(BACKEND_METHODS)} (types.Generator)."
+            )
+
+    def generate(self, prompts: Prompts, count: int, sampling: Sampling, done: Done | None = None) -> Completions:
+        reported: set[int] = set()
+
+        def report(place: int, completions: list[Completion]) -> None:
+            reported.add(place)
+            if done is not None:
+                done(place, completions)
+
+        with torch.no_grad(), dropout_off(self._model), _named_errors(f"{self._key}: generate failed"):
+            by_prompt = self._backend.generate(prompts, count, sampling, report)
+            self._check(by_prompt, len(prompts), count)
+        for place, completions in enumerate(by_prompt):
+            if place not in reported:
+                report(place, completions)
+        return by_prompt
+
+    def _check(self, by_prompt: Completions, prompts: int, count: int) -> None:
+        sizes = [len(completions) for completions in by_prompt]
+        if sizes != [count] * prompts:
+            given = f"{sum(sizes)} completions of {len(sizes)} prompts"
+            raise UserError(f"{self._key}: generate gave {given}, not {count} of each of {prompts}.")
+        for one in (one for completions in by_prompt for one in completions):
+            if not all(type(token) is int for token in one.ids) or len(one.logps) not in (0, len(one.ids)):
+                raise UserError(
+                    f"{self._key}: generate gave a completion with {len(one.logps)} logps for {len(one.ids)} ids. "
+                    "Its ids are a list of ints, and its logps one float for each of them, or none."
+                )
+
+    def require_room(self, prompt: int, new: int) -> None:
+        self._backend.require_room(prompt, new)
+
+    def sync(self, version: int) -> None:
+        with torch.no_grad(), _named_errors(f"{self._key}: sync failed"):
+            self._backend.sync(version)
+
+    def version(self) -> int:
+        return self._backend.version()
+
+    def close(self) -> None:
+        self._backend.close()
+
+
+@contextmanager
+def _named_errors(what: str) -> Iterator[None]:
+    """Turn errors of the user's code into one line that says what failed and where."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:  # the user's code
+        raise UserError(f"{what}: {describe_error(error)}") from error
 
 
 class RolloutTokenizer:

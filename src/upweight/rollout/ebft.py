@@ -14,21 +14,22 @@ from upweight.log import logger
 from upweight.methods import EBFT
 from upweight.models.modules import dropout_off
 from upweight.rollout.episodes.token_stream import TokenStream, completion_of
+from upweight.rollout.producer import CompletionSource
 from upweight.sampler.decode import Decoder, Grid
 from upweight.sampler.in_process import InProcess
 from upweight.types import Completion, Generator, Group, GroupDone, Sampling
 
 _MAX_SCORES = 1 << 28  # attention scores of the documents that are sampled together
 _SHOWN_CONTEXT = 32  # tokens before a block in the completions file
+BlockStarts = Sequence[Sequence[int]]  # of each document
 Conversations = list[tuple[int, Group, list[TokenStream]]]  # a group's number in the seed, and its token streams
 
 
 @dataclass(frozen=True)
-class KnownTurns:
-    """Fills groups turn by turn, the messages between the turns being the data's.
+class KnownTurns(CompletionSource):
+    """Fills groups turn by turn, the messages between the turns being the data's."""
 
-    A row's `truth_ids` alternates the true turns and these messages.
-    """
+    # A row's `truth_ids` alternates the true turns and these messages.
 
     generator: Generator | None  # None where another process samples
     end: int | None  # token that closes a turn which hit the length limit
@@ -102,11 +103,10 @@ def with_blocks(rows: Any, method: EBFT, what: str) -> Any:
 
 
 @dataclass
-class StridedBlocks:
-    """Fills groups, one for each document, with `count` samples of each block, block by block.
+class StridedBlocks(CompletionSource):
+    """Fills groups, one for each document, with `count` samples of each block, block by block."""
 
-    All blocks of a document decode in parallel and share its key-value cache.
-    """
+    # All blocks of a document decode in parallel and share its key-value cache.
 
     model: nn.Module
     method: EBFT
@@ -137,9 +137,7 @@ class StridedBlocks:
             if done is not None:
                 done(place)
 
-    def _batches(
-        self, groups: Sequence[Group], block_starts: Sequence[Sequence[int]], count: int
-    ) -> list[tuple[int, int]]:
+    def _batches(self, groups: Sequence[Group], block_starts: BlockStarts, count: int) -> list[tuple[int, int]]:
         """Split the documents into (first, stop) ranges whose attention scores fit together."""
         heads = base_of(self.model).config.get_text_config().num_attention_heads
         batches: list[tuple[int, int]] = []
@@ -151,20 +149,18 @@ class StridedBlocks:
                 first, members, longest = place, len(starts) * count, len(group.prompt_ids)
         return [*batches, (first, len(groups))]
 
-    def _sample_batch(
-        self, groups: Sequence[Group], block_starts: Sequence[Sequence[int]], count: int, sampling: Sampling
-    ) -> None:
+    def _sample_batch(self, groups: Sequence[Group], starts: BlockStarts, count: int, sampling: Sampling) -> None:
         """Prefill each document once, then decode one token of every block of all documents at each step."""
         device = self.device or base_of(self.model).device
         self._decoder = decoder = self._decoder or Decoder(base_of(self.model), device)
-        room, members = sampling.max_new_tokens, max(len(starts) for starts in block_starts) * count
-        documents = [group.prompt_ids[: starts[-1]] for group, starts in zip(groups, block_starts, strict=True)]
+        room, members = sampling.max_new_tokens, max(len(each) for each in starts) * count
+        documents = [group.prompt_ids[: each[-1]] for group, each in zip(groups, starts, strict=True)]
         anchor_GM = torch.ones(len(groups), members, dtype=torch.long)
         uniform_GMN = torch.zeros(len(groups), members, room, dtype=torch.float64)
-        for place, starts in enumerate(block_starts):
-            anchor_GM[place, : len(starts) * count] = torch.tensor(starts).repeat_interleave(count)
+        for place, each in enumerate(starts):
+            anchor_GM[place, : len(each) * count] = torch.tensor(each).repeat_interleave(count)
             random = np.random.default_rng((sampling.seed or 0, sampling.first + place))
-            uniform = random.random((len(starts) * count, room))
+            uniform = random.random((len(each) * count, room))
             uniform_GMN[place, : len(uniform)] = torch.from_numpy(uniform)
         decoder.open(Grid(len(groups), members, max(map(len, documents)), room), sampling)
         decoder.prefill_branches(documents, anchor_GM, uniform_GMN.flatten(0, 1))
@@ -173,18 +169,14 @@ class StridedBlocks:
         ids = decoder.ids_NB.T.reshape(len(groups), members, room).tolist()
         logps = decoder.logps_NB.T.reshape(len(groups), members, room).tolist()
         version = [self.generator.version()] * room
-        for place, (group, starts) in enumerate(zip(groups, block_starts, strict=True)):
-            group.completions = [
-                Completion(ids[place][slot], logps[place][slot], version, finished=True)
-                for slot in range(len(starts) * count)
-            ]
+        for group, each, *drawn in zip(groups, starts, ids, logps, strict=True):
+            sampled = list(zip(*drawn, strict=True))[: len(each) * count]  # slots behind are unused
+            group.completions = [Completion(tokens, its, version, finished=True) for tokens, its in sampled]
 
-    def _sample_separately(
-        self, groups: Sequence[Group], block_starts: Sequence[Sequence[int]], count: int, sampling: Sampling
-    ) -> None:
+    def _sample_separately(self, groups: Sequence[Group], starts: BlockStarts, count: int, sampling: Sampling) -> None:
         """Sample each block as a completion of the text before it, for architectures that cannot share prefixes."""
-        for place, (group, starts) in enumerate(zip(groups, block_starts, strict=True)):
+        for place, (group, each) in enumerate(zip(groups, starts, strict=True)):
             seed = int(np.random.SeedSequence((sampling.seed or 0, sampling.first + place)).generate_state(1)[0])
-            prefixes = [group.prompt_ids[:start] for start in starts]
+            prefixes = [group.prompt_ids[:start] for start in each]
             blocks = self.generator.generate(prefixes, count, replace(sampling, seed=seed, first=0))
             group.completions = [replace(completion, finished=True) for block in blocks for completion in block]

@@ -33,9 +33,12 @@ class CompletionSource(Protocol):
         """Give every group `count` completions; call `done` with the place of each group as it ends."""
         ...
 
+    def close(self) -> None:
+        """Release what calls have opened; a later call opens it again."""
+
 
 @dataclass
-class SingleTurn:
+class SingleTurn(CompletionSource):
     """Fills groups with completions of their prompts from a sampling backend."""
 
     generator: Generator | None  # None where another process samples
@@ -86,7 +89,7 @@ class Producer:
     tokens: int = 0  # of prompts and completions so far
 
     def produce(self, version: int, trainer_state: Any = None) -> Rollout:
-        """Return the next rollout; tokens without a version of their own count as sampled by policy `version`."""
+        """Return the next rollout; tokens without a version count as sampled by policy `version`."""
         began = time.perf_counter()
         number, self.rollouts = self.rollouts, self.rollouts + 1
         rerolled: list[int] = []
@@ -204,9 +207,7 @@ class Producer:
         shares = self.ranks.gather((groups[first:stop], metrics))
         return [group for part, _ in shares for group in part], _joined(part for _, part in shares)
 
-    def _sample_and_score(
-        self, groups: list[Group], count: int, sampling: Sampling, trainer_state: Any
-    ) -> dict[str, float]:
+    def _sample_and_score(self, groups: list[Group], count: int, sampling: Sampling, state: Any) -> dict[str, float]:
         """Fill this rank's groups with completions and rewards; with streaming, scoring overlaps with sampling."""
         if not groups:
             return {}
@@ -217,22 +218,20 @@ class Producer:
         def done(place: int) -> None:
             waiting.append(groups[place])
             if len(waiting) >= (self.streaming_groups or 1):
-                streamed.append((list(waiting), self.scorer.submit(self.reward_call(waiting, trainer_state))))
+                streamed.append((list(waiting), self.scorer.submit(self.reward_call(waiting, state))))
                 waiting.clear()
 
         self.completion_source(groups, count, sampling, done if self.streaming_groups else None)
         seconds = time.perf_counter() - began
         rest = waiting if self.streaming_groups else groups
         scores_here = rest and not self.method.reward_names
-        scored = [(rest, self.scorer.score(self.reward_call(rest, trainer_state)))] if scores_here else []
+        scored = [(rest, self.scorer.score(self.reward_call(rest, state)))] if scores_here else []
         metrics = _assign_rewards([*((part, future.result()) for part, future in streamed), *scored])
         for group in groups:
             group.environments = []  # other ranks and checkpoints cannot hold them
         tokens = sum(len(one.ids) if one.sampled is None else sum(one.sampled) for one in _segments(groups))
-        return metrics | {
-            "rollout/generation_seconds": seconds,
-            "rollout/tokens_per_second": tokens / max(seconds, 1e-9),
-        }
+        speed = tokens / max(seconds, 1e-9)
+        return metrics | {"rollout/generation_seconds": seconds, "rollout/tokens_per_second": speed}
 
     def reward_call(self, groups: Sequence[Group], trainer_state: Any = None) -> RewardCall:
         """Return the arguments of reward functions for these groups, without failed completions."""

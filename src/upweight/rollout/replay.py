@@ -23,10 +23,8 @@ class ReplayBuffer:
         self.kept: list[Group] = []
 
     def fill(self, groups: Sequence[Group], step: int, seed: Sequence[int]) -> tuple[list[Group], dict[str, float]]:
-        """Replace groups without signal by kept ones, and keep the new groups with signal; also return metrics.
-
-        Kept groups are drawn in proportion to `worth`, each at most once.
-        """
+        """Replace groups without signal by kept ones, and keep the new groups with signal; also return metrics."""
+        # Kept groups are drawn in proportion to `worth`, each at most once.
         self.kept = [group for group in self.kept if step - group.version <= self.max_age]
         without_signal = [place for place, group in enumerate(groups) if not has_signal(group)]
         drawn: list[Group] = []

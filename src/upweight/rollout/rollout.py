@@ -91,6 +91,7 @@ def readable(rollout: Rollout, names: Sequence[str], decode: Callable[[list[int]
         rewards = [] if group.rewards_SR is None else group.rewards_SR.tolist()
         advantages = [] if group.advantage_S is None else group.advantage_S.tolist()
         for place, completion in enumerate(group.completions):
+            scores = zip(names, rewards[place], strict=True)
             yield {
                 **{name: value for name, value in group.row.items() if name not in TOKEN_COLUMNS},
                 "rollout": rollout.number,
@@ -100,10 +101,7 @@ def readable(rollout: Rollout, names: Sequence[str], decode: Callable[[list[int]
                 "completion": content_of(completion, decode),
                 "tokens": len(completion.written),
                 "finished": completion.finished,
-                "rewards": {
-                    name: None if math.isnan(value) else value
-                    for name, value in zip(names, rewards[place], strict=True)
-                },
+                "rewards": {name: None if math.isnan(value) else value for name, value in scores},
                 "advantage": advantages[place] if advantages else None,
                 **{name: values[place] for name, values in group.extras.items()},
                 **({} if completion.failure is None else {"failure": completion.failure}),

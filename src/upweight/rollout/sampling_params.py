@@ -27,11 +27,8 @@ def sampling_of(section: RolloutSection, max_new_tokens: int) -> Sampling:
 
 def request_options(section: RolloutSection) -> dict[str, Any]:
     """Return further fields of requests to vLLM: structured outputs, and options that only vLLM has."""
-    options = {
-        key: value
-        for key, value in section.generation_args.items()
-        if key not in SAMPLED and SPELLINGS.get(key, key) not in FIELDS
-    }
+    given = section.generation_args
+    options = {key: given[key] for key in given if key not in SAMPLED and SPELLINGS.get(key, key) not in FIELDS}
     if section.regex is not None:
         options["structured_outputs"] = {"regex": section.regex}
     return options

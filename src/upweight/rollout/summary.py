@@ -75,17 +75,12 @@ def _completion_metrics(groups: Sequence[Group]) -> dict[str, float]:
     ended = torch.tensor([completion.finished for completion in completions])
     token_ids = [[tuple(one.written) for one in group.completions if one.failure is None] for group in groups]
     distinct = [len(set(members)) / len(members) for members in token_ids if members]
-    metrics = {
-        "completions/clipped_ratio": float(1 - ended.double().mean()),
-        "completions/distinct_share": sum(distinct) / len(distinct),
-    }
+    clipped = float(1 - ended.double().mean())
+    metrics = {"completions/clipped_ratio": clipped, "completions/distinct_share": sum(distinct) / len(distinct)}
     for kind, values in (("", lengths), ("terminated_", lengths[ended])):
         if len(values):
-            metrics |= {
-                f"completions/mean_{kind}length": float(values.mean()),
-                f"completions/min_{kind}length": float(values.min()),
-                f"completions/max_{kind}length": float(values.max()),
-            }
+            ways = {"mean": values.mean(), "min": values.min(), "max": values.max()}
+            metrics |= {f"completions/{way}_{kind}length": float(value) for way, value in ways.items()}
     segments = [segment for completion in completions for segment in (completion, *completion.earlier)]
     sampled = [one.logps if one.sampled is None else compress(one.logps, one.sampled) for one in segments]
     logps = torch.tensor([*chain.from_iterable(sampled)], dtype=torch.float64)

@@ -28,7 +28,7 @@ def units_of_groups(
         for completion, advantage in zip(group.completions, group.advantage_S.tolist(), strict=True):
             hidden = mask_truncated and not completion.finished
             segments = [
-                _sample(group.prompt_ids, segment, advantage, hidden=hidden, sampler_logps=sampler_logps)
+                _sample(group.prompt_ids, segment, advantage, hidden=hidden, with_logps=sampler_logps)
                 for segment in (completion, *completion.earlier)
             ]
             tokens = [int(segment.scored.sum()) for segment in segments]
@@ -42,10 +42,8 @@ def units_of_groups(
 
 
 def units_of_documents(groups: Sequence[Group], starts: Sequence[Sequence[int]]) -> list[Unit]:
-    """Return one unit for each pass over a document: a sample of every block, with the text before it.
-
-    A group's completions are ordered by block; `starts` has the block starts of each group.
-    """
+    """Return one unit for each pass over a document: a sample of every block, with the text before it."""
+    # A group's completions are ordered by block; `starts` has the block starts of each group.
     units: list[Unit] = []
     for number, (group, block_starts) in enumerate(zip(groups, starts, strict=True)):
         assert group.advantage_S is not None, "a document reached the trainer without advantages"
@@ -69,23 +67,18 @@ def _labelled(unit: Unit, label: int) -> Unit:
 
 
 def _sample(
-    prompt_ids: Sequence[int],
-    completion: Completion,
-    advantage: float,
-    *,
-    hidden: bool = False,
-    sampler_logps: bool = False,
+    prompt: Sequence[int], completion: Completion, advantage: float, *, hidden: bool = False, with_logps: bool = False
 ) -> Sample:
     length = len(completion.ids)
     sampled = np.full(length, not hidden)
     if completion.sampled is not None:
         sampled &= np.array(completion.sampled, np.bool_)
     logps = None
-    if sampler_logps and len(completion.logps) == length:
+    if with_logps and len(completion.logps) == length:
         logps = np.array(completion.logps, np.float32)[sampled]
     return Sample(
-        ids=np.array([*prompt_ids, *completion.ids], np.int64),
-        scored=np.concatenate([np.zeros(len(prompt_ids), np.bool_), sampled]),
+        ids=np.array([*prompt, *completion.ids], np.int64),
+        scored=np.concatenate([np.zeros(len(prompt), np.bool_), sampled]),
         advantage=advantage,
         sampler_logps=logps,
     )

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from upweight.types import Completion, Done
 
 Ints = NDArray[np.int64]
+OnTokens = Callable[[int, list[int]], None] | None  # called with the number of a completion and its new tokens
 _SLACK = 8  # further tokens decoded before a stop string: a first token may lose a space or half a letter
 
 
@@ -48,7 +49,7 @@ class CompletionCollector:
         *,
         version: int = 0,
         done: Done | None = None,
-        on_tokens: Callable[[int, list[int]], None] | None = None,
+        on_tokens: OnTokens = None,
     ) -> None:
         self.count, self._room, self._version = count, room, version
         self.ends = np.fromiter(sorted(ends), np.int64, len(ends))
@@ -103,11 +104,9 @@ class CompletionCollector:
 def smaller_grid(
     slots: Ints, alive_S: NDArray[np.bool_], share: float, rounded: Callable[[int], int]
 ) -> tuple[Ints, Ints, Ints] | None:
-    """Return the groups to keep, the slots to keep for each, and the new rows by (group, member).
-
-    Finished groups are dropped; members shrink to the most that run in any group. None unless at most `share` of the
-    slots remain. `rounded` gives the sizes that grids may have; unused slots have row -1.
-    """
+    """Return the groups to keep, the slots to keep for each, and the new rows by (group, member)."""
+    # Finished groups are dropped; members shrink to the most that run in any group. None unless at most `share` of the
+    # slots remain. `rounded` gives the sizes that grids may have; unused slots have row -1.
     runs = (slots >= 0) & alive_S[slots]
     by_group = runs.sum(1)
     kept = np.flatnonzero(by_group)

@@ -66,12 +66,11 @@ class PlainSteps:
 
 
 class GraphSteps:
-    """Captures steps on a GPU once for each shape, then replays them; the host reads tokens one block later.
+    """Captures steps on a GPU once for each shape, then replays them; the host reads tokens one block later."""
 
-    Sizes and lengths of grids take few values, so that graphs are reused over calls and training steps. Graphs read
-    weights at their addresses: weights changed in place need no new graph, and moved weights or switched adapters are
-    detected at the next call.
-    """
+    # Sizes and lengths of grids take few values, so that graphs are reused over calls and training steps. Graphs read
+    # weights at their addresses: weights changed in place need no new graph, and moved weights or switched adapters are
+    # detected at the next call.
 
     block = _BLOCK
     lag = 1
@@ -98,11 +97,9 @@ class GraphSteps:
         return bucketed(tokens)
 
     def begin(self, prompts: Prompts, uniform_BN: Tensor, budget: int) -> None:
-        """Prefill an opened grid with the prompts, and sample the tokens of the first column.
-
-        Few prompts take the GPU less time than launching each kernel takes the host: they are padded to the grid's
-        length, so that a graph can be replayed. Graphs are dropped first where weights or buffers have moved.
-        """
+        """Prefill an opened grid with the prompts, and sample the tokens of the first column."""
+        # Few prompts take the GPU less time than launching each kernel takes the host: they are padded to the grid's
+        # length, so that a graph can be replayed. Graphs are dropped first where weights or buffers have moved.
         decoder = self._decoder
         recorded = [decoder.arena.moved, *_addresses(decoder.base)]
         if recorded != self._recorded:

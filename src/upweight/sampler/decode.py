@@ -155,10 +155,8 @@ class Decoder:
         self.open(Grid(0, 0, 0, 0), self.sampling)
 
     def load(self, prompts: Prompts, uniform_BN: Tensor) -> None:
-        """Set the prompt lengths of an opened grid, and the random numbers of its completions.
-
-        There may be fewer prompts than groups; the samples of the remaining groups are ignored.
-        """
+        """Set the prompt lengths of an opened grid, and the random numbers of its completions."""
+        # There may be fewer prompts than groups; the samples of the remaining groups are ignored.
         self.length_G1.fill_(1)
         self.length_G1[: len(prompts), 0] = torch.tensor([len(prompt) for prompt in prompts])
         self.uniform_BN.zero_()
@@ -277,17 +275,11 @@ class Decoder:
 
     def _logits(self, ids_BN: Tensor, position_BN: Tensor, calls: CallAttention | _Shapes, at: Tensor | None) -> Tensor:
         """Return logits at flat positions, or at all, through the head's forward and the engine's logit transform."""
-        inputs: dict[str, Any] = {
-            "input_ids": ids_BN,
-            "attention_mask": torch.ones_like(ids_BN),
-            "position_ids": position_BN,
-            "use_cache": False,
-        }
+        inputs: dict[str, Any] = {"input_ids": ids_BN, "position_ids": position_BN, "use_cache": False}
+        inputs["attention_mask"] = torch.ones_like(ids_BN)
         params = self.base.__dict__["_logit_transform"]
-        with (
-            nullcontext(calls) if isinstance(calls, _Shapes) else attention_op(calls, position_BN) as tree,
-            tree_masks(tree),
-        ):
+        attention = nullcontext(calls) if isinstance(calls, _Shapes) else attention_op(calls, position_BN)
+        with attention as tree, tree_masks(tree):
             if params is None:
                 stock = self.base.__dict__["_stock_forward"]
                 can_select = "logits_to_keep" in inspect.signature(type(self.base).forward).parameters

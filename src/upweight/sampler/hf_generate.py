@@ -21,22 +21,19 @@ def hf_generate(
     engine: Engine | None,
     prompts: Prompts,
     rows: CompletionCollector,
-    *,
     sampling: Sampling,
-    seed: int,
+    *,
     cached: bool = True,
 ) -> None:
-    """Sample the completions of each prompt into `rows`; log-probs are the engine's, or without one `generate`'s.
-
-    Prompts of one length are batched, because not every recurrent layer supports padding.
-    """
+    """Sample the completions of each prompt into `rows`; log-probs are the engine's, or without one `generate`'s."""
+    # Prompts of one length are batched, because not every recurrent layer supports padding.
     count = rows.count
     by_length: dict[int, list[int]] = {}
     for number, prompt in enumerate(prompts):
         by_length.setdefault(len(prompt), []).extend(range(number * count, (number + 1) * count))
     base = base_of(model)
     with torch.random.fork_rng(devices=[base.device] if base.device.type == "cuda" else []):
-        torch.manual_seed(seed)
+        torch.manual_seed(sampling.seed or 0)
         for length, numbers in by_length.items():
             size = max(1, _TOKENS // (length + sampling.max_new_tokens))
             for start in range(0, len(numbers), size):

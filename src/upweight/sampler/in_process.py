@@ -4,6 +4,7 @@ import functools
 import math
 from collections import deque
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from enum import StrEnum
 from typing import Any
 
@@ -18,13 +19,14 @@ from upweight.engine.forward import base_of
 from upweight.errors import UserError
 from upweight.log import warn_once
 from upweight.models.modules import dropout_off
-from upweight.sampler.collect import CompletionCollector, StopStrings, smaller_grid
+from upweight.sampler.collect import CompletionCollector, OnTokens, StopStrings, smaller_grid
 from upweight.sampler.cuda_graphs import GraphSteps, PlainSteps
 from upweight.sampler.decode import Decoder, Grid
 from upweight.sampler.hf_generate import hf_generate
 from upweight.sampler.proof import ProofResult, Trial, prove_sampling
-from upweight.types import Completion, Done, Prompts, Sampling
+from upweight.types import Completions, Done, Prompts, Sampling
 
+Gather = Callable[[ProofResult], list[ProofResult]]  # returns the results of all ranks, on every rank
 _PREFILL_TOKENS = 8192
 _CACHE_ON_CPU = 4 << 30
 
@@ -38,11 +40,10 @@ class Strategy(StrEnum):
 
 
 class InProcess:
-    """Completions from a model in this process, which may change between calls; see `types.Generator`.
+    """Completions from a model in this process, which may change between calls; see `types.Generator`."""
 
-    Each prompt is forwarded once for all its completions. On a GPU the steps are CUDA graphs, kept over calls. Before
-    the first call the sampling strategy is checked on the model, see `prove`.
-    """
+    # Each prompt is forwarded once for all its completions. On a GPU the steps are CUDA graphs, kept over calls. Before
+    # the first call the sampling strategy is checked on the model, see `prove`.
 
     def __init__(
         self,
@@ -78,8 +79,8 @@ class InProcess:
         count: int,
         sampling: Sampling,
         done: Done | None = None,
-        on_tokens: Callable[[int, list[int]], None] | None = None,
-    ) -> list[list[Completion]]:
+        on_tokens: OnTokens = None,
+    ) -> Completions:
         """Return `count` completions for each prompt, in order; `done` is called for each prompt as it finishes.
 
         `on_tokens` is called with new tokens and the number of their completion: `prompt * count + member`.
@@ -89,20 +90,15 @@ class InProcess:
             return []
         self.prove(prompts, sampling)
         seed = sampling.seeds[0] if sampling.seeds else sampling.seed
-        seed = int(torch.randint(1 << 62, ())) if seed is None else seed
+        sampling = replace(sampling, seed=int(torch.randint(1 << 62, ())) if seed is None else seed)
         stops = StopStrings(self._tokenizer, sampling.stop_strings)
         ends, version = self._ends | set(sampling.stop_ids), self._version
         size = len(prompts), count, sampling.max_new_tokens
         rows = CompletionCollector(*size, ends, stops, version=version, done=done, on_tokens=on_tokens)
         with torch.no_grad(), dropout_off(self._model):
-            return self._draw(self._strategy, self._engine, prompts, rows, sampling=sampling, seed=seed)
+            return self._draw(self._strategy, self._engine, prompts, rows, sampling)
 
-    def prove(
-        self,
-        prompts: Prompts,
-        sampling: Sampling,
-        gather: Callable[[ProofResult], list[ProofResult]] = lambda result: [result],
-    ) -> None:
+    def prove(self, prompts: Prompts, sampling: Sampling, gather: Gather = lambda result: [result]) -> None:
         """Before the first call, sample a few tokens and choose the first strategy with the model's log-probs.
 
         `gather` returns the results of all ranks on every rank, where all ranks call this method.
@@ -115,7 +111,7 @@ class InProcess:
         for strategy in list(Strategy)[list(Strategy).index(self._strategy) :]:
             # Completions of full length, with the log-probs of the strategy.
             rows = CompletionCollector(len(trial.prompts), trial.count, trial.sampling.max_new_tokens)
-            draw = functools.partial(self._draw, strategy, None, trial.prompts, rows, sampling=trial.sampling, seed=0)
+            draw = functools.partial(self._draw, strategy, None, trial.prompts, rows, trial.sampling)
             with torch.no_grad(), dropout_off(self._model):
                 results = gather(prove_sampling(self._base, trial, draw))
             # Of all ranks the same one, so that all choose the same strategy.
@@ -143,23 +139,15 @@ class InProcess:
         return self._strategy == Strategy.SHARED
 
     def _draw(
-        self,
-        strategy: Strategy,
-        engine: Engine | None,
-        prompts: Prompts,
-        rows: CompletionCollector,
-        *,
-        sampling: Sampling,
-        seed: int,
-    ) -> list[list[Completion]]:
+        self, strategy: Strategy, engine: Engine | None, prompts: Prompts, rows: CompletionCollector, sampling: Sampling
+    ) -> Completions:
         """Sample completions by way of `rows`; with an engine, the log-probs of what `generate` samples are its."""
         if strategy == Strategy.SHARED:
-            uniform_SN = _uniform(len(prompts), rows.count, sampling, seed)
+            uniform_SN = _uniform(len(prompts), rows.count, sampling)
             for wave in self._waves(prompts, rows.count, sampling):
                 self._decode(prompts, wave, sampling, uniform_SN, rows)
         else:
-            cached = strategy == Strategy.CACHED
-            hf_generate(self._model, engine, prompts, rows, sampling=sampling, seed=seed, cached=cached)
+            hf_generate(self._model, engine, prompts, rows, sampling, cached=strategy == Strategy.CACHED)
         return [rows.completions(prompt) for prompt in range(len(prompts))]
 
     def sync(self, version: int) -> None:
@@ -169,10 +157,6 @@ class InProcess:
     def version(self) -> int:
         """Return the policy version that the next request is sampled from."""
         return self._version
-
-    def health(self) -> str | None:
-        """Return None: a failure shows in the call itself."""
-        return None
 
     def close(self) -> None:
         """Free caches and graphs; the next call creates them again."""
@@ -262,13 +246,13 @@ class InProcess:
         return slots
 
 
-def _uniform(prompts: int, count: int, sampling: Sampling, seed: int) -> Tensor:
+def _uniform(prompts: int, count: int, sampling: Sampling) -> Tensor:
     """Return random numbers for each token of each completion."""
     length = sampling.max_new_tokens
     if sampling.seeds is not None:
         generators = [torch.Generator().manual_seed(number) for number in sampling.seeds]
         return torch.stack([torch.rand(length, generator=each, dtype=torch.float64) for each in generators])
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(sampling.seed or 0)
     shape = (sampling.first + prompts, count, length)
     return torch.rand(shape, generator=generator, dtype=torch.float64)[sampling.first :].flatten(0, 1)
 

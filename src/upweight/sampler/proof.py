@@ -23,10 +23,9 @@ _MEAN_IN_HALF_PRECISION = 0.15
 
 @dataclass(frozen=True)
 class Trial:
-    """A few prompts to check a sampling strategy on: some of a call, and one as long as its sequences may become.
+    """A few prompts to check a sampling strategy on: some of a call, and one as long as its sequences may become."""
 
-    Where a model computes differently from some position on, only the long prompt shows it.
-    """
+    # Where a model computes differently from some position on, only the long prompt shows it.
 
     prompts: list[list[int]]
     sampling: Sampling
@@ -85,7 +84,7 @@ def prove_sampling(base: PreTrainedModel, trial: Trial, draw: Callable[[], list[
 
 
 def _plain_logps(base: PreTrainedModel, prompt: list[int], group: list[Completion], trial: Trial) -> Tensor:
-    """Return log-probs of completions of one length by the model's own forward, without a cache or padding."""
+    """Return log-probs of completions of one length by the model's forward, without a cache or padding."""
     ids_BN = torch.tensor([prompt + completion.ids for completion in group], device=base.device)
     new = len(group[0].ids)
     can_select = "logits_to_keep" in inspect.signature(type(base).forward).parameters

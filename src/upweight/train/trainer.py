@@ -330,9 +330,10 @@ class MethodTrainer(Trainer):
         return 0
 
     def rows_of_step(self, step: int) -> Iterator[dict[str, Any]]:
-        """Yield the samples of a step, counted from 0: token ids, which of them were scored, and their text."""
+        """Yield the samples of a step, counted from 0, with ids, scored and text; online none of earlier rollouts."""
         if self.rollouts is not None:
-            samples = [({"advantage": one.advantage}, one) for unit in self.rollouts.units for one in unit.samples]
+            units = self.rollouts.units_of_step(self.state.global_step - step)
+            samples = [({"advantage": one.advantage}, one) for unit in units for one in unit.samples]
         else:
             rows = {n: units_of([self.train_dataset[n]], self.method)[0] for n in self.sampler.rows_of(step)}
             samples = [({"row": number}, one) for number, unit in rows.items() for one in unit.samples]

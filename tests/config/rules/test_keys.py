@@ -17,6 +17,7 @@ DEAD = [
     ("trl.vllm_server_port", 8001, VLLM, "trl.use_vllm: true"),
     ("trl.vllm_lora_sync", False, VLLM, "trl.use_vllm: true"),
     ("trl.vllm_gpu_memory_utilization", 0.5, COLOCATED, "trl.use_vllm: true"),
+    ("trl.rollout_backend_kwargs", {"a": 1}, {"trl.rollout_backend": "b.C"}, "trl.rollout_backend"),
     ("vllm.port", 8001, VLLM, "trl.use_vllm: true"),
     ("vllm.tensor_parallel_size", 2, VLLM, "trl.use_vllm: true"),
     ("trl.prefetch_depth", 2, {**VLLM, "trl.async_prefetch": True}, "trl.async_prefetch: true"),

@@ -64,6 +64,23 @@ BROKEN = {
     "datasets[0].type: there is no format": {**WHOLE, "rl": "dpo", "datasets": [{"path": "d", "type": "chat_templat"}]},
     "chat_template: there is no template": {**WHOLE, "chat_template": "chatlm"},
     "datasets[0].chat_template: there": {**WHOLE, "datasets": [{"path": "d", "chat_template": "chatlm"}]},
+    "trl.rollout_backend: cannot be used with 'trl.use_vllm'": served(rollout_backend="b.C"),
+    "trl.rollout_backend: cannot be used with 'trl.rollout_func'": {
+        **ROLLED,
+        "trl": {**ROLLED["trl"], "rollout_backend": "b.C"},
+    },
+    "trl.rollout_backend: vLLM is chosen by": {**GRPO, "trl": {**GRPO["trl"], "rollout_backend": "vllm_server"}},
+    "trl.rollout_backend: needs all weights": {
+        **GRPO,
+        "fsdp": True,
+        "trl": {**GRPO["trl"], "rollout_backend": "b.C"},
+    },
+    "trl.rollout_backend: blocks are": {
+        **WHOLE,
+        "rl": "ebft",
+        "ebft": {"mode": "strided"},
+        "trl": {"rollout_backend": "b.C"},
+    },
     "trl.use_vllm: blocks are": {**WHOLE, "rl": "ebft", "ebft": {"mode": "strided"}, "trl": {"use_vllm": True}},
     "trl.num_iterations: strided": {**WHOLE, "rl": "ebft", "ebft": {"mode": "strided"}, "trl": {"num_iterations": 2}},
     "environment.class: missing": {**GRPO, "environment": {"type": "python"}},

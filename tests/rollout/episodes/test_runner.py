@@ -400,3 +400,21 @@ def test_async_environments_run_on_a_loop_of_their_own():
 
     (group,) = run_episodes(episode_runner(Script(tokenizer_for(), ["a", "b", "c"]), factory=Async), ROWS[:1])
     assert all(one.finished and len(one.messages) == 5 for one in group.completions)
+
+
+def test_an_environment_that_could_not_start_is_started_again_by_the_next_call():
+    made = episode_runner(Script(tokenizer_for(), ["an answer"]), factory=Talk)
+    environment, starts = made.setup.environment, []
+
+    async def start():
+        starts.append(len(starts))
+        if len(starts) == 1:
+            raise UserError("no answer yet")
+
+    environment.start = start
+    with pytest.raises(UserError, match="no answer yet"):
+        run_episodes(made, ROWS, count=1)
+    groups = run_episodes(made, ROWS, count=1)
+    made.close()
+    assert starts == [0, 1]
+    assert all(one.failure is None for group in groups for one in group.completions)

@@ -231,3 +231,20 @@ def test_two_ranks_sample_and_learn_what_one_does(tmp_path):
 def test_a_prompt_that_the_model_cannot_hold_is_told_of_before_training(tmp_path):
     with pytest.raises(UserError, match="with 6 new ones exceeds the 256 positions of the model"):
         online_trainer(tmp_path, rows=5, words=("a", "be", "cat", "dogs", "zq" * 400))
+
+
+def test_the_rows_of_a_step_are_those_that_it_was_trained_on(tmp_path):
+    trainer = online_trainer(tmp_path, step=4, wanted=8, max_steps=4)
+    trained = []
+    next_step = trainer.rollouts.next_step
+
+    def noted(*arguments):
+        step = next_step(*arguments)
+        trained.append([one.ids.tolist() for unit in step["units"] for one in unit.samples])
+        return step
+
+    trainer.rollouts.next_step = noted
+    trainer.train()
+    assert [row["ids"] for step in (2, 3) for row in trainer.rows_of_step(step)] == trained[2] + trained[3]
+    assert len(trained[3]) == 4
+    assert list(trainer.rows_of_step(1)) == []  # of a rollout that is gone

@@ -27,6 +27,7 @@ ERRORS: tuple[Rule, ...] = (
     training.paths,
     rollout.rewards_and_sampling,
     rollout.environments,
+    rollout.backends,
     rollout.vllm,
     rollout.adapters_for_vllm,
     rollout.weight_transfer,

@@ -17,6 +17,7 @@ NOT_WITH_FEATURES = {
 }
 NOT_WITH_BLOCKS = {
     "trl.use_vllm": "blocks are sampled in process, over the keys of their document; drop it",
+    "trl.rollout_backend": "blocks are sampled in process, over the keys of their document; drop it",
     "trl.async_prefetch": "strided mode has no correction for samples of an older policy; drop it",
     "trl.replay_buffer_size": "strided mode has no correction for samples of an older policy; drop it",
 }

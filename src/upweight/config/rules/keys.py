@@ -51,6 +51,7 @@ SWITCHES: tuple[Switch, ...] = (
         lambda c: not c.rollout.use_vllm or c.rollout.vllm_mode == "server",
     ),
     Switch("trl.prefetch_depth trl.max_staleness", "trl.async_prefetch: true", lambda c: c.rollout.async_prefetch),
+    Switch("trl.rollout_backend_kwargs", "trl.rollout_backend", lambda c: c.rollout.rollout_backend is not None),
     Switch("trl.streaming_min_groups", "trl.streaming_partial_batch: true", lambda c: c.rollout.streaming),
     Switch(
         "trl.replay_recompute_logps trl.replay_max_age",

@@ -70,6 +70,20 @@ def environments(config: Config) -> Iterator[str]:
         yield f"{key}: needs rl: grpo, gdpo or rloo; ebft compares completions with the answers in the data."
 
 
+def backends(config: Config) -> Iterator[str]:
+    """Check that one backend samples, and that a user's can read the weights."""
+    rollout, sharding = config.rollout, config.sharding
+    if rollout.rollout_backend is None:
+        return
+    for key, is_on in {"trl.use_vllm": rollout.use_vllm, "trl.rollout_func": rollout.rollout_func is not None}.items():
+        if is_on:
+            yield f"trl.rollout_backend: cannot be used with '{key}'. Keep one."
+    if rollout.rollout_backend.startswith("vllm_"):
+        yield "trl.rollout_backend: vLLM is chosen by 'trl.use_vllm: true' and 'trl.vllm_mode'; drop it."
+    if sharding.fsdp or sharding.deepspeed is not None:
+        yield "trl.rollout_backend: needs all weights in each process; drop it, or train without sharding."
+
+
 def vllm(config: Config) -> Iterator[str]:
     """Check the options of the vLLM server and of colocated vLLM."""
     rollout = config.rollout

@@ -7,6 +7,8 @@ from pydantic import Field
 from upweight.config.sections.model import PositiveInt
 from upweight.settings import Section, Strict, inner, setting
 
+IN_PROCESS = "in_process"
+
 
 class RolloutSection(Section):
     """Sampling of completions and their rewards."""
@@ -40,6 +42,12 @@ class RolloutSection(Section):
     reward_workers: PositiveInt = setting("trl.reward_num_workers", 1, "Processes that compute rewards.")
     reward_timeout: float = setting("trl.reward_timeout", 120, "Longest time of one reward call, in seconds.", gt=0)
     rollout_func: str | None = setting("trl.rollout_func", None, "Function, by dotted path, that makes completions.")
+    rollout_backend: str | None = setting(
+        "trl.rollout_backend", None, "Class, by dotted path, that samples completions in place of vLLM or this process."
+    )
+    rollout_backend_args: dict[str, Any] = setting(
+        "trl.rollout_backend_kwargs", {}, "Arguments of the class that `trl.rollout_backend` names."
+    )
     generation_batch_size: PositiveInt | None = setting(
         "trl.generation_batch_size", None, "Completions per rollout; the optimizer batch when left out."
     )
@@ -85,6 +93,11 @@ class RolloutSection(Section):
     dynamic_sampling: int = setting(
         "trl.dynamic_sampling_max_rounds", 0, "Extra rounds to replace groups of equal rewards; 0 is off.", ge=0
     )
+
+    @property
+    def backend(self) -> str:
+        """Return the name of the backend that samples completions, or the dotted path of a user's."""
+        return f"vllm_{self.vllm_mode}" if self.use_vllm else self.rollout_backend or IN_PROCESS
 
 
 class VllmSection(Section):

@@ -82,11 +82,8 @@ def _visibility(end_N: Tensor, position_N: Tensor, rule: Rule) -> Callable[[Tens
 
 def flex_tree_attention(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, params: AttentionParams) -> Tensor:
     """Attend over a row of trees on a GPU; query [1, heads, N, width], key and value with as many or fewer heads."""
-    options: dict[str, Any] = {
-        "block_mask": mask,
-        "scale": params.scaling,
-        "enable_gqa": query.shape[1] != key.shape[1],
-    }
+    shared_heads = query.shape[1] != key.shape[1]
+    options: dict[str, Any] = {"block_mask": mask, "scale": params.scaling, "enable_gqa": shared_heads}
     if query.shape[2] % BLOCK == 0:  # the compiler cannot know it of a length that varies, and checks bounds
         options["kernel_options"] = {"IS_DIVISIBLE": True}
     if params.softcap is not None:

@@ -36,10 +36,8 @@ def pooled(state_TF: Tensor, sequence_T: Tensor, sequences: int, pooling: Poolin
 
 
 def whitened(feature_SF: Tensor, target_GF: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Whiten features and targets by the inverse root of the second moment of each group's features.
-
-    The moment of n samples has rank n at most: its pseudo-inverse is taken through their n x n inner products.
-    """
+    """Whiten features and targets by the inverse root of the second moment of each group's features."""
+    # The moment of n samples has rank n at most: its pseudo-inverse is taken through their n x n inner products.
     rows = feature_SF.double().view(-1, size, feature_SF.shape[1])
     square, basis = torch.linalg.eigh(rows @ rows.mT / size)
     kept = square > _SMALLEST_SINGULAR**2 * square[:, -1:]
@@ -68,11 +66,9 @@ def distance(feature_SF: Tensor, target_GF: Tensor, size: int) -> Tensor:
 
 
 def leave_one_out_crowding(term_S: Tensor, group_S: Tensor) -> Tensor:
-    """Return a crowding term minus its mean over the pairs without the sample.
-
-    The plain leave-one-out mean would not do: the others' crowding holds their products with the sample itself,
-    which takes 1 / (n - 1) of the penalty back (all of it for two samples).
-    """
+    """Return a crowding term minus its mean over the pairs without the sample."""
+    # The plain leave-one-out mean would not do: the others' crowding holds their products with the sample itself, which
+    # takes 1 / (n - 1) of the penalty back (all of it for two samples).
     groups = int(group_S.max()) + 1 if len(group_S) else 0
     total_S = term_S.new_zeros(groups).index_add(0, group_S, term_S)[group_S]
     size_S = torch.bincount(group_S, minlength=groups)[group_S]

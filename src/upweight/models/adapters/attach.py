@@ -15,11 +15,7 @@ from upweight.errors import UserError, did_you_mean
 from upweight.log import logger, warn_once
 
 KEPT = "_upweight_adapter"
-TASKS = {
-    "ForCausalLM": TaskType.CAUSAL_LM,
-    "ForSequenceClassification": TaskType.SEQ_CLS,
-    "ForTokenClassification": TaskType.TOKEN_CLS,
-}
+TASKS = {"ForSequenceClassification": TaskType.SEQ_CLS, "ForTokenClassification": TaskType.TOKEN_CLS}
 
 
 def attach_adapter(model: PreTrainedModel, section: AdapterSection, *, new_tokens: int = 0) -> PeftModel:
@@ -51,8 +47,7 @@ def kept_adapter(model: PreTrainedModel, config: PeftConfig | None) -> PeftModel
         return None
     if KEPT not in vars(model):
         raise UserError(
-            "model: has the layers of an adapter, but is not its PeftModel. Hand that over, or merge it first "
-            "(`merge_and_unload()`)."
+            "model: has the layers of an adapter, but is no PeftModel. Hand that over, or `merge_and_unload()` it."
         )
     adapted, asked = vars(model)[KEPT]
     if config is not None and _described(config) not in (asked, _described(adapted.active_peft_config)):
@@ -156,9 +151,7 @@ def _check_targets(names: list[str], targets: list[str], key: str, *, shown: lis
 def _continued(model: PreTrainedModel, folder: str) -> PeftModel:
     """Load the adapter of `folder` for further training, with the settings saved there."""
     if Path(folder).exists() and not (Path(folder) / "adapter_config.json").is_file():
-        raise UserError(
-            f"lora_model_dir: {folder!r} holds no adapter_config.json; give the folder an adapter was saved to"
-        )
+        raise UserError(f"lora_model_dir: {folder!r} holds no adapter_config.json; name the folder of an adapter")
     try:
         config = PeftConfig.from_pretrained(folder)
     except ValueError as error:

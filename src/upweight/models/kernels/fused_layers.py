@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from upweight.models.patches import few_rows, is_few, is_half_inference, plain_adapter
 
+Tensors = list[Tensor]
 _PROJECTIONS = {"gate_proj", "up_proj", "down_proj"}
 
 
@@ -177,9 +178,7 @@ def gated_product(x: Tensor, gate: Any, up: Any) -> Tensor | None:
     return out_NF.view(*x.shape[:-1], -1)
 
 
-def _parts(
-    x_ND: Tensor, layers: list[Any]
-) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[float]] | None:
+def _parts(x_ND: Tensor, layers: list[Any]) -> tuple[Tensors, Tensors, Tensors, Tensors, list[float]] | None:
     """Return weights, biases and adapters of layers; None in training, or where layers are not plain or differ."""
     if few_rows is None or not is_half_inference(x_ND):
         return None

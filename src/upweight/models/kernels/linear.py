@@ -16,6 +16,7 @@ import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
+Tensors = list[Tensor]
 # Beyond FEW_ROWS the weights would be read again for each further tile of rows. A product of few multiplications is
 # bound by its launches instead, so that one launch wins up to _MOST_ROWS: `python -m bench.gpu_kernels` prints it.
 FEW_ROWS, MOST_RANK, MOST_LAYERS = 64, 64, 3
@@ -34,17 +35,10 @@ def most_rows(depth: int, width: int) -> int:
 
 @torch.library.custom_op("upweight::few_rows_linears", mutates_args=())
 def few_rows_linears(
-    x_ND: Tensor,
-    weights: list[Tensor],
-    biases: list[Tensor],
-    downs: list[Tensor],
-    ups: list[Tensor],
-    scalings: list[float],
+    x_ND: Tensor, weights: Tensors, biases: Tensors, downs: Tensors, ups: Tensors, scalings: list[float]
 ) -> Tensor:
-    """Return the concatenated outputs of layers for rows of x, best at most `most_rows`.
-
-    All layers, or none, have a bias; all, or none, have an adapter of the same rank.
-    """
+    """Return the concatenated outputs of layers for rows of x, best at most `most_rows`."""
+    # All layers, or none, have a bias; all, or none, have an adapter of the same rank.
     x_ND = x_ND.contiguous()
     count, depth = x_ND.shape
     rows = min(_ROWS, max(_SMALLEST_SIDE, triton.next_power_of_2(count)))
@@ -76,9 +70,7 @@ def _shape(x_ND: Tensor, weights: list[Tensor], *_: object) -> Tensor:
 
 
 @torch.library.custom_op("upweight::few_rows_gated", mutates_args=())
-def few_rows_gated(
-    x_ND: Tensor, weights: list[Tensor], downs: list[Tensor], ups: list[Tensor], scalings: list[float]
-) -> Tensor:
+def few_rows_gated(x_ND: Tensor, weights: Tensors, downs: Tensors, ups: Tensors, scalings: list[float]) -> Tensor:
     """Compute silu(gate) * up for few rows of x: two layers without bias, both or none with an adapter."""
     x_ND = x_ND.contiguous()
     count, depth = x_ND.shape

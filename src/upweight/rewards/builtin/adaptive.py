@@ -53,6 +53,7 @@ class AdaptiveReward:
         maximum: float = 10.0,
         success: float = 0.5,
     ) -> None:
+        """`raise_by` and `lower_by` are the factors of the weight after a step with few or with many successes."""
         self.reward = _resolved(reward)
         self.__name__ = f"adaptive_{getattr(self.reward, '__name__', type(self.reward).__name__)}"
         if not 0 <= low < high <= 1:

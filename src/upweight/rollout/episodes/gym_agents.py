@@ -220,20 +220,15 @@ def _address(url: str) -> tuple[str | None, int | None]:
 
 def _request(row: Mapping[str, Any], sampling: Sampling) -> dict[str, Any]:
     """The row with the sampling parameters of the policy."""
-    params = {
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "max_output_tokens": sampling.max_new_tokens,
-    }
+    limit = sampling.max_new_tokens
+    params = {"temperature": sampling.temperature, "top_p": sampling.top_p, "max_output_tokens": limit}
     tools = [{"strict": False, **tool} for tool in row[PARAMS].get("tools") or ()]  # the Gym insists on the field
     return {**row, PARAMS: {**row[PARAMS], **params, **({"tools": tools} if tools else {})}}
 
 
 def _stream(run: Mapping[str, Any], gateway: PolicyGateway, version: int) -> tuple[TokenStream, int]:
-    """The tokens of a rollout and its number of turns; `version` is the policy's where the gateway knows no other.
-
-    A turn whose prompt does not continue the tokens of the turn before begins a new sequence.
-    """
+    """The tokens of a rollout and its number of turns; `version` is the policy's where the gateway knows no other."""
+    # A turn whose prompt does not continue the tokens of the turn before begins a new sequence.
     turns = turns_of(run)
     stream = TokenStream(turns[0].prompt)
     for number, turn in enumerate(turns):

@@ -33,7 +33,11 @@ class EnvironmentLoop:
         """Return the loop, with the environment started."""
         if self._loop is None:
             self._loop = EventLoop("episodes")
-            self._loop.start(self.environment.start()).result()
+            try:
+                self._loop.start(self.environment.start()).result()
+            except BaseException:
+                self.close()  # so that the next call starts it again
+                raise
         return self._loop
 
     def close(self) -> None:

@@ -27,9 +27,7 @@ class Segment:
         """The number of tokens before the first sampled token."""
         return self.sampled.index(True) if True in self.sampled else len(self.ids)
 
-    def append(
-        self, ids: Sequence[int], logps: Sequence[float], versions: Sequence[int | None], *, sampled: bool
-    ) -> None:
+    def append(self, ids: Sequence[int], logps: list[float], versions: Sequence[int | None], *, sampled: bool) -> None:
         self.ids += ids
         self.logps += logps
         self.versions += versions

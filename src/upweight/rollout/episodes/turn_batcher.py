@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from upweight.errors import UserError
 from upweight.types import Completion, Generator, Sampling
 
+WaitingTurn = tuple[int, int, "asyncio.Future[Completion]"]  # a seed, a limit, and what the episode waits for
 WAIT_SHARE = 0.25  # of the last call's time, for which turns that are ready wait for the others
 MIN_WAIT, MAX_WAIT = 0.005, 1.0  # seconds of that wait
 OPENING_WAIT = 1.0  # seconds for which the first turn of open episodes waits for the next of its group to open
@@ -28,10 +29,9 @@ class _TurnRequest:
 
 @dataclass
 class TurnBatcher:
-    """Passes turns from episodes, on an event loop, to a backend, in the thread that calls `serve`.
+    """Passes turns from episodes, on an event loop, to a backend, in the thread that calls `serve`."""
 
-    A backend with `start` (a server) gets each turn at once; any other gets all that are ready in one call.
-    """
+    # A backend with `start` (a server) gets each turn at once; any other gets all that are ready in one call.
 
     generator: Generator
     sampling: Sampling
@@ -113,14 +113,13 @@ class TurnBatcher:
 
 
 class FirstTurnBatcher:
-    """Samples the first turn of a group once all its episodes are open, in one request for each distinct prompt.
+    """Samples the first turn of a group once all its episodes are open, in one request for each distinct prompt."""
 
-    Where an environment cannot open all at once, those that are open do not wait for the rest.
-    """
+    # Where an environment cannot open all at once, those that are open do not wait for the rest.
 
     def __init__(self, batcher: TurnBatcher, episodes: int) -> None:
         self._batcher, self._missing = batcher, episodes
-        self._requests: dict[tuple[int, ...], list[tuple[int, int, asyncio.Future[Completion]]]] = {}
+        self._requests: dict[tuple[int, ...], list[WaitingTurn]] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._timer: asyncio.TimerHandle | None = None
 
@@ -149,9 +148,7 @@ class FirstTurnBatcher:
         for task in self._tasks:
             task.cancel()
 
-    async def _request(
-        self, prompt: tuple[int, ...], waiting: Sequence[tuple[int, int, "asyncio.Future[Completion]"]]
-    ) -> None:
+    async def _request(self, prompt: tuple[int, ...], waiting: Sequence[WaitingTurn]) -> None:
         seeds, limits, futures = zip(*waiting, strict=True)
         try:
             completions = await self._batcher.sample(prompt, limits[0], seeds)

@@ -23,7 +23,7 @@ from upweight.rollout.vllm.probe import agrees, difference, probe_fields, probe_
 from upweight.rollout.vllm.server import completions_of
 from upweight.sampler.in_process import end_tokens
 from upweight.serve.command import allowed_rank
-from upweight.types import Completion, Done, Prompts, Sampling
+from upweight.types import Completions, Done, Prompts, Sampling
 
 
 class VllmColocated:
@@ -77,9 +77,7 @@ class VllmColocated:
         self._adapter: Any = None
         self._engine()
 
-    def generate(
-        self, prompts: Prompts, count: int, sampling: Sampling, done: Done | None = None
-    ) -> list[list[Completion]]:
+    def generate(self, prompts: Prompts, count: int, sampling: Sampling, done: Done | None = None) -> Completions:
         if not prompts:
             return []
         self.require_room(max(map(len, prompts)), sampling.max_new_tokens)

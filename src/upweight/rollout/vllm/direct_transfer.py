@@ -196,10 +196,8 @@ def _described(chunk: Chunk) -> dict[str, Any]:
 
 
 async def _run_beside(request: Any, work: Callable[[], T]) -> T:
-    """Run work that ends only together with a request to the server; the first failure is raised.
-
-    The work runs in a daemon thread, since it may never end where the server fails.
-    """
+    """Run work that ends only together with a request to the server; the first failure is raised."""
+    # The work runs in a daemon thread, since it may never end where the server fails.
     result: Future[T] = Future()
     result.set_running_or_notify_cancel()
 

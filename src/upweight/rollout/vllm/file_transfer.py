@@ -19,7 +19,7 @@ from transformers.utils import logging as transformers_logging
 
 from upweight.errors import UserError
 from upweight.files import atomic_path
-from upweight.models.export import refuse_unmergeable, write_adapter, write_weights
+from upweight.models.export import refuse_unmergeable, write_unmerged, write_weights
 from upweight.rollout.vllm.client import LOAD, RequestFailed, RequestRefused, VllmClient
 from upweight.serve.command import syncs_adapter_only
 
@@ -49,7 +49,7 @@ class AdapterTransport:
 
     def writer(self, folder: Path) -> Callable[[Any], None]:
         """Return the function that writes a model to `folder`; every rank that holds a part of the model calls it."""
-        return partial(write_adapter, folder=folder)
+        return partial(write_unmerged, folder=folder, dtype=torch.float32)
 
     async def put(self, client: VllmClient, served: ServedVersion) -> None:
         """Have the server load the version; return when it has."""
@@ -66,8 +66,7 @@ class AdapterTransport:
                     "'trl.vllm_lora_sync: false'"
                 ) from None
             raise UserError(
-                f"the server at {client.url} does not load the adapter ({error}): it has to see the run's folder under "
-                "the same path"
+                f"the server at {client.url} does not load the adapter ({error}): it must see its folder at that path"
             ) from None
 
     async def holds(self, client: VllmClient, served: ServedVersion) -> bool:

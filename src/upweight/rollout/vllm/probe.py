@@ -53,10 +53,9 @@ def _last_name(name: str) -> str:
 
 
 async def check_vocabulary(client: VllmClient, name: str, size: int) -> None:
-    """Raise a UserError for a server with fewer or more tokens than the model, by the logit biases that it accepts.
-
-    A prompt of such a token is no test: where the tokenizer has it and the model does not, vLLM accepts it and crashes.
-    """
+    """Raise a UserError for a server with fewer or more tokens than the model, by the logit biases that it accepts."""
+    # A prompt of such a token is no test: where the tokenizer has it and the model does not, vLLM accepts it and
+    # crashes.
     for token, known in ((size - 1, True), (size, False)):
         body = {"model": name, "prompt": [0], "max_tokens": 1, "logit_bias": {str(token): 0.0}}
         try:
@@ -121,10 +120,8 @@ async def applies_temperature(client: VllmClient, name: str, size: int) -> bool:
 
 
 async def top_logps_of(client: VllmClient, name: str, ids: Sequence[int], temperature: float = 1.0) -> list[float]:
-    """Return the log-probs of the most likely next tokens, best first; the same weights give the same values.
-
-    `prompt_logprobs` are no choice: requested from an adapter beside other requests, they crash vLLM 0.32.
-    """
+    """Return the log-probs of the most likely next tokens, best first; the same weights give the same values."""
+    # `prompt_logprobs` are no choice: requested from an adapter beside other requests, they crash vLLM 0.32.
     body = {"model": name, "prompt": list(ids), "max_tokens": 1, "temperature": temperature, "logprobs": TOP_LOGPS}
     answer = await client.ask("/v1/completions", body | {"return_tokens_as_token_ids": True}, seconds=None)
     return sorted(answer["choices"][0]["logprobs"]["top_logprobs"][0].values(), reverse=True)[:TOP_LOGPS]

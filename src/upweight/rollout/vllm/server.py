@@ -21,7 +21,7 @@ from upweight.rollout.vllm.file_transfer import transport_for
 from upweight.rollout.vllm.probe import check_vocabulary, served_base
 from upweight.rollout.vllm.versions import OnModel, ServedVersions
 from upweight.sampler.in_process import end_tokens
-from upweight.types import Completion, Done, Prompts, Sampling
+from upweight.types import Completion, Completions, Done, Prompts, Sampling
 
 T = TypeVar("T")
 IN_FLIGHT = 512  # requests at a time; each has all completions of its prompt
@@ -30,10 +30,9 @@ WATCH = 5.0  # seconds between checks
 
 
 class VllmServer:
-    """Samples from one server. New weights are written to `folder`, which the server has to read under the same path.
+    """Samples from one server, which has to read the weights in `folder` under the same path."""
 
-    Only one process uses it. Completions carry the version that their request began with.
-    """
+    # Only one process uses it. Completions carry the version that their request began with.
 
     def __init__(
         self,
@@ -79,9 +78,7 @@ class VllmServer:
         )
         self.weights.check_base(name)
 
-    def generate(
-        self, prompts: Prompts, count: int, sampling: Sampling, done: Done | None = None
-    ) -> list[list[Completion]]:
+    def generate(self, prompts: Prompts, count: int, sampling: Sampling, done: Done | None = None) -> Completions:
         if not prompts:
             return []
         self.require_room(max(map(len, prompts)), sampling.max_new_tokens)
@@ -185,10 +182,8 @@ class VllmServer:
             raise UserError(f"the vLLM server at {self.client.url} refuses a request: {error}") from None
 
     async def request(self, path: str, body: Mapping[str, Any], read: Callable[[Any, int], T]) -> T:
-        """Send a request to the policy, with retries up to the time limit; return `read(answer, version)`.
-
-        It is called on the client's event loop.
-        """
+        """Send a request to the policy, with retries up to the time limit; return `read(answer, version)`."""
+        # It is called on the client's event loop.
         retry: Retry | None = None
         while True:
             served = await self.weights.acquire()
@@ -236,8 +231,6 @@ def completions_of(choices: Sequence[Any], prompt: Sequence[int], count: int, ve
     for choice in choices:
         ids, logps = choice["token_ids"], choice["logprobs"]["token_logprobs"]
         if choice["prompt_token_ids"] != list(prompt) or len(ids) != len(logps):
-            raise UserError(
-                "the vLLM server did not continue the prompt's tokens as they were sent; use vLLM 0.26 or later"
-            )
+            raise UserError("the vLLM server did not continue the tokens that it was sent; use vLLM 0.26 or later")
         completions.append(Completion(ids, logps, [version] * len(ids), choice["finish_reason"] == "stop"))
     return completions

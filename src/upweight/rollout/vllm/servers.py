@@ -12,7 +12,7 @@ from upweight.errors import UserError
 from upweight.log import logger
 from upweight.rollout.vllm.server import VllmServer
 from upweight.rollout.vllm.versions import OnModel, Sending
-from upweight.types import Completion, Done, Prompts, Sampling
+from upweight.types import Completion, Completions, Done, Prompts, Sampling
 
 # Connects to the server at an address, the second argument being its place in the list, and checks it.
 Opens = Callable[[str, int, OnModel | None], VllmServer]
@@ -20,11 +20,10 @@ PATIENCE = 20.0  # seconds without an answer after which the other servers take 
 
 
 class VllmServers:
-    """Samples from several servers as from one `VllmServer`; see `types.Generator`.
+    """Samples from several servers as from one `VllmServer`; see `types.Generator`."""
 
-    All servers have to answer at the start. A server that is lost later is left out; at the next sync at which it is
-    healthy, it is checked as at the start, receives the weights, and gets prompts again.
-    """
+    # All servers have to answer at the start. A server that is lost later is left out; at the next sync at which it is
+    # healthy, it is checked as at the start, receives the weights, and gets prompts again.
 
     def __init__(self, urls: Sequence[str], opens: Opens) -> None:
         self._urls, self._opens = list(urls), opens
@@ -35,11 +34,9 @@ class VllmServers:
         for url in urls:
             self._open(url)
 
-    def generate(
-        self, prompts: Prompts, count: int, sampling: Sampling, done: Done | None = None
-    ) -> list[list[Completion]]:
-        completions_by_prompt: list[list[Completion]] = [[] for _ in prompts]
-        requests: dict[Future[list[list[Completion]]], tuple[str, list[int]]] = {}
+    def generate(self, prompts: Prompts, count: int, sampling: Sampling, done: Done | None = None) -> Completions:
+        completions_by_prompt: Completions = [[] for _ in prompts]
+        requests: dict[Future[Completions], tuple[str, list[int]]] = {}
         arriving = threading.Lock()
 
         def arrived(share: list[int], place: int, completions: list[Completion]) -> None:

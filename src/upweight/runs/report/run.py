@@ -89,6 +89,7 @@ def facts(config: Mapping[str, Any], record: Mapping[str, Any], method: str) -> 
     rank = f", rank {config['lora_r']}" if config.get("lora_r") else ""
     batch = [config.get("micro_batch_size"), config.get("gradient_accumulation_steps"), record.get("ranks")]
     held_out = record.get("held_out_rows")
+    backend = trl.get("vllm_mode", "server") if trl.get("use_vllm") else trl.get("rollout_backend")
     texts = {
         "Method": method + (f", {trl['loss_type']} loss" if trl.get("loss_type") else ""),
         "Model": config.get("base_model"),
@@ -101,7 +102,7 @@ def facts(config: Mapping[str, Any], record: Mapping[str, Any], method: str) -> 
         "Completions of a prompt": trl.get("num_generations"),
         "Longest completion": f"{trl['max_completion_length']} tokens" if trl.get("max_completion_length") else None,
         "Rewards": _rewards(trl),
-        "Sampler": SAMPLERS.get(trl.get("vllm_mode", "server") if trl.get("use_vllm") else None) if trl else None,
+        "Sampler": SAMPLERS.get(backend, backend) if trl else None,
         "Seed": config.get("seed"),
     }
     return [(name, plain(str(value), 400)) for name, value in texts.items() if value not in (None, "")]

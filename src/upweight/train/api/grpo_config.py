@@ -67,6 +67,8 @@ class RolloutArguments(MethodArguments):
     vllm_max_model_length: int | None = of(RolloutSection, "colocate_length")
     vllm_tensor_parallel_size: int = of(RolloutSection, "colocate_parallel")
 
+    rollout_backend: str | None = of(RolloutSection, "rollout_backend")
+    rollout_backend_kwargs: dict[str, Any] | None = of(RolloutSection, "rollout_backend_args", default=None)  # noqa: RUF009
     compile_sampler: bool = of(RolloutSection, "compile_sampler")
     reward_num_workers: int = of(RolloutSection, "reward_workers")
     reward_timeout: float = of(RolloutSection, "reward_timeout")

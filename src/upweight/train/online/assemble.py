@@ -1,9 +1,8 @@
 """Build the rollouts of an online run from its prompts, sampler, rewards and method."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,11 +10,9 @@ from accelerate import PartialState
 
 from upweight.config import Config
 from upweight.config.resolve import generation_batch
-from upweight.config.rules.rollout import ONE_PROCESS
-from upweight.config.sections.rollout import RolloutSection
-from upweight.config.servers import server_urls
+from upweight.config.sections.rollout import IN_PROCESS, RolloutSection
 from upweight.errors import UserError
-from upweight.log import logger, warn_once
+from upweight.log import logger
 from upweight.methods import feature_matcher
 from upweight.models.load import compute_dtype
 from upweight.rewards.load import as_rewards, load_rewards
@@ -28,26 +25,20 @@ from upweight.rollout.producer import CompletionSource, Producer, Ranks, SingleT
 from upweight.rollout.replay import ReplayBuffer, Reroll
 from upweight.rollout.rollout import PromptRows
 from upweight.rollout.run_ahead import bounded_depth
-from upweight.rollout.sampling_params import request_options, sampling_of
-from upweight.rollout.vllm.colocated import VllmColocated
-from upweight.rollout.vllm.server import VllmServer
-from upweight.rollout.vllm.servers import VllmServers
-from upweight.rollout.vllm.versions import OnModel
-from upweight.sampler.in_process import InProcess
+from upweight.rollout.sampling_params import sampling_of
 from upweight.train.arguments import step_size
 from upweight.train.distributed.fsdp import whole_weights
 from upweight.train.distributed.ranks import ShardedWork, all_gather_objects
 from upweight.train.objects import YAML_ONLY, Objects
+from upweight.train.online.backends import BACKENDS, OF_USER, BackendInputs
 from upweight.train.online.broadcast import broadcast_rollout
 from upweight.train.online.environments import EnvironmentSetup, check_rewards
 from upweight.train.online.feature_matching import FeatureMatching, feature_matching_of
 from upweight.train.online.feed import RolloutFeed, RolloutSchedule
 from upweight.train.policy import Policy
-from upweight.types import Generator, Sampling
+from upweight.types import Generator, Provable
 from upweight.user_modules import load_function
 
-Vllm = VllmServer | VllmServers | VllmColocated
-WEIGHTS = "vllm"  # folder in the run's folder: weights on their way to the server
 REROLLED = 1024  # failed prompts remembered
 LOSS_IS_NO_MEASURE = (
     "%s: the loss is near 0 and may rise while the policy learns; it is no measure of progress: watch reward, "
@@ -80,10 +71,7 @@ def rewards_of(
     else:
         rewards = load_rewards(config.rollout.reward_funcs, config.folder, models=models, environment=names)
     if not rewards and (objects.from_script or env_setup is not None):
-        raise UserError(
-            "trl.reward_funcs: empty. A group of completions is compared by rewards, and no environment gives any: "
-            "give at least one."
-        )
+        raise UserError("trl.reward_funcs: empty, and no environment gives rewards to compare completions: give one.")
     policy = config.method.policy_settings
     weights = None if policy is None or feature_matcher(config.method) else policy.reward_weights
     if weights is not None and len(weights) != len(rewards):  # rules of the config cannot count an environment's
@@ -110,7 +98,6 @@ def rollouts_of(
     assert gradient is not None, "online methods have policy settings"
     if function is None and section.rollout_func is not None:
         function = load_function(section.rollout_func, config.folder, "trl.rollout_func")
-    server = _vllm(config, policy, rows, gradient.max_completion_length)
     logger.info(LOSS_IS_NO_MEASURE, method.name, " and kl" if method.needs_reference else "")
     if section.skip_zero_advantage and gradient.zero_advantage_reasons and not method.strided:
         logger.info(ZERO_ADVANTAGE_FORWARDED, method.name, " and ".join(gradient.zero_advantage_reasons))
@@ -118,12 +105,15 @@ def rollouts_of(
     sampling = sampling_of(section, gradient.max_completion_length)
     if feature_matching is not None and method.strided:
         sampling = feature_matching.block_sampling()
-    generator: Generator | None = server
-    if function is None and not section.use_vllm:
-        generator = _in_process(policy, section, rows, sampling)
+    backend = BACKENDS.get(section.backend, OF_USER)
+    # All ranks send their shards to a server together.
+    sharded_work = ShardedWork(policy.model) if policy.sharded and backend.rank0_only else None
+    generator = None
+    if function is None or section.backend != IN_PROCESS:
+        generator = backend.build(BackendInputs(config, policy, rows, sampling, sharded_work))
     plan = plan_of(config, ranks.num_processes // config.sharding.context_parallel_size)
-    schedule = _schedule(section, plan, policy, server)
-    off_policy = gradient.sampler_correction or section.use_vllm or schedule.depth or section.replay_size
+    schedule = _schedule(section, plan, policy, sharded_work, rank0_only=backend.rank0_only)
+    off_policy = schedule.depth or section.replay_size or section.backend != IN_PROCESS
     masks_off_policy = function is not None and gradient.off_policy_mask_threshold is not None
     producer = Producer(
         method=method,
@@ -135,9 +125,9 @@ def rollouts_of(
         sampling=sampling,
         decode=lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)),
         seed=config.optim.seed,
-        ranks=Ranks() if section.use_vllm else Ranks(ranks.process_index, ranks.num_processes, all_gather_objects),
+        ranks=Ranks() if backend.rank0_only else Ranks(ranks.process_index, ranks.num_processes, all_gather_objects),
         longest=feature_matching.longest if feature_matching is not None and feature_matching.adapts else None,
-        prove=generator.prove if isinstance(generator, InProcess) else None,
+        prove=generator.prove if isinstance(generator, Provable) else None,
         extra_rounds=section.dynamic_sampling,
         streaming_groups=section.streaming_groups if section.streaming else None,
         replay=ReplayBuffer(section.replay_size, section.replay_max_age) if section.replay_size else None,
@@ -150,80 +140,9 @@ def rollouts_of(
         schedule,
         eval_size=section.num_generations_eval or method.group_size,
         mask_truncated=gradient.mask_truncated_completions,
-        sampler_logps=bool(off_policy or masks_off_policy),
+        sampler_logps=bool(off_policy or masks_off_policy or gradient.sampler_correction),
         feature_matching=feature_matching,
     )
-
-
-def _vllm(config: Config, policy: Policy, rows: PromptRows, max_new_tokens: int) -> Vllm | None:
-    """Return the colocated engine, or the checked servers on rank 0; None on other ranks and without vLLM."""
-    section, ranks, folder = config.rollout, PartialState(), Path(config.run.output_dir)
-    if not section.use_vllm:
-        return None
-    longest = max((len(rows[number]["prompt_ids"]) for number in range(len(rows))), default=0)
-    options: dict[str, Any] = {
-        "dtype": policy.dtype,
-        "lora_sync": section.lora_sync,
-        "temperature": section.temperature,
-        "options": request_options(section),
-    }
-    if section.vllm_mode == "colocate":
-        if ranks.num_processes > 1:
-            raise UserError(f"trl.vllm_mode: {ONE_PROCESS}.")
-        if section.weight_transfer != "folder":
-            warn_once("trl.vllm_weight_transfer: no effect with 'vllm_mode: colocate'")
-        return VllmColocated(
-            policy.model,
-            policy.tokenizer,
-            folder=folder / WEIGHTS,
-            longest=section.colocate_length or longest + max_new_tokens,
-            memory=section.colocate_memory,
-            parallel=section.colocate_parallel,
-            sleeps=section.sleep_mode,
-            **options,
-        )
-    if ranks.process_index:
-        return None
-    urls = server_urls(section)
-
-    def connect(url: str, number: int | None = None, on_model: OnModel | None = None) -> VllmServer:
-        return VllmServer(
-            url,
-            policy.model,
-            policy.tokenizer,
-            folder=folder / (WEIGHTS if number is None else f"{WEIGHTS}-{number}"),
-            timeout=section.server_timeout,
-            transfer=section.weight_transfer,
-            on_model=on_model,
-            **options,
-        )
-
-    server = connect(urls[0]) if len(urls) == 1 else VllmServers(urls, connect)
-    server.require_room(longest, max_new_tokens)
-    return server
-
-
-def _in_process(policy: Policy, section: RolloutSection, rows: PromptRows, sampling: Sampling) -> InProcess:
-    """Return the in-process sampler; raise now where the longest row would not fit."""
-    generator = InProcess(
-        policy.model,
-        policy.tokenizer,
-        engine=policy.engine,
-        end_ids=() if policy.method.strided else None,
-        device=PartialState().device if policy.sharded else None,  # sharded weights may still be on the CPU
-        compile=section.compile_sampler,
-    )
-    longest = max((_tokens(rows[number], sampling) for number in range(len(rows))), default=0)
-    generator.require_room(longest, sampling.max_new_tokens)
-    return generator
-
-
-def _tokens(row: Mapping[str, Any], sampling: Sampling) -> int:
-    """Return the most tokens that a row may have before its last sampled turn."""
-    if "ids" in row:
-        return len(row["ids"]) - sampling.max_new_tokens
-    replies = (row.get("truth_ids") or [])[1::2]
-    return len(row["prompt_ids"]) + sum(len(reply) + sampling.max_new_tokens for reply in replies)
 
 
 def _completion_source(
@@ -242,24 +161,20 @@ def _completion_source(
     return SingleTurn(generator) if env_setup is None else env_setup.completion_source(model, tokenizer, generator)
 
 
-def _schedule(section: RolloutSection, plan: Plan, policy: Policy, server: Vllm | None) -> RolloutSchedule:
-    """Return how far rollouts run ahead, how often the sampler syncs, and which ranks produce (with vLLM: rank 0)."""
-    ranks, sharded_work = PartialState(), None
-    interval = section.sync_interval if section.use_vllm else 1
+def _schedule(
+    section: RolloutSection, plan: Plan, policy: Policy, sharded_work: ShardedWork | None, *, rank0_only: bool
+) -> RolloutSchedule:
+    """Return how far rollouts run ahead, how often the sampler syncs, and which ranks produce."""
+    ranks, interval = PartialState(), section.sync_interval if section.use_vllm else 1
     ahead = section.prefetch_depth if section.async_prefetch else 0
     depth = bounded_depth(plan, ahead, interval, section.max_staleness)
-    if policy.sharded and section.use_vllm:  # all ranks send their shards to the server together
-        sharded_work = ShardedWork(policy.model)
-        if server is not None:
-            assert not isinstance(server, VllmColocated), "a rule refuses shards without a server"
-            server.on_model(sharded_work.lead)
-    gathers = policy.sharded and not section.use_vllm
+    gathers = policy.sharded and not rank0_only
     return RolloutSchedule(
         depth=depth,
-        threaded=section.use_vllm and depth > 0,
+        threaded=rank0_only and depth > 0,
         sync_interval=interval,
-        broadcast=broadcast_rollout if section.use_vllm and ranks.num_processes > 1 else None,
-        drives=not section.use_vllm or ranks.process_index == 0,
+        broadcast=broadcast_rollout if rank0_only and ranks.num_processes > 1 else None,
+        drives=not rank0_only or ranks.process_index == 0,
         sharded_work=sharded_work,
         gathered_weights=partial(whole_weights, policy.model, policy.engine) if gathers else nullcontext,
     )

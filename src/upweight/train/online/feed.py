@@ -21,8 +21,6 @@ from upweight.errors import UserError
 from upweight.files import write_text
 from upweight.heartbeat import activity
 from upweight.models.modules import dropout_off
-from upweight.rollout.episodes.gym_agents import GymAgents
-from upweight.rollout.episodes.runner import EpisodeRunner
 from upweight.rollout.producer import Producer
 from upweight.rollout.rollout import PromptRows, Rollout, from_plain, to_plain
 from upweight.rollout.run_ahead import RunAhead
@@ -194,11 +192,16 @@ class RolloutFeed:
         """Stop the producing thread, the reward processes, the episode runner and the sampler."""
         self.ahead.close()
         self.producer.scorer.close()
-        if isinstance(self.producer.completion_source, EpisodeRunner | GymAgents):
-            self.producer.completion_source.close()
+        self.producer.completion_source.close()
         if self.generator is not None:
             self.generator.close()
         self.synced = None
+
+    def units_of_step(self, ago: int) -> list[Unit]:
+        """Return the units that were trained on so many steps ago (the last step: 1); none of an earlier rollout."""
+        plan, number = self.producer.plan, self.trained - ago
+        start = number % plan.steps * plan.step
+        return self.units[start : start + plan.step] if number >= 0 else []
 
     def old_logps(self) -> list[list[float] | None]:
         """Return the old log-probs of each completion of the current rollout; None where they were not computed."""
