@@ -248,8 +248,7 @@ def inference(
 @app.command()
 def init(
     method: Annotated[
-        str | None,
-        typer.Argument(metavar="METHOD", help="As `rl` names it, or sft, reward, prm, gym; listed else."),
+        str | None, typer.Argument(metavar="METHOD", help="As `rl` names it, or sft, reward, prm, gym; listed else.")
     ] = None,
     folder: Annotated[Path | None, typer.Argument(help="Folder to write; named after the method otherwise.")] = None,
 ) -> None:

@@ -18,14 +18,7 @@ from upweight.rollout.rollout import Rollout, readable
 from upweight.sampler.in_process import InProcess
 from upweight.train.api.as_config import config_of
 from upweight.train.api.grpo_config import GRPOConfig, RLOOConfig, RolloutArguments
-from upweight.train.api.inputs import (
-    NO_PROMPT,
-    ScriptDataset,
-    arguments_of,
-    init_arguments,
-    parts_for,
-    require_type,
-)
+from upweight.train.api.inputs import NO_PROMPT, ScriptDataset, arguments_of, init_arguments, parts_for, require_type
 from upweight.train.objects import Model
 from upweight.train.online.assemble import plan_of
 from upweight.train.online.completions import ShownCompletions
