@@ -1,6 +1,6 @@
 """Keys that cannot both be set, and keys that have no effect because the key that enables them is off."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from fnmatch import fnmatchcase
 from itertools import combinations
 from typing import NamedTuple
@@ -77,13 +77,19 @@ def switched_off(config: Config) -> Iterator[str]:
     """Warn about keys of online runs whose switch is off; `rollout.without_use` covers offline runs."""
     if not config.method.online:
         return
-    # The rules of EBFT cover the keys of these blocks in strided mode.
-    unread = ("trl.", "vllm.") if config.method.strided else ()
-    defaults = {path: key.field.default for path, (_, key) in general_keys().items()}
+    # In strided mode, the rules of EBFT cover the keys of these blocks.
+    unread = ("nemo_gym_enabled", *(("trl.", "vllm.") if config.method.strided else ()))
+    keys = general_keys()
     # A default that is written out, as in a run's config.yaml, asks for nothing.
-    asked = [path for path, value in config.set_keys.items() if value != defaults.get(path)]
-    asked = [path for path in asked if path != "nemo_gym_enabled" and not path.startswith(unread)]
+    asked = [
+        path for path, value in config.set_keys.items() if path not in keys or value != keys[path][1].field.default
+    ]
+    asked = [path for path in asked if not path.startswith(unread)]
     for switch in SWITCHES:
-        stray = [path for path in asked if any(fnmatchcase(path, key) for key in switch.keys.split())]
-        if stray and not switch.is_on(config):
+        if (stray := matching(asked, switch.keys)) and not switch.is_on(config):
             yield f"{', '.join(stray)}: no effect on training without '{switch.needs}'"
+
+
+def matching(paths: Iterable[str], patterns: str) -> list[str]:
+    """Return the paths that match one of the patterns, which stand in one line of text."""
+    return [path for path in paths if any(fnmatchcase(path, pattern) for pattern in patterns.split())]
