@@ -4,9 +4,10 @@ import dataclasses
 import json
 from pathlib import Path
 
-from upweight.config.rules.data import SERVES
+from upweight.config.rules.data import kind_of_rows
 from upweight.config.schema import markdown
 from upweight.data.formats.shown import SHOWN
+from upweight.methods import METHODS
 from upweight.runs.health_rules import EXPLAINED, RULES, SIGNS, Sign
 from upweight.train.api import configs
 from upweight.train.api.configs import MethodArguments
@@ -23,7 +24,7 @@ def formats() -> str:
     """The end of `docs/formats.md`: a row of every format."""
     lines = [""]
     for kind, shown in SHOWN.items():
-        lines += [f"## For {SERVES[kind]}"]
+        lines += [f"## For {', '.join(name for name, method in METHODS.items() if kind_of_rows(method) == kind)}"]
         lines += [KTO_TOO] if kind == "labelled" else [""]
         lines += ["| `type` | a row |", "|---|---|"]
         for one in shown:

@@ -57,7 +57,7 @@ def run_train(
         code = _launched(["train", str(path), *overrides, *options, *flags], start)
         if code is None:
             with _as_one_of_many():
-                from upweight.train.recording.run_folder import MetricsOut
+                from upweight.train.recording.metrics import MetricsOut
                 from upweight.train.run import train
 
                 chosen = config if number is None else config.stages[number]

@@ -25,7 +25,7 @@ def local_url(host: str, port: int) -> str:
     return f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
 
 
-def is_on_this_machine(url: str) -> bool:
+def is_local(url: str) -> bool:
     """Whether a URL points to this machine."""
     return urlsplit(url).hostname in LOOPBACK
 

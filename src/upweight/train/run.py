@@ -24,9 +24,14 @@ from upweight.runs.lock import lock_folder
 from upweight.train.assemble import assemble
 from upweight.train.distributed.fsdp import layout_of
 from upweight.train.distributed.ranks import broadcast_from_rank0, init_single_rank
-from upweight.train.recording.checkpoints import require_same_data
 from upweight.train.recording.model_card import model_card
-from upweight.train.recording.run_folder import changed_keys, recording, refuse_other_weights, write_config
+from upweight.train.recording.run_folder import (
+    changed_keys,
+    recording,
+    refuse_other_weights,
+    require_same_data,
+    write_config,
+)
 from upweight.train.trainer import MethodTrainer
 
 

@@ -36,9 +36,10 @@ from upweight.train.distributed.ranks import all_gather_objects, broadcast_from_
 from upweight.train.loader import StepSampler, step_loader
 from upweight.train.lr_groups import ConfiguredRates, split_by_lr
 from upweight.train.online.feed import RolloutLoader
-from upweight.train.recording.checkpoints import require_same_data
+from upweight.train.recording.metrics import Meters
+from upweight.train.recording.run_folder import require_same_data
 from upweight.train.reference import SyncReference, with_reference
-from upweight.train.step import Meters, StepRunner
+from upweight.train.step import StepRunner
 
 SMALLEST_BUDGET = 256
 NEVER_CALLED = (  # hooks that scripts for other trainers override and this loop does not call

@@ -64,4 +64,4 @@ def ebft_keys_without_effect(config: Config) -> Iterator[str]:
     if stray := matching(config.set_keys, unread):
         yield f"{', '.join(stray)}: no effect {mode} 'ebft.mode: strided'"
     if method.use_whitening and config.set_keys.get("ebft.diversity_coef"):
-        yield "ebft.diversity_coef: acts only on samples that repeat each other: whitening makes others orthogonal"
+        yield "ebft.diversity_coef: whitening makes samples orthogonal: it acts only on those that repeat each other"

@@ -11,7 +11,7 @@ from upweight.config.servers import (
     LOOPBACK,
     adapter_alone,
     direct_transfer,
-    is_on_this_machine,
+    is_local,
     server_urls,
     unloadable_by,
 )
@@ -111,7 +111,7 @@ def weight_transfer(config: Config) -> Iterator[str]:
         return
     if config.sharding.fsdp or config.sharding.deepspeed is not None:
         yield "trl.vllm_weight_transfer: sharded weights can only be sent through a folder; use 'folder'."
-    if way == "ipc" and not all(map(is_on_this_machine, server_urls(config.rollout))):
+    if way == "ipc" and not all(map(is_local, server_urls(config.rollout))):
         yield (
             "trl.vllm_weight_transfer: ipc shares the memory of a GPU of this machine; use 127.0.0.1 as the "
             "server's address, or 'nccl' or 'folder'."

@@ -6,6 +6,7 @@ from pathlib import PurePath
 from typing import Any
 
 from upweight.config.config import Config
+from upweight.config.rules.data import entries
 from upweight.config.sections.training import FROM_BITSANDBYTES
 from upweight.config.zero import not_taken, zero_file, zero_options, zero_stage
 from upweight.errors import UserError, did_you_mean
@@ -221,12 +222,10 @@ def paths(config: Config) -> Iterator[str]:
         "nemo_gym_dir": config.gym.folder,
         "deepspeed": config.sharding.deepspeed if isinstance(config.sharding.deepspeed, str) else None,
     }
-    for key, rows in (("datasets", config.data.datasets), ("test_datasets", config.data.test_datasets)):
-        for number, row in enumerate(rows):
-            files = row.data_files if isinstance(row.data_files, list) else [row.data_files]
-            jinja = _file_of(row.chat_template_jinja)
-            named |= {f"{key}[{number}].path": row.path, f"{key}[{number}].chat_template_jinja": jinja}
-            named |= {f"{key}[{number}].data_files": name for name in files if name is not None and too_long(name)}
+    for entry, row in entries(config):
+        files = row.data_files if isinstance(row.data_files, list) else [row.data_files]
+        named |= {f"{entry}.path": row.path, f"{entry}.chat_template_jinja": _file_of(row.chat_template_jinja)}
+        named |= {f"{entry}.data_files": name for name in files if name is not None and too_long(name)}
     for place, name in named.items():
         if name is not None and not name.strip():
             yield f"{place}: is empty. Name a place, or drop the key."

@@ -21,7 +21,7 @@ from upweight.train.api.grpo_config import GRPOConfig, RLOOConfig, RolloutArgume
 from upweight.train.api.inputs import NO_PROMPT, ScriptDataset, arguments_of, init_arguments, parts_for, require_type
 from upweight.train.objects import Model
 from upweight.train.online.assemble import plan_of
-from upweight.train.online.completions import ShownCompletions
+from upweight.train.recording.completions import ShownCompletions
 from upweight.train.trainer import MethodTrainer
 
 GivenReward = Any  # a function, a callable object, a name, a reward model, or (model, tokenizer)

@@ -16,6 +16,7 @@ from upweight.errors import UserError
 from upweight.processes import free_port
 
 T = TypeVar("T")
+Name = TypeVar("Name", str, tuple[str, int])
 
 
 def join_ranks(timeout_s: int) -> tuple[PartialState, torch.device]:
@@ -81,6 +82,11 @@ def all_gather_objects(value: Any) -> list[Any]:
     if len(values) > 1:
         dist.all_gather_object(values, value, group=no_timeout_group())
     return values
+
+
+def union_over_ranks(names: set[Name]) -> list[Name]:
+    """Return the names that any rank has, in the same order on every rank."""
+    return sorted({name for of_rank in all_gather_objects(names) for name in of_rank})
 
 
 class ShardedWork:

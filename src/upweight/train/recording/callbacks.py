@@ -1,4 +1,4 @@
-"""Callbacks of a run: stop on a signal, on NaN or on a high loss, health warnings, progress lines, a profile."""
+"""Callbacks of a run: stops on a signal, NaN or a high loss, health, progress, whole checkpoints, a profile."""
 
 import json
 import math
@@ -15,23 +15,32 @@ from types import FrameType
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from torch.profiler import ProfilerActivity, profile
-from transformers import TrainerCallback
+from transformers import EarlyStoppingCallback, TrainerCallback
 
+from upweight.config import Config
+from upweight.config.sections.rollout import RolloutSection
 from upweight.errors import UserError
 from upweight.files import write_text
-from upweight.log import clear_status, logger, show_status
+from upweight.log import clear_status, logger, show_status, shows_status
 from upweight.models.precision import ComputeCopies
+from upweight.runs.checkpoints import DATA, WHOLE, checkpoints_of, mark_whole
 from upweight.runs.files import HEALTH, metrics_of
 from upweight.runs.health import Health
 from upweight.runs.report.reading import columns
 from upweight.runs.report.run import first_and_last
 from upweight.train.distributed.ranks import all_gather_objects
+from upweight.train.objects import Objects
+from upweight.train.online.feed import SaveRollouts
+from upweight.train.recording.completions import CompletionFiles, ShownCompletions
+from upweight.train.recording.metrics import MetricsFile
 
 SHOWN = ("reward", "group_reward_std", "loss", "rewards/accuracies", "rewards/margins", "rewards/chosen",
          "rewards/rejected", "accuracy", "mean_token_accuracy",
          "kl", "entropy", "completions/mean_length", "grad_norm")  # fmt: skip
 BAR = 24  # characters
+LOOK_EVERY = 50  # steps between looks at completions on a terminal, where the config does not ask for them
 NAN_BATCH = "nan_batch.jsonl"
 RESUME = "resume_from_checkpoint=True"
 
@@ -225,6 +234,35 @@ def duration(seconds: float) -> str:
     return f"{seconds:.0f} s" if minutes < 2 else f"{minutes:.0f} min" if hours < 2 else f"{hours:.1f} h"
 
 
+class KeepCheckpoints(TrainerCallback):
+    """Marks each checkpoint once all ranks have written it, then deletes the oldest beyond `limit`."""
+
+    def __init__(self, limit: int | None, data_digest: Callable[[], str]) -> None:
+        self.limit, self.data_digest = limit, data_digest
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        ranks = PartialState()
+        ranks.wait_for_everyone()
+        run_folder = Path(args.output_dir)
+        folder = run_folder / f"checkpoint-{state.global_step}"
+        if state.is_world_process_zero and folder.is_dir():
+            write_text(folder / DATA, json.dumps({"train": self.data_digest()}))
+            mark_whole(folder)
+            best = state.best_model_checkpoint and Path(state.best_model_checkpoint).resolve()
+            beyond = [] if self.limit is None else checkpoints_of(run_folder)[self.limit :]
+            for old in (path for _, path in beyond if path.resolve() != best):
+                (old / WHOLE).unlink(missing_ok=True)  # a half-deleted folder must not count as complete
+                shutil.rmtree(old)
+        ranks.wait_for_everyone()
+
+
+class SaveFirstStep(TrainerCallback):
+    """Saves a checkpoint after the first step, to test early that saving works."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_save = control.should_save or state.global_step == 1
+
+
 class Profiler(TrainerCallback):
     """Records the steps from `start` on, counted from 0, into `profile.json`, which trace viewers read."""
 
@@ -279,3 +317,38 @@ def before_and_after(rows: Iterable[Mapping[str, Any]]) -> list[str]:
         width = max(len(line["metric"]) for line in changes)
         lines += [f"  {line['metric']:<{width}}  {line['before']:.3g} -> {line['after']:.3g}" for line in changes]
     return lines
+
+
+def callbacks_of(config: Config, objects: Objects, trainer: Any, stop: StopOnSignal) -> list[TrainerCallback]:
+    """Return the callbacks of a run. The order counts: request a save, log, complete the checkpoint, mark it."""
+    run, folder = config.run, Path(config.run.output_dir)
+    callbacks: list[TrainerCallback] = [stop, *([SaveFirstStep()] if run.save_first_step else []), MetricsFile(folder)]
+    callbacks += [] if objects.from_script else [Progress(bar=shows_status())]
+    callbacks += [HealthCallback(folder), StopOnNan(trainer.rows_of_step)]
+    if run.loss_limit is not None:
+        callbacks.append(LossLimit(run.loss_limit, run.loss_limit_patience))
+    if run.patience is not None:
+        callbacks.append(EarlyStoppingCallback(run.patience))
+    if run.profiler_steps is not None:
+        callbacks.append(Profiler(folder, run.profiler_steps, run.profiler_start))
+    if trainer.rollouts is not None:
+        if trainer.is_world_process_zero():
+            writes = config.rollout.log_completions or not objects.from_script
+            _watch_completions(trainer, config.rollout, folder, writes=writes)
+        callbacks += [SaveRollouts(trainer.rollouts), *([] if objects.from_script else [BeforeAndAfter(folder)])]
+    return callbacks
+
+
+def _watch_completions(trainer: Any, section: RolloutSection, folder: Path, *, writes: bool) -> None:
+    """Register what writes the completions of rollouts to files and shows some of them."""
+    rollouts, every = trainer.rollouts, int(trainer.args.logging_steps)
+    names, decode = rollouts.producer.names, rollouts.producer.decode
+    if writes:
+        files = CompletionFiles(folder, names, decode, rollouts.old_logps)
+        rollouts.on_rollout.append(files)
+        rollouts.on_evaluation.append(files)
+    if section.log_completions:
+        rollouts.on_rollout.append(ShownCompletions(every, section.completions_shown or 4, names, decode))
+    elif shows_status():  # a look now and then
+        every = max(every, LOOK_EVERY)
+        rollouts.on_rollout.append(ShownCompletions(every, section.completions_shown or 2, names, decode))
