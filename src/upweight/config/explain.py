@@ -57,6 +57,8 @@ def _reason(items: list[Any], path: Path, model: type[BaseModel]) -> str:
     if kind == "value_error":
         return str(item["ctx"]["error"])
     limit = item.get("ctx", {})
+    if kind == "too_short":
+        return f"expected a list of at least {limit['min_length']}, got {brief(value)}"
     for name, words in LIMITS.items():
         if name in limit:
             return f"must be {words} {limit[name]:g}, got {brief(value)}"

@@ -23,10 +23,8 @@ def zero_options(source: str | Mapping[str, Any], folder: Path) -> dict[str, Any
         return dict(source)
     file = zero_file(source, folder)
     if file is None:
-        raise UserError(
-            f"deepspeed: there is no file {source}. Ready ones are {', '.join(ready_configs())}, such as "
-            f"'deepspeed: {READY}/zero3_bf16.json'."
-        )
+        ready = f"{', '.join(ready_configs())}, such as 'deepspeed: {READY}/zero3_bf16.json'"
+        raise UserError(f"deepspeed: there is no file {source}. Ready ones are {ready}.")
     try:
         options = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:

@@ -83,7 +83,5 @@ def _check_groups(optim: OptimSection, model: nn.Module) -> None:
     for number, group in enumerate(optim.lr_groups):
         for part in group.modules:
             if not any(part in name for name in trained):
-                raise UserError(
-                    f"lr_groups[{number}].modules: no trained weight's name contains '{part}'. "
-                    f"Names look like {', '.join(trained[:3])}."
-                )
+                names = f"Names look like {', '.join(trained[:3])}."
+                raise UserError(f"lr_groups[{number}].modules: no trained weight's name contains '{part}'. {names}")

@@ -82,10 +82,8 @@ def load_policy(
     elif config.adapter.kind is not None and objects.model is None:
         model = attach_adapter(model, config.adapter, new_tokens=len(config.model.new_tokens))  # pyright: ignore
     if coefficient := getattr(model.config.get_text_config(), "router_aux_loss_coef", None):
-        warn_once(
-            f"the load-balancing loss of the model's routers (router_aux_loss_coef {coefficient:g} in its config) is "
-            "not added to the loss: over a long training experts may fall out of use"
-        )
+        unbalanced = f"router_aux_loss_coef {coefficient:g} in the model's config: the routers' balance is not trained"
+        warn_once(f"{unbalanced}; over a long training experts may fall out of use")
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UserError("model: no weight is trained. Load an adapter with `is_trainable=True`.")
     return model
@@ -122,10 +120,8 @@ def _add_template_tokens(model: Model, config: Config, objects: Objects, tokeniz
         return
     adapter = objects.peft_config
     if isinstance(model, PeftModel) or (adapter and not getattr(adapter, "modules_to_save", None)):
-        raise UserError(
-            f"chat_template_path: the model does not know {new} of its tokens, and the adapter would not train them. "
-            "Name the modules of the embeddings in `modules_to_save` of the peft_config, or train without an adapter."
-        )
+        remedy = "Name the embeddings in `modules_to_save` of the peft_config, or train without an adapter."
+        raise UserError(f"chat_template_path: the model does not know {new} of its tokens, nor would the adapter. {remedy}")
     fit_vocabulary(model, tokenizer, config.model)
 
 

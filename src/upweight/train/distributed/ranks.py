@@ -37,10 +37,8 @@ def share_rows(size: int) -> ContextGroup | None:
         return None
     ranks = PartialState()
     if ranks.num_processes % size:
-        raise UserError(
-            f"context_parallel_size: {size} does not divide the number of processes, {ranks.num_processes}; start a "
-            f"multiple of {size} with --num-processes, or set it to 1"
-        )
+        remedy = f"start a multiple of {size} with --num-processes, or set it to 1"
+        raise UserError(f"context_parallel_size: {size} does not divide the number of processes, {count}; {remedy}")
     group, _ = dist.new_subgroups(size)
     assert isinstance(group, dist.ProcessGroup)
     return ContextGroup(group, ranks.process_index % size, size)
@@ -50,8 +48,8 @@ def init_single_rank() -> None:
     """Set the variables of a world of one rank where no launcher did, for code that needs a process group."""
     if "RANK" in os.environ:
         return
-    alone = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1"}
-    os.environ.update({name: str(value) for name, value in alone.items()}, MASTER_PORT=str(free_port()))
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    os.environ.update(place, RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
 
 
 def rank0_first(work: Callable[[], T]) -> T:

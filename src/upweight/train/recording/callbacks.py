@@ -105,7 +105,7 @@ class StopOnNan(TrainerCallback):
     on_epoch_end = on_step_end
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        logs: Mapping[str, float] = kwargs["logs"]
+        logs = kwargs["logs"]
         # With float16, loss scaling skips a step whose gradients overflow.
         watched = ("loss",) if args.fp16 else ("loss", "grad_norm")
         bad = [name for name in watched if name in logs and not math.isfinite(logs[name])]
@@ -116,11 +116,11 @@ class StopOnNan(TrainerCallback):
                 rows = ({"step": step + 1, **row} for step in steps for row in self.rows_of(step))
                 file.parent.mkdir(parents=True, exist_ok=True)
                 write_text(file, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-            raise UserError(
-                f"step {state.global_step}: {bad[0]} is {logs[bad[0]]}. Nothing was saved since; the rows of steps "
-                f"{self.logged + 1} to {state.global_step} are in {file}. Lower 'learning_rate', lower "
-                "'max_grad_norm', or look for what is unusual in those rows; then continue with --resume."
+            remedy = (
+                "Lower 'learning_rate' or 'max_grad_norm', or mend what is odd in them; then continue with --resume"
             )
+            rows_in = f"the rows of steps {self.logged + 1} to {state.global_step} are in {file}"
+            raise UserError(f"step {state.global_step}: {bad[0]} is {logs[bad[0]]}; {rows_in}. {remedy}.")
         if "loss" in logs:
             self.logged = state.global_step
 
@@ -170,15 +170,14 @@ class LossLimit(TrainerCallback):
         self.limit, self.patience, self.above = limit, patience, 0
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        logs: Mapping[str, float] = kwargs["logs"]
-        if "loss" not in logs:
+        loss: float | None = kwargs["logs"].get("loss")
+        if loss is None:
             return
-        self.above = self.above + 1 if logs["loss"] > self.limit else 0
+        self.above = self.above + 1 if loss > self.limit else 0
         if self.above >= self.patience:
-            raise UserError(
-                f"step {state.global_step}: the loss was above loss_watchdog_threshold ({self.limit:g}) in "
-                f"{self.above} logs in a row, now {logs['loss']:.4g}. Lower 'learning_rate' or raise the threshold."
-            )
+            above = f"above loss_watchdog_threshold ({self.limit:g}) in {self.above} logs in a row, now {loss:.4g}"
+            remedy = "Lower 'learning_rate' or raise the threshold."
+            raise UserError(f"step {state.global_step}: the loss was {above}. {remedy}")
 
 
 class Progress(TrainerCallback):
@@ -200,11 +199,9 @@ class Progress(TrainerCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         logs: Mapping[str, float] = kwargs["logs"]
-        if not state.is_world_process_zero or not state.max_steps:
-            return
         prefix = "eval_" if any(name.startswith("eval_") for name in logs) else ""
         shown = [f"{name.split('/')[-1]} {logs[prefix + name]:.4g}" for name in SHOWN if prefix + name in logs]
-        if not shown:
+        if not shown or not state.is_world_process_zero or not state.max_steps:
             return
         if "tokens_per_second" in logs:
             shown += [f"{logs['tokens_per_second']:.0f} tokens/s", *self._time_left(state.global_step, state.max_steps)]
@@ -347,8 +344,6 @@ def _watch_completions(trainer: Any, section: RolloutSection, folder: Path, *, w
         files = CompletionFiles(folder, names, decode, rollouts.old_logps)
         rollouts.on_rollout.append(files)
         rollouts.on_evaluation.append(files)
-    if section.log_completions:
-        rollouts.on_rollout.append(ShownCompletions(every, section.completions_shown or 4, names, decode))
-    elif shows_status():  # a look now and then
-        every = max(every, LOOK_EVERY)
-        rollouts.on_rollout.append(ShownCompletions(every, section.completions_shown or 2, names, decode))
+    every, usual = (every, 4) if section.log_completions else (max(every, LOOK_EVERY), 2)
+    if section.log_completions or shows_status():
+        rollouts.on_rollout.append(ShownCompletions(every, section.completions_shown or usual, names, decode))

@@ -54,15 +54,15 @@ def changed_keys(config: Config, folder: Path) -> list[str]:
 
 def refuse_other_weights(changed: Iterable[str], checkpoint: Path | None, scheduler: str) -> None:
     """Raise where changed keys do not fit the weights, optimizer or learning rate of the checkpoint."""
+    remedy = "Set it as in the run's config.yaml, or begin a new run in another output_dir."
+    otherwise = "set otherwise than when the run began"
     if "learning_rate" in changed and scheduler == "reduce_lr_on_plateau":
         raise UserError(
-            f"resume: learning_rate set otherwise than when the run began, and with 'reduce_lr_on_plateau' the rate is "
-            f"what {checkpoint} says it has come to. Set it as in the run's config.yaml, or begin a new run."
+            f"resume: learning_rate {otherwise}, and 'reduce_lr_on_plateau' goes on from {checkpoint}. {remedy}"
         )
     if keys := [key for key in changed if key in TRAINED]:
         raise UserError(
-            f"resume: {', '.join(keys)} set otherwise than when the run began, and {checkpoint} holds what was trained "
-            "then. Set it as in the run's config.yaml, or begin a new run in another output_dir."
+            f"resume: {', '.join(keys)} {otherwise}, and {checkpoint} holds what was trained then. {remedy}"
         )
 
 
@@ -72,10 +72,8 @@ def require_same_data(checkpoint: Path, data_digest: Callable[[], str], *, allow
     if before is None:
         warn_once(f"{checkpoint} holds no hash of its data; whether the data changed is not checked")
     elif not allowed and not broadcast_from_rank0(PartialState().is_main_process and before == data_digest()):
-        raise UserError(
-            f"resume: the training data is not what {checkpoint} was trained on. Restore the data and the keys that "
-            "shape it, or go on with the other data by --allow-changed-data (allow_changed_data: true)."
-        )
+        remedy = "Restore it and the keys that shape it, or use --allow-changed-data (allow_changed_data: true)"
+        raise UserError(f"resume: the training data is not what {checkpoint} was trained on. {remedy}.")
 
 
 def content_of(config: Config) -> dict[str, Any]:
