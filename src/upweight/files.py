@@ -7,13 +7,9 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-STORAGE_ERRORS = {  # with texts that stand for them
+STORAGE_ERRORS: dict[int, tuple[str, ...]] = {  # with texts that stand for them
     errno.ENOSPC: ("PytorchStreamWriter failed writing file", "unexpected pos", "iostream error"),
-    errno.EDQUOT: (),
-    errno.EROFS: (),
-    errno.EIO: (),
-    errno.ESTALE: (),
-    errno.EHOSTDOWN: (),
+    **dict.fromkeys((errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE, errno.EHOSTDOWN), ()),
 }
 
 

@@ -166,8 +166,6 @@ class Completion:
 
 Prompts = Sequence[Sequence[int]]  # token ids of each
 Done = Callable[[int, list[Completion]], None]  # called with the index of a prompt and its completions
-
-
 GroupDone = Callable[[int], None]  # called with the index of a group that has all its completions
 
 
@@ -215,11 +213,9 @@ class Generator(Protocol):
 
     def require_room(self, prompt: int, new: int) -> None:
         """Raise if `prompt` tokens and `new` tokens together exceed the longest sequence that can be sampled."""
-        ...
 
     def sync(self, version: int) -> None:
         """Load the policy's current weights as `version`; the next request samples from them."""
-        ...
 
     def version(self) -> int:
         """Return the policy version that the next request samples from."""
@@ -227,4 +223,3 @@ class Generator(Protocol):
 
     def close(self) -> None:
         """Release all resources; a later call acquires them again."""
-        ...

@@ -17,16 +17,8 @@ SPELLINGS = {
     "stop_token_ids": "stop_ids",
     "eos_token_id": "stop_ids",
 }
-FIELDS = {
-    "max_new_tokens": int,
-    "temperature": float,
-    "top_p": float,
-    "top_k": int,
-    "min_p": float,
-    "repetition_penalty": float,
-    "stop_ids": int,
-    "stop_strings": str,
-}
+FIELDS = {"max_new_tokens": int, "top_k": int, "stop_ids": int, "stop_strings": str}
+FIELDS |= dict.fromkeys(("temperature", "top_p", "min_p", "repetition_penalty"), float)
 SAMPLED = ("do_sample",)  # completions of a group must differ: sampling is always on
 SEVERAL = ("stop_ids", "stop_strings")  # a value or a list of values
 
@@ -44,9 +36,8 @@ def read_options(kwargs: Mapping[str, Any], *, others: bool) -> tuple[dict[str, 
         elif name in FIELDS:
             options[name] = tuple(_each(name, value)) if name in SEVERAL else FIELDS[name](value)
         elif key not in SAMPLED and not others:
-            known = [*FIELDS, *SPELLINGS]
-            text = f"is not an option of the in-process sampler.{did_you_mean(key, known)}"
-            errors.append(f"{KEY}: '{key}' {text} It knows {', '.join(known)}.")
+            hint = f"{did_you_mean(key, (*FIELDS, *SPELLINGS))} It knows {', '.join((*FIELDS, *SPELLINGS))}."
+            errors.append(f"{KEY}: '{key}' is not an option of the in-process sampler.{hint}")
     return options, errors
 
 
@@ -57,11 +48,10 @@ def _problem(name: str, value: Any) -> str | None:
         return f" must be {FIELDS[name].__name__}{' or a list' if name in SEVERAL else ''}"
     if name == "max_new_tokens" and value < 1:
         return f": at least 1, got {value}"
-    if name in RolloutSection.model_fields:
-        try:
-            RolloutSection(**{name: value})  # applies the limits of the key with that name
-        except ValidationError as error:
-            return f": {error.errors()[0]['msg']}, got {value}"
+    try:  # the limits of the key with that name
+        RolloutSection(**({name: value} if name in RolloutSection.model_fields else {}))
+    except ValidationError as error:
+        return f": {error.errors()[0]['msg']}, got {value}"
     return None
 
 

@@ -92,17 +92,10 @@ ROW_RENAMED: dict[str, str] = {"conversation": "chat_template", "train_on_split"
 
 # Values that mean "off" for keys whose numbers start at 1, or at 2 where they divide a model.
 OFF: dict[str, tuple[int, ...]] = {
-    "evals_per_epoch": (0,),
-    "saves_per_epoch": (0,),
-    "eval_steps": (0,),
-    "save_steps": (0,),
-    "save_total_limit": (0,),
+    **dict.fromkeys(("evals_per_epoch", "saves_per_epoch", "eval_steps", "save_steps", "save_total_limit"), (0,)),
+    **dict.fromkeys(("early_stopping_patience", "torch_empty_cache_steps"), (0,)),
+    **dict.fromkeys(("tensor_parallel_size", "dp_replicate_size", "expert_parallel_size"), (1,)),
     "max_steps": (-1, 0),
-    "early_stopping_patience": (0,),
-    "torch_empty_cache_steps": (0,),
-    "tensor_parallel_size": (1,),
-    "dp_replicate_size": (1,),
-    "expert_parallel_size": (1,),
 }
 
 # Plugins whose feature is built in.

@@ -24,14 +24,14 @@ def json_schema() -> dict[str, Any]:
         limited: Any = Annotated[field.annotation, *field.metadata] if field.metadata else field.annotation
         schema = TypeAdapter(limited).json_schema()
         definitions.update(schema.pop("$defs", {}))
-        block, dot, name = key.path.partition(".")
+        block, _, name = key.path.rpartition(".")
         empty = {"type": ["object", "null"], "properties": {}, "additionalProperties": False}
-        holder = properties.setdefault(block, empty)["properties"] if dot else properties
-        holder[name if dot else block] = {"anyOf": [schema, {"type": "null"}], "description": field.description}
-    for path in SATISFIED:
-        block, dot, name = path.partition(".")
-        holder = properties[block]["properties"] if dot else properties
-        holder.setdefault(name if dot else block, {"description": f"Nothing to do: {SATISFIED[path]}."})
+        holder = properties.setdefault(block, empty)["properties"] if block else properties
+        holder[name] = {"anyOf": [schema, {"type": "null"}], "description": field.description}
+    for path, reason in SATISFIED.items():
+        block, _, name = path.rpartition(".")
+        holder = properties[block]["properties"] if block else properties
+        holder.setdefault(name, {"description": f"Nothing to do: {reason}."})
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "Upweight config",
@@ -43,11 +43,10 @@ def json_schema() -> dict[str, Any]:
     }
 
 
-def all_keys() -> Iterator[Key]:
-    """Yield every accepted YAML path once, with the declaration of the first method that reads it."""
-    yield from (key for _, key in general_keys().values())
-    for by_method in method_keys().values():
-        yield next(iter(by_method.values()))
+def all_keys() -> list[Key]:
+    """Return every accepted YAML path once, with the declaration of the first method that reads it."""
+    of_methods = [next(iter(by_method.values())) for by_method in method_keys().values()]
+    return [*(key for _, key in general_keys().values()), *of_methods]
 
 
 def markdown() -> str:

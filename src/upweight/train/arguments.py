@@ -185,12 +185,9 @@ def _every(
 
 
 def _sharding_arguments(config: Config, sharding: Sharding, dtype: torch.dtype) -> dict[str, Any]:
-    if sharding == "none":
-        return {}
-    if sharding == "fsdp":
-        return fsdp_arguments(config.sharding)
-    assert config.sharding.deepspeed is not None
-    return zero_arguments(config.sharding.deepspeed, config.folder, dtype)
+    if sharding == "deepspeed":
+        return zero_arguments(config.sharding.deepspeed or {}, config.folder, dtype)
+    return fsdp_arguments(config.sharding) if sharding == "fsdp" else {}
 
 
 def enabled_trackers(tracking: TrackingSection) -> list[str]:

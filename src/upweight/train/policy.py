@@ -120,8 +120,8 @@ def _add_template_tokens(model: Model, config: Config, objects: Objects, tokeniz
         return
     adapter = objects.peft_config
     if isinstance(model, PeftModel) or (adapter and not getattr(adapter, "modules_to_save", None)):
-        remedy = "Name the embeddings in `modules_to_save` of the peft_config, or train without an adapter."
-        raise UserError(f"chat_template_path: the model does not know {new} of its tokens, nor would the adapter. {remedy}")
+        remedy = "To train them, name the embeddings in `modules_to_save` of the peft_config, or use no adapter."
+        raise UserError(f"chat_template_path: the model does not know {new} of its tokens. {remedy}")
     fit_vocabulary(model, tokenizer, config.model)
 
 

@@ -16,12 +16,6 @@ from upweight.methods import METHODS
 from upweight.methods.base import Method
 
 
-def data_is_named(config: Config) -> Iterator[str]:
-    """Require training data."""
-    if not config.set_keys.get("datasets") and not config.set_keys.get("nemo_gym_datasets"):
-        yield "datasets: missing. List what to train on."
-
-
 def sources(config: Config) -> Iterator[str]:
     """Check data sources, shards, the evaluation split and chat templates."""
     section = config.data

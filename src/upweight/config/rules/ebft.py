@@ -36,12 +36,6 @@ ONLY_STRUCTURED = (
 )
 
 
-def block_is_there(config: Config) -> Iterator[str]:
-    """Require the block `ebft` with `rl: ebft`."""
-    if feature_matcher(config.method) and not any(path.startswith("ebft.") for path in config.set_keys):
-        yield "ebft: missing. `rl: ebft` needs its block; `ebft: {mode: structured}` takes every default."
-
-
 def keys_refused_by_ebft(config: Config) -> Iterator[str]:
     """Reject keys that EBFT, or its strided mode, cannot use."""
     if feature_matcher(config.method) is None:

@@ -1,4 +1,4 @@
-"""Keys that cannot both be set, and keys that have no effect because the key that enables them is off."""
+"""Keys that are required, that exclude each other, or that another key has to turn on."""
 
 from collections.abc import Callable, Iterable, Iterator
 from fnmatch import fnmatchcase
@@ -6,6 +6,7 @@ from itertools import combinations
 from typing import Any
 
 from upweight.config.config import Config, general_keys
+from upweight.methods import feature_matcher
 
 EXCLUSIVE: tuple[tuple[str, ...], ...] = (
     ("rl", "reward_model", "process_reward_model"),
@@ -37,6 +38,20 @@ SWITCHES: tuple[tuple[str, str, Callable[[Config], Any]], ...] = (
     ("trl.reroll_max_groups", "trl.reroll_start_fraction' below '1", lambda c: c.rollout.reroll_start < 1),
     ("nemo_gym_*", "nemo_gym_enabled: true", lambda c: c.gym.enabled),
 )
+
+
+def required(config: Config) -> Iterator[str]:
+    """Require a model, data, a reward for online methods, and the block of EBFT."""
+    given, method = config.set_keys, config.method
+    if "base_model" not in given:
+        yield "base_model: missing. Name the model to train: a hub id or a folder."
+    if not given.get("datasets") and not given.get("nemo_gym_datasets"):
+        yield "datasets: missing. List what to train on."
+    rewarded = given.get("trl.reward_funcs") or config.gym.enabled or config.environment.kind
+    if method.online and not method.reward_names and not rewarded:
+        yield "trl.reward_funcs: missing. A group of completions is compared by rewards: name at least one."
+    if feature_matcher(method) and not any(path.startswith("ebft.") for path in given):
+        yield "ebft: missing. `rl: ebft` needs its block; `ebft: {mode: structured}` takes every default."
 
 
 def exclusive(config: Config) -> Iterator[str]:

@@ -35,8 +35,8 @@ def share_rows(size: int) -> ContextGroup | None:
     """Form context-parallel groups of `size` consecutive ranks; return this rank's group, or None if `size` is 1."""
     if size == 1:
         return None
-    ranks = PartialState()
-    if ranks.num_processes % size:
+    ranks, count = PartialState(), PartialState().num_processes
+    if count % size:
         remedy = f"start a multiple of {size} with --num-processes, or set it to 1"
         raise UserError(f"context_parallel_size: {size} does not divide the number of processes, {count}; {remedy}")
     group, _ = dist.new_subgroups(size)
