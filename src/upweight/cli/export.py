@@ -37,7 +37,7 @@ def run_gguf(place: str, overrides: list[str], *, output: Path | None, kind: str
     """Convert a trained model, its adapter merged first, and print the file."""
     converter = _converter()
     exported = trained(place, overrides)
-    # In a folder of its own: transformers would read a file beside an adapter as the adapter's.
+    # In a separate folder: transformers would read a file beside an adapter as the adapter's.
     target = output or (exported.adapter or _folder(exported)) / "gguf" / f"model-{kind}.gguf"
     if target.exists():
         raise UserError(f"{target} is there already; remove it, or name another file with --output")

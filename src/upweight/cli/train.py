@@ -40,7 +40,7 @@ def run_train(
     options = [option for option, wanted in (("--quiet", quiet), ("--json", as_json)) if wanted]
 
     def train_one(number: int | None, resume_it: bool) -> None:
-        """Train a stage, or a config without stages, with ranks of its own or in this process."""
+        """Train a stage, or a config without stages, with ranks or in this process."""
         flags = [] if number is None else ["--stage", str(number)]
         flags += ["--resume"] if resume_it else []
         code = _launched(["train", str(path), *overrides, *options, *flags], start)
@@ -107,7 +107,7 @@ def _launched(arguments: Sequence[str], start: Start) -> int | None:
     gpus = torch.cuda.device_count()
     processes = start.processes or (1 if start.launcher == "none" else max(gpus, 1))
     if gpus and processes > gpus:
-        raise UserError(f"--num-processes {processes}: only {gpus} GPUs are visible, and each process needs its own.")
+        raise UserError(f"--num-processes {processes}: only {gpus} GPUs are visible, and each process needs one.")
     if processes > 1 or start.nodes > 1 or start.launcher in ("torchrun", "accelerate"):
         return launch(arguments, start, processes)
     if gpus > 1:  # the Trainer would spread one process over all it sees

@@ -4,7 +4,7 @@ from fnmatch import fnmatchcase
 
 PACKED = "rows are always packed without padding, and that does not change any number"
 FUSED_HEAD = "logits are never built: the head is computed in chunks for every method"
-KERNELS = "the engine picks its own kernels"
+KERNELS = "the engine picks its kernels"
 OWN_SERVER = "the standard vLLM server is started, without modules of ours"
 
 # Keys that are accepted without any effect, by the reason why none is needed; `load` adds one notice per reason.

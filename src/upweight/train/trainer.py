@@ -272,7 +272,7 @@ class MethodTrainer(Trainer):
         """Log, with the metrics and the throughput since the last log."""
         if self.rollouts is not None:  # the Trainer does not know how much of an epoch was trained before a resume
             self.state.epoch = self.state.global_step / self.rollouts.steps_per_epoch
-        if "train_runtime" in logs or "loss" in logs:  # at the end, what was metered since has no entry of its own
+        if "train_runtime" in logs or "loss" in logs:  # at the end, what was metered since has no other entry
             logs |= self.runner.meters.drain(self.accelerator)
         if "loss" in logs:
             now = time.perf_counter()

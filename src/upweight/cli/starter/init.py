@@ -24,7 +24,7 @@ class Starter:
 
     about: str  # the first line of its config and README
     rows: str  # the kind of its sample rows, and the name of their file
-    keys: str  # YAML of its own
+    keys: str  # YAML of the method
     watch: str  # which metrics say that it works
     model: str = MODEL
     rate: str = "1e-4"

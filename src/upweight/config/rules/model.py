@@ -32,7 +32,7 @@ def loading(config: Config) -> Iterator[str]:
             yield f"model_kwargs: {name!r} is set by {key}. Remove it here."
     unpacked = model.gguf_file is not None or (model.base_model or "").endswith(".gguf")
     if unpacked and (adapter.load_in_4bit or adapter.load_in_8bit):
-        yield "load_in_4bit, load_in_8bit: the weights of a GGUF file are not quantised. Use safetensors, or drop the key."
+        yield "load_in_4bit, load_in_8bit: the weights of a GGUF file are not quantised. Use safetensors, or drop it."
 
 
 def adapters(config: Config) -> Iterator[str]:
@@ -58,7 +58,7 @@ def references(config: Config) -> Iterator[str]:
     """Check the keys that concern the reference model."""
     method = config.method
     if config.adapter.separate_reference and config.adapter.kind and method.reference_sync is not None:
-        yield "sync_ref_model: a separate reference cannot follow an adapter, a copy of it can; drop rl_adapter_ref_model."
+        yield "sync_ref_model: a separate reference cannot follow an adapter, a copy can; drop rl_adapter_ref_model."
     if config.optim.neftune_alpha and not method.takes_noise:
         yield "neftune_noise_alpha: noise on embeddings is for SFT: policy and reference would differ by it. Drop it."
     if config.optim.reference_offloading and config.adapter.separate_reference:

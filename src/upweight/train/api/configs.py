@@ -72,7 +72,7 @@ class MethodArguments(TrainingArguments):
                 raise TypeError(f"{cls.__name__} takes no argument '{name}'. {REPLACED.get(name, hint)}")
         return super().__new__(cls)
 
-    learning_rate: float | None = with_help(None, "Peak learning rate; unset, the method's own, higher with LoRA.")  # pyright: ignore[reportIncompatibleVariableOverride]
+    learning_rate: float | None = with_help(None, "Peak learning rate; unset: the method's, higher with LoRA.")  # pyright: ignore[reportIncompatibleVariableOverride]
     max_steps: int | None = with_help(-1, "Optimizer steps; -1 or None: by `num_train_epochs`.")
     warmup_ratio: float | None = with_help(None, "Share of the steps with a rising learning rate, for `warmup_steps`.")
     logging_steps: float = with_help(10, "Log every so many steps.")

@@ -89,17 +89,14 @@ class GRPOTrainer(MethodTrainer):
         return [{name: row[name] for name in RETURNED} for row in completions]
 
     def _reset_rollouts(self) -> None:
-        """Reset the rollouts before and after a training: processes, buffers and the current rollout.
-
-        The sampler is rebuilt, since device and dtype of the weights change when a training starts or ends.
-        """
+        """Reset the rollouts before and after a training: processes, buffers, the sampler and the current rollout."""
         rollouts = self.rollouts
         assert rollouts is not None
         producer, old, sampler = rollouts.producer, rollouts.producer.scorer, rollouts.generator
         rollouts.close()
         rollouts.current, rollouts.units = None, []
         producer.scorer = Scorer(old.rewards, workers=old.num_workers, timeout=old.timeout)
-        if isinstance(sampler, InProcess):
+        if isinstance(sampler, InProcess):  # device and dtype of the weights change when a training starts or ends
             options = {"engine": self.runner.engine, "compile": sampler.compile}
             device = self.accelerator.device if self.sharding != "none" else None
             rollouts.generator = InProcess(self.model, self.processing_class, device=device, **options)

@@ -50,13 +50,11 @@ class StopOnSignal(TrainerCallback):
 
     def __init__(self) -> None:
         self.caught, self._process = 0, os.getpid()
-        self._before: dict[int, Any] = {}
+        self._before: dict[signal.Signals, Any] = {}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if threading.current_thread() is not threading.main_thread():  # only the main thread may set handlers
-            return
-        for number in (signal.SIGTERM, signal.SIGINT):
-            self._before[number] = signal.signal(number, self._catch)
+        if threading.current_thread() is threading.main_thread():  # only the main thread may set handlers
+            self._before = {number: signal.signal(number, self._catch) for number in (signal.SIGTERM, signal.SIGINT)}
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.caught = max(all_gather_objects(self.caught))  # a signal reaches the ranks at different times
