@@ -294,9 +294,7 @@ def watch(
 
 
 @app.command("agent-docs")
-def agent_docs(
-    topic: Annotated[str | None, typer.Argument(help="One of those that are listed without it.")] = None,
-) -> None:
+def agent_docs(topic: Annotated[str | None, typer.Argument(help="One of those listed without it.")] = None) -> None:
     """Print a reference page for coding agents."""
     from upweight.cli.agent_docs import run
 
@@ -304,9 +302,7 @@ def agent_docs(
 
 
 @app.command()
-def schema(
-    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print the reference page instead.")] = False,
-) -> None:
+def schema(as_markdown: Annotated[bool, typer.Option("--markdown", help="Print the page instead.")] = False) -> None:
     """Print the JSON schema of the config."""
     from upweight.config.schema import json_schema, markdown
 

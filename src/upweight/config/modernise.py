@@ -8,12 +8,8 @@ from upweight.config.sections.data import OWN_TEMPLATES
 from upweight.config.yaml_file import copy_tree
 
 OTHER_ATTENTION = ("xformers", "sage", "fp8", "varlen", "flash_attention_4")
-PRECISIONS = {
-    "auto": ("bf16", "auto"),
-    "bfloat16": ("bf16", True),
-    "float16": ("fp16", True),
-    "float32": ("bf16", False),
-}
+AUTO, HALF, FULL = ("bf16", "auto"), ("fp16", True), ("bf16", False)
+PRECISIONS = {"auto": AUTO, "bfloat16": ("bf16", True), "float16": HALF, "float32": FULL}
 SHARDING_WORDS = {"FULL_SHARD": True, "HYBRID_SHARD": True, "SHARD_GRAD_OP": False, "NO_SHARD": False}
 
 

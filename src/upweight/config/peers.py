@@ -126,13 +126,13 @@ NOT_HERE: dict[str, str] = {
     " quantize_moe_experts llmcompressor nvfp4_* nf4_backend dsv4_*",
     "not supported; use `bf16: true`": "fp8 fp8_* float32 fp32_norms fp32_norm_classes",
     "this attention is not supported; leave it out and the tree attention serves": "xformers_attention sage_attention"
-    " s2_attention flash_optimum large_head_attention flash_attn_d512"
-    " sdpa_varlen scaling_softmax scaling_softmax_factor scaling_softmax_bias",
+    " s2_attention flash_optimum large_head_attention flash_attn_d512 sdpa_varlen scaling_softmax"
+    " scaling_softmax_factor scaling_softmax_bias",
     "training on an endless stream of raw text is not supported; use `datasets` with `type: completion`": ""
-    "pretraining_dataset pretraining_sample_concatenation streaming streaming_multipack_buffer_size"
+    " pretraining_dataset pretraining_sample_concatenation streaming streaming_multipack_buffer_size"
     " pretrain_multipack_buffer_size pretrain_multipack_attn use_pose pose_* overlap_len",
-    "not supported; use FSDP, DeepSpeed or `context_parallel_size`": "tensor_parallel_size"
-    " dp_replicate_size max_memory gpu_memory_limit device expert_parallel_* context_parallel",
+    "not supported; use FSDP, DeepSpeed or `context_parallel_size`": "tensor_parallel_size dp_replicate_size max_memory"
+    " gpu_memory_limit device expert_parallel_* context_parallel",
     "removed; use `dpo_loss_type: [sigmoid, sft]`": "rpo_alpha",
     "removed; set `rope_parameters` in `model_config`": "rope_scaling",
     "removed; use `sequence_len`": "max_packed_sequence_len",
@@ -153,14 +153,13 @@ NOT_HERE: dict[str, str] = {
     "not supported; use the tokenizer that transformers loads: leave it out": "tokenizer_use_mistral_common",
     "clone NeMo Gym yourself, and name its folder in `nemo_gym_dir`": "nemo_gym_auto_clone",
     "not supported; leave it out": "accelerator_config added_tokens_overrides base_model_ignore_patterns"
-    " cls_model_config embeddings_skip_upcast fix_untrained_tokens is_preprocess"
-    " lora_bias llama4_linearized_experts lora_on_cpu merge_lora num_dataset_shards_to_save peft_autocast_adapter_dtype"
-    " peft_ensure_weight_tying peft_trainable_token_indices preprocess_iterable push_dataset_to_hub"
-    " qlora_sharded_model_loading reinit_weights sample_packing_eff_est sample_packing_seq_len_multiplier"
-    " shrink_embeddings tokenizer_save_jinja_files total_num_tokens total_supervised_tokens hatchery export"
-    " balance_labels log_sweep_* autotune_* trl.use_transformers_paged trl.use_transformers_continuous_batching"
-    " trl.cache_implementation trl.vllm_group_port trl.vllm_model_impl trl.use_adaptive_entropy"
-    " trl.entropy_coef_* trl.entropy_target",
+    " cls_model_config embeddings_skip_upcast fix_untrained_tokens is_preprocess lora_bias llama4_linearized_experts"
+    " lora_on_cpu merge_lora num_dataset_shards_to_save peft_autocast_adapter_dtype peft_ensure_weight_tying"
+    " peft_trainable_token_indices preprocess_iterable push_dataset_to_hub qlora_sharded_model_loading reinit_weights"
+    " sample_packing_eff_est sample_packing_seq_len_multiplier shrink_embeddings tokenizer_save_jinja_files"
+    " total_num_tokens total_supervised_tokens hatchery export balance_labels log_sweep_* autotune_*"
+    " trl.use_transformers_paged trl.use_transformers_continuous_batching trl.cache_implementation trl.vllm_group_port"
+    " trl.vllm_model_impl trl.use_adaptive_entropy trl.entropy_coef_* trl.entropy_target",
 }
 REASONS: dict[str, str] = {key: reason for reason, keys in NOT_HERE.items() for key in keys.split()}
 

@@ -46,9 +46,9 @@ def warnings_of(config: Config, version: str) -> list[str]:
     """Return warnings to show before the server starts."""
     messages = []
     if config.vllm.host not in LOOPBACK:
+        remedy = "use 127.0.0.1, or a network that only you can reach"
         messages.append(
-            f"vllm.host: {config.vllm.host} can be reached from other machines, and the routes that change weights "
-            "are not protected; use 127.0.0.1, or a network that only you can reach"
+            f"vllm.host: routes that change weights are open to machines that reach {config.vllm.host}; {remedy}"
         )
     if direct_transfer(config) == "ipc" and version.startswith("0.26"):
         messages.append("vLLM 0.26 does not start with trl.vllm_weight_transfer: ipc unless ray is installed beside it")

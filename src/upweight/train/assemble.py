@@ -74,13 +74,9 @@ def assemble(config: Config, objects: Objects = YAML_ONLY, *, trains: bool = Tru
     model = load_policy(config, objects, tokenizer, dtype, sharding, trains=trains)
     if objects.model is not None or objects.load_dtype is not None:  # the dtype of the loaded weights wins
         dtype = next((p.dtype for p in model.parameters() if p.dtype in HALF), dtype)
+    steps, on_cpu = _steps_per_epoch(config, len(data.train), ranks.num_processes), device.type == "cpu"
     arguments = training_arguments(
-        config,
-        objects.arguments,
-        steps_per_epoch=_steps_per_epoch(config, len(data.train), ranks.num_processes),
-        use_cpu=device.type == "cpu",
-        dtype=dtype,
-        sharding=sharding,
+        config, objects.arguments, steps_per_epoch=steps, use_cpu=on_cpu, dtype=dtype, sharding=sharding
     )
     gradient, online = config.method.policy_settings, config.method.online
     eval_sets = data.evaluation.values() if isinstance(data.evaluation, Mapping) else [data.evaluation]

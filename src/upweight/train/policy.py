@@ -100,14 +100,10 @@ def _load_base_model(
     shard_config = zero3 if low_memory and trains and not with_vllm else None
     masters = trains and config.adapter.kind is None and not config.model.pure_bf16 and sharding != "deepspeed"
     weight_dtype = objects.load_dtype or (master_dtype(config.model, dtype) if masters else dtype)
+    fitted, seed = tokenizer if objects.chat_template_path is None else None, config.optim.seed
     with rank0_reads_weights(low_memory and sharding == "fsdp"), zero3_partitioned_loading(shard_config):
         return load_model(
-            config.model,
-            weight_dtype,
-            head=config.method.head,
-            tokenizer=tokenizer if objects.chat_template_path is None else None,
-            adapter=config.adapter,
-            seed=config.optim.seed,
+            config.model, weight_dtype, head=config.method.head, tokenizer=fitted, adapter=config.adapter, seed=seed
         )
 
 

@@ -45,23 +45,13 @@ class StepRunner:
     checked: tuple[int, int] | None = None  # the longest sequence and the largest row that were checked
     collects: list[str] = field(default_factory=list)  # names that `Method.collect` returns on any rank
 
-    @property
-    def shares(self) -> int:
-        """Return the number of parts of a step: one per rank, or per context-parallel group of ranks."""
-        return self.accelerator.num_processes // self._context_size
-
-    @property
-    def _context_size(self) -> int:
-        return 1 if self.engine.context is None else self.engine.context.size
-
-    @property
-    def _reports(self) -> bool:
-        """Whether this rank reports for its context-parallel group."""
-        return self.engine.context is None or self.engine.context.rank == 0
-
-    @property
-    def _under_zero(self) -> bool:
-        return self.accelerator.distributed_type == DistributedType.DEEPSPEED
+    def __post_init__(self) -> None:
+        context = self.engine.context
+        self._context_size = 1 if context is None else context.size
+        self._reports = context is None or context.rank == 0  # for its context-parallel group
+        self._under_zero = self.accelerator.distributed_type == DistributedType.DEEPSPEED
+        # The parts of a step: one per rank, or per context-parallel group of ranks.
+        self.shares = self.accelerator.num_processes // self._context_size
 
     def train(self, model: nn.Module, units: Sequence[Unit], known_counts: Mapping[str, float] | None = None) -> Tensor:
         """Compute the gradients of a step; return a loss whose mean over ranks is the loss of the step."""

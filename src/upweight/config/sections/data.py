@@ -70,9 +70,7 @@ class UserFormat(Strict):
     format: str | None = inner(None, "Format of the SFT prompt; `{instruction}` and `{input}` are filled in.")
     no_input_format: str | None = inner(None, "Format of the SFT prompt for rows without an input.")
     system_prompt: str = inner("", "System text for rows that have none.")
-    system_format: str = inner(
-        "{system}", "Format of the system text; it comes before the prompt if no prompt format contains `{system}`."
-    )
+    system_format: str = inner("{system}", "Format of the system text; before the prompt if no format has `{system}`.")
 
 
 class DatasetRow(Strict):

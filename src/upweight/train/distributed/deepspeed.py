@@ -62,12 +62,6 @@ def zero3_partitioned_loading(config: Mapping[str, Any] | None) -> Iterator[None
         unset_hf_deepspeed_config()  # the loop sets it again
 
 
-def zero_arguments(options_or_file: str | Mapping[str, Any], folder: Path, dtype: torch.dtype) -> dict[str, Any]:
-    """Return the TrainingArguments of DeepSpeed."""
-    require_deepspeed()
-    return {"deepspeed": zero_config(options_or_file, folder, dtype), "bf16": dtype == torch.bfloat16}
-
-
 def require_deepspeed() -> None:
     """Raise where DeepSpeed is missing; select its CPU backend where there is no GPU."""
     if find_spec("deepspeed") is None:
