@@ -166,18 +166,11 @@ def make_policy(
         enable_checkpointing(model, reentrant, every_layer, optim.optimizer)
     text, reserved = model.config.get_text_config(), _reserved_bytes(model, optim.optimizer, sharding != "none")
     by_memory = token_budget(text, device, checkpointing=optim.gradient_checkpointing, reserved=reserved)
+    budget = optim.token_budget or by_memory * (1 if context is None else context.size)
+    precompute = Precompute(adapter_state(model) == "identity", prepared, load) if precomputed else None
+    references = {"reference": reference, "precompute": precompute, "offload_reference": optim.reference_offloading}
     return Policy(
-        model,
-        method,
-        engine,
-        optim.token_budget or by_memory * (1 if context is None else context.size),
-        dtype,
-        reference,
-        Precompute(adapter_state(model) == "identity", prepared, load) if precomputed else None,
-        copies,
-        tokenizer,
-        optim.reference_offloading,
-        sharding,
+        model, method, engine, budget, dtype, copies=copies, tokenizer=tokenizer, sharding=sharding, **references
     )
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import PurePath
 from typing import Any
 
-from upweight.config.config import Config
+from upweight.config.config import Config, general_keys
 from upweight.config.rules.data import entries
 from upweight.config.sections.training import FROM_BITSANDBYTES
 from upweight.config.zero import not_taken, zero_file, zero_options, zero_stage
@@ -14,6 +14,10 @@ from upweight.errors import UserError, did_you_mean
 LONGEST_NAME = 255  # bytes that file systems allow in a name
 # Hub repository names: at most 96 characters, no part begins or ends with a dash or dot, neither is doubled.
 REPOSITORY = r"(?!.{97})(?!.*(--|\.\.))(\w([\w.-]*\w)?/)?\w([\w.-]*\w)?"
+PATHS = (  # keys that hold a path; `deepspeed` may hold options instead
+    "output_dir", "resume_from_checkpoint", "dataset_prepared_path", "base_model", "base_model_config",
+    "tokenizer_config", "gguf_file", "lora_model_dir", "nemo_gym_dir", "deepspeed",
+)  # fmt: skip
 NUMBER, WHOLE = "a number", "a whole number"
 SHAPES = ("linear", "cosine", "1-sqrt")
 # Arguments of transformers' schedules in `lr_scheduler_kwargs`: a kind of value, or the allowed words.
@@ -195,27 +199,18 @@ def deepspeed(config: Config) -> Iterator[str]:
 
 def paths(config: Config) -> Iterator[str]:
     """Reject paths that are empty or that no file system allows, and invalid names of repositories."""
-    named: dict[str, Any] = {
-        "output_dir": config.run.output_dir,
-        "resume_from_checkpoint": config.run.resume_from,
-        "dataset_prepared_path": config.data.prepared_path,
-        "chat_template_jinja": _file_of(config.data.chat_template_jinja),
-        "base_model": config.model.base_model,
-        "base_model_config": config.model.config_source,
-        "tokenizer_config": config.model.tokenizer,
-        "gguf_file": config.model.gguf_file,
-        "lora_model_dir": config.adapter.folder,
-        "nemo_gym_dir": config.gym.folder,
-        "deepspeed": config.sharding.deepspeed if isinstance(config.sharding.deepspeed, str) else None,
-    }
+    named: dict[str, Any] = {"chat_template_jinja": _file_of(config.data.chat_template_jinja)}
+    for path in PATHS:
+        section, key = general_keys()[path]
+        named[path] = getattr(getattr(config, section), key.name)
     for entry, row in entries(config):
         files = row.data_files if isinstance(row.data_files, list) else [row.data_files]
         named |= {f"{entry}.path": row.path, f"{entry}.chat_template_jinja": _file_of(row.chat_template_jinja)}
         named |= {f"{entry}.data_files": name for name in files if name is not None and too_long(name)}
     for place, name in named.items():
-        if name is not None and not name.strip():
+        if isinstance(name, str) and not name.strip():
             yield f"{place}: is empty. Name a place, or drop the key."
-        elif name is not None and too_long(name):
+        elif isinstance(name, str) and too_long(name):
             yield f"{place}: a name in it has over {LONGEST_NAME} bytes or a NUL: no file system allows it. Shorten it."
     hub = config.run.hub_model_id
     if hub is not None and not re.fullmatch(REPOSITORY, hub):
