@@ -12,14 +12,15 @@ from upweight.config.peers import ATTENTION_SWITCHES, HOLDS, NOT_HERE, OTHER_NAM
 from upweight.config.sections.data import DatasetRow, UserFormat
 from upweight.config.sections.rollout import GymDataset
 from upweight.methods import METHODS
-from upweight.settings import Key, Section, keys_of
+from upweight.settings import Section, keys_of
 
 
 def json_schema() -> dict[str, Any]:
     """Return the JSON schema of a complete config."""
     definitions: dict[str, Any] = {}
     properties: dict[str, Any] = {}
-    for key in all_keys():
+    of_methods = (next(iter(by_method.values())) for by_method in method_keys().values())  # the first that reads it
+    for key in (*(key for _, key in general_keys().values()), *of_methods):
         field = key.field
         limited: Any = Annotated[field.annotation, *field.metadata] if field.metadata else field.annotation
         schema = TypeAdapter(limited).json_schema()
@@ -41,12 +42,6 @@ def json_schema() -> dict[str, Any]:
         "additionalProperties": False,
         "$defs": definitions,
     }
-
-
-def all_keys() -> list[Key]:
-    """Return every accepted YAML path once, with the declaration of the first method that reads it."""
-    of_methods = [next(iter(by_method.values())) for by_method in method_keys().values()]
-    return [*(key for _, key in general_keys().values()), *of_methods]
 
 
 def markdown() -> str:

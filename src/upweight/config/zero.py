@@ -64,8 +64,3 @@ def not_taken(options: Mapping[str, Any]) -> Iterator[str]:
     for key in ("bf16", "fp16"):
         if not isinstance(options.get(key) or {}, Mapping):
             yield f"deepspeed: '{key}' is a mapping such as {{'enabled': 'auto'}}; `bf16` and `fp16` set the precision."
-
-
-def partitions_weights(source: str | Mapping[str, Any] | None, folder: Path) -> bool:
-    """Whether DeepSpeed is used with ZeRO-3, which shards the weights."""
-    return source is not None and zero_stage(zero_options(source, folder)) == 3

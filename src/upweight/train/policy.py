@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig, set_seed
 from upweight.config import Config
 from upweight.config.sections.model import ModelSection
 from upweight.config.sections.training import OptimSection
-from upweight.config.zero import partitions_weights
+from upweight.config.zero import zero_stage
 from upweight.engine import Engine
 from upweight.engine.activations import add_noise, enable_checkpointing, offload_activations
 from upweight.engine.context import ContextGroup
@@ -94,10 +94,10 @@ def _load_base_model(
 ) -> Model:
     """Load the config's model on the CPU; with `trains`, ZeRO-3 may load it as shards."""
     low_memory, zero = config.sharding.low_memory_loading, config.sharding.deepspeed
-    zero3 = zero_config(zero, config.folder, dtype) if zero and partitions_weights(zero, config.folder) else None
+    zero_options = zero_config(zero, config.folder, dtype) if zero is not None else {}
     # Rank 0 compares the model's log-probs with those of a vLLM server, which needs all weights.
     with_vllm = config.method.online and config.rollout.use_vllm
-    shard_config = zero3 if low_memory and trains and not with_vllm else None
+    shard_config = zero_options if zero_stage(zero_options) == 3 and low_memory and trains and not with_vllm else None
     masters = trains and config.adapter.kind is None and not config.model.pure_bf16 and sharding != "deepspeed"
     weight_dtype = objects.load_dtype or (master_dtype(config.model, dtype) if masters else dtype)
     fitted, seed = tokenizer if objects.chat_template_path is None else None, config.optim.seed
