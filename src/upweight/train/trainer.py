@@ -63,9 +63,7 @@ class MethodTrainer(Trainer):
         kind, policy, rollouts = type(self), parts.policy, parts.rollouts
         for name in NEVER_CALLED:
             if getattr(kind, name, None) is not getattr(Trainer, name, None):
-                remedy = (
-                    "Override `training_step`, which returns a loss after its backward, or use the method's settings."
-                )
+                remedy = "Override `training_step`, which returns a loss after its backward, or use the settings."
                 raise UserError(f"{kind.__name__}.{name}: is never called here. {remedy}")
         Path(parts.arguments.output_dir or ".").mkdir(parents=True, exist_ok=True)
         super().__init__(

@@ -164,7 +164,8 @@ class MethodArguments(TrainingArguments):
                 f"{show((names[str(path[0])], *path[1:]))}: {reason}" if path else reason.replace("trl.", "")
                 for path, reason in explain(error, kind, values)
             ]
-            raise UserError(f"{type(self).__name__}: {error_translator(type(self))('; '.join(problems))}") from None
+            translated = map(error_translator(type(self)), problems)
+            raise UserError(f"{type(self).__name__}: {'; '.join(translated)}") from None
 
     def dataset_row(self, columns: Sequence[str] = ()) -> DatasetRow:
         """Return the `datasets` entry that reads a script's rows with these columns."""
