@@ -48,10 +48,11 @@ def _problem(name: str, value: Any) -> str | None:
         return f" must be {FIELDS[name].__name__}{' or a list' if name in SEVERAL else ''}"
     if name == "max_new_tokens" and value < 1:
         return f": at least 1, got {value}"
-    try:  # the limits of the key with that name
-        RolloutSection(**({name: value} if name in RolloutSection.model_fields else {}))
-    except ValidationError as error:
-        return f": {error.errors()[0]['msg']}, got {value}"
+    if name in RolloutSection.model_fields:
+        try:
+            RolloutSection(**{name: value})  # applies the limits of the key with that name
+        except ValidationError as error:
+            return f": {error.errors()[0]['msg']}, got {value}"
     return None
 
 

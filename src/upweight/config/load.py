@@ -57,15 +57,18 @@ def _flatten(content: dict[Any, Any], findings: Findings) -> dict[str, Any]:
     satisfied: dict[str, list[str]] = {}
     for path, value in _paths(content, findings):
         if path in general_keys() or path in method_keys():
-            flat |= {} if value is None else {path: value}
+            if value is not None:
+                flat[path] = value
         elif path in SATISFIED:
-            satisfied.setdefault(SATISFIED[path], []).extend([path] if asks_for_something(value) else [])
+            if asks_for_something(value):
+                satisfied.setdefault(SATISFIED[path], []).append(path)
         elif reason := why_refused(path):
-            findings.errors += [f"{path}: {reason}"] if asks_for_something(value) else []
+            if asks_for_something(value):
+                findings.errors.append(f"{path}: {reason}")
         else:
             text = _suggestion(path, value) if len(findings.errors) < MOST_SUGGESTIONS else "unknown key."
             findings.errors.append(f"{path if path.isprintable() else ascii(path)}: {text}")
-    findings.notices += [f"{', '.join(paths)}: nothing to do: {reason}" for reason, paths in satisfied.items() if paths]
+    findings.notices += [f"{', '.join(paths)}: nothing to do: {reason}" for reason, paths in satisfied.items()]
     return flat
 
 
