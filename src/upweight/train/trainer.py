@@ -193,14 +193,16 @@ class MethodTrainer(Trainer):
             torch.cuda.empty_cache()
         tokens = sum(len(sample.ids) for unit in inputs["units"] for sample in unit.samples)
         self.state.num_input_tokens_seen += tokens
-        for retries in range(2):
+        retried = False
+        while True:
             try:
                 with activity("training on a step"):
                     return self.runner.train(model, inputs["units"], inputs.get("counts"))
             except torch.cuda.OutOfMemoryError as error:
-                if retries or self.accelerator.num_processes > 1 or self.runner.token_budget <= SMALLEST_BUDGET:
+                if retried or self.accelerator.num_processes > 1 or self.runner.token_budget <= SMALLEST_BUDGET:
                     raise UserError(out_of_memory("in a training step", self.runner.token_budget)) from error
             # Nothing of the failed try is kept, so the second one is exact.
+            retried = True
             model.zero_grad()
             torch.cuda.empty_cache()
             recompute_every_layer(base_of(self.accelerator.unwrap_model(model)))
