@@ -6,8 +6,9 @@ from pathlib import Path
 
 from docs.format_rows import SHOWN
 
-from upweight.config.rules.data import SERVES
+from upweight.config.rules.data import kind_of_rows
 from upweight.config.schema import markdown
+from upweight.methods import METHODS
 from upweight.runs.health_rules import EXPLAINED, RULES, SIGNS, Sign
 from upweight.train.api import configs
 from upweight.train.api.configs import MethodArguments
@@ -24,7 +25,7 @@ def formats() -> str:
     """The end of `docs/formats.md`: a row of every format."""
     lines = [""]
     for kind, shown in SHOWN.items():
-        lines += [f"## For {SERVES[kind]}"]
+        lines += [f"## For {', '.join(name for name, method in METHODS.items() if kind_of_rows(method) == kind)}"]
         lines += [KTO_TOO] if kind == "labelled" else [""]
         lines += ["| `type` | a row |", "|---|---|"]
         for one in shown:

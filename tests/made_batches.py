@@ -5,7 +5,7 @@ import math
 import torch
 from accelerate import Accelerator
 
-from upweight.train.step import Meters
+from upweight.train.recording.metrics import Meters
 from upweight.types import Batch, Outputs
 
 

@@ -39,36 +39,12 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
-    "CPOConfig",
-    "CPOTrainer",
-    "DPOConfig",
-    "DPOTrainer",
-    "GRPOConfig",
-    "GRPOTrainer",
-    "KTOConfig",
-    "KTOTrainer",
-    "ORPOConfig",
-    "ORPOTrainer",
-    "PRMConfig",
-    "PRMTrainer",
-    "RLOOConfig",
-    "RLOOTrainer",
-    "RewardConfig",
-    "RewardTrainer",
-    "SFTConfig",
-    "SFTTrainer",
-    "apply_chat_template",
-    "extract_prompt",
-    "is_conversational",
-    "is_conversational_from_value",
-    "maybe_apply_chat_template",
-    "maybe_convert_to_chatml",
-    "maybe_extract_prompt",
-    "maybe_unpair_preference_dataset",
-    "pack_dataset",
-    "truncate_dataset",
-    "unpair_preference_dataset",
-]
+    "CPOConfig", "CPOTrainer", "DPOConfig", "DPOTrainer", "GRPOConfig", "GRPOTrainer", "KTOConfig", "KTOTrainer",
+    "ORPOConfig", "ORPOTrainer", "PRMConfig", "PRMTrainer", "RLOOConfig", "RLOOTrainer", "RewardConfig",
+    "RewardTrainer", "SFTConfig", "SFTTrainer", "apply_chat_template", "extract_prompt", "is_conversational",
+    "is_conversational_from_value", "maybe_apply_chat_template", "maybe_convert_to_chatml", "maybe_extract_prompt",
+    "maybe_unpair_preference_dataset", "pack_dataset", "truncate_dataset", "unpair_preference_dataset",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -7,13 +7,9 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-STORAGE_ERRORS = {  # with texts that stand for them
+STORAGE_ERRORS: dict[int, tuple[str, ...]] = {  # with texts that stand for them
     errno.ENOSPC: ("PytorchStreamWriter failed writing file", "unexpected pos", "iostream error"),
-    errno.EDQUOT: (),
-    errno.EROFS: (),
-    errno.EIO: (),
-    errno.ESTALE: (),
-    errno.EHOSTDOWN: (),
+    **dict.fromkeys((errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE, errno.EHOSTDOWN), ()),
 }
 
 
@@ -42,7 +38,7 @@ def storage_error(error: BaseException | None) -> str | None:
     while error is not None:
         if isinstance(error, OSError) and error.errno in STORAGE_ERRORS:
             return f"{os.strerror(error.errno)}{f' ({error.filename})' if error.filename else ''}"
-        # Libraries that write without Python raise errors of their own.
+        # Libraries that write without Python raise other errors.
         for number, signs in STORAGE_ERRORS.items():
             if any(sign in str(error) for sign in (os.strerror(number), *signs)):
                 return os.strerror(number)

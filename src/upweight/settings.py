@@ -31,23 +31,23 @@ def inner(default: Any, help: str, **limits: Any) -> Any:
 class Strict(BaseModel):
     """A frozen model that rejects unknown keys and does not read `true` as a number."""
 
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=(), validate_default=False
-    )
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
 
     @model_validator(mode="before")
     @classmethod
     def _null_means_unset(cls, values: Any) -> Any:
-        if not isinstance(values, dict):
-            return values
-        return {key: value for key, value in values.items() if value is not None or key not in cls.model_fields}
+        if isinstance(values, dict):
+            return {key: value for key, value in values.items() if value is not None or key not in cls.model_fields}
+        return values
 
     @field_validator("*", mode="before")
     @classmethod
     def _bool_to_word(cls, value: Any, info: ValidationInfo) -> Any:
         """Convert a bool back to `no` or `off` where the field expects a word; reject it where a number is expected."""
         annotation = cls.model_fields[info.field_name or ""].annotation
-        if not isinstance(value, bool) or _admits(annotation, bool):
+        choices = [choice for one in branches(annotation) for choice in get_args(one)]
+        takes_bool = {Any, bool}.intersection(branches(annotation)) or any(isinstance(one, bool) for one in choices)
+        if takes_bool or not isinstance(value, bool):
             return value
         word = next((word for word in BOOL_WORDS[value] if word in literals(annotation)), None)
         if word is None:
@@ -73,25 +73,21 @@ class Key:
 def keys_of(section: type[Section]) -> Iterator[Key]:
     """Yield every YAML path that a section reads."""
     for name, field in section.model_fields.items():
-        extra = field.json_schema_extra
+        extra: Any = field.json_schema_extra
         assert isinstance(extra, dict), f"{section.__name__}.{name} is not declared with setting()"
-        canonical = str(extra["path"])
-        also = extra.get("also")
-        assert isinstance(also, list)
-        for path in (canonical, *(str(item) for item in also)):
-            yield Key(path, section, name, field, canonical)
+        for path in (extra["path"], *extra["also"]):
+            yield Key(path, section, name, field, canonical=extra["path"])
 
 
-def _admits(annotation: Any, kind: type) -> bool:
-    """Whether a type annotation accepts values of `kind` without conversion."""
-    if annotation is Any or annotation is kind:
-        return True
-    origin = get_origin(annotation)
-    if origin is Annotated:
-        return _admits(get_args(annotation)[0], kind)
-    if origin in (Union, types.UnionType):
-        return any(_admits(part, kind) for part in get_args(annotation))
-    return any(isinstance(value, kind) for value in get_args(annotation)) if origin is not None else False
+def branches(annotation: Any) -> Iterator[Any]:
+    """Yield the members of a union type, without `None` and without `Annotated` metadata."""
+    if get_origin(annotation) is Annotated:
+        yield from branches(get_args(annotation)[0])
+    elif get_origin(annotation) in (Union, types.UnionType):
+        for part in get_args(annotation):
+            yield from branches(part)
+    elif annotation is not type(None):
+        yield annotation
 
 
 def literals(annotation: Any) -> Iterator[str]:

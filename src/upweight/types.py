@@ -167,8 +167,6 @@ class Completion:
 Prompts = Sequence[Sequence[int]]  # token ids of each
 Completions = list[list[Completion]]  # of each prompt, in order
 Done = Callable[[int, list[Completion]], None]  # called with the index of a prompt and its completions
-
-
 GroupDone = Callable[[int], None]  # called with the index of a group that has all its completions
 
 
@@ -214,11 +212,9 @@ class Generator(Protocol):
 
     def require_room(self, prompt: int, new: int) -> None:
         """Raise if `prompt` tokens and `new` tokens together exceed the longest sequence that can be sampled."""
-        ...
 
     def sync(self, version: int) -> None:
         """Load the policy's current weights as `version`; the next request samples from them."""
-        ...
 
     def version(self) -> int:
         """Return the policy version that the next request samples from."""
@@ -226,7 +222,6 @@ class Generator(Protocol):
 
     def close(self) -> None:
         """Release all resources; a later call acquires them again."""
-        ...
 
 
 @runtime_checkable
@@ -235,4 +230,3 @@ class Provable(Protocol):
 
     def prove(self, prompts: Prompts, sampling: Sampling, gather: Callable[[Any], list[Any]]) -> None:
         """Raise where its log-probs are not the model's; `gather` returns the values of all ranks on every rank."""
-        ...

@@ -39,10 +39,8 @@ def load_function(path: str, folder: Path, key: str) -> Callable[..., Any]:
         if error.name and (module_name == error.name or module_name.startswith(f"{error.name}.")):
             roots = list(dict.fromkeys((Path.cwd(), folder.resolve())))
             near = did_you_mean(module_name, [other.stem for root in roots for other in root.glob("*.py")])
-            raise UserError(
-                f"{key}: there is no '{module_name}': no {module_name.replace('.', '/')}.py in "
-                f"{' or '.join(map(str, roots))}, and no installed package of that name.{near}"
-            ) from error
+            missing = f"no {module_name.replace('.', '/')}.py in {' or '.join(map(str, roots))}, and no such package"
+            raise UserError(f"{key}: there is no '{module_name}': {missing}.{near}") from error
         raise UserError(f"{key}: '{path}' cannot be imported: {error}. Install '{error.name}' first.") from error
     except (Exception, SystemExit) as error:  # importing runs the user's code
         raise UserError(f"{key}: '{path}' cannot be imported: {describe_error(error)}") from error

@@ -121,7 +121,7 @@ def test_keys_that_hold_by_construction_are_noted_once():
     config = parse({"sample_packing": True, "trl": {"use_liger_loss": True}, "strict": False}, fragment=True)
     assert [notice.partition(":")[0] for notice in config.notices] == ["sample_packing", "trl.use_liger_loss"]
     together = parse({"liger_rope": True, "liger_rms_norm": True}, fragment=True).notices
-    assert together == ("liger_rope, liger_rms_norm: nothing to do: the engine picks its own kernels",)
+    assert together == ("liger_rope, liger_rms_norm: nothing to do: the engine picks its kernels",)
 
 
 def test_older_spellings_are_mapped_and_noted():

@@ -13,7 +13,7 @@ from made_batches import made_batch
 from upweight.methods import DPO, EBFT, GDPO, GRPO, IPO, KTO, METHODS, ORM, ORPO, PRM, RLOO, SFT, SimPO
 from upweight.methods.formulas.dpo_losses import SMOOTHED
 from upweight.methods.policy_gradient import DIVISOR
-from upweight.train.step import Meters
+from upweight.train.recording.metrics import Meters
 from upweight.types import Outputs
 
 DPO_LOSSES = DPO.model_fields["loss_type"].annotation.__args__[0].__args__

@@ -23,7 +23,7 @@ def config_of(folder, model_folder, second=None, **keys):
 
 
 def run(file, resume=False):
-    run_train(file, [], resume=resume, start=start_of(None))
+    run_train(file, [], resume=resume, start=start_of(None), stage=None, quiet=False, as_json=False)
 
 
 def weights(folder):
@@ -82,7 +82,7 @@ def test_two_processes_train_the_stages_that_one_trains(model_folder, tmp_path):
         if count == 1:
             run(file)
         else:
-            run_train(file, [], resume=False, start=start_of(2))
+            run_train(file, [], resume=False, start=start_of(2), stage=None, quiet=False, as_json=False)
         found.append(metrics_of(folder / "out" / "stage-2-dpo"))
     for one, two in zip(*found, strict=True):
         assert two == pytest.approx(one, rel=1e-3, abs=1e-4)

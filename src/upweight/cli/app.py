@@ -21,16 +21,13 @@ app = typer.Typer(
 )
 
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file.")]
-Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys to set, such as trl.beta=0.01.")
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys to set: trl.beta=0.01.")]
+TrainedModel = Annotated[str, typer.Argument(metavar="CONFIG|FOLDER", help="Config that trained it, or its folder.")]
+Processes = Annotated[int | None, typer.Option("--num-processes", min=1, help="Ranks here; else one for each GPU.")]
+Runs = Annotated[
+    list[Path], typer.Argument(metavar="RUN...", help="Folder of a run, or its config; several to compare.")
 ]
-TrainedModel = Annotated[
-    str, typer.Argument(metavar="CONFIG|FOLDER", help="Config that trained it, or folder of the adapter or model.")
-]
-Processes = Annotated[
-    int | None,
-    typer.Option("--num-processes", min=1, help="Ranks to start on this machine; all visible GPUs when left out."),
-]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 # `--trl.beta 0.1`, as other trainers write it, is an override too.
 TAKES_OVERRIDES: dict[str, Any] = {"context_settings": {"ignore_unknown_options": True}}
@@ -84,13 +81,10 @@ def train(
     overrides: Overrides = None,
     *,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the last whole checkpoint.")] = False,
-    allow_changed_data: Annotated[
-        bool, typer.Option("--allow-changed-data", help="Resume although the training data has changed.")
-    ] = False,
+    allow_changed_data: Annotated[bool, typer.Option("--allow-changed-data", help="Resume on changed data.")] = False,
     num_processes: Processes = None,
     launcher: Annotated[
-        str | None,
-        typer.Option(help="torchrun or accelerate (arguments after -- are theirs), or none; our own when left out."),
+        str | None, typer.Option(help="torchrun, accelerate (arguments after -- are its) or none.")
     ] = None,
     nodes: Annotated[int, typer.Option(min=1, help="Machines; start the command on each of them.")] = 1,
     node_rank: Annotated[int, typer.Option(min=0, help="Number of this machine, counted from 0.")] = 0,
@@ -104,7 +98,7 @@ def train(
     """Train what a config describes."""
     from upweight.cli.train import run_train, start_of
 
-    start = start_of(num_processes, launcher, (nodes, node_rank, master_address, master_port), launcher_arguments)
+    start = start_of(num_processes, launcher, (nodes, node_rank, master_address, master_port), launcher_arguments or ())
     overrides = [*(overrides or []), *(["allow_changed_data=true"] if allow_changed_data else [])]
     run_train(config, overrides, resume=resume, start=start, stage=stage, quiet=quiet, as_json=as_json)
 
@@ -121,9 +115,7 @@ def evaluate(config: ConfigFile, overrides: Overrides = None, num_processes: Pro
 def fits(
     config: ConfigFile,
     overrides: Overrides = None,
-    memory: Annotated[
-        float | None, typer.Option(min=1, help="GiB of the card; that of the GPU here otherwise.")
-    ] = None,
+    memory: Annotated[float | None, typer.Option(min=1, help="GiB of the card; else of the GPU here.")] = None,
 ) -> None:
     """Estimate which ways of training a config's model fit on a card."""
     from upweight.cli.fits import run
@@ -136,12 +128,10 @@ def rewards(
     config: ConfigFile,
     overrides: Overrides = None,
     *,
-    completions: Annotated[
-        Path | None, typer.Option(help="JSON lines of prompt, completion and columns, instead of sampling.")
-    ] = None,
+    completions: Annotated[Path | None, typer.Option(help="JSON lines to score, instead of sampling.")] = None,
     prompts: Annotated[int, typer.Option(min=1, help="Prompts to sample for.")] = 4,
     count: Annotated[int | None, typer.Option(min=1, help="Completions of each; as in training otherwise.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Try the rewards of a config without training."""
     from upweight.cli.rewards import run
@@ -153,9 +143,7 @@ def rewards(
 def vllm_serve(
     config: ConfigFile,
     overrides: Overrides = None,
-    python: Annotated[
-        str | None, typer.Option(help="Interpreter of the environment that has vLLM; this one otherwise.")
-    ] = None,
+    python: Annotated[str | None, typer.Option(help="Interpreter that has vLLM; this one otherwise.")] = None,
     show: Annotated[bool, typer.Option("--show", help="Print the command line instead of running it.")] = False,
 ) -> None:
     """Start the vLLM server that a config's training samples from."""
@@ -194,9 +182,7 @@ def gguf(
     trained: TrainedModel,
     overrides: Overrides = None,
     *,
-    output: Annotated[
-        Path | None, typer.Option(help="File to write; `gguf/model-TYPE.gguf` in the model's folder otherwise.")
-    ] = None,
+    output: Annotated[Path | None, typer.Option(help="File to write; else `gguf/model-TYPE.gguf` beside it.")] = None,
     kind: Annotated[str, typer.Option("--type", help="f32, f16, bf16, q8_0 or auto.")] = "q8_0",
 ) -> None:
     """Write a trained model as one GGUF file, with llama.cpp's converter."""
@@ -248,8 +234,7 @@ def inference(
 @app.command()
 def init(
     method: Annotated[
-        str | None,
-        typer.Argument(metavar="METHOD", help="As `rl` names it, or sft, reward, prm, gym; listed else."),
+        str | None, typer.Argument(metavar="METHOD", help="As in `rl`, or sft, reward, prm, gym.")
     ] = None,
     folder: Annotated[Path | None, typer.Argument(help="Folder to write; named after the method otherwise.")] = None,
 ) -> None:
@@ -273,23 +258,15 @@ def choose(
 @app.command(**TAKES_OVERRIDES)
 def doctor(
     place: Annotated[
-        str | None, typer.Argument(metavar="[CONFIG|RUN]", help="Config, or folder of a run; this machine otherwise.")
+        str | None, typer.Argument(metavar="[CONFIG|RUN]", help="Config or run; else this machine.")
     ] = None,
     overrides: Overrides = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Find what is wrong before or after a run.
-
-    Exits with 1 if something needs action.
-    """
+    """Find what is wrong before or after a run; exits with 1 if something needs action."""
     from upweight.cli.doctor import run
 
     raise typer.Exit(run(place, overrides or [], as_json=as_json))
-
-
-Runs = Annotated[
-    list[Path], typer.Argument(metavar="RUN...", help="Folder of a run, or its config; several are compared.")
-]
 
 
 @app.command()
@@ -317,9 +294,7 @@ def watch(
 
 
 @app.command("agent-docs")
-def agent_docs(
-    topic: Annotated[str | None, typer.Argument(help="One of those that are listed without it.")] = None,
-) -> None:
+def agent_docs(topic: Annotated[str | None, typer.Argument(help="One of those listed without it.")] = None) -> None:
     """Print a reference page for coding agents."""
     from upweight.cli.agent_docs import run
 
@@ -327,9 +302,7 @@ def agent_docs(
 
 
 @app.command()
-def schema(
-    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print the reference page instead.")] = False,
-) -> None:
+def schema(as_markdown: Annotated[bool, typer.Option("--markdown", help="Print the page instead.")] = False) -> None:
     """Print the JSON schema of the config."""
     from upweight.config.schema import json_schema, markdown
 
@@ -348,9 +321,7 @@ def root(version: Annotated[bool, typer.Option("--version", help="Print the vers
 
 def _with_launcher_arguments(arguments: list[str]) -> list[str]:
     """What follows `--` after `train` is for the launcher; without this it would be taken for overrides."""
-    if arguments[:1] != ["train"] or "--" not in arguments:
-        return arguments
-    cut = arguments.index("--")
+    cut = arguments.index("--") if arguments[:1] == ["train"] and "--" in arguments else len(arguments)
     return [*arguments[:cut], *(f"--launcher-argument={one}" for one in arguments[cut + 1 :])]
 
 

@@ -3,14 +3,10 @@
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from upweight.config import load_config
 from upweight.errors import UserError
 from upweight.log import quiet_transformers
-
-if TYPE_CHECKING:
-    from upweight.doctor.findings import Finding
 
 MARKS = {"ok": "ok     ", "note": "note   ", "warning": "WARNING", "alarm": "ALARM  "}
 
@@ -22,7 +18,18 @@ def run(place: str | None, overrides: list[str], *, as_json: bool) -> int:
     path = Path(place).expanduser() if place is not None else None
     if path is not None and not path.exists():
         raise UserError(f"{place}: does not exist. Name a config (a YAML file) or a run (its `output_dir`).")
-    findings = _findings(path, overrides)
+    # read before the libraries that train, which take seconds to load
+    config = load_config(path, overrides) if path is not None and not path.is_dir() else None
+
+    from upweight.doctor.config import check_config
+    from upweight.doctor.machine import check_machine
+    from upweight.doctor.run import check_run
+
+    quiet_transformers()
+    if path is not None and config is None:
+        findings = check_run(path)
+    else:
+        findings = [*check_machine(), *(check_config(config) if config is not None else ())]
     wrong = sum(finding.wrong for finding in findings)
     if as_json:
         print(json.dumps({"wrong": wrong, "findings": list(map(asdict, findings))}, ensure_ascii=False))
@@ -33,17 +40,3 @@ def run(place: str | None, overrides: list[str], *, as_json: bool) -> int:
             print(f"{'':8}{'remedy' if finding.wrong else 'hint'}: {finding.remedy}")
     print(f"\n{wrong} of {len(findings)} findings need action" if wrong else "\nnothing is wrong")
     return int(wrong > 0)
-
-
-def _findings(path: Path | None, overrides: list[str]) -> "list[Finding]":
-    # read before the libraries that train, which take seconds to load
-    config = load_config(path, overrides) if path is not None and not path.is_dir() else None
-
-    from upweight.doctor.config import check_config
-    from upweight.doctor.machine import check_machine
-    from upweight.doctor.run import check_run
-
-    quiet_transformers()
-    if path is not None and config is None:
-        return check_run(path)
-    return [*check_machine(), *(check_config(config) if config is not None else ())]

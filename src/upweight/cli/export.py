@@ -37,7 +37,7 @@ def run_gguf(place: str, overrides: list[str], *, output: Path | None, kind: str
     """Convert a trained model, its adapter merged first, and print the file."""
     converter = _converter()
     exported = trained(place, overrides)
-    # In a folder of its own: transformers would read a file beside an adapter as the adapter's.
+    # In a separate folder: transformers would read a file beside an adapter as the adapter's.
     target = output or (exported.adapter or _folder(exported)) / "gguf" / f"model-{kind}.gguf"
     if target.exists():
         raise UserError(f"{target} is there already; remove it, or name another file with --output")
@@ -51,9 +51,7 @@ def run_gguf(place: str, overrides: list[str], *, output: Path | None, kind: str
         part = Path(scratch) / target.name
         done = subprocess.run([*converter, str(source), "--outfile", str(part), "--outtype", kind], check=False)
         if done.returncode or not part.is_file():
-            raise UserError(
-                f"{place}: {converter[-1]} did not convert it (exit {done.returncode}); its output is above"
-            )
+            raise UserError(f"{place}: {converter[-1]} did not convert it (exit {done.returncode}); see above")
         part.rename(target)
     print(target)
 
@@ -67,10 +65,8 @@ def _converter() -> list[str]:
         return [sys.executable, str(script)]
     if command := shutil.which(CONVERTER):
         return [command]
-    raise UserError(
-        f"GGUF files are written by llama.cpp's {CONVERTER}, which is not on the path. "
-        f"Get llama.cpp and what it needs (`pip install gguf sentencepiece`), and set {PLACE} to its folder."
-    )
+    remedy = f"Get llama.cpp and what it needs (`pip install gguf sentencepiece`), and set {PLACE} to its folder."
+    raise UserError(f"GGUF files are written by llama.cpp's {CONVERTER}, which is not on the path. {remedy}")
 
 
 def _folder(exported: Trained) -> Path:

@@ -1,5 +1,6 @@
 """`upweight fits`: which ways of training a config's model fit on a card."""
 
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -29,18 +30,12 @@ def table(config: Config, card: float) -> list[str]:
     sharing = config.sharding.context_parallel_size
     tokens = -(-config.data.sequence_len * sequences // sharing)
     configured = (config.adapter.kind or "all", config.optim.gradient_checkpointing)
+    optimizer, compares = config.optim.optimizer, config.method.needs_reference
+    need_of = partial(estimate, shape, adapter=config.adapter, optimizer=optimizer, reference=compares, tokens=tokens)
     rows: list[tuple[str, ...]] = [HEADINGS]
     for trained in WAYS:
         for recompute in (False, True):
-            need = estimate(
-                shape,
-                trained,
-                config.adapter,
-                optimizer=config.optim.optimizer,
-                reference=config.method.needs_reference,
-                checkpointing=recompute,
-                tokens=tokens,
-            )
+            need = need_of(trained, checkpointing=recompute)
             parts = [f"{part / GIB:.1f}" for part in (need.weights, need.training, need.activations, need.total)]
             fits = "yes" if need.total <= USABLE * card else "no"
             most = longest(shape, need, card, checkpointing=recompute, sequences=sequences) * sharing

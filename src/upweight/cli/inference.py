@@ -5,6 +5,7 @@ import json
 import secrets
 import sys
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -18,6 +19,7 @@ from upweight.log import quiet_transformers
 from upweight.types import Sampling
 
 AT_ONCE = 64  # rows between two writes
+print_text = partial(print, end="", flush=True)
 
 
 def run_score(place: str, file: Path, overrides: list[str], *, output: Path | None, chat: bool) -> None:
@@ -86,7 +88,7 @@ def run_inference(
                     shown = {**row, "completion": completion.text, "finished": completion.finished}
                     print(json.dumps(shown, ensure_ascii=False), flush=True)
     elif count == 1:
-        generator(prompts, drawn, on_text=_print_text)
+        generator(prompts, drawn, on_text=print_text)
         print()
     else:
         for number, completion in enumerate(generator(prompts, drawn, count)[0], 1):
@@ -131,7 +133,7 @@ def _chat(generator: TextGenerator, sampling: Sampling, seed: int) -> None:
             except UserError as error:
                 print(f"{error}; /reset starts again", file=sys.stderr)
                 continue
-            ((completion,),) = generator([ids], dataclasses.replace(sampling, seed=seed + turn), on_text=_print_text)
+            ((completion,),) = generator([ids], dataclasses.replace(sampling, seed=seed + turn), on_text=print_text)
             print()
             messages = [*conversation, {"role": "assistant", "content": str(completion.text)}]
 
@@ -143,7 +145,3 @@ def _line() -> str | None:
             return line.encode("utf-8", "surrogateescape").decode("utf-8")  # which input() may have let through as well
     except EOFError:
         return None
-
-
-def _print_text(text: str) -> None:
-    print(text, end="", flush=True)

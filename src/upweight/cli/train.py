@@ -18,46 +18,35 @@ from upweight.log import logger
 from upweight.runs.files import METRICS
 from upweight.train.distributed.launch import Launcher, Start, end_with_launcher, is_rank, launch, say_through_launcher
 
+Nodes = tuple[int, int, str | None, int | None]  # how many, which of them, address, port
+
 
 def start_of(
-    processes: int | None,
-    launcher: str | None = None,
-    nodes: tuple[int, int, str | None, int | None] = (1, 0, None, None),
-    extra: Sequence[str] | None = None,
+    processes: int | None, launcher: str | None = None, nodes: Nodes = (1, 0, None, None), extra: Sequence[str] = ()
 ) -> Start:
-    """How ranks are to be started, from the options of a command; `nodes`: how many, which, address, port."""
+    """How ranks are to be started, from the options of a command."""
     if launcher is not None and launcher not in get_args(Launcher):
         raise UserError(f"--launcher {launcher}: is one of {', '.join(get_args(Launcher))}.")
-    return Start(processes, cast(Launcher | None, launcher), *nodes, tuple(extra or ()))
+    return Start(processes, cast(Launcher | None, launcher), *nodes, tuple(extra))
 
 
 def run_train(
-    path: Path,
-    overrides: list[str],
-    *,
-    resume: bool,
-    start: Start,
-    stage: int | None = None,
-    quiet: bool = False,
-    as_json: bool = False,
+    path: Path, overrides: list[str], *, resume: bool, start: Start, stage: int | None, quiet: bool, as_json: bool
 ) -> None:
-    """Train what a config describes; where it has stages, all of them or the one with that number.
-
-    `quiet` leaves only warnings on stderr; `as_json` does too, and writes every log to stdout.
-    """
+    """Train what a config describes, or one of its stages; `quiet` and `as_json` leave only warnings on stderr."""
     if quiet or as_json:
         logger.setLevel(logging.WARNING)
     config = _config(path, overrides)
     options = [option for option, wanted in (("--quiet", quiet), ("--json", as_json)) if wanted]
 
     def train_one(number: int | None, resume_it: bool) -> None:
-        """Train a stage, or a config without stages, with ranks of its own or in this process."""
+        """Train a stage, or a config without stages, with ranks or in this process."""
         flags = [] if number is None else ["--stage", str(number)]
         flags += ["--resume"] if resume_it else []
         code = _launched(["train", str(path), *overrides, *options, *flags], start)
         if code is None:
             with _as_one_of_many():
-                from upweight.train.recording.run_folder import MetricsOut
+                from upweight.train.recording.metrics import MetricsOut
                 from upweight.train.run import train
 
                 chosen = config if number is None else config.stages[number]
@@ -97,9 +86,7 @@ def _warn_if_untrained(config: Config) -> None:
     if (folder / ADAPTER).is_file() and config.adapter.folder is None:
         remedy = f"for the result, add: lora_model_dir={folder}" + (" rl_adapter_ref_model=true" if compares else "")
     elif (folder / "config.json").is_file() and Path(config.model.base_model or "") != folder:
-        remedy = (
-            f"the run's metrics are in {folder / METRICS}" if compares else f"for the result, add: base_model={folder}"
-        )
+        remedy = f"its metrics are in {folder / METRICS}" if compares else f"for the result, add: base_model={folder}"
     else:
         return
     logger.warning("this evaluates the model before training; %s", remedy)
@@ -120,7 +107,7 @@ def _launched(arguments: Sequence[str], start: Start) -> int | None:
     gpus = torch.cuda.device_count()
     processes = start.processes or (1 if start.launcher == "none" else max(gpus, 1))
     if gpus and processes > gpus:
-        raise UserError(f"--num-processes {processes}: only {gpus} GPUs are visible, and each process needs its own.")
+        raise UserError(f"--num-processes {processes}: only {gpus} GPUs are visible, and each process needs one.")
     if processes > 1 or start.nodes > 1 or start.launcher in ("torchrun", "accelerate"):
         return launch(arguments, start, processes)
     if gpus > 1:  # the Trainer would spread one process over all it sees

@@ -1,15 +1,14 @@
 """Turns pydantic's validation errors into messages that name the YAML path and the reason."""
 
 import datetime
-import types
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from upweight.errors import did_you_mean
-from upweight.settings import literals
+from upweight.settings import branches, literals
 
 Path = tuple[str | int, ...]
 WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
@@ -18,10 +17,7 @@ LIMITS = {"gt": "greater than", "ge": "at least", "lt": "below", "le": "at most"
 
 def show(path: Path) -> str:
     """Format a path in YAML notation: `datasets[0].type`."""
-    text = ""
-    for part in path:
-        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
-    return text
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".")
 
 
 def explain(error: ValidationError, model: type[BaseModel], values: dict[str, Any]) -> list[tuple[Path, str]]:
@@ -39,11 +35,12 @@ def _real_path(loc: tuple[int | str, ...], kind: str, value: Any) -> Path:
     for position, part in enumerate(loc):
         missing_here = kind == "missing" and position == len(loc) - 1
         if isinstance(value, dict) and (part in value or missing_here or kind == "invalid_key"):
-            path.append(part)
             value = value.get(part)
         elif isinstance(value, list | tuple) and isinstance(part, int) and part < len(value):
-            path.append(part)
             value = value[part]
+        else:
+            continue
+        path.append(part)
     return tuple(path)
 
 
@@ -57,6 +54,8 @@ def _reason(items: list[Any], path: Path, model: type[BaseModel]) -> str:
     if kind == "value_error":
         return str(item["ctx"]["error"])
     limit = item.get("ctx", {})
+    if kind == "too_short":
+        return f"expected a list of at least {limit['min_length']}, got {brief(value)}"
     for name, words in LIMITS.items():
         if name in limit:
             return f"must be {words} {limit[name]:g}, got {brief(value)}"
@@ -65,9 +64,9 @@ def _reason(items: list[Any], path: Path, model: type[BaseModel]) -> str:
     if not expected:
         return f"{item['msg'][:1].lower()}{item['msg'][1:]}, got {brief(value)}"
     choices = [choice for part in allowed for choice in literals(part)]
-    hint = did_you_mean(value, choices, cutoff=0.7) if isinstance(value, str) else ""
-    if not hint and isinstance(value, str):
-        hint = _corrected_form(value, expected, allowed)
+    hint = ""
+    if isinstance(value, str):
+        hint = did_you_mean(value, choices, cutoff=0.7) or _corrected_form(value, expected, allowed)
     if "a list" in expected and isinstance(value, dict):
         hint = " Begin each entry with '- '; in an override an entry has its number, from 0."
     if isinstance(value, datetime.date) or (isinstance(value, bool) and "text" in " ".join(expected)):
@@ -103,12 +102,11 @@ def brief(value: Any) -> str:
 
 def describe(annotation: Any) -> str:
     """Describe a type annotation in words."""
+    return " or ".join(dict.fromkeys(map(_describe_branch, branches(annotation))))
+
+
+def _describe_branch(annotation: Any) -> str:
     origin = get_origin(annotation)
-    if origin is Annotated:
-        return describe(get_args(annotation)[0])
-    if origin in (Union, types.UnionType):
-        parts = [describe(part) for part in get_args(annotation) if part is not type(None)]
-        return " or ".join(dict.fromkeys(parts))
     if origin is Literal:
         choices = [str(choice) for choice in get_args(annotation)]
         return f"one of {', '.join(choices)}" if len(choices) > 1 else choices[0]
@@ -129,27 +127,15 @@ def annotations_at(model: type[BaseModel], path: Path) -> list[Any]:
 
 def _fields_inside(annotation: Any) -> Iterator[tuple[str, FieldInfo]]:
     """Yield the fields of every model that a type annotation allows."""
-    for branch in _branches(annotation):
+    for branch in branches(annotation):
         if isinstance(branch, type) and issubclass(branch, BaseModel):
             yield from branch.model_fields.items()
 
 
 def _inner(annotation: Any, part: str | int) -> Iterator[Any]:
     yield from (field.annotation for name, field in _fields_inside(annotation) if name == part)
-    for branch in _branches(annotation):
+    for branch in branches(annotation):
         if get_origin(branch) in (list, tuple) and isinstance(part, int):
             yield get_args(branch)[0]
         elif get_origin(branch) is dict:
             yield get_args(branch)[1]
-
-
-def _branches(annotation: Any) -> Iterator[Any]:
-    """Yield the members of a union type, without `None` and without `Annotated` metadata."""
-    origin = get_origin(annotation)
-    if origin is Annotated:
-        yield from _branches(get_args(annotation)[0])
-    elif origin in (Union, types.UnionType):
-        for part in get_args(annotation):
-            yield from _branches(part)
-    elif annotation is not type(None):
-        yield annotation

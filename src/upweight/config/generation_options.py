@@ -17,16 +17,8 @@ SPELLINGS = {
     "stop_token_ids": "stop_ids",
     "eos_token_id": "stop_ids",
 }
-FIELDS = {
-    "max_new_tokens": int,
-    "temperature": float,
-    "top_p": float,
-    "top_k": int,
-    "min_p": float,
-    "repetition_penalty": float,
-    "stop_ids": int,
-    "stop_strings": str,
-}
+FIELDS = {"max_new_tokens": int, "top_k": int, "stop_ids": int, "stop_strings": str}
+FIELDS |= dict.fromkeys(("temperature", "top_p", "min_p", "repetition_penalty"), float)
 SAMPLED = ("do_sample",)  # completions of a group must differ: sampling is always on
 SEVERAL = ("stop_ids", "stop_strings")  # a value or a list of values
 
@@ -44,9 +36,8 @@ def read_options(kwargs: Mapping[str, Any], *, others: bool) -> tuple[dict[str, 
         elif name in FIELDS:
             options[name] = tuple(_each(name, value)) if name in SEVERAL else FIELDS[name](value)
         elif key not in SAMPLED and not others:
-            known = [*FIELDS, *SPELLINGS]
-            text = f"is not an option of the in-process sampler.{did_you_mean(key, known)}"
-            errors.append(f"{KEY}: '{key}' {text} It knows {', '.join(known)}.")
+            hint = f"{did_you_mean(key, (*FIELDS, *SPELLINGS))} It knows {', '.join((*FIELDS, *SPELLINGS))}."
+            errors.append(f"{KEY}: '{key}' is not an option of the in-process sampler.{hint}")
     return options, errors
 
 

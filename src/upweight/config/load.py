@@ -111,8 +111,9 @@ def _method_name(flat: dict[str, Any], fragment: bool) -> str:
     rl = flat.get("rl")
     if isinstance(rl, str) and rl in METHODS:
         return rl
-    if flat.get("reward_model") is True or flat.get("process_reward_model") is True:
-        return "orm" if flat.get("reward_model") is True else "prm"
+    for key, method in (("reward_model", "orm"), ("process_reward_model", "prm")):
+        if flat.get(key) is True:
+            return method
     if fragment or rl is not None:
         counts = {name: sum(name in method_keys().get(path, {}) for path in flat) for name in METHODS}
         return max(counts, key=lambda name: (counts[name], name == "sft"))
@@ -138,13 +139,11 @@ class _Draft:
             methods = " or ".join(how_to_choose(method) for method in method_keys()[path])
             self.findings.errors.append(f"{path}: needs {methods}; this config has {how_to_choose(self.method)}")
             return
-        slot = (section, key.name)
-        target = self.values.setdefault(section, {})
+        slot, target = (section, key.name), self.values.setdefault(section, {})
         if slot in self.used and target[key.name] != value:
             self.findings.errors.append(f"{path}: contradicts '{self.used[slot]}', which means the same. Keep one.")
-            return
-        self.used[slot] = path
-        target[key.name] = value
+        else:
+            self.used[slot], target[key.name] = path, value
 
     def build(self, name: str, cls: type[AnySection]) -> AnySection:
         """Build a section; invalid values are recorded as errors and dropped, so that rules still check the others."""
@@ -153,16 +152,12 @@ class _Draft:
             return cls.model_validate(values)
         except ValidationError as error:
             for path, reason in explain(error, cls, values):
-                self.findings.errors.append(f"{self.yaml_path(name, path)}: {reason}")
-                values.pop(str(path[0]) if path else "", None)
+                slot = (name, str(path[0]) if path else "")
+                place = how_to_choose(self.method) if name == "method" else show(path)
+                place = show((self.used[slot], *path[1:])) if slot in self.used else place
+                self.findings.errors.append(f"{place}: {reason}")
+                values.pop(slot[1], None)
         try:
             return cls.model_validate(values)
         except ValidationError:
             return cls()
-
-    def yaml_path(self, section: str, path: tuple[str | int, ...]) -> str:
-        """Return the YAML path of a field path inside a section."""
-        slot = (section, str(path[0])) if path else None
-        if slot in self.used:
-            return show((self.used[slot], *path[1:]))
-        return how_to_choose(self.method) if section == "method" else show(path)

@@ -8,12 +8,8 @@ from upweight.config.sections.data import OWN_TEMPLATES
 from upweight.config.yaml_file import copy_tree
 
 OTHER_ATTENTION = ("xformers", "sage", "fp8", "varlen", "flash_attention_4")
-PRECISIONS = {
-    "auto": ("bf16", "auto"),
-    "bfloat16": ("bf16", True),
-    "float16": ("fp16", True),
-    "float32": ("bf16", False),
-}
+AUTO, HALF, FULL = ("bf16", "auto"), ("fp16", True), ("bf16", False)
+PRECISIONS = {"auto": AUTO, "bfloat16": ("bf16", True), "float16": HALF, "float32": FULL}
 SHARDING_WORDS = {"FULL_SHARD": True, "HYBRID_SHARD": True, "SHARD_GRAD_OP": False, "NO_SHARD": False}
 
 
@@ -44,18 +40,17 @@ def modernise(content: dict[Any, Any], findings: Findings) -> dict[Any, Any]:
     _attention(content, findings)
     _checkpointing(content, findings)
     _plugins(content, findings)
-    if isinstance(content.get("tokens"), list) and not content["tokens"]:
+    if content.get("tokens") == []:
         del content["tokens"]
     if isinstance(content.get("tokens"), dict):  # the deprecated form
         _rename(content, "tokens", "special_tokens", findings)
     if content.get("chat_template") in OWN_TEMPLATES:
         findings.notices.append(f"chat_template: {content['chat_template']} is taken from the tokenizer")
         content["chat_template"] = "tokenizer_default"
-    for key in ("datasets", "test_datasets"):
-        for row in content[key] if isinstance(content.get(key), list) else []:
-            if isinstance(row, dict):
-                for old, new in ROW_RENAMED.items():
-                    _rename(row, old, new, findings)
+    lists = [content[key] for key in ("datasets", "test_datasets") if isinstance(content.get(key), list)]
+    for row in (row for rows in lists for row in rows if isinstance(row, dict)):
+        for old, new in ROW_RENAMED.items():
+            _rename(row, old, new, findings)
     return content
 
 
@@ -81,9 +76,7 @@ def _fsdp(content: dict[Any, Any], findings: Findings) -> None:
 
 def _rename(content: dict[Any, Any], old: str, new: str, findings: Findings, *, deprecated: bool = True) -> None:
     holder, name = _holder(content, old)
-    if name not in holder:
-        return
-    value = holder.pop(name)
+    value = holder.pop(name, None)
     if value is None:
         return
     findings.notices.append(f"{old}: is now called '{new}'" if deprecated else f"{old}: is called '{new}' here")
@@ -95,13 +88,11 @@ def _rename(content: dict[Any, Any], old: str, new: str, findings: Findings, *, 
 
 def _holder(content: dict[Any, Any], path: str, make: bool = False) -> tuple[dict[Any, Any], str]:
     """Return the mapping that contains the last part of a path, or an empty mapping, and that last part."""
-    block, dot, name = path.partition(".")
-    if not dot:
-        return content, block
-    if make and content.get(block) is None:
+    block, _, name = path.rpartition(".")
+    if make and block and content.get(block) is None:
         content[block] = {}
-    inner = content.get(block)
-    return (inner, name) if isinstance(inner, dict) else ({}, name)
+    holder = content.get(block) if block else content
+    return (holder if isinstance(holder, dict) else {}), name
 
 
 def _precision(content: dict[Any, Any], findings: Findings) -> None:
@@ -109,14 +100,13 @@ def _precision(content: dict[Any, Any], findings: Findings) -> None:
     dtype, half = content.pop("torch_dtype", None), content.pop("float16", None)
     if half not in (None, True, False):
         findings.errors.append(f"float16: expected true or false, got {half!r}")
-    word = "float16" if half is True else str(dtype).removeprefix("torch.")
     if dtype is None and half is not True:
         return
+    named, word = ("float16", "float16") if half is True else ("torch_dtype", str(dtype).removeprefix("torch."))
     if word not in PRECISIONS:
         findings.errors.append(f"torch_dtype: expected one of {', '.join(PRECISIONS)}, got {dtype!r}")
         return
     key, value = PRECISIONS[word]
-    named = "float16" if half is True else "torch_dtype"
     findings.notices.append(f"{named}: is called '{key}: {str(value).lower()}' here")
     if content.get(key) not in (None, "auto", value):
         findings.errors.append(f"{named}: contradicts '{key}: {str(content[key]).lower()}'. Keep only '{key}'.")

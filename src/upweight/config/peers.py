@@ -4,7 +4,7 @@ from fnmatch import fnmatchcase
 
 PACKED = "rows are always packed without padding, and that does not change any number"
 FUSED_HEAD = "logits are never built: the head is computed in chunks for every method"
-KERNELS = "the engine picks its own kernels"
+KERNELS = "the engine picks its kernels"
 OWN_SERVER = "the standard vLLM server is started, without modules of ours"
 
 # Keys that are accepted without any effect, by the reason why none is needed; `load` adds one notice per reason.
@@ -92,17 +92,10 @@ ROW_RENAMED: dict[str, str] = {"conversation": "chat_template", "train_on_split"
 
 # Values that mean "off" for keys whose numbers start at 1, or at 2 where they divide a model.
 OFF: dict[str, tuple[int, ...]] = {
-    "evals_per_epoch": (0,),
-    "saves_per_epoch": (0,),
-    "eval_steps": (0,),
-    "save_steps": (0,),
-    "save_total_limit": (0,),
+    **dict.fromkeys(("evals_per_epoch", "saves_per_epoch", "eval_steps", "save_steps", "save_total_limit"), (0,)),
+    **dict.fromkeys(("early_stopping_patience", "torch_empty_cache_steps"), (0,)),
+    **dict.fromkeys(("tensor_parallel_size", "dp_replicate_size", "expert_parallel_size"), (1,)),
     "max_steps": (-1, 0),
-    "early_stopping_patience": (0,),
-    "torch_empty_cache_steps": (0,),
-    "tensor_parallel_size": (1,),
-    "dp_replicate_size": (1,),
-    "expert_parallel_size": (1,),
 }
 
 # Plugins whose feature is built in.
@@ -133,13 +126,13 @@ NOT_HERE: dict[str, str] = {
     " quantize_moe_experts llmcompressor nvfp4_* nf4_backend dsv4_*",
     "not supported; use `bf16: true`": "fp8 fp8_* float32 fp32_norms fp32_norm_classes",
     "this attention is not supported; leave it out and the tree attention serves": "xformers_attention sage_attention"
-    " s2_attention flash_optimum large_head_attention flash_attn_d512"
-    " sdpa_varlen scaling_softmax scaling_softmax_factor scaling_softmax_bias",
+    " s2_attention flash_optimum large_head_attention flash_attn_d512 sdpa_varlen scaling_softmax"
+    " scaling_softmax_factor scaling_softmax_bias",
     "training on an endless stream of raw text is not supported; use `datasets` with `type: completion`": ""
-    "pretraining_dataset pretraining_sample_concatenation streaming streaming_multipack_buffer_size"
+    " pretraining_dataset pretraining_sample_concatenation streaming streaming_multipack_buffer_size"
     " pretrain_multipack_buffer_size pretrain_multipack_attn use_pose pose_* overlap_len",
-    "not supported; use FSDP, DeepSpeed or `context_parallel_size`": "tensor_parallel_size"
-    " dp_replicate_size max_memory gpu_memory_limit device expert_parallel_* context_parallel",
+    "not supported; use FSDP, DeepSpeed or `context_parallel_size`": "tensor_parallel_size dp_replicate_size max_memory"
+    " gpu_memory_limit device expert_parallel_* context_parallel",
     "removed; use `dpo_loss_type: [sigmoid, sft]`": "rpo_alpha",
     "removed; set `rope_parameters` in `model_config`": "rope_scaling",
     "removed; use `sequence_len`": "max_packed_sequence_len",
@@ -160,14 +153,13 @@ NOT_HERE: dict[str, str] = {
     "not supported; use the tokenizer that transformers loads: leave it out": "tokenizer_use_mistral_common",
     "clone NeMo Gym yourself, and name its folder in `nemo_gym_dir`": "nemo_gym_auto_clone",
     "not supported; leave it out": "accelerator_config added_tokens_overrides base_model_ignore_patterns"
-    " cls_model_config embeddings_skip_upcast fix_untrained_tokens is_preprocess"
-    " lora_bias llama4_linearized_experts lora_on_cpu merge_lora num_dataset_shards_to_save peft_autocast_adapter_dtype"
-    " peft_ensure_weight_tying peft_trainable_token_indices preprocess_iterable push_dataset_to_hub"
-    " qlora_sharded_model_loading reinit_weights sample_packing_eff_est sample_packing_seq_len_multiplier"
-    " shrink_embeddings tokenizer_save_jinja_files total_num_tokens total_supervised_tokens hatchery export"
-    " balance_labels log_sweep_* autotune_* trl.use_transformers_paged trl.use_transformers_continuous_batching"
-    " trl.cache_implementation trl.vllm_group_port trl.vllm_model_impl trl.use_adaptive_entropy"
-    " trl.entropy_coef_* trl.entropy_target",
+    " cls_model_config embeddings_skip_upcast fix_untrained_tokens is_preprocess lora_bias llama4_linearized_experts"
+    " lora_on_cpu merge_lora num_dataset_shards_to_save peft_autocast_adapter_dtype peft_ensure_weight_tying"
+    " peft_trainable_token_indices preprocess_iterable push_dataset_to_hub qlora_sharded_model_loading reinit_weights"
+    " sample_packing_eff_est sample_packing_seq_len_multiplier shrink_embeddings tokenizer_save_jinja_files"
+    " total_num_tokens total_supervised_tokens hatchery export balance_labels log_sweep_* autotune_*"
+    " trl.use_transformers_paged trl.use_transformers_continuous_batching trl.cache_implementation trl.vllm_group_port"
+    " trl.vllm_model_impl trl.use_adaptive_entropy trl.entropy_coef_* trl.entropy_target",
 }
 REASONS: dict[str, str] = {key: reason for reason, keys in NOT_HERE.items() for key in keys.split()}
 

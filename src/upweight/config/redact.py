@@ -11,18 +11,16 @@ IN_TEXT = re.compile(
     r"|\b(?:hf_|sk-)[A-Za-z0-9_-]{16,}",
     re.IGNORECASE,
 )
-NAMES = re.compile(
-    r"(?:.*_)?(?:api_?key|secret|password|authorization|(?:access|auth|api|hub|bearer)_token)|token", re.I
-)
+NAMES = re.compile(r"(.*_)?(api_?key|secret|password|authorization|(access|auth|api|hub|bearer)_token)|token", re.I)
 
 
 def redacted(content: Any) -> Any:
     """Return the same nested content with `***` in place of credentials."""
     if isinstance(content, Mapping):
-        return {
-            key: HIDDEN if value and isinstance(value, str) and NAMES.fullmatch(str(key)) else redacted(value)
-            for key, value in content.items()
+        named = {
+            key for key, value in content.items() if value and isinstance(value, str) and NAMES.fullmatch(str(key))
         }
+        return {key: HIDDEN if key in named else redacted(value) for key, value in content.items()}
     if isinstance(content, list | tuple):
         return [redacted(value) for value in content]
     return IN_TEXT.sub(HIDDEN, content) if isinstance(content, str) else content

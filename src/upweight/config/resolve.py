@@ -13,25 +13,20 @@ def resolve(config: Config) -> Config:
     method = config.method
     rate_of_method = (config.adapter.kind and method.lora_learning_rate) or method.learning_rate
     labels_of_head = {"sequence_score": 1, "step_score": 2}.get(method.head)
+    host, port = config.rollout.server_host or config.vllm.host, config.rollout.server_port or config.vllm.port
+    optim = {
+        "learning_rate": rate_of_method if config.optim.learning_rate is None else config.optim.learning_rate,
+        "gradient_checkpointing": config.optim.gradient_checkpointing or config.sharding.fsdp_checkpointing,
+        **_batch(config),
+        **_schedule(config),
+    }
     return dataclasses.replace(
         config,
-        optim=config.optim.model_copy(
-            update={
-                "learning_rate": rate_of_method if config.optim.learning_rate is None else config.optim.learning_rate,
-                "gradient_checkpointing": config.optim.gradient_checkpointing or config.sharding.fsdp_checkpointing,
-                **_batch(config),
-                **_schedule(config),
-            }
-        ),
+        optim=config.optim.model_copy(update=optim),
         sharding=config.sharding.model_copy(update=_sharding(config)),
         model=config.model.model_copy(update={"num_labels": config.model.num_labels or labels_of_head}),
         method=_method(config),
-        rollout=config.rollout.model_copy(
-            update={
-                "server_host": config.rollout.server_host or config.vllm.host,
-                "server_port": config.rollout.server_port or config.vllm.port,
-            }
-        ),
+        rollout=config.rollout.model_copy(update={"server_host": host, "server_port": port}),
     )
 
 
@@ -43,10 +38,8 @@ def group_size(config: Config) -> int:
 def generation_batch(config: Config, ranks: int = 1) -> int:
     """Return the completions per rollout over all ranks: a multiple of the optimizer batch and of the group size."""
     micro, accumulation = config.optim.micro_batch_size or 1, config.optim.accumulation or 1
-    wanted = config.rollout.generation_batch_size or micro * ranks * (
-        config.rollout.steps_per_generation or accumulation
-    )
-    return lcm(wanted, group_size(config), micro * accumulation * ranks)
+    wanted = micro * ranks * (config.rollout.steps_per_generation or accumulation)
+    return lcm(config.rollout.generation_batch_size or wanted, group_size(config), micro * accumulation * ranks)
 
 
 def _method(config: Config) -> Method:
@@ -81,10 +74,10 @@ def _sharding(config: Config) -> dict[str, bool]:
     # Adapters initialised from the weights, `modules_to_save`, GGUF files and quantisation need weights on every rank.
     adapter = config.adapter
     from_weights = adapter.init is not True or adapter.peft.loftq_config or adapter.modules_to_save
-    from_weights = from_weights or adapter.load_in_4bit or adapter.load_in_8bit
+    from_weights = from_weights or adapter.load_in_4bit or adapter.load_in_8bit or config.model.gguf_file
     return {
         "fsdp": on,
-        "low_memory_loading": section.low_memory_loading and not (from_weights or config.model.gguf_file),
+        "low_memory_loading": section.low_memory_loading and not from_weights,
         "offload": section.offload or "offload" in words,
         "reshard": section.reshard and not {"shard_grad_op", "no_shard", "hybrid_shard_zero2"}.intersection(words),
     }

@@ -12,26 +12,27 @@ from upweight.config.peers import ATTENTION_SWITCHES, HOLDS, NOT_HERE, OTHER_NAM
 from upweight.config.sections.data import DatasetRow, UserFormat
 from upweight.config.sections.rollout import GymDataset
 from upweight.methods import METHODS
-from upweight.settings import Key, Section, keys_of
+from upweight.settings import Section, keys_of
 
 
 def json_schema() -> dict[str, Any]:
     """Return the JSON schema of a complete config."""
     definitions: dict[str, Any] = {}
     properties: dict[str, Any] = {}
-    for key in all_keys():
+    of_methods = (next(iter(by_method.values())) for by_method in method_keys().values())  # the first that reads it
+    for key in (*(key for _, key in general_keys().values()), *of_methods):
         field = key.field
         limited: Any = Annotated[field.annotation, *field.metadata] if field.metadata else field.annotation
         schema = TypeAdapter(limited).json_schema()
         definitions.update(schema.pop("$defs", {}))
-        block, dot, name = key.path.partition(".")
+        block, _, name = key.path.rpartition(".")
         empty = {"type": ["object", "null"], "properties": {}, "additionalProperties": False}
-        holder = properties.setdefault(block, empty)["properties"] if dot else properties
-        holder[name if dot else block] = {"anyOf": [schema, {"type": "null"}], "description": field.description}
-    for path in SATISFIED:
-        block, dot, name = path.partition(".")
-        holder = properties[block]["properties"] if dot else properties
-        holder.setdefault(name if dot else block, {"description": f"Nothing to do: {SATISFIED[path]}."})
+        holder = properties.setdefault(block, empty)["properties"] if block else properties
+        holder[name] = {"anyOf": [schema, {"type": "null"}], "description": field.description}
+    for path, reason in SATISFIED.items():
+        block, _, name = path.rpartition(".")
+        holder = properties[block]["properties"] if block else properties
+        holder.setdefault(name, {"description": f"Nothing to do: {reason}."})
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "Upweight config",
@@ -41,13 +42,6 @@ def json_schema() -> dict[str, Any]:
         "additionalProperties": False,
         "$defs": definitions,
     }
-
-
-def all_keys() -> Iterator[Key]:
-    """Yield every accepted YAML path once, with the declaration of the first method that reads it."""
-    yield from (key for _, key in general_keys().values())
-    for by_method in method_keys().values():
-        yield next(iter(by_method.values()))
 
 
 def markdown() -> str:

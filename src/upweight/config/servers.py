@@ -12,9 +12,8 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 def server_urls(section: RolloutSection) -> list[str]:
     """Return the URLs of all servers that a run samples from."""
-    urls = section.server_urls or ([section.server_url] if section.server_url is not None else [])
-    if not urls:
-        return [local_url(section.server_host or "127.0.0.1", section.server_port or 8000)]
+    local = local_url(section.server_host or "127.0.0.1", section.server_port or 8000)
+    urls = section.server_urls or [local if section.server_url is None else section.server_url]
     plain = [url.rstrip("/").removesuffix("/v1") for url in urls]
     return list(dict.fromkeys(url if "://" in url else f"http://{url}" for url in plain))
 
@@ -25,27 +24,22 @@ def local_url(host: str, port: int) -> str:
     return f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
 
 
-def is_on_this_machine(url: str) -> bool:
+def is_local(url: str) -> bool:
     """Whether a URL points to this machine."""
     return urlsplit(url).hostname in LOOPBACK
 
 
 def not_for_vllm(*, dora: bool, modules_to_save: object, target_parameters: object, bias: bool = False) -> str | None:
     """Return the key that makes vLLM unable to load the adapter without merging, or None."""
-    options = {
-        "peft_use_dora": dora,
-        "bias": bias,
-        "lora_modules_to_save": modules_to_save,
-        "lora_target_parameters": target_parameters,
-    }
-    return next((key for key, on in options.items() if on), None)
+    options = {"peft_use_dora": dora, "bias": bias}
+    options |= {"lora_modules_to_save": bool(modules_to_save), "lora_target_parameters": bool(target_parameters)}
+    return next((key for key, is_on in options.items() if is_on), None)
 
 
 def unloadable_by(adapter: AdapterSection) -> str | None:
     """Return the key of a config's adapter that makes vLLM unable to load it, or None."""
-    return not_for_vllm(
-        dora=adapter.dora, modules_to_save=adapter.modules_to_save, target_parameters=adapter.target_parameters
-    )
+    modules, parameters = adapter.modules_to_save, adapter.target_parameters
+    return not_for_vllm(dora=adapter.dora, modules_to_save=modules, target_parameters=parameters)
 
 
 def adapter_alone(adapter: AdapterSection, lora_sync: bool | None) -> bool:

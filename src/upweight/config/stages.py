@@ -3,6 +3,7 @@
 import dataclasses
 import re
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -86,22 +87,19 @@ def _placed(line: str, number: int, stage: dict[Any, Any], common: dict[Any, Any
     root, _, rest = path.partition(".")
     root, rest = root.split("[")[0], rest.split("[")[0]
     override = stage.get(root)
-    common_to_all = isinstance(override, dict) and root in blocks() and rest and rest not in override
-    in_stage = root in stage and not common_to_all
-    return line if root in common and not in_stage else f"stages[{number}].{line}"
+    in_block = not rest or root not in blocks() or not isinstance(override, dict) or rest in override
+    return line if root in common and not (root in stage and in_block) else f"stages[{number}].{line}"
 
 
 def _misfits(stages: Sequence[dict[str, Any]], configs: Sequence[Config]) -> list[str]:
     """Return an error for each stage that cannot start from the result of the stage before it."""
-    return [
-        f"stages[{number}]: a new score head cannot be trained on the adapter of the stage before; "
-        f"train this stage with 'adapter: null', which merges it first"
-        for number in range(1, len(configs))
-        if configs[number].adapter.kind
-        and configs[number - 1].adapter.kind
-        and configs[number].method.head != configs[number - 1].method.head
-        and not any(key in stages[number] for key in STARTING_POINT)
-    ]
+    errors = []
+    for number, (before, config) in enumerate(pairwise(configs), 1):
+        new_head = before.adapter.kind and config.adapter.kind and before.method.head != config.method.head
+        if new_head and not any(key in stages[number] for key in STARTING_POINT):
+            problem = "a new score head cannot be trained on the adapter of the stage before"
+            errors.append(f"stages[{number}]: {problem}; train this stage with 'adapter: null', which merges it first")
+    return errors
 
 
 def _chained(stages: Sequence[dict[str, Any]], configs: Sequence[Config]) -> Config:
@@ -111,8 +109,8 @@ def _chained(stages: Sequence[dict[str, Any]], configs: Sequence[Config]) -> Con
     for number, (stage, config) in enumerate(zip(stages, configs, strict=True)):
         folder = top / f"stage-{number + 1}-{stage.get('name') or config.method.name}"
         placed = dataclasses.replace(config, run=config.run.model_copy(update={"output_dir": str(folder)}))
-        explicit = any(stage.get(key) is not None for key in STARTING_POINT)
-        chained.append(placed if number == 0 or explicit else continued(chained[-1], placed))
+        starts_anew = number == 0 or any(stage.get(key) is not None for key in STARTING_POINT)
+        chained.append(placed if starts_anew else continued(chained[-1], placed))
     notices = tuple(dict.fromkeys(notice for config in chained for notice in config.notices))
     whole = chained[-1].run.model_copy(update={"output_dir": str(top)})
     return dataclasses.replace(chained[-1], run=whole, stages=tuple(chained), notices=notices)

@@ -28,10 +28,10 @@ def view(config: Config) -> ConfigView:
     for name, cls in (*SECTIONS.items(), ("method", type(config.method))):
         section = getattr(config, name)
         flat |= {key.path: _plain(getattr(section, key.name)) for key in keys_of(cls)}
-    content: dict[str, Any] = {path: value for path, value in flat.items() if "." not in path}
-    for block in blocks():
-        inner = {path.partition(".")[2]: value for path, value in flat.items() if path.startswith(f"{block}.")}
-        content[block] = ConfigView(inner)
+    content: dict[str, Any] = {block: ConfigView() for block in blocks()}
+    for path, value in flat.items():
+        block, _, name = path.rpartition(".")
+        (content[block] if block else content)[name] = value
     return ConfigView(content)
 
 

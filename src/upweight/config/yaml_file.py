@@ -59,10 +59,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def apply_overrides(content: dict[str, Any], overrides: list[str]) -> dict[str, Any]:
-    """Return the mapping with each `dotted.key=value` set; list entries are numbered (`datasets.0.path=x`).
-
-    The number after the last entry appends one, and `0` starts a list that does not exist yet.
-    """
+    """Return the mapping with each `dotted.key=value` set; `datasets.0.path=x` sets or adds an entry of a list."""
     result = copy_tree(content)
     for item in _joined_options(overrides):
         key, equals, value = item.partition("=")

@@ -23,10 +23,8 @@ def zero_options(source: str | Mapping[str, Any], folder: Path) -> dict[str, Any
         return dict(source)
     file = zero_file(source, folder)
     if file is None:
-        raise UserError(
-            f"deepspeed: there is no file {source}. Ready ones are {', '.join(ready_configs())}, such as "
-            f"'deepspeed: {READY}/zero3_bf16.json'."
-        )
+        ready = f"{', '.join(ready_configs())}, such as 'deepspeed: {READY}/zero3_bf16.json'"
+        raise UserError(f"deepspeed: there is no file {source}. Ready ones are {ready}.")
     try:
         options = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -66,8 +64,3 @@ def not_taken(options: Mapping[str, Any]) -> Iterator[str]:
     for key in ("bf16", "fp16"):
         if not isinstance(options.get(key) or {}, Mapping):
             yield f"deepspeed: '{key}' is a mapping such as {{'enabled': 'auto'}}; `bf16` and `fp16` set the precision."
-
-
-def partitions_weights(source: str | Mapping[str, Any] | None, folder: Path) -> bool:
-    """Whether DeepSpeed is used with ZeRO-3, which shards the weights."""
-    return source is not None and zero_stage(zero_options(source, folder)) == 3

@@ -17,9 +17,8 @@ from upweight.runs.report.run import folders_of, run_status
 MEMORY = ("out of GPU memory", "OutOfMemoryError", "out of memory", "MemoryError")
 LADDER = f"in this order: halve 'token_budget'; {LESS_MEMORY}"
 KILLED = (
-    "the run recorded no reason, as when the system kills a process because host memory is full (exit code -9, or "
-    "137): look into the system's log; dataset_keep_in_memory: false and fewer dataloader_num_workers need less; then "
-    "resume with `upweight train CONFIG --resume`"
+    "it recorded no reason, as when host memory is full (exit code -9 or 137): look into the system's log; fewer "
+    "dataloader_num_workers and no dataset_keep_in_memory need less; then `upweight train CONFIG --resume`"
 )
 
 
@@ -29,8 +28,7 @@ def check_run(folder: Path) -> list[Finding]:
     if stages != [folder]:
         return [replace(item, what=f"{stage.name}: {item.what}") for stage in stages for item in check_run(stage)]
     if not any((folder / name).is_file() for name in (CONFIG, METRICS, RECORD)):
-        known = f"A run leaves {CONFIG} and {METRICS} there."
-        raise UserError(f"{folder}: neither a config nor the folder of a run. {known}")
+        raise UserError(f"{folder}: neither a config nor the folder of a run, which holds {CONFIG} and {METRICS}.")
     rows = metrics_of(folder)
     return [_state(folder, rows), *_health(rows)]
 

@@ -30,10 +30,7 @@ LONGEST_ROW = 4096  # tokens of a forward; a longer sequence has a separate one
 
 
 class ScoreModel:
-    """Scores rows with a reward model: `prompt` and `completion`, `messages`, or `prompt` and `completions`.
-
-    `chat` puts plain text prompts and completions into the chat template.
-    """
+    """Scores rows with a reward model; `chat` puts plain texts into the chat template."""
 
     def __init__(
         self,
@@ -47,17 +44,13 @@ class ScoreModel:
     ) -> None:
         assert head != "tokens", "a language model has no scores"
         self.model, self.head, self.chat = model.eval(), head, chat
-        self.engine = Engine(model)
-        self.entry = entry or DatasetRow()
+        self.engine, self.entry = Engine(model), entry or DatasetRow()
         # An outcome reward model reads a prompt and its answer, which is what labelled rows hold.
         method = KTO() if head == "sequence_score" else PRM()
         self.encoder = build_encoder(data or DataSection(), method, self.entry, 0, tokenizer, ConfigView({}), Path())
 
     def __call__(self, rows: Sequence[Mapping[str, Any]], first: int = 0) -> list[list[float]]:
-        """Return the scores of each row: one by an outcome reward model, one for each step by a process reward model.
-
-        `first` is the first row's number, for messages about rows.
-        """
+        """Return the scores of each row: one, or one for each step; `first` is the first row's number, for messages."""
         units = [self._unit(row, number) for number, row in enumerate(rows, first)]
         scores: list[list[float]] = [[] for _ in units]
         (plan,) = plan_rows(units, LONGEST_ROW, layout=self.engine.layout)

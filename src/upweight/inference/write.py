@@ -40,10 +40,7 @@ class TextGenerator:
         raw: bool = False,
         new_tokens: int | None = None,
     ) -> None:
-        """`data`, `entry`: how training formatted text; `folder`: the base of file paths that they name.
-
-        `new_tokens`: the token limit of a completion; without it, the free context up to a default.
-        """
+        """`data`, `entry`: how training formatted text; `folder`: where paths in them begin; `new_tokens`: limit."""
         data, entry = data or DataSection(), entry or DatasetRow()
         self._tokenizer, self._tokens = tokenizer, TextTokens(tokenizer, data.eot_tokens)
         self._template = chat_template(data, entry, tokenizer, folder or Path())
@@ -79,10 +76,7 @@ class TextGenerator:
     def __call__(
         self, prompts: Prompts, sampling: Sampling, count: int = 1, on_text: Callable[[str], None] | None = None
     ) -> list[list[Completion]]:
-        """Return `count` completions of each prompt; `on_text` gets the first one's text while it is sampled.
-
-        The length limit is the generator's, not that of `sampling`.
-        """
+        """Return `count` completions of each prompt, of `new_tokens` at most; `on_text` gets the first text live."""
         completions: list[list[Completion]] = [[] for _ in prompts]
         rooms = [self._new_tokens or min(NEW_TOKENS, (self._limit or sys.maxsize) - len(ids)) for ids in prompts]
         for room in dict.fromkeys(rooms):

@@ -90,8 +90,6 @@ def last_whole_checkpoint(run_folder: Path) -> Path | None:
 def named_checkpoint(path: str) -> Path:
     """Return the checkpoint that the user named; raise where it is not complete."""
     folder = Path(path).expanduser()
-    if not folder.is_dir():
-        raise UserError(f"resume_from_checkpoint: there is no folder {folder}")
     if step_of(folder) is None:
         raise UserError(f"resume_from_checkpoint: {folder} is no checkpoint; name one of its checkpoint-N folders")
     if reason := damage(folder):

@@ -79,7 +79,11 @@ def cascade_attention(query: Tensor, caches: Caches, bias_GMK: Tensor, params: A
     """
     plain = params.rule == Rule() and params.softcap is None and params.sinks is None
     fused = plain and not query.is_cuda and caches[0].shape[-1] == caches[1].shape[-1]
-    return _merged(query, caches, bias_GMK, params.scaling) if fused else _explicit(query, caches, bias_GMK, params)
+    return (
+        _merged(query, caches, bias_GMK, params.scaling)
+        if fused
+        else _softmax_by_steps(query, caches, bias_GMK, params)
+    )
 
 
 def _merged(query: Tensor, caches: Caches, bias_GMK: Tensor, scaling: float) -> Tensor:
@@ -105,7 +109,7 @@ def _merged(query: Tensor, caches: Caches, bias_GMK: Tensor, scaling: float) -> 
     return torch.lerp(on_prompt, on_new, share).reshape(slots, heads, 1, -1)
 
 
-def _explicit(query: Tensor, caches: Caches, bias_GMK: Tensor, params: AttentionParams) -> Tensor:
+def _softmax_by_steps(query: Tensor, caches: Caches, bias_GMK: Tensor, params: AttentionParams) -> Tensor:
     """Compute the softmax step by step, for windows, capped scores and attention sinks."""
     prompt_key, prompt_value, new_key, new_value = caches
     slots, heads, _, _ = query.shape

@@ -13,7 +13,7 @@ from upweight.engine.packing import build_batch
 from upweight.sampler.collect import CompletionCollector, StopStrings
 from upweight.types import Prompts, Sample, Sampling, Unit
 
-_TOKENS = 1 << 16  # of prompts and completions that are forwarded at a time
+_TOKENS_AT_ONCE = 1 << 16  # of prompts and completions
 
 
 def hf_generate(
@@ -35,7 +35,7 @@ def hf_generate(
     with torch.random.fork_rng(devices=[base.device] if base.device.type == "cuda" else []):
         torch.manual_seed(sampling.seed or 0)
         for length, numbers in by_length.items():
-            size = max(1, _TOKENS // (length + sampling.max_new_tokens))
+            size = max(1, _TOKENS_AT_ONCE // (length + sampling.max_new_tokens))
             for start in range(0, len(numbers), size):
                 part = np.asarray(numbers[start : start + size])
                 ids_BN = torch.tensor([list(prompts[row // count]) for row in part], device=base.device)

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from upweight.errors import UserError
 from upweight.types import Completion, Prompts, Sampling
 
-_PROMPTS, _COUNT, _TOKENS = 2, 2, 24
+_PROMPTS, _COUNT, _NEW_TOKENS = 2, 2, 24
 _LONGEST = 2048
 # Wider than for the training forward: one token at a time rounds differently, and a wrong cache is off by 0.1 and more.
 _LARGEST_IN_FLOAT32 = 1e-3
@@ -34,7 +34,7 @@ class Trial:
     @staticmethod
     def of(prompts: Prompts, sampling: Sampling, limit: int | None) -> "Trial":
         """Build a trial from the prompts of a call; `limit`: the positions of the model."""
-        new = _TOKENS if limit is None else max(1, min(_TOKENS, limit - 1))
+        new = _NEW_TOKENS if limit is None else max(1, min(_NEW_TOKENS, limit - 1))
         most = None if limit is None else max(1, limit - new)
         longest = max(len(prompt) for prompt in prompts)
         length = max(longest, min(longest + sampling.max_new_tokens - new, _LONGEST))

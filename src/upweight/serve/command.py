@@ -46,9 +46,9 @@ def warnings_of(config: Config, version: str) -> list[str]:
     """Return warnings to show before the server starts."""
     messages = []
     if config.vllm.host not in LOOPBACK:
+        remedy = "use 127.0.0.1, or a network that only you can reach"
         messages.append(
-            f"vllm.host: {config.vllm.host} can be reached from other machines, and the routes that change weights "
-            "are not protected; use 127.0.0.1, or a network that only you can reach"
+            f"vllm.host: routes that change weights are open to machines that reach {config.vllm.host}; {remedy}"
         )
     if direct_transfer(config) == "ipc" and version.startswith("0.26"):
         messages.append("vLLM 0.26 does not start with trl.vllm_weight_transfer: ipc unless ray is installed beside it")
@@ -63,9 +63,7 @@ def _flags(config: Config) -> Iterator[tuple[str, str | None]]:
     if model.base_model is None:
         raise UserError("base_model: missing. Name the model to serve: a hub id or a folder.")
     if model.gguf_file is not None or model.base_model.endswith(".gguf"):
-        raise UserError(
-            "gguf_file: vLLM does not serve it; save the model unpacked, and name its folder as base_model."
-        )
+        raise UserError("gguf_file: vLLM does not serve it; save the model unpacked; name its folder as base_model.")
     values = {
         "--model": model.base_model,
         "--served-model-name": model.base_model,
@@ -84,12 +82,13 @@ def _flags(config: Config) -> Iterator[tuple[str, str | None]]:
         "--generation-config": "vllm",
     }
     yield from ((flag, str(value)) for flag, value in values.items() if value is not None)
-    if model.trust_remote_code:
-        yield "--trust-remote-code", None
-    if vllm.enforce_eager:
-        yield "--enforce-eager", None
-    if vllm.prefix_caching is not None:
-        yield "--enable-prefix-caching" if vllm.prefix_caching else "--no-enable-prefix-caching", None
+    switches = {
+        "--trust-remote-code": model.trust_remote_code,
+        "--enforce-eager": vllm.enforce_eager,
+        "--enable-prefix-caching": vllm.prefix_caching is True,
+        "--no-enable-prefix-caching": vllm.prefix_caching is False,
+    }
+    yield from ((flag, None) for flag, is_on in switches.items() if is_on)
     by_agents = config.gym.enabled and config.gym.multi_turn
     if vllm.tool_call_parser is not None or by_agents:
         yield "--enable-auto-tool-choice", None

@@ -34,10 +34,8 @@ def installed_version(python: str) -> str:
         raise UserError(f"--python: {python} cannot be run: {error}") from None
     version = result.stdout.strip()
     if not version:
-        raise UserError(
-            f"vLLM is not installed in the environment of {python}: pip install vllm there, or name the interpreter of "
-            "the environment that has it with --python"
-        )
+        remedy = "pip install vllm there, or name the interpreter that has it with --python"
+        raise UserError(f"vLLM is not installed in the environment of {python}: {remedy}")
     return version
 
 

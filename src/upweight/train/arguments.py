@@ -14,7 +14,7 @@ from upweight.config import Config
 from upweight.config.sections.run import TrackingSection
 from upweight.errors import UserError
 from upweight.models.precision import Sharding
-from upweight.train.distributed.deepspeed import zero_arguments
+from upweight.train.distributed.deepspeed import require_deepspeed, zero_config
 from upweight.train.distributed.fsdp import fsdp_arguments
 
 DEFAULT_SAVE_STEPS = 500  # of transformers
@@ -150,10 +150,8 @@ def _comparison(config: Config) -> tuple[str | None, bool | None]:
     compared = compared or config.optim.scheduler == "reduce_lr_on_plateau"
     default = "reward" if config.method.online else "loss"  # online evaluations have no loss
     metric = run.best_metric or (default if compared else None)
-    more_is_better = run.greater_is_better
-    if more_is_better is None and metric is not None:
-        more_is_better = not metric.endswith("loss")
-    return metric, more_is_better
+    by_name = None if metric is None else not metric.endswith("loss")
+    return metric, by_name if run.greater_is_better is None else run.greater_is_better
 
 
 def _save_and_eval_schedule(config: Config, steps_per_epoch: int) -> dict[str, Any]:
@@ -185,23 +183,18 @@ def _every(
 
 
 def _sharding_arguments(config: Config, sharding: Sharding, dtype: torch.dtype) -> dict[str, Any]:
-    if sharding == "none":
-        return {}
-    if sharding == "fsdp":
-        return fsdp_arguments(config.sharding)
-    assert config.sharding.deepspeed is not None
-    return zero_arguments(config.sharding.deepspeed, config.folder, dtype)
+    if sharding == "deepspeed":
+        require_deepspeed()
+        zero = zero_config(config.sharding.deepspeed or {}, config.folder, dtype)
+        return {"deepspeed": zero, "bf16": dtype == torch.bfloat16}
+    return fsdp_arguments(config.sharding) if sharding == "fsdp" else {}
 
 
 def enabled_trackers(tracking: TrackingSection) -> list[str]:
     """Return the trackers that the config turns on."""
-    enabled = {
-        "wandb": tracking.wandb if tracking.wandb is not None else tracking.wandb_project is not None,
-        "mlflow": tracking.mlflow,
-        "tensorboard": tracking.tensorboard,
-        "trackio": tracking.trackio,
-    }
-    return [tracker for tracker, is_on in enabled.items() if is_on]
+    wandb = tracking.wandb_project is not None if tracking.wandb is None else tracking.wandb
+    others = [tracker for tracker in ("mlflow", "tensorboard", "trackio") if getattr(tracking, tracker)]
+    return ["wandb", *others] if wandb else others
 
 
 def tracking_arguments(tracking: TrackingSection) -> dict[str, Any]:

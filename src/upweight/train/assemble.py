@@ -29,7 +29,6 @@ from upweight.train.distributed.fsdp import sharding_of
 from upweight.train.distributed.ranks import join_ranks, rank0_first, share_rows
 from upweight.train.loader import StepSampler
 from upweight.train.lr_groups import LrRule, lr_rules
-from upweight.train.machine_checks import require_machine
 from upweight.train.objects import YAML_ONLY, Objects, Tokenizer
 from upweight.train.online.assemble import plan_of, rewards_of, rollouts_of
 from upweight.train.online.environments import environment_setup
@@ -60,11 +59,9 @@ class TrainerParts:
 
 def assemble(config: Config, objects: Objects = YAML_ONLY, *, trains: bool = True) -> TrainerParts:
     """Build the parts of a trainer. With `trains`, weights may be loaded directly as shards."""
-    require_machine(config, trains=trains)
     set_variables(config.tracking)
     ranks, device = join_ranks(config.sharding.timeout)
-    if objects.arguments is not None:
-        device = objects.arguments.device
+    device = device if objects.arguments is None else objects.arguments.device
     context = share_rows(config.sharding.context_parallel_size)
     if context is not None:  # refuse models whose heads cannot be split over the ranks that share rows
         require_shareable(load_config(config.model), context.size)
@@ -77,13 +74,9 @@ def assemble(config: Config, objects: Objects = YAML_ONLY, *, trains: bool = Tru
     model = load_policy(config, objects, tokenizer, dtype, sharding, trains=trains)
     if objects.model is not None or objects.load_dtype is not None:  # the dtype of the loaded weights wins
         dtype = next((p.dtype for p in model.parameters() if p.dtype in HALF), dtype)
+    steps, on_cpu = _steps_per_epoch(config, len(data.train), ranks.num_processes), device.type == "cpu"
     arguments = training_arguments(
-        config,
-        objects.arguments,
-        steps_per_epoch=_steps_per_epoch(config, len(data.train), ranks.num_processes),
-        use_cpu=device.type == "cpu",
-        dtype=dtype,
-        sharding=sharding,
+        config, objects.arguments, steps_per_epoch=steps, use_cpu=on_cpu, dtype=dtype, sharding=sharding
     )
     gradient, online = config.method.policy_settings, config.method.online
     eval_sets = data.evaluation.values() if isinstance(data.evaluation, Mapping) else [data.evaluation]
@@ -129,11 +122,10 @@ def _tokenizer(config: Config, objects: Objects) -> Tokenizer:
         tokenizer = load_tokenizer(config.model.model_copy(update={"special_tokens": type(tokens)()}))
     if objects.chat_template_path is not None:
         take_chat_template(tokenizer, objects.chat_template_path, trust_remote_code=config.model.trust_remote_code)
-    for key, token in (("eos_token", tokens.eos_token), ("pad_token", tokens.pad_token)):
-        if token is not None and token not in tokenizer.get_vocab():
+    for key, token in tokens.model_dump(exclude_none=True).items():
+        if token not in tokenizer.get_vocab():
             raise UserError(f"{key}: the tokenizer does not know {token!r}.")
-        if token is not None:
-            setattr(tokenizer, key, token)
+        setattr(tokenizer, key, token)
     if tokenizer.pad_token is None:
         choose_padding(tokenizer)
     return tokenizer
@@ -196,10 +188,8 @@ def _script_data(config: Config, objects: Objects, tokenizer: Tokenizer) -> Data
 
 def _log_dropped_rows(data: Prepared, translate_error: Callable[[str], str] = str) -> None:
     """Warn, on the main process, for each dataset of which rows were dropped or truncated."""
-    if not PartialState().is_main_process:
-        return
     for part, line in zip(data.report.parts, data.report.lines(), strict=False):  # its first lines are the parts
-        if part.dropped or part.notes:
+        if PartialState().is_main_process and (part.dropped or part.notes):
             logger.warning("%s", translate_error(line))
 
 
@@ -214,15 +204,12 @@ def _steps_per_epoch(config: Config, rows: int, ranks: int) -> int:
 
 def _separate_reference(config: Config, objects: Objects, dtype: torch.dtype, tokenizer: Tokenizer) -> LoadModel | None:
     """Return a function that loads a separate reference model, or None where the initial policy is the reference."""
-    reference, seed = objects.reference, config.optim.seed
+    reference, load = objects.reference, partial(load_model, dtype=dtype, seed=config.optim.seed)
     if isinstance(reference, str):
-        section = config.model.model_copy(update={"base_model": reference})
-        return partial(load_model, section, dtype, seed=seed)
+        return partial(load, config.model.model_copy(update={"base_model": reference}))
     if reference is not None:
         return lambda: reference
-    if config.adapter.separate_reference:
-        return partial(load_model, config.model, dtype, tokenizer=tokenizer, seed=seed)
-    return None
+    return partial(load, config.model, tokenizer=tokenizer) if config.adapter.separate_reference else None
 
 
 def _callbacks(policy: Policy, objects: Objects) -> list[TrainerCallback]:
@@ -230,7 +217,6 @@ def _callbacks(policy: Policy, objects: Objects) -> list[TrainerCallback]:
     callbacks: list[TrainerCallback] = []
     if objects.from_script and policy.copies is not None:
         callbacks.append(PlainModelAfterwards(policy.copies, following=objects.optimizers[0] is None))
-    synced = policy.method.reference_sync
-    if policy.reference is not None and synced is not None:
-        callbacks.append(SyncReference(policy.reference, synced))
+    if policy.reference is not None and policy.method.reference_sync is not None:
+        callbacks.append(SyncReference(policy.reference, policy.method.reference_sync))
     return callbacks

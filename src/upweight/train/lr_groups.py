@@ -18,7 +18,7 @@ LrRule = Callable[[str, nn.Parameter], float | None]
 
 
 def lr_rules(optim: OptimSection, adapter: AdapterSection, model: nn.Module) -> LrRule | None:
-    """Return a function from a weight to its learning rate (None: the common one); None where all are the same."""
+    """Return a function from a weight to its rate (None: the common one); None where all have it; check `lr_groups`."""
     common = optim.learning_rate or 0.0
     embedding = optim.embedding_lr or (optim.embedding_lr_scale and common * optim.embedding_lr_scale)
     names = set(embedding_names(base_of(model)) if embedding else ()) - {"original_module", "default"}  # of an adapter
@@ -26,7 +26,12 @@ def lr_rules(optim: OptimSection, adapter: AdapterSection, model: nn.Module) -> 
     plus = adapter.plus_ratio if isinstance(model, PeftModel) else None
     if not (optim.lr_groups or embedding or plus):
         return None
-    _check_groups(optim, model)
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    for number, group in enumerate(optim.lr_groups):
+        for part in group.modules:
+            if not any(part in name for name in trained):
+                hint = f"Names look like {', '.join(trained[:3])}."
+                raise UserError(f"lr_groups[{number}].modules: no trained weight's name contains '{part}'. {hint}")
 
     # `lr_groups` win over `embedding_lr`, which wins over LoRA+.
     def lr_rule(name: str, parameter: nn.Parameter) -> float | None:
@@ -75,15 +80,3 @@ class ConfiguredRates(TrainerCallback):
             group["initial_lr"] = rate
         now = {"base_lrs": [group["initial_lr"] for group in every], "_last_lr": [group["lr"] for group in every]}
         schedule.load_state_dict(schedule.state_dict() | now)
-
-
-def _check_groups(optim: OptimSection, model: nn.Module) -> None:
-    """Raise where a group of `lr_groups` matches no trained weight."""
-    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    for number, group in enumerate(optim.lr_groups):
-        for part in group.modules:
-            if not any(part in name for name in trained):
-                raise UserError(
-                    f"lr_groups[{number}].modules: no trained weight's name contains '{part}'. "
-                    f"Names look like {', '.join(trained[:3])}."
-                )

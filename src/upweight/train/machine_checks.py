@@ -34,10 +34,7 @@ def gpus(config: Config) -> Iterator[str]:
             yield "tf32: this GPU has no TF32; drop the key."
         return
     if config.model.fp16:
-        yield (
-            "fp16: float16 with loss scaling needs a CUDA device, and none is visible; drop the key or use 'bf16: "
-            "true'."
-        )
+        yield "fp16: float16 with loss scaling needs a CUDA device, and none is visible; drop it, or use 'bf16: true'."
     if samples_from_server(config) and direct_transfer(config):
         yield "trl.vllm_weight_transfer: weights go from GPU to GPU, and no CUDA device is visible; use 'folder'."
 
@@ -59,10 +56,7 @@ def packages(config: Config, *, trains: bool) -> Iterator[str]:
     if colocated and not _installed("vllm"):
         yield "trl.vllm_mode: colocate needs vLLM in this Python environment; install it, or use a server."
     if samples_from_server(config) and direct_transfer(config) == "nccl" and not _installed("vllm"):
-        yield (
-            "trl.vllm_weight_transfer: nccl needs vLLM in the trainer's environment too; install it, or use 'folder' "
-            "(on one GPU: 'ipc')."
-        )
+        yield "trl.vllm_weight_transfer: nccl needs vLLM in the trainer's environment; install it, or use another way."
 
 
 def folders(config: Config) -> Iterator[str]:

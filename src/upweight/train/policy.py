@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig, set_seed
 from upweight.config import Config
 from upweight.config.sections.model import ModelSection
 from upweight.config.sections.training import OptimSection
-from upweight.config.zero import partitions_weights
+from upweight.config.zero import zero_stage
 from upweight.engine import Engine
 from upweight.engine.activations import add_noise, enable_checkpointing, offload_activations
 from upweight.engine.context import ContextGroup
@@ -82,10 +82,8 @@ def load_policy(
     elif config.adapter.kind is not None and objects.model is None:
         model = attach_adapter(model, config.adapter, new_tokens=len(config.model.new_tokens))  # pyright: ignore
     if coefficient := getattr(model.config.get_text_config(), "router_aux_loss_coef", None):
-        warn_once(
-            f"the load-balancing loss of the model's routers (router_aux_loss_coef {coefficient:g} in its config) is "
-            "not added to the loss: over a long training experts may fall out of use"
-        )
+        unbalanced = f"router_aux_loss_coef {coefficient:g} in the model's config: the routers' balance is not trained"
+        warn_once(f"{unbalanced}; over a long training experts may fall out of use")
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UserError("model: no weight is trained. Load an adapter with `is_trainable=True`.")
     return model
@@ -96,20 +94,16 @@ def _load_base_model(
 ) -> Model:
     """Load the config's model on the CPU; with `trains`, ZeRO-3 may load it as shards."""
     low_memory, zero = config.sharding.low_memory_loading, config.sharding.deepspeed
-    zero3 = zero_config(zero, config.folder, dtype) if zero and partitions_weights(zero, config.folder) else None
+    zero_options = zero_config(zero, config.folder, dtype) if zero is not None else {}
     # Rank 0 compares the model's log-probs with those of a vLLM server, which needs all weights.
     with_vllm = config.method.online and config.rollout.use_vllm
-    shard_config = zero3 if low_memory and trains and not with_vllm else None
+    shard_config = zero_options if zero_stage(zero_options) == 3 and low_memory and trains and not with_vllm else None
     masters = trains and config.adapter.kind is None and not config.model.pure_bf16 and sharding != "deepspeed"
     weight_dtype = objects.load_dtype or (master_dtype(config.model, dtype) if masters else dtype)
+    fitted, seed = tokenizer if objects.chat_template_path is None else None, config.optim.seed
     with rank0_reads_weights(low_memory and sharding == "fsdp"), zero3_partitioned_loading(shard_config):
         return load_model(
-            config.model,
-            weight_dtype,
-            head=config.method.head,
-            tokenizer=tokenizer if objects.chat_template_path is None else None,
-            adapter=config.adapter,
-            seed=config.optim.seed,
+            config.model, weight_dtype, head=config.method.head, tokenizer=fitted, adapter=config.adapter, seed=seed
         )
 
 
@@ -122,10 +116,8 @@ def _add_template_tokens(model: Model, config: Config, objects: Objects, tokeniz
         return
     adapter = objects.peft_config
     if isinstance(model, PeftModel) or (adapter and not getattr(adapter, "modules_to_save", None)):
-        raise UserError(
-            f"chat_template_path: the model does not know {new} of its tokens, and the adapter would not train them. "
-            "Name the modules of the embeddings in `modules_to_save` of the peft_config, or train without an adapter."
-        )
+        remedy = "To train them, name the embeddings in `modules_to_save` of the peft_config, or use no adapter."
+        raise UserError(f"chat_template_path: the model does not know {new} of its tokens. {remedy}")
     fit_vocabulary(model, tokenizer, config.model)
 
 
@@ -174,18 +166,11 @@ def make_policy(
         enable_checkpointing(model, reentrant, every_layer, optim.optimizer)
     text, reserved = model.config.get_text_config(), _reserved_bytes(model, optim.optimizer, sharding != "none")
     by_memory = token_budget(text, device, checkpointing=optim.gradient_checkpointing, reserved=reserved)
+    budget = optim.token_budget or by_memory * (1 if context is None else context.size)
+    precompute = Precompute(adapter_state(model) == "identity", prepared, load) if precomputed else None
+    references = {"reference": reference, "precompute": precompute, "offload_reference": optim.reference_offloading}
     return Policy(
-        model,
-        method,
-        engine,
-        optim.token_budget or by_memory * (1 if context is None else context.size),
-        dtype,
-        reference,
-        Precompute(adapter_state(model) == "identity", prepared, load) if precomputed else None,
-        copies,
-        tokenizer,
-        optim.reference_offloading,
-        sharding,
+        model, method, engine, budget, dtype, copies=copies, tokenizer=tokenizer, sharding=sharding, **references
     )
 
 

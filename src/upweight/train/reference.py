@@ -121,6 +121,6 @@ class SyncReference(TrainerCallback):
         """Restore the reference from a checkpoint."""
         if not (checkpoint / FILE).is_file():
             raise UserError(
-                f"sync_ref_model: {checkpoint} has no {FILE}: its run had another reference. Turn it off or begin anew."
+                f"sync_ref_model: {checkpoint} has no {FILE}: nothing was synced. Turn it off or begin anew."
             )
         self.reference.load_state_dict(safetensors.torch.load_file(checkpoint / FILE))

@@ -24,9 +24,15 @@ from upweight.runs.lock import lock_folder
 from upweight.train.assemble import assemble
 from upweight.train.distributed.fsdp import layout_of
 from upweight.train.distributed.ranks import broadcast_from_rank0, init_single_rank
-from upweight.train.recording.checkpoints import require_same_data
+from upweight.train.machine_checks import require_machine
 from upweight.train.recording.model_card import model_card
-from upweight.train.recording.run_folder import changed_keys, recording, refuse_other_weights, write_config
+from upweight.train.recording.run_folder import (
+    changed_keys,
+    recording,
+    refuse_other_weights,
+    require_same_data,
+    write_config,
+)
 from upweight.train.trainer import MethodTrainer
 
 
@@ -78,6 +84,7 @@ def evaluate(config: Config) -> dict[str, float]:
 
 def build(config: Config, *, resume: bool = False, trains: bool = False) -> MethodTrainer:
     """Build the trainer of a config. With `trains`, weights may be loaded directly as shards."""
+    require_machine(config, trains=trains)
     checkpoint = _checkpoint_to_resume(config, resume) if config.sharding.fsdp else None
     if config.sharding.deepspeed is not None or (checkpoint is not None and layout_of(checkpoint) == "fsdp"):
         init_single_rank()

@@ -2,10 +2,8 @@
 
 import contextlib
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 import numpy as np
 import torch
@@ -20,60 +18,13 @@ from upweight.engine.packing import build_batch, count_batch, plan_rows, row_tok
 from upweight.methods.base import Method
 from upweight.models.reference import Reference
 from upweight.rollout.units import SHOWN
-from upweight.train.distributed.ranks import all_gather_objects
-from upweight.types import Batch, Extreme, Loss, Mean, Metrics, Outputs, Sample, Unit
-
-Name = TypeVar("Name", str, tuple[str, int])
+from upweight.train.distributed.ranks import all_gather_objects, union_over_ranks
+from upweight.train.recording.metrics import Meters
+from upweight.types import Batch, Loss, Mean, Metrics, Outputs, Sample, Unit
 
 GROWTH = 2  # a row is checked again when it is this many times longer than those checked before
 SHORT = 1024  # longest unit, in tokens, whose gradients are checked
 EXCERPT = 256  # tokens per sample that are checked under context parallelism, where a whole one may not fit a rank
-
-
-class Meters:
-    """Metrics between two logs: sums and extremes on the device, reduced over ranks once per log."""
-
-    def __init__(self) -> None:
-        self._sums: dict[str, Tensor] = {}
-        self._extremes: dict[tuple[str, int], Tensor] = {}  # by name and sign
-
-    def add(self, metrics: Metrics) -> None:
-        """Add a batch's metrics without a device sync."""
-        for name, metric in metrics.items():
-            if isinstance(metric, Extreme):
-                key, value = (name, metric.sign), metric.value.detach().double()
-                self._extremes[key] = torch.maximum(self._extremes.get(key, value), value)
-            else:
-                pair = torch.stack([metric.total.detach(), metric.weight.detach()]).double()
-                self._sums[name] = self._sums[name] + pair if name in self._sums else pair
-
-    def drain(self, accelerator: Accelerator) -> dict[str, float]:
-        """Return the means and extremes over all ranks since the last call; what has no value is left out."""
-        return self._drain_means(accelerator) | self._drain_extremes(accelerator)
-
-    def _drain_means(self, accelerator: Accelerator) -> dict[str, float]:
-        names, sums, self._sums = union_over_ranks(set(self._sums)), self._sums, {}
-        if not names:
-            return {}
-        nothing = torch.zeros(2, dtype=torch.float64, device=accelerator.device)
-        table = accelerator.reduce(torch.stack([sums.get(name, nothing) for name in names]), "sum")
-        assert isinstance(table, Tensor)
-        return {name: total / weight for name, (total, weight) in zip(names, table.tolist(), strict=True) if weight}
-
-    def _drain_extremes(self, accelerator: Accelerator) -> dict[str, float]:
-        keys, extremes, self._extremes = union_over_ranks(set(self._extremes)), self._extremes, {}
-        if not keys:
-            return {}
-        nothing = torch.full((), -torch.inf, dtype=torch.float64, device=accelerator.device)
-        table = accelerator.gather(torch.stack([extremes.get(key, nothing) for key in keys])[None])
-        assert isinstance(table, Tensor)
-        largest = zip(keys, table.amax(0).tolist(), strict=True)
-        return {name: sign * value for (name, sign), value in largest if value > -math.inf}
-
-
-def union_over_ranks(names: set[Name]) -> list[Name]:
-    """Return the names that any rank has, in the same order on every rank."""
-    return sorted({name for of_rank in all_gather_objects(names) for name in of_rank})
 
 
 @dataclass
@@ -94,23 +45,13 @@ class StepRunner:
     checked: tuple[int, int] | None = None  # the longest sequence and the largest row that were checked
     collects: list[str] = field(default_factory=list)  # names that `Method.collect` returns on any rank
 
-    @property
-    def shares(self) -> int:
-        """Return the number of parts of a step: one per rank, or per context-parallel group of ranks."""
-        return self.accelerator.num_processes // self._context_size
-
-    @property
-    def _context_size(self) -> int:
-        return 1 if self.engine.context is None else self.engine.context.size
-
-    @property
-    def _reports(self) -> bool:
-        """Whether this rank reports for its context-parallel group."""
-        return self.engine.context is None or self.engine.context.rank == 0
-
-    @property
-    def _under_zero(self) -> bool:
-        return self.accelerator.distributed_type == DistributedType.DEEPSPEED
+    def __post_init__(self) -> None:
+        context = self.engine.context
+        self._context_size = 1 if context is None else context.size
+        self._reports = context is None or context.rank == 0  # for its context-parallel group
+        self._under_zero = self.accelerator.distributed_type == DistributedType.DEEPSPEED
+        # The parts of a step: one per rank, or per context-parallel group of ranks.
+        self.shares = self.accelerator.num_processes // self._context_size
 
     def train(self, model: nn.Module, units: Sequence[Unit], known_counts: Mapping[str, float] | None = None) -> Tensor:
         """Compute the gradients of a step; return a loss whose mean over ranks is the loss of the step."""

@@ -36,9 +36,10 @@ from upweight.train.distributed.ranks import all_gather_objects, broadcast_from_
 from upweight.train.loader import StepSampler, step_loader
 from upweight.train.lr_groups import ConfiguredRates, split_by_lr
 from upweight.train.online.feed import RolloutLoader
-from upweight.train.recording.checkpoints import require_same_data
+from upweight.train.recording.metrics import Meters
+from upweight.train.recording.run_folder import require_same_data
 from upweight.train.reference import SyncReference, with_reference
-from upweight.train.step import Meters, StepRunner
+from upweight.train.step import StepRunner
 
 SMALLEST_BUDGET = 256
 NEVER_CALLED = (  # hooks that scripts for other trainers override and this loop does not call
@@ -62,10 +63,8 @@ class MethodTrainer(Trainer):
         kind, policy, rollouts = type(self), parts.policy, parts.rollouts
         for name in NEVER_CALLED:
             if getattr(kind, name, None) is not getattr(Trainer, name, None):
-                raise UserError(
-                    f"{kind.__name__}.{name}: is never called here, where a step is trained on in packed rows. "
-                    "Override `training_step`, which returns a loss after its backward, or use the method's settings."
-                )
+                remedy = "Override `training_step`, which returns a loss after its backward, or use the settings."
+                raise UserError(f"{kind.__name__}.{name}: is never called here. {remedy}")
         Path(parts.arguments.output_dir or ".").mkdir(parents=True, exist_ok=True)
         super().__init__(
             model=policy.model,
@@ -151,10 +150,8 @@ class MethodTrainer(Trainer):
             rows, batch, self.args.seed, self.shuffle, self.args.dataloader_drop_last, lambda: self.state.global_step
         )
         if not len(self.sampler):
-            raise UserError(
-                f"datasets: {rows} rows do not fill one batch of {batch}, and dataloader_drop_last drops "
-                "what is incomplete. Lower 'micro_batch_size' or 'gradient_accumulation_steps'."
-            )
+            remedy = "Lower 'micro_batch_size' or 'gradient_accumulation_steps', or drop 'dataloader_drop_last'."
+            raise UserError(f"datasets: {rows} rows do not fill one batch of {batch}. {remedy}")
         return self._loader(self.train_dataset, self.sampler)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
@@ -216,9 +213,8 @@ class MethodTrainer(Trainer):
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
         """Return loss and metrics of the evaluation rows; metrics of several sets are prefixed by their names."""
-        rows = self.eval_dataset if eval_dataset is None else eval_dataset
-        if eval_dataset is not None and self.encode is not None:
-            encode = self.encode
+        rows, encode = self.eval_dataset if eval_dataset is None else eval_dataset, self.encode
+        if eval_dataset is not None and encode is not None:
             rows = _map_sets(eval_dataset, lambda raw: self._with_reference(encode(raw)))
         named = {f"_{name}": part for name, part in rows.items()} if isinstance(rows, Mapping) else {"": rows}
         parts = [self._evaluate_set(part, f"{metric_key_prefix}{name}") for name, part in named.items()]
@@ -262,10 +258,8 @@ class MethodTrainer(Trainer):
         if how is None:
             return rows
         if self.state.global_step and not how.base_model and how.separate is None:
-            raise UserError(
-                "precompute_ref_log_probs: the reference is the policy as it was, which has been trained since. Give "
-                "these rows as eval_dataset when the trainer is made, or leave the argument out."
-            )
+            remedy = "Give these rows as eval_dataset when the trainer is made, or leave the argument out."
+            raise UserError(f"precompute_ref_log_probs: the reference is the policy as it was, now trained. {remedy}")
         return with_reference(rows, self.model, self.runner, how)
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
@@ -276,7 +270,7 @@ class MethodTrainer(Trainer):
         """Log, with the metrics and the throughput since the last log."""
         if self.rollouts is not None:  # the Trainer does not know how much of an epoch was trained before a resume
             self.state.epoch = self.state.global_step / self.rollouts.steps_per_epoch
-        if "train_runtime" in logs or "loss" in logs:  # at the end, what was metered since has no entry of its own
+        if "train_runtime" in logs or "loss" in logs:  # at the end, what was metered since has no other entry
             logs |= self.runner.meters.drain(self.accelerator)
         if "loss" in logs:
             now = time.perf_counter()
@@ -337,8 +331,9 @@ class MethodTrainer(Trainer):
         else:
             rows = {n: units_of([self.train_dataset[n]], self.method)[0] for n in self.sampler.rows_of(step)}
             samples = [({"row": number}, one) for number, unit in rows.items() for one in unit.samples]
+        decode = getattr(self.processing_class, "decode", None)
         for where, sample in samples:
-            ids, decode = sample.ids.tolist(), getattr(self.processing_class, "decode", None)
+            ids = sample.ids.tolist()
             yield {**where, "text": decode and decode(ids), "ids": ids, "scored": sample.scored.tolist()}
 
     def _optimizer_mode(self, mode: str) -> None:
@@ -357,7 +352,5 @@ def _map_sets(rows: Any, change: Callable[[Any], Any]) -> Any:
 
 def out_of_memory(where: str, budget: int) -> str:
     """Return the error message with the remedies, cheapest first."""
-    return (
-        f"out of GPU memory {where} with token_budget {budget}. In this order: "
-        f"set 'token_budget: {max(budget // 2, SMALLEST_BUDGET)}'; {LESS_MEMORY}."
-    )
+    halved = f"set 'token_budget: {max(budget // 2, SMALLEST_BUDGET)}'"
+    return f"out of GPU memory {where} with token_budget {budget}. In this order: {halved}; {LESS_MEMORY}."

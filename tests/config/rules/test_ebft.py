@@ -35,9 +35,9 @@ def test_what_cannot_act_is_refused_with_a_reason(mode, trl, reason):
     ("mode", "trl", "keys", "odd"),
     [
         ("structured", {}, {"stride": 4, "top_p": 0.9}, ["ebft.stride, ebft.top_p"]),
-        ("strided", {"beta": 0.1}, {"gt_length_multiplier": 2.0}, ["trl.beta, ebft.gt_length_multiplier"]),
+        ("strided", {"beta": 0.1}, {"gt_length_multiplier": 2.0}, ["ebft.gt_length_multiplier, trl.beta"]),
         ("structured", {"use_vllm": True, "temperature": 0.7}, {"gt_length_multiplier": 2.0}, []),
-        ("strided", {"log_completions": True, "reroll_start_fraction": 1}, {"stride": 4}, []),
+        ("strided", {"compile_sampler": False, "reroll_start_fraction": 1}, {"stride": 4}, []),
     ],
 )
 def test_keys_of_the_other_mode_are_told_of(mode, trl, keys, odd):

@@ -64,5 +64,5 @@ def test_keys_of_the_other_way_to_run_vllm_are_named(key, value, mode, needs):
 
 
 def test_every_key_of_the_table_exists():
-    for key in " ".join(switch.keys for switch in SWITCHES).split():
+    for key in " ".join(keys for keys, _, _ in SWITCHES).split():
         assert any(path.startswith(key[:-1]) if key.endswith("*") else path == key for path in general_keys())

@@ -62,7 +62,7 @@ BROKEN = {
     "datasets[0].shards_idx: must be": {**WHOLE, "datasets": [{"path": "d", "shards": 2, "shards_idx": 2}]},
     "datasets[0]: names no data": {**WHOLE, "datasets": [{"type": "alpaca"}]},
     "datasets[0].type: there is no format": {**WHOLE, "rl": "dpo", "datasets": [{"path": "d", "type": "chat_templat"}]},
-    "chat_template: there is no template": {**WHOLE, "chat_template": "chatlm"},
+    "chat_template: there is no": {**WHOLE, "chat_template": "chatlm"},
     "datasets[0].chat_template: there": {**WHOLE, "datasets": [{"path": "d", "chat_template": "chatlm"}]},
     "trl.rollout_backend: cannot be used with 'trl.use_vllm'": served(rollout_backend="b.C"),
     "trl.rollout_backend: cannot be used with 'trl.rollout_func'": {
@@ -108,7 +108,7 @@ BROKEN = {
     "datasets[0].type: a mapping of columns does not": {
         **WHOLE, "process_reward_model": True, "datasets": [{"path": "d", "type": {"field_prompt": "p"}}],
     },
-    "datasets[0].type: 'zephyr.nectar' is for preference pairs": {
+    "datasets[0].type: 'zephyr.nectar' is for dpo, ipo": {
         **WHOLE, "datasets": [{"path": "d", "type": "zephyr.nectar"}],
     },
     "torch_compile: layers are not compiled": {**WHOLE, "torch_compile": True},
@@ -167,7 +167,7 @@ BROKEN = {
     },
     "hub_model_id: 'me/my model' is no repository": {**WHOLE, "hub_model_id": "me/my model"},
     "unfrozen_parameters: '(' is no regular expression": {**WHOLE, "unfrozen_parameters": ["("]},
-    "chat_template: there is no template ''": {**WHOLE, "chat_template": ""},
+    "chat_template: there is no ''": {**WHOLE, "chat_template": ""},
     "chat_template_jinja: a name in it": {**WHOLE, "chat_template": "jinja", "chat_template_jinja": "x" * 300},
     "output_dir: is empty": {**WHOLE, "output_dir": ""},
     "output_dir: a name in it has over": {**WHOLE, "output_dir": "x" * 300},

@@ -4,8 +4,8 @@ import json
 
 from made_runs import metrics_of, write_online
 from upweight.config import load_config
-from upweight.train.online.completions import cut_completions
 from upweight.train.recording.callbacks import before_and_after
+from upweight.train.recording.completions import cut_completions
 from upweight.train.run import train
 
 

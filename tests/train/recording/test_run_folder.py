@@ -7,7 +7,9 @@ from transformers import TrainerControl, TrainerState
 
 from upweight.config import load_config, parse_config
 from upweight.config.config import SECTIONS
-from upweight.train.recording.run_folder import METRICS, MetricsFile, changed_keys, cut_metrics, write_config
+from upweight.runs.files import METRICS
+from upweight.train.recording.metrics import MetricsFile, cut_metrics
+from upweight.train.recording.run_folder import changed_keys, write_config
 
 PAIRS = {"base_model": "tiny", "datasets": [{"path": "rows.jsonl", "type": "chatml.intel"}]}
 LORA = {"adapter": "lora", "lora_target_modules": ["q_proj"], "peft": {"loftq_config": {"loftq_bits": 4}}}

@@ -29,7 +29,7 @@ SCORING = Question("--want", "How do the scores compare?", {
 })  # fmt: skip
 DEMONSTRATIONS = Question("--want", "What should be learned from them?", {
     "words": ("their words (start here)", "sft"),
-    "meaning": ("what they are like, from the model's own answers, compared by features", "ebft"),
+    "meaning": ("what they are like, from the model's answers, compared by features", "ebft"),
 })  # fmt: skip
 FIRST = Question("--have", "What do you have?", {
     "scores": ("prompts, and a way to score answers: a function, right answers, tests, a reward model", SCORING),
@@ -37,7 +37,7 @@ FIRST = Question("--have", "What do you have?", {
     "labels": ("single answers marked as good or bad", "kto"),
     "demonstrations": ("answers as they should be", DEMONSTRATIONS),
     "steps": ("reasoning in steps, each marked as right or wrong", "prm"),
-    "gym": ("an environment of NeMo Gym: tools, several turns, its own verification", "gym"),
+    "gym": ("an environment of NeMo Gym: tools, several turns, verification", "gym"),
 })  # fmt: skip
 
 

@@ -24,7 +24,7 @@ class Starter:
 
     about: str  # the first line of its config and README
     rows: str  # the kind of its sample rows, and the name of their file
-    keys: str  # YAML of its own
+    keys: str  # YAML of the method
     watch: str  # which metrics say that it works
     model: str = MODEL
     rate: str = "1e-4"
@@ -68,16 +68,12 @@ def starter_files(method: str) -> dict[str, str]:
     """Return names and texts of a starter's files."""
     starter = STARTERS.get(method)
     if starter is None:
-        raise UserError(
-            f"there is no starter '{method}'.{did_you_mean(method, STARTERS)} There are: {', '.join(STARTERS)}."
-        )
+        hint = f"{did_you_mean(method, STARTERS)} There are: {', '.join(STARTERS)}."
+        raise UserError(f"there is no starter '{method}'.{hint}")
     rows = [json.dumps(row, ensure_ascii=False) for row in ROWS[starter.rows]()]
-    config = starter.config()
-    files = {"config.yaml": config, f"{starter.rows}.jsonl": "\n".join([*rows, ""])}
-    about = {
-        "config.yaml": "the run: model, data, method, each key with a word on it",
-        f"{starter.rows}.jsonl": "a small sample of rows",
-    }
+    config, data = starter.config(), f"{starter.rows}.jsonl"
+    files = {"config.yaml": config, data: "\n".join([*rows, ""])}
+    about = {"config.yaml": "the run: model, data, method, each key with a word on it", data: "a small sample of rows"}
     commands = {"upweight doctor config.yaml": "versions, memory, data, rewards: whether it will run"}
     if "reward_funcs" in config:
         files["rewards.py"], about["rewards.py"] = inspect.getsource(rewards), "what a good answer is: change this"

@@ -11,43 +11,18 @@ Rule = Callable[[Config], Iterator[str]]
 ON_THE_MACHINE = ("GPUs", "installed packages", "files and folders", "servers")
 
 ERRORS: tuple[Rule, ...] = (
-    keys.exclusive,
-    ebft.keys_refused_by_ebft,
-    model.loading,
-    model.adapters,
-    model.references,
-    data.sources,
-    training.optimisation,
-    training.schedules,
-    training.schedule_values,
-    training.best_checkpoint,
-    training.shards,
-    training.fsdp,
-    training.deepspeed,
-    training.paths,
-    rollout.rewards_and_sampling,
-    rollout.environments,
-    rollout.backends,
-    rollout.vllm,
-    rollout.adapters_for_vllm,
-    rollout.weight_transfer,
-)
+    keys.exclusive, ebft.keys_refused_by_ebft, model.loading, model.adapters, model.references, data.sources,
+    training.optimisation, training.schedules, training.schedule_values, training.best_checkpoint, training.shards,
+    training.fsdp, training.deepspeed, training.paths, rollout.rewards_and_sampling, rollout.environments,
+    rollout.backends, rollout.vllm, rollout.adapters_for_vllm, rollout.weight_transfer,
+)  # fmt: skip
 WHOLE_CONFIG: tuple[Rule, ...] = (
-    model.model_is_named,
-    data.data_is_named,
-    data.formats_are_known,
-    rollout.rewards_are_there,
-    rollout.gym_is_complete,
-    ebft.block_is_there,
-    training.evaluation_is_there,
-)
+    keys.required, data.formats_are_known, rollout.gym_is_complete, training.evaluation_is_there,
+)  # fmt: skip
 WARNINGS: tuple[Rule, ...] = (
-    rollout.groups_fit_the_batch,
-    rollout.without_effect,
-    model.without_effect,
-    training.without_effect,
+    rollout.groups_fit_the_batch, rollout.without_effect, model.without_effect, training.without_effect,
     ebft.ebft_keys_without_effect,
-)
+)  # fmt: skip
 WHOLE_CONFIG_WARNINGS: tuple[Rule, ...] = (rollout.without_use, keys.switched_off, training.without_evaluation)
 
 

@@ -6,29 +6,14 @@ from upweight.config.config import Config
 from upweight.config.sections.data import (
     FALLBACK_PREFIX,
     FORMAT_NAMES,
-    TEMPLATE_ALIASES,
-    TEMPLATE_NAMES,
+    KNOWN_TEMPLATES,
     DataSection,
     DatasetRow,
     UserFormat,
 )
 from upweight.errors import did_you_mean
-from upweight.methods import feature_matcher
-
-SERVES = {  # the methods that a kind of data is for
-    "pairs": "preference pairs (dpo, ipo, simpo, orpo, reward models)",
-    "labelled": "kto",
-    "steps": "process reward models",
-    "text": "supervised fine-tuning",
-    "prompts": "grpo, gdpo and rloo",
-    "ebft": "ebft",
-}
-
-
-def data_is_named(config: Config) -> Iterator[str]:
-    """Require training data."""
-    if not config.set_keys.get("datasets") and not config.set_keys.get("nemo_gym_datasets"):
-        yield "datasets: missing. List what to train on."
+from upweight.methods import METHODS
+from upweight.methods.base import Method
 
 
 def sources(config: Config) -> Iterator[str]:
@@ -39,7 +24,7 @@ def sources(config: Config) -> Iterator[str]:
     if section.shard_count and section.shard_index >= section.shard_count:
         yield f"dataset_shard_idx: must be below dataset_shard_num ({section.shard_count})."
     yield from _template("", section)
-    for place, row in _entries(config):
+    for place, row in entries(config):
         if row.path is None and row.data_files is None:
             yield f"{place}: names no data. Set 'path' or 'data_files'."
         if row.shards and row.shards_idx >= row.shards:
@@ -47,7 +32,7 @@ def sources(config: Config) -> Iterator[str]:
         yield from _template(f"{place}.", row)
 
 
-def _entries(config: Config) -> Iterator[tuple[str, DatasetRow]]:
+def entries(config: Config) -> Iterator[tuple[str, DatasetRow]]:
     """Yield the YAML path and the entry of every training and evaluation dataset."""
     for key, rows in (("datasets", config.data.datasets), ("test_datasets", config.data.test_datasets)):
         for number, row in enumerate(rows):
@@ -59,25 +44,27 @@ def _template(place: str, section: DataSection | DatasetRow) -> Iterator[str]:
     plain = chosen.removeprefix(FALLBACK_PREFIX)
     if plain == "jinja" and not section.chat_template_jinja:
         yield f"{place}chat_template_jinja: missing. 'chat_template: jinja' needs the template's text or file."
-    if plain not in (*TEMPLATE_NAMES, *TEMPLATE_ALIASES, "jinja", "tokenizer_default"):
-        way_out = "Use 'tokenizer_default' for the tokenizer's template, or 'jinja' for yours."
-        near = did_you_mean(plain, TEMPLATE_NAMES, 0.75)
-        yield f"{place}chat_template: there is no template '{plain}'.{near} {way_out}"
+    if plain not in KNOWN_TEMPLATES:
+        near = did_you_mean(plain, KNOWN_TEMPLATES, 0.75)
+        yield f"{place}chat_template: there is no '{plain}'.{near} Use 'tokenizer_default', or 'jinja' for yours."
 
 
 def formats_are_known(config: Config) -> Iterator[str]:
     """Check the `type` of each entry, unless it names a user's function."""
-    kind = "ebft" if feature_matcher(config.method) else config.method.data
-    names = FORMAT_NAMES[kind]
-    for place, row in _entries(config):
+    name, names = config.method.name, FORMAT_NAMES[kind_of_rows(config.method)]
+    for place, row in entries(config):
         if isinstance(row.type, UserFormat) and "user_defined" not in names:
-            yield f"{place}.type: a mapping of columns does not serve {SERVES[kind]}. Name a format."
+            yield f"{place}.type: a mapping of columns does not serve {name}. Name a format."
         if not isinstance(row.type, str) or row.type in names:
             continue
-        others = [SERVES[other] for other, known in FORMAT_NAMES.items() if row.type in known]
-        if others:
-            problem = f"'{row.type}' is for {' and '.join(others)}, not for {config.method.name}."
+        if others := [other for other, method in METHODS.items() if row.type in FORMAT_NAMES[kind_of_rows(method)]]:
+            problem = f"'{row.type}' is for {', '.join(others)}, not for {name}."
             yield f"{place}.type: {problem} Known here: {', '.join(names)}."
         elif "." not in row.type:
             problem = f"there is no format '{row.type}' here.{did_you_mean(row.type, names)}"
             yield f"{place}.type: {problem} Known: {', '.join(names)}. Name your function as file.function."
+
+
+def kind_of_rows(method: Method | type[Method]) -> str:
+    """Return the key in `FORMAT_NAMES` of the formats that a method reads."""
+    return method.name if method.name in FORMAT_NAMES else method.data

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from upweight.config.config import Config
+from upweight.config.rules.keys import matching
 from upweight.methods import feature_matcher
 
 # Keys of GRPO that EBFT cannot use, with the reason and remedy.
@@ -21,28 +22,19 @@ NOT_WITH_BLOCKS = {
     "trl.async_prefetch": "strided mode has no correction for samples of an older policy; drop it",
     "trl.replay_buffer_size": "strided mode has no correction for samples of an older policy; drop it",
 }
-# Keys of other blocks that strided mode reads.
-READ_WITH_BLOCKS = {
-    f"trl.{name}"
-    for name in (
-        "advantage_estimator", "scale_rewards", "generation_batch_size", "steps_per_generation", "log_completions",
-        "num_completions_to_print", "num_generations_eval", "skip_zero_advantage_batches", "num_iterations",
-    )
-}  # fmt: skip
-OF_BLOCKS = {
-    f"ebft.{name}"
-    for name in (
-        "stride", "context_length", "generate_max_len", "n_samples_per_prompt", "temperature", "top_p",
-        "min_completion_prefix",
-    )
-}  # fmt: skip
-OF_ANSWERS = {"ebft.adaptive_max_tokens", "ebft.gt_length_multiplier"}
-
-
-def block_is_there(config: Config) -> Iterator[str]:
-    """Require the block `ebft` with `rl: ebft`."""
-    if feature_matcher(config.method) and not any(path.startswith("ebft.") for path in config.set_keys):
-        yield "ebft: missing. `rl: ebft` needs its block; `ebft: {mode: structured}` takes every default."
+# Keys that only one of the modes reads; `*` stands for any ending.
+ONLY_STRIDED = (
+    "ebft.stride ebft.context_length ebft.generate_max_len ebft.n_samples_per_prompt ebft.temperature ebft.top_p"
+    " ebft.min_completion_prefix"
+)
+ONLY_STRUCTURED = (
+    "ebft.adaptive_max_tokens ebft.gt_length_multiplier vllm.* trl.vllm_* trl.temperature trl.top_* trl.min_p"
+    " trl.repetition_penalty trl.generation_kwargs trl.reward_num_workers trl.reward_timeout trl.prefetch_depth"
+    " trl.max_staleness trl.streaming_min_groups trl.replay_recompute_logps trl.replay_max_age trl.reroll_max_groups"
+    " trl.num_generations trl.max_*_length trl.mask_truncated_completions trl.beta trl.loss_type trl.epsilon*"
+    " trl.delta trl.importance_sampling_level trl.use_bias_correction_kl trl.off_policy_mask_threshold"
+    " trl.entropy_coef trl.sapo_* trl.vespo_* trl.sync_ref_model trl.ref_model_*"
+)
 
 
 def keys_refused_by_ebft(config: Config) -> Iterator[str]:
@@ -60,19 +52,11 @@ def keys_refused_by_ebft(config: Config) -> Iterator[str]:
 
 def ebft_keys_without_effect(config: Config) -> Iterator[str]:
     """Warn about keys of the other mode, and about a diversity term that whitening makes useless."""
-    given, method = config.set_keys, feature_matcher(config.method)
+    method = feature_matcher(config.method)
     if method is None:
         return
-    known = {*READ_WITH_BLOCKS, *NOT_WITH_FEATURES, *NOT_WITH_BLOCKS}
-    if not method.strided:
-        mode, stray = "without", [path for path in given if path in OF_BLOCKS]
-    else:
-        mode, stray = "with", [path for path in given if path.startswith(("trl.", "vllm.")) and path not in known]
-        stray += [path for path in given if path in OF_ANSWERS]
-    if stray:
+    mode, unread = ("with", ONLY_STRUCTURED) if method.strided else ("without", ONLY_STRIDED)
+    if stray := matching(config.set_keys, unread):
         yield f"{', '.join(stray)}: no effect {mode} 'ebft.mode: strided'"
-    if method.use_whitening and given.get("ebft.diversity_coef"):
-        yield (
-            "ebft.diversity_coef: whitening by a few samples makes them orthogonal: the diversity term acts on "
-            "samples that repeat each other only (docs/ebft.md)"
-        )
+    if method.use_whitening and config.set_keys.get("ebft.diversity_coef"):
+        yield "ebft.diversity_coef: whitening makes samples orthogonal: it acts only on those that repeat each other"

@@ -1,11 +1,12 @@
-"""Keys that cannot both be set, and keys that have no effect because the key that enables them is off."""
+"""Keys that are required, that exclude each other, or that another key has to turn on."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from fnmatch import fnmatchcase
 from itertools import combinations
-from typing import NamedTuple
+from typing import Any
 
 from upweight.config.config import Config, general_keys
+from upweight.methods import feature_matcher
 
 EXCLUSIVE: tuple[tuple[str, ...], ...] = (
     ("rl", "reward_model", "process_reward_model"),
@@ -23,44 +24,35 @@ EXCLUSIVE: tuple[tuple[str, ...], ...] = (
 )
 
 
-class Switch(NamedTuple):
-    """Keys (a name that ends in `*` is a prefix) and the condition under which they have an effect."""
-
-    keys: str
-    needs: str
-    is_on: Callable[[Config], bool]
-
-
-SWITCHES: tuple[Switch, ...] = (
-    Switch(
-        "trl.vllm_mode trl.vllm_server_* trl.vllm_enable_sleep_mode trl.vllm_gpu_memory_utilization"
-        " trl.vllm_max_model_length trl.vllm_tensor_parallel_size trl.vllm_sync_interval trl.vllm_lora_sync"
-        " trl.vllm_weight_transfer vllm.*",
-        "trl.use_vllm: true",
-        lambda c: c.rollout.use_vllm,
-    ),
-    Switch(
-        "trl.vllm_enable_sleep_mode trl.vllm_gpu_memory_utilization trl.vllm_max_model_length"
-        " trl.vllm_tensor_parallel_size",
-        "trl.vllm_mode: colocate",
-        lambda c: not c.rollout.use_vllm or c.rollout.vllm_mode == "colocate",
-    ),
-    Switch(
-        "trl.vllm_server_* trl.vllm_weight_transfer vllm.*",
-        "trl.vllm_mode: server",
-        lambda c: not c.rollout.use_vllm or c.rollout.vllm_mode == "server",
-    ),
-    Switch("trl.prefetch_depth trl.max_staleness", "trl.async_prefetch: true", lambda c: c.rollout.async_prefetch),
-    Switch("trl.rollout_backend_kwargs", "trl.rollout_backend", lambda c: c.rollout.rollout_backend is not None),
-    Switch("trl.streaming_min_groups", "trl.streaming_partial_batch: true", lambda c: c.rollout.streaming),
-    Switch(
-        "trl.replay_recompute_logps trl.replay_max_age",
-        "trl.replay_buffer_size' above '0",
-        lambda c: c.rollout.replay_size > 0,
-    ),
-    Switch("trl.reroll_max_groups", "trl.reroll_start_fraction' below '1", lambda c: c.rollout.reroll_start < 1),
-    Switch("nemo_gym_*", "nemo_gym_enabled: true", lambda c: c.gym.enabled),
+COLOCATE = "trl.vllm_enable_sleep_mode trl.vllm_gpu_* trl.vllm_max_model_length trl.vllm_tensor_parallel_size"
+SERVER = "trl.vllm_server_* trl.vllm_weight_transfer vllm.*"
+VLLM = f"{COLOCATE} {SERVER} trl.vllm_mode trl.vllm_sync_interval trl.vllm_lora_sync"
+# Keys (a name that ends in `*` is a prefix), what they need to have an effect, and whether a config has it.
+SWITCHES: tuple[tuple[str, str, Callable[[Config], Any]], ...] = (
+    (VLLM, "trl.use_vllm: true", lambda c: c.rollout.use_vllm),
+    (COLOCATE, "trl.vllm_mode: colocate", lambda c: not c.rollout.use_vllm or c.rollout.vllm_mode == "colocate"),
+    (SERVER, "trl.vllm_mode: server", lambda c: not c.rollout.use_vllm or c.rollout.vllm_mode == "server"),
+    ("trl.prefetch_depth trl.max_staleness", "trl.async_prefetch: true", lambda c: c.rollout.async_prefetch),
+    ("trl.rollout_backend_kwargs", "trl.rollout_backend", lambda c: c.rollout.rollout_backend),
+    ("trl.streaming_min_groups", "trl.streaming_partial_batch: true", lambda c: c.rollout.streaming),
+    ("trl.replay_recompute_* trl.replay_max_age", "trl.replay_buffer_size' above '0", lambda c: c.rollout.replay_size),
+    ("trl.reroll_max_groups", "trl.reroll_start_fraction' below '1", lambda c: c.rollout.reroll_start < 1),
+    ("nemo_gym_*", "nemo_gym_enabled: true", lambda c: c.gym.enabled),
 )
+
+
+def required(config: Config) -> Iterator[str]:
+    """Require a model, data, a reward for online methods, and the block of EBFT."""
+    given, method = config.set_keys, config.method
+    if "base_model" not in given:
+        yield "base_model: missing. Name the model to train: a hub id or a folder."
+    if not given.get("datasets") and not given.get("nemo_gym_datasets"):
+        yield "datasets: missing. List what to train on."
+    rewarded = given.get("trl.reward_funcs") or config.gym.enabled or config.environment.kind
+    if method.online and not method.reward_names and not rewarded:
+        yield "trl.reward_funcs: missing. A group of completions is compared by rewards: name at least one."
+    if feature_matcher(method) and not any(path.startswith("ebft.") for path in given):
+        yield "ebft: missing. `rl: ebft` needs its block; `ebft: {mode: structured}` takes every default."
 
 
 def exclusive(config: Config) -> Iterator[str]:
@@ -78,13 +70,17 @@ def switched_off(config: Config) -> Iterator[str]:
     """Warn about keys of online runs whose switch is off; `rollout.without_use` covers offline runs."""
     if not config.method.online:
         return
-    # The rules of EBFT cover the keys of these blocks in strided mode.
-    unread = ("trl.", "vllm.") if config.method.strided else ()
+    # In strided mode, the rules of EBFT cover the keys of these blocks.
+    unread = ("nemo_gym_enabled", *(("trl.", "vllm.") if config.method.strided else ()))
     defaults = {path: key.field.default for path, (_, key) in general_keys().items()}
     # A default that is written out, as in a run's config.yaml, asks for nothing.
     asked = [path for path, value in config.set_keys.items() if value != defaults.get(path)]
-    asked = [path for path in asked if path != "nemo_gym_enabled" and not path.startswith(unread)]
-    for switch in SWITCHES:
-        stray = [path for path in asked if any(fnmatchcase(path, key) for key in switch.keys.split())]
-        if stray and not switch.is_on(config):
-            yield f"{', '.join(stray)}: no effect on training without '{switch.needs}'"
+    asked = [path for path in asked if not path.startswith(unread)]
+    for keys, needs, is_on in SWITCHES:
+        if (stray := matching(asked, keys)) and not is_on(config):
+            yield f"{', '.join(stray)}: no effect on training without '{needs}'"
+
+
+def matching(paths: Iterable[str], patterns: str) -> list[str]:
+    """Return the paths that match one of the patterns, which stand in one line of text."""
+    return [path for path in paths if any(fnmatchcase(path, pattern) for pattern in patterns.split())]

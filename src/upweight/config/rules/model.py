@@ -7,23 +7,14 @@ from typing import Literal
 from upweight.config.config import Config
 
 # Arguments of `from_pretrained` -> the config key that sets them.
-HAVE_KEYS = {
-    **dict.fromkeys(("dtype", "torch_dtype"), "'bf16' or 'fp16'"),
-    "num_labels": "'num_labels'",
-    "config": "'model_config'",
-}
+HAVE_KEYS = dict.fromkeys(("dtype", "torch_dtype"), "'bf16' or 'fp16'")
+HAVE_KEYS |= {"num_labels": "'num_labels'", "config": "'model_config'"}
 Head = Literal["tokens", "sequence_score", "step_score"]
 ENDINGS: dict[Head, str] = {
     "tokens": "ForCausalLM",
     "sequence_score": "ForSequenceClassification",
     "step_score": "ForTokenClassification",
 }
-
-
-def model_is_named(config: Config) -> Iterator[str]:
-    """Require a base model."""
-    if "base_model" not in config.set_keys:
-        yield "base_model: missing. Name the model to train: a hub id or a folder."
 
 
 def loading(config: Config) -> Iterator[str]:
@@ -41,10 +32,7 @@ def loading(config: Config) -> Iterator[str]:
             yield f"model_kwargs: {name!r} is set by {key}. Remove it here."
     unpacked = model.gguf_file is not None or (model.base_model or "").endswith(".gguf")
     if unpacked and (adapter.load_in_4bit or adapter.load_in_8bit):
-        yield (
-            "load_in_4bit, load_in_8bit: the weights of a GGUF file cannot be quantised as they are unpacked. "
-            "Name a folder of safetensors, or drop the key."
-        )
+        yield "load_in_4bit, load_in_8bit: the weights of a GGUF file are not quantised. Use safetensors, or drop it."
 
 
 def adapters(config: Config) -> Iterator[str]:
@@ -70,15 +58,9 @@ def references(config: Config) -> Iterator[str]:
     """Check the keys that concern the reference model."""
     method = config.method
     if config.adapter.separate_reference and config.adapter.kind and method.reference_sync is not None:
-        yield (
-            "sync_ref_model: a separate reference model cannot follow an adapter; drop rl_adapter_ref_model: "
-            "the reference is then a copy of the adapter, and follows it."
-        )
+        yield "sync_ref_model: a separate reference cannot follow an adapter, a copy can; drop rl_adapter_ref_model."
     if config.optim.neftune_alpha and not method.takes_noise:
-        yield (
-            "neftune_noise_alpha: noise on embeddings is for supervised fine-tuning: with other methods policy and "
-            "reference would differ by the noise. Drop the key."
-        )
+        yield "neftune_noise_alpha: noise on embeddings is for SFT: policy and reference would differ by it. Drop it."
     if config.optim.reference_offloading and config.adapter.separate_reference:
         yield "reference_offloading: is for a copy of weights whole on one device; drop it, or rl_adapter_ref_model."
 

@@ -6,12 +6,13 @@ from collections.abc import Iterator
 from upweight.config.config import Config, how_to_choose
 from upweight.config.generation_options import read_options
 from upweight.config.resolve import generation_batch, group_size
+from upweight.config.rules.keys import matching
 from upweight.config.sections.environment import is_environment_reward
 from upweight.config.servers import (
     LOOPBACK,
     adapter_alone,
     direct_transfer,
-    is_on_this_machine,
+    is_local,
     server_urls,
     unloadable_by,
 )
@@ -19,9 +20,7 @@ from upweight.methods import feature_matcher
 
 ONE_PROCESS = "colocated vLLM needs all weights in one process; use a vLLM server, or one process without sharding"
 NO_PATTERN = "the sampler in process cannot be held to a pattern; use a vLLM server, or reward the format"
-ONLY_MERGED = (
-    "vLLM cannot load such an adapter; drop the key, or set 'trl.vllm_lora_sync: false' to send merged weights"
-)
+ONLY_MERGED = "vLLM cannot load such an adapter; drop the key, or send merged weights: 'trl.vllm_lora_sync: false'"
 DEVICES = r"auto|cpu|cuda(:\d+(,\d+)*)?"
 
 
@@ -39,13 +38,6 @@ def rewards_and_sampling(config: Config) -> Iterator[str]:
         yield from read_options(config.rollout.generation_args, others=config.rollout.use_vllm)[1]
     if config.method.online and config.rollout.regex is not None and not config.rollout.use_vllm:
         yield f"trl.vllm_structured_outputs_regex: {NO_PATTERN}."
-
-
-def rewards_are_there(config: Config) -> Iterator[str]:
-    """Require a reward for online methods."""
-    rewarded = config.set_keys.get("trl.reward_funcs") or config.gym.enabled or config.environment.kind
-    if config.method.online and not config.method.reward_names and not rewarded:
-        yield "trl.reward_funcs: missing. A group of completions is compared by rewards: name at least one."
 
 
 def environments(config: Config) -> Iterator[str]:
@@ -120,21 +112,18 @@ def adapters_for_vllm(config: Config) -> Iterator[str]:
 
 def weight_transfer(config: Config) -> Iterator[str]:
     """Check the transfer of all weights to a server without a folder."""
-    way = direct_transfer(config) if config.rollout.vllm_mode == "server" else None
-    if way is None or not config.method.online:
+    use, way = "use 127.0.0.1, or 'nccl' or 'folder'", direct_transfer(config)
+    if way is None or config.rollout.vllm_mode != "server" or not config.method.online:
         return
     if config.sharding.fsdp or config.sharding.deepspeed is not None:
         yield "trl.vllm_weight_transfer: sharded weights can only be sent through a folder; use 'folder'."
-    if way == "ipc" and not all(map(is_on_this_machine, server_urls(config.rollout))):
-        yield (
-            "trl.vllm_weight_transfer: ipc shares the memory of a GPU of this machine; use 127.0.0.1 as the "
-            "server's address, or 'nccl' or 'folder'."
-        )
+    if way == "ipc" and not all(map(is_local, server_urls(config.rollout))):
+        yield f"trl.vllm_weight_transfer: ipc shares the memory of a GPU here; {use}."
     elif way == "ipc" and config.vllm.host not in LOOPBACK:
-        yield (
-            f"trl.vllm_weight_transfer: ipc has the server run what it is sent, and vllm.host: {config.vllm.host} can "
-            "be reached from other machines; use 127.0.0.1, or 'nccl' or 'folder'."
+        sent = (
+            f"ipc has the server run what it is sent, and vllm.host: {config.vllm.host} can be reached from elsewhere"
         )
+        yield f"trl.vllm_weight_transfer: {sent}; {use}."
     if way == "ipc" and config.vllm.tensor_parallel_size * config.vllm.data_parallel_size > 1:
         yield "trl.vllm_weight_transfer: ipc is for a server on the trainer's GPU alone; use 'nccl'."
 
@@ -147,16 +136,12 @@ def gym_is_complete(config: Config) -> Iterator[str]:
     if not gym.datasets:
         yield "nemo_gym_datasets: missing. List the rows and the servers that verify them."
     elif gym.auto_start and not gym.config_paths and any(dataset.server_name is None for dataset in gym.datasets):
-        yield (
-            "nemo_gym_config_paths: missing, and a dataset names no server whose config could be started. Give each of "
-            "nemo_gym_datasets a 'server_name', name the Gym's configs, or set 'nemo_gym_auto_start: false' and start "
-            "it yourself."
+        remedy = (
+            "Name the Gym's configs, give each dataset a 'server_name', or start it yourself (nemo_gym_auto_start)."
         )
+        yield f"nemo_gym_config_paths: missing, and a dataset names no server to start. {remedy}"
     elif gym.multi_turn and not config.rollout.use_vllm:
-        yield (
-            "nemo_gym_multi_turn: needs 'trl.use_vllm: true': the Gym's agents sample from a server. Without the key "
-            "the trainer runs the episodes of rows with tools itself, with any sampler."
-        )
+        yield "nemo_gym_multi_turn: needs 'trl.use_vllm: true', for agents; without the key the trainer runs episodes."
     if config.rollout.rollout_func is not None:
         yield "trl.rollout_func: cannot be used with 'nemo_gym_enabled'. Keep one."
 
@@ -171,19 +156,14 @@ def groups_fit_the_batch(config: Config) -> Iterator[str]:
         return
     for key, right in (("trl.generation_batch_size", actual), ("trl.steps_per_generation", actual // micro)):
         if key in config.set_keys:
-            yield (
-                f"{key}: {wanted} completions do not hold whole groups of {group} and whole batches of {step}; "
-                f"{actual} are generated at a time, as by '{key}: {right}'."
-            )
+            misfit = f"{wanted} completions do not hold whole groups of {group} and whole batches of {step}"
+            yield f"{key}: {misfit}; {actual} are generated at a time, as by '{key}: {right}'."
             return
     strided = feature_matcher(config.method) is not None and "ebft.n_samples_per_prompt" in config.set_keys
     key = "ebft.n_samples_per_prompt" if strided else "trl.num_generations"
     smallest = next(steps for steps in range(accumulation, accumulation + group + 1) if micro * steps % group == 0)
-    yield (
-        f"{key}: a batch of {wanted} does not hold whole groups of {group}; "
-        f"{actual} completions are generated at a time. "
-        f"'gradient_accumulation_steps: {smallest}' would fit."
-    )
+    misfit = f"a batch of {wanted} does not hold whole groups of {group}; {actual} completions are generated at a time"
+    yield f"{key}: {misfit}. 'gradient_accumulation_steps: {smallest}' would fit."
 
 
 def without_effect(config: Config) -> Iterator[str]:
@@ -196,10 +176,7 @@ def without_effect(config: Config) -> Iterator[str]:
     if rollout.lora_sync and rollout.use_vllm and config.adapter.kind is None and config.choice.rl is not None:
         yield "trl.vllm_lora_sync: there is no adapter to send; all weights are sent"
     if online and rollout.use_vllm and (rollout.top_p < 1 or rollout.top_k or rollout.min_p):
-        yield (
-            "trl.top_p, trl.top_k, trl.min_p: the sampler's log-probs cover the tokens kept, the trainer's all: "
-            "importance ratios are biased"
-        )
+        yield "trl.top_p, trl.top_k, trl.min_p: only the trainer's log-probs cover all tokens: ratios are biased"
     limits = ("nemo_gym_verify_timeout", "nemo_gym_run_timeout")
     if config.gym.enabled and config.gym.multi_turn and all(key in config.set_keys for key in limits):
         yield "nemo_gym_verify_timeout: no effect on the rollouts of agents; 'nemo_gym_run_timeout' bounds them"
@@ -207,8 +184,6 @@ def without_effect(config: Config) -> Iterator[str]:
 
 def without_use(config: Config) -> Iterator[str]:
     """Warn about rollout keys of offline methods."""
-    stray = [
-        path for path in config.set_keys if path.startswith(("trl.", "vllm.", "nemo_gym_", "environment.", "tool"))
-    ]
+    stray = matching(config.set_keys, "trl.* vllm.* nemo_gym_* environment.* tool*")
     if stray and not config.method.online:
         yield f"{', '.join(stray)}: no effect with {how_to_choose(config.method.name)}: nothing is sampled"

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 from pathlib import PurePath
 from typing import Any
 
-from upweight.config.config import Config
+from upweight.config.config import Config, general_keys
+from upweight.config.rules.data import entries
 from upweight.config.sections.training import FROM_BITSANDBYTES
 from upweight.config.zero import not_taken, zero_file, zero_options, zero_stage
 from upweight.errors import UserError, did_you_mean
@@ -13,6 +14,10 @@ from upweight.errors import UserError, did_you_mean
 LONGEST_NAME = 255  # bytes that file systems allow in a name
 # Hub repository names: at most 96 characters, no part begins or ends with a dash or dot, neither is doubled.
 REPOSITORY = r"(?!.{97})(?!.*(--|\.\.))(\w([\w.-]*\w)?/)?\w([\w.-]*\w)?"
+PATHS = (  # keys that hold a path; `deepspeed` may hold options instead
+    "output_dir", "resume_from_checkpoint", "dataset_prepared_path", "base_model", "base_model_config",
+    "tokenizer_config", "gguf_file", "lora_model_dir", "nemo_gym_dir", "deepspeed",
+)  # fmt: skip
 NUMBER, WHOLE = "a number", "a whole number"
 SHAPES = ("linear", "cosine", "1-sqrt")
 # Arguments of transformers' schedules in `lr_scheduler_kwargs`: a kind of value, or the allowed words.
@@ -74,10 +79,7 @@ def schedules(config: Config) -> Iterator[str]:
         yield "lr_scheduler_kwargs.num_decay_steps: missing. 'warmup_stable_decay' needs the length of the decay."
     floors = {"min_lr", "min_lr_rate"} & set(args)
     if name == "cosine_with_min_lr" and len(floors) != 1:
-        yield (
-            "lr_scheduler_kwargs: 'cosine_with_min_lr' needs one of 'min_lr' and 'min_lr_rate'; or use "
-            "'lr_scheduler: cosine' with 'cosine_min_lr_ratio'."
-        )
+        yield "lr_scheduler_kwargs: 'cosine_with_min_lr' needs one of 'min_lr' and 'min_lr_rate', or use 'cosine'."
     if config.optim.cosine_min_ratio is not None and not name.startswith("cosine"):
         yield f"cosine_min_lr_ratio: is for 'lr_scheduler: cosine', not for '{name}'. Drop one of them."
 
@@ -123,28 +125,20 @@ def best_checkpoint(config: Config) -> Iterator[str]:
     run = config.run
     if not run.load_best or run.save_strategy == "best" or not evaluates(config):
         return
+    saving = (run.save_strategy, run.save_steps, run.saves_per_epoch)
+    evaluating = (run.eval_strategy, run.eval_steps, run.evals_per_epoch)
     saves, evaluations = (
         "steps" if per_epoch else strategy or ("steps" if steps else "epoch")
-        for strategy, steps, per_epoch in (
-            (run.save_strategy, run.save_steps, run.saves_per_epoch),
-            (run.eval_strategy, run.eval_steps, run.evals_per_epoch),
-        )
+        for strategy, steps, per_epoch in (saving, evaluating)
     )
     if saves != evaluations:
-        yield (
-            f"load_best_model_at_end: checkpoints are written by '{saves}', evaluations made by '{evaluations}': the "
-            f"best would be lost. Set 'save_strategy: {evaluations}', or 'save_strategy: best'."
-        )
-    elif saves == "steps" and run.save_steps and run.eval_steps and not _is_multiple(run.save_steps, run.eval_steps):
-        yield (
-            f"load_best_model_at_end: 'save_steps' ({run.save_steps:g}) is not a multiple of 'eval_steps' "
-            f"({run.eval_steps:g}): the best would be lost. Use a multiple, or set 'save_strategy: best'."
-        )
-
-
-def _is_multiple(saves: float, evaluations: float) -> bool:
-    """Whether one interval is a multiple of another; a share of all steps (below 1) and a count never are."""
-    return (saves < 1) == (evaluations < 1) and round(saves * 1e6) % round(evaluations * 1e6) == 0
+        lost = f"checkpoints are written by '{saves}', evaluations made by '{evaluations}': the best would be lost"
+        yield f"load_best_model_at_end: {lost}. Set 'save_strategy: {evaluations}', or 'save_strategy: best'."
+    elif saves == "steps" and run.save_steps and run.eval_steps:
+        same_kind = (run.save_steps < 1) == (run.eval_steps < 1)  # a share of all steps, or a count
+        if not same_kind or round(run.save_steps * 1e6) % round(run.eval_steps * 1e6):
+            odd = f"'save_steps' ({run.save_steps:g}) is not a multiple of 'eval_steps' ({run.eval_steps:g})"
+            yield f"load_best_model_at_end: {odd}: the best would be lost. Mend it, or set 'save_strategy: best'."
 
 
 def shards(config: Config) -> Iterator[str]:
@@ -198,46 +192,29 @@ def deepspeed(config: Config) -> Iterator[str]:
     if not config.sharding.fsdp and zero_stage(options or {}) != 3:
         return
     if config.adapter.load_in_8bit:
-        yield (
-            "load_in_8bit: integers cannot be sharded, and their scales would be lost; use 'load_in_4bit: true', "
-            "ZeRO-1 or 2, or drop fsdp and deepspeed: each GPU then holds all weights, half as large."
-        )
+        yield "load_in_8bit: integers cannot be sharded; use 'load_in_4bit: true' or ZeRO-1 or 2, or drop 'fsdp'."
     if "bnb_4bit_quant_storage" in config.adapter.quantisation:
         yield "bnb_config_kwargs.bnb_4bit_quant_storage: shards have to lie in the dtype of the computation; drop it."
 
 
 def paths(config: Config) -> Iterator[str]:
     """Reject paths that are empty or that no file system allows, and invalid names of repositories."""
-    named: dict[str, Any] = {
-        "output_dir": config.run.output_dir,
-        "resume_from_checkpoint": config.run.resume_from,
-        "dataset_prepared_path": config.data.prepared_path,
-        "chat_template_jinja": _file_of(config.data.chat_template_jinja),
-        "base_model": config.model.base_model,
-        "base_model_config": config.model.config_source,
-        "tokenizer_config": config.model.tokenizer,
-        "gguf_file": config.model.gguf_file,
-        "lora_model_dir": config.adapter.folder,
-        "nemo_gym_dir": config.gym.folder,
-        "deepspeed": config.sharding.deepspeed if isinstance(config.sharding.deepspeed, str) else None,
-    }
-    for key, rows in (("datasets", config.data.datasets), ("test_datasets", config.data.test_datasets)):
-        for number, row in enumerate(rows):
-            files = row.data_files if isinstance(row.data_files, list) else [row.data_files]
-            jinja = _file_of(row.chat_template_jinja)
-            named |= {f"{key}[{number}].path": row.path, f"{key}[{number}].chat_template_jinja": jinja}
-            named |= {f"{key}[{number}].data_files": name for name in files if name is not None and too_long(name)}
+    named: dict[str, Any] = {"chat_template_jinja": _file_of(config.data.chat_template_jinja)}
+    for path in PATHS:
+        section, key = general_keys()[path]
+        named[path] = getattr(getattr(config, section), key.name)
+    for entry, row in entries(config):
+        files = row.data_files if isinstance(row.data_files, list) else [row.data_files]
+        named |= {f"{entry}.path": row.path, f"{entry}.chat_template_jinja": _file_of(row.chat_template_jinja)}
+        named |= {f"{entry}.data_files": name for name in files if name is not None and too_long(name)}
     for place, name in named.items():
-        if name is not None and not name.strip():
+        if isinstance(name, str) and not name.strip():
             yield f"{place}: is empty. Name a place, or drop the key."
-        elif name is not None and too_long(name):
+        elif isinstance(name, str) and too_long(name):
             yield f"{place}: a name in it has over {LONGEST_NAME} bytes or a NUL: no file system allows it. Shorten it."
     hub = config.run.hub_model_id
     if hub is not None and not re.fullmatch(REPOSITORY, hub):
-        yield (
-            f"hub_model_id: {hub!r:.100} is no repository: 'owner/name' or 'name', of letters, digits, '-', '_' and "
-            "'.', at most 96 of them."
-        )
+        yield f"hub_model_id: {hub!r:.100} is no repository: 'owner/name', at most 96 letters, digits, - _ and dots."
 
 
 def _file_of(jinja: str | None) -> str | None:

@@ -45,6 +45,7 @@ TEMPLATE_ALIASES = {
     "deepseek": "deepseek_v3", "gemma2": "gemma", "gemma3": "gemma", "mistral": "mistral_v2v3", "phi": "phi_3",
     "phi3": "phi_3", "phi4": "phi_4", "phi_35": "phi_3", "qwen": "qwen_25", "qwen2.5": "qwen_25", "qwen2_5": "qwen_25",
 }  # fmt: skip
+KNOWN_TEMPLATES = (*TEMPLATE_NAMES, *TEMPLATE_ALIASES, "jinja", "tokenizer_default")
 FALLBACK_PREFIX = "tokenizer_default_fallback_"
 # Model families whose tokenizers contain the template.
 OWN_TEMPLATES = ("command_a", "falcon_h1", "gemma3n", "gemma4", "gemma4_unified", "jamba", "qwen3_5", "qwen3_next")
@@ -69,9 +70,7 @@ class UserFormat(Strict):
     format: str | None = inner(None, "Format of the SFT prompt; `{instruction}` and `{input}` are filled in.")
     no_input_format: str | None = inner(None, "Format of the SFT prompt for rows without an input.")
     system_prompt: str = inner("", "System text for rows that have none.")
-    system_format: str = inner(
-        "{system}", "Format of the system text; it comes before the prompt if no prompt format contains `{system}`."
-    )
+    system_format: str = inner("{system}", "Format of the system text; before the prompt if no format has `{system}`.")
 
 
 class DatasetRow(Strict):

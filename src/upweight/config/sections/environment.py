@@ -14,9 +14,7 @@ ToolFormat = Literal["auto", "hermes", "llama3", "json"]
 class EnvironmentSection(Section):
     """The tools and the environment of a policy."""
 
-    tools: list[str] = setting(
-        "tools", [], "Functions the policy may call, by dotted path; type hints and docstring become the description."
-    )
+    tools: list[str] = setting("tools", [], "Functions the policy may call, by dotted path; docstrings describe them.")
     tool_format: ToolFormat = setting(
         "tool_format", "auto", "Tool calls in `<tool_call>` tags, as in Llama 3, or as JSON; auto follows the template."
     )
@@ -28,20 +26,14 @@ class EnvironmentSection(Section):
     reward: Literal["sum", "last", "mean", "max"] = setting(
         "environment.reward", "sum", "How the step rewards of an OpenEnv episode are combined."
     )
-    columns: list[str] | None = setting(
-        "environment.columns", None, "Columns passed to the `reset` of OpenEnv; all except the prompt when left out."
-    )
-    text_field: str | None = setting(
-        "environment.text_field", None, "Field of the OpenEnv action for the policy's text; else its only field."
-    )
-    observation: str | None = setting(
-        "environment.observation", None, "Field of the OpenEnv observation that the policy reads; else all fields."
-    )
+    columns: list[str] | None = setting("environment.columns", None, "Columns for `reset`; else all but the prompt.")
+    text_field: str | None = setting("environment.text_field", None, "Action's field for text; else its only field.")
+    observation: str | None = setting("environment.observation", None, "Observation field to show; else all fields.")
     wait: float = setting("environment.wait", 300, "Seconds to wait for the server and for a free session.", gt=0)
     max_turns: PositiveInt = setting("environment.max_turns", 10, "Most turns of the policy in an episode.")
     timeout: float = setting("environment.timeout", 60, "Longest time of one environment call, in seconds.", gt=0)
     episode_timeout: float = setting(
-        "environment.episode_timeout", 600, "Longest time of all environment calls of an episode, in seconds.", gt=0
+        "environment.episode_timeout", 600, "Longest time of all calls in an episode.", gt=0
     )
     tool_timeout: float = setting("environment.tool_timeout", 30, "Longest time of one tool call, in seconds.", gt=0)
 

@@ -30,13 +30,9 @@ class RolloutSection(Section):
     colocate_length: PositiveInt | None = setting("trl.vllm_max_model_length", None, "Longest sequence if colocated.")
     colocate_parallel: PositiveInt = setting("trl.vllm_tensor_parallel_size", 1, "GPUs that share colocated vLLM.")
     sync_interval: PositiveInt = setting("trl.vllm_sync_interval", 1, "Optimizer steps between weight syncs.")
-    lora_sync: bool | None = setting(
-        "trl.vllm_lora_sync", None, "Send only the adapter to vLLM; else on with an adapter that vLLM can load."
-    )
+    lora_sync: bool | None = setting("trl.vllm_lora_sync", None, "Send the adapter alone; else if vLLM can load it.")
     weight_transfer: Literal["folder", "nccl", "ipc"] = setting(
-        "trl.vllm_weight_transfer",
-        "folder",
-        "How weights reach a server: folder, NCCL between GPUs, or IPC on one GPU.",
+        "trl.vllm_weight_transfer", "folder", "How weights reach a server: folder, NCCL between GPUs, IPC on one GPU."
     )
     reward_funcs: list[str] = setting("trl.reward_funcs", [], "Rewards: dotted paths, built-in names or reward models.")
     reward_workers: PositiveInt = setting("trl.reward_num_workers", 1, "Processes that compute rewards.")
@@ -64,9 +60,7 @@ class RolloutSection(Section):
     min_p: float | None = setting("trl.min_p", None, "Drop tokens below this share of the top probability.", ge=0, le=1)
     repetition_penalty: float = setting("trl.repetition_penalty", 1.0, "Penalty on tokens already present.", gt=0)
     generation_args: dict[str, Any] = setting("trl.generation_kwargs", {}, "Further sampling options, such as `stop`.")
-    compile_sampler: bool = setting(
-        "trl.compile_sampler", True, "Compile the in-process sampler on a GPU: slower to start, faster to sample."
-    )
+    compile_sampler: bool = setting("trl.compile_sampler", True, "Compile the sampler on a GPU: slow start, then fast.")
     log_completions: bool = setting("trl.log_completions", False, "Show sampled completions in the terminal.")
     completions_shown: PositiveInt | None = setting(
         "trl.num_completions_to_print", None, "Number of completions that `trl.log_completions` shows."
@@ -79,7 +73,7 @@ class RolloutSection(Section):
     streaming: bool = setting("trl.streaming_partial_batch", False, "Score groups and train on them as they finish.")
     streaming_groups: PositiveInt = setting("trl.streaming_min_groups", 1, "Groups scored at a time when streaming.")
     replay_size: int = setting(
-        "trl.replay_buffer_size", 0, "Groups kept to replace groups whose rewards are all equal; 0 is off.", ge=0
+        "trl.replay_buffer_size", 0, "Groups kept to replace those of equal rewards; 0: off.", ge=0
     )
     replay_recompute: bool = setting("trl.replay_recompute_logps", True, "Recompute the log-probs of replayed groups.")
     replay_max_age: PositiveInt = setting("trl.replay_max_age", 64, "Optimizer steps a group stays in the buffer.")

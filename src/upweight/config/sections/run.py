@@ -8,6 +8,12 @@ from pydantic import field_validator
 from upweight.config.sections.model import PositiveInt
 from upweight.settings import Section, setting
 
+EvalStrategy = Literal["no", "steps", "epoch"]
+SaveStrategy = Literal["no", "steps", "epoch", "best"]
+HubStrategy = Literal["end", "every_save", "checkpoint", "all_checkpoints"]
+WandbWatch = Literal["gradients", "all", "parameters", "false"]
+WandbUpload = Literal["checkpoint", "end", "false"]
+
 
 class RunSection(Section):
     """Output, checkpoints, evaluation, logging."""
@@ -16,17 +22,13 @@ class RunSection(Section):
     logging_steps: PositiveInt | None = setting("logging_steps", None, "Steps between logs; else by the run's length.")
     save_steps: float | None = setting("save_steps", None, "Steps between checkpoints; below 1, a share of all.", gt=0)
     saves_per_epoch: PositiveInt | None = setting("saves_per_epoch", None, "Checkpoints in each epoch.")
-    save_strategy: Literal["no", "steps", "epoch", "best"] | None = setting(
-        "save_strategy", None, "When checkpoints are written; every epoch if no key sets it."
-    )
+    save_strategy: SaveStrategy | None = setting("save_strategy", None, "When to save; each epoch if no key sets it.")
     save_total_limit: PositiveInt | None = setting("save_total_limit", 4, "Number of checkpoints that are kept.")
     save_only_model: bool = setting("save_only_model", False, "Save no optimizer; checkpoints cannot resume exactly.")
     save_first_step: bool = setting("save_first_step", False, "Also save after step 1, to test that saving works.")
     eval_steps: float | None = setting("eval_steps", None, "Steps between evaluations; below 1, a share of all.", gt=0)
     evals_per_epoch: PositiveInt | None = setting("evals_per_epoch", None, "Evaluations in each epoch.")
-    eval_strategy: Literal["no", "steps", "epoch"] | None = setting(
-        "eval_strategy", None, "When to evaluate; follows from the other keys when left out."
-    )
+    eval_strategy: EvalStrategy | None = setting("eval_strategy", None, "When to evaluate; else by the other keys.")
     eval_on_start: bool = setting("eval_on_start", False, "Evaluate once before the first step.")
     best_metric: str | None = setting("metric_for_best_model", None, "Metric that picks the best checkpoint.")
     greater_is_better: bool | None = setting("greater_is_better", None, "Whether a larger best metric is better.")
@@ -42,9 +44,7 @@ class RunSection(Section):
     profiler_steps: PositiveInt | None = setting("profiler_steps", None, "Number of steps to profile.")
     profiler_start: int = setting("profiler_steps_start", 0, "Step at which the profile begins.", ge=0)
     hub_model_id: str | None = setting("hub_model_id", None, "Repository on the hub to push the result to.")
-    hub_strategy: Literal["end", "every_save", "checkpoint", "all_checkpoints"] | None = setting(
-        "hub_strategy", None, "When to push."
-    )
+    hub_strategy: HubStrategy | None = setting("hub_strategy", None, "When to push.")
     hub_revision: str | None = setting("hub_revision", None, "Branch on the hub to push to.")
     hub_private: bool = setting("hub_private_repo", True, "Whether a repository that the push creates is private.")
 
@@ -64,12 +64,8 @@ class TrackingSection(Section):
     wandb_name: str | None = setting("wandb_name", None, "Weights & Biases run name.")
     wandb_run_id: str | None = setting("wandb_run_id", None, "Weights & Biases run to continue.")
     wandb_mode: Literal["online", "offline", "disabled"] | None = setting("wandb_mode", None, "Weights & Biases mode.")
-    wandb_watch: Literal["gradients", "all", "parameters", "false"] | None = setting(
-        "wandb_watch", None, "What Weights & Biases watches."
-    )
-    wandb_log_model: Literal["checkpoint", "end", "false"] | None = setting(
-        "wandb_log_model", None, "When models are uploaded to Weights & Biases."
-    )
+    wandb_watch: WandbWatch | None = setting("wandb_watch", None, "What Weights & Biases watches.")
+    wandb_log_model: WandbUpload | None = setting("wandb_log_model", None, "When Weights & Biases gets the model.")
     mlflow: bool = setting("use_mlflow", False, "Log to MLflow.")
     mlflow_uri: str | None = setting("mlflow_tracking_uri", None, "MLflow server.")
     mlflow_experiment: str | None = setting("mlflow_experiment_name", None, "MLflow experiment.")

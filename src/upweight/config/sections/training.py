@@ -14,11 +14,8 @@ OptimizerName = Literal[
     "rmsprop_bnb_32bit", "adafactor", "sgd", "adagrad", "adamw_torch_4bit", "adamw_torch_8bit", "schedule_free_adamw",
     "schedule_free_sgd", "schedule_free_radam", "stable_adamw",
 ]  # fmt: skip
-FROM_BITSANDBYTES = frozenset(
-    name
-    for name in get_args(OptimizerName)
-    if name.startswith(("paged_", "lion", "ademamix")) or "bnb" in name or name == "adamw_8bit"
-)
+FROM_BITSANDBYTES = {name for name in get_args(OptimizerName) if name.startswith(("paged_", "lion", "ademamix"))}
+FROM_BITSANDBYTES |= {name for name in get_args(OptimizerName) if "bnb" in name or name == "adamw_8bit"}
 SchedulerName = Literal[
     "cosine", "linear", "constant", "constant_with_warmup", "cosine_with_restarts", "cosine_with_min_lr",
     "polynomial", "inverse_sqrt", "reduce_lr_on_plateau", "warmup_stable_decay",

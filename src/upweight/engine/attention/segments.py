@@ -139,11 +139,11 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, call: Call, params: AttentionParams
     if plain:
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=call.bias(repeat, q), scale=params.scaling)
     else:
-        out = _explicit(q, k, v, call, params)
+        out = _softmax_by_steps(q, k, v, call, params)
     return out.reshape(rows, heads, size, v.shape[-1])
 
 
-def _explicit(q: Tensor, k: Tensor, v: Tensor, call: Call, params: AttentionParams) -> Tensor:
+def _softmax_by_steps(q: Tensor, k: Tensor, v: Tensor, call: Call, params: AttentionParams) -> Tensor:
     """Compute the softmax step by step, for what SDPA cannot do: capped scores and attention sinks."""
     if call.visible_QK is None:
         call.visible_QK = torch.ones(k.shape[2], k.shape[2], dtype=torch.bool).tril()

@@ -148,9 +148,8 @@ def _set_keys(args: Any) -> dict[str, Any]:
 
 def _model(args: Any, objects: Objects, name: str | None) -> dict[str, Any]:
     """Return the model settings of the arguments about loading."""
-    options = dict(args.model_init_kwargs or {})
-    for key in ("dtype", "torch_dtype"):
-        options.pop(key, None)
+    given = args.model_init_kwargs or {}
+    options = {key: value for key, value in given.items() if key not in ("dtype", "torch_dtype")}
     if options.pop("device_map", None) is not None:
         warn_once("model_init_kwargs: device_map has no effect: the trainer places the model")
     labels, model = options.pop("num_labels", None), objects.model

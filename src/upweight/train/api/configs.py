@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 from pydantic import ValidationError
 from transformers import TrainingArguments
 
+from upweight.config.explain import explain, show
 from upweight.config.modernise import asks_for_something
 from upweight.config.peers import FUSED_HEAD, PACKED
 from upweight.config.sections.data import DataSection, DatasetRow
@@ -28,6 +29,7 @@ AnySection = TypeVar("AnySection", bound=Section)
 BUDGET = "rows are cut by `token_budget`, whatever is computed on them"
 ROWS = "train_dataset"  # stands for the path of a script's rows in rules
 UNLIMITED = 2**31 - 1  # tokens
+LOADING = "Arguments of `from_pretrained`, for a model given by name."
 TEMPLATE_PATH = "A file with a chat template, or a tokenizer whose template, end token and missing tokens are taken."
 ONLY_ENCODER_DECODER = "only encoder-decoder models read it"
 COUNTS_EXAMPLES = f"{PACKED}; `per_device_train_batch_size` counts examples, not packs"
@@ -70,14 +72,12 @@ class MethodArguments(TrainingArguments):
                 raise TypeError(f"{cls.__name__} takes no argument '{name}'. {REPLACED.get(name, hint)}")
         return super().__new__(cls)
 
-    learning_rate: float | None = with_help(None, "Peak learning rate; unset, the method's own, higher with LoRA.")  # pyright: ignore[reportIncompatibleVariableOverride]
+    learning_rate: float | None = with_help(None, "Peak learning rate; unset: the method's, higher with LoRA.")  # pyright: ignore[reportIncompatibleVariableOverride]
     max_steps: int | None = with_help(-1, "Optimizer steps; -1 or None: by `num_train_epochs`.")
     warmup_ratio: float | None = with_help(None, "Share of the steps with a rising learning rate, for `warmup_steps`.")
     logging_steps: float = with_help(10, "Log every so many steps.")
     bf16: bool | None = with_help(None, "Compute in bfloat16 with float32 masters; unset: where the device can.")
-    model_init_kwargs: dict[str, Any] | None = with_help(  # noqa: RUF009
-        None, "Arguments of `from_pretrained`, for a model given by name."
-    )
+    model_init_kwargs: dict[str, Any] | None = with_help(None, LOADING)  # noqa: RUF009
     trust_remote_code: bool = of(ModelSection, "trust_remote_code")
     max_length: int | None = with_help(1024, "Longest sequence in tokens, prompt included; None: no limit.")
     dataset_num_proc: int | None = of(DataSection, "processes")
@@ -105,8 +105,7 @@ class MethodArguments(TrainingArguments):
             if self.warmup_steps:
                 raise UserError("warmup_ratio: cannot be used with 'warmup_steps'. Keep one.")
             if not 0 <= self.warmup_ratio < 1:
-                share = f"a share below 1, not {self.warmup_ratio}"
-                raise UserError(f"warmup_ratio: {share}; `warmup_steps` counts steps.")
+                raise UserError(f"warmup_ratio: a share below 1, not {self.warmup_ratio}. `warmup_steps` counts steps.")
             self.warmup_steps, self.warmup_ratio = self.warmup_ratio, None  # which reads values below 1 as a share
         if self.deepspeed is not None:
             require_deepspeed()
@@ -156,19 +155,17 @@ class MethodArguments(TrainingArguments):
         keys = {key.path: key for key in keys_of(kind)}
         for one in dataclasses.fields(self):
             setting, value = help_of(one).setting, getattr(self, one.name)
-            if setting is None or value is None or (key := keys.get(setting.path)) is None:
-                continue
-            values[key.name], names[key.name] = value, one.name
+            if setting is not None and value is not None and (key := keys.get(setting.path)) is not None:
+                values[key.name], names[key.name] = value, one.name
         try:
             return kind(**values)
         except ValidationError as error:
-            problems = []
-            for problem in error.errors():
-                parts = [names.get(str(part), str(part)) for part in problem["loc"]]
-                text = problem["msg"].removeprefix("Value error, ").replace("trl.", "")
-                problems.append(f"{'.'.join(parts)}: {text}" if parts else text)
-            translate_error = error_translator(type(self))
-            raise UserError(f"{type(self).__name__}: " + "; ".join(map(translate_error, problems))) from None
+            problems = [
+                f"{show((names[str(path[0])], *path[1:]))}: {reason}" if path else reason.replace("trl.", "")
+                for path, reason in explain(error, kind, values)
+            ]
+            translated = map(error_translator(type(self)), problems)
+            raise UserError(f"{type(self).__name__}: {'; '.join(translated)}") from None
 
     def dataset_row(self, columns: Sequence[str] = ()) -> DatasetRow:
         """Return the `datasets` entry that reads a script's rows with these columns."""
@@ -200,9 +197,7 @@ class SFTConfig(MethodArguments):
 
     loss_type: str = of(SFT, "loss_type")
     disable_dropout: bool = of(ModelSection, "disable_dropout", default=False)
-    completion_only_loss: bool | None = with_help(
-        None, "Train on completions only; unset: where rows have a prompt and a completion."
-    )
+    completion_only_loss: bool | None = with_help(None, "Train on completions only; unset: where rows have prompts.")
     assistant_only_loss: bool = with_help(False, "Train on the assistant's turns only, where rows have messages.")
     chat_template_path: str | None = with_help(None, TEMPLATE_PATH)
     dataset_text_field: str = with_help("text", "Column of plain text.")
@@ -227,33 +222,22 @@ class SFTConfig(MethodArguments):
         tokenised = "input_ids" in present
         completions = {"completion_mask", "labels"} & present if tokenised else {"prompt", "completion"} <= present
         turns = "assistant_masks" in present if tokenised else completions or {"messages", "conversations"} & present
-        need = f"the rows of {where} need"
         if self.assistant_only_loss and not turns:
-            places = "in a column 'messages' or in 'prompt' and 'completion', or token ids with 'assistant_masks'"
-            raise UserError(f"assistant_only_loss: {need} messages, {places}.")
+            places = "messages, as 'messages' or 'prompt' and 'completion', or token ids with 'assistant_masks'"
+            raise UserError(f"assistant_only_loss: the rows of {where} need {places}.")
         if self.completion_only_loss and not completions:
             places = "the columns 'prompt' and 'completion', or token ids with 'completion_mask'"
-            raise UserError(f"completion_only_loss: {need} {places}.")
+            raise UserError(f"completion_only_loss: the rows of {where} need {places}.")
         if tokenised:
             return not self.completion_only_loss
         return self.completion_only_loss is False if completions else not self.assistant_only_loss
 
 
 @dataclass
-class DPOConfig(MethodArguments):
-    """Settings of DPO and its losses."""
-
-    method_class: ClassVar = DPO
+class ReferenceArguments(MethodArguments):
+    """The arguments that methods with a reference share."""
 
     beta: float = of(DPO, "beta")
-    loss_type: str | list[str] = of(DPO, "loss_type")  # noqa: RUF009
-    loss_weights: list[float] | None = of(DPO, "loss_weights")  # noqa: RUF009
-    label_smoothing: float = of(DPO, "label_smoothing")
-    ld_alpha: float | None = of(DPO, "ld_alpha")
-    f_divergence_type: str = of(DPO, "divergence")
-    f_alpha_divergence_coef: float = of(DPO, "divergence_alpha")
-    use_weighting: bool = of(DPO, "use_weighting")
-    discopop_tau: float = of(DPO, "discopop_tau")
     precompute_ref_log_probs: bool = of(DPO, "precompute_ref_log_probs")
     sync_ref_model: bool = of(DPO, "sync_ref_model")
     ref_model_mixup_alpha: float = of(DPO, "ref_model_mixup_alpha")
@@ -262,20 +246,30 @@ class DPOConfig(MethodArguments):
 
 
 @dataclass
-class KTOConfig(MethodArguments):
+class DPOConfig(ReferenceArguments):
+    """Settings of DPO and its losses."""
+
+    method_class: ClassVar = DPO
+
+    loss_type: str | list[str] = of(DPO, "loss_type")  # noqa: RUF009
+    loss_weights: list[float] | None = of(DPO, "loss_weights")  # noqa: RUF009
+    label_smoothing: float = of(DPO, "label_smoothing")
+    ld_alpha: float | None = of(DPO, "ld_alpha")
+    f_divergence_type: str = of(DPO, "divergence")
+    f_alpha_divergence_coef: float = of(DPO, "divergence_alpha")
+    use_weighting: bool = of(DPO, "use_weighting")
+    discopop_tau: float = of(DPO, "discopop_tau")
+
+
+@dataclass
+class KTOConfig(ReferenceArguments):
     """Settings of KTO."""
 
     method_class: ClassVar = KTO
 
-    beta: float = of(KTO, "beta")
     loss_type: str = of(KTO, "loss_type")
     desirable_weight: float = of(KTO, "desirable_weight")
     undesirable_weight: float = of(KTO, "undesirable_weight")
-    precompute_ref_log_probs: bool = of(KTO, "precompute_ref_log_probs")
-    sync_ref_model: bool = of(KTO, "sync_ref_model")
-    ref_model_mixup_alpha: float = of(KTO, "ref_model_mixup_alpha")
-    ref_model_sync_steps: int = of(KTO, "ref_model_sync_steps")
-    precompute_ref_batch_size: int | None = holds(None, BUDGET)
 
 
 @dataclass
@@ -337,9 +331,5 @@ class PRMConfig(MethodArguments):
 
     def dataset_row(self, columns: Sequence[str] = ()) -> DatasetRow:
         """Return the entry for rows with labelled steps, with the separator and labelling of the arguments."""
-        return DatasetRow(
-            path=ROWS,
-            step_separator=self.step_separator,
-            train_on_last_step_only=self.train_on_last_step_only,
-            max_completion_length=self.max_completion_length,
-        )
+        names = ("step_separator", "train_on_last_step_only", "max_completion_length")
+        return DatasetRow(path=ROWS, **{name: getattr(self, name) for name in names})

@@ -5,9 +5,7 @@ from typing import Any, ClassVar
 
 from datasets import Dataset
 from peft import PeftConfig
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
-from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainingArguments
+from transformers import TrainingArguments
 
 from upweight.errors import UserError
 from upweight.methods.formulas.advantages import weighted_reward
@@ -18,20 +16,15 @@ from upweight.rollout.rollout import Rollout, readable
 from upweight.sampler.in_process import InProcess
 from upweight.train.api.as_config import config_of
 from upweight.train.api.grpo_config import GRPOConfig, RLOOConfig, RolloutArguments
-from upweight.train.api.inputs import (
-    NO_PROMPT,
-    ScriptDataset,
-    arguments_of,
-    init_arguments,
-    parts_for,
-    require_type,
-)
+from upweight.train.api.inputs import NO_PROMPT, ScriptDataset, arguments_of, init_arguments, parts_for, require_type
+from upweight.train.api.trainers import Callbacks, EvalRows, Optimizers, Tokenizer
 from upweight.train.objects import Model
 from upweight.train.online.assemble import plan_of
-from upweight.train.online.completions import ShownCompletions
+from upweight.train.recording.completions import ShownCompletions
 from upweight.train.trainer import MethodTrainer
 
 GivenReward = Any  # a function, a callable object, a name, a reward model, or (model, tokenizer)
+RETURNED = ("prompt", "completion", "rewards", "finished", "reward")
 
 
 class GRPOTrainer(MethodTrainer):
@@ -40,28 +33,17 @@ class GRPOTrainer(MethodTrainer):
     config_class: ClassVar[type[RolloutArguments]] = GRPOConfig
 
     def __init__(  # noqa: PLR0917 - the order that scripts know
-        self,
-        model: str | Model,
-        reward_funcs: GivenReward | list[GivenReward] | None = None,
-        args: RolloutArguments | TrainingArguments | None = None,
-        train_dataset: ScriptDataset | None = None,
-        eval_dataset: ScriptDataset | Mapping[str, ScriptDataset] | None = None,
-        processing_class: PreTrainedTokenizerBase | None = None,
-        reward_processing_classes: Any = None,
-        callbacks: list[TrainerCallback] | None = None,
-        optimizers: tuple[Optimizer | None, LRScheduler | None] = (None, None),
-        quantization_config: Any = None,
-        peft_config: PeftConfig | None = None,
-        tools: Any = None,
-        rollout_func: Callable[..., Any] | None = None,
-        environment_factory: Any = None,
-        **unknown: Any,
-    ) -> None:
+        self, model: str | Model, reward_funcs: GivenReward | list[GivenReward] | None = None,
+        args: RolloutArguments | TrainingArguments | None = None, train_dataset: ScriptDataset | None = None,
+        eval_dataset: EvalRows = None, processing_class: Tokenizer = None, reward_processing_classes: Any = None,
+        callbacks: Callbacks = None, optimizers: Optimizers = (None, None), quantization_config: Any = None,
+        peft_config: PeftConfig | None = None, tools: Any = None, rollout_func: Callable[..., Any] | None = None,
+        environment_factory: Any = None, **unknown: Any,
+    ) -> None:  # fmt: skip
         require_type("tools", tools, list | tuple, "a list of functions")
         require_type("environment_factory", environment_factory, Callable | Mapping, "a class, or a dict of them")
         if environment_factory is not None and train_dataset is None:
-            args = arguments_of(args, self.config_class)
-            train_dataset = _empty_rows(args, environment_factory)
+            train_dataset = _empty_rows(arguments_of(args, self.config_class), environment_factory)
         inputs = init_arguments(locals())
         inputs["reward_tokenizers"] = inputs.pop("reward_processing_classes", None)
         super().__init__(parts_for(self.config_class, **inputs))
@@ -102,29 +84,22 @@ class GRPOTrainer(MethodTrainer):
         completions = list(readable(rollout, names, producer.decode))
         if self.is_world_process_zero():
             ShownCompletions(1, len(completions), names, producer.decode)(rollout, self.state.global_step)
-        kept = ("prompt", "completion", "rewards", "finished")
-        return [
-            {**{name: row[name] for name in kept}, "reward": total}
-            for row, total in zip(completions, totals, strict=True)
-        ]
+        for row, total in zip(completions, totals, strict=True):
+            row["reward"] = total
+        return [{name: row[name] for name in RETURNED} for row in completions]
 
     def _reset_rollouts(self) -> None:
-        """Reset the rollouts before and after a training: processes, buffers and the current rollout.
-
-        The sampler is rebuilt, since device and dtype of the weights change when a training starts or ends.
-        """
+        """Reset the rollouts before and after a training: processes, buffers, the sampler and the current rollout."""
         rollouts = self.rollouts
         assert rollouts is not None
         producer, old, sampler = rollouts.producer, rollouts.producer.scorer, rollouts.generator
         rollouts.close()
         rollouts.current, rollouts.units = None, []
         producer.scorer = Scorer(old.rewards, workers=old.num_workers, timeout=old.timeout)
-        if isinstance(sampler, InProcess):
+        if isinstance(sampler, InProcess):  # device and dtype of the weights change when a training starts or ends
+            options = {"engine": self.runner.engine, "compile": sampler.compile}
             device = self.accelerator.device if self.sharding != "none" else None
-            model: Any = self.model
-            rollouts.generator = InProcess(
-                model, self.processing_class, engine=self.runner.engine, device=device, compile=sampler.compile
-            )
+            rollouts.generator = InProcess(self.model, self.processing_class, device=device, **options)
             producer.prove = rollouts.generator.prove
             if isinstance(producer.completion_source, SingleTurn | EpisodeRunner):
                 producer.completion_source.generator = rollouts.generator

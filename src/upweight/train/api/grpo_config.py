@@ -87,11 +87,9 @@ class RolloutArguments(MethodArguments):
         if self.load_best_model_at_end and self.metric_for_best_model is None:
             self.metric_for_best_model = "reward"  # online evaluations have no loss
         super().__post_init__()
-        server = [
-            f"vllm_server_{name}" for name in ("base_url", "host", "port") if getattr(self, f"vllm_server_{name}")
-        ]
-        if self.use_vllm and self.vllm_mode == "colocate" and server:
-            raise UserError(f"{server[0]}: is for vllm_mode='server'; with 'colocate' the trainer starts vLLM itself.")
+        for name in ("vllm_server_base_url", "vllm_server_host", "vllm_server_port"):
+            if self.use_vllm and self.vllm_mode == "colocate" and getattr(self, name):
+                raise UserError(f"{name}: is for vllm_mode='server'; with 'colocate' the trainer starts vLLM itself.")
         sampling_of(self.section(RolloutSection), self.max_completion_length)
 
     def data_settings(self) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from upweight.models.load import AUTO_CLASSES
 from upweight.train.api.as_config import checked_config, config_of, error_translator
 from upweight.train.api.configs import MethodArguments
 from upweight.train.assemble import TrainerParts, assemble
+from upweight.train.machine_checks import require_machine
 from upweight.train.objects import Model, Objects, ReadRows
 
 AnyConfig = TypeVar("AnyConfig", bound=MethodArguments)
@@ -77,8 +78,9 @@ def parts_for(
     require_type("quantization_config", quantization_config, BitsAndBytesConfig, "a BitsAndBytesConfig")
     name, load_dtype = (model, _init_dtype(args)) if isinstance(model, str) else (None, None)
     loading = {"model_init_kwargs": args.model_init_kwargs, "quantization_config": quantization_config}
-    for argument in (argument for argument, value in loading.items() if value and name is None):
-        warn_once(f"{argument}: not used, since the model is loaded already")
+    for argument, value in loading.items():
+        if value and name is None:
+            warn_once(f"{argument}: not used, since the model is loaded already")
     objects = Objects(
         arguments=args,
         model=None if isinstance(model, str) else model,
@@ -96,7 +98,9 @@ def parts_for(
         **others,
     )
     try:
-        return assemble(checked_config(args, objects, name), objects)
+        config = checked_config(args, objects, name)
+        require_machine(config, trains=True)
+        return assemble(config, objects)
     except UserError as error:
         raise UserError(objects.translate_error(str(error))) from error
 
@@ -167,18 +171,15 @@ def _refuse(model: Any, args: MethodArguments, ref_model: Any, peft_config: Any)
     if ref_model is not None and ref_model is model:
         raise UserError("ref_model: is the model that is trained. Leave it out: the reference is then its start.")
     if args.n_gpu > 1:
-        raise UserError(
-            f"{args.n_gpu} GPUs are visible to one process. Start the script with `accelerate launch` to use them all, "
-            "or set CUDA_VISIBLE_DEVICES to one of them."
-        )
+        remedy = "Start the script with `accelerate launch`, or set CUDA_VISIBLE_DEVICES to one of them."
+        raise UserError(f"{args.n_gpu} GPUs are visible to one process. {remedy}")
 
 
 def _init_dtype(args: MethodArguments) -> torch.dtype | None:
     """Return the dtype in `model_init_kwargs`; None where the device decides."""
     options: dict[str, Any] = args.model_init_kwargs or {}
-    dtype = options.get("dtype", options.get("torch_dtype"))
-    if isinstance(dtype, str) and dtype != "auto":
-        dtype = getattr(torch, dtype, None)
-        if not isinstance(dtype, torch.dtype):
-            raise UserError(f"model_init_kwargs: torch has no dtype {options.get('dtype')!r}.")
+    given = options.get("dtype", options.get("torch_dtype"))
+    dtype = getattr(torch, given, None) if isinstance(given, str) else given
+    if isinstance(given, str) and given != "auto" and not isinstance(dtype, torch.dtype):
+        raise UserError(f"model_init_kwargs: torch has no dtype {given!r}.")
     return dtype if isinstance(dtype, torch.dtype) else None

@@ -62,12 +62,6 @@ def zero3_partitioned_loading(config: Mapping[str, Any] | None) -> Iterator[None
         unset_hf_deepspeed_config()  # the loop sets it again
 
 
-def zero_arguments(options_or_file: str | Mapping[str, Any], folder: Path, dtype: torch.dtype) -> dict[str, Any]:
-    """Return the TrainingArguments of DeepSpeed."""
-    require_deepspeed()
-    return {"deepspeed": zero_config(options_or_file, folder, dtype), "bf16": dtype == torch.bfloat16}
-
-
 def require_deepspeed() -> None:
     """Raise where DeepSpeed is missing; select its CPU backend where there is no GPU."""
     if find_spec("deepspeed") is None:
@@ -82,18 +76,14 @@ def fit_to_ranks(checkpoint: Path, trainer: Trainer) -> None:
     wrote, ranks = len(list(folder.glob("*_optim_states.pt"))), PartialState().num_processes
     if wrote == ranks:
         return
-    remedy = f"go on with as many, `--num-processes {wrote}`"
+    problem, remedy = f"resume: {wrote} ranks wrote {checkpoint}", f"go on with as many, `--num-processes {wrote}`"
     if trainer.args.load_best_model_at_end:
-        raise UserError(
-            f"resume: {wrote} ranks wrote {checkpoint}, and these are {ranks}; 'load_best_model_at_end' would mix the "
-            f"checkpoints of both, which DeepSpeed does not load; drop the key, or {remedy}."
-        )
+        mixed = f"and these are {ranks}; 'load_best_model_at_end' would mix both, which DeepSpeed does not load"
+        raise UserError(f"{problem}, {mixed}; drop the key, or {remedy}.")
     converted = folder.with_name(f"{folder.name}_universal")
     failure = broadcast_from_rank0(_convert(folder, converted) if trainer.is_world_process_zero() else None)
     if failure is not None:
-        raise UserError(
-            f"resume: {wrote} ranks wrote {checkpoint}, and DeepSpeed failed to convert it; {remedy}.\n{failure}"
-        )
+        raise UserError(f"{problem}, and DeepSpeed failed to convert it; {remedy}.\n{failure}")
     plugin = trainer.accelerator.state.deepspeed_plugin
     assert plugin is not None
     plugin.deepspeed_config["checkpoint"] = {**plugin.deepspeed_config.get("checkpoint", {}), "load_universal": True}

@@ -81,14 +81,14 @@ def layout_of(checkpoint: Path) -> Sharding:
 
 def refuse_other_layout(checkpoint: Path, sharding: Sharding) -> None:
     """Raise where a checkpoint is sharded in another way than this run."""
-    kinds = {"fsdp": "sharded by FSDP", "deepspeed": "partitioned by DeepSpeed"}
-    remedies = {"fsdp": "set 'fsdp: true'", "deepspeed": "set 'deepspeed' as it was"}
-    layout = layout_of(checkpoint)
-    if layout != sharding:
-        raise UserError(
-            f"resume: the weights in {checkpoint} are {kinds.get(layout, 'whole')}; to go on from there, "
-            f"{remedies.get(layout, 'drop fsdp and deepspeed')}."
-        )
+    layouts: dict[Sharding, tuple[str, str]] = {
+        "fsdp": ("sharded by FSDP", "set 'fsdp: true'"),
+        "deepspeed": ("partitioned by DeepSpeed", "set 'deepspeed' as it was"),
+        "none": ("whole", "drop fsdp and deepspeed"),
+    }
+    if (layout := layout_of(checkpoint)) != sharding:
+        kind, remedy = layouts[layout]
+        raise UserError(f"resume: the weights in {checkpoint} are {kind}; to go on from there, {remedy}.")
 
 
 @contextlib.contextmanager

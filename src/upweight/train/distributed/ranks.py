@@ -16,6 +16,7 @@ from upweight.errors import UserError
 from upweight.processes import free_port
 
 T = TypeVar("T")
+Name = TypeVar("Name", str, tuple[str, int])
 
 
 def join_ranks(timeout_s: int) -> tuple[PartialState, torch.device]:
@@ -34,12 +35,10 @@ def share_rows(size: int) -> ContextGroup | None:
     """Form context-parallel groups of `size` consecutive ranks; return this rank's group, or None if `size` is 1."""
     if size == 1:
         return None
-    ranks = PartialState()
-    if ranks.num_processes % size:
-        raise UserError(
-            f"context_parallel_size: {size} does not divide the number of processes, {ranks.num_processes}; start a "
-            f"multiple of {size} with --num-processes, or set it to 1"
-        )
+    ranks, count = PartialState(), PartialState().num_processes
+    if count % size:
+        remedy = f"start a multiple of {size} with --num-processes, or set it to 1"
+        raise UserError(f"context_parallel_size: {size} does not divide the number of processes, {count}; {remedy}")
     group, _ = dist.new_subgroups(size)
     assert isinstance(group, dist.ProcessGroup)
     return ContextGroup(group, ranks.process_index % size, size)
@@ -49,8 +48,8 @@ def init_single_rank() -> None:
     """Set the variables of a world of one rank where no launcher did, for code that needs a process group."""
     if "RANK" in os.environ:
         return
-    alone = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1"}
-    os.environ.update({name: str(value) for name, value in alone.items()}, MASTER_PORT=str(free_port()))
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    os.environ.update(place, RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
 
 
 def rank0_first(work: Callable[[], T]) -> T:
@@ -81,6 +80,11 @@ def all_gather_objects(value: Any) -> list[Any]:
     if len(values) > 1:
         dist.all_gather_object(values, value, group=no_timeout_group())
     return values
+
+
+def union_over_ranks(names: set[Name]) -> list[Name]:
+    """Return the names that any rank has, in the same order on every rank."""
+    return sorted({name for of_rank in all_gather_objects(names) for name in of_rank})
 
 
 class ShardedWork:

@@ -1,1 +1,1 @@
-"""Rollouts in the training loop: assembly, splitting into steps, broadcast over ranks, files of completions."""
+"""Rollouts in the training loop: assembly, splitting into steps, broadcast over ranks."""

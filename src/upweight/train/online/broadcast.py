@@ -37,7 +37,7 @@ def to_flat(rollout: Rollout) -> tuple[Any, list[NDArray[Any]]]:
         np.fromiter(chain.from_iterable(of_kind), kind, sum(sizes))
         for of_kind, kind, sizes in zip(lists, DTYPES, lengths, strict=True)
     ]
-    # Arrays, since each tensor would be pickled as a file of its own.
+    # Arrays, since each tensor would be pickled as a separate file.
     scores = [tuple(None if x is None else x.numpy() for x in (g.rewards_SR, g.advantage_S)) for g in rollout.groups]
     groups = []
     for group in rollout.groups:

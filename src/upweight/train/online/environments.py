@@ -86,14 +86,10 @@ def _gym(config: Config) -> EnvironmentSetup:
     if section.auto_start and PartialState().process_index == 0:
         process = GymProcess(section, config.folder, Path(config.run.output_dir), policy=policy)
     socket = broadcast_from_rank0(None if process is None else process.socket)
-    return EnvironmentSetup(
-        NemoGym(section, name, process, socket),
-        EpisodeLimits(section.max_turns or config.environment.max_turns, section.run_timeout, section.run_timeout),
-        config.environment.tool_format,
-        config.data.template_args,
-        config.data.default_system_message,
-        section.policy_port if section.multi_turn else None,
-    )
+    gym, turns = NemoGym(section, name, process, socket), section.max_turns or config.environment.max_turns
+    bounds, port = EpisodeLimits(turns, section.run_timeout, section.run_timeout), section.policy_port
+    rendering = (config.environment.tool_format, config.data.template_args, config.data.default_system_message)
+    return EnvironmentSetup(gym, bounds, *rendering, port if section.multi_turn else None)
 
 
 def check_rewards(rewards: Sequence[Reward], columns: Sequence[str], env_setup: EnvironmentSetup | None) -> None:

@@ -1,1 +1,1 @@
-"""The record of a training: checkpoints, metrics, callbacks, trackers, the model card."""
+"""The record of a training: checkpoints, metrics, completions, callbacks, the model card."""

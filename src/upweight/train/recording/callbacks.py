@@ -1,4 +1,4 @@
-"""Callbacks of a run: stop on a signal, on NaN or on a high loss, health warnings, progress lines, a profile."""
+"""Callbacks of a run: stops on a signal, NaN or a high loss, health, progress, whole checkpoints, a profile."""
 
 import json
 import math
@@ -15,23 +15,32 @@ from types import FrameType
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from torch.profiler import ProfilerActivity, profile
-from transformers import TrainerCallback
+from transformers import EarlyStoppingCallback, TrainerCallback
 
+from upweight.config import Config
+from upweight.config.sections.rollout import RolloutSection
 from upweight.errors import UserError
 from upweight.files import write_text
-from upweight.log import clear_status, logger, show_status
+from upweight.log import clear_status, logger, show_status, shows_status
 from upweight.models.precision import ComputeCopies
+from upweight.runs.checkpoints import DATA, WHOLE, checkpoints_of, mark_whole
 from upweight.runs.files import HEALTH, metrics_of
 from upweight.runs.health import Health
 from upweight.runs.report.reading import columns
 from upweight.runs.report.run import first_and_last
 from upweight.train.distributed.ranks import all_gather_objects
+from upweight.train.objects import Objects
+from upweight.train.online.feed import SaveRollouts
+from upweight.train.recording.completions import CompletionFiles, ShownCompletions
+from upweight.train.recording.metrics import MetricsFile
 
 SHOWN = ("reward", "group_reward_std", "loss", "rewards/accuracies", "rewards/margins", "rewards/chosen",
          "rewards/rejected", "accuracy", "mean_token_accuracy",
          "kl", "entropy", "completions/mean_length", "grad_norm")  # fmt: skip
 BAR = 24  # characters
+LOOK_EVERY = 50  # steps between looks at completions on a terminal, where the config does not ask for them
 NAN_BATCH = "nan_batch.jsonl"
 RESUME = "resume_from_checkpoint=True"
 
@@ -41,13 +50,11 @@ class StopOnSignal(TrainerCallback):
 
     def __init__(self) -> None:
         self.caught, self._process = 0, os.getpid()
-        self._before: dict[int, Any] = {}
+        self._before: dict[signal.Signals, Any] = {}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if threading.current_thread() is not threading.main_thread():  # only the main thread may set handlers
-            return
-        for number in (signal.SIGTERM, signal.SIGINT):
-            self._before[number] = signal.signal(number, self._catch)
+        if threading.current_thread() is threading.main_thread():  # only the main thread may set handlers
+            self._before = {number: signal.signal(number, self._catch) for number in (signal.SIGTERM, signal.SIGINT)}
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.caught = max(all_gather_objects(self.caught))  # a signal reaches the ranks at different times
@@ -96,7 +103,7 @@ class StopOnNan(TrainerCallback):
     on_epoch_end = on_step_end
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        logs: Mapping[str, float] = kwargs["logs"]
+        logs = kwargs["logs"]
         # With float16, loss scaling skips a step whose gradients overflow.
         watched = ("loss",) if args.fp16 else ("loss", "grad_norm")
         bad = [name for name in watched if name in logs and not math.isfinite(logs[name])]
@@ -107,11 +114,11 @@ class StopOnNan(TrainerCallback):
                 rows = ({"step": step + 1, **row} for step in steps for row in self.rows_of(step))
                 file.parent.mkdir(parents=True, exist_ok=True)
                 write_text(file, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-            raise UserError(
-                f"step {state.global_step}: {bad[0]} is {logs[bad[0]]}. Nothing was saved since; the rows of steps "
-                f"{self.logged + 1} to {state.global_step} are in {file}. Lower 'learning_rate', lower "
-                "'max_grad_norm', or look for what is unusual in those rows; then continue with --resume."
+            remedy = (
+                "Lower 'learning_rate' or 'max_grad_norm', or mend what is odd in them; then continue with --resume"
             )
+            rows_in = f"the rows of steps {self.logged + 1} to {state.global_step} are in {file}"
+            raise UserError(f"step {state.global_step}: {bad[0]} is {logs[bad[0]]}; {rows_in}. {remedy}.")
         if "loss" in logs:
             self.logged = state.global_step
 
@@ -161,15 +168,14 @@ class LossLimit(TrainerCallback):
         self.limit, self.patience, self.above = limit, patience, 0
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        logs: Mapping[str, float] = kwargs["logs"]
-        if "loss" not in logs:
+        loss: float | None = kwargs["logs"].get("loss")
+        if loss is None:
             return
-        self.above = self.above + 1 if logs["loss"] > self.limit else 0
+        self.above = self.above + 1 if loss > self.limit else 0
         if self.above >= self.patience:
-            raise UserError(
-                f"step {state.global_step}: the loss was above loss_watchdog_threshold ({self.limit:g}) in "
-                f"{self.above} logs in a row, now {logs['loss']:.4g}. Lower 'learning_rate' or raise the threshold."
-            )
+            above = f"above loss_watchdog_threshold ({self.limit:g}) in {self.above} logs in a row, now {loss:.4g}"
+            remedy = "Lower 'learning_rate' or raise the threshold."
+            raise UserError(f"step {state.global_step}: the loss was {above}. {remedy}")
 
 
 class Progress(TrainerCallback):
@@ -191,11 +197,9 @@ class Progress(TrainerCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         logs: Mapping[str, float] = kwargs["logs"]
-        if not state.is_world_process_zero or not state.max_steps:
-            return
         prefix = "eval_" if any(name.startswith("eval_") for name in logs) else ""
         shown = [f"{name.split('/')[-1]} {logs[prefix + name]:.4g}" for name in SHOWN if prefix + name in logs]
-        if not shown:
+        if not shown or not state.is_world_process_zero or not state.max_steps:
             return
         if "tokens_per_second" in logs:
             shown += [f"{logs['tokens_per_second']:.0f} tokens/s", *self._time_left(state.global_step, state.max_steps)]
@@ -223,6 +227,35 @@ def duration(seconds: float) -> str:
     """Format a duration in seconds, minutes or hours."""
     minutes, hours = seconds / 60, seconds / 3600
     return f"{seconds:.0f} s" if minutes < 2 else f"{minutes:.0f} min" if hours < 2 else f"{hours:.1f} h"
+
+
+class KeepCheckpoints(TrainerCallback):
+    """Marks each checkpoint once all ranks have written it, then deletes the oldest beyond `limit`."""
+
+    def __init__(self, limit: int | None, data_digest: Callable[[], str]) -> None:
+        self.limit, self.data_digest = limit, data_digest
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        ranks = PartialState()
+        ranks.wait_for_everyone()
+        run_folder = Path(args.output_dir)
+        folder = run_folder / f"checkpoint-{state.global_step}"
+        if state.is_world_process_zero and folder.is_dir():
+            write_text(folder / DATA, json.dumps({"train": self.data_digest()}))
+            mark_whole(folder)
+            best = state.best_model_checkpoint and Path(state.best_model_checkpoint).resolve()
+            beyond = [] if self.limit is None else checkpoints_of(run_folder)[self.limit :]
+            for old in (path for _, path in beyond if path.resolve() != best):
+                (old / WHOLE).unlink(missing_ok=True)  # a half-deleted folder must not count as complete
+                shutil.rmtree(old)
+        ranks.wait_for_everyone()
+
+
+class SaveFirstStep(TrainerCallback):
+    """Saves a checkpoint after the first step, to test early that saving works."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_save = control.should_save or state.global_step == 1
 
 
 class Profiler(TrainerCallback):
@@ -279,3 +312,36 @@ def before_and_after(rows: Iterable[Mapping[str, Any]]) -> list[str]:
         width = max(len(line["metric"]) for line in changes)
         lines += [f"  {line['metric']:<{width}}  {line['before']:.3g} -> {line['after']:.3g}" for line in changes]
     return lines
+
+
+def callbacks_of(config: Config, objects: Objects, trainer: Any, stop: StopOnSignal) -> list[TrainerCallback]:
+    """Return the callbacks of a run. The order counts: request a save, log, complete the checkpoint, mark it."""
+    run, folder = config.run, Path(config.run.output_dir)
+    callbacks: list[TrainerCallback] = [stop, *([SaveFirstStep()] if run.save_first_step else []), MetricsFile(folder)]
+    callbacks += [] if objects.from_script else [Progress(bar=shows_status())]
+    callbacks += [HealthCallback(folder), StopOnNan(trainer.rows_of_step)]
+    if run.loss_limit is not None:
+        callbacks.append(LossLimit(run.loss_limit, run.loss_limit_patience))
+    if run.patience is not None:
+        callbacks.append(EarlyStoppingCallback(run.patience))
+    if run.profiler_steps is not None:
+        callbacks.append(Profiler(folder, run.profiler_steps, run.profiler_start))
+    if trainer.rollouts is not None:
+        if trainer.is_world_process_zero():
+            writes = config.rollout.log_completions or not objects.from_script
+            _watch_completions(trainer, config.rollout, folder, writes=writes)
+        callbacks += [SaveRollouts(trainer.rollouts), *([] if objects.from_script else [BeforeAndAfter(folder)])]
+    return callbacks
+
+
+def _watch_completions(trainer: Any, section: RolloutSection, folder: Path, *, writes: bool) -> None:
+    """Register what writes the completions of rollouts to files and shows some of them."""
+    rollouts, every = trainer.rollouts, int(trainer.args.logging_steps)
+    names, decode = rollouts.producer.names, rollouts.producer.decode
+    if writes:
+        files = CompletionFiles(folder, names, decode, rollouts.old_logps)
+        rollouts.on_rollout.append(files)
+        rollouts.on_evaluation.append(files)
+    every, usual = (every, 4) if section.log_completions else (max(every, LOOK_EVERY), 2)
+    if section.log_completions or shows_status():
+        rollouts.on_rollout.append(ShownCompletions(every, section.completions_shown or usual, names, decode))

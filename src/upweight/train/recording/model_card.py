@@ -29,10 +29,8 @@ def model_card(config: Config, history: Sequence[Mapping[str, Any]], rows: int) 
         "datasets": [row.path for row in config.data.datasets if _is_hub_id(row.path)],
     }
     what = f"{'An adapter for' if adapted else 'Trained from'} `{base}`, by {method.upper()}"
-    data = [
-        f"- `{_public_name(row.path)}`" + (f" ({row.type})" if isinstance(row.type, str) else "")
-        for row in config.data.datasets
-    ]
+    types = [f" ({row.type})" if isinstance(row.type, str) else "" for row in config.data.datasets]
+    data = [f"- `{_public_name(row.path)}`{kind}" for row, kind in zip(config.data.datasets, types, strict=True)]
     config_yaml = yaml.safe_dump(_set_keys(config), sort_keys=False, allow_unicode=True).rstrip()
     sections = {"Data": data, "Metrics": _metrics(history), "Config": ["```yaml", config_yaml, "```"]}
     versions = f"Upweight {__version__}, torch {torch.__version__}, transformers {transformers.__version__}"
@@ -90,6 +88,5 @@ def _public_name(place: str | None) -> str:
 
 
 def _is_hub_id(place: str | None) -> bool:
-    if place is None or place.count("/") != 1 or place.startswith((".", "/", "~")):
-        return False
-    return not Path(place).exists()
+    local = place is None or place.count("/") != 1 or place.startswith((".", "/", "~"))
+    return not local and not Path(str(place)).exists()

@@ -1,40 +1,29 @@
-"""Record a training in its run folder: the resolved config, a line of metrics per log, and the callbacks of a run."""
+"""The run folder: the resolved config, what a resumed run may change of it, and the record of a training."""
 
 import dataclasses
-import json
-import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import yaml
-from transformers import EarlyStoppingCallback, TrainerCallback
+from accelerate import PartialState
+from transformers import TrainerCallback
 
 from upweight.config import Config
 from upweight.config.config import SECTIONS
 from upweight.config.redact import redacted
-from upweight.config.sections.rollout import RolloutSection
 from upweight.config.sections.run import RunSection, TrackingSection
 from upweight.errors import UserError
 from upweight.files import write_text
-from upweight.log import shows_status
-from upweight.runs.files import CONFIG, METRICS, metrics_of
+from upweight.log import warn_once
+from upweight.runs.checkpoints import data_digest_of
+from upweight.runs.files import CONFIG
 from upweight.runs.record import about, recorded
 from upweight.settings import Section, keys_of
+from upweight.train.distributed.ranks import broadcast_from_rank0
 from upweight.train.objects import YAML_ONLY, Objects
-from upweight.train.online.completions import CompletionFiles, ShownCompletions, cut_completions
-from upweight.train.online.feed import SaveRollouts
-from upweight.train.recording.callbacks import (
-    BeforeAndAfter,
-    HealthCallback,
-    LossLimit,
-    Profiler,
-    Progress,
-    StopOnNan,
-    StopOnSignal,
-)
-from upweight.train.recording.checkpoints import KeepCheckpoints, SaveFirstStep
+from upweight.train.recording.callbacks import KeepCheckpoints, StopOnSignal, callbacks_of
 
 TRAINED = (  # keys that decide which weights are trained, and the optimizer states
     *("adapter", "lora_r", "lora_rank_pattern", "lora_target_modules", "lora_target_linear", "lora_target_parameters"),
@@ -42,7 +31,6 @@ TRAINED = (  # keys that decide which weights are trained, and the optimizer sta
     *("peft_init_lora_weights", "unfrozen_parameters", "reward_model", "process_reward_model", "optimizer"),
     *("tokens", "resize_token_embeddings_to_32x"),  # not base_model, whose folder may have moved
 )
-LOOK_EVERY = 50  # steps between looks at completions on a terminal, where the config does not ask for them
 FOLDED = ("batch_size",)  # keys that are resolved into other keys
 
 
@@ -66,16 +54,26 @@ def changed_keys(config: Config, folder: Path) -> list[str]:
 
 def refuse_other_weights(changed: Iterable[str], checkpoint: Path | None, scheduler: str) -> None:
     """Raise where changed keys do not fit the weights, optimizer or learning rate of the checkpoint."""
+    remedy = "Set it as in the run's config.yaml, or begin a new run in another output_dir."
+    otherwise = "set otherwise than when the run began"
     if "learning_rate" in changed and scheduler == "reduce_lr_on_plateau":
         raise UserError(
-            f"resume: learning_rate set otherwise than when the run began, and with 'reduce_lr_on_plateau' the rate is "
-            f"what {checkpoint} says it has come to. Set it as in the run's config.yaml, or begin a new run."
+            f"resume: learning_rate {otherwise}, and 'reduce_lr_on_plateau' goes on from {checkpoint}. {remedy}"
         )
     if keys := [key for key in changed if key in TRAINED]:
         raise UserError(
-            f"resume: {', '.join(keys)} set otherwise than when the run began, and {checkpoint} holds what was trained "
-            "then. Set it as in the run's config.yaml, or begin a new run in another output_dir."
+            f"resume: {', '.join(keys)} {otherwise}, and {checkpoint} holds what was trained then. {remedy}"
         )
+
+
+def require_same_data(checkpoint: Path, data_digest: Callable[[], str], *, allowed: bool) -> None:
+    """Raise on all ranks where the training rows are not those of the checkpoint, unless that is allowed."""
+    before = data_digest_of(checkpoint)
+    if before is None:
+        warn_once(f"{checkpoint} holds no hash of its data; whether the data changed is not checked")
+    elif not allowed and not broadcast_from_rank0(PartialState().is_main_process and before == data_digest()):
+        remedy = "Restore it and the keys that shape it, or use --allow-changed-data (allow_changed_data: true)"
+        raise UserError(f"resume: the training data is not what {checkpoint} was trained on. {remedy}.")
 
 
 def content_of(config: Config) -> dict[str, Any]:
@@ -111,46 +109,6 @@ def _set_values(section: Section) -> Iterator[tuple[str, Any]]:
             yield key.path, shown[key.name]
 
 
-def cut_metrics(folder: Path, step: int) -> None:
-    """Delete the metrics after `step` and an incomplete last line."""
-    if (folder / METRICS).exists():
-        kept = [row for row in metrics_of(folder) if row.get("step", 0) <= step]
-        write_text(folder / METRICS, "".join(json.dumps(row) + "\n" for row in kept))
-
-
-class MetricsFile(TrainerCallback):
-    """Appends one flat JSON object for each log; a training first deletes what was written after its start."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.is_world_process_zero:
-            cut_metrics(self.folder, state.global_step or -1)
-            cut_completions(self.folder, state.global_step or -1)
-
-    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if (line := _line(kwargs["logs"], state)) is not None:
-            with (self.folder / METRICS).open("a", encoding="utf-8") as file:
-                file.write(line + "\n")
-
-
-class MetricsOut(TrainerCallback):
-    """Prints the same JSON to standard output, for other programs."""
-
-    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if (line := _line(kwargs["logs"], state)) is not None:
-            print(line, flush=True)
-
-
-def _line(logs: Mapping[str, Any], state: Any) -> str | None:
-    """Return a log as JSON, which has no NaN and infinity; None on other ranks and for the Trainer's final summary."""
-    if not state.is_world_process_zero or "train_runtime" in logs:
-        return None
-    odd = {name: str(value) for name, value in logs.items() if isinstance(value, float) and not math.isfinite(value)}
-    return json.dumps({"step": state.global_step, **logs, **odd})
-
-
 @contextmanager
 def recording(
     trainer: Any, config: Config, objects: Objects = YAML_ONLY, watchers: Sequence[TrainerCallback] = ()
@@ -158,7 +116,7 @@ def recording(
     """Record one training: metrics, health, checkpoints, signals and how it ended; `watchers` are further callbacks."""
     folder, stop = Path(config.run.output_dir), StopOnSignal()
     keep = KeepCheckpoints(config.run.save_total_limit, trainer.data_digest)
-    callbacks = [*_callbacks(config, objects, trainer, stop), *watchers, keep]
+    callbacks = [*callbacks_of(config, objects, trainer, stop), *watchers, keep]
     record = about(trainer)
     if objects.from_script:
         names = None if trainer.rollouts is None else list(trainer.rollouts.producer.names)
@@ -182,38 +140,3 @@ def recording(
                 trainer.remove_callback(callback)
         if trainer.rollouts is not None:
             trainer.rollouts.on_rollout, trainer.rollouts.on_evaluation = [], []
-
-
-def _callbacks(config: Config, objects: Objects, trainer: Any, stop: StopOnSignal) -> list[TrainerCallback]:
-    """Return the callbacks of a run. The order counts: request a save, log, complete the checkpoint, mark it."""
-    run, folder = config.run, Path(config.run.output_dir)
-    callbacks: list[TrainerCallback] = [stop, *([SaveFirstStep()] if run.save_first_step else [])]
-    callbacks += [MetricsFile(folder), *([] if objects.from_script else [Progress(bar=shows_status())])]
-    callbacks += [HealthCallback(folder), StopOnNan(trainer.rows_of_step)]
-    if run.loss_limit is not None:
-        callbacks.append(LossLimit(run.loss_limit, run.loss_limit_patience))
-    if run.patience is not None:
-        callbacks.append(EarlyStoppingCallback(run.patience))
-    if run.profiler_steps is not None:
-        callbacks.append(Profiler(folder, run.profiler_steps, run.profiler_start))
-    if trainer.rollouts is not None:
-        if trainer.is_world_process_zero():
-            writes = config.rollout.log_completions or not objects.from_script
-            _watch_completions(trainer, config.rollout, folder, writes=writes)
-        callbacks += [SaveRollouts(trainer.rollouts), *([] if objects.from_script else [BeforeAndAfter(folder)])]
-    return callbacks
-
-
-def _watch_completions(trainer: Any, section: RolloutSection, folder: Path, *, writes: bool) -> None:
-    """Register what writes the completions of rollouts to files and shows some of them."""
-    rollouts, every = trainer.rollouts, int(trainer.args.logging_steps)
-    names, decode = rollouts.producer.names, rollouts.producer.decode
-    if writes:
-        files = CompletionFiles(folder, names, decode, rollouts.old_logps)
-        rollouts.on_rollout.append(files)
-        rollouts.on_evaluation.append(files)
-    if section.log_completions:
-        rollouts.on_rollout.append(ShownCompletions(every, section.completions_shown or 4, names, decode))
-    elif shows_status():  # a look now and then
-        every = max(every, LOOK_EVERY)
-        rollouts.on_rollout.append(ShownCompletions(every, section.completions_shown or 2, names, decode))

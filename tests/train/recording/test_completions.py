@@ -6,8 +6,8 @@ import torch
 
 from made_tokenizers import byte_tokenizer
 from upweight.rollout.rollout import Rollout
-from upweight.train.online import completions
-from upweight.train.online.completions import CompletionFiles, token_texts
+from upweight.train.recording import completions
+from upweight.train.recording.completions import CompletionFiles, token_texts
 from upweight.types import Completion, Group
 
 

@@ -3,7 +3,7 @@
 import torch
 from accelerate import Accelerator
 
-from upweight.train.step import Meters
+from upweight.train.recording.metrics import Meters
 from upweight.types import Extreme, Mean
 
 
@@ -30,7 +30,7 @@ def test_sums_do_not_lose_small_parts():
 def test_gradients_are_not_kept():
     meters, weight = Meters(), torch.ones((), requires_grad=True)
     meters.add({"a": Mean(2 * weight, torch.ones(()))})
-    assert not meters._sums["a"].requires_grad
+    assert not meters._pairs["a", 0].requires_grad
 
 
 def test_extremes_are_of_all_batches_and_left_out_where_there_is_nothing():

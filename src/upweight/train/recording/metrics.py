@@ -1,0 +1,90 @@
+"""Metrics between two logs, reduced over ranks, and the files that logs are written to."""
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+from transformers import TrainerCallback
+
+from upweight.files import write_text
+from upweight.runs.files import METRICS, metrics_of
+from upweight.train.distributed.ranks import union_over_ranks
+from upweight.train.recording.completions import cut_completions
+from upweight.types import Extreme, Metrics
+
+
+class Meters:
+    """Metrics between two logs: sums and extremes on the device, reduced over ranks once per log."""
+
+    def __init__(self) -> None:
+        self._pairs: dict[tuple[str, int], Tensor] = {}  # by name and the sign of an extreme, or 0 for a mean
+
+    def add(self, metrics: Metrics) -> None:
+        """Add a batch's metrics without a device sync."""
+        for name, metric in metrics.items():
+            extreme = isinstance(metric, Extreme)
+            key = (name, metric.sign if extreme else 0)
+            pair = torch.stack([metric.value, metric.value] if extreme else [metric.total, metric.weight])
+            pair = pair.detach().double()
+            if (before := self._pairs.get(key)) is not None:
+                pair = torch.maximum(before, pair) if extreme else before + pair
+            self._pairs[key] = pair
+
+    def drain(self, accelerator: Accelerator) -> dict[str, float]:
+        """Return the means and extremes over all ranks since the last call; what has no value is left out."""
+        keys, pairs, self._pairs = union_over_ranks(set(self._pairs)), self._pairs, {}
+        if not keys:
+            return {}
+        nothing = torch.zeros(2, dtype=torch.float64, device=accelerator.device)
+        rows = [pairs.get((name, sign), nothing - math.inf if sign else nothing) for name, sign in keys]
+        table = accelerator.gather(torch.stack(rows)[None])
+        assert isinstance(table, Tensor)
+        means = zip(keys, table.sum(0).tolist(), strict=True)
+        extremes = zip(keys, table.amax(0).tolist(), strict=True)
+        drained = {name: total / weight for (name, sign), (total, weight) in means if not sign and weight}
+        return drained | {name: sign * value for (name, sign), (value, _) in extremes if sign and value > -math.inf}
+
+
+def cut_metrics(folder: Path, step: int) -> None:
+    """Delete the metrics after `step` and an incomplete last line."""
+    if (folder / METRICS).exists():
+        kept = [row for row in metrics_of(folder) if row.get("step", 0) <= step]
+        write_text(folder / METRICS, "".join(json.dumps(row) + "\n" for row in kept))
+
+
+class MetricsFile(TrainerCallback):
+    """Appends one flat JSON object for each log; a training first deletes what was written after its start."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.is_world_process_zero:
+            cut_metrics(self.folder, state.global_step or -1)
+            cut_completions(self.folder, state.global_step or -1)
+
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if (line := _line(kwargs["logs"], state)) is not None:
+            with (self.folder / METRICS).open("a", encoding="utf-8") as file:
+                file.write(line + "\n")
+
+
+class MetricsOut(TrainerCallback):
+    """Prints the same JSON to standard output, for other programs."""
+
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if (line := _line(kwargs["logs"], state)) is not None:
+            print(line, flush=True)
+
+
+def _line(logs: Mapping[str, Any], state: Any) -> str | None:
+    """Return a log as JSON, which has no NaN and infinity; None on other ranks and for the Trainer's final summary."""
+    if not state.is_world_process_zero or "train_runtime" in logs:
+        return None
+    odd = {name: str(value) for name, value in logs.items() if isinstance(value, float) and not math.isfinite(value)}
+    return json.dumps({"step": state.global_step, **logs, **odd})
