@@ -198,10 +198,26 @@ def reward(completions):
         "import os; os.fork() or os._exit(1)",
         "import multiprocessing as m; p = m.get_context('fork').Process(target=print); p.start(); p.join()",
         "import os; os.chdir('/')",
+        "import os; os.system('sleep 1000 &')",
     ],
 )
 def test_strange_behaviour_breaks_nothing(tmp_path, body):
     code = f"def reward(completions):\n    {body}\n    return [len(text) for text in completions]\n"
+    with file_scorer(tmp_path, code, "reward") as scorer:
+        for _ in range(3):
+            assert scorer.score(reward_call(*BOTH)).rewards_SR.tolist() == [[1.0], [2.0], [3.0], [1.0]]
+
+
+@pytest.mark.parametrize("content", ["b'x' * 300_000", "bytes(20)", "b'12'", "b'\\n'"])
+def test_writing_to_inherited_descriptors_breaks_nothing(tmp_path, content):
+    code = f"""
+import contextlib, os
+def reward(completions):
+    for descriptor in range(3, 64):
+        with contextlib.suppress(OSError):
+            os.write(descriptor, {content})
+    return [len(text) for text in completions]
+"""
     with file_scorer(tmp_path, code, "reward") as scorer:
         for _ in range(3):
             assert scorer.score(reward_call(*BOTH)).rewards_SR.tolist() == [[1.0], [2.0], [3.0], [1.0]]
