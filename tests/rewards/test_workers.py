@@ -158,6 +158,12 @@ def test_the_limit_that_is_told_of_is_the_one_that_was_set(tmp_path):
         scorer.score(reward_call(["a"], ["b"]))
 
 
+def test_a_module_that_is_slow_to_import_has_the_time_of_a_call(tmp_path, monkeypatch):
+    monkeypatch.setattr("upweight.rewards.workers.START_LIMIT", 0.5)
+    code = "import time\ntime.sleep(1)\ndef reward(completions):\n    return [1.0] * len(completions)\n"
+    assert scored(tmp_path, code, timeout=30.0).rewards_SR.tolist() == [[1.0]] * 4
+
+
 def test_a_completion_that_hangs_costs_its_group_alone(tmp_path):
     code = """
 import time

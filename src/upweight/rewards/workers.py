@@ -56,7 +56,7 @@ class Worker:
     def call(self, source: Source, job: bytes, limit: float) -> RewardOutcome:
         """Call a function with pickled arguments, for at most `limit` seconds."""
         if source not in self._loaded or self._process is None:
-            loaded = self._request(source, START_LIMIT, None)
+            loaded = self._request(source, max(START_LIMIT, limit), None)
             if loaded is not None:
                 reason = getattr(loaded, "reason", loaded)
                 raise UserError(f"a worker process cannot import reward '{source[0]}.{source[1]}': {reason}")

@@ -62,7 +62,7 @@ def assemble(config: Config, objects: Objects = YAML_ONLY, *, trains: bool = Tru
     """Build the parts of a trainer. With `trains`, weights may be loaded directly as shards."""
     require_machine(config, trains=trains)
     set_variables(config.tracking)
-    ranks, device = join_ranks(config.sharding.timeout)
+    ranks, device = join_ranks(config.sharding.timeout, config.sharding.wait_timeout)
     if objects.arguments is not None:
         device = objects.arguments.device
     context = share_rows(config.sharding.context_parallel_size)
