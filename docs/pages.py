@@ -6,7 +6,6 @@ from pathlib import Path
 
 from docs.format_rows import SHOWN
 
-from upweight.config.rules.data import kind_of_rows
 from upweight.config.schema import markdown
 from upweight.methods import METHODS
 from upweight.runs.health_rules import EXPLAINED, RULES, SIGNS, Sign
@@ -25,7 +24,7 @@ def formats() -> str:
     """The end of `docs/formats.md`: a row of every format."""
     lines = [""]
     for kind, shown in SHOWN.items():
-        lines += [f"## For {', '.join(name for name, method in METHODS.items() if kind_of_rows(method) == kind)}"]
+        lines += [f"## For {', '.join(name for name, method in METHODS.items() if method.formats() == kind)}"]
         lines += [KTO_TOO] if kind == "labelled" else [""]
         lines += ["| `type` | a row |", "|---|---|"]
         for one in shown:

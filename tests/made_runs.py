@@ -217,10 +217,11 @@ def on_ranks(function, world: int, *arguments) -> None:
     assert codes == [0] * world
 
 
-def upweight(*arguments, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
+def upweight(*arguments, folder: Path | None = None, **environment) -> subprocess.CompletedProcess[str]:
     """The command as a person gives it, in `folder`, by a process that has imported most of what it needs."""
     with tempfile.TemporaryDirectory() as printed:
-        process = started(_command, [str(argument) for argument in arguments], folder or Path(), Path(printed))
+        given = [str(argument) for argument in arguments]
+        process = started(_command, given, folder or Path(), Path(printed), **environment)
         process.join(200)
         out, error = ((Path(printed) / name).read_text(encoding="utf-8") for name in ("stdout", "stderr"))
     assert process.exitcode is not None, error

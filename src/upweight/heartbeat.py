@@ -1,5 +1,6 @@
 """A line after each minute or so without progress, which says what the process is doing."""
 
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -8,20 +9,27 @@ from contextlib import contextmanager
 from upweight.log import logger
 
 FIRST = 60.0  # seconds without progress before the first line; each further one comes after twice the time
+VARIABLE = "UPWEIGHT_HEARTBEAT"  # of the environment: these seconds, for tests
 _activities: list[str] = []  # of all threads, in the order in which they began
 _last_progress = time.monotonic()
+_watching = threading.Lock()  # held by the one heartbeat of this process
 
 
 @contextmanager
-def activity(text: str) -> Iterator[None]:
-    """Name what happens inside, such as `waiting for rollouts`, for the lines of `heartbeat`."""
+def activity(text: str, *, progresses: bool = True) -> Iterator[None]:
+    """Name what happens inside, such as `waiting for rollouts`, for the lines of `heartbeat`.
+
+    Its beginning and end are progress, but for one of many tries (`progresses=False`).
+    """
     _activities.append(text)
-    progressed()
+    if progresses:
+        progressed()
     try:
         yield
     finally:
         _activities.remove(text)
-        progressed()
+        if progresses:
+            progressed()
 
 
 def progressed() -> None:
@@ -31,8 +39,12 @@ def progressed() -> None:
 
 
 @contextmanager
-def heartbeat(first: float = FIRST) -> Iterator[None]:
-    """Warn while there is no progress inside, also where only warnings are shown."""
+def heartbeat(first: float | None = None) -> Iterator[None]:
+    """Warn while an activity makes no progress, also where only warnings are shown; inside another, do nothing."""
+    if not _watching.acquire(blocking=False):
+        yield
+        return
+    first = first or float(os.environ.get(VARIABLE, FIRST))
     ended = threading.Event()
     thread = threading.Thread(target=_watch, args=(ended, first), daemon=True, name="heartbeat")
     thread.start()
@@ -41,15 +53,15 @@ def heartbeat(first: float = FIRST) -> Iterator[None]:
     finally:
         ended.set()
         thread.join()
+        _watching.release()
 
 
 def _watch(ended: threading.Event, first: float) -> None:
     limit = first
     while not ended.wait(first / 20):
         silent = time.monotonic() - _last_progress
-        if silent < first:
+        if silent < first or not _activities:
             limit = first
         elif silent >= limit:
             limit = 2 * silent
-            doing = "; ".join(dict.fromkeys(_activities)) or "between activities"
-            logger.warning("no progress for %.0f s: %s", silent, doing)
+            logger.warning("no progress for %.0f s: %s", silent, "; ".join(dict.fromkeys(_activities)))

@@ -25,7 +25,9 @@ def preprocess(tmp_path):
     (tmp_path / "config.yaml").write_text(CONFIG)
     (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in ROWS))
 
-    return lambda *arguments: upweight("preprocess", "config.yaml", *arguments, folder=tmp_path)
+    return lambda *arguments, **environment: upweight(
+        "preprocess", "config.yaml", *arguments, folder=tmp_path, **environment
+    )
 
 
 def test_fills_the_cache_and_sums_up(preprocess, tmp_path):
@@ -87,3 +89,16 @@ def test_mistakes_are_told_without_a_traceback(preprocess, tmp_path, rows, argum
     assert (done.returncode, done.stdout) == (2, "")
     assert message in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_template_without_end_is_told_of_and_ended_by_its_key(preprocess, tmp_path):
+    endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    (tmp_path / "endless.jinja").write_text(endless)
+    talk = {"messages": [{"role": "user", "content": "why?"}]}
+    talk |= {key: {"role": "assistant", "content": key} for key in ("chosen", "rejected")}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(talk))
+    keys = ("chat_template=jinja", "chat_template_jinja=endless.jinja", "datasets.0.type=chat_template.default")
+    done = preprocess(*keys, "chat_template_timeout=3", UPWEIGHT_HEARTBEAT=1)
+    assert done.returncode == 2, done.stderr
+    assert "s: preparing rows (chat_template_timeout: 3 s a row)" in done.stderr
+    assert "it took longer than chat_template_timeout, 3 seconds" in done.stderr

@@ -9,8 +9,9 @@ import time
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
-from made_runs import metrics_of, upweight, write_config
+from made_runs import largest_difference, metrics_of, upweight, write_config
 from upweight.cli.app import main
 from upweight.processes import free_port
 from upweight.runs.checkpoints import checkpoints_of, is_whole
@@ -143,36 +144,42 @@ def test_ctrl_c_saves_once_for_all_ranks_and_resume_continues(model_folder, tmp_
     assert metrics_of(tmp_path / "out")[-1]["step"] == step + 1
 
 
+LOST = {
+    signal.SIGKILL: "process 1 of 2 was ended by SIGKILL (out of host memory?), and the run with it; go on",
+    signal.SIGSTOP: "process 1 of 2 was stopped (SIGSTOP), and the run with it; go on",
+}
+
+
+@pytest.fixture(scope="module", params=[None, True], ids=["ddp", "fsdp"])
+def whole_run(request, model_folder, tmp_path_factory):
+    """The folder of a run over two ranks that nothing disturbed, and its keys."""
+    folder = tmp_path_factory.mktemp("whole")
+    keys = {"max_steps": 30, "save_steps": 3, "save_total_limit": 2, "fsdp": request.param}
+    done = launched("train", write_config(folder, model_folder, **keys), "--num-processes", 2)
+    assert done.returncode == 0, done.stderr
+    return folder, keys
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("fsdp", [None, True])
-def test_a_dead_rank_ends_all_and_resume_continues(fsdp, model_folder, tmp_path):
-    file = write_config(tmp_path, model_folder, num_epochs=400, save_steps=1, save_total_limit=2, fsdp=fsdp)
+@pytest.mark.parametrize("number", LOST)
+def test_a_lost_rank_ends_all_and_resume_is_exact(number, whole_run, model_folder, tmp_path):
+    undisturbed, keys = whole_run
+    file = write_config(tmp_path, model_folder, **keys)
     process = begun(file, "--num-processes", 2)
     ranks = children_of(process)
     assert len(ranks) == 2
     while not any(is_whole(folder) for _, folder in checkpoints_of(tmp_path / "out")) and process.poll() is None:
-        time.sleep(0.05)
-    os.kill(ranks[1], signal.SIGKILL)
+        time.sleep(0.02)
+    os.kill(ranks[1], number)
     _, said = process.communicate(timeout=60)
     assert process.returncode in (1, 137)
     assert not any(is_running(rank) for rank in ranks)
-    assert "process 1 of 2 was ended by SIGKILL (out of host memory?), and the run with it; go on" in said
-    whole = [step for step, folder in checkpoints_of(tmp_path / "out") if is_whole(folder)]
-    done = launched("train", file, "--resume", f"max_steps={max(whole) + 1}", "--num-processes", 2)
+    assert LOST[number] in said
+    done = launched("train", file, "--resume", "--num-processes", 2)
     assert done.returncode == 0, done.stderr
-    assert metrics_of(tmp_path / "out")[-1]["step"] == max(whole) + 1
-
-
-@pytest.mark.slow
-def test_a_stopped_rank_ends_all(model_folder, tmp_path):
-    file = write_config(tmp_path, model_folder, num_epochs=4000, save_strategy="no")
-    process = begun(file, "--num-processes", 2)
-    ranks = children_of(process)
-    os.kill(ranks[1], signal.SIGSTOP)
-    _, said = process.communicate(timeout=60)
-    assert process.returncode == 1
-    assert "process 1 of 2 was stopped (SIGSTOP), and the run with it; go on" in said
-    assert not any(is_running(rank) for rank in ranks)
+    assert metrics_of(tmp_path / "out") == metrics_of(undisturbed / "out")
+    found, right = (load_file(folder / "out" / "model.safetensors") for folder in (tmp_path, undisturbed))
+    assert largest_difference(found, right) == 0
 
 
 @pytest.mark.slow

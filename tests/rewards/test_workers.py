@@ -158,6 +158,12 @@ def test_the_limit_that_is_told_of_is_the_one_that_was_set(tmp_path):
         scorer.score(reward_call(["a"], ["b"]))
 
 
+def test_a_module_that_is_slow_to_import_has_the_time_of_a_call(tmp_path, monkeypatch):
+    monkeypatch.setattr("upweight.rewards.workers.START_LIMIT", 0.5)
+    code = "import time\ntime.sleep(1)\ndef reward(completions):\n    return [1.0] * len(completions)\n"
+    assert scored(tmp_path, code, timeout=30.0).rewards_SR.tolist() == [[1.0]] * 4
+
+
 def test_a_completion_that_hangs_costs_its_group_alone(tmp_path):
     code = """
 import time
@@ -198,10 +204,26 @@ def reward(completions):
         "import os; os.fork() or os._exit(1)",
         "import multiprocessing as m; p = m.get_context('fork').Process(target=print); p.start(); p.join()",
         "import os; os.chdir('/')",
+        "import os; os.system('sleep 1000 &')",
     ],
 )
 def test_strange_behaviour_breaks_nothing(tmp_path, body):
     code = f"def reward(completions):\n    {body}\n    return [len(text) for text in completions]\n"
+    with file_scorer(tmp_path, code, "reward") as scorer:
+        for _ in range(3):
+            assert scorer.score(reward_call(*BOTH)).rewards_SR.tolist() == [[1.0], [2.0], [3.0], [1.0]]
+
+
+@pytest.mark.parametrize("content", ["b'x' * 300_000", "bytes(20)", "b'12'", "b'\\n'"])
+def test_writing_to_inherited_descriptors_breaks_nothing(tmp_path, content):
+    code = f"""
+import contextlib, os
+def reward(completions):
+    for descriptor in range(3, 64):
+        with contextlib.suppress(OSError):
+            os.write(descriptor, {content})
+    return [len(text) for text in completions]
+"""
     with file_scorer(tmp_path, code, "reward") as scorer:
         for _ in range(3):
             assert scorer.score(reward_call(*BOTH)).rewards_SR.tolist() == [[1.0], [2.0], [3.0], [1.0]]

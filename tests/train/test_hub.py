@@ -3,6 +3,7 @@
 import base64
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -88,3 +89,18 @@ def test_the_model_and_its_card_are_pushed(hub, model_folder, tmp_path):
     assert "# model" in card
     assert "| loss |" in card
     assert str(tmp_path) not in card
+
+
+@pytest.mark.slow
+def test_a_hub_that_does_not_answer_is_given_up_after_the_limit(tmp_path):
+    file = write_config(tmp_path, tmp_path / "model", base_model="nobody/nothing", hub_timeout=1)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        env = os.environ | {"PYTHONPATH": str(SOURCE), "HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "hf")}
+        env |= {"HF_HUB_OFFLINE": "0", "UPWEIGHT_HEARTBEAT": "0.5"}
+        command = [sys.executable, "-m", "upweight", "train", str(file), "--quiet"]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=250, check=False)
+    assert done.returncode == 2, done.stderr
+    assert "loading the tokenizer of nobody/nothing (hub_timeout)" in done.stderr
+    assert "the hub did not give it" in done.stderr
+    assert "Traceback" not in done.stderr

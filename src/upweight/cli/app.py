@@ -10,6 +10,7 @@ import typer
 
 from upweight.errors import UserError
 from upweight.files import storage_error
+from upweight.heartbeat import heartbeat
 from upweight.log import logger, set_up_logging, warn_once
 
 app = typer.Typer(
@@ -329,7 +330,8 @@ def main() -> None:
     """Run a command; a UserError is printed without a traceback and exits with 2."""
     set_up_logging()
     try:
-        app(args=_with_launcher_arguments(sys.argv[1:]))
+        with heartbeat():
+            app(args=_with_launcher_arguments(sys.argv[1:]))
     except UserError as error:
         print(error, file=sys.stderr)
         sys.exit(2)

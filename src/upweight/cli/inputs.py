@@ -31,7 +31,25 @@ def config_with_notices(path: Path, overrides: list[str] | None, *, fragment: bo
     config = load_config(path, overrides or [], fragment=fragment)
     for notice in config.notices:
         warn_once(notice)
+    _limit_hub(config)
     return config
+
+
+def _limit_hub(config: Config) -> None:
+    """Have `hub_timeout` bound every request to the hub: the library waits for ever for some, and 10 s for others."""
+    from huggingface_hub import get_session, set_client_factory
+
+    client, seconds, is_set = get_session(), config.run.hub_timeout, "hub_timeout" in config.run.model_fields_set
+
+    def bound(request: Any) -> None:
+        limits = request.extensions.get("timeout", {})
+        request.extensions["timeout"] = {
+            kind: seconds if is_set or limits.get(kind) is None else limits[kind]
+            for kind in ("connect", "read", "write", "pool")
+        }
+
+    kind, hooks = type(client), {**client.event_hooks, "request": [*client.event_hooks["request"], bound]}
+    set_client_factory(lambda: kind(event_hooks=hooks, follow_redirects=True))
 
 
 def trained(place: str, overrides: list[str], *, or_base: bool = False) -> Trained:
@@ -39,6 +57,7 @@ def trained(place: str, overrides: list[str], *, or_base: bool = False) -> Train
     path = Path(place).expanduser()
     if path.is_file() and path.suffix != ".gguf":
         config = load_config(path, overrides)
+        _limit_hub(config)
         config = config.stages[-1] if config.stages else config
         for folder in map(Path, filter(None, (config.run.output_dir, config.adapter.folder))):
             if (folder / ADAPTER).is_file() or (folder / "config.json").is_file():
@@ -58,6 +77,7 @@ def trained(place: str, overrides: list[str], *, or_base: bool = False) -> Train
         named, adapter = json.loads((path / ADAPTER).read_text(encoding="utf-8")), path
         content = {"base_model": named.get("base_model_name_or_path"), "model_revision": named.get("revision")}
     config = parse_config(apply_overrides(content, overrides), folder=Path.cwd(), fragment=True)
+    _limit_hub(config)
     return Trained(config.model, adapter, config)
 
 

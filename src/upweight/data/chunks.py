@@ -177,7 +177,7 @@ def bad_row(job: EncodeJob, row: int, error: RowError, content: Any = None) -> U
 
 def _remedy(job: EncodeJob) -> str:
     """Return the advice on how to read columns with other names."""
-    kind = job.encoder.setup.method.formats
+    kind = job.encoder.setup.method.formats()
     if any(isinstance(source, GivenTable) for source in job.rows.sources):
         return "`rename_column` of the dataset changes the names of columns"
     fields = ", ".join(f"field_{name}: NAME" for name in RENAMED.get(kind, ()))

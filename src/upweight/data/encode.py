@@ -41,7 +41,7 @@ def build_encoder(  # noqa: PLR0917
 
 def _transform(setup: Setup, index: int, cfg: ConfigView, folder: Path) -> Transform | None:
     """Load the user's transform if `type` is not a built-in format."""
-    formats, name = FORMATS[setup.method.formats], setup.entry.type
+    formats, name = FORMATS[setup.method.formats()], setup.entry.type
     if not isinstance(name, str):
         return None
     file = local_file(name, folder) if "." in name else None
@@ -66,7 +66,7 @@ class Encoder:
 
     def __init__(self, setup: Setup, transform: Transform | None) -> None:
         self.setup, self.transform = setup, transform
-        self.read = format_of(setup.method.formats, None if transform else setup.entry.type)
+        self.read = format_of(setup.method.formats(), None if transform else setup.entry.type)
         self.source_text = (setup.template.source or "") + (transform.source_text if transform else "")
 
     def __call__(self, row: Mapping[str, Any]) -> list[Record]:

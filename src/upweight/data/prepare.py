@@ -26,12 +26,15 @@ from upweight.data.raw_row import IGNORED
 from upweight.data.report import REPORT_JSON, EntryCounts, PrepareReport, measure
 from upweight.data.sources.open import DatasetEntry, GivenTable, RowSelection, open_entry, selected_datasets
 from upweight.errors import UserError
+from upweight.heartbeat import activity, progressed
 from upweight.log import logger
 from upweight.methods.base import Method
 from upweight.runs.checkpoints import is_whole
 
 # Data settings that change how the work is done and not what comes out.
-WITHOUT_EFFECT = {"prepared_path", "skip_prepare", "processes", "in_memory", "workers", "prefetch", "drop_last"}
+WITHOUT_EFFECT = {
+    "prepared_path", "skip_prepare", "processes", "in_memory", "workers", "prefetch", "drop_last", "template_timeout",
+}  # fmt: skip
 REPEATED = "repeats an earlier row (dataset_exact_deduplication)"
 
 
@@ -206,11 +209,13 @@ def _build(config: Config, entries: Sequence[Entry], place: Path) -> None:
     columns = progress.TextColumn("preparing data"), progress.BarColumn(), progress.MofNCompleteColumn()
     times = progress.TimeElapsedColumn(), progress.TimeRemainingColumn()
     hidden = not console.is_terminal
-    with progress.Progress(*columns, *times, console=console, disable=hidden, transient=True) as bar:
+    shown = progress.Progress(*columns, *times, console=console, disable=hidden, transient=True)
+    with shown as bar, activity(f"preparing rows (chat_template_timeout: {config.data.template_timeout:g} s a row)"):
         task = bar.add_task("", total=sum(len(job.rows) for job in jobs))
         for chunk in encode_all(jobs, config.data.processes):
             work.add(chunk)
             bar.update(task, advance=chunk.rows)
+            progressed()
     work.finish(time.perf_counter() - started)
 
 

@@ -14,6 +14,7 @@ from upweight.data.raw_row import PREPARED_COLUMNS
 from upweight.environments.episode import Environment, Episode, EpisodeOutcome, Message, Opening, Reply, ToolCall, Turn
 from upweight.environments.tools import as_text, opening_messages, tool_message
 from upweight.errors import UserError
+from upweight.heartbeat import activity
 from upweight.log import logger, warn_once
 
 try:
@@ -78,7 +79,8 @@ class OpenEnv(Environment):
 
     async def start(self) -> None:
         """Wait for the server; by its schema, turns act through MCP tools, as the text of one field, or by `step`."""
-        schema = await self._schema()
+        with activity(f"waiting for the OpenEnv server at {self.url} (environment.wait: {self.wait:g} s)"):
+            schema = await self._schema()
         known = (schema.get("observation") or {}).get("properties") or {}
         if self.observation is not None and known and self.observation not in known:
             problem = f"'{self.observation}' is no field of what {self.url} shows"

@@ -88,10 +88,10 @@ class Method(Section, ABC):
         """Whether short blocks at strides along a document are sampled instead of completions."""
         return False
 
-    @property
-    def formats(self) -> str:
-        """The kind of dataset formats that read its rows."""
-        return self.data
+    @classmethod
+    def formats(cls) -> str:
+        """Return the kind of dataset formats that read its rows."""
+        return cls.data
 
     @property
     def scores_prompt(self) -> bool:

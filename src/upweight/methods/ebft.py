@@ -68,8 +68,8 @@ class EBFT(PolicyGradient, Method):
             raise ValueError(f"ebft.{key}: at 0 all samples of a block are alike, and nothing is learned from them")
         return self
 
-    @property
-    def formats(self) -> str:
+    @classmethod
+    def formats(cls) -> str:
         return "ebft"
 
     @property

@@ -19,6 +19,7 @@ from transformers.utils.import_utils import is_flash_attn_2_available, is_flash_
 from upweight.config.rules.model import ENDINGS, Head
 from upweight.config.sections.model import AdapterSection, ModelSection
 from upweight.errors import UserError, did_you_mean
+from upweight.heartbeat import activity
 from upweight.log import logger, warn_once
 from upweight.models.patches import keep_soft_cap
 
@@ -48,7 +49,8 @@ def source_of(base_model: str | None, gguf_file: str | None, key: str = "base_mo
 def load_failures(key: str, place: str, what: str) -> Iterator[None]:
     """Turn the failures of loading from `place` into user errors with a remedy."""
     try:
-        yield
+        with activity(f"loading the {what} of {place} (hub_timeout)"):
+            yield
     except UserError:
         raise
     except (OSError, ValueError, ImportError, EOFError, UnpicklingError, SafetensorError) as error:

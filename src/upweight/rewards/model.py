@@ -11,7 +11,7 @@ import yaml
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from upweight.config.sections.data import DatasetRow
+from upweight.config.sections.data import DataSection, DatasetRow
 from upweight.config.sections.model import ModelSection
 from upweight.data.tokenize.tokens import TextTokens
 from upweight.errors import UserError
@@ -20,6 +20,7 @@ from upweight.log import warn_once
 from upweight.models.load import load_failures, source_of
 from upweight.models.patches import keep_soft_cap
 from upweight.rewards.reward import Reward, parameters_of
+from upweight.watchdog import time_limit
 
 TOKENS_AT_ONCE = 16384  # tokens of a batch, padding included
 
@@ -60,7 +61,8 @@ class ModelReward:
         if isinstance(prompt, str):
             ids = self._tokens.with_eos(self._tokens.ids([prompt + str(completion)])[0])
         else:
-            text = self.tokenizer.apply_chat_template([*prompt, *completion], tokenize=False)
+            with time_limit(DataSection().template_timeout):
+                text = self.tokenizer.apply_chat_template([*prompt, *completion], tokenize=False)
             ids = self._tokens.ids([text.rstrip() if self.strips_space else text])[0]
         ids = self._tokens.with_bos(ids)
         if len(ids) > self._max_length:

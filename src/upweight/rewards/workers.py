@@ -9,6 +9,7 @@ import pickle
 import queue
 import random
 import re
+import secrets
 import signal
 import socket
 import struct
@@ -34,6 +35,7 @@ BUILTIN = "builtin"
 GRACE = 5.0  # seconds after its limit after which a process that did not exit is killed
 START_LIMIT = 300.0  # seconds for a process to start and import a function's module
 STALLED = 60  # seconds without progress after which sending a message fails
+SIZE = 8  # bytes of a reply's size
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
 FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 
@@ -48,12 +50,13 @@ class Worker:
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
         self._trace = tempfile.TemporaryFile()  # noqa: SIM115
+        self._mark = secrets.token_bytes(16)  # begins a reply: a reward may write anything to inherited descriptors
         self._loaded: set[Source] = set()
 
     def call(self, source: Source, job: bytes, limit: float) -> RewardOutcome:
         """Call a function with pickled arguments, for at most `limit` seconds."""
         if source not in self._loaded or self._process is None:
-            loaded = self._request(source, START_LIMIT, None)
+            loaded = self._request(source, max(START_LIMIT, limit), None)
             if loaded is not None:
                 reason = getattr(loaded, "reason", loaded)
                 raise UserError(f"a worker process cannot import reward '{source[0]}.{source[1]}': {reason}")
@@ -79,11 +82,29 @@ class Worker:
             connection = self._connection or self._start()
         try:
             connection.send_bytes(pickle.dumps((source, limit, job)))
-            if connection.poll(limit + GRACE):
-                return pickle.loads(connection.recv_bytes())
+            reply = self._read(connection, limit + GRACE)
         except (EOFError, OSError):
             return self._failure(limit, time.perf_counter() - start, hung=False)
-        return self._failure(limit, time.perf_counter() - start, hung=True)
+        return self._failure(limit, time.perf_counter() - start, hung=True) if reply is None else pickle.loads(reply)
+
+    def _read(self, connection: Connection, limit: float) -> bytes | None:
+        """Return the next reply, or None after `limit` seconds; bytes that are no part of one are passed over."""
+        received, head, deadline = bytearray(), len(self._mark) + SIZE, time.monotonic() + limit
+        while (seconds := deadline - time.monotonic()) > 0 and connection.poll(seconds):
+            block = os.read(connection.fileno(), 1 << 20)
+            if not block:
+                raise EOFError
+            received += block
+            begin = received.find(self._mark)
+            if begin < 0:
+                del received[: 1 - len(self._mark)]
+                continue
+            del received[:begin]
+            deadline = time.monotonic() + STALLED
+            end = head + int.from_bytes(received[len(self._mark) : head])
+            if len(received) >= max(head, end):
+                return bytes(received[head:end])
+        return None
 
     def _start(self) -> Connection:
         parent_socket, child_socket = socket.socketpair()
@@ -93,7 +114,7 @@ class Worker:
         paths = [*sys.path, *([] if os.getcwd() in sys.path else [os.getcwd()])]
         code = (
             f"import sys; sys.path[:] = {paths!r}; from upweight.rewards.workers import serve; "
-            f"serve({child_socket.fileno()}, {self._trace.fileno()}, {self.seed})"
+            f"serve({child_socket.fileno()}, {self._trace.fileno()}, {self.seed}, {self._mark})"
         )
         # Prints go to stderr because stdout is for results. In a new session, Ctrl-C reaches only the main process,
         # and child processes that rewards leave running can be killed with the worker.
@@ -199,9 +220,11 @@ def _run(work: "queue.SimpleQueue[tuple[Task, Future[Any]] | None]", worker: Wor
     worker.end()
 
 
-def serve(channel: int, trace: int, seed: int) -> None:
+def serve(channel: int, trace: int, seed: int, mark: bytes) -> None:
     """Be a worker: answer requests from `channel`; the stack of a hang or a crash is written to `trace`."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for descriptor in (channel, trace):
+        os.set_inheritable(descriptor, False)
     pid, connection = os.getpid(), Connection(channel)
     # A child process that a reward leaves running must not keep the channel open.
     os.register_at_fork(after_in_child=connection.close)
@@ -218,7 +241,9 @@ def serve(channel: int, trace: int, seed: int) -> None:
         reply = _answer(request, functions, trace, seed)
         if os.getpid() != pid:
             os._exit(0)  # a child that a reward forked and let return; the parent answers
-        connection.send_bytes(pickle.dumps(reply))
+        content = pickle.dumps(reply)
+        with open(channel, "wb", closefd=False) as answers:
+            answers.write(mark + len(content).to_bytes(SIZE) + content)
 
 
 def _answer(request: bytes, functions: dict[Source, Function], trace: int, seed: int) -> Any:

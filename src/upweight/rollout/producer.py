@@ -15,6 +15,7 @@ from torch import Tensor
 
 from upweight.data.raw_row import PREPARED_COLUMNS
 from upweight.errors import UserError
+from upweight.heartbeat import activity
 from upweight.log import logger
 from upweight.methods.base import Method
 from upweight.rewards.reward import RewardCall
@@ -221,12 +222,14 @@ class Producer:
                 streamed.append((list(waiting), self.scorer.submit(self.reward_call(waiting, state))))
                 waiting.clear()
 
-        self.completion_source(groups, count, sampling, done if self.streaming_groups else None)
+        with activity(f"sampling {len(groups) * count} completions"):
+            self.completion_source(groups, count, sampling, done if self.streaming_groups else None)
         seconds = time.perf_counter() - began
         rest = waiting if self.streaming_groups else groups
         scores_here = rest and not self.method.reward_names
-        scored = [(rest, self.scorer.score(self.reward_call(rest, state)))] if scores_here else []
-        metrics = _assign_rewards([*((part, future.result()) for part, future in streamed), *scored])
+        with activity(f"scoring by {', '.join(self.names)} (trl.reward_timeout: {self.scorer.timeout:g} s a call)"):
+            scored = [(rest, self.scorer.score(self.reward_call(rest, state)))] if scores_here else []
+            metrics = _assign_rewards([*((part, future.result()) for part, future in streamed), *scored])
         for group in groups:
             group.environments = []  # other ranks and checkpoints cannot hold them
         tokens = sum(len(one.ids) if one.sampled is None else sum(one.sampled) for one in _segments(groups))

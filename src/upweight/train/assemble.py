@@ -60,7 +60,7 @@ class TrainerParts:
 def assemble(config: Config, objects: Objects = YAML_ONLY, *, trains: bool = True) -> TrainerParts:
     """Build the parts of a trainer. With `trains`, weights may be loaded directly as shards."""
     set_variables(config.tracking)
-    ranks, device = join_ranks(config.sharding.timeout)
+    ranks, device = join_ranks(config.sharding.timeout, config.sharding.wait_timeout)
     device = device if objects.arguments is None else objects.arguments.device
     context = share_rows(config.sharding.context_parallel_size)
     if context is not None:  # refuse models whose heads cannot be split over the ranks that share rows

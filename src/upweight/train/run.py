@@ -39,15 +39,15 @@ from upweight.train.trainer import MethodTrainer
 def train(config: Config, *, resume: bool = False, watchers: Sequence[TrainerCallback] = ()) -> None:
     """Train the model of a config and write the run folder; `watchers` are further callbacks."""
     folder = Path(config.run.output_dir)
-    with heartbeat(), lock_folder(folder) if int(os.environ.get("RANK", "0")) == 0 else nullcontext():
+    lock = lock_folder(folder) if int(os.environ.get("RANK", "0")) == 0 else nullcontext()
+    with heartbeat(), activity(f"training into {folder}"), lock:
         _train_into(folder, config, resume, watchers)
     logger.info("done: %s", folder)
     PartialState().destroy_process_group()
 
 
 def _train_into(folder: Path, config: Config, resume: bool, watchers: Sequence[TrainerCallback]) -> None:
-    with activity("loading the data and the model"):
-        trainer = build(config, resume=resume, trains=True)
+    trainer = build(config, resume=resume, trains=True)
     is_first = trainer.is_world_process_zero()
     checkpoint = broadcast_from_rank0(_checkpoint_to_resume(config, resume) if is_first else None)
     if checkpoint is not None:

@@ -117,6 +117,7 @@ class MethodTrainer(Trainer):
         with ExitStack() as stack:
             if self.recording is not None:
                 stack.enter_context(heartbeat())
+                stack.enter_context(activity(f"training into {folder}"))
             if self.recording is not None and writes:
                 stack.enter_context(lock_folder(folder))
             checkpoint = broadcast_from_rank0(checkpoint_to_resume(resume_from_checkpoint, folder) if writes else None)
@@ -231,13 +232,15 @@ class MethodTrainer(Trainer):
         model.eval()
         self._optimizer_mode("eval")
         if online is not None:
-            metrics = online.evaluate(rows, self.state, self.runner, model, prefix)
+            with activity("evaluating"):
+                metrics = online.evaluate(rows, self.state, self.runner, model, prefix)
         else:
             training, self.runner.meters = self.runner.meters, Meters()
             sums: dict[str, Tensor] = {}
             counts: dict[str, Tensor] = {}
             for inputs in self.get_eval_dataloader(rows):
-                loss, units = self.runner.evaluate(model, inputs["units"])
+                with activity("evaluating"):
+                    loss, units = self.runner.evaluate(model, inputs["units"])
                 sums = {unit: sums.get(unit, 0.0) + total for unit, total in loss.sums.items()}
                 counts = {unit: counts.get(unit, 0.0) + count for unit, count in units.items()}
             total = sum(float(sums[unit] / counts[unit].clamp(min=1)) for unit in sums)
@@ -306,7 +309,8 @@ class MethodTrainer(Trainer):
             save_model(model, folder, self.runner.dtype, self.processing_class, weights)
         self.accelerator.wait_for_everyone()
         if self.args.push_to_hub and not _internal_call:
-            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+            with activity(f"pushing to the hub as {self.args.hub_model_id}"):
+                self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Write README.md to the run folder: the card of the run, else that of the Trainer."""

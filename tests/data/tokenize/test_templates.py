@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from made_tokenizers import byte_tokenizer, encoder
-from upweight.config.sections.data import TEMPLATE_ALIASES, TEMPLATE_NAMES
+from upweight.config.sections.data import TEMPLATE_ALIASES, TEMPLATE_NAMES, DataSection, DatasetRow
 from upweight.data.encode import RowError
 from upweight.data.tokenize.messages import Conversation
-from upweight.data.tokenize.templates import ChatTemplate, template_source
+from upweight.data.tokenize.templates import ChatTemplate, chat_template, template_source
 from upweight.errors import UserError
 
 USER = {"role": "user", "content": "hi"}
@@ -54,11 +54,18 @@ def named(name):
     return template(template_source(name, None, byte_tokenizer(), Path()))
 
 
-def test_a_template_without_end_is_refused(monkeypatch):
-    monkeypatch.setattr("upweight.data.tokenize.templates.SECONDS", 0.3)
+def test_a_template_without_end_is_refused():
     endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
-    with pytest.raises(RowError, match="it ran longer than its time limit"):
-        ChatTemplate(byte_tokenizer(), endless, {}).render(Conversation([USER]))
+    data = DataSection(chat_template_jinja=endless, template_timeout=0.3)
+    with pytest.raises(RowError, match=r"it took longer than chat_template_timeout, 0\.3 seconds"):
+        chat_template(data, DatasetRow(), byte_tokenizer(), Path()).render(Conversation([USER]))
+
+
+def test_a_template_that_ends_for_rows_alone_does_not_hang_where_it_is_probed():
+    endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    source = "{% if messages[0].content == 'USER-PROBE' %}" + endless + "{% endif %}{{ messages[0].content }}"
+    made = ChatTemplate(byte_tokenizer(), source, {}, 0.3)
+    assert made.turns(Conversation([USER, ANSWER]), [1])
 
 
 def test_names_and_files_agree():

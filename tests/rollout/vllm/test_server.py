@@ -2,6 +2,7 @@
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -205,6 +206,27 @@ def test_a_server_that_writes_nothing_is_noticed(fake, folder, tmp_path, monkeyp
     fake.delay = 5.0
     with pytest.raises(UserError, match="writes no tokens"):
         server.generate(PROMPTS, 1, Sampling(3))
+
+
+def test_a_server_that_hangs_while_new_weights_wait_for_its_requests_is_noticed(fake, folder, tmp_path, monkeypatch):
+    monkeypatch.setattr("upweight.rollout.vllm.server.STALLED", 0.5)
+    monkeypatch.setattr("upweight.rollout.vllm.server.WATCH", 0.05)
+    model = policy(folder, adapter=False)
+    server = backend(fake, model, tmp_path, timeout=0.5)
+    server.sync(0)
+    fake.held.add(server.served_name())
+    with ThreadPoolExecutor(2) as pool:
+        sampled = pool.submit(server.generate, PROMPTS, 1, Sampling(3))
+        try:
+            while not fake.asked("/v1/completions"):
+                time.sleep(0.01)
+            move(model)
+            synced = pool.submit(server.sync, 1)
+            with pytest.raises(UserError, match="writes no tokens"):
+                sampled.result(20)
+        finally:
+            fake.held.clear()
+        synced.result(20)
 
 
 def test_requests_that_wait_for_weights_hear_of_any_error_that_kept_them_from_coming(fake, folder, tmp_path):

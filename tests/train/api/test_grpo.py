@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from parity_script import TEMPLATE, made_tokenizer, said, write_model
 from upweight import GRPOConfig, GRPOTrainer
 from upweight.errors import UserError
+from upweight.heartbeat import VARIABLE
 
 COMMON = {
     "logging_steps": 1,
@@ -411,3 +412,14 @@ def test_a_reward_that_does_not_apply_is_no_number(folder):
 def test_the_tokenizer_of_the_model_serves(folder):
     trainer = GRPOTrainer(str(folder / "model"), vowels(), GRPOConfig(output_dir=str(folder / "out"), **COMMON), ROWS)
     assert trainer.processing_class.chat_template == AutoTokenizer.from_pretrained(folder / "model").chat_template
+
+
+def test_a_script_says_what_it_waits_for(folder, monkeypatch, caplog):
+    def sleeps(completions, **kwargs):
+        time.sleep(2)
+        return [float(len(text_of(answer))) for answer in completions]
+
+    monkeypatch.setenv(VARIABLE, "0.5")
+    grpo(folder, reward_funcs=sleeps, max_steps=1).train()
+    lines = [record.message for record in caplog.records if record.message.startswith("no progress for")]
+    assert any("waiting for a rollout; scoring by sleeps" in line for line in lines)

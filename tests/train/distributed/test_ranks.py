@@ -4,9 +4,13 @@ import json
 import os
 import time
 
+import pytest
+import torch
+import torch.distributed as dist
 from accelerate import PartialState
 
 from made_runs import on_ranks
+from upweight.errors import UserError
 from upweight.train.distributed.ranks import (
     all_gather_objects,
     broadcast_from_rank0,
@@ -50,3 +54,20 @@ def test_alone_everything_is_as_it_is():
     assert broadcast_from_rank0("a") == "a"
     assert all_gather_objects("a") == ["a"]
     assert rank0_first(lambda: 4) == 4
+
+
+def wait_for_a_slow_rank():
+    """Rank 0 waits for rank 1 once as for work and once as for a collective; each ends by its limit."""
+    state, _ = join_ranks(2, 1)
+    all_gather_objects("both are here")
+    if state.process_index == 1:
+        time.sleep(5)
+        return
+    with pytest.raises(UserError, match="ddp_wait_timeout: another rank did not come to this point within 1 seconds"):
+        all_gather_objects("alone")
+    with pytest.raises(RuntimeError, match=r"(?i)timed out"):
+        dist.all_reduce(torch.ones(1))
+
+
+def test_a_rank_waits_for_others_as_long_as_the_keys_say():
+    on_ranks(wait_for_a_slow_rank, 2)

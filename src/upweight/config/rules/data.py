@@ -13,7 +13,6 @@ from upweight.config.sections.data import (
 )
 from upweight.errors import did_you_mean
 from upweight.methods import METHODS
-from upweight.methods.base import Method
 
 
 def sources(config: Config) -> Iterator[str]:
@@ -51,20 +50,15 @@ def _template(place: str, section: DataSection | DatasetRow) -> Iterator[str]:
 
 def formats_are_known(config: Config) -> Iterator[str]:
     """Check the `type` of each entry, unless it names a user's function."""
-    name, names = config.method.name, FORMAT_NAMES[kind_of_rows(config.method)]
+    name, names = config.method.name, FORMAT_NAMES[config.method.formats()]
     for place, row in entries(config):
         if isinstance(row.type, UserFormat) and "user_defined" not in names:
             yield f"{place}.type: a mapping of columns does not serve {name}. Name a format."
         if not isinstance(row.type, str) or row.type in names:
             continue
-        if others := [other for other, method in METHODS.items() if row.type in FORMAT_NAMES[kind_of_rows(method)]]:
+        if others := [other for other, method in METHODS.items() if row.type in FORMAT_NAMES[method.formats()]]:
             problem = f"'{row.type}' is for {', '.join(others)}, not for {name}."
             yield f"{place}.type: {problem} Known here: {', '.join(names)}."
         elif "." not in row.type:
             problem = f"there is no format '{row.type}' here.{did_you_mean(row.type, names)}"
             yield f"{place}.type: {problem} Known: {', '.join(names)}. Name your function as file.function."
-
-
-def kind_of_rows(method: Method | type[Method]) -> str:
-    """Return the key in `FORMAT_NAMES` of the formats that a method reads."""
-    return method.name if method.name in FORMAT_NAMES else method.data

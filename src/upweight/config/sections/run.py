@@ -46,6 +46,7 @@ class RunSection(Section):
     hub_model_id: str | None = setting("hub_model_id", None, "Repository on the hub to push the result to.")
     hub_strategy: HubStrategy | None = setting("hub_strategy", None, "When to push.")
     hub_revision: str | None = setting("hub_revision", None, "Branch on the hub to push to.")
+    hub_timeout: PositiveInt = setting("hub_timeout", 120, "Seconds without an answer that end a request to the hub.")
     hub_private: bool = setting("hub_private_repo", True, "Whether a repository that the push creates is private.")
 
     @field_validator("output_dir")

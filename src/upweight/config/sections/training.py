@@ -116,5 +116,8 @@ class ShardingSection(Section):
         "context_parallel_size", 1, "Consecutive ranks that share rows as one device; must divide the attention heads."
     )
     timeout: PositiveInt = setting("ddp_timeout", 1800, "Longest time of a collective, in seconds; then the run stops.")
+    wait_timeout: PositiveInt = setting(
+        "ddp_wait_timeout", 86400, "Longest time that ranks wait for data, rollouts or weights of others, in seconds."
+    )
     bucket_mb: PositiveInt | None = setting("ddp_bucket_cap_mb", None, "Size of DDP's gradient buckets in MiB.")
     broadcast_buffers: bool = setting("ddp_broadcast_buffers", False, "Whether DDP sends buffers at every step.")

@@ -26,6 +26,7 @@ from upweight.config.sections.rollout import GymDataset
 from upweight.data.cache import rows_digest
 from upweight.data.sources.text_files import COMPRESSED, LineFile
 from upweight.errors import UserError, did_you_mean
+from upweight.heartbeat import activity
 from upweight.log import logger, warn_once
 
 FILE_KINDS = {
@@ -197,7 +198,8 @@ def open_entry(entry: DatasetRow, key: str, folder: Path, *, evaluation: bool = 
     if quiet:
         datasets.disable_progress_bars()
     try:
-        parts = tuple(_open(entry, name, where, folder) for name in names)
+        with activity(f"opening {where} (hub_timeout)"):
+            parts = tuple(_open(entry, name, where, folder) for name in names)
     except UserError:  # which is a ValueError
         raise
     except LOADING_ERRORS as error:

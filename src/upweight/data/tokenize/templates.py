@@ -12,9 +12,8 @@ from upweight.data.raw_row import RowError, common_length
 from upweight.data.tokenize.messages import Conversation, Message
 from upweight.errors import UserError
 from upweight.log import warn_once
-from upweight.watchdog import time_limit
+from upweight.watchdog import TimeUp, time_limit
 
-SECONDS = 60.0  # that a template may take for one conversation
 REWRITTEN_PROMPT = "the chat template writes earlier turns differently once a completion follows; it is rendered alone"
 REWRITTEN_TURN = "the chat template writes assistant turns differently once others follow: they become separate samples"
 LEFT_OUT = (
@@ -42,6 +41,7 @@ class ChatTemplate:
     tokenizer: Any
     source: str | None
     variables: Mapping[str, Any]
+    seconds: float = DataSection().template_timeout
 
     def render(self, conversation: Conversation, *, ask: bool = False, resume: bool = False) -> str:
         """Render a conversation as text; `ask` adds the generation prompt, `resume` leaves the last message open."""
@@ -53,8 +53,10 @@ class ChatTemplate:
         if conversation.tools and "tools" not in str(self.source or self.tokenizer.chat_template):
             warn_once("the chat template does not show tools to the model; describe in the prompt how to call them")
         try:
-            with time_limit(SECONDS):
-                return self._apply(self._with_supported_roles(conversation), ask, resume)
+            return self._apply(self._with_supported_roles(conversation), ask, resume)
+        except TimeUp as error:
+            seconds = f"it took longer than chat_template_timeout, {self.seconds:g} seconds"
+            raise RowError("messages", f"messages that the chat template accepts; {seconds}") from error
         except Exception as error:  # a template is foreign code and may fail in any way
             reason = str(error).strip() or type(error).__name__
             raise RowError("messages", f"messages that the chat template accepts; its error: {reason}") from error
@@ -124,7 +126,8 @@ class ChatTemplate:
         options = {"tools": conversation.tools, "chat_template": self.source, "tokenize": False}
         ends = {"add_generation_prompt": ask, "continue_final_message": resume}
         variables = {**self.variables, **conversation.variables}
-        return self.tokenizer.apply_chat_template(conversation.messages, **options, **ends, **variables)
+        with time_limit(self.seconds):
+            return self.tokenizer.apply_chat_template(conversation.messages, **options, **ends, **variables)
 
     def _with_supported_roles(self, conversation: Conversation) -> Conversation:
         """Move system text into the first user message if the template has no system role."""
@@ -168,7 +171,7 @@ def chat_template(data: DataSection, entry: DatasetRow, tokenizer: Any, folder: 
     """Return the template for the rows of one entry: the entry's, else the config's, else the tokenizer's."""
     section = entry if entry.chat_template or entry.chat_template_jinja else data
     source = template_source(section.chat_template, section.chat_template_jinja, tokenizer, folder)
-    return ChatTemplate(tokenizer, source, data.template_args)
+    return ChatTemplate(tokenizer, source, data.template_args, data.template_timeout)
 
 
 def template_source(name: str | None, jinja: str | None, tokenizer: Any, folder: Path) -> str | None:

@@ -16,6 +16,7 @@ from upweight.environments.nemo_gym.responses import Item, items_of, response_of
 from upweight.environments.nemo_gym.servers import BUSY, GymClient, GymFault, GymServer, GymServers, discover, excerpt
 from upweight.environments.tools import opening_messages, tool_message
 from upweight.errors import UserError
+from upweight.heartbeat import activity
 from upweight.log import logger
 
 REWARD = "nemo_gym"
@@ -54,7 +55,9 @@ class NemoGym(Environment):
         self._healthy, self._suspected, self._broken = asyncio.Event(), asyncio.Event(), None
         if self.process is not None:
             self.process.spawn()
-        await self._connect()
+        limit = f"nemo_gym_server_timeout: {self.section.server_timeout:g} s"
+        with activity(f"waiting for the servers of NeMo Gym at {self.head} ({limit})"):
+            await self._connect()
         self._healthy.set()
         if self.process is not None:
             self._watch = asyncio.create_task(self._supervise())

@@ -11,11 +11,12 @@ import httpx
 
 from upweight.errors import UserError
 from upweight.event_loop import EventLoop
+from upweight.heartbeat import activity
 from upweight.log import logger
 
 T = TypeVar("T")
 ANSWER = 30.0  # seconds for a request without generation
-LOAD = 600.0  # seconds for loading weights
+LOAD = 600.0  # seconds for loading weights, where the limit of the client is lower
 BACKOFF = (0.2, 0.5, 1.0, 2.0, 4.0, 8.0)  # seconds between attempts
 
 
@@ -47,7 +48,7 @@ class VllmClient:
     """Sends requests to one server from one thread."""
 
     def __init__(self, url: str, timeout: float) -> None:
-        self.url, self.timeout = url, timeout
+        self.url, self.timeout, self.load_seconds = url, timeout, max(LOAD, timeout)
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
         # The proxies of environment variables are not meant for a server on the local network.
         self._http = httpx.AsyncClient(base_url=url, limits=limits, trust_env=False)
@@ -88,16 +89,18 @@ class VllmClient:
     async def until_healthy(self, since: float | None = None) -> None:
         """Wait until the server is healthy, up to the time limit, counted from `since` on the loop's clock."""
         retry = Retry(self, since)
-        while True:
-            try:
-                await self.ask("/health")
-                return
-            except RequestRefused as error:
-                raise UserError(f"{self.url} is no vLLM server: /health answers {error}") from None
-            except RequestFailed as error:
-                if not retry.attempts:
-                    logger.info("waiting for a vLLM server at %s, up to %.0f seconds", self.url, self.timeout)
-                await retry.wait_or_raise(error)
+        limit = f"trl.vllm_server_timeout: {self.timeout:g} s"
+        with activity(f"waiting for the vLLM server at {self.url} ({limit})", progresses=False):
+            while True:
+                try:
+                    await self.ask("/health")
+                    return
+                except RequestRefused as error:
+                    raise UserError(f"{self.url} is no vLLM server: /health answers {error}") from None
+                except RequestFailed as error:
+                    if not retry.attempts:
+                        logger.info("waiting for a vLLM server at %s, up to %.0f seconds", self.url, self.timeout)
+                    await retry.wait_or_raise(error)
 
     async def retry_until_answered(
         self,

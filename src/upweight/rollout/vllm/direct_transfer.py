@@ -26,7 +26,7 @@ from upweight.errors import UserError
 from upweight.log import warn_once
 from upweight.models.export import exported_weights
 from upweight.processes import free_port
-from upweight.rollout.vllm.client import LOAD, RequestFailed, RequestRefused, VllmClient
+from upweight.rollout.vllm.client import RequestFailed, RequestRefused, VllmClient
 from upweight.rollout.vllm.file_transfer import ServedVersion, Transport, WeightTransport, reset_prefixes
 
 T = TypeVar("T")
@@ -45,7 +45,7 @@ class SharedMemory:
         version = re.match(r"(\d+)\.(\d+)", str((await client.ask("/version"))["version"]))
         self._flag = {} if version and (int(version[1]), int(version[2])) >= FLAG_AT_START else {"packed": True}
         init = {} if self._flag else {"packed": True}
-        await client.ask("/init_weight_transfer_engine", {"init_info": init}, seconds=LOAD)
+        await client.ask("/init_weight_transfer_engine", {"init_info": init}, seconds=client.load_seconds)
 
     async def send(self, client: VllmClient, chunk: Chunk) -> None:
         """Send a chunk; return when the server has loaded it."""
@@ -56,7 +56,7 @@ class SharedMemory:
         torch.cuda.synchronize(packed.device)
         handles = base64.b64encode(pickle.dumps({uuid: handle})).decode()
         body = _described(chunk) | {"tensor_sizes": [len(part) for part in flat], "ipc_handles_pickled": handles}
-        await client.ask("/update_weights", {"update_info": body | self._flag}, seconds=LOAD)
+        await client.ask("/update_weights", {"update_info": body | self._flag}, seconds=client.load_seconds)
         del packed
         torch.cuda.ipc_collect()
 
@@ -82,7 +82,7 @@ class Broadcast:
             address = probe.getsockname()[0]  # of this machine, as the server can reach it
         rendezvous = {"master_address": address, "master_port": free_port(address), "world_size": workers + 1}
         init = {"init_info": rendezvous | {"rank_offset": 1}}
-        request = client.ask("/init_weight_transfer_engine", init, seconds=LOAD)
+        request = client.ask("/init_weight_transfer_engine", init, seconds=client.load_seconds)
         try:
             self._group = await _run_beside(request, partial(nccl_common.trainer_init, rendezvous))
         except RuntimeError as error:
@@ -100,7 +100,7 @@ class Broadcast:
                     self._group.broadcast(tensor, src=0)
                 torch.cuda.synchronize()
 
-        request = client.ask("/update_weights", {"update_info": _described(chunk)}, seconds=LOAD)
+        request = client.ask("/update_weights", {"update_info": _described(chunk)}, seconds=client.load_seconds)
         try:
             await _run_beside(request, broadcast)
         except RuntimeError as error:
@@ -146,10 +146,10 @@ class DirectTransport(WeightTransport):
                     if error.status is None:
                         raise
                     raise UserError(_not_prepared(client.url, self.channel.name, error)) from None
-            await client.ask("/start_weight_update", {}, seconds=LOAD)
+            await client.ask("/start_weight_update", {}, seconds=client.load_seconds)
             for chunk in chunks(weights()):
                 await self.channel.send(client, chunk)
-            await client.ask("/finish_weight_update", {}, seconds=LOAD)
+            await client.ask("/finish_weight_update", {}, seconds=client.load_seconds)
             await reset_prefixes(client)
         except RequestRefused as error:
             raise UserError(_not_prepared(client.url, self.channel.name, error)) from None

@@ -20,7 +20,7 @@ from transformers.utils import logging as transformers_logging
 from upweight.errors import UserError
 from upweight.files import atomic_path
 from upweight.models.export import refuse_unmergeable, write_unmerged, write_weights
-from upweight.rollout.vllm.client import LOAD, RequestFailed, RequestRefused, VllmClient
+from upweight.rollout.vllm.client import RequestFailed, RequestRefused, VllmClient
 from upweight.serve.command import syncs_adapter_only
 
 
@@ -55,7 +55,7 @@ class AdapterTransport:
         """Have the server load the version; return when it has."""
         body = {"lora_name": served.name, "lora_path": str(served.folder)}
         try:
-            await client.ask("/v1/load_lora_adapter", body, seconds=LOAD)
+            await client.ask("/v1/load_lora_adapter", body, seconds=client.load_seconds)
         except RequestRefused as error:
             if "already been loaded" in str(error):
                 return
@@ -95,7 +95,7 @@ class WeightTransport:
     async def put(self, client: VllmClient, served: ServedVersion) -> None:
         call = {"method": "reload_weights", "kwargs": {"weights_path": str(served.folder)}}
         try:
-            await client.ask("/collective_rpc", call, seconds=LOAD)
+            await client.ask("/collective_rpc", call, seconds=client.load_seconds)
             await reset_prefixes(client)
         except RequestRefused as error:
             raise UserError(
@@ -168,7 +168,7 @@ async def forget_leftovers(client: VllmClient, folder: Path) -> None:
 
 async def _unload(client: VllmClient, name: str) -> None:
     with contextlib.suppress(RequestRefused):  # a restarted server does not have it
-        await client.ask("/v1/unload_lora_adapter", {"lora_name": name}, seconds=LOAD)
+        await client.ask("/v1/unload_lora_adapter", {"lora_name": name}, seconds=client.load_seconds)
 
 
 def _write_quietly(model: PreTrainedModel | PeftModel, folder: Path, dtype: torch.dtype) -> None:

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from upweight.engine.forward import base_of
 from upweight.errors import UserError
+from upweight.heartbeat import progressed
 from upweight.rollout.sampling_params import completion_fields
 from upweight.rollout.vllm.client import RequestFailed, RequestRefused, Retry, VllmClient, unreachable
 from upweight.rollout.vllm.direct_transfer import FOLDER, direct_transport
@@ -87,6 +88,7 @@ class VllmServer:
         work.add_done_callback(lambda _: arrived.put(None))
         try:
             while (ended := arrived.get()) is not None:
+                progressed()
                 if done is not None:
                     done(*ended)
             return work.result()
@@ -215,7 +217,7 @@ class VllmServer:
                     limit *= 10
             except RequestFailed as error:
                 state, problem = seen, str(error)
-            if state != seen or not self.weights.open.is_set():
+            if state != seen or self.weights.is_loading:
                 seen, since = state, clock()
             elif clock() - since > limit:
                 raise UserError(unreachable(self.client.url, limit, problem))

@@ -149,6 +149,11 @@ class ServedVersions:
         self.current.users += 1
         return self.current
 
+    @property
+    def is_loading(self) -> bool:
+        """Whether the server writes no tokens because it loads weights; before that, requests come to their end."""
+        return not self.open.is_set() and not (self.current is not None and self.current.users)
+
     def release(self, served: ServedVersion) -> None:
         """Signal that a request has ended; the last one of an old version drops the version."""
         served.users -= 1

@@ -3,7 +3,8 @@
 import datetime
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -11,22 +12,31 @@ import torch.distributed as dist
 from accelerate import PartialState
 from torch import nn
 
+from upweight.config.sections.training import ShardingSection
 from upweight.engine.context import ContextGroup
 from upweight.errors import UserError
+from upweight.heartbeat import activity
 from upweight.processes import free_port
 
 T = TypeVar("T")
 Name = TypeVar("Name", str, tuple[str, int])
+_wait_seconds: int = ShardingSection().wait_timeout  # for work of other ranks, such as a rollout
 
 
-def join_ranks(timeout_s: int) -> tuple[PartialState, torch.device]:
-    """Return the distributed state of this process (a single rank without a launcher) and its device."""
+def join_ranks(timeout_s: int, wait_s: int = _wait_seconds) -> tuple[PartialState, torch.device]:
+    """Return the distributed state of this process (a single rank without a launcher) and its device.
+
+    A collective may take `timeout_s` seconds, and work of other ranks `wait_s`.
+    """
+    global _wait_seconds  # noqa: PLW0603
+    _wait_seconds = wait_s
     timeout = datetime.timedelta(seconds=timeout_s)
     on_cpu = not torch.cuda.is_available()
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and on_cpu and not dist.is_initialized():
-        # transformers passes its timeout on for GPUs only, and gloo would then wait 30 minutes for a dead rank
-        dist.init_process_group("gloo", timeout=timeout)
-    state = PartialState(cpu=True) if on_cpu else PartialState(timeout=timeout)
+    with activity(f"waiting for all ranks to start (ddp_timeout: {timeout_s} s)"):
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1 and on_cpu and not dist.is_initialized():
+            # transformers passes its timeout on for GPUs only, and gloo would then wait 30 minutes for a dead rank
+            dist.init_process_group("gloo", timeout=timeout)
+        state = PartialState(cpu=True) if on_cpu else PartialState(timeout=timeout)
     assert isinstance(state.device, torch.device)
     return state, state.device
 
@@ -53,32 +63,36 @@ def init_single_rank() -> None:
 
 
 def rank0_first(work: Callable[[], T]) -> T:
-    """Run `work` on the first rank of each machine, without a timeout, and then on the others."""
+    """Run `work` on the first rank of each machine, and then on the others."""
     ranks = PartialState()
     if ranks.num_processes == 1:
         return work()
     if not ranks.is_local_main_process:
-        dist.barrier(group=no_timeout_group())
+        with patiently() as group:
+            dist.barrier(group=group)
         return work()
     result = work()
-    dist.barrier(group=no_timeout_group())
+    with patiently() as group:
+        dist.barrier(group=group)
     return result
 
 
 def broadcast_from_rank0(value: Any) -> Any:
-    """Return rank 0's value on every rank, without a timeout."""
+    """Return rank 0's value on every rank."""
     if PartialState().num_processes == 1:
         return value
     objects = [value]
-    dist.broadcast_object_list(objects, src=0, group=no_timeout_group())
+    with patiently() as group:
+        dist.broadcast_object_list(objects, src=0, group=group)
     return objects[0]
 
 
 def all_gather_objects(value: Any) -> list[Any]:
-    """Return every rank's value on every rank, without a timeout."""
+    """Return every rank's value on every rank."""
     values: list[Any] = [value] * PartialState().num_processes
     if len(values) > 1:
-        dist.all_gather_object(values, value, group=no_timeout_group())
+        with patiently() as group:
+            dist.all_gather_object(values, value, group=group)
     return values
 
 
@@ -107,11 +121,21 @@ class ShardedWork:
             work(self._model)
 
 
-def no_timeout_group() -> Any:
-    """Return a gloo group of all ranks with a timeout of days: rollouts take long, dead ranks are noticed at once."""
-    return _group_of(dist.group.WORLD)
+@contextmanager
+def patiently() -> Iterator[Any]:
+    """Yield a gloo group of all ranks with a long timeout: rollouts take long, dead ranks are noticed at once."""
+    with activity(f"waiting for the other ranks (ddp_wait_timeout: {_wait_seconds} s)"):
+        try:
+            yield _group_of(dist.group.WORLD, _wait_seconds)
+        except RuntimeError as error:
+            if "timed out" not in str(error).lower():
+                raise
+            raise UserError(
+                f"ddp_wait_timeout: another rank did not come to this point within {_wait_seconds} seconds. Look at "
+                "what it does, or raise it; then go on with --resume."
+            ) from error
 
 
 @functools.cache
-def _group_of(world: Any) -> Any:
-    return dist.new_group(backend="gloo", timeout=datetime.timedelta(days=7))
+def _group_of(world: Any, seconds: int) -> Any:
+    return dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=seconds))

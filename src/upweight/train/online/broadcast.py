@@ -11,21 +11,22 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from upweight.rollout.rollout import Rollout
-from upweight.train.distributed.ranks import broadcast_from_rank0, no_timeout_group
+from upweight.train.distributed.ranks import broadcast_from_rank0, patiently
 from upweight.types import Completion
 
 DTYPES = (np.int32, np.float64, np.bool_)
 
 
 def broadcast_rollout(rollout: Rollout | None) -> Rollout:
-    """Return rank 0's rollout on every rank, without a timeout; other ranks pass None."""
+    """Return rank 0's rollout on every rank; other ranks pass None."""
     header, numbers = (None, []) if rollout is None else to_flat(rollout)
     header, sizes = broadcast_from_rank0((header, [len(flat) for flat in numbers]))
     if rollout is None:
         numbers = [np.empty(size, kind) for size, kind in zip(sizes, DTYPES, strict=True)]
     for flat in numbers:
         if len(flat):
-            dist.broadcast(torch.from_numpy(flat.view(np.uint8)), src=0, group=no_timeout_group())
+            with patiently() as group:
+                dist.broadcast(torch.from_numpy(flat.view(np.uint8)), src=0, group=group)
     return from_flat(header, numbers) if rollout is None else rollout
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from accelerate import PartialState
 
 from upweight.config import Config
+from upweight.config.sections.data import DataSection
 from upweight.config.sections.environment import EnvironmentSection
 from upweight.data.raw_row import PREPARED_COLUMNS
 from upweight.data.tokenize.templates import ChatTemplate
@@ -40,6 +41,7 @@ class EnvironmentSetup:
     tool_format: str = "auto"
     template_args: Mapping[str, Any] = field(default_factory=dict)
     default_system: str | None = None
+    template_timeout: float = DataSection().template_timeout
     agents_port: int | None = None  # at which agents of NeMo Gym, which run the turns, reach the policy
 
     def completion_source(self, model: Any, tokenizer: Tokenizer, generator: Generator | None) -> CompletionSource:
@@ -53,7 +55,7 @@ class EnvironmentSetup:
         source = "\n".join(template.values()) if isinstance(template, dict) else str(template or "")
         setup = EpisodeSetup(
             self.environment,
-            ChatTemplate(tokenizer, None, self.template_args),
+            ChatTemplate(tokenizer, None, self.template_args, self.template_timeout),
             ends=end_tokens(base_of(model), tokenizer),
             bounds=self.bounds,
             tool_format=format_of(source) if self.tool_format == "auto" else self.tool_format,
@@ -74,7 +76,8 @@ def environment_setup(config: Config, objects: Objects = YAML_ONLY) -> Environme
     limit, waits = section.timeout + section.tool_timeout, section.wait if section.kind == "openenv" else 0.0
     bounds = EpisodeLimits(section.max_turns, limit, section.episode_timeout, waits)
     environment = _environment(section, config.folder, objects)
-    return EnvironmentSetup(environment, bounds, section.tool_format, data.template_args, data.default_system_message)
+    rendering = data.template_args, data.default_system_message, data.template_timeout
+    return EnvironmentSetup(environment, bounds, section.tool_format, *rendering)
 
 
 def _gym(config: Config) -> EnvironmentSetup:
@@ -89,7 +92,8 @@ def _gym(config: Config) -> EnvironmentSetup:
     gym, turns = NemoGym(section, name, process, socket), section.max_turns or config.environment.max_turns
     bounds, port = EpisodeLimits(turns, section.run_timeout, section.run_timeout), section.policy_port
     rendering = (config.environment.tool_format, config.data.template_args, config.data.default_system_message)
-    return EnvironmentSetup(gym, bounds, *rendering, port if section.multi_turn else None)
+    seconds = config.data.template_timeout
+    return EnvironmentSetup(gym, bounds, *rendering, seconds, port if section.multi_turn else None)
 
 
 def check_rewards(rewards: Sequence[Reward], columns: Sequence[str], env_setup: EnvironmentSetup | None) -> None:

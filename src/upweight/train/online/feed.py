@@ -114,7 +114,8 @@ class RolloutFeed:
         began, sharded_work, seconds = time.perf_counter(), self.schedule.sharded_work, {}
         if self.schedule.drives and self.generator is not None:
             try:
-                self.generator.sync(step)
+                with activity("sending weights to the sampler"):
+                    self.generator.sync(step)
             finally:
                 if sharded_work is not None:
                     sharded_work.dismiss()
@@ -166,7 +167,8 @@ class RolloutFeed:
             for name in SAVED_LOGPS:
                 known = [[getattr(sample, name) for sample in unit.samples] for unit in self.units]
                 plain[name] = [[None if logps is None else logps.tolist() for logps in unit] for unit in known]
-        ahead = [to_plain(rollout) for rollout in self.ahead.wait()]  # sampled rollouts are kept
+        with activity("waiting for the rollouts under way, which the checkpoint holds"):
+            ahead = [to_plain(rollout) for rollout in self.ahead.wait()]  # sampled rollouts are kept
         state = {"producer": self.producer.state(), "trained": self.trained, "current": plain, "ahead": ahead}
         write_text(folder / STATE, json.dumps(state))
 
