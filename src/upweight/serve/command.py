@@ -46,10 +46,10 @@ def warnings_of(config: Config, version: str) -> list[str]:
     """Return warnings to show before the server starts."""
     messages = []
     if config.vllm.host not in LOOPBACK:
-        remedy = "use 127.0.0.1, or a network that only you can reach"
-        messages.append(
-            f"vllm.host: routes that change weights are open to machines that reach {config.vllm.host}; {remedy}"
+        place = (
+            f"{config.vllm.host} can be reached from other machines, and routes that change weights are not protected"
         )
+        messages.append(f"vllm.host: {place}; use 127.0.0.1, or a network that only you can reach")
     if direct_transfer(config) == "ipc" and version.startswith("0.26"):
         messages.append("vLLM 0.26 does not start with trl.vllm_weight_transfer: ipc unless ray is installed beside it")
     if not any(version == known or version.startswith(f"{known}.") for known in TESTED):
