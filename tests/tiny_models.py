@@ -21,6 +21,7 @@ SIZES = {
     "eos_token_id": 2,
 }
 _EXTRAS = {
+    "jetmoe": {"kv_channels": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
     "llama": {},
     "qwen2": {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1},
     "qwen3": {"head_dim": 8},

@@ -9,13 +9,20 @@ from upweight import DPOConfig, DPOTrainer
 from upweight.train.policy import ON_CPU, token_budget
 
 
-@pytest.mark.parametrize(("coefficient", "warns"), [(0.01, True), (0.0, False)])
-def test_a_mixture_whose_routers_loss_is_left_out_says_so(coefficient, warns, tmp_path, caplog):
+@pytest.mark.parametrize(
+    ("kind", "name", "coefficient"),
+    [
+        ("qwen3_moe", "router_aux_loss_coef", 0.01),
+        ("qwen3_moe", "router_aux_loss_coef", 0.0),
+        ("jetmoe", "aux_loss_coef", 0.01),
+    ],
+)
+def test_a_mixture_whose_routers_loss_is_left_out_says_so(kind, name, coefficient, tmp_path, caplog):
     tokenizer = made_tokenizer(TEMPLATE)
-    model = tiny("qwen3_moe", vocab_size=len(tokenizer), router_aux_loss_coef=coefficient)
+    model = tiny(kind, vocab_size=len(tokenizer), **{name: coefficient})
     args = DPOConfig(output_dir=str(tmp_path), report_to="none", use_cpu=True)
     DPOTrainer(model, args=args, train_dataset=ROWS["pairs"], processing_class=tokenizer)
-    assert ("router_aux_loss_coef 0.01" in caplog.text) is warns
+    assert (f"{name} 0.01" in caplog.text) is (coefficient > 0)
 
 
 def test_the_token_budget_of_a_cpu_is_fixed():

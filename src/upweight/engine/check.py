@@ -24,7 +24,7 @@ _LARGEST_IN_FLOAT32 = 1e-4
 _MEAN_IN_HALF_PRECISION = 0.15
 _COMPARED, _LARGEST_COMPARED = 8, 1 << 25  # weights whose gradients are compared, and how many elements each may have
 _ADVICE: dict[Layout, str] = {
-    "tree": "This architecture does not share prefixes correctly: set `layout: padded`, in scripts `layout='padded'`.",
+    "tree": "This architecture does not share prefixes correctly: set `layout: padded`.",
     "padded": "Rows are padded already, and no setting would help: this architecture cannot be trained here yet; "
     "please report it with the model's name.",
 }

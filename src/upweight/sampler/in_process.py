@@ -122,7 +122,8 @@ class InProcess:
         else:
             raise UserError(
                 f"{name} cannot be sampled in this process: {'; '.join(failures)}. Sample with vLLM "
-                "(`trl.use_vllm: true`) where it knows the model, or train another one."
+                "(`trl.use_vllm: true`) where it knows the model, or train another one. A model whose rotary embedding "
+                "changes beyond some length can be sampled up to that length: lower `trl.max_completion_length`."
             )
         self._strategy, self._proved = strategy, True
         if failures:

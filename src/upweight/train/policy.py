@@ -81,9 +81,10 @@ def load_policy(
         model = new_adapter(model, objects.peft_config)
     elif config.adapter.kind is not None and objects.model is None:
         model = attach_adapter(model, config.adapter, new_tokens=len(config.model.new_tokens))  # pyright: ignore
-    if coefficient := getattr(model.config.get_text_config(), "router_aux_loss_coef", None):
-        unbalanced = f"router_aux_loss_coef {coefficient:g} in the model's config: the routers' balance is not trained"
-        warn_once(f"{unbalanced}; over a long training experts may fall out of use")
+    for name in ("router_aux_loss_coef", "aux_loss_coef"):
+        if coefficient := getattr(model.config.get_text_config(), name, None):
+            unbalanced = f"{name} {coefficient:g} in the model's config: the routers' balance is not trained"
+            warn_once(f"{unbalanced}; over a long training experts may fall out of use")
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UserError("model: no weight is trained. Load an adapter with `is_trainable=True`.")
     return model

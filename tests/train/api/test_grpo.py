@@ -423,3 +423,8 @@ def test_a_script_says_what_it_waits_for(folder, monkeypatch, caplog):
     grpo(folder, reward_funcs=sleeps, max_steps=1).train()
     lines = [record.message for record in caplog.records if record.message.startswith("no progress for")]
     assert any("waiting for a rollout; scoring by sleeps" in line for line in lines)
+
+
+def test_an_argument_without_its_switch_is_reported(folder, caplog):
+    grpo(folder, vllm_tensor_parallel_size=2)
+    assert "vllm_tensor_parallel_size: no effect on training without 'use_vllm=True'" in caplog.text

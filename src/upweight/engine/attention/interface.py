@@ -131,7 +131,7 @@ def _mask(*args: Any, stock: str, local_size: int | None = None, config: Any = N
     if sees is not None and bool(sees(0, 0, torch.tensor(0), torch.tensor(1))):
         raise UserError(
             "the model's attention is not causal: tokens see what follows them. A language model has to be a causal "
-            'one; for a classifier of tokens set `layout: padded` (`layout="padded"` in scripts).'
+            "one; for a classifier of tokens set `layout: padded`."
         )
     return TreeRule(rule, tree)
 

@@ -141,7 +141,8 @@ def as_dataset(rows: Any, where: str) -> Dataset:
     if isinstance(rows, Dataset):
         return rows if rows.format["type"] == "custom" else rows.with_format(None)  # a transform is part of the rows
     if not isinstance(rows, Sequence) or not all(isinstance(row, Mapping) for row in rows):
-        raise UserError(f"{where}: expected a datasets.Dataset or a list of rows, got {type(rows).__name__}.")
+        got = f"expected a datasets.Dataset or a list of rows, got {type(rows).__name__}"
+        raise UserError(f"{where}: {got}. `Dataset.from_generator` makes one of anything that yields rows.")
     try:
         return Dataset.from_list([dict(row) for row in rows])
     except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
