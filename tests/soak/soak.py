@@ -26,6 +26,7 @@ from upweight.runs.checkpoints import checkpoints_of
 
 PARTS = 10
 KEPT = 2  # checkpoints
+LOGS = ("metrics.jsonl", "completions", "trainer_state.json")  # files and folders; the last holds all logs of a run
 ONLINE = {
     "num_generations": 4, "max_completion_length": 6, "async_prefetch": True, "reward_num_workers": 2,
     "replay_buffer_size": 16, "importance_sampling_level": "token",
@@ -119,8 +120,8 @@ def _use(pid: int, out: Path) -> dict[str, float] | None:
         "threads": len(os.listdir(f"/proc/{pid}/task")),
         "processes": len(children),
         "checkpoints": kept,
-        "disk_mb": sum(map(_size, out.glob("*/"))) + _size(out.parent / "tmp"),
-        "logs_mb": sum(path.stat().st_size for path in out.glob("*.jsonl")) / 2**20,
+        "disk_mb": _size(out, logs=False) + _size(out.parent / "tmp", logs=False),
+        "logs_mb": _size(out, logs=True),
     }
 
 
@@ -135,8 +136,10 @@ def _anonymous(pid: int) -> float:
     return int(fields["RssAnon"].split()[0]) / 1024
 
 
-def _size(folder: Path) -> float:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) / 2**20
+def _size(folder: Path, *, logs: bool) -> float:
+    """MB of the folders in a folder without logs, which grow with every step; or of the logs alone."""
+    files = [path for path in folder.rglob("*") if path.is_file() and (logs or path.parent != folder)]
+    return sum(path.stat().st_size for path in files if (path.name in LOGS or path.parent.name in LOGS) == logs) / 2**20
 
 
 def main() -> None:
