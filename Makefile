@@ -12,7 +12,7 @@ QUANT := .cache/quant-env
 GYM_PYTHON ?= $(or $(wildcard $(HOME)/.pyenv/versions/3.12.*/bin/python),python3.12)
 JOBS ?= 2
 
-.PHONY: setup test test-slow test-models models test-gpu test-vllm test-openenv test-gym test-deepspeed test-quant lint format docs dist bench demo clean
+.PHONY: setup test test-slow test-models models test-gpu test-vllm test-openenv test-gym test-deepspeed test-quant lint format docs dist bench soak demo clean
 
 setup: $(READY)
 
@@ -121,6 +121,10 @@ dist: $(READY)
 
 bench: $(READY)
 	$(BIN)/python -m bench
+
+# 2,000 online steps with everything on: what they use has to stay flat.
+soak: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/soak/soak.py
 
 # The cores that it was measured with; a fixed number also makes its numbers come out alike.
 demo: $(READY)
