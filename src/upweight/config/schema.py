@@ -122,5 +122,5 @@ def _peers() -> list[str]:
     return [*lines, "", "### Refused", "", *_by_reason(NOT_HERE)]
 
 
-def _by_reason(listed: dict[str, str]) -> list[str]:
-    return [f"- {reason}: {', '.join(f'`{key}`' for key in keys.split())}" for reason, keys in listed.items()]
+def _by_reason(listed: dict[str, list[str]]) -> list[str]:
+    return [f"- {reason}: {', '.join(f'`{key}`' for key in keys)}" for reason, keys in listed.items()]

@@ -21,9 +21,9 @@ WHOLE_CONFIG: tuple[Rule, ...] = (
 )  # fmt: skip
 WARNINGS: tuple[Rule, ...] = (
     rollout.groups_fit_the_batch, rollout.without_effect, model.without_effect, training.without_effect,
-    ebft.ebft_keys_without_effect, keys.switched_off,
+    ebft.ebft_keys_without_effect,
 )  # fmt: skip
-WHOLE_CONFIG_WARNINGS: tuple[Rule, ...] = (rollout.without_use, training.without_evaluation)
+WHOLE_CONFIG_WARNINGS: tuple[Rule, ...] = (rollout.without_use, keys.switched_off, training.without_evaluation)
 
 
 def check(config: Config, *, fragment: bool = False) -> tuple[list[str], list[str]]:

@@ -14,6 +14,7 @@ from upweight.config import Config
 from upweight.config.config import SECTIONS, general_keys
 from upweight.config.resolve import resolve
 from upweight.config.rules import check
+from upweight.config.rules.keys import switched_off
 from upweight.config.sections.environment import ENVIRONMENT_REWARDS
 from upweight.config.sections.model import SpecialTokens
 from upweight.errors import UserError
@@ -104,7 +105,7 @@ def checked_config(args: Any, objects: Objects = YAML_ONLY, name: str | None = N
     errors, warnings = check(seen, fragment=True)
     if errors:
         raise UserError("\n".join(dict.fromkeys(map(translate_error, errors))))
-    for warning in warnings:
+    for warning in (*warnings, *switched_off(seen)):
         warn_once(translate_error(warning))
     return config
 

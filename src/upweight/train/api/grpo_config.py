@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from upweight.config.peers import FUSED_HEAD, OWN_SERVER
+from upweight.config.peers import FUSED_HEAD, STANDARD_SERVER
 from upweight.config.sections.data import DataSection
 from upweight.config.sections.rollout import RolloutSection
 from upweight.errors import UserError
@@ -59,8 +59,8 @@ class RolloutArguments(MethodArguments):
     vllm_server_host: str | None = of(RolloutSection, "server_host")
     vllm_server_port: int | None = of(RolloutSection, "server_port")
     vllm_server_timeout: float = of(RolloutSection, "server_timeout")
-    vllm_group_port: int = holds(51216, OWN_SERVER)
-    vllm_model_impl: str = holds("vllm", OWN_SERVER)
+    vllm_group_port: int = holds(51216, STANDARD_SERVER)
+    vllm_model_impl: str = holds("vllm", STANDARD_SERVER)
     vllm_structured_outputs_regex: str | None = of(RolloutSection, "regex")
     vllm_enable_sleep_mode: bool = of(RolloutSection, "sleep_mode", default=False)
     vllm_gpu_memory_utilization: float = of(RolloutSection, "colocate_memory")
