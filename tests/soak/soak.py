@@ -42,7 +42,7 @@ def soak(folder: Path, steps: int, *, server: bool = True) -> list[dict[str, flo
     every, logged = (
         max(steps // 50, 5),
         max(steps // 200, 1),
-    )  # transformers keeps every log in memory, about 10 KB each
+    )  # every log stays in memory, about 10 KB each
     file = write_online(folder, model, max_steps=steps, val_set_size=2, eval_steps=every, save_steps=every,
                         save_total_limit=KEPT, logging_steps=logged)  # fmt: skip
     content = yaml.safe_load(file.read_text())
