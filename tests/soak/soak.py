@@ -39,9 +39,12 @@ BOUNDS = {"main_mb": 12.0, "workers_mb": 8.0, "descriptors": 2, "threads": 1, "p
 def soak(folder: Path, steps: int, *, server: bool = True) -> list[dict[str, float]]:
     """Train for so many steps in `folder`, and return what each tenth of the run used at most."""
     model = write_model(folder / "model")
-    every = max(steps // 50, 5)
+    every, logged = (
+        max(steps // 50, 5),
+        max(steps // 200, 1),
+    )  # every log stays in memory, about 10 KB each
     file = write_online(folder, model, max_steps=steps, val_set_size=2, eval_steps=every, save_steps=every,
-                        save_total_limit=KEPT, logging_steps=1)  # fmt: skip
+                        save_total_limit=KEPT, logging_steps=logged)  # fmt: skip
     content = yaml.safe_load(file.read_text())
     content["trl"] |= ONLINE
     ended = CONTEXT.Event()

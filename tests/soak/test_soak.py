@@ -6,10 +6,10 @@ import pytest
 
 from soak.soak import grown, soak
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="it reads /proc")]
 
-
-@pytest.mark.timeout(1800)
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="it reads /proc")
+@pytest.mark.timeout(1800)  # long when the machine is busy
 def test_a_long_run_uses_no_more_with_time(tmp_path):
     parts = soak(tmp_path, 200)
     assert len(parts) == 10
