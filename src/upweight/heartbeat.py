@@ -17,10 +17,7 @@ _watching = threading.Lock()  # held by the one heartbeat of this process
 
 @contextmanager
 def activity(text: str, *, progresses: bool = True) -> Iterator[None]:
-    """Name what happens inside, such as `waiting for rollouts`, for the lines of `heartbeat`.
-
-    Its beginning and end are progress, but for one of many tries (`progresses=False`).
-    """
+    """Name what happens inside for `heartbeat`; its begin and end are progress, unless it is one of many tries."""
     _activities.append(text)
     if progresses:
         progressed()

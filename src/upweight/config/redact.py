@@ -17,9 +17,7 @@ NAMES = re.compile(r"(.*_)?(api_?key|secret|password|authorization|(access|auth|
 def redacted(content: Any) -> Any:
     """Return the same nested content with `***` in place of credentials."""
     if isinstance(content, Mapping):
-        named = {
-            key for key, value in content.items() if value and isinstance(value, str) and NAMES.fullmatch(str(key))
-        }
+        named = {key for key, text in content.items() if text and isinstance(text, str) and NAMES.fullmatch(str(key))}
         return {key: HIDDEN if key in named else redacted(value) for key, value in content.items()}
     if isinstance(content, list | tuple):
         return [redacted(value) for value in content]

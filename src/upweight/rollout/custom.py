@@ -154,9 +154,8 @@ class CustomBackend:
             self._backend: Generator = kind(model, tokenizer, **options)
         missing = [method for method in BACKEND_METHODS if not callable(getattr(self._backend, method, None))]
         if missing:
-            raise UserError(
-                f"{self._key} has no {', '.join(missing)}. It needs {', '.join(BACKEND_METHODS)} (types.Generator)."
-            )
+            needed = f"It needs {', '.join(BACKEND_METHODS)} (types.Generator)."
+            raise UserError(f"{self._key} has no {', '.join(missing)}. {needed}")
 
     def generate(self, prompts: Prompts, count: int, sampling: Sampling, done: Done | None = None) -> Completions:
         reported: set[int] = set()
@@ -239,9 +238,8 @@ def _returns_text(function: Callable[..., Any], name: str) -> bool:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):
         raise UserError(f"trl.rollout_func: '{name}' is no Python function. {FORMS}") from None
-    needed = [
-        p.name for p in parameters.values() if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
-    ]
+    rest = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    needed = [p.name for p in parameters.values() if p.default is p.empty and p.kind not in rest]
     if {"model", "processing_class", "prompts"} <= set(parameters) or len(needed) == 3:
         return True
     if {"prompts", "trainer"} <= set(parameters) or len(needed) == 2:

@@ -77,10 +77,7 @@ def _replies(group: Group) -> list[list[int]]:
 
 
 def anchors(row: Any, method: EBFT) -> list[int]:
-    """Return where the blocks of a document begin; every token of a block has to be scored, so none is in a prompt.
-
-    `row` has `ids`, which of them are `scored`, and `prompt_length`.
-    """
+    """Return where the blocks of a document (`ids`, `scored`, `prompt_length`) begin; all their tokens are scored."""
     scored, size = np.asarray(row["scored"], np.bool_), method.generate_max_len
     prompt = int(row["prompt_length"])
     # The first token of a text is never scored, since nothing predicts it; that alone is no prompt.

@@ -16,13 +16,7 @@ WORDS: dict[str, Relation] = {sign: relation for relation, sign in SIGNS.items()
 
 @dataclass(frozen=True)
 class Sign:
-    """A comparison with a metric of metrics.jsonl.
-
-    `metric` may hold a `*` (each metric that fits counts by itself, and it stands for the same in the rule's other
-    signs) and end in what it is measured against: `:growth` (times its value at the start), `:worse` (times its lowest
-    value), `:lift` (distance from its start, in standard deviations of the rewards at the start or now, whichever is
-    larger), `:earned` (the share of completions that earn a reward of one size, by its mean and standard deviation).
-    """
+    """A comparison with a metric of metrics.jsonl; the head of `health_rules.yaml` says how metrics are written."""
 
     metric: str
     relation: Relation

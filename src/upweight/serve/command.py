@@ -46,9 +46,7 @@ def warnings_of(config: Config, version: str) -> list[str]:
     """Return warnings to show before the server starts."""
     messages = []
     if config.vllm.host not in LOOPBACK:
-        place = (
-            f"{config.vllm.host} can be reached from other machines, and routes that change weights are not protected"
-        )
+        place = f"{config.vllm.host} can be reached from elsewhere, and routes that change weights are not protected"
         messages.append(f"vllm.host: {place}; use 127.0.0.1, or a network that only you can reach")
     if direct_transfer(config) == "ipc" and version.startswith("0.26"):
         messages.append("vLLM 0.26 does not start with trl.vllm_weight_transfer: ipc unless ray is installed beside it")

@@ -28,8 +28,8 @@ def test_flags_choose(flags, method):
 
 
 def ends(question):
-    for _, leads_to in question.options.values():
-        yield from [leads_to] if isinstance(leads_to, str) else ends(leads_to)
+    for option in question["options"].values():
+        yield from [option["next"]] if isinstance(option["next"], str) else ends(option["next"])
 
 
 def test_every_starter_can_be_reached_and_nothing_else():

@@ -32,9 +32,7 @@ class EnvironmentSection(Section):
     wait: float = setting("environment.wait", 300, "Seconds to wait for the server and for a free session.", gt=0)
     max_turns: PositiveInt = setting("environment.max_turns", 10, "Most turns of the policy in an episode.")
     timeout: float = setting("environment.timeout", 60, "Longest time of one environment call, in seconds.", gt=0)
-    episode_timeout: float = setting(
-        "environment.episode_timeout", 600, "Longest time of all calls in an episode.", gt=0
-    )
+    episode_timeout: float = setting("environment.episode_timeout", 600, "Longest time of calls in an episode.", gt=0)
     tool_timeout: float = setting("environment.tool_timeout", 30, "Longest time of one tool call, in seconds.", gt=0)
 
     @property

@@ -73,7 +73,7 @@ class RolloutSection(Section):
     streaming: bool = setting("trl.streaming_partial_batch", False, "Score groups and train on them as they finish.")
     streaming_groups: PositiveInt = setting("trl.streaming_min_groups", 1, "Groups scored at a time when streaming.")
     replay_size: int = setting(
-        "trl.replay_buffer_size", 0, "Groups kept to replace those of equal rewards; 0: off.", ge=0
+        "trl.replay_buffer_size", 0, "Groups kept to replace those without signal; 0: off.", ge=0
     )
     replay_recompute: bool = setting("trl.replay_recompute_logps", True, "Recompute the log-probs of replayed groups.")
     replay_max_age: PositiveInt = setting("trl.replay_max_age", 64, "Optimizer steps a group stays in the buffer.")

@@ -161,6 +161,4 @@ def aot_unpaired(p: Pairs) -> Tensor:
 
 
 # Each loss is the function of its name; sft is a sum over tokens, not over pairs.
-PAIR_LOSSES: dict[str, Callable[[Pairs], Tensor]] = {
-    name: globals()[name] for name in get_args(LossType) if name != "sft"
-}
+PAIR_LOSSES: dict[str, Callable[[Pairs], Tensor]] = {n: globals()[n] for n in get_args(LossType) if n != "sft"}

@@ -1,7 +1,4 @@
-"""Rollouts by the agents of a Gym, which drive the turns and reach the policy through the Gym's model proxy.
-
-The proxy sends its requests to a loopback endpoint here, which knows under what name vLLM serves the policy.
-"""
+"""Rollouts by a Gym's agents; through the Gym's proxy they reach a loopback endpoint here, which asks the policy."""
 
 import asyncio
 import contextlib

@@ -1,7 +1,4 @@
-"""Weight transfer without files, by vLLM's weight transfer engine.
-
-It uses the memory of a shared GPU (CUDA IPC), or NCCL from the trainer's GPU to the server's.
-"""
+"""Weight transfer without files, by vLLM's engine: memory of a shared GPU (CUDA IPC), or NCCL between GPUs."""
 
 import asyncio
 import base64

@@ -1,7 +1,4 @@
-"""Weight transfer through folders: a LoRA adapter that the server loads by name, or all weights that it reloads.
-
-The server has to read the folders: on its machine, or on shared storage. `direct_transfer` needs none.
-"""
+"""Weight transfer through folders that the server can read: an adapter that it loads by name, or all weights."""
 
 import contextlib
 import os

@@ -33,9 +33,8 @@ async def served_base(client: VllmClient, model_name: str | None) -> tuple[str, 
         if any(same_model(model_name or "", str(entry.get(key) or "")) for key in ("id", "root")):
             return entry["id"], entry.get("max_model_len")
     names = ", ".join(repr(entry["id"]) for entry in bases)
-    raise UserError(
-        f"the server at {client.url} serves {names}, but base_model is {model_name!r}. Serve that, or fix the address."
-    )
+    served = f"the server at {client.url} serves {names}, but base_model is {model_name!r}"
+    raise UserError(f"{served}. Serve that, or fix the address.")
 
 
 def same_model(one: str, other: str) -> bool:

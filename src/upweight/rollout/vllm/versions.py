@@ -94,10 +94,7 @@ class ServedVersions:
         return served, self.client.start(self._put(served))
 
     def publish(self, version: int, sending: Sending | None = None) -> ServedVersion:
-        """Send the present weights, with retries; return when the server samples from them.
-
-        `sending` is what `send` returned for this version, where it was called before.
-        """
+        """Send the present weights until the server samples from them; `sending`: what `send` returned, if called."""
         problem: Exception | None = None
         for attempt in range(ATTEMPTS):
             if attempt:

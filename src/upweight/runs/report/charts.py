@@ -36,9 +36,7 @@ class Chart:
     held_out: list[tuple[str, str]] = field(default_factory=list)
 
 
-_TABLE: dict[str, list[dict[str, Any]]] = yaml.safe_load(
-    Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")
-)
+_TABLE: dict[str, list[dict[str, Any]]] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text("utf-8"))
 SPECS: tuple[Spec, ...] = tuple(Spec(group, **entry) for group, entries in _TABLE.items() for entry in entries)
 GROUPS = tuple(_TABLE)
 # What is worth comparing between evaluations, or between training and held-out rows.

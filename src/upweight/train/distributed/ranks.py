@@ -24,10 +24,7 @@ _wait_seconds: int = ShardingSection().wait_timeout  # for work of other ranks, 
 
 
 def join_ranks(timeout_s: int, wait_s: int = _wait_seconds) -> tuple[PartialState, torch.device]:
-    """Return the distributed state of this process (a single rank without a launcher) and its device.
-
-    A collective may take `timeout_s` seconds, and work of other ranks `wait_s`.
-    """
+    """Return this process's ranks and device; a collective may take `timeout_s`, work of other ranks `wait_s`."""
     global _wait_seconds  # noqa: PLW0603
     _wait_seconds = wait_s
     timeout = datetime.timedelta(seconds=timeout_s)

@@ -76,9 +76,8 @@ def rewards_of(
     weights = None if policy is None or feature_matcher(config.method) else policy.reward_weights
     if weights is not None and len(weights) != len(rewards):  # rules of the config cannot count an environment's
         names = ", ".join(reward.name for reward in rewards)
-        raise UserError(
-            f"trl.reward_weights: {len(weights)} weights for {len(rewards)} rewards ({names}). Give one for each."
-        )
+        count = f"{len(weights)} weights for {len(rewards)} rewards ({names})"
+        raise UserError(f"trl.reward_weights: {count}. Give one for each.")
     check_rewards(rewards, columns, env_setup)
     return rewards
 

@@ -58,12 +58,10 @@ def refuse_other_weights(changed: Iterable[str], checkpoint: Path | None, schedu
     otherwise = "set otherwise than when the run began"
     if "learning_rate" in changed and scheduler == "reduce_lr_on_plateau":
         raise UserError(
-            f"resume: learning_rate {otherwise}, and 'reduce_lr_on_plateau' goes on from {checkpoint}. {remedy}"
+            f"resume: learning_rate {otherwise}; 'reduce_lr_on_plateau' goes on from {checkpoint}. {remedy}"
         )
     if keys := [key for key in changed if key in TRAINED]:
-        raise UserError(
-            f"resume: {', '.join(keys)} {otherwise}, and {checkpoint} holds what was trained then. {remedy}"
-        )
+        raise UserError(f"resume: {', '.join(keys)} {otherwise}; {checkpoint} holds what was trained then. {remedy}")
 
 
 def require_same_data(checkpoint: Path, data_digest: Callable[[], str], *, allowed: bool) -> None:
