@@ -215,5 +215,5 @@ def test_another_process_reads_the_memory_of_a_piece():
         for value in (1.0, 2.0):
             await channel.send(client, [(name, torch.full((8, 4), value, device="cuda").bfloat16()) for name in "ab"])
 
-    asyncio.run(send(vllm_direct.SharedMemory(), SimpleNamespace(ask=ask)))
+    asyncio.run(send(vllm_direct.SharedMemory(), SimpleNamespace(ask=ask, load_seconds=60.0)))
     assert sums == [64.0, 128.0]
