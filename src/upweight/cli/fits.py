@@ -9,7 +9,7 @@ from upweight.config import Config, load_config
 from upweight.errors import UserError
 from upweight.models.memory import GIB, USABLE, Trained, estimate, longest, shape_of
 
-WAYS: tuple[Trained, ...] = ("all", "lora", "qlora")
+TRAINED_KINDS: tuple[Trained, ...] = ("all", "lora", "qlora")
 HEADINGS = ("trained", "recompute", "weights", "training", "activations", "total", "fits", "longest")
 
 
@@ -33,7 +33,7 @@ def table(config: Config, card: float) -> list[str]:
     optimizer, compares = config.optim.optimizer, config.method.needs_reference
     need_of = partial(estimate, shape, adapter=config.adapter, optimizer=optimizer, reference=compares, tokens=tokens)
     rows: list[tuple[str, ...]] = [HEADINGS]
-    for trained in WAYS:
+    for trained in TRAINED_KINDS:
         for recompute in (False, True):
             need = need_of(trained, checkpointing=recompute)
             parts = [f"{part / GIB:.1f}" for part in (need.weights, need.training, need.activations, need.total)]

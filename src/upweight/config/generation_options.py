@@ -31,7 +31,7 @@ def read_options(kwargs: Mapping[str, Any], *, others: bool) -> tuple[dict[str, 
         name = SPELLINGS.get(key, key)
         if key in SAMPLED and value is not True:
             errors.append(f"{KEY}: {key}: false makes all completions of a group alike: drop it.")
-        elif name in FIELDS and (problem := _problem(name, value)):
+        elif name in FIELDS and (problem := _value_error(name, value)):
             errors.append(f"{KEY}: '{key}'{problem}.")
         elif name in FIELDS:
             options[name] = tuple(_each(name, value)) if name in SEVERAL else FIELDS[name](value)
@@ -41,7 +41,7 @@ def read_options(kwargs: Mapping[str, Any], *, others: bool) -> tuple[dict[str, 
     return options, errors
 
 
-def _problem(name: str, value: Any) -> str | None:
+def _value_error(name: str, value: Any) -> str | None:
     """Return the error in an option's value, if any."""
     wanted = (int, float) if FIELDS[name] is float else FIELDS[name]
     if any(not isinstance(item, wanted) or isinstance(item, bool) for item in _each(name, value)):

@@ -7,12 +7,12 @@ from typing import Any
 import yaml
 
 TABLES: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
-HOLDS: dict[str, list[str]] = TABLES["holds"]
-SATISFIED: dict[str, str] = {key: reason for reason, keys in HOLDS.items() for key in keys}
+NO_EFFECT: dict[str, list[str]] = TABLES["holds"]
+SATISFIED: dict[str, str] = {key: reason for reason, keys in NO_EFFECT.items() for key in keys}
 PACKED, FUSED_HEAD = SATISFIED["sample_packing"], SATISFIED["trl.use_liger_loss"]
 STANDARD_SERVER = SATISFIED["vllm.serve_module"]
-NOT_HERE: dict[str, list[str]] = TABLES["not_here"]
-REASONS: dict[str, str] = {key: reason for reason, keys in NOT_HERE.items() for key in keys}
+REFUSED: dict[str, list[str]] = TABLES["not_here"]
+REASONS: dict[str, str] = {key: reason for reason, keys in REFUSED.items() for key in keys}
 RENAMED: dict[str, str] = TABLES["renamed"]
 OTHER_NAMES: dict[str, str] = TABLES["other_names"]
 ATTENTION_SWITCHES: dict[str, str] = TABLES["attention_switches"]

@@ -8,7 +8,7 @@ from pydantic.fields import FieldInfo
 
 from upweight.config.config import SECTIONS, general_keys, how_to_choose, method_keys
 from upweight.config.explain import describe
-from upweight.config.peers import ATTENTION_SWITCHES, HOLDS, NOT_HERE, OTHER_NAMES, RENAMED, SATISFIED
+from upweight.config.peers import ATTENTION_SWITCHES, NO_EFFECT, OTHER_NAMES, REFUSED, RENAMED, SATISFIED
 from upweight.config.sections.data import DatasetRow, UserFormat
 from upweight.config.sections.rollout import GymDataset
 from upweight.methods import METHODS
@@ -112,14 +112,14 @@ def _table(rows: Any) -> list[str]:
 
 
 def _peers() -> list[str]:
-    lines = ["", "## Keys of other trainers", "", "### Accepted without effect", "", *_by_reason(HOLDS)]
+    lines = ["", "## Keys of other trainers", "", "### Accepted without effect", "", *_by_reason(NO_EFFECT)]
     lines += ["", "### Renamed", "", "| old | new |", "|---|---|"]
     lines += [f"| `{old}` | `{new}` |" for old, new in RENAMED.items()]
     lines += [f"| `{old}: true` | `attn_implementation: {new}` |" for old, new in ATTENTION_SWITCHES.items()]
     lines += ["| `fsdp_config.fsdp_*` | `fsdp_config.*` |"]
     lines += ["", "### Other names", "", "| other trainers | Upweight |", "|---|---|"]
     lines += [f"| `{theirs}` | `{ours}` |" for theirs, ours in OTHER_NAMES.items()]
-    return [*lines, "", "### Refused", "", *_by_reason(NOT_HERE)]
+    return [*lines, "", "### Refused", "", *_by_reason(REFUSED)]
 
 
 def _by_reason(listed: dict[str, list[str]]) -> list[str]:

@@ -15,7 +15,7 @@ from upweight.runs.report.reading import read_json
 from upweight.runs.report.run import folders_of, run_status
 
 MEMORY = ("out of GPU memory", "OutOfMemoryError", "out of memory", "MemoryError")
-LADDER = f"in this order: halve 'token_budget'; {LESS_MEMORY}"
+MEMORY_REMEDIES = f"in this order: halve 'token_budget'; {LESS_MEMORY}"
 KILLED = (
     "it recorded no reason, as when host memory is full (exit code -9 or 137): look into the system's log; fewer "
     "dataloader_num_workers and no dataset_keep_in_memory need less; then `upweight train CONFIG --resume`"
@@ -42,7 +42,7 @@ def _state(folder: Path, rows: list[dict[str, Any]]) -> Finding:
     state = run_status(record, there=True, logged=True)["state"]
     message = str(record.get("message", ""))
     if state == "failed" and any(word in message for word in MEMORY):
-        return Finding("alarm", "out of memory", f"the run failed {where}: {message}", LADDER, evidence)
+        return Finding("alarm", "out of memory", f"the run failed {where}: {message}", MEMORY_REMEDIES, evidence)
     if state == "running" and record.get("machine") != this_machine():
         return Finding("note", "run", f"was running on another machine, {where}, when it last wrote", evidence=evidence)
     endings: dict[str, tuple[Level, str, str]] = {

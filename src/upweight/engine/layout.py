@@ -13,7 +13,7 @@ from upweight.models.patches import keep_soft_cap, scale_rope_by_row_length
 _KIND_FIELDS = ("layer_types", "layers_block_type", "block_types")
 _ATTENTION_KINDS = {"full_attention", "sliding_attention", "chunked_attention", "attention", "moe", "mlp"}
 _ONLY_WITH_DROPOUT = {"reformer"}  # gradients in training mode alone, where no two forwards can be compared
-_READS_ITS_MASK = {"doge"}  # model code that computes with the mask cannot take a rule in its place
+_READS_MASK = {"doge"}  # model code that computes with the mask cannot take a rule in its place
 
 
 def why_not_trees(base: PreTrainedModel, longest: int | None = None) -> str | None:
@@ -26,7 +26,7 @@ def why_not_trees(base: PreTrainedModel, longest: int | None = None) -> str | No
         return "it carries a recurrent state"
     if not base._supports_attention_backend:
         return "its attention is not behind transformers' attention interface"
-    if config.model_type in _READS_ITS_MASK or hasattr(config, "index_topk"):
+    if config.model_type in _READS_MASK or hasattr(config, "index_topk"):
         return "its attention computes with the mask itself"
     if getattr(config, "use_bidirectional_attention", None) or not getattr(config, "is_causal", True):
         return "its attention is not causal"

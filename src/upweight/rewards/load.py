@@ -85,7 +85,7 @@ def _load_items(
         elif isinstance(item, str):
             rewards.append(_named(item, folder, key, models))
         elif callable(item):
-            rewards.append(_of_function(item, key, _source_of(item)))
+            rewards.append(_reward_from_function(item, key, _source_of(item)))
         else:
             raise UserError(f"{key}: a {type(item).__name__} is no reward; pass a function, a name or a model.")
     return rewards
@@ -99,13 +99,13 @@ def _named(name: str, folder: Path, key: str, models: ModelOptions) -> Reward:
         except UserError as error:
             raise UserError(f"{key}: {error}") from error
         if builtin is not None:
-            return _of_function(builtin, key, (BUILTIN, name, None))
+            return _reward_from_function(builtin, key, (BUILTIN, name, None))
     model = next((root / name for root in (Path(), folder) if (root / name).is_dir()), None)
     file = local_file(name, folder)
     if "." in bare and "/" not in bare and (model is None or file is not None):
         module, _, attribute = name.rpartition(".")
         function = load_function(name, folder, key)
-        return _of_function(function, key, (module, attribute, str(file) if file else None))
+        return _reward_from_function(function, key, (module, attribute, str(file) if file else None))
     if model is not None or "/" in name:
         return load_model_reward(str(model or name), models, key)
     problem = f"there is no reward '{name}': no built-in of that name and no folder with a reward model."
@@ -113,7 +113,7 @@ def _named(name: str, folder: Path, key: str, models: ModelOptions) -> Reward:
     raise UserError(f"{key}: {problem}{did_you_mean(bare, BUILTINS)} {remedy}")
 
 
-def _of_function(function: Callable[..., Any], key: str, source: Source | None) -> Reward:
+def _reward_from_function(function: Callable[..., Any], key: str, source: Source | None) -> Reward:
     """Build a reward from a function, a class (which is instantiated), or a callable object."""
     if inspect.isclass(function):
         kind: Any = function

@@ -7,7 +7,7 @@ import numpy as np
 
 from upweight.types import Completion, Group, Sample, Unit
 
-SAMPLED, FAILED, SHOWN = 0, -1, 1  # labels, where some samples are not the policy's
+SAMPLED, FAILED, DEMONSTRATION = 0, -1, 1  # labels, where some samples are not the policy's
 
 
 def units_of_groups(
@@ -58,7 +58,7 @@ def units_of_documents(groups: Sequence[Group], starts: Sequence[Sequence[int]])
 
 def demonstration(number: int, ids: Sequence[int], scored: Sequence[bool]) -> Unit:
     """Return a demonstration, whose scored tokens are trained on."""
-    sample = Sample(np.array(ids, np.int64), np.array(scored, np.bool_), label=SHOWN, advantage=0.0)
+    sample = Sample(np.array(ids, np.int64), np.array(scored, np.bool_), label=DEMONSTRATION, advantage=0.0)
     return Unit((sample,), number)
 
 

@@ -11,7 +11,8 @@ from transformers import TrainingArguments
 from transformers.utils.import_utils import is_torch_tf32_available
 
 from upweight.config import Config
-from upweight.config.sections.run import TrackingSection
+from upweight.config.sections.run import RunSection, TrackingSection
+from upweight.config.sections.training import OptimSection
 from upweight.errors import UserError
 from upweight.models.precision import Sharding
 from upweight.train.distributed.deepspeed import require_deepspeed, zero_config
@@ -20,10 +21,22 @@ from upweight.train.distributed.fsdp import fsdp_arguments
 DEFAULT_SAVE_STEPS = 500  # of transformers
 # Optimizers for which transformers has a longer name only.
 LONG_OPTIMIZER_NAMES = {name: f"{name}_32bit" for name in ("lion", "paged_lion", "paged_adamw")}
-SAME_NAMES = {  # keys of the sections `optim` and `run` that transformers calls the same
-    *("weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "seed", "full_determinism"),
-    *("output_dir", "save_only_model", "hub_model_id", "hub_revision"),
+# Keys that transformers has under the same name, but whose values are worked out here or used by the engine.
+OTHER_VALUES = {
+    *(
+        "eval_on_start",
+        "eval_steps",
+        "eval_strategy",
+        "greater_is_better",
+        "hub_strategy",
+        "learning_rate",
+        "max_steps",
+    ),
+    *("logging_steps", "save_steps", "save_strategy", "save_total_limit", "warmup_steps"),
+    *("gradient_checkpointing", "torch_compile"),
 }
+SECTION_KEYS = {*RunSection.model_fields, *OptimSection.model_fields}
+PASSED_ON = ({field.name for field in fields(TrainingArguments)} & SECTION_KEYS) - OTHER_VALUES
 TRACKER_VARIABLES = {
     **{f"WANDB_{key.upper()}": f"wandb_{key}" for key in ("project", "entity", "run_id", "mode", "watch", "log_model")},
     "MLFLOW_TRACKING_URI": "mlflow_uri",
@@ -49,8 +62,8 @@ def training_arguments(
     plateau = {"mode": "max" if more_is_better else "min"} if optim.scheduler == "reduce_lr_on_plateau" else {}
     tf32 = is_torch_tf32_available() if config.model.tf32 == "auto" else config.model.tf32
     arguments: dict[str, Any] = dict(
-        **run.model_dump(include=SAME_NAMES),
-        **optim.model_dump(include=SAME_NAMES),
+        **run.model_dump(include=PASSED_ON),
+        **optim.model_dump(include=PASSED_ON),
         per_device_eval_batch_size=optim.eval_batch_size or step_size(config),
         num_train_epochs=optim.num_epochs,
         max_steps=optim.max_steps or -1,

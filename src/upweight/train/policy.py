@@ -34,7 +34,7 @@ from upweight.train.objects import Model, Objects, Tokenizer
 from upweight.train.reference import LoadModel, Precompute
 
 ON_CPU = 4096  # token budget of one forward on CPU, unless it is set
-SMALLEST_BUDGET, LARGEST_BUDGET = 2048, 65_536
+MIN_AUTO_BUDGET, LARGEST_BUDGET = 2048, 65_536
 FREE_SHARE = 0.5  # of the memory that is free once the weights are loaded
 
 
@@ -189,7 +189,7 @@ def token_budget(config: PreTrainedConfig, device: torch.device, *, checkpointin
         return ON_CPU
     free = torch.cuda.mem_get_info(device)[0] - reserved
     tokens = int(FREE_SHARE * free / activation_bytes(config, checkpointing=checkpointing))
-    return min(max(tokens // 128 * 128, SMALLEST_BUDGET), LARGEST_BUDGET)
+    return min(max(tokens // 128 * 128, MIN_AUTO_BUDGET), LARGEST_BUDGET)
 
 
 def _reserved_bytes(model: nn.Module, optimizer: str, sharded: bool) -> int:

@@ -17,7 +17,7 @@ from upweight.engine.check import check_first_batch, check_first_gradients, grad
 from upweight.engine.packing import build_batch, count_batch, plan_rows, row_tokens, whole_blocks
 from upweight.methods.base import Method
 from upweight.models.reference import Reference
-from upweight.rollout.units import SHOWN
+from upweight.rollout.units import DEMONSTRATION
 from upweight.train.distributed.ranks import all_gather_objects, union_over_ranks
 from upweight.train.recording.metrics import Meters
 from upweight.types import Batch, Loss, Mean, Metrics, Outputs, Sample, Unit
@@ -112,7 +112,7 @@ class StepRunner:
     def rows(self, units: Sequence[Unit]) -> list["PackedRow"]:
         """Return this rank's packed rows; every rank has the same number, of which some are empty."""
         # Demonstrations are packed apart: they were not sampled, so their temperature is 1.
-        shown = [self.method.online and unit.samples[0].label == SHOWN for unit in units]
+        shown = [self.method.online and unit.samples[0].label == DEMONSTRATION for unit in units]
         rows: list[PackedRow] = []
         self.largest = 0
         for kind, temperature in ((False, self.temperature), (True, 1.0)):

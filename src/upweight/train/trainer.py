@@ -41,7 +41,7 @@ from upweight.train.recording.run_folder import require_same_data
 from upweight.train.reference import SyncReference, with_reference
 from upweight.train.step import StepRunner
 
-SMALLEST_BUDGET = 256
+MIN_RETRY_BUDGET = 256
 NEVER_CALLED = (  # hooks that scripts for other trainers override and this loop does not call
     "compute_loss", "_compute_loss", "prediction_step", "get_batch_loss_metrics", "concatenated_forward",
     "tokenize_row", "_prepare_dataset", "_generate_and_score_completions",
@@ -200,7 +200,7 @@ class MethodTrainer(Trainer):
                 with activity("training on a step"):
                     return self.runner.train(model, inputs["units"], inputs.get("counts"))
             except torch.cuda.OutOfMemoryError as error:
-                if retried or self.accelerator.num_processes > 1 or self.runner.token_budget <= SMALLEST_BUDGET:
+                if retried or self.accelerator.num_processes > 1 or self.runner.token_budget <= MIN_RETRY_BUDGET:
                     raise UserError(out_of_memory("in a training step", self.runner.token_budget)) from error
             # Nothing of the failed try is kept, so the second one is exact.
             retried = True
@@ -356,5 +356,5 @@ def _map_sets(rows: Any, change: Callable[[Any], Any]) -> Any:
 
 def out_of_memory(where: str, budget: int) -> str:
     """Return the error message with the remedies, cheapest first."""
-    halved = f"set 'token_budget: {max(budget // 2, SMALLEST_BUDGET)}'"
+    halved = f"set 'token_budget: {max(budget // 2, MIN_RETRY_BUDGET)}'"
     return f"out of GPU memory {where} with token_budget {budget}. In this order: {halved}; {LESS_MEMORY}."

@@ -69,6 +69,7 @@ BROKEN = {
         **ROLLED,
         "trl": {**ROLLED["trl"], "rollout_backend": "b.C"},
     },
+    "trl.rollout_backend: there is no 'mine'": {**GRPO, "trl": {**GRPO["trl"], "rollout_backend": "mine"}},
     "trl.rollout_backend: vLLM is chosen by": {**GRPO, "trl": {**GRPO["trl"], "rollout_backend": "vllm_server"}},
     "trl.rollout_backend: needs all weights": {
         **GRPO,

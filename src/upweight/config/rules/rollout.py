@@ -8,6 +8,7 @@ from upweight.config.generation_options import read_options
 from upweight.config.resolve import generation_batch, group_size
 from upweight.config.rules.keys import matching
 from upweight.config.sections.environment import is_environment_reward
+from upweight.config.sections.rollout import IN_PROCESS
 from upweight.config.servers import (
     LOOPBACK,
     adapter_alone,
@@ -72,6 +73,8 @@ def backends(config: Config) -> Iterator[str]:
             yield f"trl.rollout_backend: cannot be used with '{key}'. Keep one."
     if rollout.rollout_backend.startswith("vllm_"):
         yield "trl.rollout_backend: vLLM is chosen by 'trl.use_vllm: true' and 'trl.vllm_mode'; drop it."
+    elif "." not in rollout.rollout_backend and rollout.rollout_backend != IN_PROCESS:
+        yield f"trl.rollout_backend: there is no '{rollout.rollout_backend}'. Name a class as 'file.Class'."
     if sharding.fsdp or sharding.deepspeed is not None:
         yield "trl.rollout_backend: needs all weights in each process; drop it, or train without sharding."
 

@@ -48,7 +48,16 @@ TEMPLATE_ALIASES = {
 KNOWN_TEMPLATES = (*TEMPLATE_NAMES, *TEMPLATE_ALIASES, "jinja", "tokenizer_default")
 FALLBACK_PREFIX = "tokenizer_default_fallback_"
 # Model families whose tokenizers contain the template.
-OWN_TEMPLATES = ("command_a", "falcon_h1", "gemma3n", "gemma4", "gemma4_unified", "jamba", "qwen3_5", "qwen3_next")
+TOKENIZER_TEMPLATES = (
+    "command_a",
+    "falcon_h1",
+    "gemma3n",
+    "gemma4",
+    "gemma4_unified",
+    "jamba",
+    "qwen3_5",
+    "qwen3_next",
+)
 
 
 class UserFormat(Strict):

@@ -38,7 +38,7 @@ class TextTokens:
         if self._pattern is None:
             return self._whole(texts)
         # Texts share long prefixes: split before special tokens, each distinct part is tokenized once.
-        split_texts = [_split(text, self._pattern) for text in texts]
+        split_texts = [_split_at_matches(text, self._pattern) for text in texts]
         distinct = list(dict.fromkeys(chain.from_iterable(split_texts)))
         ids_of = dict(zip(distinct, self._whole(distinct), strict=True))
         joined = [list(chain.from_iterable([ids_of[part] for part in parts])) for parts in split_texts]
@@ -71,7 +71,7 @@ class TextTokens:
         return ids if self.eos is None or (ids and ids[-1] in self.ends) else [*ids, self.eos]
 
 
-def _split(text: str, pattern: re.Pattern[str]) -> list[str]:
+def _split_at_matches(text: str, pattern: re.Pattern[str]) -> list[str]:
     places = [0, *(match.start() for match in pattern.finditer(text)), len(text)]
     return [text[start:end] for start, end in pairwise(places) if end > start]
 

@@ -11,7 +11,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 from upweight.engine.attention.rules import AttentionParams, Rule
 
 BLOCK = 128
-_MOST_COMPILED = 64  # layer rules times modes times the options below, each compiled once
+_COMPILE_LIMIT = 64  # layer rules times modes times the options below, each compiled once
 
 
 def block_tables(end_N: Tensor, position_N: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
@@ -47,7 +47,7 @@ def tree_block_mask(end_N: Tensor, position_N: Tensor, rule: Rule) -> BlockMask:
         *_counts_and_columns(partial),
         *_counts_and_columns(full),
         BLOCK_SIZE=BLOCK,
-        mask_mod=_visibility(end_N, position_N, rule),
+        mask_mod=_mask_mod(end_N, position_N, rule),
         seq_lengths=(len(end_N), len(end_N)),
     )
 
@@ -59,7 +59,7 @@ def _counts_and_columns(table: Tensor) -> tuple[Tensor, Tensor]:
     return counts[None, None], columns[None, None].contiguous()
 
 
-def _visibility(end_N: Tensor, position_N: Tensor, rule: Rule) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+def _mask_mod(end_N: Tensor, position_N: Tensor, rule: Rule) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
     """Return the token-by-token mask function of a rule."""
     # Sizes as tensors: a number that differs between two rules would make the compiler take it for a variable shape.
     window, chunk = (None if size is None else end_N.new_full((), size) for size in (rule.window, rule.chunk))
@@ -110,7 +110,7 @@ def _capped(softcap: float) -> Callable[..., Tensor]:
 def compiled_flex_attention() -> Callable[..., Any]:
     """Return FlexAttention compiled for the first row length, and from the second one on for all lengths."""
     limits: Any = torch._dynamo.config
-    limits.recompile_limit = max(limits.recompile_limit, _MOST_COMPILED)
+    limits.recompile_limit = max(limits.recompile_limit, _COMPILE_LIMIT)
     limits.specialize_float = True  # a scale or cap that differs between two models cannot be a variable of the kernel
     # With `fullgraph`, exceeding the recompile limit is an error and not a silent fall back to eager.
     return torch.compile(flex_attention, fullgraph=True)

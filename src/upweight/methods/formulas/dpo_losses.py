@@ -137,10 +137,10 @@ def step_values(loss_types: tuple[LossType, ...], policy_P2: Tensor, ref_P2: Ten
     return values
 
 
-def at_same_rank(values_P: Tensor, sorted_own: Tensor, sorted_other: Tensor) -> Tensor:
+def at_same_rank(values_P: Tensor, sorted_values: Tensor, sorted_other: Tensor) -> Tensor:
     """Return the values of another sample of the same size that have the same ranks."""
     # Between neighbours, not at them: a value computed again with another rounding keeps its rank.
-    borders = (sorted_own[1:] + sorted_own[:-1]) / 2
+    borders = (sorted_values[1:] + sorted_values[:-1]) / 2
     return sorted_other[torch.searchsorted(borders, values_P.detach().contiguous())]
 
 

@@ -11,7 +11,7 @@ ScoreList = list[float | None]
 Extract = Literal["auto", "tag", "boxed", "hash", "phrase", "last", "whole"]
 Unit = Literal["words", "tokens", "characters"]
 
-_PHRASE = re.compile(r"\banswer\s*(?:is|=|:)\s*:?", re.IGNORECASE)
+_ANSWER_PHRASE = re.compile(r"\banswer\s*(?:is|=|:)\s*:?", re.IGNORECASE)
 _SENTENCE_END = re.compile(r"\n|[.!?](?=\s|$)")
 # Text -> what its closed ``` blocks hold, in order.
 fenced_blocks = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE).findall
@@ -81,7 +81,7 @@ def after_hash(text: str) -> str | None:
 
 def after_phrase(text: str) -> str | None:
     """Text -> the rest of the sentence after the last "answer is" or "answer:"."""
-    marks = list(_PHRASE.finditer(text))
+    marks = list(_ANSWER_PHRASE.finditer(text))
     if not marks:
         return None
     rest = text[marks[-1].end() :].strip()

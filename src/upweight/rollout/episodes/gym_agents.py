@@ -136,7 +136,7 @@ class GymAgents:
         assert self.gateway is not None, "this process does not sample"
         self.gateway.sampling = sampling
         self.gateway.open()
-        work = self._loop.running().start(self._all(groups, count, sampling))
+        work = self._loop.started().start(self._all(groups, count, sampling))
         try:
             episodes = work.result()
         finally:

@@ -29,7 +29,7 @@ class EnvironmentLoop:
     environment: Environment
     _loop: EventLoop | None = field(default=None, init=False)
 
-    def running(self) -> EventLoop:
+    def started(self) -> EventLoop:
         """Return the loop, with the environment started."""
         if self._loop is None:
             self._loop = EventLoop("episodes")
@@ -61,7 +61,7 @@ class EpisodeRunner:
 
     def __call__(self, groups: Sequence[Group], count: int, sampling: Sampling, done: GroupDone | None) -> None:
         assert self.generator is not None, "this process does not sample"
-        loop = self._loop.running()
+        loop = self._loop.started()
         batcher = TurnBatcher(self.generator, sampling, active=len(groups) * count)
         # The first error that is no environment's fault ends all episodes.
         work = gather_or_cancel(self._group(place, group, count, batcher) for place, group in enumerate(groups))

@@ -30,7 +30,7 @@ from upweight.train.arguments import step_size
 from upweight.train.distributed.fsdp import whole_weights
 from upweight.train.distributed.ranks import ShardedWork, all_gather_objects
 from upweight.train.objects import YAML_ONLY, Objects
-from upweight.train.online.backends import BACKENDS, OF_USER, BackendInputs
+from upweight.train.online.backends import BACKENDS, USER_BACKEND, BackendInputs
 from upweight.train.online.broadcast import broadcast_rollout
 from upweight.train.online.environments import EnvironmentSetup, check_rewards
 from upweight.train.online.feature_matching import FeatureMatching, feature_matching_of
@@ -93,18 +93,18 @@ def rollouts_of(
 ) -> RolloutFeed:
     """Build sampler, completion source, producer and schedule of the rollouts."""
     method, section, tokenizer, ranks = config.method, config.rollout, policy.tokenizer, PartialState()
-    gradient, function = method.policy_settings, objects.rollout_func
-    assert gradient is not None, "online methods have policy settings"
+    policy_settings, function = method.policy_settings, objects.rollout_func
+    assert policy_settings is not None, "online methods have policy settings"
     if function is None and section.rollout_func is not None:
         function = load_function(section.rollout_func, config.folder, "trl.rollout_func")
     logger.info(LOSS_IS_NO_MEASURE, method.name, " and kl" if method.needs_reference else "")
-    if section.skip_zero_advantage and gradient.zero_advantage_reasons and not method.strided:
-        logger.info(ZERO_ADVANTAGE_FORWARDED, method.name, " and ".join(gradient.zero_advantage_reasons))
+    if section.skip_zero_advantage and policy_settings.zero_advantage_reasons and not method.strided:
+        logger.info(ZERO_ADVANTAGE_FORWARDED, method.name, " and ".join(policy_settings.zero_advantage_reasons))
     feature_matching = feature_matching_of(policy)
-    sampling = sampling_of(section, gradient.max_completion_length)
+    sampling = sampling_of(section, policy_settings.max_completion_length)
     if feature_matching is not None and method.strided:
         sampling = feature_matching.block_sampling()
-    backend = BACKENDS.get(section.backend, OF_USER)
+    backend = BACKENDS.get(section.backend, USER_BACKEND)
     # All ranks send their shards to a server together.
     sharded_work = ShardedWork(policy.model) if policy.sharded and backend.rank0_only else None
     generator = None
@@ -113,7 +113,7 @@ def rollouts_of(
     plan = plan_of(config, ranks.num_processes // config.sharding.context_parallel_size)
     schedule = _schedule(section, plan, policy, sharded_work, rank0_only=backend.rank0_only)
     off_policy = schedule.depth or section.replay_size or section.backend != IN_PROCESS
-    masks_off_policy = function is not None and gradient.off_policy_mask_threshold is not None
+    masks_off_policy = function is not None and policy_settings.off_policy_mask_threshold is not None
     producer = Producer(
         method=method,
         plan=plan,
@@ -138,8 +138,8 @@ def rollouts_of(
         section,
         schedule,
         eval_size=section.num_generations_eval or method.group_size,
-        mask_truncated=gradient.mask_truncated_completions,
-        sampler_logps=bool(off_policy or masks_off_policy or gradient.sampler_correction),
+        mask_truncated=policy_settings.mask_truncated_completions,
+        sampler_logps=bool(off_policy or masks_off_policy or policy_settings.sampler_correction),
         feature_matching=feature_matching,
     )
 

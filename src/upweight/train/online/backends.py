@@ -109,11 +109,9 @@ def vllm_colocated(inputs: BackendInputs) -> VllmColocated:
     )
 
 
-def of_user(inputs: BackendInputs) -> CustomBackend:
+def user_backend(inputs: BackendInputs) -> CustomBackend:
     """Return the backend of the user's class that `trl.rollout_backend` names."""
     section, policy, path = inputs.config.rollout, inputs.policy, str(inputs.config.rollout.rollout_backend)
-    if "." not in path:
-        raise UserError(f"trl.rollout_backend: there is no '{path}'. Name a class by its dotted path: 'file.Class'.")
     kind = load_function(path, inputs.config.folder, "trl.rollout_backend")
     return CustomBackend(kind, path, policy.model, policy.tokenizer, section.rollout_backend_args)
 
@@ -123,7 +121,7 @@ BACKENDS = {
     "vllm_server": Backend(vllm_server, rank0_only=True),
     "vllm_colocate": Backend(vllm_colocated, rank0_only=True),
 }
-OF_USER = Backend(of_user)
+USER_BACKEND = Backend(user_backend)
 
 
 def _vllm_options(inputs: BackendInputs) -> dict[str, Any]:

@@ -90,7 +90,7 @@ class FeatureMatching:
             return [demonstration(n, group.row["ids"], group.row["scored"]) for n, group in enumerate(groups)]
         units = []
         for number, group in enumerate(groups):
-            turns = self._true_turns(group)
+            turns = self._ground_truth_turns(group)
             wrote = [turn % 2 == 0 for turn, ids in enumerate(turns) for _ in ids]
             ids = [*group.prompt_ids, *(token for turn in turns for token in turn)]
             units.append(demonstration(number, ids, [*[False] * len(group.prompt_ids), *wrote]))
@@ -101,7 +101,7 @@ class FeatureMatching:
         logps = np.concatenate([part for unit in runner.logps(model, self.demonstrations(groups)) for part in unit])
         return -float(logps.mean())
 
-    def _true_turns(self, group: Group) -> list[list[int]]:
+    def _ground_truth_turns(self, group: Group) -> list[list[int]]:
         """Return the ground-truth turns, cut to the completion length, with the other messages between them."""
         most = self.method.max_completion_length
         turns: list[list[int]] = group.row["truth_ids"]
@@ -111,7 +111,7 @@ class FeatureMatching:
         """Yield the completions of a group, then the ground truth that each `size` of them are compared with."""
         prompt = group.prompt_ids
         if not self.method.strided:
-            true = [token for turn in self._true_turns(group) for token in turn]
+            true = [token for turn in self._ground_truth_turns(group) for token in turn]
             for side, answers in enumerate(([one.ids for one in group.completions], [true])):
                 for answer in answers:
                     yield self._embedded_unit([*prompt, *answer], 0, len(prompt), place, side)
