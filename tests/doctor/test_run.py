@@ -107,7 +107,7 @@ def test_how_a_run_ended_is_said(tmp_path):
 def test_a_cut_off_line_and_an_empty_run_are_lived_through(tmp_path):
     recorded(tmp_path, run_of({**HEALTHY, "reward": learning}, steps=5), state="done")
     with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 6, "lo')
+        file.write('{"stop": 6, "loss": 1.0}\n{"step": 6, "lo')
     assert not wrong(tmp_path)
     empty = tmp_path / "empty"
     empty.mkdir()

@@ -43,6 +43,9 @@ def test_a_run_is_evaluated_before_the_first_step_and_after_the_last(model_folde
     assert {row["step"] for row in written} == {3}
     assert (tmp_path / "out" / "health.jsonl").read_text() == ""
 
+    train(load_config(tmp_path / "config.yaml"), resume=True)
+    assert metrics_of(tmp_path / "out") == rows
+
     cut_completions(tmp_path / "out", 2)
     assert sorted(file.name for file in files.iterdir()) == [
         "eval_step_00000.jsonl", "eval_step_00002.jsonl", "step_00001.jsonl", "step_00002.jsonl",
