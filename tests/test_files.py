@@ -1,10 +1,11 @@
 """What is written is there in full or not at all."""
 
 import os
+import subprocess
 
 import pytest
 
-from upweight.files import atomic_path, write_text
+from upweight.files import atomic_path, remove_partials, write_text
 
 
 def test_a_text_takes_the_place_of_the_one_before(tmp_path):
@@ -31,3 +32,15 @@ def test_a_folder_that_a_process_of_this_number_left_is_no_hindrance(tmp_path):
     with atomic_path(tmp_path / "it") as part:
         part.mkdir()
     assert not list((tmp_path / "it").iterdir())
+
+
+def test_what_killed_processes_left_is_removed_and_nothing_else(tmp_path):
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    (tmp_path / f".it.json.{gone.pid}.partial").touch()
+    (tmp_path / f".it.{gone.pid}.partial" / "inner").mkdir(parents=True)
+    others = {f".it.json.{os.getpid()}.partial", "it.json", ".other.partial", f"it.{gone.pid}.partial"}
+    for name in others:
+        (tmp_path / name).touch()
+    remove_partials(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == others

@@ -7,6 +7,8 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from upweight.processes import is_alive
+
 STORAGE_ERRORS: dict[int, tuple[str, ...]] = {  # with texts that stand for them
     errno.ENOSPC: ("PytorchStreamWriter failed writing file", "unexpected pos", "iostream error"),
     **dict.fromkeys((errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE, errno.EHOSTDOWN), ()),
@@ -31,6 +33,14 @@ def write_text(path: Path, text: str) -> None:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
+
+
+def remove_partials(folder: Path) -> None:
+    """Delete what killed processes left in a folder of files that they were writing."""
+    for partial in folder.glob(".*.partial"):
+        process = partial.suffixes[-2].removeprefix(".") if len(partial.suffixes) > 1 else ""
+        if process.isdecimal() and not is_alive(int(process)):
+            _remove(partial)
 
 
 def storage_error(error: BaseException | None) -> str | None:

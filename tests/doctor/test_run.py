@@ -12,6 +12,7 @@ from made_runs import write_online
 from upweight.config import load_config
 from upweight.doctor.run import check_run
 from upweight.errors import UserError
+from upweight.runs.checkpoints import mark_whole
 from upweight.runs.files import this_machine
 from upweight.train.run import train
 
@@ -106,11 +107,35 @@ def test_how_a_run_ended_is_said(tmp_path):
 def test_a_cut_off_line_and_an_empty_run_are_lived_through(tmp_path):
     recorded(tmp_path, run_of({**HEALTHY, "reward": learning}, steps=5), state="done")
     with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 6, "lo')
+        file.write('{"stop": 6, "loss": 1.0}\n{"step": 6, "lo')
     assert not wrong(tmp_path)
     empty = tmp_path / "empty"
     empty.mkdir()
     assert set(wrong(recorded(empty, [], state="failed", message="no"))) == {"run", "metrics"}
+
+
+def test_a_damaged_checkpoint_is_named_however_the_run_ended(tmp_path):
+    for step in (4, 8):
+        checkpoint = tmp_path / f"checkpoint-{step}"
+        checkpoint.mkdir()
+        (checkpoint / "model.safetensors").write_bytes(b"x" * 50)
+        mark_whole(checkpoint)
+    rows = run_of({**HEALTHY, "reward": learning}, steps=9)
+    assert not wrong(recorded(tmp_path, rows, state="done"))
+    (tmp_path / "checkpoint-8" / "model.safetensors").write_bytes(b"x" * 49 + b"y")
+    for state in ("done", "stopped"):
+        found = wrong(recorded(tmp_path, rows, state=state))
+        assert found["checkpoint"].says == (
+            "checkpoint-8 is damaged: model.safetensors holds other bytes than were written"
+        )
+    assert "resume from step 4" in found["run"].remedy
+
+
+def test_a_checkpoint_that_is_being_written_is_not_damaged(tmp_path):
+    (tmp_path / "checkpoint-8").mkdir()
+    rows = run_of({**HEALTHY, "reward": learning}, steps=9)
+    running = {"state": "running", "machine": this_machine(), "pid": os.getpid()}
+    assert not wrong(recorded(tmp_path, rows, **running))
 
 
 def test_stages_are_told_apart_and_other_folders_refused(tmp_path):

@@ -51,6 +51,10 @@ def test_several_calls_keep_their_order():
         ("llama3", '{"name": "look", "parameters": {', "the call is no JSON"),
         ("llama3", "<|python_tag|>look(x)", "the call is no JSON"),
         ("json", '{"name": "look", "arguments": {"key": }', "the call is no JSON"),
+        ("hermes", f"<tool_call>{'[' * 100_000}</tool_call>", "the call is no JSON"),
+        ("hermes", f'<tool_call>{{"name": "look", "arguments": "{"[" * 100_000}"}}</tool_call>', "are no JSON"),
+        ("llama3", f"<|python_tag|>{'[' * 100_000}", "the call is no JSON"),
+        ("json", f'{{"name": "look", "arguments": {"[" * 100_000}', "the call is no JSON"),
     ],
 )
 def test_a_call_that_is_not_well_written_says_why(form, text, error):

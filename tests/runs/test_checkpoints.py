@@ -58,7 +58,13 @@ def test_a_list_of_an_earlier_version_has_sizes_alone(tmp_path):
     assert not is_whole(folder)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '["model.safetensors"]', '{"../nowhere": 3}'])
+ODD_LISTS = (
+    '{"model.safetensors": [50]}', '{"model.safetensors": ["LlamaForCausalLM"]}', '{"model.safetensors": null}',
+    '{"model.safetensors": [50, null]}', json.dumps({"x" * 300: 3}), json.dumps({"a\0b": 3}), "[" * 5000,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '["model.safetensors"]', '{"../nowhere": 3}', *ODD_LISTS])
 def test_a_broken_list_is_not_whole(text, tmp_path):
     folder = made(tmp_path, 5)
     (folder / "whole.json").write_text(text)

@@ -13,6 +13,7 @@ from upweight.config.sections.model import ModelSection
 from upweight.config.yaml_file import apply_overrides
 from upweight.errors import UserError
 from upweight.log import warn_once
+from upweight.runs.checkpoints import refuse_damaged
 
 ADAPTER, RUN = "adapter_config.json", "config.yaml"
 
@@ -74,6 +75,7 @@ def trained(place: str, overrides: list[str], *, or_base: bool = False) -> Train
         return _of_run(path, load_config(run, overrides))
     content, adapter = {"base_model": str(path) if path.exists() else place}, None
     if (path / ADAPTER).is_file():
+        refuse_damaged(path)
         named, adapter = json.loads((path / ADAPTER).read_text(encoding="utf-8")), path
         content = {"base_model": named.get("base_model_name_or_path"), "model_revision": named.get("revision")}
     config = parse_config(apply_overrides(content, overrides), folder=Path.cwd(), fragment=True)
@@ -85,6 +87,7 @@ def _of_run(folder: Path, config: Config) -> Trained:
     """Return the model or adapter in a folder, which a run with this config trained."""
     if (folder / ADAPTER).is_file():
         return Trained(config.model, folder, config)
+    refuse_damaged(folder)
     section = ModelSection(base_model=str(folder), trust_remote_code=config.model.trust_remote_code)
     return Trained(section, None, config)
 

@@ -8,7 +8,7 @@ from typing import Any
 from upweight.doctor.findings import Finding, Level
 from upweight.errors import UserError
 from upweight.models.memory import LESS_MEMORY
-from upweight.runs.checkpoints import checkpoints_of, is_whole
+from upweight.runs.checkpoints import WHOLE, checkpoints_of, damage
 from upweight.runs.files import CONFIG, METRICS, RECORD, metrics_of, this_machine
 from upweight.runs.health import verdicts
 from upweight.runs.report.reading import read_json
@@ -29,17 +29,22 @@ def check_run(folder: Path) -> list[Finding]:
         return [replace(item, what=f"{stage.name}: {item.what}") for stage in stages for item in check_run(stage)]
     if not any((folder / name).is_file() for name in (CONFIG, METRICS, RECORD)):
         raise UserError(f"{folder}: neither a config nor the folder of a run, which holds {CONFIG} and {METRICS}.")
-    rows = metrics_of(folder)
-    return [_state(folder, rows), *_health(rows)]
+    rows, record = metrics_of(folder), read_json(folder / RECORD)
+    state = run_status(record, there=True, logged=True)["state"]
+    checkpoints = [
+        (step, path, damage(path))
+        for step, path in checkpoints_of(folder)
+        if state != "running" or (path / WHOLE).exists()  # else it is being written
+    ]
+    whole = next((step for step, _, reason in checkpoints if reason is None), None)
+    return [_state(rows, record, state, whole), *_damaged(checkpoints), *_health(rows)]
 
 
-def _state(folder: Path, rows: list[dict[str, Any]]) -> Finding:
-    """Report whether the run is running or how it ended."""
-    record = read_json(folder / RECORD)
+def _state(rows: list[dict[str, Any]], record: dict[str, Any], state: str, whole: int | None) -> Finding:
+    """Report whether the run is running or how it ended; `whole` is the step of its last whole checkpoint."""
     last, planned = max((row["step"] for row in rows), default=0), record.get("max_steps")
     where = f"at step {last}" + (f" of {planned}" if planned else "")
     evidence = {"step": last, "max_steps": planned, **({"message": record["message"]} if "message" in record else {})}
-    state = run_status(record, there=True, logged=True)["state"]
     message = str(record.get("message", ""))
     if state == "failed" and any(word in message for word in MEMORY):
         return Finding("alarm", "out of memory", f"the run failed {where}: {message}", MEMORY_REMEDIES, evidence)
@@ -47,8 +52,8 @@ def _state(folder: Path, rows: list[dict[str, Any]]) -> Finding:
         return Finding("note", "run", f"was running on another machine, {where}, when it last wrote", evidence=evidence)
     endings: dict[str, tuple[Level, str, str]] = {
         "done": ("ok", f"finished {where}", ""),
-        "stopped": ("warning", f"was stopped {where}", _resume(folder)),
-        "failed": ("alarm", f"failed {where}: {message}", f"correct the cause; {_resume(folder)}"),
+        "stopped": ("warning", f"was stopped {where}", _resume(whole)),
+        "failed": ("alarm", f"failed {where}: {message}", f"correct the cause; {_resume(whole)}"),
         "running": ("ok", f"is running, {where}", ""),
         "killed": ("alarm", f"was ended from outside {where}", KILLED),
     }
@@ -70,9 +75,16 @@ def _health(rows: list[dict[str, Any]]) -> Iterator[Finding]:
         yield Finding("ok", "health", f"no health rule reports a problem in {len(rows)} logged rows")
 
 
-def _resume(folder: Path) -> str:
+def _damaged(checkpoints: list[tuple[int, Path, str | None]]) -> Iterator[Finding]:
+    """Report every checkpoint that a resume would pass over."""
+    for step, path, reason in checkpoints:
+        if reason is not None:
+            remedy = "remove it; a resume passes over it"
+            yield Finding("warning", "checkpoint", f"{path.name} is damaged: {reason}", remedy, {"step": step})
+
+
+def _resume(whole: int | None) -> str:
     """Return the remedy: resume from the last complete checkpoint, or start again where there is none."""
-    whole = next((step for step, path in checkpoints_of(folder) if is_whole(path)), None)
     if whole is None:
         return "there is no whole checkpoint to resume from: start again; save_steps sets how often they are written"
     return f"resume from step {whole} with `upweight train CONFIG --resume`"

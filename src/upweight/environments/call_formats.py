@@ -11,6 +11,7 @@ HERMES = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
 PYTHON_TAG = "<|python_tag|>"
 FENCE = re.compile(r"```(?:json|tool_call)?\s*|```", re.IGNORECASE)
 ARGUMENTS = ("arguments", "parameters")
+UNREADABLE = (ValueError, RecursionError)  # the latter: a model may write thousands of brackets
 REMEDY = 'write a call as {"name": "...", "arguments": {...}}'
 Parsed = tuple[str, list[ToolCall]]
 
@@ -50,7 +51,7 @@ def _json(text: str) -> Parsed:
     while (brace := text.find("{", start)) >= 0:
         try:
             value, end = json.JSONDecoder().raw_decode(text, brace)
-        except ValueError as error:
+        except UNREADABLE as error:
             rest.append(text[start : brace + 1])
             if _begins_a_call(text[brace:]):
                 calls.append(_malformed(f"the call is no JSON: {error}"))
@@ -73,7 +74,7 @@ def _split_objects(text: str) -> Iterator[str]:
     while text := text.strip().removeprefix(";").strip():
         try:
             _, end = json.JSONDecoder().raw_decode(text)
-        except ValueError:
+        except UNREADABLE:
             end = len(text)
         yield text[:end]
         text = text[end:]
@@ -82,7 +83,7 @@ def _split_objects(text: str) -> Iterator[str]:
 def _parse(text: str) -> list[ToolCall]:
     try:
         value = json.loads(text)
-    except ValueError as error:
+    except UNREADABLE as error:
         return [_malformed(f"the call is no JSON: {error}")]
     return [_call(entry) for entry in (value if isinstance(value, list) else [value])]
 
@@ -95,7 +96,7 @@ def _call(value: Any) -> ToolCall:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
-        except ValueError as error:
+        except UNREADABLE as error:
             return _malformed(f"the arguments are no JSON: {error}", value["name"])
     if not isinstance(arguments, dict):
         return _malformed("the arguments are no object", value["name"])

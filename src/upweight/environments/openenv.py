@@ -257,7 +257,7 @@ class OpenEnvEpisode(Episode):
                 answer = json.loads(await self.socket.recv())
         except TimeoutError:
             raise OpenEnvFault(f"no answer to '{kind}' within {self.environment.timeout:g} seconds") from None
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise OpenEnvFault(f"the answer to '{kind}' is no JSON: {error}") from error
         content = answer.get("data") if isinstance(answer, dict) else None
         if not isinstance(content, dict):

@@ -30,17 +30,26 @@ def damage(folder: Path) -> str | None:
     """Return what is wrong with a folder's files, or None where they are those that were written."""
     try:
         entries = json.loads((folder / WHOLE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return f"it has no readable {WHOLE}: its writing was cut off"
     if not isinstance(entries, dict) or not entries:
         return f"its {WHOLE} lists no files"
     for name, entry in entries.items():
-        size, expected = entry if isinstance(entry, list) else (entry, None)  # earlier versions wrote sizes alone
+        match entry:
+            case [int(size), str(expected)]:
+                pass
+            case int(size):  # earlier versions wrote sizes alone
+                expected = None
+            case _:
+                return f"its {WHOLE} lists no files"
         path = folder / name
-        if not path.is_file() or path.stat().st_size != size:
-            return f"{name} is missing or has another size than was written"
-        if expected is not None and checksum(path) != expected:
-            return f"{name} holds other bytes than were written"
+        try:
+            if not path.is_file() or path.stat().st_size != size:
+                return f"{name} is missing or has another size than was written"
+            if expected is not None and checksum(path) != expected:
+                return f"{name} holds other bytes than were written"
+        except (OSError, ValueError) as error:  # a bad sector; a name that no file can have
+            return f"{name} cannot be read: {error}"
     return None
 
 
@@ -85,6 +94,15 @@ def last_whole_checkpoint(run_folder: Path) -> Path | None:
             return folder
         logger.warning("warning: %s is passed over: %s", folder, reason)
     return None
+
+
+def refuse_damaged(folder: Path) -> None:
+    """Raise where a folder with a trained model is a damaged checkpoint; warn where it was never marked as complete."""
+    if (folder / WHOLE).exists():
+        if reason := damage(folder):
+            raise UserError(f"{folder} is damaged: {reason}. Name another checkpoint.")
+    elif step_of(folder) is not None:
+        logger.warning("warning: %s has no %s: an earlier version wrote it, or it was cut off", folder, WHOLE)
 
 
 def named_checkpoint(path: str) -> Path:

@@ -28,5 +28,5 @@ def unwritable_reason(folder: Path) -> str | None:
 
 
 def metrics_of(folder: Path) -> list[dict[str, Any]]:
-    """Return the rows that a run has logged; an incomplete last line is skipped."""
-    return JsonLines(folder / METRICS).read()
+    """Return the rows that a run has logged; an incomplete last line and rows without a step are skipped."""
+    return [row for row in JsonLines(folder / METRICS).read() if isinstance(row.get("step"), int)]

@@ -17,6 +17,7 @@ from transformers import PrinterCallback, TrainerCallback
 
 from upweight.config import Config
 from upweight.errors import UserError
+from upweight.files import remove_partials
 from upweight.heartbeat import activity, heartbeat
 from upweight.log import logger
 from upweight.runs.checkpoints import last_whole_checkpoint, named_checkpoint, set_aside, step_of
@@ -101,6 +102,7 @@ def _prepare_run_folder(config: Config, folder: Path, checkpoint: Path | None, r
     refuse_other_weights(changed, checkpoint, config.optim.scheduler)
     if changed:
         logger.warning("warning: %s set otherwise than when the run began", ", ".join(changed))
+    remove_partials(folder)
     write_config(config, folder)
     set_aside(folder, (step_of(checkpoint) or 0) if checkpoint else 0)
 

@@ -284,6 +284,10 @@ def test_groups_that_do_not_fit_are_mended_with_a_word():
     assert "'gradient_accumulation_steps: 2' would fit" in config.notices[0]
     assert generation_batch(config, ranks=2) == 8
     assert generation_batch(config, ranks=3) == 24
+    content = {**GRPO, "micro_batch_size": 6, "gradient_accumulation_steps": 7}
+    for group, steps in ((4, 8), (9, 9), (10**9, 500_000_000)):
+        (notice,) = parse_config({**content, "trl": {**GRPO["trl"], "num_generations": group}}, folder=Path()).notices
+        assert f"'gradient_accumulation_steps: {steps}' would fit" in notice
 
 
 @pytest.mark.parametrize(

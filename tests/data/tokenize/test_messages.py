@@ -1,5 +1,6 @@
 """Messages as rows hold them."""
 
+import numpy as np
 import pytest
 
 from upweight.config.sections.data import DatasetRow
@@ -54,9 +55,18 @@ def test_tools(tools):
     reader = MessageReader(DatasetRow(field_tools="known.tools"))
     conversation = reader.conversation(Row(known={"tools": tools}), [])
     assert conversation.tools == [{"type": "function", "function": {"name": "add"}}]
+
+
+@pytest.mark.parametrize("tools", ["[oops", "[" * 100_000, 7, np.bool_(True)])
+def test_tools_that_are_none_name_their_key(tools):
     with pytest.raises(RowError) as caught:
-        reader.conversation(Row(known={"tools": "[oops"}), [])
-    assert caught.value.key == "known.tools"
+        MessageReader(DatasetRow()).conversation(Row(tools=tools), [])
+    assert caught.value.key == "tools"
+
+
+def test_arguments_of_thousands_of_brackets_stay_text():
+    (message,) = read([{"role": "assistant", "tool_calls": [{"name": "add", "arguments": "[" * 100_000}]}])
+    assert message["tool_calls"][0]["function"]["arguments"] == "[" * 100_000
 
 
 @pytest.mark.parametrize(

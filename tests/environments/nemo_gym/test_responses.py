@@ -2,10 +2,11 @@
 
 import copy
 
+import httpx
 import pytest
 
 from made_gym_server import exchange
-from upweight.environments.nemo_gym.responses import is_finished, messages_of, turns_of
+from upweight.environments.nemo_gym.responses import is_finished, messages_of, turns_of, verification_of
 from upweight.environments.nemo_gym.servers import GymFault
 
 RUNS = ["run_11_single_tool_call_return_token_ids", "wheel_040_tool_run", "wheel_070_tool_run"]
@@ -43,6 +44,19 @@ def test_tokens_that_do_not_fit_together_are_a_fault(key, value):
     broken["response"]["output"][0][key] = value
     with pytest.raises(GymFault, match="a turn has"):
         turns_of(broken)
+
+
+def test_arguments_that_are_no_json_stay_text():
+    broken = copy.deepcopy(found(RUNS[0]))
+    call = next(item for item in broken["response"]["output"] if item.get("type") == "function_call")
+    call["arguments"] = "[" * 5000
+    assert messages_of(broken)[0]["tool_calls"][0]["function"]["arguments"] == {"text": "[" * 5000}
+
+
+def test_a_verification_of_thousands_of_brackets_is_a_fault():
+    answer = httpx.Response(200, content=b"[" * 5000, request=httpx.Request("POST", "http://x/verify"))
+    with pytest.raises(GymFault, match="/verify"):
+        verification_of(answer)
 
 
 def test_an_answer_without_output_is_a_fault():

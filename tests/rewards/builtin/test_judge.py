@@ -50,7 +50,8 @@ class Judge(BaseHTTPRequestHandler):
         )
         asked = sum(word in one[2]["messages"][0]["content"] for one in seen)
         status, content = answers[min(asked, len(answers)) - 1]
-        reply = content if status != 200 else json.dumps({"choices": [{"message": {"content": content}}]})
+        bare = status != 200 or content.startswith("[")
+        reply = content if bare else json.dumps({"choices": [{"message": {"content": content}}]})
         self.send_response(status)
         self.end_headers()
         self.wfile.write(reply.encode())
@@ -124,8 +125,8 @@ def test_the_key_comes_from_the_environment_and_columns_fill_the_template(server
 
 
 def test_what_is_no_chat_completion_counts_as_failure(server):
-    vars(server)["answers"] = {"a": [(201, "x")]}
-    assert JudgeReward(url=url(server), model="m", backoff=0.0)(["a"]) == [None]
+    vars(server)["answers"] = {"a": [(201, "x")], "b": [(200, "[" * 5000)], "c": [(200, "[9" * 5000)]}
+    assert JudgeReward(url=url(server), model="m", backoff=0.0, retries=0)(["a", "b", "c"]) == [None] * 3
 
 
 def test_a_server_that_is_not_there_gives_none():

@@ -79,11 +79,12 @@ def test_leaving_early_passes_no_test(way, code):
     assert run(code, way, tests=["pass"]).held is None
 
 
-def test_a_forged_report_is_not_believed(way):
-    code = """
+@pytest.mark.parametrize("report", ['b\'{"token": "guess", "held": [true]}\\n\'', "b'[' * 5000 + b'\\n'"])
+def test_a_forged_report_is_not_believed(way, report):
+    code = f"""
 import os
 for fd in range(3, 64):
-    try: os.write(fd, b'{"token": "guess", "held": [true]}\\n')
+    try: os.write(fd, {report})
     except OSError: pass
 os._exit(0)
 """

@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 from made_runs import metrics_of, write_online
 from upweight.config import load_config
 from upweight.train.recording.callbacks import before_and_after
@@ -26,6 +28,16 @@ def test_each_set_is_compared_with_its_first_evaluation():
         "  reward  0 -> 0.1",
     ]
     assert before_and_after(rows[:2]) == []
+
+
+@pytest.mark.parametrize("eval_steps", [3, 4])  # the last evaluation comes after the last checkpoint, or before it
+def test_a_run_that_is_resumed_at_its_end_is_not_evaluated_again(eval_steps, model_folder, tmp_path):
+    keys = {"max_steps": 4, "save_steps": 4, "eval_steps": eval_steps, "val_set_size": 2}  # ends within an epoch
+    config = load_config(write_online(tmp_path, model_folder, **keys))
+    train(config)
+    rows = metrics_of(tmp_path / "out")
+    train(config, resume=True)
+    assert metrics_of(tmp_path / "out") == rows
 
 
 def test_a_run_is_evaluated_before_the_first_step_and_after_the_last(model_folder, tmp_path, caplog):

@@ -39,6 +39,14 @@ def test_the_written_config_is_the_run_again(name, tmp_path):
     assert not [notice for notice in again.notices if "no effect" in notice]
 
 
+@pytest.mark.parametrize("content", [b"", b"a: [", b"- x", b"\xff\xfe", b"rl: \0"])
+def test_a_written_config_that_is_damaged_is_warned_of(content, tmp_path, caplog):
+    config = parse_config(CONFIGS["grpo"], folder=tmp_path)
+    (tmp_path / "config.yaml").write_bytes(content)
+    assert changed_keys(config, tmp_path) == []
+    assert f"{tmp_path / 'config.yaml'} cannot be read" in caplog.text
+
+
 def written(folder, *logs):
     file, state = MetricsFile(folder), TrainerState(is_world_process_zero=True)
     for step, log in enumerate(logs, 1):

@@ -1,5 +1,6 @@
 """Rules about rollouts: rewards, sampling, vLLM, environments, NeMo Gym."""
 
+import math
 import re
 from collections.abc import Iterator
 
@@ -164,7 +165,8 @@ def groups_fit_the_batch(config: Config) -> Iterator[str]:
             return
     strided = feature_matcher(config.method) is not None and "ebft.n_samples_per_prompt" in config.set_keys
     key = "ebft.n_samples_per_prompt" if strided else "trl.num_generations"
-    smallest = next(steps for steps in range(accumulation, accumulation + group + 1) if micro * steps % group == 0)
+    unit = group // math.gcd(micro, group)  # steps that hold whole groups
+    smallest = math.ceil(accumulation / unit) * unit
     misfit = f"a batch of {wanted} does not hold whole groups of {group}; {actual} completions are generated at a time"
     yield f"{key}: {misfit}. 'gradient_accumulation_steps: {smallest}' would fit."
 

@@ -127,9 +127,9 @@ class MessageReader:
         if isinstance(value, str) and value:
             try:
                 value = json.loads(value)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise RowError(key, f"tool definitions as a list or as JSON text ({error})") from error
-        if value is None or value in ([], ""):
+        if value is None or (isinstance(value, str | list) and not value):
             return None
         tools = checked_mappings(value, key, "a tool definition", "tool definitions")
         check_all_text(tools, key)
@@ -162,7 +162,7 @@ def _tool_calls(value: Any, key: str) -> list[Any]:
         call = {"type": "function", "function": item} if is_function else dict(item)
         function = call.get("function")
         if isinstance(function, Mapping) and isinstance(function.get("arguments"), str):
-            with suppress(ValueError):  # the template shows invalid JSON as the model wrote it
+            with suppress(ValueError, RecursionError):  # the template shows invalid JSON as the model wrote it
                 call["function"] = {**function, "arguments": json.loads(function["arguments"])}
         calls.append(call)
     return calls

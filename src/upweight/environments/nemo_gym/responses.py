@@ -42,7 +42,7 @@ def verification_of(answer: httpx.Response) -> Mapping[str, Any]:
     place = answer.request.url.path
     try:
         verification = answer.json() if answer.status_code == httpx.codes.OK else None
-    except ValueError:
+    except (ValueError, RecursionError):
         verification = None
     if not isinstance(verification, Mapping):
         raise GymFault(f"{place}: {excerpt(answer)}")
@@ -97,7 +97,7 @@ def messages_of(run: Mapping[str, Any]) -> list[Message]:
         elif kind == "function_call":
             try:
                 arguments = json.loads(item["arguments"])
-            except (KeyError, TypeError, ValueError):
+            except (KeyError, TypeError, ValueError, RecursionError):
                 arguments = {"text": str(item.get("arguments"))}
             call = {"name": item.get("name"), "arguments": arguments}
             called = {"type": "function", "id": item.get("call_id"), "function": call}

@@ -22,7 +22,7 @@ from upweight.files import atomic_path
 from upweight.log import logger
 from upweight.models.load import Head, config_with_head, load_config, load_failures, load_model, model_class, source_of
 from upweight.models.tokenizer import load_tokenizer
-from upweight.runs.checkpoints import WHOLE, damage
+from upweight.runs.checkpoints import refuse_damaged
 
 HEADS: dict[str, Head] = {"SEQ_CLS": "sequence_score", "TOKEN_CLS": "step_score"}
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -43,10 +43,9 @@ class AdapterFolder:
     folder: Path
 
     def __post_init__(self) -> None:
+        refuse_damaged(self.folder)
         if not (self.folder / "adapter_config.json").is_file():
             raise UserError(f"{self.folder} holds no adapter_config.json: there is no adapter in it")
-        if (self.folder / WHOLE).exists() and (reason := damage(self.folder)):
-            raise UserError(f"{self.folder} is damaged: {reason}. Name another checkpoint.")
 
     def head(self) -> Head:
         """Return the head that the adapter was trained with."""

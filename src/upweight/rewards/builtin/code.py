@@ -61,7 +61,7 @@ class CodeReward:
     def _task(self, row: dict[str, Any]) -> Task | None:
         tests = row.get(self.tests)
         if isinstance(tests, str) and tests.lstrip()[:1] in ("[", "{"):
-            with suppress(ValueError):
+            with suppress(ValueError, RecursionError):
                 tests = json.loads(tests)
         if isinstance(tests, dict):
             return _cases(tests.get("inputs"), tests.get("outputs"))

@@ -1,6 +1,5 @@
 """A reward from a language model that judges completions, over an OpenAI-compatible address."""
 
-import json
 import os
 import re
 import time
@@ -127,7 +126,7 @@ class JudgeReward:
                 retry_after = float(named) if named.isdigit() else 0.0
             except httpx.HTTPError as error:
                 problem = f"{type(error).__name__} {error}"
-            except (json.JSONDecodeError, KeyError, IndexError, TypeError, UnicodeDecodeError) as error:
+            except (ValueError, RecursionError, LookupError, TypeError) as error:
                 problem = f"not a chat completion ({type(error).__name__} {error})"
             if attempt < self.retries:
                 time.sleep(min(max(self.backoff * 2**attempt, retry_after), self.timeout))

@@ -231,7 +231,7 @@ def _belongs(process: int, spare: int | None, mark: bytes) -> bool:
 def _held(lines: list[bytes], token: str) -> list[bool] | None:
     """The report's lines -> which tests held, from the first line with our token."""
     for line in lines:
-        with suppress(ValueError):
+        with suppress(ValueError, RecursionError):
             content = json.loads(line)
             if isinstance(content, dict) and content.get("token") == token:
                 return [bool(passed) for passed in content["held"]]

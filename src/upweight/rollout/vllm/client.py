@@ -73,7 +73,7 @@ class VllmClient:
             raise RequestRefused(answer.status_code, _message(answer))
         try:
             return answer.json() if "json" in answer.headers.get("content-type", "") else answer.text
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise RequestFailed(f"{path}: the answer is no JSON") from error
 
     async def identity(self) -> ServerIdentity:
@@ -153,6 +153,6 @@ def _message(answer: httpx.Response) -> str:
         content = answer.json()
         error = content.get("error", content)
         text = error.get("message", error) if isinstance(error, dict) else error
-    except (ValueError, AttributeError):
+    except (ValueError, RecursionError, AttributeError):
         text = answer.text
     return " ".join(str(text).split())[:300]

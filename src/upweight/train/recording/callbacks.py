@@ -30,7 +30,7 @@ from upweight.runs.files import HEALTH, metrics_of
 from upweight.runs.health import Health
 from upweight.runs.report.reading import columns
 from upweight.runs.report.run import first_and_last
-from upweight.train.distributed.ranks import all_gather_objects
+from upweight.train.distributed.ranks import all_gather_objects, broadcast_from_rank0
 from upweight.train.objects import Objects
 from upweight.train.online.feed import SaveRollouts
 from upweight.train.recording.completions import CompletionFiles, ShownCompletions
@@ -288,6 +288,12 @@ class BeforeAndAfter(TrainerCallback):
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.evaluated = folder, -1
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        # A run that was ended after its last evaluation has nothing to evaluate when it is resumed.
+        rows = metrics_of(self.folder) if state.is_world_process_zero else []
+        steps, _ = columns((row for row in rows if row["step"] <= state.global_step), evaluation=True)
+        self.evaluated = broadcast_from_rank0(max(steps, default=-1))
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.evaluated = state.global_step

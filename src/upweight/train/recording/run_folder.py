@@ -44,7 +44,13 @@ def changed_keys(config: Config, folder: Path) -> list[str]:
     """Return the keys that affect training and have changed since the run in `folder` started."""
     if not (folder / CONFIG).exists():
         return []
-    before = yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8"))
+    try:
+        before = yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+        before = None
+    if not isinstance(before, dict):
+        warn_once(f"{folder / CONFIG} cannot be read; whether keys changed since the run began is not checked")
+        return []
     now = yaml.safe_load(yaml.safe_dump(content_of(config)))
     added = [key for key in now if key not in before]  # by a later version, with the default unless it is set
     unset = [key for key in added if not any(path.split(".")[0] == key for path in config.set_keys)]
