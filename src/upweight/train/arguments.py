@@ -23,17 +23,9 @@ DEFAULT_SAVE_STEPS = 500  # of transformers
 LONG_OPTIMIZER_NAMES = {name: f"{name}_32bit" for name in ("lion", "paged_lion", "paged_adamw")}
 # Keys that transformers has under the same name, but whose values are worked out here or used by the engine.
 OTHER_VALUES = {
-    *(
-        "eval_on_start",
-        "eval_steps",
-        "eval_strategy",
-        "greater_is_better",
-        "hub_strategy",
-        "learning_rate",
-        "max_steps",
-    ),
-    *("logging_steps", "save_steps", "save_strategy", "save_total_limit", "warmup_steps"),
-    *("gradient_checkpointing", "torch_compile"),
+    *("eval_on_start", "eval_steps", "eval_strategy", "save_steps", "save_strategy", "save_total_limit"),
+    *("greater_is_better", "gradient_checkpointing", "hub_strategy", "learning_rate", "logging_steps", "max_steps"),
+    *("torch_compile", "warmup_steps"),
 }
 SECTION_KEYS = {*RunSection.model_fields, *OptimSection.model_fields}
 PASSED_ON = ({field.name for field in fields(TrainingArguments)} & SECTION_KEYS) - OTHER_VALUES

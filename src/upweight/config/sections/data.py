@@ -49,15 +49,8 @@ KNOWN_TEMPLATES = (*TEMPLATE_NAMES, *TEMPLATE_ALIASES, "jinja", "tokenizer_defau
 FALLBACK_PREFIX = "tokenizer_default_fallback_"
 # Model families whose tokenizers contain the template.
 TOKENIZER_TEMPLATES = (
-    "command_a",
-    "falcon_h1",
-    "gemma3n",
-    "gemma4",
-    "gemma4_unified",
-    "jamba",
-    "qwen3_5",
-    "qwen3_next",
-)
+    "command_a", "falcon_h1", "gemma3n", "gemma4", "gemma4_unified", "jamba", "qwen3_5", "qwen3_next",
+)  # fmt: skip
 
 
 class UserFormat(Strict):
