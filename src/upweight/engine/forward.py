@@ -43,7 +43,7 @@ class Engine:
             require_shareable(base.config, context.size)
             if self.layout != "tree":
                 name = type(base).__name__
-                raise UserError(f"context_parallel_size: ranks cannot share the padded rows of {name}; set it to 1")
+                raise UserError(f"context_parallel_size: cannot share {name}, whose rows are padded; set it to 1")
         self.config = base.config
         self.scores = base.get_output_embeddings() is None
         self.chooses_logits = "logits_to_keep" in inspect.signature(type(base).forward).parameters
