@@ -6,6 +6,7 @@ from pathlib import Path
 
 from docs.format_rows import SHOWN
 
+from upweight.config.config import how_to_choose
 from upweight.config.schema import markdown
 from upweight.methods import METHODS
 from upweight.runs.health_rules import EXPLAINED, RULES, SIGNS, Sign
@@ -24,7 +25,9 @@ def formats() -> str:
     """The end of `docs/formats.md`: a row of every format."""
     lines = [""]
     for kind, shown in SHOWN.items():
-        lines += [f"## For {', '.join(name for name, method in METHODS.items() if method.formats() == kind)}"]
+        lines += [
+            f"## For {', '.join(how_to_choose(name) for name, method in METHODS.items() if method.formats() == kind)}"
+        ]
         lines += [KTO_TOO] if kind == "labelled" else [""]
         lines += ["| `type` | a row |", "|---|---|"]
         for one in shown:
@@ -38,7 +41,7 @@ def arguments() -> str:
     """The end of `docs/peers.md`: the key of every argument of a script's config."""
     lines = []
     classes = [one for one in vars(configs).values() if isinstance(one, type) and issubclass(one, MethodArguments)]
-    for kind in [*(one for one in classes if one is not MethodArguments), GRPOConfig]:
+    for kind in [*(one for one in classes if hasattr(one, "method_class")), GRPOConfig]:
         named = {}
         for argument in dataclasses.fields(kind):
             if (key := help_of(argument).setting) is not None:

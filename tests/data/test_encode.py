@@ -25,9 +25,13 @@ def test_the_config_knows_the_formats():
     ("keys", "name", "said"),
     [
         ({"rl": "dpo"}, "chatml.intl", "Did you mean 'chatml.intel'"),
-        ({"rl": "dpo"}, "stepwise_supervised.default", "is for process reward models, not for dpo"),
+        ({"rl": "dpo"}, "stepwise_supervised.default", "is for process_reward_model: true, not for rl: dpo"),
         ({"rl": "kto"}, "ebft_opencode.transform", "is for ebft, not for kto"),
-        ({"process_reward_model": True}, "chatml.intel", "is for preference pairs .* and kto, not for prm"),
+        (
+            {"process_reward_model": True},
+            "chatml.intel",
+            "is for rl: dpo, .*, reward_model: true, not for process_reward_model: true",
+        ),
     ],
 )
 def test_unknown_and_misplaced_names(keys, name, said):

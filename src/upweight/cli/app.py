@@ -83,7 +83,7 @@ def train(
     allow_changed_data: Annotated[bool, typer.Option("--allow-changed-data", help="Resume on changed data.")] = False,
     num_processes: Processes = None,
     launcher: Annotated[
-        str | None, typer.Option(help="torchrun, accelerate (arguments after -- are its) or none.")
+        str | None, typer.Option(help="torchrun, accelerate (arguments after -- are its) or none; else ours.")
     ] = None,
     nodes: Annotated[int, typer.Option(min=1, help="Machines; start the command on each of them.")] = 1,
     node_rank: Annotated[int, typer.Option(min=0, help="Number of this machine, counted from 0.")] = 0,
@@ -127,7 +127,9 @@ def rewards(
     config: ConfigFile,
     overrides: Overrides = None,
     *,
-    completions: Annotated[Path | None, typer.Option(help="JSON lines to score, instead of sampling.")] = None,
+    completions: Annotated[
+        Path | None, typer.Option(help="JSON lines: prompt, completion, columns; not sampled.")
+    ] = None,
     prompts: Annotated[int, typer.Option(min=1, help="Prompts to sample for.")] = 4,
     count: Annotated[int | None, typer.Option(min=1, help="Completions of each; as in training otherwise.")] = None,
     as_json: AsJson = False,
@@ -181,7 +183,9 @@ def gguf(
     trained: TrainedModel,
     overrides: Overrides = None,
     *,
-    output: Annotated[Path | None, typer.Option(help="File to write; else `gguf/model-TYPE.gguf` beside it.")] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="File to write; else `gguf/model-TYPE.gguf` in the folder.")
+    ] = None,
     kind: Annotated[str, typer.Option("--type", help="f32, f16, bf16, q8_0 or auto.")] = "q8_0",
 ) -> None:
     """Write a trained model as one GGUF file, with llama.cpp's converter."""
@@ -233,7 +237,8 @@ def inference(
 @app.command()
 def init(
     method: Annotated[
-        str | None, typer.Argument(metavar="METHOD", help="As in `rl`, or sft, reward, prm, gym.")
+        str | None,
+        typer.Argument(metavar="METHOD", help="As in `rl`, or sft, reward, prm, gym; without it, all are listed."),
     ] = None,
     folder: Annotated[Path | None, typer.Argument(help="Folder to write; named after the method otherwise.")] = None,
 ) -> None:
@@ -301,7 +306,9 @@ def agent_docs(topic: Annotated[str | None, typer.Argument(help="One of those li
 
 
 @app.command()
-def schema(as_markdown: Annotated[bool, typer.Option("--markdown", help="Print the page instead.")] = False) -> None:
+def schema(
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print the page of all keys.")] = False,
+) -> None:
     """Print the JSON schema of the config."""
     from upweight.config.schema import json_schema, markdown
 

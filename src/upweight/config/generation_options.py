@@ -37,7 +37,7 @@ def read_options(kwargs: Mapping[str, Any], *, others: bool) -> tuple[dict[str, 
             options[name] = tuple(_each(name, value)) if name in SEVERAL else FIELDS[name](value)
         elif key not in SAMPLED and not others:
             hint = f"{did_you_mean(key, (*FIELDS, *SPELLINGS))} It knows {', '.join((*FIELDS, *SPELLINGS))}."
-            errors.append(f"{KEY}: '{key}' is not an option of the in-process sampler.{hint}")
+            errors.append(f"{KEY}: '{key}' is not an option of sampling here.{hint}")
     return options, errors
 
 

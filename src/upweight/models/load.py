@@ -129,7 +129,7 @@ def load_model(
         if not unknown:
             raise
         raise UserError(
-            f"model_kwargs: {unknown[0]!r} is no argument of `from_pretrained` and no field of the config. Correct it."
+            f"model_kwargs: {unknown[0]!r} is neither an argument of `from_pretrained` nor a field of the config."
         ) from error
     _check_missing(report, place, head, model.base_model_prefix, logs=not head_follows)
     keep_soft_cap(model)
@@ -162,7 +162,8 @@ def load_config(section: ModelSection) -> PreTrainedConfig:
     modalities = [name for name in ("vision", "audio") if getattr(config, f"{name}_config", None) is not None]
     if modalities:
         raise UserError(
-            f"base_model: {place!r} is a {' and '.join(modalities)} model; only text is trained: name its text variant"
+            f"base_model: {place!r} ({config.model_type}) is a {' and '.join(modalities)} model; only text models are "
+            "trained: name its text-only variant"
         )
     for name, value in section.config_overrides.items():
         if not hasattr(config, name):

@@ -22,6 +22,7 @@ from upweight.models.patches import keep_soft_cap
 from upweight.rewards.reward import Reward, parameters_of
 from upweight.watchdog import time_limit
 
+TEMPLATE_SECONDS = DataSection().template_timeout
 TOKENS_AT_ONCE = 16384  # tokens of a batch, padding included
 
 
@@ -61,7 +62,7 @@ class ModelReward:
         if isinstance(prompt, str):
             ids = self._tokens.with_eos(self._tokens.ids([prompt + str(completion)])[0])
         else:
-            with time_limit(DataSection().template_timeout):
+            with time_limit(TEMPLATE_SECONDS):
                 text = self.tokenizer.apply_chat_template([*prompt, *completion], tokenize=False)
             ids = self._tokens.ids([text.rstrip() if self.strips_space else text])[0]
         ids = self._tokens.with_bos(ids)

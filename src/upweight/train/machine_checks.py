@@ -56,7 +56,7 @@ def packages(config: Config, *, trains: bool) -> Iterator[str]:
     if colocated and not _installed("vllm"):
         yield "trl.vllm_mode: colocate needs vLLM in this Python environment; install it, or use a server."
     if samples_from_server(config) and direct_transfer(config) == "nccl" and not _installed("vllm"):
-        yield "trl.vllm_weight_transfer: nccl needs vLLM in the trainer's environment; install it, or use another way."
+        yield "trl.vllm_weight_transfer: nccl needs vLLM in the trainer's environment; install it, or use 'folder'."
 
 
 def folders(config: Config) -> Iterator[str]:

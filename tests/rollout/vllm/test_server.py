@@ -215,10 +215,11 @@ def test_a_server_that_hangs_while_new_weights_wait_for_its_requests_is_noticed(
     server = backend(fake, model, tmp_path, timeout=0.5)
     server.sync(0)
     fake.held.add(server.served_name())
+    before = len(fake.asked("/v1/completions"))  # by the sync
     with ThreadPoolExecutor(2) as pool:
         sampled = pool.submit(server.generate, PROMPTS, 1, Sampling(3))
         try:
-            while not fake.asked("/v1/completions"):
+            while len(fake.asked("/v1/completions")) == before:
                 time.sleep(0.01)
             move(model)
             synced = pool.submit(server.sync, 1)

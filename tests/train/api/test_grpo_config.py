@@ -136,7 +136,9 @@ def test_what_cannot_be_honoured_is_refused(asked, words, tmp_path):
 def test_what_is_for_a_server_alone_may_be_said(tmp_path, caplog):
     _warned.clear()
     with caplog.at_level(logging.WARNING, "upweight"):
-        config(tmp_path, vllm_mode="colocate", vllm_gpu_memory_utilization=0.5, vllm_max_model_length=512)
+        config(
+            tmp_path, use_vllm=True, vllm_mode="colocate", vllm_gpu_memory_utilization=0.5, vllm_max_model_length=512
+        )
         config(tmp_path, cache_implementation="static", ds3_gather_for_generation=True)
     assert [record.getMessage().split(":")[1].strip() for record in caplog.records] == ["cache_implementation"]
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from upweight.config.config import Config
+from upweight.config.config import Config, how_to_choose
 from upweight.config.sections.data import (
     FALLBACK_PREFIX,
     FORMAT_NAMES,
@@ -50,13 +50,13 @@ def _template(place: str, section: DataSection | DatasetRow) -> Iterator[str]:
 
 def formats_are_known(config: Config) -> Iterator[str]:
     """Check the `type` of each entry, unless it names a user's function."""
-    name, names = config.method.name, FORMAT_NAMES[config.method.formats()]
+    name, names = how_to_choose(config.method.name), FORMAT_NAMES[config.method.formats()]
     for place, row in entries(config):
         if isinstance(row.type, UserFormat) and "user_defined" not in names:
             yield f"{place}.type: a mapping of columns does not serve {name}. Name a format."
         if not isinstance(row.type, str) or row.type in names:
             continue
-        if others := [other for other, method in METHODS.items() if row.type in FORMAT_NAMES[method.formats()]]:
+        if others := [how_to_choose(n) for n, method in METHODS.items() if row.type in FORMAT_NAMES[method.formats()]]:
             problem = f"'{row.type}' is for {', '.join(others)}, not for {name}."
             yield f"{place}.type: {problem} Known here: {', '.join(names)}."
         elif "." not in row.type:

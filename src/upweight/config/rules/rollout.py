@@ -72,7 +72,7 @@ def backends(config: Config) -> Iterator[str]:
     for key, is_on in {"trl.use_vllm": rollout.use_vllm, "trl.rollout_func": rollout.rollout_func is not None}.items():
         if is_on:
             yield f"trl.rollout_backend: cannot be used with '{key}'. Keep one."
-    if rollout.rollout_backend.startswith("vllm_"):
+    if rollout.rollout_backend in ("vllm_server", "vllm_colocate"):
         yield "trl.rollout_backend: vLLM is chosen by 'trl.use_vllm: true' and 'trl.vllm_mode'; drop it."
     elif "." not in rollout.rollout_backend and rollout.rollout_backend != IN_PROCESS:
         yield f"trl.rollout_backend: there is no '{rollout.rollout_backend}'. Name a class as 'file.Class'."
@@ -141,7 +141,7 @@ def gym_is_complete(config: Config) -> Iterator[str]:
         yield "nemo_gym_datasets: missing. List the rows and the servers that verify them."
     elif gym.auto_start and not gym.config_paths and any(dataset.server_name is None for dataset in gym.datasets):
         remedy = (
-            "Name the Gym's configs, give each dataset a 'server_name', or start it yourself (nemo_gym_auto_start)."
+            "Name the Gym's configs, give each dataset a 'server_name', or set nemo_gym_auto_start: false and start it."
         )
         yield f"nemo_gym_config_paths: missing, and a dataset names no server to start. {remedy}"
     elif gym.multi_turn and not config.rollout.use_vllm:

@@ -26,13 +26,19 @@ class EnvironmentSection(Section):
     reward: Literal["sum", "last", "mean", "max"] = setting(
         "environment.reward", "sum", "How the step rewards of an OpenEnv episode are combined."
     )
-    columns: list[str] | None = setting("environment.columns", None, "Columns for `reset`; else all but the prompt.")
-    text_field: str | None = setting("environment.text_field", None, "Action's field for text; else its only field.")
-    observation: str | None = setting("environment.observation", None, "Observation field to show; else all fields.")
+    columns: list[str] | None = setting(
+        "environment.columns", None, "OpenEnv: columns for `reset`; else all but the prompt."
+    )
+    text_field: str | None = setting(
+        "environment.text_field", None, "OpenEnv: action field for text; else its only one."
+    )
+    observation: str | None = setting("environment.observation", None, "OpenEnv: observation field to show; else all.")
     wait: float = setting("environment.wait", 300, "Seconds to wait for the server and for a free session.", gt=0)
     max_turns: PositiveInt = setting("environment.max_turns", 10, "Most turns of the policy in an episode.")
     timeout: float = setting("environment.timeout", 60, "Longest time of one environment call, in seconds.", gt=0)
-    episode_timeout: float = setting("environment.episode_timeout", 600, "Longest time of calls in an episode.", gt=0)
+    episode_timeout: float = setting(
+        "environment.episode_timeout", 600, "Seconds that all calls of an episode may take.", gt=0
+    )
     tool_timeout: float = setting("environment.tool_timeout", 30, "Longest time of one tool call, in seconds.", gt=0)
 
     @property

@@ -30,7 +30,7 @@ class RolloutSection(Section):
     colocate_length: PositiveInt | None = setting("trl.vllm_max_model_length", None, "Longest sequence if colocated.")
     colocate_parallel: PositiveInt = setting("trl.vllm_tensor_parallel_size", 1, "GPUs that share colocated vLLM.")
     sync_interval: PositiveInt = setting("trl.vllm_sync_interval", 1, "Optimizer steps between weight syncs.")
-    lora_sync: bool | None = setting("trl.vllm_lora_sync", None, "Send the adapter alone; else if vLLM can load it.")
+    lora_sync: bool | None = setting("trl.vllm_lora_sync", None, "Send the adapter alone; unset: where vLLM loads it.")
     weight_transfer: Literal["folder", "nccl", "ipc"] = setting(
         "trl.vllm_weight_transfer", "folder", "How weights reach a server: folder, NCCL between GPUs, IPC on one GPU."
     )
@@ -73,7 +73,7 @@ class RolloutSection(Section):
     streaming: bool = setting("trl.streaming_partial_batch", False, "Score groups and train on them as they finish.")
     streaming_groups: PositiveInt = setting("trl.streaming_min_groups", 1, "Groups scored at a time when streaming.")
     replay_size: int = setting(
-        "trl.replay_buffer_size", 0, "Groups kept to replace those without signal; 0: off.", ge=0
+        "trl.replay_buffer_size", 0, "Groups kept to replace those of equal reward; 0: off.", ge=0
     )
     replay_recompute: bool = setting("trl.replay_recompute_logps", True, "Recompute the log-probs of replayed groups.")
     replay_max_age: PositiveInt = setting("trl.replay_max_age", 64, "Optimizer steps a group stays in the buffer.")

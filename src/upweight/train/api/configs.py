@@ -14,7 +14,7 @@ from upweight.config.peers import FUSED_HEAD, PACKED
 from upweight.config.sections.data import DataSection, DatasetRow
 from upweight.config.sections.model import ModelSection
 from upweight.config.sections.run import RunSection
-from upweight.config.sections.training import OptimSection
+from upweight.config.sections.training import OptimSection, ShardingSection
 from upweight.errors import UserError, did_you_mean
 from upweight.log import warn_once
 from upweight.methods import DPO, KTO, ORM, ORPO, PRM, SFT, SimPO
@@ -87,6 +87,8 @@ class MethodArguments(TrainingArguments):
     activation_offloading: bool = of(OptimSection, "activation_offloading")
     reference_offloading: bool = of(OptimSection, "reference_offloading")
     allow_changed_data: bool = of(RunSection, "allow_changed_data")
+        chat_template_timeout: float = of(DataSection, "template_timeout")
+    ddp_wait_timeout: int = of(ShardingSection, "wait_timeout")
     loss_watchdog_threshold: float | None = of(RunSection, "loss_limit")
     loss_watchdog_patience: int = of(RunSection, "loss_limit_patience")
     truncation_mode: str = with_help("keep_start", "Which end of a long sequence is kept.")

@@ -118,7 +118,9 @@ class StopOnNan(TrainerCallback):
                 "Lower 'learning_rate' or 'max_grad_norm', or mend what is odd in them; then continue with --resume"
             )
             rows_in = f"the rows of steps {self.logged + 1} to {state.global_step} are in {file}"
-            raise UserError(f"step {state.global_step}: {bad[0]} is {logs[bad[0]]}; {rows_in}. {remedy}.")
+            raise UserError(
+                f"step {state.global_step}: {bad[0]} is {logs[bad[0]]}. Nothing was saved since; {rows_in}. {remedy}."
+            )
         if "loss" in logs:
             self.logged = state.global_step
 
