@@ -25,9 +25,8 @@ def formats() -> str:
     """The end of `docs/formats.md`: a row of every format."""
     lines = [""]
     for kind, shown in SHOWN.items():
-        lines += [
-            f"## For {', '.join(how_to_choose(name) for name, method in METHODS.items() if method.formats() == kind)}"
-        ]
+        names = [how_to_choose(name) for name, method in METHODS.items() if method.formats() == kind]
+        lines += [f"## For {', '.join(names)}"]
         lines += [KTO_TOO] if kind == "labelled" else [""]
         lines += ["| `type` | a row |", "|---|---|"]
         for one in shown:

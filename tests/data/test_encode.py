@@ -26,7 +26,7 @@ def test_the_config_knows_the_formats():
     [
         ({"rl": "dpo"}, "chatml.intl", "Did you mean 'chatml.intel'"),
         ({"rl": "dpo"}, "stepwise_supervised.default", "is for process_reward_model: true, not for rl: dpo"),
-        ({"rl": "kto"}, "ebft_opencode.transform", "is for ebft, not for kto"),
+        ({"rl": "kto"}, "ebft_opencode.transform", "is for rl: ebft, not for rl: kto"),
         (
             {"process_reward_model": True},
             "chatml.intel",

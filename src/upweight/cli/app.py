@@ -128,7 +128,7 @@ def rewards(
     overrides: Overrides = None,
     *,
     completions: Annotated[
-        Path | None, typer.Option(help="JSON lines: prompt, completion, columns; not sampled.")
+        Path | None, typer.Option(help="JSON lines of prompt, completion, columns to score.")
     ] = None,
     prompts: Annotated[int, typer.Option(min=1, help="Prompts to sample for.")] = 4,
     count: Annotated[int | None, typer.Option(min=1, help="Completions of each; as in training otherwise.")] = None,
@@ -183,9 +183,7 @@ def gguf(
     trained: TrainedModel,
     overrides: Overrides = None,
     *,
-    output: Annotated[
-        Path | None, typer.Option(help="File to write; else `gguf/model-TYPE.gguf` in the folder.")
-    ] = None,
+    output: Annotated[Path | None, typer.Option(help="File to write; else `gguf/model-TYPE.gguf` in it.")] = None,
     kind: Annotated[str, typer.Option("--type", help="f32, f16, bf16, q8_0 or auto.")] = "q8_0",
 ) -> None:
     """Write a trained model as one GGUF file, with llama.cpp's converter."""
@@ -238,7 +236,7 @@ def inference(
 def init(
     method: Annotated[
         str | None,
-        typer.Argument(metavar="METHOD", help="As in `rl`, or sft, reward, prm, gym; without it, all are listed."),
+        typer.Argument(metavar="METHOD", help="As in `rl`, or sft, reward, prm, gym; else lists all."),
     ] = None,
     folder: Annotated[Path | None, typer.Argument(help="Folder to write; named after the method otherwise.")] = None,
 ) -> None:
@@ -307,7 +305,7 @@ def agent_docs(topic: Annotated[str | None, typer.Argument(help="One of those li
 
 @app.command()
 def schema(
-    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print the page of all keys.")] = False,
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print it as a page.")] = False,
 ) -> None:
     """Print the JSON schema of the config."""
     from upweight.config.schema import json_schema, markdown

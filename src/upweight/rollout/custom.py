@@ -160,7 +160,7 @@ class CustomBackend:
     def generate(self, prompts: Prompts, count: int, sampling: Sampling, done: Done | None = None) -> Completions:
         reported: set[int] = set()
 
-                def report(place: int, completions: list[Completion]) -> None:
+        def report(place: int, completions: list[Completion]) -> None:
             self._check([completions], 1, count)
             reported.add(place)
 
@@ -187,24 +187,21 @@ class CustomBackend:
                     "Its ids are a list of ints, and its logps one float for each of them, or none."
                 )
 
-        def require_room(self, prompt: int, new: int) -> None:
+    def require_room(self, prompt: int, new: int) -> None:
         with _named_errors(f"{self._key}: require_room failed"):
             self._backend.require_room(prompt, new)
-
 
     def sync(self, version: int) -> None:
         with torch.no_grad(), _named_errors(f"{self._key}: sync failed"):
             self._backend.sync(version)
 
-        def version(self) -> int:
+    def version(self) -> int:
         with _named_errors(f"{self._key}: version failed"):
             return self._backend.version()
 
-
-        def close(self) -> None:
+    def close(self) -> None:
         with _named_errors(f"{self._key}: close failed"):
             self._backend.close()
-
 
 
 @contextmanager

@@ -120,7 +120,5 @@ class SyncReference(TrainerCallback):
     def restore(self, checkpoint: Path) -> None:
         """Restore the reference from a checkpoint."""
         if not (checkpoint / FILE).is_file():
-            raise UserError(
-                f"sync_ref_model: {checkpoint} has no {FILE}: nothing was synced. Turn it off or begin a new run."
-            )
+            raise UserError(f"sync_ref_model: {checkpoint} has no {FILE}: nothing was synced. Begin a new run.")
         self.reference.load_state_dict(safetensors.torch.load_file(checkpoint / FILE))

@@ -79,7 +79,7 @@ def schedules(config: Config) -> Iterator[str]:
         yield "lr_scheduler_kwargs.num_decay_steps: missing. 'warmup_stable_decay' needs the length of the decay."
     floors = {"min_lr", "min_lr_rate"} & set(args)
     if name == "cosine_with_min_lr" and len(floors) != 1:
-        yield "lr_scheduler_kwargs: 'cosine_with_min_lr' needs 'min_lr' or 'min_lr_rate'; 'cosine' takes cosine_min_lr_ratio."
+        yield "lr_scheduler_kwargs: 'cosine_with_min_lr' needs 'min_lr' or 'min_lr_rate'; or set cosine_min_lr_ratio."
     if config.optim.cosine_min_ratio is not None and not name.startswith("cosine"):
         yield f"cosine_min_lr_ratio: is for 'lr_scheduler: cosine', not for '{name}'. Drop one of them."
 

@@ -27,7 +27,7 @@ class EnvironmentSection(Section):
         "environment.reward", "sum", "How the step rewards of an OpenEnv episode are combined."
     )
     columns: list[str] | None = setting(
-        "environment.columns", None, "OpenEnv: columns for `reset`; else all but the prompt."
+        "environment.columns", None, "Columns for OpenEnv's `reset`; else all but the prompt."
     )
     text_field: str | None = setting(
         "environment.text_field", None, "OpenEnv: action field for text; else its only one."
@@ -36,9 +36,7 @@ class EnvironmentSection(Section):
     wait: float = setting("environment.wait", 300, "Seconds to wait for the server and for a free session.", gt=0)
     max_turns: PositiveInt = setting("environment.max_turns", 10, "Most turns of the policy in an episode.")
     timeout: float = setting("environment.timeout", 60, "Longest time of one environment call, in seconds.", gt=0)
-    episode_timeout: float = setting(
-        "environment.episode_timeout", 600, "Seconds that all calls of an episode may take.", gt=0
-    )
+    episode_timeout: float = setting("environment.episode_timeout", 600, "Seconds for all calls of an episode.", gt=0)
     tool_timeout: float = setting("environment.tool_timeout", 30, "Longest time of one tool call, in seconds.", gt=0)
 
     @property

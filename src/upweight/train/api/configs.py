@@ -87,7 +87,7 @@ class MethodArguments(TrainingArguments):
     activation_offloading: bool = of(OptimSection, "activation_offloading")
     reference_offloading: bool = of(OptimSection, "reference_offloading")
     allow_changed_data: bool = of(RunSection, "allow_changed_data")
-        chat_template_timeout: float = of(DataSection, "template_timeout")
+    chat_template_timeout: float = of(DataSection, "template_timeout")
     ddp_wait_timeout: int = of(ShardingSection, "wait_timeout")
     loss_watchdog_threshold: float | None = of(RunSection, "loss_limit")
     loss_watchdog_patience: int = of(RunSection, "loss_limit_patience")

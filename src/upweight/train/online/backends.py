@@ -113,7 +113,7 @@ def user_backend(inputs: BackendInputs) -> CustomBackend:
     """Return the backend of the user's class that `trl.rollout_backend` names."""
     section, policy, path = inputs.config.rollout, inputs.policy, str(inputs.config.rollout.rollout_backend)
     kind = load_function(path, inputs.config.folder, "trl.rollout_backend")
-        backend = CustomBackend(kind, path, policy.model, policy.tokenizer, section.rollout_backend_args)
+    backend = CustomBackend(kind, path, policy.model, policy.tokenizer, section.rollout_backend_args)
     backend.require_room(_longest_prompt(inputs.rows), inputs.sampling.max_new_tokens)
     return backend
 
