@@ -109,7 +109,7 @@ BROKEN = {
     "datasets[0].type: a mapping of columns does not": {
         **WHOLE, "process_reward_model": True, "datasets": [{"path": "d", "type": {"field_prompt": "p"}}],
     },
-    "datasets[0].type: 'zephyr.nectar' is for dpo, ipo": {
+    "datasets[0].type: 'zephyr.nectar' is for rl: dpo, rl: ipo": {
         **WHOLE, "datasets": [{"path": "d", "type": "zephyr.nectar"}],
     },
     "torch_compile: layers are not compiled": {**WHOLE, "torch_compile": True},
@@ -123,7 +123,7 @@ BROKEN = {
         "warmup_stable_decay", num_decay_steps=1, decay_type="quick"
     ),
     "lr_scheduler_kwargs.num_decay_steps: missing": scheduled("warmup_stable_decay"),
-    "lr_scheduler_kwargs: 'cosine_with_min_lr' needs one": scheduled("cosine_with_min_lr"),
+    "lr_scheduler_kwargs: 'cosine_with_min_lr' needs 'min_lr'": scheduled("cosine_with_min_lr"),
     "lr_scheduler_kwargs.lr_end: 1 is not below": scheduled("polynomial", lr_end=1),
     "lr_scheduler_kwargs.factor: a share": {
         **HELD, "lr_scheduler": "reduce_lr_on_plateau", "lr_scheduler_kwargs": {"factor": 2},
