@@ -70,12 +70,12 @@ def trained(place: str, overrides: list[str], *, or_base: bool = False) -> Train
         return Trained(config.model, None, config)
     if not path.exists() and (path.suffix in (".yaml", ".yml") or place.startswith((".", "/", "~"))):
         raise UserError(f"{place}: there is neither a config nor a folder of that name")
+    refuse_damaged(path)
     run = next((file for file in (path / RUN, path.parent / RUN) if path.is_dir() and file.is_file()), None)
     if run is not None:
         return _of_run(path, load_config(run, overrides))
     content, adapter = {"base_model": str(path) if path.exists() else place}, None
     if (path / ADAPTER).is_file():
-        refuse_damaged(path)
         named, adapter = json.loads((path / ADAPTER).read_text(encoding="utf-8")), path
         content = {"base_model": named.get("base_model_name_or_path"), "model_revision": named.get("revision")}
     config = parse_config(apply_overrides(content, overrides), folder=Path.cwd(), fragment=True)
@@ -87,7 +87,6 @@ def _of_run(folder: Path, config: Config) -> Trained:
     """Return the model or adapter in a folder, which a run with this config trained."""
     if (folder / ADAPTER).is_file():
         return Trained(config.model, folder, config)
-    refuse_damaged(folder)
     section = ModelSection(base_model=str(folder), trust_remote_code=config.model.trust_remote_code)
     return Trained(section, None, config)
 
