@@ -79,18 +79,31 @@ def test_what_cannot_be_merged_is_refused():
     [
         {"target_modules": ["q_proj", "lm_head"]},
         {"target_modules": ["embed_tokens"]},
+        {"target_modules": ["embed_tokens", "lm_head"]},
         {"modules_to_save": ["lm_head"]},
+        {"modules_to_save": ["embed_tokens", "lm_head"]},
     ],
 )
-def test_an_adapter_of_one_of_two_tied_weights_is_not_merged_for_a_server_that_ties_them(options):
+def test_an_adapter_that_trains_tied_weights_apart_is_not_merged_for_a_server_that_ties_them(options):
     refuse_unmergeable(adapted("llama", options, {"tie_word_embeddings": False}))
-    with pytest.raises(UserError, match=r"changes one of lm_head\.weight and model\.embed_tokens\.weight"):
+    with pytest.raises(UserError, match=r"trains lm_head\.weight and model\.embed_tokens\.weight apart"):
         refuse_unmergeable(adapted("llama", options, {"tie_word_embeddings": True}))
 
 
-def test_tied_weights_that_are_both_trained_in_full_are_merged():
+def test_of_two_active_adapters_none_is_left_out_in_silence():
+    model = adapted("llama", {}, {})
+    model.add_adapter("second", LoraConfig(target_modules=["q_proj"]))
+    refuse_unmergeable(model)
+    model.base_model.set_adapter(["default", "second"])
+    with pytest.raises(UserError, match="default and second are active"):
+        refuse_unmergeable(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+def test_tied_weights_that_are_both_trained_in_full_are_merged(dtype):
     both = {"modules_to_save": ["embed_tokens", "lm_head"], "ensure_weight_tying": True}
     model = adapted("llama", both, {"tie_word_embeddings": True})
+    set_up_precision(model, dtype)
     refuse_unmergeable(model)
     saved = model.get_base_model().lm_head.modules_to_save["default"].weight
     assert torch.equal(dict(exported_weights(model, torch.float32))["model.embed_tokens.weight"], saved)

@@ -4,7 +4,7 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from upweight.config import load_config
+from upweight.cli.inputs import read_config
 from upweight.errors import UserError
 from upweight.log import quiet_transformers
 
@@ -19,7 +19,7 @@ def run(place: str | None, overrides: list[str], *, as_json: bool) -> int:
     if path is not None and not path.exists():
         raise UserError(f"{place}: does not exist. Name a config (a YAML file) or a run (its `output_dir`).")
     # read before the libraries that train, which take seconds to load
-    config = load_config(path, overrides) if path is not None and not path.is_dir() else None
+    config = read_config(path, overrides) if path is not None and not path.is_dir() else None
 
     from upweight.doctor.config import check_config
     from upweight.doctor.machine import check_machine

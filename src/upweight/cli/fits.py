@@ -5,7 +5,8 @@ from pathlib import Path
 
 import torch
 
-from upweight.config import Config, load_config
+from upweight.cli.inputs import read_config
+from upweight.config import Config
 from upweight.errors import UserError
 from upweight.models.memory import GIB, USABLE, Trained, estimate, longest, shape_of
 
@@ -15,7 +16,7 @@ HEADINGS = ("trained", "recompute", "weights", "training", "activations", "total
 
 def run(path: Path, overrides: list[str], *, memory: float | None) -> None:
     """Print one line for each way of training: GiB by part, whether it fits, and the longest sequence that fits."""
-    config = load_config(path, overrides)
+    config = read_config(path, overrides)
     if memory is None:
         if not torch.cuda.is_available():
             raise UserError("no GPU is visible here; say how much memory the card has, in GiB: --memory 24")

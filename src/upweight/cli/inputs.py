@@ -1,7 +1,7 @@
 """What commands are given: a config, a trained model (its config, folder or name), a file of JSON lines."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,36 +29,55 @@ class Trained:
 
 def config_with_notices(path: Path, overrides: list[str] | None, *, fragment: bool = False) -> Config:
     """Load a config and show its notices as warnings."""
-    config = load_config(path, overrides or [], fragment=fragment)
+    config = read_config(path, overrides or [], fragment=fragment)
     for notice in config.notices:
         warn_once(notice)
+    return config
+
+
+def read_config(path: Path, overrides: list[str], *, fragment: bool = False) -> Config:
+    """Load the config of a command, with its `hub_timeout` in force."""
+    config = load_config(path, overrides, fragment=fragment)
     _limit_hub(config)
     return config
 
 
 def _limit_hub(config: Config) -> None:
     """Have `hub_timeout` bound every request to the hub: the library waits for ever for some, and 10 s for others."""
-    from huggingface_hub import get_session, set_client_factory
+    from huggingface_hub import set_client_factory
+    from huggingface_hub.utils import _http
 
-    client, seconds, is_set = get_session(), config.run.hub_timeout, "hub_timeout" in config.run.model_fields_set
+    installed = _http._GLOBAL_CLIENT_FACTORY  # it may set a proxy or certificates, and has no public getter
+    create = installed.create if isinstance(installed, _LimitedClients) else installed
+    set_client_factory(_LimitedClients(create, config.run.hub_timeout, "hub_timeout" in config.run.model_fields_set))
 
-    def bound(request: Any) -> None:
+
+@dataclass(frozen=True)
+class _LimitedClients:
+    """Creates clients of the hub whose requests end after some seconds: all, or those without a limit."""
+
+    create: Callable[[], Any]
+    seconds: int
+    all: bool
+
+    def __call__(self) -> Any:
+        client = self.create()
+        client.event_hooks = {**client.event_hooks, "request": [*client.event_hooks["request"], self._limit]}
+        return client
+
+    def _limit(self, request: Any) -> None:
         limits = request.extensions.get("timeout", {})
         request.extensions["timeout"] = {
-            kind: seconds if is_set or limits.get(kind) is None else limits[kind]
+            kind: self.seconds if self.all or limits.get(kind) is None else limits[kind]
             for kind in ("connect", "read", "write", "pool")
         }
-
-    kind, hooks = type(client), {**client.event_hooks, "request": [*client.event_hooks["request"], bound]}
-    set_client_factory(lambda: kind(event_hooks=hooks, follow_redirects=True))
 
 
 def trained(place: str, overrides: list[str], *, or_base: bool = False) -> Trained:
     """Return the model that a config trained (with `or_base` else its base), or the one of a folder or the hub."""
     path = Path(place).expanduser()
     if path.is_file() and path.suffix != ".gguf":
-        config = load_config(path, overrides)
-        _limit_hub(config)
+        config = read_config(path, overrides)
         config = config.stages[-1] if config.stages else config
         for folder in map(Path, filter(None, (config.run.output_dir, config.adapter.folder))):
             if (folder / ADAPTER).is_file() or (folder / "config.json").is_file():
@@ -70,12 +89,12 @@ def trained(place: str, overrides: list[str], *, or_base: bool = False) -> Train
         return Trained(config.model, None, config)
     if not path.exists() and (path.suffix in (".yaml", ".yml") or place.startswith((".", "/", "~"))):
         raise UserError(f"{place}: there is neither a config nor a folder of that name")
+    refuse_damaged(path)
     run = next((file for file in (path / RUN, path.parent / RUN) if path.is_dir() and file.is_file()), None)
     if run is not None:
-        return _of_run(path, load_config(run, overrides))
+        return _of_run(path, read_config(run, overrides))
     content, adapter = {"base_model": str(path) if path.exists() else place}, None
     if (path / ADAPTER).is_file():
-        refuse_damaged(path)
         named, adapter = json.loads((path / ADAPTER).read_text(encoding="utf-8")), path
         content = {"base_model": named.get("base_model_name_or_path"), "model_revision": named.get("revision")}
     config = parse_config(apply_overrides(content, overrides), folder=Path.cwd(), fragment=True)
@@ -87,7 +106,6 @@ def _of_run(folder: Path, config: Config) -> Trained:
     """Return the model or adapter in a folder, which a run with this config trained."""
     if (folder / ADAPTER).is_file():
         return Trained(config.model, folder, config)
-    refuse_damaged(folder)
     section = ModelSection(base_model=str(folder), trust_remote_code=config.model.trust_remote_code)
     return Trained(section, None, config)
 

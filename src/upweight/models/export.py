@@ -79,23 +79,27 @@ def write_unmerged(model: PreTrainedModel | PeftModel, folder: Path, dtype: torc
 
 def refuse_unmergeable(model: PeftModel) -> None:
     """Raise for adapters that cannot be merged while they are trained."""
-    for module in model.modules():
-        if isinstance(module, LoraLayer) and not hasattr(module, "get_delta_weight"):
-            raise UserError(f"adapter: {type(module).__name__} cannot be merged; set 'trl.vllm_lora_sync: true'.")
-        if isinstance(module, LoraLayer) and module.use_dora.get(model.active_adapters[0]):
-            raise UserError("peft_use_dora: neither the adapter nor merged weights can be sent to vLLM; drop the key.")
-    base, (adapter,) = model.get_base_model(), model.active_adapters
+    adapter, *others = model.active_adapters
+    if others:
+        raise UserError(f"adapter: {adapter} and {', '.join(others)} are active, and one can be merged; activate one.")
+    base = model.get_base_model()
     assert isinstance(base, PreTrainedModel)
-    changed = [
-        f"{name}."
-        for name, module in base.named_modules()
-        if isinstance(module, ModulesToSaveWrapper) or (isinstance(module, LoraLayer) and adapter in module.r)
-    ]
+    trained: dict[str, Any] = {}  # what changes each weight: the tensor instead of it, or the layer with its delta
+    for name, module in base.named_modules():
+        if isinstance(module, ModulesToSaveWrapper):
+            saved = module.modules_to_save[adapter].named_parameters()
+            trained |= {f"{name}.{inner}": value for inner, value in saved}
+        elif isinstance(module, LoraLayer) and not hasattr(module, "get_delta_weight"):
+            raise UserError(f"adapter: {type(module).__name__} cannot be merged; set 'trl.vllm_lora_sync: true'.")
+        elif isinstance(module, LoraLayer) and module.use_dora.get(adapter):
+            raise UserError("peft_use_dora: neither the adapter nor merged weights can be sent to vLLM; drop the key.")
+        elif isinstance(module, LoraLayer) and adapter in module.r:
+            trained[f"{name}.weight"] = module
     for pair in base.get_expanded_tied_weights_keys(all_submodels=True).items():
-        if sum(name.startswith(tuple(changed)) for name in pair) == 1:
+        if trained.get(pair[0]) is not trained.get(pair[1]):
             raise UserError(
-                f"adapter: it changes one of {' and '.join(pair)}, which are one weight in vLLM. Adapt both or neither "
-                "('lora_target_modules', 'lora_modules_to_save'), or set 'trl.vllm_lora_sync: true'."
+                f"adapter: it trains {' and '.join(pair)} apart, which are one weight in vLLM. Leave both out, or name both "
+                "in 'lora_modules_to_save' (in scripts with 'ensure_weight_tying'), or set 'trl.vllm_lora_sync: true'."
             )
     if getattr(base, "is_quantized", False):
         raise UserError("trl.vllm_lora_sync: weights of a quantised base cannot be merged; send the adapter alone.")

@@ -1,0 +1,83 @@
+"""What commands read has `hub_timeout` in force for every request to the hub."""
+
+import socket
+
+import pytest
+from huggingface_hub import constants, get_session, set_client_factory
+from huggingface_hub.utils import _http
+from typer.testing import CliRunner
+
+from made_runs import write_config, write_model
+from upweight.cli.app import app
+from upweight.cli.fits import run as fits
+from upweight.cli.inputs import config_with_notices, trained
+
+
+@pytest.fixture(autouse=True)
+def online(monkeypatch):
+    """The library's own clients, which may ask; the address they are given refuses them."""
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    set_client_factory(_http.default_client_factory)
+    yield
+    set_client_factory(_http.default_client_factory)
+
+
+def asked(**options):
+    """The limits with which a request goes out, by kind."""
+    client, sent = get_session(), []
+    client.event_hooks["request"].append(sent.append)
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        address = f"http://127.0.0.1:{closed.getsockname()[1]}"
+    with pytest.raises(Exception, match="refused"):
+        client.get(address, **options)
+    return set(sent[0].extensions["timeout"].values())
+
+
+def test_requests_without_a_limit_get_that_of_the_key(tmp_path):
+    config_with_notices(write_config(tmp_path, tmp_path), None)
+    assert asked() == {120}
+    assert asked(timeout=10) == {10}
+
+
+def test_a_limit_that_is_set_holds_for_all_until_the_next_config(tmp_path):
+    file = write_config(tmp_path, tmp_path)
+    config_with_notices(file, ["hub_timeout=3"])
+    assert asked(timeout=10) == {3}
+    config_with_notices(file, None)
+    assert asked(timeout=10) == {10}
+    assert len(_http._GLOBAL_CLIENT_FACTORY().event_hooks["request"]) == 2  # the library's and one limit
+
+
+def test_clients_of_another_factory_keep_what_it_sets(tmp_path):
+    kind = type(get_session())
+    set_client_factory(lambda: kind(timeout=None, headers={"x-proxy": "mine"}))
+    for _ in range(2):
+        config_with_notices(write_config(tmp_path, tmp_path), None)
+        assert get_session().headers["x-proxy"] == "mine"
+        assert asked() == {120}
+
+
+def by_doctor(file):
+    CliRunner().invoke(app, ["doctor", str(file)])
+
+
+def by_fits(file):
+    fits(file, [], memory=24)
+
+
+def by_run_folder(file):
+    folder = file.parent / "run"
+    folder.mkdir()
+    (folder / "config.yaml").write_text(file.read_text())
+    trained(str(folder), [])
+
+
+def by_folder_of_weights(file):
+    file.unlink()  # no run is known then
+    trained(str(file.parent / "model"), ["hub_timeout=3"])
+
+
+@pytest.mark.parametrize("read", [by_doctor, by_fits, by_run_folder, by_folder_of_weights])
+def test_every_command_has_the_limit(read, tmp_path):
+    read(write_config(tmp_path, write_model(tmp_path / "model"), hub_timeout=3))
+    assert asked() == {3}
