@@ -1,6 +1,9 @@
 """Silence is reported with what goes on, at growing intervals, and not while there is progress."""
 
+import threading
 import time
+
+import pytest
 
 from made_runs import upweight, write_online
 from upweight.config import load_config
@@ -35,6 +38,24 @@ def test_progress_keeps_it_quiet(caplog):
 
 def test_a_second_one_says_nothing_of_its_own(caplog):
     with heartbeat(0.2), heartbeat(0.2), activity("a step"):
+        time.sleep(0.3)
+    assert len(caplog.records) == 1
+
+
+def no_thread(_):
+    """As `Thread.start` where the machine gives no more threads."""
+    raise RuntimeError("can't start new thread")
+
+
+def test_one_that_could_not_begin_leaves_the_next_alone(caplog, monkeypatch):
+    monkeypatch.setenv(VARIABLE, "soon")
+    with pytest.raises(ValueError, match="soon"), heartbeat():
+        pass
+    with monkeypatch.context() as full:
+        full.setattr(threading.Thread, "start", no_thread)
+        with pytest.raises(RuntimeError, match="can't start new thread"), heartbeat(0.2):
+            pass
+    with heartbeat(0.2), activity("a step"):
         time.sleep(0.3)
     assert len(caplog.records) == 1
 

@@ -38,18 +38,19 @@ def progressed() -> None:
 @contextmanager
 def heartbeat(first: float | None = None) -> Iterator[None]:
     """Warn while an activity makes no progress, also where only warnings are shown; inside another, do nothing."""
-    if not _watching.acquire(blocking=False):
-        yield
-        return
     first = first or float(os.environ.get(VARIABLE, FIRST))
     ended = threading.Event()
     thread = threading.Thread(target=_watch, args=(ended, first), daemon=True, name="heartbeat")
-    thread.start()
+    if not _watching.acquire(blocking=False):
+        yield
+        return
     try:
+        thread.start()
         yield
     finally:
         ended.set()
-        thread.join()
+        if thread.ident is not None:  # it could be started
+            thread.join()
         _watching.release()
 
 

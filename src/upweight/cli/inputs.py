@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,30 +48,26 @@ def _limit_hub(config: Config) -> None:
     from huggingface_hub import set_client_factory
     from huggingface_hub.utils import _http
 
-    installed = _http._GLOBAL_CLIENT_FACTORY  # it may set a proxy or certificates, and has no public getter
-    create = installed.create if isinstance(installed, _LimitedClients) else installed
-    set_client_factory(_LimitedClients(create, config.run.hub_timeout, "hub_timeout" in config.run.model_fields_set))
+    create = _http._GLOBAL_CLIENT_FACTORY  # it may set a proxy or certificates, and has no public getter
+    if isinstance(create, partial) and create.func is _limited_client:  # of a config before this one
+        (create,) = create.args
+    seconds, is_set = config.run.hub_timeout, "hub_timeout" in config.run.model_fields_set
+    set_client_factory(partial(_limited_client, create, seconds=seconds, always=is_set))
 
 
-@dataclass(frozen=True)
-class _LimitedClients:
-    """Creates clients of the hub whose requests end after some seconds: all, or those without a limit."""
+def _limited_client(create: Callable[[], Any], *, seconds: int, always: bool) -> Any:
+    """Return a client of the hub whose requests end after some seconds: all, or those without a limit."""
 
-    create: Callable[[], Any]
-    seconds: int
-    all: bool
-
-    def __call__(self) -> Any:
-        client = self.create()
-        client.event_hooks = {**client.event_hooks, "request": [*client.event_hooks["request"], self._limit]}
-        return client
-
-    def _limit(self, request: Any) -> None:
+    def limit(request: Any) -> None:
         limits = request.extensions.get("timeout", {})
         request.extensions["timeout"] = {
-            kind: self.seconds if self.all or limits.get(kind) is None else limits[kind]
+            kind: seconds if always or limits.get(kind) is None else limits[kind]
             for kind in ("connect", "read", "write", "pool")
         }
+
+    client = create()
+    client.event_hooks = {**client.event_hooks, "request": [*client.event_hooks["request"], limit]}
+    return client
 
 
 def trained(place: str, overrides: list[str], *, or_base: bool = False) -> Trained:

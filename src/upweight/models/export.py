@@ -98,8 +98,8 @@ def refuse_unmergeable(model: PeftModel) -> None:
     for pair in base.get_expanded_tied_weights_keys(all_submodels=True).items():
         if trained.get(pair[0]) is not trained.get(pair[1]):
             raise UserError(
-                f"adapter: it trains {' and '.join(pair)} apart, which are one weight in vLLM. Leave both out, or name both "
-                "in 'lora_modules_to_save' (in scripts with 'ensure_weight_tying'), or set 'trl.vllm_lora_sync: true'."
+                f"adapter: it trains {' and '.join(pair)} apart, which are one weight in vLLM. Leave both out, or name "
+                "both in 'lora_modules_to_save' (in scripts with 'ensure_weight_tying'), or set 'trl.vllm_lora_sync'."
             )
     if getattr(base, "is_quantized", False):
         raise UserError("trl.vllm_lora_sync: weights of a quantised base cannot be merged; send the adapter alone.")

@@ -47,6 +47,22 @@ def test_a_signal_asks_for_a_save_at_the_end_of_the_step(said):
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+def test_a_signal_between_the_handlers_leaves_none_behind(monkeypatch):
+    before, install, stop = signal.getsignal(signal.SIGTERM), signal.signal, StopOnSignal()
+
+    def interrupted(number, handler):
+        install(number, handler)
+        install(signal.SIGINT, signal.default_int_handler)
+        signal.raise_signal(signal.SIGINT)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(signal, "signal", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            stop.on_train_begin(None, state(), TrainerControl())
+    stop.restore()
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
 def test_an_epoch_that_was_left_is_neither_evaluated_nor_saved_again():
     stop = StopOnSignal()
     for caught, epoch, kept in ((0, 1.5, True), (15, 1.5, False), (15, 2.0, True)):

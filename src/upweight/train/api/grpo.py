@@ -33,13 +33,23 @@ class GRPOTrainer(MethodTrainer):
     config_class: ClassVar[type[RolloutArguments]] = GRPOConfig
 
     def __init__(  # noqa: PLR0917 - the order that scripts know
-        self, model: str | Model, reward_funcs: GivenReward | list[GivenReward] | None = None,
-        args: RolloutArguments | TrainingArguments | None = None, train_dataset: ScriptDataset | None = None,
-        eval_dataset: EvalRows = None, processing_class: Tokenizer = None, reward_processing_classes: Any = None,
-        callbacks: Callbacks = None, optimizers: Optimizers = (None, None), quantization_config: Any = None,
-        peft_config: PeftConfig | None = None, tools: Any = None, rollout_func: Callable[..., Any] | None = None,
-        environment_factory: Any = None, **unknown: Any,
-    ) -> None:  # fmt: skip
+        self,
+        model: str | Model,
+        reward_funcs: GivenReward | list[GivenReward] | None = None,
+        args: RolloutArguments | TrainingArguments | None = None,
+        train_dataset: ScriptDataset | None = None,
+        eval_dataset: EvalRows = None,
+        processing_class: Tokenizer = None,
+        reward_processing_classes: Any = None,
+        callbacks: Callbacks = None,
+        optimizers: Optimizers = (None, None),
+        quantization_config: Any = None,
+        peft_config: PeftConfig | None = None,
+        tools: Any = None,
+        rollout_func: Callable[..., Any] | None = None,
+        environment_factory: Any = None,
+        **unknown: Any,
+    ) -> None:
         require_type("tools", tools, list | tuple, "a list of functions")
         require_type("environment_factory", environment_factory, Callable | Mapping, "a class, or a dict of them")
         if environment_factory is not None and train_dataset is None:

@@ -54,7 +54,9 @@ class StopOnSignal(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if threading.current_thread() is threading.main_thread():  # only the main thread may set handlers
-            self._before = {number: signal.signal(number, self._catch) for number in (signal.SIGTERM, signal.SIGINT)}
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self._before[number] = signal.getsignal(number)  # before a signal can come in between
+                signal.signal(number, self._catch)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.caught = max(all_gather_objects(self.caught))  # a signal reaches the ranks at different times
