@@ -83,7 +83,7 @@ def load_policy(
         model = attach_adapter(model, config.adapter, new_tokens=len(config.model.new_tokens))  # pyright: ignore
     for name in ("router_aux_loss_coef", "aux_loss_coef"):
         if coefficient := getattr(model.config.get_text_config(), name, None):
-            unbalanced = f"{name} {coefficient:g} in the model's config: the routers' balance is not trained"
+            unbalanced = f"{name} {coefficient:g} in the model's config: the load-balancing loss is not added"
             warn_once(f"{unbalanced}; over a long training experts may fall out of use")
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UserError("model: no weight is trained. Load an adapter with `is_trainable=True`.")
