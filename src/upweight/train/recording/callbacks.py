@@ -116,7 +116,7 @@ class StopOnNan(TrainerCallback):
                 rows = ({"step": step + 1, **row} for step in steps for row in self.rows_of(step))
                 file.parent.mkdir(parents=True, exist_ok=True)
                 write_text(file, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-            remedy = "Lower 'learning_rate' or 'max_grad_norm', or mend what is odd in them; then go on with --resume"
+            remedy = "Lower 'learning_rate' or 'max_grad_norm', or mend odd rows; then continue with --resume"
             rows_in = f"the rows of steps {self.logged + 1} to {state.global_step} are in {file}"
             bad_value = f"step {state.global_step}: {bad[0]} is {logs[bad[0]]}"
             raise UserError(f"{bad_value}. Nothing was saved since; {rows_in}. {remedy}.")
