@@ -233,6 +233,7 @@ def accelerate_alone():
     assert accelerator.distributed_type == DistributedType.MULTI_CPU
     shard_on_cpu(accelerator.state, plugin)
     assert accelerator.is_fsdp2
+    accelerator.wait_for_everyone()  # rank 0 holds the store by which the others find each other
 
 
 def test_accelerate_still_drops_fsdp_on_cpu_ranks():
