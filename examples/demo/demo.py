@@ -61,7 +61,7 @@ def upweight_train(config, overrides):
 
     set_up_logging()
     try:
-        run_train(config, overrides, resume=False, start=start_of(1))
+        run_train(config, overrides, resume=False, start=start_of(1), stage=None, quiet=False, as_json=False)
     except UserError as error:
         sys.exit(f"error: {error}")
 
