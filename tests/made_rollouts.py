@@ -23,7 +23,7 @@ from upweight.models.load import disable_dropout
 from upweight.rewards.load import as_rewards
 from upweight.train.assemble import TrainerParts
 from upweight.train.objects import Objects
-from upweight.train.online.assemble import rollouts_of
+from upweight.train.online.assemble import build_rollouts
 from upweight.train.online.feed import SaveRollouts
 from upweight.train.policy import make_policy
 from upweight.train.trainer import MethodTrainer
@@ -121,7 +121,7 @@ def online_trainer(
     rows = prompts(tokenizer, rows, words) if data is None else data
     names = env_setup.environment.reward_names if env_setup else ()
     scored = as_rewards([_here(reward) for reward in rewards], environment=names)
-    rollouts = rollouts_of(config, Objects(rollout_func=rollout_func), policy, rows, scored, env_setup=env_setup)
+    rollouts = build_rollouts(config, Objects(rollout_func=rollout_func), policy, rows, scored, env_setup=env_setup)
     held = held_out(tokenizer, data, evaluation) if evaluation else None
     parts = TrainerParts(policy, arguments, rollouts.producer.rows, held, rollouts=rollouts)
     trainer = MethodTrainer(parts)

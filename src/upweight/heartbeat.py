@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from upweight.log import logger
 
-FIRST = 60.0  # seconds without progress before the first line; each further one comes after twice the time
+FIRST_SECONDS = 60.0  # seconds without progress before the first line; each further one comes after twice the time
 VARIABLE = "UPWEIGHT_HEARTBEAT"  # of the environment: these seconds, for tests
 _activities: list[str] = []  # of all threads, in the order in which they began
 _last_progress = time.monotonic()
@@ -38,7 +38,7 @@ def progressed() -> None:
 @contextmanager
 def heartbeat(first: float | None = None) -> Iterator[None]:
     """Warn while an activity makes no progress, also where only warnings are shown; inside another, do nothing."""
-    first = first or float(os.environ.get(VARIABLE, FIRST))
+    first = first or float(os.environ.get(VARIABLE, FIRST_SECONDS))
     ended = threading.Event()
     thread = threading.Thread(target=_watch, args=(ended, first), daemon=True, name="heartbeat")
     if not _watching.acquire(blocking=False):

@@ -110,14 +110,14 @@ def _importable(root: Path) -> Iterator[None]:
 
 
 def describe_error(error: BaseException) -> str:
-    """Return the type, message and place in the user's code of an error."""
+    """Return the type, message and location in the user's code of an error."""
     text = str(error).strip()
     shown = (text[:297] + "...") if len(text) > 300 else text
     frames = [(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)]
-    return f"{type(error).__name__}{': ' if shown else ''}{shown}{place(frames)}"
+    return f"{type(error).__name__}{': ' if shown else ''}{shown}{location(frames)}"
 
 
-def place(frames: list[tuple[str, int]]) -> str:
+def location(frames: list[tuple[str, int]]) -> str:
     """Return the innermost frame of the user's code as ` (file, line n)`; frames begin with the outermost."""
     foreign = [frame for frame in frames if not frame[0].startswith(("<", OURS))]
     foreign = [frame for frame in foreign if is_installed(frame[0]) or not frame[0].startswith(STANDARD_LIBRARY)]

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-INTERVAL = 0.5  # seconds between looks
+INTERVAL_SECONDS = 0.5  # seconds between looks
 
 
 class TimeUp(Exception):
@@ -40,7 +40,7 @@ def time_limit(seconds: float) -> Iterator[None]:
 
 def _watch() -> None:
     while True:
-        time.sleep(INTERVAL)
+        time.sleep(INTERVAL_SECONDS)
         with _lock:
             for thread, deadline in list(_deadlines.items()):
                 if time.monotonic() > deadline:

@@ -247,7 +247,7 @@ def test_nothing_left_to_evaluate_on_says_so(run):
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_bad_row_is_named(run, processes, monkeypatch):
-    monkeypatch.setattr(chunks_module, "CHUNK", 4)
+    monkeypatch.setattr(chunks_module, "CHUNK_ROWS", 4)
     rows = [pair(number) for number in range(17)] + [{**pair(17), "chosen": 5}, {"prompt": "no answers"}]
     with pytest.raises(
         UserError, match=r"datasets\[0\] \(rows.jsonl\), row 17 \(rows.jsonl:18\), 'chosen': expected text"
@@ -256,7 +256,7 @@ def test_a_bad_row_is_named(run, processes, monkeypatch):
 
 
 def test_several_processes_prepare_the_same(run, monkeypatch):
-    monkeypatch.setattr(chunks_module, "CHUNK", 3)
+    monkeypatch.setattr(chunks_module, "CHUNK_ROWS", 3)
     one = run([pair(number) for number in range(20)], dataset_num_proc=1, val_set_size=3)
     rows, evaluation = one.train[:], one.evaluation[:]
     two = run(dataset_num_proc=2, val_set_size=3, skip_prepare_dataset=True)

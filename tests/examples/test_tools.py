@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from upweight.config import load_config
-from upweight.train.online.assemble import rewards_of
+from upweight.train.online.assemble import build_rewards
 from upweight.train.online.environments import environment_setup
 
 FOLDER = Path(__file__).parents[2] / "examples" / "tools"
@@ -19,7 +19,7 @@ def test_tools_and_reward_of_the_example_fit_its_rows(monkeypatch):
     env_setup = environment_setup(config)
     assert env_setup is not None
     assert env_setup.bounds.max_turns == 4
-    (reward,) = rewards_of(config, torch.device("cpu"), list(rows[0]), env_setup)
+    (reward,) = build_rewards(config, torch.device("cpu"), list(rows[0]), env_setup)
     tool = env_setup.environment.tools["in_stock"]
     for row in rows:
         item = row["prompt"][1]["content"].split("'")[1]

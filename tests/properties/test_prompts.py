@@ -38,19 +38,20 @@ def test_every_prompt_is_written_for_once_an_epoch(*, prompts, group, micro, ran
 @given(**SHAPES)
 def test_every_completion_is_trained_on_by_one_rank(*, group, micro, ranks, rollout, seed):
     plan = Plan.fitting(rollout, group, micro * ranks)
-    lengths = np.random.default_rng(seed).integers(1, 30, plan.groups * plan.size)
+    lengths = np.random.default_rng(seed).integers(1, 30, plan.groups * plan.group_size)
     units = [
         Unit(
-            (Sample(ids=np.full(3 + length, n // plan.size), scored=np.arange(3 + length) >= 3),), group=n // plan.size
+            (Sample(ids=np.full(3 + length, n // plan.group_size), scored=np.arange(3 + length) >= 3),),
+            group=n // plan.group_size,
         )
         for n, length in enumerate(lengths)
     ]
     trained: Counter[int] = Counter()
-    for step in range(plan.steps):
-        own = units[step * plan.step : (step + 1) * plan.step]
+    for step in range(plan.steps_per_pass):
+        own = units[step * plan.step_size : (step + 1) * plan.step_size]
         rows = plan_rows(own, 64, ranks)
         assert len({len(row) for row in rows}) == 1  # as many forwards on every rank
-        trained.update(step * plan.step + number for rank in rows for row in rank for number in row)
+        trained.update(step * plan.step_size + number for rank in rows for row in rank for number in row)
     assert trained == dict.fromkeys(range(len(units)), 1)
 
 

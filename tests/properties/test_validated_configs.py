@@ -14,7 +14,7 @@ from upweight.config import parse_config
 from upweight.config.config import SECTIONS
 from upweight.errors import UserError
 from upweight.methods import METHODS
-from upweight.rollout.sampling_params import request_options, sampling_of
+from upweight.rollout.sampling_params import build_sampling, request_options
 from upweight.serve.command import serve_command
 from upweight.settings import Key, keys_of
 from upweight.train.arguments import training_arguments
@@ -116,7 +116,7 @@ def put_together(config) -> None:
     if isinstance(config.sharding.deepspeed, dict):
         zero_config(config.sharding.deepspeed, config.folder, torch.float32)
     if config.method.online:
-        sampling_of(config.rollout, 8)
+        build_sampling(config.rollout, 8)
         request_options(config.rollout)
     if config.method.online and config.rollout.use_vllm:
         serve_command(config)

@@ -159,7 +159,7 @@ def test_the_limit_that_is_told_of_is_the_one_that_was_set(tmp_path):
 
 
 def test_a_module_that_is_slow_to_import_has_the_time_of_a_call(tmp_path, monkeypatch):
-    monkeypatch.setattr("upweight.rewards.workers.START_LIMIT", 0.5)
+    monkeypatch.setattr("upweight.rewards.workers.START_SECONDS", 0.5)
     code = "import time\ntime.sleep(1)\ndef reward(completions):\n    return [1.0] * len(completions)\n"
     assert scored(tmp_path, code, timeout=30.0).rewards_SR.tolist() == [[1.0]] * 4
 
@@ -295,7 +295,7 @@ def test_a_fork_of_the_main_process_leaves_the_workers_alone(tmp_path):
 
 
 def test_a_stopped_worker_is_ended(tmp_path, monkeypatch):
-    monkeypatch.setattr("upweight.rewards.workers.GRACE", 0.2)
+    monkeypatch.setattr("upweight.rewards.workers.GRACE_SECONDS_SECONDS", 0.2)
     code = """
 import os, signal
 def reward(completions):

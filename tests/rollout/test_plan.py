@@ -18,7 +18,7 @@ from upweight.rollout.plan import Plan, PromptOrder
 )
 def test_a_rollout_holds_whole_groups_and_whole_steps(wanted, size, step, groups, steps):
     plan = Plan.fitting(wanted, size, step, iterations=2)
-    assert (plan.groups, plan.steps, plan.updates) == (groups, steps, 2 * steps)
+    assert (plan.groups, plan.steps_per_pass, plan.steps_per_rollout) == (groups, steps, 2 * steps)
 
 
 def test_an_epoch_has_the_steps_that_show_every_prompt_once():

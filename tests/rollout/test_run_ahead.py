@@ -153,7 +153,7 @@ def test_lag_stays_within_its_bound_and_no_prompt_is_lost(tmp_path, depth, wante
     trainer.train()
     plan = rollouts.producer.plan
     assert max(lags) <= lag_bound(plan, depth, 1)
-    assert len(seen) < 2 or max(lags) > plan.updates - 1  # it was ahead
+    assert len(seen) < 2 or max(lags) > plan.steps_per_rollout - 1  # it was ahead
     assert [number for number, _ in seen] == list(range(len(seen)))
     order = [row for _, numbers in seen for row in numbers]
     for start in range(0, len(order) - 6, 7):

@@ -4,22 +4,22 @@ import pytest
 
 from upweight.config.sections.rollout import RolloutSection
 from upweight.errors import UserError
-from upweight.rollout.sampling_params import sampling_of
+from upweight.rollout.sampling_params import build_sampling
 from upweight.types import Sampling
 
 
 def test_a_plain_section_samples_at_temperature_one():
-    assert sampling_of(RolloutSection(), 64) == Sampling(64)
+    assert build_sampling(RolloutSection(), 64) == Sampling(64)
 
 
 def test_every_key_reaches_the_sampler():
     section = RolloutSection(temperature=0.7, top_p=0.9, top_k=20, min_p=0.05, repetition_penalty=1.1)
-    assert sampling_of(section, 8) == Sampling(8, 0.7, 0.9, 20, 0.05, 1.1)
+    assert build_sampling(section, 8) == Sampling(8, 0.7, 0.9, 20, 0.05, 1.1)
 
 
 def test_generation_kwargs_have_the_last_word_under_any_spelling():
     given = {"temperature": 1, "max_tokens": 5, "stop": "END", "stop_token_ids": [3, 4], "do_sample": True}
-    sampling = sampling_of(RolloutSection(temperature=0.5, generation_args=given), 64)
+    sampling = build_sampling(RolloutSection(temperature=0.5, generation_args=given), 64)
     assert sampling == Sampling(5, 1.0, stop_strings=("END",), stop_ids=(3, 4))
 
 
@@ -37,4 +37,4 @@ def test_generation_kwargs_have_the_last_word_under_any_spelling():
 )
 def test_what_the_sampler_does_not_know_is_refused(given, says):
     with pytest.raises(UserError, match=says):
-        sampling_of(RolloutSection(generation_args=given), 8)
+        build_sampling(RolloutSection(generation_args=given), 8)

@@ -259,7 +259,7 @@ def choose(
 
 @app.command(**TAKES_OVERRIDES)
 def doctor(
-    place: Annotated[
+    target: Annotated[
         str | None, typer.Argument(metavar="[CONFIG|RUN]", help="Config or run; else this machine.")
     ] = None,
     overrides: Overrides = None,
@@ -268,7 +268,7 @@ def doctor(
     """Find what is wrong before or after a run; exits with 1 if something needs action."""
     from upweight.cli.doctor import run
 
-    raise typer.Exit(run(place, overrides or [], as_json=as_json))
+    raise typer.Exit(run(target, overrides or [], as_json=as_json))
 
 
 @app.command()

@@ -11,13 +11,13 @@ from upweight.log import quiet_transformers
 MARKS = {"ok": "ok     ", "note": "note   ", "warning": "WARNING", "alarm": "ALARM  "}
 
 
-def run(place: str | None, overrides: list[str], *, as_json: bool) -> int:
+def run(target: str | None, overrides: list[str], *, as_json: bool) -> int:
     """Print the findings; return 1 if something is wrong."""
-    if place is not None and "=" in place and not Path(place).exists():
-        raise UserError(f"{place}: a key can only be set after a config")
-    path = Path(place).expanduser() if place is not None else None
+    if target is not None and "=" in target and not Path(target).exists():
+        raise UserError(f"{target}: a key can only be set after a config")
+    path = Path(target).expanduser() if target is not None else None
     if path is not None and not path.exists():
-        raise UserError(f"{place}: does not exist. Name a config (a YAML file) or a run (its `output_dir`).")
+        raise UserError(f"{target}: does not exist. Name a config (a YAML file) or a run (its `output_dir`).")
     # read before the libraries that train, which take seconds to load
     config = read_config(path, overrides) if path is not None and not path.is_dir() else None
 

@@ -15,14 +15,14 @@ from upweight.models.adapters.merge import AdapterFolder, difference, merge_adap
 CONVERTER, PLACE = "convert_hf_to_gguf.py", "LLAMA_CPP"
 
 
-def run_merge(place: str, overrides: list[str], *, output: Path | None, check: bool) -> None:
+def run_merge(target: str, overrides: list[str], *, output: Path | None, check: bool) -> None:
     """Merge, compare log-probs before and after, and print the folder and the largest difference."""
     quiet_transformers()
-    exported = trained(place, overrides)
+    exported = trained(target, overrides)
     if exported.adapter is None and not Path(exported.model.base_model or "").expanduser().exists():
-        raise UserError(f"{place}: there is neither a config nor a folder of that name, which would hold an adapter")
+        raise UserError(f"{target}: there is neither a config nor a folder of that name, which would hold an adapter")
     if exported.adapter is None:
-        raise UserError(f"{place}: there is no adapter to merge in {exported.model.base_model}; it is a whole model")
+        raise UserError(f"{target}: there is no adapter to merge in {exported.model.base_model}; it is a whole model")
     adapted = AdapterFolder(exported.model, exported.adapter)
     target = output or exported.adapter / "merged"
     merge_adapter(adapted, target)
@@ -33,10 +33,10 @@ def run_merge(place: str, overrides: list[str], *, output: Path | None, check: b
         print(f"largest difference of a {what} before and after, in {kind}: {difference(adapted, target):.2g}")
 
 
-def run_gguf(place: str, overrides: list[str], *, output: Path | None, kind: str) -> None:
+def run_gguf(target: str, overrides: list[str], *, output: Path | None, kind: str) -> None:
     """Convert a trained model, its adapter merged first, and print the file."""
     converter = _converter()
-    exported = trained(place, overrides)
+    exported = trained(target, overrides)
     # In a separate folder: transformers would read a file beside an adapter as the adapter's.
     target = output or (exported.adapter or _folder(exported)) / "gguf" / f"model-{kind}.gguf"
     if target.exists():
@@ -51,7 +51,7 @@ def run_gguf(place: str, overrides: list[str], *, output: Path | None, kind: str
         part = Path(scratch) / target.name
         done = subprocess.run([*converter, str(source), "--outfile", str(part), "--outtype", kind], check=False)
         if done.returncode or not part.is_file():
-            raise UserError(f"{place}: {converter[-1]} did not convert it (exit {done.returncode}); see above")
+            raise UserError(f"{target}: {converter[-1]} did not convert it (exit {done.returncode}); see above")
         part.rename(target)
     print(target)
 

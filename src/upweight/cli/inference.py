@@ -22,11 +22,11 @@ AT_ONCE = 64  # rows between two writes
 print_text = partial(print, end="", flush=True)
 
 
-def run_score(place: str, file: Path, overrides: list[str], *, output: Path | None, chat: bool) -> None:
+def run_score(target: str, file: Path, overrides: list[str], *, output: Path | None, chat: bool) -> None:
     """Write every row with its score (and those of its steps) as JSON lines to stdout or to `output`."""
     quiet_transformers()
     rows = read_rows(file)
-    model = trained(place, overrides)
+    model = trained(target, overrides)
     data, entry, templated = as_trained(model)
     scorer = load_score_model(model.model, model.adapter, data=data, entry=entry, chat=chat or templated)
     if output is None:
@@ -48,7 +48,7 @@ def _write_scores(scorer: ScoreModel, rows: list[dict[str, Any]], out: TextIO) -
 
 
 def run_inference(
-    place: str,
+    target: str,
     overrides: list[str],
     *,
     prompt: str | None,
@@ -66,7 +66,7 @@ def run_inference(
         raise UserError("--chat goes with none of --raw, --count and --json")
     if count > 1 and sampling["temperature"] == 0:
         raise UserError("--temperature 0 always generates the same text: raise it, or leave --count out")
-    model = trained(place, overrides, or_base=True)  # before prompts are read from the terminal
+    model = trained(target, overrides, or_base=True)  # before prompts are read from the terminal
     rows = {"--prompt": {"prompt": prompt}} if prompt is not None else {} if chat else _read(file)
     quiet_transformers()
     data, entry, _ = as_trained(model)
@@ -96,7 +96,7 @@ def run_inference(
 
 
 def _read(file: Path | None) -> dict[str, dict[str, Any]]:
-    """Return the rows of a file or of stdin by place: each line is a JSON object, or the text of a prompt."""
+    """Return the rows of a file or of stdin by file and line: each line is a JSON object, or the text of a prompt."""
     if file is None and sys.stdin.isatty():
         print("Prompts, one on each line; Ctrl-D ends.", file=sys.stderr)
     with utf8_from("stdin"):  # in the C locale, sys.stdin itself lets any byte through
@@ -106,15 +106,15 @@ def _read(file: Path | None) -> dict[str, dict[str, Any]]:
     if not lines:
         raise UserError(f"{name}: has no prompt")
     if not next(iter(lines.values())).lstrip().startswith("{"):
-        return {place: {"prompt": line} for place, line in lines.items()}
-    return {place: row_of(line, place, ", as the first line seems to be") for place, line in lines.items()}
+        return {where: {"prompt": line} for where, line in lines.items()}
+    return {where: row_of(line, where, ", as the first line seems to be") for where, line in lines.items()}
 
 
-def _encoded(generator: TextGenerator, row: Mapping[str, Any], place: str) -> list[int]:
+def _encoded(generator: TextGenerator, row: Mapping[str, Any], where: str) -> list[int]:
     try:
         return generator.encode(row)
     except RowError as error:
-        raise UserError(f"{place}: {error}") from error
+        raise UserError(f"{where}: {error}") from error
 
 
 def _chat(generator: TextGenerator, sampling: Sampling, seed: int) -> None:

@@ -70,9 +70,9 @@ def _limited_client(create: Callable[[], Any], *, seconds: int, always: bool) ->
     return client
 
 
-def trained(place: str, overrides: list[str], *, or_base: bool = False) -> Trained:
+def trained(target: str, overrides: list[str], *, or_base: bool = False) -> Trained:
     """Return the model that a config trained (with `or_base` else its base), or the one of a folder or the hub."""
-    path = Path(place).expanduser()
+    path = Path(target).expanduser()
     if path.is_file() and path.suffix != ".gguf":
         config = read_config(path, overrides)
         config = config.stages[-1] if config.stages else config
@@ -84,13 +84,13 @@ def trained(place: str, overrides: list[str], *, or_base: bool = False) -> Train
             raise UserError(f"output_dir: {where} holds no trained model. Train it first: `upweight train CONFIG`.")
         warn_once(f"{where} holds no trained model: {config.model.base_model} is used, untrained")
         return Trained(config.model, None, config)
-    if not path.exists() and (path.suffix in (".yaml", ".yml") or place.startswith((".", "/", "~"))):
-        raise UserError(f"{place}: there is neither a config nor a folder of that name")
+    if not path.exists() and (path.suffix in (".yaml", ".yml") or target.startswith((".", "/", "~"))):
+        raise UserError(f"{target}: there is neither a config nor a folder of that name")
     refuse_damaged(path)
     run = next((file for file in (path / RUN, path.parent / RUN) if path.is_dir() and file.is_file()), None)
     if run is not None:
         return _of_run(path, read_config(run, overrides))
-    content, adapter = {"base_model": str(path) if path.exists() else place}, None
+    content, adapter = {"base_model": str(path) if path.exists() else target}, None
     if (path / ADAPTER).is_file():
         named, adapter = json.loads((path / ADAPTER).read_text(encoding="utf-8")), path
         content = {"base_model": named.get("base_model_name_or_path"), "model_revision": named.get("revision")}
@@ -128,7 +128,7 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
     lines = lines_of(text_of(file), file)
     if not lines:
         raise UserError(f"{file}: expected one JSON object on each line")
-    return [row_of(line, place) for place, line in lines.items()]
+    return [row_of(line, where) for where, line in lines.items()]
 
 
 def text_of(file: Path) -> str:
@@ -149,16 +149,16 @@ def utf8_from(name: object) -> Iterator[None]:
 
 
 def lines_of(text: str, name: object) -> dict[str, str]:
-    """Return the non-empty lines of a text by place; only \\n counts, because JSON texts may hold other line ends."""
+    """Return the non-empty lines of a text by file and line; only \\n counts: JSON texts may hold other line ends."""
     return {f"{name}:{n}": line.rstrip("\r") for n, line in enumerate(text.split("\n"), 1) if line.strip()}
 
 
-def row_of(line: str, place: str, why: str = "") -> dict[str, Any]:
+def row_of(line: str, where: str, why: str = "") -> dict[str, Any]:
     """Parse the JSON object of a line; `why` is added to the error."""
     try:
         row = json.loads(line)
     except ValueError as error:
-        raise UserError(f"{place}: not JSON{why}: {error}") from error
+        raise UserError(f"{where}: not JSON{why}: {error}") from error
     if not isinstance(row, dict):
-        raise UserError(f"{place}: expected a JSON object")
+        raise UserError(f"{where}: expected a JSON object")
     return row

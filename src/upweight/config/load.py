@@ -40,7 +40,7 @@ def parse_config(content: dict[Any, Any], *, folder: Path, fragment: bool = Fals
     flat = _flatten(modernise(content, findings), findings)
     draft = _Draft(_method_name(flat, fragment), findings)
     for path, value in flat.items():
-        draft.place(path, value)
+        draft.assign(path, value)
     sections: dict[str, Any] = {name: draft.build(name, cls) for name, cls in SECTIONS.items()}
     method = draft.build("method", METHODS[draft.method])
     config = resolve(Config(**sections, method=method, set_keys=flat, folder=folder))
@@ -129,7 +129,7 @@ class _Draft:
     values: dict[str, dict[str, Any]] = field(default_factory=dict)
     used: dict[tuple[str, str], str] = field(default_factory=dict)
 
-    def place(self, path: str, value: Any) -> None:
+    def assign(self, path: str, value: Any) -> None:
         """Store a value under the section that reads its key."""
         if path in general_keys():
             section, key = general_keys()[path]
@@ -153,9 +153,9 @@ class _Draft:
         except ValidationError as error:
             for path, reason in explain(error, cls, values):
                 slot = (name, str(path[0]) if path else "")
-                place = how_to_choose(self.method) if name == "method" else show(path)
-                place = show((self.used[slot], *path[1:])) if slot in self.used else place
-                self.findings.errors.append(f"{place}: {reason}")
+                where = how_to_choose(self.method) if name == "method" else show(path)
+                where = show((self.used[slot], *path[1:])) if slot in self.used else where
+                self.findings.errors.append(f"{where}: {reason}")
                 values.pop(slot[1], None)
         try:
             return cls.model_validate(values)

@@ -88,14 +88,14 @@ def _joined_options(overrides: list[str]) -> Iterator[str]:
 def _set(target: Any, parts: list[str], value: Any, item: str) -> None:
     """Set a value at a path and create missing mappings and lists."""
     for number, part in enumerate(parts[:-1]):
-        place = _place(target, part, ".".join(parts[:number]), item)
-        if target[place] is None:
-            target[place] = [] if re.fullmatch(r"-?\d+", parts[number + 1]) else {}
-        target = target[place]
-    target[_place(target, parts[-1], ".".join(parts[:-1]), item)] = value
+        key = _key(target, part, ".".join(parts[:number]), item)
+        if target[key] is None:
+            target[key] = [] if re.fullmatch(r"-?\d+", parts[number + 1]) else {}
+        target = target[key]
+    target[_key(target, parts[-1], ".".join(parts[:-1]), item)] = value
 
 
-def _place(target: Any, part: str, above: str, item: str) -> str | int:
+def _key(target: Any, part: str, above: str, item: str) -> str | int:
     """Return the key or index of `part` in `target`, and add an empty entry for a new one."""
     if isinstance(target, dict):
         target.setdefault(part, None)
@@ -118,10 +118,10 @@ def _parse(text: str, where: str) -> Any:
         content = yaml.load(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        place = f" line {mark.line + 1}, column {mark.column + 1}:" if mark else ""
+        position = f" line {mark.line + 1}, column {mark.column + 1}:" if mark else ""
         problem = " ".join(str(error.problem or "not valid YAML").split())
         hint = next((f"; {hint}" for sign, hint in HINTS.items() if sign in f"{error.context} {problem}"), "")
-        raise UserError(f"{where}:{place} {problem}{hint}.") from error
+        raise UserError(f"{where}:{position} {problem}{hint}.") from error
     except RecursionError as error:
         raise UserError(f"{where}: is nested too deeply.") from error
     except (yaml.YAMLError, ValueError, LookupError, AttributeError, TypeError) as error:

@@ -8,7 +8,7 @@ from typing import Any
 
 from upweight.errors import UserError
 
-READY = "deepspeed_configs"  # folder of the files that ship with this package, named as in other trainers
+SHIPPED_FOLDER = "deepspeed_configs"  # folder of the files that ship with this package, named as in other trainers
 NOT_TAKEN = {
     "optimizer": "set `optimizer` in the config",
     "scheduler": "set `lr_scheduler` in the config",
@@ -23,7 +23,7 @@ def zero_options(source: str | Mapping[str, Any], folder: Path) -> dict[str, Any
         return dict(source)
     file = zero_file(source, folder)
     if file is None:
-        ready = f"{', '.join(ready_configs())}, such as 'deepspeed: {READY}/zero3_bf16.json'"
+        ready = f"{', '.join(ready_configs())}, such as 'deepspeed: {SHIPPED_FOLDER}/zero3_bf16.json'"
         raise UserError(f"deepspeed: there is no file {source}. Ready ones are {ready}.")
     try:
         options = json.loads(file.read_text(encoding="utf-8"))
@@ -37,15 +37,15 @@ def zero_options(source: str | Mapping[str, Any], folder: Path) -> dict[str, Any
 def zero_file(name: str, folder: Path) -> Any | None:
     """Look for a JSON file from the config's folder, the working directory and the files of this package."""
     path = Path(name).expanduser()
-    places: list[Any] = [folder / path, path]
-    if path.parent.name in (READY, ""):
-        places.append(files("upweight.config").joinpath(READY, path.name))
-    return next((place for place in places if place.is_file()), None)
+    candidates: list[Any] = [folder / path, path]
+    if path.parent.name in (SHIPPED_FOLDER, ""):
+        candidates.append(files("upweight.config").joinpath(SHIPPED_FOLDER, path.name))
+    return next((candidate for candidate in candidates if candidate.is_file()), None)
 
 
 def ready_configs() -> list[str]:
     """Return the names of the DeepSpeed configs that ship with this package."""
-    return sorted(entry.name for entry in files("upweight.config").joinpath(READY).iterdir())
+    return sorted(entry.name for entry in files("upweight.config").joinpath(SHIPPED_FOLDER).iterdir())
 
 
 def zero_stage(options: Mapping[str, Any]) -> Any:

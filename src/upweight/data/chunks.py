@@ -26,7 +26,7 @@ from upweight.data.tokenize.lengths import apply_length_rules, kind_of_records, 
 from upweight.errors import UserError, did_you_mean
 from upweight.methods.base import Method
 
-CHUNK = 512  # rows encoded together
+CHUNK_ROWS = 512  # rows encoded together
 WORTH_FORKING = 20_000  # rows below which more processes cost more than they bring
 MOST_PROCESSES = 16
 OTHERS = "columns as JSON"  # column that holds all further columns of a row
@@ -83,11 +83,11 @@ class Chunk:
 
 def encode_all(jobs: Sequence[EncodeJob], processes: int | None) -> Iterator[Chunk]:
     """Yield the chunks of all jobs in order."""
-    tasks = ((number, start) for number, job in enumerate(jobs) for start in range(0, len(job.rows), CHUNK))
+    tasks = ((number, start) for number, job in enumerate(jobs) for start in range(0, len(job.rows), CHUNK_ROWS))
     total = sum(len(job.rows) for job in jobs)
     if processes is None:
         processes = min(len(os.sched_getaffinity(0)), MOST_PROCESSES) if total >= WORTH_FORKING else 1
-    count = min(processes, -(-total // CHUNK))
+    count = min(processes, -(-total // CHUNK_ROWS))
     if count <= 1 or "fork" not in multiprocessing.get_all_start_methods():
         for task in tasks:
             yield _encode_chunk(jobs, *task)
@@ -125,7 +125,7 @@ def _work(number: int, start: int) -> Chunk:
 def _encode_chunk(jobs: Sequence[EncodeJob], job_number: int, start: int) -> Chunk:
     """Encode a chunk of a job's rows; one that cannot be used raises a UserError with its place."""
     job, kept, origin, lengths = jobs[job_number], [], [], []
-    method, stop = job.encoder.setup.method, min(start + CHUNK, len(job.rows))
+    method, stop = job.encoder.setup.method, min(start + CHUNK_ROWS, len(job.rows))
     dropped, notes = Counter[str](), Counter[str]()
     for row, records in enumerate(_encode(job, start, stop), start):
         for number, record in enumerate(records):
@@ -172,7 +172,7 @@ def bad_row(job: EncodeJob, row: int, error: RowError, content: Any = None) -> U
     if isinstance(content, Mapping) and key not in content and job.encoder.transform is None:
         names = ", ".join(map(str, content)) or "no columns"
         columns = f".{did_you_mean(key, list(content))} The row has {names}. {_remedy(job)}"
-    return UserError(f"{job.where}, {job.rows.place(row)}, '{error.key}': expected {error.expected}{columns}")
+    return UserError(f"{job.where}, {job.rows.location(row)}, '{error.key}': expected {error.expected}{columns}")
 
 
 def _remedy(job: EncodeJob) -> str:
@@ -240,4 +240,4 @@ def refuse_unread(job: EncodeJob) -> None:
         root = column.split(".")[0] if column and column not in row else column
         if root in row and root not in row.read and row.get(root) is not None:
             problem = f"'{key}: {column}' has no effect: {reader} does not read that column"
-            raise UserError(f"{job.where}, {job.rows.place(0)}: {problem}. Remove it, or name a type that does.")
+            raise UserError(f"{job.where}, {job.rows.location(0)}: {problem}. Remove it, or name a type that does.")

@@ -145,20 +145,20 @@ class Text:
         return Text(text, [Span(0, len(text))])
 
     @property
-    def places(self) -> list[int]:
+    def offsets(self) -> list[int]:
         """The positions in the text where a trained range begins or ends."""
-        holes = {place for span in self.spans for hole in span.holes for place in hole}
-        return sorted(holes | {place for span in self.spans for place in (span.start, span.end)})
+        holes = {offset for span in self.spans for hole in span.holes for offset in hole}
+        return sorted(holes | {offset for span in self.spans for offset in (span.start, span.end)})
 
     def texts(self, setup: Setup) -> list[str]:
-        return [self.text, *(self.text[:place] for place in self.places)]
+        return [self.text, *(self.text[:offset] for offset in self.offsets)]
 
     def record(self, setup: Setup, ids: Ids) -> Record:
         """Score the tokens that lie wholly inside the spans."""
         whole, *before = ids
         if not whole:
             raise RowError("row", "text of at least one token")
-        at = {place: common_length(whole, part) for place, part in zip(self.places, before, strict=True)}
+        at = {offset: common_length(whole, part) for offset, part in zip(self.offsets, before, strict=True)}
         scored = [False] * len(whole)
         for span in self.spans:
             scored[at[span.start] : at[span.end]] = [True] * (at[span.end] - at[span.start])

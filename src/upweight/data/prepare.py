@@ -81,9 +81,9 @@ def prepare_given(
     entries = (_entry(config, tokenizer, opened, 0),)
     if keep:
         return _cached(config, tokenizer, entries, trains=trains)
-    with tempfile.TemporaryDirectory() as place:
-        _build(config, entries, Path(place))
-        return _read_from(entries, Path(place), in_memory=True)
+    with tempfile.TemporaryDirectory() as target:
+        _build(config, entries, Path(target))
+        return _read_from(entries, Path(target), in_memory=True)
 
 
 def _entry(config: Config, tokenizer: Any, opened: DatasetEntry, number: int) -> Entry:
@@ -123,11 +123,11 @@ def _cached(config: Config, tokenizer: Any, entries: tuple[Entry, ...], *, train
     if not cached:
         if folder.exists() and not data.skip_prepare:
             logger.warning("%s: is incomplete or damaged; preparing it again", folder)
-        cache.write_folder(folder, lambda place: _build(config, entries, place), replace=data.skip_prepare)
+        cache.write_folder(folder, lambda target: _build(config, entries, target), replace=data.skip_prepare)
     prepared = _read_from(entries, folder, in_memory=data.in_memory, cached=cached)
     if trains:
         opened = next(entry.opened for entry in entries if not entry.opened.evaluation)
-        require_both_labels(prepared.train, config.method, lambda: f"{opened.where}, {opened.rows().place(0)}")
+        require_both_labels(prepared.train, config.method, lambda: f"{opened.where}, {opened.rows().location(0)}")
     return prepared
 
 
@@ -197,15 +197,15 @@ def _job(config: Config, entry: Entry, rows: RowSelection, *, evaluation: bool) 
     return EncodeJob(entry.opened.where, evaluation, rows, entry.encoder, rules)
 
 
-def _build(config: Config, entries: Sequence[Entry], place: Path) -> None:
-    """Encode everything and write it to `place`, under a progress bar on stderr if that is a terminal."""
+def _build(config: Config, entries: Sequence[Entry], target: Path) -> None:
+    """Encode everything and write it to `target`, under a progress bar on stderr if that is a terminal."""
     from rich import progress
     from rich.console import Console
 
     started, jobs, console = time.perf_counter(), jobs_of(config, entries), Console(stderr=True)
     for job in jobs:
         refuse_unread(job)
-    work = _Builder(config, jobs, place)
+    work = _Builder(config, jobs, target)
     columns = progress.TextColumn("preparing data"), progress.BarColumn(), progress.MofNCompleteColumn()
     times = progress.TimeElapsedColumn(), progress.TimeRemainingColumn()
     hidden = not console.is_terminal
@@ -222,8 +222,8 @@ def _build(config: Config, entries: Sequence[Entry], place: Path) -> None:
 class _Builder:
     """Takes chunks in order; writes rows at once and keeps a few numbers about each."""
 
-    def __init__(self, config: Config, jobs: Sequence[EncodeJob], place: Path) -> None:
-        self.config, self.place = config, place
+    def __init__(self, config: Config, jobs: Sequence[EncodeJob], target: Path) -> None:
+        self.config, self.target = config, target
         self.parts = [EntryCounts(job.where, job.evaluation, len(job.rows)) for job in jobs]
         self.names: set[str] = set()
         self.seen: set[bytes] = set()
@@ -231,7 +231,7 @@ class _Builder:
         self.origin: list[NDArray[np.int64]] = []
         schema = pa.schema(list(schema_of(config.method).items()))
         sides = ("train", "eval") if any(job.evaluation for job in jobs) else ("train",)
-        self.writers = {side: pa.ipc.new_stream(str(place / f"{side}.arrow"), schema) for side in sides}
+        self.writers = {side: pa.ipc.new_stream(str(target / f"{side}.arrow"), schema) for side in sides}
 
     def add(self, chunk: Chunk) -> None:
         """Write a chunk's rows, without those that repeat earlier ones if the config says so."""
@@ -268,10 +268,10 @@ class _Builder:
             if side in self.writers and not count:
                 raise UserError("\n".join([*report.lines()[:-1], f"no rows are left to {use} on."]))
         kept = [part.kept for part in self.parts if not part.evaluation]
-        np.save(self.place / "order.npy", _order(self.config, kept))
-        np.save(self.place / "origin.npy", np.concatenate(self.origin))
+        np.save(self.target / "order.npy", _order(self.config, kept))
+        np.save(self.target / "origin.npy", np.concatenate(self.origin))
         saved = {"report": REPORT_JSON.dump_python(report, mode="json"), "columns": sorted(self.names)}
-        (self.place / "report.json").write_text(json.dumps(saved), encoding="utf-8")
+        (self.target / "report.json").write_text(json.dumps(saved), encoding="utf-8")
 
 
 def _order(config: Config, kept: Sequence[int]) -> NDArray[np.int64]:

@@ -6,7 +6,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-LARGEST = sys.float_info.max
+MAX_FLOAT = sys.float_info.max
 DEEPEST = 64
 IGNORED = -100  # label of a token without a class
 # Columns that preparation adds to a prompt; all others come from the user's row.
@@ -85,7 +85,7 @@ class Row(dict[str, Any]):
         if isinstance(value, str):  # every cell of a CSV file is text
             with suppress(ValueError):
                 value = float(value)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not -LARGEST <= value <= LARGEST:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not -MAX_FLOAT <= value <= MAX_FLOAT:
             raise RowError(key, f"a finite number, got {describe_value(value)}")
         return float(value)
 

@@ -161,10 +161,10 @@ def pack_dataset(
         most = None if strategy == "bfd_split" else 1  # `bfd` keeps the first chunk of a row
         sizes = [len(part) for length in lengths[0] for part in _chunks(range(length), seq_length)[:most]]
         bins = _best_fit(sizes, seq_length)
-        joined = {"seq_lengths": [[sizes[at] for at in places] for places in bins]}
+        joined = {"seq_lengths": [[sizes[at] for at in indices] for indices in bins]}
         for name, values in batch.items():
             parts = [part for value in values for part in _chunks(value, seq_length)[:most]]
-            joined[name] = [list(chain.from_iterable(parts[at] for at in places)) for places in bins]
+            joined[name] = [list(chain.from_iterable(parts[at] for at in indices)) for indices in bins]
         return joined
 
     return _mapped(dataset, packed, map_kwargs, added=() if strategy == "wrapped" else ("seq_lengths",))
@@ -195,14 +195,14 @@ def _best_fit(sizes: Sequence[int], limit: int) -> list[list[int]]:
     """Return bins of row numbers by best fit decreasing: each row goes to the bin with the least sufficient room."""
     bins: list[list[int]] = []
     rooms: list[tuple[int, int, list[int]]] = []  # free size of a bin, number of the row that left it, the bin; sorted
-    for number, place in enumerate(sorted(range(len(sizes)), key=lambda at: -sizes[at])):
-        fitting = bisect_left(rooms, sizes[place], key=lambda room: room[0])
+    for number, index in enumerate(sorted(range(len(sizes)), key=lambda at: -sizes[at])):
+        fitting = bisect_left(rooms, sizes[index], key=lambda room: room[0])
         if fitting < len(rooms):
             room, _, chosen = rooms.pop(fitting)
         else:
             room, chosen = limit, []
             bins.append(chosen)
-        chosen.append(place)
-        if room > sizes[place]:
-            insort(rooms, (room - sizes[place], number, chosen))
+        chosen.append(index)
+        if room > sizes[index]:
+            insort(rooms, (room - sizes[index], number, chosen))
     return bins

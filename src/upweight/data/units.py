@@ -67,7 +67,7 @@ def _paired_by_prompt(units: Sequence[Unit], rows: Sequence[Mapping[str, Any]]) 
     """Join the units of desirable and undesirable completions of the same prompt one to one."""
     result: list[Unit | None] = []
     waiting: dict[tuple[bytes, bool], list[int]] = {}
-    for place, (unit, row) in enumerate(zip(units, rows, strict=True)):
+    for index, (unit, row) in enumerate(zip(units, rows, strict=True)):
         prompt, desirable = _ids(row["prompt_ids"]).tobytes(), bool(row["label"])
         if partners := waiting.get((prompt, not desirable)):
             partner = units[first := partners.pop(0)]
@@ -75,7 +75,7 @@ def _paired_by_prompt(units: Sequence[Unit], rows: Sequence[Mapping[str, Any]]) 
             result[first] = Unit(pair[0].samples + pair[1].samples, partner.group)
             result.append(None)
         else:
-            waiting.setdefault((prompt, desirable), []).append(place)
+            waiting.setdefault((prompt, desirable), []).append(index)
             result.append(unit)
     return [unit for unit in result if unit is not None]
 

@@ -29,7 +29,7 @@ from upweight.runs.files import METRICS, unwritable_reason
 from upweight.train.machine_checks import check_machine
 from upweight.train.online.environments import check_rewards, environment_setup
 
-TIMEOUT = 5.0  # seconds to wait for a server's answer
+TIMEOUT_SECONDS = 5.0  # seconds to wait for a server's answer
 MOST_DROPPED = 0.05  # largest share of dropped rows without a warning
 
 
@@ -68,8 +68,8 @@ def _keys(state: CheckState) -> Iterator[Finding]:
     for notice in state.config.notices:
         yield Finding("note", "keys", notice.removesuffix("."))
     for message in check_machine(state.config):
-        place, _, text = message.partition(": ")
-        yield Finding("alarm", place, text.removesuffix("."))
+        key, _, text = message.partition(": ")
+        yield Finding("alarm", key, text.removesuffix("."))
     yield Finding("ok", "keys", f"{len(state.config.set_keys)} set, for {state.config.method.name}")
 
 
@@ -141,10 +141,10 @@ def _rewards(state: CheckState) -> Iterator[Finding]:
     if state.columns is not None:
         check_rewards(rewards, state.columns, setup)
     for name in models:
-        place = str(config.folder / name) if (config.folder / name).is_dir() else name
-        if not (Path(place) / "adapter_config.json").is_file():
-            with load_failures(KEY, place, "reward model"):
-                AutoConfig.from_pretrained(place, trust_remote_code=config.model.trust_remote_code)
+        source = str(config.folder / name) if (config.folder / name).is_dir() else name
+        if not (Path(source) / "adapter_config.json").is_file():
+            with load_failures(KEY, source, "reward model"):
+                AutoConfig.from_pretrained(source, trust_remote_code=config.model.trust_remote_code)
     if rewards or models:
         yield Finding("ok", "rewards", ", ".join([*(reward.name for reward in rewards), *models]))
 
@@ -161,9 +161,9 @@ def _environment(state: CheckState) -> Iterator[Finding]:
         yield will_start if gym.is_dir() else Finding("alarm", "environment", missing, remedy)
         return
     url = f"http://127.0.0.1:{config.gym.head_port}" if config.gym.enabled else str(config.environment.url)
-    place = urlsplit(url)
+    address = urlsplit(url)
     try:
-        socket.create_connection((place.hostname or "", place.port or 80), TIMEOUT).close()
+        socket.create_connection((address.hostname or "", address.port or 80), TIMEOUT_SECONDS).close()
         yield Finding("ok", "environment", f"something listens at {url}")
     except OSError as error:
         remedy = "start its server, or correct the address"
@@ -178,9 +178,9 @@ def _server(state: CheckState) -> Iterator[Finding]:
         return
     needed = state.longest_prompt + policy.max_completion_length
     for url in server_urls(config.rollout):
-        client = VllmClient(url, TIMEOUT)
+        client = VllmClient(url, TIMEOUT_SECONDS)
         try:
-            client.run(client.ask("/health", seconds=TIMEOUT))
+            client.run(client.ask("/health", seconds=TIMEOUT_SECONDS))
             name, longest = client.run(served_base(client, config.model.base_model))
         except (RequestFailed, RequestRefused) as error:
             remedy = "start it with `upweight vllm-serve CONFIG`; check trl.vllm_server_host and trl.vllm_server_port"
@@ -198,7 +198,7 @@ def _output_dir(state: CheckState) -> Iterator[Finding]:
     folder = Path(state.config.run.output_dir)
     if unwritable_reason(folder) is not None:
         return
-    free = shutil.disk_usage(next(place for place in (folder, *folder.absolute().parents) if place.exists())).free
+    free = shutil.disk_usage(next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())).free
     needed = 0.0
     if state.memory is not None:
         kept = 0 if state.config.run.save_strategy == "no" else state.config.run.save_total_limit or 4

@@ -14,9 +14,9 @@ from upweight.runs.health import verdicts
 from upweight.runs.report.reading import read_json
 from upweight.runs.report.run import folders_of, run_status
 
-MEMORY = ("out of GPU memory", "OutOfMemoryError", "out of memory", "MemoryError")
+MEMORY_ERRORS = ("out of GPU memory", "OutOfMemoryError", "out of memory", "MemoryError")
 MEMORY_REMEDIES = f"in this order: halve 'token_budget'; {LESS_MEMORY}"
-KILLED = (
+KILLED_ERRORS = (
     "it recorded no reason, as when host memory is full (exit code -9 or 137): look into the system's log; fewer "
     "dataloader_num_workers and no dataset_keep_in_memory need less; then `upweight train CONFIG --resume`"
 )
@@ -46,7 +46,7 @@ def _state(rows: list[dict[str, Any]], record: dict[str, Any], state: str, whole
     where = f"at step {last}" + (f" of {planned}" if planned else "")
     evidence = {"step": last, "max_steps": planned, **({"message": record["message"]} if "message" in record else {})}
     message = str(record.get("message", ""))
-    if state == "failed" and any(word in message for word in MEMORY):
+    if state == "failed" and any(word in message for word in MEMORY_ERRORS):
         return Finding("alarm", "out of memory", f"the run failed {where}: {message}", MEMORY_REMEDIES, evidence)
     if state == "running" and record.get("machine") != this_machine():
         return Finding("note", "run", f"was running on another machine, {where}, when it last wrote", evidence=evidence)
@@ -55,7 +55,7 @@ def _state(rows: list[dict[str, Any]], record: dict[str, Any], state: str, whole
         "stopped": ("warning", f"was stopped {where}", _resume(whole)),
         "failed": ("alarm", f"failed {where}: {message}", f"correct the cause; {_resume(whole)}"),
         "running": ("ok", f"is running, {where}", ""),
-        "killed": ("alarm", f"was ended from outside {where}", KILLED),
+        "killed": ("alarm", f"was ended from outside {where}", KILLED_ERRORS),
     }
     level, says, remedy = endings.get(state, ("note", f"does not say how it ended; its metrics are {where}", ""))
     return Finding(level, "run", says, remedy, evidence)

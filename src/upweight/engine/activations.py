@@ -17,8 +17,8 @@ from upweight.engine.forward import base_of, body_of
 from upweight.log import logger
 from upweight.models.memory import USUAL_OPTIMIZER, training_bytes
 
-FRACTION = 0.5  # of the memory that is free at the first training forward, for activations that are kept
-SMALLEST = 1 << 18  # elements of an offloaded tensor; copying smaller tensors does not pay
+KEPT_FRACTION = 0.5  # of the memory that is free at the first training forward, for activations that are kept
+MIN_OFFLOADED = 1 << 18  # elements of an offloaded tensor; copying smaller tensors does not pay
 
 
 def enable_checkpointing(
@@ -71,11 +71,11 @@ class ActivationBudget:
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         free = torch.cuda.mem_get_info(device)[0] + cached  # bytes that this process can still allocate
         if self.bytes_for_token is None:
-            self.budget = FRACTION * (free - self.reserved)
+            self.budget = KEPT_FRACTION * (free - self.reserved)
             self._measure(self.layers[-1], tokens, device)
             self.apply(1)
         else:
-            budget = min(self.budget, FRACTION * free)
+            budget = min(self.budget, KEPT_FRACTION * free)
             self.apply(layers_that_fit(budget, self.bytes_for_token * tokens, len(self.layers)))
 
     def apply(self, count: int) -> None:
@@ -127,7 +127,7 @@ def offload_activations(model: nn.Module) -> None:
 class OffloadActivations(saved_tensors_hooks):
     """A context in which forwards save large tensors for backward in host memory; weights stay on the device."""
 
-    def __init__(self, model: nn.Module, smallest: int = SMALLEST) -> None:
+    def __init__(self, model: nn.Module, smallest: int = MIN_OFFLOADED) -> None:
         self._smallest = smallest
         self._weights: set[int] = set()
         for module in model.modules():

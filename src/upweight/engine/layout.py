@@ -30,8 +30,8 @@ def why_not_trees(base: PreTrainedModel, longest: int | None = None) -> str | No
         return "its attention computes with the mask itself"
     if getattr(config, "use_bidirectional_attention", None) or not getattr(config, "is_causal", True):
         return "its attention is not causal"
-    places = (module for name, module in base.named_modules() if name.endswith("position_embeddings"))
-    if any(getattr(module, "padding_idx", None) is not None for module in places):
+    embeddings = (module for name, module in base.named_modules() if name.endswith("position_embeddings"))
+    if any(getattr(module, "padding_idx", None) is not None for module in embeddings):
         return "it counts positions from its padding token's id"
     limit = scaled_beyond(config)
     if limit is not None and (longest is None or longest > limit):

@@ -157,11 +157,11 @@ def sorted_with_shared(sequences: Sequence[NDArray[np.int64]]) -> tuple[list[int
     keys = [ids.astype(">u4").tobytes() for ids in sequences]
     order = sorted(range(len(keys)), key=keys.__getitem__)
     shared = np.zeros(len(order), np.int64)
-    for place in range(1, len(order)):
-        left, right = sequences[order[place - 1]], sequences[order[place]]
+    for index in range(1, len(order)):
+        left, right = sequences[order[index - 1]], sequences[order[index]]
         length = min(len(left), len(right))
         differ = np.append(left[:length] != right[:length], True)
-        shared[place] = differ.argmax()
+        shared[index] = differ.argmax()
     return order, shared
 
 
@@ -236,15 +236,15 @@ def _tree_atoms(units: Sequence[Unit], budget: int, ranks: int) -> tuple[list[li
     """Return the atoms of rows (groups, or the units of groups that are too large), neighbours sharing most tokens."""
     sequences = [sample.ids for unit in units for sample in unit.samples]
     order, shared = sorted_with_shared(sequences)
-    place = np.empty(len(order), np.int64)
-    place[order] = np.arange(len(order))
+    index = np.empty(len(order), np.int64)
+    index[order] = np.arange(len(order))
     unit = np.repeat(np.arange(len(units)), [len(unit.samples) for unit in units])
     group = np.unique([unit.group for unit in units], return_inverse=True)[1][unit]
-    tour = np.lexsort((place, _first(place, unit), _first(place, group)))
-    place, unit, group = place[tour], unit[tour], group[tour]
+    tour = np.lexsort((index, _first(index, unit), _first(index, group)))
+    index, unit, group = index[tour], unit[tour], group[tour]
 
     # A sample adds to a tree at most what it does not share with the sample before it.
-    before = _shared_between(shared, place)
+    before = _shared_between(shared, index)
     each = np.array([len(ids) for ids in sequences], np.int64)[tour] - before
     new_group = np.diff(group, prepend=-1) != 0
     new_unit = np.diff(unit, prepend=-1) != 0
@@ -266,19 +266,19 @@ def _padded_atoms(units: Sequence[Unit]) -> tuple[list[list[int]], _Costs]:
     return [[u] for u in order.tolist()], _Costs(np.zeros_like(order), longest[order], samples[order])
 
 
-def _first(place: NDArray[np.int64], cluster: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return for each sample the smallest place in its cluster (its unit or group)."""
-    first = np.full(cluster.max() + 1, len(place))
-    np.minimum.at(first, cluster, place)
+def _first(index: NDArray[np.int64], cluster: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return for each sample the smallest index in its cluster (its unit or group)."""
+    first = np.full(cluster.max() + 1, len(index))
+    np.minimum.at(first, cluster, index)
     return first[cluster]
 
 
-def _shared_between(shared: NDArray[np.int64], place: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return how many first tokens the sample at each place shares with the sample listed before it."""
-    # `shared` holds this number for neighbouring places; for two places it is the minimum between them.
-    low, high = np.minimum(place[:-1], place[1:]), np.maximum(place[:-1], place[1:])
+def _shared_between(shared: NDArray[np.int64], index: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return how many first tokens the sample at each index shares with the sample listed before it."""
+    # `shared` holds this number for neighbours in the order; for any two indices it is the minimum between them.
+    low, high = np.minimum(index[:-1], index[1:]), np.maximum(index[:-1], index[1:])
     if not len(low):
-        return np.zeros(len(place), np.int64)
+        return np.zeros(len(index), np.int64)
     edges = np.stack([low + 1, high + 1], axis=1).ravel()
     between = np.minimum.reduceat(np.append(shared, 0), edges)[::2]
     return np.concatenate([[0], between])

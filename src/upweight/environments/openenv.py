@@ -287,7 +287,7 @@ def _error(content: Mapping[str, Any]) -> Exception:
     code, message = content.get("code"), str(content.get("message", ""))
     if code == "VALIDATION_ERROR":
         faults = [(".".join(map(str, fault.get("loc", ()))), fault.get("msg")) for fault in content.get("errors") or ()]
-        return ActionRejected("; ".join(f"{place}: {problem}" for place, problem in faults) or message)
+        return ActionRejected("; ".join(f"{field}: {problem}" for field, problem in faults) or message)
     if code == "CAPACITY_REACHED":
         remedy = "raise max_concurrent_envs in its create_app (the class needs SUPPORTS_CONCURRENT_SESSIONS = True)"
         room = content.get("max_sessions", "few")

@@ -107,15 +107,15 @@ def load_trained(
 ) -> tuple[nn.Module, PreTrainedTokenizerBase, Head]:
     """Load a whole model, or an adapter on its base, on the GPU if there is one; with `scores`, a reward model."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dtype, place = compute_dtype(section, device), adapter or section.base_model
+    dtype, source = compute_dtype(section, device), adapter or section.base_model
     adapted = None if adapter is None else AdapterFolder(section, adapter)
     architecture = (load_config(section).architectures or [""])[0]
     heads: list[Head] = [head for ending, head in HEADS.items() if architecture.endswith(ending)]
     head = adapted.head() if adapted is not None else heads[0] if heads else "tokens"
     if scores and head == "tokens":
-        raise UserError(f"{place} is no reward model: it has no score head. Train one with 'reward_model: true'.")
+        raise UserError(f"{source} is no reward model: it has no score head. Train one with 'reward_model: true'.")
     if not scores and head != "tokens":
-        raise UserError(f"{place} is a reward model: use `upweight score`")
+        raise UserError(f"{source} is a reward model: use `upweight score`")
     if adapted is not None:
         model, tokenizer = adapted.load(dtype), adapted.tokenizer()
     else:

@@ -28,28 +28,28 @@ DEFAULT_NUM_LABELS: dict[Head, int] = {"sequence_score": 1, "step_score": 2}
 FLASH = {"flash_attention_2": is_flash_attn_2_available, "flash_attention_3": is_flash_attn_3_available}
 
 
-def source_of(base_model: str | None, gguf_file: str | None, key: str = "base_model") -> tuple[str, str | None]:
+def resolve_source(base_model: str | None, gguf_file: str | None, key: str = "base_model") -> tuple[str, str | None]:
     """Return the folder or hub id that the user named, and the GGUF file in it."""
     if base_model is None:
         raise UserError("base_model: no model is named; give a folder, a GGUF file or a hub id")
-    place = Path(base_model).expanduser()
-    if gguf_file is None and place.suffix == ".gguf" and place.is_file():
-        return str(place.parent), place.name
-    if place.is_dir():
-        if gguf_file is not None and not (place / gguf_file).is_file():
-            raise UserError(f"gguf_file: {place / gguf_file} does not exist")
-        return str(place), gguf_file
+    source = Path(base_model).expanduser()
+    if gguf_file is None and source.suffix == ".gguf" and source.is_file():
+        return str(source.parent), source.name
+    if source.is_dir():
+        if gguf_file is not None and not (source / gguf_file).is_file():
+            raise UserError(f"gguf_file: {source / gguf_file} does not exist")
+        return str(source), gguf_file
     looks_like_a_path = base_model.startswith((".", "~", os.sep)) or base_model.count("/") > 1
     if looks_like_a_path:
-        raise UserError(f"{key}: {base_model} is no folder here (looked in {place.absolute()}). Correct the path")
+        raise UserError(f"{key}: {base_model} is no folder here (looked in {source.absolute()}). Correct the path")
     return base_model, gguf_file
 
 
 @contextmanager
-def load_failures(key: str, place: str, what: str) -> Iterator[None]:
-    """Turn the failures of loading from `place` into user errors with a remedy."""
+def load_failures(key: str, source: str, what: str) -> Iterator[None]:
+    """Turn the failures of loading from `source` into user errors with a remedy."""
     try:
-        with activity(f"loading the {what} of {place} (hub_timeout)"):
+        with activity(f"loading the {what} of {source} (hub_timeout)"):
             yield
     except UserError:
         raise
@@ -66,14 +66,14 @@ def load_failures(key: str, place: str, what: str) -> Iterator[None]:
             remedy = "a file of it is a pickle that holds more than tensors, which is not opened: get it as safetensors"
         elif "Unrecognized configuration class" in text:
             remedy = "its type has no model with the head that is trained (encoder-decoders have none): name a decoder"
-        elif Path(place).is_dir():
+        elif Path(source).is_dir():
             remedy = f"the folder does not hold a whole one: {first}"
         else:
             remedy = (
                 "no folder of that name is here, and the hub did not give it (offline, misspelt, or private: "
                 f"then log in with `hf auth login`): {first}"
             )
-        raise UserError(f"{key}: could not load the {what} of {place!r}: {remedy}") from error
+        raise UserError(f"{key}: could not load the {what} of {source!r}: {remedy}") from error
 
 
 def compute_dtype(section: ModelSection, device: torch.device) -> torch.dtype:
@@ -90,7 +90,7 @@ def compute_dtype(section: ModelSection, device: torch.device) -> torch.dtype:
 def master_dtype(section: ModelSection, dtype: torch.dtype) -> torch.dtype:
     """Return the dtype to load fully trained weights in: float32 where the files hold it."""
     # A master rounded to half precision has to move half a step of that grid before any forward changes.
-    _, gguf_file = source_of(section.base_model, section.gguf_file)
+    _, gguf_file = resolve_source(section.base_model, section.gguf_file)
     return torch.float32 if gguf_file is not None or load_config(section).dtype == torch.float32 else dtype
 
 
@@ -105,7 +105,7 @@ def load_model(
     head_follows: bool = False,  # an adapter provides the head later: a fresh one is not logged
 ) -> PreTrainedModel:
     """Load the model in `dtype` on the CPU, with its vocabulary resized for `tokenizer`; fresh weights use `seed`."""
-    place, gguf_file = source_of(section.base_model, section.gguf_file)
+    source, gguf_file = resolve_source(section.base_model, section.gguf_file)
     config = config_with_head(section, head)
     if tokenizer is not None:
         text, pad = config.get_text_config(), tokenizer.pad_token_id
@@ -120,9 +120,9 @@ def load_model(
         options |= _quantised(adapter, dtype)
     set_seed(seed)
     try:
-        with load_failures("base_model", place, "weights"):
+        with load_failures("base_model", source, "weights"):
             model, report = model_class(section, head).from_pretrained(
-                place, config=config, dtype=dtype, output_loading_info=True, **options
+                source, config=config, dtype=dtype, output_loading_info=True, **options
             )
     except TypeError as error:
         unknown = [name for name in section.load_options if f"unexpected keyword argument '{name}'" in str(error)]
@@ -131,7 +131,7 @@ def load_model(
         raise UserError(
             f"model_kwargs: {unknown[0]!r} is neither an argument of `from_pretrained` nor a field of the config."
         ) from error
-    _check_missing(report, place, head, model.base_model_prefix, logs=not head_follows)
+    _check_missing(report, source, head, model.base_model_prefix, logs=not head_follows)
     keep_soft_cap(model)
     if tokenizer is not None:
         fit_vocabulary(model, tokenizer, section)
@@ -153,16 +153,16 @@ def _attention(name: str | None) -> dict[str, str]:
 
 def load_config(section: ModelSection) -> PreTrainedConfig:
     """Return the model's config with the settings' overrides; models that read more than text are refused."""
-    place, gguf_file = source_of(section.base_model, section.gguf_file)
+    source, gguf_file = resolve_source(section.base_model, section.gguf_file)
     if section.config_source is not None:
-        place, gguf_file = source_of(section.config_source, None, "base_model_config")
+        source, gguf_file = resolve_source(section.config_source, None, "base_model_config")
     options = _hub_options(section) if gguf_file is None else {**_hub_options(section), "gguf_file": gguf_file}
-    with load_failures("base_model_config" if section.config_source else "base_model", place, "config"):
-        config = AutoConfig.from_pretrained(place, **options)
+    with load_failures("base_model_config" if section.config_source else "base_model", source, "config"):
+        config = AutoConfig.from_pretrained(source, **options)
     modalities = [name for name in ("vision", "audio") if getattr(config, f"{name}_config", None) is not None]
     if modalities:
         raise UserError(
-            f"base_model: {place!r} ({config.model_type}) is a {' and '.join(modalities)} model; only text models are "
+            f"base_model: {source!r} ({config.model_type}) is a {' and '.join(modalities)} model; only text models are "
             "trained: name its text-only variant"
         )
     for name, value in section.config_overrides.items():
@@ -243,7 +243,7 @@ def _quantised(adapter: AdapterSection, dtype: torch.dtype) -> dict[str, Any]:
     return {"quantization_config": config, "device_map": {"": torch.cuda.current_device() if on_gpu else "cpu"}}
 
 
-def _check_missing(report: dict[str, Any], place: str, head: Head, body: str, *, logs: bool) -> None:
+def _check_missing(report: dict[str, Any], source: str, head: Head, body: str, *, logs: bool) -> None:
     """Log the weights of a score head that are randomly initialised; raise where others are missing."""
     missing = sorted({*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])})
     fresh = [key for key in missing if head != "tokens" and key.split(".")[0] != body]
@@ -251,7 +251,7 @@ def _check_missing(report: dict[str, Any], place: str, head: Head, body: str, *,
     if lacking:
         shown = ", ".join(lacking[:5]) + (f" and {len(lacking) - 5} more" if len(lacking) > 5 else "")
         raise UserError(
-            f"base_model: the files of {place!r} lack weights that this model needs, or have them in another shape: "
+            f"base_model: the files of {source!r} lack weights that this model needs, or have them in another shape: "
             f"{shown}; name a whole checkpoint of a {AUTO_CLASSES[head].removeprefix('AutoModelFor')} model"
         )
     if fresh and logs:

@@ -25,23 +25,23 @@ Sharding = Literal["none", "ddp", "fsdp", "deepspeed"]
 class TrainedWeight:
     """A trained parameter: its compute dtype, and every (module, attribute) that holds it."""
 
-    places: tuple[tuple[nn.Module, str], ...]
+    slots: tuple[tuple[nn.Module, str], ...]
     dtype: torch.dtype
 
     @property
     def parameter(self) -> nn.Parameter:
-        module, name = self.places[0]
+        module, name = self.slots[0]
         return cast(nn.Parameter, module._parameters[name])
 
 
 def trained_weights(model: nn.Module, dtype: torch.dtype) -> list[TrainedWeight]:
-    """Return the trained parameters of a model that computes in `dtype`; tied ones once, with all their places."""
+    """Return the trained parameters of a model that computes in `dtype`; tied ones once, with all their slots."""
     architecture_chose = not isinstance(model, PeftModel) and any(p.dtype in HALF for p in model.parameters())
-    places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    slots: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             if parameter.requires_grad and parameter.is_floating_point():
-                places.setdefault(parameter, []).append((module, name))
+                slots.setdefault(parameter, []).append((module, name))
 
     def compute_dtype(parameter: nn.Parameter, module: nn.Module, name: str) -> torch.dtype:
         if (copy := vars(module).get(name)) is not None:
@@ -52,7 +52,7 @@ def trained_weights(model: nn.Module, dtype: torch.dtype) -> list[TrainedWeight]
         # In a half-precision model, the architecture keeps some weights in float32 (a router, for example).
         return parameter.dtype if parameter.dtype in HALF or architecture_chose else dtype
 
-    return [TrainedWeight(tuple(at), compute_dtype(parameter, *at[0])) for parameter, at in places.items()]
+    return [TrainedWeight(tuple(at), compute_dtype(parameter, *at[0])) for parameter, at in slots.items()]
 
 
 def set_up_precision(
@@ -95,7 +95,7 @@ class ComputeCopies:
         with torch.inference_mode(False), torch.enable_grad():
             self._copies = [weight.parameter.to(weight.dtype) for weight in self._weights]
         for weight, copy in zip(self._weights, self._copies, strict=True):
-            for module, name in weight.places:
+            for module, name in weight.slots:
                 vars(module)[name] = copy
 
     def refresh(self) -> None:
@@ -115,7 +115,7 @@ class ComputeCopies:
         for handle in self._handles:
             handle.remove()
         for weight in self._weights:
-            for module, name in weight.places:
+            for module, name in weight.slots:
                 vars(module).pop(name, None)
         self._handles, self._copies = [], []
 

@@ -183,15 +183,15 @@ class FrozenWeights(Reference):
 
     @contextmanager
     def _shadowed(self) -> Iterator[None]:
-        places = [(vars(m), at, name) for name, weight in self._weights.items() for m, at in weight.places]
-        kept = [attributes.get(at) for attributes, at, _ in places]
+        slots = [(vars(m), at, name) for name, weight in self._weights.items() for m, at in weight.slots]
+        kept = [attributes.get(at) for attributes, at, _ in slots]
         here = {name: value.to(self._weights[name].parameter.device) for name, value in self._values.items()}
-        for attributes, at, name in places:
+        for attributes, at, name in slots:
             attributes[at] = here[name]
         try:
             yield
         finally:
-            for (attributes, at, _), before in zip(places, kept, strict=True):
+            for (attributes, at, _), before in zip(slots, kept, strict=True):
                 if before is None:
                     del attributes[at]
                 else:

@@ -9,7 +9,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from upweight.config.sections.model import ModelSection
 from upweight.errors import UserError
 from upweight.log import logger
-from upweight.models.load import load_failures, source_of
+from upweight.models.load import load_failures, resolve_source
 
 # Tokens that model families reserve for padding although their tokenizers do not declare it.
 PADDING = ("<pad>", "[PAD]", "<|pad|>", "<|PAD|>", "<|padding|>", "<PAD>", "<|finetune_right_pad_id|>", "<|endoftext|>")
@@ -19,7 +19,7 @@ def load_tokenizer(section: ModelSection) -> PreTrainedTokenizerBase:
     """Load the model's tokenizer, with the tokens that the settings set and add, and a padding token."""
     packed = section.gguf_file if section.tokenizer is None else None  # the file is in `base_model`
     key = "tokenizer_config" if section.tokenizer else "base_model"
-    place, gguf_file = source_of(section.tokenizer or section.base_model, packed, key)
+    source, gguf_file = resolve_source(section.tokenizer or section.base_model, packed, key)
     options: dict[str, Any] = {"use_fast": section.tokenizer_use_fast, "trust_remote_code": section.trust_remote_code}
     revision = section.revision if section.tokenizer is None else None
     further = {"legacy": section.tokenizer_legacy, "gguf_file": gguf_file, "revision": revision}
@@ -27,8 +27,8 @@ def load_tokenizer(section: ModelSection) -> PreTrainedTokenizerBase:
     chosen = getattr(transformers, section.tokenizer_class, None) if section.tokenizer_class else AutoTokenizer
     if chosen is None:
         raise UserError(f"tokenizer_type: transformers has no class {section.tokenizer_class!r}")
-    with load_failures(key, place, "tokenizer"):
-        tokenizer = chosen.from_pretrained(place, **options)
+    with load_failures(key, source, "tokenizer"):
+        tokenizer = chosen.from_pretrained(source, **options)
     special = {name: value for name, value in section.special_tokens.model_dump().items() if value is not None}
     additional = special.pop("additional_special_tokens", [])
     tokenizer.add_special_tokens(special)
@@ -39,21 +39,23 @@ def load_tokenizer(section: ModelSection) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def take_chat_template(tokenizer: PreTrainedTokenizerBase, place: str, *, trust_remote_code: bool = False) -> None:
+def take_chat_template(tokenizer: PreTrainedTokenizerBase, source: str, *, trust_remote_code: bool = False) -> None:
     """Set the chat template of a file, or of another tokenizer with its end token and its added tokens."""
-    file = Path(place).expanduser()
+    file = Path(source).expanduser()
     if file.is_file():
         tokenizer.chat_template = file.read_text(encoding="utf-8")
         return
-    place, _ = source_of(place, None, "chat_template_path")
-    with load_failures("chat_template_path", place, "tokenizer"):
-        source = AutoTokenizer.from_pretrained(place, trust_remote_code=trust_remote_code)
-    if not source.chat_template:
-        raise UserError(f"chat_template_path: the tokenizer of {place!r} has no chat template. Name another.")
-    tokenizer.chat_template = source.get_chat_template()
+    source, _ = resolve_source(source, None, "chat_template_path")
+    with load_failures("chat_template_path", source, "tokenizer"):
+        template_source = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+    if not template_source.chat_template:
+        raise UserError(f"chat_template_path: the tokenizer of {source!r} has no chat template. Name another.")
+    tokenizer.chat_template = template_source.get_chat_template()
     known = tokenizer.get_vocab()
-    tokenizer.add_tokens([token for token in source.added_tokens_decoder.values() if token.content not in known])
-    tokenizer.eos_token = source.eos_token
+    tokenizer.add_tokens(
+        [token for token in template_source.added_tokens_decoder.values() if token.content not in known]
+    )
+    tokenizer.eos_token = template_source.eos_token
 
 
 def choose_padding(tokenizer: PreTrainedTokenizerBase) -> None:

@@ -16,7 +16,7 @@ from upweight.rewards.reward import Attempts, Reward, RewardCall, with_retries
 from upweight.rewards.workers import settle
 from upweight.user_modules import describe_error
 
-GRACE = 5.0
+GRACE_SECONDS = 5.0
 
 
 class _Timeout(BaseException):
@@ -87,7 +87,7 @@ def start_async(loop: EventLoop, reward: Reward, call: RewardCall, limit: float)
     """Start an async reward on the event loop; several run concurrently."""
     result: Future[Attempts] = Future()
     # A function that blocks the loop instead of awaiting cannot be cancelled from within the loop.
-    longest = 2 * limit + GRACE
+    longest = 2 * limit + GRACE_SECONDS
     blocked = RewardFailure("stuck", f"it took longer than {limit:g} seconds without awaiting anything", longest)
     watch = threading.Timer(longest, _settle_once, (result, lambda: [((0, len(call)), blocked)]))
     watch.daemon = True

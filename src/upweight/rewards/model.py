@@ -17,7 +17,7 @@ from upweight.data.tokenize.tokens import TextTokens
 from upweight.errors import UserError
 from upweight.inference.score import ScoreModel, load_score_model
 from upweight.log import warn_once
-from upweight.models.load import load_failures, source_of
+from upweight.models.load import load_failures, resolve_source
 from upweight.models.patches import keep_soft_cap
 from upweight.rewards.reward import Reward, parameters_of
 from upweight.watchdog import time_limit
@@ -95,35 +95,35 @@ def model_reward(
 ) -> Reward:
     """Build a reward from a loaded model; without a tokenizer, load it from the model's source."""
     config = model.config
-    place = getattr(config, "name_or_path", "") or ""
-    labels, shown = getattr(config, "num_labels", 1), place or type(model).__name__
+    source = getattr(config, "name_or_path", "") or ""
+    labels, shown = getattr(config, "num_labels", 1), source or type(model).__name__
     if labels != 1:
         raise UserError(f"{key}: {shown} has {labels} labels; a reward model has one.")
     if tokenizer is None:
-        if not place:
+        if not source:
             raise UserError(f"{key}: a model built in code needs its tokenizer: pass (model, tokenizer).")
-        with load_failures(key, place, "tokenizer"):
-            tokenizer = AutoTokenizer.from_pretrained(place)
-    name = name or Path(place).name or type(model).__name__
+        with load_failures(key, source, "tokenizer"):
+            tokenizer = AutoTokenizer.from_pretrained(source)
+    name = name or Path(source).name or type(model).__name__
     function = ModelReward(model, tokenizer, name, strips_space=strips_space)
     return Reward(name, function, parameters_of(function, name, key), has_timeout=False)
 
 
-def load_model_reward(place: str, options: ModelOptions, key: str) -> Reward:
+def load_model_reward(source: str, options: ModelOptions, key: str) -> Reward:
     """Load the reward model of a folder or the hub, or an adapter with the base model it names."""
-    place, _ = source_of(place, None, key)
-    folder, remote = Path(place), options.trust_remote_code
+    source, _ = resolve_source(source, None, key)
+    folder, remote = Path(source), options.trust_remote_code
     trained = _run_config(folder)
     adapter = _json(folder / "adapter_config.json")
-    base = adapter.get("base_model_name_or_path") or place
-    if is_process_model(place):
+    base = adapter.get("base_model_name_or_path") or source
+    if is_process_model(source):
         section = ModelSection(base_model=base, trust_remote_code=remote)
         (rows, *_) = trained.get("datasets") or [{}]
         entry = DatasetRow(step_separator=rows.get("step_separator"))
         steps = partial(lowest_step_scores, load_score_model(section, folder if adapter else None, entry=entry))
         return Reward(folder.name, steps, parameters_of(steps, folder.name, key), has_timeout=False)
     if adapter and (task := adapter.get("task_type")) != "SEQ_CLS":
-        raise UserError(f"{key}: the adapter in {place!r} is for {task}, not for a reward model (SEQ_CLS).")
+        raise UserError(f"{key}: the adapter in {source!r} is for {task}, not for a reward model (SEQ_CLS).")
     with load_failures(key, base, "base model of the reward model" if adapter else "reward model"):
         model, report = AutoModelForSequenceClassification.from_pretrained(
             base, num_labels=1, dtype=options.dtype, trust_remote_code=remote, output_loading_info=True
@@ -131,23 +131,23 @@ def load_model_reward(place: str, options: ModelOptions, key: str) -> Reward:
         if adapter:
             from peft import PeftModel
 
-            model = PeftModel.from_pretrained(model, place)  # not merged: that could round a small adapter away
+            model = PeftModel.from_pretrained(model, source)  # not merged: that could round a small adapter away
     if report["missing_keys"] and not adapter:
         problem = f"its files lack {', '.join(sorted(report['missing_keys'])[:3])}, which would be random"
-        raise UserError(f"{key}: {place!r} is no reward model: {problem}. Train one with `reward_model: true`.")
-    with load_failures(key, place, "tokenizer"):
-        tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=remote)
+        raise UserError(f"{key}: {source!r} is no reward model: {problem}. Train one with `reward_model: true`.")
+    with load_failures(key, source, "tokenizer"):
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=remote)
     model = model.to(options.device).requires_grad_(False)
     # Upweight trains reward models on conversations without white space after their last turn.
     strips_space = trained.get("reward_model") is True
     return model_reward(model, tokenizer, folder.name, strips_space=strips_space, key=key)
 
 
-def is_process_model(place: str) -> bool:
+def is_process_model(source: str) -> bool:
     """Return whether a folder holds a process reward model or an adapter of one."""
-    if adapter := _json(Path(place) / "adapter_config.json"):
+    if adapter := _json(Path(source) / "adapter_config.json"):
         return adapter.get("task_type") == "TOKEN_CLS"
-    (name, *_) = _json(Path(place) / "config.json").get("architectures") or [""]
+    (name, *_) = _json(Path(source) / "config.json").get("architectures") or [""]
     return name.endswith("ForTokenClassification")
 
 

@@ -12,10 +12,10 @@ from upweight.errors import UserError, did_you_mean
 from upweight.rewards.outcomes import RewardFailure, RewardOutcome
 from upweight.rewards.workers import Source
 
-LOGS = ("log_extra", "log_metric")
+LOG_ARGUMENTS = ("log_extra", "log_metric")
 STANDARD_ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state")
 ENVIRONMENTS = "environments"  # parameter of reward functions that read the objects of episodes
-HISTORY = 100  # log entries of the trainer's state that are sent to worker processes
+MAX_LOG_HISTORY = 100  # log entries of the trainer's state that are sent to worker processes
 Attempts = list[tuple[tuple[int, int], RewardOutcome]]  # (start, stop) within the call, outcome
 
 
@@ -64,7 +64,7 @@ class RewardParameters:
     @property
     def logs(self) -> tuple[str, ...]:
         """The logging functions that the reward function takes."""
-        return tuple(name for name in LOGS if self.everything or name in self.named)
+        return tuple(name for name in LOG_ARGUMENTS if self.everything or name in self.named)
 
     def arguments(self, call: RewardCall) -> dict[str, Any]:
         """Return the keyword arguments of a call for this function, without the logging functions."""
@@ -75,11 +75,11 @@ class RewardParameters:
         for name in set(self.named) - {*available, ENVIRONMENTS}:
             if (column := _singular(name, call.columns)) is not None:
                 chosen[name] = call.columns[column]
-        return {name: value for name, value in chosen.items() if name not in LOGS}
+        return {name: value for name, value in chosen.items() if name not in LOG_ARGUMENTS}
 
     def missing_in(self, columns: Iterable[str]) -> list[str]:
         """Return the required parameters that these columns do not fill."""
-        columns = {*columns, *STANDARD_ARGUMENTS, *LOGS}
+        columns = {*columns, *STANDARD_ARGUMENTS, *LOG_ARGUMENTS}
         return [name for name in self.required if name not in columns and _singular(name, columns) is None]
 
 
@@ -110,7 +110,7 @@ def plain_state(state: Any) -> Any:
     plain = bool | int | float | str | list | dict | None
     values = {name: value for name, value in vars(state).items() if isinstance(value, plain)}
     if isinstance(values.get("log_history"), list):
-        values["log_history"] = values["log_history"][-HISTORY:]
+        values["log_history"] = values["log_history"][-MAX_LOG_HISTORY:]
     return SimpleNamespace(**values)
 
 

@@ -22,7 +22,7 @@ from upweight.rewards.outcomes import IN_MESSAGES, RewardFailure, RewardValues
 from upweight.rewards.reward import Attempts, Reward, RewardCall, with_retries
 from upweight.rewards.workers import WorkerPool, settle
 
-LARGEST = 1e18  # whose square is a float32
+MAX_REWARD = 1e18  # whose square is a float32
 NOT_FINITE = "it returned NaN, infinity or more than 1e18; return None where a reward does not apply"
 WARN_AFTER = 256  # completions without a value after which a warning is logged
 NEVER_APPLIES = "warning: reward '%s' returned None for each of %d completions: it has no effect"
@@ -209,7 +209,7 @@ class Scorer:
 def _store(scores: RewardResult, number: int, start: int, answer: RewardValues) -> int:
     """Write one outcome's values and extra columns into `scores`; return how many values were not finite."""
     known = [(position, value) for position, value in enumerate(answer.values, start) if value is not None]
-    finite = [(position, value) for position, value in known if abs(value) <= LARGEST]
+    finite = [(position, value) for position, value in known if abs(value) <= MAX_REWARD]
     for position, value in finite:
         scores.rewards_SR[position, number] = value
     for column, values in answer.extras:

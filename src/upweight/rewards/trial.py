@@ -17,8 +17,8 @@ from upweight.rewards.outcomes import IN_MESSAGES, RewardValues, Value
 from upweight.rewards.reward import Reward, RewardCall
 from upweight.rewards.scorer import Scorer
 
-SLOW = 10.0  # seconds of one call above which a remark is made
-SCALES = 20.0  # ratio of two rewards' spreads above which a remark is made
+SLOW_SECONDS = 10.0  # seconds of one call above which a remark is made
+SPREAD_RATIO = 20.0  # ratio of two rewards' spreads above which a remark is made
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ def _remarks(trial: Trial) -> list[str]:
     elif all(_is_flat(trial.scores[a:b]) for a, b in trial.groups) and any(b - a > 1 for a, b in trial.groups):
         why = "advantages compare completions of the same prompt"
         problems.append(f"differs between prompts but never within a group: {why}, so it has no effect")
-    if trial.seconds > SLOW:
+    if trial.seconds > SLOW_SECONDS:
         problems.append(f"took {trial.seconds:.1f} s for {len(trial.scores)} completions; raise trl.reward_num_workers")
     return problems
 
@@ -136,7 +136,7 @@ def _scales(trials: Sequence[Trial], weights: Sequence[float]) -> str | None:
     """Return a remark if one reward outweighs another."""
     spreads = [((t.spread or 0.0) * abs(w), t.name) for t, w in zip(trials, weights, strict=True)]
     moving = sorted((spread, name) for spread, name in spreads if spread > 0)
-    if not moving or (times := moving[-1][0] / moving[0][0]) < SCALES:
+    if not moving or (times := moving[-1][0] / moving[0][0]) < SPREAD_RATIO:
         return None
     varies = f"reward '{moving[-1][1]}' varies {times:.0f} times as much as '{moving[0][1]}', which will hardly count"
     return f"{varies}: set trl.reward_weights, or use `rl: gdpo`, which scales each reward by itself"

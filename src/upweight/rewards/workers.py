@@ -28,14 +28,14 @@ from typing import Any
 from upweight.errors import UserError
 from upweight.processes import end_this_group, end_with_parent, signal_group
 from upweight.rewards.outcomes import Function, RewardFailure, RewardOutcome, failed, invoke
-from upweight.user_modules import describe_error, load_file, place
+from upweight.user_modules import describe_error, load_file, location
 
 Source = tuple[str, str, str | None]  # module, name in it, file; ("builtin", the reward as the config writes it, None)
 BUILTIN = "builtin"
-GRACE = 5.0  # seconds after its limit after which a process that did not exit is killed
-START_LIMIT = 300.0  # seconds for a process to start and import a function's module
-STALLED = 60  # seconds without progress after which sending a message fails
-SIZE = 8  # bytes of a reply's size
+GRACE_SECONDS = 5.0  # seconds after its limit after which a process that did not exit is killed
+START_SECONDS = 300.0  # seconds for a process to start and import a function's module
+STALLED_SECONDS = 60  # seconds without progress after which sending a message fails
+SIZE_BYTES = 8  # bytes of a reply's size
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
 FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 
@@ -56,7 +56,7 @@ class Worker:
     def call(self, source: Source, job: bytes, limit: float) -> RewardOutcome:
         """Call a function with pickled arguments, for at most `limit` seconds."""
         if source not in self._loaded or self._process is None:
-            loaded = self._request(source, max(START_LIMIT, limit), None)
+            loaded = self._request(source, max(START_SECONDS, limit), None)
             if loaded is not None:
                 reason = getattr(loaded, "reason", loaded)
                 raise UserError(f"a worker process cannot import reward '{source[0]}.{source[1]}': {reason}")
@@ -82,14 +82,14 @@ class Worker:
             connection = self._connection or self._start()
         try:
             connection.send_bytes(pickle.dumps((source, limit, job)))
-            reply = self._read(connection, limit + GRACE)
+            reply = self._read(connection, limit + GRACE_SECONDS)
         except (EOFError, OSError):
             return self._failure(limit, time.perf_counter() - start, hung=False)
         return self._failure(limit, time.perf_counter() - start, hung=True) if reply is None else pickle.loads(reply)
 
     def _read(self, connection: Connection, limit: float) -> bytes | None:
         """Return the next reply, or None after `limit` seconds; bytes that are no part of one are passed over."""
-        received, head, deadline = bytearray(), len(self._mark) + SIZE, time.monotonic() + limit
+        received, head, deadline = bytearray(), len(self._mark) + SIZE_BYTES, time.monotonic() + limit
         while (seconds := deadline - time.monotonic()) > 0 and connection.poll(seconds):
             block = os.read(connection.fileno(), 1 << 20)
             if not block:
@@ -100,7 +100,7 @@ class Worker:
                 del received[: 1 - len(self._mark)]
                 continue
             del received[:begin]
-            deadline = time.monotonic() + STALLED
+            deadline = time.monotonic() + STALLED_SECONDS
             end = head + int.from_bytes(received[len(self._mark) : head])
             if len(received) >= max(head, end):
                 return bytes(received[head:end])
@@ -109,7 +109,7 @@ class Worker:
     def _start(self) -> Connection:
         parent_socket, child_socket = socket.socketpair()
         for direction in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
-            parent_socket.setsockopt(socket.SOL_SOCKET, direction, struct.pack("ll", STALLED, 0))
+            parent_socket.setsockopt(socket.SOL_SOCKET, direction, struct.pack("ll", STALLED_SECONDS, 0))
         os.ftruncate(self._trace.fileno(), 0)
         paths = [*sys.path, *([] if os.getcwd() in sys.path else [os.getcwd()])]
         code = (
@@ -135,7 +135,7 @@ class Worker:
         """Kill the process and return the failure with the reason."""
         status = self.end(wait=0.0 if hung else 1.0)
         trace = os.pread(self._trace.fileno(), 1 << 16, 0).decode(errors="replace")
-        where = place(_frames(trace))
+        where = location(_frames(trace))
         if hung or trace.startswith("Timeout"):
             return RewardFailure("timed out", f"it took longer than {limit:g} seconds{where}", seconds)
         names = {-number: number.name for number in signal.Signals}
@@ -209,7 +209,7 @@ class WorkerPool:
             worker.kill()
         for thread in self._threads:
             if thread is not threading.current_thread():
-                thread.join(GRACE)
+                thread.join(GRACE_SECONDS)
 
 
 def _run(work: "queue.SimpleQueue[tuple[Task, Future[Any]] | None]", worker: Worker) -> None:
@@ -243,7 +243,7 @@ def serve(channel: int, trace: int, seed: int, mark: bytes) -> None:
             os._exit(0)  # a child that a reward forked and let return; the parent answers
         content = pickle.dumps(reply)
         with open(channel, "wb", closefd=False) as answers:
-            answers.write(mark + len(content).to_bytes(SIZE) + content)
+            answers.write(mark + len(content).to_bytes(SIZE_BYTES) + content)
 
 
 def _answer(request: bytes, functions: dict[Source, Function], trace: int, seed: int) -> Any:

@@ -55,10 +55,10 @@ class CustomRollout(CompletionSource):
         each = [group for group in groups for _ in range(count)]
         with torch.no_grad(), dropout_off(self.model):
             completions = self._texts(each, sampling) if self.returns_text else self._tokens(groups, each, sampling)
-        for place, group in enumerate(groups):
-            group.completions = completions[place * count : (place + 1) * count]
+        for index, group in enumerate(groups):
+            group.completions = completions[index * count : (index + 1) * count]
             if done is not None:
-                done(place)
+                done(index)
 
     def _texts(self, each: Sequence[Group], sampling: Sampling) -> list[Completion]:
         prompts = []
@@ -109,8 +109,8 @@ class CustomRollout(CompletionSource):
         prompts = [[int(token) for token in ids] for ids in returned["prompt_ids"]]
         count = len(each) // len(groups)
         completions = []
-        for place, group in enumerate(groups):
-            numbers = range(place * count, (place + 1) * count)
+        for index, group in enumerate(groups):
+            numbers = range(index * count, (index + 1) * count)
             # Prompts of a group may differ, as where an environment's messages count as prompt.
             group.prompt_ids = common_start([prompts[number] for number in numbers])
             group.extras |= {key: [returned[key][number] for number in numbers] for key in extras}
@@ -160,19 +160,19 @@ class CustomBackend:
     def generate(self, prompts: Prompts, count: int, sampling: Sampling, done: Done | None = None) -> Completions:
         reported: set[int] = set()
 
-        def report(place: int, completions: list[Completion]) -> None:
+        def report(index: int, completions: list[Completion]) -> None:
             self._check([completions], 1, count)
-            reported.add(place)
+            reported.add(index)
 
             if done is not None:
-                done(place, completions)
+                done(index, completions)
 
         with torch.no_grad(), dropout_off(self._model), _named_errors(f"{self._key}: generate failed"):
             by_prompt = self._backend.generate(prompts, count, sampling, report)
             self._check(by_prompt, len(prompts), count)
-        for place, completions in enumerate(by_prompt):
-            if place not in reported:
-                report(place, completions)
+        for index, completions in enumerate(by_prompt):
+            if index not in reported:
+                report(index, completions)
         return by_prompt
 
     def _check(self, by_prompt: Completions, prompts: int, count: int) -> None:

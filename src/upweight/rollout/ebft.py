@@ -13,7 +13,7 @@ from upweight.errors import UserError
 from upweight.log import logger
 from upweight.methods import EBFT
 from upweight.models.modules import dropout_off
-from upweight.rollout.episodes.token_stream import TokenStream, completion_of
+from upweight.rollout.episodes.token_stream import TokenStream, build_completion
 from upweight.rollout.producer import CompletionSource
 from upweight.sampler.decode import Decoder, Grid
 from upweight.sampler.in_process import InProcess
@@ -38,19 +38,19 @@ class KnownTurns(CompletionSource):
         assert self.generator is not None, "this process does not sample"
         by_prompt = self.generator.generate([group.prompt_ids for group in groups], count, sampling)
         conversations: Conversations = []
-        for place, (group, completions) in enumerate(zip(groups, by_prompt, strict=True)):
+        for index, (group, completions) in enumerate(zip(groups, by_prompt, strict=True)):
             group.completions = completions
             streams = [TokenStream(group.prompt_ids) for _ in completions]
             for stream, completion in zip(streams, completions, strict=True):
                 stream.append_sampled(completion)
-            conversations.append((sampling.first + place, group, streams))
+            conversations.append((sampling.first + index, group, streams))
         turn = 0
         while conversations := [entry for entry in conversations if turn < len(_replies(entry[1]))]:
             self._sample_turn(self.generator, conversations, turn, sampling)
             turn += 1
-        for place in range(len(groups)):
+        for index in range(len(groups)):
             if done is not None:
-                done(place)
+                done(index)
 
     def _sample_turn(self, generator: Generator, conversations: Conversations, turn: int, sampling: Sampling) -> None:
         """Append the next known messages to every conversation and sample one more turn of each."""
@@ -59,8 +59,8 @@ class KnownTurns(CompletionSource):
                 closing = [] if completion.finished or self.end is None else [self.end]
                 stream.append_observation([*closing, *_replies(group)[turn]])
         seeds = [
-            int(np.random.SeedSequence((sampling.seed or 0, turn, place, member)).generate_state(1)[0])
-            for place, _, streams in conversations
+            int(np.random.SeedSequence((sampling.seed or 0, turn, index, member)).generate_state(1)[0])
+            for index, _, streams in conversations
             for member in range(len(streams))
         ]
         prompts = [stream.ids for *_, streams in conversations for stream in streams]
@@ -69,7 +69,7 @@ class KnownTurns(CompletionSource):
             group.completions = []
             for stream, (completion,) in zip(streams, sampled, strict=False):
                 stream.append_sampled(completion)
-                group.completions.append(completion_of(stream, group, finished=completion.finished))
+                group.completions.append(build_completion(stream, group, finished=completion.finished))
 
 
 def _replies(group: Group) -> list[list[int]]:
@@ -123,7 +123,7 @@ class StridedBlocks(CompletionSource):
                 for first, stop in self._batches(groups, block_starts, count):
                     numbered = replace(sampling, first=sampling.first + first)
                     self._sample_batch(groups[first:stop], block_starts[first:stop], count, numbered)
-        for place, (group, starts) in enumerate(zip(groups, block_starts, strict=True)):
+        for index, (group, starts) in enumerate(zip(groups, block_starts, strict=True)):
             size = sampling.max_new_tokens
             anchor_each = [start for start in starts for _ in range(count)]
             group.extras = {
@@ -132,18 +132,18 @@ class StridedBlocks(CompletionSource):
                 "ground_truth": [self.decode(group.prompt_ids[at : at + size]) for at in anchor_each],
             }
             if done is not None:
-                done(place)
+                done(index)
 
     def _batches(self, groups: Sequence[Group], block_starts: BlockStarts, count: int) -> list[tuple[int, int]]:
         """Split the documents into (first, stop) ranges whose attention scores fit together."""
         heads = base_of(self.model).config.get_text_config().num_attention_heads
         batches: list[tuple[int, int]] = []
         first = members = longest = 0
-        for place, (group, starts) in enumerate(zip(groups, block_starts, strict=True)):
+        for index, (group, starts) in enumerate(zip(groups, block_starts, strict=True)):
             members, longest = max(members, len(starts) * count), max(longest, len(group.prompt_ids))
-            if place > first and (place + 1 - first) * members * longest * heads > self.max_scores:
-                batches.append((first, place))
-                first, members, longest = place, len(starts) * count, len(group.prompt_ids)
+            if index > first and (index + 1 - first) * members * longest * heads > self.max_scores:
+                batches.append((first, index))
+                first, members, longest = index, len(starts) * count, len(group.prompt_ids)
         return [*batches, (first, len(groups))]
 
     def _sample_batch(self, groups: Sequence[Group], starts: BlockStarts, count: int, sampling: Sampling) -> None:
@@ -154,11 +154,11 @@ class StridedBlocks(CompletionSource):
         documents = [group.prompt_ids[: each[-1]] for group, each in zip(groups, starts, strict=True)]
         anchor_GM = torch.ones(len(groups), members, dtype=torch.long)
         uniform_GMN = torch.zeros(len(groups), members, room, dtype=torch.float64)
-        for place, each in enumerate(starts):
-            anchor_GM[place, : len(each) * count] = torch.tensor(each).repeat_interleave(count)
-            random = np.random.default_rng((sampling.seed or 0, sampling.first + place))
+        for index, each in enumerate(starts):
+            anchor_GM[index, : len(each) * count] = torch.tensor(each).repeat_interleave(count)
+            random = np.random.default_rng((sampling.seed or 0, sampling.first + index))
             uniform = random.random((len(each) * count, room))
-            uniform_GMN[place, : len(uniform)] = torch.from_numpy(uniform)
+            uniform_GMN[index, : len(uniform)] = torch.from_numpy(uniform)
         decoder.open(Grid(len(groups), members, max(map(len, documents)), room), sampling)
         decoder.prefill_branches(documents, anchor_GM, uniform_GMN.flatten(0, 1))
         for step in range(1, room):
@@ -172,8 +172,8 @@ class StridedBlocks(CompletionSource):
 
     def _sample_separately(self, groups: Sequence[Group], starts: BlockStarts, count: int, sampling: Sampling) -> None:
         """Sample each block as a completion of the text before it, for architectures that cannot share prefixes."""
-        for place, (group, each) in enumerate(zip(groups, starts, strict=True)):
-            seed = int(np.random.SeedSequence((sampling.seed or 0, sampling.first + place)).generate_state(1)[0])
+        for index, (group, each) in enumerate(zip(groups, starts, strict=True)):
+            seed = int(np.random.SeedSequence((sampling.seed or 0, sampling.first + index)).generate_state(1)[0])
             prefixes = [group.prompt_ids[:start] for start in each]
             blocks = self.generator.generate(prefixes, count, replace(sampling, seed=seed, first=0))
             group.completions = [replace(completion, finished=True) for block in blocks for completion in block]

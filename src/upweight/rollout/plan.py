@@ -13,28 +13,28 @@ class Plan:
     """How many completions are sampled together and trained on together, over all ranks."""
 
     groups: int  # prompts of a rollout
-    size: int  # completions of a prompt
-    step: int  # completions that one optimizer step trains on
+    group_size: int  # completions of a prompt
+    step_size: int  # completions that one optimizer step trains on
     iterations: int = 1  # passes over a rollout
 
     @staticmethod
-    def fitting(wanted: int, size: int, step: int, iterations: int = 1) -> "Plan":
+    def fitting(wanted: int, group_size: int, step_size: int, iterations: int = 1) -> "Plan":
         """Return the smallest multiple of `wanted` completions that holds whole groups and whole steps."""
-        return Plan(lcm(wanted, size, step) // size, size, step, iterations)
+        return Plan(lcm(wanted, group_size, step_size) // group_size, group_size, step_size, iterations)
 
     @property
-    def steps(self) -> int:
+    def steps_per_pass(self) -> int:
         """The optimizer steps of one pass over a rollout."""
-        return self.groups * self.size // self.step
+        return self.groups * self.group_size // self.step_size
 
     @property
-    def updates(self) -> int:
+    def steps_per_rollout(self) -> int:
         """The optimizer steps of all passes over a rollout."""
-        return self.steps * self.iterations
+        return self.steps_per_pass * self.iterations
 
     def steps_per_epoch(self, prompts: int) -> int:
         """Return the optimizer steps after which every prompt was sampled once."""
-        return max(1, ceil(Fraction(prompts * self.size * self.iterations, self.step)))
+        return max(1, ceil(Fraction(prompts * self.group_size * self.iterations, self.step_size)))
 
 
 class PromptOrder:

@@ -31,7 +31,7 @@ class CompletionSource(Protocol):
     """Fills groups with completions: a sampling backend, a user's function or an environment."""
 
     def __call__(self, groups: Sequence[Group], count: int, sampling: Sampling, done: GroupDone | None) -> None:
-        """Give every group `count` completions; call `done` with the place of each group as it ends."""
+        """Give every group `count` completions; call `done` with the index of each group as it ends."""
         ...
 
     def close(self) -> None:
@@ -45,10 +45,10 @@ class SingleTurn(CompletionSource):
     generator: Generator | None  # None where another process samples
 
     def __call__(self, groups: Sequence[Group], count: int, sampling: Sampling, done: GroupDone | None) -> None:
-        def take(place: int, completions: list[Completion]) -> None:
-            groups[place].completions = completions
+        def take(index: int, completions: list[Completion]) -> None:
+            groups[index].completions = completions
             if done is not None:
-                done(place)
+                done(index)
 
         assert self.generator is not None, "this process does not sample"
         prompts = [group.prompt_ids for group in groups]
@@ -98,7 +98,7 @@ class Producer:
             steps = getattr(trainer_state, "max_steps", 0)
             rerolled = self.reroll.take(trainer_state.global_step / steps if steps else 0.0, self.plan.groups)
         fresh = self.order.take(self.plan.groups - len(rerolled))
-        arguments = self.rows, [*fresh, *rerolled], self.plan.size, (number, 0), trainer_state
+        arguments = self.rows, [*fresh, *rerolled], self.plan.group_size, (number, 0), trainer_state
         groups, metrics = self._sample(*arguments)
         if reason := _failed_throughout(groups):  # as when a server restarts during a rollout
             logger.warning("warning: %s; the rollout is repeated", reason)
@@ -143,15 +143,15 @@ class Producer:
         """Replace groups without signal by groups of further prompts; return how many groups were sampled."""
         sampled = 0
         for attempt in range(1, self.extra_rounds + 1):
-            without_signal = [place for place, group in enumerate(groups) if not has_signal(group)]
+            without_signal = [index for index, group in enumerate(groups) if not has_signal(group)]
             if not without_signal:
                 break
             numbers = self.order.take(len(without_signal))
-            fresh, _ = self._sample(self.rows, numbers, self.plan.size, (number, attempt), trainer_state)
+            fresh, _ = self._sample(self.rows, numbers, self.plan.group_size, (number, attempt), trainer_state)
             sampled += len(without_signal)
-            for place, group in zip(without_signal, fresh, strict=True):
+            for index, group in zip(without_signal, fresh, strict=True):
                 if has_signal(group):
-                    groups[place] = group
+                    groups[index] = group
         return sampled
 
     def evaluate(self, rows: PromptRows, count: int, trainer_state: Any = None) -> list[Group]:
@@ -197,7 +197,7 @@ class Producer:
             row = rows[number]
             groups.append(Group(number, row, list(row["prompt_ids" if "prompt_ids" in row else "ids"])))
         first, stop = shares_of(len(groups), self.ranks.count)[self.ranks.rank]
-        # One seed for all ranks and the place of this rank's share: any number of ranks samples the same.
+        # One seed for all ranks and the position of this rank's share: any number of ranks samples the same.
         seed = int(np.random.SeedSequence((self.seed, *round_)).generate_state(1)[0])
         sampling = dataclasses.replace(self.sampling, seed=seed, first=first)
         if self.longest is not None:
@@ -216,8 +216,8 @@ class Producer:
         streamed: list[tuple[list[Group], Future[RewardResult]]] = []
         waiting: list[Group] = []
 
-        def done(place: int) -> None:
-            waiting.append(groups[place])
+        def done(index: int) -> None:
+            waiting.append(groups[index])
             if len(waiting) >= (self.streaming_groups or 1):
                 streamed.append((list(waiting), self.scorer.submit(self.reward_call(waiting, state))))
                 waiting.clear()
@@ -239,8 +239,8 @@ class Producer:
     def reward_call(self, groups: Sequence[Group], trainer_state: Any = None) -> RewardCall:
         """Return the arguments of reward functions for these groups, without failed completions."""
         each = [
-            (place, group, number, one)
-            for place, group in enumerate(groups)
+            (index, group, number, one)
+            for index, group in enumerate(groups)
             for number, one in enumerate(group.completions)
             if one.failure is None
         ]
@@ -254,7 +254,7 @@ class Producer:
             completions=[self._content(group, one) for _, group, _, one in each],
             completion_ids=[one.written for *_, one in each],
             columns=columns,
-            group_S=[place for place, *_ in each],
+            group_S=[index for index, *_ in each],
             environments=[group.environments[number] if group.environments else None for _, group, number, _ in each],
             trainer_state=trainer_state,
         )

@@ -12,7 +12,7 @@ from upweight.rollout.rollout import group_from_plain, group_to_plain
 from upweight.rollout.summary import has_signal, spread
 from upweight.types import Group
 
-ZERO = 1e-6  # absolute rewards below this count as none
+ZERO_REWARD = 1e-6  # absolute rewards below this count as none
 
 
 class ReplayBuffer:
@@ -26,7 +26,7 @@ class ReplayBuffer:
         """Replace groups without signal by kept ones, and keep the new groups with signal; also return metrics."""
         # Kept groups are drawn in proportion to `worth`, each at most once.
         self.kept = [group for group in self.kept if step - group.version <= self.max_age]
-        without_signal = [place for place, group in enumerate(groups) if not has_signal(group)]
+        without_signal = [index for index, group in enumerate(groups) if not has_signal(group)]
         drawn: list[Group] = []
         if count := min(len(without_signal), len(self.kept)):
             weights = np.array([max(worth(group), 1e-8) for group in self.kept])
@@ -34,8 +34,8 @@ class ReplayBuffer:
             numbers = random.choice(len(self.kept), count, replace=False, p=weights / weights.sum())
             drawn = [self.kept[number] for number in numbers]
         filled = list(groups)
-        for place, group in zip(without_signal, drawn, strict=False):
-            filled[place] = dataclasses.replace(group, replayed=True)
+        for index, group in zip(without_signal, drawn, strict=False):
+            filled[index] = dataclasses.replace(group, replayed=True)
         ages = [step - group.version for group in drawn]
         fresh = [group for group in groups if has_signal(group)]
         self.kept = sorted([*self.kept, *fresh], key=worth, reverse=True)[: self.size]
@@ -80,4 +80,4 @@ def failed(group: Group) -> bool:
     """Whether all rewards that apply to the completions of a group are zero."""
     assert group.rewards_SR is not None
     known = group.rewards_SR[~group.rewards_SR.isnan()]
-    return bool(len(known)) and bool(torch.all(known.abs() < ZERO))
+    return bool(len(known)) and bool(torch.all(known.abs() < ZERO_REWARD))

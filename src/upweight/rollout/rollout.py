@@ -90,8 +90,8 @@ def readable(rollout: Rollout, names: Sequence[str], decode: Callable[[list[int]
     for group in rollout.groups:
         rewards = [] if group.rewards_SR is None else group.rewards_SR.tolist()
         advantages = [] if group.advantage_S is None else group.advantage_S.tolist()
-        for place, completion in enumerate(group.completions):
-            scores = zip(names, rewards[place], strict=True)
+        for index, completion in enumerate(group.completions):
+            scores = zip(names, rewards[index], strict=True)
             yield {
                 **{name: value for name, value in group.row.items() if name not in TOKEN_COLUMNS},
                 "rollout": rollout.number,
@@ -102,7 +102,7 @@ def readable(rollout: Rollout, names: Sequence[str], decode: Callable[[list[int]
                 "tokens": len(completion.written),
                 "finished": completion.finished,
                 "rewards": {name: None if math.isnan(value) else value for name, value in scores},
-                "advantage": advantages[place] if advantages else None,
-                **{name: values[place] for name, values in group.extras.items()},
+                "advantage": advantages[index] if advantages else None,
+                **{name: values[index] for name, values in group.extras.items()},
                 **({} if completion.failure is None else {"failure": completion.failure}),
             }

@@ -12,7 +12,7 @@ from upweight.rollout.rollout import Rollout
 
 def lag_bound(plan: Plan, depth: int, sync_interval: int) -> int:
     """Return by how many optimizer steps the trained policy can be ahead of the one that sampled a completion."""
-    return depth * plan.steps + plan.updates - 1 + sync_interval - 1
+    return depth * plan.steps_per_pass + plan.steps_per_rollout - 1 + sync_interval - 1
 
 
 def bounded_depth(plan: Plan, depth: int, sync_interval: int, max_staleness: int | None) -> int:

@@ -3,13 +3,13 @@
 from collections.abc import Iterable
 from typing import Any
 
-from upweight.config.generation_options import FIELDS, SAMPLED, SPELLINGS, read_options
+from upweight.config.generation_options import ALWAYS_ON, FIELDS, SPELLINGS, read_options
 from upweight.config.sections.rollout import RolloutSection
 from upweight.errors import UserError
 from upweight.types import Sampling
 
 
-def sampling_of(section: RolloutSection, max_new_tokens: int) -> Sampling:
+def build_sampling(section: RolloutSection, max_new_tokens: int) -> Sampling:
     """Return the sampling parameters; `generation_kwargs` override the other keys."""
     plain = Sampling(
         max_new_tokens,
@@ -28,7 +28,7 @@ def sampling_of(section: RolloutSection, max_new_tokens: int) -> Sampling:
 def request_options(section: RolloutSection) -> dict[str, Any]:
     """Return further fields of requests to vLLM: structured outputs, and options that only vLLM has."""
     given = section.generation_args
-    options = {key: given[key] for key in given if key not in SAMPLED and SPELLINGS.get(key, key) not in FIELDS}
+    options = {key: given[key] for key in given if key not in ALWAYS_ON and SPELLINGS.get(key, key) not in FIELDS}
     if section.regex is not None:
         options["structured_outputs"] = {"regex": section.regex}
     return options

@@ -51,8 +51,8 @@ def pass_rates(groups: Sequence[Group], names: Sequence[str]) -> dict[str, float
     """Return, for each reward, the share of completions that earn it (pass@1), and of prompts with any (pass@n)."""
     scored = [_known(group) for group in groups if group.rewards_SR is not None]
     metrics: dict[str, float] = {}
-    for place, name in enumerate(names):
-        known = [column for columns in scored if len(column := columns[place])]
+    for index, name in enumerate(names):
+        known = [column for columns in scored if len(column := columns[index])]
         if known:
             most = max(len(column) for column in known)
             shares = torch.stack([(column > 0).float().mean() for column in known])

@@ -49,8 +49,8 @@ def units_of_documents(groups: Sequence[Group], starts: Sequence[Sequence[int]])
         assert group.advantage_S is not None, "a document reached the trainer without advantages"
         count, advantages = len(group.completions) // len(block_starts), group.advantage_S.tolist()
         blocks = [
-            _sample(group.prompt_ids[: block_starts[place // count]], completion, advantages[place])
-            for place, completion in enumerate(group.completions)
+            _sample(group.prompt_ids[: block_starts[index // count]], completion, advantages[index])
+            for index, completion in enumerate(group.completions)
         ]
         units += [_labelled(Unit(tuple(blocks[member::count]), number), SAMPLED) for member in range(count)]
     return units

@@ -13,7 +13,7 @@ from upweight.files import write_text
 from upweight.log import logger
 
 WHOLE, DATA = "whole.json", "data.json"
-BLOCK = 1 << 24  # bytes
+READ_BYTES = 1 << 24  # bytes
 
 
 def mark_whole(folder: Path) -> None:
@@ -62,7 +62,7 @@ def checksum(path: Path) -> str:
     """Return a fast hash of a file's bytes, which are read in blocks."""
     hasher = xxhash.xxh3_128()
     with path.open("rb", buffering=0) as file:
-        while block := file.read(BLOCK):
+        while block := file.read(READ_BYTES):
             hasher.update(block)
     return hasher.hexdigest()
 
@@ -141,8 +141,8 @@ def set_aside(run_folder: Path, step: int) -> None:
     later = [folder for number, folder in checkpoints_of(run_folder) if number > step]
     if not later:
         return
-    place = next(path for n in count(1) if not (path := run_folder / f"superseded-{n}").exists())
-    place.mkdir()
+    target = next(path for n in count(1) if not (path := run_folder / f"superseded-{n}").exists())
+    target.mkdir()
     for folder in later:
-        folder.rename(place / folder.name)
-    logger.warning("warning: %d checkpoints after step %d are now in %s", len(later), step, place)
+        folder.rename(target / folder.name)
+    logger.warning("warning: %d checkpoints after step %d are now in %s", len(later), step, target)

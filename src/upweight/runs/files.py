@@ -19,12 +19,12 @@ def this_machine() -> str:
 
 def unwritable_reason(folder: Path) -> str | None:
     """Return why a run's folder cannot be created or written to, or None if it can."""
-    place = folder
-    while not place.exists():
-        place = place.parent
-    if not place.is_dir():
-        return f"{place} is a file"
-    return None if os.access(place, os.W_OK | os.X_OK) else f"{place} cannot be written to"
+    existing = folder
+    while not existing.exists():
+        existing = existing.parent
+    if not existing.is_dir():
+        return f"{existing} is a file"
+    return None if os.access(existing, os.W_OK | os.X_OK) else f"{existing} cannot be written to"
 
 
 def metrics_of(folder: Path) -> list[dict[str, Any]]:

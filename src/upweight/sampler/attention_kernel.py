@@ -204,12 +204,12 @@ def _kernel(
     largest = tl.full((ROWS,), -1e30, tl.float32)  # finite: a block of which nothing is seen leaves it, and no NaN
     total = tl.zeros((ROWS,), tl.float32)
     mean = tl.zeros((ROWS, VALUE_WIDTH_UP), tl.float32)
-    place = (group * key_heads + head) * prompt_room
-    keys, values = prompt_keys + place * WIDTH, prompt_values + place * VALUE_WIDTH
+    index = (group * key_heads + head) * prompt_room
+    keys, values = prompt_keys + index * WIDTH, prompt_values + index * VALUE_WIDTH
     begin, stop, offset, share, parts = tl.minimum(reach, length), length, 0, part, PROMPT_PARTS
     if part >= PROMPT_PARTS:
-        place = (slot * key_heads + head) * new_room
-        keys, values = new_keys + place * WIDTH, new_values + place * VALUE_WIDTH
+        index = (slot * key_heads + head) * new_room
+        keys, values = new_keys + index * WIDTH, new_values + index * VALUE_WIDTH
         begin, stop, offset, share, parts = tl.maximum(reach - length, 0), step, length, part - PROMPT_PARTS, NEW_PARTS
     if part == PARTS - 1:
         key_at += slot * key_by_slot + head * key_by_head
@@ -225,13 +225,13 @@ def _kernel(
         keys, values, first, tl.minimum(first + each, stop), at, offset, query, largest, total, mean, scaling, softcap,
         COLUMNS, WIDTH, WIDTH_UP, VALUE_WIDTH, VALUE_WIDTH_UP, WINDOW, CHUNK, CAPPED, PRECISION,
     )  # fmt: skip
-    place = slot * key_heads + head
-    ends = partials + (place * PARTS * ROWS + row) * (VALUE_WIDTH_UP + 2)
-    if _last(ends + part * ROWS * (VALUE_WIDTH_UP + 2), largest, total, mean, counters + place, PARTS, VALUE_WIDTH_UP):
+    index = slot * key_heads + head
+    ends = partials + (index * PARTS * ROWS + row) * (VALUE_WIDTH_UP + 2)
+    if _last(ends + part * ROWS * (VALUE_WIDTH_UP + 2), largest, total, mean, counters + index, PARTS, VALUE_WIDTH_UP):
         total, mean = _joined(ends, sinks, head * REPEAT + row, row < REPEAT, PARTS, ROWS, VALUE_WIDTH_UP, SINKS)
         tl.store(
-            out + (place * REPEAT + row)[:, None] * VALUE_WIDTH + in_value[None, :],
+            out + (index * REPEAT + row)[:, None] * VALUE_WIDTH + in_value[None, :],
             (mean / total[:, None]).to(out.dtype.element_ty),
             mask=(row[:, None] < REPEAT) & (in_value[None, :] < VALUE_WIDTH),
         )  # fmt: skip
-        tl.store(counters + place, 0)
+        tl.store(counters + index, 0)

@@ -195,8 +195,8 @@ class Decoder:
         groups, length = self.grid.groups, self.grid.prompt
         if (groups, length) not in self._padded:
             row_N = torch.arange(groups * length)
-            place = slice(0, groups), row_N.view(groups, length).to(self.device)
-            self._padded[groups, length] = self._prefilling((row_N // length + 1) * length, row_N % length, *place)
+            slots = slice(0, groups), row_N.view(groups, length).to(self.device)
+            self._padded[groups, length] = self._prefilling((row_N // length + 1) * length, row_N % length, *slots)
         position_GP = torch.arange(length, device=self.device).expand(groups, length)
         last_G = torch.arange(groups, device=self.device) * length + self.length_G1[:, 0] - 1
         context = self._padded[groups, length]
@@ -209,8 +209,8 @@ class Decoder:
         self.uniform_BN.copy_(uniform_BN)
         self.step_1.fill_(-1)
         logits = [
-            self._prefill_chunk([np.asarray(ids, np.int64)], place, [anchor_M.numpy() - 1])
-            for place, (ids, anchor_M) in enumerate(zip(documents, anchor_GM, strict=True))
+            self._prefill_chunk([np.asarray(ids, np.int64)], number, [anchor_M.numpy() - 1])
+            for number, (ids, anchor_M) in enumerate(zip(documents, anchor_GM, strict=True))
         ]
         self._draw(torch.cat(logits))
 
@@ -224,7 +224,7 @@ class Decoder:
         ids_N, position_N, end_N, index_GP = (
             torch.from_numpy(x).to(self.device) for x in (forest.ids_N, forest.position_N, forest.end_N, index)
         )
-        at = np.concatenate([path[places] for path, places in zip(forest.paths, positions, strict=True)])
+        at = np.concatenate([path[columns] for path, columns in zip(forest.paths, positions, strict=True)])
         context = self._prefilling(end_N, position_N, slice(start, start + len(prompts)), index_GP)
         return self._logits(ids_N[None], position_N[None], context, torch.from_numpy(at).to(self.device))
 

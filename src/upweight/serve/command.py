@@ -15,14 +15,14 @@ from upweight.config.servers import LOOPBACK, adapter_alone, direct_transfer, no
 from upweight.errors import UserError
 from upweight.log import warn_once
 
-TESTED = ("0.26", "0.32")
+TESTED_VLLM = ("0.26", "0.32")
 # Adapters that share a batch: the version in use, and the one before while its last requests end.
 LIVE_ADAPTERS = 2
 # Further versions stay in host memory. vLLM reads an evicted one from disk again, and dies if the folder is gone.
 KEPT_ADAPTERS = 8
 # Gym agents pass tools, which vLLM refuses without a parser; this one fits most models.
 AGENTS_PARSER = "hermes"
-RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM's `max_lora_rank` may have
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM's `max_lora_rank` may have
 
 
 @dataclass(frozen=True)
@@ -46,12 +46,12 @@ def warnings_of(config: Config, version: str) -> list[str]:
     """Return warnings to show before the server starts."""
     messages = []
     if config.vllm.host not in LOOPBACK:
-        place = f"{config.vllm.host} can be reached from elsewhere, and routes that change weights are not protected"
-        messages.append(f"vllm.host: {place}; use 127.0.0.1, or a network that only you can reach")
+        exposed = f"{config.vllm.host} can be reached from elsewhere, and routes that change weights are not protected"
+        messages.append(f"vllm.host: {exposed}; use 127.0.0.1, or a network that only you can reach")
     if direct_transfer(config) == "ipc" and version.startswith("0.26"):
         messages.append("vLLM 0.26 does not start with trl.vllm_weight_transfer: ipc unless ray is installed beside it")
-    if not any(version == known or version.startswith(f"{known}.") for known in TESTED):
-        messages.append(f"vLLM {version} is not tested; {' and '.join(TESTED)} are")
+    if not any(version == known or version.startswith(f"{known}.") for known in TESTED_VLLM):
+        messages.append(f"vLLM {version} is not tested; {' and '.join(TESTED_VLLM)} are")
     return messages
 
 
@@ -118,9 +118,9 @@ def _environment(config: Config) -> dict[str, str]:
 
 def allowed_rank(rank: int) -> int:
     """Return the smallest `max_lora_rank` of vLLM that holds `rank`."""
-    allowed = next((size for size in RANKS if size >= rank), None)
+    allowed = next((size for size in LORA_RANKS if size >= rank), None)
     if allowed is None:
-        raise UserError(f"lora_r: vLLM serves adapters up to rank {RANKS[-1]}, not {rank}; lower it.")
+        raise UserError(f"lora_r: vLLM serves adapters up to rank {LORA_RANKS[-1]}, not {rank}; lower it.")
     return allowed
 
 

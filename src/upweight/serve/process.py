@@ -16,7 +16,7 @@ from upweight.log import logger
 from upweight.processes import end_group, forwarded_signals, signal_group
 from upweight.serve.command import Command
 
-GRACE = 20.0  # seconds that a server has to exit by itself
+GRACE_SECONDS = 20.0  # seconds that a server has to exit by itself
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 FIND_VLLM = """
 import importlib.metadata, importlib.util
@@ -58,7 +58,7 @@ def run_server(command: Command, url: str, ready: Callable[[], None]) -> int:
                     since = time.monotonic()
                     logger.info("vLLM is still starting")
                 if signals:
-                    deadline = min(deadline, time.monotonic() + GRACE)
+                    deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
                 if len(signals) > 1 or time.monotonic() > deadline:
                     signal_group(process.pid, signal.SIGKILL)
                 time.sleep(0.5)

@@ -25,12 +25,12 @@ from upweight.models.tokenizer import choose_padding, load_tokenizer, take_chat_
 from upweight.rollout.ebft import with_blocks
 from upweight.runs.files import unwritable_reason
 from upweight.train.arguments import set_variables, step_size, training_arguments
-from upweight.train.distributed.fsdp import sharding_of
+from upweight.train.distributed.fsdp import build_sharding
 from upweight.train.distributed.ranks import join_ranks, rank0_first, share_rows
 from upweight.train.loader import StepSampler
 from upweight.train.lr_groups import LrRule, lr_rules
 from upweight.train.objects import YAML_ONLY, Objects, Tokenizer
-from upweight.train.online.assemble import plan_of, rewards_of, rollouts_of
+from upweight.train.online.assemble import build_plan, build_rewards, build_rollouts
 from upweight.train.online.environments import environment_setup
 from upweight.train.online.feed import RolloutFeed
 from upweight.train.policy import Policy, load_policy, make_policy
@@ -69,8 +69,8 @@ def assemble(config: Config, objects: Objects = YAML_ONLY, *, trains: bool = Tru
     tokenizer = _tokenizer(config, objects)
     data = _data(config, objects, tokenizer)
     env_setup = environment_setup(config, objects)
-    rewards = rewards_of(config, device, list(data.train[0]), env_setup, objects) if config.method.online else []
-    dtype, sharding = compute_dtype(config.model, device), sharding_of(config.sharding, ranks.num_processes)
+    rewards = build_rewards(config, device, list(data.train[0]), env_setup, objects) if config.method.online else []
+    dtype, sharding = compute_dtype(config.model, device), build_sharding(config.sharding, ranks.num_processes)
     model = load_policy(config, objects, tokenizer, dtype, sharding, trains=trains)
     if objects.model is not None or objects.load_dtype is not None:  # the dtype of the loaded weights wins
         dtype = next((p.dtype for p in model.parameters() if p.dtype in HALF), dtype)
@@ -100,7 +100,7 @@ def assemble(config: Config, objects: Objects = YAML_ONLY, *, trains: bool = Tru
         train_dataset=data.train,
         eval_dataset=data.evaluation,
         encode=data.encode,
-        rollouts=rollouts_of(config, objects, policy, data.train, rewards, env_setup=env_setup) if online else None,
+        rollouts=build_rollouts(config, objects, policy, data.train, rewards, env_setup=env_setup) if online else None,
         shuffle=not config.data.curriculum,
         allow_changed_data=config.run.allow_changed_data,
         lr_rule=lr_rules(config.optim, config.adapter, model),
@@ -160,9 +160,9 @@ def _data(config: Config, objects: Objects, tokenizer: Tokenizer) -> Data:
 
 def _script_data(config: Config, objects: Objects, tokenizer: Tokenizer) -> Data:
     """Prepare the rows that a script passes, in their order, through the same cache."""
-    read, place = objects.read_rows, Path(config.data.prepared_path).expanduser()
+    read, folder = objects.read_rows, Path(config.data.prepared_path).expanduser()
     assert read is not None
-    cached = (why := unwritable_reason(place.absolute())) is None
+    cached = (why := unwritable_reason(folder.absolute())) is None
     if why is not None:
         warn_once(f"dataset_prepared_path: {why}; rows are prepared anew each time. Name another folder.")
 
@@ -197,7 +197,7 @@ def _steps_per_epoch(config: Config, rows: int, ranks: int) -> int:
     """Return the number of optimizer steps in one pass over the rows."""
     ranks //= config.sharding.context_parallel_size
     if config.method.online:
-        return plan_of(config, ranks).steps_per_epoch(rows)
+        return build_plan(config, ranks).steps_per_epoch(rows)
     sampler = StepSampler(rows, step_size(config) * ranks, 0, shuffle=False, drop_last=config.data.drop_last)
     return max(len(sampler), 1)
 

@@ -63,8 +63,8 @@ def folders(config: Config) -> Iterator[str]:
     """Check the output folder, the checkpoint to resume from and the DeepSpeed config."""
     if (reason := unwritable_reason(Path(config.run.output_dir))) is not None:
         yield f"output_dir: {reason}. Name another folder."
-    if config.run.resume_from is not None and not (place := Path(config.run.resume_from).expanduser()).is_dir():
-        yield f"resume_from_checkpoint: there is no folder {place}. Mend the path."
+    if config.run.resume_from is not None and not (folder := Path(config.run.resume_from).expanduser()).is_dir():
+        yield f"resume_from_checkpoint: there is no folder {folder}. Mend the path."
     try:
         zero_options(config.sharding.deepspeed or {}, config.folder)
     except UserError as error:

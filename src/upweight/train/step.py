@@ -22,9 +22,11 @@ from upweight.train.distributed.ranks import all_gather_objects, union_over_rank
 from upweight.train.recording.metrics import Meters
 from upweight.types import Batch, Loss, Mean, Metrics, Outputs, Sample, Unit
 
-GROWTH = 2  # a row is checked again when it is this many times longer than those checked before
-SHORT = 1024  # longest unit, in tokens, whose gradients are checked
-EXCERPT = 256  # tokens per sample that are checked under context parallelism, where a whole one may not fit a rank
+RECHECK_GROWTH = 2  # a row is checked again when it is this many times longer than those checked before
+MAX_GRADIENT_CHECK = 1024  # longest unit, in tokens, whose gradients are checked
+EXCERPT_TOKENS = (
+    256  # tokens per sample that are checked under context parallelism, where a whole one may not fit a rank
+)
 
 
 @dataclass
@@ -217,7 +219,7 @@ class StepRunner:
         longest, before = max(len(sample.ids) for unit in units for sample in unit.samples), self.checked or (0, 0)
         # Ranks that share rows compare excerpts, which do not grow.
         grows = self.checked is None or self.engine.context is None
-        is_longer = grows and (longest >= GROWTH * before[0] or self.largest >= GROWTH * before[1])
+        is_longer = grows and (longest >= RECHECK_GROWTH * before[0] or self.largest >= RECHECK_GROWTH * before[1])
         if is_longer:
             self.checked = max(longest, before[0]), max(self.largest, before[1])
         return is_longer
@@ -231,7 +233,7 @@ class StepRunner:
             batch = self._batch(scored)
         checks = [check_first_batch(self.engine, model, batch, self.dtype)]
         if not (self.accelerator.is_fsdp2 or self._under_zero):
-            short = [unit for unit in scored if sum(len(sample.ids) for sample in unit.samples) <= SHORT]
+            short = [unit for unit in scored if sum(len(sample.ids) for sample in unit.samples) <= MAX_GRADIENT_CHECK]
             batch = self._batch(short[:1])
             plain = self.accelerator.unwrap_model(model)
             checks.append(check_first_gradients(self.engine, plain, batch, self.dtype))
@@ -262,6 +264,6 @@ def _excerpt(unit: Unit) -> Unit:
     samples: list[Sample] = []
     for sample in unit.samples:
         first = int(sample.scored.argmax())
-        around = slice(max(0, first - EXCERPT // 2), first + EXCERPT // 2)
+        around = slice(max(0, first - EXCERPT_TOKENS // 2), first + EXCERPT_TOKENS // 2)
         samples.append(Sample(ids=sample.ids[around], scored=sample.scored[around]))
     return Unit(tuple(samples))

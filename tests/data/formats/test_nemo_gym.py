@@ -4,7 +4,7 @@ import pytest
 
 from made_gym_server import exchange
 from made_tokenizers import encoder
-from upweight.data.formats.nemo_gym import HIDDEN, SERVER, row_of, tools_of
+from upweight.data.formats.nemo_gym import HIDDEN_COLUMN, SERVER, row_of, tools_of
 from upweight.data.raw_row import RowError
 
 ENTRY = {"type": "nemo_gym", "server_name": "sums"}
@@ -55,7 +55,7 @@ def test_what_a_row_holds_under_our_names_is_not_lost():
     row = {"responses_create_params": {"input": "hi"}, "prompt": "verbatim", "seed": 0, "tags": []}
     columns = made(row).columns
     assert columns["prompt"] == [{"role": "user", "content": "hi"}]
-    assert columns[HIDDEN] == {"prompt": "verbatim"}
+    assert columns[HIDDEN_COLUMN] == {"prompt": "verbatim"}
     assert row_of(columns) == row
 
 

@@ -6,7 +6,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from dense_attention import dense_attention, dense_mask
 from tiny_models import gradients, group, plain_statistics, relative_difference, tiny, weighted
 from upweight.engine import Engine
-from upweight.engine.attention.flex import BLOCK, block_tables, flex_tree_attention, tree_block_mask
+from upweight.engine.attention.flex import BLOCK_TOKENS, block_tables, flex_tree_attention, tree_block_mask
 from upweight.engine.attention.rules import AttentionParams, Rule
 from upweight.engine.packing import build_batch, whole_blocks
 from upweight.types import Sample, Unit
@@ -29,10 +29,10 @@ def forest(seed, length=None):
 
 def by_block(seen):
     """Whether some and whether all of each block of a token-by-token mask is set."""
-    blocks = -(-len(seen) // BLOCK)
-    padded = torch.zeros(blocks * BLOCK, blocks * BLOCK, dtype=torch.bool)
+    blocks = -(-len(seen) // BLOCK_TOKENS)
+    padded = torch.zeros(blocks * BLOCK_TOKENS, blocks * BLOCK_TOKENS, dtype=torch.bool)
     padded[: len(seen), : len(seen)] = seen
-    tiles = padded.view(blocks, BLOCK, blocks, BLOCK)
+    tiles = padded.view(blocks, BLOCK_TOKENS, blocks, BLOCK_TOKENS)
     return tiles.any(3).any(1), tiles.all(3).all(1)
 
 
@@ -52,14 +52,14 @@ def test_block_tables_cover_the_dense_mask(rule, seed):
 
 
 def test_windows_leave_far_blocks_out():
-    length = 10 * BLOCK
-    partial, full = block_tables(torch.full((length,), length), torch.arange(length), Rule(window=BLOCK))
+    length = 10 * BLOCK_TOKENS
+    partial, full = block_tables(torch.full((length,), length), torch.arange(length), Rule(window=BLOCK_TOKENS))
     assert int((partial | full).sum(1).max()) == 2
 
 
 def test_rows_need_not_fill_their_last_block():
     end_N, position_N = forest(1, length=0)
-    assert len(end_N) % BLOCK
+    assert len(end_N) % BLOCK_TOKENS
     partial, full = block_tables(end_N, position_N, Rule())
     some, _ = by_block(dense_mask(end_N, position_N, Rule()))
     assert torch.equal(partial | full, some)

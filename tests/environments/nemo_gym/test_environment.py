@@ -19,7 +19,7 @@ PREPARED = {"prompt": [{"role": "user", "content": "1 + 1"}], "prompt_ids": [1, 
 
 @pytest.fixture(autouse=True)
 def _no_long_pauses(monkeypatch):
-    monkeypatch.setattr(gym_module, "PAUSES", (0.01, 0.02, 0.02))
+    monkeypatch.setattr(gym_module, "RETRY_SECONDS", (0.01, 0.02, 0.02))
 
 
 @pytest.fixture

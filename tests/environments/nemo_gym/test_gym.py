@@ -96,8 +96,8 @@ async def rewarded(environment: NemoGym, text: str):
 
 @pytest.mark.parametrize("poison", ["die", "hang"])
 def test_servers_that_die_or_hang_are_started_anew(section, tmp_path, monkeypatch, caplog, poison):
-    monkeypatch.setattr(gym_module, "LIVENESS", 2.0)
-    monkeypatch.setattr(gym_module, "PAUSES", (0.1, 0.2, 0.5))
+    monkeypatch.setattr(gym_module, "MIN_CHECK_TIMEOUT", 2.0)
+    monkeypatch.setattr(gym_module, "RETRY_SECONDS", (0.1, 0.2, 0.5))
     environment = started(section, tmp_path)
 
     async def run():

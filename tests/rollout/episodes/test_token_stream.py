@@ -1,6 +1,6 @@
 """Tokens of a rollout, in segments."""
 
-from upweight.rollout.episodes.token_stream import TokenStream, completion_of, shared_prompt
+from upweight.rollout.episodes.token_stream import TokenStream, build_completion, shared_prompt
 from upweight.types import Completion, Group
 
 
@@ -14,7 +14,7 @@ def test_only_what_the_policy_wrote_is_marked_as_its_own():
     stream.append_observation([20, 21])
     stream.append_sampled(sampled(12, version=5))
     assert stream.length == 5
-    found = completion_of(stream, Group(0, {}, [1, 2, 3]), finished=True)
+    found = build_completion(stream, Group(0, {}, [1, 2, 3]), finished=True)
     assert found.ids == [10, 11, 20, 21, 12]
     assert found.sampled == [True, True, False, False, True]
     assert found.logps == [-10.0, -11.0, 0.0, 0.0, -12.0]
@@ -27,7 +27,7 @@ def test_log_probs_of_a_rollout_are_unknown_where_those_of_a_turn_are():
     stream.append_sampled(sampled(10))
     stream.append_observation([20])
     stream.append_sampled(Completion([11], [], [1], True))
-    completion = completion_of(stream, Group(0, {}, [1]), finished=True)
+    completion = build_completion(stream, Group(0, {}, [1]), finished=True)
     assert (completion.ids, completion.logps) == ([10, 20, 11], [])
 
 
@@ -38,7 +38,7 @@ def test_a_restarted_history_leaves_the_earlier_segment_up_to_its_last_sampled_t
     stream.append_sampled(sampled(12, version=2))
     stream.restart([1, 2, 30, 31])
     stream.append_sampled(sampled(13, version=3))
-    found = completion_of(stream, Group(0, {}, [1, 2]), finished=False)
+    found = build_completion(stream, Group(0, {}, [1, 2]), finished=False)
     assert (found.ids, found.sampled, found.finished) == ([30, 31, 13], [False, False, True], False)
     (earlier,) = found.earlier
     assert (earlier.ids, earlier.sampled, earlier.versions) == (
@@ -56,5 +56,5 @@ def test_a_groups_prompt_is_what_all_its_sequences_were_given():
     streams[1].restart([1, 9])
     streams[1].append_sampled(sampled(7))
     assert shared_prompt(streams) == [1]
-    found = completion_of(streams[0], Group(0, {}, [1]), finished=True)
+    found = build_completion(streams[0], Group(0, {}, [1]), finished=True)
     assert (found.ids, found.sampled) == ([2, 3, 3], [False, False, True])

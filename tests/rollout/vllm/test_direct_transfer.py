@@ -31,7 +31,7 @@ ROUTES = (*ROUTES, "/reset_prefix_cache", "/collective_rpc")
 
 @pytest.fixture(autouse=True)
 def _as_on_a_gpu(request, monkeypatch):
-    monkeypatch.setattr(vllm_client, "BACKOFF", (0.01,))
+    monkeypatch.setattr(vllm_client, "BACKOFF_SECONDS", (0.01,))
     if "gpu" in request.keywords:
         return
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="GPU-1"))
@@ -42,7 +42,7 @@ def _as_on_a_gpu(request, monkeypatch):
 
 @pytest.fixture
 def _small_pieces(monkeypatch):
-    monkeypatch.setattr(vllm_direct, "CHUNK", 40_000)
+    monkeypatch.setattr(vllm_direct, "CHUNK_BYTES", 40_000)
 
 
 @pytest.fixture(scope="module")

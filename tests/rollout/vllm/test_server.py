@@ -25,7 +25,7 @@ PROMPTS = [[3, 4, 5], [6, 7], [8, 9, 10, 11]]
 
 @pytest.fixture(autouse=True)
 def _no_long_pauses(monkeypatch):
-    monkeypatch.setattr(vllm_client, "BACKOFF", (0.01,))
+    monkeypatch.setattr(vllm_client, "BACKOFF_SECONDS", (0.01,))
 
 
 @pytest.fixture(scope="module")
@@ -199,8 +199,8 @@ def test_a_server_that_starts_late_is_waited_for(fake, folder, tmp_path):
 
 
 def test_a_server_that_writes_nothing_is_noticed(fake, folder, tmp_path, monkeypatch):
-    monkeypatch.setattr("upweight.rollout.vllm.server.STALLED", 0.2)
-    monkeypatch.setattr("upweight.rollout.vllm.server.WATCH", 0.05)
+    monkeypatch.setattr("upweight.rollout.vllm.server.STALLED_SECONDS_SECONDS", 0.2)
+    monkeypatch.setattr("upweight.rollout.vllm.server.CHECK_SECONDS", 0.05)
     server = backend(fake, policy(folder), tmp_path, timeout=0.2)
     server.sync(0)
     fake.delay = 5.0
@@ -209,8 +209,8 @@ def test_a_server_that_writes_nothing_is_noticed(fake, folder, tmp_path, monkeyp
 
 
 def test_a_server_that_hangs_while_new_weights_wait_for_its_requests_is_noticed(fake, folder, tmp_path, monkeypatch):
-    monkeypatch.setattr("upweight.rollout.vllm.server.STALLED", 0.5)
-    monkeypatch.setattr("upweight.rollout.vllm.server.WATCH", 0.05)
+    monkeypatch.setattr("upweight.rollout.vllm.server.STALLED_SECONDS_SECONDS", 0.5)
+    monkeypatch.setattr("upweight.rollout.vllm.server.CHECK_SECONDS", 0.05)
     model = policy(folder, adapter=False)
     server = backend(fake, model, tmp_path, timeout=0.5)
     server.sync(0)
@@ -331,7 +331,7 @@ def test_a_failed_sync_is_tried_again(fake, folder, tmp_path, path):
 
 def test_a_sync_that_never_works_stops_the_run(fake, folder, tmp_path):
     server = backend(fake, policy(folder), tmp_path)
-    fake.faults["/v1/load_lora_adapter"] = [500] * vllm_weights.ATTEMPTS
+    fake.faults["/v1/load_lora_adapter"] = [500] * vllm_weights.SEND_ATTEMPTS
     with pytest.raises(UserError, match=r"weights of step 5 could not be sent .* 500 as was asked"):
         server.sync(5)
     assert not list((tmp_path / "vllm").iterdir())

@@ -48,7 +48,7 @@ def test_the_ends_and_the_newest_steps_come_first():
 
 
 def test_the_page_stays_within_bounds_and_says_what_is_not_on_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(written, "ROOM", 20_000)
+    monkeypatch.setattr(written, "MOST_CHARACTERS", 20_000)
     monkeypatch.setattr(written, "ROWS", 3)
     folder = tmp_path / "completions"
     folder.mkdir()

@@ -11,7 +11,7 @@ from upweight import CPOConfig, DPOConfig, GRPOConfig, KTOConfig, ORPOConfig, PR
 from upweight.errors import UserError
 from upweight.log import _warned
 from upweight.methods import DPO, METHODS
-from upweight.train.api.as_config import config_of
+from upweight.train.api.as_config import build_config
 from upweight.train.arguments import training_arguments
 from upweight.train.objects import Objects
 
@@ -19,7 +19,7 @@ CONFIGS = (SFTConfig, DPOConfig, KTOConfig, ORPOConfig, CPOConfig, RewardConfig,
 
 
 def seen_by_the_loop(args, peft_config=None):
-    config = config_of(args, Objects(arguments=args, peft_config=peft_config))
+    config = build_config(args, Objects(arguments=args, peft_config=peft_config))
     return training_arguments(config, args, steps_per_epoch=1, use_cpu=True)
 
 

@@ -9,9 +9,9 @@ from upweight.config.sections.rollout import RolloutSection
 from upweight.errors import UserError
 from upweight.log import _warned
 from upweight.methods import GRPO
-from upweight.train.api.as_config import config_of
+from upweight.train.api.as_config import build_config
 from upweight.train.objects import Objects
-from upweight.train.online.assemble import plan_of
+from upweight.train.online.assemble import build_plan
 
 # Every argument of TRL 1.16's GRPOConfig beyond those of transformers, and three that scripts for older ones pass.
 NAMES = """
@@ -48,7 +48,7 @@ def test_defaults_are_those_of_the_method_and_the_rollouts(tmp_path):
     assert args.section(RolloutSection) == RolloutSection(**SCRIPTS)
     assert (args.max_steps, args.max_completion_length, args.max_prompt_length) == (-1, 256, None)
     with_adapter = Objects(arguments=args, peft_config=LoraConfig())
-    assert [config_of(args, given).optim.learning_rate for given in (Objects(), with_adapter)] == [1e-6, 1e-5]
+    assert [build_config(args, given).optim.learning_rate for given in (Objects(), with_adapter)] == [1e-6, 1e-5]
 
 
 def test_settings_reach_the_method_and_the_rollouts_under_their_own_names(tmp_path):
@@ -89,8 +89,8 @@ def test_settings_reach_the_method_and_the_rollouts_under_their_own_names(tmp_pa
     ],
 )
 def test_batches_count_completions(given, groups, step, updates, tmp_path):
-    plan = plan_of(config_of(config(tmp_path, num_generations=8, **given)), 1)
-    assert (plan.groups, plan.step, plan.updates) == (groups, step, updates)
+    plan = build_plan(build_config(config(tmp_path, num_generations=8, **given)), 1)
+    assert (plan.groups, plan.step_size, plan.steps_per_rollout) == (groups, step, updates)
 
 
 @pytest.mark.parametrize(

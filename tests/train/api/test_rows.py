@@ -7,7 +7,7 @@ from parity_script import ROWS, TEMPLATE, made_tokenizer
 from upweight import DPOConfig, KTOConfig, PRMConfig, RewardConfig, SFTConfig
 from upweight.data.prepare import longest_of, prepare_given
 from upweight.errors import UserError
-from upweight.train.api.as_config import config_of
+from upweight.train.api.as_config import build_config
 from upweight.train.api.inputs import reader
 
 TOKENIZER = made_tokenizer(TEMPLATE)
@@ -16,7 +16,7 @@ TOKENIZER = made_tokenizer(TEMPLATE)
 def prepared(config, rows, folder, **settings):
     args = config(output_dir=str(folder), **settings)
     given, section = reader(args, None)(rows, "rows")
-    made = dataclasses.replace(config_of(args), data=section)
+    made = dataclasses.replace(build_config(args), data=section)
     return prepare_given(made, TOKENIZER, given, "rows", trains=True, keep=False).train
 
 

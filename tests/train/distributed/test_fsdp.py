@@ -33,7 +33,7 @@ from upweight.config import load_config, parse_config
 from upweight.errors import UserError
 from upweight.methods import GDPO, GRPO
 from upweight.models.patches import shard_on_cpu
-from upweight.train.distributed.fsdp import fsdp_arguments, sharding_of
+from upweight.train.distributed.fsdp import build_sharding, fsdp_arguments
 from upweight.train.distributed.ranks import join_ranks
 from upweight.train.run import build, evaluate, train
 
@@ -253,8 +253,8 @@ def test_accelerate_still_drops_fsdp_on_cpu_ranks():
 def test_both_versions_keys_are_read(keys, on, reshard, offload):
     section = parse_config({"base_model": "tiny", "rl": "dpo", "datasets": ROWS, **keys}, folder=Path()).sharding
     assert (bool(section.fsdp), section.reshard, section.offload) == (on, reshard, offload)
-    assert sharding_of(section, ranks=1) == "none"
-    assert sharding_of(section, ranks=2) == ("fsdp" if on else "none")
+    assert build_sharding(section, ranks=1) == "none"
+    assert build_sharding(section, ranks=2) == ("fsdp" if on else "none")
     assert fsdp_arguments(section)["fsdp_config"]["reshard_after_forward"] == reshard
 
 

@@ -199,7 +199,7 @@ def test_two_ranks_play_what_one_plays(tmp_path):
 def test_turns_go_to_a_server_as_they_come(tmp_path, monkeypatch):
     from upweight.rollout.vllm import client as vllm_client
 
-    monkeypatch.setattr(vllm_client, "BACKOFF", (0.01,))
+    monkeypatch.setattr(vllm_client, "BACKOFF_SECONDS", (0.01,))
     model_folder = write_model(tmp_path / "model")
     fake = FakeVllm(model_folder, longest=512)
     trainer = acting_trainer(tmp_path, rows=2, wanted=8)

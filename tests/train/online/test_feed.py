@@ -31,7 +31,7 @@ def plain_loop(trainer, steps):
         numbers = order[step * plan.groups : (step + 1) * plan.groups]
         chosen = [rows[int(number)] for number in numbers]
         sampling = Sampling(6, temperature=0.7, seed=seed)
-        written = sampler.generate([row["prompt_ids"] for row in chosen], plan.size, sampling)
+        written = sampler.generate([row["prompt_ids"] for row in chosen], plan.group_size, sampling)
         terms, tokens = [], 0
         for row, completions in zip(chosen, written, strict=True):
             ids = [one.ids for one in completions]

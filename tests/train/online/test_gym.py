@@ -133,7 +133,7 @@ def test_the_single_turn_form_trains(tmp_path, model, fake):
 
 
 def test_faults_of_the_gym_mask_samples_and_the_run_goes_on(tmp_path, model, fake, monkeypatch):
-    monkeypatch.setattr(gym_module, "PAUSES", (0.01,))
+    monkeypatch.setattr(gym_module, "RETRY_SECONDS", (0.01,))
     fake.faults["reasoning_gym", "/verify"] = [500, 500, "hang"]
     config = prepared(tmp_path, SINGLE_TURN, model, fake, arithmetic_rows(), nemo_gym_verify_timeout=2)
     train(load_config(config, []))
@@ -144,7 +144,7 @@ def test_faults_of_the_gym_mask_samples_and_the_run_goes_on(tmp_path, model, fak
 
 
 def test_a_gym_that_fails_on_everything_stops_the_run(tmp_path, model, fake, monkeypatch):
-    monkeypatch.setattr(gym_module, "PAUSES", ())
+    monkeypatch.setattr(gym_module, "RETRY_SECONDS", ())
     fake.answers["reasoning_gym", "/verify"] = (500, "KeyError('source_dataset')", {})
     with pytest.raises(UserError, match=r"failed in all 4 episodes.*source_dataset"):
         train(load_config(prepared(tmp_path, SINGLE_TURN, model, fake, arithmetic_rows()), []))

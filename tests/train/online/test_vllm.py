@@ -19,7 +19,7 @@ LORA = {"adapter": "lora", "lora_r": 4, "lora_target_linear": True}
 
 @pytest.fixture(autouse=True)
 def _no_long_pauses(monkeypatch):
-    monkeypatch.setattr(vllm_client, "BACKOFF", (0.05,))
+    monkeypatch.setattr(vllm_client, "BACKOFF_SECONDS", (0.05,))
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +114,7 @@ def test_a_pattern_without_a_server_is_refused(tmp_path, model, fake):
 
 @pytest.mark.slow
 def test_prompts_go_on_with_the_other_server_when_one_dies_and_it_comes_back(tmp_path, model, fake, monkeypatch):
-    monkeypatch.setattr(vllm_servers, "PATIENCE", 1.0)
+    monkeypatch.setattr(vllm_servers, "FAILOVER_SECONDS", 1.0)
     other = FakeVllm(model)
     written = other.written
 

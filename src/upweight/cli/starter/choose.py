@@ -10,12 +10,12 @@ import yaml
 from upweight.errors import UserError
 
 Question = Mapping[str, Any]  # flag, text and options
-FIRST: Question = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+FIRST_QUESTION: Question = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 
 
 def run(flags: Mapping[str, str | None]) -> None:
     """Ask the questions that no flag answers, and print the command that starts with the method."""
-    question: str | Question = FIRST
+    question: str | Question = FIRST_QUESTION
     while not isinstance(question, str):
         answer = flags.get(question["flag"]) or _ask(question)
         if answer not in question["options"]:

@@ -23,12 +23,12 @@ def sources(config: Config) -> Iterator[str]:
     if section.shard_count and section.shard_index >= section.shard_count:
         yield f"dataset_shard_idx: must be below dataset_shard_num ({section.shard_count})."
     yield from _template("", section)
-    for place, row in entries(config):
+    for key, row in entries(config):
         if row.path is None and row.data_files is None:
-            yield f"{place}: names no data. Set 'path' or 'data_files'."
+            yield f"{key}: names no data. Set 'path' or 'data_files'."
         if row.shards and row.shards_idx >= row.shards:
-            yield f"{place}.shards_idx: must be below shards ({row.shards})."
-        yield from _template(f"{place}.", row)
+            yield f"{key}.shards_idx: must be below shards ({row.shards})."
+        yield from _template(f"{key}.", row)
 
 
 def entries(config: Config) -> Iterator[tuple[str, DatasetRow]]:
@@ -38,27 +38,27 @@ def entries(config: Config) -> Iterator[tuple[str, DatasetRow]]:
             yield f"{key}[{number}]", row
 
 
-def _template(place: str, section: DataSection | DatasetRow) -> Iterator[str]:
+def _template(key: str, section: DataSection | DatasetRow) -> Iterator[str]:
     chosen = "tokenizer_default" if section.chat_template is None else section.chat_template
     plain = chosen.removeprefix(FALLBACK_PREFIX)
     if plain == "jinja" and not section.chat_template_jinja:
-        yield f"{place}chat_template_jinja: missing. 'chat_template: jinja' needs the template's text or file."
+        yield f"{key}chat_template_jinja: missing. 'chat_template: jinja' needs the template's text or file."
     if plain not in KNOWN_TEMPLATES:
         near = did_you_mean(plain, KNOWN_TEMPLATES, 0.75)
-        yield f"{place}chat_template: there is no '{plain}'.{near} Use 'tokenizer_default', or 'jinja' for yours."
+        yield f"{key}chat_template: there is no '{plain}'.{near} Use 'tokenizer_default', or 'jinja' for yours."
 
 
 def formats_are_known(config: Config) -> Iterator[str]:
     """Check the `type` of each entry, unless it names a user's function."""
     name, names = how_to_choose(config.method.name), FORMAT_NAMES[config.method.formats()]
-    for place, row in entries(config):
+    for key, row in entries(config):
         if isinstance(row.type, UserFormat) and "user_defined" not in names:
-            yield f"{place}.type: a mapping of columns does not serve {name}. Name a format."
+            yield f"{key}.type: a mapping of columns does not serve {name}. Name a format."
         if not isinstance(row.type, str) or row.type in names:
             continue
         if others := [how_to_choose(n) for n, method in METHODS.items() if row.type in FORMAT_NAMES[method.formats()]]:
             problem = f"'{row.type}' is for {', '.join(others)}, not for {name}."
-            yield f"{place}.type: {problem} Known here: {', '.join(names)}."
+            yield f"{key}.type: {problem} Known here: {', '.join(names)}."
         elif "." not in row.type:
             problem = f"there is no format '{row.type}' here.{did_you_mean(row.type, names)}"
-            yield f"{place}.type: {problem} Known: {', '.join(names)}. Name your function as file.function."
+            yield f"{key}.type: {problem} Known: {', '.join(names)}. Name your function as file.function."

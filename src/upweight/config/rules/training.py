@@ -14,12 +14,12 @@ from upweight.errors import UserError, did_you_mean
 LONGEST_NAME = 255  # bytes that file systems allow in a name
 # Hub repository names: at most 96 characters, no part begins or ends with a dash or dot, neither is doubled.
 REPOSITORY = r"(?!.{97})(?!.*(--|\.\.))(\w([\w.-]*\w)?/)?\w([\w.-]*\w)?"
-PATHS = (  # keys that hold a path; `deepspeed` may hold options instead
+PATH_KEYS = (  # keys that hold a path; `deepspeed` may hold options instead
     "output_dir", "resume_from_checkpoint", "dataset_prepared_path", "base_model", "base_model_config",
     "tokenizer_config", "gguf_file", "lora_model_dir", "nemo_gym_dir", "deepspeed",
 )  # fmt: skip
 NUMBER, WHOLE = "a number", "a whole number"
-SHAPES = ("linear", "cosine", "1-sqrt")
+DECAY_SHAPES = ("linear", "cosine", "1-sqrt")
 # Arguments of transformers' schedules in `lr_scheduler_kwargs`: a kind of value, or the allowed words.
 SCHEDULE_ARGS: dict[str, dict[str, str | tuple[str, ...]]] = {
     "cosine": {"num_cycles": NUMBER},
@@ -32,7 +32,7 @@ SCHEDULE_ARGS: dict[str, dict[str, str | tuple[str, ...]]] = {
         "threshold_mode": ("rel", "abs"), "cooldown": WHOLE, "min_lr": NUMBER, "eps": NUMBER,
     },
     "warmup_stable_decay": {
-        "num_decay_steps": WHOLE, "num_stable_steps": WHOLE, "warmup_type": SHAPES, "decay_type": SHAPES,
+        "num_decay_steps": WHOLE, "num_stable_steps": WHOLE, "warmup_type": DECAY_SHAPES, "decay_type": DECAY_SHAPES,
         "min_lr_ratio": NUMBER, "num_cycles": NUMBER,
     },
 }  # fmt: skip
@@ -200,18 +200,18 @@ def deepspeed(config: Config) -> Iterator[str]:
 def paths(config: Config) -> Iterator[str]:
     """Reject paths that are empty or that no file system allows, and invalid names of repositories."""
     named: dict[str, Any] = {"chat_template_jinja": _file_of(config.data.chat_template_jinja)}
-    for path in PATHS:
+    for path in PATH_KEYS:
         section, key = general_keys()[path]
         named[path] = getattr(getattr(config, section), key.name)
     for entry, row in entries(config):
         files = row.data_files if isinstance(row.data_files, list) else [row.data_files]
         named |= {f"{entry}.path": row.path, f"{entry}.chat_template_jinja": _file_of(row.chat_template_jinja)}
         named |= {f"{entry}.data_files": name for name in files if name is not None and too_long(name)}
-    for place, name in named.items():
+    for key, name in named.items():
         if isinstance(name, str) and not name.strip():
-            yield f"{place}: is empty. Name a place, or drop the key."
+            yield f"{key}: is empty. Name a path, or drop the key."
         elif isinstance(name, str) and too_long(name):
-            yield f"{place}: a name in it has over {LONGEST_NAME} bytes or a NUL: no file system allows it. Shorten it."
+            yield f"{key}: a name in it has over {LONGEST_NAME} bytes or a NUL: no file system allows it. Shorten it."
     hub = config.run.hub_model_id
     if hub is not None and not re.fullmatch(REPOSITORY, hub):
         yield f"hub_model_id: {hub!r:.100} is no repository: 'owner/name', at most 96 letters, digits, - _ and dots."

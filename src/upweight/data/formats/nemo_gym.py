@@ -10,7 +10,7 @@ from upweight.data.tokenize.messages import Conversation, without_nulls
 
 PARAMS = "responses_create_params"
 SERVER = "nemo_gym_server"  # column that names the server which verifies a row
-HIDDEN = "nemo_gym_hidden"  # column with the row's values whose names preparation uses itself
+HIDDEN_COLUMN = "nemo_gym_hidden"  # column with the row's values whose names preparation uses itself
 
 
 def gym(setup: Setup, row: Row) -> list[Example]:
@@ -27,15 +27,15 @@ def gym(setup: Setup, row: Row) -> list[Example]:
     if setup.entry.server_name:
         columns[SERVER] = setup.entry.server_name
     if hidden := {key: row[key] for key in PREPARED_COLUMNS if row.get(key) is not None}:
-        columns[HIDDEN] = hidden
+        columns[HIDDEN_COLUMN] = hidden
     return [Prompt(conversation.messages, text, columns)]
 
 
 def row_of(prepared: Mapping[str, Any]) -> dict[str, Any]:
     """Restore the original row from a prepared one."""
-    added = (*PREPARED_COLUMNS, SERVER, HIDDEN)
+    added = (*PREPARED_COLUMNS, SERVER, HIDDEN_COLUMN)
     kept = {key: value for key, value in prepared.items() if key not in added and value is not None}
-    return kept | dict(prepared.get(HIDDEN) or {})
+    return kept | dict(prepared.get(HIDDEN_COLUMN) or {})
 
 
 def tools_of(row: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -59,7 +59,7 @@ class Table:
         columns = self.dataset[first : last + 1] if contiguous else self.dataset[indices.tolist()]
         return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
-    def place(self, index: int) -> str:
+    def location(self, index: int) -> str:
         """Return the number of a row, counted from 0, for messages."""
         return f"row {index}"
 
@@ -113,9 +113,9 @@ class RowSelection:
         cuts = [0, *(np.flatnonzero(np.diff(source)) + 1), len(index)]
         return [row for a, b in pairwise(cuts) if b > a for row in self.sources[source[a]].take(index[a:b])]
 
-    def place(self, row: int) -> str:
+    def location(self, row: int) -> str:
         """Return where a row comes from: its number from 0, or `row 16 (file:17)` if it has a line."""
-        return self.sources[self.source_R[row]].place(int(self.index_R[row]))
+        return self.sources[self.source_R[row]].location(int(self.index_R[row]))
 
 
 @dataclass(frozen=True)
@@ -179,12 +179,14 @@ def _gym_entry(config: Config, dataset: GymDataset) -> DatasetRow:
     path, root = Path(os.path.expanduser(dataset.path)), Path(os.path.expanduser(config.gym.folder))
     # The Gym's folder is a clone of its repository or a virtual environment with it installed.
     candidates = [root / path, *(inside / path for inside in root.glob("lib/python3*/site-packages")), path]
-    file = next((str(place) for place in candidates if _file(str(place), config.folder)), str(candidates[0]))
+    file = next(
+        (str(candidate) for candidate in candidates if _file(str(candidate), config.folder)), str(candidates[0])
+    )
     return DatasetRow(path=file, type="nemo_gym", server_name=dataset.server_name, max_samples=dataset.max_samples)
 
 
 def _file(path: str | None, folder: Path) -> Path | None:
-    return next((place.resolve() for place in _places(path or "", folder) if place.is_file()), None)
+    return next((candidate.resolve() for candidate in _candidates(path or "", folder) if candidate.is_file()), None)
 
 
 def open_entry(entry: DatasetRow, key: str, folder: Path, *, evaluation: bool = False, seed: int = 0) -> DatasetEntry:
@@ -216,7 +218,7 @@ def _open(entry: DatasetRow, name: str | None, where: str, folder: Path) -> dict
     path, kind = entry.path, ALIASES.get(entry.ds_type or "", entry.ds_type)
     if path and "://" in path:
         return _tables(kind or _kind(Path(path)), data_files=path)
-    local = next((place for place in _places(path, folder) if place.exists()), None) if path else None
+    local = next((candidate for candidate in _candidates(path, folder) if candidate.exists()), None) if path else None
     if path and local is None and entry.data_files and path in (*FILE_KINDS.values(), *ALIASES):
         path, kind = None, ALIASES.get(path, path)
     if path is None or (local and local.is_dir() and entry.data_files):
@@ -297,11 +299,13 @@ def _matching_files(entry: DatasetRow, where: str, inside: Path | None, folder: 
     """Return the files that `data_files` names, with patterns expanded."""
     files: list[Path] = []
     for pattern in _patterns(entry):
-        places = [inside / os.path.expanduser(pattern)] if inside else _places(pattern, folder)
-        matches = next((hits for place in places if (hits := sorted(glob.glob(str(place), recursive=True)))), [])
+        candidates = [inside / os.path.expanduser(pattern)] if inside else _candidates(pattern, folder)
+        matches = next(
+            (hits for candidate in candidates if (hits := sorted(glob.glob(str(candidate), recursive=True)))), []
+        )
         files += [Path(match) for match in matches if Path(match).is_file()]
         if not matches:
-            tried = str(places[0]) if inside else _tried(pattern, folder)
+            tried = str(candidates[0]) if inside else _tried(pattern, folder)
             raise UserError(f"{where}: data_files: no file matches {pattern!r}. Tried {tried}.")
     return files
 
@@ -310,18 +314,18 @@ def _patterns(entry: DatasetRow) -> list[str]:
     return [entry.data_files] if isinstance(entry.data_files, str) else entry.data_files or []
 
 
-def _places(path: str, folder: Path) -> list[Path]:
+def _candidates(path: str, folder: Path) -> list[Path]:
     """Return where a path is looked for: from the working directory, then from the config's folder."""
     expanded = Path(os.path.expanduser(path))
     return [expanded, folder / expanded]
 
 
 def _tried(path: str, folder: Path) -> str:
-    return " and ".join(dict.fromkeys(str(place.absolute()) for place in _places(path, folder)))
+    return " and ".join(dict.fromkeys(str(candidate.absolute()) for candidate in _candidates(path, folder)))
 
 
 def _similar(path: str, folder: Path) -> str:
-    parents = [place.parent for place in _places(path, folder) if place.parent.is_dir()]
+    parents = [candidate.parent for candidate in _candidates(path, folder) if candidate.parent.is_dir()]
     return did_you_mean(Path(path).name, {file.name for parent in parents for file in parent.iterdir()})
 
 

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from upweight.errors import UserError
 
-BLOCK = 1 << 26
+READ_BYTES = 1 << 26
 LIST = re.compile(rb"(?:\xef\xbb\xbf)?[ \t\r\n]*\[")
 SPACES = np.frombuffer(b" \t\r\f\v", np.uint8)
 COMPRESSED = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
@@ -45,7 +45,7 @@ class LineFile:
     def take(self, indices: Iterable[int]) -> list[dict[str, Any]]:
         return [self._parse(int(index)) for index in indices]
 
-    def place(self, index: int) -> str:
+    def location(self, index: int) -> str:
         """Return the number of a row, counted from 0, and its line, counted from 1."""
         return f"row {index} ({self.path.name}:{self._spans[index, 2]})"
 
@@ -56,7 +56,7 @@ class LineFile:
             with tempfile.TemporaryFile() if opener else self.path.open("rb") as file:
                 if opener:
                     with opener(self.path, "rb") as packed:
-                        shutil.copyfileobj(packed, file, BLOCK)
+                        shutil.copyfileobj(packed, file, READ_BYTES)
                 file.seek(0, os.SEEK_END)
                 return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if file.tell() else b""
         except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
@@ -122,12 +122,12 @@ class LineFile:
         try:
             yield
         except json.JSONDecodeError as error:
-            place = f"{self.path}:{line + error.lineno - 1}"
+            where = f"{self.path}:{line + error.lineno - 1}"
             rest = error.doc[error.pos :].partition("\n")[0].lstrip()
             if rest.startswith(("//", "#", "/*")):
-                raise UserError(f"{place}: a comment ({rest[:30]!r}) is not JSON. Remove it.") from error
+                raise UserError(f"{where}: a comment ({rest[:30]!r}) is not JSON. Remove it.") from error
             remedy = "Write one object on each line, or one list of objects."
-            raise UserError(f"{place}: not JSON: {error.msg} at column {error.colno}. {remedy}") from error
+            raise UserError(f"{where}: not JSON: {error.msg} at column {error.colno}. {remedy}") from error
         except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of brackets
             raise UserError(f"{self.path}:{line}: cannot be read as JSON: {error}.") from error
 
@@ -146,7 +146,9 @@ def _opens_object(text: str) -> bool:
 def _line_spans(content: mmap.mmap | bytes) -> NDArray[np.int64]:
     """Return the first byte, the byte after the last, and the number of each line that is not blank."""
     size = len(content)
-    blocks = ((start, np.frombuffer(content[start : start + BLOCK], np.uint8)) for start in range(0, size, BLOCK))
+    blocks = (
+        (start, np.frombuffer(content[start : start + READ_BYTES], np.uint8)) for start in range(0, size, READ_BYTES)
+    )
     ends = [np.flatnonzero(block == ord("\n")) + start for start, block in blocks]
     last = np.append(np.concatenate(ends) if ends else np.zeros(0, np.int64), size)
     first = np.append(0, last[:-1] + 1)

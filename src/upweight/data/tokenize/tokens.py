@@ -72,8 +72,8 @@ class TextTokens:
 
 
 def _split_at_matches(text: str, pattern: re.Pattern[str]) -> list[str]:
-    places = [0, *(match.start() for match in pattern.finditer(text)), len(text)]
-    return [text[start:end] for start, end in pairwise(places) if end > start]
+    cuts = [0, *(match.start() for match in pattern.finditer(text)), len(text)]
+    return [text[start:end] for start, end in pairwise(cuts) if end > start]
 
 
 def _split_pattern(tokenizer: Any) -> re.Pattern[str] | None:

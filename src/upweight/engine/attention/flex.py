@@ -10,23 +10,23 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 
 from upweight.engine.attention.rules import AttentionParams, Rule
 
-BLOCK = 128
+BLOCK_TOKENS = 128
 _COMPILE_LIMIT = 64  # layer rules times modes times the options below, each compiled once
 
 
 def block_tables(end_N: Tensor, position_N: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
     """Return two [blocks, blocks] tables of booleans by query block and key block: partly visible, fully visible."""
     length = len(end_N)
-    blocks = -(-length // BLOCK)
-    if length % BLOCK:  # the tail sees itself only
-        tail = torch.arange(length, blocks * BLOCK, device=end_N.device, dtype=end_N.dtype)
+    blocks = -(-length // BLOCK_TOKENS)
+    if length % BLOCK_TOKENS:  # the tail sees itself only
+        tail = torch.arange(length, blocks * BLOCK_TOKENS, device=end_N.device, dtype=end_N.dtype)
         end_N, position_N = torch.cat([end_N, tail + 1]), torch.cat([position_N, torch.zeros_like(tail)])
-    low_end, high_end = end_N.view(blocks, BLOCK).aminmax(dim=1)
-    start = torch.arange(blocks, device=end_N.device) * BLOCK
+    low_end, high_end = end_N.view(blocks, BLOCK_TOKENS).aminmax(dim=1)
+    start = torch.arange(blocks, device=end_N.device) * BLOCK_TOKENS
     below = start[None, :] < start[:, None]
     some = below & (high_end[None, :] > start[:, None])
-    every = below & (low_end[None, :] >= start[:, None] + BLOCK)
-    first, last = position_N.view(blocks, BLOCK).aminmax(dim=1)
+    every = below & (low_end[None, :] >= start[:, None] + BLOCK_TOKENS)
+    first, last = position_N.view(blocks, BLOCK_TOKENS).aminmax(dim=1)
     if rule.window is not None:
         some &= first[:, None] - last[None, :] < rule.window
         every &= last[:, None] - first[None, :] < rule.window
@@ -46,7 +46,7 @@ def tree_block_mask(end_N: Tensor, position_N: Tensor, rule: Rule) -> BlockMask:
     return BlockMask.from_kv_blocks(
         *_counts_and_columns(partial),
         *_counts_and_columns(full),
-        BLOCK_SIZE=BLOCK,
+        BLOCK_SIZE=BLOCK_TOKENS,
         mask_mod=_mask_mod(end_N, position_N, rule),
         seq_lengths=(len(end_N), len(end_N)),
     )
@@ -84,7 +84,7 @@ def flex_tree_attention(query: Tensor, key: Tensor, value: Tensor, mask: BlockMa
     """Attend over a row of trees on a GPU; query [1, heads, N, width], key and value with as many or fewer heads."""
     shared_heads = query.shape[1] != key.shape[1]
     options: dict[str, Any] = {"block_mask": mask, "scale": params.scaling, "enable_gqa": shared_heads}
-    if query.shape[2] % BLOCK == 0:  # the compiler cannot know it of a length that varies, and checks bounds
+    if query.shape[2] % BLOCK_TOKENS == 0:  # the compiler cannot know it of a length that varies, and checks bounds
         options["kernel_options"] = {"IS_DIVISIBLE": True}
     if params.softcap is not None:
         options["score_mod"] = _capped(params.softcap)

@@ -20,7 +20,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from upweight.engine.attention.flex import BLOCK, flex_tree_attention, tree_block_mask
+from upweight.engine.attention.flex import BLOCK_TOKENS, flex_tree_attention, tree_block_mask
 from upweight.engine.attention.rules import AttentionParams, Rule
 from upweight.engine.attention.segments import SegmentPlan, segment_attention
 from upweight.errors import UserError
@@ -65,7 +65,7 @@ class Tree:
     def plan(self, rule: Rule) -> SegmentPlan | BlockMask:
         """Return how to attend under `rule`: a block mask on a GPU, segments elsewhere and for short rows."""
         if rule not in self._plans:
-            on_gpu = self.end_N.is_cuda and len(self.end_N) >= BLOCK
+            on_gpu = self.end_N.is_cuda and len(self.end_N) >= BLOCK_TOKENS
             build = tree_block_mask if on_gpu else SegmentPlan.of
             self._plans[rule] = build(self.end_N, self.position_N, rule)
         return self._plans[rule]

@@ -21,9 +21,9 @@ from upweight.log import logger
 
 REWARD = "nemo_gym"
 NO_TOOL = '{"detail":"Not Found"}'  # as the servers say it
-PAUSES = (0.5, 1.0, 2.0, 4.0)  # seconds between attempts
-WATCH = 5.0  # seconds between health checks of servers that the run started
-LIVENESS = 10.0  # seconds that a health check may take, at least
+RETRY_SECONDS = (0.5, 1.0, 2.0, 4.0)  # seconds between attempts
+CHECK_SECONDS = 5.0  # seconds between health checks of servers that the run started
+MIN_CHECK_TIMEOUT = 10.0  # seconds that a health check may take, at least
 SEED = "/seed_session"
 MOST_RESTARTS = 5  # in a row, without an answer in between
 
@@ -36,7 +36,10 @@ class NemoGym(Environment):
     ) -> None:
         """`process`: the servers, where the run starts them. `socket`: file that leads to servers without a network."""
         self.section, self.model, self.process, self._socket = section, model, process, socket
-        self.head, self._liveness = f"http://127.0.0.1:{section.head_port}", max(section.verify_timeout, LIVENESS)
+        self.head, self._liveness = (
+            f"http://127.0.0.1:{section.head_port}",
+            max(section.verify_timeout, MIN_CHECK_TIMEOUT),
+        )
         self.servers = GymServers((), {}, {})
         self._in_a_row = 0
         self._watch: asyncio.Task[None] | None = None
@@ -115,7 +118,7 @@ class NemoGym(Environment):
     ) -> httpx.Response:
         """The answer to a request, retried after faults; GymFault where none comes or the server was restarted."""
         problem = GymFault("")
-        for pause in (0.0, *PAUSES):
+        for pause in (0.0, *RETRY_SECONDS):
             await asyncio.sleep(pause)
             await self.until_healthy()
             if server not in self.servers.all:
@@ -178,7 +181,7 @@ class NemoGym(Environment):
         while True:
             # Not `wait_for`: where the event is set already, it loses the cancellation that ends this.
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(WATCH):
+                async with asyncio.timeout(CHECK_SECONDS):
                     await self._suspected.wait()
             self._suspected.clear()
             problem = "they ended"

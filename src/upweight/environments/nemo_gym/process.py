@@ -24,8 +24,8 @@ PROGRAM = "ng_run"
 KINDS = (RESOURCES, AGENTS, MODELS)
 POLICY_MODEL = "responses_api_models/vllm_model/configs/vllm_model_for_training.yaml"
 # Environment variables that servers may see; keys, tokens and addresses are kept from them.
-KEPT = ("PATH", "LANG", "LC_ALL", "TZ", "USER", "LOGNAME", "SHELL", "TERM", "LD_LIBRARY_PATH", "PYENV_ROOT")
-GRACE = 20.0  # seconds in which servers may end by themselves
+KEPT_VARIABLES = ("PATH", "LANG", "LC_ALL", "TZ", "USER", "LOGNAME", "SHELL", "TERM", "LD_LIBRARY_PATH", "PYENV_ROOT")
+GRACE_SECONDS = 20.0  # seconds in which servers may end by themselves
 LOG, SOCKET = "nemo_gym.log", "socket"
 NO_POLICY = ("http://127.0.0.1:9/v1", "policy")  # agents that nobody asks need not reach it
 
@@ -84,7 +84,7 @@ class GymProcess:
         process, self._process = self._process, None
         if process is not None:
             try:
-                process.communicate(timeout=GRACE + 15)  # closes stdin, which is the signal to end
+                process.communicate(timeout=GRACE_SECONDS + 15)  # closes stdin, which is the signal to end
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
@@ -101,8 +101,8 @@ class GymProcess:
 def _can_isolate() -> bool:
     """Whether the system lets a process leave the network."""
     with tempfile.TemporaryDirectory() as folder, open(os.devnull, "ab") as nothing:
-        place, command = Path(folder), [sys.executable, "-c", ""]
-        tried = _launched(command, dict(os.environ), place, place, isolated=True, output=nothing)
+        path, command = Path(folder), [sys.executable, "-c", ""]
+        tried = _launched(command, dict(os.environ), path, path, isolated=True, output=nothing)
         return tried.wait() == 0
 
 
@@ -115,7 +115,7 @@ def _launched(
         "env": variables,
         "cwd": str(cwd),
         "socket": str(work / SOCKET) if isolated else None,
-        "grace": GRACE,
+        "grace": GRACE_SECONDS,
         "isolated": isolated,
         "folder": str(work),
     }
@@ -136,15 +136,15 @@ class Installed:
 
 def find_gym(folder: str) -> Installed:
     """The Gym in a clone or a virtual environment, otherwise the one on PATH."""
-    place = Path(os.path.expanduser(folder))
-    program = next((file for file in (place / ".venv/bin" / PROGRAM, place / "bin" / PROGRAM) if file.is_file()), None)
-    if program is not None and program.parent.parent.name == ".venv" and (place / RESOURCES).is_dir():
-        return Installed(program.absolute(), place.resolve(), is_clone=True)
+    root = Path(os.path.expanduser(folder))
+    program = next((file for file in (root / ".venv/bin" / PROGRAM, root / "bin" / PROGRAM) if file.is_file()), None)
+    if program is not None and program.parent.parent.name == ".venv" and (root / RESOURCES).is_dir():
+        return Installed(program.absolute(), root.resolve(), is_clone=True)
     if program is None:
         on_path = shutil.which(PROGRAM)
         if on_path is None:
             raise UserError(
-                f"nemo_gym_dir: neither {place} nor PATH has '{PROGRAM}'. Install the Gym (pip install nemo-gym==0.4.0 "
+                f"nemo_gym_dir: neither {root} nor PATH has '{PROGRAM}'. Install the Gym (pip install nemo-gym==0.4.0 "
                 "in an environment of Python 3.12) and name the environment's folder, or set 'nemo_gym_auto_start: "
                 "false' and start it yourself."
             )
@@ -165,10 +165,10 @@ def config_files(gym: GymSection, installed: Installed, folder: Path) -> list[st
         files = [str(installed.root / file) for file in derived]
     for path in gym.config_paths:
         wide = Path(os.path.expanduser(path))
-        places = (wide, folder / wide, installed.root / wide)
-        file = next((place for place in places if place.is_file()), None)
+        candidates = (wide, folder / wide, installed.root / wide)
+        file = next((candidate for candidate in candidates if candidate.is_file()), None)
         if file is None:
-            tried = ", ".join(str(place) for place in places)
+            tried = ", ".join(str(candidate) for candidate in candidates)
             raise UserError(f"nemo_gym_config_paths: there is no file {path}. Tried {tried}.")
         files.append(str(file.resolve()))
     servers = [server for file in files for server in _servers(file)]
@@ -204,8 +204,8 @@ def _config_of(name: str, root: Path, *, agents: bool) -> str:
 
 def lacks_environments(installed: Installed, files: Sequence[str]) -> bool:
     """Whether the Gym would have to fetch packages before its servers start."""
-    places = [installed.root / kind / name for file in files for _, kind, name, _ in _servers(file)]
-    return installed.is_clone and not all((place / ".venv/bin/python").exists() for place in places)
+    folders = [installed.root / kind / name for file in files for _, kind, name, _ in _servers(file)]
+    return installed.is_clone and not all((folder / ".venv/bin/python").exists() for folder in folders)
 
 
 def arguments(
@@ -235,7 +235,7 @@ def arguments(
 
 def environment(installed: Installed, folder: Path, variables: Mapping[str, str], *, clean: bool) -> dict[str, str]:
     """The servers' environment variables; `clean` drops those they do not need, such as API keys."""
-    kept = {name: value for name, value in variables.items() if name in KEPT} if clean else dict(variables)
+    kept = {name: value for name, value in variables.items() if name in KEPT_VARIABLES} if clean else dict(variables)
     kept |= {"RAY_TMPDIR": str(folder), "TMPDIR": str(folder), "RAY_USAGE_STATS_ENABLED": "0"}
     if clean:
         kept |= {"HOME": str(folder), "PYTHONDONTWRITEBYTECODE": "1", "NO_PROXY": "*"}

@@ -39,21 +39,21 @@ def response_of(items: Sequence[Item], params: Mapping[str, Any], model: str) ->
 
 def verification_of(answer: httpx.Response) -> Mapping[str, Any]:
     """The verification in an answer; GymFault where it has no reward for the policy."""
-    place = answer.request.url.path
+    route = answer.request.url.path
     try:
         verification = answer.json() if answer.status_code == httpx.codes.OK else None
     except (ValueError, RecursionError):
         verification = None
     if not isinstance(verification, Mapping):
-        raise GymFault(f"{place}: {excerpt(answer)}")
+        raise GymFault(f"{route}: {excerpt(answer)}")
     if verification.get("_ng_failure_class"):
-        raise GymFault(f"{place}: {verification['_ng_failure_class']}")
+        raise GymFault(f"{route}: {verification['_ng_failure_class']}")
     if verification.get("mask_sample"):
         reason = verification.get("failure_reason") or verification.get("failure_kind") or "no reason given"
-        raise GymFault(f"{place}: the sample is to be masked: {reason}")
+        raise GymFault(f"{route}: the sample is to be masked: {reason}")
     reward = verification.get("reward")
     if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
-        raise GymFault(f"{place}: the reward is {reward!r}")
+        raise GymFault(f"{route}: the reward is {reward!r}")
     return verification
 
 

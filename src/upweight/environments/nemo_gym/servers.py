@@ -14,8 +14,8 @@ import yaml
 from upweight.errors import UserError, did_you_mean
 
 RESOURCES, AGENTS, MODELS = "resources_servers", "responses_api_agents", "responses_api_models"
-ANSWER = 30.0  # seconds that a request to the head server may take
-CONCURRENT = 64  # requests at a time
+ANSWER_SECONDS = 30.0  # seconds that a request to the head server may take
+MAX_CONCURRENT = 64  # requests at a time
 DOWN = 521  # status of the relay to isolated servers where no server listens at the port
 BUSY = (429, 502, 503, 504)
 
@@ -36,17 +36,17 @@ class GymClient:
 
     def __init__(self, socket: str | None = None) -> None:
         """`socket`: file through which servers without a network are reached."""
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=CONCURRENT)
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=MAX_CONCURRENT)
         transport = httpx.AsyncHTTPTransport(uds=socket, limits=limits, trust_env=False)
         no_cookies = CookieJar(DefaultCookiePolicy(allowed_domains=[]))
         self._http = httpx.AsyncClient(transport=transport, cookies=no_cookies, timeout=None)
-        self._room = asyncio.Semaphore(CONCURRENT)
+        self._room = asyncio.Semaphore(MAX_CONCURRENT)
 
     async def ask(
         self, url: str, body: Any = None, *, limit: float, cookies: httpx.Cookies | None = None, queues: bool = True
     ) -> httpx.Response:
         """One request, with POST where there is a body; the limit begins when it is sent."""
-        place = url.partition("://")[2].partition("/")[2] or "its address"
+        route = url.partition("://")[2].partition("/")[2] or "its address"
         request = self._http.build_request("GET" if body is None else "POST", url, json=body)
         if cookies is not None:
             cookies.set_cookie_header(request)
@@ -55,13 +55,13 @@ class GymClient:
                 async with asyncio.timeout(limit):
                     answer = await self._http.send(request)
             except TimeoutError:
-                raise GymFault(f"/{place}: no answer within {limit:g} seconds", "late") from None
+                raise GymFault(f"/{route}: no answer within {limit:g} seconds", "late") from None
             except httpx.ConnectError as error:
-                raise GymFault(f"/{place}: {error}", "unreached") from None
+                raise GymFault(f"/{route}: {error}", "unreached") from None
             except httpx.HTTPError as error:
-                raise GymFault(f"/{place}: {type(error).__name__}: {error}", "lost") from None
+                raise GymFault(f"/{route}: {type(error).__name__}: {error}", "lost") from None
         if answer.status_code == DOWN:
-            raise GymFault(f"/{place}: nothing listens there", "unreached")
+            raise GymFault(f"/{route}: nothing listens there", "unreached")
         if cookies is not None:
             cookies.extract_cookies(answer)
         return answer
@@ -138,7 +138,7 @@ class GymServers:
 
 async def discover(client: GymClient, head: str) -> GymServers:
     """The servers that the head server at an address lists; GymFault where there is none yet."""
-    answer = await client.ask(f"{head}/server_instances", limit=ANSWER)
+    answer = await client.ask(f"{head}/server_instances", limit=ANSWER_SECONDS)
     try:
         entries = [entry for entry in answer.json() if entry.get("url")] if answer.is_success else []
         names = itemgetter("config_path", "name", "server_type", "url")
@@ -150,7 +150,7 @@ async def discover(client: GymClient, head: str) -> GymServers:
     agents = [server for server in servers if server.kind == AGENTS]
     if not agents:
         return GymServers(servers, {}, {})
-    config = await client.ask(f"{head}/global_config_dict_yaml", limit=ANSWER)
+    config = await client.ask(f"{head}/global_config_dict_yaml", limit=ANSWER_SECONDS)
     # It holds keys in clear text: only names and addresses are taken from it, and nothing of it is ever shown.
     try:
         parsed = yaml.safe_load(config.json())

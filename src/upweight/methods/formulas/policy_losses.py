@@ -60,7 +60,7 @@ def sampler_correction(gap_T: Tensor, batch: Batch, mode: str, floor: float | No
 
 def quantile(values: Tensor, share: float) -> Tensor:
     """Return the linear quantile of any number of values (torch.quantile stops at 16 million)."""
-    place = share * (len(values) - 1)
-    below = int(place)
+    position = share * (len(values) - 1)
+    below = int(position)
     ordered = values.sort().values
-    return torch.lerp(ordered[below], ordered[min(below + 1, len(values) - 1)], place - below)
+    return torch.lerp(ordered[below], ordered[min(below + 1, len(values) - 1)], position - below)

@@ -14,7 +14,7 @@ from upweight.config.sections.model import AdapterSection
 from upweight.errors import UserError, did_you_mean
 from upweight.log import logger, warn_once
 
-KEPT = "_upweight_adapter"
+ADAPTER_ATTRIBUTE = "_upweight_adapter"
 TASKS = {"ForSequenceClassification": TaskType.SEQ_CLS, "ForTokenClassification": TaskType.TOKEN_CLS}
 
 
@@ -37,7 +37,7 @@ def new_adapter(model: Any, config: PeftConfig) -> PeftModel:
     asked = _described(config)  # before PEFT finds the modules that it means
     adapted = get_peft_model(model, config)
     assert isinstance(adapted, PeftModel)
-    vars(model)[KEPT] = adapted, asked  # not as a module of the model, which it holds itself
+    vars(model)[ADAPTER_ATTRIBUTE] = adapted, asked  # not as a module of the model, which it holds itself
     return adapted
 
 
@@ -45,11 +45,11 @@ def kept_adapter(model: PreTrainedModel, config: PeftConfig | None) -> PeftModel
     """The PeftModel whose layers a base model has, if `new_adapter` made it and `config` asks for no other one."""
     if not any(isinstance(module, BaseTunerLayer) for module in model.modules()):
         return None
-    if KEPT not in vars(model):
+    if ADAPTER_ATTRIBUTE not in vars(model):
         raise UserError(
             "model: has the layers of an adapter, but is no PeftModel. Hand that over, or `merge_and_unload()` it."
         )
-    adapted, asked = vars(model)[KEPT]
+    adapted, asked = vars(model)[ADAPTER_ATTRIBUTE]
     if config is not None and _described(config) not in (asked, _described(adapted.active_peft_config)):
         raise UserError(
             "peft_config: the model has the adapter of an earlier trainer, which is another one. Leave out peft_config "

@@ -20,7 +20,15 @@ from upweight.config.sections.model import ModelSection
 from upweight.errors import UserError
 from upweight.files import atomic_path
 from upweight.log import logger
-from upweight.models.load import Head, config_with_head, load_config, load_failures, load_model, model_class, source_of
+from upweight.models.load import (
+    Head,
+    config_with_head,
+    load_config,
+    load_failures,
+    load_model,
+    model_class,
+    resolve_source,
+)
 from upweight.models.tokenizer import load_tokenizer
 from upweight.runs.checkpoints import refuse_damaged
 
@@ -207,14 +215,14 @@ def _merged_file(file: Path, names: dict[str, str], plan: dict[str, MergedWeight
 
 def _files(section: ModelSection) -> list[Path]:
     """Return the base's safetensors files; none where its weights have another format."""
-    place, gguf_file = source_of(section.base_model, section.gguf_file)
+    source, gguf_file = resolve_source(section.base_model, section.gguf_file)
     if gguf_file is not None:
         return []
-    folder = Path(place)
+    folder = Path(source)
     if not folder.is_dir():
-        with load_failures("base_model", place, "weights"):
+        with load_failures("base_model", source, "weights"):
             patterns = ["*.safetensors", "*.json"]
-            folder = Path(snapshot_download(place, revision=section.revision, allow_patterns=patterns))
+            folder = Path(snapshot_download(source, revision=section.revision, allow_patterns=patterns))
     index = folder / INDEX
     if index.is_file():
         return [folder / name for name in sorted({*json.loads(index.read_text())["weight_map"].values()})]

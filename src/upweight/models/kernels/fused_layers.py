@@ -122,9 +122,9 @@ def fuse_projections(model: nn.Module) -> None:
         layers: list[Any] = [getattr(module, name, None) for name in ("q_proj", "k_proj", "v_proj")]
         if all(type(layer) in (nn.Linear, LoraLinear) and next(layer.parameters()).is_cuda for layer in layers):
             fused = FusedProjections(layers)
-            for place, layer in enumerate(layers):
+            for index, layer in enumerate(layers):
                 if "_fused" not in vars(layer):
-                    vars(layer).update(_fused=fused, _place=place, _unfused_forward=layer.forward)
+                    vars(layer).update(_fused=fused, _index=index, _unfused_forward=layer.forward)
                     layer.forward = MethodType(_projection_forward, layer)
 
 
@@ -132,16 +132,16 @@ def _projection_forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tens
     """Return the layer's output, cut from the fused output where the first layer was called with the same input."""
     if not torch.compiler.is_compiling() or args or kwargs:
         return self._unfused_forward(x, *args, **kwargs)
-    fused, place = self._fused, self._place
-    if place == 0:
+    fused, index = self._fused, self._index
+    if index == 0:
         fused.x, fused.out = x, concatenated_outputs(x, fused.layers)
     out = fused.out if fused.x is x else None
-    if place == len(fused.layers) - 1:
+    if index == len(fused.layers) - 1:
         fused.x = fused.out = None
     if out is None:
         return self._unfused_forward(x)
     widths = [layer.out_features for layer in fused.layers]
-    return out.split(widths, -1)[place]
+    return out.split(widths, -1)[index]
 
 
 def concatenated_outputs(x: Tensor, layers: list[Any]) -> Tensor | None:

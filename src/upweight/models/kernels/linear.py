@@ -183,14 +183,14 @@ def _kernel(
         sums += tl.dot(narrow.to(up.dtype), tl.trans(up)) * scaling
     last = True
     if PARTS > 1:
-        place = tl.program_id(1) * (tl.num_programs(0) // PARTS) + tile
+        index = tl.program_id(1) * (tl.num_programs(0) // PARTS) + tile
         cell = tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-        tl.store(partials_at + (place * PARTS + part) * ROWS * COLUMNS + cell, sums)
+        tl.store(partials_at + (index * PARTS + part) * ROWS * COLUMNS + cell, sums)
         tl.debug_barrier()
-        last = tl.atomic_add(counters + place, 1, sem="acq_rel") == PARTS - 1
+        last = tl.atomic_add(counters + index, 1, sem="acq_rel") == PARTS - 1
         if last:
-            sums = _summed_parts(partials_at + place * PARTS * ROWS * COLUMNS + cell, PARTS, ROWS, COLUMNS)
-            tl.store(counters + place, 0)
+            sums = _summed_parts(partials_at + index * PARTS * ROWS * COLUMNS + cell, PARTS, ROWS, COLUMNS)
+            tl.store(counters + index, 0)
     if last:
         if BIAS:
             sums += tl.load(bias_at + column, mask=column < width, other=0.0).to(tl.float32)[None, :]

@@ -29,19 +29,19 @@ class FormatReward:
         return [self.score if self._holds(text) else self.wrong for text in texts_of(completions)]
 
     def _holds(self, text: str) -> bool:
-        place = 0
+        position = 0
         for index, tag in enumerate(self.tags):
             opening, closing = f"<{tag}>", f"</{tag}>"
-            start, end = text.find(opening, place), text.find(closing, place)
-            if not place <= start < end or text.count(opening) != 1 or text.count(closing) != 1:
+            start, end = text.find(opening, position), text.find(closing, position)
+            if not position <= start < end or text.count(opening) != 1 or text.count(closing) != 1:
                 return False
             before_is_free = index == 0 and self.where == "anywhere"
-            if text[place:start].strip() and not before_is_free:
+            if text[position:start].strip() and not before_is_free:
                 return False
             if not self.allow_empty and not text[start + len(opening) : end].strip():
                 return False
-            place = end + len(closing)
-        return self.where == "anywhere" or not text[place:].strip()
+            position = end + len(closing)
+        return self.where == "anywhere" or not text[position:].strip()
 
 
 @builtin

@@ -65,10 +65,10 @@ def in_box(text: str) -> str | None:
     if start < 0:
         return None
     first, depth = start + len("\\boxed{"), 1
-    for place in range(first, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[place], 0)
+    for position in range(first, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[position], 0)
         if depth == 0:
-            return text[first:place]
+            return text[first:position]
     return None
 
 

@@ -23,7 +23,7 @@ PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS = 1, 38
 KEYCTL_JOIN_SESSION_KEYRING = 1
 SYS_MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE, ATTR_RDONLY_NOSUID = 442, -100, 0x8000, 0x1 | 0x2
 DEVICES = ("null", "zero", "full", "random", "urandom")
-HIDDEN = ("/home", "/root", "/run", "/tmp", "/var/tmp", "/mnt", "/media")
+HIDDEN_FOLDERS = ("/home", "/root", "/run", "/tmp", "/var/tmp", "/mnt", "/media")
 LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -82,7 +82,7 @@ def private_view(request: dict, folder: str) -> list[str]:
     holds = []
     if request["hide"]:
         keep = [*request["keep"], folder]
-        for hidden in sorted({*HIDDEN, request["home"]}, key=len):
+        for hidden in sorted({*HIDDEN_FOLDERS, request["home"]}, key=len):
             if hidden != "/":
                 hide(hidden, keep)
         holds.append("hidden")

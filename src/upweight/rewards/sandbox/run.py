@@ -18,7 +18,7 @@ from upweight.processes import process_ids, signal_group, stat_of
 
 _HERE = Path(__file__).parent
 _REPORT_BYTES = 1_000_000
-WAYS = ("root", "user", "plain")  # of isolating, strongest first; the first that the system allows is used
+ISOLATION_LEVELS = ("root", "user", "plain")  # of isolating, strongest first; the first that the system allows is used
 
 
 class SandboxError(Exception):
@@ -49,7 +49,7 @@ class ProgramResult:
 
 
 def run_program(
-    code: str, *, tests: list[str] | None, stdin: str, limits: Limits, ways: tuple[str, ...] = WAYS
+    code: str, *, tests: list[str] | None, stdin: str, limits: Limits, ways: tuple[str, ...] = ISOLATION_LEVELS
 ) -> ProgramResult:
     """Code, tests to run after it or None, and its stdin -> the outcome; every process it started is gone by then."""
     token = secrets.token_hex(16)

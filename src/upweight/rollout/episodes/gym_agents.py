@@ -23,9 +23,9 @@ from upweight.rollout.vllm.client import RequestFailed, RequestRefused
 from upweight.rollout.vllm.server import VllmServer
 from upweight.types import Completion, Group, GroupDone, Sampling
 
-CONCURRENT = 256  # rollouts at a time
-LARGEST = 64 << 20  # bytes of a request
-REMEMBERED = 100_000  # turns whose policy version is kept
+MAX_CONCURRENT = 256  # rollouts at a time
+MAX_REQUEST_BYTES = 64 << 20  # bytes of a request
+MAX_TURNS_KEPT = 100_000  # turns whose policy version is kept
 CHAT = "/v1/chat/completions"
 TOKEN_FIELDS = {  # of every chat request, for token ids and log-probs in the answer
     "max_completion_tokens": None,
@@ -81,7 +81,7 @@ class PolicyGateway:
             method, path, *_ = head[0].split()
             lengths = [line.partition(":")[2] for line in head[1:] if line.lower().startswith("content-length:")]
             length = int(lengths[0]) if lengths else 0
-            body = await reader.readexactly(length) if length <= LARGEST else b""
+            body = await reader.readexactly(length) if length <= MAX_REQUEST_BYTES else b""
             status, answer = await self._answer(method, path, body)
             content = json.dumps(answer).encode()
             kept = f"content-type: application/json\r\ncontent-length: {len(content)}\r\nconnection: close"
@@ -117,7 +117,7 @@ class PolicyGateway:
         for choice in answer.get("choices") or ():
             tokens = (choice.get("logprobs") or {}).get("content") or ()
             self._versions[hash(tuple(entry["logprob"] for entry in tokens))] = version
-        while len(self._versions) > REMEMBERED:
+        while len(self._versions) > MAX_TURNS_KEPT:
             del self._versions[next(iter(self._versions))]
         return answer
 
@@ -141,10 +141,10 @@ class GymAgents:
             episodes = work.result()
         finally:
             work.cancel()
-        for place, group in enumerate(groups):
-            fill_group(group, episodes[place * count : (place + 1) * count])
+        for index, group in enumerate(groups):
+            fill_group(group, episodes[index * count : (index + 1) * count])
             if done is not None:
-                done(place)
+                done(index)
 
     def close(self) -> None:
         """Stop the servers and the gateway; a later call starts them again."""
@@ -153,7 +153,7 @@ class GymAgents:
             self.gateway.close()
 
     async def _all(self, groups: Sequence[Group], count: int, sampling: Sampling) -> list[EpisodeResult]:
-        room = asyncio.Semaphore(CONCURRENT)
+        room = asyncio.Semaphore(MAX_CONCURRENT)
 
         async def rollout(group: Group) -> EpisodeResult:
             async with room:

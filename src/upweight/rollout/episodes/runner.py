@@ -13,7 +13,7 @@ import numpy as np
 from upweight.environments.episode import Environment
 from upweight.event_loop import EventLoop
 from upweight.rollout.episodes.loop import EpisodeResult, EpisodeRun, EpisodeSetup
-from upweight.rollout.episodes.token_stream import completion_of, shared_prompt
+from upweight.rollout.episodes.token_stream import build_completion, shared_prompt
 from upweight.rollout.episodes.turn_batcher import FirstTurnBatcher, TurnBatcher
 from upweight.types import Completion, Generator, Group, GroupDone, Sampling
 
@@ -64,7 +64,7 @@ class EpisodeRunner:
         loop = self._loop.started()
         batcher = TurnBatcher(self.generator, sampling, active=len(groups) * count)
         # The first error that is no environment's fault ends all episodes.
-        work = gather_or_cancel(self._group(place, group, count, batcher) for place, group in enumerate(groups))
+        work = gather_or_cancel(self._group(index, group, count, batcher) for index, group in enumerate(groups))
         ended: Future[None] = Future()
         ended.add_done_callback(lambda _: batcher.end())
         task = loop.start(_as_task(work, ended)).result()
@@ -79,12 +79,12 @@ class EpisodeRunner:
         """Stop the environment; a later call starts it again."""
         self._loop.close()
 
-    async def _group(self, place: int, group: Group, count: int, batcher: TurnBatcher) -> None:
+    async def _group(self, index: int, group: Group, count: int, batcher: TurnBatcher) -> None:
         first_turns = FirstTurnBatcher(batcher, count)
         sampling = batcher.sampling
 
         def seed(member: int, turn: int) -> int:
-            entropy = (sampling.seed or 0, sampling.first + place, member, turn)
+            entropy = (sampling.seed or 0, sampling.first + index, member, turn)
             return int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0] >> 1)
 
         async def play(member: int) -> EpisodeResult:
@@ -97,7 +97,7 @@ class EpisodeRunner:
             fill_group(group, await gather_or_cancel(play(member) for member in range(count)))
         finally:
             first_turns.cancel()
-        batcher.end_group(place)
+        batcher.end_group(index)
 
 
 def fill_group(group: Group, results: Sequence[EpisodeResult]) -> None:
@@ -111,7 +111,7 @@ def fill_group(group: Group, results: Sequence[EpisodeResult]) -> None:
             failure = result.failure or "the episode had no turn"
             completion = Completion([], [], [], finished=False, sampled=[], failure=failure)
         else:
-            completion = completion_of(result.stream, group, finished=result.finished)
+            completion = build_completion(result.stream, group, finished=result.finished)
         group.completions.append(replace(completion, messages=list(result.messages)))
     group.environments = [result.outcome.environment for result in results]
     group.extras["episode"] = [result.record() for result in results]

@@ -76,7 +76,7 @@ def shared_prompt(streams: Sequence[TokenStream]) -> list[int]:
     return common_start([segment.ids[: segment.prompt_length] for stream in streams for segment in stream.segments])
 
 
-def completion_of(stream: TokenStream, group: Group, *, finished: bool) -> Completion:
+def build_completion(stream: TokenStream, group: Group, *, finished: bool) -> Completion:
     """Return a rollout after its group's prompt; each earlier segment ends with its last sampled token."""
     start = len(group.prompt_ids)
     *earlier, last = stream.segments

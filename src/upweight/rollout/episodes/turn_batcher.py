@@ -37,7 +37,7 @@ class TurnBatcher:
     sampling: Sampling
     active: int = 0  # episodes that have not ended
     max_wait: float = MIN_WAIT
-    # Requested turns, places of groups that have ended, None after an episode, and "end" after the last.
+    # Requested turns, indices of groups that have ended, None after an episode, and "end" after the last.
     _events: "queue.SimpleQueue[_TurnRequest | int | str | None]" = field(default_factory=queue.SimpleQueue)
 
     async def sample(self, prompt: Sequence[int], limit: int, seeds: Sequence[int]) -> list[Completion]:
@@ -54,14 +54,14 @@ class TurnBatcher:
         self.active -= 1
         self._events.put(None)
 
-    def end_group(self, place: int) -> None:
-        self._events.put(place)
+    def end_group(self, index: int) -> None:
+        self._events.put(index)
 
     def end(self) -> None:
         self._events.put("end")
 
     def serve(self, done: Callable[[int], None] | None) -> None:
-        """Sample requested turns until `end`; call `done` with the place of each group that ends."""
+        """Sample requested turns until `end`; call `done` with the index of each group that ends."""
         requests: list[_TurnRequest] = []
         since = 0.0
         while True:

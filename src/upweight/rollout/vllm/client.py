@@ -15,9 +15,9 @@ from upweight.heartbeat import activity
 from upweight.log import logger
 
 T = TypeVar("T")
-ANSWER = 30.0  # seconds for a request without generation
-LOAD = 600.0  # seconds for loading weights, where the limit of the client is lower
-BACKOFF = (0.2, 0.5, 1.0, 2.0, 4.0, 8.0)  # seconds between attempts
+ANSWER_SECONDS = 30.0  # seconds for a request without generation
+LOAD_SECONDS = 600.0  # seconds for loading weights, where the limit of the client is lower
+BACKOFF_SECONDS = (0.2, 0.5, 1.0, 2.0, 4.0, 8.0)  # seconds between attempts
 
 
 class RequestRefused(Exception):
@@ -48,7 +48,7 @@ class VllmClient:
     """Sends requests to one server from one thread."""
 
     def __init__(self, url: str, timeout: float) -> None:
-        self.url, self.timeout, self.load_seconds = url, timeout, max(LOAD, timeout)
+        self.url, self.timeout, self.load_seconds = url, timeout, max(LOAD_SECONDS, timeout)
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
         # The proxies of environment variables are not meant for a server on the local network.
         self._http = httpx.AsyncClient(base_url=url, limits=limits, trust_env=False)
@@ -60,7 +60,7 @@ class VllmClient:
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         return self.start(work).result()
 
-    async def ask(self, path: str, body: Any = None, *, seconds: float | None = ANSWER) -> Any:
+    async def ask(self, path: str, body: Any = None, *, seconds: float | None = ANSWER_SECONDS) -> Any:
         """Send a GET request, or a POST with a body; return the answer as JSON, or else as text."""
         limits = httpx.Timeout(seconds, connect=10.0)
         try:
@@ -135,7 +135,7 @@ class Retry:
 
 
 def backoff(attempt: int) -> float:
-    return BACKOFF[min(attempt, len(BACKOFF) - 1)]
+    return BACKOFF_SECONDS[min(attempt, len(BACKOFF_SECONDS) - 1)]
 
 
 def unreachable(url: str, seconds: float, error: BaseException | str) -> str:

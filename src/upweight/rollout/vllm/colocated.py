@@ -92,8 +92,8 @@ class VllmColocated:
             for choices, prompt in zip(answers, prompts, strict=True)
         ]
         if done is not None:
-            for place, completions in enumerate(completions_by_prompt):
-                done(place, completions)
+            for index, completions in enumerate(completions_by_prompt):
+                done(index, completions)
         return completions_by_prompt
 
     def sync(self, version: int) -> None:

@@ -29,7 +29,7 @@ from upweight.rollout.vllm.file_transfer import ServedVersion, Transport, Weight
 T = TypeVar("T")
 Chunk = list[tuple[str, Tensor]]
 FOLDER = "folder"
-CHUNK = 256 * 2**20  # bytes sent at a time; a larger tensor is sent alone
+CHUNK_BYTES = 256 * 2**20  # bytes sent at a time; a larger tensor is sent alone
 FLAG_AT_START = (0, 27)  # from this vLLM on, the packing format is declared once instead of with each chunk
 
 
@@ -174,7 +174,7 @@ def chunks(weights: Iterator[tuple[str, Tensor]], limit: int | None = None) -> I
     chunk: Chunk = []
     size = 0
     for name, tensor in weights:
-        if chunk and (size + tensor.nbytes > (limit or CHUNK) or tensor.dtype != chunk[0][1].dtype):
+        if chunk and (size + tensor.nbytes > (limit or CHUNK_BYTES) or tensor.dtype != chunk[0][1].dtype):
             yield chunk
             chunk, size = [], 0
         chunk.append((name, tensor))

@@ -26,8 +26,8 @@ from upweight.types import Completion, Completions, Done, Prompts, Sampling
 
 T = TypeVar("T")
 IN_FLIGHT = 512  # requests at a time; each has all completions of its prompt
-STALLED = 120.0  # least seconds without a token after which a server counts as hanging
-WATCH = 5.0  # seconds between checks
+STALLED_SECONDS = 120.0  # least seconds without a token after which a server counts as hanging
+CHECK_SECONDS = 5.0  # seconds between checks
 
 
 class VllmServer:
@@ -146,14 +146,14 @@ class VllmServer:
         limit = asyncio.Semaphore(IN_FLIGHT)
         await self.weights.ensure_served(None)
 
-        async def complete(place: int) -> list[Completion]:
+        async def complete(index: int) -> list[Completion]:
             async with limit:
-                completions = await self._complete(prompts[place], body)
+                completions = await self._complete(prompts[index], body)
             self._finished += 1
-            arrived((place, completions))
+            arrived((index, completions))
             return completions
 
-        work = [asyncio.ensure_future(complete(place)) for place in range(len(prompts))]
+        work = [asyncio.ensure_future(complete(index)) for index in range(len(prompts))]
         watcher = self._watcher = self._watcher or asyncio.ensure_future(self._watch())
         pending, self._calls = {*work}, self._calls + 1
         try:
@@ -205,10 +205,10 @@ class VllmServer:
     async def _watch(self) -> None:
         """Raise when requests are running and no token is generated for too long."""
         clock = asyncio.get_running_loop().time
-        timeout = max(self.client.timeout, STALLED)
+        timeout = max(self.client.timeout, STALLED_SECONDS)
         seen, since = None, clock()
         while True:
-            await asyncio.sleep(WATCH)
+            await asyncio.sleep(CHECK_SECONDS)
             limit, problem = timeout, "it answers, but writes no tokens"
             try:
                 identity = await self.client.identity()

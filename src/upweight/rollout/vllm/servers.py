@@ -14,9 +14,9 @@ from upweight.rollout.vllm.server import VllmServer
 from upweight.rollout.vllm.versions import OnModel, Sending
 from upweight.types import Completion, Completions, Done, Prompts, Sampling
 
-# Connects to the server at an address, the second argument being its place in the list, and checks it.
+# Connects to the server at an address, the second argument being its index in the list, and checks it.
 Opens = Callable[[str, int, OnModel | None], VllmServer]
-PATIENCE = 20.0  # seconds without an answer after which the other servers take over
+FAILOVER_SECONDS = 20.0  # seconds without an answer after which the other servers take over
 
 
 class VllmServers:
@@ -39,19 +39,19 @@ class VllmServers:
         requests: dict[Future[Completions], tuple[str, list[int]]] = {}
         arriving = threading.Lock()
 
-        def arrived(share: list[int], place: int, completions: list[Completion]) -> None:
+        def arrived(share: list[int], index: int, completions: list[Completion]) -> None:
             with arriving:
-                completions_by_prompt[share[place]] = completions
+                completions_by_prompt[share[index]] = completions
                 if done is not None:
-                    done(share[place], completions)
+                    done(share[index], completions)
 
-        def distribute(places: Iterable[int], pool: ThreadPoolExecutor) -> None:
+        def distribute(indices: Iterable[int], pool: ThreadPoolExecutor) -> None:
             """Give every server a share of the prompts, about equal in number and in tokens."""
             live = self._healthy()
-            longest_first = sorted(places, key=lambda place: -len(prompts[place]))
+            longest_first = sorted(indices, key=lambda index: -len(prompts[index]))
             for number, (url, server) in enumerate(live.items()):
                 if share := sorted(longest_first[number :: len(live)]):
-                    ids = [prompts[place] for place in share]
+                    ids = [prompts[index] for index in share]
                     work = pool.submit(server.generate, ids, count, sampling, partial(arrived, share))
                     requests[work] = url, share
 
@@ -64,7 +64,7 @@ class VllmServers:
                         work.result()
                     except UserError as error:
                         self._mark_lost(url, error)
-                        distribute([place for place in share if not completions_by_prompt[place]], pool)
+                        distribute([index for index in share if not completions_by_prompt[index]], pool)
         return completions_by_prompt
 
     def sync(self, version: int) -> None:
@@ -114,7 +114,7 @@ class VllmServers:
 
     def _open(self, url: str) -> None:
         server = self._opens(url, self._urls.index(url), self._on_model)
-        server.client.timeout = PATIENCE
+        server.client.timeout = FAILOVER_SECONDS
         with self._lock:
             self._live[url] = server
             self._lost.pop(url, None)

@@ -21,8 +21,8 @@ from upweight.rollout.vllm.client import RequestFailed, RequestRefused, VllmClie
 from upweight.rollout.vllm.file_transfer import ServedVersion, Transport, forget_leftovers, link_files, write_aside
 from upweight.rollout.vllm.probe import agrees, applies_temperature, ask_probe, difference, served_base, top_logps_of
 
-ATTEMPTS = 4  # at sending weights
-FRESH = 1.0  # seconds for which a check of the server stays valid: a restart takes longer
+SEND_ATTEMPTS = 4  # at sending weights
+CHECK_VALID_SECONDS = 1.0  # seconds for which a check of the server stays valid: a restart takes longer
 Sending = tuple[ServedVersion, "Future[tuple[list[int], list[float]]]"]  # with tokens and log-probs of its probe
 OnModel = Callable[[Callable[[nn.Module], Any]], Any]
 NO_TEMPERATURE = (
@@ -63,7 +63,7 @@ class ServedVersions:
         self._fault: str | None = None
         self._exact: bool | None = None  # whether server and trainer agree to the last digits, as in float32
         self._restoring = asyncio.Lock()
-        self._healthy_at = -FRESH  # when the server last had the current version
+        self._healthy_at = -CHECK_VALID_SECONDS  # when the server last had the current version
         self._drops: set[asyncio.Task[None]] = set()
 
     def check_base(self, name: str) -> None:
@@ -96,7 +96,7 @@ class ServedVersions:
     def publish(self, version: int, sending: Sending | None = None) -> ServedVersion:
         """Send the present weights until the server samples from them; `sending`: what `send` returned, if called."""
         problem: Exception | None = None
-        for attempt in range(ATTEMPTS):
+        for attempt in range(SEND_ATTEMPTS):
             if attempt:
                 logger.warning("warning: sending the weights of step %d again: %s", version, problem)
                 time.sleep(backoff(attempt + 1))
@@ -164,7 +164,9 @@ class ServedVersions:
         """Wait until the server is healthy and has the current version, which a restarted server does not."""
         clock = asyncio.get_running_loop().time
         async with self._restoring:
-            if since is None and clock() - self._healthy_at < FRESH:  # hundreds of turns start at the same time
+            if (
+                since is None and clock() - self._healthy_at < CHECK_VALID_SECONDS
+            ):  # hundreds of turns start at the same time
                 return
             # A refusal means another restart since the version was loaded.
             await self.client.retry_until_answered(self._restore, since, again=(RequestFailed, RequestRefused))

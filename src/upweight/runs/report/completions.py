@@ -12,7 +12,7 @@ from upweight.runs.report.reading import JsonLines, evenly, number, plain
 ROLLOUTS, NEWEST, EVALUATIONS = 40, 10, 10  # files shown, of which the newest in a row; of each evaluation's set
 ROWS = 64  # completions of a file
 LONGEST = 8000  # letters of one text
-ROOM = 4_000_000  # letters of all of them as JSON
+MOST_CHARACTERS = 4_000_000  # letters of all of them as JSON
 
 FIELDS = {"step", "rollout", "version", "row", "prompt", "completion", "messages", "tokens", "finished", "rewards",
        "advantage", "token_texts", "sampler_logps", "policy_logps", "sampled", "failure"}  # fmt: skip
@@ -32,7 +32,7 @@ class CompletionsReader:
         for file in self.folder.glob("*step_*.jsonl"):
             if match := re.fullmatch(r"(?:(.+)_)?step_(\d+)\.jsonl", file.name):
                 files.setdefault(match[1] or "", {})[int(match[2])] = file
-        room, parts = ROOM, []
+        room, parts = MOST_CHARACTERS, []
         for name, step in by_importance({name: sorted(steps) for name, steps in files.items()}):
             part, size = self._file(files[name][step], name, step, weights)
             if size <= room:

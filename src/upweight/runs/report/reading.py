@@ -80,7 +80,7 @@ def evenly(values: Sequence[Any], count: int) -> list[Any]:
         return list(values)
     if count < 2:
         return list(values[len(values) - count :])
-    return [values[round(place * (len(values) - 1) / (count - 1))] for place in range(count)]
+    return [values[round(number * (len(values) - 1) / (count - 1))] for number in range(count)]
 
 
 def number(value: Any) -> float | None:

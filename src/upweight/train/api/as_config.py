@@ -61,7 +61,7 @@ OF_TRAINERS = {  # words of error messages -> inputs of a script
 }
 
 
-def config_of(args: Any, objects: Objects = YAML_ONLY, name: str | None = None) -> Config:
+def build_config(args: Any, objects: Objects = YAML_ONLY, name: str | None = None) -> Config:
     """Return the config of a script's arguments and objects; `name` is that of a model to load."""
     values: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
     for argument, path in OF_TRANSFORMERS.items():
@@ -97,7 +97,7 @@ def config_of(args: Any, objects: Objects = YAML_ONLY, name: str | None = None) 
 
 def checked_config(args: Any, objects: Objects = YAML_ONLY, name: str | None = None) -> Config:
     """Return the config of a script; raise with every rule that its arguments break."""
-    config = config_of(args, objects, name)
+    config = build_config(args, objects, name)
     # The rules assume one process, so the batch of all ranks is passed to them.
     batch = args.per_device_train_batch_size * args.world_size
     seen = dataclasses.replace(config, optim=config.optim.model_copy(update={"micro_batch_size": batch}))

@@ -225,11 +225,11 @@ class SFTConfig(MethodArguments):
         completions = {"completion_mask", "labels"} & present if tokenised else {"prompt", "completion"} <= present
         turns = "assistant_masks" in present if tokenised else completions or {"messages", "conversations"} & present
         if self.assistant_only_loss and not turns:
-            places = "messages, as 'messages' or 'prompt' and 'completion', or token ids with 'assistant_masks'"
-            raise UserError(f"assistant_only_loss: the rows of {where} need {places}.")
+            needed = "messages, as 'messages' or 'prompt' and 'completion', or token ids with 'assistant_masks'"
+            raise UserError(f"assistant_only_loss: the rows of {where} need {needed}.")
         if self.completion_only_loss and not completions:
-            places = "the columns 'prompt' and 'completion', or token ids with 'completion_mask'"
-            raise UserError(f"completion_only_loss: the rows of {where} need {places}.")
+            needed = "the columns 'prompt' and 'completion', or token ids with 'completion_mask'"
+            raise UserError(f"completion_only_loss: the rows of {where} need {needed}.")
         if tokenised:
             return not self.completion_only_loss
         return self.completion_only_loss is False if completions else not self.assistant_only_loss

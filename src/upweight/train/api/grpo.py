@@ -14,17 +14,24 @@ from upweight.rollout.episodes.runner import EpisodeRunner
 from upweight.rollout.producer import SingleTurn
 from upweight.rollout.rollout import Rollout, readable
 from upweight.sampler.in_process import InProcess
-from upweight.train.api.as_config import config_of
+from upweight.train.api.as_config import build_config
 from upweight.train.api.grpo_config import GRPOConfig, RLOOConfig, RolloutArguments
-from upweight.train.api.inputs import NO_PROMPT, ScriptDataset, arguments_of, init_arguments, parts_for, require_type
+from upweight.train.api.inputs import (
+    NO_PROMPT,
+    ScriptDataset,
+    convert_arguments,
+    init_arguments,
+    parts_for,
+    require_type,
+)
 from upweight.train.api.trainers import Callbacks, EvalRows, Optimizers, Tokenizer
 from upweight.train.objects import Model
-from upweight.train.online.assemble import plan_of
+from upweight.train.online.assemble import build_plan
 from upweight.train.recording.completions import ShownCompletions
 from upweight.train.trainer import MethodTrainer
 
 GivenReward = Any  # a function, a callable object, a name, a reward model, or (model, tokenizer)
-RETURNED = ("prompt", "completion", "rewards", "finished", "reward")
+ROLLOUT_COLUMNS = ("prompt", "completion", "rewards", "finished", "reward")
 
 
 class GRPOTrainer(MethodTrainer):
@@ -53,7 +60,7 @@ class GRPOTrainer(MethodTrainer):
         require_type("tools", tools, list | tuple, "a list of functions")
         require_type("environment_factory", environment_factory, Callable | Mapping, "a class, or a dict of them")
         if environment_factory is not None and train_dataset is None:
-            train_dataset = _empty_rows(arguments_of(args, self.config_class), environment_factory)
+            train_dataset = _empty_rows(convert_arguments(args, self.config_class), environment_factory)
         inputs = init_arguments(locals())
         inputs["reward_tokenizers"] = inputs.pop("reward_processing_classes", None)
         super().__init__(parts_for(self.config_class, **inputs))
@@ -96,7 +103,7 @@ class GRPOTrainer(MethodTrainer):
             ShownCompletions(1, len(completions), names, producer.decode)(rollout, self.state.global_step)
         for row, total in zip(completions, totals, strict=True):
             row["reward"] = total
-        return [{name: row[name] for name in RETURNED} for row in completions]
+        return [{name: row[name] for name in ROLLOUT_COLUMNS} for row in completions]
 
     def _reset_rollouts(self) -> None:
         """Reset the rollouts before and after a training: processes, buffers, the sampler and the current rollout."""
@@ -127,7 +134,7 @@ def _empty_rows(args: RolloutArguments, factory: Any) -> list[dict[str, Any]]:
         raise UserError("train_dataset: several environments need rows, with a column 'environment' that names one.")
     if (args.max_steps or 0) <= 0:
         raise UserError("max_steps: without train_dataset there is no epoch to count; set how many steps to train.")
-    return [{"prompt": NO_PROMPT}] * plan_of(config_of(args), args.world_size).groups
+    return [{"prompt": NO_PROMPT}] * build_plan(build_config(args), args.world_size).groups
 
 
 def _as_rows(rows: Any) -> Any:

@@ -16,7 +16,7 @@ from upweight.errors import UserError, did_you_mean
 from upweight.log import logger, warn_once
 from upweight.models.adapters.attach import kept_adapter
 from upweight.models.load import AUTO_CLASSES
-from upweight.train.api.as_config import checked_config, config_of, error_translator
+from upweight.train.api.as_config import build_config, checked_config, error_translator
 from upweight.train.api.configs import MethodArguments
 from upweight.train.assemble import TrainerParts, assemble
 from upweight.train.machine_checks import require_machine
@@ -24,8 +24,8 @@ from upweight.train.objects import Model, Objects, ReadRows
 
 AnyConfig = TypeVar("AnyConfig", bound=MethodArguments)
 ScriptDataset = Dataset | Sequence[Mapping[str, Any]]
-DATA = ("train_dataset", "eval_dataset")
-TAKEN = (*DATA, "reward_funcs", "reward_tokenizers", "tools", "rollout_func", "environment_factory")
+DATASETS = ("train_dataset", "eval_dataset")
+PASSED_OBJECTS = (*DATASETS, "reward_funcs", "reward_tokenizers", "tools", "rollout_func", "environment_factory")
 NO_INPUTS = ("self", "__class__", "unknown")
 NO_PROMPT = [{"role": "user", "content": ""}]
 NOT_TAKEN = {
@@ -61,11 +61,11 @@ def parts_for(
 ) -> TrainerParts:
     """Build the parts of a trainer from a script's inputs; `others` are further fields of `Objects`."""
     for name in others:
-        if name not in TAKEN:
-            known = [*inspect.signature(parts_for).parameters, *TAKEN]
+        if name not in PASSED_OBJECTS:
+            known = [*inspect.signature(parts_for).parameters, *PASSED_OBJECTS]
             hint = did_you_mean(name, known).strip() or "docs/differences.md says what is not taken"
             raise TypeError(f"the trainer takes no argument '{name}': {NOT_TAKEN.get(name, hint)}")
-    args = arguments_of(args, kind)
+    args = convert_arguments(args, kind)
     require_type("peft_config", peft_config, PeftConfig, "a config of peft, as LoraConfig()")
     if isinstance(model, PreTrainedModel) and (kept := kept_adapter(model, peft_config)) is not None:
         logger.info("model: going on with the adapter that an earlier trainer gave it")
@@ -105,7 +105,7 @@ def parts_for(
         raise UserError(objects.translate_error(str(error))) from error
 
 
-def arguments_of(args: TrainingArguments | None, kind: type[AnyConfig]) -> AnyConfig:
+def convert_arguments(args: TrainingArguments | None, kind: type[AnyConfig]) -> AnyConfig:
     """Return the script's config, or the defaults; plain TrainingArguments are converted with all their values."""
     if args is None:
         return kind()
@@ -131,7 +131,7 @@ def reader(
         if images := [column for column in columns if column in ("image", "images")]:
             raise UserError(f"{where}: the column '{images[0]}' holds images, which are not trained on: remove it.")
         settings = {"datasets": [args.dataset_row(columns)], "train_on_inputs": args.trains_on_prompts(columns, where)}
-        return rows, config_of(args).data.model_copy(update=settings)
+        return rows, build_config(args).data.model_copy(update=settings)
 
     return read
 

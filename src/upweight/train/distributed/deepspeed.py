@@ -114,6 +114,6 @@ def _convert(folder: Path, converted: Path) -> str | None:
         return None
     shutil.rmtree(converted, ignore_errors=True)
     command = ["deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"]
-    places = ["--input_folder", str(folder), "--output_folder", str(converted)]
-    done = subprocess.run([sys.executable, "-m", *command, *places], check=False, capture_output=True, text=True)
+    folders = ["--input_folder", str(folder), "--output_folder", str(converted)]
+    done = subprocess.run([sys.executable, "-m", *command, *folders], check=False, capture_output=True, text=True)
     return done.stderr.strip()[-2000:] if done.returncode else None

@@ -25,7 +25,7 @@ from upweight.models.precision import HALF, Sharding
 from upweight.models.shards import any_sharded, gathered_from_zero3
 
 
-def sharding_of(section: ShardingSection, ranks: int) -> Sharding:
+def build_sharding(section: ShardingSection, ranks: int) -> Sharding:
     """Return how a run's weights are sharded; FSDP with one rank shards nothing."""
     if section.deepspeed is not None:
         return "deepspeed"

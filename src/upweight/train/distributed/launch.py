@@ -18,7 +18,7 @@ from upweight.processes import end_with_parent, forwarded_signals, free_port, st
 
 PORT = 29500  # default rendezvous port of several machines
 MESSAGE_FOLDER = "UPWEIGHT_LAUNCHER"  # folder where a rank writes an error for the launcher to print
-POLL = 0.1
+POLL_SECONDS = 0.1
 STOPPED_SECONDS = 30.0  # that a rank may be stopped, while the others wait for it
 GO_ON = "go on from its last checkpoint with --resume"
 Launcher = Literal["torchrun", "accelerate", "none"]
@@ -81,10 +81,10 @@ def launch(arguments: Sequence[str], start: Start, processes: int) -> int:
 
 def say_through_launcher(text: str) -> None:
     """Write an error for the launcher, which ends all ranks and prints it once; without it, do nothing."""
-    place = os.environ.get(MESSAGE_FOLDER)
-    if place is None:
+    folder = os.environ.get(MESSAGE_FOLDER)
+    if folder is None:
         return
-    write_text(Path(place) / f"{os.environ['RANK']}.txt", text)
+    write_text(Path(folder) / f"{os.environ['RANK']}.txt", text)
     time.sleep(60)  # exiting now would make the other ranks report a lost connection
 
 
@@ -174,7 +174,7 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]], folder: Path, passed: list[i
             who = f"process {stopped[0]} of {len(ranks)}"
             print(f"{who} was stopped (SIGSTOP), and the run with it; {GO_ON}", file=sys.stderr)
             return 1
-        time.sleep(POLL)
+        time.sleep(POLL_SECONDS)
 
 
 def _failure_message(codes: Sequence[int | None]) -> str:

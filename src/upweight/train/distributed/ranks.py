@@ -55,8 +55,8 @@ def init_single_rank() -> None:
     """Set the variables of a world of one rank where no launcher did, for code that needs a process group."""
     if "RANK" in os.environ:
         return
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    os.environ.update(place, RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
+    rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    os.environ.update(rendezvous, RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
 
 
 def rank0_first(work: Callable[[], T]) -> T:

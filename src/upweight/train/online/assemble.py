@@ -25,7 +25,7 @@ from upweight.rollout.producer import CompletionSource, Producer, Ranks, SingleT
 from upweight.rollout.replay import ReplayBuffer, Reroll
 from upweight.rollout.rollout import PromptRows
 from upweight.rollout.run_ahead import bounded_depth
-from upweight.rollout.sampling_params import sampling_of
+from upweight.rollout.sampling_params import build_sampling
 from upweight.train.arguments import step_size
 from upweight.train.distributed.fsdp import whole_weights
 from upweight.train.distributed.ranks import ShardedWork, all_gather_objects
@@ -33,7 +33,7 @@ from upweight.train.objects import YAML_ONLY, Objects
 from upweight.train.online.backends import BACKENDS, USER_BACKEND, BackendInputs
 from upweight.train.online.broadcast import broadcast_rollout
 from upweight.train.online.environments import EnvironmentSetup, check_rewards
-from upweight.train.online.feature_matching import FeatureMatching, feature_matching_of
+from upweight.train.online.feature_matching import FeatureMatching, build_feature_matching
 from upweight.train.online.feed import RolloutFeed, RolloutSchedule
 from upweight.train.policy import Policy
 from upweight.types import Generator, Provable
@@ -50,13 +50,13 @@ ZERO_ADVANTAGE_FORWARDED = (
 )
 
 
-def plan_of(config: Config, ranks: int) -> Plan:
+def build_plan(config: Config, ranks: int) -> Plan:
     """Return the sizes of a config's rollouts."""
     wanted, iterations = generation_batch(config, ranks), config.rollout.num_iterations
     return Plan.fitting(wanted, config.method.group_size, step_size(config) * ranks, iterations)
 
 
-def rewards_of(
+def build_rewards(
     config: Config,
     device: torch.device,
     columns: Sequence[str],
@@ -82,7 +82,7 @@ def rewards_of(
     return rewards
 
 
-def rollouts_of(
+def build_rollouts(
     config: Config,
     objects: Objects,
     policy: Policy,
@@ -100,8 +100,8 @@ def rollouts_of(
     logger.info(LOSS_IS_NO_MEASURE, method.name, " and kl" if method.needs_reference else "")
     if section.skip_zero_advantage and policy_settings.zero_advantage_reasons and not method.strided:
         logger.info(ZERO_ADVANTAGE_FORWARDED, method.name, " and ".join(policy_settings.zero_advantage_reasons))
-    feature_matching = feature_matching_of(policy)
-    sampling = sampling_of(section, policy_settings.max_completion_length)
+    feature_matching = build_feature_matching(policy)
+    sampling = build_sampling(section, policy_settings.max_completion_length)
     if feature_matching is not None and method.strided:
         sampling = feature_matching.block_sampling()
     backend = BACKENDS.get(section.backend, USER_BACKEND)
@@ -110,7 +110,7 @@ def rollouts_of(
     generator = None
     if function is None or section.backend != IN_PROCESS:
         generator = backend.build(BackendInputs(config, policy, rows, sampling, sharded_work))
-    plan = plan_of(config, ranks.num_processes // config.sharding.context_parallel_size)
+    plan = build_plan(config, ranks.num_processes // config.sharding.context_parallel_size)
     schedule = _schedule(section, plan, policy, sharded_work, rank0_only=backend.rank0_only)
     off_policy = schedule.depth or section.replay_size or section.backend != IN_PROCESS
     masks_off_policy = function is not None and policy_settings.off_policy_mask_threshold is not None

@@ -63,14 +63,16 @@ class FeatureMatching:
         rewards: dict[int, Tensor] = {}
         logged: dict[str, list[float]] = {}
         with self.frozen.use(model) as network:
-            for place, feature_SF, target_GF in self._features({n: groups[n] for n in mine}, size, runner, network):
+            for group_index, feature_SF, target_GF in self._features(
+                {n: groups[n] for n in mine}, size, runner, network
+            ):
                 rewards_SR, metrics = self.method.feature_rewards(feature_SF, target_GF, size)
-                rewards[place] = rewards_SR.float().cpu()
+                rewards[group_index] = rewards_SR.float().cpu()
                 for name, values in metrics.items():
                     logged.setdefault(name, []).extend(values.tolist())
         gathered = all_gather_objects((rewards, logged))[:: ranks // shares]
-        for place, rewards_SR in (item for of_rank, _ in gathered for item in of_rank.items()):
-            groups[place].rewards_SR = rewards_SR
+        for group_index, rewards_SR in (item for of_rank, _ in gathered for item in of_rank.items()):
+            groups[group_index].rewards_SR = rewards_SR
         names = dict.fromkeys(name for _, of_rank in gathered for name in of_rank)
         logs = {name: [value for _, of_rank in gathered for value in of_rank.get(name, ())] for name in names}
         means = {name: float(np.mean(values)) for name, values in logs.items()}
@@ -107,47 +109,49 @@ class FeatureMatching:
         turns: list[list[int]] = group.row["truth_ids"]
         return [list(ids[:most] if turn % 2 == 0 else ids) for turn, ids in enumerate(turns)]
 
-    def _embedded_units(self, place: int, group: Group, size: int) -> Iterator["_EmbeddedUnit"]:
+    def _embedded_units(self, group_index: int, group: Group, size: int) -> Iterator["_EmbeddedUnit"]:
         """Yield the completions of a group, then the ground truth that each `size` of them are compared with."""
         prompt = group.prompt_ids
         if not self.method.strided:
             true = [token for turn in self._ground_truth_turns(group) for token in turn]
             for side, answers in enumerate(([one.ids for one in group.completions], [true])):
                 for answer in answers:
-                    yield self._embedded_unit([*prompt, *answer], 0, len(prompt), place, side)
+                    yield self._embedded_unit([*prompt, *answer], 0, len(prompt), group_index, side)
             return
         starts, length = anchors(group.row, self.method), self.method.generate_max_len
         for number, one in enumerate(group.completions):
             at = starts[number // size]
-            yield self._embedded_unit([*prompt[:at], *one.ids], at, at, place, 0)
+            yield self._embedded_unit([*prompt[:at], *one.ids], at, at, group_index, 0)
         for at in starts:
-            yield self._embedded_unit(prompt[: at + length], at, at, place, 1)
+            yield self._embedded_unit(prompt[: at + length], at, at, group_index, 1)
 
     def _features(
         self, groups: dict[int, Group], size: int, runner: StepRunner, network: nn.Module
     ) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Yield each group's number, features and targets; every rank runs the same number of forwards."""
-        units = [unit for place, group in groups.items() for unit in self._embedded_units(place, group, size)]
+        units = [
+            unit for group_index, group in groups.items() for unit in self._embedded_units(group_index, group, size)
+        ]
         plan = plan_rows([one.unit for one in units], runner.token_budget, 1, runner.engine.layout)[0]
-        waiting = {place: sum(one.place == place for one in units) for place in groups}
+        waiting = {group_index: sum(one.group_index == group_index for one in units) for group_index in groups}
         kept: dict[int, Tensor] = {}
         for number in range(max(all_gather_objects(len(plan)))):
             row = plan[number] if number < len(plan) else []
             kept |= dict(zip(row, self._forward([units[n] for n in row], runner, network), strict=True))
             for n in row:
-                waiting[units[n].place] -= 1
-            for place in sorted({units[n].place for n in row if waiting[units[n].place] == 0}):
-                mine = [n for n, one in enumerate(units) if one.place == place]
+                waiting[units[n].group_index] -= 1
+            for group_index in sorted({units[n].group_index for n in row if waiting[units[n].group_index] == 0}):
+                mine = [n for n, one in enumerate(units) if one.group_index == group_index]
                 sides = [torch.stack([kept.pop(n) for n in mine if units[n].side == side]) for side in (0, 1)]
-                yield place, sides[0], sides[1]
+                yield group_index, sides[0], sides[1]
 
-    def _embedded_unit(self, ids: list[int], begin: int, answer: int, place: int, side: int) -> "_EmbeddedUnit":
-        """Return tokens of which the embedded part and the answer begin at these places."""
+    def _embedded_unit(self, ids: list[int], begin: int, answer: int, group_index: int, side: int) -> "_EmbeddedUnit":
+        """Return tokens of which the embedded part and the answer begin at these positions."""
         positions = pooled_positions(self.method.embed_method, begin, answer, len(ids))
         distinct, index = np.unique(positions, return_inverse=True)
         scored = np.zeros(len(ids), np.bool_)
         scored[distinct] = True
-        return _EmbeddedUnit(Unit((Sample(np.array(ids, np.int64), scored),), place), index, place, side)
+        return _EmbeddedUnit(Unit((Sample(np.array(ids, np.int64), scored),), group_index), index, group_index, side)
 
     def _forward(self, units: Sequence["_EmbeddedUnit"], runner: StepRunner, network: nn.Module) -> Tensor:
         """Return the features of the texts of one row; an empty row only keeps collectives aligned."""
@@ -165,7 +169,7 @@ class FeatureMatching:
         return pooled(state_TF, torch.from_numpy(sequence).to(device), len(units), self.method.embed_method)
 
 
-def feature_matching_of(policy: Policy) -> FeatureMatching | None:
+def build_feature_matching(policy: Policy) -> FeatureMatching | None:
     """Return the feature matching of EBFT, else None; the policy's reference is reused if it stays the initial one."""
     ebft, reference = feature_matcher(policy.method), policy.reference
     if ebft is None:
@@ -183,5 +187,5 @@ class _EmbeddedUnit:
 
     unit: Unit
     index: NDArray[np.int64]
-    place: int
+    group_index: int
     side: int  # 0 completion, 1 ground truth

@@ -82,31 +82,31 @@ class RolloutFeed:
         plan, step = self.producer.plan, state.global_step
         if self.synced is None or (step != self.synced and step % self.schedule.sync_interval == 0):
             runner.meters.add(_means(self.sync(step), runner.accelerator.device))
-        if self.current is None or self.trained >= plan.updates:
+        if self.current is None or self.trained >= plan.steps_per_rollout:
             began = time.perf_counter()
             with activity("waiting for a rollout"):
                 rollout = self._broadcast(self.ahead.take(state) if self.schedule.drives else None)
             if self.feature_matching is not None:
                 scoring = time.perf_counter()
-                rollout.metrics |= self.feature_matching.score(rollout.groups, plan.size, runner, model)
+                rollout.metrics |= self.feature_matching.score(rollout.groups, plan.group_size, runner, model)
                 rollout.metrics["rollout/feature_seconds"] = time.perf_counter() - scoring
-                rollout = self.producer.finish(rollout, plan.size)
+                rollout = self.producer.finish(rollout, plan.group_size)
             oldest = min(group.version for group in rollout.groups)
             waited = {"rollout/wait_seconds": time.perf_counter() - began, "rollout/lag": step - oldest}
             runner.meters.add(_means(rollout.metrics | waited, runner.accelerator.device))
             self._start_rollout(rollout, 0, runner, model)
             for callback in self.on_rollout:
                 callback(rollout, step + 1)
-        start = self.trained % plan.steps * plan.step
-        stop = start + plan.step
+        start = self.trained % plan.steps_per_pass * plan.step_size
+        stop = start + plan.step_size
         self.trained += 1
         while self.schedule.drives and len(self.ahead) < self.schedule.depth:
-            until_needed = plan.updates - self.trained + 1 + plan.updates * len(self.ahead)
-            if until_needed > self.schedule.depth * plan.steps:  # at most `depth` passes of steps ahead
+            until_needed = plan.steps_per_rollout - self.trained + 1 + plan.steps_per_rollout * len(self.ahead)
+            if until_needed > self.schedule.depth * plan.steps_per_pass:  # at most `depth` passes of steps ahead
                 break
             self.ahead.submit(copy.copy(state))
         # A demonstration is trained on once in a pass, with the first completion of its group.
-        shown = self.demonstrations[-(-start // plan.size) : -(-stop // plan.size)]
+        shown = self.demonstrations[-(-start // plan.group_size) : -(-stop // plan.group_size)]
         return {"units": self.units[start:stop] + shown, "counts": self.counts}
 
     def sync(self, step: int) -> dict[str, float]:
@@ -162,7 +162,7 @@ class RolloutFeed:
     def save(self, folder: Path) -> None:
         """Save the state of the rollouts to a checkpoint."""
         plain = None
-        if self.current is not None and self.trained < self.producer.plan.updates:
+        if self.current is not None and self.trained < self.producer.plan.steps_per_rollout:
             plain = to_plain(self.current)
             for name in SAVED_LOGPS:
                 known = [[getattr(sample, name) for sample in unit.samples] for unit in self.units]
@@ -202,8 +202,8 @@ class RolloutFeed:
     def units_of_step(self, ago: int) -> list[Unit]:
         """Return the units that were trained on so many steps ago (the last step: 1); none of an earlier rollout."""
         plan, number = self.producer.plan, self.trained - ago
-        start = number % plan.steps * plan.step
-        return self.units[start : start + plan.step] if number >= 0 else []
+        start = number % plan.steps_per_pass * plan.step_size
+        return self.units[start : start + plan.step_size] if number >= 0 else []
 
     def old_logps(self) -> list[list[float] | None]:
         """Return the old log-probs of each completion of the current rollout; None where they were not computed."""
@@ -220,19 +220,21 @@ class RolloutFeed:
         if self.feature_matching is not None and self.feature_matching.method.ce_coef:
             self.demonstrations = self.feature_matching.demonstrations(rollout.groups)
         totals = method.count(count_batch(self.units))
-        self.counts = {name: float(total) / plan.steps for name, total in totals.items() if name.startswith("rollout_")}
+        self.counts = {
+            name: float(total) / plan.steps_per_pass for name, total in totals.items() if name.startswith("rollout_")
+        }
         if runner is not None and method.needs_kl_in_reward:
             self._add_drift_to_advantages(rollout, runner, model)
         keeps_old = not self.section.replay_recompute and any(group.replayed for group in rollout.groups)
-        if runner is None or method.strided or not (plan.updates > 1 or keeps_old):
+        if runner is None or method.strided or not (plan.steps_per_rollout > 1 or keeps_old):
             return
         with dropout_off(model):
             policy_logps = runner.logps(model, self.units)
-        for place, (unit, logps) in enumerate(zip(self.units, policy_logps, strict=True)):
+        for index, (unit, logps) in enumerate(zip(self.units, policy_logps, strict=True)):
             # Old log-probs of a replayed sample are those of the sampler that wrote it.
             sampler_logps = [one.sampler_logps for one in unit.samples if one.sampler_logps is not None]
             kept = keeps_old and rollout.groups[unit.group].replayed and len(sampler_logps) == len(unit.samples)
-            self.units[place] = _with_logps(unit, "old_logps", sampler_logps if kept else logps)
+            self.units[index] = _with_logps(unit, "old_logps", sampler_logps if kept else logps)
 
     def _add_drift_to_advantages(self, rollout: Rollout, runner: StepRunner, model: Any) -> None:
         """Recompute the advantages with the policy's drift from the reference; units keep the reference log-probs."""

@@ -15,7 +15,7 @@ from upweight.rewards.builtin.text import texts_of
 from upweight.rewards.reward import Reward, RewardCall
 from upweight.rewards.trial import Trial, remarks, try_rewards
 from upweight.rollout.plan import PromptOrder
-from upweight.train.online.assemble import rewards_of
+from upweight.train.online.assemble import build_rewards
 from upweight.train.online.environments import environment_setup
 from upweight.train.run import build
 from upweight.types import Group
@@ -63,7 +63,7 @@ def try_on_samples(config: Config, prompts: int, count: int | None = None) -> Tr
     trainer.model.eval()
     if rollouts.generator is not None:
         rollouts.generator.sync(0)
-    producer.completion_source(groups, count or producer.plan.size, producer.sampling, None)
+    producer.completion_source(groups, count or producer.plan.group_size, producer.sampling, None)
     rollouts.close()
     return _try(config, producer.scorer.rewards, producer.reward_call(groups))
 
@@ -76,7 +76,7 @@ def try_on_rows(config: Config, rows: Sequence[Mapping[str, Any]]) -> TriedRewar
             raise UserError(f"row {number} of the completions has no 'completion', a text or a list of messages.")
     columns = sorted({name for row in rows for name in row} - {"prompt", "completion"})
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    rewards = rewards_of(config, device, columns, environment_setup(config))
+    rewards = build_rewards(config, device, columns, environment_setup(config))
     completions = [_in_prompt_form(row) for row in rows]
     ids = _tokens(config, rewards, texts_of(completions))
     prompts = [row.get("prompt") for row in rows]

@@ -36,10 +36,10 @@ from upweight.train.online.feed import SaveRollouts
 from upweight.train.recording.completions import CompletionFiles, ShownCompletions
 from upweight.train.recording.metrics import MetricsFile
 
-SHOWN = ("reward", "group_reward_std", "loss", "rewards/accuracies", "rewards/margins", "rewards/chosen",
+SHOWN_METRICS = ("reward", "group_reward_std", "loss", "rewards/accuracies", "rewards/margins", "rewards/chosen",
          "rewards/rejected", "accuracy", "mean_token_accuracy",
          "kl", "entropy", "completions/mean_length", "grad_norm")  # fmt: skip
-BAR = 24  # characters
+BAR_WIDTH = 24  # characters
 LOOK_EVERY = 50  # steps between looks at completions on a terminal, where the config does not ask for them
 NAN_BATCH = "nan_batch.jsonl"
 RESUME = "resume_from_checkpoint=True"
@@ -199,7 +199,7 @@ class Progress(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         logs: Mapping[str, float] = kwargs["logs"]
         prefix = "eval_" if any(name.startswith("eval_") for name in logs) else ""
-        shown = [f"{name.split('/')[-1]} {logs[prefix + name]:.4g}" for name in SHOWN if prefix + name in logs]
+        shown = [f"{name.split('/')[-1]} {logs[prefix + name]:.4g}" for name in SHOWN_METRICS if prefix + name in logs]
         if not shown or not state.is_world_process_zero or not state.max_steps:
             return
         if "tokens_per_second" in logs:
@@ -211,8 +211,8 @@ class Progress(TrainerCallback):
     def _draw(self, state: Any) -> None:
         step, steps = state.global_step, state.max_steps
         if self.bar and state.is_world_process_zero and steps:
-            done = BAR * step // steps
-            text = [f"[{'#' * done}{'-' * (BAR - done)}]", f"{step}/{steps}", *self._time_left(step, steps)]
+            done = BAR_WIDTH * step // steps
+            text = [f"[{'#' * done}{'-' * (BAR_WIDTH - done)}]", f"{step}/{steps}", *self._time_left(step, steps)]
             show_status("  ".join(text)[: shutil.get_terminal_size().columns - 1])
 
     def _time_left(self, step: int, steps: int) -> list[str]:
@@ -321,7 +321,7 @@ def before_and_after(rows: Iterable[Mapping[str, Any]]) -> list[str]:
     return lines
 
 
-def callbacks_of(config: Config, objects: Objects, trainer: Any, stop: StopOnSignal) -> list[TrainerCallback]:
+def build_callbacks(config: Config, objects: Objects, trainer: Any, stop: StopOnSignal) -> list[TrainerCallback]:
     """Return the callbacks of a run. The order counts: request a save, log, complete the checkpoint, mark it."""
     run, folder = config.run, Path(config.run.output_dir)
     callbacks: list[TrainerCallback] = [stop, *([SaveFirstStep()] if run.save_first_step else []), MetricsFile(folder)]

@@ -40,11 +40,11 @@ class CompletionFiles:
         folder.mkdir(parents=True, exist_ok=True)
         rows = [{"step": step, **row} for row in readable(rollout, self.names, self.decode)]
         room = TOKENS_WRITTEN
-        for place, one in enumerate(one for group in rollout.groups for one in group.completions):
+        for index, one in enumerate(one for group in rollout.groups for one in group.completions):
             if len(one.ids) <= room:
                 room -= len(one.ids)
-                logps = policy_logps[place] if place < len(policy_logps) else None
-                rows[place] |= self._tokens(one, logps)
+                logps = policy_logps[index] if index < len(policy_logps) else None
+                rows[index] |= self._tokens(one, logps)
         text = "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
         write_text(folder / f"{prefix}step_{step:05d}.jsonl", text)
 

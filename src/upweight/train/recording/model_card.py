@@ -67,8 +67,8 @@ def _set_keys(config: Config) -> dict[str, Any]:
         if general_keys().get(path, ("", None))[0] in PRIVATE_SECTIONS:
             continue
         block, _, name = path.rpartition(".")
-        place = content.setdefault(block, {}) if block else content
-        place[name] = _without_folders(value)
+        target = content.setdefault(block, {}) if block else content
+        target[name] = _without_folders(value)
     return redacted(content)
 
 
@@ -81,12 +81,12 @@ def _without_folders(value: Any) -> Any:
     return _public_name(value) if isinstance(value, str) else value
 
 
-def _public_name(place: str | None) -> str:
+def _public_name(source: str | None) -> str:
     """Return a hub id or relative path unchanged, and the last component of an absolute path."""
-    path = Path(place or "")
-    return path.name if path.is_absolute() or str(place).startswith("~") else str(place or "")
+    path = Path(source or "")
+    return path.name if path.is_absolute() or str(source).startswith("~") else str(source or "")
 
 
-def _is_hub_id(place: str | None) -> bool:
-    local = place is None or place.count("/") != 1 or place.startswith((".", "/", "~"))
-    return not local and not Path(str(place)).exists()
+def _is_hub_id(source: str | None) -> bool:
+    local = source is None or source.count("/") != 1 or source.startswith((".", "/", "~"))
+    return not local and not Path(str(source)).exists()

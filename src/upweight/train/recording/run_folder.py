@@ -23,15 +23,15 @@ from upweight.runs.record import about, recorded
 from upweight.settings import Section, keys_of
 from upweight.train.distributed.ranks import broadcast_from_rank0
 from upweight.train.objects import YAML_ONLY, Objects
-from upweight.train.recording.callbacks import KeepCheckpoints, StopOnSignal, callbacks_of
+from upweight.train.recording.callbacks import KeepCheckpoints, StopOnSignal, build_callbacks
 
-TRAINED = (  # keys that decide which weights are trained, and the optimizer states
+RESUME_KEYS = (  # keys that decide which weights are trained, and the optimizer states
     *("adapter", "lora_r", "lora_rank_pattern", "lora_target_modules", "lora_target_linear", "lora_target_parameters"),
     *("lora_modules_to_save", "peft_layers_to_transform", "peft_layers_pattern", "peft_use_dora"),
     *("peft_init_lora_weights", "unfrozen_parameters", "reward_model", "process_reward_model", "optimizer"),
     *("tokens", "resize_token_embeddings_to_32x"),  # not base_model, whose folder may have moved
 )
-FOLDED = ("batch_size",)  # keys that are resolved into other keys
+RESOLVED_KEYS = ("batch_size",)  # keys that are resolved into other keys
 
 
 def write_config(config: Config, folder: Path) -> None:
@@ -66,7 +66,7 @@ def refuse_other_weights(changed: Iterable[str], checkpoint: Path | None, schedu
         raise UserError(
             f"resume: learning_rate {otherwise}; 'reduce_lr_on_plateau' goes on from {checkpoint}. {remedy}"
         )
-    if keys := [key for key in changed if key in TRAINED]:
+    if keys := [key for key in changed if key in RESUME_KEYS]:
         raise UserError(f"resume: {', '.join(keys)} {otherwise}; {checkpoint} holds what was trained then. {remedy}")
 
 
@@ -89,10 +89,10 @@ def content_of(config: Config) -> dict[str, Any]:
             if name == "environment" and path not in config.set_keys:  # kinds of environments refuse others' keys
                 continue
             *blocks, last = path.split(".")
-            place = content
+            target = content
             for block in blocks:
-                place = place.setdefault(block, {})
-            place[last] = value
+                target = target.setdefault(block, {})
+            target[last] = value
     for row in (*content.get("datasets", ()), *content.get("test_datasets", ())):
         if row.get("path") and (config.folder / row["path"]).exists():  # the copy lies in another folder
             row["path"] = str((config.folder / row["path"]).resolve())
@@ -109,7 +109,7 @@ def _set_values(section: Section) -> Iterator[tuple[str, Any]]:
     for key in keys_of(type(section)):
         # Values of a script's arguments may have other types than the key.
         shown = section.model_dump(mode="json", exclude_none=True, include={key.name}, warnings=False)
-        if key.path == key.canonical and key.path not in FOLDED and shown.get(key.name) not in (None, {}, []):
+        if key.path == key.canonical and key.path not in RESOLVED_KEYS and shown.get(key.name) not in (None, {}, []):
             yield key.path, shown[key.name]
 
 
@@ -120,7 +120,7 @@ def recording(
     """Record one training: metrics, health, checkpoints, signals and how it ended; `watchers` are further callbacks."""
     folder, stop = Path(config.run.output_dir), StopOnSignal()
     keep = KeepCheckpoints(config.run.save_total_limit, trainer.data_digest)
-    callbacks = [*callbacks_of(config, objects, trainer, stop), *watchers, keep]
+    callbacks = [*build_callbacks(config, objects, trainer, stop), *watchers, keep]
     record = about(trainer)
     if objects.from_script:
         names = None if trainer.rollouts is None else list(trainer.rollouts.producer.names)
