@@ -4,6 +4,7 @@ Only trained weights differ from the start, so a frozen copy of those, swapped i
 reference of any adapter and of a fully trained model; frozen weights exist once.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Literal
@@ -24,16 +25,16 @@ AdapterState = Literal["none", "identity", "changed"]
 ReferenceKind = Literal["none", "adapter_off", "frozen_weights", "separate"]
 
 
-class Reference:
+class Reference(ABC):
     """A reference model that may share the policy's module."""
 
     def __init__(self, policy: nn.Module) -> None:
         self._policy = policy
         self._averages: dict[str, Tensor] = {}  # float32: small alphas vanish in the rounding of half precision
 
+    @abstractmethod
     def use(self, wrapped: nn.Module) -> AbstractContextManager[nn.Module]:
         """Yield a module that computes the reference inside the context, without gradients or dropout."""
-        raise NotImplementedError
 
     def sync(self, alpha: float) -> None:
         """Move the reference to `alpha * policy + (1 - alpha) * reference`."""

@@ -9,6 +9,7 @@ from upweight.engine import Engine
 from upweight.engine.attention.flex import BLOCK_TOKENS, block_tables, flex_tree_attention, tree_block_mask
 from upweight.engine.attention.rules import AttentionParams, Rule
 from upweight.engine.packing import build_batch, whole_blocks
+from upweight.errors import UserError
 from upweight.types import Sample, Unit
 
 RULES = [Rule(), Rule(window=40), Rule(window=1000), Rule(chunk=64)]
@@ -170,3 +171,11 @@ def test_nothing_is_compiled_after_warm_up(kind):
         step(seed)
     assert len(lengths) > 4
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == compiled
+
+
+def test_heads_too_narrow_for_a_gpu_are_named_with_the_remedy():
+    end_N, position_N = forest(0)
+    mask = tree_block_mask(end_N, position_N, Rule())
+    heads = torch.zeros(1, 2, len(end_N), 8)
+    with pytest.raises(UserError, match=r"width 8, and prefix trees on a GPU need 16\. Set `layout: padded`"):
+        flex_tree_attention(heads, heads, heads, mask, AttentionParams(Rule(), scaling=1.0))

@@ -9,8 +9,10 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from upweight.engine.attention.rules import AttentionParams, Rule
+from upweight.errors import UserError
 
 BLOCK_TOKENS = 128
+_LEAST_WIDTH = 16  # of heads, that FlexAttention takes
 _COMPILE_LIMIT = 64  # layer rules times modes times the options below, each compiled once
 
 
@@ -82,6 +84,9 @@ def _mask_mod(end_N: Tensor, position_N: Tensor, rule: Rule) -> Callable[[Tensor
 
 def flex_tree_attention(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, params: AttentionParams) -> Tensor:
     """Attend over a row of trees on a GPU; query [1, heads, N, width], key and value with as many or fewer heads."""
+    if query.shape[-1] < _LEAST_WIDTH:
+        width = f"its attention heads have width {query.shape[-1]}, and prefix trees on a GPU need {_LEAST_WIDTH}"
+        raise UserError(f"base_model: {width}. Set `layout: padded`.")
     shared_heads = query.shape[1] != key.shape[1]
     options: dict[str, Any] = {"block_mask": mask, "scale": params.scaling, "enable_gqa": shared_heads}
     if query.shape[2] % BLOCK_TOKENS == 0:  # the compiler cannot know it of a length that varies, and checks bounds

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor, nn
 
-from upweight.models.patches import few_rows, is_few, is_half_inference, plain_adapter
+from upweight.models.kernels.lora_linear import few_rows, is_few, is_half_inference, plain_adapter
 
 Tensors = list[Tensor]
 _PROJECTIONS = {"gate_proj", "up_proj", "down_proj"}
