@@ -12,7 +12,7 @@ from upweight.config.sections.data import DatasetRow
 from upweight.errors import UserError
 from upweight.inference.score import ScoreModel
 from upweight.rewards.load import as_rewards, load_rewards
-from upweight.rewards.model import is_process_model, lowest_step_scores
+from upweight.rewards.model import ModelOptions, is_process_model, lowest_step_scores
 from upweight.rewards.reward import RewardCall
 from upweight.rewards.scorer import Scorer
 
@@ -83,6 +83,14 @@ def test_messages_go_through_the_models_own_template_from_a_folder(tokenizer, tm
     with Scorer(load_rewards([str(folder)], tmp_path)) as scorer:
         found = scorer.score(call).rewards_SR[:, 0].tolist()
     assert found == pytest.approx([alone(model, tokenizer, text.rstrip()) for text in texts], abs=1e-4)
+
+
+def test_a_template_that_does_not_end_is_stopped_by_the_configs_limit(tokenizer):
+    endless = byte_tokenizer("chatml", "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}")
+    call, options = chat_call(), ModelOptions(template_timeout=0.1)
+    (reward,) = as_rewards([classifier(endless)], [endless], models=options)
+    with pytest.raises(UserError, match=r"chat template took longer than chat_template_timeout, 0\.1 seconds"):
+        reward.function(call.prompts, call.completions)
 
 
 def test_an_adapter_folder_brings_its_base_model(tokenizer, tmp_path):

@@ -76,7 +76,7 @@ def _load_items(
     for entry, given in items:
         item, tokenizer = entry if _has_tokenizer(entry) else (entry, given)
         if isinstance(item, nn.Module) and hasattr(item, "config"):
-            rewards.append(model_reward(item.to(models.device), tokenizer, key=key))
+            rewards.append(model_reward(item.to(models.device), tokenizer, models, key))
         elif isinstance(item, str) and is_environment_reward(item):
             if not environment:
                 raise UserError(f"{key}: '{item}' needs an environment that returns rewards, and there is none.")

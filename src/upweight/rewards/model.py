@@ -20,9 +20,8 @@ from upweight.log import warn_once
 from upweight.models.load import load_failures, resolve_source
 from upweight.models.patches import keep_soft_cap
 from upweight.rewards.reward import Reward, parameters_of
-from upweight.watchdog import time_limit
+from upweight.watchdog import TimeUp, time_limit
 
-TEMPLATE_SECONDS = DataSection().template_timeout
 TOKENS_AT_ONCE = 16384  # tokens of a batch, padding included
 
 
@@ -33,13 +32,16 @@ class ModelOptions:
     dtype: torch.dtype = torch.float32
     device: torch.device | str = "cpu"
     trust_remote_code: bool = False
+    template_timeout: float = DataSection().template_timeout
 
 
 class ModelReward:
     """Scores prompts with completions by a reward model."""
 
-    def __init__(self, model: Any, tokenizer: Any, name: str, *, strips_space: bool = False) -> None:
-        self.model, self.tokenizer, self.name, self.strips_space = model.eval(), tokenizer, name, strips_space
+    def __init__(self, model: Any, tokenizer: Any, name: str, seconds: float, *, strips_space: bool = False) -> None:
+        """`seconds`: limit of the chat template for one conversation."""
+        self.model, self.tokenizer, self.name, self.seconds = model.eval(), tokenizer, name, seconds
+        self.strips_space = strips_space
         keep_soft_cap(model)
         self._tokens = TextTokens(tokenizer, [])
         positions = getattr(model.config, "max_position_embeddings", None)
@@ -62,8 +64,12 @@ class ModelReward:
         if isinstance(prompt, str):
             ids = self._tokens.with_eos(self._tokens.ids([prompt + str(completion)])[0])
         else:
-            with time_limit(TEMPLATE_SECONDS):
-                text = self.tokenizer.apply_chat_template([*prompt, *completion], tokenize=False)
+            try:
+                with time_limit(self.seconds):
+                    text = self.tokenizer.apply_chat_template([*prompt, *completion], tokenize=False)
+            except TimeUp as error:
+                limit = f"chat_template_timeout, {self.seconds:g} seconds"
+                raise UserError(f"reward '{self.name}': its chat template took longer than {limit}.") from error
             ids = self._tokens.ids([text.rstrip() if self.strips_space else text])[0]
         ids = self._tokens.with_bos(ids)
         if len(ids) > self._max_length:
@@ -91,7 +97,7 @@ class ModelReward:
 
 
 def model_reward(
-    model: Any, tokenizer: Any = None, name: str | None = None, *, strips_space: bool = False, key: str
+    model: Any, tokenizer: Any, options: ModelOptions, key: str, name: str | None = None, *, strips_space: bool = False
 ) -> Reward:
     """Build a reward from a loaded model; without a tokenizer, load it from the model's source."""
     config = model.config
@@ -105,7 +111,7 @@ def model_reward(
         with load_failures(key, source, "tokenizer"):
             tokenizer = AutoTokenizer.from_pretrained(source)
     name = name or Path(source).name or type(model).__name__
-    function = ModelReward(model, tokenizer, name, strips_space=strips_space)
+    function = ModelReward(model, tokenizer, name, options.template_timeout, strips_space=strips_space)
     return Reward(name, function, parameters_of(function, name, key), has_timeout=False)
 
 
@@ -140,7 +146,7 @@ def load_model_reward(source: str, options: ModelOptions, key: str) -> Reward:
     model = model.to(options.device).requires_grad_(False)
     # Upweight trains reward models on conversations without white space after their last turn.
     strips_space = trained.get("reward_model") is True
-    return model_reward(model, tokenizer, folder.name, strips_space=strips_space, key=key)
+    return model_reward(model, tokenizer, options, key, folder.name, strips_space=strips_space)
 
 
 def is_process_model(source: str) -> bool:

@@ -64,7 +64,8 @@ def build_rewards(
     objects: Objects = YAML_ONLY,
 ) -> list[Reward]:
     """Load the rewards of the config or script and of the environment; check that the columns they read exist."""
-    models = ModelOptions(compute_dtype(config.model, device), device, config.model.trust_remote_code)
+    dtype, remote = compute_dtype(config.model, device), config.model.trust_remote_code
+    models = ModelOptions(dtype, device, remote, config.data.template_timeout)
     names = () if env_setup is None else env_setup.environment.reward_names
     if objects.from_script:
         rewards = as_rewards(objects.reward_funcs, objects.reward_tokenizers, models=models, environment=names)
