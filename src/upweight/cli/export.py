@@ -15,14 +15,14 @@ from upweight.models.adapters.merge import AdapterFolder, difference, merge_adap
 CONVERTER, PLACE = "convert_hf_to_gguf.py", "LLAMA_CPP"
 
 
-def run_merge(target: str, overrides: list[str], *, output: Path | None, check: bool) -> None:
+def run_merge(config_or_folder: str, overrides: list[str], *, output: Path | None, check: bool) -> None:
     """Merge, compare log-probs before and after, and print the folder and the largest difference."""
     quiet_transformers()
-    exported = trained(target, overrides)
+    exported = trained(config_or_folder, overrides)
     if exported.adapter is None and not Path(exported.model.base_model or "").expanduser().exists():
-        raise UserError(f"{target}: there is neither a config nor a folder of that name, which would hold an adapter")
+        raise UserError(f"{config_or_folder}: there is neither a config nor a folder of that name, with an adapter")
     if exported.adapter is None:
-        raise UserError(f"{target}: there is no adapter to merge in {exported.model.base_model}; it is a whole model")
+        raise UserError(f"{config_or_folder}: {exported.model.base_model} has no adapter to merge; it is a whole model")
     adapted = AdapterFolder(exported.model, exported.adapter)
     target = output or exported.adapter / "merged"
     merge_adapter(adapted, target)
@@ -33,10 +33,10 @@ def run_merge(target: str, overrides: list[str], *, output: Path | None, check: 
         print(f"largest difference of a {what} before and after, in {kind}: {difference(adapted, target):.2g}")
 
 
-def run_gguf(target: str, overrides: list[str], *, output: Path | None, kind: str) -> None:
+def run_gguf(config_or_folder: str, overrides: list[str], *, output: Path | None, kind: str) -> None:
     """Convert a trained model, its adapter merged first, and print the file."""
     converter = _converter()
-    exported = trained(target, overrides)
+    exported = trained(config_or_folder, overrides)
     # In a separate folder: transformers would read a file beside an adapter as the adapter's.
     target = output or (exported.adapter or _folder(exported)) / "gguf" / f"model-{kind}.gguf"
     if target.exists():
@@ -51,7 +51,9 @@ def run_gguf(target: str, overrides: list[str], *, output: Path | None, kind: st
         part = Path(scratch) / target.name
         done = subprocess.run([*converter, str(source), "--outfile", str(part), "--outtype", kind], check=False)
         if done.returncode or not part.is_file():
-            raise UserError(f"{target}: {converter[-1]} did not convert it (exit {done.returncode}); see above")
+            raise UserError(
+                f"{config_or_folder}: {converter[-1]} did not convert it (exit {done.returncode}); see above"
+            )
         part.rename(target)
     print(target)
 
