@@ -38,9 +38,7 @@ class ModelSection(Section):
         "model_kwargs", {}, "Further arguments of `from_pretrained`.", also=("overrides_of_model_kwargs",)
     )
     trust_remote_code: bool = setting("trust_remote_code", False, "Whether code from the model's repository may run.")
-    num_labels: PositiveInt | None = setting(
-        "num_labels", None, "Outputs of a score head; else 1 for outcome, 2 for process reward models."
-    )
+    num_labels: PositiveInt | None = setting("num_labels", None, "Outputs of the head; else 1 (outcome), 2 (process).")
     special_tokens: SpecialTokens = setting("special_tokens", SpecialTokens(), "Tokens to set on the tokenizer.")
     new_tokens: list[str] = setting("tokens", [], "Tokens added to the vocabulary; embeddings are resized.")
     resize_to_32: bool = setting("resize_token_embeddings_to_32x", False, "Resize the vocabulary to a multiple of 32.")
@@ -51,12 +49,8 @@ class ModelSection(Section):
     layout: Literal["auto", "tree", "padded"] = setting(
         "layout", "auto", "Sequences of a forward: trees with shared prefixes, or padded rows; auto: trees if possible."
     )
-    disable_dropout: bool | None = setting(
-        "disable_dropout", None, "Turn dropout off; when left out, dropout stays on for SFT and reward models only."
-    )
-    bf16: bool | Literal["auto"] = setting(
-        "bf16", "auto", "Compute in bfloat16 with float32 masters of trained weights; auto: if the device can."
-    )
+    disable_dropout: bool | None = setting("disable_dropout", None, "No dropout; else SFT and reward models have it.")
+    bf16: bool | Literal["auto"] = setting("bf16", "auto", "bfloat16 over float32 masters; auto: if the device can.")
     fp16: bool = setting("fp16", False, "Compute in float16 with loss scaling.")
     pure_bf16: bool = setting("bfloat16", False, "Train in bfloat16 without float32 masters: small updates vanish.")
     tf32: bool | Literal["auto"] = setting("tf32", "auto", "Whether float32 matrix products may use TF32 on the GPU.")
@@ -77,18 +71,14 @@ class PeftBlock(Strict):
 class AdapterSection(Section):
     """Low-rank adapters and quantised base weights."""
 
-    kind: Literal["lora", "qlora"] | None = setting(
-        "adapter", None, "Train low-rank adapters instead of all weights; qlora needs `load_in_4bit`."
-    )
+    kind: Literal["lora", "qlora"] | None = setting("adapter", None, "Train an adapter; qlora needs `load_in_4bit`.")
     folder: str | None = setting("lora_model_dir", None, "Adapter to continue from.")
     rank: PositiveInt = setting("lora_r", 16, "Rank of the adapter.")
     alpha: PositiveInt = setting("lora_alpha", 32, "Scale of the adapter: alpha / r multiplies its output.")
     dropout: float = setting("lora_dropout", 0.0, "Dropout before the adapter.", ge=0, lt=1)
     targets: str | list[str] | None = setting("lora_target_modules", None, "Module names, or a pattern, to adapt.")
     target_linear: bool = setting("lora_target_linear", False, "Adapt every linear layer but the head.")
-    target_parameters: str | list[str] | None = setting(
-        "lora_target_parameters", None, "Parameters (such as expert weights) to adapt directly."
-    )
+    target_parameters: str | list[str] | None = setting("lora_target_parameters", None, "Parameters to adapt directly.")
     modules_to_save: list[str] | None = setting("lora_modules_to_save", None, "Modules trained in full and saved.")
     rank_pattern: dict[str, PositiveInt] = setting("lora_rank_pattern", {}, "Rank by module name pattern.")
     alpha_pattern: dict[str, PositiveInt] = setting("lora_alpha_pattern", {}, "Alpha by module name pattern.")

@@ -14,9 +14,7 @@ class RolloutSection(Section):
     """Sampling of completions and their rewards."""
 
     use_vllm: bool = setting("trl.use_vllm", False, "Sample from vLLM instead of in process.")
-    vllm_mode: Literal["server", "colocate"] = setting(
-        "trl.vllm_mode", "server", "A separate server, or vLLM inside the training process."
-    )
+    vllm_mode: Literal["server", "colocate"] = setting("trl.vllm_mode", "server", "A server, or vLLM in this process.")
     server_url: str | None = setting("trl.vllm_server_base_url", None, "Server address, instead of host and port.")
     server_urls: list[str] = setting("trl.vllm_server_base_urls", [], "Addresses of servers that divide the prompts.")
     server_host: str | None = setting("trl.vllm_server_host", None, "Host of the server; else `vllm.host`.")
@@ -24,9 +22,7 @@ class RolloutSection(Section):
     server_timeout: float = setting("trl.vllm_server_timeout", 240, "Seconds to wait for the server.", gt=0)
     regex: str | None = setting("trl.vllm_structured_outputs_regex", None, "Pattern every completion must match.")
     sleep_mode: bool = setting("trl.vllm_enable_sleep_mode", True, "Colocated vLLM frees its memory while training.")
-    colocate_memory: float = setting(
-        "trl.vllm_gpu_memory_utilization", 0.3, "Share of the GPU's memory for colocated vLLM.", gt=0, le=1
-    )
+    colocate_memory: float = setting("trl.vllm_gpu_memory_utilization", 0.3, "Memory share when colocated.", gt=0, le=1)
     colocate_length: PositiveInt | None = setting("trl.vllm_max_model_length", None, "Longest sequence if colocated.")
     colocate_parallel: PositiveInt = setting("trl.vllm_tensor_parallel_size", 1, "GPUs that share colocated vLLM.")
     sync_interval: PositiveInt = setting("trl.vllm_sync_interval", 1, "Optimizer steps between weight syncs.")
@@ -41,9 +37,7 @@ class RolloutSection(Section):
     rollout_backend: str | None = setting(
         "trl.rollout_backend", None, "Class, by dotted path, that samples completions in place of vLLM or this process."
     )
-    rollout_backend_args: dict[str, Any] = setting(
-        "trl.rollout_backend_kwargs", {}, "Arguments of the class that `trl.rollout_backend` names."
-    )
+    rollout_backend_args: dict[str, Any] = setting("trl.rollout_backend_kwargs", {}, "Arguments of `rollout_backend`.")
     generation_batch_size: PositiveInt | None = setting(
         "trl.generation_batch_size", None, "Completions per rollout; the optimizer batch when left out."
     )
@@ -62,19 +56,13 @@ class RolloutSection(Section):
     generation_args: dict[str, Any] = setting("trl.generation_kwargs", {}, "Further sampling options, such as `stop`.")
     compile_sampler: bool = setting("trl.compile_sampler", True, "Compile the sampler on a GPU: slow start, then fast.")
     log_completions: bool = setting("trl.log_completions", False, "Show sampled completions in the terminal.")
-    completions_shown: PositiveInt | None = setting(
-        "trl.num_completions_to_print", None, "Number of completions that `trl.log_completions` shows."
-    )
+    completions_shown: PositiveInt | None = setting("trl.num_completions_to_print", None, "Completions that are shown.")
     async_prefetch: bool = setting("trl.async_prefetch", False, "Produce rollouts while training.")
     prefetch_depth: PositiveInt = setting("trl.prefetch_depth", 1, "Rollouts that may be produced ahead.")
-    max_staleness: int | None = setting(
-        "trl.max_staleness", None, "Most optimizer steps from sampling to training; else `prefetch_depth` bounds.", ge=0
-    )
+    max_staleness: int | None = setting("trl.max_staleness", None, "Most lag in steps; else by `prefetch_depth`.", ge=0)
     streaming: bool = setting("trl.streaming_partial_batch", False, "Score groups and train on them as they finish.")
     streaming_groups: PositiveInt = setting("trl.streaming_min_groups", 1, "Groups scored at a time when streaming.")
-    replay_size: int = setting(
-        "trl.replay_buffer_size", 0, "Groups kept to replace those of equal reward; 0: off.", ge=0
-    )
+    replay_size: int = setting("trl.replay_buffer_size", 0, "Groups kept to replace equal-reward ones; 0: off.", ge=0)
     replay_recompute: bool = setting("trl.replay_recompute_logps", True, "Recompute the log-probs of replayed groups.")
     replay_max_age: PositiveInt = setting("trl.replay_max_age", 64, "Optimizer steps a group stays in the buffer.")
     reroll_start: float = setting(
@@ -145,7 +133,5 @@ class GymSection(Section):
         "nemo_gym_reward_components", [], "Components of the verification as separate rewards; else the total alone."
     )
     policy_port: int = setting("nemo_gym_policy_port", 11001, "Port where agents reach the policy.", ge=1, le=65535)
-    isolate: bool | None = setting(
-        "nemo_gym_isolate", None, "Run started servers without network and write access; else where possible."
-    )
+    isolate: bool | None = setting("nemo_gym_isolate", None, "Keep servers from network and disk; else if possible.")
     max_turns: PositiveInt | None = setting("nemo_gym_max_turns", None, "Most turns of a multi-turn rollout.")

@@ -45,9 +45,7 @@ class OptimSection(Section):
     accumulation: PositiveInt | None = setting(
         "gradient_accumulation_steps", None, "Accumulation steps; times `micro_batch_size`, a device's optimizer batch."
     )
-    batch_size: PositiveInt | None = setting(
-        "batch_size", None, "Examples per step and device; instead of `gradient_accumulation_steps`."
-    )
+    batch_size: PositiveInt | None = setting("batch_size", None, "Examples per step and device; sets accumulation.")
     token_budget: PositiveInt | None = setting("token_budget", None, "Most tokens in a forward; else by device memory.")
     eval_batch_size: PositiveInt | None = setting("eval_batch_size", None, "Examples per evaluation step and device.")
     num_epochs: float = setting("num_epochs", 1.0, "Passes over the data.", gt=0)
@@ -56,9 +54,7 @@ class OptimSection(Section):
     optimizer_args: str | dict[str, Any] | None = setting("optim_args", None, "Further arguments of the optimizer.")
     scheduler: SchedulerName = setting("lr_scheduler", "cosine", "Learning rate schedule, named as in transformers.")
     scheduler_args: dict[str, Any] = setting("lr_scheduler_kwargs", {}, "Further arguments of the schedule.")
-    cosine_min_ratio: float | None = setting(
-        "cosine_min_lr_ratio", None, "Cosine schedule: final rate as a share of the peak.", ge=0, le=1
-    )
+    cosine_min_ratio: float | None = setting("cosine_min_lr_ratio", None, "Final share of the peak rate.", ge=0, le=1)
     warmup_steps: float | None = setting("warmup_steps", None, "Linear warm-up steps; below 1, a share of all.", ge=0)
     warmup_ratio: float | None = setting("warmup_ratio", None, "Warm-up as a share of all steps.", ge=0, le=1)
     weight_decay: float = setting("weight_decay", 0.0, "Decoupled weight decay.", ge=0)
@@ -67,9 +63,7 @@ class OptimSection(Section):
     adam_epsilon: float = setting("adam_epsilon", 1e-8, "Adam's epsilon.", gt=0)
     max_grad_norm: float = setting("max_grad_norm", 1.0, "Gradients are clipped to this norm; 0 turns it off.", ge=0)
     embedding_lr: float | None = setting("embedding_lr", None, "Learning rate of the embeddings.", gt=0)
-    embedding_lr_scale: float | None = setting(
-        "embedding_lr_scale", None, "Learning rate of the embeddings as a multiple of `learning_rate`.", gt=0
-    )
+    embedding_lr_scale: float | None = setting("embedding_lr_scale", None, "Factor of the embeddings' rate.", gt=0)
     lr_groups: list[RateGroup] = setting("lr_groups", [], "Learning rates for named modules.")
     unfrozen: list[str] | None = setting("unfrozen_parameters", None, "Patterns of parameters; only these are trained.")
     neftune_alpha: float | None = setting("neftune_noise_alpha", None, "NEFTune noise on embeddings, for SFT.", gt=0)
@@ -80,9 +74,7 @@ class OptimSection(Section):
         "gradient_checkpointing_kwargs", {}, "Options of gradient checkpointing, such as `use_reentrant`."
     )
     activation_offloading: bool = setting("activation_offloading", False, "Keep checkpointed activations on the host.")
-    reference_offloading: bool = setting(
-        "reference_offloading", False, "Keep the reference's copy of trained weights in host memory while unused."
-    )
+    reference_offloading: bool = setting("reference_offloading", False, "Reference's copy in host memory while unused.")
     torch_compile: bool = setting("torch_compile", False, "Compile the model's layers.")
     empty_cache_steps: PositiveInt | None = setting("torch_empty_cache_steps", None, "Steps between cache clearings.")
 
@@ -105,19 +97,13 @@ class ShardingSection(Section):
     reshard: bool = setting("fsdp_config.reshard_after_forward", True, "Free gathered weights after the forward.")
     offload: bool = setting("fsdp_config.offload_params", False, "Keep shards in host memory.")
     state_dict: StateDict = setting("fsdp_config.state_dict_type", "SHARDED_STATE_DICT", "How checkpoints are written.")
-    final_state_dict: StateDict = setting(
-        "fsdp_config.final_state_dict_type", "FULL_STATE_DICT", "How the final model is written."
-    )
-    low_memory_loading: bool = setting(
-        "fsdp_config.cpu_ram_efficient_loading", True, "Load weights on one rank and broadcast them to the others."
-    )
+    final_state_dict: StateDict = setting("fsdp_config.final_state_dict_type", "FULL_STATE_DICT", "Of the final model.")
+    low_memory_loading: bool = setting("fsdp_config.cpu_ram_efficient_loading", True, "Load on one rank and broadcast.")
     fsdp_checkpointing: bool = setting("fsdp_config.activation_checkpointing", False, "Means `gradient_checkpointing`.")
     context_parallel_size: PositiveInt = setting(
         "context_parallel_size", 1, "Consecutive ranks that share rows as one device; must divide the attention heads."
     )
     timeout: PositiveInt = setting("ddp_timeout", 1800, "Longest time of a collective, in seconds; then the run stops.")
-    wait_timeout: PositiveInt = setting(
-        "ddp_wait_timeout", 86400, "Longest time that ranks wait for data, rollouts or weights of others, in seconds."
-    )
+    wait_timeout: PositiveInt = setting("ddp_wait_timeout", 86400, "Seconds ranks wait for data, rollouts or weights.")
     bucket_mb: PositiveInt | None = setting("ddp_bucket_cap_mb", None, "Size of DDP's gradient buckets in MiB.")
     broadcast_buffers: bool = setting("ddp_broadcast_buffers", False, "Whether DDP sends buffers at every step.")
