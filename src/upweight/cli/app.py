@@ -82,9 +82,7 @@ def train(
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the last whole checkpoint.")] = False,
     allow_changed_data: Annotated[bool, typer.Option("--allow-changed-data", help="Resume on changed data.")] = False,
     num_processes: Processes = None,
-    launcher: Annotated[
-        str | None, typer.Option(help="torchrun, accelerate (arguments after -- are its) or none; else ours.")
-    ] = None,
+    launcher: Annotated[str | None, typer.Option(help="torchrun, accelerate (-- ARGS) or none; else ours.")] = None,
     nodes: Annotated[int, typer.Option(min=1, help="Machines; start the command on each of them.")] = 1,
     node_rank: Annotated[int, typer.Option(min=0, help="Number of this machine, counted from 0.")] = 0,
     master_address: Annotated[str | None, typer.Option(help="Address of machine 0.")] = None,
@@ -127,9 +125,7 @@ def rewards(
     config: ConfigFile,
     overrides: Overrides = None,
     *,
-    completions: Annotated[
-        Path | None, typer.Option(help="JSON lines of prompt, completion, columns to score.")
-    ] = None,
+    completions: Annotated[Path | None, typer.Option(help="JSON lines: prompt, completion, columns.")] = None,
     prompts: Annotated[int, typer.Option(min=1, help="Prompts to sample for.")] = 4,
     count: Annotated[int | None, typer.Option(min=1, help="Completions of each; as in training otherwise.")] = None,
     as_json: AsJson = False,
@@ -235,8 +231,7 @@ def inference(
 @app.command()
 def init(
     method: Annotated[
-        str | None,
-        typer.Argument(metavar="METHOD", help="As in `rl`, or sft, reward, prm, gym; else lists all."),
+        str | None, typer.Argument(metavar="METHOD", help="As in `rl`, or sft, reward, prm, gym; else lists all.")
     ] = None,
     folder: Annotated[Path | None, typer.Argument(help="Folder to write; named after the method otherwise.")] = None,
 ) -> None:
@@ -259,9 +254,7 @@ def choose(
 
 @app.command(**TAKES_OVERRIDES)
 def doctor(
-    target: Annotated[
-        str | None, typer.Argument(metavar="[CONFIG|RUN]", help="Config or run; else this machine.")
-    ] = None,
+    target: Annotated[str | None, typer.Argument(metavar="[CONFIG|RUN]", help="Else this machine.")] = None,
     overrides: Overrides = None,
     as_json: AsJson = False,
 ) -> None:
@@ -304,9 +297,7 @@ def agent_docs(topic: Annotated[str | None, typer.Argument(help="One of those li
 
 
 @app.command()
-def schema(
-    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print it as a page.")] = False,
-) -> None:
+def schema(as_markdown: Annotated[bool, typer.Option("--markdown", help="Print it as a page.")] = False) -> None:
     """Print the JSON schema of the config."""
     from upweight.config.schema import json_schema, markdown
 
