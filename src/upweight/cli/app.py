@@ -82,7 +82,9 @@ def train(
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the last whole checkpoint.")] = False,
     allow_changed_data: Annotated[bool, typer.Option("--allow-changed-data", help="Resume on changed data.")] = False,
     num_processes: Processes = None,
-    launcher: Annotated[str | None, typer.Option(help="torchrun, accelerate (-- ARGS) or none; else ours.")] = None,
+    launcher: Annotated[
+        str | None, typer.Option(help="torchrun, accelerate (arguments after -- are its) or none; else ours.")
+    ] = None,
     nodes: Annotated[int, typer.Option(min=1, help="Machines; start the command on each of them.")] = 1,
     node_rank: Annotated[int, typer.Option(min=0, help="Number of this machine, counted from 0.")] = 0,
     master_address: Annotated[str | None, typer.Option(help="Address of machine 0.")] = None,
@@ -125,7 +127,7 @@ def rewards(
     config: ConfigFile,
     overrides: Overrides = None,
     *,
-    completions: Annotated[Path | None, typer.Option(help="JSON lines: prompt, completion, columns.")] = None,
+    completions: Annotated[Path | None, typer.Option(help="JSON lines to score: prompt, completion, columns.")] = None,
     prompts: Annotated[int, typer.Option(min=1, help="Prompts to sample for.")] = 4,
     count: Annotated[int | None, typer.Option(min=1, help="Completions of each; as in training otherwise.")] = None,
     as_json: AsJson = False,

@@ -50,7 +50,9 @@ class ModelSection(Section):
         "layout", "auto", "Sequences of a forward: trees with shared prefixes, or padded rows; auto: trees if possible."
     )
     disable_dropout: bool | None = setting("disable_dropout", None, "No dropout; else SFT and reward models have it.")
-    bf16: bool | Literal["auto"] = setting("bf16", "auto", "bfloat16 over float32 masters; auto: if the device can.")
+    bf16: bool | Literal["auto"] = setting(
+        "bf16", "auto", "Compute in bfloat16 with float32 masters of trained weights; auto: if the device can."
+    )
     fp16: bool = setting("fp16", False, "Compute in float16 with loss scaling.")
     pure_bf16: bool = setting("bfloat16", False, "Train in bfloat16 without float32 masters: small updates vanish.")
     tf32: bool | Literal["auto"] = setting("tf32", "auto", "Whether float32 matrix products may use TF32 on the GPU.")
@@ -78,7 +80,9 @@ class AdapterSection(Section):
     dropout: float = setting("lora_dropout", 0.0, "Dropout before the adapter.", ge=0, lt=1)
     targets: str | list[str] | None = setting("lora_target_modules", None, "Module names, or a pattern, to adapt.")
     target_linear: bool = setting("lora_target_linear", False, "Adapt every linear layer but the head.")
-    target_parameters: str | list[str] | None = setting("lora_target_parameters", None, "Parameters to adapt directly.")
+    target_parameters: str | list[str] | None = setting(
+        "lora_target_parameters", None, "Parameters (such as expert weights) to adapt directly."
+    )
     modules_to_save: list[str] | None = setting("lora_modules_to_save", None, "Modules trained in full and saved.")
     rank_pattern: dict[str, PositiveInt] = setting("lora_rank_pattern", {}, "Rank by module name pattern.")
     alpha_pattern: dict[str, PositiveInt] = setting("lora_alpha_pattern", {}, "Alpha by module name pattern.")

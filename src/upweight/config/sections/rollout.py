@@ -56,10 +56,14 @@ class RolloutSection(Section):
     generation_args: dict[str, Any] = setting("trl.generation_kwargs", {}, "Further sampling options, such as `stop`.")
     compile_sampler: bool = setting("trl.compile_sampler", True, "Compile the sampler on a GPU: slow start, then fast.")
     log_completions: bool = setting("trl.log_completions", False, "Show sampled completions in the terminal.")
-    completions_shown: PositiveInt | None = setting("trl.num_completions_to_print", None, "Completions that are shown.")
+    completions_shown: PositiveInt | None = setting(
+        "trl.num_completions_to_print", None, "Number of completions that `trl.log_completions` shows."
+    )
     async_prefetch: bool = setting("trl.async_prefetch", False, "Produce rollouts while training.")
     prefetch_depth: PositiveInt = setting("trl.prefetch_depth", 1, "Rollouts that may be produced ahead.")
-    max_staleness: int | None = setting("trl.max_staleness", None, "Most lag in steps; else by `prefetch_depth`.", ge=0)
+    max_staleness: int | None = setting(
+        "trl.max_staleness", None, "Most optimizer steps from sampling to training; else `prefetch_depth` bounds.", ge=0
+    )
     streaming: bool = setting("trl.streaming_partial_batch", False, "Score groups and train on them as they finish.")
     streaming_groups: PositiveInt = setting("trl.streaming_min_groups", 1, "Groups scored at a time when streaming.")
     replay_size: int = setting("trl.replay_buffer_size", 0, "Groups kept to replace equal-reward ones; 0: off.", ge=0)
@@ -133,5 +137,7 @@ class GymSection(Section):
         "nemo_gym_reward_components", [], "Components of the verification as separate rewards; else the total alone."
     )
     policy_port: int = setting("nemo_gym_policy_port", 11001, "Port where agents reach the policy.", ge=1, le=65535)
-    isolate: bool | None = setting("nemo_gym_isolate", None, "Keep servers from network and disk; else if possible.")
+    isolate: bool | None = setting(
+        "nemo_gym_isolate", None, "Run started servers without network and write access; else where possible."
+    )
     max_turns: PositiveInt | None = setting("nemo_gym_max_turns", None, "Most turns of a multi-turn rollout.")

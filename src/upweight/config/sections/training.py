@@ -45,7 +45,9 @@ class OptimSection(Section):
     accumulation: PositiveInt | None = setting(
         "gradient_accumulation_steps", None, "Accumulation steps; times `micro_batch_size`, a device's optimizer batch."
     )
-    batch_size: PositiveInt | None = setting("batch_size", None, "Examples per step and device; sets accumulation.")
+    batch_size: PositiveInt | None = setting(
+        "batch_size", None, "Examples per step and device; instead of `gradient_accumulation_steps`."
+    )
     token_budget: PositiveInt | None = setting("token_budget", None, "Most tokens in a forward; else by device memory.")
     eval_batch_size: PositiveInt | None = setting("eval_batch_size", None, "Examples per evaluation step and device.")
     num_epochs: float = setting("num_epochs", 1.0, "Passes over the data.", gt=0)
@@ -63,7 +65,9 @@ class OptimSection(Section):
     adam_epsilon: float = setting("adam_epsilon", 1e-8, "Adam's epsilon.", gt=0)
     max_grad_norm: float = setting("max_grad_norm", 1.0, "Gradients are clipped to this norm; 0 turns it off.", ge=0)
     embedding_lr: float | None = setting("embedding_lr", None, "Learning rate of the embeddings.", gt=0)
-    embedding_lr_scale: float | None = setting("embedding_lr_scale", None, "Factor of the embeddings' rate.", gt=0)
+    embedding_lr_scale: float | None = setting(
+        "embedding_lr_scale", None, "Learning rate of the embeddings as a multiple of `learning_rate`.", gt=0
+    )
     lr_groups: list[RateGroup] = setting("lr_groups", [], "Learning rates for named modules.")
     unfrozen: list[str] | None = setting("unfrozen_parameters", None, "Patterns of parameters; only these are trained.")
     neftune_alpha: float | None = setting("neftune_noise_alpha", None, "NEFTune noise on embeddings, for SFT.", gt=0)
@@ -97,7 +101,9 @@ class ShardingSection(Section):
     reshard: bool = setting("fsdp_config.reshard_after_forward", True, "Free gathered weights after the forward.")
     offload: bool = setting("fsdp_config.offload_params", False, "Keep shards in host memory.")
     state_dict: StateDict = setting("fsdp_config.state_dict_type", "SHARDED_STATE_DICT", "How checkpoints are written.")
-    final_state_dict: StateDict = setting("fsdp_config.final_state_dict_type", "FULL_STATE_DICT", "Of the final model.")
+    final_state_dict: StateDict = setting(
+        "fsdp_config.final_state_dict_type", "FULL_STATE_DICT", "How the final model is written."
+    )
     low_memory_loading: bool = setting("fsdp_config.cpu_ram_efficient_loading", True, "Load on one rank and broadcast.")
     fsdp_checkpointing: bool = setting("fsdp_config.activation_checkpointing", False, "Means `gradient_checkpointing`.")
     context_parallel_size: PositiveInt = setting(
