@@ -3,15 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from upweight.config.peers import (
-    ATTENTION_SWITCHES,
-    IN_TOKENIZERS,
-    OFF,
-    OTHER_NAMES,
-    PLUGINS,
-    RENAMED,
-    ROW_RENAMED,
-)
+from upweight.config.peers import ATTENTION_SWITCHES, IN_TOKENIZERS, OFF, OTHER_NAMES, PLUGINS, RENAMED, ROW_RENAMED
 from upweight.config.yaml_file import copy_tree
 
 OTHER_ATTENTION = ("xformers", "sage", "fp8", "varlen", "flash_attention_4")

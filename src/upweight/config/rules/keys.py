@@ -10,12 +10,19 @@ from upweight.config.sections.rollout import IN_PROCESS
 from upweight.methods import feature_matcher
 
 EXCLUSIVE: tuple[tuple[str, ...], ...] = (
-    ("rl", "reward_model", "process_reward_model"), ("gradient_accumulation_steps", "batch_size"),
-    ("warmup_steps", "warmup_ratio"), ("save_steps", "saves_per_epoch"), ("eval_steps", "evals_per_epoch"),
-    ("embedding_lr", "embedding_lr_scale"), ("trl.generation_batch_size", "trl.steps_per_generation"),
-    ("deepspeed", "fsdp"), ("trl.vllm_server_base_url", "trl.vllm_server_base_urls"), ("load_in_4bit", "load_in_8bit"),
-    ("test_datasets", "val_set_size"), ("fp16", "bfloat16"),
-)  # fmt: skip
+    ("rl", "reward_model", "process_reward_model"),
+    ("gradient_accumulation_steps", "batch_size"),
+    ("warmup_steps", "warmup_ratio"),
+    ("save_steps", "saves_per_epoch"),
+    ("eval_steps", "evals_per_epoch"),
+    ("embedding_lr", "embedding_lr_scale"),
+    ("trl.generation_batch_size", "trl.steps_per_generation"),
+    ("deepspeed", "fsdp"),
+    ("trl.vllm_server_base_url", "trl.vllm_server_base_urls"),
+    ("load_in_4bit", "load_in_8bit"),
+    ("test_datasets", "val_set_size"),
+    ("fp16", "bfloat16"),
+)
 COLOCATE = "trl.vllm_enable_sleep_mode trl.vllm_gpu_* trl.vllm_max_model_length trl.vllm_tensor_parallel_size"
 SERVER = "trl.vllm_server_* trl.vllm_weight_transfer vllm.*"
 VLLM = f"{COLOCATE} {SERVER} trl.vllm_mode trl.vllm_sync_interval trl.vllm_lora_sync"
