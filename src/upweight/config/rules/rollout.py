@@ -117,7 +117,7 @@ def weight_transfer(config: Config) -> Iterator[str]:
     if way == "ipc" and not all(map(is_local, server_urls(config.rollout))):
         yield f"trl.vllm_weight_transfer: ipc shares the memory of a GPU here; {use}."
     elif way == "ipc" and config.vllm.host not in LOOPBACK:
-        sent = f"ipc has the server run what it is sent, and {config.vllm.host} (vllm.host) can be reached by others"
+        sent = f"ipc has the server run what it is sent, and vllm.host: {config.vllm.host} can be reached by others"
         yield f"trl.vllm_weight_transfer: {sent}; {use}."
     if way == "ipc" and config.vllm.tensor_parallel_size * config.vllm.data_parallel_size > 1:
         yield "trl.vllm_weight_transfer: ipc is for a server on the trainer's GPU alone; use 'nccl'."

@@ -49,7 +49,9 @@ class ModelSection(Section):
     layout: Literal["auto", "tree", "padded"] = setting(
         "layout", "auto", "Sequences of a forward: trees with shared prefixes, or padded rows; auto: trees if possible."
     )
-    disable_dropout: bool | None = setting("disable_dropout", None, "No dropout; else SFT and reward models have it.")
+    disable_dropout: bool | None = setting(
+        "disable_dropout", None, "Turn dropout off; when left out, dropout stays on for SFT and reward models only."
+    )
     bf16: bool | Literal["auto"] = setting(
         "bf16", "auto", "Compute in bfloat16 with float32 masters of trained weights; auto: if the device can."
     )
@@ -73,7 +75,9 @@ class PeftBlock(Strict):
 class AdapterSection(Section):
     """Low-rank adapters and quantised base weights."""
 
-    kind: Literal["lora", "qlora"] | None = setting("adapter", None, "Train an adapter; qlora needs `load_in_4bit`.")
+    kind: Literal["lora", "qlora"] | None = setting(
+        "adapter", None, "Train low-rank adapters instead of all weights; qlora needs `load_in_4bit`."
+    )
     folder: str | None = setting("lora_model_dir", None, "Adapter to continue from.")
     rank: PositiveInt = setting("lora_r", 16, "Rank of the adapter.")
     alpha: PositiveInt = setting("lora_alpha", 32, "Scale of the adapter: alpha / r multiplies its output.")

@@ -22,7 +22,9 @@ class RolloutSection(Section):
     server_timeout: float = setting("trl.vllm_server_timeout", 240, "Seconds to wait for the server.", gt=0)
     regex: str | None = setting("trl.vllm_structured_outputs_regex", None, "Pattern every completion must match.")
     sleep_mode: bool = setting("trl.vllm_enable_sleep_mode", True, "Colocated vLLM frees its memory while training.")
-    colocate_memory: float = setting("trl.vllm_gpu_memory_utilization", 0.3, "Memory share when colocated.", gt=0, le=1)
+    colocate_memory: float = setting(
+        "trl.vllm_gpu_memory_utilization", 0.3, "Share of the GPU's memory for colocated vLLM.", gt=0, le=1
+    )
     colocate_length: PositiveInt | None = setting("trl.vllm_max_model_length", None, "Longest sequence if colocated.")
     colocate_parallel: PositiveInt = setting("trl.vllm_tensor_parallel_size", 1, "GPUs that share colocated vLLM.")
     sync_interval: PositiveInt = setting("trl.vllm_sync_interval", 1, "Optimizer steps between weight syncs.")

@@ -78,7 +78,9 @@ class OptimSection(Section):
         "gradient_checkpointing_kwargs", {}, "Options of gradient checkpointing, such as `use_reentrant`."
     )
     activation_offloading: bool = setting("activation_offloading", False, "Keep checkpointed activations on the host.")
-    reference_offloading: bool = setting("reference_offloading", False, "Reference's copy in host memory while unused.")
+    reference_offloading: bool = setting(
+        "reference_offloading", False, "Keep the reference's copy of trained weights in host memory while unused."
+    )
     torch_compile: bool = setting("torch_compile", False, "Compile the model's layers.")
     empty_cache_steps: PositiveInt | None = setting("torch_empty_cache_steps", None, "Steps between cache clearings.")
 
