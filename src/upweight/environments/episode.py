@@ -58,12 +58,15 @@ class Episode(Protocol):
 
     async def open(self, row: Mapping[str, Any]) -> Opening:
         """Begin with a data row, whose `prompt` is the user's."""
+        ...
 
     async def reply(self, turn: Turn) -> Reply:
         """Act on a turn of the policy and return what it reads next."""
+        ...
 
     async def outcome(self) -> EpisodeOutcome:
         """Return the rewards after the last turn, which ended the episode or reached a limit."""
+        ...
 
     async def close(self) -> None:
         """Release connections, if there are any; called exactly once."""
@@ -75,9 +78,11 @@ class Environment(Protocol):
     @property
     def reward_names(self) -> Sequence[str]:
         """The names of the rewards that outcomes may have."""
+        ...
 
     def episode(self) -> Episode:
         """Return a new episode that is not yet open."""
+        ...
 
     async def start(self) -> None:
         """Prepare for the first episode, as by starting servers or waiting until they answer."""
