@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from upweight.config.sections.data import FORMAT_NAMES
+from upweight.config.peers import FORMAT_NAMES
 
 QUESTION, ANSWER, WRONG_ANSWER = "What is 2 + 3?", "2 + 3 is 5.", "It is 6."
 USER = {"role": "user", "content": QUESTION}

@@ -9,7 +9,7 @@ from docs.format_rows import SHOWN
 from upweight.config.config import how_to_choose
 from upweight.config.schema import markdown
 from upweight.methods import METHODS
-from upweight.runs.health_rules import EXPLAINED, RULES, SIGNS, Sign
+from upweight.runs.health import EXPLAINED, RULES, SIGNS, Sign
 from upweight.train.api import configs
 from upweight.train.api.configs import MethodArguments
 from upweight.train.api.fields import help_of

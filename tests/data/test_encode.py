@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from made_tokenizers import byte_tokenizer, config, encoder
-from upweight.config.sections.data import FORMAT_NAMES, DatasetRow
+from upweight.config.peers import FORMAT_NAMES
+from upweight.config.sections.data import DatasetRow
 from upweight.config.view import view
 from upweight.data.encode import Record, RowError, build_encoder
 from upweight.data.formats import FORMATS

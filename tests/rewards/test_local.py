@@ -107,7 +107,7 @@ def test_an_object_that_is_stuck_is_not_called_again():
 
 def test_a_coroutine_that_blocks_the_loop_stops_the_run(monkeypatch):
     over = threading.Event()
-    monkeypatch.setattr("upweight.rewards.local.GRACE_SECONDS_SECONDS", 0.1)
+    monkeypatch.setattr("upweight.rewards.local.GRACE_SECONDS", 0.1)
 
     async def reward(completions):
         over.wait(100)

@@ -295,7 +295,7 @@ def test_a_fork_of_the_main_process_leaves_the_workers_alone(tmp_path):
 
 
 def test_a_stopped_worker_is_ended(tmp_path, monkeypatch):
-    monkeypatch.setattr("upweight.rewards.workers.GRACE_SECONDS_SECONDS", 0.2)
+    monkeypatch.setattr("upweight.rewards.workers.GRACE_SECONDS", 0.2)
     code = """
 import os, signal
 def reward(completions):

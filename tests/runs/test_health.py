@@ -11,8 +11,7 @@ from transformers import TrainerControl, TrainerState
 from made_health import HEALTHY, PAIRS, SICK, learning, run_of
 from upweight.config.config import general_keys, method_keys
 from upweight.runs.files import HEALTH
-from upweight.runs.health import REPEAT_AFTER, verdicts
-from upweight.runs.health_rules import RULES
+from upweight.runs.health import REPEAT_AFTER, RULES, verdicts
 from upweight.train.recording.callbacks import HealthCallback
 
 

@@ -127,9 +127,7 @@ def rewards(
     config: ConfigFile,
     overrides: Overrides = None,
     *,
-    completions: Annotated[
-        Path | None, typer.Option(help="JSON lines of prompt, completion, columns to score.")
-    ] = None,
+    completions: Annotated[Path | None, typer.Option(help="JSON lines to score: prompt, completion, columns.")] = None,
     prompts: Annotated[int, typer.Option(min=1, help="Prompts to sample for.")] = 4,
     count: Annotated[int | None, typer.Option(min=1, help="Completions of each; as in training otherwise.")] = None,
     as_json: AsJson = False,
@@ -235,8 +233,7 @@ def inference(
 @app.command()
 def init(
     method: Annotated[
-        str | None,
-        typer.Argument(metavar="METHOD", help="As in `rl`, or sft, reward, prm, gym; else lists all."),
+        str | None, typer.Argument(metavar="METHOD", help="As in `rl`, or sft, reward, prm, gym; else lists all.")
     ] = None,
     folder: Annotated[Path | None, typer.Argument(help="Folder to write; named after the method otherwise.")] = None,
 ) -> None:
@@ -259,9 +256,7 @@ def choose(
 
 @app.command(**TAKES_OVERRIDES)
 def doctor(
-    target: Annotated[
-        str | None, typer.Argument(metavar="[CONFIG|RUN]", help="Config or run; else this machine.")
-    ] = None,
+    target: Annotated[str | None, typer.Argument(metavar="[CONFIG|RUN]", help="Else this machine.")] = None,
     overrides: Overrides = None,
     as_json: AsJson = False,
 ) -> None:
@@ -304,9 +299,7 @@ def agent_docs(topic: Annotated[str | None, typer.Argument(help="One of those li
 
 
 @app.command()
-def schema(
-    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print it as a page.")] = False,
-) -> None:
+def schema(as_markdown: Annotated[bool, typer.Option("--markdown", help="Print it as a page.")] = False) -> None:
     """Print the JSON schema of the config."""
     from upweight.config.schema import json_schema, markdown
 

@@ -5,18 +5,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from upweight.config.peers import SPELLINGS
 from upweight.config.sections.rollout import RolloutSection
 from upweight.errors import did_you_mean
 
 KEY = "trl.generation_kwargs"
-# Names that vLLM, TRL and transformers use -> field of Sampling.
-SPELLINGS = {
-    "max_tokens": "max_new_tokens",
-    "max_completion_length": "max_new_tokens",
-    "stop": "stop_strings",
-    "stop_token_ids": "stop_ids",
-    "eos_token_id": "stop_ids",
-}
 FIELDS = {"max_new_tokens": int, "top_k": int, "stop_ids": int, "stop_strings": str}
 FIELDS |= dict.fromkeys(("temperature", "top_p", "min_p", "repetition_penalty"), float)
 ALWAYS_ON = ("do_sample",)  # completions of a group must differ: sampling is always on

@@ -3,8 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from upweight.config.peers import ATTENTION_SWITCHES, OFF, OTHER_NAMES, PLUGINS, RENAMED, ROW_RENAMED
-from upweight.config.sections.data import TOKENIZER_TEMPLATES
+from upweight.config.peers import ATTENTION_SWITCHES, IN_TOKENIZERS, OFF, OTHER_NAMES, PLUGINS, RENAMED, ROW_RENAMED
 from upweight.config.yaml_file import copy_tree
 
 OTHER_ATTENTION = ("xformers", "sage", "fp8", "varlen", "flash_attention_4")
@@ -44,7 +43,7 @@ def modernise(content: dict[Any, Any], findings: Findings) -> dict[Any, Any]:
         del content["tokens"]
     if isinstance(content.get("tokens"), dict):  # the deprecated form
         _rename(content, "tokens", "special_tokens", findings)
-    if content.get("chat_template") in TOKENIZER_TEMPLATES:
+    if content.get("chat_template") in IN_TOKENIZERS:
         findings.notices.append(f"chat_template: {content['chat_template']} is taken from the tokenizer")
         content["chat_template"] = "tokenizer_default"
     lists = [content[key] for key in ("datasets", "test_datasets") if isinstance(content.get(key), list)]

@@ -1,4 +1,4 @@
-"""Keys of other trainers, as `peers.yaml` lists them: accepted without effect, known by another name, or refused."""
+"""What other projects call things, as `peers.yaml` lists it: keys that are accepted, renamed or refused, and values."""
 
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -19,6 +19,13 @@ ATTENTION_SWITCHES: dict[str, str] = TABLES["attention_switches"]
 ROW_RENAMED: dict[str, str] = TABLES["row_renamed"]
 OFF: dict[str, list[int]] = TABLES["values_of_off"]
 PLUGINS: dict[str, str] = TABLES["plugins"]
+FORMAT_NAMES: dict[str, list[str]] = TABLES["formats"]
+TEMPLATE_NAMES: list[str] = TABLES["templates"]["shipped"]
+TEMPLATE_ALIASES: dict[str, str] = TABLES["templates"]["aliases"]
+IN_TOKENIZERS: list[str] = TABLES["templates"]["in_tokenizers"]  # templates that need no name
+SCHEDULE_ARGS: dict[str, dict[str, str | list[str]]] = TABLES["schedules"]
+SPELLINGS: dict[str, str] = TABLES["sampling"]  # of sampling options
+ZERO_NOT_TAKEN: dict[str, str] = TABLES["deepspeed"]
 
 
 def why_refused(path: str) -> str | None:

@@ -6,15 +6,10 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from upweight.config.peers import ZERO_NOT_TAKEN
 from upweight.errors import UserError
 
 SHIPPED_FOLDER = "deepspeed_configs"  # folder of the files that ship with this package, named as in other trainers
-NOT_TAKEN = {
-    "optimizer": "set `optimizer` in the config",
-    "scheduler": "set `lr_scheduler` in the config",
-    "amp": "precision follows `bf16` and `fp16`",
-    "tensor_parallel": "tensor parallelism is not supported; use ZeRO-3",
-}
 
 
 def zero_options(source: str | Mapping[str, Any], folder: Path) -> dict[str, Any]:
@@ -56,7 +51,7 @@ def zero_stage(options: Mapping[str, Any]) -> Any:
 
 def not_taken(options: Mapping[str, Any]) -> Iterator[str]:
     """Yield an error for each DeepSpeed option that conflicts with the training loop, or that it needs."""
-    for key, why in NOT_TAKEN.items():
+    for key, why in ZERO_NOT_TAKEN.items():
         if key in options:
             yield f"deepspeed: '{key}' is not taken: {why}."
     if zero_stage(options) not in (1, 2, 3):

@@ -1,20 +1,67 @@
-"""Checks the rows of metrics.jsonl against the health rules; each verdict is reported once, with its remedy."""
+"""Checks the rows of metrics.jsonl by the rules of `health_rules.yaml`; reports each verdict once, with its remedy."""
 
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import cached_property
 from itertools import islice, takewhile
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
-from upweight.runs.health_rules import RULES, SIGNS, Relation, Rule, Sign
+import yaml
 
 START_ROWS, START_STEPS = 5, 20  # logs of the first steps that define the start values
 MIN_ROWS = 3  # logs that a verdict needs, however many steps each covers
 REPEAT_AFTER = 100  # steps without a verdict after which it is reported again
 
 MetricsRow = Mapping[str, Any]
+RunKind = Literal["online", "pairs", "offline"]
+Relation = Literal["above", "below", "near"]  # near: no further from 0 than the threshold
+SIGNS: dict[Relation, str] = {"above": ">", "below": "<", "near": "within"}
+WORDS: dict[str, Relation] = {sign: relation for relation, sign in SIGNS.items()}
+
+
+@dataclass(frozen=True)
+class Sign:
+    """A comparison with a metric of metrics.jsonl; the head of `health_rules.yaml` says how metrics are written."""
+
+    metric: str
+    relation: Relation
+    threshold: float
+
+    def holds(self, value: float) -> bool:
+        if self.relation == "near":
+            return abs(value) <= self.threshold
+        return value > self.threshold if self.relation == "above" else value < self.threshold
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A verdict and the signs that have to hold together for so many optimizer steps; the first is its evidence."""
+
+    name: str
+    level: Literal["warning", "alarm"]
+    kind: RunKind  # of run
+    when: str  # signs, as `metric > 0.5 and other within 0.1`
+    steps: int
+    meaning: str
+    remedy: str
+    after: int = 0  # first step that counts
+    averaged: bool = False  # the mean over the steps counts, for metrics that jump about
+    hidden_by: Sequence[str] = ()  # verdicts that are more specific
+
+    @cached_property
+    def signs(self) -> list[Sign]:
+        """The comparisons of `when`."""
+        parts = [sign.split() for sign in self.when.split(" and ")]
+        return [Sign(metric, WORDS[relation], float(threshold)) for metric, relation, threshold in parts]
+
+
+_TABLES: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("health_rules.yaml").read_text(encoding="utf-8"))
+RULES: tuple[Rule, ...] = tuple(Rule(**entry) for entry in _TABLES["rules"])
+EXPLAINED: dict[str, str] = _TABLES["explained"]  # what looks wrong and is not
 
 
 @dataclass(frozen=True)

@@ -96,7 +96,7 @@ def test_a_bad_line_is_named(tmp_path, content, message):
 
 def test_places_count_rows_from_0_and_lines_from_1(tmp_path):
     file = written(tmp_path, '{"a": 1}\n\n{"a": 2}\n')
-    assert file.place(1) == "row 1 (rows.jsonl:3)"
+    assert file.location(1) == "row 1 (rows.jsonl:3)"
 
 
 def test_identity_changes_with_the_content(tmp_path):

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from made_tokenizers import byte_tokenizer, encoder
-from upweight.config.sections.data import TEMPLATE_ALIASES, TEMPLATE_NAMES, DataSection, DatasetRow
+from upweight.config.peers import TEMPLATE_ALIASES, TEMPLATE_NAMES
+from upweight.config.sections.data import DataSection, DatasetRow
 from upweight.data.encode import RowError
 from upweight.data.tokenize.messages import Conversation
 from upweight.data.tokenize.templates import ChatTemplate, chat_template, template_source

@@ -1,20 +1,19 @@
 """`upweight init`: a folder to start from: a commented config, sample rows, rewards, and what to do with them."""
 
 import inspect
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
 
 from upweight.cli.starter import rewards
-from upweight.cli.starter.rows import ROWS
 from upweight.environments.nemo_gym.agent_config import agent_config
 from upweight.errors import UserError, did_you_mean
 
 GYM_SERVER = "example_session_state_mgmt"  # comes with the Gym
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
-TEXTS = yaml.safe_load(Path(__file__).with_name("starters.yaml").read_text(encoding="utf-8"))
+FOLDER = Path(__file__).parent
+TEXTS = yaml.safe_load((FOLDER / "starters.yaml").read_text(encoding="utf-8"))
 PARTS: dict[str, str] = TEXTS["parts"]
 
 
@@ -70,9 +69,9 @@ def starter_files(method: str) -> dict[str, str]:
     if starter is None:
         hint = f"{did_you_mean(method, STARTERS)} There are: {', '.join(STARTERS)}."
         raise UserError(f"there is no starter '{method}'.{hint}")
-    rows = [json.dumps(row, ensure_ascii=False) for row in ROWS[starter.rows]()]
     config, data = starter.config(), f"{starter.rows}.jsonl"
-    files = {"config.yaml": config, data: "\n".join([*rows, ""])}
+    rows = (FOLDER / "rows" / data).read_text(encoding="utf-8")
+    files = {"config.yaml": config, data: rows}
     about = {"config.yaml": "the run: model, data, method, each key with a word on it", data: "a small sample of rows"}
     commands = {"upweight doctor config.yaml": "versions, memory, data, rewards: whether it will run"}
     if "reward_funcs" in config:
@@ -90,7 +89,7 @@ def starter_files(method: str) -> dict[str, str]:
     readme = PARTS["readme"].format(
         files="\n".join(f"| `{name}` | {about[name]} |" for name in files),
         commands="\n".join(f"{command:<34}# {why}" for command, why in commands.items()),
-        example=rows[0],
+        example=rows.partition("\n")[0],
         **vars(starter),
     )
     return {**files, "README.md": readme}

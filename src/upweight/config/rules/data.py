@@ -3,14 +3,8 @@
 from collections.abc import Iterator
 
 from upweight.config.config import Config, how_to_choose
-from upweight.config.sections.data import (
-    FALLBACK_PREFIX,
-    FORMAT_NAMES,
-    KNOWN_TEMPLATES,
-    DataSection,
-    DatasetRow,
-    UserFormat,
-)
+from upweight.config.peers import FORMAT_NAMES
+from upweight.config.sections.data import FALLBACK_PREFIX, KNOWN_TEMPLATES, DataSection, DatasetRow, UserFormat
 from upweight.errors import did_you_mean
 from upweight.methods import METHODS
 

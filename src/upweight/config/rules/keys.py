@@ -23,8 +23,6 @@ EXCLUSIVE: tuple[tuple[str, ...], ...] = (
     ("test_datasets", "val_set_size"),
     ("fp16", "bfloat16"),
 )
-
-
 COLOCATE = "trl.vllm_enable_sleep_mode trl.vllm_gpu_* trl.vllm_max_model_length trl.vllm_tensor_parallel_size"
 SERVER = "trl.vllm_server_* trl.vllm_weight_transfer vllm.*"
 VLLM = f"{COLOCATE} {SERVER} trl.vllm_mode trl.vllm_sync_interval trl.vllm_lora_sync"

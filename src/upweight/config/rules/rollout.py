@@ -10,14 +10,7 @@ from upweight.config.resolve import generation_batch, group_size
 from upweight.config.rules.keys import matching
 from upweight.config.sections.environment import is_environment_reward
 from upweight.config.sections.rollout import IN_PROCESS
-from upweight.config.servers import (
-    LOOPBACK,
-    adapter_alone,
-    direct_transfer,
-    is_local,
-    server_urls,
-    unloadable_by,
-)
+from upweight.config.servers import LOOPBACK, adapter_alone, direct_transfer, is_local, server_urls, unloadable_by
 from upweight.methods import feature_matcher
 
 ONE_PROCESS = "colocated vLLM needs all weights in one process; use a vLLM server, or one process without sharding"
@@ -124,9 +117,7 @@ def weight_transfer(config: Config) -> Iterator[str]:
     if way == "ipc" and not all(map(is_local, server_urls(config.rollout))):
         yield f"trl.vllm_weight_transfer: ipc shares the memory of a GPU here; {use}."
     elif way == "ipc" and config.vllm.host not in LOOPBACK:
-        sent = (
-            f"ipc has the server run what it is sent, and vllm.host: {config.vllm.host} can be reached from elsewhere"
-        )
+        sent = f"ipc has the server run what it is sent, and vllm.host: {config.vllm.host} can be reached by others"
         yield f"trl.vllm_weight_transfer: {sent}; {use}."
     if way == "ipc" and config.vllm.tensor_parallel_size * config.vllm.data_parallel_size > 1:
         yield "trl.vllm_weight_transfer: ipc is for a server on the trainer's GPU alone; use 'nccl'."
@@ -140,9 +131,7 @@ def gym_is_complete(config: Config) -> Iterator[str]:
     if not gym.datasets:
         yield "nemo_gym_datasets: missing. List the rows and the servers that verify them."
     elif gym.auto_start and not gym.config_paths and any(dataset.server_name is None for dataset in gym.datasets):
-        remedy = (
-            "Name the Gym's configs, give each dataset a 'server_name', or set nemo_gym_auto_start: false and start it."
-        )
+        remedy = "Name the Gym's configs, give datasets a 'server_name', or start it: 'nemo_gym_auto_start: false'."
         yield f"nemo_gym_config_paths: missing, and a dataset names no server to start. {remedy}"
     elif gym.multi_turn and not config.rollout.use_vllm:
         yield "nemo_gym_multi_turn: needs 'trl.use_vllm: true', for agents; without the key the trainer runs episodes."

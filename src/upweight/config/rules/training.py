@@ -6,6 +6,7 @@ from pathlib import PurePath
 from typing import Any
 
 from upweight.config.config import Config, general_keys
+from upweight.config.peers import SCHEDULE_ARGS
 from upweight.config.rules.data import entries
 from upweight.config.sections.training import FROM_BITSANDBYTES
 from upweight.config.zero import not_taken, zero_file, zero_options, zero_stage
@@ -18,24 +19,7 @@ PATH_KEYS = (  # keys that hold a path; `deepspeed` may hold options instead
     "output_dir", "resume_from_checkpoint", "dataset_prepared_path", "base_model", "base_model_config",
     "tokenizer_config", "gguf_file", "lora_model_dir", "nemo_gym_dir", "deepspeed",
 )  # fmt: skip
-NUMBER, WHOLE = "a number", "a whole number"
-DECAY_SHAPES = ("linear", "cosine", "1-sqrt")
-# Arguments of transformers' schedules in `lr_scheduler_kwargs`: a kind of value, or the allowed words.
-SCHEDULE_ARGS: dict[str, dict[str, str | tuple[str, ...]]] = {
-    "cosine": {"num_cycles": NUMBER},
-    "cosine_with_restarts": {"num_cycles": WHOLE},
-    "cosine_with_min_lr": {"num_cycles": NUMBER, "min_lr": NUMBER, "min_lr_rate": NUMBER},
-    "polynomial": {"lr_end": NUMBER, "power": NUMBER},
-    "inverse_sqrt": {"timescale": WHOLE},
-    "reduce_lr_on_plateau": {
-        "mode": ("min", "max"), "factor": NUMBER, "patience": WHOLE, "threshold": NUMBER,
-        "threshold_mode": ("rel", "abs"), "cooldown": WHOLE, "min_lr": NUMBER, "eps": NUMBER,
-    },
-    "warmup_stable_decay": {
-        "num_decay_steps": WHOLE, "num_stable_steps": WHOLE, "warmup_type": DECAY_SHAPES, "decay_type": DECAY_SHAPES,
-        "min_lr_ratio": NUMBER, "num_cycles": NUMBER,
-    },
-}  # fmt: skip
+NUMBER, WHOLE = "a number", "a whole number"  # kinds of values in SCHEDULE_ARGS
 WITHOUT_WARMUP = ("constant", "reduce_lr_on_plateau")
 
 
@@ -84,8 +68,8 @@ def schedules(config: Config) -> Iterator[str]:
         yield f"cosine_min_lr_ratio: is for 'lr_scheduler: cosine', not for '{name}'. Drop one of them."
 
 
-def _is(wanted: str | tuple[str, ...], value: Any) -> bool:
-    if isinstance(wanted, tuple):
+def _is(wanted: str | list[str], value: Any) -> bool:
+    if isinstance(wanted, list):
         return value in wanted
     return isinstance(value, int if wanted == WHOLE else int | float) and not isinstance(value, bool)
 

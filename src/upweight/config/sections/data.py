@@ -2,55 +2,14 @@
 
 from typing import Any, Literal
 
+from upweight.config.peers import TEMPLATE_ALIASES, TEMPLATE_NAMES
 from upweight.config.sections.model import PositiveInt
 from upweight.settings import Section, Strict, inner, setting
 
-# Formats that ship with the package, by the kind of data a method reads; other dotted names are user functions.
-_FAMILIES = tuple(
-    family + name
-    for family in ("chatml", "llama3")
-    for name in ("", ".default", ".argilla", ".argilla_chat", ".icr", ".intel", ".prompt_pairs", ".ultra")
-)
-_PAIRS = (
-    *_FAMILIES, "zephyr.nectar", "chat_template", "chat_template.default", "chat_template.argilla_chat",
-    "chat_template.argilla", "orpo.chat_template", "bradley_terry.chat_template", "bradley_terry.chatml.icr",
-    "bradley_terry.llama3.icr", "user_defined", "user_defined.default", "passthrough",
-)  # fmt: skip
-FORMAT_NAMES: dict[str, tuple[str, ...]] = {
-    "pairs": _PAIRS,
-    "labelled": _PAIRS,
-    "steps": ("stepwise_supervised", "stepwise_supervised.default"),
-    "text": (
-        "chat_template", "chat_template.default", "sharegpt", "alpaca", "completion", "user_defined", "passthrough",
-    ),
-    "prompts": (
-        "chat_template", "chat_template.default", "user_defined", "user_defined.default", "passthrough", "nemo_gym",
-    ),
-    "ebft": (
-        "ebft_opencode.transform", "ebft_chat_multiturn.transform", "ebft_chat_multiturn.transform_last_turn",
-        "ebft_chat_multiturn.transform_all_turns", "ebft_reasoning.transform",
-        "ebft_reasoning.transform_split_thinking", "ebft_reasoning.transform_answer_only",
-        "ebft_reasoning.transform_strided", "ebft_strided_structured.transform", "ebft_strided_chat.transform",
-        "chat_template", "completion", "passthrough",
-    ),
-}  # fmt: skip
-# Templates that ship with the package; `tokenizer_default` and `jinja` are accepted besides these.
-TEMPLATE_NAMES = (
-    "alpaca", "chatml", "cohere", "deepseek_v2", "deepseek_v3", "exaone", "gemma", "granite", "llama2",
-    "llama3", "llama4", "metharme", "mistral_v1", "mistral_v2v3", "mistral_v3_tekken", "mistral_v7_tekken", "phi_3",
-    "phi_4", "qwen3", "qwen_25", "vicuna", "zephyr",
-)  # fmt: skip
-# The name of a model family means its most used version.
-TEMPLATE_ALIASES = {
-    "deepseek": "deepseek_v3", "gemma2": "gemma", "gemma3": "gemma", "mistral": "mistral_v2v3", "phi": "phi_3",
-    "phi3": "phi_3", "phi4": "phi_4", "phi_35": "phi_3", "qwen": "qwen_25", "qwen2.5": "qwen_25", "qwen2_5": "qwen_25",
-}  # fmt: skip
+# `tokenizer_default` and `jinja` are accepted besides the templates that ship with the package.
 KNOWN_TEMPLATES = (*TEMPLATE_NAMES, *TEMPLATE_ALIASES, "jinja", "tokenizer_default")
 FALLBACK_PREFIX = "tokenizer_default_fallback_"
-# Model families whose tokenizers contain the template.
-TOKENIZER_TEMPLATES = (
-    "command_a", "falcon_h1", "gemma3n", "gemma4", "gemma4_unified", "jamba", "qwen3_5", "qwen3_next",
-)  # fmt: skip
+FileType = Literal["json", "jsonl", "csv", "parquet", "arrow", "text", "txt"]
 
 
 class UserFormat(Strict):
@@ -83,9 +42,7 @@ class DatasetRow(Strict):
     split: str | None = inner(None, "Split, with slices such as `train[:1%]`.")
     type: str | UserFormat | None = inner(None, "Format of the rows, a transform, or a mapping of columns.")
     data_files: str | list[str] | None = inner(None, "Files to read.")
-    ds_type: Literal["json", "jsonl", "csv", "parquet", "arrow", "text", "txt"] | None = inner(
-        None, "File type; else by the file name."
-    )
+    ds_type: FileType | None = inner(None, "File type; else by the file name.")
     revision: str | None = inner(None, "Branch, tag or commit on the hub.")
     trust_remote_code: bool = inner(False, "Whether code from the dataset's repository may run.")
     max_samples: PositiveInt | None = inner(None, "Number of rows to take at random.")
@@ -149,9 +106,7 @@ class DataSection(Section):
     template_args: dict[str, Any] = setting(
         "chat_template_kwargs", {}, "Variables passed to the chat template.", also=("trl.chat_template_kwargs",)
     )
-    template_timeout: float = setting(
-        "chat_template_timeout", 60, "Longest time of the chat template for one conversation, in seconds.", gt=0
-    )
+    template_timeout: float = setting("chat_template_timeout", 60, "Seconds the template has for a conversation.", gt=0)
     default_system_message: str | None = setting("default_system_message", None, "System text for rows that have none.")
     eot_tokens: list[str] = setting("eot_tokens", [], "Tokens that end a turn, if it is not the end-of-text token.")
     workers: int = setting("dataloader_num_workers", 0, "Processes that load batches.", ge=0)

@@ -178,10 +178,9 @@ def _gym_entry(config: Config, dataset: GymDataset) -> DatasetRow:
     """Return an entry of `nemo_gym_datasets` as an entry of `datasets`."""
     path, root = Path(os.path.expanduser(dataset.path)), Path(os.path.expanduser(config.gym.folder))
     # The Gym's folder is a clone of its repository or a virtual environment with it installed.
-    candidates = [root / path, *(inside / path for inside in root.glob("lib/python3*/site-packages")), path]
-    file = next(
-        (str(candidate) for candidate in candidates if _file(str(candidate), config.folder)), str(candidates[0])
-    )
+    parents = (root, *root.glob("lib/python3*/site-packages"), Path())
+    candidates = [str(parent / path) for parent in parents]
+    file = next((name for name in candidates if _file(name, config.folder)), candidates[0])
     return DatasetRow(path=file, type="nemo_gym", server_name=dataset.server_name, max_samples=dataset.max_samples)
 
 
@@ -300,9 +299,7 @@ def _matching_files(entry: DatasetRow, where: str, inside: Path | None, folder: 
     files: list[Path] = []
     for pattern in _patterns(entry):
         candidates = [inside / os.path.expanduser(pattern)] if inside else _candidates(pattern, folder)
-        matches = next(
-            (hits for candidate in candidates if (hits := sorted(glob.glob(str(candidate), recursive=True)))), []
-        )
+        matches = next(filter(None, (sorted(glob.glob(str(path), recursive=True)) for path in candidates)), [])
         files += [Path(match) for match in matches if Path(match).is_file()]
         if not matches:
             tried = str(candidates[0]) if inside else _tried(pattern, folder)

@@ -7,7 +7,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from upweight.config.sections.data import FALLBACK_PREFIX, TEMPLATE_ALIASES, DataSection, DatasetRow
+from upweight.config.peers import TEMPLATE_ALIASES
+from upweight.config.sections.data import FALLBACK_PREFIX, DataSection, DatasetRow
 from upweight.data.raw_row import RowError, common_length
 from upweight.data.tokenize.messages import Conversation, Message
 from upweight.errors import UserError

@@ -36,10 +36,8 @@ class NemoGym(Environment):
     ) -> None:
         """`process`: the servers, where the run starts them. `socket`: file that leads to servers without a network."""
         self.section, self.model, self.process, self._socket = section, model, process, socket
-        self.head, self._liveness = (
-            f"http://127.0.0.1:{section.head_port}",
-            max(section.verify_timeout, MIN_CHECK_TIMEOUT),
-        )
+        self.head = f"http://127.0.0.1:{section.head_port}"
+        self._liveness = max(section.verify_timeout, MIN_CHECK_TIMEOUT)
         self.servers = GymServers((), {}, {})
         self._in_a_row = 0
         self._watch: asyncio.Task[None] | None = None

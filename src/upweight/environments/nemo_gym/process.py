@@ -71,10 +71,8 @@ class GymProcess:
         (self._work / SOCKET).unlink(missing_ok=True)
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with open(os.open(self.log, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600), "ab") as log:
-            variables = environment(self._installed, self._work, os.environ, clean=self._isolated)
-            self._process = _launched(
-                self._command(), variables, self._cwd, self._work, isolated=self._isolated, output=log
-            )
+            env = environment(self._installed, self._work, os.environ, clean=self._isolated)
+            self._process = _launched(self._command(), env, self._cwd, self._work, isolated=self._isolated, output=log)
 
     def ended(self) -> bool:
         return self._process is None or self._process.poll() is not None
@@ -110,16 +108,9 @@ def _launched(
     argv: list[str], variables: dict[str, str], cwd: Path, work: Path, *, isolated: bool, output: IO[bytes]
 ) -> "subprocess.Popen[bytes]":
     """A program under the launcher, which ends it when its stdin is closed."""
-    request = {
-        "argv": argv,
-        "env": variables,
-        "cwd": str(cwd),
-        "socket": str(work / SOCKET) if isolated else None,
-        "grace": GRACE_SECONDS,
-        "isolated": isolated,
-        "folder": str(work),
-    }
-    command = [sys.executable, "-m", "upweight.environments.nemo_gym.launcher", json.dumps(request)]
+    program = {"argv": argv, "env": variables, "cwd": str(cwd), "grace": GRACE_SECONDS}
+    place = {"folder": str(work), "isolated": isolated, "socket": str(work / SOCKET) if isolated else None}
+    command = [sys.executable, "-m", "upweight.environments.nemo_gym.launcher", json.dumps(program | place)]
     return subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
     )

@@ -42,6 +42,8 @@ class ByAnswer:
     column: str = "answer"
     extract: Extract = "auto"
     tag: str | None = None
+    score: float = 1.0
+    wrong: float = 0.0
     __name__ = ""
 
     def __call__(self, completions: list[Any], **columns: Any) -> ScoreList:
@@ -63,8 +65,6 @@ def _extracted(text: str, extract: Extract, tag: str | None) -> str | None:
 class ExactReward(ByAnswer):
     """Scores a completion whose answer equals the row's, without case, spacing and outer punctuation."""
 
-    score: float = 1.0
-    wrong: float = 0.0
     __name__ = "exact"
 
     def _score(self, text: str, answer: str) -> float:
@@ -79,8 +79,6 @@ class NumericReward(ByAnswer):
 
     tolerance: NonNegativeFloat = 1e-6
     relative: NonNegativeFloat = 0.0
-    score: float = 1.0
-    wrong: float = 0.0
     __name__ = "numeric"
 
     def _score(self, text: str, answer: str) -> float | None:
@@ -99,8 +97,6 @@ class MathReward(ByAnswer):
     """Scores a completion whose final expression equals the row's by algebra (math-verify)."""
 
     extract: Extract = "last"
-    score: float = 1.0
-    wrong: float = 0.0
     __name__ = "math"
 
     def __post_init__(self) -> None:

@@ -113,15 +113,9 @@ def _interpreter_folders() -> list[str]:
 
 
 def _launch(request: dict, writing: int, token: str) -> subprocess.Popen[bytes]:
-    environment = {
-        "PATH": "/usr/bin:/bin",
-        "HOME": request["folder"],
-        "TMPDIR": request["folder"],
-        "LANG": "C.UTF-8",
-        "OMP_NUM_THREADS": "1",
-        "OPENBLAS_NUM_THREADS": "1",
-        "UPWEIGHT_SANDBOX": token,
-    }
+    environment = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "UPWEIGHT_SANDBOX": token}
+    environment |= dict.fromkeys(("HOME", "TMPDIR"), request["folder"])
+    environment |= dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
     try:
         with tempfile.TemporaryFile() as request_file:
             request_file.write(json.dumps(request).encode())

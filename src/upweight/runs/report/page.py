@@ -14,7 +14,7 @@ from upweight import __version__
 from upweight.errors import UserError
 from upweight.files import write_text
 from upweight.runs.files import REPORT
-from upweight.runs.health_rules import RULES
+from upweight.runs.health import RULES
 from upweight.runs.report.charts import GROUPS, charts_of
 from upweight.runs.report.run import RunReader, folders_of
 
