@@ -26,6 +26,7 @@ def launched(*arguments):
     return subprocess.run(command(*arguments), capture_output=True, text=True, check=False, timeout=200)
 
 
+@pytest.mark.slow
 def test_two_processes_train_what_one_trains_and_print_once(model_folder, tmp_path):
     results = []
     for count, micro in ((1, 2), (2, 1)):

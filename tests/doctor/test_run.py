@@ -73,7 +73,13 @@ def test_a_run_out_of_memory_gets_the_ladder(model_folder, tmp_path):
     )
 
 
-@pytest.mark.parametrize(("name", "healthy", "sick"), SICK, ids=[f"{n} {i}" for i, (n, *_) in enumerate(SICK)])
+@pytest.mark.parametrize(
+    ("name", "healthy", "sick"),
+    [
+        pytest.param(*one, id=f"{one[0]} {number}", marks=[pytest.mark.slow] if number % 4 else [])
+        for number, one in enumerate(SICK)
+    ],
+)
 def test_every_sickness_that_is_recorded_is_named(name, healthy, sick, tmp_path):
     healthy = {**healthy, "reward": learning} if name not in ("flat reward", "reward at zero") else healthy
     found = wrong(recorded(tmp_path, run_of(healthy, sick), state="done", max_steps=300))

@@ -17,6 +17,12 @@ RECORD, PRM_RECORD = (
 )
 
 
+def cases(*tables):
+    """One case in four; the others are slow tests."""
+    every = [item for table in tables for item in table.items()]
+    return [pytest.param(*item, marks=[pytest.mark.slow] if number % 4 else []) for number, item in enumerate(every)]
+
+
 def differences(name, case, folder):
     ours, theirs = run("upweight", case, folder), (RECORD | PRM_RECORD)[name]
     return [
@@ -34,13 +40,13 @@ def test_every_case_is_recorded():
     assert set(PolicyLossType.__args__) <= {name for name in losses if isinstance(name, str)}
 
 
-@pytest.mark.parametrize(("name", "case"), (CASES | PRM_CASES).items())
+@pytest.mark.parametrize(("name", "case"), cases(CASES, PRM_CASES))
 def test_same_numbers(name, case, tmp_path):
     found = differences(name, case, tmp_path)
     assert len(found) == 8
     assert max(found) < 1e-4
 
 
-@pytest.mark.parametrize(("name", "case"), (DIFFERENT | PRM_DIFFERENT).items())
+@pytest.mark.parametrize(("name", "case"), cases(DIFFERENT, PRM_DIFFERENT))
 def test_chosen_differences_are_there(name, case, tmp_path):
     assert max(differences(name, case, tmp_path)) > 1e-3

@@ -56,8 +56,14 @@ def largest_difference(engine: Engine, model, prompts, out, temperature: float =
     return float((sampled - trained_logps(engine, model, prompts, out, temperature)).abs().max())
 
 
-@pytest.mark.parametrize("adapted", [False, True], ids=["plain", "lora"])
-@pytest.mark.parametrize("kind", TREES + TREES_TOO + PADDED)
+@pytest.mark.parametrize(
+    ("kind", "adapted"),
+    [(kind, False) for kind in TREES + TREES_TOO + PADDED]
+    + [
+        pytest.param(kind, True, marks=[] if kind == "llama" else pytest.mark.slow)
+        for kind in TREES + TREES_TOO + PADDED
+    ],
+)
 def test_log_probs_equal_the_training_forward(kind: str, adapted: bool):
     model = with_lora(tiny(kind)) if adapted else tiny(kind)
     engine = Engine(model)
@@ -73,7 +79,9 @@ def test_log_probs_equal_the_training_forward(kind: str, adapted: bool):
         assert 2 not in completion.ids[:-1]
 
 
-@pytest.mark.parametrize("kind", ["llama", "mistral", "gemma2", "mamba"])
+@pytest.mark.parametrize(
+    "kind", ["mistral", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("llama", "gemma2", "mamba"))]
+)
 def test_greedy_completions_are_those_of_generate(kind: str):
     model = tiny(kind)
     out = InProcess(model).generate(PROMPTS, 1, Sampling(max_new_tokens=20, temperature=0.0))

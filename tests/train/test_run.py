@@ -99,6 +99,7 @@ def test_resuming_continues_exactly(kind, lost, runs, tmp_path):
     assert (out / "superseded-1").is_dir()
 
 
+@pytest.mark.slow
 def test_resuming_on_two_ranks_continues_exactly(model_folder, tmp_path):
     file, out = write_config(tmp_path, model_folder, micro_batch_size=1, save_steps=4, **LORA), tmp_path / "out"
     on_ranks(run, 2, file)

@@ -199,7 +199,7 @@ def test_a_server_that_starts_late_is_waited_for(fake, folder, tmp_path):
 
 
 def test_a_server_that_writes_nothing_is_noticed(fake, folder, tmp_path, monkeypatch):
-    monkeypatch.setattr("upweight.rollout.vllm.server.STALLED_SECONDS_SECONDS", 0.2)
+    monkeypatch.setattr("upweight.rollout.vllm.server.STALLED_SECONDS", 0.2)
     monkeypatch.setattr("upweight.rollout.vllm.server.CHECK_SECONDS", 0.05)
     server = backend(fake, policy(folder), tmp_path, timeout=0.2)
     server.sync(0)
@@ -209,7 +209,7 @@ def test_a_server_that_writes_nothing_is_noticed(fake, folder, tmp_path, monkeyp
 
 
 def test_a_server_that_hangs_while_new_weights_wait_for_its_requests_is_noticed(fake, folder, tmp_path, monkeypatch):
-    monkeypatch.setattr("upweight.rollout.vllm.server.STALLED_SECONDS_SECONDS", 0.5)
+    monkeypatch.setattr("upweight.rollout.vllm.server.STALLED_SECONDS", 0.5)
     monkeypatch.setattr("upweight.rollout.vllm.server.CHECK_SECONDS", 0.05)
     model = policy(folder, adapter=False)
     server = backend(fake, model, tmp_path, timeout=0.5)
@@ -442,6 +442,7 @@ def test_a_server_restarted_with_the_temperature_in_its_log_probs_is_believed(fa
     assert all(len(one.logps) == len(one.ids) for group in completions for one in group)
 
 
+@pytest.mark.slow
 def test_hundreds_of_requests_are_under_way_and_the_server_is_looked_at_once(fake, folder, tmp_path):
     server = backend(fake, policy(folder), tmp_path)
     server.sync(0)

@@ -328,6 +328,7 @@ def train_on_ranks(folder, world, options):
             torch.save([weights, logged(trainer)], f"{folder}/{name}-{world}.pt")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"fsdp": True, "fsdp_config": {"version": 2}}], ids=["whole", "shards"])
 def test_two_ranks_sample_and_learn_what_one_does(tmp_path, options):
     for world, own in ((1, {}), (2, options)):
