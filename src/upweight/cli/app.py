@@ -256,7 +256,9 @@ def choose(
 
 @app.command(**TAKES_OVERRIDES)
 def doctor(
-    target: Annotated[str | None, typer.Argument(metavar="[CONFIG|RUN]", help="Else this machine.")] = None,
+    target: Annotated[
+        str | None, typer.Argument(metavar="[CONFIG|RUN]", help="Config or run; else this machine.")
+    ] = None,
     overrides: Overrides = None,
     as_json: AsJson = False,
 ) -> None:

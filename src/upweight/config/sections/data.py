@@ -106,7 +106,9 @@ class DataSection(Section):
     template_args: dict[str, Any] = setting(
         "chat_template_kwargs", {}, "Variables passed to the chat template.", also=("trl.chat_template_kwargs",)
     )
-    template_timeout: float = setting("chat_template_timeout", 60, "Seconds the template has for a conversation.", gt=0)
+    template_timeout: float = setting(
+        "chat_template_timeout", 60, "Longest time of the chat template for one conversation, in seconds.", gt=0
+    )
     default_system_message: str | None = setting("default_system_message", None, "System text for rows that have none.")
     eot_tokens: list[str] = setting("eot_tokens", [], "Tokens that end a turn, if it is not the end-of-text token.")
     workers: int = setting("dataloader_num_workers", 0, "Processes that load batches.", ge=0)

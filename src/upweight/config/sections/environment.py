@@ -26,8 +26,12 @@ class EnvironmentSection(Section):
     reward: Literal["sum", "last", "mean", "max"] = setting(
         "environment.reward", "sum", "How the step rewards of an OpenEnv episode are combined."
     )
-    columns: list[str] | None = setting("environment.columns", None, "OpenEnv: `reset` columns; else all but `prompt`.")
-    text_field: str | None = setting("environment.text_field", None, "OpenEnv: action field for text; else the only.")
+    columns: list[str] | None = setting(
+        "environment.columns", None, "Columns for OpenEnv's `reset`; else all but the prompt."
+    )
+    text_field: str | None = setting(
+        "environment.text_field", None, "OpenEnv: action field for text; else its only one."
+    )
     observation: str | None = setting("environment.observation", None, "OpenEnv: observation field to show; else all.")
     wait: float = setting("environment.wait", 300, "Seconds to wait for the server and for a free session.", gt=0)
     max_turns: PositiveInt = setting("environment.max_turns", 10, "Most turns of the policy in an episode.")

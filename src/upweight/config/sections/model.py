@@ -38,7 +38,9 @@ class ModelSection(Section):
         "model_kwargs", {}, "Further arguments of `from_pretrained`.", also=("overrides_of_model_kwargs",)
     )
     trust_remote_code: bool = setting("trust_remote_code", False, "Whether code from the model's repository may run.")
-    num_labels: PositiveInt | None = setting("num_labels", None, "Outputs of the head; else 1 (outcome), 2 (process).")
+    num_labels: PositiveInt | None = setting(
+        "num_labels", None, "Outputs of a score head; else 1 for outcome, 2 for process reward models."
+    )
     special_tokens: SpecialTokens = setting("special_tokens", SpecialTokens(), "Tokens to set on the tokenizer.")
     new_tokens: list[str] = setting("tokens", [], "Tokens added to the vocabulary; embeddings are resized.")
     resize_to_32: bool = setting("resize_token_embeddings_to_32x", False, "Resize the vocabulary to a multiple of 32.")

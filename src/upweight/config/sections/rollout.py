@@ -14,7 +14,9 @@ class RolloutSection(Section):
     """Sampling of completions and their rewards."""
 
     use_vllm: bool = setting("trl.use_vllm", False, "Sample from vLLM instead of in process.")
-    vllm_mode: Literal["server", "colocate"] = setting("trl.vllm_mode", "server", "A server, or vLLM in this process.")
+    vllm_mode: Literal["server", "colocate"] = setting(
+        "trl.vllm_mode", "server", "A separate server, or vLLM inside the training process."
+    )
     server_url: str | None = setting("trl.vllm_server_base_url", None, "Server address, instead of host and port.")
     server_urls: list[str] = setting("trl.vllm_server_base_urls", [], "Addresses of servers that divide the prompts.")
     server_host: str | None = setting("trl.vllm_server_host", None, "Host of the server; else `vllm.host`.")
@@ -68,7 +70,9 @@ class RolloutSection(Section):
     )
     streaming: bool = setting("trl.streaming_partial_batch", False, "Score groups and train on them as they finish.")
     streaming_groups: PositiveInt = setting("trl.streaming_min_groups", 1, "Groups scored at a time when streaming.")
-    replay_size: int = setting("trl.replay_buffer_size", 0, "Groups kept to replace equal-reward ones; 0: off.", ge=0)
+    replay_size: int = setting(
+        "trl.replay_buffer_size", 0, "Groups kept to replace those of equal reward; 0: off.", ge=0
+    )
     replay_recompute: bool = setting("trl.replay_recompute_logps", True, "Recompute the log-probs of replayed groups.")
     replay_max_age: PositiveInt = setting("trl.replay_max_age", 64, "Optimizer steps a group stays in the buffer.")
     reroll_start: float = setting(

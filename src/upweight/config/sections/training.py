@@ -56,7 +56,9 @@ class OptimSection(Section):
     optimizer_args: str | dict[str, Any] | None = setting("optim_args", None, "Further arguments of the optimizer.")
     scheduler: SchedulerName = setting("lr_scheduler", "cosine", "Learning rate schedule, named as in transformers.")
     scheduler_args: dict[str, Any] = setting("lr_scheduler_kwargs", {}, "Further arguments of the schedule.")
-    cosine_min_ratio: float | None = setting("cosine_min_lr_ratio", None, "Final share of the peak rate.", ge=0, le=1)
+    cosine_min_ratio: float | None = setting(
+        "cosine_min_lr_ratio", None, "Cosine schedule: final rate as a share of the peak.", ge=0, le=1
+    )
     warmup_steps: float | None = setting("warmup_steps", None, "Linear warm-up steps; below 1, a share of all.", ge=0)
     warmup_ratio: float | None = setting("warmup_ratio", None, "Warm-up as a share of all steps.", ge=0, le=1)
     weight_decay: float = setting("weight_decay", 0.0, "Decoupled weight decay.", ge=0)
@@ -106,12 +108,16 @@ class ShardingSection(Section):
     final_state_dict: StateDict = setting(
         "fsdp_config.final_state_dict_type", "FULL_STATE_DICT", "How the final model is written."
     )
-    low_memory_loading: bool = setting("fsdp_config.cpu_ram_efficient_loading", True, "Load on one rank and broadcast.")
+    low_memory_loading: bool = setting(
+        "fsdp_config.cpu_ram_efficient_loading", True, "Load weights on one rank and broadcast them to the others."
+    )
     fsdp_checkpointing: bool = setting("fsdp_config.activation_checkpointing", False, "Means `gradient_checkpointing`.")
     context_parallel_size: PositiveInt = setting(
         "context_parallel_size", 1, "Consecutive ranks that share rows as one device; must divide the attention heads."
     )
     timeout: PositiveInt = setting("ddp_timeout", 1800, "Longest time of a collective, in seconds; then the run stops.")
-    wait_timeout: PositiveInt = setting("ddp_wait_timeout", 86400, "Seconds ranks wait for data, rollouts or weights.")
+    wait_timeout: PositiveInt = setting(
+        "ddp_wait_timeout", 86400, "Longest time that ranks wait for data, rollouts or weights of others, in seconds."
+    )
     bucket_mb: PositiveInt | None = setting("ddp_bucket_cap_mb", None, "Size of DDP's gradient buckets in MiB.")
     broadcast_buffers: bool = setting("ddp_broadcast_buffers", False, "Whether DDP sends buffers at every step.")

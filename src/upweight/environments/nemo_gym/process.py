@@ -109,8 +109,8 @@ def _launched(
 ) -> "subprocess.Popen[bytes]":
     """A program under the launcher, which ends it when its stdin is closed."""
     program = {"argv": argv, "env": variables, "cwd": str(cwd), "grace": GRACE_SECONDS}
-    place = {"folder": str(work), "isolated": isolated, "socket": str(work / SOCKET) if isolated else None}
-    command = [sys.executable, "-m", "upweight.environments.nemo_gym.launcher", json.dumps(program | place)]
+    sandbox = {"folder": str(work), "isolated": isolated, "socket": str(work / SOCKET) if isolated else None}
+    command = [sys.executable, "-m", "upweight.environments.nemo_gym.launcher", json.dumps(program | sandbox)]
     return subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
     )
