@@ -11,6 +11,8 @@ GYM := .cache/gym-env
 QUANT := .cache/quant-env
 GYM_PYTHON ?= $(or $(wildcard $(HOME)/.pyenv/versions/3.12.*/bin/python),python3.12)
 JOBS ?= 2
+# One more than two cores have: tests wait for processes that they start.
+TEST_JOBS ?= 3
 
 .PHONY: setup test test-slow test-models models test-gpu test-vllm test-openenv test-gym test-deepspeed test-quant lint format docs dist bench soak demo clean
 
@@ -24,7 +26,7 @@ $(READY): pyproject.toml constraints.txt
 	touch $@
 
 test: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadscope -m "not slow and not models and not gpu and not vllm and not openenv and not gym"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadscope -m "not slow and not models and not gpu and not vllm and not openenv and not gym"
 
 test-slow: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadscope -m "slow and not models and not gpu and not vllm and not openenv and not gym"

@@ -91,6 +91,7 @@ def test_mistakes_are_told_without_a_traceback(preprocess, tmp_path, rows, argum
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_a_template_without_end_is_told_of_and_ended_by_its_key(preprocess, tmp_path):
     endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     (tmp_path / "endless.jinja").write_text(endless)

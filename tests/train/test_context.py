@@ -86,6 +86,7 @@ def ran(tmp_path_factory):
     return folders
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("where", "case"), [*(("shared", case) for case in [*CASES, *ONLINE]), ("both", "kto")])
 def test_ranks_that_share_rows_train_what_one_does(ran, where, case):
     right, found = (torch.load(ran[name] / f"{case}.pt", weights_only=False) for name in ("alone", where))

@@ -250,6 +250,7 @@ def kill_and_resume(moments, runs, model_folder, tmp_path):
     assert killed == moments
 
 
+@pytest.mark.slow
 def test_killed_at_a_few_moments_it_continues_exactly(runs, model_folder, tmp_path):
     kill_and_resume(3, runs, model_folder, tmp_path)
 

@@ -94,6 +94,7 @@ async def rewarded(environment: NemoGym, text: str):
     return (await episode.outcome()).rewards["nemo_gym"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("poison", ["die", "hang"])
 def test_servers_that_die_or_hang_are_started_anew(section, tmp_path, monkeypatch, caplog, poison):
     monkeypatch.setattr(gym_module, "MIN_CHECK_TIMEOUT", 2.0)
