@@ -98,6 +98,15 @@ def test_all_errors_come_at_once_with_path_reason_and_suggestion():
             "fsdp_config.use_min_params: unknown key. Did you mean 'min_num_params'?",
         ),
         ({"relora": True}, "relora: not supported; train all weights"),
+        (
+            {"accelerator_config": {"split_batches": True}},
+            "accelerator_config: 'split_batches' is not supported; 'micro",
+        ),
+        (
+            {"accelerator_config": {"gradient_accumulation_kwargs": {"num_steps": 4}}},
+            "accelerator_config: 'num_steps' is not supported",
+        ),
+        ({"accelerator_config": 3}, "accelerator_config: '3' is not supported"),
         ({"plugins": ["some.Plugin"]}, "plugins: 'some.Plugin' is not supported."),
         ({"flash_attention": True, "flex_attention": True}, "flash_attention and flex_attention are set. Keep one."),
         ({"flash_attention": True, "attn_implementation": "sdpa"}, "flash_attention and attn_implementation are set."),
@@ -122,6 +131,12 @@ def test_keys_that_hold_by_construction_are_noted_once():
     assert [notice.partition(":")[0] for notice in config.notices] == ["sample_packing", "trl.use_liger_loss"]
     together = parse({"liger_rope": True, "liger_rms_norm": True}, fragment=True).notices
     assert together == ("liger_rope, liger_rms_norm: nothing to do: the engine picks its kernels",)
+
+
+def test_options_of_accelerate_that_change_no_number_are_noted():
+    asked = {"even_batches": True, "gradient_accumulation_kwargs": {"sync_each_batch": True}, "split_batches": False}
+    (notice,) = parse({"accelerator_config": asked}, fragment=True).notices
+    assert notice == "accelerator_config: nothing to do: a step is one batch, which the ranks divide by its tokens"
 
 
 def test_older_spellings_are_mapped_and_noted():

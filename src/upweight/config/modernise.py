@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from upweight.config.peers import ATTENTION_SWITCHES, IN_TOKENIZERS, OFF, OTHER_NAMES, PLUGINS, RENAMED, ROW_RENAMED
+from upweight.config import peers
 from upweight.config.yaml_file import copy_tree
 
 OTHER_ATTENTION = ("xformers", "sage", "fp8", "varlen", "flash_attention_4")
@@ -29,26 +29,27 @@ def modernise(content: dict[Any, Any], findings: Findings) -> dict[Any, Any]:
     """Return the config with current key names; each rename adds a notice."""
     content = copy_tree(content)
     _fsdp(content, findings)
-    for old, new in (RENAMED | OTHER_NAMES).items():
+    for old, new in (peers.RENAMED | peers.OTHER_NAMES).items():
         if old != "lr" or not isinstance(content.get(old), str):  # `lr: dpo` is a slip for `rl: dpo`
-            _rename(content, old, new, findings, deprecated=old in RENAMED)
-    for key, values in OFF.items():
+            _rename(content, old, new, findings, deprecated=old in peers.RENAMED)
+    for key, values in peers.OFF.items():
         if type(content.get(key)) in (int, float) and content[key] in values:
             del content[key]
     _precision(content, findings)
     _attention(content, findings)
     _checkpointing(content, findings)
     _plugins(content, findings)
+    _accelerator(content, findings)
     if content.get("tokens") == []:
         del content["tokens"]
     if isinstance(content.get("tokens"), dict):  # the deprecated form
         _rename(content, "tokens", "special_tokens", findings)
-    if content.get("chat_template") in IN_TOKENIZERS:
+    if content.get("chat_template") in peers.IN_TOKENIZERS:
         findings.notices.append(f"chat_template: {content['chat_template']} is taken from the tokenizer")
         content["chat_template"] = "tokenizer_default"
     lists = [content[key] for key in ("datasets", "test_datasets") if isinstance(content.get(key), list)]
     for row in (row for rows in lists for row in rows if isinstance(row, dict)):
-        for old, new in ROW_RENAMED.items():
+        for old, new in peers.ROW_RENAMED.items():
             _rename(row, old, new, findings)
     return content
 
@@ -113,8 +114,8 @@ def _precision(content: dict[Any, Any], findings: Findings) -> None:
 
 
 def _attention(content: dict[Any, Any], findings: Findings) -> None:
-    on = [switch for switch in ATTENTION_SWITCHES if content.get(switch) is True]
-    for switch in ATTENTION_SWITCHES:
+    on = [switch for switch in peers.ATTENTION_SWITCHES if content.get(switch) is True]
+    for switch in peers.ATTENTION_SWITCHES:
         value = content.pop(switch, None)
         if value not in (None, True, False):
             findings.errors.append(f"{switch}: expected true or false, got {value!r}")
@@ -123,8 +124,8 @@ def _attention(content: dict[Any, Any], findings: Findings) -> None:
         both = " and ".join(on if len(on) > 1 else [on[0], "attn_implementation"])
         findings.errors.append(f"{on[0]}: {both} are set. Keep one.")
     elif on:
-        content["attn_implementation"] = ATTENTION_SWITCHES[on[0]]
-        findings.notices.append(f"{on[0]}: is now called 'attn_implementation: {ATTENTION_SWITCHES[on[0]]}'")
+        content["attn_implementation"] = peers.ATTENTION_SWITCHES[on[0]]
+        findings.notices.append(f"{on[0]}: is now called 'attn_implementation: {peers.ATTENTION_SWITCHES[on[0]]}'")
     elif isinstance(chosen, str) and (chosen in OTHER_ATTENTION or "/" in chosen):
         del content["attn_implementation"]
         findings.notices.append(f"attn_implementation: nothing to do for {chosen!r}: the tree attention serves")
@@ -143,7 +144,21 @@ def _checkpointing(content: dict[Any, Any], findings: Findings) -> None:
 def _plugins(content: dict[Any, Any], findings: Findings) -> None:
     plugins = content.get("plugins")
     for plugin in (one for one in plugins if isinstance(one, str)) if isinstance(plugins, list) else ():
-        if plugin in PLUGINS:
-            findings.notices.append(f"{plugin.rpartition('.')[2]} in plugins: nothing to do: {PLUGINS[plugin]}")
+        if plugin in peers.PLUGINS:
+            findings.notices.append(f"{plugin.rpartition('.')[2]} in plugins: nothing to do: {peers.PLUGINS[plugin]}")
         else:
             findings.errors.append(f"plugins: {plugin!r} is not supported. Plugins of other trainers cannot be loaded.")
+
+
+def _accelerator(content: dict[Any, Any], findings: Findings) -> None:
+    """Refuse options of accelerate that would change the size of a batch; the others change no number."""
+    block = content.get("accelerator_config")
+    if not asks_for_something(block):
+        return
+    block = dict(block) if isinstance(block, dict) else {str(block): True}
+    inner = block.pop("gradient_accumulation_kwargs", None)
+    options = block | (inner if isinstance(inner, dict) else {})
+    for name in (str(name) for name, value in options.items() if asks_for_something(value)):
+        if name not in peers.ACCELERATOR_OPTIONS:
+            remedy = "'micro_batch_size' (of one rank) and 'gradient_accumulation_steps' set the size of a step"
+            findings.errors.append(f"accelerator_config: {name!r} is not supported; {remedy}.")

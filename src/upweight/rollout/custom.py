@@ -23,7 +23,7 @@ from upweight.environments.tools import opening_messages
 from upweight.errors import UserError
 from upweight.log import logger
 from upweight.models.modules import dropout_off
-from upweight.rollout.producer import CompletionSource
+from upweight.rollout.completion_source import CompletionSource
 from upweight.sampler.hf_generate import generation_config
 from upweight.sampler.in_process import end_tokens
 from upweight.types import Completion, Completions, Done, Generator, Group, GroupDone, Prompts, Sampling

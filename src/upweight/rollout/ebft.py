@@ -13,8 +13,8 @@ from upweight.errors import UserError
 from upweight.log import logger
 from upweight.methods import EBFT
 from upweight.models.modules import dropout_off
+from upweight.rollout.completion_source import CompletionSource
 from upweight.rollout.episodes.token_stream import TokenStream, build_completion
-from upweight.rollout.producer import CompletionSource
 from upweight.sampler.decode import Decoder, Grid
 from upweight.sampler.in_process import InProcess
 from upweight.types import Completion, Generator, Group, GroupDone, Sampling

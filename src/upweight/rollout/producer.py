@@ -3,58 +3,28 @@
 import dataclasses
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from upweight.data.raw_row import PREPARED_COLUMNS
 from upweight.errors import UserError
 from upweight.heartbeat import activity
 from upweight.log import logger
 from upweight.methods.base import Method
-from upweight.rewards.reward import RewardCall
 from upweight.rewards.scorer import RewardResult, Scorer
+from upweight.rollout.completion_source import CompletionSource
 from upweight.rollout.plan import Plan, PromptOrder
 from upweight.rollout.replay import ReplayBuffer, Reroll
-from upweight.rollout.rollout import PromptRows, Rollout, content_of
-from upweight.rollout.summary import has_signal, summary
-from upweight.types import Completion, Generator, Group, GroupDone, Prompts, Sampling
-
-
-class CompletionSource(Protocol):
-    """Fills groups with completions: a sampling backend, a user's function or an environment."""
-
-    def __call__(self, groups: Sequence[Group], count: int, sampling: Sampling, done: GroupDone | None) -> None:
-        """Give every group `count` completions; call `done` with the index of each group as it ends."""
-        ...
-
-    def close(self) -> None:
-        """Release what calls have opened; a later call opens it again."""
-
-
-@dataclass
-class SingleTurn(CompletionSource):
-    """Fills groups with completions of their prompts from a sampling backend."""
-
-    generator: Generator | None  # None where another process samples
-
-    def __call__(self, groups: Sequence[Group], count: int, sampling: Sampling, done: GroupDone | None) -> None:
-        def take(index: int, completions: list[Completion]) -> None:
-            groups[index].completions = completions
-            if done is not None:
-                done(index)
-
-        assert self.generator is not None, "this process does not sample"
-        prompts = [group.prompt_ids for group in groups]
-        by_prompt = self.generator.generate(prompts, count, sampling, take if done is not None else None)
-        for group, completions in zip(groups, by_prompt, strict=True):
-            group.completions = completions
+from upweight.rollout.rollout import PromptRows, Rollout
+from upweight.rollout.scoring import assign_rewards, reward_call
+from upweight.rollout.summary import has_signal, join_metrics, summary
+from upweight.types import Completion, Group, Prompts, Sampling
 
 
 @dataclass(frozen=True)
@@ -206,7 +176,7 @@ class Producer:
             self.prove([group.prompt_ids for group in groups], sampling, self.ranks.gather)
         metrics = self._sample_and_score(groups[first:stop], count, sampling, trainer_state)
         shares = self.ranks.gather((groups[first:stop], metrics))
-        return [group for part, _ in shares for group in part], _joined(part for _, part in shares)
+        return [group for part, _ in shares for group in part], join_metrics(part for _, part in shares)
 
     def _sample_and_score(self, groups: list[Group], count: int, sampling: Sampling, state: Any) -> dict[str, float]:
         """Fill this rank's groups with completions and rewards; with streaming, scoring overlaps with sampling."""
@@ -219,7 +189,7 @@ class Producer:
         def done(index: int) -> None:
             waiting.append(groups[index])
             if len(waiting) >= (self.streaming_groups or 1):
-                streamed.append((list(waiting), self.scorer.submit(self.reward_call(waiting, state))))
+                streamed.append((list(waiting), self.scorer.submit(reward_call(waiting, self.decode, state))))
                 waiting.clear()
 
         with activity(f"sampling {len(groups) * count} completions"):
@@ -228,44 +198,13 @@ class Producer:
         rest = waiting if self.streaming_groups else groups
         scores_here = rest and not self.method.reward_names
         with activity(f"scoring by {', '.join(self.names)} (trl.reward_timeout: {self.scorer.timeout:g} s a call)"):
-            scored = [(rest, self.scorer.score(self.reward_call(rest, state)))] if scores_here else []
-            metrics = _assign_rewards([*((part, future.result()) for part, future in streamed), *scored])
+            scored = [(rest, self.scorer.score(reward_call(rest, self.decode, state)))] if scores_here else []
+            metrics = assign_rewards([*((part, future.result()) for part, future in streamed), *scored])
         for group in groups:
             group.environments = []  # other ranks and checkpoints cannot hold them
         tokens = sum(len(one.ids) if one.sampled is None else sum(one.sampled) for one in _segments(groups))
         speed = tokens / max(seconds, 1e-9)
         return metrics | {"rollout/generation_seconds": seconds, "rollout/tokens_per_second": speed}
-
-    def reward_call(self, groups: Sequence[Group], trainer_state: Any = None) -> RewardCall:
-        """Return the arguments of reward functions for these groups, without failed completions."""
-        each = [
-            (index, group, number, one)
-            for index, group in enumerate(groups)
-            for number, one in enumerate(group.completions)
-            if one.failure is None
-        ]
-        names = dict.fromkeys(name for group in groups for name in group.row if name not in PREPARED_COLUMNS)
-        columns = {name: [group.row.get(name) for _, group, _, _ in each] for name in names}
-        for name in dict.fromkeys(name for group in groups for name in group.extras):
-            values = [(group.extras.get(name), number) for _, group, number, _ in each]
-            columns[name] = [column[number] if column else None for column, number in values]
-        return RewardCall(
-            prompts=[group.row.get("prompt") for _, group, _, _ in each],
-            completions=[self._content(group, one) for _, group, _, one in each],
-            completion_ids=[one.written for *_, one in each],
-            columns=columns,
-            group_S=[index for index, *_ in each],
-            environments=[group.environments[number] if group.environments else None for _, group, number, _ in each],
-            trainer_state=trainer_state,
-        )
-
-    def _content(self, group: Group, completion: Completion) -> Any:
-        """Return what rewards read: messages where the prompt has messages, unless a rollout function returned text."""
-        content = content_of(completion, self.decode)
-        as_message = completion.messages is None and completion.text is None
-        if as_message and not isinstance(group.row.get("prompt"), str):
-            return [{"role": "assistant", "content": content}]
-        return content
 
     def add_advantages(
         self, groups: Sequence[Group], compared: int | None = None, log_ratio_S: Tensor | None = None
@@ -294,32 +233,6 @@ def _failed_throughout(groups: Sequence[Group]) -> str | None:
         return None
     reason = Counter(failures).most_common(1)[0][0]
     return f"the environment failed in all {len(failures)} episodes of a rollout: {reason}"
-
-
-def _assign_rewards(scored: Sequence[tuple[list[Group], RewardResult]]) -> dict[str, float]:
-    """Set the rewards of groups, and return the metrics of all calls of the scorer."""
-    for groups, scores in scored:
-        start = 0
-        for group in groups:
-            kept = [number for number, one in enumerate(group.completions) if one.failure is None]
-            stop = start + len(kept)
-            group.rewards_SR = torch.full((len(group.completions), scores.rewards_SR.shape[1]), torch.nan)
-            group.rewards_SR[kept] = scores.rewards_SR[start:stop]
-            for name, values in scores.extras.items():
-                group.extras[name] = [None] * len(group.completions)
-                for number, value in zip(kept, values[start:stop], strict=True):
-                    group.extras[name][number] = value
-            start = stop
-    return _joined(scores.metrics for _, scores in scored)
-
-
-def _joined(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Join the metrics of several calls or ranks: failures and seconds add up, all others are averaged."""
-    values: dict[str, list[float]] = {}
-    for name, value in (item for part in parts for item in part.items()):
-        values.setdefault(name, []).append(value)
-    added = ("/failed", "/seconds")
-    return {name: sum(each) / (1 if name.endswith(added) else len(each)) for name, each in sorted(values.items())}
 
 
 def _segments(groups: Sequence[Group]) -> list[Completion]:

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, compress
 
 import torch
@@ -134,3 +134,12 @@ def _mean(values_S: Tensor) -> float:
 def _std(values_S: Tensor) -> float:
     known = values_S[~values_S.isnan()].double()
     return float(known.std()) if len(known) > 1 else float("nan") if not len(known) else 0.0
+
+
+def join_metrics(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Join the metrics of several calls or ranks: failures and seconds add up, all others are averaged."""
+    values: dict[str, list[float]] = {}
+    for name, value in (item for part in parts for item in part.items()):
+        values.setdefault(name, []).append(value)
+    added = ("/failed", "/seconds")
+    return {name: sum(each) / (1 if name.endswith(added) else len(each)) for name, each in sorted(values.items())}

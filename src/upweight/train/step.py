@@ -13,20 +13,15 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from upweight.engine import Engine
-from upweight.engine.check import check_first_batch, check_first_gradients, gradients_flow, require_gradients
-from upweight.engine.packing import build_batch, count_batch, plan_rows, row_tokens, whole_blocks
+from upweight.engine.check import gradients_flow, require_gradients
+from upweight.engine.packing import count_batch
 from upweight.methods.base import Method
 from upweight.models.reference import Reference
-from upweight.rollout.units import DEMONSTRATION
 from upweight.train.distributed.ranks import all_gather_objects, union_over_ranks
+from upweight.train.packed_rows import PackedRow, RowPacker
 from upweight.train.recording.metrics import Meters
-from upweight.types import Batch, Loss, Mean, Metrics, Outputs, Sample, Unit
-
-RECHECK_GROWTH = 2  # a row is checked again when it is this many times longer than those checked before
-MAX_GRADIENT_CHECK = 1024  # longest unit, in tokens, whose gradients are checked
-EXCERPT_TOKENS = (
-    256  # tokens per sample that are checked under context parallelism, where a whole one may not fit a rank
-)
+from upweight.train.row_check import RowCheck
+from upweight.types import Loss, Mean, Metrics, Outputs, Unit
 
 
 @dataclass
@@ -43,17 +38,16 @@ class StepRunner:
     skip_zero_advantage: bool = False  # do not forward samples without a gradient
     meters: Meters = field(default_factory=Meters)
     tokens: int = 0  # forwarded by this rank since the last log
-    largest: int = 0  # tokens of the largest row of the last plan, on any rank
-    checked: tuple[int, int] | None = None  # the longest sequence and the largest row that were checked
     collects: list[str] = field(default_factory=list)  # names that `Method.collect` returns on any rank
 
     def __post_init__(self) -> None:
         context = self.engine.context
-        self._context_size = 1 if context is None else context.size
         self._reports = context is None or context.rank == 0  # for its context-parallel group
         self._under_zero = self.accelerator.distributed_type == DistributedType.DEEPSPEED
-        # The parts of a step: one per rank, or per context-parallel group of ranks.
-        self.shares = self.accelerator.num_processes // self._context_size
+        self.packer = RowPacker(self.method, self.engine, self.accelerator, self.temperature)
+        whole = not (self.accelerator.is_fsdp2 or self._under_zero)
+        self.row_check = RowCheck(self.packer, self.dtype, gradients=whole)
+        self.shares = self.packer.shares  # parts that a step is divided into
 
     def train(self, model: nn.Module, units: Sequence[Unit], known_counts: Mapping[str, float] | None = None) -> Tensor:
         """Compute the gradients of a step; return a loss whose mean over ranks is the loss of the step."""
@@ -61,12 +55,11 @@ class StepRunner:
         forwarded = units
         if self.skip_zero_advantage:
             forwarded = [unit for unit in units if any(map(self.method.contributes, unit.samples))]
-        rows = self.rows(forwarded) or [PackedRow(self._batch([]), ())]
+        rows = self.packer.rows(forwarded, self.token_budget) or [PackedRow(self.packer.batch([]), ())]
         ref_logps, prepared = self._prepare(model, rows)
-        first = self.checked is None
-        if checks := self._needs_check(forwarded):
-            longest = max(rows, key=lambda row: int(row.batch.position_BN.max()) if row.real else -1)
-            self._check(model, longest, forwarded)
+        first = self.row_check.checked is None
+        if checks := self.row_check.needed(forwarded):
+            self.row_check.compare(model, rows, forwarded)
         total = torch.zeros((), device=self.accelerator.device)
         metered: list[Metrics] = []
         for number, row in enumerate(rows):
@@ -80,7 +73,7 @@ class StepRunner:
                 loss, metrics = self._row_loss(out, row, counts, prepared)
                 self.accelerator.backward(loss)
             metered.append(metrics)
-            total += loss.detach() / self._context_size
+            total += loss.detach() / self.packer.context_size
         if checks and first and not self._under_zero:  # DeepSpeed keeps gradients elsewhere
             flows = any(all_gather_objects(gradients_flow(model)))
             if all(float(count) > 0 for count in counts.values()):
@@ -97,7 +90,7 @@ class StepRunner:
     @torch.no_grad()
     def evaluate(self, model: nn.Module, units: Sequence[Unit]) -> tuple[Loss, dict[str, Tensor]]:
         """Return the loss sums of a step over all ranks, without gradients, and the counts to divide them by."""
-        rows = self.rows(units)
+        rows = self.packer.rows(units, self.token_budget)
         counts = self._counts(units, {})
         ref_logps, prepared = self._prepare(model, rows)
         sums = {unit: torch.zeros_like(count) for unit, count in counts.items()}
@@ -111,29 +104,11 @@ class StepRunner:
         assert isinstance(reduced, Tensor)
         return Loss(dict(zip(sums, reduced.unbind(), strict=True))), counts
 
-    def rows(self, units: Sequence[Unit]) -> list["PackedRow"]:
-        """Return this rank's packed rows; every rank has the same number, of which some are empty."""
-        # Demonstrations are packed apart: they were not sampled, so their temperature is 1.
-        shown = [self.method.online and unit.samples[0].label == DEMONSTRATION for unit in units]
-        rows: list[PackedRow] = []
-        self.largest = 0
-        for kind, temperature in ((False, self.temperature), (True, 1.0)):
-            numbers = [number for number, is_shown in enumerate(shown) if is_shown == kind]
-            chosen = [units[number] for number in numbers]
-            plan = plan_rows(chosen, self.token_budget, self.shares, self.engine.layout)
-            if chosen:  # the first rank's first row is the largest
-                self.largest = max(self.largest, row_tokens([chosen[n] for n in plan[0][0]], self.engine.layout))
-            rows += [
-                PackedRow(self._batch([chosen[n] for n in row]), tuple(numbers[n] for n in row), temperature)
-                for row in plan[self.accelerator.process_index // self._context_size]
-            ]
-        return rows
-
     @torch.no_grad()
     def logps(self, model: nn.Module, units: Sequence[Unit]) -> list[list[NDArray[np.float32]]]:
         """Return the log-probs of each unit's scored tokens on every rank; zero for the first token of a sequence."""
         rank_logps: dict[int, list[NDArray[np.float32]]] = {}
-        for row in self.rows(units):
+        for row in self.packer.rows(units, self.token_budget):
             logps_T = self.engine(model, row.batch, temperature=row.temperature).logps_T
             assert logps_T is not None
             samples = [sample for number in row.units for sample in units[number].samples]
@@ -146,18 +121,13 @@ class StepRunner:
         logps = {number: parts for of_rank in gathered for number, parts in of_rank.items()}
         return [logps[number] for number in range(len(units))]
 
-    def _batch(self, units: Sequence[Unit]) -> Batch:
-        device = self.accelerator.device
-        pad_to = whole_blocks if device.type == "cuda" else None
-        return build_batch(units, self.engine.layout, self.method.head == "tokens", pad_to).to(device)
-
     def _counts(self, units: Sequence[Unit], known: Mapping[str, float]) -> dict[str, Tensor]:
         """Return the counts of the whole step, which every rank holds."""
         counts = self.method.count(count_batch(units, self.method.head == "tokens"))
         counts |= {name: torch.tensor(float(known[name])) for name in counts if name in known}
         return dict(zip(counts, torch.stack(list(counts.values())).to(self.accelerator.device).unbind(), strict=True))
 
-    def _prepare(self, model: nn.Module, rows: Sequence["PackedRow"]) -> tuple[list[Tensor | None], dict[str, Tensor]]:
+    def _prepare(self, model: nn.Module, rows: Sequence[PackedRow]) -> tuple[list[Tensor | None], dict[str, Tensor]]:
         """Return each row's reference log-probs, if computed, and what the method prepares from the whole step."""
         if not self.method.needs_preparation:
             return [None] * len(rows), {}
@@ -188,7 +158,7 @@ class StepRunner:
             joined[name] = gathered[~gathered.isnan()]
         return joined
 
-    def _outputs(self, model: nn.Module, row: "PackedRow", ref_logps_T: Tensor | None) -> Outputs:
+    def _outputs(self, model: nn.Module, row: PackedRow, ref_logps_T: Tensor | None) -> Outputs:
         """Return the policy's outputs of a row with the reference log-probs."""
         batch = row.batch
         known = batch.ref_logps_T if batch.ref_logps_T is not None else ref_logps_T
@@ -199,7 +169,7 @@ class StepRunner:
         return out if known is None else dataclasses.replace(out, ref_logps_T=known)
 
     def _row_loss(
-        self, out: Outputs, row: "PackedRow", counts: dict[str, Tensor], prepared: dict[str, Tensor]
+        self, out: Outputs, row: PackedRow, counts: dict[str, Tensor], prepared: dict[str, Tensor]
     ) -> tuple[Tensor, Metrics]:
         """Return this row's part of the loss, times the number of ranks, which average gradients; and its metrics."""
         if not row.real:
@@ -209,61 +179,3 @@ class StepRunner:
         loss = self.method.loss(out, row.batch, prepared)
         parts = [total / counts[unit].clamp(min=1) for unit, total in loss.sums.items()]
         return torch.stack(parts).sum() * self.accelerator.num_processes, loss.metrics
-
-    def _needs_check(self, units: Sequence[Unit]) -> bool:
-        """Whether to check a packed row: in the first step, and where a sequence or row is much longer than before."""
-        # Some models change positions and scales beyond a length only. All ranks hold the whole step and decide alike.
-        # Without an advantage there may be no gradient to check: at the start the KL has none either.
-        if not any(sample.advantage != 0 and _is_scored(sample) for unit in units for sample in unit.samples):
-            return False
-        longest, before = max(len(sample.ids) for unit in units for sample in unit.samples), self.checked or (0, 0)
-        # Ranks that share rows compare excerpts, which do not grow.
-        grows = self.checked is None or self.engine.context is None
-        is_longer = grows and (longest >= RECHECK_GROWTH * before[0] or self.largest >= RECHECK_GROWTH * before[1])
-        if is_longer:
-            self.checked = max(longest, before[0]), max(self.largest, before[1])
-        return is_longer
-
-    def _check(self, model: nn.Module, row: "PackedRow", units: Sequence[Unit]) -> None:
-        """Compare a row with plain forwards, on all ranks together, and the gradients of one short unit of it."""
-        scored = [unit for unit in (units[number] for number in row.units) if any(map(_is_scored, unit.samples))]
-        batch = row.batch if scored else self._batch([])
-        if self.engine.context is not None:
-            scored = [_excerpt(unit) for unit in scored[:2]]
-            batch = self._batch(scored)
-        checks = [check_first_batch(self.engine, model, batch, self.dtype)]
-        if not (self.accelerator.is_fsdp2 or self._under_zero):
-            short = [unit for unit in scored if sum(len(sample.ids) for sample in unit.samples) <= MAX_GRADIENT_CHECK]
-            batch = self._batch(short[:1])
-            plain = self.accelerator.unwrap_model(model)
-            checks.append(check_first_gradients(self.engine, plain, batch, self.dtype))
-        worst = torch.tensor(all_gather_objects([check.difference for check in checks])).amax(0)
-        for check, difference in zip(checks, worst.tolist(), strict=True):
-            dataclasses.replace(check, difference=difference).require()
-
-
-@dataclass(frozen=True, eq=False)
-class PackedRow:
-    """One packed forward of this rank; without units it only keeps collectives aligned with the other ranks."""
-
-    batch: Batch
-    units: tuple[int, ...]
-    temperature: float = 1.0
-
-    @property
-    def real(self) -> bool:
-        return bool(self.units)
-
-
-def _is_scored(sample: Sample) -> bool:
-    return bool(sample.scored[1:].any())
-
-
-def _excerpt(unit: Unit) -> Unit:
-    """Cut each sample of a unit to the tokens around its first scored one."""
-    samples: list[Sample] = []
-    for sample in unit.samples:
-        first = int(sample.scored.argmax())
-        around = slice(max(0, first - EXCERPT_TOKENS // 2), first + EXCERPT_TOKENS // 2)
-        samples.append(Sample(ids=sample.ids[around], scored=sample.scored[around]))
-    return Unit(tuple(samples))

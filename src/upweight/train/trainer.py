@@ -87,13 +87,19 @@ class MethodTrainer(Trainer):
         self.allow_changed_data = parts.allow_changed_data
         self.card: Callable[[], str] | None = None  # returns the text of the model card
         self.runner = StepRunner(
-            policy.method, policy.engine, self.accelerator, policy.token_budget, policy.reference, policy.dtype
+            policy.method,
+            policy.engine,
+            self.accelerator,
+            policy.token_budget,
+            policy.reference,
+            policy.dtype,
+            temperature=1.0
+            if rollouts is None
+            else rollouts.producer.sampling.temperature or 1.0,  # greedy: taken at 1
+            skip_zero_advantage=rollouts is not None and rollouts.section.skip_zero_advantage,
         )
-        if rollouts is not None:
-            self.runner.temperature = rollouts.producer.sampling.temperature or 1.0  # greedy: taken at 1
-            self.runner.skip_zero_advantage = rollouts.section.skip_zero_advantage
-            if isinstance(rollouts.producer.completion_source, CustomRollout):
-                rollouts.producer.completion_source.trainer = self
+        if rollouts is not None and isinstance(rollouts.producer.completion_source, CustomRollout):
+            rollouts.producer.completion_source.trainer = self
         self.precompute = policy.precompute
         if self.precompute is not None:
             self.train_dataset = with_reference(self.train_dataset, policy.model, self.runner, self.precompute)

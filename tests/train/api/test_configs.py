@@ -79,6 +79,8 @@ def test_bad_values_are_named_as_the_script_names_them(tmp_path):
     [
         {"truncation_mode": "keep_end"},
         {"auto_find_batch_size": True},
+        {"accelerator_config": {"split_batches": True}},
+        {"accelerator_config": {"gradient_accumulation_kwargs": {"num_steps": 4}}},
         {"label_smoothing_factor": 0.1},
         {"fp16": True, "bf16": True},
         {"gradient_accumulation_steps": 0},

@@ -132,7 +132,7 @@ def test_steps_in_which_every_completion_was_cut_short_train_nothing(tmp_path, t
         trainer = online_trainer(tmp_path, method=method, section={"skip_zero_advantage": skip})
         trainer.train()
         assert [line["grad_norm"] for line in logged(trainer)] == [0.0] * 3
-        assert not trainer.runner.checked
+        assert not trainer.runner.row_check.checked
 
 
 def test_the_first_step_is_checked_where_its_first_row_has_nothing_to_score(tmp_path):
@@ -140,7 +140,7 @@ def test_the_first_step_is_checked_where_its_first_row_has_nothing_to_score(tmp_
     options = {"rollout_func": first_is_cut_short, "section": {"skip_zero_advantage": False}, "budget": 8}
     trainer = online_trainer(tmp_path, method=method, max_steps=1, **options)
     trainer.train()
-    assert trainer.runner.checked
+    assert trainer.runner.row_check.checked
     assert logged(trainer)[0]["grad_norm"] > 0
 
 

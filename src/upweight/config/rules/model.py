@@ -33,6 +33,8 @@ def loading(config: Config) -> Iterator[str]:
     unpacked = model.gguf_file is not None or (model.base_model or "").endswith(".gguf")
     if unpacked and (adapter.load_in_4bit or adapter.load_in_8bit):
         yield "load_in_4bit, load_in_8bit: the weights of a GGUF file are not quantised. Use safetensors, or drop it."
+    if model.ternary and (adapter.kind or unpacked):
+        yield "use_onebitllms: every weight is trained, from safetensors; drop it, or 'adapter' and 'gguf_file'."
 
 
 def adapters(config: Config) -> Iterator[str]:

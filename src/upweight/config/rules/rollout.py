@@ -85,6 +85,8 @@ def vllm(config: Config) -> Iterator[str]:
         yield "trl.async_prefetch: colocated vLLM sleeps while the trainer works. Use 'vllm_mode: server', or drop it."
     if colocated and (config.sharding.fsdp or config.sharding.deepspeed is not None):
         yield f"trl.vllm_mode: {ONE_PROCESS}."
+    if config.model.ternary and config.method.online and rollout.use_vllm:
+        yield "use_onebitllms: vLLM would sample from weights that are not rounded. Drop 'trl.use_vllm'."
 
 
 def adapters_for_vllm(config: Config) -> Iterator[str]:

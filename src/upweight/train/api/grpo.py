@@ -10,8 +10,8 @@ from transformers import TrainingArguments
 from upweight.errors import UserError
 from upweight.methods.formulas.advantages import weighted_reward
 from upweight.rewards.scorer import Scorer
+from upweight.rollout.completion_source import SingleTurn
 from upweight.rollout.episodes.runner import EpisodeRunner
-from upweight.rollout.producer import SingleTurn
 from upweight.rollout.rollout import Rollout, readable
 from upweight.sampler.in_process import InProcess
 from upweight.train.api.as_config import build_config

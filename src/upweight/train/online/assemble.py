@@ -19,9 +19,10 @@ from upweight.rewards.load import as_rewards, load_rewards
 from upweight.rewards.model import ModelOptions
 from upweight.rewards.reward import Reward
 from upweight.rewards.scorer import Scorer
+from upweight.rollout.completion_source import CompletionSource, SingleTurn
 from upweight.rollout.custom import CustomRollout
 from upweight.rollout.plan import Plan, PromptOrder
-from upweight.rollout.producer import CompletionSource, Producer, Ranks, SingleTurn
+from upweight.rollout.producer import Producer, Ranks
 from upweight.rollout.replay import ReplayBuffer, Reroll
 from upweight.rollout.rollout import PromptRows
 from upweight.rollout.run_ahead import bounded_depth

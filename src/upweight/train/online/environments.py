@@ -20,10 +20,10 @@ from upweight.environments.nemo_gym.process import GymProcess
 from upweight.environments.python_class import PythonEnvironment
 from upweight.rewards.load import EPISODE
 from upweight.rewards.reward import ENVIRONMENTS, Reward, check_columns
+from upweight.rollout.completion_source import CompletionSource
 from upweight.rollout.episodes.gym_agents import GymAgents, PolicyGateway
 from upweight.rollout.episodes.loop import EpisodeLimits, EpisodeSetup
 from upweight.rollout.episodes.runner import EpisodeRunner
-from upweight.rollout.producer import CompletionSource
 from upweight.rollout.vllm.server import VllmServer
 from upweight.sampler.in_process import end_tokens
 from upweight.train.distributed.ranks import broadcast_from_rank0

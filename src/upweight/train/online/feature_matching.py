@@ -13,8 +13,8 @@ from upweight.engine.packing import build_batch, plan_rows, whole_blocks
 from upweight.methods import EBFT, feature_matcher
 from upweight.methods.formulas.features import pooled, pooled_positions
 from upweight.models.reference import Reference, adapter_state, make_reference, reference_kind
+from upweight.rollout.completion_source import CompletionSource
 from upweight.rollout.ebft import KnownTurns, StridedBlocks, anchors
-from upweight.rollout.producer import CompletionSource
 from upweight.rollout.units import demonstration, units_of_documents, units_of_groups
 from upweight.sampler.in_process import InProcess
 from upweight.train.distributed.ranks import all_gather_objects

@@ -15,6 +15,7 @@ from upweight.rewards.builtin.text import texts_of
 from upweight.rewards.reward import Reward, RewardCall
 from upweight.rewards.trial import Trial, remarks, try_rewards
 from upweight.rollout.plan import PromptOrder
+from upweight.rollout.scoring import reward_call
 from upweight.train.online.assemble import build_rewards
 from upweight.train.online.environments import environment_setup
 from upweight.train.run import build
@@ -65,7 +66,7 @@ def try_on_samples(config: Config, prompts: int, count: int | None = None) -> Tr
         rollouts.generator.sync(0)
     producer.completion_source(groups, count or producer.plan.group_size, producer.sampling, None)
     rollouts.close()
-    return _try(config, producer.scorer.rewards, producer.reward_call(groups))
+    return _try(config, producer.scorer.rewards, reward_call(groups, producer.decode))
 
 
 def try_on_rows(config: Config, rows: Sequence[Mapping[str, Any]]) -> TriedRewards:

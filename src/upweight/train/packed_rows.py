@@ -1,0 +1,64 @@
+"""Packs the units of a step into rows, one forward each, and divides them over ranks by their tokens."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from accelerate import Accelerator
+
+from upweight.engine import Engine
+from upweight.engine.packing import build_batch, plan_rows, row_tokens, whole_blocks
+from upweight.methods.base import Method
+from upweight.rollout.units import DEMONSTRATION
+from upweight.types import Batch, Unit
+
+
+@dataclass(frozen=True, eq=False)
+class PackedRow:
+    """One packed forward of this rank; without units it only keeps collectives aligned with the other ranks."""
+
+    batch: Batch
+    units: tuple[int, ...]
+    temperature: float = 1.0
+
+    @property
+    def real(self) -> bool:
+        return bool(self.units)
+
+
+@dataclass
+class RowPacker:
+    """Packs rows for one rank, or for one context-parallel group of ranks."""
+
+    method: Method
+    engine: Engine
+    accelerator: Accelerator
+    temperature: float = 1.0  # of sampling; log-probs of completions use the same
+    largest: int = 0  # tokens of the largest row of the last plan, on any rank
+
+    def __post_init__(self) -> None:
+        self.context_size = 1 if self.engine.context is None else self.engine.context.size
+        self.shares = self.accelerator.num_processes // self.context_size  # parts that a step is divided into
+
+    def rows(self, units: Sequence[Unit], token_budget: int) -> list[PackedRow]:
+        """Return this rank's packed rows; every rank has the same number, of which some are empty."""
+        # Demonstrations are packed apart: they were not sampled, so their temperature is 1.
+        shown = [self.method.online and unit.samples[0].label == DEMONSTRATION for unit in units]
+        rows: list[PackedRow] = []
+        self.largest = 0
+        for kind, temperature in ((False, self.temperature), (True, 1.0)):
+            numbers = [number for number, is_shown in enumerate(shown) if is_shown == kind]
+            chosen = [units[number] for number in numbers]
+            plan = plan_rows(chosen, token_budget, self.shares, self.engine.layout)
+            if chosen:  # the first rank's first row is the largest
+                self.largest = max(self.largest, row_tokens([chosen[n] for n in plan[0][0]], self.engine.layout))
+            rows += [
+                PackedRow(self.batch([chosen[n] for n in row]), tuple(numbers[n] for n in row), temperature)
+                for row in plan[self.accelerator.process_index // self.context_size]
+            ]
+        return rows
+
+    def batch(self, units: Sequence[Unit]) -> Batch:
+        """Return the tensors of one row on this rank's device."""
+        device = self.accelerator.device
+        pad_to = whole_blocks if device.type == "cuda" else None
+        return build_batch(units, self.engine.layout, self.method.head == "tokens", pad_to).to(device)
