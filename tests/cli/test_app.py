@@ -63,6 +63,15 @@ def test_a_missing_file_and_a_missing_command_exit_2():
     assert launched("trian").returncode == 2
 
 
+def test_a_folder_that_was_removed_is_said_to_be(tmp_path):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    start = f"import os; os.chdir({str(gone)!r}); os.rmdir({str(gone)!r}); from upweight.cli.app import main; main()"
+    done = subprocess.run([sys.executable, "-c", start, "init", "dpo"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "was removed" in done.stderr
+
+
 def test_the_unexpected_exits_1_with_a_traceback(tmp_path):
     broken = tmp_path / "pydantic"
     broken.mkdir()

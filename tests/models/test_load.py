@@ -221,6 +221,7 @@ def test_quantised_weights_without_what_they_need_are_an_error(folder):
         )
 
 
+@pytest.mark.slow  # transformers compiles the rounding
 def test_ternary_weights_are_rounded_in_forwards_and_trained_as_they_are(folder, tmp_path):
     section = ModelSection(base_model=folder, ternary=True)
     model = load_model(section, torch.float32)

@@ -324,10 +324,18 @@ def _with_launcher_arguments(arguments: list[str]) -> list[str]:
     return [*arguments[:cut], *(f"--launcher-argument={one}" for one in arguments[cut + 1 :])]
 
 
+def _require_working_folder() -> None:
+    try:
+        Path.cwd()
+    except FileNotFoundError as error:
+        raise UserError("the folder that this command was started in was removed. Change to another.") from error
+
+
 def main() -> None:
     """Run a command; a UserError is printed without a traceback and exits with 2."""
     set_up_logging()
     try:
+        _require_working_folder()
         with heartbeat():
             app(args=_with_launcher_arguments(sys.argv[1:]))
     except UserError as error:

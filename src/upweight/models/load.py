@@ -107,6 +107,7 @@ def load_model(
     """Load the model in `dtype` on the CPU, with its vocabulary resized for `tokenizer`; fresh weights use `seed`."""
     source, gguf_file = resolve_source(section.base_model, section.gguf_file)
     config = config_with_head(section, head)
+    ternary = getattr(config, "quantization_config", {}).get("quantization_mode") == "online"
     if tokenizer is not None:
         text, pad = config.get_text_config(), tokenizer.pad_token_id
         text.pad_token_id = pad if pad is None or pad < text.vocab_size else None  # a new one comes with its row
@@ -131,6 +132,9 @@ def load_model(
         raise UserError(
             f"model_kwargs: {unknown[0]!r} is neither an argument of `from_pretrained` nor a field of the config."
         ) from error
+    if ternary:
+        del model.hf_quantizer  # the weights are plain ones, and with it `save_pretrained` takes no gathered ones
+        model.is_quantized = False
     _check_missing(report, source, head, model.base_model_prefix, logs=not head_follows)
     keep_soft_cap(model)
     if tokenizer is not None:

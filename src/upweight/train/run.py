@@ -2,8 +2,8 @@
 
 `train` calls `assemble`, which builds the parts of the trainer: tokenizer, rows, rewards, policy, rollouts. The loop is
 transformers' Trainer (`trainer.py`). One item of its loader holds the samples of one optimizer step (`loader.py`, or
-`online/feed.py` for online methods). `step.py` packs them into rows, forwards them and computes the method's loss. The
-callbacks that log and save are in `recording/`.
+`online/feed.py` for online methods). `step.py` forwards them in packed rows (`packed_rows.py`) and computes the loss of
+the method and its gradients. The callbacks that log and save are in `recording/`.
 """
 
 import os

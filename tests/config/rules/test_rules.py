@@ -45,6 +45,7 @@ BROKEN = {
     "val_set_size: a share below 1": {**WHOLE, "val_set_size": 1.5},
     "fp16: cannot be used with 'bf16: true'": {**WHOLE, "bf16": True, "fp16": True},
     "load_in_8bit: quantised weights": {**WHOLE, "load_in_8bit": True},
+    "tokenizer_type: x is no tokenizer": {**WHOLE, "tokenizer_type": "x"},
     "use_onebitllms: every weight": {**WHOLE, **LORA, "use_onebitllms": True},
     "use_onebitllms: vLLM would": {**served(), "use_onebitllms": True},
     "adapter: qlora needs": {**WHOLE, **LORA, "adapter": "qlora"},

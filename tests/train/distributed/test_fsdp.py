@@ -135,6 +135,7 @@ KINDS = {
     "full": {"val_set_size": 4, "eval_steps": 2, "load_best_model_at_end": True, "sync_ref_model": True,
              "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.3, "fsdp": True},
     "adapter": {**LORA, "fsdp_config": {"state_dict_type": "FULL_STATE_DICT", "activation_checkpointing": True}},
+    "ternary": {"use_onebitllms": True, "fsdp": True},
 }  # fmt: skip
 
 
@@ -143,7 +144,7 @@ def run(file, resume=False):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["full", "adapter"])
+@pytest.mark.parametrize("kind", ["full", "adapter", "ternary"])
 def test_a_sharded_run_resumes_exactly_and_leaves_a_whole_model(kind, model_folder, tmp_path):
     if kind == "full":
         model_folder = write_model(tmp_path / "tied", tie_word_embeddings=True)
@@ -165,6 +166,9 @@ def test_a_sharded_run_resumes_exactly_and_leaves_a_whole_model(kind, model_fold
         model = AutoModelForCausalLM.from_pretrained(out)
         assert type(model).__name__ == "LlamaForCausalLM"
         assert torch.equal(model.lm_head.weight, result["model.embed_tokens.weight"])
+    elif kind == "ternary":
+        model = AutoModelForCausalLM.from_pretrained(out)
+        assert type(model.model.layers[0].mlp.up_proj).__name__ == "AutoBitLinear"
     else:
         assert any(bool(value.any()) for key, value in result.items() if "lora_B" in key)
         PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model_folder), out)

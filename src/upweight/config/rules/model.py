@@ -23,6 +23,8 @@ def loading(config: Config) -> Iterator[str]:
     ending = ENDINGS[head]
     if model.model_class is not None and not model.model_class.endswith(ending):
         yield f"model_type: this method needs a model {ending!r}, such as AutoModel{ending}, not {model.model_class}."
+    if model.tokenizer_class is not None and "Token" not in model.tokenizer_class:
+        yield f"tokenizer_type: {model.tokenizer_class} is no tokenizer, such as LlamaTokenizerFast. Leave it out."
     if head == "sequence_score" and labels != 1:
         yield f"num_labels: an outcome reward model has 1 output, not {labels}; set 'num_labels: 1'."
     if head == "step_score" and labels is not None and labels < 2:
