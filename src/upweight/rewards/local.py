@@ -13,10 +13,8 @@ from typing import Any
 from upweight.event_loop import EventLoop
 from upweight.rewards.outcomes import RewardFailure, RewardLogger, RewardOutcome, failed, invoke
 from upweight.rewards.reward import Attempts, Reward, RewardCall, with_retries
-from upweight.rewards.workers import settle
+from upweight.rewards.workers import GRACE_SECONDS, settle
 from upweight.user_modules import describe_error
-
-GRACE_SECONDS = 5.0
 
 
 class _Timeout(BaseException):

@@ -8,6 +8,7 @@ import weakref
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,7 +51,7 @@ class _RewardStats:
     failed_last: bool = False
 
 
-class Scorer:
+class Scorer(AbstractContextManager["Scorer"]):
     """Runs rewards: functions in worker processes, stateful objects in this process, async functions concurrently."""
 
     def __init__(self, rewards: Sequence[Reward], *, workers: int = 1, timeout: float = 120.0) -> None:
@@ -65,9 +66,6 @@ class Scorer:
         self._worker_pool = WorkerPool(workers if any(reward.runs == "worker" for reward in self.rewards) else 0)
         self._local_pool = WorkerPool(1 if any(reward.runs == "here" for reward in self.rewards) else 0)
         self._finalizer = weakref.finalize(self, _close_all, self._worker_pool, self._local_pool, self._loop)
-
-    def __enter__(self) -> "Scorer":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

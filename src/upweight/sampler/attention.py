@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from upweight.engine.attention.rules import AttentionParams, Rule
+from upweight.models.modules import context_value
 
 # Keys and values of prompts [groups, key heads, P, width] and of completions [slots, key heads, L, width].
 Caches = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -42,11 +43,8 @@ _running: ContextVar[CustomAttention] = ContextVar("running")
 def attention_op(context: CallAttention, position_BN: Tensor) -> Iterator[CustomAttention]:
     """Yield the tree for one forward of these positions, so that compiled layers attend by `context`."""
     attention = CustomAttention(context, position_BN)
-    token = _running.set(attention)
-    try:
+    with context_value(_running, attention):
         yield attention
-    finally:
-        _running.reset(token)
 
 
 @torch.library.custom_op("upweight::attend", mutates_args=())
@@ -78,12 +76,9 @@ def cascade_attention(query: Tensor, caches: Caches, bias_GMK: Tensor, params: A
     group are adjacent: they lie along the query axis of one product with their prompt's keys, so no key is copied.
     """
     plain = params.rule == Rule() and params.softcap is None and params.sinks is None
-    fused = plain and not query.is_cuda and caches[0].shape[-1] == caches[1].shape[-1]
-    return (
-        _merged(query, caches, bias_GMK, params.scaling)
-        if fused
-        else _softmax_by_steps(query, caches, bias_GMK, params)
-    )
+    if plain and not query.is_cuda and caches[0].shape[-1] == caches[1].shape[-1]:
+        return _merged(query, caches, bias_GMK, params.scaling)
+    return _softmax_by_steps(query, caches, bias_GMK, params)
 
 
 def _merged(query: Tensor, caches: Caches, bias_GMK: Tensor, scaling: float) -> Tensor:
@@ -92,20 +87,16 @@ def _merged(query: Tensor, caches: Caches, bias_GMK: Tensor, scaling: float) -> 
     slots, heads, _, _ = query.shape
     groups, key_heads, length, _ = prompt_key.shape
     members, repeat = slots // groups, heads // key_heads
-    by_head = (groups, key_heads, members, repeat, -1)
     attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     bias_GMP = bias_GMK[:, :, :length].to(query.dtype)
     if bias_GMP.shape[1] > 1:
         bias_GMP = bias_GMP.repeat_interleave(repeat, 1)
-    shared = query.reshape(groups, members, key_heads, repeat, -1).transpose(1, 2)
-    shared = shared.reshape(groups, key_heads, members * repeat, -1)
-    on_prompt, log_prompt = attend(shared, prompt_key, prompt_value, attn_mask=bias_GMP[:, None], scale=scaling)
+    shared = query.reshape(groups, members, key_heads, repeat, -1).transpose(1, 2).flatten(2, 3)
+    attended = attend(shared, prompt_key, prompt_value, attn_mask=bias_GMP[:, None], scale=scaling)
+    on_prompt, log_prompt = (x.unflatten(2, (members, repeat)).transpose(1, 2).flatten(0, 1) for x in attended)
     by_slot = query.reshape(slots, key_heads, repeat, -1)
     on_new, log_new = attend(by_slot, new_key, new_value, scale=scaling)
-    on_prompt, log_prompt = (
-        x.reshape(by_head).transpose(1, 2).reshape(slots, key_heads, repeat, -1) for x in (on_prompt, log_prompt)
-    )
-    share = torch.sigmoid(log_new[..., None] - log_prompt).to(query.dtype)
+    share = torch.sigmoid(log_new - log_prompt)[..., None].to(query.dtype)
     return torch.lerp(on_prompt, on_new, share).reshape(slots, heads, 1, -1)
 
 

@@ -1,10 +1,10 @@
 """Launch decoding steps one by one, or replay them as CUDA graphs."""
 
-import contextlib
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import cache
-from types import FunctionType, MethodType
+from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from torch._dynamo import config as dynamo_config
 
 from upweight.engine.packing import bucketed
 from upweight.log import warn_once
-from upweight.models.modules import every_module
+from upweight.models.modules import every_module, replaced_forwards
 from upweight.sampler.decode import Decoder
 from upweight.sampler.draw import draw
 from upweight.types import Prompts
@@ -149,19 +149,11 @@ class GraphSteps:
             self._decoder.step_1.copy_(step_1)
             work()
 
-    @contextlib.contextmanager
-    def _fused_layers(self, name: str) -> Iterator[None]:
+    def _fused_layers(self, name: str) -> AbstractContextManager[None]:
         """Use compiled layers inside, if `compiled` is set; all layers of a class share one compiled forward."""
         if name not in self._layers and self._compiled:
             self._layers[name] = _compiled_layers(self._decoder, name)
-        layers = self._layers[name] if self._compiled else {}
-        for layer, forward in layers.items():
-            layer.forward = MethodType(forward, layer)
-        try:
-            yield
-        finally:
-            for layer in layers:
-                del layer.forward
+        return replaced_forwards(self._layers[name] if self._compiled else {})
 
     def _capture(self, key: Any, work: Callable[[], None]) -> None:
         """Capture some work as a CUDA graph."""

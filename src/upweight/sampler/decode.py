@@ -177,11 +177,8 @@ class Decoder:
             stop = start + max(1, fitting)
             logits.append(self._prefill_chunk(arrays[start:stop], start, list(length[start:stop, None] - 1)))
             start = stop
-        logits_GV = torch.cat(logits)
-        missing = self.grid.groups - len(logits_GV)
-        if missing:
-            logits_GV = torch.cat([logits_GV, logits_GV[:1].expand(missing, -1)])
-        self._draw(logits_GV.repeat_interleave(self.grid.members, 0))
+        logits.append(logits[0][:1].expand(self.grid.groups - len(arrays), -1))
+        self._draw(torch.cat(logits).repeat_interleave(self.grid.members, 0))
 
     def pad(self, prompts: Prompts) -> None:
         """Copy prompts to the device for `prefill_padded`, each in a row of the grid's length."""

@@ -74,12 +74,7 @@ class InProcess:
         self._steps = GraphSteps(self._decoder, compile) if self._device.type == "cuda" else PlainSteps(self._decoder)
 
     def generate(
-        self,
-        prompts: Prompts,
-        count: int,
-        sampling: Sampling,
-        done: Done | None = None,
-        on_tokens: OnTokens = None,
+        self, prompts: Prompts, count: int, sampling: Sampling, done: Done | None = None, on_tokens: OnTokens = None
     ) -> Completions:
         """Return `count` completions for each prompt, in order; `done` is called for each prompt as it finishes.
 

@@ -6,7 +6,6 @@ servers do not outlive the run however that ends. Light: little but the standard
 
 import asyncio
 import contextlib
-import ctypes
 import fcntl
 import json
 import os
@@ -46,11 +45,8 @@ def enter(folder: str) -> list[str]:
     with contextlib.suppress(OSError):  # containers may forbid mounts; without a network is what counts
         sandbox.mount("none", "/", "", sandbox.MS_REC | sandbox.MS_PRIVATE)
         sandbox.mount(folder, folder, "", sandbox.MS_BIND | sandbox.MS_REC)
-        if sandbox.read_only():
-            attributes = (ctypes.c_uint64 * 4)(0, 0x1, 0, 0)  # read-only no more
-            where = (ctypes.c_long(sandbox.SYS_MOUNT_SETATTR), -100, folder.encode(), 0)
-            status = sandbox.LIBC.syscall(*where, ctypes.byref(attributes), ctypes.c_size_t(32))
-            sandbox.checked(status, "mount_setattr")
+        read_only = sandbox.mount_attributes("/", sandbox.AT_RECURSIVE, on=sandbox.ATTR_RDONLY | sandbox.ATTR_NOSUID)
+        if read_only and sandbox.mount_attributes(folder, off=sandbox.ATTR_RDONLY):
             sandbox.mount("tmpfs", "/dev/shm", "tmpfs", sandbox.MS_NOSUID | sandbox.MS_NODEV, "mode=1777")
             return ["without network", "on a read-only file system"]
     return ["without network"]

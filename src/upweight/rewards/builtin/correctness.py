@@ -4,6 +4,7 @@ import math
 import re
 import threading
 import unicodedata
+from abc import ABC, abstractmethod
 from collections import deque
 from dataclasses import dataclass
 from importlib import import_module
@@ -36,7 +37,7 @@ _NUMBER = re.compile(
 
 
 @dataclass(frozen=True)
-class ByAnswer:
+class ByAnswer(ABC):
     """Scores each completion with `_score` against the answer of its row; None without an answer."""
 
     column: str = "answer"
@@ -51,8 +52,9 @@ class ByAnswer:
         pairs = zip(texts_of(completions), answers, strict=True)
         return [None if answer is None else self._score(text, str(answer)) for text, answer in pairs]
 
+    @abstractmethod
     def _score(self, text: str, answer: str) -> float | None:
-        raise NotImplementedError
+        """Return the score of a completion's text against the answer; None where the answer cannot be read."""
 
 
 def _extracted(text: str, extract: Extract, tag: str | None) -> str | None:

@@ -21,7 +21,8 @@ USER_NAMESPACE = 0x10000000
 MS_NOSUID, MS_NODEV, MS_BIND, MS_REC, MS_PRIVATE = 0x2, 0x4, 0x1000, 0x4000, 0x40000
 PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS = 1, 38
 KEYCTL_JOIN_SESSION_KEYRING = 1
-SYS_MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE, ATTR_RDONLY_NOSUID = 442, -100, 0x8000, 0x1 | 0x2
+SYS_MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE = 442, -100, 0x8000
+ATTR_RDONLY, ATTR_NOSUID = 0x1, 0x2
 DEVICES = ("null", "zero", "full", "random", "urandom")
 HIDDEN_FOLDERS = ("/home", "/root", "/run", "/tmp", "/var/tmp", "/mnt", "/media")
 LIBC = ctypes.CDLL(None, use_errno=True)
@@ -68,10 +69,10 @@ def fresh_devices() -> None:
         os.close(handle)
 
 
-def read_only() -> bool:
-    """Make every mount read-only; False where the kernel is older than 5.12."""
-    attributes = (ctypes.c_uint64 * 4)(ATTR_RDONLY_NOSUID, 0, 0, 0)
-    where = (ctypes.c_long(SYS_MOUNT_SETATTR), AT_FDCWD, b"/", AT_RECURSIVE)
+def mount_attributes(folder: str, flags: int = 0, *, on: int = 0, off: int = 0) -> bool:
+    """Switch attributes of mounts on and off; False where the kernel is older than 5.12."""
+    attributes = (ctypes.c_uint64 * 4)(on, off, 0, 0)
+    where = (ctypes.c_long(SYS_MOUNT_SETATTR), AT_FDCWD, folder.encode(), flags)
     return LIBC.syscall(*where, ctypes.byref(attributes), ctypes.c_size_t(32)) == 0
 
 
@@ -90,7 +91,7 @@ def private_view(request: dict, folder: str) -> list[str]:
         mount("proc", "/proc", "proc", MS_NOSUID | MS_NODEV)
     except OSError:
         holds.append("outer-proc")  # a container masks parts of /proc and allows no new one
-    if read_only():
+    if mount_attributes("/", AT_RECURSIVE, on=ATTR_RDONLY | ATTR_NOSUID):
         holds.append("read-only")
     mount("tmpfs", folder, "tmpfs", MS_NOSUID | MS_NODEV, f"mode=700,size={request['disk_bytes']}")
     return holds
