@@ -86,18 +86,10 @@ class MethodTrainer(Trainer):
         self.data_digest = cache(partial(rows_digest, parts.train_dataset))
         self.allow_changed_data = parts.allow_changed_data
         self.card: Callable[[], str] | None = None  # returns the text of the model card
-        self.runner = StepRunner(
-            policy.method,
-            policy.engine,
-            self.accelerator,
-            policy.token_budget,
-            policy.reference,
-            policy.dtype,
-            temperature=1.0
-            if rollouts is None
-            else rollouts.producer.sampling.temperature or 1.0,  # greedy: taken at 1
-            skip_zero_advantage=rollouts is not None and rollouts.section.skip_zero_advantage,
-        )
+        temperature = 1.0 if rollouts is None else rollouts.producer.sampling.temperature or 1.0  # greedy: taken at 1
+        skips_zero_advantage = rollouts is not None and rollouts.section.skip_zero_advantage
+        options = policy.token_budget, policy.reference, policy.dtype, temperature, skips_zero_advantage
+        self.runner = StepRunner(policy.method, policy.engine, self.accelerator, *options)
         if rollouts is not None and isinstance(rollouts.producer.completion_source, CustomRollout):
             rollouts.producer.completion_source.trainer = self
         self.precompute = policy.precompute
