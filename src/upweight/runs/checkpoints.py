@@ -64,14 +64,6 @@ def checksum(path: Path) -> str:
         return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
-def data_digest_of(folder: Path) -> str | None:
-    """Return the hash of the training rows that a checkpoint was trained on; None where an earlier version wrote it."""
-    try:
-        return json.loads((folder / DATA).read_text(encoding="utf-8"))["train"]
-    except FileNotFoundError:
-        return None
-
-
 def step_of(folder: Path) -> int | None:
     """Return the step in the name of a checkpoint folder."""
     match = re.fullmatch(r"checkpoint-(\d+)", folder.name)
