@@ -38,17 +38,15 @@ def serve_command(config: Config, *, python: str = sys.executable) -> Command:
     return Command((python, "-m", "vllm.entrypoints.openai.api_server", *_arguments(config)), _environment(config))
 
 
-def warnings_of(config: Config, version: str) -> list[str]:
-    """Return warnings to show before the server starts."""
-    messages = []
+def warnings_of(config: Config, version: str) -> Iterator[str]:
+    """Yield warnings to show before the server starts."""
     if config.vllm.host not in LOOPBACK:
         exposed = f"{config.vllm.host} can be reached from elsewhere, and routes that change weights are not protected"
-        messages.append(f"vllm.host: {exposed}; use 127.0.0.1, or a network that only you can reach")
+        yield f"vllm.host: {exposed}; use 127.0.0.1, or a network that only you can reach"
     if direct_transfer(config) == "ipc" and version.startswith("0.26"):
-        messages.append("vLLM 0.26 does not start with trl.vllm_weight_transfer: ipc unless ray is installed beside it")
+        yield "vLLM 0.26 does not start with trl.vllm_weight_transfer: ipc unless ray is installed beside it"
     if not any(version == known or version.startswith(f"{known}.") for known in TESTED_VLLM):
-        messages.append(f"vLLM {version} is not tested; {' and '.join(TESTED_VLLM)} are")
-    return messages
+        yield f"vLLM {version} is not tested; {' and '.join(TESTED_VLLM)} are"
 
 
 def _arguments(config: Config) -> Iterator[str]:
