@@ -276,9 +276,13 @@ def report(
     open_it: Annotated[bool, typer.Option("--open", help="Show it in the browser.")] = False,
 ) -> None:
     """Write a run's page: curves, completions, verdicts; or compare runs."""
-    from upweight.cli.report import run_report
+    from upweight.cli.report import open_page, run_folder
+    from upweight.runs.report.page import write_report
 
-    run_report(runs, output=output, open_it=open_it)
+    path = write_report([run_folder(run) for run in runs], output)
+    print(path)
+    if open_it:
+        open_page(path.resolve().as_uri())
 
 
 @app.command()
