@@ -55,13 +55,13 @@ def downloaded(console):
 
 def upweight_train(config, overrides):
     """What `upweight train CONFIG KEY=VALUE...` does."""
-    from upweight.cli.train import run_train, start_of
+    from upweight.cli.train import Start, run_train
     from upweight.errors import UserError
     from upweight.log import set_up_logging
 
     set_up_logging()
     try:
-        run_train(config, overrides, resume=False, start=start_of(1), stage=None, quiet=False, as_json=False)
+        run_train(config, overrides, resume=False, start=Start(1), stage=None, quiet=False, as_json=False)
     except UserError as error:
         sys.exit(f"error: {error}")
 

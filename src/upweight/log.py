@@ -17,12 +17,13 @@ def set_up_logging() -> None:
     logger.propagate = False
 
 
-def quiet_transformers() -> None:
-    """Turn off the warnings and progress bars of transformers."""
+def quiet_transformers(*, progress_bars: bool = False) -> None:
+    """Turn off the warnings of transformers, and its progress bars unless they are wanted."""
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
+    if not progress_bars:
+        transformers_logging.disable_progress_bar()
 
 
 def shows_status() -> bool:

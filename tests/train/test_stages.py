@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from made_runs import metrics_of, write_config
-from upweight.cli.train import run_train, start_of
+from upweight.cli.train import Start, run_train
 from upweight.config import load_config
 from upweight.train.stages import DONE, train_stages
 
@@ -23,7 +23,7 @@ def config_of(folder, model_folder, second=None, **keys):
 
 
 def run(file, resume=False):
-    run_train(file, [], resume=resume, start=start_of(None), stage=None, quiet=False, as_json=False)
+    run_train(file, [], resume=resume, start=Start(None), stage=None, quiet=False, as_json=False)
 
 
 def weights(folder):
@@ -82,7 +82,7 @@ def test_two_processes_train_the_stages_that_one_trains(model_folder, tmp_path):
         if count == 1:
             run(file)
         else:
-            run_train(file, [], resume=False, start=start_of(2), stage=None, quiet=False, as_json=False)
+            run_train(file, [], resume=False, start=Start(2), stage=None, quiet=False, as_json=False)
         found.append(metrics_of(folder / "out" / "stage-2-dpo"))
     for one, two in zip(*found, strict=True):
         assert two == pytest.approx(one, rel=1e-3, abs=1e-4)

@@ -95,9 +95,10 @@ def train(
     stage: Annotated[int | None, typer.Option(hidden=True, help="Train this stage alone, counted from 0.")] = None,
 ) -> None:
     """Train what a config describes."""
-    from upweight.cli.train import run_train, start_of
+    from upweight.cli.train import Start, run_train
 
-    start = start_of(num_processes, launcher, (nodes, node_rank, master_address, master_port), launcher_arguments or ())
+    extra = tuple(launcher_arguments or ())
+    start = Start(num_processes, launcher, nodes, node_rank, master_address, master_port, extra)
     overrides = [*(overrides or []), *(["allow_changed_data=true"] if allow_changed_data else [])]
     run_train(config, overrides, resume=resume, start=start, stage=stage, quiet=quiet, as_json=as_json)
 
@@ -105,9 +106,9 @@ def train(
 @app.command(**TAKES_OVERRIDES)
 def evaluate(config: ConfigFile, overrides: Overrides = None, num_processes: Processes = None) -> None:
     """Print the metrics of a config's model on its evaluation data as one JSON object."""
-    from upweight.cli.train import run_evaluate, start_of
+    from upweight.cli.train import Start, run_evaluate
 
-    run_evaluate(config, overrides or [], start=start_of(num_processes))
+    run_evaluate(config, overrides or [], start=Start(num_processes))
 
 
 @app.command(**TAKES_OVERRIDES)
@@ -275,9 +276,13 @@ def report(
     open_it: Annotated[bool, typer.Option("--open", help="Show it in the browser.")] = False,
 ) -> None:
     """Write a run's page: curves, completions, verdicts; or compare runs."""
-    from upweight.cli.report import run_report
+    from upweight.cli.report import open_page, run_folder
+    from upweight.runs.report.page import write_report
 
-    run_report(runs, output=output, open_it=open_it)
+    path = write_report([run_folder(run) for run in runs], output)
+    print(path)
+    if open_it:
+        open_page(path.resolve().as_uri())
 
 
 @app.command()

@@ -51,9 +51,8 @@ def run_gguf(config_or_folder: str, overrides: list[str], *, output: Path | None
         part = Path(scratch) / target.name
         done = subprocess.run([*converter, str(source), "--outfile", str(part), "--outtype", kind], check=False)
         if done.returncode or not part.is_file():
-            raise UserError(
-                f"{config_or_folder}: {converter[-1]} did not convert it (exit {done.returncode}); see above"
-            )
+            problem = f"{converter[-1]} did not convert it (exit {done.returncode}); see above"
+            raise UserError(f"{config_or_folder}: {problem}")
         part.rename(target)
     print(target)
 

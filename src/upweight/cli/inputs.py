@@ -59,11 +59,9 @@ def _limited_client(create: Callable[[], Any], *, seconds: int, always: bool) ->
     """Return a client of the hub whose requests end after some seconds: all, or those without a limit."""
 
     def limit(request: Any) -> None:
-        limits = request.extensions.get("timeout", {})
-        request.extensions["timeout"] = {
-            kind: seconds if always or limits.get(kind) is None else limits[kind]
-            for kind in ("connect", "read", "write", "pool")
-        }
+        limits = {} if always else request.extensions.get("timeout", {})
+        kinds = ("connect", "read", "write", "pool")
+        request.extensions["timeout"] = {kind: seconds if limits.get(kind) is None else limits[kind] for kind in kinds}
 
     client = create()
     client.event_hooks = {**client.event_hooks, "request": [*client.event_hooks["request"], limit]}

@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -27,11 +26,7 @@ def run(
     if as_json:
         print(json.dumps(plain, ensure_ascii=False))
         return
-    console = Console()
-    _show(plain, console if console.is_terminal else Console(width=WIDTH))
-
-
-def _show(plain: dict[str, Any], console: Console) -> None:
+    console = Console(width=None if Console().is_terminal else WIDTH)
     total = plain["completions"]
     table = Table(title=f"{total} completions of {plain['prompts']} prompts")
     for column in ("reward", "mean", "lowest", "highest", "spread in groups", "None", "failed", "seconds"):
@@ -48,7 +43,5 @@ def _show(plain: dict[str, Any], console: Console) -> None:
                 text = json.dumps(example["completion"], ensure_ascii=False)
                 text = text if len(text) <= LONGEST_SHOWN else text[:LONGEST_SHOWN] + ' ..."'
                 console.print(f"{reward['name']}, {kind} {example['score']:.4g}: {text}", markup=False, highlight=False)
-    for remark in plain["remarks"]:
-        console.print(f"- {remark}", markup=False, highlight=False)
-    if not plain["remarks"]:
-        console.print("Every reward separates completions.")
+    for line in [f"- {remark}" for remark in plain["remarks"]] or ["Every reward separates completions."]:
+        console.print(line, markup=False, highlight=False)

@@ -9,25 +9,13 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import cast, get_args
 
 from upweight.cli.inputs import ADAPTER, config_with_notices
 from upweight.config import Config
 from upweight.errors import UserError
-from upweight.log import logger
+from upweight.log import logger, quiet_transformers
 from upweight.runs.files import METRICS
-from upweight.train.distributed.launch import Launcher, Start, end_with_launcher, is_rank, launch, say_through_launcher
-
-Nodes = tuple[int, int, str | None, int | None]  # how many, which of them, address, port
-
-
-def start_of(
-    processes: int | None, launcher: str | None = None, nodes: Nodes = (1, 0, None, None), extra: Sequence[str] = ()
-) -> Start:
-    """How ranks are to be started, from the options of a command."""
-    if launcher is not None and launcher not in get_args(Launcher):
-        raise UserError(f"--launcher {launcher}: is one of {', '.join(get_args(Launcher))}.")
-    return Start(processes, cast(Launcher | None, launcher), *nodes, tuple(extra))
+from upweight.train.distributed.launch import Start, end_with_launcher, is_rank, launch, say_through_launcher
 
 
 def run_train(
@@ -119,12 +107,8 @@ def _launched(arguments: Sequence[str], start: Start) -> int | None:
 def _as_one_of_many() -> Iterator[None]:
     """Quiet libraries; errors and interrupts end a rank so that a person reads one message."""
     end_with_launcher()
-    from transformers.utils import logging as transformers_logging
-
-    transformers_logging.set_verbosity_error()
+    quiet_transformers(progress_bars=sys.stderr.isatty())
     warnings.simplefilter("ignore", FutureWarning)  # about how these libraries call each other
-    if not sys.stderr.isatty():
-        transformers_logging.disable_progress_bar()
     try:
         yield
     except UserError as error:

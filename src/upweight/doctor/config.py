@@ -80,10 +80,9 @@ def _memory(state: CheckState) -> Iterator[Finding]:
     tokens = config.data.sequence_len * (2 if config.method.data == "pairs" else 1)
     if policy is not None:
         tokens = policy.max_completion_length + (config.data.max_prompt_length or 512)
-    shape, kind = shape_of(config.model, config.method.head), config.adapter.kind
-    compares = config.method.needs_reference
+    kind, compares = config.adapter.kind or "all", config.method.needs_reference
     training = partial(estimate, optimizer=config.optim.optimizer, checkpointing=config.optim.gradient_checkpointing)
-    need = training(shape, kind or "all", config.adapter, reference=compares, tokens=tokens)
+    need = training(shape_of(config.model, config.method.head), kind, config.adapter, reference=compares, tokens=tokens)
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda" if on_gpu else "cpu")
     width = compute_dtype(config.model, device).itemsize / 2  # the estimate assumes two bytes per value

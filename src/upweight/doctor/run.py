@@ -37,7 +37,13 @@ def check_run(folder: Path) -> list[Finding]:
         if state != "running" or (path / WHOLE).exists()  # else it is being written
     ]
     whole = next((step for step, _, reason in checkpoints if reason is None), None)
-    return [_state(rows, record, state, whole), *_damaged(checkpoints), *_health(rows)]
+    remedy = "remove it; a resume passes over it"
+    damaged = [
+        Finding("warning", "checkpoint", f"{path.name} is damaged: {reason}", remedy, {"step": step})
+        for step, path, reason in checkpoints
+        if reason is not None
+    ]
+    return [_state(rows, record, state, whole), *damaged, *_health(rows)]
 
 
 def _state(rows: list[dict[str, Any]], record: dict[str, Any], state: str, whole: int | None) -> Finding:
@@ -73,14 +79,6 @@ def _health(rows: list[dict[str, Any]]) -> Iterator[Finding]:
         yield Finding("alarm" if verdict.level == "alarm" else "warning", verdict.name, says, verdict.remedy, evidence)
     if not warnings:
         yield Finding("ok", "health", f"no health rule reports a problem in {len(rows)} logged rows")
-
-
-def _damaged(checkpoints: list[tuple[int, Path, str | None]]) -> Iterator[Finding]:
-    """Report every checkpoint that a resume would pass over."""
-    for step, path, reason in checkpoints:
-        if reason is not None:
-            remedy = "remove it; a resume passes over it"
-            yield Finding("warning", "checkpoint", f"{path.name} is damaged: {reason}", remedy, {"step": step})
 
 
 def _resume(whole: int | None) -> str:

@@ -1,5 +1,6 @@
 """The checkpoints of a run folder, read without torch: marked when complete, checked, located and set aside."""
 
+import hashlib
 import json
 import os
 import re
@@ -13,7 +14,6 @@ from upweight.files import write_text
 from upweight.log import logger
 
 WHOLE, DATA = "whole.json", "data.json"
-READ_BYTES = 1 << 24  # bytes
 
 
 def mark_whole(folder: Path) -> None:
@@ -60,19 +60,8 @@ def is_whole(folder: Path) -> bool:
 
 def checksum(path: Path) -> str:
     """Return a fast hash of a file's bytes, which are read in blocks."""
-    hasher = xxhash.xxh3_128()
     with path.open("rb", buffering=0) as file:
-        while block := file.read(READ_BYTES):
-            hasher.update(block)
-    return hasher.hexdigest()
-
-
-def data_digest_of(folder: Path) -> str | None:
-    """Return the hash of the training rows that a checkpoint was trained on; None where an earlier version wrote it."""
-    try:
-        return json.loads((folder / DATA).read_text(encoding="utf-8"))["train"]
-    except FileNotFoundError:
-        return None
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
 def step_of(folder: Path) -> int | None:

@@ -19,9 +19,7 @@ def this_machine() -> str:
 
 def unwritable_reason(folder: Path) -> str | None:
     """Return why a run's folder cannot be created or written to, or None if it can."""
-    existing = folder
-    while not existing.exists():
-        existing = existing.parent
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
     if not existing.is_dir():
         return f"{existing} is a file"
     return None if os.access(existing, os.W_OK | os.X_OK) else f"{existing} cannot be written to"

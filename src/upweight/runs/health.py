@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any, Literal
@@ -143,17 +143,14 @@ class Health:
             return
         window = list(takewhile(lambda known: known["step"] > step - rule.steps, reversed(rows)))
         window = window if len(window) >= min_rows else list(islice(reversed(rows), min_rows))
+        value_of = partial(self._holds, window=window, averaged=rule.averaged)
         before, _, after = first.metric.partition("*")
         for metric in metrics:
-            value = self._holds(metric, first, window, rule.averaged)
+            value = value_of(metric, first)
             same = metric[len(before) : len(metric) - len(after)] if after else ""  # what `*` stands for
-            if value is not None and all(
-                any(
-                    self._holds(other, sign, window, rule.averaged) is not None
-                    for other in _matching_metrics(sign.metric.replace("*", same), row)
-                )
-                for sign in others
-            ):
+            needed = [(sign, _matching_metrics(sign.metric.replace("*", same), row)) for sign in others]
+            held = (any(value_of(name, sign) is not None for name in names) for sign, names in needed)
+            if value is not None and all(held):
                 covered = max(rule.steps, step - window[-1]["step"] + 1)
                 evidence = (step, metric, value, first.relation, first.threshold, covered)
                 yield Verdict(rule.name, rule.level, *evidence, rule.meaning, rule.remedy)

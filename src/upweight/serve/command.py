@@ -1,4 +1,4 @@
-"""Builds the command line and environment of a vLLM OpenAI server from a config; which adapters it can load."""
+"""Builds the command line and environment of a vLLM OpenAI server from a config."""
 
 import json
 import re
@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from upweight.config import Config
-from upweight.config.rules.rollout import ONLY_MERGED
 from upweight.config.sections.model import AdapterSection
-from upweight.config.servers import LOOPBACK, adapter_alone, direct_transfer, not_for_vllm
+from upweight.config.servers import LOOPBACK, adapter_alone, direct_transfer
 from upweight.errors import UserError
 from upweight.log import warn_once
 
@@ -36,27 +35,22 @@ class Command:
 def serve_command(config: Config, *, python: str = sys.executable) -> Command:
     """Return the server command for training with `config`; `python` is the interpreter that has vLLM."""
     # The module and not the `vllm` script, which fails for vLLM's CPU packages because they have another name.
-    argv = [python, "-m", "vllm.entrypoints.openai.api_server"]
-    for flag, value in _flags(config):
-        argv += [flag] if value is None else [flag, value]
-    return Command(tuple(argv), _environment(config))
+    return Command((python, "-m", "vllm.entrypoints.openai.api_server", *_arguments(config)), _environment(config))
 
 
-def warnings_of(config: Config, version: str) -> list[str]:
-    """Return warnings to show before the server starts."""
-    messages = []
+def warnings_of(config: Config, version: str) -> Iterator[str]:
+    """Yield warnings to show before the server starts."""
     if config.vllm.host not in LOOPBACK:
         exposed = f"{config.vllm.host} can be reached from elsewhere, and routes that change weights are not protected"
-        messages.append(f"vllm.host: {exposed}; use 127.0.0.1, or a network that only you can reach")
+        yield f"vllm.host: {exposed}; use 127.0.0.1, or a network that only you can reach"
     if direct_transfer(config) == "ipc" and version.startswith("0.26"):
-        messages.append("vLLM 0.26 does not start with trl.vllm_weight_transfer: ipc unless ray is installed beside it")
+        yield "vLLM 0.26 does not start with trl.vllm_weight_transfer: ipc unless ray is installed beside it"
     if not any(version == known or version.startswith(f"{known}.") for known in TESTED_VLLM):
-        messages.append(f"vLLM {version} is not tested; {' and '.join(TESTED_VLLM)} are")
-    return messages
+        yield f"vLLM {version} is not tested; {' and '.join(TESTED_VLLM)} are"
 
 
-def _flags(config: Config) -> Iterator[tuple[str, str | None]]:
-    """Yield flags with their values; None for flags without one."""
+def _arguments(config: Config) -> Iterator[str]:
+    """Yield the arguments of the server: flags, each followed by its value if it takes one."""
     model, vllm = config.model, config.vllm
     if model.base_model is None:
         raise UserError("base_model: missing. Name the model to serve: a hub id or a folder.")
@@ -79,25 +73,25 @@ def _flags(config: Config) -> Iterator[tuple[str, str | None]]:
         "--logprobs-mode": "processed_logprobs",
         "--generation-config": "vllm",
     }
-    yield from ((flag, str(value)) for flag, value in values.items() if value is not None)
+    for flag, value in values.items():
+        if value is not None:
+            yield from (flag, str(value))
     switches = {
         "--trust-remote-code": model.trust_remote_code,
         "--enforce-eager": vllm.enforce_eager,
         "--enable-prefix-caching": vllm.prefix_caching is True,
         "--no-enable-prefix-caching": vllm.prefix_caching is False,
     }
-    yield from ((flag, None) for flag, is_on in switches.items() if is_on)
+    yield from (flag for flag, is_on in switches.items() if is_on)
     by_agents = config.gym.enabled and config.gym.multi_turn
     if vllm.tool_call_parser is not None or by_agents:
-        yield "--enable-auto-tool-choice", None
-        yield "--tool-call-parser", vllm.tool_call_parser or AGENTS_PARSER
+        yield from ("--enable-auto-tool-choice", "--tool-call-parser", vllm.tool_call_parser or AGENTS_PARSER)
     if adapter_alone(config.adapter, config.rollout.lora_sync):
-        yield "--enable-lora", None
-        yield "--max-lora-rank", str(allowed_rank(vllm.max_lora_rank or largest_rank(config.adapter)))
-        yield "--max-loras", str(LIVE_ADAPTERS)
-        yield "--max-cpu-loras", str(KEPT_ADAPTERS)
+        rank = allowed_rank(vllm.max_lora_rank or largest_rank(config.adapter))
+        yield from ("--enable-lora", "--max-lora-rank", str(rank))
+        yield from ("--max-loras", str(LIVE_ADAPTERS), "--max-cpu-loras", str(KEPT_ADAPTERS))
     elif (way := direct_transfer(config)) is not None:
-        yield "--weight-transfer-config", json.dumps({"backend": way})
+        yield from ("--weight-transfer-config", json.dumps({"backend": way}))
 
 
 def _environment(config: Config) -> dict[str, str]:
@@ -131,13 +125,3 @@ def largest_rank(section: AdapterSection) -> int:
         stored: dict[str, Any] = json.loads(adapter_config.read_text(encoding="utf-8"))
         return max([int(stored["r"]), *map(int, (stored.get("rank_pattern") or {}).values())])
     return max([section.rank, *section.rank_pattern.values()])
-
-
-def syncs_adapter_only(
-    lora_sync: bool | None, *, dora: bool, modules_to_save: object, target_parameters: object, bias: bool = False
-) -> bool:
-    """Return whether an adapter is synced without merging: `lora_sync` allows it and vLLM can load it."""
-    key = not_for_vllm(dora=dora, bias=bias, modules_to_save=modules_to_save, target_parameters=target_parameters)
-    if lora_sync and key is not None:
-        raise UserError(f"{key}: {ONLY_MERGED}.")
-    return lora_sync is not False and key is None

@@ -12,7 +12,7 @@ from upweight.runs.report.run import RunReader, folders_of
 
 
 def read(folder):
-    return RunReader(folder, "it").read()
+    return RunReader(folder).read("it")
 
 
 def test_a_finished_run(tmp_path):

@@ -37,7 +37,7 @@ def dpo(folder, **config):
 
 
 def read(folder):
-    return RunReader(folder / "out", "out").read()
+    return RunReader(folder / "out").read("out")
 
 
 def test_a_preference_script_leaves_what_the_report_shows(folder):

@@ -14,11 +14,12 @@ from peft import LoraConfig, PeftModel
 from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
+from upweight.config.rules.rollout import ONLY_MERGED
+from upweight.config.servers import not_for_vllm
 from upweight.errors import UserError
 from upweight.files import atomic_path
 from upweight.models.export import refuse_unmergeable, write_unmerged, write_weights
 from upweight.rollout.vllm.client import RequestFailed, RequestRefused, VllmClient
-from upweight.serve.command import syncs_adapter_only
 
 
 @dataclass(eq=False)
@@ -120,13 +121,15 @@ def transport_for(
     config = model.peft_config[model.active_adapters[0]]
     if not isinstance(config, LoraConfig):
         raise UserError(f"adapter: only LoRA can be sent to a vLLM server, not {type(config).__name__}.")
-    if syncs_adapter_only(
-        lora_sync,
+    unloadable = not_for_vllm(
         dora=config.use_dora,
         bias=config.bias != "none" or config.lora_bias,
         modules_to_save=config.modules_to_save,
         target_parameters=config.target_parameters,
-    ):
+    )
+    if lora_sync and unloadable is not None:
+        raise UserError(f"{unloadable}: {ONLY_MERGED}.")
+    if lora_sync is not False and unloadable is None:
         return AdapterTransport()
     refuse_unmergeable(model)
     return WeightTransport(dtype, base)

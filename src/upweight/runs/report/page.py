@@ -34,11 +34,9 @@ class PageReader:
     def read(self, *, live: bool = False) -> dict[str, Any]:
         """Return the data of the page."""
         parts = [part for folder in self.folders for part in folders_of(folder)]
-        names, runs = _names(parts), []
-        for part, name in zip(parts, names, strict=True):
-            reader = self.readers.setdefault(part, RunReader(part, name))
-            reader.name = name
-            runs.append(reader.read())
+        readers = [self.readers.setdefault(part, RunReader(part)) for part in parts]
+        names = _names(parts)
+        runs = [reader.read(name) for reader, name in zip(readers, names, strict=True)]
         trained, evaluated = ([name for run in runs for name in run[kind]] for kind in ("metrics", "evaluated"))
         return {
             "title": _names(self.folders)[0] if len(self.folders) == 1 else " and ".join(names),

@@ -25,13 +25,13 @@ TIMES = "\u00d7"
 class RunReader:
     """Reads a run folder, repeatedly while the run trains."""
 
-    def __init__(self, folder: Path, name: str) -> None:
-        self.folder, self.name = folder, name
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
         self.metrics, self.health = JsonLines(folder / METRICS), JsonLines(folder / HEALTH)
         self.written = CompletionsReader(folder)
 
-    def read(self) -> dict[str, Any]:
-        """Return the present state of the run as plain values."""
+    def read(self, name: str) -> dict[str, Any]:
+        """Return the present state of the run as plain values; `name` is its name on the page."""
         rows, record = self.metrics.read(), read_json(self.folder / RECORD)
         config = self._config(record)
         steps, values = columns(rows, evaluation=False)
@@ -46,7 +46,7 @@ class RunReader:
         if self.metrics.unreadable:
             notes.append(f"{self.metrics.unreadable} lines of {METRICS} could not be read.")
         return {
-            "name": self.name,
+            "name": name,
             "folder": str(self.folder),
             "method": method,
             "online": str(config.get("rl", "")) in ONLINE or "reward" in values,

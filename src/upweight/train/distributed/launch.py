@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from upweight.errors import UserError
 from upweight.files import write_text
@@ -21,7 +21,7 @@ MESSAGE_FOLDER = "UPWEIGHT_LAUNCHER"  # folder where a rank writes an error for 
 POLL_SECONDS = 0.1
 STOPPED_SECONDS = 30.0  # that a rank may be stopped, while the others wait for it
 GO_ON = "go on from its last checkpoint with --resume"
-Launcher = Literal["torchrun", "accelerate", "none"]
+LAUNCHERS = ("torchrun", "accelerate", "none")
 
 
 def is_rank() -> bool:
@@ -34,7 +34,7 @@ class Start:
     """How ranks are started; `extra` arguments go to torchrun or accelerate."""
 
     processes: int | None = None  # on this machine; None: one for each GPU
-    launcher: Launcher | None = None
+    launcher: str | None = None  # one of `LAUNCHERS`; None: ours
     nodes: int = 1
     node_rank: int = 0
     address: str | None = None  # of the first node
@@ -42,6 +42,8 @@ class Start:
     extra: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        if self.launcher not in (None, *LAUNCHERS):
+            raise UserError(f"--launcher {self.launcher}: is one of {', '.join(LAUNCHERS)}.")
         if self.nodes > 1 and self.address is None:
             raise UserError("--nodes: the ranks of several machines need a place to meet; add --master-address.")
         if self.node_rank >= self.nodes:

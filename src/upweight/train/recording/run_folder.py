@@ -1,6 +1,7 @@
 """The run folder: the resolved config, what a resumed run may change of it, and the record of a training."""
 
 import dataclasses
+import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +18,7 @@ from upweight.config.sections.run import RunSection, TrackingSection
 from upweight.errors import UserError
 from upweight.files import write_text
 from upweight.log import warn_once
-from upweight.runs.checkpoints import data_digest_of
+from upweight.runs.checkpoints import DATA
 from upweight.runs.files import CONFIG
 from upweight.runs.record import about, recorded
 from upweight.settings import Section, keys_of
@@ -72,7 +73,8 @@ def refuse_other_weights(changed: Iterable[str], checkpoint: Path | None, schedu
 
 def require_same_data(checkpoint: Path, data_digest: Callable[[], str], *, allowed: bool) -> None:
     """Raise on all ranks where the training rows are not those of the checkpoint, unless that is allowed."""
-    before = data_digest_of(checkpoint)
+    stored = checkpoint / DATA  # which earlier versions did not write
+    before = json.loads(stored.read_text(encoding="utf-8"))["train"] if stored.exists() else None
     if before is None:
         warn_once(f"{checkpoint} holds no hash of its data; whether the data changed is not checked")
     elif not allowed and not broadcast_from_rank0(PartialState().is_main_process and before == data_digest()):
