@@ -2,6 +2,8 @@
 
 from typing import TYPE_CHECKING, Any
 
+from upweight.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from upweight.data.row_helpers import (
         apply_chat_template,
@@ -37,7 +39,6 @@ if TYPE_CHECKING:
         SFTTrainer,
     )
 
-__version__ = "0.1.0"
 __all__ = [
     "CPOConfig", "CPOTrainer", "DPOConfig", "DPOTrainer", "GRPOConfig", "GRPOTrainer", "KTOConfig", "KTOTrainer",
     "ORPOConfig", "ORPOTrainer", "PRMConfig", "PRMTrainer", "RLOOConfig", "RLOOTrainer", "RewardConfig",

@@ -317,7 +317,7 @@ def schema(as_markdown: Annotated[bool, typer.Option("--markdown", help="Print i
 def root(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
     """Train language models from feedback, driven by one YAML file."""
     if version:
-        from upweight import __version__
+        from upweight.version import __version__
 
         print(__version__)
         raise typer.Exit

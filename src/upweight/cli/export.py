@@ -38,13 +38,13 @@ def run_gguf(config_or_folder: str, overrides: list[str], *, output: Path | None
     converter = _converter()
     exported = trained(config_or_folder, overrides)
     # In a separate folder: transformers would read a file beside an adapter as the adapter's.
-    target = output or (exported.adapter or _folder(exported)) / "gguf" / f"model-{kind}.gguf"
+    target = output or (exported.adapter or _model_folder(exported)) / "gguf" / f"model-{kind}.gguf"
     if target.exists():
         raise UserError(f"{target} is there already; remove it, or name another file with --output")
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".gguf-") as scratch:
         if exported.adapter is None:
-            source = _folder(exported)
+            source = _model_folder(exported)
         else:
             source = Path(scratch) / "merged"
             merge_adapter(AdapterFolder(exported.model, exported.adapter), source)
@@ -70,7 +70,7 @@ def _converter() -> list[str]:
     raise UserError(f"GGUF files are written by llama.cpp's {CONVERTER}, which is not on the path. {remedy}")
 
 
-def _folder(exported: Trained) -> Path:
+def _model_folder(exported: Trained) -> Path:
     """The folder of a whole model."""
     folder = Path(exported.model.base_model or "").expanduser()
     if exported.model.gguf_file is not None or not folder.is_dir():

@@ -32,7 +32,7 @@ def parse_stages(
         try:
             configs.append(parse(whole))
         except UserError as error:
-            errors += [_placed(line, number, stage, common) for line in str(error).splitlines()]
+            errors += [_with_stage_prefix(line, number, stage, common) for line in str(error).splitlines()]
     errors += _misfits(stages, configs) if not errors else []
     if errors:
         raise UserError("\n".join(dict.fromkeys(errors)))
@@ -81,7 +81,7 @@ def _drop(whole: dict[Any, Any], stage: dict[Any, Any], path: str) -> None:
         merged.pop(name, None)
 
 
-def _placed(line: str, number: int, stage: dict[Any, Any], common: dict[Any, Any]) -> str:
+def _with_stage_prefix(line: str, number: int, stage: dict[Any, Any], common: dict[Any, Any]) -> str:
     """Prefix an error with its stage, unless it is about a key that all stages share."""
     path = re.split(r"[:,]", line, maxsplit=1)[0]
     root, _, rest = path.partition(".")

@@ -16,7 +16,6 @@ import transformers
 from datasets import Dataset
 from numpy.typing import NDArray
 
-from upweight import __version__
 from upweight.config import Config, view
 from upweight.config.config import general_keys
 from upweight.data import cache
@@ -30,12 +29,13 @@ from upweight.heartbeat import activity, progressed
 from upweight.log import logger
 from upweight.methods.base import Method
 from upweight.runs.checkpoints import is_whole
+from upweight.version import __version__
 
 # Data settings that change how the work is done and not what comes out.
-WITHOUT_EFFECT = {
+NOT_SHAPING = {
     "prepared_path", "skip_prepare", "processes", "in_memory", "workers", "prefetch", "drop_last", "template_timeout",
 }  # fmt: skip
-REPEATED = "repeats an earlier row (dataset_exact_deduplication)"
+REPEATED_ROW = "repeats an earlier row (dataset_exact_deduplication)"
 
 
 class Entry(NamedTuple):
@@ -47,7 +47,7 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True)
 class Prepared:
-    """Rows ready for training, what evaluates it, and the report on both."""
+    """Rows for training and for evaluation, and the report on both."""
 
     train: Dataset
     evaluation: Dataset | None
@@ -91,31 +91,6 @@ def _entry(config: Config, tokenizer: Any, opened: DatasetEntry, number: int) ->
     return Entry(opened, build_encoder(config.data, config.method, opened.entry, number, tokenizer, *of_config))
 
 
-def require_both_labels(rows: Dataset, method: Method, first: Callable[[], str]) -> None:
-    """Raise a UserError if all rows have the same label, unless the other label has weight 0; `first` names a row."""
-    weights = method.label_weights
-    if weights is None or not len(rows):
-        return
-    labels = pc.call_function("unique", [rows.with_format("arrow")["label"]]).to_pylist()
-    missing = {True, False} - set(labels)
-    if missing and all(weights[label] > 0 for label in missing):
-        key = "kto_undesirable_weight" if labels[0] else "kto_desirable_weight"
-        problem = f"it and all other rows ({len(rows)}) are labelled {str(labels[0]).lower()}; KTO compares both labels"
-        remedy = f"Add rows with the other label, or set '{key}: 0' to train on one."
-        raise UserError(f"{first()}, 'label': {problem}. {remedy}")
-
-
-def longest_of(*prepared: Dataset | None) -> int:
-    """Tokens of the longest sequence in prepared rows."""
-    lengths = [0]
-    for rows in [part for part in prepared if part is not None]:
-        names = [name for name in rows.data.column_names if name == "ids" or name.endswith("_ids")]
-        sizes = {name: pc.call_function("list_value_length", [rows.data.column(name)]).to_numpy() for name in names}
-        prompt = sizes.pop("prompt_ids", np.zeros(1, np.int64))
-        lengths += [int(np.nanmax(prompt + size)) for size in sizes.values() or [0]]
-    return max(lengths)
-
-
 def _cached(config: Config, tokenizer: Any, entries: tuple[Entry, ...], *, trains: bool) -> Prepared:
     data = config.data
     folder = Path(data.prepared_path).expanduser() / cache.digest(_shaped_by(config, tokenizer, entries))
@@ -131,33 +106,6 @@ def _cached(config: Config, tokenizer: Any, entries: tuple[Entry, ...], *, train
     return prepared
 
 
-def _read_from(entries: tuple[Entry, ...], folder: Path, *, in_memory: bool, cached: bool = False) -> Prepared:
-    """What `_build` wrote to a folder."""
-    saved = json.loads((folder / "report.json").read_text(encoding="utf-8"))
-    report = REPORT_JSON.validate_python({**saved["report"], "cached": cached})
-
-    def rows(file: Path) -> Dataset:
-        return with_columns(Dataset.from_file(str(file), in_memory=in_memory), saved["columns"])
-
-    train, evaluation = rows(folder / "train.arrow").select(np.load(folder / "order.npy")), folder / "eval.arrow"
-    return Prepared(train, rows(evaluation) if evaluation.exists() else None, report, folder, entries)
-
-
-def jobs_of(config: Config, entries: Sequence[Entry]) -> list[EncodeJob]:
-    """Which rows are trained on and which are held out, entry by entry; training first."""
-    train = [entry for entry in entries if not entry.opened.evaluation]
-    rows, count = [entry.opened.rows() for entry in train], config.data.shard_count
-    if count is not None:  # every n-th row over all entries
-        firsts = config.data.shard_index - np.cumsum([0, *map(len, rows)])
-        rows = [part.select(slice(first % count, None, count)) for part, first in zip(rows, firsts, strict=False)]
-    held_out = _held_out(config, [len(part) for part in rows])
-    parts = list(zip(train, rows, held_out, strict=True))
-    jobs = [_job(config, entry, part.select(~mask), evaluation=False) for entry, part, mask in parts]
-    jobs += [_job(config, entry, part.select(mask), evaluation=True) for entry, part, mask in parts if mask.any()]
-    others = [entry for entry in entries if entry.opened.evaluation]
-    return jobs + [_job(config, entry, entry.opened.rows(), evaluation=True) for entry in others]
-
-
 def _shaped_by(config: Config, tokenizer: Any, entries: Sequence[Entry]) -> dict[str, Any]:
     """Everything that the prepared rows depend on."""
     parts = [(entry.opened, entry.encoder.source_text) for entry in entries]
@@ -166,7 +114,7 @@ def _shaped_by(config: Config, tokenizer: Any, entries: Sequence[Entry]) -> dict
         "method": [config.method.name, config.method.data, config.method.strided],
         "classes": config.model.num_labels,
         "seed": config.optim.seed,
-        "data": config.data.model_dump(mode="json", exclude=WITHOUT_EFFECT),
+        "data": config.data.model_dump(mode="json", exclude=NOT_SHAPING),
         "tokenizer": cache.tokenizer_digest(tokenizer),
         "entries": [[opened.identity(), text, opened.entry.model_dump(mode="json")] for opened, text in parts],
     }
@@ -174,27 +122,9 @@ def _shaped_by(config: Config, tokenizer: Any, entries: Sequence[Entry]) -> dict
         # A transform may act on any key that was set, but for those of outputs and of ways of working.
         keys = general_keys().items()
         unseen = {path for path, (section, _) in keys if section in ("run", "tracking")}
-        unseen |= {path for path, (section, key) in keys if section == "data" and key.name in WITHOUT_EFFECT}
+        unseen |= {path for path, (section, key) in keys if section == "data" and key.name in NOT_SHAPING}
         shape["keys"] = {path: value for path, value in config.set_keys.items() if path not in unseen}
     return shape
-
-
-def _held_out(config: Config, lengths: Sequence[int]) -> list[NDArray[np.bool_]]:
-    """A mask over each training entry's rows: True where `val_set_size` holds the row out."""
-    size, total = config.data.val_set_size, sum(lengths)
-    count = min(max(round(size * total), 1), total) if 0 < size < 1 else int(size)
-    if count and count >= total:
-        raise UserError(f"val_set_size: {count} of {total} rows would be held out and none left to train on.")
-    mask = np.zeros(total, bool)
-    mask[np.random.default_rng(config.optim.seed).permutation(total)[:count]] = True
-    return np.split(mask, np.cumsum(lengths)[:-1])
-
-
-def _job(config: Config, entry: Entry, rows: RowSelection, *, evaluation: bool) -> EncodeJob:
-    rules = config.data
-    if evaluation and rules.eval_sequence_len:
-        rules = rules.model_copy(update={"sequence_len": rules.eval_sequence_len})
-    return EncodeJob(entry.opened.where, evaluation, rows, entry.encoder, rules)
 
 
 def _build(config: Config, entries: Sequence[Entry], target: Path) -> None:
@@ -217,6 +147,39 @@ def _build(config: Config, entries: Sequence[Entry], target: Path) -> None:
             bar.update(task, advance=chunk.rows)
             progressed()
     work.finish(time.perf_counter() - started)
+
+
+def jobs_of(config: Config, entries: Sequence[Entry]) -> list[EncodeJob]:
+    """Which rows are trained on and which are held out, entry by entry; training first."""
+    train = [entry for entry in entries if not entry.opened.evaluation]
+    rows, count = [entry.opened.rows() for entry in train], config.data.shard_count
+    if count is not None:  # every n-th row over all entries
+        firsts = config.data.shard_index - np.cumsum([0, *map(len, rows)])
+        rows = [part.select(slice(first % count, None, count)) for part, first in zip(rows, firsts, strict=False)]
+    held_out = _held_out(config, [len(part) for part in rows])
+    parts = list(zip(train, rows, held_out, strict=True))
+    jobs = [_job(config, entry, part.select(~mask), evaluation=False) for entry, part, mask in parts]
+    jobs += [_job(config, entry, part.select(mask), evaluation=True) for entry, part, mask in parts if mask.any()]
+    others = [entry for entry in entries if entry.opened.evaluation]
+    return jobs + [_job(config, entry, entry.opened.rows(), evaluation=True) for entry in others]
+
+
+def _held_out(config: Config, lengths: Sequence[int]) -> list[NDArray[np.bool_]]:
+    """A mask over each training entry's rows: True where `val_set_size` holds the row out."""
+    size, total = config.data.val_set_size, sum(lengths)
+    count = min(max(round(size * total), 1), total) if 0 < size < 1 else int(size)
+    if count and count >= total:
+        raise UserError(f"val_set_size: {count} of {total} rows would be held out and none left to train on.")
+    mask = np.zeros(total, bool)
+    mask[np.random.default_rng(config.optim.seed).permutation(total)[:count]] = True
+    return np.split(mask, np.cumsum(lengths)[:-1])
+
+
+def _job(config: Config, entry: Entry, rows: RowSelection, *, evaluation: bool) -> EncodeJob:
+    rules = config.data
+    if evaluation and rules.eval_sequence_len:
+        rules = rules.model_copy(update={"sequence_len": rules.eval_sequence_len})
+    return EncodeJob(entry.opened.where, evaluation, rows, entry.encoder, rules)
 
 
 class _Builder:
@@ -244,7 +207,7 @@ class _Builder:
             for digest in chunk.digests:
                 fresh.append(digest not in self.seen)
                 self.seen.add(digest)
-            part.dropped += Counter({REPEATED: fresh.count(False)})
+            part.dropped += Counter({REPEATED_ROW: fresh.count(False)})
             batch, origin = batch.filter(pa.array(fresh)), origin[np.array(fresh)]
         part.kept += len(batch)
         self.writers["eval" if part.evaluation else "train"].write_batch(batch)
@@ -281,6 +244,43 @@ def _order(config: Config, kept: Sequence[int]) -> NDArray[np.int64]:
     if data.shuffle_before_merging:
         order = np.concatenate([random.permutation(part) for part in np.split(order, np.cumsum(kept)[:-1])])
     return random.permutation(order) if data.shuffle_merged and not data.curriculum else order
+
+
+def _read_from(entries: tuple[Entry, ...], folder: Path, *, in_memory: bool, cached: bool = False) -> Prepared:
+    """What `_build` wrote to a folder."""
+    saved = json.loads((folder / "report.json").read_text(encoding="utf-8"))
+    report = REPORT_JSON.validate_python({**saved["report"], "cached": cached})
+
+    def rows(file: Path) -> Dataset:
+        return with_columns(Dataset.from_file(str(file), in_memory=in_memory), saved["columns"])
+
+    train, evaluation = rows(folder / "train.arrow").select(np.load(folder / "order.npy")), folder / "eval.arrow"
+    return Prepared(train, rows(evaluation) if evaluation.exists() else None, report, folder, entries)
+
+
+def require_both_labels(rows: Dataset, method: Method, first: Callable[[], str]) -> None:
+    """Raise a UserError if all rows have the same label, unless the other label has weight 0; `first` names a row."""
+    weights = method.label_weights
+    if weights is None or not len(rows):
+        return
+    labels = pc.call_function("unique", [rows.with_format("arrow")["label"]]).to_pylist()
+    missing = {True, False} - set(labels)
+    if missing and all(weights[label] > 0 for label in missing):
+        key = "kto_undesirable_weight" if labels[0] else "kto_desirable_weight"
+        problem = f"it and all other rows ({len(rows)}) are labelled {str(labels[0]).lower()}; KTO compares both labels"
+        remedy = f"Add rows with the other label, or set '{key}: 0' to train on one."
+        raise UserError(f"{first()}, 'label': {problem}. {remedy}")
+
+
+def longest_of(*prepared: Dataset | None) -> int:
+    """Tokens of the longest sequence in prepared rows."""
+    lengths = [0]
+    for rows in [part for part in prepared if part is not None]:
+        names = [name for name in rows.data.column_names if name == "ids" or name.endswith("_ids")]
+        sizes = {name: pc.call_function("list_value_length", [rows.data.column(name)]).to_numpy() for name in names}
+        prompt = sizes.pop("prompt_ids", np.zeros(1, np.int64))
+        lengths += [int(np.nanmax(prompt + size)) for size in sizes.values() or [0]]
+    return max(lengths)
 
 
 def shown_rows(config: Config, prepared: Prepared, count: int, *, tokens: bool) -> Iterator[dict[str, Any]]:

@@ -56,7 +56,7 @@ def check_config(config: Config) -> list[Finding]:
             findings += [dataclasses.replace(item, what=f"{name}: {item.what}") for item in check_config(checked)]
         return findings
     state = CheckState(config)
-    for check in (_keys, _memory, _data, _rewards, _environment, _server, _output_dir):
+    for check in (_keys, _memory, _data, _rewards, _check_environment, _server, _output_dir):
         try:
             findings += check(state)
         except UserError as error:
@@ -148,7 +148,7 @@ def _rewards(state: CheckState) -> Iterator[Finding]:
         yield Finding("ok", "rewards", ", ".join([*(reward.name for reward in rewards), *models]))
 
 
-def _environment(state: CheckState) -> Iterator[Finding]:
+def _check_environment(state: CheckState) -> Iterator[Finding]:
     """Check that the environment's servers answer, or can be started."""
     config = state.config
     if not config.method.online or not (config.gym.enabled or config.environment.kind == "openenv"):

@@ -70,6 +70,10 @@ class Scorer(AbstractContextManager["Scorer"]):
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def renewed(self) -> "Scorer":
+        """Return a scorer of the same rewards with processes of its own, for use after `close`."""
+        return Scorer(self.rewards, workers=self.num_workers, timeout=self.timeout)
+
     def submit(self, call: RewardCall) -> "Future[RewardResult]":
         """Start scoring; calls run in submission order, and several may be pending."""
         return self._start(call, in_pool=True)

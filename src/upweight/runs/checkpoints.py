@@ -38,7 +38,7 @@ def damage(folder: Path) -> str | None:
         match entry:
             case [int(size), str(expected)]:
                 pass
-            case int(size):  # earlier versions wrote sizes alone
+            case int(size):  # a checkpoint without checksums
                 expected = None
             case _:
                 return f"its {WHOLE} lists no files"
@@ -91,7 +91,7 @@ def refuse_damaged(folder: Path) -> None:
         if reason := damage(folder):
             raise UserError(f"{folder} is damaged: {reason}. Name another checkpoint.")
     elif step_of(folder) is not None:
-        logger.warning("warning: %s has no %s: an earlier version wrote it, or it was cut off", folder, WHOLE)
+        logger.warning("warning: %s has no %s: it was written without one, or cut off", folder, WHOLE)
 
 
 def named_checkpoint(path: str) -> Path:
@@ -116,10 +116,10 @@ def checkpoint_to_resume(resume_from: str | bool | Path | None, run_folder: Path
     folders = [folder for _, folder in checkpoints_of(run_folder)]
     if any((folder / WHOLE).exists() for folder in folders):
         checkpoint = last_whole_checkpoint(run_folder)
-    else:  # an earlier version marked none and wrote this file last
+    else:  # checkpoints without marks: this file is written last
         checkpoint = next((folder for folder in folders if (folder / "trainer_state.json").is_file()), None)
         if checkpoint is not None:
-            logger.warning("warning: %s has no %s: an earlier version wrote it, or it was cut off", checkpoint, WHOLE)
+            logger.warning("warning: %s has no %s: it was written without one, or cut off", checkpoint, WHOLE)
     if checkpoint is None:
         raise UserError(f"resume_from_checkpoint: {run_folder} has no whole checkpoint.")
     return checkpoint

@@ -6,7 +6,7 @@ import socket
 from pathlib import Path
 from typing import Any
 
-from upweight.runs.report.reading import JsonLines
+from upweight.runs.json_files import JsonLines
 
 METRICS, CONFIG, HEALTH, RECORD, REPORT = "metrics.jsonl", "config.yaml", "health.jsonl", "run.json", "report.html"
 COMPLETIONS = "completions"  # a folder

@@ -27,7 +27,7 @@ from upweight.runs.files import unwritable_reason
 from upweight.train.arguments import set_variables, step_size, training_arguments
 from upweight.train.distributed.fsdp import build_sharding
 from upweight.train.distributed.ranks import join_ranks, rank0_first, share_rows
-from upweight.train.loader import StepSampler
+from upweight.train.loader import StepBatchSampler
 from upweight.train.lr_groups import LrRule, lr_rules
 from upweight.train.objects import YAML_ONLY, Objects, Tokenizer
 from upweight.train.online.assemble import build_plan, build_rewards, build_rollouts
@@ -198,7 +198,7 @@ def _steps_per_epoch(config: Config, rows: int, ranks: int) -> int:
     ranks //= config.sharding.context_parallel_size
     if config.method.online:
         return build_plan(config, ranks).steps_per_epoch(rows)
-    sampler = StepSampler(rows, step_size(config) * ranks, 0, shuffle=False, drop_last=config.data.drop_last)
+    sampler = StepBatchSampler(rows, step_size(config) * ranks, 0, shuffle=False, drop_last=config.data.drop_last)
     return max(len(sampler), 1)
 
 

@@ -15,7 +15,7 @@ from upweight.types import Unit
 
 
 @dataclass(eq=False)
-class StepSampler(Sampler[list[int]]):
+class StepBatchSampler(Sampler[list[int]]):
     """Yields the row numbers of each optimizer step, the same on every rank, so that all ranks plan alike."""
 
     rows: int
@@ -49,7 +49,7 @@ def _collate(rows: Sequence[Mapping[str, Any]], method: Method, *, compare: bool
     return {"units": units_of(rows, method, compare=compare)}
 
 
-def step_loader(rows: Any, method: Method, sampler: StepSampler, **options: Any) -> DataLoader[Any]:
+def step_loader(rows: Any, method: Method, sampler: StepBatchSampler, **options: Any) -> DataLoader[Any]:
     """Return a loader of whole steps; each rank picks its share of every step."""
     # In shuffled rows, two completions of one prompt are rarely in the same step.
     collate = partial(_collate, method=method, compare=not sampler.shuffle)

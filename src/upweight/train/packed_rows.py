@@ -21,7 +21,7 @@ class PackedRow:
     temperature: float = 1.0
 
     @property
-    def real(self) -> bool:
+    def has_units(self) -> bool:
         return bool(self.units)
 
 
@@ -42,11 +42,11 @@ class RowPacker:
     def rows(self, units: Sequence[Unit], token_budget: int) -> list[PackedRow]:
         """Return this rank's packed rows; every rank has the same number, of which some are empty."""
         # Demonstrations are packed apart: they were not sampled, so their temperature is 1.
-        shown = [self.method.online and unit.samples[0].label == DEMONSTRATION for unit in units]
+        marks = [self.method.online and unit.samples[0].label == DEMONSTRATION for unit in units]
         rows: list[PackedRow] = []
         self.largest = 0
-        for kind, temperature in ((False, self.temperature), (True, 1.0)):
-            numbers = [number for number, is_shown in enumerate(shown) if is_shown == kind]
+        for demonstrations, temperature in ((False, self.temperature), (True, 1.0)):
+            numbers = [number for number, mark in enumerate(marks) if mark == demonstrations]
             chosen = [units[number] for number in numbers]
             plan = plan_rows(chosen, token_budget, self.shares, self.engine.layout)
             if chosen:  # the first rank's first row is the largest

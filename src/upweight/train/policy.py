@@ -152,11 +152,11 @@ def make_policy(
     if sharding == "none" and getattr(model, "hf_device_map", None) is None:
         nn.Module.to(model, device)
     copies = set_up_precision(model, dtype, sharding=sharding, pure=section.pure_bf16)
-    install = partial(Engine, layout=section.layout, longest=longest, context=context)
-    engine = install(model)
+    attach_engine = partial(Engine, layout=section.layout, longest=longest, context=context)
+    engine = attach_engine(model)
     precomputed, load = method.precomputes_reference, None
     if separate_reference is not None:
-        load = partial(_load_separate, separate_reference, device, install)
+        load = partial(_load_separate, separate_reference, device, attach_engine)
     reference = None if precomputed else _reference(model, method, dtype, load, offload=optim.reference_offloading)
     if optim.neftune_alpha is not None:
         add_noise(model, optim.neftune_alpha)
@@ -175,11 +175,11 @@ def make_policy(
     )
 
 
-def _load_separate(load: LoadModel, device: torch.device, install: Callable[[nn.Module], Engine]) -> nn.Module:
+def _load_separate(load: LoadModel, device: torch.device, attach_engine: Callable[[nn.Module], Engine]) -> nn.Module:
     """Load a reference model that is not the policy, on the device, with an engine."""
     model = load()
     nn.Module.to(model, device)
-    install(model)
+    attach_engine(model)
     return model
 
 

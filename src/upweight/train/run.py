@@ -1,9 +1,10 @@
 """A run from its config to its result, in reading order: read this file first.
 
-`train` calls `assemble`, which builds the parts of the trainer: tokenizer, rows, rewards, policy, rollouts. The loop is
-transformers' Trainer (`trainer.py`). One item of its loader holds the samples of one optimizer step (`loader.py`, or
-`online/feed.py` for online methods). `step.py` forwards them in packed rows (`packed_rows.py`) and computes the loss of
-the method and its gradients. The callbacks that log and save are in `recording/`.
+`config/load.py` has read the YAML. `train` calls `assemble`, which builds the parts of the trainer: tokenizer, rows
+(`data/prepare.py`), rewards, policy, rollouts. The loop is transformers' Trainer (`trainer.py`). One item of its loader
+holds the samples of one optimizer step: `loader.py`, or for online methods `online/feed.py`, whose rollouts come from
+`rollout/producer.py` and whose rewards from `rewards/scorer.py`. `step.py` forwards them in packed rows, and computes
+the loss of the method and its gradients. The callbacks that log and save are in `recording/`.
 """
 
 import os

@@ -84,8 +84,51 @@ class StepRunner:
             parts = {"forwarded_share": (len(forwarded), len(units)), "skipped_zero_adv_batches": (not forwarded, 1)}
             for name, part in parts.items():
                 self.meters.add({name: Mean(*torch.tensor(part, dtype=torch.float64).to(self.accelerator.device))})
-        self.tokens += sum(row.batch.ids_BN.numel() for row in rows if row.real and self._reports)
+        self.tokens += sum(row.batch.ids_BN.numel() for row in rows if row.has_units and self._reports)
         return total
+
+    def _counts(self, units: Sequence[Unit], known: Mapping[str, float]) -> dict[str, Tensor]:
+        """Return the counts of the whole step, which every rank holds."""
+        counts = self.method.count(count_batch(units, self.method.head == "tokens"))
+        counts |= {name: torch.tensor(float(known[name])) for name in counts if name in known}
+        return dict(zip(counts, torch.stack(list(counts.values())).to(self.accelerator.device).unbind(), strict=True))
+
+    def _prepare(self, model: nn.Module, rows: Sequence[PackedRow]) -> tuple[list[Tensor | None], dict[str, Tensor]]:
+        """Return each row's reference log-probs, if computed, and what the method prepares from the whole step."""
+        if not self.method.needs_preparation:
+            return [None] * len(rows), {}
+        collected: dict[str, list[Tensor]] = {}
+        ref_logps: list[Tensor | None] = []
+        with torch.no_grad():
+            for row in rows:
+                out = self._outputs(model, row, None)
+                ref_logps.append(out.ref_logps_T)
+                if row.has_units:
+                    for name, values in self.method.collect(out, row.batch).items():
+                        collected.setdefault(name, []).append(values.float())
+        return ref_logps, self.method.prepare(self._join(collected))
+
+    def _outputs(self, model: nn.Module, row: PackedRow, ref_logps_T: Tensor | None) -> Outputs:
+        """Return the policy's outputs of a row with the reference log-probs."""
+        batch = row.batch
+        known = batch.ref_logps_T if batch.ref_logps_T is not None else ref_logps_T
+        if known is None and self.reference is not None:
+            with torch.no_grad(), self.reference.use(model) as reference:
+                known = self.engine(reference, batch, temperature=row.temperature).logps_T
+        out = self.engine(model, batch, self.method.statistics, temperature=row.temperature)
+        return out if known is None else dataclasses.replace(out, ref_logps_T=known)
+
+    def _row_loss(
+        self, out: Outputs, row: PackedRow, counts: dict[str, Tensor], prepared: dict[str, Tensor]
+    ) -> tuple[Tensor, Metrics]:
+        """Return this row's part of the loss, times the number of ranks, which average gradients; and its metrics."""
+        if not row.has_units:
+            scored = out.logps_T if out.logps_T is not None else out.scores_TC
+            assert scored is not None
+            return scored.sum() * 0.0, {}
+        loss = self.method.loss(out, row.batch, prepared)
+        parts = [total / counts[unit].clamp(min=1) for unit, total in loss.sums.items()]
+        return torch.stack(parts).sum() * self.accelerator.num_processes, loss.metrics
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module, units: Sequence[Unit]) -> tuple[Loss, dict[str, Tensor]]:
@@ -96,7 +139,7 @@ class StepRunner:
         sums = {unit: torch.zeros_like(count) for unit, count in counts.items()}
         for number, row in enumerate(rows):
             out = self._outputs(model, row, ref_logps[number])
-            if row.real:
+            if row.has_units:
                 loss = self.method.loss(out, row.batch, prepared)
                 self.meters.add(loss.metrics)
                 sums = {unit: total + loss.sums[unit].float() for unit, total in sums.items()}
@@ -121,27 +164,6 @@ class StepRunner:
         logps = {number: parts for of_rank in gathered for number, parts in of_rank.items()}
         return [logps[number] for number in range(len(units))]
 
-    def _counts(self, units: Sequence[Unit], known: Mapping[str, float]) -> dict[str, Tensor]:
-        """Return the counts of the whole step, which every rank holds."""
-        counts = self.method.count(count_batch(units, self.method.head == "tokens"))
-        counts |= {name: torch.tensor(float(known[name])) for name in counts if name in known}
-        return dict(zip(counts, torch.stack(list(counts.values())).to(self.accelerator.device).unbind(), strict=True))
-
-    def _prepare(self, model: nn.Module, rows: Sequence[PackedRow]) -> tuple[list[Tensor | None], dict[str, Tensor]]:
-        """Return each row's reference log-probs, if computed, and what the method prepares from the whole step."""
-        if not self.method.needs_preparation:
-            return [None] * len(rows), {}
-        collected: dict[str, list[Tensor]] = {}
-        ref_logps: list[Tensor | None] = []
-        with torch.no_grad():
-            for row in rows:
-                out = self._outputs(model, row, None)
-                ref_logps.append(out.ref_logps_T)
-                if row.real:
-                    for name, values in self.method.collect(out, row.batch).items():
-                        collected.setdefault(name, []).append(values.float())
-        return ref_logps, self.method.prepare(self._join(collected))
-
     def _join(self, collected: dict[str, list[Tensor]]) -> dict[str, Tensor]:
         """Concatenate the values of all rows and ranks; ranks pad with NaN to the longest."""
         if self.accelerator.num_processes == 1:
@@ -157,25 +179,3 @@ class StepRunner:
             assert isinstance(gathered, Tensor)
             joined[name] = gathered[~gathered.isnan()]
         return joined
-
-    def _outputs(self, model: nn.Module, row: PackedRow, ref_logps_T: Tensor | None) -> Outputs:
-        """Return the policy's outputs of a row with the reference log-probs."""
-        batch = row.batch
-        known = batch.ref_logps_T if batch.ref_logps_T is not None else ref_logps_T
-        if known is None and self.reference is not None:
-            with torch.no_grad(), self.reference.use(model) as reference:
-                known = self.engine(reference, batch, temperature=row.temperature).logps_T
-        out = self.engine(model, batch, self.method.statistics, temperature=row.temperature)
-        return out if known is None else dataclasses.replace(out, ref_logps_T=known)
-
-    def _row_loss(
-        self, out: Outputs, row: PackedRow, counts: dict[str, Tensor], prepared: dict[str, Tensor]
-    ) -> tuple[Tensor, Metrics]:
-        """Return this row's part of the loss, times the number of ranks, which average gradients; and its metrics."""
-        if not row.real:
-            scored = out.logps_T if out.logps_T is not None else out.scores_TC
-            assert scored is not None
-            return scored.sum() * 0.0, {}
-        loss = self.method.loss(out, row.batch, prepared)
-        parts = [total / counts[unit].clamp(min=1) for unit, total in loss.sums.items()]
-        return torch.stack(parts).sum() * self.accelerator.num_processes, loss.metrics

@@ -33,7 +33,7 @@ from upweight.train.assemble import TrainerParts
 from upweight.train.distributed.deepspeed import fit_to_ranks
 from upweight.train.distributed.fsdp import refuse_other_layout, set_up_sharding
 from upweight.train.distributed.ranks import all_gather_objects, broadcast_from_rank0
-from upweight.train.loader import StepSampler, step_loader
+from upweight.train.loader import StepBatchSampler, step_loader
 from upweight.train.lr_groups import ConfiguredRates, split_by_lr
 from upweight.train.online.feed import RolloutLoader
 from upweight.train.recording.metrics import Meters
@@ -145,7 +145,7 @@ class MethodTrainer(Trainer):
         if self.rollouts is not None:
             return RolloutLoader(self)
         rows, batch = len(self.train_dataset), self.args.per_device_train_batch_size * self.runner.shares
-        self.sampler = StepSampler(
+        self.sampler = StepBatchSampler(
             rows, batch, self.args.seed, self.shuffle, self.args.dataloader_drop_last, lambda: self.state.global_step
         )
         if not len(self.sampler):
@@ -157,9 +157,9 @@ class MethodTrainer(Trainer):
         """Return a loader of whole steps of the evaluation rows, in order."""
         rows = self.eval_dataset if eval_dataset is None else eval_dataset
         batch = self.args.per_device_eval_batch_size * self.runner.shares
-        return self._loader(rows, StepSampler(len(rows), batch, 0, shuffle=False))
+        return self._loader(rows, StepBatchSampler(len(rows), batch, 0, shuffle=False))
 
-    def _loader(self, rows: Any, sampler: StepSampler) -> DataLoader[Any]:
+    def _loader(self, rows: Any, sampler: StepBatchSampler) -> DataLoader[Any]:
         workers = self.args.dataloader_num_workers
         ahead = self.args.dataloader_prefetch_factor if workers else None
         return step_loader(rows, self.method, sampler, num_workers=workers, prefetch_factor=ahead)

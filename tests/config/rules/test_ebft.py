@@ -5,7 +5,11 @@ from pathlib import Path
 import pytest
 
 from upweight.config import parse_config
+from upweight.config.rules import ebft
+from upweight.config.rules.keys import matching
 from upweight.errors import UserError
+from upweight.methods import EBFT
+from upweight.settings import keys_of
 
 WHOLE = {"base_model": "m", "datasets": [{"path": "d"}], "rl": "ebft"}
 
@@ -59,3 +63,11 @@ def test_keys_of_the_other_mode_are_told_of(mode, trl, keys, odd):
 )
 def test_the_baseline_is_leave_one_out_unless_the_config_says_otherwise(trl, keys, estimator):
     assert getattr(parsed(trl=trl, **keys).method, "baseline") == estimator  # noqa: B009
+
+
+@pytest.mark.parametrize("patterns", [ebft.ONLY_STRIDED, ebft.ONLY_STRUCTURED])
+def test_other_spellings_of_keys_without_effect_are_named_too(patterns):
+    aliases = [(key.path, key.canonical) for key in keys_of(EBFT) if key.path != key.canonical]
+    assert aliases
+    for path, canonical in aliases:
+        assert bool(matching([path], patterns)) == bool(matching([canonical], patterns)), path

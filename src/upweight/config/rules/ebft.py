@@ -31,7 +31,7 @@ ONLY_STRUCTURED = (
     "ebft.adaptive_max_tokens ebft.gt_length_multiplier vllm.* trl.vllm_* trl.temperature trl.top_* trl.min_p"
     " trl.repetition_penalty trl.generation_kwargs trl.reward_num_workers trl.reward_timeout trl.prefetch_depth"
     " trl.max_staleness trl.streaming_min_groups trl.replay_recompute_logps trl.replay_max_age trl.reroll_max_groups"
-    " trl.num_generations trl.max_*_length trl.mask_truncated_completions trl.beta trl.loss_type trl.epsilon*"
+    " trl.num_generations trl.max_*_length trl.mask_truncated_completions trl.beta rl_beta trl.loss_type trl.epsilon*"
     " trl.delta trl.importance_sampling_level trl.use_bias_correction_kl trl.off_policy_mask_threshold"
     " trl.entropy_coef trl.sapo_* trl.vespo_* trl.sync_ref_model trl.ref_model_*"
 )

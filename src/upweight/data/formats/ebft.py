@@ -71,7 +71,7 @@ def _conversation(setup: Setup, row: Row) -> tuple[list[Message], list[int], str
     return messages, turns, key
 
 
-def _truth(message: Message, thinking_key: str, key: str) -> str:
+def _truth_text(message: Message, thinking_key: str, key: str) -> str:
     """Return the text of an assistant message, its reasoning included."""
     thinking, content = message.get(thinking_key), checked_text(message["content"], key, empty=True)
     return checked_text(f"<think>\n{thinking}\n</think>\n\n{content}" if thinking else content, key)
@@ -80,14 +80,14 @@ def _truth(message: Message, thinking_key: str, key: str) -> str:
 def first_turn(setup: Setup, row: Row) -> list[Example]:
     """Sample the first assistant turn; the turns after it are kept."""
     messages, turns, key = _conversation(setup, row)
-    first, truth = turns[0], _truth(messages[turns[0]], setup.reader.thinking_to, key)
+    first, truth = turns[0], _truth_text(messages[turns[0]], setup.reader.thinking_to, key)
     return [example(setup, row, messages[:first], truth, remaining_turns=messages[first + 1 :])]
 
 
 def of_turns(sampled: slice, setup: Setup, row: Row) -> list[Example]:
     """Sample the assistant turns that a slice selects, each in a separate example."""
     messages, turns, key = _conversation(setup, row)
-    truths = {turn: _truth(messages[turn], setup.reader.thinking_to, key) for turn in turns[sampled]}
+    truths = {turn: _truth_text(messages[turn], setup.reader.thinking_to, key) for turn in turns[sampled]}
     return [example(setup, row, messages[:turn], truth) for turn, truth in truths.items()]
 
 
@@ -98,7 +98,7 @@ def split_thinking(setup: Setup, row: Row) -> list[Example]:
     """Sample the last assistant turn, with reasoning moved to `reasoning_content` in every message."""
     messages, turns, key = _conversation(setup, row)
     messages = [_split_reasoning(message) for message in messages]
-    return [example(setup, row, messages[: turns[-1]], _truth(messages[turns[-1]], "reasoning_content", key))]
+    return [example(setup, row, messages[: turns[-1]], _truth_text(messages[turns[-1]], "reasoning_content", key))]
 
 
 def answer_only(setup: Setup, row: Row) -> list[Example]:

@@ -225,7 +225,7 @@ def _open(entry: DatasetRow, name: str | None, where: str, folder: Path) -> dict
     if local and local.is_file():
         return _files([local], kind)
     if local:
-        return _folder(local, name, kind)
+        return _open_folder(local, name, kind)
     tried = _tried(path, folder)
     # Such a path cannot be the name of a dataset on the hub.
     by_form = path.startswith((".", "/", "~")) or path.count("/") > 1 or not re.fullmatch(r"[\w./-]+", path)
@@ -253,7 +253,7 @@ def _files(files: list[Path], kind: str | None) -> dict[str, list[Source]]:
     return {"train": sources}
 
 
-def _folder(folder: Path, name: str | None, kind: str | None) -> dict[str, list[Source]]:
+def _open_folder(folder: Path, name: str | None, kind: str | None) -> dict[str, list[Source]]:
     """Open a folder that `datasets` saved, or one of files whose names contain their split."""
     if (folder / "state.json").exists() or (folder / "dataset_dict.json").exists():
         return _by_split(datasets.load_from_disk(str(folder)))

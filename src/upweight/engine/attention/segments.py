@@ -16,7 +16,7 @@ _LONGEST_WINDOWED_SEGMENT = 256  # shorter than the window saves nothing, longer
 
 
 @dataclass(eq=False)
-class Call:
+class AttentionCall:
     """Segments of one shape that attend in one call; `keys` lists for each the segments it sees, itself last."""
 
     segments: list[int]
@@ -40,7 +40,7 @@ class SegmentPlan:
     """The sizes of a row's segments, and the attention calls that cover them."""
 
     sizes: list[int]
-    calls: list[Call]
+    calls: list[AttentionCall]
 
     @staticmethod
     def of(end_N: Tensor, position_N: Tensor, rule: Rule) -> "SegmentPlan":
@@ -55,7 +55,7 @@ class SegmentPlan:
             offset = first % rule.chunk if rule.chunk else 0
             by_shape.setdefault((size, width, offset), []).append((number, [*keys, number]))
         calls = [
-            Call([n for n, _ in members], [keys for _, keys in members], _visible(size, width, offset, rule))
+            AttentionCall([n for n, _ in members], [keys for _, keys in members], _visible(size, width, offset, rule))
             for (size, width, offset), members in by_shape.items()
         ]
         return SegmentPlan(sizes, calls)
@@ -128,7 +128,7 @@ def _joined(parts: list[Tensor], dim: int) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, call: Call, params: AttentionParams) -> Tensor:
+def _attend(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, params: AttentionParams) -> Tensor:
     """Compute one call; query heads that share a key head lie along the query axis, so that keys are never copied."""
     rows, heads, size, _ = q.shape
     repeat = heads // k.shape[1]
@@ -143,7 +143,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, call: Call, params: AttentionParams
     return out.reshape(rows, heads, size, v.shape[-1])
 
 
-def _softmax_by_steps(q: Tensor, k: Tensor, v: Tensor, call: Call, params: AttentionParams) -> Tensor:
+def _softmax_by_steps(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, params: AttentionParams) -> Tensor:
     """Compute the softmax step by step, for what SDPA cannot do: capped scores and attention sinks."""
     if call.visible_QK is None:
         call.visible_QK = torch.ones(k.shape[2], k.shape[2], dtype=torch.bool).tril()

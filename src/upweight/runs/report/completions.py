@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from upweight.runs.files import COMPLETIONS
-from upweight.runs.report.reading import JsonLines, evenly, number, plain
+from upweight.runs.json_files import JsonLines
+from upweight.runs.report.reading import evenly, number, plain
 
 ROLLOUTS, NEWEST, EVALUATIONS = 40, 10, 10  # files shown, of which the newest in a row; of each evaluation's set
 ROWS = 64  # completions of a file

@@ -13,8 +13,8 @@ from urllib.parse import parse_qs, urlsplit
 
 from upweight.errors import UserError
 from upweight.runs.files import COMPLETIONS, CONFIG, HEALTH, METRICS, RECORD
+from upweight.runs.json_files import read_json
 from upweight.runs.report.page import PageReader, page
-from upweight.runs.report.reading import read_json
 from upweight.runs.report.run import folders_of, run_status
 
 HERE = "127.0.0.1"

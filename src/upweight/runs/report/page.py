@@ -10,13 +10,13 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from upweight import __version__
 from upweight.errors import UserError
 from upweight.files import write_text
 from upweight.runs.files import REPORT
 from upweight.runs.health import RULES
 from upweight.runs.report.charts import GROUPS, charts_of
 from upweight.runs.report.run import RunReader, folders_of
+from upweight.version import __version__
 
 STYLES = ("uplot/uPlot.min.css", "page.css")
 SCRIPTS = ("uplot/uPlot.iife.min.js", "dom.js", "charts.js", "completions.js", "sections.js", "main.js")

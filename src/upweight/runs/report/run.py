@@ -9,9 +9,10 @@ import yaml
 
 from upweight.processes import is_alive
 from upweight.runs.files import CONFIG, HEALTH, METRICS, RECORD, this_machine
+from upweight.runs.json_files import JsonLines, read_json
 from upweight.runs.report.charts import COMPARED, split_set
 from upweight.runs.report.completions import CompletionsReader
-from upweight.runs.report.reading import POINTS, JsonLines, columns, number, plain, read_json
+from upweight.runs.report.reading import POINTS, columns, number, plain
 
 SECRET = r"(.*_)?(api_?key|secret|password|(hub|hf|auth|access|bearer)_token)"
 ONLINE = ("grpo", "gdpo", "rloo", "ebft")

@@ -9,7 +9,6 @@ from transformers import TrainingArguments
 
 from upweight.errors import UserError
 from upweight.methods.formulas.advantages import weighted_reward
-from upweight.rewards.scorer import Scorer
 from upweight.rollout.completion_source import SingleTurn
 from upweight.rollout.episodes.runner import EpisodeRunner
 from upweight.rollout.rollout import Rollout, readable
@@ -109,10 +108,10 @@ class GRPOTrainer(MethodTrainer):
         """Reset the rollouts before and after a training: processes, buffers, the sampler and the current rollout."""
         rollouts = self.rollouts
         assert rollouts is not None
-        producer, old, sampler = rollouts.producer, rollouts.producer.scorer, rollouts.generator
+        producer, sampler = rollouts.producer, rollouts.generator
         rollouts.close()
         rollouts.current, rollouts.units = None, []
-        producer.scorer = Scorer(old.rewards, workers=old.num_workers, timeout=old.timeout)
+        producer.scorer = producer.scorer.renewed()
         if isinstance(sampler, InProcess):  # device and dtype of the weights change when a training starts or ends
             options = {"engine": self.runner.engine, "compile": sampler.compile}
             device = self.accelerator.device if self.sharding != "none" else None

@@ -75,7 +75,7 @@ def environment_setup(config: Config, objects: Objects = YAML_ONLY) -> Environme
     # The time limit leaves the environment room to report a tool that timed out.
     limit, waits = section.timeout + section.tool_timeout, section.wait if section.kind == "openenv" else 0.0
     bounds = EpisodeLimits(section.max_turns, limit, section.episode_timeout, waits)
-    environment = _environment(section, config.folder, objects)
+    environment = _build_environment(section, config.folder, objects)
     rendering = data.template_args, data.default_system_message, data.template_timeout
     return EnvironmentSetup(environment, bounds, section.tool_format, *rendering)
 
@@ -104,7 +104,7 @@ def check_rewards(rewards: Sequence[Reward], columns: Sequence[str], env_setup: 
     check_columns(rewards, [name for name in available if name not in PREPARED_COLUMNS])
 
 
-def _environment(section: EnvironmentSection, folder: Path, objects: Objects) -> Environment:
+def _build_environment(section: EnvironmentSection, folder: Path, objects: Objects) -> Environment:
     """Return the environment of OpenEnv, or of a user's class (or several by name), functions, or both."""
     key, factory, functions = "environment_factory", objects.environment_factory, list(objects.tools or ())
     if section.kind == "openenv":

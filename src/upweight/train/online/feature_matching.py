@@ -30,7 +30,7 @@ class FeatureMatching:
     """Scores groups by features of a frozen copy of the initial policy, and builds their units."""
 
     method: EBFT
-    frozen: Reference  # the initial policy
+    initial_policy: Reference
 
     @property
     def adapts(self) -> bool:
@@ -62,7 +62,7 @@ class FeatureMatching:
         mine = range(runner.accelerator.process_index * shares // ranks, len(groups), shares)
         rewards: dict[int, Tensor] = {}
         logged: dict[str, list[float]] = {}
-        with self.frozen.use(model) as network:
+        with self.initial_policy.use(model) as network:
             for group_index, feature_SF, target_GF in self._features(
                 {n: groups[n] for n in mine}, size, runner, network
             ):

@@ -9,10 +9,10 @@ import torch
 import transformers
 import yaml
 
-from upweight import __version__
 from upweight.config import Config
 from upweight.config.config import general_keys
 from upweight.config.redact import redacted
+from upweight.version import __version__
 
 PRIVATE_SECTIONS = ("run", "tracking")  # folders and accounts are not published
 SHOWN_ENDINGS = ("loss", "accuracy", "accuracies", "margins", "margin", "reward", "kl", "entropy")

@@ -73,7 +73,7 @@ def refuse_other_weights(changed: Iterable[str], checkpoint: Path | None, schedu
 
 def require_same_data(checkpoint: Path, data_digest: Callable[[], str], *, allowed: bool) -> None:
     """Raise on all ranks where the training rows are not those of the checkpoint, unless that is allowed."""
-    stored = checkpoint / DATA  # which earlier versions did not write
+    stored = checkpoint / DATA  # which a checkpoint may lack
     before = json.loads(stored.read_text(encoding="utf-8"))["train"] if stored.exists() else None
     if before is None:
         warn_once(f"{checkpoint} holds no hash of its data; whether the data changed is not checked")
