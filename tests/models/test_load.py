@@ -244,7 +244,7 @@ def test_ternary_training_does_not_begin_from_packed_weights(folder):
     config = Path(folder, "config.json")
     packed = {"quant_method": "bitnet", "linear_class": "bitlinear"}
     config.write_text(json.dumps({**json.loads(config.read_text()), "quantization_config": packed}))
-    with pytest.raises(UserError, match=r"use_onebitllms: the weights of .* are stored quantised"):
+    with pytest.raises(UserError, match=r"use_onebitllms: weights of .* are stored quantised"):
         load_model(ModelSection(base_model=folder, ternary=True), torch.float32)
 
 

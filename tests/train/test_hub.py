@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from made_runs import write_config
+from made_runs import upweight, write_config
 
 SOURCE = Path(__file__).parents[2] / "src"
 
@@ -89,6 +89,15 @@ def test_the_model_and_its_card_are_pushed(hub, model_folder, tmp_path):
     assert "# model" in card
     assert "| loss |" in card
     assert str(tmp_path) not in card
+
+
+def test_a_repository_that_cannot_be_made_is_said_before_training(model_folder, tmp_path):
+    file = write_config(tmp_path, model_folder, max_steps=1, num_epochs=None, hub_model_id="me/model")
+    done = upweight("train", file, folder=tmp_path, HF_HUB_OFFLINE="1")
+    assert done.returncode == 2, done.stderr
+    assert "hub_model_id: there is no repository to push to: " in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "out" / "metrics.jsonl").exists()
 
 
 @pytest.mark.slow

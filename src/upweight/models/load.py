@@ -169,23 +169,17 @@ def load_config(section: ModelSection) -> PreTrainedConfig:
             f"base_model: {source!r} ({config.model_type}) is a {' and '.join(modalities)} model; only text models are "
             "trained: name its text-only variant"
         )
-    if section.ternary:
-        _round_to_ternary(config, source)
+    if section.ternary:  # the saved config has it too, so that the model loads as it was trained
+        ternary = transformers.BitNetQuantConfig(linear_class="autobitlinear", quantization_mode="online").to_dict()
+        config.quantization_config = getattr(config, "quantization_config", ternary)
+        if config.quantization_config.get("quantization_mode") != "online":
+            raise UserError(f"use_onebitllms: weights of {source!r} are stored quantised; name the unquantised model")
     for name, value in section.config_overrides.items():
         if not hasattr(config, name):
             meant = did_you_mean(name, config.to_dict())
             raise UserError(f"model_config: {name!r} is no field of a {config.model_type} config.{meant}")
         setattr(config, name, value)
     return config
-
-
-def _round_to_ternary(config: PreTrainedConfig, source: str) -> None:
-    """Let linear layers round their weights in each forward; the config is saved so, and loads as it was trained."""
-    ternary = transformers.BitNetQuantConfig(linear_class="autobitlinear", quantization_mode="online").to_dict()
-    stored = getattr(config, "quantization_config", ternary)
-    if stored.get("quantization_mode") != "online":
-        raise UserError(f"use_onebitllms: the weights of {source!r} are stored quantised; name the unquantised model")
-    config.quantization_config = stored
 
 
 def config_with_head(section: ModelSection, head: Head) -> PreTrainedConfig:

@@ -36,18 +36,10 @@ class Reference(ABC):
     def use(self, wrapped: nn.Module) -> AbstractContextManager[nn.Module]:
         """Yield a module that computes the reference inside the context, without gradients or dropout."""
 
-    def sync(self, alpha: float) -> None:
-        """Move the reference to `alpha * policy + (1 - alpha) * reference`."""
-        raise NotImplementedError  # a base model does not follow the policy: reference_kind(synced=True) decides so
-
     def state_dict(self) -> dict[str, Tensor]:
         """Return what `sync` has changed, for a checkpoint; every rank must call it."""
         averages = self._averages.items()
         return {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in averages}
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Restore a saved state."""
-        raise NotImplementedError
 
 
 def adapter_state(model: nn.Module) -> AdapterState:
@@ -156,6 +148,7 @@ class FrozenWeights(Reference):
             yield wrapped
 
     def sync(self, alpha: float) -> None:
+        """Move the reference to `alpha * policy + (1 - alpha) * reference`."""
         self._place_all()
         with torch.no_grad():
             for name, average in self._averages.items():
@@ -242,3 +235,6 @@ class SeparateModel(Reference):
                 if name in state:
                     self._averages[name] = state[name].to(parameter.device, torch.float32, copy=True)
                     parameter.copy_(self._averages[name])
+
+
+SyncedReference = FrozenWeights | SeparateModel  # a base model under an adapter does not follow the policy

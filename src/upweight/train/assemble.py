@@ -21,6 +21,7 @@ from upweight.log import logger, warn_once
 from upweight.methods import feature_matcher
 from upweight.models.load import compute_dtype, load_config, load_model
 from upweight.models.precision import HALF
+from upweight.models.reference import SyncedReference
 from upweight.models.tokenizer import choose_padding, load_tokenizer, take_chat_template
 from upweight.rollout.ebft import with_blocks
 from upweight.runs.files import unwritable_reason
@@ -218,5 +219,6 @@ def _callbacks(policy: Policy, objects: Objects) -> list[TrainerCallback]:
     if objects.from_script and policy.copies is not None:
         callbacks.append(PlainModelAfterwards(policy.copies, following=objects.optimizers[0] is None))
     if policy.reference is not None and policy.method.reference_sync is not None:
+        assert isinstance(policy.reference, SyncedReference), "`reference_kind` chooses one that can follow"
         callbacks.append(SyncReference(policy.reference, policy.method.reference_sync))
     return callbacks

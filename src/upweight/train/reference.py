@@ -20,7 +20,7 @@ from upweight.files import atomic_path
 from upweight.log import logger
 from upweight.methods.base import Method, ReferenceSync
 from upweight.models.modules import dropout_off
-from upweight.models.reference import AdapterOff, Reference
+from upweight.models.reference import AdapterOff, SyncedReference
 from upweight.train.distributed.ranks import all_gather_objects
 from upweight.train.step import StepRunner
 
@@ -103,7 +103,7 @@ def _fingerprint(rows: Any, model: nn.Module, runner: StepRunner, how: Precomput
 class SyncReference(TrainerCallback):
     """Moves the reference towards the policy every `steps` steps; must run before `KeepCheckpoints`."""
 
-    def __init__(self, reference: Reference, sync: ReferenceSync) -> None:
+    def __init__(self, reference: SyncedReference, sync: ReferenceSync) -> None:
         self.reference = reference
         self.alpha, self.steps = sync.alpha, sync.steps
 

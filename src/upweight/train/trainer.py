@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -307,8 +307,13 @@ class MethodTrainer(Trainer):
             save_model(model, folder, self.runner.dtype, self.processing_class, weights)
         self.accelerator.wait_for_everyone()
         if self.args.push_to_hub and not _internal_call:
-            with activity(f"pushing to the hub as {self.args.hub_model_id}"):
+            with activity(f"pushing to the hub as {self.args.hub_model_id}"), _hub_errors(f"{folder} was not pushed"):
                 self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def init_hf_repo(self, token: str | None = None) -> None:
+        """Create the repository on the hub."""
+        with _hub_errors("there is no repository to push to"):
+            super().init_hf_repo(token)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Write README.md to the run folder: the card of the run, else that of the Trainer."""
@@ -345,6 +350,16 @@ class MethodTrainer(Trainer):
             set_mode()
             if self.copies is not None:
                 self.copies.refresh()
+
+
+@contextmanager
+def _hub_errors(problem: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # errors of the hub and of its HTTP library have no common class
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        remedy = "Log in with `hf auth login`, correct the name, or drop it."
+        raise UserError(f"hub_model_id: {problem}: {reason}. {remedy}") from error
 
 
 def _map_sets(rows: Any, change: Callable[[Any], Any]) -> Any:

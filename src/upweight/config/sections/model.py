@@ -31,11 +31,7 @@ class ModelSection(Section):
     model_class: str | None = setting("model_type", None, "Model class; else by the method.", also=("type_of_model",))
     revision: str | None = setting("model_revision", None, "Hub branch, tag or commit.", also=("revision_of_model",))
     gguf_file: str | None = setting("gguf_file", None, "GGUF file inside `base_model`; its weights are dequantised.")
-    ternary: bool = setting(
-        "use_onebitllms",
-        False,
-        "Round the weights of linear layers to -1, 0, 1 in each forward (BitNet, 1.58 bits).",
-    )
+    ternary: bool = setting("use_onebitllms", False, "Round linear weights to -1, 0, 1 in each forward (BitNet).")
     config_overrides: dict[str, Any] = setting(
         "model_config", {}, "Values that replace those of the model's config.", also=("overrides_of_model_config",)
     )
