@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from upweight.engine.packing import plan_rows
 from upweight.rollout.plan import Plan, PromptOrder
-from upweight.rollout.producer import shares_of
+from upweight.rollout.producer import Ranks
 from upweight.types import Sample, Unit
 
 SHAPES = {
@@ -27,7 +27,7 @@ def test_every_prompt_is_written_for_once_an_epoch(*, prompts, group, micro, ran
     taken: list[int] = []
     while len(taken) < prompts * epochs:
         numbers = order.take(plan.groups)
-        by_rank = [numbers[first:stop] for first, stop in shares_of(len(numbers), ranks)]
+        by_rank = [numbers[Ranks(rank, ranks).share(len(numbers))] for rank in range(ranks)]
         assert [number for share in by_rank for number in share] == numbers  # each by one rank, in order
         assert max(map(len, by_rank)) - min(map(len, by_rank)) <= 1
         taken += numbers

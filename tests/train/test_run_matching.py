@@ -137,7 +137,7 @@ def test_the_frozen_copy_is_kept_in_host_memory_where_asked(tmp_path, model_fold
     rollouts = build(run_of(tmp_path, model_folder, STRIDED, CODE, *keys)).rollouts
     assert rollouts is not None
     assert rollouts.feature_matching is not None
-    assert rollouts.feature_matching.frozen._offload
+    assert rollouts.feature_matching.initial_policy._offload
 
 
 DATA = {

@@ -12,8 +12,8 @@ from upweight.train.trainer import MethodTrainer, out_of_memory
 
 OVERRIDDEN = {
     "__init__", "create_model_card", "create_optimizer", "evaluate", "floating_point_ops", "get_batch_samples",
-    "get_eval_dataloader", "get_train_dataloader", "log", "loss_is_scaled_for_ga", "predict", "save_model", "train",
-    "training_step",
+    "get_eval_dataloader", "get_train_dataloader", "init_hf_repo", "log", "loss_is_scaled_for_ga", "predict",
+    "save_model", "train", "training_step",
 }  # fmt: skip
 
 

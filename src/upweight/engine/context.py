@@ -89,10 +89,8 @@ def require_heads(heads: object, size: int) -> None:
     """Raise where the query heads, if their number is known, do not divide evenly among the ranks of a group."""
     if isinstance(heads, int) and heads % size:
         divisors = ", ".join(str(n) for n in range(2, heads + 1) if heads % n == 0)
-        raise UserError(
-            f"context_parallel_size: {size} ranks cannot share {heads} attention heads evenly; set one of "
-            f"{divisors or 1}"
-        )
+        problem = f"{size} ranks cannot share {heads} attention heads evenly"
+        raise UserError(f"context_parallel_size: {problem}; set one of {divisors or 1}")
 
 
 def require_shareable(config: PreTrainedConfig, size: int) -> None:

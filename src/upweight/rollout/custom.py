@@ -182,10 +182,9 @@ class CustomBackend:
             raise UserError(f"{self._key}: generate gave {given}, not {count} of each of {prompts}.")
         for one in (one for completions in by_prompt for one in completions):
             if not all(type(token) is int for token in one.ids) or len(one.logps) not in (0, len(one.ids)):
-                raise UserError(
-                    f"{self._key}: generate gave a completion with {len(one.logps)} logps for {len(one.ids)} ids. "
-                    "Its ids are a list of ints, and its logps one float for each of them, or none."
-                )
+                problem = f"generate gave a completion with {len(one.logps)} logps for {len(one.ids)} ids"
+                remedy = "Its ids are a list of ints, and its logps one float for each of them, or none."
+                raise UserError(f"{self._key}: {problem}. {remedy}")
 
     def require_room(self, prompt: int, new: int) -> None:
         with _named_errors(f"{self._key}: require_room failed"):

@@ -6,7 +6,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -34,6 +33,10 @@ class Ranks:
     rank: int = 0
     count: int = 1
     gather: Callable[[Any], list[Any]] = field(default=lambda value: [value])  # every rank's value, on every rank
+
+    def share(self, count: int) -> slice:
+        """Return which of `count` groups are this rank's."""
+        return slice(count * self.rank // self.count, count * (self.rank + 1) // self.count)
 
 
 @dataclass
@@ -166,16 +169,16 @@ class Producer:
         for number in numbers:
             row = rows[number]
             groups.append(Group(number, row, list(row["prompt_ids" if "prompt_ids" in row else "ids"])))
-        first, stop = shares_of(len(groups), self.ranks.count)[self.ranks.rank]
+        mine = self.ranks.share(len(groups))
         # One seed for all ranks and the position of this rank's share: any number of ranks samples the same.
         seed = int(np.random.SeedSequence((self.seed, *round_)).generate_state(1)[0])
-        sampling = dataclasses.replace(self.sampling, seed=seed, first=first)
+        sampling = dataclasses.replace(self.sampling, seed=seed, first=mine.start)
         if self.longest is not None:
             sampling = dataclasses.replace(sampling, max_new_tokens=self.longest(groups))
         if self.prove is not None:
             self.prove([group.prompt_ids for group in groups], sampling, self.ranks.gather)
-        metrics = self._sample_and_score(groups[first:stop], count, sampling, trainer_state)
-        shares = self.ranks.gather((groups[first:stop], metrics))
+        metrics = self._sample_and_score(groups[mine], count, sampling, trainer_state)
+        shares = self.ranks.gather((groups[mine], metrics))
         return [group for part, _ in shares for group in part], join_metrics(part for _, part in shares)
 
     def _sample_and_score(self, groups: list[Group], count: int, sampling: Sampling, state: Any) -> dict[str, float]:
@@ -219,11 +222,6 @@ class Producer:
         advantage_S = self.method.advantages(rewards_SR, group_S, log_ratio_S)
         for group, group_advantage_S in zip(groups, advantage_S.split(sizes.tolist()), strict=True):
             group.advantage_S = group_advantage_S
-
-
-def shares_of(count: int, ranks: int) -> list[tuple[int, int]]:
-    """Return the (first, stop) range of each rank's share of `count` groups."""
-    return list(pairwise(count * number // ranks for number in range(ranks + 1)))
 
 
 def _failed_throughout(groups: Sequence[Group]) -> str | None:

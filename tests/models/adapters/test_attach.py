@@ -43,6 +43,11 @@ def test_layers_before_the_score_are_trained_and_saved_with_it():
     assert any("head.modules_to_save" in name and "dense" in name for name in trained_names(model))
 
 
+def test_what_peft_does_not_take_is_a_message():
+    with pytest.raises(UserError, match=r"adapter: PEFT does not take these options: .* even"):
+        attach_adapter(tiny("llama"), section(target_linear=True, rank=3, init="orthogonal"))
+
+
 def test_settings_reach_peft():
     config = lora_config(
         tiny("llama"),

@@ -9,6 +9,7 @@ from upweight.config.config import Config
 # Arguments of `from_pretrained` -> the config key that sets them.
 HAVE_KEYS = dict.fromkeys(("dtype", "torch_dtype"), "'bf16' or 'fp16'")
 HAVE_KEYS |= {"num_labels": "'num_labels'", "config": "'model_config'"}
+INITIALISATIONS = r"gaussian|olora|orthogonal|loftq|pissa(_niter_\d+)?"  # of PEFT, but for those that need data
 Head = Literal["tokens", "sequence_score", "step_score"]
 ENDINGS: dict[Head, str] = {
     "tokens": "ForCausalLM",
@@ -47,6 +48,10 @@ def adapters(config: Config) -> Iterator[str]:
         yield f"{key}: quantised weights cannot be trained. Add 'adapter: {kind}'."
     if adapter.kind == "qlora" and not adapter.load_in_4bit:
         yield "adapter: qlora needs 'load_in_4bit: true'; without quantisation it is 'adapter: lora'."
+    if adapter.kind and isinstance(adapter.init, str) and not re.fullmatch(INITIALISATIONS, adapter.init):
+        yield f"peft_init_lora_weights: there is no '{adapter.init}'. Use gaussian, olora, orthogonal or pissa."
+    if adapter.kind and adapter.layers_pattern and adapter.layers is None:
+        yield "peft_layers_pattern: needs 'peft_layers_to_transform', the numbers of the layers."
     if adapter.folder and adapter.kind is None:
         yield "lora_model_dir: needs 'adapter: lora' (or qlora) to be continued."
     for pattern in config.optim.unfrozen or ():

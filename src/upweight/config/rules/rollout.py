@@ -16,6 +16,7 @@ from upweight.methods import feature_matcher
 ONE_PROCESS = "colocated vLLM needs all weights in one process; use a vLLM server, or one process without sharding"
 NO_PATTERN = "the sampler in process cannot be held to a pattern; use a vLLM server, or reward the format"
 ONLY_MERGED = "vLLM cannot load such an adapter; drop the key, or send merged weights: 'trl.vllm_lora_sync: false'"
+BACKENDS = (IN_PROCESS, "vllm_server", "vllm_colocate")
 DEVICES = r"auto|cpu|cuda(:\d+(,\d+)*)?"
 
 
@@ -57,6 +58,15 @@ def environments(config: Config) -> Iterator[str]:
         yield f"{key}: needs rl: grpo, gdpo or rloo; ebft compares completions with the answers in the data."
 
 
+def dotted_paths(config: Config) -> Iterator[str]:
+    """Check that a config names functions and classes of the user's together with their file."""
+    for key in ("trl.rollout_func", "trl.rollout_backend", "environment.class", "tools"):
+        value = config.set_keys.get(key)
+        for path in value if isinstance(value, list) else [value]:
+            if isinstance(path, str) and "." not in path.strip(".") and path not in BACKENDS:
+                yield f"{key}: there is no '{path}'. Name a function or a class as 'file.name'."
+
+
 def backends(config: Config) -> Iterator[str]:
     """Check that one backend samples, and that a user's can read the weights."""
     rollout, sharding = config.rollout, config.sharding
@@ -65,10 +75,8 @@ def backends(config: Config) -> Iterator[str]:
     for key, is_on in {"trl.use_vllm": rollout.use_vllm, "trl.rollout_func": rollout.rollout_func is not None}.items():
         if is_on:
             yield f"trl.rollout_backend: cannot be used with '{key}'. Keep one."
-    if rollout.rollout_backend in ("vllm_server", "vllm_colocate"):
+    if rollout.rollout_backend in BACKENDS[1:]:
         yield "trl.rollout_backend: vLLM is chosen by 'trl.use_vllm: true' and 'trl.vllm_mode'; drop it."
-    elif "." not in rollout.rollout_backend and rollout.rollout_backend != IN_PROCESS:
-        yield f"trl.rollout_backend: there is no '{rollout.rollout_backend}'. Name a class as 'file.Class'."
     if sharding.fsdp or sharding.deepspeed is not None:
         yield "trl.rollout_backend: needs all weights in each process; drop it, or train without sharding."
 

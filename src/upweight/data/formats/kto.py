@@ -14,9 +14,8 @@ def unpaired(paired: Format, setup: Setup, row: Row) -> list[Example]:
     result: list[Example] = []
     for pair in paired(setup, row):
         assert isinstance(pair, Completions)
-        chosen, rejected = pair.completions["chosen"], pair.completions["rejected"]
-        result.append(Completions(pair.prompt, {"completion": chosen}, {"label": True}))
-        result.append(Completions(pair.prompt, {"completion": rejected}, {"label": False}))
+        sides = (pair.completions["chosen"], True), (pair.completions["rejected"], False)
+        result += [Completions(pair.prompt, {"completion": side}, {"label": label}) for side, label in sides]
     return result
 
 

@@ -22,13 +22,15 @@ def attach_adapter(model: PreTrainedModel, section: AdapterSection, *, new_token
     """Attach a trainable adapter, fresh or continued from `lora_model_dir`, and freeze everything else."""
     if section.folder is not None:
         return _continued(model, section.folder)
-    adapted = get_peft_model(model, lora_config(model, section))
+    config = lora_config(model, section)
+    try:
+        adapted = get_peft_model(model, config)
+    except ValueError as error:
+        raise UserError(f"adapter: PEFT does not take these options: {error}. Correct them.") from error
     assert isinstance(adapted, PeftModel)
     if new_tokens and not any(p.requires_grad for p in model.get_input_embeddings().parameters()):
-        warn_once(
-            f"tokens: the embeddings of {new_tokens} new tokens are not trained; add the embedding and the head to "
-            f"lora_modules_to_save (here {', '.join(embedding_names(model))})"
-        )
+        remedy = f"add embedding and head to lora_modules_to_save (here {', '.join(embedding_names(model))})"
+        warn_once(f"tokens: the embeddings of {new_tokens} new tokens are not trained; {remedy}")
     return adapted
 
 

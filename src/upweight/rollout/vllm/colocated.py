@@ -111,10 +111,8 @@ class VllmColocated:
 
     def require_room(self, prompt: int, new: int) -> None:
         if prompt + new > self._longest:
-            raise UserError(
-                f"a prompt of {prompt} tokens with {new} new ones exceeds the {self._longest} that vLLM was started "
-                "for: raise trl.vllm_max_model_length, or shorten prompts or completions"
-            )
+            problem = f"a prompt of {prompt} tokens with {new} new ones exceeds the {self._longest} of colocated vLLM"
+            raise UserError(f"{problem}: raise trl.vllm_max_model_length, or shorten prompts or completions")
 
     def close(self) -> None:
         self._remove(self._now)

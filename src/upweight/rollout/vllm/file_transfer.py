@@ -63,9 +63,8 @@ class AdapterTransport:
                     "vllm-serve`, which sets --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, or set "
                     "'trl.vllm_lora_sync: false'"
                 ) from None
-            raise UserError(
-                f"the server at {client.url} does not load the adapter ({error}): it must see its folder at that path"
-            ) from None
+            problem = f"does not load the adapter ({error}): it must see its folder at that path"
+            raise UserError(f"the server at {client.url} {problem}") from None
 
     async def holds(self, client: VllmClient, served: ServedVersion) -> bool:
         return any(entry["id"] == served.name for entry in (await client.ask("/v1/models"))["data"])
@@ -96,10 +95,8 @@ class WeightTransport:
             await client.ask("/collective_rpc", call, seconds=client.load_seconds)
             await reset_prefixes(client)
         except RequestRefused as error:
-            raise UserError(
-                f"the server at {client.url} takes no weights ({error}): start it with `upweight vllm-serve`, which "
-                "sets VLLM_SERVER_DEV_MODE=1"
-            ) from None
+            remedy = "start it with `upweight vllm-serve`, which sets VLLM_SERVER_DEV_MODE=1"
+            raise UserError(f"the server at {client.url} takes no weights ({error}): {remedy}") from None
         served.began = (await client.identity()).began
 
     async def holds(self, client: VllmClient, served: ServedVersion) -> bool:

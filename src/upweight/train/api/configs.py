@@ -34,7 +34,6 @@ TEMPLATE_PATH = "A file with a chat template, or a tokenizer whose template, end
 ONLY_ENCODER_DECODER = "only encoder-decoder models read it"
 COUNTS_EXAMPLES = f"{PACKED}; `per_device_train_batch_size` counts examples, not packs"
 
-SIZES = "`per_device_train_batch_size` and `gradient_accumulation_steps` set the size of a step"
 NOTHING_GENERATED = "nothing is generated in an evaluation on pairs; remove it"
 ROWS_OF_TEXT = "rows are prepared from text, messages or `input_ids` here; remove it"
 NO_ENCODER = "models that decode from an encoder are not trained"
@@ -144,7 +143,7 @@ class MethodArguments(TrainingArguments):
             problems.append("fsdp_config: instead of 'activation_checkpointing', use `gradient_checkpointing=True`.")
         accelerate: Any = self.accelerator_config
         if accelerate.split_batches or "num_steps" in (accelerate.gradient_accumulation_kwargs or {}):
-            problems.append(f"accelerator_config: {SIZES}; leave out 'split_batches' and 'num_steps'.")
+            problems.append("accelerator_config: 'split_batches', 'num_steps': other arguments set the size of a step.")
         if self.truncation_mode != "keep_start":
             problems.append("truncation_mode: only 'keep_start' is there: cutting the beginning loses the prompt.")
         if problems:
