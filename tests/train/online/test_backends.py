@@ -141,7 +141,7 @@ def test_episodes_take_their_turns_from_a_users_backend(model_folder, tmp_path):
         ("Breaks", {}, r"generate failed: ValueError: no room left \(samplers_\w+.py, line"),
         ("Plain", {"rollout_backend_kwargs": {"shfit": 1}}, "cannot be built: TypeError: .*'shfit'"),
         ("Plane", {}, r"has no function 'Plane'. Did you mean 'Plain'\?"),
-        ("Plain", {"rollout_backend": "plain"}, "there is no 'plain'. Name a class as 'file.Class'"),
+        ("Plain", {"rollout_backend": "plain"}, "there is no 'plain'. Name a function or a class as 'file.name'"),
     ],
 )
 def test_what_is_wrong_with_a_users_backend_is_said(name, trl, message, model_folder, tmp_path):
