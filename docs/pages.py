@@ -49,7 +49,7 @@ def arguments() -> str:
         if named:
             lines += ["", "| argument | key |", "|---|---|"]
             lines += [f"| `{name}` | `{key}` |" for name, key in named.items()]
-        nothing = [f"`{one.name}`" for one in dataclasses.fields(kind) if help_of(one).holds]
+        nothing = [f"`{one.name}`" for one in dataclasses.fields(kind) if help_of(one).no_effect]
         lines += ["", f"Accepted, nothing to do: {', '.join(sorted(nothing))}."]
     return "\n".join([*lines, ""])
 

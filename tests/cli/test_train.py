@@ -155,7 +155,7 @@ LOST = {
 def whole_run(request, model_folder, tmp_path_factory):
     """The folder of a run over two ranks that nothing disturbed, and its keys."""
     folder = tmp_path_factory.mktemp("whole")
-    keys = {"max_steps": 30, "save_steps": 3, "save_total_limit": 2, "fsdp": request.param}
+    keys = {"max_steps": 18, "save_steps": 3, "save_total_limit": 2, "fsdp": request.param}
     done = launched("train", write_config(folder, model_folder, **keys), "--num-processes", 2)
     assert done.returncode == 0, done.stderr
     return folder, keys

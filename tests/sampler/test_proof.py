@@ -9,7 +9,7 @@ from made_rollouts import online_trainer
 from tiny_models import drawn, tiny
 from upweight.errors import UserError
 from upweight.sampler.in_process import InProcess
-from upweight.sampler.proof import ProofResult, Trial
+from upweight.sampler.proof import Probe, ProofResult
 from upweight.types import Sampling
 
 PROMPTS = [drawn(1, 9).tolist(), drawn(2, 3).tolist()]
@@ -83,7 +83,7 @@ def test_all_ranks_take_the_way_of_the_one_that_fails():
 
 
 def test_a_trial_reaches_as_far_as_a_call_may():
-    trial = Trial.of(PROMPTS, Sampling(max_new_tokens=500, top_k=5, stop_ids=(7,)), 256)
+    trial = Probe.of(PROMPTS, Sampling(max_new_tokens=500, top_k=5, stop_ids=(7,)), 256)
     assert [len(prompt) for prompt in trial.prompts] == [9, 3, 256 - 24]
     assert (trial.sampling.max_new_tokens, trial.sampling.top_k, trial.sampling.stop_ids) == (24, 5, ())
 

@@ -6,7 +6,7 @@ import torch
 from parity_script import ROWS, TEMPLATE, made_tokenizer
 from tiny_models import tiny
 from upweight import DPOConfig, DPOTrainer
-from upweight.train.policy import ON_CPU, token_budget
+from upweight.train.policy import CPU_TOKEN_BUDGET, token_budget
 
 
 @pytest.mark.parametrize(
@@ -27,4 +27,4 @@ def test_a_mixture_whose_routers_loss_is_left_out_says_so(kind, name, coefficien
 
 def test_the_token_budget_of_a_cpu_is_fixed():
     config = tiny("llama").config
-    assert token_budget(config, torch.device("cpu"), checkpointing=False, reserved=1 << 40) == ON_CPU
+    assert token_budget(config, torch.device("cpu"), checkpointing=False, reserved=1 << 40) == CPU_TOKEN_BUDGET

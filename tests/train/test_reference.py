@@ -36,7 +36,7 @@ def test_training_is_the_same_without_a_reference(name, adapter, tmp_path):
 def test_the_base_model_can_be_the_reference_of_an_adapter_that_goes_on(tmp_path):
     trainer = trainer_for(DPO(), tmp_path, adapter=True)
     policy = with_reference(trainer.train_dataset, trainer.model, trainer.runner, Precompute())
-    base = with_reference(trainer.train_dataset, trainer.model, trainer.runner, Precompute(base_model=True))
+    base = with_reference(trainer.train_dataset, trainer.model, trainer.runner, Precompute(no_adapter=True))
     plain = trainer_for(DPO(), tmp_path)
     right = with_reference(plain.train_dataset, plain.model, plain.runner, Precompute())
     assert not np.allclose(policy[3]["ref_chosen_logps"], right[3]["ref_chosen_logps"], atol=1e-3)

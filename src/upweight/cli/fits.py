@@ -8,7 +8,7 @@ import torch
 from upweight.cli.inputs import read_config
 from upweight.config import Config
 from upweight.errors import UserError
-from upweight.models.memory import GIB, USABLE, Trained, estimate, longest, shape_of
+from upweight.models.memory import GIB, USABLE_SHARE, Trained, estimate, longest, shape_of
 
 TRAINED_KINDS: tuple[Trained, ...] = ("all", "lora", "qlora")
 HEADINGS = ("trained", "recompute", "weights", "training", "activations", "total", "fits", "longest")
@@ -38,7 +38,7 @@ def table(config: Config, card: float) -> list[str]:
         for recompute in (False, True):
             need = need_of(trained, checkpointing=recompute)
             parts = [f"{part / GIB:.1f}" for part in (need.weights, need.training, need.activations, need.total)]
-            fits = "yes" if need.total <= USABLE * card else "no"
+            fits = "yes" if need.total <= USABLE_SHARE * card else "no"
             most = longest(shape, need, card, checkpointing=recompute, sequences=sequences) * sharing
             mark = "* " if (trained, recompute) == configured else ""
             rows.append((mark + trained, "yes" if recompute else "no", *parts, fits, str(most)))

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from upweight.errors import UserError
-from upweight.runs.report.live import HERE, serve
+from upweight.runs.report.live import HERE, open_page_server
 
 
 def run_watch(runs: Sequence[Path], *, port: int | None, open_it: bool) -> None:
@@ -17,7 +17,7 @@ def run_watch(runs: Sequence[Path], *, port: int | None, open_it: bool) -> None:
     for folder in folders:
         if not folder.exists():
             print(f"{folder}: does not exist yet; its run is shown once it begins", file=sys.stderr)
-    with serve(folders, port) as server:
+    with open_page_server(folders, port) as server:
         address = f"http://{HERE}:{server.server_address[1]}/"
         print(f"{address}  (Ctrl-C ends it)", flush=True)
         if open_it:

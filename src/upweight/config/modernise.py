@@ -32,7 +32,7 @@ def modernise(content: dict[Any, Any], findings: Findings) -> dict[Any, Any]:
     for old, new in (peers.RENAMED | peers.OTHER_NAMES).items():
         if old != "lr" or not isinstance(content.get(old), str):  # `lr: dpo` is a slip for `rl: dpo`
             _rename(content, old, new, findings, deprecated=old in peers.RENAMED)
-    for key, values in peers.OFF.items():
+    for key, values in peers.VALUES_MEANING_OFF.items():
         if type(content.get(key)) in (int, float) and content[key] in values:
             del content[key]
     _precision(content, findings)

@@ -7,7 +7,7 @@ from typing import Any
 import yaml
 
 TABLES: dict[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
-NO_EFFECT: dict[str, list[str]] = TABLES["holds"]
+NO_EFFECT: dict[str, list[str]] = TABLES["no_effect"]
 SATISFIED: dict[str, str] = {key: reason for reason, keys in NO_EFFECT.items() for key in keys}
 PACKED, FUSED_HEAD = SATISFIED["sample_packing"], SATISFIED["trl.use_liger_loss"]
 STANDARD_SERVER = SATISFIED["vllm.serve_module"]
@@ -17,7 +17,7 @@ RENAMED: dict[str, str] = TABLES["renamed"]
 OTHER_NAMES: dict[str, str] = TABLES["other_names"]
 ATTENTION_SWITCHES: dict[str, str] = TABLES["attention_switches"]
 ROW_RENAMED: dict[str, str] = TABLES["row_renamed"]
-OFF: dict[str, list[int]] = TABLES["values_of_off"]
+VALUES_MEANING_OFF: dict[str, list[int]] = TABLES["values_of_off"]
 ACCELERATOR_OPTIONS: list[str] = TABLES["accelerator_options"]
 PLUGINS: dict[str, str] = TABLES["plugins"]
 FORMAT_NAMES: dict[str, list[str]] = TABLES["formats"]

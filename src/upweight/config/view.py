@@ -1,11 +1,15 @@
-"""The config by YAML names, which a user's transform receives as `cfg`."""
+"""The config by YAML names: what a user's transform receives as `cfg`, and what is written into the run folder."""
 
+from collections.abc import Iterator
 from typing import Any
 
 from pydantic import BaseModel
 
 from upweight.config.config import SECTIONS, Config, blocks
-from upweight.settings import keys_of
+from upweight.config.redact import redacted
+from upweight.settings import Section, keys_of
+
+RESOLVED_KEYS = ("batch_size",)  # keys that are resolved into other keys
 
 
 class ConfigView(dict[str, Any]):
@@ -42,3 +46,33 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     return value
+
+
+def yaml_content(config: Config) -> dict[str, Any]:
+    """Return every value that the run reads, nested by YAML key, without credentials."""
+    off = set() if config.method.online else {"rollout", "vllm", "gym", "environment"}
+    content: dict[str, Any] = {}
+    for name in (name for name in (*SECTIONS, "method") if name not in off):
+        for path, value in _set_values(getattr(config, name)):
+            if name == "environment" and path not in config.set_keys:  # kinds of environments refuse others' keys
+                continue
+            block, _, last = path.rpartition(".")
+            (content.setdefault(block, {}) if block else content)[last] = value
+    for row in (*content.get("datasets", ()), *content.get("test_datasets", ())):
+        if row.get("path") and (config.folder / row["path"]).exists():  # the copy lies in another folder
+            row["path"] = str((config.folder / row["path"]).resolve())
+    idle = (
+        *(("lora", "peft") if config.adapter.kind is None else ()),
+        *(("fsdp",) if not config.sharding.fsdp else ()),
+        *(("sequence_len",) if config.method.online and not config.method.strided else ()),
+    )
+    return redacted({key: value for key, value in content.items() if not key.startswith(idle)})
+
+
+def _set_values(section: Section) -> Iterator[tuple[str, Any]]:
+    """Yield the YAML path and the value of every key of a section that has a value."""
+    for key in keys_of(type(section)):
+        # Values of a script's arguments may have other types than the key.
+        shown = section.model_dump(mode="json", exclude_none=True, include={key.name}, warnings=False)
+        if key.path == key.canonical and key.path not in RESOLVED_KEYS and shown.get(key.name) not in (None, {}, []):
+            yield key.path, shown[key.name]

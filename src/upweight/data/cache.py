@@ -18,8 +18,8 @@ from upweight.errors import UserError
 from upweight.runs.checkpoints import is_whole, mark_whole
 
 # What a saved tokenizer holds of past calls and of where it came from.
-TRANSIENT = ("truncation", "padding", "name_or_path", "tokenizer_file", "vocab_file", "is_local")
-ROWS = 1 << 12  # that are hashed at once
+VOLATILE_TOKENIZER_KEYS = ("truncation", "padding", "name_or_path", "tokenizer_file", "vocab_file", "is_local")
+ROWS_PER_DIGEST = 1 << 12  # that are hashed at once
 
 
 def digest(content: Any) -> str:
@@ -30,8 +30,8 @@ def rows_digest(rows: Dataset) -> str:
     """Return a hash of the content of prepared rows, in their order; how they are stored does not count."""
     hasher = xxhash.xxh3_128(",".join(names := sorted(rows.column_names)).encode())
     tables = rows.with_format("arrow")
-    for start in range(0, len(rows), ROWS):
-        table: Any = tables[start : start + ROWS]
+    for start in range(0, len(rows), ROWS_PER_DIGEST):
+        table: Any = tables[start : start + ROWS_PER_DIGEST]
         for batch in table.select(names).combine_chunks().to_batches():
             hasher.update(batch.serialize())
     return hasher.hexdigest()
@@ -45,7 +45,7 @@ def tokenizer_digest(tokenizer: Any) -> str:
         files: dict[str, Any] = {file.name: file.read_text(encoding="utf-8") for file in saved}
     for name, text in files.items():
         if name.endswith(".json") and isinstance(content := json.loads(text), dict):
-            files[name] = {key: value for key, value in content.items() if key not in TRANSIENT}
+            files[name] = {key: value for key, value in content.items() if key not in VOLATILE_TOKENIZER_KEYS}
     return digest([type(tokenizer).__name__, files])
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 MAX_FLOAT = sys.float_info.max
-DEEPEST = 64
+MAX_NESTING = 64
 IGNORED = -100  # label of a token without a class
 # Columns that preparation adds to a prompt; all others come from the user's row.
 PREPARED_COLUMNS = ("prompt", "prompt_ids")
@@ -155,8 +155,8 @@ def checked_mappings(value: Any, key: str, one: str, several: str) -> list[Mappi
 
 def check_all_text(value: Any, key: str, depth: int = 0) -> None:
     """Raise a RowError if any text inside `value` is not valid unicode, or if it is nested too deeply."""
-    if depth > DEEPEST:
-        raise RowError(key[:80], f"at most {DEEPEST} levels of nesting")
+    if depth > MAX_NESTING:
+        raise RowError(key[:80], f"at most {MAX_NESTING} levels of nesting")
     if isinstance(value, str):
         checked_text(value, key, empty=True)
     elif isinstance(value, Mapping):

@@ -20,7 +20,7 @@ from upweight.data.raw_row import PREPARED_COLUMNS
 from upweight.doctor.findings import Finding
 from upweight.errors import UserError
 from upweight.models.load import compute_dtype, load_config, load_failures
-from upweight.models.memory import GIB, HEAD_CHUNK, LESS_MEMORY, USABLE, Memory, estimate, shape_of
+from upweight.models.memory import GIB, HEAD_CHUNK, LESS_MEMORY, USABLE_SHARE, Memory, estimate, shape_of
 from upweight.models.tokenizer import load_tokenizer
 from upweight.rewards.load import KEY, load_rewards
 from upweight.rollout.vllm.client import RequestFailed, RequestRefused, VllmClient
@@ -89,7 +89,7 @@ def _memory(state: CheckState) -> Iterator[Finding]:
     shards = torch.cuda.device_count() if on_gpu and config.sharding.fsdp else 1
     activations = need.activations * (width if need.activations > HEAD_CHUNK else 1)
     state.memory = Memory(need.weights * width / shards, need.training / shards, activations)
-    room = USABLE * torch.cuda.mem_get_info()[1] if on_gpu else psutil.virtual_memory().available
+    room = USABLE_SHARE * torch.cuda.mem_get_info()[1] if on_gpu else psutil.virtual_memory().available
     where = "the GPU" if on_gpu else "this machine"
     total = state.memory.total
     parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in vars(state.memory).items())

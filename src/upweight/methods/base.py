@@ -80,7 +80,7 @@ class Method(Section, ABC):
 
     @property
     def mismatched(self) -> Literal["rotate", "all"] | None:
-        """Which mismatched completions each prompt is paired with for a KL estimate: the next prompt's, or all."""
+        """Which mismatched completions each prompt is paired with for a KL estimate: the previous row's, or all."""
         return None
 
     @property

@@ -15,7 +15,7 @@ from upweight.types import Batch, Extreme, Loss, Mean, Metric, Outputs, Sample
 CorrectionMode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"]
 
-SAME_ENTROPY = 1e-5  # nats; what is nearer to the threshold than this counts as having reached it
+ENTROPY_TOLERANCE = 1e-5  # nats; what is nearer to the threshold than this counts as having reached it
 
 DIVISOR: dict[str, str] = {
     **dict.fromkeys(("grpo", "sapo", "dr_grpo", "luspo"), "sequences"),
@@ -190,7 +190,7 @@ class PolicyGradient(Section):
         if not len(entropy):
             return {"entropy_threshold": entropy.new_zeros(()), "entropy_share": entropy.new_ones(())}
         # Equal entropies of different forwards are rounded differently, and have to stay on the same side.
-        threshold = policy_losses.quantile(entropy, 1 - self.top_entropy_quantile) - SAME_ENTROPY
+        threshold = policy_losses.quantile(entropy, 1 - self.top_entropy_quantile) - ENTROPY_TOLERANCE
         return {"entropy_threshold": threshold, "entropy_share": (entropy >= threshold).float().mean()}
 
     def loss(self, out: Outputs, batch: Batch, prepared: dict[str, Tensor]) -> Loss:

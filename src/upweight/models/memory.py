@@ -13,12 +13,12 @@ from upweight.models.adapters.attach import linear_names
 from upweight.models.load import Head, config_with_head, model_class
 
 GIB = 2**30
-USABLE = 0.9  # of a card: the rest is used by the driver or lost to fragmentation
-HALF, SINGLE = 2, 4
+USABLE_SHARE = 0.9  # of a card: the rest is used by the driver or lost to fragmentation
+HALF_BYTES, SINGLE_BYTES = 2, 4
 USUAL_OPTIMIZER = "adamw"  # two moments in float32
 Trained = Literal["all", "lora", "qlora"]
-QUANTISED = {"load_in_4bit": 0.53, "load_in_8bit": 1.02}  # bytes of a weight with its share of the scales
-HEAD_CHUNK = 2**27 * 2 * SINGLE  # projections of one chunk and their gradients: logits are never built as a whole
+QUANTISED_BYTES = {"load_in_4bit": 0.53, "load_in_8bit": 1.02}  # bytes of a weight with its share of the scales
+HEAD_CHUNK = 2**27 * 2 * SINGLE_BYTES  # projections of one chunk and their gradients: logits are never built as a whole
 LESS_MEMORY = (  # remedies, the cheapest first
     "'gradient_checkpointing: true'; 'activation_offloading: true'; a shorter 'sequence_len' or "
     "'trl.max_completion_length'; 'adapter: lora'; 'adapter: qlora' with 'load_in_4bit: true'; 'fsdp: true' over more "
@@ -72,9 +72,9 @@ def shape_of(section: ModelSection, head: Head) -> Shape:
 def activation_bytes(config: PreTrainedConfig, *, checkpointing: bool) -> int:
     """Return the bytes of a token's activations in half precision; with checkpointing, one layer's and all inputs."""
     wide = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
-    per_layer = HALF * (20 * config.hidden_size + 6 * wide)
+    per_layer = HALF_BYTES * (20 * config.hidden_size + 6 * wide)
     layers = config.num_hidden_layers
-    return HALF * layers * config.hidden_size + per_layer if checkpointing else layers * per_layer
+    return HALF_BYTES * layers * config.hidden_size + per_layer if checkpointing else layers * per_layer
 
 
 def adapter_parameters(shape: Shape, adapter: AdapterSection) -> int:
@@ -90,12 +90,12 @@ def optimizer_bytes(name: str) -> int:
         return 2
     if "adafactor" in name or name.startswith("sgd"):
         return 0
-    return SINGLE if name.startswith("lion") else 2 * SINGLE
+    return SINGLE_BYTES if name.startswith("lion") else 2 * SINGLE_BYTES
 
 
 def training_bytes(optimizer: str) -> int:
     """Return the bytes that the first step adds for each trained parameter: float32 gradient and optimizer state."""
-    return SINGLE + optimizer_bytes(optimizer)
+    return SINGLE_BYTES + optimizer_bytes(optimizer)
 
 
 def estimate(
@@ -109,19 +109,19 @@ def estimate(
     tokens: int,
 ) -> Memory:
     """Return the peak memory of a step with one forward of `tokens`, computing in half precision."""
-    weight = HALF
+    weight = HALF_BYTES
     if trained == "qlora":
-        weight = QUANTISED["load_in_8bit" if adapter.load_in_8bit else "load_in_4bit"]
-    weights = weight * shape.linear_parameters + HALF * (shape.parameters - shape.linear_parameters)
+        weight = QUANTISED_BYTES["load_in_8bit" if adapter.load_in_8bit else "load_in_4bit"]
+    weights = weight * shape.linear_parameters + HALF_BYTES * (shape.parameters - shape.linear_parameters)
     count = shape.parameters if trained == "all" else adapter_parameters(shape, adapter)
     # A float32 master and its gradient, the optimizer's state, and for adapters the copy that forwards read.
-    training = count * (SINGLE + training_bytes(optimizer) + (0 if trained == "all" else HALF))
+    training = count * (SINGLE_BYTES + training_bytes(optimizer) + (0 if trained == "all" else HALF_BYTES))
     if trained == "all":
-        training += 3 * SINGLE * shape.largest + (HALF * shape.parameters if reference else 0)
+        training += 3 * SINGLE_BYTES * shape.largest + (HALF_BYTES * shape.parameters if reference else 0)
     return Memory(weights, training, max(tokens * shape.activation_bytes[checkpointing], HEAD_CHUNK))
 
 
 def longest(shape: Shape, memory: Memory, card: float, *, checkpointing: bool, sequences: int) -> int:
     """Return the tokens that `sequences` sequences of one forward may each have on a card of so many bytes."""
-    free = USABLE * card - memory.weights - memory.training
+    free = USABLE_SHARE * card - memory.weights - memory.training
     return max(int(free / shape.activation_bytes[checkpointing] / sequences), 0) if free > HEAD_CHUNK else 0

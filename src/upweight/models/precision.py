@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from upweight.log import warn_once
 
-HALF = (torch.bfloat16, torch.float16)
+HALF_DTYPES = (torch.bfloat16, torch.float16)
 Sharding = Literal["none", "ddp", "fsdp", "deepspeed"]
 
 
@@ -36,7 +36,7 @@ class TrainedWeight:
 
 def trained_weights(model: nn.Module, dtype: torch.dtype) -> list[TrainedWeight]:
     """Return the trained parameters of a model that computes in `dtype`; tied ones once, with all their slots."""
-    architecture_chose = not isinstance(model, PeftModel) and any(p.dtype in HALF for p in model.parameters())
+    architecture_chose = not isinstance(model, PeftModel) and any(p.dtype in HALF_DTYPES for p in model.parameters())
     slots: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
@@ -50,7 +50,7 @@ def trained_weights(model: nn.Module, dtype: torch.dtype) -> list[TrainedWeight]
         if isinstance(module, nn.ParameterDict | nn.ParameterList):
             return torch.float32
         # In a half-precision model, the architecture keeps some weights in float32 (a router, for example).
-        return parameter.dtype if parameter.dtype in HALF or architecture_chose else dtype
+        return parameter.dtype if parameter.dtype in HALF_DTYPES or architecture_chose else dtype
 
     return [TrainedWeight(tuple(at), compute_dtype(parameter, *at[0])) for parameter, at in slots.items()]
 
@@ -62,14 +62,14 @@ def set_up_precision(
     # FSDP2 casts float32 shards by its mixed-precision policy, and DeepSpeed keeps masters itself. Call it when the
     # model is on its device and not yet wrapped: DDP's hooks are lost where a parameter's dtype changes later.
     weights = trained_weights(model, dtype)
-    if not any(p.dtype in HALF for p in model.parameters()):
+    if not any(p.dtype in HALF_DTYPES for p in model.parameters()):
         for parameter in model.parameters():
             if not parameter.requires_grad and parameter.dtype == torch.float32:
                 parameter.data = parameter.data.to(dtype)
     if pure or sharding == "deepspeed":
         for weight in weights:
             weight.parameter.data = weight.parameter.data.to(weight.dtype)
-        if pure and any(weight.dtype in HALF for weight in weights):
+        if pure and any(weight.dtype in HALF_DTYPES for weight in weights):
             warn_once(
                 f"{str(dtype).removeprefix('torch.')} weights without float32 masters: at small learning rates most "
                 "updates are lost by rounding; `bf16: true` keeps masters"
@@ -77,7 +77,7 @@ def set_up_precision(
         return None
     for weight in weights:
         weight.parameter.data = weight.parameter.data.float()
-    halves = [weight for weight in weights if weight.dtype in HALF]
+    halves = [weight for weight in weights if weight.dtype in HALF_DTYPES]
     return ComputeCopies(model, halves) if sharding != "fsdp" and halves else None
 
 

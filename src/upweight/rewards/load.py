@@ -19,7 +19,7 @@ from upweight.user_modules import describe_error, load_function, local_file
 
 KEY = "trl.reward_funcs"
 EPISODE = "episode"  # column of a call with the episode of each completion
-ON_CPU = ModelOptions()
+NO_OPTIONS = ModelOptions()
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ def _environment_rewards(names: Sequence[str]) -> list[Reward]:
 
 
 def load_rewards(
-    names: Sequence[str], folder: Path, *, models: ModelOptions = ON_CPU, environment: Sequence[str] = ()
+    names: Sequence[str], folder: Path, *, models: ModelOptions = NO_OPTIONS, environment: Sequence[str] = ()
 ) -> list[Reward]:
     """Load the rewards that a config in `folder` names; those of the `environment` if it names none."""
     rewards = _load_items(((name, None) for name in names), environment, folder, KEY, models)
@@ -50,7 +50,7 @@ def load_rewards(
 
 
 def as_rewards(
-    reward_funcs: Any, tokenizers: Any = None, *, models: ModelOptions = ON_CPU, environment: Sequence[str] = ()
+    reward_funcs: Any, tokenizers: Any = None, *, models: ModelOptions = NO_OPTIONS, environment: Sequence[str] = ()
 ) -> list[Reward]:
     """Load what a script passes: names, functions, objects, models or (model, tokenizer); the `environment`'s last."""
     is_list = isinstance(reward_funcs, list | tuple) and not _has_tokenizer(reward_funcs)

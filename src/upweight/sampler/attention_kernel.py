@@ -95,7 +95,7 @@ def _capped(scores, softcap, CAPPED: tl.constexpr):
 
 
 @triton.jit
-def _moved(source, target, WIDTH: tl.constexpr, WIDTH_UP: tl.constexpr):
+def _copy_row(source, target, WIDTH: tl.constexpr, WIDTH_UP: tl.constexpr):
     """Copy a row, and return it."""
     column = tl.arange(0, WIDTH_UP)
     row = tl.load(source + column, mask=column < WIDTH, other=0.0)
@@ -104,11 +104,11 @@ def _moved(source, target, WIDTH: tl.constexpr, WIDTH_UP: tl.constexpr):
 
 
 @triton.jit
-def _last(mine, largest, total, mean, counter, PARTS: tl.constexpr, WIDTH: tl.constexpr):
+def _store(mine, row_max, total, acc, counter, PARTS: tl.constexpr, WIDTH: tl.constexpr):
     """Store the partial softmax of a part; return whether this was the last part."""
-    tl.store(mine, largest)
+    tl.store(mine, row_max)
     tl.store(mine + 1, total)
-    tl.store(mine[:, None] + 2 + tl.arange(0, WIDTH)[None, :], mean)
+    tl.store(mine[:, None] + 2 + tl.arange(0, WIDTH)[None, :], acc)
     tl.debug_barrier()
     return tl.atomic_add(counter, 1, sem="acq_rel") == PARTS - 1
 
@@ -118,27 +118,27 @@ def _joined(
     ends, sinks, heads, there, PARTS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, SINKS: tl.constexpr
 ):
     """Merge the partial softmaxes into the total and the weighted values; a sink is a logit without a value."""
-    largest = tl.full((ROWS,), float("-inf"), tl.float32)
+    row_max = tl.full((ROWS,), float("-inf"), tl.float32)
     if SINKS:
-        largest = tl.load(sinks + heads, mask=there, other=0.0).to(tl.float32)
-    total = tl.where(largest > float("-inf"), 1.0, 0.0)
-    mean = tl.zeros((ROWS, WIDTH), tl.float32)
+        row_max = tl.load(sinks + heads, mask=there, other=0.0).to(tl.float32)
+    total = tl.where(row_max > float("-inf"), 1.0, 0.0)
+    acc = tl.zeros((ROWS, WIDTH), tl.float32)
     in_value = tl.arange(0, WIDTH)
     for backwards in range(PARTS):  # the last part, which holds the newest token, is never empty
         part = ends + (PARTS - 1 - backwards) * ROWS * (WIDTH + 2)
         other = tl.load(part)
-        larger = tl.maximum(largest, other)
-        shrink, share = tl.exp(largest - larger), tl.exp(other - larger)
+        larger = tl.maximum(row_max, other)
+        shrink, share = tl.exp(row_max - larger), tl.exp(other - larger)
         total = total * shrink + tl.load(part + 1) * share
-        mean = mean * shrink[:, None] + tl.load(part[:, None] + 2 + in_value[None, :]) * share[:, None]
-        largest = larger
-    return total, mean
+        acc = acc * shrink[:, None] + tl.load(part[:, None] + 2 + in_value[None, :]) * share[:, None]
+        row_max = larger
+    return total, acc
 
 
 @triton.jit
-def _over(
+def _attend_keys(
     keys, values, first, count, at, offset,
-    query, largest, total, mean,
+    query, row_max, total, acc,
     scaling, softcap,
     COLUMNS: tl.constexpr, WIDTH: tl.constexpr, WIDTH_UP: tl.constexpr,
     VALUE_WIDTH: tl.constexpr, VALUE_WIDTH_UP: tl.constexpr,
@@ -162,17 +162,17 @@ def _over(
         scores = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scaling
         scores = _capped(scores, softcap, CAPPED)
         scores = tl.where(seen[None, :], scores, float("-inf"))
-        larger = tl.maximum(largest, tl.max(scores, 1))
+        larger = tl.maximum(row_max, tl.max(scores, 1))
         share = tl.exp(scores - larger[:, None])
-        shrink = tl.exp(largest - larger)
+        shrink = tl.exp(row_max - larger)
         value = tl.load(
             values + column[:, None] * VALUE_WIDTH + in_value[None, :],
             mask=there[:, None] & (in_value[None, :] < VALUE_WIDTH), other=0.0,
         )  # fmt: skip
         total = total * shrink + tl.sum(share, 1)
-        mean = mean * shrink[:, None] + tl.dot(share.to(value.dtype), value, input_precision=PRECISION)
-        largest = larger
-    return largest, total, mean
+        acc = acc * shrink[:, None] + tl.dot(share.to(value.dtype), value, input_precision=PRECISION)
+        row_max = larger
+    return row_max, total, acc
 
 
 @triton.jit
@@ -201,9 +201,9 @@ def _kernel(
         reach = tl.maximum(at - WINDOW + 1, 0)
     if CHUNK > 0:
         reach = at // CHUNK * CHUNK
-    largest = tl.full((ROWS,), -1e30, tl.float32)  # finite: a block of which nothing is seen leaves it, and no NaN
+    row_max = tl.full((ROWS,), -1e30, tl.float32)  # finite: a block of which nothing is seen leaves it, and no NaN
     total = tl.zeros((ROWS,), tl.float32)
-    mean = tl.zeros((ROWS, VALUE_WIDTH_UP), tl.float32)
+    acc = tl.zeros((ROWS, VALUE_WIDTH_UP), tl.float32)
     index = (group * key_heads + head) * prompt_room
     keys, values = prompt_keys + index * WIDTH, prompt_values + index * VALUE_WIDTH
     begin, stop, offset, share, parts = tl.minimum(reach, length), length, 0, part, PROMPT_PARTS
@@ -214,24 +214,24 @@ def _kernel(
     if part == PARTS - 1:
         key_at += slot * key_by_slot + head * key_by_head
         value_at += slot * value_by_slot + head * value_by_head
-        key = _moved(key_at, keys + step * WIDTH, WIDTH, WIDTH_UP)
-        value = _moved(value_at, values + step * VALUE_WIDTH, VALUE_WIDTH, VALUE_WIDTH_UP)
+        key = _copy_row(key_at, keys + step * WIDTH, WIDTH, WIDTH_UP)
+        value = _copy_row(value_at, values + step * VALUE_WIDTH, VALUE_WIDTH, VALUE_WIDTH_UP)
         newest = tl.sum(query.to(tl.float32) * key.to(tl.float32)[None, :], 1) * scaling
-        largest, total, mean = _capped(newest, softcap, CAPPED), total + 1.0, mean + value.to(tl.float32)[None, :]
+        row_max, total, acc = _capped(newest, softcap, CAPPED), total + 1.0, acc + value.to(tl.float32)[None, :]
     begin = begin // COLUMNS * COLUMNS
     each = tl.cdiv(tl.cdiv(stop - begin, parts), COLUMNS) * COLUMNS
     first = begin + share * each
-    largest, total, mean = _over(
-        keys, values, first, tl.minimum(first + each, stop), at, offset, query, largest, total, mean, scaling, softcap,
+    row_max, total, acc = _attend_keys(
+        keys, values, first, tl.minimum(first + each, stop), at, offset, query, row_max, total, acc, scaling, softcap,
         COLUMNS, WIDTH, WIDTH_UP, VALUE_WIDTH, VALUE_WIDTH_UP, WINDOW, CHUNK, CAPPED, PRECISION,
     )  # fmt: skip
     index = slot * key_heads + head
     ends = partials + (index * PARTS * ROWS + row) * (VALUE_WIDTH_UP + 2)
-    if _last(ends + part * ROWS * (VALUE_WIDTH_UP + 2), largest, total, mean, counters + index, PARTS, VALUE_WIDTH_UP):
-        total, mean = _joined(ends, sinks, head * REPEAT + row, row < REPEAT, PARTS, ROWS, VALUE_WIDTH_UP, SINKS)
+    if _store(ends + part * ROWS * (VALUE_WIDTH_UP + 2), row_max, total, acc, counters + index, PARTS, VALUE_WIDTH_UP):
+        total, acc = _joined(ends, sinks, head * REPEAT + row, row < REPEAT, PARTS, ROWS, VALUE_WIDTH_UP, SINKS)
         tl.store(
             out + (index * REPEAT + row)[:, None] * VALUE_WIDTH + in_value[None, :],
-            (mean / total[:, None]).to(out.dtype.element_ty),
+            (acc / total[:, None]).to(out.dtype.element_ty),
             mask=(row[:, None] < REPEAT) & (in_value[None, :] < VALUE_WIDTH),
         )  # fmt: skip
         tl.store(counters + index, 0)

@@ -23,7 +23,7 @@ from upweight.sampler.collect import CompletionCollector, OnTokens, StopStrings,
 from upweight.sampler.cuda_graphs import GraphSteps, PlainSteps
 from upweight.sampler.decode import Decoder, Grid
 from upweight.sampler.hf_generate import hf_generate
-from upweight.sampler.proof import ProofResult, Trial, prove_sampling
+from upweight.sampler.proof import Probe, ProofResult, prove_sampling
 from upweight.types import Completions, Done, Prompts, Sampling
 
 Gather = Callable[[ProofResult], list[ProofResult]]  # returns the results of all ranks, on every rank
@@ -101,7 +101,7 @@ class InProcess:
         if self._proved or not prompts:
             return
         name = type(self._base).__name__
-        trial = Trial.of(prompts, sampling, self._positions())
+        trial = Probe.of(prompts, sampling, self._positions())
         failures: list[str] = []
         for strategy in list(Strategy)[list(Strategy).index(self._strategy) :]:
             # Completions of full length, with the log-probs of the strategy.

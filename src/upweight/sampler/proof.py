@@ -22,7 +22,7 @@ _MEAN_IN_HALF_PRECISION = 0.15
 
 
 @dataclass(frozen=True)
-class Trial:
+class Probe:
     """A few prompts to check a sampling strategy on: some of a call, and one as long as its sequences may become."""
 
     # Where a model computes differently from some position on, only the long prompt shows it.
@@ -32,7 +32,7 @@ class Trial:
     count: int = _COUNT
 
     @staticmethod
-    def of(prompts: Prompts, sampling: Sampling, limit: int | None) -> "Trial":
+    def of(prompts: Prompts, sampling: Sampling, limit: int | None) -> "Probe":
         """Build a trial from the prompts of a call; `limit`: the positions of the model."""
         new = _NEW_TOKENS if limit is None else max(1, min(_NEW_TOKENS, limit - 1))
         most = None if limit is None else max(1, limit - new)
@@ -41,7 +41,7 @@ class Trial:
         long_prompt = list(itertools.islice(itertools.cycle(itertools.chain.from_iterable(prompts)), length))
         chosen = [list(prompt)[:most] for prompt in [*prompts[:_PROMPTS], long_prompt]]
         plain = replace(sampling, max_new_tokens=new, stop_ids=(), stop_strings=(), seed=0, seeds=None, first=0)
-        return Trial(chosen, plain)
+        return Probe(chosen, plain)
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class ProofResult:
         return f"gives log-probs that differ by {self.difference:.3g} (limit {self.limit:g}) from a plain forward's"
 
 
-def prove_sampling(base: PreTrainedModel, trial: Trial, draw: Callable[[], list[list[Completion]]]) -> ProofResult:
+def prove_sampling(base: PreTrainedModel, trial: Probe, draw: Callable[[], list[list[Completion]]]) -> ProofResult:
     """Check a sampling strategy by its worst prompt, so that an error on the long prompt only is not averaged away."""
     # Whether forwards compute in float32: they may read copies of the weights in another dtype.
     embeddings: Any = base.get_input_embeddings()
@@ -83,7 +83,7 @@ def prove_sampling(base: PreTrainedModel, trial: Trial, draw: Callable[[], list[
     return ProofResult(float(each.max()), limit)
 
 
-def _plain_logps(base: PreTrainedModel, prompt: list[int], group: list[Completion], trial: Trial) -> Tensor:
+def _plain_logps(base: PreTrainedModel, prompt: list[int], group: list[Completion], trial: Probe) -> Tensor:
     """Return log-probs of completions of one length by the model's forward, without a cache or padding."""
     ids_BN = torch.tensor([prompt + completion.ids for completion in group], device=base.device)
     new = len(group[0].ids)

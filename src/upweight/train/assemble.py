@@ -20,14 +20,14 @@ from upweight.errors import UserError
 from upweight.log import logger, warn_once
 from upweight.methods import feature_matcher
 from upweight.models.load import compute_dtype, load_config, load_model
-from upweight.models.precision import HALF
+from upweight.models.precision import HALF_DTYPES
 from upweight.models.reference import SyncedReference
 from upweight.models.tokenizer import choose_padding, load_tokenizer, take_chat_template
 from upweight.rollout.ebft import with_blocks
 from upweight.runs.files import unwritable_reason
 from upweight.train.arguments import set_variables, step_size, training_arguments
 from upweight.train.distributed.fsdp import build_sharding
-from upweight.train.distributed.ranks import join_ranks, rank0_first, share_rows
+from upweight.train.distributed.ranks import join_ranks, local_rank0_first, share_rows
 from upweight.train.loader import StepBatchSampler
 from upweight.train.lr_groups import LrRule, lr_rules
 from upweight.train.objects import YAML_ONLY, Objects, Tokenizer
@@ -74,7 +74,7 @@ def assemble(config: Config, objects: Objects = YAML_ONLY, *, trains: bool = Tru
     dtype, sharding = compute_dtype(config.model, device), build_sharding(config.sharding, ranks.num_processes)
     model = load_policy(config, objects, tokenizer, dtype, sharding, trains=trains)
     if objects.model is not None or objects.load_dtype is not None:  # the dtype of the loaded weights wins
-        dtype = next((p.dtype for p in model.parameters() if p.dtype in HALF), dtype)
+        dtype = next((p.dtype for p in model.parameters() if p.dtype in HALF_DTYPES), dtype)
     steps, on_cpu = _steps_per_epoch(config, len(data.train), ranks.num_processes), device.type == "cpu"
     arguments = training_arguments(
         config, objects.arguments, steps_per_epoch=steps, use_cpu=on_cpu, dtype=dtype, sharding=sharding
@@ -146,7 +146,7 @@ def _data(config: Config, objects: Objects, tokenizer: Tokenizer) -> Data:
     """Prepare the rows of a run, and set the chat template that rendered them in the tokenizer."""
     if objects.read_rows is not None:
         return _script_data(config, objects, tokenizer)
-    data = rank0_first(partial(prepare, config, tokenizer))
+    data = local_rank0_first(partial(prepare, config, tokenizer))
     if not len(data.train):
         raise UserError("\n".join(["datasets: no row is left to train on.", *data.report.lines()]))
     _log_dropped_rows(data)
@@ -172,7 +172,7 @@ def _script_data(config: Config, objects: Objects, tokenizer: Tokenizer) -> Data
         order = {"shuffle_merged": trains and section.shuffle_merged, "curriculum": False}
         row_config = dataclasses.replace(config, data=section.model_copy(update=order))
         work = partial(prepare_given, row_config, tokenizer, rows, where, trains=trains, keep=keep)
-        data = rank0_first(work) if keep else work()
+        data = local_rank0_first(work) if keep else work()
         _log_dropped_rows(data, objects.translate_error)
         return data
 

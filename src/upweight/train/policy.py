@@ -33,7 +33,7 @@ from upweight.train.distributed.fsdp import rank0_reads_weights
 from upweight.train.objects import Model, Objects, Tokenizer
 from upweight.train.reference import LoadModel, Precompute
 
-ON_CPU = 4096  # token budget of one forward on CPU, unless it is set
+CPU_TOKEN_BUDGET = 4096  # token budget of one forward on CPU, unless it is set
 MIN_AUTO_BUDGET, LARGEST_BUDGET = 2048, 65_536
 FREE_SHARE = 0.5  # of the memory that is free once the weights are loaded
 
@@ -186,7 +186,7 @@ def _load_separate(load: LoadModel, device: torch.device, attach_engine: Callabl
 def token_budget(config: PreTrainedConfig, device: torch.device, *, checkpointing: bool, reserved: int) -> int:
     """Return how many tokens' activations fit into the device's free memory minus `reserved` bytes."""
     if device.type != "cuda":
-        return ON_CPU
+        return CPU_TOKEN_BUDGET
     free = torch.cuda.mem_get_info(device)[0] - reserved
     tokens = int(FREE_SHARE * free / activation_bytes(config, checkpointing=checkpointing))
     return min(max(tokens // 128 * 128, MIN_AUTO_BUDGET), LARGEST_BUDGET)

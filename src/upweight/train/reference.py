@@ -33,7 +33,7 @@ FILE = "reference.safetensors"
 class Precompute:
     """How reference log-probs are precomputed, and where they are cached."""
 
-    base_model: bool = False  # compute with the adapter disabled
+    no_adapter: bool = False  # compute with the adapter disabled
     folder: Path | None = None  # cache; None: in memory
     separate: LoadModel | None = None  # loads a reference model that is not the policy
 
@@ -64,7 +64,7 @@ def with_reference(rows: Any, model: nn.Module, runner: StepRunner, how: Precomp
     file = how.folder / f"reference-{_fingerprint(rows, model, runner, how)}.npz" if how.folder else None
     missing = any(all_gather_objects(file is None or not file.exists()))
     if file is None or missing:
-        frozen = AdapterOff(model).use(model) if how.base_model and isinstance(model, PeftModel) else dropout_off(model)
+        frozen = AdapterOff(model).use(model) if how.no_adapter and isinstance(model, PeftModel) else dropout_off(model)
         logger.info("reference log-probs: computing them for %d rows", len(rows))
         logps: list[NDArray[np.float32]] = []
         with torch.no_grad(), frozen:
@@ -89,7 +89,7 @@ def _columns(method: Method) -> tuple[str, ...]:
 
 def _fingerprint(rows: Any, model: nn.Module, runner: StepRunner, how: Precompute) -> str:
     """Return a hash of what the log-probs depend on: rows, weights, precision."""
-    known = hashlib.sha256(f"{len(rows)} {runner.dtype} {how.base_model} {_columns(runner.method)}".encode())
+    known = hashlib.sha256(f"{len(rows)} {runner.dtype} {how.no_adapter} {_columns(runner.method)}".encode())
     for number in (0, len(rows) // 2, len(rows) - 1):
         ids = {name: list(value) for name, value in sorted(rows[number].items()) if name.endswith("_ids")}
         known.update(str(ids).encode())

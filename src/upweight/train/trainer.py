@@ -258,7 +258,7 @@ class MethodTrainer(Trainer):
         how = self.precompute
         if how is None:
             return rows
-        if self.state.global_step and not how.base_model and how.separate is None:
+        if self.state.global_step and not how.no_adapter and how.separate is None:
             remedy = "Give these rows as eval_dataset when the trainer is made, or leave the argument out."
             raise UserError(f"precompute_ref_log_probs: the reference is the policy as it was, now trained. {remedy}")
         return with_reference(rows, self.model, self.runner, how)

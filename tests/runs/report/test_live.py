@@ -8,14 +8,14 @@ import pytest
 
 from made_reports import as_lines, metrics, write_run
 from upweight.errors import UserError
-from upweight.runs.report.live import serve
+from upweight.runs.report.live import open_page_server
 
 
 @pytest.fixture
 def watched(tmp_path):
     """A server of a run that is not there yet, and a function that asks it."""
     folder = tmp_path / "run"
-    server = serve([folder], 0)
+    server = open_page_server([folder], 0)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
 
@@ -75,4 +75,4 @@ def test_other_names_are_turned_away(watched):
 def test_a_port_that_is_taken(watched, tmp_path):
     _, _, server = watched
     with pytest.raises(UserError, match=f"--port {server.server_port}: "):
-        serve([tmp_path], server.server_port)
+        open_page_server([tmp_path], server.server_port)

@@ -140,6 +140,7 @@ KINDS = {
 
 
 def run(file, resume=False):
+    torch.compiler.set_stance("force_eager")  # transformers compiles the rounding of ternary weights, for a minute
     train(load_config(file), resume=resume)
 
 
@@ -176,6 +177,7 @@ def test_a_sharded_run_resumes_exactly_and_leaves_a_whole_model(kind, model_fold
 
 
 def run_alone(file):
+    torch.compiler.set_stance("force_eager")
     train(load_config(file, ["micro_batch_size=2"]), resume=True)
 
 

@@ -15,7 +15,7 @@ from upweight.train.distributed.ranks import (
     all_gather_objects,
     broadcast_from_rank0,
     join_ranks,
-    rank0_first,
+    local_rank0_first,
 )
 
 
@@ -36,7 +36,7 @@ def agree(folder):
         "device": device.type,
         "zero": broadcast_from_rank0(f"of {rank}"),
         "all": all_gather_objects(rank),
-        "first": rank0_first(lambda: work(folder)),
+        "first": local_rank0_first(lambda: work(folder)),
     }
     with open(f"{folder}/{rank}.json", "w") as file:
         json.dump(found, file)
@@ -53,7 +53,7 @@ def test_alone_everything_is_as_it_is():
     assert PartialState().num_processes == 1
     assert broadcast_from_rank0("a") == "a"
     assert all_gather_objects("a") == ["a"]
-    assert rank0_first(lambda: 4) == 4
+    assert local_rank0_first(lambda: 4) == 4
 
 
 def wait_for_a_slow_rank():

@@ -34,7 +34,7 @@ FILE_KINDS = {
     ".parquet": "parquet", ".arrow": "arrow", ".txt": "text",
 }  # fmt: skip
 ALIASES = {"jsonl": "json", "txt": "text"}
-DIGESTED = 1000  # rows at a time
+ROWS_PER_DIGEST = 1000  # rows at a time
 # Errors of loading that the user can fix.
 LOADING_ERRORS = (OSError, ValueError, RuntimeError, DatasetsError, csv.Error)
 
@@ -72,7 +72,7 @@ class GivenTable(Table):
         if self.dataset.format["type"] is None:
             return [rows_digest(self.dataset), str(self.dataset.features), len(self.dataset)]
         content = hashlib.sha256()
-        for part in self.dataset.iter(DIGESTED):  # rows are what a function of the script makes of them
+        for part in self.dataset.iter(ROWS_PER_DIGEST):  # rows are what a function of the script makes of them
             content.update(json.dumps(part, sort_keys=True, default=str).encode())
         return [content.hexdigest(), len(self.dataset)]
 
@@ -185,7 +185,7 @@ def _gym_entry(config: Config, dataset: GymDataset) -> DatasetRow:
 
 
 def _file(path: str | None, folder: Path) -> Path | None:
-    return next((candidate.resolve() for candidate in _candidates(path or "", folder) if candidate.is_file()), None)
+    return next((candidate.resolve() for candidate in _lookup_paths(path or "", folder) if candidate.is_file()), None)
 
 
 def open_entry(entry: DatasetRow, key: str, folder: Path, *, evaluation: bool = False, seed: int = 0) -> DatasetEntry:
@@ -217,7 +217,7 @@ def _open(entry: DatasetRow, name: str | None, where: str, folder: Path) -> dict
     path, kind = entry.path, ALIASES.get(entry.ds_type or "", entry.ds_type)
     if path and "://" in path:
         return _tables(kind or _kind(Path(path)), data_files=path)
-    local = next((candidate for candidate in _candidates(path, folder) if candidate.exists()), None) if path else None
+    local = next((candidate for candidate in _lookup_paths(path, folder) if candidate.exists()), None) if path else None
     if path and local is None and entry.data_files and path in (*FILE_KINDS.values(), *ALIASES):
         path, kind = None, ALIASES.get(path, path)
     if path is None or (local and local.is_dir() and entry.data_files):
@@ -298,7 +298,7 @@ def _matching_files(entry: DatasetRow, where: str, inside: Path | None, folder: 
     """Return the files that `data_files` names, with patterns expanded."""
     files: list[Path] = []
     for pattern in _patterns(entry):
-        candidates = [inside / os.path.expanduser(pattern)] if inside else _candidates(pattern, folder)
+        candidates = [inside / os.path.expanduser(pattern)] if inside else _lookup_paths(pattern, folder)
         matches = next(filter(None, (sorted(glob.glob(str(path), recursive=True)) for path in candidates)), [])
         files += [Path(match) for match in matches if Path(match).is_file()]
         if not matches:
@@ -311,18 +311,18 @@ def _patterns(entry: DatasetRow) -> list[str]:
     return [entry.data_files] if isinstance(entry.data_files, str) else entry.data_files or []
 
 
-def _candidates(path: str, folder: Path) -> list[Path]:
+def _lookup_paths(path: str, folder: Path) -> list[Path]:
     """Return where a path is looked for: from the working directory, then from the config's folder."""
     expanded = Path(os.path.expanduser(path))
     return [expanded, folder / expanded]
 
 
 def _tried(path: str, folder: Path) -> str:
-    return " and ".join(dict.fromkeys(str(candidate.absolute()) for candidate in _candidates(path, folder)))
+    return " and ".join(dict.fromkeys(str(candidate.absolute()) for candidate in _lookup_paths(path, folder)))
 
 
 def _similar(path: str, folder: Path) -> str:
-    parents = [candidate.parent for candidate in _candidates(path, folder) if candidate.parent.is_dir()]
+    parents = [candidate.parent for candidate in _lookup_paths(path, folder) if candidate.parent.is_dir()]
     return did_you_mean(Path(path).name, {file.name for parent in parents for file in parent.iterdir()})
 
 

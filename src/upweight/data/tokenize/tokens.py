@@ -8,7 +8,7 @@ from typing import Any
 from upweight.errors import UserError
 
 MAX_SPLIT_TOKENS = 64  # distinct special tokens at which texts are split
-CHECKED = 8  # texts on which splitting is compared with tokenizing them whole
+MAX_CHECKED_TEXTS = 8  # texts on which splitting is compared with tokenizing them whole
 
 
 class TextTokens:
@@ -43,7 +43,7 @@ class TextTokens:
         ids_of = dict(zip(distinct, self._whole(distinct), strict=True))
         joined = [list(chain.from_iterable([ids_of[part] for part in parts])) for parts in split_texts]
         if not self._is_checked:  # splitting is turned off if the ids of the first texts differ
-            numbers = [number for number, parts in enumerate(split_texts) if len(parts) != 1][:CHECKED]
+            numbers = [number for number, parts in enumerate(split_texts) if len(parts) != 1][:MAX_CHECKED_TEXTS]
             self._is_checked = bool(numbers)
             if self._whole([texts[number] for number in numbers]) != [joined[number] for number in numbers]:
                 self._pattern = None

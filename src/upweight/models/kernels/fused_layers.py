@@ -166,7 +166,7 @@ def gated_product(x: Tensor, gate: Any, up: Any) -> Tensor | None:
         return None
     weights, biases, downs, ups, scalings = parts
     few = x_ND.shape[0] <= few_rows.FEW_ROWS
-    fills_gpu, adapted = len(weights[0]) >= few_rows.LEAST_GATED, bool(downs)
+    fills_gpu, adapted = len(weights[0]) >= few_rows.MIN_GATED_OUTPUTS, bool(downs)
     if biases or not (fills_gpu if few else adapted):
         return None
     if few:

@@ -21,7 +21,7 @@ Tensors = list[Tensor]
 # bound by its launches instead, so that one launch wins up to _MOST_ROWS: `python -m bench.gpu_kernels` prints it.
 FEW_ROWS, MOST_RANK, MOST_LAYERS = 64, 64, 3
 _MOST_ROWS, _MOST_MULTIPLICATIONS = 512, 3_000_000_000
-LEAST_GATED = 4096  # outputs below which the tiles of a gated product would not fill a GPU
+MIN_GATED_OUTPUTS = 4096  # outputs below which the tiles of a gated product would not fill a GPU
 _ROWS, _DEPTH, _GATED_DEPTH = 64, 128, 64
 _WIDE = 4096  # inputs or outputs from which on a tile has twice the columns
 _SMALLEST_SIDE = 16  # of a matrix product on tensor cores

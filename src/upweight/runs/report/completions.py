@@ -12,7 +12,7 @@ from upweight.runs.report.reading import evenly, number, plain
 
 ROLLOUTS, NEWEST, EVALUATIONS = 40, 10, 10  # files shown, of which the newest in a row; of each evaluation's set
 ROWS = 64  # completions of a file
-LONGEST = 8000  # letters of one text
+MAX_CHARS = 8000  # letters of one text
 MOST_CHARACTERS = 4_000_000  # letters of all of them as JSON
 
 FIELDS = {"step", "rollout", "version", "row", "prompt", "completion", "messages", "tokens", "finished", "rewards",
@@ -87,13 +87,13 @@ def shown(row: Mapping[str, Any], weights: Sequence[float]) -> dict[str, Any]:
         "reward": number(sum(known)) if known else None,
         "advantage": number(row.get("advantage")),
         "failure": None if row.get("failure") is None else _text(row["failure"]),
-        "columns": {name: plain(value, LONGEST) for name, value in row.items() if name not in FIELDS},
+        "columns": {name: plain(value, MAX_CHARS) for name, value in row.items() if name not in FIELDS},
     }
     texts = row.get("token_texts")
     if isinstance(texts, list):
         for name in ("token_texts", "sampler_logps", "policy_logps", "sampled"):
             if isinstance(row.get(name), list) and len(row[name]) == len(texts):
-                fields[name] = plain(row[name], LONGEST)
+                fields[name] = plain(row[name], MAX_CHARS)
     return {name: value for name, value in fields.items() if value not in (None, {}, [])}
 
 
@@ -122,4 +122,4 @@ def _call(call: Any) -> str:
 
 
 def _text(value: Any) -> str:
-    return plain(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str), LONGEST)
+    return plain(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str), MAX_CHARS)

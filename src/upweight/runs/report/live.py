@@ -92,7 +92,7 @@ class Handler(BaseHTTPRequestHandler):
         """Do not log requests."""
 
 
-def serve(folders: Sequence[Path], port: int | None) -> PageServer:
+def open_page_server(folders: Sequence[Path], port: int | None) -> PageServer:
     """Create a server at this port, or at a free one if `port` is None."""
     try:
         return PageServer(folders, PORT if port is None else port)

@@ -21,7 +21,7 @@ from upweight.methods import DPO, KTO, ORM, ORPO, PRM, SFT, SimPO
 from upweight.methods.base import Method
 from upweight.settings import Section, keys_of
 from upweight.train.api.as_config import checked_config, error_translator
-from upweight.train.api.fields import help_of, holds, of, refused, with_help
+from upweight.train.api.fields import field_for, help_of, no_effect, refused, with_help
 from upweight.train.distributed.deepspeed import require_deepspeed
 from upweight.train.distributed.ranks import init_single_rank
 
@@ -78,27 +78,27 @@ class MethodArguments(TrainingArguments):
     logging_steps: float = with_help(10, "Log every so many steps.")
     bf16: bool | None = with_help(None, "Compute in bfloat16 with float32 masters; unset: where the device can.")
     model_init_kwargs: dict[str, Any] | None = with_help(None, LOADING)  # noqa: RUF009
-    trust_remote_code: bool = of(ModelSection, "trust_remote_code")
+    trust_remote_code: bool = field_for(ModelSection, "trust_remote_code")
     max_length: int | None = with_help(1024, "Longest sequence in tokens, prompt included; None: no limit.")
-    dataset_num_proc: int | None = of(DataSection, "processes")
-    dataset_prepared_path: str = of(DataSection, "prepared_path")
-    token_budget: int | None = of(OptimSection, "token_budget")
-    layout: Literal["auto", "tree", "padded"] = of(ModelSection, "layout")
-    activation_offloading: bool = of(OptimSection, "activation_offloading")
-    reference_offloading: bool = of(OptimSection, "reference_offloading")
-    allow_changed_data: bool = of(RunSection, "allow_changed_data")
-    chat_template_timeout: float = of(DataSection, "template_timeout")
-    ddp_wait_timeout: int = of(ShardingSection, "wait_timeout")
-    loss_watchdog_threshold: float | None = of(RunSection, "loss_limit")
-    loss_watchdog_patience: int = of(RunSection, "loss_limit_patience")
+    dataset_num_proc: int | None = field_for(DataSection, "processes")
+    dataset_prepared_path: str = field_for(DataSection, "prepared_path")
+    token_budget: int | None = field_for(OptimSection, "token_budget")
+    layout: Literal["auto", "tree", "padded"] = field_for(ModelSection, "layout")
+    activation_offloading: bool = field_for(OptimSection, "activation_offloading")
+    reference_offloading: bool = field_for(OptimSection, "reference_offloading")
+    allow_changed_data: bool = field_for(RunSection, "allow_changed_data")
+    chat_template_timeout: float = field_for(DataSection, "template_timeout")
+    ddp_wait_timeout: int = field_for(ShardingSection, "wait_timeout")
+    loss_watchdog_threshold: float | None = field_for(RunSection, "loss_limit")
+    loss_watchdog_patience: int = field_for(RunSection, "loss_limit_patience")
     truncation_mode: str = with_help("keep_start", "Which end of a long sequence is kept.")
-    disable_dropout: bool = of(ModelSection, "disable_dropout", default=True)
+    disable_dropout: bool = field_for(ModelSection, "disable_dropout", default=True)
     eos_token: str | None = with_help(None, "Token that ends a text or turn; unset: the tokenizer's.")
     pad_token: str | None = with_help(None, "Padding token; tells a saved reward model where a text ends.")
     router_aux_loss_coef: float | None = refused(None, "the routers' balance is not trained; remove it")
-    use_liger_kernel: bool = holds(False, FUSED_HEAD)
-    padding_free: bool = holds(False, PACKED)
-    pad_to_multiple_of: int | str | None = holds(None, PACKED)
+    use_liger_kernel: bool = no_effect(False, FUSED_HEAD)
+    padding_free: bool = no_effect(False, PACKED)
+    pad_to_multiple_of: int | str | None = no_effect(None, PACKED)
 
     def __post_init__(self) -> None:
         if self.max_steps is None:
@@ -130,8 +130,8 @@ class MethodArguments(TrainingArguments):
                 text = help_of(one)
                 if why := text.refused or REFUSED.get(one.name):
                     problems.append(f"{one.name}: {why}.")
-                if text.holds:
-                    warn_once(f"{one.name}: nothing to do: {text.holds}")
+                if text.no_effect:
+                    warn_once(f"{one.name}: nothing to do: {text.no_effect}")
             is_size = one.name in ("per_device_train_batch_size", "gradient_accumulation_steps")
             if is_size and (not isinstance(value, int) or value < 1):
                 problems.append(f"{one.name}: a whole number from 1, not {value!r}.")
@@ -200,16 +200,16 @@ class SFTConfig(MethodArguments):
 
     method_class: ClassVar = SFT
 
-    loss_type: str = of(SFT, "loss_type")
-    disable_dropout: bool = of(ModelSection, "disable_dropout", default=False)
+    loss_type: str = field_for(SFT, "loss_type")
+    disable_dropout: bool = field_for(ModelSection, "disable_dropout", default=False)
     completion_only_loss: bool | None = with_help(None, "Train on completions only; unset: where rows have prompts.")
     assistant_only_loss: bool = with_help(False, "Train on the assistant's turns only, where rows have messages.")
     chat_template_path: str | None = with_help(None, TEMPLATE_PATH)
     dataset_text_field: str = with_help("text", "Column of plain text.")
     shuffle_dataset: bool = with_help(False, "Shuffle the rows before training, besides each epoch's order.")
-    packing: bool = holds(False, COUNTS_EXAMPLES)
-    packing_strategy: str = holds("bfd", PACKED)
-    eval_packing: bool | None = holds(None, PACKED)
+    packing: bool = no_effect(False, COUNTS_EXAMPLES)
+    packing_strategy: str = no_effect("bfd", PACKED)
+    eval_packing: bool | None = no_effect(None, PACKED)
     dataset_kwargs: dict[str, Any] | None = refused(None, ROWS_OF_TEXT)  # noqa: RUF009
 
     def dataset_row(self, columns: Sequence[str] = ()) -> DatasetRow:
@@ -242,12 +242,12 @@ class SFTConfig(MethodArguments):
 class ReferenceArguments(MethodArguments):
     """The arguments that methods with a reference share."""
 
-    beta: float = of(DPO, "beta")
-    precompute_ref_log_probs: bool = of(DPO, "precompute_ref_log_probs")
-    sync_ref_model: bool = of(DPO, "sync_ref_model")
-    ref_model_mixup_alpha: float = of(DPO, "ref_model_mixup_alpha")
-    ref_model_sync_steps: int = of(DPO, "ref_model_sync_steps")
-    precompute_ref_batch_size: int | None = holds(None, BUDGET)
+    beta: float = field_for(DPO, "beta")
+    precompute_ref_log_probs: bool = field_for(DPO, "precompute_ref_log_probs")
+    sync_ref_model: bool = field_for(DPO, "sync_ref_model")
+    ref_model_mixup_alpha: float = field_for(DPO, "ref_model_mixup_alpha")
+    ref_model_sync_steps: int = field_for(DPO, "ref_model_sync_steps")
+    precompute_ref_batch_size: int | None = no_effect(None, BUDGET)
 
 
 @dataclass
@@ -256,14 +256,14 @@ class DPOConfig(ReferenceArguments):
 
     method_class: ClassVar = DPO
 
-    loss_type: str | list[str] = of(DPO, "loss_type")  # noqa: RUF009
-    loss_weights: list[float] | None = of(DPO, "loss_weights")  # noqa: RUF009
-    label_smoothing: float = of(DPO, "label_smoothing")
-    ld_alpha: float | None = of(DPO, "ld_alpha")
-    f_divergence_type: str = of(DPO, "divergence")
-    f_alpha_divergence_coef: float = of(DPO, "divergence_alpha")
-    use_weighting: bool = of(DPO, "use_weighting")
-    discopop_tau: float = of(DPO, "discopop_tau")
+    loss_type: str | list[str] = field_for(DPO, "loss_type")  # noqa: RUF009
+    loss_weights: list[float] | None = field_for(DPO, "loss_weights")  # noqa: RUF009
+    label_smoothing: float = field_for(DPO, "label_smoothing")
+    ld_alpha: float | None = field_for(DPO, "ld_alpha")
+    f_divergence_type: str = field_for(DPO, "divergence")
+    f_alpha_divergence_coef: float = field_for(DPO, "divergence_alpha")
+    use_weighting: bool = field_for(DPO, "use_weighting")
+    discopop_tau: float = field_for(DPO, "discopop_tau")
 
 
 @dataclass
@@ -272,9 +272,9 @@ class KTOConfig(ReferenceArguments):
 
     method_class: ClassVar = KTO
 
-    loss_type: str = of(KTO, "loss_type")
-    desirable_weight: float = of(KTO, "desirable_weight")
-    undesirable_weight: float = of(KTO, "undesirable_weight")
+    loss_type: str = field_for(KTO, "loss_type")
+    desirable_weight: float = field_for(KTO, "desirable_weight")
+    undesirable_weight: float = field_for(KTO, "undesirable_weight")
 
 
 @dataclass
@@ -283,12 +283,12 @@ class ORPOConfig(MethodArguments):
 
     method_class: ClassVar = ORPO
 
-    beta: float = of(ORPO, "alpha")
-    nll_on_prompt: bool = of(ORPO, "likelihood_of_prompt")
-    max_completion_length: int | None = holds(None, ONLY_ENCODER_DECODER)
+    beta: float = field_for(ORPO, "alpha")
+    nll_on_prompt: bool = field_for(ORPO, "likelihood_of_prompt")
+    max_completion_length: int | None = no_effect(None, ONLY_ENCODER_DECODER)
     is_encoder_decoder: bool | None = refused(None, NO_ENCODER)
     generate_during_eval: bool = refused(False, NOTHING_GENERATED)
-    padding_value: int | None = holds(None, PACKED)
+    padding_value: int | None = no_effect(None, PACKED)
 
 
 @dataclass
@@ -297,13 +297,13 @@ class CPOConfig(MethodArguments):
 
     method_class: ClassVar = SimPO
 
-    beta: float = of(SimPO, "beta")
-    loss_type: str = of(SimPO, "loss_type", default="sigmoid")
-    cpo_alpha: float = of(SimPO, "nll_weight")
-    simpo_gamma: float = of(SimPO, "gamma")
-    label_smoothing: float = of(SimPO, "label_smoothing")
-    alpha: float = of(SimPO, "alpha")
-    max_completion_length: int | None = holds(None, ONLY_ENCODER_DECODER)
+    beta: float = field_for(SimPO, "beta")
+    loss_type: str = field_for(SimPO, "loss_type", default="sigmoid")
+    cpo_alpha: float = field_for(SimPO, "nll_weight")
+    simpo_gamma: float = field_for(SimPO, "gamma")
+    label_smoothing: float = field_for(SimPO, "label_smoothing")
+    alpha: float = field_for(SimPO, "alpha")
+    max_completion_length: int | None = no_effect(None, ONLY_ENCODER_DECODER)
     is_encoder_decoder: bool | None = refused(None, NO_ENCODER)
     generate_during_eval: bool = refused(False, NOTHING_GENERATED)
 
@@ -321,7 +321,7 @@ class RewardConfig(MethodArguments):
     too_long: ClassVar[Literal["drop", "truncate"]] = "drop"
 
     chat_template_path: str | None = with_help(None, TEMPLATE_PATH)
-    center_rewards_coefficient: float | None = of(ORM, "center_rewards_coefficient")
+    center_rewards_coefficient: float | None = field_for(ORM, "center_rewards_coefficient")
 
 
 @dataclass

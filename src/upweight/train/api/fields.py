@@ -11,7 +11,7 @@ class Help(str):
     """The help of an argument and the setting it sets; a str, since command-line parsers print the metadata."""
 
     setting: Key | None = None  # that the argument sets
-    holds: str | None = None  # why the argument has no effect
+    no_effect: str | None = None  # why the argument has no effect
     refused: str | None = None  # why the argument may only have its default
 
     def __new__(cls, text: str, **about: Any) -> "Help":
@@ -26,7 +26,7 @@ def help_of(argument: dataclasses.Field[Any]) -> Help:
     return text if isinstance(text, Help) else Help(text)
 
 
-def of(section: type[Section], name: str, **changed: Any) -> Any:
+def field_for(section: type[Section], name: str, **changed: Any) -> Any:
     """Return a field that sets a section's setting, with its default and help; tuples become lists."""
     key = next(key for key in keys_of(section) if key.name == name)
     default = changed.get("default", key.field.default)
@@ -36,9 +36,9 @@ def of(section: type[Section], name: str, **changed: Any) -> Any:
     return with_help(default, text)
 
 
-def holds(default: Any, why: str) -> Any:
+def no_effect(default: Any, why: str) -> Any:
     """Return a field that is accepted without effect, since the loop always does what it sets."""
-    return with_help(default, Help(f"Accepted: {why}.", holds=why))
+    return with_help(default, Help(f"Accepted: {why}.", no_effect=why))
 
 
 def refused(default: Any, why: str) -> Any:

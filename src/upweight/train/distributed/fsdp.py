@@ -21,7 +21,7 @@ from upweight.engine.packing import build_batch
 from upweight.errors import UserError
 from upweight.log import warn_once
 from upweight.models.patches import shard_on_cpu
-from upweight.models.precision import HALF, Sharding
+from upweight.models.precision import HALF_DTYPES, Sharding
 from upweight.models.shards import any_sharded, gathered_from_zero3
 
 
@@ -67,7 +67,7 @@ def set_up_sharding(trainer: Trainer, dtype: torch.dtype) -> None:
     if state.distributed_type == DistributedType.MULTI_CPU:
         shard_on_cpu(state, FullyShardedDataParallelPlugin(**options))
         trainer.is_fsdp_enabled = True
-    if dtype in HALF:
+    if dtype in HALF_DTYPES:
         assert state.fsdp_plugin is not None
         state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
 

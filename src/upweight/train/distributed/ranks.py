@@ -59,7 +59,7 @@ def init_single_rank() -> None:
     os.environ.update(rendezvous, RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
 
 
-def rank0_first(work: Callable[[], T]) -> T:
+def local_rank0_first(work: Callable[[], T]) -> T:
     """Run `work` on the first rank of each machine, and then on the others."""
     ranks = PartialState()
     if ranks.num_processes == 1:

@@ -40,7 +40,7 @@ from upweight.train.policy import Policy
 from upweight.types import Generator, Provable
 from upweight.user_modules import load_function
 
-REROLLED = 1024  # failed prompts remembered
+MAX_REROLL = 1024  # failed prompts remembered
 LOSS_IS_NO_MEASURE = (
     "%s: the loss is near 0 and may rise while the policy learns; it is no measure of progress: watch reward, "
     "group_reward_std%s"
@@ -132,7 +132,7 @@ def build_rollouts(
         extra_rounds=section.dynamic_sampling,
         streaming_groups=section.streaming_groups if section.streaming else None,
         replay=ReplayBuffer(section.replay_size, section.replay_max_age) if section.replay_size else None,
-        reroll=Reroll(section.reroll_start, section.reroll_groups, REROLLED) if section.reroll_start < 1 else None,
+        reroll=Reroll(section.reroll_start, section.reroll_groups, MAX_REROLL) if section.reroll_start < 1 else None,
     )
     return RolloutFeed(
         producer,
@@ -175,7 +175,7 @@ def _schedule(
         threaded=rank0_only and depth > 0,
         sync_interval=interval,
         broadcast=broadcast_rollout if rank0_only and ranks.num_processes > 1 else None,
-        drives=not rank0_only or ranks.process_index == 0,
+        produces=not rank0_only or ranks.process_index == 0,
         sharded_work=sharded_work,
         gathered_weights=partial(whole_weights, policy.model, policy.engine) if gathers else nullcontext,
     )

@@ -43,7 +43,7 @@ class RolloutSchedule:
     threaded: bool = False  # produce them in a thread while the trainer works
     sync_interval: int = 1  # optimizer steps between two syncs of the sampler
     broadcast: Callable[[Rollout | None], Rollout] | None = None  # of rank 0's rollout, where only rank 0 produces
-    drives: bool = True  # whether this rank produces rollouts
+    produces: bool = True  # whether this rank produces rollouts
     sharded_work: ShardedWork | None = None  # of a sync by all ranks; None where rank 0 holds all weights
     gathered_weights: Callable[[], AbstractContextManager[None]] = nullcontext  # holds whole weights while sampling
 
@@ -85,7 +85,7 @@ class RolloutFeed:
         if self.current is None or self.trained >= plan.steps_per_rollout:
             began = time.perf_counter()
             with activity("waiting for a rollout"):
-                rollout = self._broadcast(self.ahead.take(state) if self.schedule.drives else None)
+                rollout = self._broadcast(self.ahead.take(state) if self.schedule.produces else None)
             if self.feature_matching is not None:
                 scoring = time.perf_counter()
                 rollout.metrics |= self.feature_matching.score(rollout.groups, plan.group_size, runner, model)
@@ -100,7 +100,7 @@ class RolloutFeed:
         start = self.trained % plan.steps_per_pass * plan.step_size
         stop = start + plan.step_size
         self.trained += 1
-        while self.schedule.drives and len(self.ahead) < self.schedule.depth:
+        while self.schedule.produces and len(self.ahead) < self.schedule.depth:
             until_needed = plan.steps_per_rollout - self.trained + 1 + plan.steps_per_rollout * len(self.ahead)
             if until_needed > self.schedule.depth * plan.steps_per_pass:  # at most `depth` passes of steps ahead
                 break
@@ -112,7 +112,7 @@ class RolloutFeed:
     def sync(self, step: int) -> dict[str, float]:
         """Send the weights to the sampler, on every rank, since each may hold a shard; return the time as a metric."""
         began, sharded_work, seconds = time.perf_counter(), self.schedule.sharded_work, {}
-        if self.schedule.drives and self.generator is not None:
+        if self.schedule.produces and self.generator is not None:
             try:
                 with activity("sending weights to the sampler"):
                     self.generator.sync(step)
@@ -144,7 +144,7 @@ class RolloutFeed:
         if self.synced != state.global_step:
             self.sync(state.global_step)
         step, names, method, produced = state.global_step, self.producer.names, self.producer.method, None
-        if self.schedule.drives:
+        if self.schedule.produces:
             if self.producer.scorer.has_state:
                 self.ahead.wait()  # rollouts would change the reward state that is restored after an evaluation
             with self.schedule.gathered_weights():

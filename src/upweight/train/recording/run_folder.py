@@ -12,16 +12,15 @@ from accelerate import PartialState
 from transformers import TrainerCallback
 
 from upweight.config import Config
-from upweight.config.config import SECTIONS
-from upweight.config.redact import redacted
 from upweight.config.sections.run import RunSection, TrackingSection
+from upweight.config.view import yaml_content
 from upweight.errors import UserError
 from upweight.files import write_text
 from upweight.log import warn_once
 from upweight.runs.checkpoints import DATA
 from upweight.runs.files import CONFIG
 from upweight.runs.record import about, recorded
-from upweight.settings import Section, keys_of
+from upweight.settings import keys_of
 from upweight.train.distributed.ranks import broadcast_from_rank0
 from upweight.train.objects import YAML_ONLY, Objects
 from upweight.train.recording.callbacks import KeepCheckpoints, StopOnSignal, build_callbacks
@@ -32,13 +31,12 @@ RESUME_KEYS = (  # keys that decide which weights are trained, and the optimizer
     *("peft_init_lora_weights", "unfrozen_parameters", "reward_model", "process_reward_model", "optimizer"),
     *("tokens", "resize_token_embeddings_to_32x"),  # not base_model, whose folder may have moved
 )
-RESOLVED_KEYS = ("batch_size",)  # keys that are resolved into other keys
 
 
 def write_config(config: Config, folder: Path) -> None:
     """Write the config with every default filled in, as YAML that repeats the run."""
     folder.mkdir(parents=True, exist_ok=True)
-    write_text(folder / CONFIG, yaml.safe_dump(content_of(config), sort_keys=False, allow_unicode=True))
+    write_text(folder / CONFIG, yaml.safe_dump(yaml_content(config), sort_keys=False, allow_unicode=True))
 
 
 def changed_keys(config: Config, folder: Path) -> list[str]:
@@ -52,7 +50,7 @@ def changed_keys(config: Config, folder: Path) -> list[str]:
     if not isinstance(before, dict):
         warn_once(f"{folder / CONFIG} cannot be read; whether keys changed since the run began is not checked")
         return []
-    now = yaml.safe_load(yaml.safe_dump(content_of(config)))
+    now = yaml.safe_load(yaml.safe_dump(yaml_content(config)))
     added = [key for key in now if key not in before]  # by a later version, with the default unless it is set
     unset = [key for key in added if not any(path.split(".")[0] == key for path in config.set_keys)]
     paths = [key.path for section in (RunSection, TrackingSection) for key in keys_of(section)]
@@ -82,39 +80,6 @@ def require_same_data(checkpoint: Path, data_digest: Callable[[], str], *, allow
         raise UserError(f"resume: the training data is not what {checkpoint} was trained on. {remedy}.")
 
 
-def content_of(config: Config) -> dict[str, Any]:
-    """Return every value that the run reads, nested by YAML key, without credentials."""
-    off = set() if config.method.online else {"rollout", "vllm", "gym", "environment"}
-    content: dict[str, Any] = {}
-    for name in (name for name in (*SECTIONS, "method") if name not in off):
-        for path, value in _set_values(getattr(config, name)):
-            if name == "environment" and path not in config.set_keys:  # kinds of environments refuse others' keys
-                continue
-            *blocks, last = path.split(".")
-            target = content
-            for block in blocks:
-                target = target.setdefault(block, {})
-            target[last] = value
-    for row in (*content.get("datasets", ()), *content.get("test_datasets", ())):
-        if row.get("path") and (config.folder / row["path"]).exists():  # the copy lies in another folder
-            row["path"] = str((config.folder / row["path"]).resolve())
-    idle = (
-        *(("lora", "peft") if config.adapter.kind is None else ()),
-        *(("fsdp",) if not config.sharding.fsdp else ()),
-        *(("sequence_len",) if config.method.online and not config.method.strided else ()),
-    )
-    return redacted({key: value for key, value in content.items() if not key.startswith(idle)})
-
-
-def _set_values(section: Section) -> Iterator[tuple[str, Any]]:
-    """Yield the YAML path and the value of every key of a section that has a value."""
-    for key in keys_of(type(section)):
-        # Values of a script's arguments may have other types than the key.
-        shown = section.model_dump(mode="json", exclude_none=True, include={key.name}, warnings=False)
-        if key.path == key.canonical and key.path not in RESOLVED_KEYS and shown.get(key.name) not in (None, {}, []):
-            yield key.path, shown[key.name]
-
-
 @contextmanager
 def recording(
     trainer: Any, config: Config, objects: Objects = YAML_ONLY, watchers: Sequence[TrainerCallback] = ()
@@ -127,7 +92,7 @@ def recording(
     if objects.from_script:
         names = None if trainer.rollouts is None else list(trainer.rollouts.producer.names)
         rollout = config.rollout.model_copy(update={} if names is None else {"reward_funcs": names})
-        record["settings"] = content_of(dataclasses.replace(config, rollout=rollout))
+        record["settings"] = yaml_content(dataclasses.replace(config, rollout=rollout))
     for callback in callbacks:
         trainer.add_callback(callback)
     try:
