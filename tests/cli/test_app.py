@@ -58,6 +58,7 @@ def test_a_fragment_is_checked_as_one(tmp_path):
     assert upweight("validate", str(part)).returncode == 2
 
 
+@pytest.mark.slow
 def test_a_missing_file_and_a_missing_command_exit_2():
     assert launched("validate", "nowhere.yaml").returncode == 2
     assert launched("trian").returncode == 2

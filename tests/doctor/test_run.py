@@ -9,6 +9,7 @@ import pytest
 
 from made_health import HEALTHY, SICK, learning, run_of
 from made_runs import write_online
+from slow_cases import slow_except
 from upweight.config import load_config
 from upweight.doctor.run import check_run
 from upweight.errors import UserError
@@ -52,7 +53,7 @@ def online(tmp_path, model_folder, keys, trl):
     return load_config(file, [f"trl.{key}={json.dumps(value)}" for key, value in trl.items()])
 
 
-@pytest.mark.parametrize("name", MADE)
+@pytest.mark.parametrize("name", slow_except(["truncated"], MADE))
 def test_a_run_that_is_made_sick_is_named(name, model_folder, tmp_path):
     keys, trl, remedy = MADE[name]
     train(online(tmp_path, model_folder, keys, trl))

@@ -125,7 +125,7 @@ def run_rank(folder, world, cases):
             Engine(tiny("mamba", num_attention_heads=4), context=context)
 
 
-@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=[2, 4])
 def ran(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("context")
     cases = {2: ON_TWO, 4: ON_FOUR}[request.param]
@@ -133,6 +133,7 @@ def ran(request, tmp_path_factory):
     return folder, request.param, cases
 
 
+@pytest.mark.slow
 def test_ranks_that_share_a_row_are_as_good_as_one(ran):
     folder, world, cases = ran
     for case in cases:

@@ -12,6 +12,7 @@ from datasets import Dataset
 
 from made_runs import metrics_of, write_model
 from made_tokenizers import byte_tokenizer
+from slow_cases import slow_except
 from upweight.config import load_config
 from upweight.train.run import train
 from upweight.train.stages import train_stages
@@ -127,7 +128,14 @@ def trained(example, folder, model, reward_model):
     return str(folder / "out")
 
 
-@pytest.mark.parametrize("example", CONFIGS, ids=lambda path: str(path.relative_to(EXAMPLES)))
+def name_of(example):
+    return str(example.relative_to(EXAMPLES))
+
+
+FAST = ("dpo.yaml", "kto.yaml", "orpo.yaml", "sft.yaml", "process_reward.yaml", "gsm8k/config.yaml")
+
+
+@pytest.mark.parametrize("example", slow_except(FAST, CONFIGS, name_of), ids=name_of)
 def test_an_example_validates_and_trains(example, model, request, tmp_path):
     load_config(example)
     needs_one = any("/" in name for name in yaml.safe_load(example.read_text()).get("trl", {}).get("reward_funcs", ()))

@@ -289,6 +289,7 @@ def one_rank_of_two(folder: str) -> None:
 KINDS = {"full": lambda: llama(BF16), "lora": lambda: lora(llama(BF16))}
 
 
+@pytest.mark.slow
 def test_two_ddp_ranks_train_as_one(tmp_path):
     on_ranks(one_rank_of_two, 2, str(tmp_path))
     for kind, build in KINDS.items():

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from made_runs import OFFLINE, largest_difference, on_ranks, rows_for, timeless, trainer_for, weights_of
+from slow_cases import slow_except
 from upweight.methods import METHODS
 from upweight.train.distributed.ranks import join_ranks
 
@@ -26,7 +27,7 @@ def test_all_offline_methods_are_here():
     assert {m.name for m in OFFLINE.values()} == {name for name, method in METHODS.items() if not method.online}
 
 
-@pytest.mark.parametrize("name", OFFLINE)
+@pytest.mark.parametrize("name", slow_except(("sft", "dpo", "kto", "orm"), OFFLINE))
 def test_any_cut_into_forwards_trains_the_same_weights(name, tmp_path):
     right, right_log = trained(OFFLINE[name], tmp_path, 100_000)
     for budget in BUDGETS:
@@ -55,6 +56,7 @@ def on_two_ranks(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("adapter", [False, True])
 @pytest.mark.parametrize("name", ON_RANKS)
 def test_two_ranks_train_the_weights_of_one(on_two_ranks, name, adapter, tmp_path):

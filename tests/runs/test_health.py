@@ -9,6 +9,7 @@ import pytest
 from transformers import TrainerControl, TrainerState
 
 from made_health import HEALTHY, PAIRS, SICK, learning, run_of
+from slow_cases import slow_except
 from upweight.config.config import general_keys, method_keys
 from upweight.runs.files import HEALTH
 from upweight.runs.health import REPEAT_AFTER, RULES, verdicts
@@ -16,7 +17,7 @@ from upweight.train.recording.callbacks import HealthCallback
 
 
 @pytest.mark.parametrize(("name", "healthy", "sick"), SICK, ids=[f"{n} {i}" for i, (n, *_) in enumerate(SICK)])
-@pytest.mark.parametrize("every", [1, 10])
+@pytest.mark.parametrize("every", slow_except([10], [1, 10]))
 def test_each_sickness_is_named_once_and_nothing_else_is(name, healthy, sick, every):
     if healthy.get("reward") == 0.3 and name not in (
         "flat reward",

@@ -1,5 +1,6 @@
 """Whole runs from a config: what they write, how they end, and that a resumed one equals one never stopped."""
 
+import itertools
 import json
 import os
 import random
@@ -13,6 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from made_runs import largest_difference, metrics_of, on_ranks, started, write_config
+from slow_cases import slow_except
 from upweight.config import load_config
 from upweight.errors import UserError
 from upweight.runs.checkpoints import checkpoints_of, is_whole
@@ -81,8 +83,13 @@ def test_a_run_folder_holds_what_it_promises(runs):
     assert (again.optim, again.run, again.method) == (first.optim, first.run, first.method)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("lost", ["after 4", "after 8"])
+@pytest.mark.parametrize(
+    ("lost", "kind"),
+    slow_except(
+        [("after 4", "full"), ("after 8", "adapter"), ("after 8", "dropout")],
+        itertools.product(["after 4", "after 8"], KINDS),
+    ),
+)
 def test_resuming_continues_exactly(kind, lost, runs, tmp_path):
     """Step 4 lies within the first epoch of six steps, step 8 within the second, which is shuffled otherwise."""
     right, out = runs(kind), tmp_path / "out"
@@ -186,6 +193,7 @@ def test_a_rate_that_a_schedule_has_reduced_is_not_set_anew(model_folder, tmp_pa
         train(load_config(file, ["learning_rate=0.1"]), resume=True)
 
 
+@pytest.mark.slow
 def test_a_folder_that_another_run_writes_to_is_refused_before_anything_is_loaded(model_folder, tmp_path):
     file, out = write_config(tmp_path, model_folder, max_steps=400, num_epochs=None), tmp_path / "out"
     process = started(run, file)

@@ -100,6 +100,7 @@ def run_of(folder, model_folder, content, rows, *changes):
     return load_config(file, [*here, *changes])
 
 
+@pytest.mark.slow
 def test_the_structured_config_trains_beside_a_server(tmp_path, model_folder):
     fake = FakeVllm(model_folder)
     address = [f"trl.vllm_server_base_url={fake.url}", "trl.vllm_server_host=null", "trl.vllm_server_port=null"]

@@ -54,9 +54,9 @@ def config_of(name, folder, model_folder, **keys):
     return write_config(folder, model_folder, **keys)
 
 
-FAST = ("dpo", "kto", "orm")  # with an adapter; all methods are tried whole
+WHOLE, FAST = ("dpo", "kto", "prm", "sft"), ("dpo", "orm")  # without and with an adapter, in `make test`
 CASES = [
-    *((name, "full") for name in CONFIGS),
+    *(pytest.param(name, "full", marks=[] if name in WHOLE else pytest.mark.slow) for name in CONFIGS),
     *(pytest.param(name, "lora", marks=[] if name in FAST else pytest.mark.slow) for name in CONFIGS),
     pytest.param("dpo", "dora", marks=pytest.mark.slow),
 ]

@@ -7,6 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from made_runs import metrics_of, write_model
+from slow_cases import slow_except
 from upweight.cli.app import app
 from upweight.cli.starter.init import STARTERS, starter_files, write_starter
 from upweight.config import load_config
@@ -25,7 +26,7 @@ def command(*arguments):
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
-@pytest.mark.parametrize("method", TRAINED)
+@pytest.mark.parametrize("method", slow_except(("dpo", "ebft", "grpo", "sft"), TRAINED))
 def test_every_starter_validates_and_trains(method, model_folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     done = command("init", method)

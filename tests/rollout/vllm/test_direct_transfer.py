@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from made_tokenizers import byte_tokenizer
 from made_vllm import FakeVllm
+from slow_cases import slow_except
 from tiny_models import tiny
 from upweight.errors import UserError
 from upweight.rollout.vllm import client as vllm_client
@@ -98,7 +99,10 @@ def routes(fake) -> list[str]:
     return [path for path, _ in fake.requests if path in ROUTES]
 
 
-@pytest.mark.parametrize(("transfer", "adapter"), list(itertools.product(["ipc", "nccl"], [True, False])))
+@pytest.mark.parametrize(
+    ("transfer", "adapter"),
+    slow_except([("ipc", False), ("nccl", True)], itertools.product(["ipc", "nccl"], [True, False])),
+)
 @pytest.mark.usefixtures("_small_pieces")
 def test_the_server_follows_the_policy(fake, folder, tmp_path, transfer, adapter):
     model = policy(folder, adapter)

@@ -7,6 +7,7 @@ import yaml
 
 from made_runs import metrics_of, on_ranks, write_model, write_online
 from made_vllm import FakeVllm
+from slow_cases import slow_except
 from upweight.config import load_config
 from upweight.errors import UserError
 from upweight.rollout.vllm import client as vllm_client
@@ -46,7 +47,7 @@ def steps_of(folder) -> list[dict]:
     return [line for line in metrics_of(folder / "out") if "loss" in line and "reward" in line]
 
 
-@pytest.mark.parametrize("keys", [LORA, {}])
+@pytest.mark.parametrize("keys", slow_except([LORA], [LORA, {}]))
 def test_the_server_follows_the_policy_every_so_many_steps(tmp_path, model, fake, keys):
     train(config(tmp_path, model, fake, {"vllm_sync_interval": 2, "temperature": 0.8}, **keys))
     route = "/v1/load_lora_adapter" if keys else "/collective_rpc"
@@ -59,7 +60,8 @@ def test_the_server_follows_the_policy_every_so_many_steps(tmp_path, model, fake
     assert not fake.loaded
 
 
-@pytest.mark.parametrize("ahead", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("ahead", [False, True])
 def test_no_group_is_lost_or_doubled_through_errors_and_restarts(tmp_path, model, fake, ahead):
     written = fake.written
 
@@ -152,13 +154,10 @@ def _train(path) -> None:
     train(load_config(path))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "shards",
-    [
-        pytest.param({}, marks=pytest.mark.slow),
-        {"fsdp": True},
-        pytest.param({"fsdp": True, **dict.fromkeys(LORA)}, marks=pytest.mark.slow),
-    ],
+    [{}, {"fsdp": True}, {"fsdp": True, **dict.fromkeys(LORA)}],
 )
 def test_rank_zero_alone_talks_to_the_server(shards, tmp_path, model, fake):
     keys = {"micro_batch_size": 4, "val_set_size": 2, **LORA, **shards}
