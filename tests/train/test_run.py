@@ -6,6 +6,8 @@ import os
 import random
 import shutil
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -191,6 +193,34 @@ def test_a_rate_that_a_schedule_has_reduced_is_not_set_anew(model_folder, tmp_pa
     run(file)
     with pytest.raises(UserError, match=r"resume: learning_rate set otherwise.*reduce_lr_on_plateau"):
         train(load_config(file, ["learning_rate=0.1"]), resume=True)
+
+
+KILLS_LOADER = """
+import sys
+from pathlib import Path
+import psutil
+from transformers import TrainerCallback
+from upweight.config import load_config
+from upweight.train.run import train
+
+class Kill(TrainerCallback):
+    def on_step_end(self, args, state, control, **known):
+        if state.global_step == 3:
+            for child in psutil.Process().children():
+                child.kill()
+
+train(load_config(Path(sys.argv[1])), watchers=[Kill()])
+"""
+
+
+@pytest.mark.slow
+def test_a_loader_process_that_is_killed_is_named_with_what_is_safe(model_folder, tmp_path):
+    file = write_config(tmp_path, model_folder, dataloader_num_workers=1, num_epochs=400, save_steps=2)
+    command = [sys.executable, "-c", KILLS_LOADER, str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
+    assert "UserError: dataloader_num_workers: a process that reads rows was lost" in done.stderr
+    assert "is whole: mend it, then go on with --resume." in done.stderr
+    train(load_config(file, ["max_steps=5"]), resume=True)
 
 
 @pytest.mark.slow

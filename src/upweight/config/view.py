@@ -30,8 +30,7 @@ def view(config: Config) -> ConfigView:
     """Return the config as nested views by YAML name, with defaults filled in."""
     flat: dict[str, Any] = {}
     for name, cls in (*SECTIONS.items(), ("method", type(config.method))):
-        section = getattr(config, name)
-        flat |= {key.path: _plain(getattr(section, key.name)) for key in keys_of(cls)}
+        flat |= {key.path: _plain(getattr(getattr(config, name), key.name)) for key in keys_of(cls)}
     content: dict[str, Any] = {block: ConfigView() for block in blocks()}
     for path, value in flat.items():
         block, _, name = path.rpartition(".")

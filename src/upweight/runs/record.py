@@ -67,7 +67,7 @@ def recorded(folder: Path, about: Mapping[str, Any], *, writes: bool) -> Iterato
 
 
 def _lost(error: BaseException, folder: Path) -> str | None:
-    """Return a sentence where the disk, the run folder or the GPU was lost, else None."""
+    """Return a sentence where the disk, the run folder, the GPU or a loader process was lost, else None."""
     if reason := storage_error(error):
         free = f", {shutil.disk_usage(folder).free / 2**20:,.0f} MiB free" if folder.is_dir() else ""
         return f"output_dir: {folder} cannot be written to: {reason}{free}."
@@ -75,6 +75,8 @@ def _lost(error: BaseException, folder: Path) -> str | None:
         return f"output_dir: {folder} is gone."
     if any(sign in str(error) for sign in GPU_LOST):
         return f"the GPU was lost: {str(error).splitlines()[0]}."
+    if "DataLoader worker (pid" in str(error):
+        return f"dataloader_num_workers: a process that reads rows was lost: {str(error).splitlines()[0].rstrip(' .')}."
     return None
 
 
