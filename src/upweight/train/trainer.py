@@ -357,7 +357,7 @@ def _hub_errors(problem: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # errors of the hub and of its HTTP library have no common class
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
         remedy = "Log in with `hf auth login`, correct the name, or drop it."
         raise UserError(f"hub_model_id: {problem}: {reason}. {remedy}") from error
 
