@@ -4,7 +4,9 @@ import copy
 import random
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from made_tokenizers import byte_tokenizer, config, encoder
 from upweight.config.peers import FORMAT_NAMES
@@ -12,6 +14,7 @@ from upweight.config.sections.data import DatasetRow
 from upweight.config.view import view
 from upweight.data.encode import Record, RowError, build_encoder
 from upweight.data.formats import FORMATS
+from upweight.data.raw_row import Row
 from upweight.data.tokenize.lengths import apply_length_rules
 from upweight.errors import UserError
 
@@ -85,7 +88,7 @@ ODD = [
     [{"role": "user", "content": None}], [{"role": "?", "content": "x"}], [{"role": "assistant", "content": ""}],
     "\ud800", "a\udfffb", "\0", "\u202e\u200b\ufeff", "🏳️‍🌈" * 5, "<|im_end|>", "<|im_start|>assistant\n",
     "{{ x }}{% if %}", b"bytes", object(), [{"role": "user", "content": [{"type": "image"}]}],
-    [{"role": "assistant", "content": None, "tool_calls": [5]}],
+    [{"role": "assistant", "content": None, "tool_calls": [5]}], np.array([1, 2]), torch.tensor([1, 2]),
 ]  # fmt: skip
 
 
@@ -143,3 +146,9 @@ def test_mutated_rows_are_records_or_name_their_key():
 def test_a_row_that_is_no_mapping():
     with pytest.raises(RowError):
         encoder({}, rl="dpo")(["x"])  # pyright: ignore[reportArgumentType]
+
+
+def test_an_array_where_a_number_belongs_is_a_bad_row():
+    with pytest.raises(RowError, match="'rank': expected a finite number, got a ndarray"):
+        Row({"rank": np.array([1, 2])}).optional_number("rank")
+    assert Row({"rank": ""}).optional_number("rank") is None

@@ -80,7 +80,7 @@ class Row(dict[str, Any]):
     def optional_number(self, key: str) -> float | None:
         """Return the finite number at `key`, also if it is written as text, or None."""
         value = self.value(key)
-        if value is None or value == "":
+        if value is None or (isinstance(value, str) and not value):
             return None
         if isinstance(value, str):  # every cell of a CSV file is text
             with suppress(ValueError):

@@ -69,7 +69,7 @@ def check_first_batch(engine: Engine, model: nn.Module, batch: Batch, dtype: tor
     with torch.no_grad(), dropout_off(model):
         ours = _engine_output(engine, model, batch)
         for sequence in sequences:
-            plain = _model_output(engine, model, sequence)
+            plain = _model_logps_or_scores(engine, model, sequence)
             differences.append((ours[sequence.where_T].float() - plain.float()).abs().flatten())
         change = None if engine.scores else _change_without_suffix(engine, model, sequences[1])
     # Behind a limit that counts from the row's start, only the last sequences differ: a mean of all would hide them.
@@ -103,7 +103,7 @@ def check_first_gradients(engine: Engine, model: nn.Module, batch: Batch, dtype:
             dist.all_reduce(ours, group=engine.context.group)
         plain = torch.zeros_like(ours)
         for sequence in sequences:
-            plain += _gradient(_model_output(engine, model, sequence).float().sum(), weights)
+            plain += _gradient(_model_logps_or_scores(engine, model, sequence).float().sum(), weights)
     if not bool(plain.any()) and not bool(ours.any()):
         return equal
     return dataclasses.replace(equal, difference=1 - float(torch.cosine_similarity(ours, plain, dim=0)))
@@ -153,7 +153,7 @@ def _sequences(batch: Batch) -> list[_Sequence]:
     return sequences
 
 
-def _model_output(engine: Engine, model: nn.Module, sequence: _Sequence) -> Tensor:
+def _model_logps_or_scores(engine: Engine, model: nn.Module, sequence: _Sequence) -> Tensor:
     """Return log-probs from the model's logits of one sequence, or its scores."""
     if not engine.scores:
         return _model_logps(engine, model, sequence.ids_N, sequence.source_T, sequence.target_T)

@@ -68,12 +68,12 @@ def charts_of(trained: Iterable[str], evaluated: Iterable[str]) -> list[Chart]:
     return charts
 
 
-def split_set(name: str, known: Sequence[str] = ()) -> tuple[str, str]:
+def split_set(name: str, metrics: Sequence[str] = ()) -> tuple[str, str]:
     """Split `eval_<metric>` or `eval_<set>_<metric>` into the name of the set and of the metric."""
     words = name.removeprefix("eval_").split("_")
     for count in range(len(words)):
         metric = "_".join(words[count:])
-        if metric in known or _charted(metric):
+        if metric in metrics or _charted(metric):
             return "_".join(words[:count]), metric
     return "", "_".join(words)
 

@@ -109,28 +109,28 @@ class FeatureMatching:
         turns: list[list[int]] = group.row["truth_ids"]
         return [list(ids[:most] if turn % 2 == 0 else ids) for turn, ids in enumerate(turns)]
 
-    def _embedded_units(self, group_index: int, group: Group, size: int) -> Iterator["_EmbeddedUnit"]:
+    def _texts_to_embed(self, group_index: int, group: Group, size: int) -> Iterator["_TextToEmbed"]:
         """Yield the completions of a group, then the ground truth that each `size` of them are compared with."""
         prompt = group.prompt_ids
         if not self.method.strided:
             true = [token for turn in self._ground_truth_turns(group) for token in turn]
             for side, answers in enumerate(([one.ids for one in group.completions], [true])):
                 for answer in answers:
-                    yield self._embedded_unit([*prompt, *answer], 0, len(prompt), group_index, side)
+                    yield self._text_to_embed([*prompt, *answer], 0, len(prompt), group_index, side)
             return
         starts, length = anchors(group.row, self.method), self.method.generate_max_len
         for number, one in enumerate(group.completions):
             at = starts[number // size]
-            yield self._embedded_unit([*prompt[:at], *one.ids], at, at, group_index, 0)
+            yield self._text_to_embed([*prompt[:at], *one.ids], at, at, group_index, 0)
         for at in starts:
-            yield self._embedded_unit(prompt[: at + length], at, at, group_index, 1)
+            yield self._text_to_embed(prompt[: at + length], at, at, group_index, 1)
 
     def _features(
         self, groups: dict[int, Group], size: int, runner: StepRunner, network: nn.Module
     ) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Yield each group's number, features and targets; every rank runs the same number of forwards."""
         units = [
-            unit for group_index, group in groups.items() for unit in self._embedded_units(group_index, group, size)
+            unit for group_index, group in groups.items() for unit in self._texts_to_embed(group_index, group, size)
         ]
         plan = plan_rows([one.unit for one in units], runner.token_budget, 1, runner.engine.layout)[0]
         waiting = {group_index: sum(one.group_index == group_index for one in units) for group_index in groups}
@@ -145,15 +145,15 @@ class FeatureMatching:
                 sides = [torch.stack([kept.pop(n) for n in mine if units[n].side == side]) for side in (0, 1)]
                 yield group_index, sides[0], sides[1]
 
-    def _embedded_unit(self, ids: list[int], begin: int, answer: int, group_index: int, side: int) -> "_EmbeddedUnit":
+    def _text_to_embed(self, ids: list[int], begin: int, answer: int, group_index: int, side: int) -> "_TextToEmbed":
         """Return tokens of which the embedded part and the answer begin at these positions."""
         positions = pooled_positions(self.method.embed_method, begin, answer, len(ids))
         distinct, index = np.unique(positions, return_inverse=True)
         scored = np.zeros(len(ids), np.bool_)
         scored[distinct] = True
-        return _EmbeddedUnit(Unit((Sample(np.array(ids, np.int64), scored),), group_index), index, group_index, side)
+        return _TextToEmbed(Unit((Sample(np.array(ids, np.int64), scored),), group_index), index, group_index, side)
 
-    def _forward(self, units: Sequence["_EmbeddedUnit"], runner: StepRunner, network: nn.Module) -> Tensor:
+    def _forward(self, units: Sequence["_TextToEmbed"], runner: StepRunner, network: nn.Module) -> Tensor:
         """Return the features of the texts of one row; an empty row only keeps collectives aligned."""
         device = runner.accelerator.device
         pad_to = whole_blocks if device.type == "cuda" else None
@@ -182,7 +182,7 @@ def build_feature_matching(policy: Policy) -> FeatureMatching | None:
 
 
 @dataclass(frozen=True, eq=False)
-class _EmbeddedUnit:
+class _TextToEmbed:
     """A text to embed: its pooled positions are scored, and `index` maps each pooled position to a scored one."""
 
     unit: Unit
