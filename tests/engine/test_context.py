@@ -153,6 +153,7 @@ def test_ranks_that_share_a_row_are_as_good_as_one(ran):
                 assert relative_difference(found["gradients"], right) < 1e-5, (case, rank)
 
 
+@pytest.mark.slow
 def test_a_rank_keeps_its_share_of_the_activations(ran):
     folder, world, _ = ran
     alone = saved_bytes(None)

@@ -102,6 +102,7 @@ def run_config(file):
     train(load_config(file))
 
 
+@pytest.mark.slow
 def test_a_config_says_so(tmp_path):
     model = write_model(tmp_path / "model")
     lines = {}

@@ -190,6 +190,7 @@ def written(folder, world):
     )
 
 
+@pytest.mark.slow
 def test_two_ranks_play_what_one_plays(tmp_path):
     on_ranks(written, 1, tmp_path, 1)
     on_ranks(written, 2, tmp_path, 2)

@@ -216,6 +216,7 @@ def train_on_ranks(folder, world):
             torch.save([weights_of(trainer), logged(trainer)], f"{folder}/{name}-{world}.pt")
 
 
+@pytest.mark.slow
 def test_two_ranks_sample_and_learn_what_one_does(tmp_path):
     for world in (1, 2):
         on_ranks(train_on_ranks, world, str(tmp_path), world)
