@@ -29,7 +29,7 @@ test: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadscope -m "not slow and not models and not gpu and not vllm and not openenv and not gym"
 
 test-slow: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadscope -m "slow and not models and not gpu and not vllm and not openenv and not gym"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadscope -m "slow and not models and not gpu and not vllm and not openenv and not gym"
 
 # Every model type of transformers against its own forward. `make models` judges those without a result in
 # build/models.jsonl, and writes docs/models.md.
