@@ -79,6 +79,11 @@ def keys_of(section: type[Section]) -> Iterator[Key]:
             yield Key(path, section, name, field, canonical=extra["path"])
 
 
+def values_by_path(section: Section) -> dict[str, Any]:
+    """Return the values of a section by their YAML paths."""
+    return {key.path: getattr(section, key.name) for key in keys_of(type(section)) if key.path == key.canonical}
+
+
 def branches(annotation: Any) -> Iterator[Any]:
     """Yield the members of a union type, without `None` and without `Annotated` metadata."""
     if get_origin(annotation) is Annotated:

@@ -1,12 +1,15 @@
 """A config as the command line of a server."""
 
+import dataclasses
 import json
 
 import pytest
 
 from upweight.config.load import parse_config
+from upweight.config.sections.rollout import VllmSection
 from upweight.errors import UserError
 from upweight.serve.command import serve_command, warnings_of
+from upweight.settings import setting
 
 GRPO = {"base_model": "some/model", "rl": "grpo", "trl": {"use_vllm": True, "reward_funcs": ["r.f"]}}
 LORA = {"adapter": "lora", "lora_r": 24}
@@ -70,6 +73,18 @@ def test_every_key_of_the_block_reaches_the_server(tmp_path, key, value, flag, w
     found = flags(tmp_path, vllm={key: value})
     assert flag in found
     assert found[flag] == word
+
+
+def test_a_new_key_of_the_block_needs_its_declaration_only(tmp_path):
+    class WithKeys(VllmSection):
+        sequences: int = setting("vllm.max_num_seqs", 64, "Named as the flag.")
+        chunked: bool = setting("vllm.enable_chunked_prefill", True, "A switch that is on unless turned off.")
+
+    config = parse_config(GRPO, folder=tmp_path, fragment=True)
+    config = dataclasses.replace(config, vllm=WithKeys(sequences=7, chunked=False))
+    argv = serve_command(config).argv
+    assert argv[argv.index("--max-num-seqs") + 1] == "7"
+    assert "--no-enable-chunked-prefill" in argv
 
 
 def test_tool_calls_are_switched_on_with_their_parser(tmp_path):

@@ -6,8 +6,9 @@ import os
 import pytest
 
 from upweight.config import parse_config
-from upweight.config.sections.run import TrackingSection
+from upweight.config.sections.run import RunSection, TrackingSection
 from upweight.errors import UserError
+from upweight.settings import setting
 from upweight.train.arguments import (
     TRACKER_VARIABLES,
     enabled_trackers,
@@ -24,6 +25,15 @@ ONLINE = {"rl": "grpo", "trl": {"reward_funcs": ["rewards.length"]}, "datasets":
 def arguments(tmp_path, steps_per_epoch=50, **keys):
     config = parse_config({**BASE, "output_dir": str(tmp_path), **keys}, folder=tmp_path)
     return training_arguments(config, steps_per_epoch=steps_per_epoch, use_cpu=True)
+
+
+def test_a_new_key_with_the_name_of_an_argument_needs_its_declaration_only(tmp_path):
+    class WithKey(RunSection):
+        label_smoothing: float = setting("label_smoothing_factor", 0.0, "Read by transformers.")
+
+    config = parse_config({**BASE, "output_dir": str(tmp_path)}, folder=tmp_path)
+    config = dataclasses.replace(config, run=WithKey(label_smoothing=0.25))
+    assert training_arguments(config, steps_per_epoch=50, use_cpu=True).label_smoothing_factor == 0.25
 
 
 REACHES = [

@@ -10,10 +10,14 @@ from typing import Any
 
 from upweight.config import Config
 from upweight.config.sections.model import AdapterSection
+from upweight.config.sections.rollout import VllmSection
 from upweight.config.servers import LOOPBACK, adapter_alone, direct_transfer
 from upweight.errors import UserError
 from upweight.log import warn_once
+from upweight.settings import values_by_path
 
+# Keys that a server has no flag for, or whose flag depends on more than the key.
+NOT_PASSED_ON = {"vllm.device", "vllm.enable_reasoning", "vllm.max_lora_rank", "vllm.tool_call_parser"}
 TESTED_VLLM = ("0.26", "0.32")
 # Adapters that share a batch: the version in use, and the one before while its last requests end.
 LIVE_ADAPTERS = 2
@@ -61,28 +65,16 @@ def _arguments(config: Config) -> Iterator[str]:
         "--served-model-name": model.base_model,
         "--tokenizer": model.tokenizer,
         "--revision": model.revision,
-        "--host": vllm.host,
-        "--port": vllm.port,
-        "--dtype": vllm.dtype,
-        "--gpu-memory-utilization": vllm.memory,
-        "--tensor-parallel-size": vllm.tensor_parallel_size,
-        "--data-parallel-size": vllm.data_parallel_size,
-        "--max-model-len": vllm.max_model_len,
-        "--reasoning-parser": vllm.reasoning_parser,
+        "--trust-remote-code": model.trust_remote_code or None,
         # Log-probs at the sampling temperature, and no sampling defaults of the model.
         "--logprobs-mode": "processed_logprobs",
         "--generation-config": "vllm",
     }
-    for flag, value in values.items():
-        if value is not None:
+    for flag, value in (values | _passed_on(vllm)).items():
+        if isinstance(value, bool):
+            yield flag if value else flag.replace("--", "--no-", 1)
+        elif value is not None:
             yield from (flag, str(value))
-    switches = {
-        "--trust-remote-code": model.trust_remote_code,
-        "--enforce-eager": vllm.enforce_eager,
-        "--enable-prefix-caching": vllm.prefix_caching is True,
-        "--no-enable-prefix-caching": vllm.prefix_caching is False,
-    }
-    yield from (flag for flag, is_on in switches.items() if is_on)
     by_agents = config.gym.enabled and config.gym.multi_turn
     if vllm.tool_call_parser is not None or by_agents:
         yield from ("--enable-auto-tool-choice", "--tool-call-parser", vllm.tool_call_parser or AGENTS_PARSER)
@@ -92,6 +84,14 @@ def _arguments(config: Config) -> Iterator[str]:
         yield from ("--max-loras", str(LIVE_ADAPTERS), "--max-cpu-loras", str(KEPT_ADAPTERS))
     elif (way := direct_transfer(config)) is not None:
         yield from ("--weight-transfer-config", json.dumps({"backend": way}))
+
+
+def _passed_on(vllm: VllmSection) -> dict[str, Any]:
+    """Return the flag and value of each key; a switch that is off by default needs no flag when it is off."""
+    defaults = values_by_path(type(vllm)())
+    values = {path: value for path, value in values_by_path(vllm).items() if value or value != defaults[path]}
+    flags = {path: "--" + path.removeprefix("vllm.").replace("_", "-") for path in values.keys() - NOT_PASSED_ON}
+    return {flag: values[path] for path, flag in sorted(flags.items())}
 
 
 def _variables(config: Config) -> dict[str, str]:

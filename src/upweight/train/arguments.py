@@ -11,24 +11,18 @@ from transformers import TrainingArguments
 from transformers.utils.import_utils import is_torch_tf32_available
 
 from upweight.config import Config
-from upweight.config.sections.run import RunSection, TrackingSection
-from upweight.config.sections.training import OptimSection
+from upweight.config.sections.run import TrackingSection
 from upweight.errors import UserError
 from upweight.models.precision import Sharding
+from upweight.settings import values_by_path
 from upweight.train.distributed.deepspeed import require_deepspeed, zero_config
 from upweight.train.distributed.fsdp import fsdp_arguments
 
 DEFAULT_SAVE_STEPS = 500  # of transformers
 # Optimizers for which transformers has a longer name only.
 LONG_OPTIMIZER_NAMES = {name: f"{name}_32bit" for name in ("lion", "paged_lion", "paged_adamw")}
-# Keys that transformers has under the same name, but whose values are worked out here or used by the engine.
-OTHER_VALUES = {
-    *("eval_on_start", "eval_steps", "eval_strategy", "save_steps", "save_strategy", "save_total_limit"),
-    *("greater_is_better", "gradient_checkpointing", "hub_strategy", "learning_rate", "logging_steps", "max_steps"),
-    *("torch_compile", "warmup_steps"),
-}
-SECTION_KEYS = {*RunSection.model_fields, *OptimSection.model_fields}
-PASSED_ON = ({field.name for field in fields(TrainingArguments)} & SECTION_KEYS) - OTHER_VALUES
+# Keys with the name of an argument that are used elsewhere.
+NOT_PASSED_ON = {"deepspeed", "fsdp", "gradient_checkpointing_kwargs", "resume_from_checkpoint"}
 TRACKER_VARIABLES = {
     **{f"WANDB_{key.upper()}": f"wandb_{key}" for key in ("project", "entity", "run_id", "mode", "watch", "log_model")},
     "MLFLOW_TRACKING_URI": "mlflow_uri",
@@ -53,9 +47,8 @@ def training_arguments(
     metric, more_is_better = _comparison(config)
     plateau = {"mode": "max" if more_is_better else "min"} if optim.scheduler == "reduce_lr_on_plateau" else {}
     tf32 = is_torch_tf32_available() if config.model.tf32 == "auto" else config.model.tf32
-    arguments: dict[str, Any] = dict(
-        **run.model_dump(include=PASSED_ON),
-        **optim.model_dump(include=PASSED_ON),
+    arguments = _passed_on(config)
+    arguments |= dict(
         per_device_eval_batch_size=optim.eval_batch_size or step_size(config),
         num_train_epochs=optim.num_epochs,
         max_steps=optim.max_steps or -1,
@@ -69,23 +62,15 @@ def training_arguments(
         tf32=tf32 if torch.cuda.is_available() else None,
         use_cpu=use_cpu,
         restore_callback_states_from_checkpoint=True,
-        dataloader_num_workers=config.data.workers,
         dataloader_prefetch_factor=config.data.prefetch if config.data.workers else None,
-        dataloader_drop_last=config.data.drop_last,
         logging_steps=run.logging_steps or min(max(total // 200, 1), 10),
         logging_first_step=True,
         disable_tqdm=True,
-        torch_empty_cache_steps=optim.empty_cache_steps,
-        load_best_model_at_end=run.load_best,
         metric_for_best_model=metric,
         greater_is_better=more_is_better,
         **_save_and_eval_schedule(config, steps_per_epoch),
         push_to_hub=run.hub_model_id is not None,
         hub_strategy=run.hub_strategy or "end",
-        hub_private_repo=run.hub_private,
-        ddp_timeout=config.sharding.timeout,
-        ddp_bucket_cap_mb=config.sharding.bucket_mb,
-        ddp_broadcast_buffers=config.sharding.broadcast_buffers,
         **_fixed_arguments(config) | _sharding_arguments(config, sharding, dtype),
         **tracking_arguments(config.tracking),
     )
@@ -93,6 +78,14 @@ def training_arguments(
         return TrainingArguments(**arguments)
     except ValueError as error:
         raise UserError(f"transformers does not take these settings together: {error}") from error
+
+
+def _passed_on(config: Config) -> dict[str, Any]:
+    """Return the keys that are named like an argument of transformers."""
+    names = {field.name for field in fields(TrainingArguments)} - NOT_PASSED_ON
+    sections = (config.run, config.optim, config.sharding, config.data)
+    values = {path: value for section in sections for path, value in values_by_path(section).items()}
+    return {path: value for path, value in values.items() if path in names and value is not None}
 
 
 def step_size(config: Config) -> int:

@@ -7,6 +7,7 @@ from tiny_models import tiny
 from upweight.config.sections.model import AdapterSection
 from upweight.errors import UserError
 from upweight.models.adapters.attach import attach_adapter, linear_names, lora_config
+from upweight.settings import setting
 
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
@@ -21,6 +22,15 @@ def adapted_names(model: PeftModel) -> set[str]:
 
 def trained_names(model: PeftModel) -> set[str]:
     return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def test_a_new_key_with_the_name_of_an_option_of_peft_needs_its_declaration_only():
+    class WithKeys(AdapterSection):
+        with_bias: bool = setting("lora_bias", False, "PEFT has an option of this name, and `bias`.")
+        excluded: list[str] | None = setting("peft_exclude_modules", None, "Named `exclude_modules` in PEFT.")
+
+    config = lora_config(tiny("llama"), WithKeys(kind="lora", with_bias=True, excluded=["q_proj"]))
+    assert (config.lora_bias, config.bias, config.exclude_modules) == (True, "none", {"q_proj"})
 
 
 @pytest.mark.parametrize("settings", [{"target_linear": True}, {}])

@@ -1,6 +1,8 @@
 """Attach a LoRA adapter to a loaded model, or continue one from a folder."""
 
+import copy
 import re
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from transformers.pytorch_utils import Conv1D
 from upweight.config.sections.model import AdapterSection
 from upweight.errors import UserError, did_you_mean
 from upweight.log import logger, warn_once
+from upweight.settings import values_by_path
 
 ADAPTER_ATTRIBUTE = "_upweight_adapter"
 TASKS = {"ForSequenceClassification": TaskType.SEQ_CLS, "ForTokenClassification": TaskType.TOKEN_CLS}
@@ -67,10 +70,10 @@ def _described(config: PeftConfig) -> dict[str, Any]:
 
 def lora_config(model: PreTrainedModel, section: AdapterSection) -> LoraConfig:
     """Return the PEFT config of the adapter in the settings, with every target checked against this model."""
-    options: dict[str, Any] = {"init_lora_weights": section.init}
+    options = _passed_on(section)
     if section.peft.loftq_config is not None:
         loftq = LoftQConfig(loftq_bits=section.peft.loftq_config.loftq_bits)
-        options = {"init_lora_weights": "loftq", "loftq_config": loftq}
+        options |= {"init_lora_weights": "loftq", "loftq_config": loftq}
     parameters = _as_list(section.target_parameters)
     names = [name for name, _ in model.named_parameters()]
     known = sorted({".".join(name.split(".")[-2:]) for name in names})
@@ -81,24 +84,22 @@ def lora_config(model: PreTrainedModel, section: AdapterSection) -> LoraConfig:
     saved += [name for name in _score_layers(model) if name not in saved]
     # A fully trained module that is tied to another one has to stay so.
     tied = bool(getattr(model.config, "tie_word_embeddings", False))
-    return LoraConfig(
-        task_type=_task(model),
-        r=section.rank,
-        lora_alpha=section.alpha,
-        lora_dropout=section.dropout,
-        target_modules=targets,
-        target_parameters=parameters or None,
-        modules_to_save=saved or None,
-        rank_pattern=dict(section.rank_pattern),
-        alpha_pattern=dict(section.alpha_pattern),
-        fan_in_fan_out=section.fan_in_fan_out,
-        use_dora=section.dora,
-        use_rslora=section.rslora,
-        layers_to_transform=section.layers,
-        layers_pattern=section.layers_pattern,
-        ensure_weight_tying=tied and not {*saved}.isdisjoint(embedding_names(model)),
-        **options,
-    )
+    options |= {
+        "task_type": _task(model),
+        "target_modules": targets,
+        "target_parameters": parameters or None,
+        "modules_to_save": saved or None,
+        "ensure_weight_tying": tied and not {*saved}.isdisjoint(embedding_names(model)),
+    }
+    return LoraConfig(**options)
+
+
+def _passed_on(section: AdapterSection) -> dict[str, Any]:
+    """Return the keys that are an argument of PEFT, perhaps after `lora_` or `peft_`."""
+    names = {field.name for field in fields(LoraConfig)}
+    values = copy.deepcopy(values_by_path(section))
+    arguments = {path: path if path in names else re.sub("^(lora|peft)_", "", path) for path in values}
+    return {name: values[path] for path, name in arguments.items() if name in names}
 
 
 def linear_names(model: PreTrainedModel) -> list[str]:
