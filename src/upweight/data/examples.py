@@ -147,8 +147,8 @@ class Text:
     @property
     def offsets(self) -> list[int]:
         """The positions in the text where a trained range begins or ends."""
-        holes = {offset for span in self.spans for hole in span.holes for offset in hole}
-        return sorted(holes | {offset for span in self.spans for offset in (span.start, span.end)})
+        untrained = {offset for span in self.spans for part in span.untrained for offset in part}
+        return sorted(untrained | {offset for span in self.spans for offset in (span.start, span.end)})
 
     def texts(self, setup: Setup) -> list[str]:
         return [self.text, *(self.text[:offset] for offset in self.offsets)]
@@ -162,7 +162,7 @@ class Text:
         scored = [False] * len(whole)
         for span in self.spans:
             scored[at[span.start] : at[span.end]] = [True] * (at[span.end] - at[span.start])
-            for start, end in span.holes:
+            for start, end in span.untrained:
                 scored[at[start] : at[end]] = [False] * (at[end] - at[start])
         _score_ends(setup, whole, scored, [at[span.end] - 1 for span in self.spans])
         with_bos = setup.tokens.with_bos(whole)

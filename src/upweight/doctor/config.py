@@ -89,13 +89,13 @@ def _memory(state: CheckState) -> Iterator[Finding]:
     shards = torch.cuda.device_count() if on_gpu and config.sharding.fsdp else 1
     activations = need.activations * (width if need.activations > HEAD_CHUNK else 1)
     state.memory = Memory(need.weights * width / shards, need.training / shards, activations)
-    room = USABLE_SHARE * torch.cuda.mem_get_info()[1] if on_gpu else psutil.virtual_memory().available
+    available = USABLE_SHARE * torch.cuda.mem_get_info()[1] if on_gpu else psutil.virtual_memory().available
     where = "the GPU" if on_gpu else "this machine"
     total = state.memory.total
     parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in vars(state.memory).items())
-    evidence = {"needed_gib": round(total / GIB, 2), "there_gib": round(room / GIB, 2)}
-    says = f"about {total / GIB:.1f} GiB ({parts}); {where} has {room / GIB:.1f} available"
-    if total > room:
+    evidence = {"needed_gib": round(total / GIB, 2), "there_gib": round(available / GIB, 2)}
+    says = f"about {total / GIB:.1f} GiB ({parts}); {where} has {available / GIB:.1f} available"
+    if total > available:
         yield Finding("alarm", "memory", f"{says}: it will not fit", f"in this order: {LESS_MEMORY}", evidence)
     else:
         yield Finding("ok", "memory", says, evidence=evidence)

@@ -60,7 +60,7 @@ class ActivationBudget:
         self.bytes_for_token: float | None = None
         self.budget = 0.0
 
-    def choose(self, tokens: int) -> None:
+    def choose_kept_layers(self, tokens: int) -> None:
         """Set which layers keep their activations in a forward of so many tokens, and which recompute them."""
         device = next(self.layers[0].parameters()).device
         if not (torch.is_grad_enabled() and self.layers[0].training):

@@ -161,7 +161,7 @@ def _run(call: Any, base: PreTrainedModel, packed: dict[str, Any], **options: An
     budget = base.__dict__.get("_activation_budget")
     # Recomputing exchanges heads again, and ranks that share a row must do that equally often.
     if budget is not None and context is None:
-        budget.choose(ids_BN.numel())
+        budget.choose_kept_layers(ids_BN.numel())
     if end_BN is None:
         mask = torch.arange(ids_BN.shape[1], device=ids_BN.device) < length_B[:, None]
         with row_lengths(length_B):

@@ -290,8 +290,8 @@ def _error(content: Mapping[str, Any]) -> Exception:
         return ActionRejected("; ".join(f"{field}: {problem}" for field, problem in faults) or message)
     if code == "CAPACITY_REACHED":
         remedy = "raise max_concurrent_envs in its create_app (the class needs SUPPORTS_CONCURRENT_SESSIONS = True)"
-        room = content.get("max_sessions", "few")
-        warn_once(f"the OpenEnv server has room for {room} sessions only, and others wait: {remedy}")
+        most = content.get("max_sessions", "few")
+        warn_once(f"the OpenEnv server has room for {most} sessions only, and others wait: {remedy}")
         return _ServerFull(message)
     return OpenEnvFault(f"{code}: {message}")
 

@@ -150,22 +150,22 @@ class StridedBlocks(CompletionSource):
         """Prefill each document once, then decode one token of every block of all documents at each step."""
         device = self.device or base_of(self.model).device
         self._decoder = decoder = self._decoder or Decoder(base_of(self.model), device)
-        room, members = sampling.max_new_tokens, max(len(each) for each in starts) * count
+        block_length, members = sampling.max_new_tokens, max(len(each) for each in starts) * count
         documents = [group.prompt_ids[: each[-1]] for group, each in zip(groups, starts, strict=True)]
         anchor_GM = torch.ones(len(groups), members, dtype=torch.long)
-        uniform_GMN = torch.zeros(len(groups), members, room, dtype=torch.float64)
+        uniform_GMN = torch.zeros(len(groups), members, block_length, dtype=torch.float64)
         for index, each in enumerate(starts):
             anchor_GM[index, : len(each) * count] = torch.tensor(each).repeat_interleave(count)
             random = np.random.default_rng((sampling.seed or 0, sampling.first + index))
-            uniform = random.random((len(each) * count, room))
+            uniform = random.random((len(each) * count, block_length))
             uniform_GMN[index, : len(uniform)] = torch.from_numpy(uniform)
-        decoder.open(Grid(len(groups), members, max(map(len, documents)), room), sampling)
+        decoder.open(Grid(len(groups), members, max(map(len, documents)), block_length), sampling)
         decoder.prefill_branches(documents, anchor_GM, uniform_GMN.flatten(0, 1))
-        for step in range(1, room):
+        for step in range(1, block_length):
             decoder.advance(step)
-        ids = decoder.ids_NB.T.reshape(len(groups), members, room).tolist()
-        logps = decoder.logps_NB.T.reshape(len(groups), members, room).tolist()
-        version = [self.generator.version()] * room
+        ids = decoder.ids_NB.T.reshape(len(groups), members, block_length).tolist()
+        logps = decoder.logps_NB.T.reshape(len(groups), members, block_length).tolist()
+        version = [self.generator.version()] * block_length
         for group, each, *drawn in zip(groups, starts, ids, logps, strict=True):
             sampled = list(zip(*drawn, strict=True))[: len(each) * count]  # slots behind are unused
             group.completions = [Completion(tokens, its, version, finished=True) for tokens, its in sampled]

@@ -69,11 +69,11 @@ class Reroll:
             if failed(group) and group.number not in self.waiting:
                 self.waiting.append(group.number)
 
-    def take(self, progress: float, room: int) -> list[int]:
-        """Return at most `room` row numbers to sample again; `progress` is the share of training that is done."""
+    def take(self, progress: float, limit: int) -> list[int]:
+        """Return at most `limit` row numbers to sample again; `progress` is the share of training that is done."""
         if progress < self.start:
             return []
-        return [self.waiting.popleft() for _ in range(min(self.most, room, len(self.waiting)))]
+        return [self.waiting.popleft() for _ in range(min(self.most, limit, len(self.waiting)))]
 
 
 def failed(group: Group) -> bool:

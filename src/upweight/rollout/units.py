@@ -23,7 +23,7 @@ def units_of_groups(
     demonstrations are trained on beside them.
     """
     units: list[Unit] = []
-    for number, group in enumerate(groups):
+    for group_index, group in enumerate(groups):
         assert group.advantage_S is not None, "a group reached the trainer without advantages"
         for completion, advantage in zip(group.completions, group.advantage_S.tolist(), strict=True):
             hidden = mask_truncated and not completion.finished
@@ -34,7 +34,7 @@ def units_of_groups(
             tokens = [int(segment.scored.sum()) for segment in segments]
             shares = [scored / sum(tokens) if sum(tokens) else 1 / len(segments) for scored in tokens]
             parts = zip(segments, shares, strict=True)
-            units.append(Unit(tuple(replace(segment, share=share) for segment, share in parts), number))
+            units.append(Unit(tuple(replace(segment, share=share) for segment, share in parts), group_index))
     failures = [completion.failure is not None for group in groups for completion in group.completions]
     if any(failures) or labelled:
         units = [_labelled(unit, FAILED if failed else SAMPLED) for unit, failed in zip(units, failures, strict=True)]
@@ -45,21 +45,21 @@ def units_of_documents(groups: Sequence[Group], starts: Sequence[Sequence[int]])
     """Return one unit for each pass over a document: a sample of every block, with the text before it."""
     # A group's completions are ordered by block; `starts` has the block starts of each group.
     units: list[Unit] = []
-    for number, (group, block_starts) in enumerate(zip(groups, starts, strict=True)):
+    for group_index, (group, block_starts) in enumerate(zip(groups, starts, strict=True)):
         assert group.advantage_S is not None, "a document reached the trainer without advantages"
         count, advantages = len(group.completions) // len(block_starts), group.advantage_S.tolist()
         blocks = [
             _sample(group.prompt_ids[: block_starts[index // count]], completion, advantages[index])
             for index, completion in enumerate(group.completions)
         ]
-        units += [_labelled(Unit(tuple(blocks[member::count]), number), SAMPLED) for member in range(count)]
+        units += [_labelled(Unit(tuple(blocks[member::count]), group_index), SAMPLED) for member in range(count)]
     return units
 
 
-def demonstration(number: int, ids: Sequence[int], scored: Sequence[bool]) -> Unit:
+def demonstration(group: int, ids: Sequence[int], scored: Sequence[bool]) -> Unit:
     """Return a demonstration, whose scored tokens are trained on."""
     sample = Sample(np.array(ids, np.int64), np.array(scored, np.bool_), label=DEMONSTRATION, advantage=0.0)
-    return Unit((sample,), number)
+    return Unit((sample,), group)
 
 
 def _labelled(unit: Unit, label: int) -> Unit:

@@ -43,7 +43,7 @@ class CompletionCollector:
         self,
         prompts: int,
         count: int,
-        room: int,
+        completion_length: int,
         ends: Collection[int] = (),
         stops: StopStrings | None = None,
         *,
@@ -51,11 +51,11 @@ class CompletionCollector:
         done: Done | None = None,
         on_tokens: OnTokens = None,
     ) -> None:
-        self.count, self._room, self._version = count, room, version
+        self.count, self._completion_length, self._version = count, completion_length, version
         self.ends = np.fromiter(sorted(ends), np.int64, len(ends))
         self.stops, self._done, self._on_tokens = stops, done, on_tokens
-        self._ids_SN = np.zeros((prompts * count, room), np.int64)
-        self._logps_SN = np.zeros((prompts * count, room), np.float32)
+        self._ids_SN = np.zeros((prompts * count, completion_length), np.int64)
+        self._logps_SN = np.zeros((prompts * count, completion_length), np.float32)
         self._length_S = np.zeros(prompts * count, np.int64)
         self._finished_S = np.zeros(prompts * count, np.bool_)
         self.alive_S = np.ones(prompts * count, np.bool_)
@@ -80,7 +80,7 @@ class CompletionCollector:
         if self._on_tokens is not None:
             for row, end in zip(rows.tolist(), length.tolist(), strict=True):
                 self._on_tokens(row, self._ids_SN[row, start:end].tolist())
-        over = rows[ended | (stop >= self._room)]
+        over = rows[ended | (stop >= self._completion_length)]
         self.alive_S[over] = False
         np.subtract.at(self._unfinished_P, over // self.count, 1)
         for prompt in np.unique(over // self.count).tolist():

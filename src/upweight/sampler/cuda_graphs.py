@@ -47,10 +47,10 @@ class PlainSteps:
         """Return the columns of a grid for prompts or completions of up to `tokens`."""
         return tokens
 
-    def begin(self, prompts: Prompts, uniform_BN: Tensor, budget: int) -> None:
+    def begin(self, prompts: Prompts, uniform_BN: Tensor, prefill_tokens: int) -> None:
         """Prefill an opened grid with the prompts, and sample the tokens of the first column."""
         self._decoder.load(prompts, uniform_BN)
-        self._decoder.prefill(prompts, budget)
+        self._decoder.prefill(prompts, prefill_tokens)
 
     def advance(self, column: int) -> None:
         """Sample the tokens of a column, those before it being there."""
@@ -96,7 +96,7 @@ class GraphSteps:
     def rounded_length(self, tokens: int) -> int:
         return bucketed(tokens)
 
-    def begin(self, prompts: Prompts, uniform_BN: Tensor, budget: int) -> None:
+    def begin(self, prompts: Prompts, uniform_BN: Tensor, prefill_tokens: int) -> None:
         """Prefill an opened grid with the prompts, and sample the tokens of the first column."""
         # Few prompts take the GPU less time than launching each kernel takes the host: they are padded to the grid's
         # length, so that a graph can be replayed. Graphs are dropped first where weights or buffers have moved.
@@ -106,16 +106,16 @@ class GraphSteps:
             self.release()
             self._recorded = recorded
         decoder.load(prompts, uniform_BN)
-        padded = decoder.grid.groups * decoder.grid.prompt
-        few = padded <= min(_PADDED_TOKENS, budget, _PADDING * sum(map(len, prompts)))
+        padded = decoder.grid.groups * decoder.grid.prompt_length
+        few = padded <= min(_PADDED_TOKENS, prefill_tokens, _PADDING * sum(map(len, prompts)))
         if not few or "prefill" not in self._capturable:
-            self._through_compiler("prefill", lambda: decoder.prefill(prompts, budget))
+            self._through_compiler("prefill", lambda: decoder.prefill(prompts, prefill_tokens))
             return
         decoder.pad(prompts)
         self._replayed("prefill", decoder.prefill_padded)
 
     def advance(self, column: int) -> None:
-        self._replayed("step", lambda: self._decoder.advance(self._decoder.grid.room))
+        self._replayed("step", lambda: self._decoder.advance(self._decoder.grid.completion_length))
 
     def _replayed(self, name: str, work: Callable[[], None]) -> None:
         """Replay the graph of some work of the grid; the first time, run it and capture the graph."""

@@ -36,12 +36,12 @@ else:
 
 @dataclass(frozen=True)
 class Grid:
-    """The shape of a batch in decoding: prompts of up to `prompt` tokens, completions of up to `room`."""
+    """The shape of a batch in decoding; lengths are the longest that it holds."""
 
     groups: int
     members: int
-    prompt: int
-    room: int
+    prompt_length: int
+    completion_length: int
 
 
 @dataclass(frozen=True)
@@ -130,18 +130,18 @@ class Decoder:
         for number, layer in enumerate(self.layers):
             shapes = [
                 (count, layer.heads, length, width)
-                for count, length in ((grid.groups, grid.prompt), (slots, grid.room))
+                for count, length in ((grid.groups, grid.prompt_length), (slots, grid.completion_length))
                 for width in (layer.key_width, layer.value_width)
             ]
             kept = [view((number, part), shape, layer.dtype) for part, shape in enumerate(shapes)]
             self.caches.append((kept[0], kept[1], kept[2], kept[3]))
-        self.ids_GP = view("prompts", (grid.groups, grid.prompt), torch.long)
+        self.ids_GP = view("prompts", (grid.groups, grid.prompt_length), torch.long)
         self.length_G1 = view("length", (grid.groups, 1), torch.long)
         self.step_1 = view("step", (1,), torch.long)
         self.token_B1 = view("token", (slots, 1), torch.long)
-        self.uniform_BN = view("uniform", (slots, grid.room), torch.float64)
-        self.ids_NB = view("ids", (grid.room, slots), torch.long)
-        self.logps_NB = view("logps", (grid.room, slots), torch.float32)
+        self.uniform_BN = view("uniform", (slots, grid.completion_length), torch.float64)
+        self.ids_NB = view("ids", (grid.completion_length, slots), torch.long)
+        self.logps_NB = view("logps", (grid.completion_length, slots), torch.float32)
         self.seen_BV = None
         if sampling.repetition_penalty != 1:
             vocabulary = self.base.config.get_text_config().vocab_size
@@ -167,13 +167,13 @@ class Decoder:
             for group, ids in enumerate(prompts):
                 seen[group, :, torch.as_tensor(ids, device=self.device)] = True
 
-    def prefill(self, prompts: Prompts, budget: int) -> None:
-        """Forward the prompts, in chunks of at most `budget` tokens, and draw the first tokens."""
+    def prefill(self, prompts: Prompts, prefill_tokens: int) -> None:
+        """Forward the prompts, in chunks of at most `prefill_tokens` tokens, and draw the first tokens."""
         arrays = [np.asarray(prompt, dtype=np.int64) for prompt in prompts]
         length = np.array([len(ids) for ids in arrays])
         logits, start = [], 0
         while start < len(arrays):
-            fitting = int((length[start:].cumsum() <= budget).sum())
+            fitting = int((length[start:].cumsum() <= prefill_tokens).sum())
             stop = start + max(1, fitting)
             logits.append(self._prefill_chunk(arrays[start:stop], start, list(length[start:stop, None] - 1)))
             start = stop
@@ -189,7 +189,7 @@ class Decoder:
 
     def prefill_padded(self) -> None:
         """Forward the padded prompts and draw the first tokens, by the same kernels for any prompts."""
-        groups, length = self.grid.groups, self.grid.prompt
+        groups, length = self.grid.groups, self.grid.prompt_length
         if (groups, length) not in self._padded:
             row_N = torch.arange(groups * length)
             slots = slice(0, groups), row_N.view(groups, length).to(self.device)
@@ -295,8 +295,8 @@ class Decoder:
     def bias(self, rule: Rule, width: int) -> Tensor:
         """Return the additive mask of each group: 0 for columns that its newest tokens see, else minus infinity."""
         before = self._before()
-        column_K = torch.arange(self.grid.prompt + width, device=self.device)
-        new_K = column_K - self.grid.prompt
+        column_K = torch.arange(self.grid.prompt_length + width, device=self.device)
+        new_K = column_K - self.grid.prompt_length
         is_new_K = new_K >= 0
         position_GMK = torch.where(is_new_K, before + new_K, column_K)
         at_GM1 = before + self.step_1
@@ -312,7 +312,7 @@ class Decoder:
         old = self.grid
         caches, length, token = self.caches, self.length_G1, self.token_B1
         uniform, seen = self.uniform_BN, self.seen_BV
-        self.open(Grid(len(groups), len(slots) // len(groups), old.prompt, old.room), self.sampling)
+        self.open(Grid(len(groups), len(slots) // len(groups), old.prompt_length, old.completion_length), self.sampling)
         for old_parts, new_parts in zip(caches, self.caches, strict=True):
             for part, index in enumerate((groups, groups, slots, slots)):
                 new_parts[part].copy_(old_parts[part].index_select(0, index))

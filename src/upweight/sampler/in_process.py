@@ -184,9 +184,9 @@ class InProcess:
 
     def _waves(self, prompts: Prompts, count: int, sampling: Sampling) -> list[list[int]]:
         """Return prompt numbers in waves whose keys and values fit into memory."""
-        room = self._steps.rounded_length(sampling.max_new_tokens)
+        completion_length = self._steps.rounded_length(sampling.max_new_tokens)
         longest = self._steps.rounded_length(max(len(prompt) for prompt in prompts))
-        tokens = longest + room * self._steps.rounded(count)
+        tokens = longest + completion_length * self._steps.rounded(count)
         most = max(1, self._memory() // (self._decoder.token_bytes() * tokens))
         waves = math.ceil(len(prompts) / most)
         return [wave.tolist() for wave in np.array_split(np.arange(len(prompts)), waves)]
@@ -208,11 +208,11 @@ class InProcess:
         steps, count = self._steps, len(uniform_SN) // len(prompts)
         chosen = [prompts[number] for number in wave]
         groups, members = steps.rounded(len(wave)), steps.rounded(count)
-        room = steps.rounded_length(sampling.max_new_tokens)
-        prompt_room = steps.rounded_length(max(len(prompt) for prompt in chosen))
+        completion_length = steps.rounded_length(sampling.max_new_tokens)
+        prompt_length = steps.rounded_length(max(len(prompt) for prompt in chosen))
         slots: NDArray[np.int64] = np.full((groups, members), -1)
         slots[: len(wave), :count] = np.asarray(wave)[:, None] * count + np.arange(count)
-        self._decoder.open(Grid(groups, members, prompt_room, room), sampling)
+        self._decoder.open(Grid(groups, members, prompt_length, completion_length), sampling)
         uniform_BN = uniform_SN[torch.from_numpy(slots.reshape(-1))]  # -1, of unused slots, reads the last row's
         steps.begin(chosen, uniform_BN, self._prefill_tokens)
         queue = deque([(0, steps.read(0, 1), slots)])

@@ -33,7 +33,7 @@ def conversation_texts(setup: Setup, conversation: Conversation, key: str, first
         roles = " or ".join(setup.entry.roles_to_train or ["assistant"])
         raise RowError(key, f"at least one turn to train on ({roles})")
     turns = setup.template.turns(conversation, trained)
-    return [Text(text, [_without_holes(setup, text, span, messages, key) for span in spans]) for text, spans in turns]
+    return [Text(text, [_with_untrained(setup, text, span, messages, key) for span in spans]) for text, spans in turns]
 
 
 def _is_trained(setup: Setup, message: Message, key: str) -> bool:
@@ -45,10 +45,10 @@ def _is_trained(setup: Setup, message: Message, key: str) -> bool:
     return bool(flag)
 
 
-def _without_holes(setup: Setup, text: str, span: Span, messages: list[Message], key: str) -> Span:
+def _with_untrained(setup: Setup, text: str, span: Span, messages: list[Message], key: str) -> Span:
     """Return the range of a turn without the parts that `message_field_training_detail` leaves out."""
     name, message = setup.entry.message_field_training_detail or "", messages[span.message]
-    detail, key, holes = message.get(name), f"{key}.{name}", []
+    detail, key, untrained = message.get(name), f"{key}.{name}", []
     if detail is None:
         return span
     if not text.startswith(message["content"], span.start):
@@ -59,8 +59,8 @@ def _without_holes(setup: Setup, text: str, span: Span, messages: list[Message],
         if not isinstance(begin, int) or not isinstance(end, int) or not 0 <= begin <= end:
             raise RowError(f"{key}[{number}]", "begin_offset, end_offset and train")
         if not part.get("train"):
-            holes.append((span.start + begin, span.start + end + 1))
-    return replace(span, holes=tuple(holes))
+            untrained.append((span.start + begin, span.start + end + 1))
+    return replace(span, untrained=tuple(untrained))
 
 
 def instruction(setup: Setup, row: Row) -> list[Example]:

@@ -32,7 +32,7 @@ class Span:
     start: int
     end: int
     message: int = 0  # index of the turn's message
-    holes: tuple[tuple[int, int], ...] = ()  # ranges inside it that are not trained on
+    untrained: tuple[tuple[int, int], ...] = ()  # ranges inside it that are not trained on
 
 
 @dataclass(eq=False)

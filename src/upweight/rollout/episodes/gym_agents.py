@@ -153,10 +153,10 @@ class GymAgents:
             self.gateway.close()
 
     async def _all(self, groups: Sequence[Group], count: int, sampling: Sampling) -> list[EpisodeResult]:
-        room = asyncio.Semaphore(MAX_CONCURRENT)
+        slots = asyncio.Semaphore(MAX_CONCURRENT)
 
         async def rollout(group: Group) -> EpisodeResult:
-            async with room:
+            async with slots:
                 return await self._play(group.row, sampling)
 
         return await gather_or_cancel(rollout(group) for group in groups for _ in range(count))

@@ -132,11 +132,11 @@ class EpisodeRun:
             raise EnvironmentFault(str(error)) from error
         stream = result.stream = TokenStream(prompt)
         while True:
-            room, seed = limit - stream.length, self.seed(result.turns)
+            tokens_left, seed = limit - stream.length, self.seed(result.turns)
             if result.turns == 0:
-                completion = await self.first_turns.sample(stream.ids, room, seed)
+                completion = await self.first_turns.sample(stream.ids, tokens_left, seed)
             else:
-                (completion,) = await self.batcher.sample(stream.ids, room, [seed])
+                (completion,) = await self.batcher.sample(stream.ids, tokens_left, [seed])
             stream.append_sampled(completion)
             turn = setup.read(completion, tools=bool(opening.tools))
             message = _message(turn)

@@ -39,10 +39,10 @@ class CompletionFiles:
         folder = self.run_folder / COMPLETIONS
         folder.mkdir(parents=True, exist_ok=True)
         rows = [{"step": step, **row} for row in readable(rollout, self.names, self.decode)]
-        room = TOKENS_WRITTEN
+        tokens_left = TOKENS_WRITTEN
         for index, one in enumerate(one for group in rollout.groups for one in group.completions):
-            if len(one.ids) <= room:
-                room -= len(one.ids)
+            if len(one.ids) <= tokens_left:
+                tokens_left -= len(one.ids)
                 logps = policy_logps[index] if index < len(policy_logps) else None
                 rows[index] |= self._tokens(one, logps)
         text = "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
