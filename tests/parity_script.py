@@ -289,11 +289,11 @@ def fill(model: torch.nn.Module, only: str = "") -> None:
 HEADS = {"Reward": (Qwen2ForSequenceClassification, 1), "PRM": (Qwen2ForTokenClassification, 2)}
 
 
-def write_model(folder: Path, tokenizer: PreTrainedTokenizerFast, trainer: str) -> None:
+def write_model(folder: Path, tokenizer: PreTrainedTokenizerFast, trainer: str, hidden_size: int = 32) -> None:
     head, labels = HEADS.get(trainer, (Qwen2ForCausalLM, 1))
     config = Qwen2Config(
-        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=256, pad_token_id=tokenizer.pad_token_id,
+        vocab_size=len(tokenizer), hidden_size=hidden_size, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256, pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id, bos_token_id=None, attention_dropout=0.0, num_labels=labels,
     )  # fmt: skip
     model = head(config)
