@@ -4,12 +4,16 @@ import dataclasses
 import os
 
 import pytest
+from transformers import TrainingArguments
 
 from upweight.config import parse_config
+from upweight.config.sections.data import DataSection
 from upweight.config.sections.run import RunSection, TrackingSection
+from upweight.config.sections.training import OptimSection, ShardingSection
 from upweight.errors import UserError
-from upweight.settings import setting
+from upweight.settings import keys_of, setting
 from upweight.train.arguments import (
+    NOT_PASSED_ON,
     TRACKER_VARIABLES,
     enabled_trackers,
     set_variables,
@@ -29,13 +33,15 @@ def arguments(tmp_path, steps_per_epoch=50, **keys):
 
 def test_a_new_key_with_the_name_of_an_argument_needs_its_declaration_only(tmp_path):
     class WithKey(RunSection):
-        label_smoothing: float = setting("label_smoothing_factor", 0.0, "Read by transformers.")
+        delay: float = setting("eval_delay", 0.0, "Read by transformers.")
 
     config = parse_config({**BASE, "output_dir": str(tmp_path)}, folder=tmp_path)
-    config = dataclasses.replace(config, run=WithKey(label_smoothing=0.25))
-    assert training_arguments(config, steps_per_epoch=50, use_cpu=True).label_smoothing_factor == 0.25
+    config = dataclasses.replace(config, run=WithKey(delay=3.0))
+    assert training_arguments(config, steps_per_epoch=50, use_cpu=True).eval_delay == 3.0
 
 
+# Of the loop or the engine, each tested where it acts.
+ACTING_ELSEWHERE = {"gradient_checkpointing", "neftune_noise_alpha", "save_total_limit", "torch_compile"}
 REACHES = [
     ({"learning_rate": 3e-4}, {"learning_rate": 3e-4}),
     ({"micro_batch_size": 3, "gradient_accumulation_steps": 5},
@@ -74,6 +80,7 @@ REACHES = [
     ({"torch_empty_cache_steps": 4}, {"torch_empty_cache_steps": 4}),
     ({"ddp_timeout": 99}, {"ddp_timeout": 99}),
     ({"ddp_bucket_cap_mb": 30}, {"ddp_bucket_cap_mb": 30}),
+    ({"ddp_broadcast_buffers": True}, {"ddp_broadcast_buffers": True}),
     ({"dataloader_num_workers": 2, "dataloader_prefetch_factor": 3},
      {"dataloader_num_workers": 2, "dataloader_prefetch_factor": 3}),
     ({"dataloader_drop_last": True}, {"dataloader_drop_last": True}),
@@ -95,6 +102,7 @@ REACHES = [
      {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": False}),
     ({**EVALUATED, "load_best_model_at_end": True, "metric_for_best_model": "rewards/accuracies"},
      {"metric_for_best_model": "rewards/accuracies", "greater_is_better": True}),
+    ({**EVALUATED, "load_best_model_at_end": True, "greater_is_better": True}, {"greater_is_better": True}),
     ({**EVALUATED, "early_stopping_patience": 2}, {"load_best_model_at_end": False, "metric_for_best_model": "loss"}),
     ({**EVALUATED, **ONLINE, "load_best_model_at_end": True},
      {"metric_for_best_model": "reward", "greater_is_better": True}),
@@ -103,6 +111,7 @@ REACHES = [
     ({"hub_model_id": "me/model", "hub_strategy": "every_save", "hub_revision": "next"},
      {"push_to_hub": True, "hub_model_id": "me/model", "hub_strategy": "every_save", "hub_revision": "next",
       "hub_private_repo": True}),
+    ({"hub_model_id": "me/model", "hub_private_repo": False}, {"hub_private_repo": False}),
 ]  # fmt: skip
 
 
@@ -110,6 +119,15 @@ REACHES = [
 def test_a_key_reaches_the_trainer(keys, expected, tmp_path):
     made = arguments(tmp_path, **keys)
     assert {name: getattr(made, name) for name in expected} == expected
+
+
+def test_every_key_with_the_name_of_an_argument_is_shown_to_reach_it():
+    """Some arguments are set by the loop, or read by nothing here: a key of that name would be accepted and ignored."""
+    arguments = {field.name for field in dataclasses.fields(TrainingArguments)} - NOT_PASSED_ON
+    sections = (RunSection, OptimSection, ShardingSection, DataSection)
+    declared = {key.path for section in sections for key in keys_of(section)} & arguments
+    shown = {key for keys, expected in REACHES for key in keys if key in expected}
+    assert declared - shown == {"output_dir", *ACTING_ELSEWHERE}
 
 
 def test_what_the_trainer_refuses_is_a_user_error(tmp_path):

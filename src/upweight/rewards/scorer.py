@@ -52,7 +52,7 @@ class _RewardStats:
 
 
 class Scorer(AbstractContextManager["Scorer"]):
-    """Runs rewards: functions in worker processes, stateful objects in this process, async functions concurrently."""
+    """Runs rewards where `load.py` says: in worker processes (`workers.py`), in this one (`local.py`), or as async."""
 
     def __init__(self, rewards: Sequence[Reward], *, workers: int = 1, timeout: float = 120.0) -> None:
         self.rewards = list(rewards)

@@ -1,10 +1,10 @@
 """A run from its config to its result, in reading order: read this file first.
 
 `config/load.py` has read the YAML. `train` calls `assemble`, which builds the parts of the trainer: tokenizer, rows
-(`data/prepare.py`), rewards, policy, rollouts. The loop is transformers' Trainer (`trainer.py`). One item of its loader
-holds the samples of one optimizer step: `loader.py`, or for online methods `online/feed.py`, whose rollouts come from
-`rollout/producer.py` and whose rewards from `rewards/scorer.py`. `step.py` forwards them in packed rows, and computes
-the loss of the method and its gradients. The callbacks that log and save are in `recording/`.
+(`data/prepare.py`), rewards, policy, rollouts. The loop is transformers' Trainer, which calls `training_step` of
+`trainer.py` with the samples of one optimizer step, from `loader.py`, or for online methods from `online/feed.py`:
+rollouts of `rollout/producer.py` with rewards of `rewards/scorer.py`. `step.py` forwards them in packed rows
+(`engine/`; `engine/logits.py` has the backward of the head) and computes the loss (`methods/`) and its gradients.
 """
 
 import os

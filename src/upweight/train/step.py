@@ -70,7 +70,7 @@ class StepRunner:
                 self.accelerator.sync_gradients = last
             with contextlib.nullcontext() if at_once else self.accelerator.no_sync(model):
                 out = self._outputs(model, row, ref_logps[number])
-                loss, metrics = self._row_loss(out, row, counts, prepared)
+                loss, metrics = self._packed_loss(out, row, counts, prepared)
                 self.accelerator.backward(loss)
             metered.append(metrics)
             total += loss.detach() / self.packer.context_size
@@ -118,7 +118,7 @@ class StepRunner:
         out = self.engine(model, batch, self.method.statistics, temperature=row.temperature)
         return out if known is None else dataclasses.replace(out, ref_logps_T=known)
 
-    def _row_loss(
+    def _packed_loss(
         self, out: Outputs, row: PackedRow, counts: dict[str, Tensor], prepared: dict[str, Tensor]
     ) -> tuple[Tensor, Metrics]:
         """Return this row's part of the loss, times the number of ranks, which average gradients; and its metrics."""

@@ -180,6 +180,7 @@ def test_layers_of_an_adapter_without_its_model_are_refused(folder):
         (KTOConfig, "set 'kto_loss_type: apo_zero_unpaired'", "set 'loss_type=\"apo_zero_unpaired\"'"),
         (DPOConfig, "then set `trust_remote_code: true`", "then set `trust_remote_code=True`"),
         (DPOConfig, "datasets: none of the datasets", "train_dataset: none of the datasets"),
+        (GRPOConfig, "Name one, for example 'chat_template: chatml'.", "Set its `chat_template`."),
     ],
 )
 def test_messages_about_keys_are_about_arguments(kind, message, words):

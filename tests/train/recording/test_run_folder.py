@@ -1,15 +1,17 @@
 """Metrics and config as files."""
 
 import json
+from contextlib import nullcontext
 
 import pytest
 from transformers import TrainerControl, TrainerState
 
 from upweight.config import load_config, parse_config
 from upweight.config.config import SECTIONS
+from upweight.errors import UserError
 from upweight.runs.files import METRICS
 from upweight.train.recording.metrics import MetricsFile, cut_metrics
-from upweight.train.recording.run_folder import changed_keys, write_config
+from upweight.train.recording.run_folder import changed_keys, refuse_other_weights, write_config
 
 PAIRS = {"base_model": "tiny", "datasets": [{"path": "rows.jsonl", "type": "chatml.intel"}]}
 LORA = {"adapter": "lora", "lora_target_modules": ["q_proj"], "peft": {"loftq_config": {"loftq_bits": 4}}}
@@ -60,6 +62,24 @@ def test_the_written_config_finds_its_data_from_anywhere(tmp_path):
     write_config(parse_config(CONFIGS["dpo"], folder=tmp_path), tmp_path / "out")
     again = load_config(tmp_path / "out" / "config.yaml")
     assert again.data.datasets[0].path == str(tmp_path / "rows.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("keys", "refused"),
+    [
+        ({"lora_r": 4}, "lora_r"),
+        ({"lora_target_linear": True}, "lora_target_linear"),
+        ({"peft": {"loftq_config": {"loftq_bits": 8}}}, "peft"),
+        ({"optimizer": "sgd"}, "optimizer"),
+        ({"lora_alpha": 4, "lora_dropout": 0.1, "loraplus_lr_ratio": 2.0, "output_dir": "elsewhere"}, None),
+    ],
+)
+def test_a_resume_refuses_keys_that_choose_other_weights(keys, refused, tmp_path):
+    before = {**PAIRS, "rl": "dpo", **LORA}
+    write_config(parse_config(before, folder=tmp_path), tmp_path)
+    changed = changed_keys(parse_config({**before, **keys}, folder=tmp_path), tmp_path)
+    with pytest.raises(UserError, match=f"resume: {refused} set otherwise") if refused else nullcontext():
+        refuse_other_weights(changed, tmp_path / "checkpoint-1", "cosine")
 
 
 def test_each_log_is_one_line_that_every_parser_reads(tmp_path):

@@ -56,6 +56,7 @@ OF_TRAINERS = {  # words of error messages -> inputs of a script
     "load_in_8bit": "quantization_config",
     "'adapter: qlora'": "a `peft_config`",
     "'adapter: lora'": "a `peft_config`",
+    "Name one, for example 'chat_template: chatml'": "Set its `chat_template`",
     "--resume": "resume_from_checkpoint=True",
     "the key": "the argument",
 }

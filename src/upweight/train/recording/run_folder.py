@@ -12,6 +12,7 @@ from accelerate import PartialState
 from transformers import TrainerCallback
 
 from upweight.config import Config
+from upweight.config.sections.model import AdapterSection
 from upweight.config.sections.run import RunSection, TrackingSection
 from upweight.config.view import yaml_content
 from upweight.errors import UserError
@@ -25,12 +26,11 @@ from upweight.train.distributed.ranks import broadcast_from_rank0
 from upweight.train.objects import YAML_ONLY, Objects
 from upweight.train.recording.callbacks import KeepCheckpoints, StopOnSignal, build_callbacks
 
-RESUME_KEYS = (  # keys that decide which weights are trained, and the optimizer states
-    *("adapter", "lora_r", "lora_rank_pattern", "lora_target_modules", "lora_target_linear", "lora_target_parameters"),
-    *("lora_modules_to_save", "peft_layers_to_transform", "peft_layers_pattern", "peft_use_dora"),
-    *("peft_init_lora_weights", "unfrozen_parameters", "reward_model", "process_reward_model", "optimizer"),
-    *("tokens", "resize_token_embeddings_to_32x"),  # not base_model, whose folder may have moved
-)
+# Keys that decide which weights are trained, and the optimizer states; not base_model, whose folder may have moved.
+CHANGEABLE = ("lora_alpha", "lora_dropout", "lora_model_", "loraplus_", "peft_use_rs", "load_in_", "bnb_", "rl_")
+RESUME_KEYS = {key.path for key in keys_of(AdapterSection) if not key.path.startswith(CHANGEABLE)}
+RESUME_KEYS |= {"unfrozen_parameters", "reward_model", "process_reward_model", "optimizer", "tokens"}
+RESUME_KEYS |= {"resize_token_embeddings_to_32x"}
 
 
 def write_config(config: Config, folder: Path) -> None:
