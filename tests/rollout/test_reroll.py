@@ -27,16 +27,16 @@ def test_failed_prompts_come_up_again_after_the_start_and_within_bounds():
     reroll = Reroll(start=0.5, most=2, capacity=3)
     reroll.note([group(n, [0.0], [0.0]) for n in (1, 2, 2, 3, 4)])
     assert list(reroll.waiting) == [2, 3, 4]
-    assert reroll.take(0.4, room=9) == []
-    assert reroll.take(0.5, room=9) == [2, 3]
-    assert reroll.take(0.9, room=9) == [4]
-    assert reroll.take(1.0, room=9) == []
+    assert reroll.take(0.4, limit=9) == []
+    assert reroll.take(0.5, limit=9) == [2, 3]
+    assert reroll.take(0.9, limit=9) == [4]
+    assert reroll.take(1.0, limit=9) == []
 
 
 def test_prompts_that_a_rollout_has_no_room_for_go_on_waiting():
     reroll = Reroll(start=0.0, most=3, capacity=9)
     reroll.note([group(n, [0.0], [0.0]) for n in (1, 2, 3)])
-    assert (reroll.take(1.0, room=1), list(reroll.waiting)) == ([1], [2, 3])
+    assert (reroll.take(1.0, limit=1), list(reroll.waiting)) == ([1], [2, 3])
 
 
 def test_a_run_tries_failed_prompts_again_and_remembers_them_over_a_resume(tmp_path):
