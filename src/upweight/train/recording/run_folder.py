@@ -26,8 +26,8 @@ from upweight.train.distributed.ranks import broadcast_from_rank0
 from upweight.train.objects import YAML_ONLY, Objects
 from upweight.train.recording.callbacks import KeepCheckpoints, StopOnSignal, build_callbacks
 
-# Keys that decide which weights are trained, and the optimizer states; not base_model, whose folder may have moved.
 CHANGEABLE = ("lora_alpha", "lora_dropout", "lora_model_", "loraplus_", "peft_use_rs", "load_in_", "bnb_", "rl_")
+# Keys that decide which weights are trained, and the optimizer states; not base_model, whose folder may have moved.
 RESUME_KEYS = {key.path for key in keys_of(AdapterSection) if not key.path.startswith(CHANGEABLE)}
 RESUME_KEYS |= {"unfrozen_parameters", "reward_model", "process_reward_model", "optimizer", "tokens"}
 RESUME_KEYS |= {"resize_token_embeddings_to_32x"}
