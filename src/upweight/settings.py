@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validat
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
+PositiveInt = Annotated[int, Field(gt=0, lt=2**31)]
 BOOL_WORDS = {False: ("no", "false", "off", "none", "disabled"), True: ("yes", "true", "on")}
 
 

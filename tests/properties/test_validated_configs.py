@@ -170,7 +170,9 @@ def test_every_key_with_every_kind_of_value(name):
 )
 def test_keys_of_training_beside_others(variant):
     start = {**base("dpo"), **VARIANTS[variant]}
-    keys = [key for name in ("optim", "run", "sharding", "model", "adapter") for key in keys_of(SECTIONS[name])]
+    keys = [
+        key for name in ("optim", "run", "callbacks", "sharding", "model", "adapter") for key in keys_of(SECTIONS[name])
+    ]
     tried = [
         (f"{key.path}={value!r:.60}", changed(start, key.path, written(value)))
         for key in keys

@@ -6,6 +6,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from upweight.callbacks import CallbackSection
 from upweight.config.sections.data import DataSection
 from upweight.config.sections.environment import EnvironmentSection
 from upweight.config.sections.model import AdapterSection, ModelSection
@@ -46,6 +47,7 @@ class Config:
     optim: OptimSection
     sharding: ShardingSection
     run: RunSection
+    callbacks: CallbackSection
     tracking: TrackingSection
     rollout: RolloutSection
     environment: EnvironmentSection

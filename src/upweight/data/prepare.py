@@ -121,7 +121,7 @@ def _shaped_by(config: Config, tokenizer: Any, entries: Sequence[Entry]) -> dict
     if any(entry.encoder.transform for entry in entries):
         # A transform may act on any key that was set, but for those of outputs and of ways of working.
         keys = general_keys().items()
-        unseen = {path for path, (section, _) in keys if section in ("run", "tracking")}
+        unseen = {path for path, (section, _) in keys if section in ("run", "callbacks", "tracking")}
         unseen |= {path for path, (section, key) in keys if section == "data" and key.name in NOT_SHAPING}
         shape["keys"] = {path: value for path, value in config.set_keys.items() if path not in unseen}
     return shape

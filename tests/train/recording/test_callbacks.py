@@ -11,7 +11,7 @@ from transformers import TrainerControl, TrainerState
 
 from upweight.errors import UserError
 from upweight.log import logger, set_up_logging
-from upweight.train.recording.callbacks import LossLimit, Progress, StopOnNan, StopOnSignal, duration
+from upweight.train.recording.callbacks import Progress, StopOnNan, StopOnSignal, duration
 
 
 @pytest.fixture
@@ -105,15 +105,6 @@ def test_every_checkpoint_and_evaluation_begins_a_new_log(asked, tmp_path):
         setattr(control, asked, True)
         end(args, state(), control)
         assert control.should_log
-
-
-def test_a_loss_that_stays_high_ends_the_run():
-    limit = LossLimit(2.0, 2)
-    for loss in (3.0, 1.0, 3.0):
-        limit.on_log(None, state(), None, logs={"loss": loss})
-    limit.on_log(None, state(), None, logs={"eval_loss": 9.0})
-    with pytest.raises(UserError, match=r"above loss_watchdog_threshold \(2\) in 2 logs in a row, now 4"):
-        limit.on_log(None, state(), None, logs={"loss": 4.0})
 
 
 def test_the_line_shows_what_matters(said):

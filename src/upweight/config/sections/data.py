@@ -3,8 +3,7 @@
 from typing import Any, Literal
 
 from upweight.config.peers import TEMPLATE_ALIASES, TEMPLATE_NAMES
-from upweight.config.sections.model import PositiveInt
-from upweight.settings import Section, Strict, inner, setting
+from upweight.settings import PositiveInt, Section, Strict, inner, setting
 
 # `tokenizer_default` and `jinja` are accepted besides the templates that ship with the package.
 KNOWN_TEMPLATES = (*TEMPLATE_NAMES, *TEMPLATE_ALIASES, "jinja", "tokenizer_default")

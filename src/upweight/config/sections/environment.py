@@ -2,8 +2,7 @@
 
 from typing import Literal
 
-from upweight.config.sections.model import PositiveInt
-from upweight.settings import Section, setting
+from upweight.settings import PositiveInt, Section, setting
 
 # Names of rewards that come from the environment, also by their module path in Axolotl.
 ENVIRONMENT_REWARDS = ("reward_env", "reward_nemo_gym_verify")

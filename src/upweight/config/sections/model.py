@@ -1,12 +1,8 @@
 """Keys about the model, its precision, tokenizer and adapter."""
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import Field
-
-from upweight.settings import Section, Strict, inner, setting
-
-PositiveInt = Annotated[int, Field(gt=0, lt=2**31)]
+from upweight.settings import PositiveInt, Section, Strict, inner, setting
 
 
 class SpecialTokens(Strict):

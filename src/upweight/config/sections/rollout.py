@@ -4,8 +4,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from upweight.config.sections.model import PositiveInt
-from upweight.settings import Section, Strict, inner, setting
+from upweight.settings import PositiveInt, Section, Strict, inner, setting
 
 IN_PROCESS = "in_process"
 

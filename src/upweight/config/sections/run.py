@@ -5,8 +5,7 @@ from typing import Literal
 
 from pydantic import field_validator
 
-from upweight.config.sections.model import PositiveInt
-from upweight.settings import Section, setting
+from upweight.settings import PositiveInt, Section, setting
 
 EvalStrategy = Literal["no", "steps", "epoch"]
 SaveStrategy = Literal["no", "steps", "epoch", "best"]
@@ -25,7 +24,6 @@ class RunSection(Section):
     save_strategy: SaveStrategy | None = setting("save_strategy", None, "When to save; each epoch if no key sets it.")
     save_total_limit: PositiveInt | None = setting("save_total_limit", 4, "Number of checkpoints that are kept.")
     save_only_model: bool = setting("save_only_model", False, "Save no optimizer; checkpoints cannot resume exactly.")
-    save_first_step: bool = setting("save_first_step", False, "Also save after step 1, to test that saving works.")
     eval_steps: float | None = setting("eval_steps", None, "Steps between evaluations; below 1, a share of all.", gt=0)
     evals_per_epoch: PositiveInt | None = setting("evals_per_epoch", None, "Evaluations in each epoch.")
     eval_strategy: EvalStrategy | None = setting("eval_strategy", None, "When to evaluate; else by the other keys.")
@@ -37,12 +35,6 @@ class RunSection(Section):
     resume_from: str | None = setting("resume_from_checkpoint", None, "Checkpoint folder to resume from.")
     auto_resume: bool = setting("auto_resume_from_checkpoints", False, "Resume from the last whole checkpoint, if any.")
     allow_changed_data: bool = setting("allow_changed_data", False, "Resume although the training data has changed.")
-    loss_limit: float | None = setting("loss_watchdog_threshold", None, "Stop if the loss stays above this.", gt=0)
-    loss_limit_patience: PositiveInt = setting(
-        "loss_watchdog_patience", 3, "Consecutive logs above `loss_watchdog_threshold` after which the run stops."
-    )
-    profiler_steps: PositiveInt | None = setting("profiler_steps", None, "Number of steps to profile.")
-    profiler_start: int = setting("profiler_steps_start", 0, "Step at which the profile begins.", ge=0)
     hub_model_id: str | None = setting("hub_model_id", None, "Repository on the hub to push the result to.")
     hub_strategy: HubStrategy | None = setting("hub_strategy", None, "When to push.")
     hub_revision: str | None = setting("hub_revision", None, "Branch on the hub to push to.")

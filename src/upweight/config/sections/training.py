@@ -4,8 +4,7 @@ from typing import Any, Literal, get_args
 
 from pydantic import Field
 
-from upweight.config.sections.model import PositiveInt
-from upweight.settings import Section, Strict, setting
+from upweight.settings import PositiveInt, Section, Strict, setting
 
 OptimizerName = Literal[
     "adamw_torch", "adamw_torch_fused", "adamw_8bit", "adamw_bnb_8bit", "paged_adamw", "paged_adamw_32bit",

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 from pydantic import ValidationError
 from transformers import TrainingArguments
 
+from upweight.callbacks import CallbackSection
 from upweight.config.explain import explain, show
 from upweight.config.modernise import asks_for_something
 from upweight.config.peers import FUSED_HEAD, PACKED
@@ -89,8 +90,8 @@ class MethodArguments(TrainingArguments):
     allow_changed_data: bool = field_for(RunSection, "allow_changed_data")
     chat_template_timeout: float = field_for(DataSection, "template_timeout")
     ddp_wait_timeout: int = field_for(ShardingSection, "wait_timeout")
-    loss_watchdog_threshold: float | None = field_for(RunSection, "loss_limit")
-    loss_watchdog_patience: int = field_for(RunSection, "loss_limit_patience")
+    loss_watchdog_threshold: float | None = field_for(CallbackSection, "loss_limit")
+    loss_watchdog_patience: int = field_for(CallbackSection, "loss_limit_patience")
     truncation_mode: str = with_help("keep_start", "Which end of a long sequence is kept.")
     disable_dropout: bool = field_for(ModelSection, "disable_dropout", default=True)
     eos_token: str | None = with_help(None, "Token that ends a text or turn; unset: the tokenizer's.")

@@ -1,4 +1,4 @@
-"""Callbacks of a run: stops on a signal, NaN or a high loss, health, progress, whole checkpoints, a profile."""
+"""Callbacks of every run: stops on a signal or NaN, health, progress, whole checkpoints, those that keys ask for."""
 
 import json
 import math
@@ -8,17 +8,17 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import torch
 from accelerate import PartialState
-from torch.profiler import ProfilerActivity, profile
 from transformers import EarlyStoppingCallback, TrainerCallback
 
+from upweight.callbacks import callbacks_of
 from upweight.config import Config
 from upweight.config.sections.rollout import RolloutSection
 from upweight.errors import UserError
@@ -162,23 +162,6 @@ class HealthCallback(TrainerCallback):
                 file.write(json.dumps(asdict(verdict)) + "\n")
 
 
-class LossLimit(TrainerCallback):
-    """Stops the run when the logged loss stays above a limit."""
-
-    def __init__(self, limit: float, patience: int) -> None:
-        self.limit, self.patience, self.above = limit, patience, 0
-
-    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        loss: float | None = kwargs["logs"].get("loss")
-        if loss is None:
-            return
-        self.above = self.above + 1 if loss > self.limit else 0
-        if self.above >= self.patience:
-            above = f"above loss_watchdog_threshold ({self.limit:g}) in {self.above} logs in a row, now {loss:.4g}"
-            remedy = "Lower 'learning_rate' or raise the threshold."
-            raise UserError(f"step {state.global_step}: the loss was {above}. {remedy}")
-
-
 class Progress(TrainerCallback):
     """Prints a line per log with key metrics, throughput and remaining time; with `bar`, a progress bar."""
 
@@ -252,36 +235,18 @@ class KeepCheckpoints(TrainerCallback):
         ranks.wait_for_everyone()
 
 
-class SaveFirstStep(TrainerCallback):
-    """Saves a checkpoint after the first step, to test early that saving works."""
+class ConfiguredCallbacks(TrainerCallback):
+    """Calls the callbacks of `callbacks.py`, each at the events that it has a method for."""
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        control.should_save = control.should_save or state.global_step == 1
+    def __init__(self, callbacks: Sequence[Any]) -> None:
+        for event in (name for name in dir(TrainerCallback) if name.startswith("on_")):
+            methods = [getattr(callback, event) for callback in callbacks if hasattr(callback, event)]
+            setattr(self, event, partial(_call_each, methods))
 
 
-class Profiler(TrainerCallback):
-    """Records the steps from `start` on, counted from 0, into `profile.json`, which trace viewers read."""
-
-    def __init__(self, folder: Path, steps: int, start: int) -> None:
-        self.file, self.steps, self.start = folder / "profile.json", steps, start
-        self._recording: profile | None = None
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.is_world_process_zero and self._recording is None and state.global_step == self.start:
-            device = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
-            self._recording = profile(activities=[ProfilerActivity.CPU, *device])
-            self._recording.start()
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step >= self.start + self.steps:
-            self.on_train_end(args, state, control)
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._recording is not None:
-            self._recording.stop()
-            self._recording.export_chrome_trace(str(self.file))
-            self._recording, self.start = None, -1
-            logger.info("profile: %s", self.file)
+def _call_each(methods: Sequence[Callable[..., None]], *arguments: Any, **kwargs: Any) -> None:
+    for method in methods:
+        method(*arguments, **kwargs)
 
 
 class BeforeAndAfter(TrainerCallback):
@@ -324,15 +289,12 @@ def before_and_after(rows: Iterable[Mapping[str, Any]]) -> list[str]:
 def build_callbacks(config: Config, objects: Objects, trainer: Any, stop: StopOnSignal) -> list[TrainerCallback]:
     """Return the callbacks of a run. The order counts: request a save, log, complete the checkpoint, mark it."""
     run, folder = config.run, Path(config.run.output_dir)
-    callbacks: list[TrainerCallback] = [stop, *([SaveFirstStep()] if run.save_first_step else []), MetricsFile(folder)]
+    callbacks: list[TrainerCallback] = [stop, MetricsFile(folder)]
     callbacks += [] if objects.from_script else [Progress(bar=shows_status())]
-    callbacks += [HealthCallback(folder), StopOnNan(trainer.rows_of_step)]
-    if run.loss_limit is not None:
-        callbacks.append(LossLimit(run.loss_limit, run.loss_limit_patience))
+    configured = ConfiguredCallbacks([*callbacks_of(config.callbacks, folder)])
+    callbacks += [HealthCallback(folder), configured, StopOnNan(trainer.rows_of_step)]
     if run.patience is not None:
         callbacks.append(EarlyStoppingCallback(run.patience))
-    if run.profiler_steps is not None:
-        callbacks.append(Profiler(folder, run.profiler_steps, run.profiler_start))
     if trainer.rollouts is not None:
         if trainer.is_world_process_zero():
             writes = config.rollout.log_completions or not objects.from_script

@@ -14,7 +14,7 @@ from upweight.config.config import general_keys
 from upweight.config.redact import redacted
 from upweight.version import __version__
 
-PRIVATE_SECTIONS = ("run", "tracking")  # folders and accounts are not published
+PRIVATE_SECTIONS = ("run", "callbacks", "tracking")  # folders and accounts are not published
 SHOWN_ENDINGS = ("loss", "accuracy", "accuracies", "margins", "margin", "reward", "kl", "entropy")
 
 

@@ -11,6 +11,7 @@ import yaml
 from accelerate import PartialState
 from transformers import TrainerCallback
 
+from upweight.callbacks import CallbackSection
 from upweight.config import Config
 from upweight.config.sections.model import AdapterSection
 from upweight.config.sections.run import RunSection, TrackingSection
@@ -53,7 +54,7 @@ def changed_keys(config: Config, folder: Path) -> list[str]:
     now = yaml.safe_load(yaml.safe_dump(yaml_content(config)))
     added = [key for key in now if key not in before]  # by a later version, with the default unless it is set
     unset = [key for key in added if not any(path.split(".")[0] == key for path in config.set_keys)]
-    paths = [key.path for section in (RunSection, TrackingSection) for key in keys_of(section)]
+    paths = [key.path for section in (RunSection, CallbackSection, TrackingSection) for key in keys_of(section)]
     return [key for key in {**before, **now} if before.get(key) != now.get(key) and key not in (*paths, *unset)]
 
 

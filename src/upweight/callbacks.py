@@ -1,0 +1,86 @@
+"""What a key adds between the steps of a run: its declaration, and a callback that does what it says.
+
+Methods of a callback are named as the events of `transformers.TrainerCallback` and take the same arguments.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from upweight.errors import UserError
+from upweight.log import logger
+from upweight.settings import PositiveInt, Section, setting
+
+
+class CallbackSection(Section):
+    """Limits, profiles and checkpoints between steps."""
+
+    save_first_step: bool = setting("save_first_step", False, "Also save after step 1, to test that saving works.")
+    loss_limit: float | None = setting("loss_watchdog_threshold", None, "Stop if the loss stays above this.", gt=0)
+    loss_limit_patience: PositiveInt = setting(
+        "loss_watchdog_patience", 3, "Consecutive logs above `loss_watchdog_threshold` after which the run stops."
+    )
+    profiler_steps: PositiveInt | None = setting("profiler_steps", None, "Number of steps to profile.")
+    profiler_start: int = setting("profiler_steps_start", 0, "Step at which the profile begins.", ge=0)
+
+
+def callbacks_of(section: CallbackSection, folder: Path) -> Iterator[Any]:
+    """Yield the callbacks of the keys that are set, for a run into `folder`."""
+    if section.save_first_step:
+        yield SaveFirstStep()
+    if section.loss_limit is not None:
+        yield LossLimit(section.loss_limit, section.loss_limit_patience)
+    if section.profiler_steps is not None:
+        yield Profiler(folder, section.profiler_steps, section.profiler_start)
+
+
+class SaveFirstStep:
+    """Saves a checkpoint after the first step, to test early that saving works."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_save = control.should_save or state.global_step == 1
+
+
+class LossLimit:
+    """Stops the run when the logged loss stays above a limit."""
+
+    def __init__(self, limit: float, patience: int) -> None:
+        self.limit, self.patience, self.above = limit, patience, 0
+
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        loss: float | None = kwargs["logs"].get("loss")
+        if loss is None:
+            return
+        self.above = self.above + 1 if loss > self.limit else 0
+        if self.above >= self.patience:
+            above = f"above loss_watchdog_threshold ({self.limit:g}) in {self.above} logs in a row, now {loss:.4g}"
+            remedy = "Lower 'learning_rate' or raise the threshold."
+            raise UserError(f"step {state.global_step}: the loss was {above}. {remedy}")
+
+
+class Profiler:
+    """Records the steps from `start` on, counted from 0, into `profile.json`, which trace viewers read."""
+
+    def __init__(self, folder: Path, steps: int, start: int) -> None:
+        self.file, self.steps, self.start = folder / "profile.json", steps, start
+        self._recording: profile | None = None
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.is_world_process_zero and self._recording is None and state.global_step == self.start:
+            device = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
+            self._recording = profile(activities=[ProfilerActivity.CPU, *device])
+            self._recording.start()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step >= self.start + self.steps:
+            self.on_train_end(args, state, control)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._recording is not None:
+            self._recording.stop()
+            self._recording.export_chrome_trace(str(self.file))
+            self._recording, self.start = None, -1
+            logger.info("profile: %s", self.file)
