@@ -204,7 +204,10 @@ class Sampling:
 
 
 class Generator(Protocol):
-    """The interface of every sampling backend: those here, and a user's that `trl.rollout_backend` names."""
+    """The interface of every sampling backend: those here, and a user's that `trl.rollout_backend` names.
+
+    A user's class with `rank0_only = True` is built on rank 0 alone, which then samples for all ranks.
+    """
 
     def generate(self, prompts: Prompts, count: int, sampling: Sampling, done: Done | None = None) -> Completions:
         """Return `count` completions for each prompt, in order; `done` is called for each finished prompt."""

@@ -1,12 +1,13 @@
 """Rollout backends of users: a class around `model.generate`, trained from YAML and from a script."""
 
+import dataclasses
 import json
 from pathlib import Path
 
 import pytest
 import torch
 
-from made_runs import metrics_of, write_online
+from made_runs import metrics_of, on_ranks, write_online
 from parity_script import TEMPLATE, made_tokenizer, said
 from parity_script import write_model as write_chat_model
 from upweight import GRPOConfig, GRPOTrainer
@@ -16,6 +17,7 @@ from upweight.train.run import train
 from upweight.types import Completion, Sampling
 
 USERS = '''
+import os
 import torch
 from upweight.types import Completion
 
@@ -83,6 +85,13 @@ class WithoutLogps(Plain):
         return [[Completion(one.ids, one.logps[1:], [], True) for one in group]
                 for group in super().generate(prompts, count, sampling)]
 
+class OfRank0(Plain):
+    rank0_only = True
+
+    def __init__(self, model, tokenizer):
+        super().__init__(model, tokenizer)
+        assert int(os.environ.get("RANK", "0")) == 0, "another rank built one"
+
 class Breaks(Plain):
     def generate(self, prompts, count, sampling, done=None):
         raise ValueError("no room left")
@@ -130,6 +139,29 @@ def test_episodes_take_their_turns_from_a_users_backend(model_folder, tmp_path):
     steps = steps_of(tmp_path)
     assert all(row["environment/turns_mean"] >= 1 for row in steps)
     assert all(row["sampling/sampling_logp_difference/max"] < 1e-3 for row in steps)
+
+
+def train_alone_or_on_ranks(folder, model, world):
+    config = config_for(folder, model, "OfRank0", async_prefetch=True)
+    size = config.optim.model_copy(update={"micro_batch_size": 8 // world})
+    train(dataclasses.replace(config, optim=size))
+
+
+@pytest.mark.slow
+def test_rank_0_samples_for_all_where_the_class_says_so(model_folder, tmp_path):
+    """Each rank would otherwise build one and sample its share, with other draws than one rank alone."""
+    runs = []
+    for world in (1, 2):
+        folder = tmp_path / f"ranks_{world}"
+        folder.mkdir()
+        on_ranks(train_alone_or_on_ranks, world, folder, model_folder, world)
+        runs.append(metrics_of(folder / "out"))
+    alone, together = runs
+    assert len(alone) == len(together) == 2
+    for row, other in zip(alone, together, strict=True):
+        for name in ("reward", "completions/mean_length", "rollout/lag"):
+            assert other[name] == row[name]
+        assert other["grad_norm"] == pytest.approx(row["grad_norm"], rel=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ from upweight.train.arguments import step_size
 from upweight.train.distributed.fsdp import whole_weights
 from upweight.train.distributed.ranks import ShardedWork, all_gather_objects
 from upweight.train.objects import YAML_ONLY, Objects
-from upweight.train.online.backends import BACKENDS, USER_BACKEND, BackendInputs
+from upweight.train.online.backends import Backend, BackendInputs, backend_of
 from upweight.train.online.broadcast import broadcast_rollout
 from upweight.train.online.environments import EnvironmentSetup, check_rewards
 from upweight.train.online.feature_matching import FeatureMatching, build_feature_matching
@@ -106,14 +106,14 @@ def build_rollouts(
     sampling = build_sampling(section, policy_settings.max_completion_length)
     if feature_matching is not None and method.strided:
         sampling = feature_matching.block_sampling()
-    backend = BACKENDS.get(section.backend, USER_BACKEND)
+    backend = backend_of(config)
     # All ranks send their shards to a server together.
     sharded_work = ShardedWork(policy.model) if policy.sharded and backend.rank0_only else None
     generator = None
     if function is None or section.backend != IN_PROCESS:
         generator = backend.build(BackendInputs(config, policy, rows, sampling, sharded_work))
     plan = build_plan(config, ranks.num_processes // config.sharding.context_parallel_size)
-    schedule = _schedule(section, plan, policy, sharded_work, rank0_only=backend.rank0_only)
+    schedule = _schedule(section, plan, policy, sharded_work, backend)
     off_policy = schedule.depth or section.replay_size or section.backend != IN_PROCESS
     masks_off_policy = function is not None and policy_settings.off_policy_mask_threshold is not None
     producer = Producer(
@@ -163,19 +163,20 @@ def _completion_source(
 
 
 def _schedule(
-    section: RolloutSection, plan: Plan, policy: Policy, sharded_work: ShardedWork | None, *, rank0_only: bool
+    section: RolloutSection, plan: Plan, policy: Policy, sharded_work: ShardedWork | None, backend: Backend
 ) -> RolloutSchedule:
     """Return how far rollouts run ahead, how often the sampler syncs, and which ranks produce."""
     ranks, interval = PartialState(), section.sync_interval if section.use_vllm else 1
+    alone = backend.rank0_only and ranks.num_processes > 1
     ahead = section.prefetch_depth if section.async_prefetch else 0
     depth = bounded_depth(plan, ahead, interval, section.max_staleness)
-    gathers = policy.sharded and not rank0_only
+    gathers = policy.sharded and not backend.rank0_only
     return RolloutSchedule(
         depth=depth,
-        threaded=rank0_only and depth > 0,
+        threaded=backend.threaded and depth > 0,
         sync_interval=interval,
-        broadcast=broadcast_rollout if rank0_only and ranks.num_processes > 1 else None,
-        produces=not rank0_only or ranks.process_index == 0,
+        broadcast=broadcast_rollout if alone else None,
+        produces=not alone or ranks.process_index == 0,
         sharded_work=sharded_work,
         gathered_weights=partial(whole_weights, policy.model, policy.engine) if gathers else nullcontext,
     )

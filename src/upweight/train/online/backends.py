@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,7 @@ class Backend:
 
     build: Callable[[BackendInputs], Generator | None]
     rank0_only: bool = False  # rank 0 samples for all ranks; else each rank samples its share
+    threaded: bool = False  # rollouts that run ahead are sampled beside training, since it does not use the model
 
 
 def in_process(inputs: BackendInputs) -> InProcess:
@@ -109,21 +111,34 @@ def vllm_colocated(inputs: BackendInputs) -> VllmColocated:
     )
 
 
-def user_backend(inputs: BackendInputs) -> CustomBackend:
-    """Return the backend of the user's class that `trl.rollout_backend` names."""
-    section, policy, path = inputs.config.rollout, inputs.policy, str(inputs.config.rollout.rollout_backend)
-    kind = load_function(path, inputs.config.folder, "trl.rollout_backend")
-    backend = CustomBackend(kind, path, policy.model, policy.tokenizer, section.rollout_backend_args)
+def user_backend(kind: Callable[..., Any], inputs: BackendInputs) -> CustomBackend | None:
+    """Return the backend of the user's class; None where rank 0 samples for this rank."""
+    section, policy = inputs.config.rollout, inputs.policy
+    if _rank0_only(kind) and PartialState().process_index:
+        return None
+    path, options = str(section.rollout_backend), section.rollout_backend_args
+    backend = CustomBackend(kind, path, policy.model, policy.tokenizer, options)
     backend.require_room(_longest_prompt(inputs.rows), inputs.sampling.max_new_tokens)
     return backend
 
 
 BACKENDS = {
     IN_PROCESS: Backend(in_process),
-    "vllm_server": Backend(vllm_server, rank0_only=True),
-    "vllm_colocate": Backend(vllm_colocated, rank0_only=True),
+    "vllm_server": Backend(vllm_server, rank0_only=True, threaded=True),
+    "vllm_colocate": Backend(vllm_colocated, rank0_only=True, threaded=True),
 }
-USER_BACKEND = Backend(user_backend)
+
+
+def backend_of(config: Config) -> Backend:
+    """Return the backend that the config chooses, by its name or as the class that `trl.rollout_backend` names."""
+    if (name := config.rollout.backend) in BACKENDS:
+        return BACKENDS[name]
+    kind = load_function(name, config.folder, "trl.rollout_backend")
+    return Backend(partial(user_backend, kind), rank0_only=_rank0_only(kind))
+
+
+def _rank0_only(kind: Any) -> bool:
+    return bool(getattr(kind, "rank0_only", False))
 
 
 def _vllm_options(inputs: BackendInputs) -> dict[str, Any]:
