@@ -35,14 +35,14 @@ def peer_python() -> Path:
 class Worker:
     """A process that runs one step each time it is asked."""
 
-    def __init__(self, command: list[str | Path], threads: int, log: Path) -> None:
+    def __init__(self, command: list[str | Path], threads: int, log: Path, root: Path = ROOT) -> None:
         settings = {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
-        paths = {"PYTHONPATH": str(ROOT / "src")}
+        paths = {"PYTHONPATH": f"{root / 'src'}{os.pathsep}{root}"}
         self.log = log
         with log.open("w") as errors:
             self.process = subprocess.Popen(
                 command,
-                cwd=ROOT,
+                cwd=root,
                 env=os.environ | settings | paths,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,

@@ -68,10 +68,10 @@ def cascade_step(
     return out
 
 
-def _parts(pairs: int, room: int, columns: int) -> int:
+def _parts(pairs: int, capacity: int, columns: int) -> int:
     """Return how many programs split the keys of each slot and key head: to fill a GPU, with a block each."""
-    wanted = max(_PROGRAMS // (2 * pairs), room // _KEYS)
-    return max(1, min(wanted, triton.cdiv(room, columns), _MOST_PARTS))
+    wanted = max(_PROGRAMS // (2 * pairs), capacity // _KEYS)
+    return max(1, min(wanted, triton.cdiv(capacity, columns), _MOST_PARTS))
 
 
 @cache

@@ -27,9 +27,12 @@ from upweight.train.distributed.ranks import broadcast_from_rank0
 from upweight.train.objects import YAML_ONLY, Objects
 from upweight.train.recording.callbacks import KeepCheckpoints, StopOnSignal, build_callbacks
 
-CHANGEABLE = ("lora_alpha", "lora_dropout", "lora_model_", "loraplus_", "peft_use_rs", "load_in_", "bnb_", "rl_")
+CHANGEABLE = {  # keys of an adapter that a resumed run may change
+    "lora_model_dir", "lora_alpha", "lora_alpha_pattern", "lora_dropout", "peft_use_rslora", "loraplus_lr_ratio",
+    "loraplus_lr_embedding", "load_in_4bit", "load_in_8bit", "bnb_config_kwargs", "rl_adapter_ref_model",
+}  # fmt: skip
 # Keys that decide which weights are trained, and the optimizer states; not base_model, whose folder may have moved.
-RESUME_KEYS = {key.path for key in keys_of(AdapterSection) if not key.path.startswith(CHANGEABLE)}
+RESUME_KEYS = {key.path for key in keys_of(AdapterSection)} - CHANGEABLE
 RESUME_KEYS |= {"unfrozen_parameters", "reward_model", "process_reward_model", "optimizer", "tokens"}
 RESUME_KEYS |= {"resize_token_embeddings_to_32x"}
 
