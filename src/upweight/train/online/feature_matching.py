@@ -59,13 +59,12 @@ class FeatureMatching:
     def score(self, groups: Sequence[Group], size: int, runner: StepRunner, model: nn.Module) -> dict[str, float]:
         """Set the rewards of every group, `size` samples per target, and return metrics. Every rank calls it."""
         shares, ranks = runner.shares, runner.accelerator.num_processes
-        mine = range(runner.accelerator.process_index * shares // ranks, len(groups), shares)
+        numbers = range(runner.accelerator.process_index * shares // ranks, len(groups), shares)
+        mine = {number: groups[number] for number in numbers}
         rewards: dict[int, Tensor] = {}
         logged: dict[str, list[float]] = {}
         with self.initial_policy.use(model) as network:
-            for group_index, feature_SF, target_GF in self._features(
-                {n: groups[n] for n in mine}, size, runner, network
-            ):
+            for group_index, feature_SF, target_GF in self._features(mine, size, runner, network):
                 rewards_SR, metrics = self.method.feature_rewards(feature_SF, target_GF, size)
                 rewards[group_index] = rewards_SR.float().cpu()
                 for name, values in metrics.items():
