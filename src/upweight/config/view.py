@@ -28,10 +28,9 @@ class ConfigView(dict[str, Any]):
 
 def view(config: Config) -> ConfigView:
     """Return the config as nested views by YAML name, with defaults filled in."""
-    flat: dict[str, Any] = {}
-    for name, cls in (*SECTIONS.items(), ("method", type(config.method))):
-        flat |= {key.path: _plain(getattr(getattr(config, name), key.name)) for key in keys_of(cls)}
-    content = nested(flat.items())
+    sections = [getattr(config, name) for name in (*SECTIONS, "method")]
+    keys = [(section, key) for section in sections for key in keys_of(type(section))]
+    content = nested((key.path, _plain(getattr(section, key.name))) for section, key in keys)
     return ConfigView(content | {block: ConfigView(content.get(block, {})) for block in blocks()})
 
 
