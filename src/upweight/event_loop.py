@@ -1,9 +1,9 @@
-"""An event loop in a separate thread, for async work of code that is not async."""
+"""An event loop in a separate thread, for async work of code that is not async, and futures that threads settle."""
 
 import asyncio
 import contextlib
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -31,6 +31,14 @@ class EventLoop:
             loop, self._loop = self._loop, None
             if loop is not None:
                 loop.call_soon_threadsafe(loop.stop)
+
+
+def settle(future: "Future[Any]", work: Callable[..., Any], *arguments: Any) -> None:
+    """Give a future what some work returns or raises."""
+    try:
+        future.set_result(work(*arguments))
+    except BaseException as error:  # raised where the result is read
+        future.set_exception(error)
 
 
 def _run(loop: asyncio.AbstractEventLoop) -> None:

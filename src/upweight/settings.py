@@ -65,7 +65,6 @@ class Key:
     """A YAML path and the field that it sets."""
 
     path: str
-    section: type[Section]
     name: str
     field: FieldInfo
     canonical: str  # the path in the documentation; differs from `path` for aliases
@@ -77,7 +76,7 @@ def keys_of(section: type[Section]) -> Iterator[Key]:
         extra: Any = field.json_schema_extra
         assert isinstance(extra, dict), f"{section.__name__}.{name} is not declared with setting()"
         for path in (extra["path"], *extra["also"]):
-            yield Key(path, section, name, field, canonical=extra["path"])
+            yield Key(path, name, field, canonical=extra["path"])
 
 
 def values_by_path(section: Section) -> dict[str, Any]:

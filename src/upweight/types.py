@@ -163,6 +163,11 @@ class Completion:
         """Return the tokens after the prompt."""
         return self.ids[self.prompt_len :]
 
+    @property
+    def segments(self) -> list["Completion"]:
+        """Return the sequences that are trained on: this one, and those before it."""
+        return [self, *self.earlier]
+
 
 Prompts = Sequence[Sequence[int]]  # token ids of each
 Completions = list[list[Completion]]  # of each prompt, in order

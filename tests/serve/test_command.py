@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from typing import Any
 
 import pytest
 
@@ -79,11 +80,16 @@ def test_a_new_key_of_the_block_needs_its_declaration_only(tmp_path):
     class WithKeys(VllmSection):
         sequences: int = setting("vllm.max_num_seqs", 64, "Named as the flag.")
         chunked: bool = setting("vllm.enable_chunked_prefill", True, "A switch that is on unless turned off.")
+        overrides: dict[str, Any] = setting("vllm.hf_overrides", {}, "A mapping, which vLLM reads as JSON.")
+        sizes: list[int] | None = setting("vllm.cudagraph_capture_sizes", None, "A list.")
 
     config = parse_config(GRPO, folder=tmp_path, fragment=True)
-    config = dataclasses.replace(config, vllm=WithKeys(sequences=7, chunked=False))
-    argv = serve_command(config).argv
+    overrides = {"rope_scaling": None, "tie_word_embeddings": True, "model_type": "it's"}
+    keys = WithKeys(sequences=7, chunked=False, overrides=overrides, sizes=[1, 2])
+    argv = serve_command(dataclasses.replace(config, vllm=keys)).argv
     assert argv[argv.index("--max-num-seqs") + 1] == "7"
+    assert json.loads(argv[argv.index("--hf-overrides") + 1]) == overrides
+    assert argv[argv.index("--cudagraph-capture-sizes") + 1] == "[1, 2]"
     assert "--no-enable-chunked-prefill" in argv
 
 

@@ -1,6 +1,6 @@
 """The frozen Config: one section for each part of the program, and the training method."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
@@ -87,6 +87,15 @@ def method_keys() -> dict[str, dict[str, Key]]:
 def blocks() -> frozenset[str]:
     """Return the top-level keys that contain further keys: `trl`, `vllm`, ..."""
     return frozenset(path.split(".")[0] for path in (*general_keys(), *method_keys()) if "." in path)
+
+
+def nested(values: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Return values by their YAML path as a config has them: that of `trl.beta` in the block `trl`."""
+    content: dict[str, Any] = {}
+    for path, value in values:
+        block, _, name = path.rpartition(".")
+        (content.setdefault(block, {}) if block else content)[name] = value
+    return content
 
 
 def how_to_choose(method: str) -> str:

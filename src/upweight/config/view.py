@@ -5,7 +5,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from upweight.config.config import SECTIONS, Config, blocks
+from upweight.config.config import SECTIONS, Config, blocks, nested
 from upweight.config.redact import redacted
 from upweight.settings import Section, keys_of
 
@@ -28,14 +28,10 @@ class ConfigView(dict[str, Any]):
 
 def view(config: Config) -> ConfigView:
     """Return the config as nested views by YAML name, with defaults filled in."""
-    flat: dict[str, Any] = {}
-    for name, cls in (*SECTIONS.items(), ("method", type(config.method))):
-        flat |= {key.path: _plain(getattr(getattr(config, name), key.name)) for key in keys_of(cls)}
-    content: dict[str, Any] = {block: ConfigView() for block in blocks()}
-    for path, value in flat.items():
-        block, _, name = path.rpartition(".")
-        (content[block] if block else content)[name] = value
-    return ConfigView(content)
+    sections = [getattr(config, name) for name in (*SECTIONS, "method")]
+    keys = [(section, key) for section in sections for key in keys_of(type(section))]
+    content = nested((key.path, _plain(getattr(section, key.name))) for section, key in keys)
+    return ConfigView(content | {block: ConfigView(content.get(block, {})) for block in blocks()})
 
 
 def _plain(value: Any) -> Any:
@@ -50,13 +46,13 @@ def _plain(value: Any) -> Any:
 def yaml_content(config: Config) -> dict[str, Any]:
     """Return every value that the run reads, nested by YAML key, without credentials."""
     off = set() if config.method.online else {"rollout", "vllm", "gym", "environment"}
-    content: dict[str, Any] = {}
-    for name in (name for name in (*SECTIONS, "method") if name not in off):
-        for path, value in _set_values(getattr(config, name)):
-            if name == "environment" and path not in config.set_keys:  # kinds of environments refuse others' keys
-                continue
-            block, _, last = path.rpartition(".")
-            (content.setdefault(block, {}) if block else content)[last] = value
+    content = nested(
+        (path, value)
+        for name in (*SECTIONS, "method")
+        if name not in off
+        for path, value in _set_values(getattr(config, name))
+        if name != "environment" or path in config.set_keys  # kinds of environments refuse others' keys
+    )
     for row in (*content.get("datasets", ()), *content.get("test_datasets", ())):
         if row.get("path") and (config.folder / row["path"]).exists():  # the copy lies in another folder
             row["path"] = str((config.folder / row["path"]).resolve())

@@ -1,7 +1,7 @@
 """Reads a YAML file strictly and applies `key=value` overrides."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -146,13 +146,13 @@ def _size(content: Any, depth: int = 0, known: dict[int, int] | None = None) -> 
     return known[id(content)]
 
 
-def copy_tree(content: Any) -> Any:
-    """Return a copy of nested mappings and lists."""
+def copy_tree(content: Any, change: Callable[[Any], Any] = lambda value: value) -> Any:
+    """Return a copy of nested mappings and lists, with `change` of each value in them."""
     if isinstance(content, dict):
-        return {key: copy_tree(value) for key, value in content.items()}
+        return {key: copy_tree(value, change) for key, value in content.items()}
     if isinstance(content, list):
-        return [copy_tree(value) for value in content]
-    return content
+        return [copy_tree(value, change) for value in content]
+    return change(content)
 
 
 def _kind(content: Any) -> str:

@@ -9,9 +9,8 @@ from upweight.doctor.findings import Finding, Level
 from upweight.errors import UserError
 from upweight.models.memory import LESS_MEMORY
 from upweight.runs.checkpoints import WHOLE, checkpoints_of, damage
-from upweight.runs.files import CONFIG, METRICS, RECORD, metrics_of, this_machine
+from upweight.runs.files import CONFIG, METRICS, RECORD, metrics_of, read_json, this_machine
 from upweight.runs.health import verdicts
-from upweight.runs.json_files import read_json
 from upweight.runs.report.run import folders_of, run_status
 
 MEMORY_ERRORS = ("out of GPU memory", "OutOfMemoryError", "out of memory", "MemoryError")

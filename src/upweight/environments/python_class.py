@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from upweight.environments.episode import Environment, Episode, EpisodeOutcome, Message, Opening, Reply, ToolCall, Turn
-from upweight.environments.tools import as_text, methods_of, opening_messages, schema_of, tool_message, undocumented
+from upweight.environments.tools import as_text, methods_of, opening_messages, public_methods, schema_of, tool_message
 from upweight.errors import UserError, did_you_mean
 from upweight.event_loop import EventLoop
 from upweight.user_modules import describe_error
@@ -140,7 +140,7 @@ class PythonEnvironment(Environment):
         methods = methods_of(cls, self.key)
         if both := set(methods) & set(self.tools):
             raise UserError(f"{TOOLS}: '{both.pop()}' is also a method of {cls.__name__}. Rename one.")
-        if not methods and not hasattr(cls, "step") and (unknown := undocumented(cls)):
+        if not methods and not hasattr(cls, "step") and (unknown := list(public_methods(cls))):
             remedy = f"give '{unknown[0]}' a docstring, which makes it a tool, or the class a method 'step(self, text)'"
             raise UserError(f"{self.key}: {cls.__name__} cannot reply to the policy: {remedy}.")
 

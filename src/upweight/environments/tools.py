@@ -31,18 +31,15 @@ def schema_of(function: Callable[..., Any], key: str) -> Schema:
 @cache
 def methods_of(cls: type, key: str) -> dict[str, Schema]:
     """Return the schemas of the public methods of an environment class that have a docstring."""
-    described = {name: types.MethodType(method, object()) for name, method in _public_methods(cls) if method.__doc__}
-    return {name: schema_of(method, f"{key}: {cls.__name__}") for name, method in described.items()}
+    described = {name: method for name, method in public_methods(cls).items() if method.__doc__}
+    bound = {name: types.MethodType(method, object()) for name, method in described.items()}
+    return {name: schema_of(method, f"{key}: {cls.__name__}") for name, method in bound.items()}
 
 
-def undocumented(cls: type) -> list[str]:
-    """Return the names of the public methods of an environment class that lack a docstring, and so are no tools."""
-    return [name for name, method in _public_methods(cls) if not method.__doc__]
-
-
-def _public_methods(cls: type) -> list[tuple[str, Callable[..., Any]]]:
+def public_methods(cls: type) -> dict[str, Callable[..., Any]]:
+    """Return the methods of an environment class that are tools if they have a docstring."""
     methods = inspect.getmembers(cls, inspect.isfunction)
-    return [(name, method) for name, method in methods if not name.startswith("_") and name not in NOT_TOOLS]
+    return {name: method for name, method in methods if not name.startswith("_") and name not in NOT_TOOLS}
 
 
 def tool_message(call: ToolCall, content: str) -> Message:

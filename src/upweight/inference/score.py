@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
+from upweight.config.rules.model import ENDINGS, Head
 from upweight.config.sections.data import DataSection, DatasetRow
 from upweight.config.sections.model import ModelSection
 from upweight.config.view import ConfigView
@@ -21,11 +22,10 @@ from upweight.engine.packing import build_batch, plan_rows, whole_blocks
 from upweight.errors import UserError
 from upweight.methods import KTO, PRM
 from upweight.models.adapters.merge import AdapterFolder
-from upweight.models.load import Head, compute_dtype, load_config, load_model
+from upweight.models.load import compute_dtype, load_config, load_model
 from upweight.models.tokenizer import load_tokenizer
 from upweight.types import Sample, Unit
 
-HEADS: dict[str, Head] = {"ForSequenceClassification": "sequence_score", "ForTokenClassification": "step_score"}
 LONGEST_ROW = 4096  # tokens of a forward; a longer sequence has a separate one
 
 
@@ -110,8 +110,8 @@ def load_trained(
     dtype, source = compute_dtype(section, device), adapter or section.base_model
     adapted = None if adapter is None else AdapterFolder(section, adapter)
     architecture = (load_config(section).architectures or [""])[0]
-    heads: list[Head] = [head for ending, head in HEADS.items() if architecture.endswith(ending)]
-    head = adapted.head() if adapted is not None else heads[0] if heads else "tokens"
+    of_model: Head = next((head for head, ending in ENDINGS.items() if architecture.endswith(ending)), "tokens")
+    head = of_model if adapted is None else adapted.head()
     if scores and head == "tokens":
         raise UserError(f"{source} is no reward model: it has no score head. Train one with 'reward_model: true'.")
     if not scores and head != "tokens":

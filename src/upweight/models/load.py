@@ -199,17 +199,16 @@ def config_with_head(section: ModelSection, head: Head) -> PreTrainedConfig:
     return config
 
 
-def fit_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, section: ModelSection) -> int:
-    """Grow the embeddings to the tokenizer's size where they are smaller; return how many rows were added."""
+def fit_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, section: ModelSection) -> None:
+    """Grow the embeddings to the tokenizer's size where they are smaller."""
     embedding: Any = model.get_input_embeddings()
     before = embedding.num_embeddings
     if len(tokenizer) <= before:
-        return 0
+        return
     multiple = 32 if section.resize_to_32 else None
     model.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=multiple, mean_resizing=section.mean_resizing)
     embedding = model.get_input_embeddings()
     logger.info("embeddings: %d rows instead of %d, for %d tokens", embedding.num_embeddings, before, len(tokenizer))
-    return embedding.num_embeddings - before
 
 
 def disable_dropout(model: nn.Module) -> None:

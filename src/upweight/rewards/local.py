@@ -10,10 +10,10 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from upweight.event_loop import EventLoop
+from upweight.event_loop import EventLoop, settle
 from upweight.rewards.outcomes import RewardFailure, RewardLogger, RewardOutcome, failed, invoke
 from upweight.rewards.reward import Attempts, Reward, RewardCall, with_retries
-from upweight.rewards.workers import GRACE_SECONDS, settle
+from upweight.rewards.workers import GRACE_SECONDS
 from upweight.user_modules import describe_error
 
 

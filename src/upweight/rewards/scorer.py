@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from upweight.errors import UserError
-from upweight.event_loop import EventLoop
+from upweight.event_loop import EventLoop, settle
 from upweight.log import logger
 from upweight.rewards.local import InProcessRunner, start_async
 from upweight.rewards.outcomes import IN_MESSAGES, RewardFailure, RewardValues
 from upweight.rewards.reward import Attempts, Reward, RewardCall, with_retries
-from upweight.rewards.workers import WorkerPool, settle
+from upweight.rewards.workers import WorkerPool
 
 MAX_REWARD = 1e18  # whose square is a float32
 NOT_FINITE = "it returned NaN, infinity or more than 1e18; return None where a reward does not apply"

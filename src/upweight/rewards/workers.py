@@ -26,6 +26,7 @@ from threading import Thread
 from typing import Any
 
 from upweight.errors import UserError
+from upweight.event_loop import settle
 from upweight.processes import end_this_group, end_with_parent, signal_group
 from upweight.rewards.outcomes import Function, RewardFailure, RewardOutcome, failed, invoke
 from upweight.user_modules import describe_error, load_file, location
@@ -166,14 +167,6 @@ def _frames(trace: str) -> list[tuple[str, int]]:
         if any(name == "serve" for _, _, name in frames):
             return [(file, int(line)) for file, line, _ in reversed(frames)]
     return []
-
-
-def settle(future: "Future[Any]", work: Callable[..., Any], *arguments: Any) -> None:
-    """Give a future what some work returns or raises."""
-    try:
-        future.set_result(work(*arguments))
-    except BaseException as error:  # raised where the result is read
-        future.set_exception(error)
 
 
 Task = Callable[[Worker], Any]

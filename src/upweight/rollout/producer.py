@@ -23,7 +23,7 @@ from upweight.rollout.replay import ReplayBuffer, Reroll
 from upweight.rollout.rollout import PromptRows, Rollout
 from upweight.rollout.scoring import assign_rewards, reward_call
 from upweight.rollout.summary import has_signal, join_metrics, summary
-from upweight.types import Completion, Group, Prompts, Sampling
+from upweight.types import Group, Prompts, Sampling
 
 
 @dataclass(frozen=True)
@@ -82,8 +82,8 @@ class Producer:
         if self.extra_rounds:
             metrics["rollout/sampled_again"] = float(self._resample(groups, number, trainer_state))
         for group in groups:
-            versions = [version for segment in _segments([group]) for version in segment.versions]
-            group.version = min(versions, default=version)
+            segments = [segment for one in group.completions for segment in one.segments]
+            group.version = min((version for segment in segments for version in segment.versions), default=version)
         self.tokens += sum(len(group.prompt_ids) + len(one.ids) for group in groups for one in group.completions)
         if self.reroll is not None:
             metrics["reroll/tried_again"] = float(len(rerolled))
@@ -205,7 +205,8 @@ class Producer:
             metrics = assign_rewards([*((part, future.result()) for part, future in streamed), *scored])
         for group in groups:
             group.environments = []  # other ranks and checkpoints cannot hold them
-        tokens = sum(len(one.ids) if one.sampled is None else sum(one.sampled) for one in _segments(groups))
+        segments = [segment for group in groups for one in group.completions for segment in one.segments]
+        tokens = sum(len(one.ids) if one.sampled is None else sum(one.sampled) for one in segments)
         speed = tokens / max(seconds, 1e-9)
         return metrics | {"rollout/generation_seconds": seconds, "rollout/tokens_per_second": speed}
 
@@ -231,7 +232,3 @@ def _failed_throughout(groups: Sequence[Group]) -> str | None:
         return None
     reason = Counter(failures).most_common(1)[0][0]
     return f"the environment failed in all {len(failures)} episodes of a rollout: {reason}"
-
-
-def _segments(groups: Sequence[Group]) -> list[Completion]:
-    return [segment for group in groups for one in group.completions for segment in (one, *one.earlier)]

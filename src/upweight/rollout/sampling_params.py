@@ -11,18 +11,11 @@ from upweight.types import Sampling
 
 def build_sampling(section: RolloutSection, max_new_tokens: int) -> Sampling:
     """Return the sampling parameters; `generation_kwargs` override the other keys."""
-    plain = Sampling(
-        max_new_tokens,
-        temperature=section.temperature,
-        top_p=section.top_p,
-        top_k=section.top_k,
-        min_p=section.min_p or 0.0,
-        repetition_penalty=section.repetition_penalty,
-    )
     options, errors = read_options(section.generation_args, others=section.use_vllm)
     if errors:
         raise UserError("\n".join(errors))
-    return Sampling(**{**vars(plain), **options})
+    keys = {name: value for name in FIELDS if (value := getattr(section, name, None)) is not None}
+    return Sampling(**{"max_new_tokens": max_new_tokens, **keys, **options})
 
 
 def request_options(section: RolloutSection) -> dict[str, Any]:

@@ -81,7 +81,7 @@ def _completion_metrics(groups: Sequence[Group]) -> dict[str, float]:
         if len(values):
             ways = {"mean": values.mean(), "min": values.min(), "max": values.max()}
             metrics |= {f"completions/{way}_{kind}length": float(value) for way, value in ways.items()}
-    segments = [segment for completion in completions for segment in (completion, *completion.earlier)]
+    segments = [segment for completion in completions for segment in completion.segments]
     sampled = [one.logps if one.sampled is None else compress(one.logps, one.sampled) for one in segments]
     logps = torch.tensor([*chain.from_iterable(sampled)], dtype=torch.float64)
     if len(logps):

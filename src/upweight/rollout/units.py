@@ -29,7 +29,7 @@ def units_of_groups(
             hidden = mask_truncated and not completion.finished
             segments = [
                 _sample(group.prompt_ids, segment, advantage, hidden=hidden, with_logps=sampler_logps)
-                for segment in (completion, *completion.earlier)
+                for segment in completion.segments
             ]
             tokens = [int(segment.scored.sum()) for segment in segments]
             shares = [scored / sum(tokens) if sum(tokens) else 1 / len(segments) for scored in tokens]

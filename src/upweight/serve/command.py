@@ -74,7 +74,7 @@ def _arguments(config: Config) -> Iterator[str]:
         if isinstance(value, bool):
             yield flag if value else flag.replace("--", "--no-", 1)
         elif value is not None:
-            yield from (flag, str(value))
+            yield from (flag, value if isinstance(value, str) else json.dumps(value))
     by_agents = config.gym.enabled and config.gym.multi_turn
     if vllm.tool_call_parser is not None or by_agents:
         yield from ("--enable-auto-tool-choice", "--tool-call-parser", vllm.tool_call_parser or AGENTS_PARSER)

@@ -20,10 +20,6 @@ class PackedRow:
     units: tuple[int, ...]
     temperature: float = 1.0
 
-    @property
-    def has_units(self) -> bool:
-        return bool(self.units)
-
 
 @dataclass
 class RowPacker:

@@ -104,12 +104,11 @@ class SyncReference(TrainerCallback):
     """Moves the reference towards the policy every `steps` steps; must run before `KeepCheckpoints`."""
 
     def __init__(self, reference: SyncedReference, sync: ReferenceSync) -> None:
-        self.reference = reference
-        self.alpha, self.steps = sync.alpha, sync.steps
+        self.reference, self.sync = reference, sync
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step % self.steps == 0:
-            self.reference.sync(self.alpha)
+        if state.global_step % self.sync.steps == 0:
+            self.reference.sync(self.sync.alpha)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         tensors = self.reference.state_dict()

@@ -44,7 +44,7 @@ class RowCheck:
     def compare(self, model: nn.Module, rows: Sequence[PackedRow], units: Sequence[Unit]) -> None:
         """Compare the row with the longest sequence, on all ranks together, and the gradients of a short unit of it."""
         packer, engine = self.packer, self.packer.engine
-        row = max(rows, key=lambda row: int(row.batch.position_BN.max()) if row.has_units else -1)
+        row = max(rows, key=lambda row: int(row.batch.position_BN.max()) if row.units else -1)
         scored = [unit for unit in (units[number] for number in row.units) if any(map(_is_scored, unit.samples))]
         batch = row.batch if scored else packer.batch([])
         if engine.context is not None:

@@ -84,7 +84,7 @@ class StepRunner:
             parts = {"forwarded_share": (len(forwarded), len(units)), "skipped_zero_adv_batches": (not forwarded, 1)}
             for name, part in parts.items():
                 self.meters.add({name: Mean(*torch.tensor(part, dtype=torch.float64).to(self.accelerator.device))})
-        self.tokens += sum(row.batch.ids_BN.numel() for row in rows if row.has_units and self._reports)
+        self.tokens += sum(row.batch.ids_BN.numel() for row in rows if row.units and self._reports)
         return total
 
     def _counts(self, units: Sequence[Unit], known: Mapping[str, float]) -> dict[str, Tensor]:
@@ -103,7 +103,7 @@ class StepRunner:
             for row in rows:
                 out = self._outputs(model, row, None)
                 ref_logps.append(out.ref_logps_T)
-                if row.has_units:
+                if row.units:
                     for name, values in self.method.collect(out, row.batch).items():
                         collected.setdefault(name, []).append(values.float())
         return ref_logps, self.method.prepare(self._join(collected))
@@ -122,7 +122,7 @@ class StepRunner:
         self, out: Outputs, row: PackedRow, counts: dict[str, Tensor], prepared: dict[str, Tensor]
     ) -> tuple[Tensor, Metrics]:
         """Return this row's part of the loss, times the number of ranks, which average gradients; and its metrics."""
-        if not row.has_units:
+        if not row.units:
             scored = out.logps_T if out.logps_T is not None else out.scores_TC
             assert scored is not None
             return scored.sum() * 0.0, {}
@@ -139,7 +139,7 @@ class StepRunner:
         sums = {unit: torch.zeros_like(count) for unit, count in counts.items()}
         for number, row in enumerate(rows):
             out = self._outputs(model, row, ref_logps[number])
-            if row.has_units:
+            if row.units:
                 loss = self.method.loss(out, row.batch, prepared)
                 self.meters.add(loss.metrics)
                 sums = {unit: total + loss.sums[unit].float() for unit, total in sums.items()}

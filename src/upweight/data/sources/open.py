@@ -216,7 +216,7 @@ def _open(entry: DatasetRow, name: str | None, where: str, folder: Path) -> dict
     """Return the sources of one entry (and one of its names), by split."""
     path, kind = entry.path, ALIASES.get(entry.ds_type or "", entry.ds_type)
     if path and "://" in path:
-        return _tables(kind or _kind(Path(path)), data_files=path)
+        return _tables(kind or FILE_KINDS.get(_ending(Path(path)), "json"), data_files=path)
     local = next((candidate for candidate in _lookup_paths(path, folder) if candidate.exists()), None) if path else None
     if path and local is None and entry.data_files and path in (*FILE_KINDS.values(), *ALIASES):
         path, kind = None, ALIASES.get(path, path)
@@ -243,7 +243,7 @@ def _files(files: list[Path], kind: str | None) -> dict[str, list[Source]]:
     """Open files that together make the split `train`."""
     sources: list[Source] = []
     for file in files:
-        file_kind = kind or _kind(file)
+        file_kind = kind or FILE_KINDS.get(_ending(file), "json")
         if file_kind in ("json", "text"):
             sources.append(LineFile(file, "json" if file_kind == "json" else "text"))
         else:
@@ -328,10 +328,6 @@ def _similar(path: str, folder: Path) -> str:
 
 def _ending(file: Path) -> str:
     return (Path(file.stem) if file.suffix.lower() in COMPRESSED else file).suffix.lower()
-
-
-def _kind(file: Path) -> str:
-    return FILE_KINDS.get(_ending(file), "json")
 
 
 def _reason(error: BaseException) -> str:

@@ -3,8 +3,7 @@
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 
@@ -57,8 +56,7 @@ def verification_of(answer: httpx.Response) -> Mapping[str, Any]:
     return verification
 
 
-@dataclass(frozen=True)
-class AgentTurn:
+class AgentTurn(NamedTuple):
     """The tokens of an agent's request to the policy and of its answer."""
 
     prompt: list[int]

@@ -16,19 +16,12 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from upweight.config.rules.model import Head
 from upweight.config.sections.model import ModelSection
 from upweight.errors import UserError
 from upweight.files import atomic_path
 from upweight.log import logger
-from upweight.models.load import (
-    Head,
-    config_with_head,
-    load_config,
-    load_failures,
-    load_model,
-    model_class,
-    resolve_source,
-)
+from upweight.models.load import config_with_head, load_config, load_failures, load_model, model_class, resolve_source
 from upweight.models.tokenizer import load_tokenizer
 from upweight.runs.checkpoints import refuse_damaged
 

@@ -24,13 +24,10 @@ class DebugReward:
     def __call__(self, completions: list[Any], **_: Any) -> ScoreList:
         for row, text in enumerate(texts_of(completions)[: self.show]):
             more = "..." if len(text) > self.width else ""
-            print(f"completion {row}: {_escaped(text[: self.width])}{more}", file=sys.stderr, flush=True)
+            # Control characters are escaped, so that a completion cannot control the terminal.
+            shown = "".join(one if one.isprintable() or one == "\n" else repr(one)[1:-1] for one in text[: self.width])
+            print(f"completion {row}: {shown}{more}", file=sys.stderr, flush=True)
         return [1.0] * len(completions)
-
-
-def _escaped(text: str) -> str:
-    """Text -> the same with control characters escaped, so that a completion cannot control the terminal."""
-    return "".join(one if one.isprintable() or one == "\n" else repr(one)[1:-1] for one in text)
 
 
 class AdaptiveReward:

@@ -5,8 +5,7 @@ placeholder follows the sampled tokens.
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from upweight.data.raw_row import RowError
 from upweight.data.tokenize.messages import Conversation
@@ -23,8 +22,7 @@ HISTORY_CHANGED = (
 )
 
 
-@dataclass(frozen=True)
-class FollowUp:
+class FollowUp(NamedTuple):
     """The tokens before the policy's next turn: they follow its last turn, or restart with a whole new prompt."""
 
     ids: list[int]

@@ -4,8 +4,7 @@ import asyncio
 import re
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import httpx
 
@@ -36,8 +35,7 @@ class RequestFailed(Exception):
         self.status = status
 
 
-@dataclass(frozen=True)
-class ServerIdentity:
+class ServerIdentity(NamedTuple):
     """The start time of the server process and its count of generated tokens; None where not reported."""
 
     began: float | None

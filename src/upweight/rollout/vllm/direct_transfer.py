@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
 from upweight.errors import UserError
+from upweight.event_loop import settle
 from upweight.log import warn_once
 from upweight.models.export import exported_weights
 from upweight.processes import free_port
@@ -197,14 +198,7 @@ async def _run_beside(request: Any, work: Callable[[], T]) -> T:
     # The work runs in a daemon thread, since it may never end where the server fails.
     result: Future[T] = Future()
     result.set_running_or_notify_cancel()
-
-    def run() -> None:
-        try:
-            result.set_result(work())
-        except Exception as error:  # else it would be lost with the thread, and the caller would wait forever
-            result.set_exception(error)
-
-    threading.Thread(target=run, name="vllm-nccl", daemon=True).start()
+    threading.Thread(target=settle, args=(result, work), name="vllm-nccl", daemon=True).start()
     answer, done = asyncio.ensure_future(request), asyncio.wrap_future(result)
     try:
         ended, _ = await asyncio.wait({answer, done}, return_when=asyncio.FIRST_EXCEPTION)

@@ -164,9 +164,8 @@ class ServedVersions:
         """Wait until the server is healthy and has the current version, which a restarted server does not."""
         clock = asyncio.get_running_loop().time
         async with self._restoring:
-            if (
-                since is None and clock() - self._healthy_at < CHECK_VALID_SECONDS
-            ):  # hundreds of turns start at the same time
+            # Hundreds of turns start at the same time.
+            if since is None and clock() - self._healthy_at < CHECK_VALID_SECONDS:
                 return
             # A refusal means another restart since the version was loaded.
             await self.client.retry_until_answered(self._restore, since, again=(RequestFailed, RequestRefused))

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from upweight.runs.files import COMPLETIONS
-from upweight.runs.json_files import JsonLines
+from upweight.runs.files import COMPLETIONS, JsonLines
 from upweight.runs.report.reading import evenly, number, plain
 
 ROLLOUTS, NEWEST, EVALUATIONS = 40, 10, 10  # files shown, of which the newest in a row; of each evaluation's set

@@ -12,8 +12,7 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from upweight.errors import UserError
-from upweight.runs.files import COMPLETIONS, CONFIG, HEALTH, METRICS, RECORD
-from upweight.runs.json_files import read_json
+from upweight.runs.files import COMPLETIONS, CONFIG, HEALTH, METRICS, RECORD, read_json
 from upweight.runs.report.page import PageReader, page
 from upweight.runs.report.run import folders_of, run_status
 

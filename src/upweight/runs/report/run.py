@@ -8,8 +8,7 @@ from typing import Any
 import yaml
 
 from upweight.processes import is_alive
-from upweight.runs.files import CONFIG, HEALTH, METRICS, RECORD, this_machine
-from upweight.runs.json_files import JsonLines, read_json
+from upweight.runs.files import CONFIG, HEALTH, METRICS, RECORD, JsonLines, read_json, this_machine
 from upweight.runs.report.charts import COMPARED, split_set
 from upweight.runs.report.completions import CompletionsReader
 from upweight.runs.report.reading import POINTS, columns, number, plain

@@ -1,6 +1,6 @@
 """Broadcast rank 0's rollout: per-token values as flat arrays, everything else in a small header."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate, chain
 from typing import Any
@@ -61,16 +61,10 @@ def from_flat(header: Any, numbers: Sequence[NDArray[Any]]) -> Rollout:
 
 def _lists(rollout: Rollout) -> tuple[list[list[Any]], ...]:
     """Return the per-token lists of integers, floats and booleans, in a fixed order."""
-    written = [one for group in rollout.groups for completion in group.completions for one in _segments(completion)]
+    written = [one for group in rollout.groups for completion in group.completions for one in completion.segments]
     integers = [group.prompt_ids for group in rollout.groups]
     integers += [values for one in written for values in (one.ids, one.versions)]
     return integers, [one.logps for one in written], [one.sampled for one in written if one.sampled is not None]
-
-
-def _segments(completion: Completion) -> Iterator[Completion]:
-    yield completion
-    for earlier in completion.earlier:
-        yield from _segments(earlier)
 
 
 def _without_tokens(one: Completion) -> Completion:

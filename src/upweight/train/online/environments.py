@@ -1,6 +1,6 @@
 """The environment of a config or a script, and the completion source that runs its episodes."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,9 +39,7 @@ class EnvironmentSetup:
     environment: Environment
     bounds: EpisodeLimits
     tool_format: str = "auto"
-    template_args: Mapping[str, Any] = field(default_factory=dict)
-    default_system: str | None = None
-    template_timeout: float = DataSection().template_timeout
+    data: DataSection = field(default_factory=DataSection)  # with the chat template's variables, and the system text
     agents_port: int | None = None  # at which agents of NeMo Gym, which run the turns, reach the policy
 
     def completion_source(self, model: Any, tokenizer: Tokenizer, generator: Generator | None) -> CompletionSource:
@@ -49,24 +47,24 @@ class EnvironmentSetup:
         if self.agents_port is not None:
             assert isinstance(self.environment, NemoGym)
             assert generator is None or isinstance(generator, VllmServer), "a rule refuses agents without a server"
-            gateway = None if generator is None else PolicyGateway(generator, self.agents_port, self.template_args)
+            gateway = None if generator is None else PolicyGateway(generator, self.agents_port, self.data.template_args)
             return GymAgents(self.environment, gateway)
         template = tokenizer.chat_template
         source = "\n".join(template.values()) if isinstance(template, dict) else str(template or "")
         setup = EpisodeSetup(
             self.environment,
-            ChatTemplate(tokenizer, None, self.template_args, self.template_timeout),
+            ChatTemplate(tokenizer, None, self.data.template_args, self.data.template_timeout),
             ends=end_tokens(base_of(model), tokenizer),
             bounds=self.bounds,
             tool_format=format_of(source) if self.tool_format == "auto" else self.tool_format,
-            default_system=self.default_system,
+            default_system=self.data.default_system_message,
         )
         return EpisodeRunner(setup, generator)
 
 
 def environment_setup(config: Config, objects: Objects = YAML_ONLY) -> EnvironmentSetup | None:
     """Return the environment of the config or the script; None for single-turn completions."""
-    section, data = config.environment, config.data
+    section = config.environment
     if not objects.tools and objects.environment_factory is None:
         if config.method.online and config.gym.enabled:
             return _gym(config)
@@ -76,8 +74,7 @@ def environment_setup(config: Config, objects: Objects = YAML_ONLY) -> Environme
     limit, waits = section.timeout + section.tool_timeout, section.wait if section.kind == "openenv" else 0.0
     bounds = EpisodeLimits(section.max_turns, limit, section.episode_timeout, waits)
     environment = _build_environment(section, config.folder, objects)
-    rendering = data.template_args, data.default_system_message, data.template_timeout
-    return EnvironmentSetup(environment, bounds, section.tool_format, *rendering)
+    return EnvironmentSetup(environment, bounds, section.tool_format, config.data)
 
 
 def _gym(config: Config) -> EnvironmentSetup:
@@ -90,10 +87,9 @@ def _gym(config: Config) -> EnvironmentSetup:
         process = GymProcess(section, config.folder, Path(config.run.output_dir), policy=policy)
     socket = broadcast_from_rank0(None if process is None else process.socket)
     gym, turns = NemoGym(section, name, process, socket), section.max_turns or config.environment.max_turns
-    bounds, port = EpisodeLimits(turns, section.run_timeout, section.run_timeout), section.policy_port
-    rendering = (config.environment.tool_format, config.data.template_args, config.data.default_system_message)
-    seconds = config.data.template_timeout
-    return EnvironmentSetup(gym, bounds, *rendering, seconds, port if section.multi_turn else None)
+    bounds = EpisodeLimits(turns, section.run_timeout, section.run_timeout)
+    port = section.policy_port if section.multi_turn else None
+    return EnvironmentSetup(gym, bounds, config.environment.tool_format, config.data, port)
 
 
 def check_rewards(rewards: Sequence[Reward], columns: Sequence[str], env_setup: EnvironmentSetup | None) -> None:

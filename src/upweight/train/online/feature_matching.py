@@ -59,13 +59,12 @@ class FeatureMatching:
     def score(self, groups: Sequence[Group], size: int, runner: StepRunner, model: nn.Module) -> dict[str, float]:
         """Set the rewards of every group, `size` samples per target, and return metrics. Every rank calls it."""
         shares, ranks = runner.shares, runner.accelerator.num_processes
-        mine = range(runner.accelerator.process_index * shares // ranks, len(groups), shares)
+        numbers = range(runner.accelerator.process_index * shares // ranks, len(groups), shares)
+        mine = {number: groups[number] for number in numbers}
         rewards: dict[int, Tensor] = {}
         logged: dict[str, list[float]] = {}
         with self.initial_policy.use(model) as network:
-            for group_index, feature_SF, target_GF in self._features(
-                {n: groups[n] for n in mine}, size, runner, network
-            ):
+            for group_index, feature_SF, target_GF in self._features(mine, size, runner, network):
                 rewards_SR, metrics = self.method.feature_rewards(feature_SF, target_GF, size)
                 rewards[group_index] = rewards_SR.float().cpu()
                 for name, values in metrics.items():
@@ -133,15 +132,15 @@ class FeatureMatching:
             unit for group_index, group in groups.items() for unit in self._texts_to_embed(group_index, group, size)
         ]
         plan = plan_rows([one.unit for one in units], runner.token_budget, 1, runner.engine.layout)[0]
-        waiting = {group_index: sum(one.group_index == group_index for one in units) for group_index in groups}
+        waiting = {group_index: sum(one.unit.group == group_index for one in units) for group_index in groups}
         kept: dict[int, Tensor] = {}
         for number in range(max(all_gather_objects(len(plan)))):
             row = plan[number] if number < len(plan) else []
             kept |= dict(zip(row, self._forward([units[n] for n in row], runner, network), strict=True))
             for n in row:
-                waiting[units[n].group_index] -= 1
-            for group_index in sorted({units[n].group_index for n in row if waiting[units[n].group_index] == 0}):
-                mine = [n for n, one in enumerate(units) if one.group_index == group_index]
+                waiting[units[n].unit.group] -= 1
+            for group_index in sorted({units[n].unit.group for n in row if waiting[units[n].unit.group] == 0}):
+                mine = [n for n, one in enumerate(units) if one.unit.group == group_index]
                 sides = [torch.stack([kept.pop(n) for n in mine if units[n].side == side]) for side in (0, 1)]
                 yield group_index, sides[0], sides[1]
 
@@ -151,7 +150,7 @@ class FeatureMatching:
         distinct, index = np.unique(positions, return_inverse=True)
         scored = np.zeros(len(ids), np.bool_)
         scored[distinct] = True
-        return _TextToEmbed(Unit((Sample(np.array(ids, np.int64), scored),), group_index), index, group_index, side)
+        return _TextToEmbed(Unit((Sample(np.array(ids, np.int64), scored),), group_index), index, side)
 
     def _forward(self, units: Sequence["_TextToEmbed"], runner: StepRunner, network: nn.Module) -> Tensor:
         """Return the features of the texts of one row; an empty row only keeps collectives aligned."""
@@ -187,5 +186,4 @@ class _TextToEmbed:
 
     unit: Unit
     index: NDArray[np.int64]
-    group_index: int
     side: int  # 0 completion, 1 ground truth

@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -68,14 +69,10 @@ def token_texts(ids: Sequence[int], decode: Callable[[list[int]], str], known: d
     for token in set(ids) - known.keys():  # behind another token, since some tokenizers drop a leading space
         known[token] = decode([token, token])[len(decode([token])) :]
     texts = [known[token] for token in ids]
-    start = 0
-    while start < len(ids):
-        end = start
-        while end < len(ids) and BROKEN in texts[end]:
-            end += 1
-        if end > start + 1:
-            texts[start:end] = [decode(list(ids[start:end])), *[""] * (end - start - 1)]
-        start = end + 1
+    for is_broken, numbers in groupby(range(len(ids)), lambda number: BROKEN in texts[number]):
+        first, *others = numbers
+        if is_broken and others:
+            texts[first : others[-1] + 1] = [decode(list(ids[first : others[-1] + 1])), *[""] * len(others)]
     return texts
 
 

@@ -10,8 +10,9 @@ import transformers
 import yaml
 
 from upweight.config import Config
-from upweight.config.config import general_keys
+from upweight.config.config import general_keys, nested
 from upweight.config.redact import redacted
+from upweight.config.yaml_file import copy_tree
 from upweight.version import __version__
 
 PRIVATE_SECTIONS = ("run", "callbacks", "tracking")  # folders and accounts are not published
@@ -61,24 +62,10 @@ def _metrics(history: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _set_keys(config: Config) -> dict[str, Any]:
-    """Return the config keys that the user set, without private sections."""
-    content: dict[str, Any] = {}
-    for path, value in config.set_keys.items():
-        if general_keys().get(path, ("", None))[0] in PRIVATE_SECTIONS:
-            continue
-        block, _, name = path.rpartition(".")
-        target = content.setdefault(block, {}) if block else content
-        target[name] = _without_folders(value)
-    return redacted(content)
-
-
-def _without_folders(value: Any) -> Any:
-    """Return a value with absolute paths cut to their last component."""
-    if isinstance(value, Mapping):
-        return {key: _without_folders(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_without_folders(inner) for inner in value]
-    return _public_name(value) if isinstance(value, str) else value
+    """Return the config keys that the user set, without private sections; absolute paths are cut to their last part."""
+    private = {path for path, (section, _) in general_keys().items() if section in PRIVATE_SECTIONS}
+    content = nested((path, value) for path, value in config.set_keys.items() if path not in private)
+    return redacted(copy_tree(content, lambda value: _public_name(value) if isinstance(value, str) else value))
 
 
 def _public_name(source: str | None) -> str:

@@ -1,6 +1,6 @@
 """Files that grow, are cut off or are written anew."""
 
-from upweight.runs.json_files import JsonLines, read_json
+from upweight.runs.files import JsonLines, read_json
 
 
 def test_lines_are_read_as_they_come_and_half_a_line_waits(tmp_path):
