@@ -147,6 +147,8 @@ def _data(config: Config, objects: Objects, tokenizer: Tokenizer) -> Data:
     if objects.read_rows is not None:
         return _script_data(config, objects, tokenizer)
     data = local_rank0_first(partial(prepare, config, tokenizer))
+    if not len(data.train):
+        raise UserError("\n".join(["datasets: no row is left to train on.", *data.report.lines()]))
     _log_dropped_rows(data)
     if data.template is not None:
         tokenizer.chat_template = data.template  # which is saved with the model

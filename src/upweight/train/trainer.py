@@ -160,7 +160,8 @@ class MethodTrainer(Trainer):
         return self._loader(rows, StepBatchSampler(len(rows), batch, 0, shuffle=False))
 
     def _loader(self, rows: Any, sampler: StepBatchSampler) -> DataLoader[Any]:
-        workers, ahead = self.args.dataloader_num_workers, self.args.dataloader_prefetch_factor
+        workers = self.args.dataloader_num_workers
+        ahead = self.args.dataloader_prefetch_factor if workers else None
         return step_loader(rows, self.method, sampler, num_workers=workers, prefetch_factor=ahead)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:

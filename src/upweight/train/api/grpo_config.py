@@ -8,6 +8,7 @@ from upweight.config.sections.data import DataSection
 from upweight.config.sections.rollout import RolloutSection
 from upweight.errors import UserError
 from upweight.methods import GRPO, RLOO
+from upweight.rollout.sampling_params import build_sampling
 from upweight.train.api.configs import MethodArguments
 from upweight.train.api.fields import field_for, no_effect, refused, with_help
 
@@ -89,6 +90,7 @@ class RolloutArguments(MethodArguments):
         for name in ("vllm_server_base_url", "vllm_server_host", "vllm_server_port"):
             if self.use_vllm and self.vllm_mode == "colocate" and getattr(self, name):
                 raise UserError(f"{name}: is for vllm_mode='server'; with 'colocate' the trainer starts vLLM itself.")
+        build_sampling(self.section(RolloutSection), self.max_completion_length)
 
     def data_settings(self) -> dict[str, Any]:
         """Return the data settings; without `shuffle_dataset`, prompts are taken in order."""
