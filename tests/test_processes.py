@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from upweight.processes import forwarded_signals, is_alive, process_ids, signal_group, stat_of
+from upweight.processes import forwarded_signals, is_alive, process_ids, signal_group, start_ticks
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere such a process cannot be told from a running one")
@@ -22,7 +22,7 @@ def test_a_process_that_has_ended_is_not_alive_though_its_parent_has_not_asked()
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a number is all there is")
 def test_another_process_with_the_number_of_one_that_is_gone_is_told_from_it():
-    begun = stat_of(os.getpid())[2]
+    begun = start_ticks(os.getpid())
     assert begun is not None
     assert is_alive(os.getpid(), begun)
     assert not is_alive(os.getpid(), str(int(begun) - 1))
@@ -33,7 +33,7 @@ def test_a_process_whose_name_is_cut_inside_a_character_has_begun(tmp_path):
     sleeper = tmp_path / ("\u00e9" * 8)  # of its 16 bytes the system keeps 15
     shutil.copy(shutil.which("sleep") or "", sleeper)
     with subprocess.Popen([sleeper, "5"]) as child:
-        begun = stat_of(child.pid)[2]
+        begun = start_ticks(child.pid)
         assert begun is not None
         assert is_alive(child.pid, begun)
         child.kill()

@@ -101,8 +101,13 @@ def is_alive(pid: object, begun: str | None = None) -> bool:
     return state != "Z" and same  # an ended process stays until its parent waits for it
 
 
+def start_ticks(pid: int) -> str | None:
+    """Return the start time of a process in the system's clock ticks, since its id alone may be reused."""
+    return stat_of(pid)[2]
+
+
 def stat_of(pid: int) -> tuple[str | None, int | None, str | None]:
-    """Return a process's state, parent id and start in clock ticks, or None for each where the system has no /proc."""
+    """Return a process's state, parent id and start time, or None for each where the system has no such file."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
     except OSError:

@@ -13,7 +13,7 @@ from typing import Any
 from upweight.errors import UserError
 from upweight.files import storage_error, write_text
 from upweight.log import logger
-from upweight.processes import stat_of
+from upweight.processes import start_ticks
 from upweight.runs.checkpoints import checkpoints_of, is_whole
 from upweight.runs.files import RECORD, this_machine
 from upweight.runs.report.page import write_report
@@ -41,7 +41,7 @@ def recorded(folder: Path, about: Mapping[str, Any], *, writes: bool) -> Iterato
         yield
         return
     folder.mkdir(parents=True, exist_ok=True)
-    process = {"pid": os.getpid(), "begun": stat_of(os.getpid())[2], "machine": this_machine()}
+    process = {"pid": os.getpid(), "begun": start_ticks(os.getpid()), "machine": this_machine()}
     record = {"state": "running", "started": time.time(), **process, **about}
     write_text(folder / RECORD, json.dumps(record))
     end: dict[str, Any] = {"state": "done"}

@@ -124,8 +124,12 @@ class DiversityReward(NgramOptions):
         for _, rows in groupby(range(len(runs)), key=lambda row: prompts[row]):
             group = [runs[row] for row in rows]
             for row, first in enumerate(group):
-                others = [second for at, second in enumerate(group) if at != row]
-                # Two completions without any n-gram are the same.
-                alike = [len(first & other) / len(first | other) if first | other else 1.0 for other in others]
+                alike = [_similarity(first, second) for at, second in enumerate(group) if at != row]
                 scores.append(self.penalty * sum(alike) / len(alike) if alike else 0.0)
         return scores
+
+
+def _similarity(first: frozenset[Any], second: frozenset[Any]) -> float:
+    """Shared over all n-grams; two empty completions are the same."""
+    union = len(first | second)
+    return len(first & second) / union if union else 1.0
