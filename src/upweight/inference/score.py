@@ -110,8 +110,8 @@ def load_trained(
     dtype, source = compute_dtype(section, device), adapter or section.base_model
     adapted = None if adapter is None else AdapterFolder(section, adapter)
     architecture = (load_config(section).architectures or [""])[0]
-    of_model: Head = next((head for head, ending in ENDINGS.items() if architecture.endswith(ending)), "tokens")
-    head = of_model if adapted is None else adapted.head()
+    heads: list[Head] = [head for head, ending in ENDINGS.items() if architecture.endswith(ending)]
+    head = adapted.head() if adapted is not None else heads[0] if heads else "tokens"
     if scores and head == "tokens":
         raise UserError(f"{source} is no reward model: it has no score head. Train one with 'reward_model: true'.")
     if not scores and head != "tokens":
