@@ -166,7 +166,7 @@ class Completion:
     @property
     def segments(self) -> list["Completion"]:
         """Return the sequences that are trained on: this one, and those before it."""
-        return [self, *self.earlier]
+        return [self, *(segment for one in self.earlier for segment in one.segments)]
 
 
 Prompts = Sequence[Sequence[int]]  # token ids of each
