@@ -4,7 +4,7 @@ from transformers import Qwen2Config
 
 from tiny_models import tiny
 from upweight.config.sections.model import AdapterSection, ModelSection
-from upweight.models.memory import GIB, adapter_parameters, estimate, longest, shape_of, training_bytes
+from upweight.models.memory import GIB, adapter_parameters, estimate, longest, optimizer_bytes, shape_of
 
 LORA = AdapterSection(kind="lora", rank=16, target_linear=True)
 
@@ -52,7 +52,7 @@ def test_every_saving_saves(qwen):
     eight = AdapterSection(kind="lora", load_in_8bit=True)
     weights = [need(qwen, way, adapter=a).weights for way, a in (("qlora", four), ("qlora", eight), ("lora", LORA))]
     assert weights == sorted(weights)
-    assert training_bytes("adamw_bnb_8bit") < training_bytes("lion_32bit") < training_bytes("adamw_torch")
+    assert optimizer_bytes("adamw_bnb_8bit") < optimizer_bytes("lion_32bit") < optimizer_bytes("adamw_torch")
 
 
 def test_the_longest_sequence_fits_and_one_more_half_does_not(qwen):

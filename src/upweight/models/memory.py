@@ -84,14 +84,18 @@ def adapter_parameters(shape: Shape, adapter: AdapterSection) -> int:
     return adapter.rank * sum(chosen or shape.linear.values())
 
 
+def optimizer_bytes(name: str) -> int:
+    """Return the bytes of optimizer state for each trained parameter."""
+    if "8bit" in name:
+        return 2
+    if "adafactor" in name or name.startswith("sgd"):
+        return 0
+    return SINGLE_BYTES if name.startswith("lion") else 2 * SINGLE_BYTES
+
+
 def training_bytes(optimizer: str) -> int:
     """Return the bytes that the first step adds for each trained parameter: float32 gradient and optimizer state."""
-    state = SINGLE_BYTES if optimizer.startswith("lion") else 2 * SINGLE_BYTES
-    if "8bit" in optimizer:
-        state = 2
-    elif "adafactor" in optimizer or optimizer.startswith("sgd"):
-        state = 0
-    return SINGLE_BYTES + state
+    return SINGLE_BYTES + optimizer_bytes(optimizer)
 
 
 def estimate(
