@@ -12,7 +12,7 @@ from upweight.cli.agent_docs import FOLDER, TOPICS
 from upweight.cli.app import app
 from upweight.config import parse_config
 from upweight.config.config import blocks, general_keys, method_keys
-from upweight.config.sections.data import DatasetRow
+from upweight.config.sections.data import DatasetSpec
 from upweight.errors import UserError
 
 
@@ -41,6 +41,6 @@ def test_configs_are_valid_and_keys_and_commands_exist(topic):
     named = re.findall(r"`([a-z_]+(?:\.[a-z_]+)?)(?::[^`]*)?`", text)
     assert {key for key in named if key.startswith(starts)} <= known
     for key in re.findall(r"`((?:step|field)_[a-z_]+)`", text):
-        assert key in DatasetRow.model_fields or key.endswith("scores")
+        assert key in DatasetSpec.model_fields or key.endswith("scores")
     commands = vars(get_command(app))["commands"]
     assert set(re.findall(r"\bupweight ([a-z][a-z-]+)", text)) <= set(commands)

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from made_runs import write_config, write_model
 from upweight.cli.app import app
 from upweight.cli.fits import run as fits
-from upweight.cli.inputs import config_with_notices, trained
+from upweight.cli.inputs import load_with_notices, trained
 
 
 @pytest.fixture(autouse=True)
@@ -34,16 +34,16 @@ def asked(**options):
 
 
 def test_requests_without_a_limit_get_that_of_the_key(tmp_path):
-    config_with_notices(write_config(tmp_path, tmp_path), None)
+    load_with_notices(write_config(tmp_path, tmp_path), None)
     assert asked() == {120}
     assert asked(timeout=10) == {10}
 
 
 def test_a_limit_that_is_set_holds_for_all_until_the_next_config(tmp_path):
     file = write_config(tmp_path, tmp_path)
-    config_with_notices(file, ["hub_timeout=3"])
+    load_with_notices(file, ["hub_timeout=3"])
     assert asked(timeout=10) == {3}
-    config_with_notices(file, None)
+    load_with_notices(file, None)
     assert asked(timeout=10) == {10}
     assert len(_http._GLOBAL_CLIENT_FACTORY().event_hooks["request"]) == 2  # the library's and one limit
 
@@ -52,7 +52,7 @@ def test_clients_of_another_factory_keep_what_it_sets(tmp_path):
     kind = type(get_session())
     set_client_factory(lambda: kind(timeout=None, headers={"x-proxy": "mine"}))
     for _ in range(2):
-        config_with_notices(write_config(tmp_path, tmp_path), None)
+        load_with_notices(write_config(tmp_path, tmp_path), None)
         assert get_session().headers["x-proxy"] == "mine"
         assert asked() == {120}
 

@@ -10,7 +10,7 @@ import torch
 
 from made_tokenizers import byte_tokenizer, config, encoder
 from upweight.config.peers import FORMAT_NAMES
-from upweight.config.sections.data import DatasetRow
+from upweight.config.sections.data import DatasetSpec
 from upweight.config.view import view
 from upweight.data.encode import Record, RowError, build_encoder
 from upweight.data.formats import FORMATS
@@ -118,7 +118,7 @@ def encoders(tokenizer):
         for keys in methods:
             made = config({}, chat_template="chatml", **keys)
             for name in (None, *FORMAT_NAMES[kind]):
-                entry = DatasetRow(path="x", type=name)
+                entry = DatasetSpec(path="x", type=name)
                 yield kind, build_encoder(made.data, made.method, entry, 0, tokenizer, view(made), Path())
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from made_players import tokenizer_for
-from upweight.environments.call_formats import format_of, parse_calls
+from upweight.environments.call_formats import call_format_of, parse_calls
 
 CALL = '{"name": "look", "arguments": {"key": "x", "n": 2}}'
 MADE = [("look", {"key": "x", "n": 2})]
@@ -71,6 +71,6 @@ def test_plain_text_is_left_alone(form, text):
 
 
 def test_the_format_goes_by_the_chat_template():
-    assert format_of(tokenizer_for("qwen3").chat_template) == "hermes"
-    assert format_of("... <|python_tag|> ...") == "llama3"
-    assert format_of(tokenizer_for("chatml").chat_template) == "json"
+    assert call_format_of(tokenizer_for("qwen3").chat_template) == "hermes"
+    assert call_format_of("... <|python_tag|> ...") == "llama3"
+    assert call_format_of(tokenizer_for("chatml").chat_template) == "json"

@@ -5,7 +5,7 @@ from transformers import AutoModelForSequenceClassification, AutoModelForTokenCl
 
 from made_tokenizers import byte_tokenizer
 from tiny_models import tiny
-from upweight.config.sections.data import DatasetRow
+from upweight.config.sections.data import DatasetSpec
 from upweight.config.sections.model import ModelSection
 from upweight.errors import UserError
 from upweight.inference.score import ScoreModel, load_score_model
@@ -45,7 +45,7 @@ def test_outcome_scores_are_those_of_the_model_alone():
 
 
 def test_messages_and_chat_read_alike():
-    scorer = ScoreModel(outcome(), TOKENIZER, "sequence_score", entry=DatasetRow(chat_template="chatml"), chat=True)
+    scorer = ScoreModel(outcome(), TOKENIZER, "sequence_score", entry=DatasetSpec(chat_template="chatml"), chat=True)
     asked, said = {"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}
     alike = scorer(
         [
@@ -63,7 +63,7 @@ def test_messages_and_chat_read_alike():
 @pytest.mark.parametrize("classes", [1, 2])
 def test_steps_get_the_probability_of_being_right(classes):
     model = process(classes)
-    found = ScoreModel(model, TOKENIZER, "step_score", entry=DatasetRow(step_separator="\n"))(STEPS)
+    found = ScoreModel(model, TOKENIZER, "step_score", entry=DatasetSpec(step_separator="\n"))(STEPS)
     assert [len(scores) for scores in found] == [2, 3]
     ids = TOKENIZER("1+2+3?")["input_ids"]
     right = []

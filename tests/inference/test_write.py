@@ -8,7 +8,7 @@ import torch
 from made_runs import write_model
 from made_tokenizers import byte_tokenizer
 from tiny_models import tiny
-from upweight.config.sections.data import DataSection, DatasetRow
+from upweight.config.sections.data import DataSection, DatasetSpec
 from upweight.config.sections.model import ModelSection
 from upweight.data.raw_row import RowError
 from upweight.errors import UserError
@@ -40,7 +40,7 @@ def test_texts_become_user_turns_unless_raw():
     assert read(told, "hello") == "<|im_start|>system\nbe brief<|im_end|>\n" + turn
     own = [{"role": "system", "content": "be long"}, {"role": "user", "content": "hello"}]
     assert read(told, own) == "<|im_start|>system\nbe long<|im_end|>\n" + turn
-    by_dataset = writer(data=None, entry=DatasetRow(chat_template="chatml"))
+    by_dataset = writer(data=None, entry=DatasetSpec(chat_template="chatml"))
     assert read(by_dataset, "hello") == turn
 
 

@@ -21,7 +21,7 @@ from tiny_models import VOCABULARY, tiny
 from upweight.config.sections.model import AdapterSection, ModelSection
 from upweight.errors import UserError
 from upweight.models import load
-from upweight.models.load import compute_dtype, disable_dropout, load_config, load_model, master_dtype
+from upweight.models.load import compute_dtype, disable_dropout, load_model, load_model_config, master_dtype
 from upweight.models.precision import set_up_precision
 
 CPU = torch.device("cpu")
@@ -123,13 +123,13 @@ def test_config_overrides_hold_and_unknown_ones_are_errors(folder):
     section = ModelSection(base_model=folder, config_overrides={"rms_norm_eps": 0.5})
     assert load_model(section, torch.float32).model.norm.variance_epsilon == 0.5
     with pytest.raises(UserError, match=r"model_config: 'rms_norm_esp'.*mean 'rms_norm_eps'"):
-        load_config(ModelSection(base_model=folder, config_overrides={"rms_norm_esp": 0.5}))
+        load_model_config(ModelSection(base_model=folder, config_overrides={"rms_norm_esp": 0.5}))
 
 
 def test_the_config_may_come_from_elsewhere(folder, tmp_path_factory):
     other = tmp_path_factory.mktemp("config")
     LlamaConfig.from_pretrained(folder, rms_norm_eps=0.25).save_pretrained(other)
-    assert load_config(ModelSection(base_model=folder, config_source=str(other))).rms_norm_eps == 0.25
+    assert load_model_config(ModelSection(base_model=folder, config_source=str(other))).rms_norm_eps == 0.25
 
 
 def test_further_options_reach_from_pretrained(folder):
@@ -204,7 +204,7 @@ def test_remote_code_is_not_run_unless_asked(folder):
     Path(folder, "config.json").write_text(json.dumps(config))
     Path(folder, "code.py").write_text("raise SystemExit('ran')")
     with pytest.raises(UserError, match="trust_remote_code: true"):
-        load_config(ModelSection(base_model=folder))
+        load_model_config(ModelSection(base_model=folder))
 
 
 def test_a_missing_gguf_file_is_an_error(folder):

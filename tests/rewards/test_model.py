@@ -8,7 +8,7 @@ from transformers import AutoModelForTokenClassification
 from made_rewards import reward_call
 from made_tokenizers import byte_tokenizer
 from tiny_models import tiny
-from upweight.config.sections.data import DatasetRow
+from upweight.config.sections.data import DatasetSpec
 from upweight.errors import UserError
 from upweight.inference.score import ScoreModel
 from upweight.rewards.load import as_rewards, load_rewards
@@ -131,7 +131,7 @@ def process(**changes):
 
 
 def steps_of(model, text, separator="\n"):
-    entry = DatasetRow(step_separator=separator)
+    entry = DatasetSpec(step_separator=separator)
     (scores,) = ScoreModel(model, TOKENIZER, "step_score", entry=entry)([{"prompt": "p", "completion": text}])
     return scores
 
@@ -158,7 +158,7 @@ def test_a_folder_serves_by_its_path(tmp_path, adapter):
     call = reward_call(["one;two", "three"])
     with Scorer(rewards) as scorer:
         found = scorer.score(call).rewards_SR[:, 0].tolist()
-    entry = DatasetRow(step_separator=";")
+    entry = DatasetSpec(step_separator=";")
     rows = [{"prompt": p, "completion": c} for p, c in zip(call.prompts, call.completions, strict=True)]
     right = [min(scores) for scores in ScoreModel(model, TOKENIZER, "step_score", entry=entry)(rows)]
     assert found == pytest.approx(right, abs=1e-5)

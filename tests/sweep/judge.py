@@ -18,7 +18,7 @@ from upweight.engine import Engine
 from upweight.engine.check import check_first_batch
 from upweight.engine.packing import build_batch
 from upweight.errors import UserError
-from upweight.models.load import load_config
+from upweight.models.load import load_model_config
 from upweight.sampler.in_process import InProcess, Strategy
 from upweight.types import Sampling, Unit
 
@@ -84,7 +84,7 @@ def _refused_by_loader(config_class: Any) -> str | None:
         try:
             seeing = {"vision_config": {}} if "vision_config" in config_class.sub_configs else {}
             config_class(**seeing).save_pretrained(folder)
-            load_config(ModelSection(base_model=folder))
+            load_model_config(ModelSection(base_model=folder))
         except UserError as error:
             return _first_line(error).replace(f"base_model: {folder!r} ({config_class.model_type}) is", "it is")
         except Exception:  # a config without values cannot be written; the real ones can

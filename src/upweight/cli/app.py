@@ -39,11 +39,11 @@ def validate(
     fragment: Annotated[bool, typer.Option("--fragment", help="Do not ask for the keys a whole config needs.")] = False,
 ) -> None:
     """Check a config without touching anything else."""
-    from upweight.cli.inputs import config_with_notices
+    from upweight.cli.inputs import load_with_notices
     from upweight.config.rules import ON_THE_MACHINE
     from upweight.rewards.builtin.spec import check_specs
 
-    loaded = config_with_notices(config, overrides, fragment=fragment)
+    loaded = load_with_notices(config, overrides, fragment=fragment)
     check_specs(loaded.rollout.reward_funcs, "trl.reward_funcs")
     if not fragment:
         left_out = ", ".join(ON_THE_MACHINE)
@@ -59,11 +59,11 @@ def preprocess(
     tokens: Annotated[bool, typer.Option("--tokens", help="Show token ids and loss masks too.")] = False,
 ) -> None:
     """Prepare the data of a config and fill its cache."""
-    from upweight.cli.inputs import config_with_notices
+    from upweight.cli.inputs import load_with_notices
     from upweight.data.prepare import prepare, shown_rows
     from upweight.models.tokenizer import load_tokenizer
 
-    loaded = config_with_notices(config, overrides)
+    loaded = load_with_notices(config, overrides)
     stages = loaded.stages or (loaded,)
     tokenizer = load_tokenizer(stages[0].model)  # later stages have it from the first
     for stage in stages:
@@ -147,12 +147,12 @@ def vllm_serve(
     show: Annotated[bool, typer.Option("--show", help="Print the command line instead of running it.")] = False,
 ) -> None:
     """Start the vLLM server that a config's training samples from."""
-    from upweight.cli.inputs import config_with_notices
+    from upweight.cli.inputs import load_with_notices
     from upweight.config.servers import local_url
     from upweight.serve.command import serve_command, warnings_of
     from upweight.serve.process import installed_version, run_server
 
-    loaded = config_with_notices(config, overrides, fragment=True)
+    loaded = load_with_notices(config, overrides, fragment=True)
     command = serve_command(loaded, python=python or sys.executable)
     if show:
         print(shlex.join([*(f"{name}={value}" for name, value in command.env.items()), *command.argv]))

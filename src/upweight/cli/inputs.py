@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from upweight.config import Config, load_config, parse_config
-from upweight.config.sections.data import DataSection, DatasetRow
+from upweight.config.sections.data import DataSection, DatasetSpec
 from upweight.config.sections.model import ModelSection
 from upweight.config.yaml_file import apply_overrides
 from upweight.errors import UserError
@@ -28,7 +28,7 @@ class Trained:
     config: Config  # of the run that trained it if known, else the keys of the command line
 
 
-def config_with_notices(path: Path, overrides: list[str] | None, *, fragment: bool = False) -> Config:
+def load_with_notices(path: Path, overrides: list[str] | None, *, fragment: bool = False) -> Config:
     """Load a config and show its notices as warnings."""
     config = read_config(path, overrides or [], fragment=fragment)
     for notice in config.notices:
@@ -105,7 +105,7 @@ def _of_run(folder: Path, config: Config) -> Trained:
     return Trained(section, None, config)
 
 
-def as_trained(model: Trained) -> tuple[DataSection, DatasetRow | None, bool]:
+def as_trained(model: Trained) -> tuple[DataSection, DatasetSpec | None, bool]:
     """Return how the training run formatted text: templates, step separator, and whether as chat messages."""
     data = model.config.data
     if not data.datasets:
@@ -113,7 +113,7 @@ def as_trained(model: Trained) -> tuple[DataSection, DatasetRow | None, bool]:
     first = data.datasets[0]
     kind = first.type if isinstance(first.type, str) else ""
     family = next((name for name in ("chatml", "llama3", "zephyr") if kind.split(".")[0] == name), None)
-    entry = DatasetRow(
+    entry = DatasetSpec(
         step_separator=first.step_separator,
         chat_template=first.chat_template or (family if data.chat_template is None else None),
         chat_template_jinja=first.chat_template_jinja,

@@ -6,7 +6,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from upweight.cli.inputs import config_with_notices, read_rows
+from upweight.cli.inputs import load_with_notices, read_rows
 from upweight.log import quiet_transformers
 
 LONGEST_SHOWN = 240  # characters of an example
@@ -17,7 +17,7 @@ def run(
     path: Path, overrides: list[str], *, completions: Path | None, prompts: int, count: int | None, as_json: bool
 ) -> None:
     """Print what each reward gives, as tables and remarks or as one JSON object."""
-    config = config_with_notices(path, overrides)
+    config = load_with_notices(path, overrides)
     from upweight.train.online.try_rewards import try_on_rows, try_on_samples
 
     quiet_transformers()

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from upweight.cli.inputs import ADAPTER, config_with_notices
+from upweight.cli.inputs import ADAPTER, load_with_notices
 from upweight.config import Config
 from upweight.errors import UserError
 from upweight.log import logger, quiet_transformers
@@ -83,7 +83,7 @@ def _warn_if_untrained(config: Config) -> None:
 def _config(path: Path, overrides: list[str]) -> Config:
     if os.environ.get("RANK", "0") != "0":
         logger.setLevel(logging.ERROR)  # only rank 0 logs
-    return config_with_notices(path, overrides)
+    return load_with_notices(path, overrides)
 
 
 def _launched(arguments: Sequence[str], start: Start) -> int | None:
@@ -93,7 +93,7 @@ def _launched(arguments: Sequence[str], start: Start) -> int | None:
     import torch
 
     gpus = torch.cuda.device_count()
-    processes = start.processes or (1 if start.launcher == "none" else max(gpus, 1))
+    processes = start.nproc_per_node or (1 if start.launcher == "none" else max(gpus, 1))
     if gpus and processes > gpus:
         raise UserError(f"--num-processes {processes}: only {gpus} GPUs are visible, and each process needs one.")
     if processes > 1 or start.nodes > 1 or start.launcher in ("torchrun", "accelerate"):

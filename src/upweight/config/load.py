@@ -14,7 +14,7 @@ from upweight.config.modernise import Findings, asks_for_something, modernise
 from upweight.config.peers import ATTENTION_SWITCHES, SATISFIED, why_refused
 from upweight.config.resolve import resolve
 from upweight.config.rules import check
-from upweight.config.sections.data import DatasetRow
+from upweight.config.sections.data import DatasetSpec
 from upweight.config.stages import parse_stages
 from upweight.config.yaml_file import apply_overrides, read_yaml
 from upweight.errors import UserError, closest, did_you_mean
@@ -91,7 +91,7 @@ def _suggestion(path: str, value: Any) -> str:
         return f"unknown key.{did_you_mean(name, blocks())}"
     parts = {key: key.rpartition(".") for key in known}
     homes = [home for home, _, last in parts.values() if last == name]
-    if name in DatasetRow.model_fields and not block:
+    if name in DatasetSpec.model_fields and not block:
         homes.append("datasets[...]")
     homes = [f"under '{home}'" if home else "at the top level" for home in dict.fromkeys(homes)]
     prefixed = "".join(f"; with 'rl: {rl}' it is '{rl}_{name}'" for rl in METHODS if f"{rl}_{name}" in known)

@@ -9,7 +9,7 @@ from pydantic.fields import FieldInfo
 from upweight.config.config import SECTIONS, general_keys, how_to_choose, method_keys
 from upweight.config.explain import describe
 from upweight.config.peers import ATTENTION_SWITCHES, NO_EFFECT, OTHER_NAMES, REFUSED, RENAMED, SATISFIED
-from upweight.config.sections.data import DatasetRow, UserFormat
+from upweight.config.sections.data import DatasetSpec, UserFormat
 from upweight.config.sections.rollout import GymDataset
 from upweight.methods import METHODS
 from upweight.settings import Section, keys_of
@@ -55,7 +55,7 @@ def markdown() -> str:
     for name, section in SECTIONS.items():
         lines += ["", f"## {_summary(section).rstrip('.')}", "", *_table(_section_rows(section))]
         if name == "data":
-            lines += ["", "### Entries of `datasets` and `test_datasets`", "", *_table(_model_rows(DatasetRow))]
+            lines += ["", "### Entries of `datasets` and `test_datasets`", "", *_table(_model_rows(DatasetSpec))]
             lines += ["", "### `type` as a mapping", "", *_table(_model_rows(UserFormat))]
         if name == "gym":
             lines += ["", "### Entries of `nemo_gym_datasets`", "", *_table(_model_rows(GymDataset))]

@@ -5,7 +5,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from upweight.config.sections.data import DataSection, DatasetRow
+from upweight.config.sections.data import DataSection, DatasetSpec
 from upweight.config.view import ConfigView
 from upweight.data.examples import Example, Setup
 from upweight.data.formats import FORMATS, format_of
@@ -23,7 +23,7 @@ from upweight.user_modules import load_function, local_file
 def build_encoder(  # noqa: PLR0917
     data: DataSection,
     method: Method,
-    entry: DatasetRow,
+    entry: DatasetSpec,
     entry_index: int,
     tokenizer: Any,
     cfg: ConfigView,

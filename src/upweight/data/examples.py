@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from upweight.config.sections.data import DataSection, DatasetRow, UserFormat
+from upweight.config.sections.data import DataSection, DatasetSpec, UserFormat
 from upweight.data.raw_row import IGNORED, Record, Row, RowError, check_all_text, common_length
 from upweight.data.tokenize.messages import Message, MessageReader
 from upweight.data.tokenize.templates import ChatTemplate, Span
@@ -25,7 +25,7 @@ class Setup:
     """Everything that a format reads besides the row."""
 
     data: DataSection
-    entry: DatasetRow
+    entry: DatasetSpec
     method: Method
     reader: MessageReader
     template: ChatTemplate

@@ -64,9 +64,9 @@ class Row(dict[str, Any]):
         value = self.value(key)
         return "" if value is None else checked_text(value, key, empty=True)
 
-    def list_at(self, key: str, of: str) -> list[Any]:
+    def list_at(self, key: str, items: str) -> list[Any]:
         """Return the list at `key`; raise a RowError if it is missing or empty."""
-        return checked_list(self.value(key), key, of)
+        return checked_list(self.value(key), key, items)
 
     def flag(self, key: str) -> bool:
         """Return the boolean at `key`, written as true or false, 1 or 0, or these as text."""
@@ -137,20 +137,20 @@ def checked_text(value: Any, key: str, *, empty: bool = False) -> str:
     return value
 
 
-def checked_list(value: Any, key: str, of: str) -> list[Any]:
+def checked_list(value: Any, key: str, items: str) -> list[Any]:
     """Return `value` if it is a non-empty list, else raise a RowError."""
     if not isinstance(value, list | tuple) or not value:
-        raise RowError(key, f"a list of {of}, got {describe_value(value)}")
+        raise RowError(key, f"a list of {items}, got {describe_value(value)}")
     return list(value)
 
 
 def checked_mappings(value: Any, key: str, one: str, several: str) -> list[Mapping[str, Any]]:
     """Return `value` if it is a non-empty list of mappings, else raise a RowError."""
-    items = checked_list(value, key, several)
-    for number, item in enumerate(items):
+    mappings = checked_list(value, key, several)
+    for number, item in enumerate(mappings):
         if not isinstance(item, Mapping):
             raise RowError(f"{key}[{number}]", f"{one}, got {describe_value(item)}")
-    return items
+    return mappings
 
 
 def check_all_text(value: Any, key: str, depth: int = 0) -> None:

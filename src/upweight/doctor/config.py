@@ -19,7 +19,7 @@ from upweight.data.prepare import prepare
 from upweight.data.raw_row import PREPARED_COLUMNS
 from upweight.doctor.findings import Finding
 from upweight.errors import UserError
-from upweight.models.load import compute_dtype, load_config, load_failures
+from upweight.models.load import compute_dtype, load_failures, load_model_config
 from upweight.models.memory import GIB, HEAD_CHUNK, LESS_MEMORY, USABLE_SHARE, Memory, estimate, shape_of
 from upweight.models.tokenizer import load_tokenizer
 from upweight.rewards.load import KEY, load_rewards
@@ -119,7 +119,7 @@ def _data(state: CheckState) -> Iterator[Finding]:
     says = f"{len(data.train):,} rows to train on{columns}; {sizes}"
     yield Finding("ok", "data", says, evidence={"rows": len(data.train), "lengths": lengths})
     policy = config.method.policy_settings
-    positions = getattr(load_config(config.model).get_text_config(), "max_position_embeddings", None)
+    positions = getattr(load_model_config(config.model).get_text_config(), "max_position_embeddings", None)
     longest = lengths.get("sequence", {}).get("max", 0)
     longest = longest if policy is None else state.longest_prompt + policy.max_completion_length
     if positions and longest > positions:

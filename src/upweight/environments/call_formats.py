@@ -21,7 +21,7 @@ def parse_calls(text: str, form: str) -> Parsed:
     return FORMATS[form](text)
 
 
-def format_of(template: str) -> str:
+def call_format_of(template: str) -> str:
     """Return the name of the call format that a chat template shows."""
     if "<tool_call>" in template:
         return "hermes"

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from upweight.config.rules.model import ENDINGS, Head
-from upweight.config.sections.data import DataSection, DatasetRow
+from upweight.config.sections.data import DataSection, DatasetSpec
 from upweight.config.sections.model import ModelSection
 from upweight.config.view import ConfigView
 from upweight.data.encode import build_encoder
@@ -22,7 +22,7 @@ from upweight.engine.packing import build_batch, plan_rows, whole_blocks
 from upweight.errors import UserError
 from upweight.methods import KTO, PRM
 from upweight.models.adapters.merge import AdapterFolder
-from upweight.models.load import compute_dtype, load_config, load_model
+from upweight.models.load import compute_dtype, load_model, load_model_config
 from upweight.models.tokenizer import load_tokenizer
 from upweight.types import Sample, Unit
 
@@ -39,12 +39,12 @@ class ScoreModel:
         head: Head,
         *,
         data: DataSection | None = None,
-        entry: DatasetRow | None = None,
+        entry: DatasetSpec | None = None,
         chat: bool = False,
     ) -> None:
         assert head != "tokens", "a language model has no scores"
         self.model, self.head, self.chat = model.eval(), head, chat
-        self.engine, self.entry = Engine(model), entry or DatasetRow()
+        self.engine, self.entry = Engine(model), entry or DatasetSpec()
         # An outcome reward model reads a prompt and its answer, which is what labelled rows hold.
         method = KTO() if head == "sequence_score" else PRM()
         self.encoder = build_encoder(data or DataSection(), method, self.entry, 0, tokenizer, ConfigView({}), Path())
@@ -109,7 +109,7 @@ def load_trained(
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype, source = compute_dtype(section, device), adapter or section.base_model
     adapted = None if adapter is None else AdapterFolder(section, adapter)
-    architecture = (load_config(section).architectures or [""])[0]
+    architecture = (load_model_config(section).architectures or [""])[0]
     heads: list[Head] = [head for head, ending in ENDINGS.items() if architecture.endswith(ending)]
     head = adapted.head() if adapted is not None else heads[0] if heads else "tokens"
     if scores and head == "tokens":
@@ -120,7 +120,7 @@ def load_trained(
         model, tokenizer = adapted.load(dtype), adapted.tokenizer()
     else:
         tokenizer = load_tokenizer(section)
-        labelled = section.model_copy(update={"num_labels": load_config(section).num_labels} if scores else {})
+        labelled = section.model_copy(update={"num_labels": load_model_config(section).num_labels} if scores else {})
         model = load_model(labelled, dtype, head=head, tokenizer=None if scores else tokenizer)
     nn.Module.to(model, device)
     return model, tokenizer, head

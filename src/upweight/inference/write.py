@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from upweight.config.sections.data import DataSection, DatasetRow
+from upweight.config.sections.data import DataSection, DatasetSpec
 from upweight.config.sections.model import ModelSection
 from upweight.data.raw_row import Row, RowError, checked_text
 from upweight.data.tokenize.messages import Conversation, MessageReader
@@ -34,14 +34,14 @@ class TextGenerator:
         tokenizer: PreTrainedTokenizerBase,
         *,
         data: DataSection | None = None,
-        entry: DatasetRow | None = None,
+        entry: DatasetSpec | None = None,
         folder: Path | None = None,
         system: str | None = None,
         raw: bool = False,
         new_tokens: int | None = None,
     ) -> None:
         """`data`, `entry`: how training formatted text; `folder`: where paths in them begin; `new_tokens`: limit."""
-        data, entry = data or DataSection(), entry or DatasetRow()
+        data, entry = data or DataSection(), entry or DatasetSpec()
         self._tokenizer, self._tokens = tokenizer, TextTokens(tokenizer, data.eot_tokens)
         self._template = chat_template(data, entry, tokenizer, folder or Path())
         self._reader = MessageReader(entry, system or data.default_system_message)

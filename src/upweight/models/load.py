@@ -91,7 +91,7 @@ def master_dtype(section: ModelSection, dtype: torch.dtype) -> torch.dtype:
     """Return the dtype to load fully trained weights in: float32 where the files hold it."""
     # A master rounded to half precision has to move half a step of that grid before any forward changes.
     _, gguf_file = resolve_source(section.base_model, section.gguf_file)
-    return torch.float32 if gguf_file is not None or load_config(section).dtype == torch.float32 else dtype
+    return torch.float32 if gguf_file is not None or load_model_config(section).dtype == torch.float32 else dtype
 
 
 def load_model(
@@ -155,7 +155,7 @@ def _attention(name: str | None) -> dict[str, str]:
     return {} if name is None or problem is not None else {"attn_implementation": name}
 
 
-def load_config(section: ModelSection) -> PreTrainedConfig:
+def load_model_config(section: ModelSection) -> PreTrainedConfig:
     """Return the model's config with the settings' overrides; models that read more than text are refused."""
     source, gguf_file = resolve_source(section.base_model, section.gguf_file)
     if section.config_source is not None:
@@ -184,7 +184,7 @@ def load_config(section: ModelSection) -> PreTrainedConfig:
 
 def config_with_head(section: ModelSection, head: Head) -> PreTrainedConfig:
     """Return the model's config with the number of outputs of this head."""
-    config = load_config(section)
+    config = load_model_config(section)
     if head == "tokens":
         return config
     labels, saved = section.num_labels or DEFAULT_NUM_LABELS[head], config.num_labels

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from upweight.rewards.script_rewards import (
+    from upweight.rewards.trl_rewards import (
         accuracy_reward,
         get_cosine_scaled_reward,
         get_repetition_penalty_reward,
@@ -22,6 +22,6 @@ def __getattr__(name: str) -> Any:
     """Import the script rewards lazily, because reward workers import this package."""
     if name not in __all__:
         raise AttributeError(f"module 'upweight.rewards' has no attribute {name!r}")
-    from upweight.rewards import script_rewards
+    from upweight.rewards import trl_rewards
 
-    return getattr(script_rewards, name)
+    return getattr(trl_rewards, name)

@@ -11,7 +11,7 @@ import yaml
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from upweight.config.sections.data import DataSection, DatasetRow
+from upweight.config.sections.data import DataSection, DatasetSpec
 from upweight.config.sections.model import ModelSection
 from upweight.data.tokenize.tokens import TextTokens
 from upweight.errors import UserError
@@ -125,7 +125,7 @@ def load_model_reward(source: str, options: ModelOptions, key: str) -> Reward:
     if is_process_model(source):
         section = ModelSection(base_model=base, trust_remote_code=remote)
         (rows, *_) = trained.get("datasets") or [{}]
-        entry = DatasetRow(step_separator=rows.get("step_separator"))
+        entry = DatasetSpec(step_separator=rows.get("step_separator"))
         steps = partial(lowest_step_scores, load_score_model(section, folder if adapter else None, entry=entry))
         return Reward(folder.name, steps, parameters_of(steps, folder.name, key), has_timeout=False)
     if adapter and (task := adapter.get("task_type")) != "SEQ_CLS":

@@ -19,7 +19,7 @@ from upweight.engine.context import require_shareable
 from upweight.errors import UserError
 from upweight.log import logger, warn_once
 from upweight.methods import feature_matcher
-from upweight.models.load import compute_dtype, load_config, load_model
+from upweight.models.load import compute_dtype, load_model, load_model_config
 from upweight.models.precision import HALF_DTYPES
 from upweight.models.reference import SyncedReference
 from upweight.models.tokenizer import choose_padding, load_tokenizer, take_chat_template
@@ -65,7 +65,7 @@ def assemble(config: Config, objects: Objects = YAML_ONLY, *, trains: bool = Tru
     device = device if objects.arguments is None else objects.arguments.device
     context = share_rows(config.sharding.context_parallel_size)
     if context is not None:  # refuse models whose heads cannot be split over the ranks that share rows
-        require_shareable(load_config(config.model), context.size)
+        require_shareable(load_model_config(config.model), context.size)
     set_seed(config.optim.seed)
     tokenizer = _tokenizer(config, objects)
     data = _data(config, objects, tokenizer)

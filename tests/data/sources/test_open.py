@@ -6,7 +6,7 @@ from pathlib import Path
 import datasets
 import pytest
 
-from upweight.config.sections.data import DatasetRow
+from upweight.config.sections.data import DatasetSpec
 from upweight.data.sources.open import open_entry
 from upweight.errors import UserError
 
@@ -31,7 +31,7 @@ def write(path: Path, rows) -> None:
 
 
 def prompts(folder, evaluation=False, **entry):
-    rows = open_entry(DatasetRow(**entry), "datasets[0]", folder, evaluation=evaluation).rows()
+    rows = open_entry(DatasetSpec(**entry), "datasets[0]", folder, evaluation=evaluation).rows()
     return [row["prompt"] for row in rows.take(0, len(rows))]
 
 
@@ -80,7 +80,7 @@ def test_file_types(folder, kind):
         file.write_text(json.dumps(ROWS))
     elif kind == "txt":
         file.write_text("\n".join(row["prompt"] for row in ROWS))
-        rows = open_entry(DatasetRow(path="table.txt"), "datasets[0]", folder).rows()
+        rows = open_entry(DatasetSpec(path="table.txt"), "datasets[0]", folder).rows()
         assert rows.take(3, 4) == [{"text": "p3"}]
         return
     else:
@@ -92,7 +92,7 @@ def test_file_types(folder, kind):
 
 def test_cells_of_a_csv_stay_text(folder):
     (folder / "cells.csv").write_text('prompt,chosen,label\n007,"a\nb",True\nNA,,1\n', encoding="utf-8-sig")
-    rows = open_entry(DatasetRow(path="cells.csv"), "datasets[0]", folder).rows()
+    rows = open_entry(DatasetSpec(path="cells.csv"), "datasets[0]", folder).rows()
     assert rows.take(0, 2) == [
         {"prompt": "007", "chosen": "a\nb", "label": "True"},
         {"prompt": "NA", "chosen": "", "label": "1"},
@@ -133,7 +133,7 @@ def test_folders_have_the_splits_that_their_files_name(folder):
 
 def test_a_folder_of_parquet_is_read_again_when_it_changes(folder):
     (folder / "many").mkdir()
-    entry = DatasetRow(path="many")
+    entry = DatasetSpec(path="many")
     datasets.Dataset.from_list(ROWS[:3]).to_parquet(folder / "many" / "train.parquet")
     before = open_entry(entry, "datasets[0]", folder)
     assert len(before.rows()) == 3

@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 
-from upweight.config.sections.data import DatasetRow
+from upweight.config.sections.data import DatasetSpec
 from upweight.data.raw_row import Row, RowError
 from upweight.data.tokenize.messages import MessageReader
 
 
 def read(value, **entry):
-    return MessageReader(DatasetRow(**entry)).messages(value, "messages")
+    return MessageReader(DatasetSpec(**entry)).messages(value, "messages")
 
 
 def test_other_properties_and_names():
@@ -52,7 +52,7 @@ def test_thinking_has_a_property_of_its_own():
 
 @pytest.mark.parametrize("tools", ['[{"name": "add", "type": "function"}]', [{"name": "add", "unit": None}]])
 def test_tools(tools):
-    reader = MessageReader(DatasetRow(field_tools="known.tools"))
+    reader = MessageReader(DatasetSpec(field_tools="known.tools"))
     conversation = reader.conversation(Row(known={"tools": tools}), [])
     assert conversation.tools == [{"type": "function", "function": {"name": "add"}}]
 
@@ -60,7 +60,7 @@ def test_tools(tools):
 @pytest.mark.parametrize("tools", ["[oops", "[" * 100_000, 7, np.bool_(True)])
 def test_tools_that_are_none_name_their_key(tools):
     with pytest.raises(RowError) as caught:
-        MessageReader(DatasetRow()).conversation(Row(tools=tools), [])
+        MessageReader(DatasetSpec()).conversation(Row(tools=tools), [])
     assert caught.value.key == "tools"
 
 

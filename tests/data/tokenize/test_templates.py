@@ -7,7 +7,7 @@ import pytest
 
 from made_tokenizers import byte_tokenizer, encoder
 from upweight.config.peers import TEMPLATE_ALIASES, TEMPLATE_NAMES
-from upweight.config.sections.data import DataSection, DatasetRow
+from upweight.config.sections.data import DataSection, DatasetSpec
 from upweight.data.encode import RowError
 from upweight.data.tokenize.messages import Conversation
 from upweight.data.tokenize.templates import ChatTemplate, chat_template, template_source
@@ -59,7 +59,7 @@ def test_a_template_without_end_is_refused():
     endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     data = DataSection(chat_template_jinja=endless, template_timeout=0.3)
     with pytest.raises(RowError, match=r"it took longer than chat_template_timeout, 0\.3 seconds"):
-        chat_template(data, DatasetRow(), byte_tokenizer(), Path()).render(Conversation([USER]))
+        chat_template(data, DatasetSpec(), byte_tokenizer(), Path()).render(Conversation([USER]))
 
 
 def test_a_template_that_ends_for_rows_alone_does_not_hang_where_it_is_probed():

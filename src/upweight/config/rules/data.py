@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from upweight.config.config import Config, how_to_choose
 from upweight.config.peers import FORMAT_NAMES
-from upweight.config.sections.data import FALLBACK_PREFIX, KNOWN_TEMPLATES, DataSection, DatasetRow, UserFormat
+from upweight.config.sections.data import FALLBACK_PREFIX, KNOWN_TEMPLATES, DataSection, DatasetSpec, UserFormat
 from upweight.errors import did_you_mean
 from upweight.methods import METHODS
 
@@ -25,14 +25,14 @@ def sources(config: Config) -> Iterator[str]:
         yield from _template(f"{key}.", row)
 
 
-def entries(config: Config) -> Iterator[tuple[str, DatasetRow]]:
+def entries(config: Config) -> Iterator[tuple[str, DatasetSpec]]:
     """Yield the YAML path and the entry of every training and evaluation dataset."""
     for key, rows in (("datasets", config.data.datasets), ("test_datasets", config.data.test_datasets)):
         for number, row in enumerate(rows):
             yield f"{key}[{number}]", row
 
 
-def _template(key: str, section: DataSection | DatasetRow) -> Iterator[str]:
+def _template(key: str, section: DataSection | DatasetSpec) -> Iterator[str]:
     chosen = "tokenizer_default" if section.chat_template is None else section.chat_template
     plain = chosen.removeprefix(FALLBACK_PREFIX)
     if plain == "jinja" and not section.chat_template_jinja:

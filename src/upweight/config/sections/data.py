@@ -33,7 +33,7 @@ class UserFormat(Strict):
     system_format: str = inner("{system}", "Format of the system text; before the prompt if no format has `{system}`.")
 
 
-class DatasetRow(Strict):
+class DatasetSpec(Strict):
     """One entry of `datasets`."""
 
     path: str | None = inner(None, "Hub id, file or folder.")
@@ -77,8 +77,8 @@ class DatasetRow(Strict):
 class DataSection(Section):
     """Training and evaluation data, and its preparation."""
 
-    datasets: list[DatasetRow] = setting("datasets", [], "Training data; required.")
-    test_datasets: list[DatasetRow] = setting("test_datasets", [], "Evaluation data.")
+    datasets: list[DatasetSpec] = setting("datasets", [], "Training data; required.")
+    test_datasets: list[DatasetSpec] = setting("test_datasets", [], "Evaluation data.")
     val_set_size: float = setting("val_set_size", 0.0, "Share (below 1) or number of rows held out to evaluate.", ge=0)
     prepared_path: str = setting("dataset_prepared_path", "last_run_prepared", "Folder of prepared data.")
     skip_prepare: bool = setting("skip_prepare_dataset", False, "Prepare the rows again instead of reading the cache.")

@@ -154,9 +154,9 @@ def user_defined(setup: Setup, row: Row) -> list[Example]:
 def untyped(setup: Setup, row: Row) -> list[Example]:
     """Read rows without a `type`: text or messages, with a prompt or without, or token ids."""
     if setup.method.head == "sequence_score":
-        for ending in ("ids", "input_ids"):  # the latter is TRL's earlier name
-            if row.has(f"chosen_{ending}") and row.has(f"rejected_{ending}"):
-                return [token_ids(row, ending)]
+        for suffix in ("ids", "input_ids"):  # the latter is TRL's earlier name
+            if row.has(f"chosen_{suffix}") and row.has(f"rejected_{suffix}"):
+                return [token_ids(row, suffix)]
     is_text = isinstance(row.value("chosen"), str) and isinstance(row.value("rejected"), str)
     if not is_text or isinstance(row.value("prompt"), list | tuple):
         return templated(_untyped_messages, setup, row)
@@ -166,9 +166,9 @@ def untyped(setup: Setup, row: Row) -> list[Example]:
     return pair(row, *shared_start(better, worse))
 
 
-def token_ids(row: Row, ending: str) -> Tokens:
+def token_ids(row: Row, suffix: str) -> Tokens:
     """Read two tokenized sequences, each with its prompt; their common prefix becomes the prompt."""
-    chosen, rejected = row.token_ids(f"chosen_{ending}"), row.token_ids(f"rejected_{ending}")
+    chosen, rejected = row.token_ids(f"chosen_{suffix}"), row.token_ids(f"rejected_{suffix}")
     shared = min(common_length(chosen, rejected), len(chosen) - 1, len(rejected) - 1)
     columns = {"prompt_ids": chosen[:shared], "chosen_ids": chosen[shared:], "rejected_ids": rejected[shared:]}
     return Tokens(columns | margin(row))

@@ -21,7 +21,7 @@ from datasets.exceptions import DatasetsError
 from numpy.typing import NDArray
 
 from upweight.config import Config
-from upweight.config.sections.data import DatasetRow
+from upweight.config.sections.data import DatasetSpec
 from upweight.config.sections.rollout import GymDataset
 from upweight.data.cache import rows_digest
 from upweight.data.sources.text_files import COMPRESSED, LineFile
@@ -122,7 +122,7 @@ class RowSelection:
 class DatasetEntry:
     """One entry of `datasets` whose sources are located but not yet read."""
 
-    entry: DatasetRow
+    entry: DatasetSpec
     where: str  # `datasets[0] (path)`, for messages
     parts: tuple[dict[str, list[Source]], ...]  # one for each `name`: split -> sources
     evaluation: bool
@@ -161,7 +161,7 @@ class DatasetEntry:
         return RowSelection.join([whole[r.splitname].select(slice(r.from_, r.to)) for r in ranges])
 
 
-def selected_datasets(config: Config) -> Iterator[tuple[str, int, DatasetRow]]:
+def selected_datasets(config: Config) -> Iterator[tuple[str, int, DatasetSpec]]:
     """Yield every entry with its key and index; a file that is also a Gym dataset is read once, as the Gym's."""
     gym = [_gym_entry(config, dataset) for dataset in config.gym.datasets] if config.gym.enabled else []
     files = {file for row in gym if (file := _file(row.path, config.folder))}
@@ -174,21 +174,21 @@ def selected_datasets(config: Config) -> Iterator[tuple[str, int, DatasetRow]]:
                 yield key, number, row
 
 
-def _gym_entry(config: Config, dataset: GymDataset) -> DatasetRow:
+def _gym_entry(config: Config, dataset: GymDataset) -> DatasetSpec:
     """Return an entry of `nemo_gym_datasets` as an entry of `datasets`."""
     path, root = Path(os.path.expanduser(dataset.path)), Path(os.path.expanduser(config.gym.folder))
     # The Gym's folder is a clone of its repository or a virtual environment with it installed.
     parents = (root, *root.glob("lib/python3*/site-packages"), Path())
     candidates = [str(parent / path) for parent in parents]
     file = next((name for name in candidates if _file(name, config.folder)), candidates[0])
-    return DatasetRow(path=file, type="nemo_gym", server_name=dataset.server_name, max_samples=dataset.max_samples)
+    return DatasetSpec(path=file, type="nemo_gym", server_name=dataset.server_name, max_samples=dataset.max_samples)
 
 
 def _file(path: str | None, folder: Path) -> Path | None:
     return next((candidate.resolve() for candidate in _lookup_paths(path or "", folder) if candidate.is_file()), None)
 
 
-def open_entry(entry: DatasetRow, key: str, folder: Path, *, evaluation: bool = False, seed: int = 0) -> DatasetEntry:
+def open_entry(entry: DatasetSpec, key: str, folder: Path, *, evaluation: bool = False, seed: int = 0) -> DatasetEntry:
     """Locate the sources of an entry; the error names the places that were tried."""
     files = _patterns(entry)
     where = f"{key} ({entry.path or ', '.join([*files[:2], *(['...'] if len(files) > 2 else [])])})"
@@ -212,7 +212,7 @@ def open_entry(entry: DatasetRow, key: str, folder: Path, *, evaluation: bool = 
     return DatasetEntry(entry, where, parts, evaluation, seed)
 
 
-def _open(entry: DatasetRow, name: str | None, where: str, folder: Path) -> dict[str, list[Source]]:
+def _open(entry: DatasetSpec, name: str | None, where: str, folder: Path) -> dict[str, list[Source]]:
     """Return the sources of one entry (and one of its names), by split."""
     path, kind = entry.path, ALIASES.get(entry.ds_type or "", entry.ds_type)
     if path and "://" in path:
@@ -294,7 +294,7 @@ def _options(kind: str, file: Path) -> dict[str, Any]:
     return {"sep": separator, "na_filter": False, "features": text, "encoding": "utf-8-sig"}
 
 
-def _matching_files(entry: DatasetRow, where: str, inside: Path | None, folder: Path) -> list[Path]:
+def _matching_files(entry: DatasetSpec, where: str, inside: Path | None, folder: Path) -> list[Path]:
     """Return the files that `data_files` names, with patterns expanded."""
     files: list[Path] = []
     for pattern in _patterns(entry):
@@ -307,7 +307,7 @@ def _matching_files(entry: DatasetRow, where: str, inside: Path | None, folder: 
     return files
 
 
-def _patterns(entry: DatasetRow) -> list[str]:
+def _patterns(entry: DatasetSpec) -> list[str]:
     return [entry.data_files] if isinstance(entry.data_files, str) else entry.data_files or []
 
 

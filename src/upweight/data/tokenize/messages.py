@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from upweight.config.sections.data import DatasetRow
+from upweight.config.sections.data import DatasetSpec
 from upweight.data.raw_row import Row, RowError, check_all_text, checked_mappings, checked_text, describe_value
 
 Message = dict[str, Any]
@@ -41,7 +41,7 @@ class Conversation:
 class MessageReader:
     """Reads messages with the role and property names of one entry of `datasets`."""
 
-    def __init__(self, entry: DatasetRow, default_system: str | None = None) -> None:
+    def __init__(self, entry: DatasetSpec, default_system: str | None = None) -> None:
         self.entry, self.default_system = entry, default_system
         self.thinking_to = entry.template_thinking_key or "reasoning_content"
         renamed = {"role": entry.message_field_role, "content": entry.message_field_content}

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from upweight.config.peers import TEMPLATE_ALIASES
-from upweight.config.sections.data import FALLBACK_PREFIX, DataSection, DatasetRow
+from upweight.config.sections.data import FALLBACK_PREFIX, DataSection, DatasetSpec
 from upweight.data.raw_row import RowError, common_length
 from upweight.data.tokenize.messages import Conversation, Message
 from upweight.errors import UserError
@@ -168,7 +168,7 @@ def _warn_if_left_out(message: Message, text: str) -> None:
             warn_once(LEFT_OUT)
 
 
-def chat_template(data: DataSection, entry: DatasetRow, tokenizer: Any, folder: Path) -> ChatTemplate:
+def chat_template(data: DataSection, entry: DatasetSpec, tokenizer: Any, folder: Path) -> ChatTemplate:
     """Return the template for the rows of one entry: the entry's, else the config's, else the tokenizer's."""
     section = entry if entry.chat_template or entry.chat_template_jinja else data
     source = template_source(section.chat_template, section.chat_template_jinja, tokenizer, folder)

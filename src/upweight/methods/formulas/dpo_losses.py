@@ -68,62 +68,63 @@ def smoothed_sigmoid(margin_P: Tensor, smoothing: float) -> Tensor:
     return -(1 - smoothing) * F.logsigmoid(margin_P) - smoothing * F.logsigmoid(-margin_P)
 
 
-def sigmoid(p: Pairs) -> Tensor:
-    return smoothed_sigmoid(p.margin_P, p.smoothing)
+def sigmoid(pairs: Pairs) -> Tensor:
+    return smoothed_sigmoid(pairs.margin_P, pairs.smoothing)
 
 
-def sigmoid_norm(p: Pairs) -> Tensor:
-    return smoothed_sigmoid(p.beta * p.mean_margin_P, p.smoothing)
+def sigmoid_norm(pairs: Pairs) -> Tensor:
+    return smoothed_sigmoid(pairs.beta * pairs.mean_margin_P, pairs.smoothing)
 
 
-def hinge(p: Pairs) -> Tensor:
-    return torch.relu(1 - p.margin_P)
+def hinge(pairs: Pairs) -> Tensor:
+    return torch.relu(1 - pairs.margin_P)
 
 
-def ipo(p: Pairs) -> Tensor:
-    return (p.mean_margin_P - 1 / (2 * p.beta)) ** 2
+def ipo(pairs: Pairs) -> Tensor:
+    return (pairs.mean_margin_P - 1 / (2 * pairs.beta)) ** 2
 
 
-def exo_pair(p: Pairs) -> Tensor:
-    win_P, lose_P = F.logsigmoid(p.margin_P), F.logsigmoid(-p.margin_P)
-    gain_P = win_P.exp() * (win_P - math.log1p(-p.smoothing))
-    return gain_P + lose_P.exp() * (lose_P - math.log(p.smoothing))
+def exo_pair(pairs: Pairs) -> Tensor:
+    win_P, lose_P = F.logsigmoid(pairs.margin_P), F.logsigmoid(-pairs.margin_P)
+    gain_P = win_P.exp() * (win_P - math.log1p(-pairs.smoothing))
+    return gain_P + lose_P.exp() * (lose_P - math.log(pairs.smoothing))
 
 
-def nca_pair(p: Pairs) -> Tensor:
-    chosen_P, rejected_P = p.rewards
+def nca_pair(pairs: Pairs) -> Tensor:
+    chosen_P, rejected_P = pairs.rewards
     return -F.logsigmoid(chosen_P) - 0.5 * F.logsigmoid(-chosen_P) - 0.5 * F.logsigmoid(-rejected_P)
 
 
-def robust(p: Pairs) -> Tensor:
-    noisy_P = -(1 - p.smoothing) * F.logsigmoid(p.margin_P) + p.smoothing * F.logsigmoid(-p.margin_P)
-    return noisy_P / (1 - 2 * p.smoothing)
+def robust(pairs: Pairs) -> Tensor:
+    noisy_P = -(1 - pairs.smoothing) * F.logsigmoid(pairs.margin_P) + pairs.smoothing * F.logsigmoid(-pairs.margin_P)
+    return noisy_P / (1 - 2 * pairs.smoothing)
 
 
-def bco_pair(p: Pairs) -> Tensor:
-    chosen_P, rejected_P = p.rewards
+def bco_pair(pairs: Pairs) -> Tensor:
+    chosen_P, rejected_P = pairs.rewards
     return -F.logsigmoid(chosen_P) - F.logsigmoid(-rejected_P)
 
 
-def sppo_hard(p: Pairs) -> Tensor:
-    chosen_P, rejected_P = p.ratio_P2.unbind(1)
-    return (chosen_P - 0.5 / p.beta) ** 2 + (rejected_P + 0.5 / p.beta) ** 2
+def sppo_hard(pairs: Pairs) -> Tensor:
+    chosen_P, rejected_P = pairs.ratio_P2.unbind(1)
+    return (chosen_P - 0.5 / pairs.beta) ** 2 + (rejected_P + 0.5 / pairs.beta) ** 2
 
 
-def apo_zero(p: Pairs) -> Tensor:
-    chosen_P, rejected_P = p.rewards
+def apo_zero(pairs: Pairs) -> Tensor:
+    chosen_P, rejected_P = pairs.rewards
     return torch.sigmoid(-chosen_P) + torch.sigmoid(rejected_P)
 
 
-def apo_down(p: Pairs) -> Tensor:
-    chosen_P, rejected_P = p.rewards
+def apo_down(pairs: Pairs) -> Tensor:
+    chosen_P, rejected_P = pairs.rewards
     return torch.sigmoid(chosen_P) + torch.sigmoid(rejected_P - chosen_P)
 
 
-def discopop(p: Pairs) -> Tensor:
-    gate_P = torch.sigmoid(p.margin_P / p.tau)
+def discopop(pairs: Pairs) -> Tensor:
+    gate_P = torch.sigmoid(pairs.margin_P / pairs.tau)
     # The second term is gate x exp(-margin), whose separate factors overflow.
-    return -(1 - gate_P) * F.logsigmoid(p.margin_P) + torch.exp(F.logsigmoid(p.margin_P / p.tau) - p.margin_P)
+    exponential_P = torch.exp(F.logsigmoid(pairs.margin_P / pairs.tau) - pairs.margin_P)
+    return -(1 - gate_P) * F.logsigmoid(pairs.margin_P) + exponential_P
 
 
 def step_values(loss_types: tuple[LossType, ...], policy_P2: Tensor, ref_P2: Tensor) -> dict[str, Tensor]:
@@ -144,19 +145,19 @@ def at_same_rank(values_P: Tensor, sorted_values: Tensor, sorted_other: Tensor) 
     return sorted_other[torch.searchsorted(borders, values_P.detach().contiguous())]
 
 
-def aot(p: Pairs) -> Tensor:
-    margin_P = p.policy_P2[:, 0] - p.policy_P2[:, 1]
-    partner_P = at_same_rank(margin_P, p.sorted["policy_margin"], p.sorted["ref_margin"])
-    return smoothed_sigmoid(p.beta * (margin_P - partner_P), p.smoothing)
+def aot(pairs: Pairs) -> Tensor:
+    margin_P = pairs.policy_P2[:, 0] - pairs.policy_P2[:, 1]
+    partner_P = at_same_rank(margin_P, pairs.sorted["policy_margin"], pairs.sorted["ref_margin"])
+    return smoothed_sigmoid(pairs.beta * (margin_P - partner_P), pairs.smoothing)
 
 
-def aot_unpaired(p: Pairs) -> Tensor:
-    chosen_P, rejected_P = p.ratio_P2.unbind(1)
-    below_P = at_same_rank(chosen_P, p.sorted["chosen"], p.sorted["rejected"])
-    above_P = at_same_rank(rejected_P, p.sorted["rejected"], p.sorted["chosen"])
-    loss_P = smoothed_sigmoid(p.beta * (chosen_P - below_P), p.smoothing)
+def aot_unpaired(pairs: Pairs) -> Tensor:
+    chosen_P, rejected_P = pairs.ratio_P2.unbind(1)
+    below_P = at_same_rank(chosen_P, pairs.sorted["chosen"], pairs.sorted["rejected"])
+    above_P = at_same_rank(rejected_P, pairs.sorted["rejected"], pairs.sorted["chosen"])
+    loss_P = smoothed_sigmoid(pairs.beta * (chosen_P - below_P), pairs.smoothing)
     # Both sides of a rank see the same loss: it counts once, its gradient reaches both.
-    mirror_P = smoothed_sigmoid(p.beta * (above_P - rejected_P), p.smoothing)
+    mirror_P = smoothed_sigmoid(pairs.beta * (above_P - rejected_P), pairs.smoothing)
     return loss_P + mirror_P - mirror_P.detach()
 
 

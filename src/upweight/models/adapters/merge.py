@@ -21,7 +21,14 @@ from upweight.config.sections.model import ModelSection
 from upweight.errors import UserError
 from upweight.files import atomic_path
 from upweight.log import logger
-from upweight.models.load import config_with_head, load_config, load_failures, load_model, model_class, resolve_source
+from upweight.models.load import (
+    config_with_head,
+    load_failures,
+    load_model,
+    load_model_config,
+    model_class,
+    resolve_source,
+)
 from upweight.models.tokenizer import load_tokenizer
 from upweight.runs.checkpoints import refuse_damaged
 
@@ -54,7 +61,7 @@ class AdapterFolder:
 
     def dtype(self) -> torch.dtype:
         """Return the dtype of the base's weights, or that of training on a GPU where its config has none."""
-        stored = load_config(self.base).dtype
+        stored = load_model_config(self.base).dtype
         return stored if isinstance(stored, torch.dtype) else torch.float32 if not self.base.bf16 else torch.bfloat16
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -73,7 +80,7 @@ def merge_adapter(adapted: AdapterFolder, output: Path) -> None:
     """Write the merged model, in the dtype of the base's weights, and the tokenizer to `output`, a new folder."""
     if output.exists():
         raise UserError(f"{output} exists already; remove it, or name another folder with --output")
-    if adapted.base.gguf_file is None and hasattr(load_config(adapted.base), "quantization_config"):
+    if adapted.base.gguf_file is None and hasattr(load_model_config(adapted.base), "quantization_config"):
         raise UserError("base_model: its weights are stored quantised; name the unquantised model to merge into")
     with atomic_path(output) as part:
         part.mkdir(parents=True)

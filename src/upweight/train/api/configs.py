@@ -12,7 +12,7 @@ from upweight.callbacks import CallbackSection
 from upweight.config.explain import explain, show
 from upweight.config.modernise import asks_for_something
 from upweight.config.peers import FUSED_HEAD, PACKED
-from upweight.config.sections.data import DataSection, DatasetRow
+from upweight.config.sections.data import DataSection, DatasetSpec
 from upweight.config.sections.model import ModelSection
 from upweight.config.sections.run import RunSection
 from upweight.config.sections.training import OptimSection, ShardingSection
@@ -173,9 +173,9 @@ class MethodArguments(TrainingArguments):
             translated = map(error_translator(type(self)), problems)
             raise UserError(f"{type(self).__name__}: {'; '.join(translated)}") from None
 
-    def dataset_row(self, columns: Sequence[str] = ()) -> DatasetRow:
+    def dataset_row(self, columns: Sequence[str] = ()) -> DatasetSpec:
         """Return the `datasets` entry that reads a script's rows with these columns."""
-        return DatasetRow(path=ROWS)
+        return DatasetSpec(path=ROWS)
 
     def data_settings(self) -> dict[str, Any]:
         """Return the settings of `DataSection` that apply to all rows."""
@@ -213,10 +213,10 @@ class SFTConfig(MethodArguments):
     eval_packing: bool | None = no_effect(None, PACKED)
     dataset_kwargs: dict[str, Any] | None = refused(None, ROWS_OF_TEXT)  # noqa: RUF009
 
-    def dataset_row(self, columns: Sequence[str] = ()) -> DatasetRow:
+    def dataset_row(self, columns: Sequence[str] = ()) -> DatasetSpec:
         """Return the entry for SFT rows; `dataset_text_field` names the text column, masks of token ids are used."""
         roles = ["assistant"] if self.assistant_only_loss and "input_ids" not in columns else None
-        return DatasetRow(path=ROWS, field=self.dataset_text_field, roles_to_train=roles)
+        return DatasetSpec(path=ROWS, field=self.dataset_text_field, roles_to_train=roles)
 
     def data_settings(self) -> dict[str, Any]:
         """Return the settings, with shuffling before training beside the order of each epoch."""
@@ -335,7 +335,7 @@ class PRMConfig(MethodArguments):
     train_on_last_step_only: bool = with_help(False, "Label the last step only.")
     max_completion_length: int | None = with_help(None, "Longest completion in tokens.")
 
-    def dataset_row(self, columns: Sequence[str] = ()) -> DatasetRow:
+    def dataset_row(self, columns: Sequence[str] = ()) -> DatasetSpec:
         """Return the entry for rows with labelled steps, with the separator and labelling of the arguments."""
         names = ("step_separator", "train_on_last_step_only", "max_completion_length")
-        return DatasetRow(path=ROWS, **{name: getattr(self, name) for name in names})
+        return DatasetSpec(path=ROWS, **{name: getattr(self, name) for name in names})

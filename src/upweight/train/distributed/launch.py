@@ -33,7 +33,7 @@ def is_rank() -> bool:
 class Start:
     """How ranks are started; `extra` arguments go to torchrun or accelerate."""
 
-    processes: int | None = None  # on this machine; None: one for each GPU
+    nproc_per_node: int | None = None  # on this machine; None: one for each GPU
     launcher: str | None = None  # one of `LAUNCHERS`; None: ours
     nodes: int = 1
     node_rank: int = 0
@@ -50,19 +50,19 @@ class Start:
             raise UserError(f"--node-rank {self.node_rank}: counts from 0 and has to be below --nodes {self.nodes}.")
         if self.extra and self.launcher not in ("torchrun", "accelerate"):
             raise UserError("arguments after -- are for --launcher torchrun or accelerate; name one of them.")
-        if self.launcher == "none" and (self.nodes > 1 or (self.processes or 1) > 1):
+        if self.launcher == "none" and (self.nodes > 1 or (self.nproc_per_node or 1) > 1):
             raise UserError("--launcher none starts no processes; drop it, or --nodes and --num-processes.")
 
 
-def launch(arguments: Sequence[str], start: Start, processes: int) -> int:
-    """Run `upweight ARGUMENTS` as `processes` ranks; return the exit code, and print errors once."""
+def launch(arguments: Sequence[str], start: Start, nproc_per_node: int) -> int:
+    """Run `upweight ARGUMENTS` as `nproc_per_node` ranks; return the exit code, and print errors once."""
     with tempfile.TemporaryDirectory() as folder:
         port, store = start.port or (PORT if start.nodes > 1 else free_port()), None
         if start.launcher is None:
             command = [sys.executable, "-m", "upweight", *arguments]
             listener = _listener(start.port or 0) if start.nodes == 1 else None
             alone = {} if listener is None else _at_loopback(listener)
-            each = [_rank_variables(start, number, processes, port) | alone for number in range(processes)]
+            each = [_rank_variables(start, number, nproc_per_node, port) | alone for number in range(nproc_per_node)]
             ranks = [_spawn(command, folder, variables) for variables in each]
             store = listener and _store_at(listener)  # which ranks need while they run
         else:
@@ -70,7 +70,7 @@ def launch(arguments: Sequence[str], start: Start, processes: int) -> int:
 
             on_cpu = start.launcher == "accelerate" and not torch.cuda.is_available()  # which its launcher must be told
             variables = {"ACCELERATE_USE_CPU": "true"} if on_cpu else {}
-            ranks = [_spawn(_launcher_command(arguments, start, processes, port), folder, variables)]
+            ranks = [_spawn(_launcher_command(arguments, start, nproc_per_node, port), folder, variables)]
         with forwarded_signals((signal.SIGTERM, signal.SIGINT), ranks) as passed:
             try:
                 return _wait(ranks, Path(folder), passed)
@@ -121,15 +121,15 @@ def _store_at(listener: socket.socket) -> Any:
     return dist.TCPStore(address, port, **options)  # pyright: ignore[reportPrivateImportUsage]
 
 
-def _rank_variables(start: Start, rank: int, processes: int, port: int) -> dict[str, str]:
+def _rank_variables(start: Start, rank: int, nproc_per_node: int, port: int) -> dict[str, str]:
     return {
-        "RANK": str(start.node_rank * processes + rank),
+        "RANK": str(start.node_rank * nproc_per_node + rank),
         "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(start.nodes * processes),
-        "LOCAL_WORLD_SIZE": str(processes),
+        "WORLD_SIZE": str(start.nodes * nproc_per_node),
+        "LOCAL_WORLD_SIZE": str(nproc_per_node),
         "MASTER_ADDR": (start.nodes > 1 and start.address) or "127.0.0.1",
         "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // processes, 1))),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // nproc_per_node, 1))),
     }
 
 
@@ -138,17 +138,18 @@ def _spawn(command: Sequence[str], folder: str, variables: dict[str, str]) -> su
     return subprocess.Popen(command, env={**os.environ, MESSAGE_FOLDER: folder, **variables}, start_new_session=True)
 
 
-def _launcher_command(arguments: Sequence[str], start: Start, processes: int, port: int) -> list[str]:
+def _launcher_command(arguments: Sequence[str], start: Start, nproc_per_node: int, port: int) -> list[str]:
     """The command line of torchrun or accelerate; arguments after -- come last and win."""
     command, address = ["-m", "upweight", *arguments], start.address or "127.0.0.1"
     if start.launcher == "torchrun":
         where = ["--nnodes", str(start.nodes), "--node-rank", str(start.node_rank)]
-        where += ["--nproc-per-node", str(processes), "--master-addr", address, "--master-port", str(port)]
+        where += ["--nproc-per-node", str(nproc_per_node), "--master-addr", address, "--master-port", str(port)]
         return [sys.executable, "-m", "torch.distributed.run", *where, *start.extra, *command]
     where = ["--num_machines", str(start.nodes), "--machine_rank", str(start.node_rank)]
-    where += ["--num_processes", str(start.nodes * processes), "--main_process_ip", address]
+    where += ["--num_processes", str(start.nodes * nproc_per_node), "--main_process_ip", address]
     where += ["--main_process_port", str(port), "--mixed_precision", "no", "--dynamo_backend", "no"]
-    several = ["--multi_gpu"] if start.nodes * processes > 1 else []  # also on CPUs, where it would start one process
+    # Also on CPUs, where it would start one process.
+    several = ["--multi_gpu"] if start.nodes * nproc_per_node > 1 else []
     return [sys.executable, "-m", "accelerate.commands.launch", *where, *several, *start.extra, *command]
 
 

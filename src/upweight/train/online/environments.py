@@ -13,7 +13,7 @@ from upweight.config.sections.environment import EnvironmentSection
 from upweight.data.raw_row import PREPARED_COLUMNS
 from upweight.data.tokenize.templates import ChatTemplate
 from upweight.engine.forward import base_of
-from upweight.environments.call_formats import format_of
+from upweight.environments.call_formats import call_format_of
 from upweight.environments.episode import Environment
 from upweight.environments.nemo_gym.gym import NemoGym
 from upweight.environments.nemo_gym.process import GymProcess
@@ -56,7 +56,7 @@ class EnvironmentSetup:
             ChatTemplate(tokenizer, None, self.data.template_args, self.data.template_timeout),
             ends=end_tokens(base_of(model), tokenizer),
             bounds=self.bounds,
-            tool_format=format_of(source) if self.tool_format == "auto" else self.tool_format,
+            tool_format=call_format_of(source) if self.tool_format == "auto" else self.tool_format,
             default_system=self.data.default_system_message,
         )
         return EpisodeRunner(setup, generator)
