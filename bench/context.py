@@ -22,7 +22,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from upweight.engine import Engine
 from upweight.engine.packing import build_batch
-from upweight.train.distributed.ranks import share_rows
+from upweight.train.distributed.ranks import context_parallel_group
 from upweight.types import Sample, Unit
 
 MIB = 2**20
@@ -31,7 +31,7 @@ MIB = 2**20
 def measure(engine: Engine, model: Qwen2ForCausalLM, tokens: int, device: torch.device) -> dict[str, float]:
     """MiB saved by a forward of one row, and the most that forward and backward add to this process."""
     ids = torch.randint(3, 32_000, (tokens,), generator=torch.Generator().manual_seed(0))
-    batch = build_batch([Unit((Sample(ids=ids.numpy(), scored=(torch.arange(tokens) > 0).numpy()),))]).to(device)
+    batch = build_batch([Unit((Sample(ids=ids.numpy(), loss_mask=(torch.arange(tokens) > 0).numpy()),))]).to(device)
     weights = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
     saved: dict[int, int] = {}
 
@@ -69,7 +69,7 @@ def run_rank(rank: int, world: int, tokens: int, folder: str) -> None:
     shape |= {"num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 32_000}
     model = Qwen2ForCausalLM(Qwen2Config(max_position_embeddings=1 << 20, **shape))
     torch.nn.Module.to(model, device)
-    engine = Engine(model, context=share_rows(world))
+    engine = Engine(model, context=context_parallel_group(world))
     measure(engine, model, 64 * world, device)  # gradients and buffers are there from now on
     found = measure(engine, model, tokens, device)
     Path(f"{folder}/{world}-{rank}.json").write_text(json.dumps(found))

@@ -6,9 +6,9 @@ from made_tokenizers import byte_tokenizer
 from upweight.data.tokenize.messages import Conversation
 from upweight.data.tokenize.templates import ChatTemplate, template_source
 from upweight.environments.python_class import PythonEnvironment
+from upweight.models.tokenizer import eos_token_ids
 from upweight.rollout.episodes.loop import EpisodeLimits, EpisodeSetup
 from upweight.rollout.episodes.runner import EpisodeRunner
-from upweight.sampler.in_process import end_tokens
 from upweight.types import Completion, Group, Sampling
 
 
@@ -75,14 +75,14 @@ class Talk:
 
 
 def episode_runner(
-    generator, *, factory=None, functions=(), tokenizer=None, bounds=None, form="hermes", limit=1.0, **options
+    generator, *, factory=None, functions=(), tokenizer=None, limits=None, form="hermes", limit=1.0, **options
 ):
     tokenizer = tokenizer or generator.tokenizer
     environment = PythonEnvironment(factory, functions, timeout=limit, tool_timeout=limit)
-    ends = end_tokens(None, tokenizer)
-    bounds = bounds or EpisodeLimits(max_turns=5, call_seconds=5 * limit)
+    ends = eos_token_ids(None, tokenizer)
+    limits = limits or EpisodeLimits(max_turns=5, call_seconds=5 * limit)
     template = ChatTemplate(tokenizer, None, {})
-    return EpisodeRunner(EpisodeSetup(environment, template, ends, bounds, tool_format=form, **options), generator)
+    return EpisodeRunner(EpisodeSetup(environment, template, ends, limits, tool_format=form, **options), generator)
 
 
 def groups_of(made, rows):

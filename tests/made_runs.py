@@ -75,7 +75,7 @@ def rows_for(method, count: int = 11) -> list[dict]:
             labels = [-100] * len(prompt) + [(n + k) % 2 if k % 2 else -100 for k in range(len(answers[0]))]
             made.append({"ids": prompt + answers[0], "labels": labels})
         else:
-            made.append({"ids": prompt + answers[0], "scored": [False] * len(prompt) + [True] * len(answers[0])})
+            made.append({"ids": prompt + answers[0], "loss_mask": [False] * len(prompt) + [True] * len(answers[0])})
     return made
 
 

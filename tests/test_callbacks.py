@@ -14,11 +14,16 @@ def test_a_loss_that_stays_high_ends_the_run(tmp_path):
     section = CallbackSection(loss_limit=2.0, loss_limit_patience=2)
     (limit,) = callbacks_of(section, tmp_path)
     state = TrainerState(global_step=1)
-    for loss in (3.0, 1.0, 3.0):
-        limit.on_log(None, state, None, logs={"loss": loss})
-    limit.on_log(None, state, None, logs={"eval_loss": 9.0})
+
+    def log(**logs):
+        logs |= limit.metrics(state, logs)
+        limit.on_log(None, state, None, logs=logs)
+        return logs
+
+    assert [log(loss=loss)["loss_watchdog/logs_above"] for loss in (3.0, 1.0, 3.0)] == [1, 0, 1]
+    assert log(eval_loss=9.0) == {"eval_loss": 9.0}
     with pytest.raises(UserError, match=r"above loss_watchdog_threshold \(2\) in 2 logs in a row, now 4"):
-        limit.on_log(None, state, None, logs={"loss": 4.0})
+        log(loss=4.0)
 
 
 def test_nothing_is_called_for_keys_that_are_not_set(tmp_path):
@@ -26,11 +31,11 @@ def test_nothing_is_called_for_keys_that_are_not_set(tmp_path):
 
 
 def test_every_public_method_is_an_event_of_the_trainer():
-    """A misspelt event would never be called."""
+    """A misspelt event would never be called; `metrics` is ours."""
     classes = [
         kind for _, kind in inspect.getmembers(callbacks, inspect.isclass) if kind.__module__ == callbacks.__name__
     ]
     methods = [(kind, name) for kind in classes if kind is not CallbackSection for name in vars(kind)]
     public = [(kind.__name__, name) for kind, name in methods if not name.startswith("_")]
     assert public
-    assert not [(kind, name) for kind, name in public if not hasattr(TrainerCallback, name)]
+    assert not [(kind, name) for kind, name in public if name != "metrics" and not hasattr(TrainerCallback, name)]

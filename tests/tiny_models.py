@@ -99,7 +99,7 @@ def drawn(seed: int, length: int) -> np.ndarray:
 def sample(*parts: np.ndarray, prompt: int) -> Sample:
     """Parts end to end; everything from `prompt` on is scored."""
     ids = np.concatenate(parts).astype(np.int64)
-    return Sample(ids=ids, scored=np.arange(len(ids)) >= prompt)
+    return Sample(ids=ids, loss_mask=np.arange(len(ids)) >= prompt)
 
 
 def pair() -> list[Unit]:
@@ -143,7 +143,7 @@ def plain_statistics(model, units: list[Unit]) -> dict[str, torch.Tensor]:
     """Log-probs and entropies of the scored tokens, each sequence forwarded alone by the model's own forward."""
     logps, entropy = [], []
     for item in (item for unit in units for item in unit.samples):
-        at = torch.from_numpy(np.flatnonzero(item.scored)).to(model.device)
+        at = torch.from_numpy(np.flatnonzero(item.loss_mask)).to(model.device)
         at = at[at > 0]
         ids = torch.from_numpy(item.ids).to(model.device)
         log_p = model(input_ids=ids[None], use_cache=False).logits[0, at - 1].float().log_softmax(-1)

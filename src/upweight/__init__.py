@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 from upweight.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from upweight.data.row_helpers import (
+    from upweight.data.trl_functions import (
         apply_chat_template,
         extract_prompt,
         is_conversational,
@@ -53,9 +53,9 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'upweight' has no attribute {name!r}")
     if name[0].islower():
-        from upweight.data import row_helpers
+        from upweight.data import trl_functions
 
-        return getattr(row_helpers, name)
+        return getattr(trl_functions, name)
     from upweight.train.api import configs, grpo, trainers
 
     return next(vars(module)[name] for module in (configs, grpo, trainers) if name in vars(module))

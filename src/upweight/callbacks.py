@@ -1,9 +1,10 @@
 """What a key adds between the steps of a run: its declaration, and a callback that does what it says.
 
-Methods of a callback are named as the events of `transformers.TrainerCallback` and take the same arguments.
+Methods of a callback are named as the events of `transformers.TrainerCallback` and take the same arguments. The events
+follow what is recorded; `metrics(state, logs)` comes before it, and returns metrics that a log gets besides.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -50,15 +51,17 @@ class LossLimit:
     def __init__(self, limit: float, patience: int) -> None:
         self.limit, self.patience, self.above = limit, patience, 0
 
+    def metrics(self, state: Any, logs: Mapping[str, float]) -> dict[str, float]:
+        if "loss" not in logs:
+            return {}
+        self.above = self.above + 1 if logs["loss"] > self.limit else 0
+        return {"loss_watchdog/logs_above": self.above}
+
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        loss: float | None = kwargs["logs"].get("loss")
-        if loss is None:
-            return
-        self.above = self.above + 1 if loss > self.limit else 0
         if self.above >= self.patience:
-            above = f"above loss_watchdog_threshold ({self.limit:g}) in {self.above} logs in a row, now {loss:.4g}"
-            remedy = "Lower 'learning_rate' or raise the threshold."
-            raise UserError(f"step {state.global_step}: the loss was {above}. {remedy}")
+            now = f"in {self.above} logs in a row, now {kwargs['logs']['loss']:.4g}"
+            problem = f"step {state.global_step}: the loss was above loss_watchdog_threshold ({self.limit:g}) {now}"
+            raise UserError(f"{problem}. Lower 'learning_rate' or raise the threshold.")
 
 
 class Profiler:

@@ -3,7 +3,7 @@
 Tensor names end in their axes:
 
     B  rows of one forward (1 when packed as trees)      N  token positions in a row, padding included
-    T  scored tokens (or scored positions) of a batch    S  sequences
+    T  scored tokens: those in loss masks                S  sequences
     P  pairs                                             G  groups (completions of one prompt)
     R  reward functions                                  V  vocabulary
     D  hidden width                                      F  feature width
@@ -26,13 +26,13 @@ class Sample:
     """One token sequence, the mask of its scored tokens, and the values that the method needs."""
 
     ids: NDArray[np.int64]
-    scored: NDArray[np.bool_]
+    loss_mask: NDArray[np.bool_]  # True at tokens whose log-probs, or at positions whose scores, are computed
     labels: NDArray[np.int64] | None = None  # class at each scored position, for score heads
     label: int | None = None  # becomes Batch.label_S
     prompt: NDArray[np.bool_] | None = None  # over scored tokens: True if the token belongs to the prompt
     advantage: float | None = None
     share: float = 1.0  # share of its completion's scored tokens, where a completion is several sequences
-    # One entry for each True in `scored`, in order.
+    # One entry for each True in `loss_mask`, in order.
     old_logps: NDArray[np.float32] | None = None
     sampler_logps: NDArray[np.float32] | None = None
     ref_logps: NDArray[np.float32] | None = None
@@ -233,8 +233,8 @@ class Generator(Protocol):
 
 
 @runtime_checkable
-class Provable(Protocol):
+class ChecksSampling(Protocol):
     """A sampling backend that is checked on the model before it first samples, on all ranks together."""
 
-    def prove(self, prompts: Prompts, sampling: Sampling, gather: Callable[[Any], list[Any]]) -> None:
+    def check_sampling(self, prompts: Prompts, sampling: Sampling, gather: Callable[[Any], list[Any]]) -> None:
         """Raise where its log-probs are not the model's; `gather` returns the values of all ranks on every rank."""

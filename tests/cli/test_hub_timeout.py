@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from made_runs import write_config, write_model
 from upweight.cli.app import app
 from upweight.cli.fits import run as fits
-from upweight.cli.inputs import load_with_notices, trained
+from upweight.cli.inputs import find_trained, load_with_notices
 
 
 @pytest.fixture(autouse=True)
@@ -69,12 +69,12 @@ def by_run_folder(file):
     folder = file.parent / "run"
     folder.mkdir()
     (folder / "config.yaml").write_text(file.read_text())
-    trained(str(folder), [])
+    find_trained(str(folder), [])
 
 
 def by_folder_of_weights(file):
     file.unlink()  # no run is known then
-    trained(str(file.parent / "model"), ["hub_timeout=3"])
+    find_trained(str(file.parent / "model"), ["hub_timeout=3"])
 
 
 @pytest.mark.parametrize("read", [by_doctor, by_fits, by_run_folder, by_folder_of_weights])

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from upweight.cli.inputs import trained
+from upweight.cli.inputs import find_trained
 from upweight.errors import UserError
 from upweight.runs.checkpoints import mark_whole
 
@@ -18,7 +18,7 @@ def test_a_damaged_checkpoint_is_refused_before_it_is_read(name, of_run, tmp_pat
     mark_whole(checkpoint)
     if of_run:
         (tmp_path / "config.yaml").write_text("base_model: m\ndatasets: [{path: d, type: alpaca}]\n")
-    assert (trained(str(checkpoint), []).adapter is None) == (name == "config.json")
+    assert (find_trained(str(checkpoint), []).adapter is None) == (name == "config.json")
     (checkpoint / name).write_bytes(b"\0" * 32)
     with pytest.raises(UserError, match=rf"checkpoint-5 is damaged: {name} "):
-        trained(str(checkpoint), [])
+        find_trained(str(checkpoint), [])

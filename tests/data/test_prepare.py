@@ -9,7 +9,7 @@ import pytest
 
 from made_tokenizers import byte_tokenizer
 from upweight.config import parse_config
-from upweight.data import chunks as chunks_module
+from upweight.data import workers as chunks_module
 from upweight.data.prepare import prepare, require_both_labels, shown_rows
 from upweight.errors import UserError
 from upweight.methods import DPO, KTO
@@ -351,7 +351,7 @@ def test_what_a_method_cannot_learn_from_stops_before_training_with_its_row(run,
 
 
 def test_a_column_of_a_prompt_may_have_any_name(run):
-    columns = {"others": "x", "ids": 3, "scored": [1.5], "completion_ids": "y", "labels": None}
+    columns = {"others": "x", "ids": 3, "loss_mask": [1.5], "completion_ids": "y", "labels": None}
     prepared = run(
         [{"prompt": "Why?", **columns}], rl="grpo", trl={"reward_funcs": ["r.f"]}, datasets=[{"path": "rows.jsonl"}]
     )

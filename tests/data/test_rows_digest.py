@@ -27,3 +27,9 @@ def test_the_same_rows_in_other_pieces_have_the_same_hash():
 )
 def test_other_rows_have_another(rows):
     assert rows_digest(Dataset.from_list(rows)) != rows_digest(Dataset.from_list(ROWS))
+
+
+def test_the_loss_mask_counts_under_the_name_that_digests_in_checkpoints_have():
+    row = {"ids": [1, 2], "prompt_length": 1}
+    old, new = ({**row, name: [False, True]} for name in ("scored", "loss_mask"))
+    assert rows_digest(Dataset.from_list([old])) == rows_digest(Dataset.from_list([new]))

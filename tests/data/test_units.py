@@ -19,11 +19,11 @@ def ids(unit):
 
 
 def scored(unit):
-    return [sample.scored.tolist() for sample in unit.samples]
+    return [sample.loss_mask.tolist() for sample in unit.samples]
 
 
 def test_text_keeps_its_loss_mask():
-    (unit,) = units_of([{"ids": [1, 2, 3], "scored": [False, True, False]}], SFT())
+    (unit,) = units_of([{"ids": [1, 2, 3], "loss_mask": [False, True, False]}], SFT())
     assert (ids(unit), scored(unit)) == ([[1, 2, 3]], [[False, True, False]])
 
 
@@ -38,14 +38,14 @@ def test_orpo_may_score_answers_alone():
     (unit,) = units_of([PAIR], ORPO(likelihood_of_prompt=False))
     (plain,) = units_of([PAIR], DPO())
     for sample, other in zip(unit.samples, plain.samples, strict=True):
-        assert sample.scored.tolist() == other.scored.tolist()
+        assert sample.loss_mask.tolist() == other.loss_mask.tolist()
         assert not sample.prompt.any()
 
 
 def test_orpo_scores_the_prompt_of_the_chosen_side_too_and_says_which_it_is():
     (unit,) = units_of([PAIR], ORPO())
     chosen, rejected = unit.samples
-    assert chosen.scored.all()
+    assert chosen.loss_mask.all()
     assert chosen.prompt.tolist() == [True, True, False, False, False]
     assert rejected.prompt.tolist() == [False]
 
@@ -66,7 +66,7 @@ def test_a_reward_model_scores_the_last_position_and_knows_the_margin():
 def test_steps_are_scored_where_they_have_a_class():
     (unit,) = units_of([{"ids": [1, 2, 3, 4], "labels": [-100, 0, -100, 1]}], PRM())
     (sample,) = unit.samples
-    assert sample.scored.tolist() == [False, True, False, True]
+    assert sample.loss_mask.tolist() == [False, True, False, True]
     assert sample.labels.tolist() == [0, 1]
 
 

@@ -44,7 +44,7 @@ def test_features_are_the_plain_hidden_states(layout):
     for unit in units:
         item = unit.samples[0]
         states = model(torch.from_numpy(item.ids)[None], output_hidden_states=True).hidden_states
-        at = np.flatnonzero(item.scored) - 1
+        at = np.flatnonzero(item.loss_mask) - 1
         plain.append(torch.cat([states[int(depth * 3)][0, at] for depth in depths], -1))
     engine = Engine(model, layout=layout)
     batch = build_batch(units, layout=engine.layout)

@@ -4,7 +4,6 @@ from torch import nn
 
 from tiny_models import tiny
 from upweight.engine import logits
-from upweight.engine.forward import body_of
 from upweight.engine.logits import (
     STATISTICS,
     HeadRequest,
@@ -12,11 +11,11 @@ from upweight.engine.logits import (
     linear_statistics,
     logit_transform,
     module_statistics,
-    row_gradient,
-    row_statistics,
     run_head,
+    token_gradient,
+    token_statistics,
 )
-from upweight.models.modules import wrap_forward
+from upweight.models.modules import backbone_of, wrap_forward
 
 REQUEST = HeadRequest(LogitTransform(scale=0.5, cap=4.0), 0.8, frozenset(STATISTICS))
 NAMES = ("logps_T", *STATISTICS[:4])
@@ -37,9 +36,9 @@ NAMES = ("logps_T", *STATISTICS[:4])
 def test_the_form_of_the_logits_is_found_without_weights(kind, transform):
     with torch.device("meta"):
         model = tiny(kind)
-    assert logit_transform(model, body_of(model)) == transform
+    assert logit_transform(model, backbone_of(model)) == transform
     assert "forward" not in model.get_output_embeddings().__dict__
-    assert "forward" not in body_of(model).__dict__
+    assert "forward" not in backbone_of(model).__dict__
 
 
 @pytest.mark.parametrize(
@@ -52,17 +51,17 @@ def test_written_gradients_are_those_of_autograd(transform, temperature, reached
     projected = (3 * torch.randn(6, 11, dtype=torch.float32)).requires_grad_()
     target = torch.randint(0, 11, (6,))
     request = HeadRequest(transform, temperature, frozenset(STATISTICS))
-    statistics = row_statistics(projected, target, request)
+    statistics = token_statistics(projected, target, request)
     grads = {name: torch.randn(6) for name in reached}
     (right,) = torch.autograd.grad([statistics[name] for name in reached], projected, list(grads.values()))
-    ours = row_gradient(projected.detach(), target, request, {n: v.detach() for n, v in statistics.items()}, grads)
+    ours = token_gradient(projected.detach(), target, request, {n: v.detach() for n, v in statistics.items()}, grads)
     torch.testing.assert_close(ours, right, atol=1e-5, rtol=1e-5)
 
 
 def test_statistics_are_what_their_names_say():
     projected = torch.tensor([[1.0, 3.0, -1.0], [0.0, 0.0, 0.0]])
     target = torch.tensor([1, 2])
-    out = row_statistics(projected, target, HeadRequest(LogitTransform(), 2.0, frozenset(STATISTICS)))
+    out = token_statistics(projected, target, HeadRequest(LogitTransform(), 2.0, frozenset(STATISTICS)))
     p = (projected / 2).softmax(-1)
     torch.testing.assert_close(out["logps_T"], p[[0, 1], target].log())
     torch.testing.assert_close(out["entropy_T"], -(p * p.log()).sum(-1))
@@ -93,7 +92,7 @@ def test_chunks_change_nothing(monkeypatch, chunk, kept, bias):
     monkeypatch.setattr(logits, "_KEPT_ON_CPU", kept)
     hidden, layer, target = made(bias)
     leaves = [hidden, *layer.parameters()]
-    plain = row_statistics(layer(hidden), target, REQUEST)
+    plain = token_statistics(layer(hidden), target, REQUEST)
     right = pulled(plain, leaves)
     for ours in (
         linear_statistics(hidden, layer.weight, layer.bias, target, REQUEST),
@@ -107,7 +106,7 @@ def test_chunks_change_nothing(monkeypatch, chunk, kept, bias):
 
 def test_a_frozen_head_passes_gradients_on_and_keeps_none():
     hidden, layer, target = made()
-    right = torch.autograd.grad(row_statistics(layer(hidden), target, REQUEST)["logps_T"].sum(), hidden)
+    right = torch.autograd.grad(token_statistics(layer(hidden), target, REQUEST)["logps_T"].sum(), hidden)
     layer.requires_grad_(False)
     out = linear_statistics(hidden, layer.weight, layer.bias, target, REQUEST)
     out["logps_T"].sum().backward()
@@ -119,7 +118,7 @@ def test_a_frozen_head_passes_gradients_on_and_keeps_none():
 def test_only_the_entropy_may_be_used():
     hidden, layer, target = made()
     right = torch.autograd.grad(
-        row_statistics(layer(hidden), target, REQUEST)["entropy_T"].sum(), [hidden, layer.weight]
+        token_statistics(layer(hidden), target, REQUEST)["entropy_T"].sum(), [hidden, layer.weight]
     )
     out = linear_statistics(hidden, layer.weight, layer.bias, target, REQUEST)
     found = torch.autograd.grad(out["entropy_T"].sum(), [hidden, layer.weight])
@@ -140,7 +139,7 @@ def test_half_precision_has_float32_statistics(mixed):
     hidden, layer, target = made(dtype=torch.float32 if mixed else torch.bfloat16)
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=mixed):
         out = linear_statistics(hidden, layer.weight, layer.bias, target, REQUEST)
-        plain = row_statistics(layer(hidden), target, REQUEST)
+        plain = token_statistics(layer(hidden), target, REQUEST)
     assert all(out[name].dtype == torch.float32 for name in NAMES)
     for name in NAMES:
         torch.testing.assert_close(out[name], plain[name], atol=1e-5, rtol=1e-5)
@@ -170,13 +169,15 @@ def test_a_taught_head_is_the_old_one_without_an_ask():
     wrap_forward(layer, run_head)
     assert torch.equal(layer(hidden), plain)
     out = layer(hidden, target=target, request=REQUEST, vocabulary=50)
-    torch.testing.assert_close(out["logps_T"], row_statistics(plain, target, REQUEST)["logps_T"], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        out["logps_T"], token_statistics(plain, target, REQUEST)["logps_T"], atol=1e-5, rtol=1e-5
+    )
 
 
 def test_other_numbers_of_rows_are_not_compiled_again():
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    compiled = torch.compile(row_statistics, dynamic=True, fullgraph=True, backend="eager")
+    compiled = torch.compile(token_statistics, dynamic=True, fullgraph=True, backend="eager")
     for tokens in (128, 256, 384, 128):
         hidden, layer, target = made(tokens=tokens)
         with torch.no_grad():
@@ -187,7 +188,7 @@ def test_other_numbers_of_rows_are_not_compiled_again():
 @pytest.mark.gpu
 def test_gpu_statistics_and_gradients():
     hidden, layer, target = made(tokens=301, width=64, vocabulary=5003)
-    right = row_statistics(layer(hidden), target, REQUEST)
+    right = token_statistics(layer(hidden), target, REQUEST)
     slopes = pulled(right, [hidden, layer.weight, layer.bias])
     there = layer.cuda()
     hidden_there = hidden.detach().cuda().requires_grad_()

@@ -16,7 +16,7 @@ LAYOUTS: tuple[Layout, ...] = ("tree", "padded")
 def sample(ids: list[int], scored: list[bool] | None = None, **known) -> Sample:
     """A sample whose tokens are all scored unless it says which."""
     mask = np.ones(len(ids), np.bool_) if scored is None else np.array(scored, np.bool_)
-    return Sample(ids=np.array(ids, np.int64), scored=mask, **known)
+    return Sample(ids=np.array(ids, np.int64), loss_mask=mask, **known)
 
 
 def logps(*values: float) -> np.ndarray:
@@ -54,7 +54,7 @@ def test_sources_are_predecessors_and_rows_of_T_follow_the_sequences(layout, uni
     expected = [
         (number, int(one.ids[at]), int(one.ids[at - 1]), at - 1)
         for number, one in enumerate(all_samples)
-        for at in np.flatnonzero(one.scored).tolist()
+        for at in np.flatnonzero(one.loss_mask).tolist()
         if at > 0
     ]
     found = zip(

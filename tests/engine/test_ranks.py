@@ -16,8 +16,8 @@ from tiny_models import gradients, group, relative_difference, three_levels, tin
 from upweight.engine import Engine
 from upweight.engine.activations import enable_checkpointing
 from upweight.engine.check import check_first_batch
-from upweight.engine.forward import base_of
 from upweight.engine.packing import build_batch, plan_rows
+from upweight.models.modules import unwrap_peft
 from upweight.train.distributed.ranks import join_ranks
 
 WORLD = 2
@@ -47,7 +47,7 @@ def loss(engine, model, batch):
 
 def sharded(model):
     """FSDP2 as accelerate lays it: a unit for each layer, the final norm and head (or the head alone), the root."""
-    base, mesh = base_of(model), init_device_mesh("cpu", (WORLD,))
+    base, mesh = unwrap_peft(model), init_device_mesh("cpu", (WORLD,))
     for layer in base.model.layers:
         fully_shard(layer, mesh=mesh)
     head = base.get_output_embeddings()

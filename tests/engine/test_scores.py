@@ -6,16 +6,16 @@ from peft import LoraConfig, get_peft_model
 
 from tiny_models import SIZES, gradients, relative_difference, staircase, three_levels, tiny, weighted
 from upweight.engine import Engine
-from upweight.engine.forward import base_of
 from upweight.engine.packing import build_batch
 from upweight.errors import UserError
+from upweight.models.modules import unwrap_peft
 
 
 def own_scores(model, units):
     """The model's own score of every scored position, from a text that ends there."""
     found = []
     for item in (item for unit in units for item in unit.samples):
-        for at in np.flatnonzero(item.scored):
+        for at in np.flatnonzero(item.loss_mask):
             logits = model(input_ids=torch.from_numpy(item.ids[: at + 1])[None], use_cache=False).logits
             found.append(logits.reshape(-1, logits.shape[-1])[-1:])
     return torch.cat(found)
@@ -39,7 +39,7 @@ def test_scores_and_gradients_are_those_of_the_models_own_forward(kind, task, ad
     engine = Engine(model)
     units = three_levels() + staircase()
     ours = engine(model, build_batch(units, engine.layout, predict=False)).scores_TC
-    base_of(model).config.pad_token_id = 0
+    unwrap_peft(model).config.pad_token_id = 0
     plain = own_scores(model, units)
     torch.testing.assert_close(ours, plain, atol=2e-5, rtol=1e-4)
     found, right = (gradients(model, weighted({"scores_TC": x})) for x in (ours, plain))

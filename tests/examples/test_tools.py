@@ -18,7 +18,7 @@ def test_tools_and_reward_of_the_example_fit_its_rows(monkeypatch):
     rows = [json.loads(line) for line in (FOLDER / "questions.jsonl").read_text().splitlines()]
     env_setup = environment_setup(config)
     assert env_setup is not None
-    assert env_setup.bounds.max_turns == 4
+    assert env_setup.limits.max_turns == 4
     (reward,) = build_rewards(config, torch.device("cpu"), list(rows[0]), env_setup)
     tool = env_setup.environment.tools["in_stock"]
     for row in rows:

@@ -9,7 +9,7 @@ from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import Linear as LoraLinear
 
 from tiny_models import gradients, relative_difference, tiny
-from upweight.models.patches import add_adapters_in_place, keep_soft_cap, row_lengths, scale_rope_by_row_length
+from upweight.models.patches import add_adapters_in_place, keep_soft_cap, rope_row_lengths, scale_rope_by_row_length
 
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
@@ -122,5 +122,5 @@ def test_rotary_scales_still_follow_the_batch_in_transformers():
     assert not torch.allclose(model(input_ids=ids).logits, alone, atol=1e-3)
     scale_rope_by_row_length(model)
     assert torch.allclose(model(input_ids=ids).logits, alone, atol=1e-5)
-    with row_lengths(torch.tensor([12, 24])):
+    with rope_row_lengths(torch.tensor([12, 24])):
         assert torch.allclose(model(input_ids=wide, attention_mask=mask).logits[:1, :12], alone, atol=1e-5)

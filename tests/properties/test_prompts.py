@@ -41,7 +41,7 @@ def test_every_completion_is_trained_on_by_one_rank(*, group, micro, ranks, roll
     lengths = np.random.default_rng(seed).integers(1, 30, plan.groups * plan.group_size)
     units = [
         Unit(
-            (Sample(ids=np.full(3 + length, n // plan.group_size), scored=np.arange(3 + length) >= 3),),
+            (Sample(ids=np.full(3 + length, n // plan.group_size), loss_mask=np.arange(3 + length) >= 3),),
             group=n // plan.group_size,
         )
         for n, length in enumerate(lengths)
@@ -58,6 +58,6 @@ def test_every_completion_is_trained_on_by_one_rank(*, group, micro, ranks, roll
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 def test_ranks_have_about_as_many_tokens(ranks):
     lengths = np.random.default_rng(1).integers(1, 400, 96)
-    units = [Unit((Sample(ids=np.arange(n) + 1000 * k, scored=np.ones(n, bool)),)) for k, n in enumerate(lengths)]
+    units = [Unit((Sample(ids=np.arange(n) + 1000 * k, loss_mask=np.ones(n, bool)),)) for k, n in enumerate(lengths)]
     tokens = [sum(int(lengths[u]) for row in rank for u in row) for rank in plan_rows(units, 2048, ranks)]
     assert max(tokens) < 1.15 * sum(tokens) / ranks

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from made_batches import made_batch
 from upweight.methods import DPO, EBFT, GDPO, GRPO, IPO, KTO, METHODS, ORM, ORPO, PRM, RLOO, SFT, SimPO
 from upweight.methods.formulas.dpo_losses import SMOOTHED
-from upweight.methods.policy_gradient import DIVISOR
+from upweight.methods.policy_gradient import DENOMINATOR
 from upweight.train.recording.metrics import Meters
 from upweight.types import Outputs
 
@@ -39,8 +39,8 @@ VARIANTS = {
     "simpo": SimPO(label_smoothing=0.1),
     "cpo": SimPO(loss_type="sigmoid"),
     "alphapo": SimPO(alpha=0.3),
-    **{f"grpo {name}": grpo(loss_type=name, beta=0.1, epsilon_high=0.3, delta=1.5) for name in DIVISOR},
-    **{f"grpo gspo {name}": grpo(loss_type=name, importance_sampling_level="sequence") for name in DIVISOR},
+    **{f"grpo {name}": grpo(loss_type=name, beta=0.1, epsilon_high=0.3, delta=1.5) for name in DENOMINATOR},
+    **{f"grpo gspo {name}": grpo(loss_type=name, importance_sampling_level="sequence") for name in DENOMINATOR},
     **{f"grpo {mode}": grpo(sampler_correction_mode=mode, sampler_correction_cap=1.5) for mode in CORRECTIONS},
     **{f"grpo top entropy {name}": grpo(loss_type=name, **TOP_ENTROPY) for name in ("dapo", "bnpo", "grpo")},
     "grpo off-policy mask": grpo(off_policy_mask_threshold=0.05),

@@ -79,7 +79,7 @@ def test_groups_split_over_rows_add_up(budget):
     engine = Engine(model)
     (rows,) = plan_rows(units, budget)
     assert (len(rows) == 1) == (budget == 1000)
-    counts = [sum(int(s.scored.sum()) for s in unit.samples) for unit in units]
+    counts = [sum(int(s.loss_mask.sum()) for s in unit.samples) for unit in units]
     of_unit = weights.split(counts)
     loss = torch.zeros(())
     for row in rows:

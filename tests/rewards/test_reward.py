@@ -10,12 +10,12 @@ from upweight.rewards.reward import Reward, RewardParameters, check_columns, par
 def test_a_call_is_cut_at_groups():
     call = reward_call(["a", "b"], ["c", "d"], ["e"], answer=["1", "2", "3", "4", "5"])
     assert call.groups() == [(0, 2), (2, 4), (4, 5)]
-    assert call.shards(1) == [(0, 5)]
-    assert call.shards(2) == [(0, 2), (2, 5)]
-    assert call.shards(9) == call.groups()
+    assert call.split_for_workers(1) == [(0, 5)]
+    assert call.split_for_workers(2) == [(0, 2), (2, 5)]
+    assert call.split_for_workers(9) == call.groups()
     part = call.part(2, 5)
     assert (part.completions, part.columns, part.group_S) == (["c", "d", "e"], {"answer": ["3", "4", "5"]}, [1, 1, 2])
-    assert reward_call().shards(3) == []
+    assert reward_call().split_for_workers(3) == []
 
 
 def test_a_function_gets_what_its_signature_takes():

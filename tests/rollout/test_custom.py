@@ -96,7 +96,7 @@ def test_a_token_function_says_what_is_trained_on(tmp_path):
     trainer.train()
     sample = trainer.rollouts.units[0].samples[0]
     assert sample.ids.tolist() == [1, 2, 10, 11, 12]
-    assert sample.scored.tolist() == [False, False, True, False, True]
+    assert sample.loss_mask.tolist() == [False, False, True, False, True]
 
 
 def test_prompts_of_a_token_function_that_differ_are_each_kept(tmp_path):
@@ -119,7 +119,7 @@ def test_prompts_of_a_token_function_that_differ_are_each_kept(tmp_path):
     trainer.train()
     samples = [unit.samples[0] for unit in trainer.rollouts.units]
     assert [one.ids.tolist() for one in samples] == [[1, 2, 20 + n, 30, 40 + n, 41] for n in range(8)]
-    assert all(one.scored.tolist() == [False] * 4 + [True] * 2 for one in samples)
+    assert all(one.loss_mask.tolist() == [False] * 4 + [True] * 2 for one in samples)
     assert all(one.sampler_logps.tolist() == [-1.0, -2.0] for one in samples)
     decode = trainer.processing_class.decode
     assert read == [([40 + n, 41], decode([40 + n, 41])) for n in range(8)]

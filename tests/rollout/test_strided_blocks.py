@@ -18,7 +18,7 @@ def document(length, seed=0, prompt=1, holes=()):
     scored = np.arange(length) >= prompt
     for start, stop in holes:
         scored[start:stop] = False
-    return {"ids": drawn(seed, length).tolist(), "scored": scored.tolist(), "prompt_length": prompt}
+    return {"ids": drawn(seed, length).tolist(), "loss_mask": scored.tolist(), "prompt_length": prompt}
 
 
 def groups_of(*rows):

@@ -25,7 +25,7 @@ CUT = Completion([3, 4, 5], [-0.3, -0.4, -0.5], [0, 0, 0], finished=False)
 def test_completions_are_scored_and_prompts_are_not():
     first, second = units(group(ENDED, CUT))
     assert first.samples[0].ids.tolist() == [7, 8, 1, 2]
-    assert first.samples[0].scored.tolist() == [False, False, True, True]
+    assert first.samples[0].loss_mask.tolist() == [False, False, True, True]
     assert (first.samples[0].advantage, second.samples[0].advantage) == (0.5, -0.5)
     assert first.samples[0].sampler_logps is None
 
@@ -37,14 +37,14 @@ def test_group_mates_share_a_number():
 def test_what_an_environment_wrote_is_not_scored():
     turn = Completion([1, 2, 3, 4], [-1.0, -2.0, 0.0, -4.0], [0] * 4, finished=True, sampled=[True, True, False, True])
     sample = units(group(turn), sampler_logps=True)[0].samples[0]
-    assert sample.scored.tolist() == [False, False, True, True, False, True]
+    assert sample.loss_mask.tolist() == [False, False, True, True, False, True]
     assert sample.sampler_logps.tolist() == [-1.0, -2.0, -4.0]
 
 
 def test_a_truncated_completion_may_be_left_out():
     ended, cut = units(group(ENDED, CUT), mask_truncated=True, sampler_logps=True)
-    assert ended.samples[0].scored.any()
-    assert not cut.samples[0].scored.any()
+    assert ended.samples[0].loss_mask.any()
+    assert not cut.samples[0].loss_mask.any()
     assert len(cut.samples[0].sampler_logps) == 0
 
 

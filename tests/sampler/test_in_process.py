@@ -278,7 +278,7 @@ def test_a_module_that_attends_twice_in_a_forward_keeps_each_calls_tokens(kind: 
     engine = Engine(model)
     sampler = InProcess(model, engine=engine, end_ids=())
     greedy = sampler.generate(PROMPTS, 2, Sampling(max_new_tokens=12, temperature=0.0))
-    assert sampler.shares_prompts
+    assert sampler.shares_prefixes
     assert largest_difference(engine, model, PROMPTS, greedy, 1.0) < 1e-4
     for prompt, group in zip(PROMPTS, greedy, strict=True):
         given = torch.tensor([prompt])
@@ -304,7 +304,7 @@ def dropping_arguments():
 def test_prompts_are_shared_where_the_models_own_layers_know_nothing_of_it(make):
     sampler = InProcess(make(), end_ids=())
     out = sampler.generate(PROMPTS, 2, SAMPLING)
-    assert sampler.shares_prompts
+    assert sampler.shares_prefixes
     untouched = make()
     for prompt, group in zip(PROMPTS, out, strict=True):
         for one in group:

@@ -30,7 +30,11 @@ CLASSES: dict[Task, tuple[Any, Any]] = {
     "classifier": _CLASSIFIER,
     "sampling": _LANGUAGE,
 }
-WAYS = {Strategy.SHARED: "shared", Strategy.CACHED: "generate", Strategy.PLAIN: "generate without a cache"}
+WAYS = {
+    Strategy.SHARED_PREFIX: "shared",
+    Strategy.GENERATE: "generate",
+    Strategy.GENERATE_UNCACHED: "generate without a cache",
+}
 _LARGEST, _LARGEST_GRADIENT = 1e-4, 1e-3
 _LARGEST_SAMPLED = 1e-3  # one token at a time rounds otherwise
 _GREEDY = Sampling(max_new_tokens=20, temperature=0.0)
@@ -128,7 +132,7 @@ def _ours(engine: Engine, model: Any) -> torch.Tensor:
 def _plain_logps(model: Any) -> torch.Tensor:
     """Log-probs of scored tokens, each sequence by itself."""
     items = [item for unit in _units() for item in unit.samples]
-    return torch.cat([_logps(model, torch.from_numpy(item.ids), np.flatnonzero(item.scored)) for item in items])
+    return torch.cat([_logps(model, torch.from_numpy(item.ids), np.flatnonzero(item.loss_mask)) for item in items])
 
 
 def _logps(model: Any, ids: torch.Tensor, at: Any) -> torch.Tensor:
@@ -140,7 +144,7 @@ def _plain_scores(model: Any) -> torch.Tensor:
     """Scores at the last two scored positions, each from a text that ends there."""
     items = [item for unit in _units() for item in unit.samples]
     texts = [
-        torch.from_numpy(item.ids)[None, : int(at) + 1] for item in items for at in np.flatnonzero(item.scored)[-2:]
+        torch.from_numpy(item.ids)[None, : int(at) + 1] for item in items for at in np.flatnonzero(item.loss_mask)[-2:]
     ]
     return torch.cat([model(input_ids=text, use_cache=False).logits.reshape(-1, 1)[-1:] for text in texts])
 

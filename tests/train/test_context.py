@@ -20,7 +20,7 @@ from made_runs import (
 from upweight.config import load_config
 from upweight.errors import UserError
 from upweight.methods import GDPO, GRPO
-from upweight.train.distributed.ranks import join_ranks, share_rows
+from upweight.train.distributed.ranks import context_parallel_group, join_ranks
 from upweight.train.run import train
 
 SHARDED = {"fsdp": True, "fsdp_config": {"version": 2}}
@@ -61,7 +61,7 @@ def trained(trainer, case):
 
 def run_rank(folder, shares, size, cases):
     join_ranks(60)
-    context = share_rows(size)
+    context = context_parallel_group(size)
     for case in cases:
         if case in ONLINE:
             iterations = 2 if case == "grpo" else 1
@@ -119,6 +119,6 @@ def test_a_config_says_so(tmp_path):
 
 
 def test_processes_must_divide():
-    assert share_rows(1) is None
+    assert context_parallel_group(1) is None
     with pytest.raises(UserError, match="context_parallel_size: 2 does not divide the number of processes, 1"):
-        share_rows(2)
+        context_parallel_group(2)

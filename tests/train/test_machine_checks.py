@@ -3,7 +3,7 @@
 import pytest
 
 from upweight.config import parse_config
-from upweight.config.rules import ON_THE_MACHINE
+from upweight.config.rules import NOT_VALIDATED
 from upweight.errors import UserError
 from upweight.train.machine_checks import check_machine, require_machine
 
@@ -76,7 +76,7 @@ def test_all_are_named_at_once(tmp_path, bare):
 
 
 def test_validate_names_what_it_leaves_to_the_machine():
-    assert ON_THE_MACHINE == ("GPUs", "installed packages", "files and folders", "servers")
+    assert NOT_VALIDATED == ("GPUs", "installed packages", "files and folders", "servers")
 
 
 @pytest.mark.parametrize(("folder", "says"), [("file", "is a file"), ("file/out", "is a file"), ("locked/out", "to")])

@@ -326,7 +326,7 @@ def test_a_loss_that_is_no_number_stops_before_it_is_saved_and_leaves_its_rows(m
     logged = metrics_of(out)
     assert last == logged[-1]["step"]
     assert first == (logged[-2]["step"] if len(logged) > 1 else 0) + 1
-    assert {"step", "row", "text", "ids", "scored"} == rows[0].keys()
+    assert {"step", "row", "text", "ids", "loss_mask"} == rows[0].keys()
     assert "<|im_start|>user" in rows[0]["text"]
     for _, folder in checkpoints_of(out):
         saved = load_file(folder / "model.safetensors")
@@ -337,6 +337,7 @@ def test_a_loss_above_the_limit_stops_the_run(model_folder, tmp_path):
     file = write_config(tmp_path, model_folder, loss_watchdog_threshold=0.1, loss_watchdog_patience=2)
     with pytest.raises(UserError, match="step 2: the loss was above loss_watchdog_threshold"):
         run(file)
+    assert [row["loss_watchdog/logs_above"] for row in metrics_of(tmp_path / "out")] == [1, 2]
 
 
 def test_the_first_step_is_saved_and_profiled_when_asked(model_folder, tmp_path):
@@ -408,7 +409,7 @@ def test_the_saved_tokenizer_writes_prompts_as_training_did(entry, model_folder,
     prompt = again.apply_chat_template(turns[:1], tokenize=False, add_generation_prompt=True)
     assert "<start_of_turn>model" in prompt
     row = trainer.train_dataset[0]
-    assert row["ids"][: row["scored"].index(True)] == again(prompt, add_special_tokens=False)["input_ids"]
+    assert row["ids"][: row["loss_mask"].index(True)] == again(prompt, add_special_tokens=False)["input_ids"]
 
 
 def test_noise_on_embeddings_changes_training_and_not_evaluation(model_folder, tmp_path):

@@ -30,7 +30,7 @@ def sides(model, row):
 def plain_sft(method, model, reference, rows):
     found = []
     for row in rows:
-        start = row["scored"].index(True)
+        start = row["loss_mask"].index(True)
         found.append(log_probs(model, row["ids"][:start], row["ids"][start:]))
     return -torch.cat(found).mean()
 
@@ -159,7 +159,7 @@ def test_a_step_out_of_memory_leaves_no_trace_in_the_meters_and_is_repeated_in_s
 @pytest.mark.parametrize("budget", [8, 4096])
 def test_sequences_without_anything_scored_break_nothing(budget, tmp_path):
     rows = rows_for(SFT(), 4)
-    unscored = [{"ids": row["ids"], "scored": [False] * len(row["ids"])} for row in rows]
+    unscored = [{"ids": row["ids"], "loss_mask": [False] * len(row["ids"])} for row in rows]
     trainer = trainer_for(SFT(), tmp_path, rows=rows, budget=budget)
     alone = trainer.runner.train(trainer.model, units_of(rows, SFT()))
     joined = trainer.runner.train(trainer.model, units_of(rows + unscored, SFT()))

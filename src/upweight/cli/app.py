@@ -23,7 +23,7 @@ app = typer.Typer(
 
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file.")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys to set: trl.beta=0.01.")]
-TrainedModel = Annotated[str, typer.Argument(metavar="CONFIG|FOLDER", help="Config that trained it, or its folder.")]
+TrainedTarget = Annotated[str, typer.Argument(metavar="CONFIG|FOLDER", help="Config that trained it, or its folder.")]
 Processes = Annotated[int | None, typer.Option("--num-processes", min=1, help="Ranks here; else one for each GPU.")]
 Runs = Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folder, or its config; several to compare.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
@@ -40,13 +40,13 @@ def validate(
 ) -> None:
     """Check a config without touching anything else."""
     from upweight.cli.inputs import load_with_notices
-    from upweight.config.rules import ON_THE_MACHINE
+    from upweight.config.rules import NOT_VALIDATED
     from upweight.rewards.builtin.spec import check_specs
 
     loaded = load_with_notices(config, overrides, fragment=fragment)
     check_specs(loaded.rollout.reward_funcs, "trl.reward_funcs")
     if not fragment:
-        left_out = ", ".join(ON_THE_MACHINE)
+        left_out = ", ".join(NOT_VALIDATED)
         logger.info("not checked, since it depends on the machine: %s (upweight doctor %s)", left_out, config)
     print("ok")
 
@@ -166,7 +166,7 @@ def vllm_serve(
 
 @app.command("merge-lora", **TAKES_OVERRIDES)
 def merge_lora(
-    trained: TrainedModel,
+    trained: TrainedTarget,
     overrides: Overrides = None,
     output: Annotated[Path | None, typer.Option(help="Folder to write; `merged` beside the adapter otherwise.")] = None,
     check: Annotated[bool, typer.Option(help="Compare log-probs before and after, with the model in memory.")] = True,
@@ -179,7 +179,7 @@ def merge_lora(
 
 @app.command(**TAKES_OVERRIDES)
 def gguf(
-    trained: TrainedModel,
+    trained: TrainedTarget,
     overrides: Overrides = None,
     *,
     output: Annotated[Path | None, typer.Option(help="File to write; else `gguf/model-TYPE.gguf` in it.")] = None,
@@ -193,7 +193,7 @@ def gguf(
 
 @app.command(**TAKES_OVERRIDES)
 def score(
-    trained: TrainedModel,
+    trained: TrainedTarget,
     file: Annotated[Path, typer.Argument(metavar="FILE", help="JSON lines: prompt and completion, or messages.")],
     overrides: Overrides = None,
     output: Annotated[Path | None, typer.Option(help="File to write instead of standard output.")] = None,
@@ -207,7 +207,7 @@ def score(
 
 @app.command(**TAKES_OVERRIDES)
 def inference(
-    trained: TrainedModel,
+    trained: TrainedTarget,
     overrides: Overrides = None,
     *,
     prompt: Annotated[str | None, typer.Option(help="Text to answer; lines of standard input otherwise.")] = None,

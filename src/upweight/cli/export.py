@@ -7,7 +7,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from upweight.cli.inputs import Trained, trained
+from upweight.cli.inputs import TrainedModel, find_trained
 from upweight.errors import UserError
 from upweight.log import quiet_transformers
 from upweight.models.adapters.merge import AdapterFolder, difference, merge_adapter
@@ -18,7 +18,7 @@ CONVERTER, PLACE = "convert_hf_to_gguf.py", "LLAMA_CPP"
 def run_merge(config_or_folder: str, overrides: list[str], *, output: Path | None, check: bool) -> None:
     """Merge, compare log-probs before and after, and print the folder and the largest difference."""
     quiet_transformers()
-    exported = trained(config_or_folder, overrides)
+    exported = find_trained(config_or_folder, overrides)
     if exported.adapter is None and not Path(exported.model.base_model or "").expanduser().exists():
         raise UserError(f"{config_or_folder}: there is neither a config nor a folder of that name, with an adapter")
     if exported.adapter is None:
@@ -36,7 +36,7 @@ def run_merge(config_or_folder: str, overrides: list[str], *, output: Path | Non
 def run_gguf(config_or_folder: str, overrides: list[str], *, output: Path | None, kind: str) -> None:
     """Convert a trained model, its adapter merged first, and print the file."""
     converter = _converter()
-    exported = trained(config_or_folder, overrides)
+    exported = find_trained(config_or_folder, overrides)
     # In a separate folder: transformers would read a file beside an adapter as the adapter's.
     target = output or (exported.adapter or _model_folder(exported)) / "gguf" / f"model-{kind}.gguf"
     if target.exists():
@@ -70,7 +70,7 @@ def _converter() -> list[str]:
     raise UserError(f"GGUF files are written by llama.cpp's {CONVERTER}, which is not on the path. {remedy}")
 
 
-def _model_folder(exported: Trained) -> Path:
+def _model_folder(exported: TrainedModel) -> Path:
     """The folder of a whole model."""
     folder = Path(exported.model.base_model or "").expanduser()
     if exported.model.gguf_file is not None or not folder.is_dir():

@@ -8,9 +8,9 @@ import torch
 from upweight.cli.inputs import read_config
 from upweight.config import Config
 from upweight.errors import UserError
-from upweight.models.memory import GIB, USABLE_SHARE, Trained, estimate, longest, shape_of
+from upweight.models.memory import GIB, USABLE_SHARE, TrainedWeights, estimate, longest, shape_of
 
-TRAINED_KINDS: tuple[Trained, ...] = ("all", "lora", "qlora")
+TRAINED_KINDS: tuple[TrainedWeights, ...] = ("all", "lora", "qlora")
 HEADINGS = ("trained", "recompute", "weights", "training", "activations", "total", "fits", "longest")
 
 

@@ -9,12 +9,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
-from upweight.cli.inputs import as_trained, lines_of, read_rows, row_of, text_of, trained, utf8_from
+from upweight.cli.inputs import find_trained, lines_of, parse_row, read_rows, text_format_of, text_of, utf8_from
 from upweight.data.raw_row import RowError
 from upweight.errors import UserError
 from upweight.files import atomic_path
+from upweight.inference.generate import TextGenerator, load_text_generator
 from upweight.inference.score import ScoreModel, load_score_model
-from upweight.inference.write import TextGenerator, load_text_generator
 from upweight.log import quiet_transformers
 from upweight.types import Sampling
 
@@ -26,8 +26,8 @@ def run_score(target: str, file: Path, overrides: list[str], *, output: Path | N
     """Write every row with its score (and those of its steps) as JSON lines to stdout or to `output`."""
     quiet_transformers()
     rows = read_rows(file)
-    model = trained(target, overrides)
-    data, entry, templated = as_trained(model)
+    model = find_trained(target, overrides)
+    data, entry, templated = text_format_of(model)
     scorer = load_score_model(model.model, model.adapter, data=data, entry=entry, chat=chat or templated)
     if output is None:
         _write_scores(scorer, rows, sys.stdout)
@@ -66,10 +66,10 @@ def run_inference(
         raise UserError("--chat goes with none of --raw, --count and --json")
     if count > 1 and sampling["temperature"] == 0:
         raise UserError("--temperature 0 always generates the same text: raise it, or leave --count out")
-    model = trained(target, overrides, or_base=True)  # before prompts are read from the terminal
+    model = find_trained(target, overrides, or_base=True)  # before prompts are read from the terminal
     rows = {"--prompt": {"prompt": prompt}} if prompt is not None else {} if chat else _read(file)
     quiet_transformers()
-    data, entry, _ = as_trained(model)
+    data, entry, _ = text_format_of(model)
     kept = {"data": data, "entry": entry, "folder": model.config.folder}
     generator = load_text_generator(model.model, model.adapter, **kept, **options)
     # Loading seeds torch's generator: without a random seed every call would sample the same.
@@ -107,7 +107,7 @@ def _read(file: Path | None) -> dict[str, dict[str, Any]]:
         raise UserError(f"{name}: has no prompt")
     if not next(iter(lines.values())).lstrip().startswith("{"):
         return {where: {"prompt": line} for where, line in lines.items()}
-    return {where: row_of(line, where, ", as the first line seems to be") for where, line in lines.items()}
+    return {where: parse_row(line, where, ", as the first line seems to be") for where, line in lines.items()}
 
 
 def _encoded(generator: TextGenerator, row: Mapping[str, Any], where: str) -> list[int]:

@@ -20,7 +20,7 @@ ADAPTER, RUN = "adapter_config.json", "config.yaml"
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainedModel:
     """A trained model: all of it (`adapter` is None), or an adapter and the base model it belongs on."""
 
     model: ModelSection
@@ -68,7 +68,7 @@ def _limited_client(create: Callable[[], Any], *, seconds: int, always: bool) ->
     return client
 
 
-def trained(target: str, overrides: list[str], *, or_base: bool = False) -> Trained:
+def find_trained(target: str, overrides: list[str], *, or_base: bool = False) -> TrainedModel:
     """Return the model that a config trained (with `or_base` else its base), or the one of a folder or the hub."""
     path = Path(target).expanduser()
     if path.is_file() and path.suffix != ".gguf":
@@ -81,7 +81,7 @@ def trained(target: str, overrides: list[str], *, or_base: bool = False) -> Trai
         if not or_base:
             raise UserError(f"output_dir: {where} holds no trained model. Train it first: `upweight train CONFIG`.")
         warn_once(f"{where} holds no trained model: {config.model.base_model} is used, untrained")
-        return Trained(config.model, None, config)
+        return TrainedModel(config.model, None, config)
     if not path.exists() and (path.suffix in (".yaml", ".yml") or target.startswith((".", "/", "~"))):
         raise UserError(f"{target}: there is neither a config nor a folder of that name")
     refuse_damaged(path)
@@ -94,18 +94,18 @@ def trained(target: str, overrides: list[str], *, or_base: bool = False) -> Trai
         content = {"base_model": named.get("base_model_name_or_path"), "model_revision": named.get("revision")}
     config = parse_config(apply_overrides(content, overrides), folder=Path.cwd(), fragment=True)
     _limit_hub(config)
-    return Trained(config.model, adapter, config)
+    return TrainedModel(config.model, adapter, config)
 
 
-def _of_run(folder: Path, config: Config) -> Trained:
+def _of_run(folder: Path, config: Config) -> TrainedModel:
     """Return the model or adapter in a folder, which a run with this config trained."""
     if (folder / ADAPTER).is_file():
-        return Trained(config.model, folder, config)
+        return TrainedModel(config.model, folder, config)
     section = ModelSection(base_model=str(folder), trust_remote_code=config.model.trust_remote_code)
-    return Trained(section, None, config)
+    return TrainedModel(section, None, config)
 
 
-def as_trained(model: Trained) -> tuple[DataSection, DatasetSpec | None, bool]:
+def text_format_of(model: TrainedModel) -> tuple[DataSection, DatasetSpec | None, bool]:
     """Return how the training run formatted text: templates, step separator, and whether as chat messages."""
     data = model.config.data
     if not data.datasets:
@@ -126,7 +126,7 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
     lines = lines_of(text_of(file), file)
     if not lines:
         raise UserError(f"{file}: expected one JSON object on each line")
-    return [row_of(line, where) for where, line in lines.items()]
+    return [parse_row(line, where) for where, line in lines.items()]
 
 
 def text_of(file: Path) -> str:
@@ -151,7 +151,7 @@ def lines_of(text: str, name: object) -> dict[str, str]:
     return {f"{name}:{n}": line.rstrip("\r") for n, line in enumerate(text.split("\n"), 1) if line.strip()}
 
 
-def row_of(line: str, where: str, why: str = "") -> dict[str, Any]:
+def parse_row(line: str, where: str, why: str = "") -> dict[str, Any]:
     """Parse the JSON object of a line; `why` is added to the error."""
     try:
         row = json.loads(line)

@@ -20,6 +20,7 @@ from upweight.runs.checkpoints import is_whole, mark_whole
 # What a saved tokenizer holds of past calls and of where it came from.
 VOLATILE_TOKENIZER_KEYS = ("truncation", "padding", "name_or_path", "tokenizer_file", "vocab_file", "is_local")
 ROWS_PER_DIGEST = 1 << 12  # that are hashed at once
+IN_DIGESTS = {"loss_mask": "scored"}  # digests in checkpoints have this column under this name
 
 
 def digest(content: Any) -> str:
@@ -28,7 +29,8 @@ def digest(content: Any) -> str:
 
 def rows_digest(rows: Dataset) -> str:
     """Return a hash of the content of prepared rows, in their order; how they are stored does not count."""
-    hasher = xxhash.xxh3_128(",".join(names := sorted(rows.column_names)).encode())
+    names = sorted(rows.column_names, key=lambda name: IN_DIGESTS.get(name, name))
+    hasher = xxhash.xxh3_128(",".join(IN_DIGESTS.get(name, name) for name in names).encode())
     tables = rows.with_format("arrow")
     for start in range(0, len(rows), ROWS_PER_DIGEST):
         table: Any = tables[start : start + ROWS_PER_DIGEST]

@@ -159,19 +159,19 @@ class Text:
         if not whole:
             raise RowError("row", "text of at least one token")
         at = {offset: common_length(whole, part) for offset, part in zip(self.offsets, before, strict=True)}
-        scored = [False] * len(whole)
+        loss_mask = [False] * len(whole)
         for span in self.spans:
-            scored[at[span.start] : at[span.end]] = [True] * (at[span.end] - at[span.start])
+            loss_mask[at[span.start] : at[span.end]] = [True] * (at[span.end] - at[span.start])
             for start, end in span.untrained:
-                scored[at[start] : at[end]] = [False] * (at[end] - at[start])
-        _score_ends(setup, whole, scored, [at[span.end] - 1 for span in self.spans])
+                loss_mask[at[start] : at[end]] = [False] * (at[end] - at[start])
+        _mask_ends(setup, whole, loss_mask, [at[span.end] - 1 for span in self.spans])
         with_bos = setup.tokens.with_bos(whole)
         added = len(with_bos) - len(whole)
-        scored = [False] * added + scored[max(0, -added) :]
+        loss_mask = [False] * added + loss_mask[max(0, -added) :]
         # A document of EBFT may continue after its end: only completions and single texts get an end token.
         ended = with_bos if setup.method.data == "prompts" else setup.tokens.with_eos(with_bos)
-        scored += [scored[-1] and setup.entry.train_on_eos != "none"] * (len(ended) - len(with_bos))
-        return _text_record(setup, ended, scored, self.shown or {"text": self.text})
+        loss_mask += [loss_mask[-1] and setup.entry.train_on_eos != "none"] * (len(ended) - len(with_bos))
+        return _text_record(setup, ended, loss_mask, self.shown or {"text": self.text})
 
 
 @dataclass(frozen=True)
@@ -184,8 +184,8 @@ class Tokens:
         return []
 
     def record(self, setup: Setup, ids: Ids) -> Record:
-        if "scored" in self.columns:
-            return _text_record(setup, self.columns["ids"], self.columns["scored"], {})
+        if "loss_mask" in self.columns:
+            return _text_record(setup, self.columns["ids"], self.columns["loss_mask"], {})
         return Record({}, self.columns, setup.tokens.pinned(self.columns.get("prompt_ids", [])))
 
 
@@ -193,8 +193,8 @@ Example = Completions | Steps | Prompt | Text | Tokens
 Format = Callable[[Setup, Row], list[Example]]
 
 
-def _score_ends(setup: Setup, ids: list[int], scored: list[bool], closing: list[int]) -> None:
-    """Set in `scored` whether the tokens that end turns are trained on, by `train_on_eos` and `train_on_eot`."""
+def _mask_ends(setup: Setup, ids: list[int], loss_mask: list[bool], closing: list[int]) -> None:
+    """Set in `loss_mask` whether the tokens that end turns are trained on, by `train_on_eos` and `train_on_eot`."""
     tokens, on_eos = setup.tokens, setup.entry.train_on_eos or "turn"
     on_eot = setup.entry.train_on_eot or on_eos
     if on_eos == on_eot == "turn":
@@ -204,18 +204,18 @@ def _score_ends(setup: Setup, ids: list[int], scored: list[bool], closing: list[
         if token in ends:
             policy = on_eos if token == tokens.eos else on_eot
             if policy == "all":
-                scored[number] = True
+                loss_mask[number] = True
             elif number in closing:
-                scored[number] = policy == "turn" or (policy == "last" and number == max(closing))
+                loss_mask[number] = policy == "turn" or (policy == "last" and number == max(closing))
 
 
-def _text_record(setup: Setup, ids: list[int], scored: list[bool], shown: dict[str, Any]) -> Record:
+def _text_record(setup: Setup, ids: list[int], loss_mask: list[bool], shown: dict[str, Any]) -> Record:
     is_document = setup.method.data == "prompts"
     if is_document and not setup.method.strided:
         source = f"'{setup.entry.type}' makes" if setup.entry.type else "these rows are"
         raise UserError(f"datasets.type: {source} documents, which only 'ebft.mode: strided' reads.")
-    scored[0] = False  # no token precedes the first one to predict it from
-    if not any(scored):
+    loss_mask[0] = False  # no token precedes the first one to predict it from
+    if not any(loss_mask):
         raise RowError("row", "at least two tokens, of which one is trained on")
-    extra = {"prompt_length": scored.index(True)} if is_document else {}
-    return Record(shown, {"ids": ids, "scored": scored, **extra})
+    extra = {"prompt_length": loss_mask.index(True)} if is_document else {}
+    return Record(shown, {"ids": ids, "loss_mask": loss_mask, **extra})

@@ -19,11 +19,11 @@ from numpy.typing import NDArray
 from upweight.config import Config, view
 from upweight.config.config import general_keys
 from upweight.data import cache
-from upweight.data.chunks import Chunk, EncodeJob, encode_all, refuse_unread, schema_of, with_columns, within_limits
 from upweight.data.encode import Encoder, build_encoder
 from upweight.data.raw_row import IGNORED
 from upweight.data.report import REPORT_JSON, EntryCounts, PrepareReport, measure
-from upweight.data.sources.open import DatasetEntry, GivenTable, RowSelection, open_entry, selected_datasets
+from upweight.data.sources.open import GivenTable, OpenedDataset, RowSelection, open_entry, selected_datasets
+from upweight.data.workers import Chunk, EncodeJob, encode_all, refuse_unread, schema_of, with_columns, within_limits
 from upweight.errors import UserError
 from upweight.heartbeat import activity, progressed
 from upweight.log import logger
@@ -41,7 +41,7 @@ REPEATED_ROW = "repeats an earlier row (dataset_exact_deduplication)"
 class Entry(NamedTuple):
     """One entry of `datasets` or `test_datasets`, ready to be read."""
 
-    opened: DatasetEntry
+    opened: OpenedDataset
     encoder: Encoder
 
 
@@ -65,9 +65,9 @@ class Prepared:
 def prepare(config: Config, tokenizer: Any) -> Prepared:
     """Prepare a config's data, or read it from the cache if nothing that shapes it has changed."""
     entries = []
-    for key, number, row in selected_datasets(config):
+    for key, number, spec in selected_datasets(config):
         evaluation = key == "test_datasets"
-        opened = open_entry(row, f"{key}[{number}]", config.folder, evaluation=evaluation, seed=config.optim.seed)
+        opened = open_entry(spec, f"{key}[{number}]", config.folder, evaluation=evaluation, seed=config.optim.seed)
         entries.append(_entry(config, tokenizer, opened, number))
     return _cached(config, tokenizer, tuple(entries), trains=True)
 
@@ -76,8 +76,8 @@ def prepare_given(
     config: Config, tokenizer: Any, rows: Dataset, where: str, *, trains: bool, keep: bool = True
 ) -> Prepared:
     """Prepare rows that a script hands over, by the config's only entry; what is not kept leaves nothing on disk."""
-    (row,) = config.data.datasets
-    opened = DatasetEntry(row, where, ({"train": [GivenTable(rows)]},), evaluation=False, seed=config.optim.seed)
+    (spec,) = config.data.datasets
+    opened = OpenedDataset(spec, where, ({"train": [GivenTable(rows)]},), evaluation=False, seed=config.optim.seed)
     entries = (_entry(config, tokenizer, opened, 0),)
     if keep:
         return _cached(config, tokenizer, entries, trains=trains)
@@ -86,7 +86,7 @@ def prepare_given(
         return _read_from(entries, Path(target), in_memory=True)
 
 
-def _entry(config: Config, tokenizer: Any, opened: DatasetEntry, number: int) -> Entry:
+def _entry(config: Config, tokenizer: Any, opened: OpenedDataset, number: int) -> Entry:
     of_config = (view(config), config.folder, config.model.num_labels)
     return Entry(opened, build_encoder(config.data, config.method, opened.entry, number, tokenizer, *of_config))
 
@@ -302,8 +302,8 @@ def shown_rows(config: Config, prepared: Prepared, count: int, *, tokens: bool) 
 
 def _tokens(row: dict[str, Any]) -> dict[str, Any]:
     columns = {name: value for name, value in row.items() if name == "ids" or name.endswith("_ids")}
-    if "scored" in row:
-        columns["loss_mask"] = [int(mark) for mark in row["scored"]]
+    if "loss_mask" in row:
+        columns["loss_mask"] = [int(mark) for mark in row["loss_mask"]]
     if "ids" in row and "labels" in row:
         columns["token_labels"] = row["labels"]
         columns["loss_mask"] = [int(mark != IGNORED) for mark in row["labels"]]

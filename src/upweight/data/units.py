@@ -28,8 +28,8 @@ def units_of(rows: Sequence[Mapping[str, Any]], method: Method, *, compare: bool
 
 def _marked(row: Mapping[str, Any]) -> Sample:
     """Build the sample of a text with its mask, or of steps with their labels."""
-    if "scored" in row:
-        return Sample(_ids(row["ids"]), np.asarray(row["scored"], np.bool_))
+    if "loss_mask" in row:
+        return Sample(_ids(row["ids"]), np.asarray(row["loss_mask"], np.bool_))
     labels = _ids(row["labels"])
     return Sample(_ids(row["ids"]), labels != IGNORED, labels=labels[labels != IGNORED])
 
@@ -52,9 +52,9 @@ def _completion(
 ) -> Sample:
     """Build a sample that scores the completion's tokens, and with `with_prompt` the prompt's too."""
     in_prompt = np.arange(len(prompt) + len(completion)) < len(prompt)
-    scored = np.ones_like(in_prompt) if with_prompt else ~in_prompt
+    loss_mask = np.ones_like(in_prompt) if with_prompt else ~in_prompt
     ref_logps = None if ref_logps is None else np.asarray(ref_logps, np.float32)
-    return Sample(np.concatenate([prompt, completion]), scored, prompt=in_prompt[scored], ref_logps=ref_logps)
+    return Sample(np.concatenate([prompt, completion]), loss_mask, prompt=in_prompt[loss_mask], ref_logps=ref_logps)
 
 
 def _labelled(prompt: Mapping[str, Any], completion: Mapping[str, Any], label: int) -> Sample:

@@ -75,11 +75,11 @@ def _keys(state: CheckState) -> Iterator[Finding]:
 
 def _memory(state: CheckState) -> Iterator[Finding]:
     """Compare the memory estimate with the GPU's memory, or with host memory where there is no GPU."""
-    config, policy = state.config, state.config.method.policy_settings
+    config, online = state.config, state.config.method.online_settings
     # The tokens of the smallest possible forward: one row of the data at its longest.
     tokens = config.data.sequence_len * (2 if config.method.data == "pairs" else 1)
-    if policy is not None:
-        tokens = policy.max_completion_length + (config.data.max_prompt_length or 512)
+    if online is not None:
+        tokens = online.max_completion_length + (config.data.max_prompt_length or 512)
     kind, compares = config.adapter.kind or "all", config.method.needs_reference
     training = partial(estimate, optimizer=config.optim.optimizer, checkpointing=config.optim.gradient_checkpointing)
     need = training(shape_of(config.model, config.method.head), kind, config.adapter, reference=compares, tokens=tokens)
@@ -118,10 +118,10 @@ def _data(state: CheckState) -> Iterator[Finding]:
     columns = f" with the columns {', '.join(state.columns)}" if config.method.online and state.columns else ""
     says = f"{len(data.train):,} rows to train on{columns}; {sizes}"
     yield Finding("ok", "data", says, evidence={"rows": len(data.train), "lengths": lengths})
-    policy = config.method.policy_settings
+    online = config.method.online_settings
     positions = getattr(load_model_config(config.model).get_text_config(), "max_position_embeddings", None)
     longest = lengths.get("sequence", {}).get("max", 0)
-    longest = longest if policy is None else state.longest_prompt + policy.max_completion_length
+    longest = longest if online is None else state.longest_prompt + online.max_completion_length
     if positions and longest > positions:
         says = f"rows of {longest} tokens, completions included, exceed the {positions} positions of the model"
         yield Finding("alarm", "lengths", says, "lower max_prompt_length, trl.max_completion_length or sequence_len")
@@ -172,10 +172,10 @@ def _check_environment(state: CheckState) -> Iterator[Finding]:
 def _server(state: CheckState) -> Iterator[Finding]:
     """Check that each vLLM server answers, serves the model and accepts the longest row."""
     config = state.config
-    policy = config.method.policy_settings
-    if policy is None or not samples_from_server(config):
+    online = config.method.online_settings
+    if online is None or not samples_from_server(config):
         return
-    needed = state.longest_prompt + policy.max_completion_length
+    needed = state.longest_prompt + online.max_completion_length
     for url in server_urls(config.rollout):
         client = VllmClient(url, TIMEOUT_SECONDS)
         try:

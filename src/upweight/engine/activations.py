@@ -13,9 +13,9 @@ from torch.distributed.fsdp import FSDPModule
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from upweight.engine.attention.interface import Tree, current_tree
-from upweight.engine.forward import base_of, body_of
 from upweight.log import logger
 from upweight.models.memory import USUAL_OPTIMIZER, training_bytes
+from upweight.models.modules import backbone_of, unwrap_peft
 
 KEPT_FRACTION = 0.5  # of the memory that is free at the first training forward, for activations that are kept
 MIN_OFFLOADED = 1 << 18  # elements of an offloaded tensor; copying smaller tensors does not pay
@@ -25,7 +25,7 @@ def enable_checkpointing(
     model: nn.Module, reentrant: bool = False, every_layer: bool = False, optimizer: str = USUAL_OPTIMIZER
 ) -> None:
     """Recompute activations in backward, in `every_layer` or in as many as memory without the optimizer's requires."""
-    base = base_of(model)
+    base = unwrap_peft(model)
     base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
     base.__dict__["_activation_budget"] = None if every_layer else activation_budget(base, optimizer)
     # The outputs of frozen embeddings then need gradients, or adapters get none.
@@ -113,7 +113,7 @@ def layers_that_fit(budget: float, layer_bytes: float, layers: int) -> int:
 
 def offload_activations(model: nn.Module) -> None:
     """Save what layers keep for backward in host memory from now on; with checkpointing, only their inputs."""
-    body = body_of(base_of(model))
+    body = backbone_of(unwrap_peft(model))
     stock = body.forward
 
     @functools.wraps(stock)
@@ -150,7 +150,7 @@ class OffloadActivations(saved_tensors_hooks):
 def add_noise(model: nn.Module, alpha: float) -> None:
     """Add noise within `alpha` / sqrt(length of the sequence x width) to embeddings in training mode (NEFTune)."""
     # The hook of transformers would use the length of the row, and noise would shrink with what is packed beside it.
-    base = base_of(model)
+    base = unwrap_peft(model)
     size_BN = torch.zeros(0)
 
     def measure(body: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
@@ -166,7 +166,7 @@ def add_noise(model: nn.Module, alpha: float) -> None:
         bound_BN = alpha / math.sqrt(embedded_BND.shape[-1]) / size_BN.sqrt()
         return embedded_BND + torch.empty_like(embedded_BND).uniform_(-1, 1) * bound_BN[..., None].to(embedded_BND)
 
-    body_of(base).register_forward_pre_hook(measure, with_kwargs=True)
+    backbone_of(base).register_forward_pre_hook(measure, with_kwargs=True)
     base.get_input_embeddings().register_forward_hook(disturb)
 
 

@@ -9,16 +9,16 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from upweight.engine.attention.interface import Tree, tree_masks, use_tree_attention
-from upweight.engine.context import ContextGroup, ShardedTree, require_shareable
+from upweight.engine.context_parallel import ContextGroup, ShardedTree, require_shareable
 from upweight.engine.layout import choose_layout
-from upweight.engine.logits import STATISTICS, HeadRequest, LogitTransform, logit_transform, row_statistics, run_head
+from upweight.engine.logits import STATISTICS, HeadRequest, LogitTransform, logit_transform, run_head, token_statistics
 from upweight.engine.packing import Layout
 from upweight.engine.scores import install_scores, scores_at
 from upweight.errors import UserError
 from upweight.log import warn_once
 from upweight.models.kernels.fused_layers import fuse_layers
-from upweight.models.modules import wrap_forward
-from upweight.models.patches import add_adapters_in_place, row_lengths
+from upweight.models.modules import backbone_of, unwrap_peft, wrap_forward
+from upweight.models.patches import add_adapters_in_place, rope_row_lengths
 from upweight.types import Batch, Outputs
 
 
@@ -36,7 +36,7 @@ class Engine:
         context: ContextGroup | None = None,  # its ranks share each row of trees
     ) -> None:
         """`model`: a causal language model or classifier, or a PeftModel around one; `longest`: longest sequence."""
-        base = base_of(model)
+        base = unwrap_peft(model)
         self.layout: Layout = choose_layout(base, layout, longest)
         self.context = context
         if context is not None:
@@ -81,31 +81,15 @@ class Engine:
         return Outputs(**model(packed=packed))
 
 
-def base_of(model: nn.Module) -> PreTrainedModel:
-    """Return the transformers model inside a PeftModel, or the model itself."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model  # pyright: ignore[reportCallIssue]
-    if any(config.is_prompt_learning for config in getattr(model, "peft_config", {}).values()):
-        raise UserError("prompt and prefix tuning put tokens before the sequence and cannot be trained; use LoRA")
-    if not isinstance(base, PreTrainedModel):
-        raise UserError(f"expected a transformers model, got {type(base).__name__}")
-    return base
-
-
-def body_of(base: PreTrainedModel) -> nn.Module:
-    """Return the part of a model below its head."""
-    body = base.base_model
-    return base.model if body is base else body  # text halves of larger models have another `base_model_prefix`
-
-
 def _install(base: PreTrainedModel) -> None:
     """Give a model the packed forward, and its head or body the forward that this one calls."""
     if "_stock_forward" in base.__dict__:
         return
     head = base.get_output_embeddings()
     if head is None:
-        install_scores(base, body_of(base))
+        install_scores(base, backbone_of(base))
     else:
-        base.__dict__["_logit_transform"] = logit_transform(base, body_of(base))
+        base.__dict__["_logit_transform"] = logit_transform(base, backbone_of(base))
         wrap_forward(head, run_head)
 
     @functools.wraps(type(base).forward)
@@ -140,7 +124,7 @@ def _outputs(base: PreTrainedModel, packed: dict[str, Any]) -> dict[str, Tensor]
         assert not packed["depths"], "features are read from language models"
         scored = lambda body: _run(body, base, packed)[0].flatten(0, 1)[packed["source_T"]]  # noqa: E731
         return {"scores_TC": scores_at(base, len(packed["source_T"]), scored)}
-    body = _run(body_of(base), base, packed, output_hidden_states=bool(packed["depths"]))
+    body = _run(backbone_of(base), base, packed, output_hidden_states=bool(packed["depths"]))
     out: dict[str, Tensor] = {}
     if packed["depths"]:
         states = body.hidden_states
@@ -164,7 +148,7 @@ def _run(call: Any, base: PreTrainedModel, packed: dict[str, Any], **options: An
         budget.choose_kept_layers(ids_BN.numel())
     if end_BN is None:
         mask = torch.arange(ids_BN.shape[1], device=ids_BN.device) < length_B[:, None]
-        with row_lengths(length_B):
+        with rope_row_lengths(length_B):
             return call(input_ids=ids_BN, attention_mask=mask.long(), use_cache=False, **options)
     use_tree_attention(base)
     position_BN = packed["position_BN"]
@@ -180,5 +164,5 @@ def _from_model_logits(base: PreTrainedModel, packed: dict[str, Any], request: H
     """Compute statistics from the model's logits, for heads that are more than a projection, a scale and a cap."""
     warn_once(f"{type(base).__name__} builds its logits as a whole: memory grows with the vocabulary times the tokens")
     logits = _run(base.__dict__["_stock_forward"], base, packed).logits
-    statistics = row_statistics(logits.flatten(0, 1)[packed["source_T"]], packed["target_T"], request)
+    statistics = token_statistics(logits.flatten(0, 1)[packed["source_T"]], packed["target_T"], request)
     return {name: statistics[name] for name in request.names}

@@ -19,7 +19,7 @@ _SCALE_FIELDS = ("logit_scale", "logits_scaling", "lm_head_multiplier", "output_
 _CHUNK_ON_CPU, _CHUNK_ON_GPU = 1 << 24, 1 << 27
 # Elements of projections that a forward may keep for its backward, which then need not be recomputed.
 _KEPT_ON_CPU, _KEPT_ON_GPU = 1 << 26, 1 << 27
-_ROW_STEP = 128  # on a GPU chunks are padded to this, so that few shapes exist
+_TOKEN_STEP = 128  # on a GPU chunks are padded to this, so that few shapes exist
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def _candidates(config: Any) -> list[LogitTransform]:
     return [LogitTransform(scale, cap) for scale in scales for cap in caps]
 
 
-def row_statistics(projected_TV: Tensor, target_T: Tensor, request: HeadRequest) -> dict[str, Tensor]:
+def token_statistics(projected_TV: Tensor, target_T: Tensor, request: HeadRequest) -> dict[str, Tensor]:
     """Return the log-prob of each target and the requested statistics, in float32 at the temperature."""
     logits = request.transform(projected_TV.float())
     if request.temperature != 1.0:
@@ -135,7 +135,7 @@ def row_statistics(projected_TV: Tensor, target_T: Tensor, request: HeadRequest)
     return out
 
 
-def row_gradient(
+def token_gradient(
     projected_TV: Tensor, target_T: Tensor, request: HeadRequest, known: dict[str, Tensor], grads: dict[str, Tensor]
 ) -> Tensor:
     """Return the gradient of the projections, from the forward's statistics and the gradients of each of them."""
@@ -201,7 +201,7 @@ def module_statistics(
     """Compute statistics through any projection (an adapted or quantized head), each chunk checkpointed."""
 
     def chunk_statistics(hidden: Tensor, target: Tensor) -> tuple[Tensor, ...]:
-        statistics = row_statistics(project(hidden), target, request)
+        statistics = token_statistics(project(hidden), target, request)
         return tuple(statistics[name] for name in request.names)
 
     parts = [
@@ -216,7 +216,7 @@ def _chunks(like: Tensor, width: int, *rows: Tensor) -> list[tuple[Tensor, ...]]
     limit = _CHUNK_ON_GPU if like.is_cuda else _CHUNK_ON_CPU
     count = max(1, limit // width)
     if like.is_cuda:
-        count = max(_ROW_STEP, count // _ROW_STEP * _ROW_STEP)
+        count = max(_TOKEN_STEP, count // _TOKEN_STEP * _TOKEN_STEP)
     return [x.split(count) for x in rows]
 
 
@@ -229,7 +229,7 @@ class _LinearStatistics(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         target_T, request = targets
         project = _projection(hidden_TD, weight_VD, bias_V)
-        kernel = _kernel(row_statistics, hidden_TD.is_cuda)
+        kernel = _kernel(token_statistics, hidden_TD.is_cuda)
         parts: dict[str, list[Tensor]] = {}
         budget = (_KEPT_ON_GPU if hidden_TD.is_cuda else _KEPT_ON_CPU) if any(ctx.needs_input_grad) else 0
         ctx.projected = []
@@ -259,7 +259,7 @@ class _LinearStatistics(torch.autograd.Function):
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         project = _projection(hidden_TD, weight_VD, bias_V)
         weight = weight_VD.to(hidden_TD.dtype)
-        kernel = _kernel(row_gradient, hidden_TD.is_cuda)
+        kernel = _kernel(token_gradient, hidden_TD.is_cuda)
         grad_hidden = torch.empty_like(hidden_TD) if need_hidden else None
         grad_weight = torch.zeros_like(weight_VD, dtype=torch.float32) if need_weight else None
         grad_bias = torch.zeros_like(bias_V, dtype=torch.float32) if need_bias else None
@@ -305,7 +305,7 @@ def _add_product(total_VD: Tensor, grad_TV: Tensor, hidden_TD: Tensor) -> None:
 
 def _padded(rows: Tensor) -> Tensor:
     """On a GPU, pad rows with zeros to a multiple of the step."""
-    missing = -len(rows) % _ROW_STEP if rows.is_cuda else 0
+    missing = -len(rows) % _TOKEN_STEP if rows.is_cuda else 0
     return torch.cat([rows, rows.new_zeros(missing, *rows.shape[1:])]) if missing else rows
 
 

@@ -37,7 +37,7 @@ def build_batch(
     hook; multiply its outputs by zero instead of calling the method's loss.
     """
     if not units:
-        units, predict = [Unit((Sample(ids=np.zeros(1, np.int64), scored=np.ones(1, np.bool_)),))], False
+        units, predict = [Unit((Sample(ids=np.zeros(1, np.int64), loss_mask=np.ones(1, np.bool_)),))], False
     samples = [sample for unit in units for sample in unit.samples]
     tokens = _tree_tokens(samples, pad_to) if layout == "tree" else _padded_tokens(samples, pad_to)
     return _batch(units, samples, predict, tokens)
@@ -63,7 +63,7 @@ class _Tokens(NamedTuple):
 
 def _batch(units: Sequence[Unit], samples: Sequence[Sample], predict: bool, tokens: _Tokens) -> Batch:
     """Build a batch from tokens in their layout, their scored positions and the fields of units and samples."""
-    scored = [np.flatnonzero(sample.scored) for sample in samples]
+    scored = [np.flatnonzero(sample.loss_mask) for sample in samples]
     kept = [slice(int(predict and at[:1].tolist() == [0]), None) for at in scored]
     scored = [at[keep] for at, keep in zip(scored, kept, strict=True)]
     sources = [path[at - int(predict)] for path, at in zip(tokens.paths, scored, strict=True)]

@@ -73,7 +73,7 @@ class ScoreModel:
 
     def _unit(self, row: Mapping[str, Any], number: int) -> Unit:
         try:
-            (record,) = self.encoder(self._as_trained(row))
+            (record,) = self.encoder(self._training_columns(row))
         except RowError as error:
             raise UserError(f"row {number}: {error}") from error
         if self.head == "step_score":
@@ -82,7 +82,7 @@ class ScoreModel:
         ids = np.asarray([*record.columns["prompt_ids"], *record.columns["completion_ids"]], np.int64)
         return Unit((Sample(ids, np.arange(len(ids)) == len(ids) - 1),), group=number)
 
-    def _as_trained(self, row: Mapping[str, Any]) -> dict[str, Any]:
+    def _training_columns(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """Convert a row to the columns of training data."""
         prompt, completion = row.get("prompt"), row.get("completion")
         if self.head == "step_score":

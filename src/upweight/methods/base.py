@@ -20,7 +20,7 @@ class ReferenceSync:
     steps: int
 
 
-class PolicySettings(Protocol):
+class OnlineSettings(Protocol):
     """The settings that rollouts read from every online method."""
 
     @property
@@ -48,7 +48,7 @@ class Method(Section, ABC):
     online: ClassVar[bool] = False
     keeps_dropout: ClassVar[bool] = False  # where outputs are not compared with those of a model without dropout
     takes_noise: ClassVar[bool] = False  # on embeddings; elsewhere it would make policy and reference differ
-    reward_names: ClassVar[tuple[str, ...]] = ()  # of rewards that the method computes itself, from features
+    computed_rewards: ClassVar[tuple[str, ...]] = ()  # names of rewards that the method computes itself
     learning_rate: ClassVar[float] = 1e-6
     lora_learning_rate: ClassVar[float | None] = 5e-6  # None: the same as without LoRA
     reads: ClassVar[frozenset[str]] = frozenset()  # `statistics`, where they are the same for all settings
@@ -74,7 +74,7 @@ class Method(Section, ABC):
         return None
 
     @property
-    def policy_settings(self) -> PolicySettings | None:
+    def online_settings(self) -> OnlineSettings | None:
         """Settings of the policy gradient; None for offline methods."""
         return None
 
@@ -125,9 +125,8 @@ class Method(Section, ABC):
 
     @abstractmethod
     def count(self, batch: Batch) -> dict[str, Tensor]:
-        """Return the units that this batch adds to the global denominators; known before any forward."""
-        # A unit named `rollout_...` is averaged over the optimizer steps of a generation batch, every other unit over
-        # its optimizer step.
+        """Return what this batch adds to each denominator of the step, by name; known before any forward."""
+        # A denominator named `rollout_...` spans the optimizer steps of a rollout, any other one optimizer step.
 
     def contributes(self, sample: Sample) -> bool:
         """Return whether a sample can change the gradient; samples that cannot need no forward."""
@@ -143,10 +142,10 @@ class Method(Section, ABC):
 
     @abstractmethod
     def loss(self, out: Outputs, batch: Batch, prepared: dict[str, Tensor]) -> Loss:
-        """Return the loss terms of this batch, summed by unit."""
+        """Return the loss terms of this batch, summed by the name of their denominator."""
 
     def advantages(self, rewards_SR: Tensor, group_S: Tensor, log_ratio_S: Tensor | None = None) -> Tensor:
-        """Return one advantage for each sequence of a generation batch (online methods); a NaN reward does not apply.
+        """Return one advantage for each sequence of a rollout (online methods); a NaN reward does not apply.
 
         `log_ratio_S`: the policy's log-probs minus the reference's, summed by completion, where `needs_kl_in_reward`.
         """

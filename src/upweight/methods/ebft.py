@@ -18,7 +18,7 @@ class EBFT(PolicyGradient, Method):
     """Feature matching by policy gradient, with an optional likelihood term on the demonstrations."""
 
     name: ClassVar[str] = "ebft"
-    reward_names: ClassVar[tuple[str, ...]] = ("alignment", "diversity")
+    computed_rewards: ClassVar[tuple[str, ...]] = ("alignment", "diversity")
     lora_learning_rate: ClassVar[float | None] = None
 
     feature_layers: tuple[Annotated[float, Field(ge=0, le=1)], ...] = setting(
@@ -96,13 +96,13 @@ class EBFT(PolicyGradient, Method):
     def contributes(self, sample: Sample) -> bool:
         if sample.label == 1:
             return self.ce_coef > 0
-        rewarded = bool(sample.advantage) and bool(sample.scored.any())
+        rewarded = bool(sample.advantage) and bool(sample.loss_mask.any())
         return self.rl_coef > 0 and (rewarded if self.strided else super().contributes(sample))
 
     def loss(self, out: Outputs, batch: Batch, prepared: dict[str, Tensor]) -> Loss:
         logps_T, sampled_T = required(out.logps_T), is_sampled(batch)[batch.sequence_T]
         policy = self._reinforce(out, batch) if self.strided else super().loss(out, batch, prepared)
-        sums = {unit: self.rl_coef * total for unit, total in policy.sums.items()}
+        sums = {name: self.rl_coef * total for name, total in policy.sums.items()}
         if not self.ce_coef:
             return Loss(sums, policy.metrics)
         sums["ce_tokens"] = -self.ce_coef * torch.where(sampled_T, 0.0, logps_T).sum()

@@ -24,7 +24,7 @@ class IPO(WithReference, Method):
         return pair_counts(batch)
 
     def loss(self, out: Outputs, batch: Batch, prepared: dict[str, Tensor]) -> Loss:
-        ratio_S = sequence_mean(required(out.logps_T) - required(out.ref_logps_T), batch)
-        chosen_P, rejected_P = ratio_S[required(batch.pair_P2)].unbind(1)
+        log_ratio_S = sequence_mean(required(out.logps_T) - required(out.ref_logps_T), batch)
+        chosen_P, rejected_P = log_ratio_S[required(batch.pair_P2)].unbind(1)
         loss_P = (chosen_P - rejected_P - 1 / (2 * self.beta)) ** 2
         return Loss({"pairs": loss_P.sum()}, pair_metrics(self.beta * chosen_P, self.beta * rejected_P, out, batch))

@@ -12,7 +12,7 @@ from upweight.types import Batch, Loss, Mean, Outputs
 
 
 class KTO(WithReference, Method):
-    """Gains and losses of single completions, measured from the policy's drift off the reference."""
+    """Gains and losses of single completions, measured from the policy's log-ratio to the reference."""
 
     name: ClassVar[str] = "kto"
     data: ClassVar = "labelled"
@@ -54,8 +54,8 @@ class KTO(WithReference, Method):
 
     def collect(self, out: Outputs, batch: Batch) -> dict[str, Tensor]:
         mismatched_S = required(batch.label_S) < 0
-        drift = Mean.over(sequence_sum(required(out.logps_T) - required(out.ref_logps_T), batch), mismatched_S)
-        return {"kl_total": drift.total[None], "kl_weight": drift.weight[None]}
+        log_ratio = Mean.over(sequence_sum(required(out.logps_T) - required(out.ref_logps_T), batch), mismatched_S)
+        return {"kl_total": log_ratio.total[None], "kl_weight": log_ratio.weight[None]}
 
     def prepare(self, collected: dict[str, Tensor]) -> dict[str, Tensor]:
         if self.loss_type != "kto":
@@ -64,21 +64,20 @@ class KTO(WithReference, Method):
         return {"kl": kl.clamp(min=0)}
 
     def loss(self, out: Outputs, batch: Batch, prepared: dict[str, Tensor]) -> Loss:
-        ratio_S = sequence_sum(required(out.logps_T) - required(out.ref_logps_T), batch)
+        log_ratio_S = sequence_sum(required(out.logps_T) - required(out.ref_logps_T), batch)
         label_S = required(batch.label_S)
         good_S, bad_S = label_S == 1, label_S == 0
         origin = prepared["kl"] if self.loss_type == "kto" else 0.0
-        value_S = torch.sigmoid(self.beta * torch.where(good_S, ratio_S - origin, origin - ratio_S))
+        value_S = torch.sigmoid(self.beta * torch.where(good_S, log_ratio_S - origin, origin - log_ratio_S))
         weight_S = self.desirable_weight * good_S + self.undesirable_weight * bad_S
-        metrics = self._metrics(out, batch, ratio_S, good_S, bad_S)
+        metrics = self._metrics(out, batch, self.beta * log_ratio_S, good_S, bad_S)
         if self.loss_type == "kto":
-            metrics["kl"] = Mean.of(prepared["kl"].expand_as(ratio_S))  # weighs as much however a step is cut
+            metrics["kl"] = Mean.of(prepared["kl"].expand_as(log_ratio_S))  # weighs as much however a step is cut
         return Loss({"sequences": (weight_S * (1 - value_S)).sum()}, metrics)
 
-    def _metrics(self, out: Outputs, batch: Batch, ratio_S: Tensor, good_S: Tensor, bad_S: Tensor) -> dict[str, Mean]:
+    def _metrics(self, out: Outputs, batch: Batch, reward_S: Tensor, good_S: Tensor, bad_S: Tensor) -> dict[str, Mean]:
         logps_S = sequence_sum(required(out.logps_T), batch)
         mean_logit_T, sequence_T = required(out.mean_logit_T), batch.sequence_T
-        reward_S = self.beta * ratio_S
         compared = {} if batch.pair_P2 is None else reward_metrics(*reward_S[batch.pair_P2].unbind(1))
         return {
             **compared,

@@ -17,7 +17,7 @@ LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", 
 
 ENTROPY_TOLERANCE = 1e-5  # nats; what is nearer to the threshold than this counts as having reached it
 
-DIVISOR: dict[str, str] = {
+DENOMINATOR: dict[str, str] = {
     **dict.fromkeys(("grpo", "sapo", "dr_grpo", "luspo"), "sequences"),
     **dict.fromkeys(("dapo", "cispo", "vespo"), "rollout_tokens"),
     "bnpo": "tokens",
@@ -108,7 +108,7 @@ class PolicyGradient(Section):
         return self
 
     @property
-    def policy_settings(self) -> Self:
+    def online_settings(self) -> Self:
         return self
 
     @property
@@ -156,13 +156,13 @@ class PolicyGradient(Section):
     def count(self, batch: Batch) -> dict[str, Tensor]:
         sampled_S = is_sampled(batch)
         tokens = sampled_S[batch.sequence_T].sum().float()
-        unit = DIVISOR[self.loss_type]
+        denominator = DENOMINATOR[self.loss_type]
         sequences = (sampled_S if batch.share_S is None else sampled_S * batch.share_S).sum().float()
-        counts = {unit: sequences if unit == "sequences" else tokens}
+        counts = {denominator: sequences if denominator == "sequences" else tokens}
         return counts | {"tokens": tokens} if self.entropy_coef else counts
 
     def contributes(self, sample: Sample) -> bool:
-        return bool(sample.scored.any()) and bool(sample.advantage or self.zero_advantage_reasons or sample.label == 1)
+        return bool(sample.loss_mask.any() and (sample.advantage or self.zero_advantage_reasons or sample.label == 1))
 
     @property
     def zero_advantage_reasons(self) -> list[str]:
@@ -223,7 +223,7 @@ class PolicyGradient(Section):
             loss_T = loss_T / length_S[batch.sequence_T]
         if self.loss_type == "dr_grpo":
             loss_T = loss_T / self.max_completion_length
-        sums = {DIVISOR[self.loss_type]: loss_T.sum()}
+        sums = {DENOMINATOR[self.loss_type]: loss_T.sum()}
         if self.entropy_coef:
             bonus = self.entropy_coef * (required(out.entropy_T) * top_T).sum() / prepared.get("entropy_share", 1.0)
             sums["tokens"] = sums.get("tokens", 0.0) - bonus

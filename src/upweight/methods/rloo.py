@@ -51,7 +51,7 @@ class RLOO(Method):
         return self
 
     @property
-    def policy_settings(self) -> "RLOO":
+    def online_settings(self) -> "RLOO":
         return self
 
     @property
@@ -89,7 +89,7 @@ class RLOO(Method):
         return {"sequences": (sampled_S if batch.share_S is None else sampled_S * batch.share_S).sum().float()}
 
     def contributes(self, sample: Sample) -> bool:
-        return bool(sample.scored.any()) and bool(sample.advantage)
+        return bool(sample.loss_mask.any()) and bool(sample.advantage)
 
     def advantages(self, rewards_SR: Tensor, group_S: Tensor, log_ratio_S: Tensor | None = None) -> Tensor:
         reward_S = weighted_reward(rewards_SR, self.reward_weights)

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.core_model_loading import revert_weight_conversion
 
 from upweight.errors import UserError
+from upweight.models.modules import unwrap_peft
 from upweight.models.precision import computed_weights
 from upweight.models.shards import any_sharded, gathered_weights
 
@@ -46,8 +47,7 @@ def write_weights(model: PreTrainedModel | PeftModel, folder: Path, dtype: torch
         return
     if any_sharded(model):
         raise UserError("adapter: an adapter cannot be merged into sharded weights; use one that vLLM can load itself.")
-    base = model.get_base_model()
-    assert isinstance(base, PreTrainedModel)
+    base = unwrap_peft(model)
     tied = base.get_expanded_tied_weights_keys(all_submodels=True)
     once = {name: value for name, value in _merged(model, dtype) if name not in tied}
     base.save_pretrained(str(folder), state_dict=once)
@@ -55,10 +55,9 @@ def write_weights(model: PreTrainedModel | PeftModel, folder: Path, dtype: torch
 
 def exported_weights(model: PreTrainedModel | PeftModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """Yield the weights of `write_weights` one by one, under their names in checkpoint files; tied weights once."""
-    base = model.get_base_model() if isinstance(model, PeftModel) else model
-    assert isinstance(base, PreTrainedModel)
-    merges = isinstance(model, PeftModel)
-    weights = _merged(model, dtype) if merges else computed_weights(base, base.state_dict(), dtype)
+    base = unwrap_peft(model)
+    adapted = isinstance(model, PeftModel)
+    weights = _merged(model, dtype) if adapted else computed_weights(base, base.state_dict(), dtype)
     tied = base.get_expanded_tied_weights_keys(all_submodels=True)
     once = ((name, value) for name, value in weights if name not in tied)
     state = base.state_dict().items()
@@ -82,8 +81,7 @@ def refuse_unmergeable(model: PeftModel) -> None:
     adapter, *others = model.active_adapters
     if others:
         raise UserError(f"adapter: {adapter} and {', '.join(others)} are active, and one can be merged; activate one.")
-    base = model.get_base_model()
-    assert isinstance(base, PreTrainedModel)
+    base = unwrap_peft(model)
     trained: dict[str, Any] = {}  # what changes each weight: the tensor instead of it, or the layer with its delta
     for name, module in base.named_modules():
         if isinstance(module, ModulesToSaveWrapper):

@@ -16,7 +16,7 @@ GIB = 2**30
 USABLE_SHARE = 0.9  # of a card: the rest is used by the driver or lost to fragmentation
 HALF_BYTES, SINGLE_BYTES = 2, 4
 USUAL_OPTIMIZER = "adamw"  # two moments in float32
-Trained = Literal["all", "lora", "qlora"]
+TrainedWeights = Literal["all", "lora", "qlora"]
 QUANTISED_BYTES = {"load_in_4bit": 0.53, "load_in_8bit": 1.02}  # bytes of a weight with its share of the scales
 HEAD_CHUNK = 2**27 * 2 * SINGLE_BYTES  # projections of one chunk and their gradients: logits are never built as a whole
 LESS_MEMORY = (  # remedies, the cheapest first
@@ -100,7 +100,7 @@ def training_bytes(optimizer: str) -> int:
 
 def estimate(
     shape: Shape,
-    trained: Trained,
+    trained: TrainedWeights,
     adapter: AdapterSection,
     *,
     optimizer: str,

@@ -1,4 +1,4 @@
-"""Walk the modules of a model, switch off dropout, and give modules another forward or values beside its arguments."""
+"""Unwrap a model, walk its modules, switch off dropout, and give modules another forward or hidden arguments."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -7,6 +7,9 @@ from types import MethodType
 from typing import Any, TypeVar
 
 from torch import nn
+from transformers import PreTrainedModel
+
+from upweight.errors import UserError
 
 T = TypeVar("T")
 
@@ -65,3 +68,19 @@ def replaced_forwards(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Itera
             vars(module).pop("forward", None)
             if forward is not None:
                 module.forward = forward
+
+
+def unwrap_peft(model: nn.Module) -> PreTrainedModel:
+    """Return the transformers model inside a PeftModel, or the model itself."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model  # pyright: ignore[reportCallIssue]
+    if any(config.is_prompt_learning for config in getattr(model, "peft_config", {}).values()):
+        raise UserError("prompt and prefix tuning put tokens before the sequence and cannot be trained; use LoRA")
+    if not isinstance(base, PreTrainedModel):
+        raise UserError(f"expected a transformers model, got {type(base).__name__}")
+    return base
+
+
+def backbone_of(base: PreTrainedModel) -> nn.Module:
+    """Return the part of a model below its head."""
+    body = base.base_model
+    return base.model if body is base else body  # text halves of larger models have another `base_model_prefix`

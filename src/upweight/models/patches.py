@@ -33,7 +33,7 @@ def keep_soft_cap(model: PreTrainedModel) -> None:
 _lengths_B: ContextVar[Tensor | None] = ContextVar("lengths_B", default=None)
 
 
-def row_lengths(lengths_B: Tensor) -> AbstractContextManager[None]:
+def rope_row_lengths(lengths_B: Tensor) -> AbstractContextManager[None]:
     """Let rotary embeddings that depend on length use the length of each row inside, not that of the widest row."""
     return context_value(_lengths_B, lengths_B)
 

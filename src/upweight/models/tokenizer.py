@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import transformers
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from upweight.config.sections.model import ModelSection
 from upweight.errors import UserError
@@ -72,3 +72,10 @@ def choose_padding(tokenizer: PreTrainedTokenizerBase) -> None:
     tokenizer.pad_token = reserved or tokenizer.eos_token
     why = "the end token %r, for want of another" if reserved is None else "%r, which the vocabulary has"
     logger.info(f"padding token: {why}; `special_tokens: {{pad_token: ...}}` changes it", tokenizer.pad_token)
+
+
+def eos_token_ids(base: PreTrainedModel, tokenizer: Any) -> frozenset[int]:
+    """Return the ids that end a completion: the tokenizer's end token and those of the model's generation config."""
+    eos = getattr(getattr(base, "generation_config", None), "eos_token_id", None)
+    tokens = [getattr(tokenizer, "eos_token_id", None), *(eos if isinstance(eos, list | tuple) else [eos])]
+    return frozenset(int(token) for token in tokens if token is not None)

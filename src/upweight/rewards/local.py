@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from upweight.event_loop import EventLoop, settle
-from upweight.rewards.outcomes import RewardFailure, RewardLogger, RewardOutcome, failed, invoke
+from upweight.rewards.invoke import RewardFailure, RewardLogger, RewardOutcome, failed, invoke
 from upweight.rewards.reward import Attempts, Reward, RewardCall, with_retries
 from upweight.rewards.workers import GRACE_SECONDS
 from upweight.user_modules import describe_error

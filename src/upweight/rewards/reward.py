@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 from upweight.errors import UserError, did_you_mean
-from upweight.rewards.outcomes import RewardFailure, RewardOutcome
+from upweight.rewards.invoke import RewardFailure, RewardOutcome
 from upweight.rewards.workers import Source
 
 LOG_ARGUMENTS = ("log_extra", "log_metric")
@@ -45,7 +45,7 @@ class RewardCall:
         sizes = (len(list(members)) for _, members in groupby(self.group_S))
         return list(pairwise(accumulate(sizes, initial=0)))
 
-    def shards(self, count: int) -> list[tuple[int, int]]:
+    def split_for_workers(self, count: int) -> list[tuple[int, int]]:
         """Split into at most `count` shards of whole groups, about equal in groups; return their starts and stops."""
         groups = self.groups()
         count = min(count, len(groups))

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from upweight.errors import UserError
 from upweight.event_loop import EventLoop, settle
 from upweight.log import logger
+from upweight.rewards.invoke import IN_MESSAGES, RewardFailure, RewardValues
 from upweight.rewards.local import InProcessRunner, start_async
-from upweight.rewards.outcomes import IN_MESSAGES, RewardFailure, RewardValues
 from upweight.rewards.reward import Attempts, Reward, RewardCall, with_retries
 from upweight.rewards.workers import WorkerPool
 
@@ -123,7 +123,7 @@ class Scorer(AbstractContextManager["Scorer"]):
         # Those of this process come last, because they may run in this thread.
         for reward, part in sorted(zip(self.rewards, parts, strict=True), key=lambda pair: pair[0].runs == "here"):
             if reward.runs == "worker":
-                for start, stop in call.shards(self.num_workers):
+                for start, stop in call.split_for_workers(self.num_workers):
                     part.append((start, self._in_worker(reward, call.part(start, stop))))
             elif reward.runs == "async":
                 part.append((0, start_async(self._loop, reward, call, self.timeout)))

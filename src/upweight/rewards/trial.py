@@ -12,8 +12,8 @@ from torch import nn
 
 from upweight.errors import UserError
 from upweight.rewards.builtin.text import texts_of
+from upweight.rewards.invoke import IN_MESSAGES, RewardValues, Value
 from upweight.rewards.local import InProcessRunner
-from upweight.rewards.outcomes import IN_MESSAGES, RewardValues, Value
 from upweight.rewards.reward import Reward, RewardCall
 from upweight.rewards.scorer import Scorer
 

@@ -28,7 +28,7 @@ from typing import Any
 from upweight.errors import UserError
 from upweight.event_loop import settle
 from upweight.processes import end_this_group, end_with_parent, signal_group
-from upweight.rewards.outcomes import Function, RewardFailure, RewardOutcome, failed, invoke
+from upweight.rewards.invoke import Function, RewardFailure, RewardOutcome, failed, invoke
 from upweight.user_modules import describe_error, load_file, location
 
 Source = tuple[str, str, str | None]  # module, name in it, file; ("builtin", the reward as the config writes it, None)

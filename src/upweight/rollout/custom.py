@@ -18,14 +18,13 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from upweight.data.raw_row import common_start
-from upweight.engine.forward import base_of
 from upweight.environments.tools import opening_messages
 from upweight.errors import UserError
 from upweight.log import logger
-from upweight.models.modules import dropout_off
+from upweight.models.modules import dropout_off, unwrap_peft
+from upweight.models.tokenizer import eos_token_ids
 from upweight.rollout.completion_source import CompletionSource
 from upweight.sampler.hf_generate import generation_config
-from upweight.sampler.in_process import end_tokens
 from upweight.types import Completion, Completions, Done, Generator, Group, GroupDone, Prompts, Sampling
 from upweight.user_modules import describe_error
 
@@ -132,7 +131,8 @@ class CustomRollout(CompletionSource):
         sampled_tokens = len(ids) if sampled is None else sum(sampled)
         if sampled_tokens > limit:
             self._warn(sampled_tokens, limit, "it is kept whole")
-        ended = bool(ids) and ids[-1] in end_tokens(base_of(self.model), self.tokenizer) and sampled_tokens <= limit
+        ends = eos_token_ids(unwrap_peft(self.model), self.tokenizer)
+        ended = bool(ids) and ids[-1] in ends and sampled_tokens <= limit
         if prompt_rest:
             logps = [0.0] * len(prompt_rest) + logps if logps else []
             sampled = [False] * len(prompt_rest) + (sampled or [True] * len(ids))

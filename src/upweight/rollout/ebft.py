@@ -8,11 +8,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from upweight.engine.forward import base_of
 from upweight.errors import UserError
 from upweight.log import logger
 from upweight.methods import EBFT
-from upweight.models.modules import dropout_off
+from upweight.models.modules import dropout_off, unwrap_peft
 from upweight.rollout.completion_source import CompletionSource
 from upweight.rollout.episodes.token_stream import TokenStream, build_completion
 from upweight.sampler.decode import Decoder, Grid
@@ -77,13 +76,13 @@ def _replies(group: Group) -> list[list[int]]:
 
 
 def anchors(row: Any, method: EBFT) -> list[int]:
-    """Return where the blocks of a document (`ids`, `scored`, `prompt_length`) begin; all their tokens are scored."""
-    scored, size = np.asarray(row["scored"], np.bool_), method.generate_max_len
+    """Return where the blocks of a document (`ids`, `loss_mask`, `prompt_length`) begin, all inside the mask."""
+    loss_mask, size = np.asarray(row["loss_mask"], np.bool_), method.generate_max_len
     prompt = int(row["prompt_length"])
-    # The first token of a text is never scored, since nothing predicts it; that alone is no prompt.
+    # The first token of a text is never in the mask, since nothing predicts it; that alone is no prompt.
     first = max(method.context_length, (prompt if prompt > 1 else 0) + method.min_completion_prefix)
-    starts = range(first, len(scored) - size + 1, method.stride)
-    return [start for start in starts if scored[start : start + size].all()]
+    starts = range(first, len(loss_mask) - size + 1, method.stride)
+    return [start for start in starts if loss_mask[start : start + size].all()]
 
 
 def with_blocks(rows: Any, method: EBFT, what: str) -> Any:
@@ -115,8 +114,8 @@ class StridedBlocks(CompletionSource):
 
     def __call__(self, groups: Sequence[Group], count: int, sampling: Sampling, done: GroupDone | None) -> None:
         block_starts = [anchors(group.row, self.method) for group in groups]
-        self.generator.prove([group.prompt_ids for group in groups], sampling)
-        if not self.generator.shares_prompts:
+        self.generator.check_sampling([group.prompt_ids for group in groups], sampling)
+        if not self.generator.shares_prefixes:
             self._sample_separately(groups, block_starts, count, sampling)
         else:
             with torch.no_grad(), dropout_off(self.model):
@@ -136,7 +135,7 @@ class StridedBlocks(CompletionSource):
 
     def _batches(self, groups: Sequence[Group], block_starts: BlockStarts, count: int) -> list[tuple[int, int]]:
         """Split the documents into (first, stop) ranges whose attention scores fit together."""
-        heads = base_of(self.model).config.get_text_config().num_attention_heads
+        heads = unwrap_peft(self.model).config.get_text_config().num_attention_heads
         batches: list[tuple[int, int]] = []
         first = members = longest = 0
         for index, (group, starts) in enumerate(zip(groups, block_starts, strict=True)):
@@ -148,8 +147,8 @@ class StridedBlocks(CompletionSource):
 
     def _sample_batch(self, groups: Sequence[Group], starts: BlockStarts, count: int, sampling: Sampling) -> None:
         """Prefill each document once, then decode one token of every block of all documents at each step."""
-        device = self.device or base_of(self.model).device
-        self._decoder = decoder = self._decoder or Decoder(base_of(self.model), device)
+        device = self.device or unwrap_peft(self.model).device
+        self._decoder = decoder = self._decoder or Decoder(unwrap_peft(self.model), device)
         block_length, members = sampling.max_new_tokens, max(len(each) for each in starts) * count
         documents = [group.prompt_ids[: each[-1]] for group, each in zip(groups, starts, strict=True)]
         anchor_GM = torch.ones(len(groups), members, dtype=torch.long)

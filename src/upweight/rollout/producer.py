@@ -58,14 +58,14 @@ class Producer:
     replay: ReplayBuffer | None = None
     reroll: Reroll | None = None
     longest: Callable[[Sequence[Group]], int] | None = None  # the limit of new tokens for these prompts
-    prove: Callable[[Prompts, Sampling, Callable[[Any], list[Any]]], None] | None = None  # the sampler, on all ranks
-    rollouts: int = 0
+    check_sampling: Callable[[Prompts, Sampling, Callable[[Any], list[Any]]], None] | None = None  # on all ranks
+    num_rollouts: int = 0
     tokens: int = 0  # of prompts and completions so far
 
     def produce(self, version: int, trainer_state: Any = None) -> Rollout:
         """Return the next rollout; tokens without a version count as sampled by policy `version`."""
         began = time.perf_counter()
-        number, self.rollouts = self.rollouts, self.rollouts + 1
+        number, self.num_rollouts = self.num_rollouts, self.num_rollouts + 1
         rerolled: list[int] = []
         if self.reroll is not None:
             steps = getattr(trainer_state, "max_steps", 0)
@@ -89,7 +89,7 @@ class Producer:
             metrics["reroll/tried_again"] = float(len(rerolled))
         metrics |= {"num_tokens": float(self.tokens), "rollout/seconds": time.perf_counter() - began}
         rollout = Rollout(number, version, groups, metrics)
-        return rollout if self.method.reward_names else self.finish(rollout)
+        return rollout if self.method.computed_rewards else self.finish(rollout)
 
     def finish(self, rollout: Rollout, compared: int | None = None) -> Rollout:
         """Add advantages and metrics to a scored rollout, and apply re-roll and replay.
@@ -110,7 +110,7 @@ class Producer:
 
     @property
     def names(self) -> Sequence[str]:
-        return self.method.reward_names or self.scorer.names
+        return self.method.computed_rewards or self.scorer.names
 
     def _resample(self, groups: list[Group], number: int, trainer_state: Any) -> int:
         """Replace groups without signal by groups of further prompts; return how many groups were sampled."""
@@ -146,7 +146,7 @@ class Producer:
         """Return the state for a checkpoint, as JSON values."""
         return {
             "position": self.order.position,
-            "rollouts": self.rollouts,
+            "rollouts": self.num_rollouts,
             "tokens": self.tokens,
             "rewards": self.scorer.state(),
             "replay": None if self.replay is None else self.replay.state(),
@@ -154,7 +154,7 @@ class Producer:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        self.order.position, self.rollouts, self.tokens = state["position"], state["rollouts"], state["tokens"]
+        self.order.position, self.num_rollouts, self.tokens = state["position"], state["rollouts"], state["tokens"]
         self.scorer.restore(state["rewards"])
         if self.replay is not None:
             self.replay.restore(state.get("replay") or [], self.rows)
@@ -175,13 +175,13 @@ class Producer:
         sampling = dataclasses.replace(self.sampling, seed=seed, first=mine.start)
         if self.longest is not None:
             sampling = dataclasses.replace(sampling, max_new_tokens=self.longest(groups))
-        if self.prove is not None:
-            self.prove([group.prompt_ids for group in groups], sampling, self.ranks.gather)
-        metrics = self._sample_and_score(groups[mine], count, sampling, trainer_state)
+        if self.check_sampling is not None:
+            self.check_sampling([group.prompt_ids for group in groups], sampling, self.ranks.gather)
+        metrics = self._fill(groups[mine], count, sampling, trainer_state)
         shares = self.ranks.gather((groups[mine], metrics))
         return [group for part, _ in shares for group in part], join_metrics(part for _, part in shares)
 
-    def _sample_and_score(self, groups: list[Group], count: int, sampling: Sampling, state: Any) -> dict[str, float]:
+    def _fill(self, groups: list[Group], count: int, sampling: Sampling, trainer_state: Any) -> dict[str, float]:
         """Fill this rank's groups with completions and rewards; with streaming, scoring overlaps with sampling."""
         if not groups:
             return {}
@@ -192,16 +192,16 @@ class Producer:
         def done(index: int) -> None:
             waiting.append(groups[index])
             if len(waiting) >= (self.streaming_groups or 1):
-                streamed.append((list(waiting), self.scorer.submit(reward_call(waiting, self.decode, state))))
+                streamed.append((list(waiting), self.scorer.submit(reward_call(waiting, self.decode, trainer_state))))
                 waiting.clear()
 
         with activity(f"sampling {len(groups) * count} completions"):
             self.completion_source(groups, count, sampling, done if self.streaming_groups else None)
         seconds = time.perf_counter() - began
         rest = waiting if self.streaming_groups else groups
-        scores_here = rest and not self.method.reward_names
+        scores_here = rest and not self.method.computed_rewards
         with activity(f"scoring by {', '.join(self.names)} (trl.reward_timeout: {self.scorer.timeout:g} s a call)"):
-            scored = [(rest, self.scorer.score(reward_call(rest, self.decode, state)))] if scores_here else []
+            scored = [(rest, self.scorer.score(reward_call(rest, self.decode, trainer_state)))] if scores_here else []
             metrics = assign_rewards([*((part, future.result()) for part, future in streamed), *scored])
         for group in groups:
             group.environments = []  # other ranks and checkpoints cannot hold them

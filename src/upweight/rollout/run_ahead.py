@@ -37,19 +37,19 @@ class RunAhead:
     def __len__(self) -> int:
         return len(self._pending)
 
-    def submit(self, state: Any) -> None:
+    def submit(self, trainer_state: Any) -> None:
         """Start the production of one more rollout."""
         if self._pool is not None:
-            self._pending.append(self._pool.submit(self._timed, state))
+            self._pending.append(self._pool.submit(self._timed, trainer_state))
         else:
             began = time.perf_counter()
-            self._pending.append(_done(self._timed(state)))
+            self._pending.append(_done(self._timed(trainer_state)))
             self.blocked += time.perf_counter() - began
 
-    def take(self, state: Any) -> Rollout:
+    def take(self, trainer_state: Any) -> Rollout:
         """Return the oldest rollout with metrics of the waiting times; start one where none is pending."""
         if not self._pending:
-            self.submit(state)
+            self.submit(trainer_state)
         began = time.perf_counter()
         rollout = self._pending.popleft().result()
         now = time.perf_counter()
@@ -72,9 +72,9 @@ class RunAhead:
         wait([future for future in self._pending if not future.cancel()])
         self._pending = deque(_done(rollout) for rollout in rollouts)
 
-    def _timed(self, state: Any) -> Rollout:
+    def _timed(self, trainer_state: Any) -> Rollout:
         began = time.perf_counter()
-        rollout = self._produce(state)
+        rollout = self._produce(trainer_state)
         self._ready[rollout.number] = time.perf_counter()
         self._busy += self._ready[rollout.number] - began
         return rollout

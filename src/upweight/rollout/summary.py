@@ -27,8 +27,8 @@ def spread(group: Group) -> float:
 def summary(groups: Sequence[Group], names: Sequence[str], method: Method) -> dict[str, float]:
     """Return the metrics of scored groups: rewards, their spread, completion lengths, episodes."""
     rewards_SR = torch.cat([group.rewards_SR for group in groups if group.rewards_SR is not None])
-    policy = method.policy_settings
-    reward_S = weighted_reward(rewards_SR, policy.reward_weights if policy else None)
+    online = method.online_settings
+    reward_S = weighted_reward(rewards_SR, online.reward_weights if online else None)
     without_signal = [not has_signal(group) for group in groups]
     sizes = [len(group.rewards_SR) for group in groups if group.rewards_SR is not None]
     spreads = [value for part_S in reward_S.split(sizes) if not math.isnan(value := _std(part_S))]
@@ -41,7 +41,7 @@ def summary(groups: Sequence[Group], names: Sequence[str], method: Method) -> di
     if len(known_S := reward_S[~reward_S.isnan()]):
         metrics |= {"reward_min": float(known_S.min()), "reward_max": float(known_S.max())}
     # A method that computes its rewards itself logs them under other names.
-    for name, column_S in () if method.reward_names else zip(names, rewards_SR.T, strict=True):
+    for name, column_S in () if method.computed_rewards else zip(names, rewards_SR.T, strict=True):
         metrics |= {f"rewards/{name}/mean": _mean(column_S), f"rewards/{name}/std": _std(column_S)}
     metrics |= _completion_metrics(groups) | _episode_metrics(groups)
     return {name: value for name, value in metrics.items() if not math.isnan(value)}

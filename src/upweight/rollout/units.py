@@ -26,13 +26,13 @@ def units_of_groups(
     for group_index, group in enumerate(groups):
         assert group.advantage_S is not None, "a group reached the trainer without advantages"
         for completion, advantage in zip(group.completions, group.advantage_S.tolist(), strict=True):
-            hidden = mask_truncated and not completion.finished
+            masked = mask_truncated and not completion.finished
             segments = [
-                _sample(group.prompt_ids, segment, advantage, hidden=hidden, with_logps=sampler_logps)
+                _sample(group.prompt_ids, segment, advantage, masked=masked, with_logps=sampler_logps)
                 for segment in completion.segments
             ]
-            tokens = [int(segment.scored.sum()) for segment in segments]
-            shares = [scored / sum(tokens) if sum(tokens) else 1 / len(segments) for scored in tokens]
+            tokens = [int(segment.loss_mask.sum()) for segment in segments]
+            shares = [count / sum(tokens) if sum(tokens) else 1 / len(segments) for count in tokens]
             parts = zip(segments, shares, strict=True)
             units.append(Unit(tuple(replace(segment, share=share) for segment, share in parts), group_index))
     failures = [completion.failure is not None for group in groups for completion in group.completions]
@@ -56,9 +56,9 @@ def units_of_documents(groups: Sequence[Group], starts: Sequence[Sequence[int]])
     return units
 
 
-def demonstration(group: int, ids: Sequence[int], scored: Sequence[bool]) -> Unit:
-    """Return a demonstration, whose scored tokens are trained on."""
-    sample = Sample(np.array(ids, np.int64), np.array(scored, np.bool_), label=DEMONSTRATION, advantage=0.0)
+def demonstration(group: int, ids: Sequence[int], loss_mask: Sequence[bool]) -> Unit:
+    """Return a demonstration, a text to imitate."""
+    sample = Sample(np.array(ids, np.int64), np.array(loss_mask, np.bool_), label=DEMONSTRATION, advantage=0.0)
     return Unit((sample,), group)
 
 
@@ -67,10 +67,10 @@ def _labelled(unit: Unit, label: int) -> Unit:
 
 
 def _sample(
-    prompt: Sequence[int], completion: Completion, advantage: float, *, hidden: bool = False, with_logps: bool = False
+    prompt: Sequence[int], completion: Completion, advantage: float, *, masked: bool = False, with_logps: bool = False
 ) -> Sample:
     length = len(completion.ids)
-    sampled = np.full(length, not hidden)
+    sampled = np.full(length, not masked)
     if completion.sampled is not None:
         sampled &= np.array(completion.sampled, np.bool_)
     logps = None
@@ -78,7 +78,7 @@ def _sample(
         logps = np.array(completion.logps, np.float32)[sampled]
     return Sample(
         ids=np.array([*prompt, *completion.ids], np.int64),
-        scored=np.concatenate([np.zeros(len(prompt), np.bool_), sampled]),
+        loss_mask=np.concatenate([np.zeros(len(prompt), np.bool_), sampled]),
         advantage=advantage,
         sampler_logps=logps,
     )

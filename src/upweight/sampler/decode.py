@@ -21,9 +21,9 @@ from transformers import PreTrainedModel
 from upweight.engine.attention.interface import tree_masks, use_tree_attention
 from upweight.engine.attention.rules import AttentionParams, Rule
 from upweight.engine.attention.segments import SegmentPlan, segment_attention
-from upweight.engine.forward import body_of
 from upweight.engine.logits import LogitTransform
 from upweight.engine.packing import fold
+from upweight.models.modules import backbone_of
 from upweight.sampler.attention import Caches, CallAttention, attention_op, cascade_attention
 from upweight.sampler.draw import draw
 from upweight.types import Prompts, Sampling
@@ -283,7 +283,7 @@ class Decoder:
                 kept = {"logits_to_keep": at} if can_select and at is not None else {}
                 logits = stock(**inputs, **kept).logits.flatten(0, 1)
                 return logits if can_select or at is None else logits[at]
-            hidden = body_of(self.base)(**inputs)[0].flatten(0, 1)
+            hidden = backbone_of(self.base)(**inputs)[0].flatten(0, 1)
         head: Any = self.base.get_output_embeddings()
         projected = head(hidden if at is None else hidden[at])
         return projected if params == LogitTransform() else params(projected.float())

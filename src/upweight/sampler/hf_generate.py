@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
 from upweight.engine import Engine
-from upweight.engine.forward import base_of
 from upweight.engine.packing import build_batch
+from upweight.models.modules import unwrap_peft
 from upweight.sampler.collect import CompletionCollector, StopStrings
 from upweight.types import Prompts, Sample, Sampling, Unit
 
@@ -31,7 +31,7 @@ def hf_generate(
     by_length: dict[int, list[int]] = {}
     for number, prompt in enumerate(prompts):
         by_length.setdefault(len(prompt), []).extend(range(number * count, (number + 1) * count))
-    base = base_of(model)
+    base = unwrap_peft(model)
     with torch.random.fork_rng(devices=[base.device] if base.device.type == "cuda" else []):
         torch.manual_seed(sampling.seed or 0)
         for length, numbers in by_length.items():
@@ -70,9 +70,9 @@ def _sampled(
 
 def _logps(model: nn.Module, engine: Engine, ids_BN: Tensor, length: int, temperature: float) -> Tensor:
     """Return log-probs of all tokens after the first `length`, by the training forward."""
-    scored = np.arange(ids_BN.shape[1]) >= length
-    units = [Unit((Sample(ids=ids, scored=scored),)) for ids in ids_BN.numpy()]
-    batch = build_batch(units, "padded").to(base_of(model).device)
+    loss_mask = np.arange(ids_BN.shape[1]) >= length
+    units = [Unit((Sample(ids=ids, loss_mask=loss_mask),)) for ids in ids_BN.numpy()]
+    batch = build_batch(units, "padded").to(unwrap_peft(model).device)
     logps_T = engine(model, batch, temperature=temperature).logps_T
     assert logps_T is not None
     return logps_T.view(len(ids_BN), -1).float().cpu()

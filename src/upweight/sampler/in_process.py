@@ -12,21 +12,20 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from upweight.engine import Engine
-from upweight.engine.forward import base_of
 from upweight.errors import UserError
 from upweight.log import warn_once
-from upweight.models.modules import dropout_off
+from upweight.models.modules import dropout_off, unwrap_peft
+from upweight.models.tokenizer import eos_token_ids
+from upweight.sampler.check import CheckResult, TrialPrompts, compare_sampling
 from upweight.sampler.collect import CompletionCollector, OnTokens, StopStrings, smaller_grid
 from upweight.sampler.cuda_graphs import GraphSteps, PlainSteps
 from upweight.sampler.decode import Decoder, Grid
 from upweight.sampler.hf_generate import hf_generate
-from upweight.sampler.proof import Probe, ProofResult, prove_sampling
 from upweight.types import Completions, Done, Prompts, Sampling
 
-Gather = Callable[[ProofResult], list[ProofResult]]  # returns the results of all ranks, on every rank
+Gather = Callable[[CheckResult], list[CheckResult]]  # returns the results of all ranks, on every rank
 _PREFILL_TOKENS = 8192
 _CACHE_ON_CPU = 4 << 30
 
@@ -34,16 +33,16 @@ _CACHE_ON_CPU = 4 << 30
 class Strategy(StrEnum):
     """How completions are sampled, the fastest strategy first."""
 
-    SHARED = "the sampler that shares prompts"
-    CACHED = "transformers' generate"
-    PLAIN = "transformers' generate without a cache"
+    SHARED_PREFIX = "the sampler that shares prompts"
+    GENERATE = "transformers' generate"
+    GENERATE_UNCACHED = "transformers' generate without a cache"
 
 
 class InProcess:
     """Completions from a model in this process, which may change between calls; see `types.Generator`."""
 
     # Each prompt is forwarded once for all its completions. On a GPU the steps are CUDA graphs, kept over calls. Before
-    # the first call the sampling strategy is checked on the model, see `prove`.
+    # the first call the sampling strategy is checked on the model, see `check_sampling`.
 
     def __init__(
         self,
@@ -62,14 +61,15 @@ class InProcess:
         `cache_bytes` limits the KV cache (more prompts are sampled in several waves); by default it is half of the
         free memory on a GPU. `compile` fuses the layers' kernels on a GPU, which takes some seconds at first.
         """
-        self._model, self._base = model, base_of(model)
+        self._model, self._base = model, unwrap_peft(model)
         self._tokenizer = tokenizer
         self._engine = engine or Engine(model)
-        self._ends = frozenset(end_ids) if end_ids is not None else end_tokens(self._base, tokenizer)
+        self._ends = frozenset(end_ids) if end_ids is not None else eos_token_ids(self._base, tokenizer)
         self._device = torch.device(device) if device is not None else self._base.device
         self._cache_bytes, self._prefill_tokens = cache_bytes, prefill_tokens
         self._version, self.compile = 0, compile
-        self._strategy, self._proved = Strategy.CACHED if self._engine.layout == "padded" else Strategy.SHARED, False
+        self._strategy = Strategy.GENERATE if self._engine.layout == "padded" else Strategy.SHARED_PREFIX
+        self._checked = False
         self._decoder = Decoder(self._base, self._device)
         self._steps = GraphSteps(self._decoder, compile) if self._device.type == "cuda" else PlainSteps(self._decoder)
 
@@ -83,7 +83,7 @@ class InProcess:
         self._check(prompts, count, sampling)
         if not prompts:
             return []
-        self.prove(prompts, sampling)
+        self.check_sampling(prompts, sampling)
         seed = sampling.seeds[0] if sampling.seeds else sampling.seed
         sampling = replace(sampling, seed=int(torch.randint(1 << 62, ())) if seed is None else seed)
         stops = StopStrings(self._tokenizer, sampling.stop_strings)
@@ -93,22 +93,22 @@ class InProcess:
         with torch.no_grad(), dropout_off(self._model):
             return self._draw(self._strategy, self._engine, prompts, rows, sampling)
 
-    def prove(self, prompts: Prompts, sampling: Sampling, gather: Gather = lambda result: [result]) -> None:
+    def check_sampling(self, prompts: Prompts, sampling: Sampling, gather: Gather = lambda result: [result]) -> None:
         """Before the first call, sample a few tokens and choose the first strategy with the model's log-probs.
 
         `gather` returns the results of all ranks on every rank, where all ranks call this method.
         """
-        if self._proved or not prompts:
+        if self._checked or not prompts:
             return
         name = type(self._base).__name__
-        trial = Probe.of(prompts, sampling, self._positions())
+        trial = TrialPrompts.of(prompts, sampling, self._positions())
         failures: list[str] = []
         for strategy in list(Strategy)[list(Strategy).index(self._strategy) :]:
             # Completions of full length, with the log-probs of the strategy.
             rows = CompletionCollector(len(trial.prompts), trial.count, trial.sampling.max_new_tokens)
             draw = functools.partial(self._draw, strategy, None, trial.prompts, rows, trial.sampling)
             with torch.no_grad(), dropout_off(self._model):
-                results = gather(prove_sampling(self._base, trial, draw))
+                results = gather(compare_sampling(self._base, trial, draw))
             # Of all ranks the same one, so that all choose the same strategy.
             result = next((result for result in results if not result.passed), results[0])
             if result.passed:
@@ -120,30 +120,35 @@ class InProcess:
                 "(`trl.use_vllm: true`) where it knows the model, or train another one. A model whose rotary embedding "
                 "changes beyond some length can be sampled up to that length: lower `trl.max_completion_length`."
             )
-        self._strategy, self._proved = strategy, True
+        self._strategy, self._checked = strategy, True
         if failures:
             warn_once(f"{name}: {'; '.join(failures)}. Completions are sampled by {strategy}, which is slower")
-        elif strategy != Strategy.SHARED:
+        elif strategy != Strategy.SHARED_PREFIX:
             warn_once(
                 f"{name} cannot share the keys and values of prompts: completions are sampled by {strategy}, "
                 "prompts of one length at a time, which is slower"
             )
 
     @property
-    def shares_prompts(self) -> bool:
+    def shares_prefixes(self) -> bool:
         """Return whether a prompt is forwarded once for all its completions."""
-        return self._strategy == Strategy.SHARED
+        return self._strategy == Strategy.SHARED_PREFIX
 
     def _draw(
-        self, strategy: Strategy, engine: Engine | None, prompts: Prompts, rows: CompletionCollector, sampling: Sampling
+        self,
+        strategy: Strategy,
+        engine: Engine | None,
+        prompts: Prompts,
+        rows: CompletionCollector,
+        sampling: Sampling,
     ) -> Completions:
         """Sample completions by way of `rows`; with an engine, the log-probs of what `generate` samples are its."""
-        if strategy == Strategy.SHARED:
+        if strategy == Strategy.SHARED_PREFIX:
             uniform_SN = _uniform(len(prompts), rows.count, sampling)
             for wave in self._waves(prompts, rows.count, sampling):
                 self._decode(prompts, wave, sampling, uniform_SN, rows)
         else:
-            hf_generate(self._model, engine, prompts, rows, sampling, cached=strategy == Strategy.CACHED)
+            hf_generate(self._model, engine, prompts, rows, sampling, cached=strategy == Strategy.GENERATE)
         return [rows.completions(prompt) for prompt in range(len(prompts))]
 
     def sync(self, version: int) -> None:
@@ -251,10 +256,3 @@ def _uniform(prompts: int, count: int, sampling: Sampling) -> Tensor:
     generator = torch.Generator().manual_seed(sampling.seed or 0)
     shape = (sampling.first + prompts, count, length)
     return torch.rand(shape, generator=generator, dtype=torch.float64)[sampling.first :].flatten(0, 1)
-
-
-def end_tokens(base: PreTrainedModel, tokenizer: Any) -> frozenset[int]:
-    """Return the ids that end a completion: the tokenizer's end token and those of the model's generation config."""
-    eos = getattr(getattr(base, "generation_config", None), "eos_token_id", None)
-    tokens = [getattr(tokenizer, "eos_token_id", None), *(eos if isinstance(eos, list | tuple) else [eos])]
-    return frozenset(int(token) for token in tokens if token is not None)

@@ -15,7 +15,7 @@ from transformers import TrainerCallback, TrainingArguments, set_seed
 
 from upweight.config import Config
 from upweight.data.prepare import Prepared, longest_of, prepare, prepare_given
-from upweight.engine.context import require_shareable
+from upweight.engine.context_parallel import require_shareable
 from upweight.errors import UserError
 from upweight.log import logger, warn_once
 from upweight.methods import feature_matcher
@@ -27,7 +27,7 @@ from upweight.rollout.ebft import with_blocks
 from upweight.runs.files import unwritable_reason
 from upweight.train.arguments import set_variables, step_size, training_arguments
 from upweight.train.distributed.fsdp import build_sharding
-from upweight.train.distributed.ranks import join_ranks, local_rank0_first, share_rows
+from upweight.train.distributed.ranks import context_parallel_group, join_ranks, local_rank0_first
 from upweight.train.loader import StepBatchSampler
 from upweight.train.lr_groups import LrRule, lr_rules
 from upweight.train.objects import YAML_ONLY, Objects, Tokenizer
@@ -63,7 +63,7 @@ def assemble(config: Config, objects: Objects = YAML_ONLY, *, trains: bool = Tru
     set_variables(config.tracking)
     ranks, device = join_ranks(config.sharding.timeout, config.sharding.wait_timeout)
     device = device if objects.arguments is None else objects.arguments.device
-    context = share_rows(config.sharding.context_parallel_size)
+    context = context_parallel_group(config.sharding.context_parallel_size)
     if context is not None:  # refuse models whose heads cannot be split over the ranks that share rows
         require_shareable(load_model_config(config.model), context.size)
     set_seed(config.optim.seed)
@@ -79,14 +79,14 @@ def assemble(config: Config, objects: Objects = YAML_ONLY, *, trains: bool = Tru
     arguments = training_arguments(
         config, objects.arguments, steps_per_epoch=steps, use_cpu=on_cpu, dtype=dtype, sharding=sharding
     )
-    gradient, online = config.method.policy_settings, config.method.online
+    online = config.method.online_settings
     eval_sets = data.evaluation.values() if isinstance(data.evaluation, Mapping) else [data.evaluation]
     policy = make_policy(
         model,
         config.method,
         dtype,
         device,
-        longest=longest_of(data.train, *eval_sets) + (gradient.max_completion_length if gradient else 0),
+        longest=longest_of(data.train, *eval_sets) + (online.max_completion_length if online else 0),
         tokenizer=tokenizer,
         optim=config.optim,
         section=config.model,

@@ -18,8 +18,8 @@ from upweight.types import Unit
 class StepBatchSampler(Sampler[list[int]]):
     """Yields the row numbers of each optimizer step, the same on every rank, so that all ranks plan alike."""
 
-    rows: int
-    batch: int
+    num_rows: int
+    batch_size: int
     seed: int
     shuffle: bool
     drop_last: bool = False
@@ -28,18 +28,18 @@ class StepBatchSampler(Sampler[list[int]]):
     def __iter__(self) -> Iterator[list[int]]:
         order = self._order(self.steps_done() // len(self))
         for step in range(len(self)):
-            yield order[step * self.batch : (step + 1) * self.batch].tolist()
+            yield order[step * self.batch_size : (step + 1) * self.batch_size].tolist()
 
     def __len__(self) -> int:
-        return self.rows // self.batch if self.drop_last else -(-self.rows // self.batch)
+        return self.num_rows // self.batch_size if self.drop_last else -(-self.num_rows // self.batch_size)
 
     def rows_of(self, step: int) -> list[int]:
         """Return the row numbers of a step, counted from 0 over all epochs."""
         epoch, number = divmod(step, len(self))
-        return self._order(epoch)[number * self.batch : (number + 1) * self.batch].tolist()
+        return self._order(epoch)[number * self.batch_size : (number + 1) * self.batch_size].tolist()
 
     def _order(self, epoch: int) -> NDArray[np.int64]:
-        order = np.arange(self.rows)
+        order = np.arange(self.num_rows)
         if self.shuffle:
             np.random.default_rng((self.seed, epoch)).shuffle(order)
         return order

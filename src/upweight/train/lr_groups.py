@@ -10,9 +10,9 @@ from transformers import TrainerCallback
 
 from upweight.config.sections.model import AdapterSection
 from upweight.config.sections.training import OptimSection
-from upweight.engine.forward import base_of
 from upweight.errors import UserError
 from upweight.models.adapters.attach import embedding_names
+from upweight.models.modules import unwrap_peft
 
 LrRule = Callable[[str, nn.Parameter], float | None]
 
@@ -21,7 +21,7 @@ def lr_rules(optim: OptimSection, adapter: AdapterSection, model: nn.Module) -> 
     """Return a function from a weight to its rate (None: the common one); None where all have it; check `lr_groups`."""
     common = optim.learning_rate or 0.0
     embedding = optim.embedding_lr or (optim.embedding_lr_scale and common * optim.embedding_lr_scale)
-    names = set(embedding_names(base_of(model)) if embedding else ()) - {"original_module", "default"}  # of an adapter
+    names = set(embedding_names(unwrap_peft(model)) if embedding else ()) - {"original_module", "default"}
     embeddings = names or {"embed_tokens", "lm_head"}
     plus = adapter.plus_ratio if isinstance(model, PeftModel) else None
     if not (optim.lr_groups or embedding or plus):

@@ -17,7 +17,7 @@ class PackedRow:
     """One packed forward of this rank; without units it only keeps collectives aligned with the other ranks."""
 
     batch: Batch
-    units: tuple[int, ...]
+    unit_numbers: tuple[int, ...]
     temperature: float = 1.0
 
 
@@ -33,7 +33,7 @@ class RowPacker:
 
     def __post_init__(self) -> None:
         self.context_size = 1 if self.engine.context is None else self.engine.context.size
-        self.shares = self.accelerator.num_processes // self.context_size  # parts that a step is divided into
+        self.data_parallel_size = self.accelerator.num_processes // self.context_size
 
     def rows(self, units: Sequence[Unit], token_budget: int) -> list[PackedRow]:
         """Return this rank's packed rows; every rank has the same number, of which some are empty."""
@@ -44,7 +44,7 @@ class RowPacker:
         for demonstrations, temperature in ((False, self.temperature), (True, 1.0)):
             numbers = [number for number, mark in enumerate(marks) if mark == demonstrations]
             chosen = [units[number] for number in numbers]
-            plan = plan_rows(chosen, token_budget, self.shares, self.engine.layout)
+            plan = plan_rows(chosen, token_budget, self.data_parallel_size, self.engine.layout)
             if chosen:  # the first rank's first row is the largest
                 self.largest = max(self.largest, row_tokens([chosen[n] for n in plan[0][0]], self.engine.layout))
             rows += [

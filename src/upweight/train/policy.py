@@ -19,7 +19,7 @@ from upweight.config.sections.training import OptimSection
 from upweight.config.zero import zero_stage
 from upweight.engine import Engine
 from upweight.engine.activations import add_noise, enable_checkpointing, offload_activations
-from upweight.engine.context import ContextGroup
+from upweight.engine.context_parallel import ContextGroup
 from upweight.errors import UserError
 from upweight.log import warn_once
 from upweight.methods.base import Method

@@ -44,8 +44,8 @@ class RowCheck:
     def compare(self, model: nn.Module, rows: Sequence[PackedRow], units: Sequence[Unit]) -> None:
         """Compare the row with the longest sequence, on all ranks together, and the gradients of a short unit of it."""
         packer, engine = self.packer, self.packer.engine
-        row = max(rows, key=lambda row: int(row.batch.position_BN.max()) if row.units else -1)
-        scored = [unit for unit in (units[number] for number in row.units) if any(map(_is_scored, unit.samples))]
+        row = max(rows, key=lambda row: int(row.batch.position_BN.max()) if row.unit_numbers else -1)
+        scored = [unit for unit in (units[number] for number in row.unit_numbers) if any(map(_is_scored, unit.samples))]
         batch = row.batch if scored else packer.batch([])
         if engine.context is not None:
             scored = [_excerpt(unit) for unit in scored[:2]]
@@ -61,14 +61,14 @@ class RowCheck:
 
 
 def _is_scored(sample: Sample) -> bool:
-    return bool(sample.scored[1:].any())
+    return bool(sample.loss_mask[1:].any())
 
 
 def _excerpt(unit: Unit) -> Unit:
     """Cut each sample of a unit to the tokens around its first scored one."""
     samples: list[Sample] = []
     for sample in unit.samples:
-        first = int(sample.scored.argmax())
+        first = int(sample.loss_mask.argmax())
         around = slice(max(0, first - EXCERPT_TOKENS // 2), first + EXCERPT_TOKENS // 2)
-        samples.append(Sample(ids=sample.ids[around], scored=sample.scored[around]))
+        samples.append(Sample(ids=sample.ids[around], loss_mask=sample.loss_mask[around]))
     return Unit(tuple(samples))

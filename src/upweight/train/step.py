@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from upweight.engine import Engine
 from upweight.engine.check import gradients_flow, require_gradients
 from upweight.engine.packing import count_batch
-from upweight.methods.base import Method
+from upweight.methods.base import Method, required
 from upweight.models.reference import Reference
 from upweight.train.distributed.ranks import all_gather_objects, union_over_ranks
 from upweight.train.packed_rows import PackedRow, RowPacker
@@ -47,7 +47,6 @@ class StepRunner:
         self.packer = RowPacker(self.method, self.engine, self.accelerator, self.temperature)
         whole = not (self.accelerator.is_fsdp2 or self._under_zero)
         self.row_check = RowCheck(self.packer, self.dtype, gradients=whole)
-        self.shares = self.packer.shares  # parts that a step is divided into
 
     def train(self, model: nn.Module, units: Sequence[Unit], known_counts: Mapping[str, float] | None = None) -> Tensor:
         """Compute the gradients of a step; return a loss whose mean over ranks is the loss of the step."""
@@ -84,7 +83,7 @@ class StepRunner:
             parts = {"forwarded_share": (len(forwarded), len(units)), "skipped_zero_adv_batches": (not forwarded, 1)}
             for name, part in parts.items():
                 self.meters.add({name: Mean(*torch.tensor(part, dtype=torch.float64).to(self.accelerator.device))})
-        self.tokens += sum(row.batch.ids_BN.numel() for row in rows if row.units and self._reports)
+        self.tokens += sum(row.batch.ids_BN.numel() for row in rows if row.unit_numbers and self._reports)
         return total
 
     def _counts(self, units: Sequence[Unit], known: Mapping[str, float]) -> dict[str, Tensor]:
@@ -103,7 +102,7 @@ class StepRunner:
             for row in rows:
                 out = self._outputs(model, row, None)
                 ref_logps.append(out.ref_logps_T)
-                if row.units:
+                if row.unit_numbers:
                     for name, values in self.method.collect(out, row.batch).items():
                         collected.setdefault(name, []).append(values.float())
         return ref_logps, self.method.prepare(self._join(collected))
@@ -122,12 +121,10 @@ class StepRunner:
         self, out: Outputs, row: PackedRow, counts: dict[str, Tensor], prepared: dict[str, Tensor]
     ) -> tuple[Tensor, Metrics]:
         """Return this row's part of the loss, times the number of ranks, which average gradients; and its metrics."""
-        if not row.units:
-            scored = out.logps_T if out.logps_T is not None else out.scores_TC
-            assert scored is not None
-            return scored.sum() * 0.0, {}
+        if not row.unit_numbers:
+            return required(out.scores_TC if out.logps_T is None else out.logps_T).sum() * 0.0, {}
         loss = self.method.loss(out, row.batch, prepared)
-        parts = [total / counts[unit].clamp(min=1) for unit, total in loss.sums.items()]
+        parts = [total / counts[name].clamp(min=1) for name, total in loss.sums.items()]
         return torch.stack(parts).sum() * self.accelerator.num_processes, loss.metrics
 
     @torch.no_grad()
@@ -136,13 +133,13 @@ class StepRunner:
         rows = self.packer.rows(units, self.token_budget)
         counts = self._counts(units, {})
         ref_logps, prepared = self._prepare(model, rows)
-        sums = {unit: torch.zeros_like(count) for unit, count in counts.items()}
+        sums = {name: torch.zeros_like(count) for name, count in counts.items()}
         for number, row in enumerate(rows):
             out = self._outputs(model, row, ref_logps[number])
-            if row.units:
+            if row.unit_numbers:
                 loss = self.method.loss(out, row.batch, prepared)
                 self.meters.add(loss.metrics)
-                sums = {unit: total + loss.sums[unit].float() for unit, total in sums.items()}
+                sums = {name: total + loss.sums[name].float() for name, total in sums.items()}
         reduced = self.accelerator.reduce(torch.stack(list(sums.values())) * self._reports, "sum")
         assert isinstance(reduced, Tensor)
         return Loss(dict(zip(sums, reduced.unbind(), strict=True))), counts
@@ -154,11 +151,11 @@ class StepRunner:
         for row in self.packer.rows(units, self.token_budget):
             logps_T = self.engine(model, row.batch, temperature=row.temperature).logps_T
             assert logps_T is not None
-            samples = [sample for number in row.units for sample in units[number].samples]
+            samples = [sample for number in row.unit_numbers for sample in units[number].samples]
             counts = np.bincount(row.batch.sequence_T.cpu().numpy(), minlength=len(samples))
             parts = iter(np.split(logps_T.float().cpu().numpy(), np.cumsum(counts)[:-1]))
-            for number in row.units:
-                pairs = [(int(sample.scored.sum()), next(parts)) for sample in units[number].samples]
+            for number in row.unit_numbers:
+                pairs = [(int(sample.loss_mask.sum()), next(parts)) for sample in units[number].samples]
                 rank_logps[number] = [np.pad(part, (scored - len(part), 0)) for scored, part in pairs]
         gathered = all_gather_objects(rank_logps if self._reports else {})
         logps = {number: parts for of_rank in gathered for number, parts in of_rank.items()}

@@ -17,13 +17,13 @@ from transformers.trainer_utils import speed_metrics
 from upweight.data.cache import rows_digest
 from upweight.data.units import units_of
 from upweight.engine.activations import recompute_every_layer
-from upweight.engine.forward import base_of
 from upweight.errors import UserError
 from upweight.files import write_text
 from upweight.heartbeat import activity, heartbeat
 from upweight.log import logger
 from upweight.models.export import save_model
 from upweight.models.memory import LESS_MEMORY
+from upweight.models.modules import unwrap_peft
 from upweight.models.precision import Sharding
 from upweight.models.reference import SeparateModel
 from upweight.rollout.custom import CustomRollout
@@ -102,6 +102,7 @@ class MethodTrainer(Trainer):
             policy.model.add_model_tags(["upweight", policy.method.name])
         self.last_log, self.last_logged_step = time.perf_counter(), 0
         self.last_blocked = 0.0  # seconds spent waiting for rollouts until the last log
+        self.metrics_of_callbacks: list[Callable[[Any, Mapping[str, float]], Mapping[str, float]]] = []
 
     @property
     def ref_model(self) -> nn.Module | None:
@@ -144,10 +145,10 @@ class MethodTrainer(Trainer):
         """Return a loader of whole steps; accelerate does not prepare it, since it would split each step over ranks."""
         if self.rollouts is not None:
             return RolloutLoader(self)
-        rows, batch = len(self.train_dataset), self.args.per_device_train_batch_size * self.runner.shares
-        self.sampler = StepBatchSampler(
-            rows, batch, self.args.seed, self.shuffle, self.args.dataloader_drop_last, lambda: self.state.global_step
-        )
+        args, rows = self.args, len(self.train_dataset)
+        batch = args.per_device_train_batch_size * self.runner.packer.data_parallel_size
+        steps_done = lambda: self.state.global_step  # noqa: E731
+        self.sampler = StepBatchSampler(rows, batch, args.seed, self.shuffle, args.dataloader_drop_last, steps_done)
         if not len(self.sampler):
             remedy = "Lower 'micro_batch_size' or 'gradient_accumulation_steps', or drop 'dataloader_drop_last'."
             raise UserError(f"datasets: {rows} rows do not fill one batch of {batch}. {remedy}")
@@ -156,7 +157,7 @@ class MethodTrainer(Trainer):
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
         """Return a loader of whole steps of the evaluation rows, in order."""
         rows = self.eval_dataset if eval_dataset is None else eval_dataset
-        batch = self.args.per_device_eval_batch_size * self.runner.shares
+        batch = self.args.per_device_eval_batch_size * self.runner.packer.data_parallel_size
         return self._loader(rows, StepBatchSampler(len(rows), batch, 0, shuffle=False))
 
     def _loader(self, rows: Any, sampler: StepBatchSampler) -> DataLoader[Any]:
@@ -204,7 +205,7 @@ class MethodTrainer(Trainer):
             retried = True
             model.zero_grad()
             torch.cuda.empty_cache()
-            recompute_every_layer(base_of(self.accelerator.unwrap_model(model)))
+            recompute_every_layer(unwrap_peft(self.accelerator.unwrap_model(model)))
             self.runner.token_budget //= 2
             logger.warning("out of GPU memory: token_budget is now %d; trying the step again", self.runner.token_budget)
 
@@ -238,14 +239,14 @@ class MethodTrainer(Trainer):
             counts: dict[str, Tensor] = {}
             for inputs in self.get_eval_dataloader(rows):
                 with activity("evaluating"):
-                    loss, units = self.runner.evaluate(model, inputs["units"])
-                sums = {unit: sums.get(unit, 0.0) + total for unit, total in loss.sums.items()}
-                counts = {unit: counts.get(unit, 0.0) + count for unit, count in units.items()}
-            total = sum(float(sums[unit] / counts[unit].clamp(min=1)) for unit in sums)
+                    loss, added = self.runner.evaluate(model, inputs["units"])
+                sums = {name: sums.get(name, 0.0) + total for name, total in loss.sums.items()}
+                counts = {name: counts.get(name, 0.0) + count for name, count in added.items()}
+            total = sum(float(sums[name] / counts[name].clamp(min=1)) for name in sums)
             metrics = {"loss": total, **self.runner.meters.drain(self.accelerator)}
             self.runner.meters = training
         named = {f"{prefix}_{name}": value for name, value in metrics.items()}
-        batch = self.args.per_device_eval_batch_size * self.runner.shares
+        batch = self.args.per_device_eval_batch_size * self.runner.packer.data_parallel_size
         named |= speed_metrics(prefix, began, num_samples=len(rows), num_steps=-(-len(rows) // batch))
         if online is None:
             named[f"{prefix}_num_tokens"] = self.state.num_input_tokens_seen
@@ -287,6 +288,8 @@ class MethodTrainer(Trainer):
             logs["num_tokens"] = self.state.num_input_tokens_seen
             self.last_logged_step = self.state.global_step
             self.last_log, self.runner.tokens = now, 0
+        for metrics in self.metrics_of_callbacks:
+            logs |= metrics(self.state, logs)
         super().log(logs, start_time)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -331,7 +334,7 @@ class MethodTrainer(Trainer):
         return 0
 
     def rows_of_step(self, step: int) -> Iterator[dict[str, Any]]:
-        """Yield the samples of a step, counted from 0, with ids, scored and text; online none of earlier rollouts."""
+        """Yield the samples of a step, counted from 0, with ids, loss mask, text; online none of earlier rollouts."""
         if self.rollouts is not None:
             units = self.rollouts.units_of_step(self.state.global_step - step)
             samples = [({"advantage": one.advantage}, one) for unit in units for one in unit.samples]
@@ -341,7 +344,7 @@ class MethodTrainer(Trainer):
         decode = getattr(self.processing_class, "decode", None)
         for where, sample in samples:
             ids = sample.ids.tolist()
-            yield {**where, "text": decode and decode(ids), "ids": ids, "scored": sample.scored.tolist()}
+            yield {**where, "text": decode and decode(ids), "ids": ids, "loss_mask": sample.loss_mask.tolist()}
 
     def _optimizer_mode(self, mode: str) -> None:
         """Switch a schedule-free optimizer to its weights for training or evaluation."""

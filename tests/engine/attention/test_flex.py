@@ -23,7 +23,7 @@ def forest(seed, length=None):
         prompt = rng.integers(3, 80, rng.integers(1, 300))
         for _ in range(rng.integers(1, 4)):
             ids = np.concatenate([prompt, rng.integers(3, 80, rng.integers(1, 200))])
-            units.append(Unit((Sample(ids=ids, scored=np.ones(len(ids), bool)),)))
+            units.append(Unit((Sample(ids=ids, loss_mask=np.ones(len(ids), bool)),)))
     batch = build_batch(units, pad_to=whole_blocks if length is None else lambda n: n + length)
     return batch.end_BN[0], batch.position_BN[0]
 

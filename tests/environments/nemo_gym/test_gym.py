@@ -84,7 +84,7 @@ def section(tmp_path):
 
 def started(section, tmp_path) -> NemoGym:
     process = GymProcess(section, tmp_path, tmp_path / "out", policy=None)
-    return NemoGym(section, process=process, socket=process.socket)
+    return NemoGym(section, process=process, uds=process.uds)
 
 
 async def rewarded(environment: NemoGym, text: str):

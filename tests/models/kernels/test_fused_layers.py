@@ -17,7 +17,7 @@ from upweight.models.kernels.fused_layers import (
     concatenated_outputs,
     fuse_layers,
     fuse_projections,
-    proven,
+    same_output,
 )
 from upweight.models.patches import add_adapters_in_place
 
@@ -30,14 +30,14 @@ def modules_of(kind: str, ending: str) -> list[nn.Module]:
 
 @pytest.mark.parametrize("kind", PLAIN)
 def test_plain_norms_and_blocks_prove_themselves(kind: str):
-    assert all(proven(norm, _norm) for norm in modules_of(kind, "RMSNorm"))
-    assert all(proven(block, _gated) for block in modules_of(kind, "MLP"))
+    assert all(same_output(norm, _norm) for norm in modules_of(kind, "RMSNorm"))
+    assert all(same_output(block, _gated) for block in modules_of(kind, "MLP"))
 
 
 @pytest.mark.parametrize("kind", ["gemma2", "gemma3_text"])
 def test_other_norms_and_blocks_do_not(kind: str):
-    assert not any(proven(norm, _norm) for norm in modules_of(kind, "RMSNorm"))
-    assert not any(proven(block, _gated) for block in modules_of(kind, "MLP"))
+    assert not any(same_output(norm, _norm) for norm in modules_of(kind, "RMSNorm"))
+    assert not any(same_output(block, _gated) for block in modules_of(kind, "MLP"))
 
 
 def test_slopes_are_autograds():

@@ -212,14 +212,14 @@ def test_all_its_calls_together_are_bounded():
             return super().step(text)
 
     script = Script(tokenizer_for(), ["a"])
-    bounds = EpisodeLimits(max_turns=20, call_seconds=5.0, episode_seconds=0.4)
-    (group,) = run_episodes(episode_runner(script, factory=Slow, bounds=bounds), ROWS[:1], tokens=2000)
+    limits = EpisodeLimits(max_turns=20, call_seconds=5.0, episode_seconds=0.4)
+    (group,) = run_episodes(episode_runner(script, factory=Slow, limits=limits), ROWS[:1], tokens=2000)
     assert all("took longer than" in one.failure for one in group.completions)
 
 
 def test_turns_and_tokens_are_bounded():
     script = Script(tokenizer_for(), ["answer"])
-    (group,) = run_episodes(episode_runner(script, factory=Talk, bounds=EpisodeLimits(max_turns=2)), ROWS[:1])
+    (group,) = run_episodes(episode_runner(script, factory=Talk, limits=EpisodeLimits(max_turns=2)), ROWS[:1])
     assert [one["turns"] for one in group.extras["episode"]] == [2, 2]
     assert not any(one.finished for one in group.completions)
     assert all(one.sampled[-1] for one in group.completions)
@@ -369,7 +369,7 @@ def test_split_conversations_are_trained_on_as_the_policy_saw_them():
     said = np.concatenate([sample.sampler_logps for unit in units for sample in unit.samples])
     with torch.no_grad():
         assert np.abs(plain_statistics(model, units)["logps_T"].numpy() - said).max() < 1e-4
-    written = [tokenizer.decode(sample.ids[sample.scored]) for sample in units[0].samples]
+    written = [tokenizer.decode(sample.ids[sample.loss_mask]) for sample in units[0].samples]
     assert written == [f"{text}<|im_end|>" for text in (texts[2], texts[0], texts[1])]
 
 

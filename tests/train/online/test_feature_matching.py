@@ -110,7 +110,7 @@ def plain_loss(model, method, trainer, temperature):
             learned, tokens = learned - advantage * logps[wrote].sum(), tokens + int(wrote.sum())
         if method.ce_coef:
             (sample,) = rollouts.feature_matching.demonstrations([group])[0].samples
-            ids, scored = torch.from_numpy(sample.ids), torch.from_numpy(sample.scored)[1:]
+            ids, scored = torch.from_numpy(sample.ids), torch.from_numpy(sample.loss_mask)[1:]
             logps = model(input_ids=ids[None]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
             shown, true = shown - logps[scored].sum(), true + int(scored.sum())
     loss = method.rl_coef * learned / tokens
@@ -177,7 +177,7 @@ def test_advantages_land_on_their_own_tokens(tmp_path):
         starts = anchors(rollout.groups[unit.group].row, method)
         assert len(unit.samples) == len(starts)
         for start, sample in zip(starts, unit.samples, strict=True):
-            assert sample.scored.tolist() == [False] * start + [True] * method.generate_max_len
+            assert sample.loss_mask.tolist() == [False] * start + [True] * method.generate_max_len
             assert (sample.advantage > 0) == (sample.ids[start] == wanted)
 
     def likelihood():
@@ -267,11 +267,11 @@ def test_every_generated_turn_is_trained_on(tmp_path):
     for unit, one in zip(
         step["units"], (o for g in trainer.rollouts.current.groups for o in g.completions), strict=False
     ):
-        assert unit.samples[0].scored[-len(one.ids) :].tolist() == one.sampled
+        assert unit.samples[0].loss_mask[-len(one.ids) :].tolist() == one.sampled
     shown = step["units"][-1].samples[0]
     assert shown.label == 1
     row = trainer.rollouts.current.groups[-1].row
-    assert int(shown.scored.sum()) == sum(len(turn[:8]) for turn in row["truth_ids"][::2])
+    assert int(shown.loss_mask.sum()) == sum(len(turn[:8]) for turn in row["truth_ids"][::2])
     trainer.model.zero_grad()
     trainer.runner.train(trainer.model, step["units"], step["counts"])
     found = {name: p.grad.clone() for name, p in trainer.model.named_parameters()}
@@ -306,7 +306,7 @@ def test_evaluation_says_what_features_and_true_answers_say_and_leaves_training_
     )
     logps = []
     for unit in units:
-        ids, scored = torch.from_numpy(unit.samples[0].ids), torch.from_numpy(unit.samples[0].scored)[1:]
+        ids, scored = torch.from_numpy(unit.samples[0].ids), torch.from_numpy(unit.samples[0].loss_mask)[1:]
         with torch.no_grad():
             log_p = trainer.model(input_ids=ids[None]).logits[0, :-1].log_softmax(-1)
         logps.append(log_p.gather(1, ids[1:, None])[:, 0][scored])
@@ -349,6 +349,6 @@ def test_answers_are_kept_for_people_to_read(tmp_path):
     producer = trainer.rollouts.producer
     rows = list(readable(trainer.rollouts.current, producer.names, producer.decode))
     assert {"anchor", "prompt", "ground_truth", "completion", "rewards", "advantage"} <= set(rows[0])
-    assert not {"ids", "scored"} & set(rows[0])
+    assert not {"ids", "loss_mask"} & set(rows[0])
     assert set(rows[0]["rewards"]) == {"alignment", "diversity"}
     assert rows[0]["prompt"] + rows[0]["ground_truth"] in " ".join(text * 3 for text in ANSWERS)

@@ -103,7 +103,7 @@ def test_several_steps_of_a_rollout_share_one_denominator_and_compare_with_its_p
     trainer = online_trainer(tmp_path, wanted=16, iterations=2, max_steps=4)
     trainer.train()
     rollouts = trainer.rollouts
-    assert rollouts.producer.rollouts == 1
+    assert rollouts.producer.num_rollouts == 1
     tokens = sum(len(one.ids) for group in rollouts.current.groups for one in group.completions)
     assert rollouts.counts == {"rollout_tokens": tokens / 2}
     first, _, third, _ = logged(trainer)
@@ -122,7 +122,7 @@ def test_truncated_completions_can_be_left_out_of_the_loss(tmp_path):
         (one for group in trainer.rollouts.current.groups for one in group.completions),
         strict=True,
     ):
-        assert bool(unit.samples[0].scored.any()) == one.finished
+        assert bool(unit.samples[0].loss_mask.any()) == one.finished
 
 
 @pytest.mark.parametrize("top", [1.0, 0.5])

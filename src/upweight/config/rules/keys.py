@@ -48,7 +48,7 @@ def required(config: Config) -> Iterator[str]:
     if not given.get("datasets") and not given.get("nemo_gym_datasets"):
         yield "datasets: missing. List what to train on."
     rewarded = given.get("trl.reward_funcs") or config.gym.enabled or config.environment.kind
-    if method.online and not method.reward_names and not rewarded:
+    if method.online and not method.computed_rewards and not rewarded:
         yield "trl.reward_funcs: missing. A group of completions is compared by rewards: name at least one."
     if feature_matcher(method) and not any(path.startswith("ebft.") for path in given):
         yield "ebft: missing. `rl: ebft` needs its block; `ebft: {mode: structured}` takes every default."

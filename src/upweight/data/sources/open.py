@@ -119,7 +119,7 @@ class RowSelection:
 
 
 @dataclass(frozen=True)
-class DatasetEntry:
+class OpenedDataset:
     """One entry of `datasets` whose sources are located but not yet read."""
 
     entry: DatasetSpec
@@ -188,7 +188,7 @@ def _file(path: str | None, folder: Path) -> Path | None:
     return next((candidate.resolve() for candidate in _lookup_paths(path or "", folder) if candidate.is_file()), None)
 
 
-def open_entry(entry: DatasetSpec, key: str, folder: Path, *, evaluation: bool = False, seed: int = 0) -> DatasetEntry:
+def open_entry(entry: DatasetSpec, key: str, folder: Path, *, evaluation: bool = False, seed: int = 0) -> OpenedDataset:
     """Locate the sources of an entry; the error names the places that were tried."""
     files = _patterns(entry)
     where = f"{key} ({entry.path or ', '.join([*files[:2], *(['...'] if len(files) > 2 else [])])})"
@@ -209,7 +209,7 @@ def open_entry(entry: DatasetSpec, key: str, folder: Path, *, evaluation: bool =
     finally:
         if quiet:
             datasets.enable_progress_bars()
-    return DatasetEntry(entry, where, parts, evaluation, seed)
+    return OpenedDataset(entry, where, parts, evaluation, seed)
 
 
 def _open(entry: DatasetSpec, name: str | None, where: str, folder: Path) -> dict[str, list[Source]]:

@@ -19,8 +19,8 @@ CUT_COLUMNS = {
     "pairs": ("chosen_ids", "rejected_ids"),
     "labelled": ("completion_ids",),
     "steps": ("ids", "labels"),
-    "text": ("ids", "scored"),
-    "documents": ("ids", "scored"),
+    "text": ("ids", "loss_mask"),
+    "documents": ("ids", "loss_mask"),
 }
 
 
@@ -33,8 +33,8 @@ def lengths_of(columns: dict[str, Any], method: Method) -> tuple[int, int, int]:
     """Return the token counts of a record's prompt, of its longest completion, and of its longest sequence."""
     names = CUT_COLUMNS.get(kind_of_records(method), ())
     if "ids" in names:
-        size, scored = len(columns["ids"]), sum(columns["scored"]) if "scored" in names else 0
-        return size - scored if scored else 0, scored, size
+        size, trained = len(columns["ids"]), sum(columns["loss_mask"]) if "loss_mask" in names else 0
+        return size - trained if trained else 0, trained, size
     prompt, completion = len(columns["prompt_ids"]), max((len(columns[name]) for name in names), default=0)
     return prompt, completion, prompt + completion
 
@@ -65,6 +65,6 @@ def apply_length_rules(record: Record, data: DataSection, method: Method) -> tup
         record, reason = replace(record, columns=record.columns | cut), CUT
     if "labels" in names and all(label == IGNORED for label in record.columns["labels"]):
         return None, NOTHING_LEFT
-    if "scored" in names and not any(record.columns["scored"]):
+    if "loss_mask" in names and not any(record.columns["loss_mask"]):
         return None, NOTHING_LEFT
     return record, reason

@@ -32,10 +32,10 @@ class NemoGym(Environment):
     """The servers behind a head server, with one session of theirs for each episode; used on one event loop."""
 
     def __init__(
-        self, section: GymSection, model: str = "policy", process: GymProcess | None = None, socket: str | None = None
+        self, section: GymSection, model: str = "policy", process: GymProcess | None = None, uds: str | None = None
     ) -> None:
-        """`process`: the servers, where the run starts them. `socket`: file that leads to servers without a network."""
-        self.section, self.model, self.process, self._socket = section, model, process, socket
+        """`process`: the servers, where the run starts them. `uds`: Unix socket to servers without a network."""
+        self.section, self.model, self.process, self._uds = section, model, process, uds
         self.head = f"http://127.0.0.1:{section.head_port}"
         self._liveness = max(section.verify_timeout, MIN_CHECK_TIMEOUT)
         self.servers = GymServers((), {}, {})
@@ -154,7 +154,7 @@ class NemoGym(Environment):
         while True:
             if self.process is not None and self.process.ended():
                 raise UserError(f"the Gym's servers ended: {self.process.last_log_line()}. See {self.process.log}.")
-            self.client = GymClient(self._socket)
+            self.client = GymClient(self._uds)
             try:
                 servers = await discover(self.client, self.head)
                 await asyncio.gather(*(self.client.ask(f"{url}/", limit=self._liveness) for url in servers.urls()))

@@ -61,7 +61,7 @@ class GymProcess:
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
-    def socket(self) -> str | None:
+    def uds(self) -> str | None:
         """The file through which servers without a network are reached."""
         return str(self._work / SOCKET) if self._isolated else None
 

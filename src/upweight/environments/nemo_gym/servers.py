@@ -34,10 +34,10 @@ class GymFault(Exception):
 class GymClient:
     """Connections to servers. Cookies belong to rollouts and are never shared."""
 
-    def __init__(self, socket: str | None = None) -> None:
-        """`socket`: file through which servers without a network are reached."""
+    def __init__(self, uds: str | None = None) -> None:
+        """`uds`: Unix socket through which servers without a network are reached."""
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=MAX_CONCURRENT)
-        transport = httpx.AsyncHTTPTransport(uds=socket, limits=limits, trust_env=False)
+        transport = httpx.AsyncHTTPTransport(uds=uds, limits=limits, trust_env=False)
         no_cookies = CookieJar(DefaultCookiePolicy(allowed_domains=[]))
         self._http = httpx.AsyncClient(transport=transport, cookies=no_cookies, timeout=None)
         self._room = asyncio.Semaphore(MAX_CONCURRENT)

@@ -22,7 +22,7 @@ LARGEST_EXPONENT = 80.0
 
 @dataclass(frozen=True, eq=False)
 class Pairs:
-    """The inputs of the losses; `ratio` is policy minus reference log-prob, `score` its f-divergence form."""
+    """The inputs of the losses; `log_ratio` is policy minus reference log-prob, `score` its f-divergence form."""
 
     policy_P2: Tensor
     ref_P2: Tensor
@@ -34,7 +34,7 @@ class Pairs:
     sorted: dict[str, Tensor]  # of the whole step, for the losses that compare distributions
 
     @property
-    def ratio_P2(self) -> Tensor:
+    def log_ratio_P2(self) -> Tensor:
         return self.policy_P2 - self.ref_P2
 
     @property
@@ -48,19 +48,19 @@ class Pairs:
 
     @property
     def rewards(self) -> tuple[Tensor, Tensor]:
-        reward_P2 = self.beta * self.ratio_P2
+        reward_P2 = self.beta * self.log_ratio_P2
         return reward_P2[:, 0], reward_P2[:, 1]
 
 
-def divergence_score(ratio: Tensor, divergence: Divergence, alpha: float) -> Tensor:
+def divergence_score(log_ratio: Tensor, divergence: Divergence, alpha: float) -> Tensor:
     """Return the score of a log-ratio under an f-divergence (arXiv:2309.16240), up to a constant."""
     if divergence == "forward_kl":
-        return 1 - torch.exp((-ratio).clamp(max=LARGEST_EXPONENT))
+        return 1 - torch.exp((-log_ratio).clamp(max=LARGEST_EXPONENT))
     if divergence == "js_divergence":
-        return math.log(2) + F.logsigmoid(ratio)
+        return math.log(2) + F.logsigmoid(log_ratio)
     if divergence == "alpha_divergence" and alpha != 1:
-        return torch.expm1(((alpha - 1) * ratio).clamp(max=LARGEST_EXPONENT)) / (alpha - 1)
-    return ratio
+        return torch.expm1(((alpha - 1) * log_ratio).clamp(max=LARGEST_EXPONENT)) / (alpha - 1)
+    return log_ratio
 
 
 def smoothed_sigmoid(margin_P: Tensor, smoothing: float) -> Tensor:
@@ -106,7 +106,7 @@ def bco_pair(pairs: Pairs) -> Tensor:
 
 
 def sppo_hard(pairs: Pairs) -> Tensor:
-    chosen_P, rejected_P = pairs.ratio_P2.unbind(1)
+    chosen_P, rejected_P = pairs.log_ratio_P2.unbind(1)
     return (chosen_P - 0.5 / pairs.beta) ** 2 + (rejected_P + 0.5 / pairs.beta) ** 2
 
 
@@ -133,8 +133,8 @@ def step_values(loss_types: tuple[LossType, ...], policy_P2: Tensor, ref_P2: Ten
     if "aot" in loss_types:
         values |= {"policy_margin": policy_P2[:, 0] - policy_P2[:, 1], "ref_margin": ref_P2[:, 0] - ref_P2[:, 1]}
     if "aot_unpaired" in loss_types:
-        ratio_P2 = policy_P2 - ref_P2
-        values |= {"chosen": ratio_P2[:, 0], "rejected": ratio_P2[:, 1]}
+        log_ratio_P2 = policy_P2 - ref_P2
+        values |= {"chosen": log_ratio_P2[:, 0], "rejected": log_ratio_P2[:, 1]}
     return values
 
 
@@ -152,7 +152,7 @@ def aot(pairs: Pairs) -> Tensor:
 
 
 def aot_unpaired(pairs: Pairs) -> Tensor:
-    chosen_P, rejected_P = pairs.ratio_P2.unbind(1)
+    chosen_P, rejected_P = pairs.log_ratio_P2.unbind(1)
     below_P = at_same_rank(chosen_P, pairs.sorted["chosen"], pairs.sorted["rejected"])
     above_P = at_same_rank(rejected_P, pairs.sorted["rejected"], pairs.sorted["chosen"])
     loss_P = smoothed_sigmoid(pairs.beta * (chosen_P - below_P), pairs.smoothing)

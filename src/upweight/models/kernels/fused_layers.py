@@ -29,12 +29,12 @@ def fuse_layers(model: nn.Module) -> None:
         if weight is None or not weight.is_cuda or "forward" in vars(module):
             continue
         if type(module) not in forms:
-            forms[type(module)] = next((form for form in (_norm, _gated) if proven(module, form)), None)
+            forms[type(module)] = next((form for form in (_norm, _gated) if same_output(module, form)), None)
         if (form := forms[type(module)]) is not None:
             module.forward = MethodType(form, module)
 
 
-def proven(module: Any, form: Callable[..., Tensor]) -> bool:
+def same_output(module: Any, form: Callable[..., Tensor]) -> bool:
     """Return whether a module has the parts that a fused form needs, and the same output on random inputs."""
     if form is _norm:
         shapes = [(name, weight.dim()) for name, weight in module.named_parameters()]

@@ -43,7 +43,7 @@ class EpisodeSetup:
     environment: Environment
     template: ChatTemplate
     ends: frozenset[int]  # tokens that end a turn
-    bounds: EpisodeLimits
+    limits: EpisodeLimits
     tool_format: str = "hermes"
     default_system: str | None = None
 
@@ -111,14 +111,14 @@ class EpisodeRun:
             if self.result.stream is None:
                 self.first_turns.count_episode()
             try:
-                await _limited("close", episode.close(), self.setup.bounds.call_seconds)
+                await _limited("close", episode.close(), self.setup.limits.call_seconds)
             except EnvironmentFault as error:
                 warn_once(f"an environment did not close: {error}")
         return self.result
 
     async def _play(self, episode: Episode, row: Mapping[str, Any]) -> None:
-        setup, result, bounds = self.setup, self.result, self.setup.bounds
-        opening = await self._call("open", episode.open(row), bounds.wait_seconds)
+        setup, result, limits = self.setup, self.result, self.setup.limits
+        opening = await self._call("open", episode.open(row), limits.wait_seconds)
         messages = list(opening.messages)
         if setup.default_system is not None and all(message["role"] != "system" for message in messages):
             messages = [{"role": "system", "content": setup.default_system}, *messages]
@@ -149,7 +149,7 @@ class EpisodeRun:
             if not reply.messages:
                 result.finished = turn.finished
                 break
-            if result.turns >= bounds.max_turns or stream.length >= limit:
+            if result.turns >= limits.max_turns or stream.length >= limit:
                 break
             last_id = completion.ids[-1] if completion.ids else None
             follow_up = chat.follow(turn.text, last_id, message.get("tool_calls") or (), reply.messages)
@@ -166,10 +166,10 @@ class EpisodeRun:
 
     async def _call(self, what: str, work: Awaitable[T], more: float = 0.0) -> T:
         """Return the environment's answer, within the time that remains for this episode."""
-        bounds, began = self.setup.bounds, time.monotonic()
-        remaining = max(bounds.episode_seconds - self.result.seconds, 0.0)
+        limits, began = self.setup.limits, time.monotonic()
+        remaining = max(limits.episode_seconds - self.result.seconds, 0.0)
         try:
-            return await _limited(what, work, min(bounds.call_seconds, remaining) + more)
+            return await _limited(what, work, min(limits.call_seconds, remaining) + more)
         finally:
             self.result.seconds += time.monotonic() - began
 

@@ -14,14 +14,14 @@ import torch
 from peft import PeftModel
 from transformers import PreTrainedModel
 
-from upweight.engine.forward import base_of
 from upweight.errors import UserError
 from upweight.log import warn_once
+from upweight.models.modules import unwrap_peft
+from upweight.models.tokenizer import eos_token_ids
 from upweight.rollout.sampling_params import completion_fields
 from upweight.rollout.vllm.file_transfer import AdapterTransport, ServedVersion, transport_for, write_aside
 from upweight.rollout.vllm.probe import agrees, difference, probe_fields, probe_prompt
 from upweight.rollout.vllm.server import completions_of
-from upweight.sampler.in_process import end_tokens
 from upweight.serve.command import allowed_rank
 from upweight.types import Completions, Done, Prompts, Sampling
 
@@ -45,11 +45,11 @@ class VllmColocated:
         options: Mapping[str, Any] | None = None,
     ) -> None:
         """`longest` limits the tokens of a prompt and its completion; `memory` is the share of the GPU while awake."""
-        base = base_of(model)
+        base = unwrap_peft(model)
         name = str(base.config.name_or_path)
         self._model, self._dtype, self._temperature = model, dtype, temperature
         self._folder, self._longest, self._run = folder.resolve(), longest, uuid.uuid4().hex[:8]
-        self._options, self._ends = dict(options or {}), end_tokens(base, tokenizer)
+        self._options, self._ends = dict(options or {}), eos_token_ids(base, tokenizer)
         self._transport = transport_for(model, lora_sync, dtype, name)
         on_gpu = torch.cuda.is_available()
         self._sleeps = sleeps and on_gpu
@@ -169,7 +169,7 @@ class VllmColocated:
 
     def _check(self) -> None:
         """Compare the log-probs of engine and trainer on a few tokens."""
-        size = base_of(self._model).config.get_text_config().vocab_size
+        size = unwrap_peft(self._model).config.get_text_config().vocab_size
         prompt = probe_prompt(size)
         choice = self._ask([prompt], probe_fields(self._temperature))[0][0]
         ids, reported_logps = [*prompt, *choice["token_ids"]], choice["logprobs"]["token_logprobs"]
@@ -177,7 +177,7 @@ class VllmColocated:
         if agrees(mean, largest, exact=self._dtype == torch.float32):
             return
         apart = f"log-probs of vLLM differ by {mean:.3g} on average from the trainer's after new weights were loaded"
-        if not getattr(base_of(self._model), "is_quantized", False):
+        if not getattr(unwrap_peft(self._model), "is_quantized", False):
             raise UserError(f"{apart}. Sample from a server, or in process (drop 'use_vllm').")
         warn_once(f"{apart}: the base is quantised here")
 

@@ -115,14 +115,14 @@ def transport_for(
     """Choose the transport: the adapter alone unless `lora_sync` is False, if vLLM can load it."""
     if not isinstance(model, PeftModel):
         return WeightTransport(dtype, base)
-    config = model.peft_config[model.active_adapters[0]]
-    if not isinstance(config, LoraConfig):
-        raise UserError(f"adapter: only LoRA can be sent to a vLLM server, not {type(config).__name__}.")
+    lora_config = model.peft_config[model.active_adapters[0]]
+    if not isinstance(lora_config, LoraConfig):
+        raise UserError(f"adapter: only LoRA can be sent to a vLLM server, not {type(lora_config).__name__}.")
     unloadable = not_for_vllm(
-        dora=config.use_dora,
-        bias=config.bias != "none" or config.lora_bias,
-        modules_to_save=config.modules_to_save,
-        target_parameters=config.target_parameters,
+        dora=lora_config.use_dora,
+        bias=lora_config.bias != "none" or lora_config.lora_bias,
+        modules_to_save=lora_config.modules_to_save,
+        target_parameters=lora_config.target_parameters,
     )
     if lora_sync and unloadable is not None:
         raise UserError(f"{unloadable}: {ONLY_MERGED}.")

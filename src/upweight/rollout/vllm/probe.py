@@ -11,9 +11,8 @@ import torch
 from peft import PeftModel
 from torch import nn
 
-from upweight.engine.forward import base_of
 from upweight.errors import UserError
-from upweight.models.modules import dropout_off
+from upweight.models.modules import dropout_off, unwrap_peft
 from upweight.rollout.sampling_params import completion_fields
 from upweight.rollout.vllm.client import RequestRefused, VllmClient
 from upweight.types import Sampling
@@ -93,7 +92,7 @@ def difference(
     model: nn.Module, ids: Sequence[int], reported_logps: Sequence[float], temperature: float, *, adapted: bool
 ) -> tuple[float, float]:
     """Return the mean and the largest difference between the log-probs of server and model, `adapted` or not."""
-    base = base_of(model)
+    base = unwrap_peft(model)
     if max(ids) >= base.config.get_text_config().vocab_size or len(reported_logps) != len(ids) - PROMPT:
         return float("inf"), float("inf")
     off: Any = contextlib.nullcontext()

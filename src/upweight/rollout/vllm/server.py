@@ -12,16 +12,16 @@ import torch
 from peft import PeftModel
 from transformers import PreTrainedModel
 
-from upweight.engine.forward import base_of
 from upweight.errors import UserError
 from upweight.heartbeat import progressed
+from upweight.models.modules import unwrap_peft
+from upweight.models.tokenizer import eos_token_ids
 from upweight.rollout.sampling_params import completion_fields
 from upweight.rollout.vllm.client import RequestFailed, RequestRefused, Retry, VllmClient, unreachable
 from upweight.rollout.vllm.direct_transfer import FOLDER, direct_transport
 from upweight.rollout.vllm.file_transfer import transport_for
 from upweight.rollout.vllm.probe import check_vocabulary, served_base
 from upweight.rollout.vllm.versions import OnModel, ServedVersions
-from upweight.sampler.in_process import end_tokens
 from upweight.types import Completion, Completions, Done, Prompts, Sampling
 
 T = TypeVar("T")
@@ -56,8 +56,8 @@ class VllmServer:
         `transfer`: how all weights are sent, as in `trl.vllm_weight_transfer`.
         `on_model`: calls a function with the policy, on all ranks where its weights are sharded.
         """
-        config = base_of(model).config
-        self.options, self._ends = dict(options or {}), sorted(end_tokens(base_of(model), tokenizer))
+        config = unwrap_peft(model).config
+        self.options, self._ends = dict(options or {}), sorted(eos_token_ids(unwrap_peft(model), tokenizer))
         self._finished = self._calls = 0  # requests that have ended; calls that are running
         self._watcher: asyncio.Task[None] | None = None  # one for all calls
         self.client = client = VllmClient(url, timeout)

@@ -14,9 +14,9 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
-from upweight.engine.forward import base_of
 from upweight.errors import UserError
 from upweight.log import logger, warn_once
+from upweight.models.modules import unwrap_peft
 from upweight.rollout.vllm.client import RequestFailed, RequestRefused, VllmClient, backoff
 from upweight.rollout.vllm.file_transfer import ServedVersion, Transport, forget_leftovers, link_files, write_aside
 from upweight.rollout.vllm.probe import agrees, applies_temperature, ask_probe, difference, served_base, top_logps_of
@@ -52,7 +52,7 @@ class ServedVersions:
         self.client, self.transport = client, transport
         self.current: ServedVersion | None = None
         self.open = asyncio.Event()  # clear while the weights under one name are replaced
-        self._base = base_of(model)
+        self._base = unwrap_peft(model)
         self.on_model: OnModel = on_model or (lambda work: work(model))
         self._dtype, self._folder, self._temperature = dtype, folder, temperature
         self._logps_temperature = temperature  # that the server's log-probs are reported at: 1 where it leaves it out

@@ -92,11 +92,11 @@ class GRPOTrainer(MethodTrainer):
         self.rollouts.sync(self.state.global_step)
         with self.rollouts.schedule.gathered_weights():
             groups = producer.evaluate(prepared, num_generations or self.rollouts.eval_size, self.state)
-        rollout, names = Rollout(producer.rollouts, self.state.global_step, groups), producer.scorer.names
-        policy, totals = self.method.policy_settings, []
+        rollout, names = Rollout(producer.num_rollouts, self.state.global_step, groups), producer.scorer.names
+        online, totals = self.method.online_settings, []
         for group in groups:
             assert group.rewards_SR is not None
-            totals += weighted_reward(group.rewards_SR, policy.reward_weights if policy else None).tolist()
+            totals += weighted_reward(group.rewards_SR, online.reward_weights if online else None).tolist()
         completions = list(readable(rollout, names, producer.decode))
         if self.is_world_process_zero():
             ShownCompletions(1, len(completions), names, producer.decode)(rollout, self.state.global_step)
@@ -116,7 +116,7 @@ class GRPOTrainer(MethodTrainer):
             options = {"engine": self.runner.engine, "compile": sampler.compile}
             device = self.accelerator.device if self.sharding != "none" else None
             rollouts.generator = InProcess(self.model, self.processing_class, device=device, **options)
-            producer.prove = rollouts.generator.prove
+            producer.check_sampling = rollouts.generator.check_sampling
             if isinstance(producer.completion_source, SingleTurn | EpisodeRunner):
                 producer.completion_source.generator = rollouts.generator
 

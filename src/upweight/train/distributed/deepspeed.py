@@ -78,8 +78,8 @@ def fit_to_ranks(checkpoint: Path, trainer: Trainer) -> None:
         return
     problem, remedy = f"resume: {wrote} ranks wrote {checkpoint}", f"go on with as many, `--num-processes {wrote}`"
     if trainer.args.load_best_model_at_end:
-        mixed = f"and these are {ranks}; 'load_best_model_at_end' would mix both, which DeepSpeed does not load"
-        raise UserError(f"{problem}, {mixed}; drop the key, or {remedy}.")
+        problem = f"and these are {ranks}; 'load_best_model_at_end' would mix both, which DeepSpeed does not load"
+        raise UserError(f"{problem}, {problem}; drop the key, or {remedy}.")
     converted = folder.with_name(f"{folder.name}_universal")
     failure = broadcast_from_rank0(_convert(folder, converted) if trainer.is_world_process_zero() else None)
     if failure is not None:

@@ -13,7 +13,7 @@ from accelerate import PartialState
 from torch import nn
 
 from upweight.config.sections.training import ShardingSection
-from upweight.engine.context import ContextGroup
+from upweight.engine.context_parallel import ContextGroup
 from upweight.errors import UserError
 from upweight.heartbeat import activity
 from upweight.processes import free_port
@@ -38,7 +38,7 @@ def join_ranks(timeout_s: int, wait_s: int = _wait_seconds) -> tuple[PartialStat
     return state, state.device
 
 
-def share_rows(size: int) -> ContextGroup | None:
+def context_parallel_group(size: int) -> ContextGroup | None:
     """Form context-parallel groups of `size` consecutive ranks; return this rank's group, or None if `size` is 1."""
     if size == 1:
         return None

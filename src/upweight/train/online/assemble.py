@@ -37,7 +37,7 @@ from upweight.train.online.environments import EnvironmentSetup, check_rewards
 from upweight.train.online.feature_matching import FeatureMatching, build_feature_matching
 from upweight.train.online.feed import RolloutFeed, RolloutSchedule
 from upweight.train.policy import Policy
-from upweight.types import Generator, Provable
+from upweight.types import ChecksSampling, Generator
 from upweight.user_modules import load_function
 
 MAX_REROLL = 1024  # failed prompts remembered
@@ -74,8 +74,8 @@ def build_rewards(
         rewards = load_rewards(config.rollout.reward_funcs, config.folder, models=models, environment=names)
     if not rewards and (objects.from_script or env_setup is not None):
         raise UserError("trl.reward_funcs: empty, and no environment gives rewards to compare completions: give one.")
-    policy = config.method.policy_settings
-    weights = None if policy is None or feature_matcher(config.method) else policy.reward_weights
+    online = config.method.online_settings
+    weights = None if online is None or feature_matcher(config.method) else online.reward_weights
     if weights is not None and len(weights) != len(rewards):  # rules of the config cannot count an environment's
         names = ", ".join(reward.name for reward in rewards)
         count = f"{len(weights)} weights for {len(rewards)} rewards ({names})"
@@ -95,15 +95,15 @@ def build_rollouts(
 ) -> RolloutFeed:
     """Build sampler, completion source, producer and schedule of the rollouts."""
     method, section, tokenizer, ranks = config.method, config.rollout, policy.tokenizer, PartialState()
-    policy_settings, function = method.policy_settings, objects.rollout_func
-    assert policy_settings is not None, "online methods have policy settings"
+    online_settings, function = method.online_settings, objects.rollout_func
+    assert online_settings is not None, "online methods have online settings"
     if function is None and section.rollout_func is not None:
         function = load_function(section.rollout_func, config.folder, "trl.rollout_func")
     logger.info(LOSS_IS_NO_MEASURE, method.name, " and kl" if method.needs_reference else "")
-    if section.skip_zero_advantage and policy_settings.zero_advantage_reasons and not method.strided:
-        logger.info(ZERO_ADVANTAGE_FORWARDED, method.name, " and ".join(policy_settings.zero_advantage_reasons))
+    if section.skip_zero_advantage and online_settings.zero_advantage_reasons and not method.strided:
+        logger.info(ZERO_ADVANTAGE_FORWARDED, method.name, " and ".join(online_settings.zero_advantage_reasons))
     feature_matching = build_feature_matching(policy)
-    sampling = build_sampling(section, policy_settings.max_completion_length)
+    sampling = build_sampling(section, online_settings.max_completion_length)
     if feature_matching is not None and method.strided:
         sampling = feature_matching.block_sampling()
     backend = backend_of(config)
@@ -115,7 +115,7 @@ def build_rollouts(
     plan = build_plan(config, ranks.num_processes // config.sharding.context_parallel_size)
     schedule = _schedule(section, plan, policy, sharded_work, backend)
     off_policy = schedule.depth or section.replay_size or section.backend != IN_PROCESS
-    masks_off_policy = function is not None and policy_settings.off_policy_mask_threshold is not None
+    masks_off_policy = function is not None and online_settings.off_policy_mask_threshold is not None
     producer = Producer(
         method=method,
         plan=plan,
@@ -128,7 +128,7 @@ def build_rollouts(
         seed=config.optim.seed,
         ranks=Ranks() if backend.rank0_only else Ranks(ranks.process_index, ranks.num_processes, all_gather_objects),
         longest=feature_matching.longest if feature_matching is not None and feature_matching.adapts else None,
-        prove=generator.prove if isinstance(generator, Provable) else None,
+        check_sampling=generator.check_sampling if isinstance(generator, ChecksSampling) else None,
         extra_rounds=section.dynamic_sampling,
         streaming_groups=section.streaming_groups if section.streaming else None,
         replay=ReplayBuffer(section.replay_size, section.replay_max_age) if section.replay_size else None,
@@ -140,8 +140,8 @@ def build_rollouts(
         section,
         schedule,
         eval_size=section.num_generations_eval or method.group_size,
-        mask_truncated=policy_settings.mask_truncated_completions,
-        sampler_logps=bool(off_policy or masks_off_policy or policy_settings.sampler_correction),
+        mask_truncated=online_settings.mask_truncated_completions,
+        sampler_logps=bool(off_policy or masks_off_policy or online_settings.sampler_correction),
         feature_matching=feature_matching,
     )
 

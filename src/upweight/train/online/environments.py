@@ -12,12 +12,13 @@ from upweight.config.sections.data import DataSection
 from upweight.config.sections.environment import EnvironmentSection
 from upweight.data.raw_row import PREPARED_COLUMNS
 from upweight.data.tokenize.templates import ChatTemplate
-from upweight.engine.forward import base_of
 from upweight.environments.call_formats import call_format_of
 from upweight.environments.episode import Environment
 from upweight.environments.nemo_gym.gym import NemoGym
 from upweight.environments.nemo_gym.process import GymProcess
 from upweight.environments.python_class import PythonEnvironment
+from upweight.models.modules import unwrap_peft
+from upweight.models.tokenizer import eos_token_ids
 from upweight.rewards.load import EPISODE
 from upweight.rewards.reward import ENVIRONMENTS, Reward, check_columns
 from upweight.rollout.completion_source import CompletionSource
@@ -25,7 +26,6 @@ from upweight.rollout.episodes.gym_agents import GymAgents, PolicyGateway
 from upweight.rollout.episodes.loop import EpisodeLimits, EpisodeSetup
 from upweight.rollout.episodes.runner import EpisodeRunner
 from upweight.rollout.vllm.server import VllmServer
-from upweight.sampler.in_process import end_tokens
 from upweight.train.distributed.ranks import broadcast_from_rank0
 from upweight.train.objects import YAML_ONLY, Objects, Tokenizer
 from upweight.types import Generator
@@ -34,10 +34,10 @@ from upweight.user_modules import load_function
 
 @dataclass(frozen=True)
 class EnvironmentSetup:
-    """An environment, the bounds of its episodes, and how tools and prompts are rendered."""
+    """An environment, the limits of its episodes, and how tools and prompts are rendered."""
 
     environment: Environment
-    bounds: EpisodeLimits
+    limits: EpisodeLimits
     tool_format: str = "auto"
     data: DataSection = field(default_factory=DataSection)  # with the chat template's variables, and the system text
     agents_port: int | None = None  # at which agents of NeMo Gym, which run the turns, reach the policy
@@ -54,8 +54,8 @@ class EnvironmentSetup:
         setup = EpisodeSetup(
             self.environment,
             ChatTemplate(tokenizer, None, self.data.template_args, self.data.template_timeout),
-            ends=end_tokens(base_of(model), tokenizer),
-            bounds=self.bounds,
+            ends=eos_token_ids(unwrap_peft(model), tokenizer),
+            limits=self.limits,
             tool_format=call_format_of(source) if self.tool_format == "auto" else self.tool_format,
             default_system=self.data.default_system_message,
         )
@@ -71,10 +71,10 @@ def environment_setup(config: Config, objects: Objects = YAML_ONLY) -> Environme
         if not config.method.online or not section.acts:
             return None
     # The time limit leaves the environment room to report a tool that timed out.
-    limit, waits = section.timeout + section.tool_timeout, section.wait if section.kind == "openenv" else 0.0
-    bounds = EpisodeLimits(section.max_turns, limit, section.episode_timeout, waits)
+    call_seconds, waits = section.timeout + section.tool_timeout, section.wait if section.kind == "openenv" else 0.0
+    limits = EpisodeLimits(section.max_turns, call_seconds, section.episode_timeout, waits)
     environment = _build_environment(section, config.folder, objects)
-    return EnvironmentSetup(environment, bounds, section.tool_format, config.data)
+    return EnvironmentSetup(environment, limits, section.tool_format, config.data)
 
 
 def _gym(config: Config) -> EnvironmentSetup:
@@ -85,11 +85,11 @@ def _gym(config: Config) -> EnvironmentSetup:
     process = None
     if section.auto_start and PartialState().process_index == 0:
         process = GymProcess(section, config.folder, Path(config.run.output_dir), policy=policy)
-    socket = broadcast_from_rank0(None if process is None else process.socket)
-    gym, turns = NemoGym(section, name, process, socket), section.max_turns or config.environment.max_turns
-    bounds = EpisodeLimits(turns, section.run_timeout, section.run_timeout)
+    uds = broadcast_from_rank0(None if process is None else process.uds)
+    gym, turns = NemoGym(section, name, process, uds), section.max_turns or config.environment.max_turns
+    limits = EpisodeLimits(turns, section.run_timeout, section.run_timeout)
     port = section.policy_port if section.multi_turn else None
-    return EnvironmentSetup(gym, bounds, config.environment.tool_format, config.data, port)
+    return EnvironmentSetup(gym, limits, config.environment.tool_format, config.data, port)
 
 
 def check_rewards(rewards: Sequence[Reward], columns: Sequence[str], env_setup: EnvironmentSetup | None) -> None:

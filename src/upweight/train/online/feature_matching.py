@@ -58,8 +58,8 @@ class FeatureMatching:
 
     def score(self, groups: Sequence[Group], size: int, runner: StepRunner, model: nn.Module) -> dict[str, float]:
         """Set the rewards of every group, `size` samples per target, and return metrics. Every rank calls it."""
-        shares, ranks = runner.shares, runner.accelerator.num_processes
-        numbers = range(runner.accelerator.process_index * shares // ranks, len(groups), shares)
+        parts, ranks = runner.packer.data_parallel_size, runner.accelerator.num_processes
+        numbers = range(runner.accelerator.process_index * parts // ranks, len(groups), parts)
         mine = {number: groups[number] for number in numbers}
         rewards: dict[int, Tensor] = {}
         logged: dict[str, list[float]] = {}
@@ -69,7 +69,7 @@ class FeatureMatching:
                 rewards[group_index] = rewards_SR.float().cpu()
                 for name, values in metrics.items():
                     logged.setdefault(name, []).extend(values.tolist())
-        gathered = all_gather_objects((rewards, logged))[:: ranks // shares]
+        gathered = all_gather_objects((rewards, logged))[:: ranks // parts]
         for group_index, rewards_SR in (item for of_rank, _ in gathered for item in of_rank.items()):
             groups[group_index].rewards_SR = rewards_SR
         names = dict.fromkeys(name for _, of_rank in gathered for name in of_rank)
@@ -88,7 +88,7 @@ class FeatureMatching:
     def demonstrations(self, groups: Sequence[Group]) -> list[Unit]:
         """Return the units of the ground truth, one per group."""
         if self.method.strided:
-            return [demonstration(n, group.row["ids"], group.row["scored"]) for n, group in enumerate(groups)]
+            return [demonstration(n, group.row["ids"], group.row["loss_mask"]) for n, group in enumerate(groups)]
         units = []
         for number, group in enumerate(groups):
             turns = self._ground_truth_turns(group)
@@ -148,9 +148,9 @@ class FeatureMatching:
         """Return tokens of which the embedded part and the answer begin at these positions."""
         positions = pooled_positions(self.method.embed_method, begin, answer, len(ids))
         distinct, index = np.unique(positions, return_inverse=True)
-        scored = np.zeros(len(ids), np.bool_)
-        scored[distinct] = True
-        return _TextToEmbed(Unit((Sample(np.array(ids, np.int64), scored),), group_index), index, side)
+        mask = np.zeros(len(ids), np.bool_)
+        mask[distinct] = True
+        return _TextToEmbed(Unit((Sample(np.array(ids, np.int64), mask),), group_index), index, side)
 
     def _forward(self, units: Sequence["_TextToEmbed"], runner: StepRunner, network: nn.Module) -> Tensor:
         """Return the features of the texts of one row; an empty row only keeps collectives aligned."""
@@ -161,7 +161,7 @@ class FeatureMatching:
         assert out.features_TF is not None
         if not units:
             return out.features_TF[:0]
-        sizes = [int(one.unit.samples[0].scored.sum()) for one in units]
+        sizes = [int(one.unit.samples[0].loss_mask.sum()) for one in units]
         index = np.concatenate([one.index + start for one, start in zip(units, np.cumsum([0, *sizes]), strict=False)])
         sequence = np.repeat(np.arange(len(units)), [len(one.index) for one in units])
         state_TF = out.features_TF[torch.from_numpy(index).to(device)]

@@ -77,15 +77,15 @@ class RolloutFeed:
         """Return the number of optimizer steps in one pass over the prompts."""
         return self.producer.plan.steps_per_epoch(len(self.producer.rows))
 
-    def next_step(self, runner: StepRunner, model: nn.Module, state: Any) -> dict[str, Any]:
+    def next_step(self, runner: StepRunner, model: nn.Module, trainer_state: Any) -> dict[str, Any]:
         """Return the units of the next optimizer step, of all ranks, from the current rollout or a new one."""
-        plan, step = self.producer.plan, state.global_step
+        plan, step = self.producer.plan, trainer_state.global_step
         if self.synced is None or (step != self.synced and step % self.schedule.sync_interval == 0):
             runner.meters.add(_means(self.sync(step), runner.accelerator.device))
         if self.current is None or self.trained >= plan.steps_per_rollout:
             began = time.perf_counter()
             with activity("waiting for a rollout"):
-                rollout = self._broadcast(self.ahead.take(state) if self.schedule.produces else None)
+                rollout = self._broadcast(self.ahead.take(trainer_state) if self.schedule.produces else None)
             if self.feature_matching is not None:
                 scoring = time.perf_counter()
                 rollout.metrics |= self.feature_matching.score(rollout.groups, plan.group_size, runner, model)
@@ -104,7 +104,7 @@ class RolloutFeed:
             until_needed = plan.steps_per_rollout - self.trained + 1 + plan.steps_per_rollout * len(self.ahead)
             if until_needed > self.schedule.depth * plan.steps_per_pass:  # at most `depth` passes of steps ahead
                 break
-            self.ahead.submit(copy.copy(state))
+            self.ahead.submit(copy.copy(trainer_state))
         # A demonstration is trained on once in a pass, with the first completion of its group.
         shown = self.demonstrations[-(-start // plan.group_size) : -(-stop // plan.group_size)]
         return {"units": self.units[start:stop] + shown, "counts": self.counts}
@@ -125,10 +125,10 @@ class RolloutFeed:
         self.synced = step
         return seconds
 
-    def _produce(self, state: Any) -> Rollout:
-        version = state.global_step if self.generator is None else self.generator.version()
+    def _produce(self, trainer_state: Any) -> Rollout:
+        version = trainer_state.global_step if self.generator is None else self.generator.version()
         with self.schedule.gathered_weights():
-            return self.producer.produce(version, state)
+            return self.producer.produce(version, trainer_state)
 
     def _broadcast(self, rollout: Rollout | None) -> Rollout:
         """Return the rollout of the rank that produces, on every rank."""
@@ -138,17 +138,18 @@ class RolloutFeed:
         return rollout
 
     def evaluate(
-        self, rows: PromptRows, state: Any, runner: StepRunner, model: nn.Module, name: str = "eval"
+        self, rows: PromptRows, trainer_state: Any, runner: StepRunner, model: nn.Module, name: str = "eval"
     ) -> dict[str, float]:
         """Return rewards, pass rates and lengths on held-out prompts; for EBFT feature rewards and cross-entropy."""
-        if self.synced != state.global_step:
-            self.sync(state.global_step)
-        step, names, method, produced = state.global_step, self.producer.names, self.producer.method, None
+        if self.synced != trainer_state.global_step:
+            self.sync(trainer_state.global_step)
+        step, names, method, produced = trainer_state.global_step, self.producer.names, self.producer.method, None
         if self.schedule.produces:
             if self.producer.scorer.has_state:
                 self.ahead.wait()  # rollouts would change the reward state that is restored after an evaluation
             with self.schedule.gathered_weights():
-                produced = Rollout(self.producer.rollouts, step, self.producer.evaluate(rows, self.eval_size, state))
+                groups = self.producer.evaluate(rows, self.eval_size, trainer_state)
+                produced = Rollout(self.producer.num_rollouts, step, groups)
         rollout = self._broadcast(produced)
         if self.feature_matching is not None:
             metrics = self.feature_matching.score(rollout.groups, self.eval_size, runner, model)
@@ -224,7 +225,7 @@ class RolloutFeed:
             name: float(total) / plan.steps_per_pass for name, total in totals.items() if name.startswith("rollout_")
         }
         if runner is not None and method.needs_kl_in_reward:
-            self._add_drift_to_advantages(rollout, runner, model)
+            self._add_kl_to_advantages(rollout, runner, model)
         keeps_old = not self.section.replay_recompute and any(group.replayed for group in rollout.groups)
         if runner is None or method.strided or not (plan.steps_per_rollout > 1 or keeps_old):
             return
@@ -236,18 +237,18 @@ class RolloutFeed:
             kept = keeps_old and rollout.groups[unit.group].replayed and len(sampler_logps) == len(unit.samples)
             self.units[index] = _with_logps(unit, "old_logps", sampler_logps if kept else logps)
 
-    def _add_drift_to_advantages(self, rollout: Rollout, runner: StepRunner, model: Any) -> None:
-        """Recompute the advantages with the policy's drift from the reference; units keep the reference log-probs."""
+    def _add_kl_to_advantages(self, rollout: Rollout, runner: StepRunner, model: Any) -> None:
+        """Recompute the advantages with the policy's log-ratio to the reference; units keep the reference log-probs."""
         assert runner.reference is not None
         with dropout_off(model):
             policy_logps = runner.logps(model, self.units)
             with runner.reference.use(model) as reference:
                 ref_logps = runner.logps(reference, self.units)
-        drifts = [
+        log_ratios = [
             sum(float((policy - ref).sum()) for policy, ref in zip(*parts, strict=True))
             for parts in zip(policy_logps, ref_logps, strict=True)
         ]
-        self.producer.add_advantages(rollout.groups, log_ratio_S=torch.tensor(drifts, dtype=torch.float64))
+        self.producer.add_advantages(rollout.groups, log_ratio_S=torch.tensor(log_ratios, dtype=torch.float64))
         units = units_of_groups(rollout.groups, mask_truncated=self.mask_truncated, sampler_logps=self.sampler_logps)
         self.units = [_with_logps(unit, "ref_logps", logps) for unit, logps in zip(units, ref_logps, strict=True)]
 

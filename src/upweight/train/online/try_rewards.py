@@ -119,6 +119,6 @@ def _in_prompt_form(row: Mapping[str, Any]) -> Any:
 def _try(config: Config, rewards: Sequence[Reward], call: RewardCall) -> TriedRewards:
     section, method = config.rollout, config.method
     trials = try_rewards(rewards, call, workers=section.reward_workers, timeout=section.reward_timeout)
-    policy = method.policy_settings
-    weights = policy.reward_weights if policy else None
+    online = method.online_settings
+    weights = online.reward_weights if online else None
     return TriedRewards(call, trials, remarks(trials, weights, each_scaled=method.scales_each_reward))

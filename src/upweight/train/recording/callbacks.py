@@ -291,8 +291,9 @@ def build_callbacks(config: Config, objects: Objects, trainer: Any, stop: StopOn
     run, folder = config.run, Path(config.run.output_dir)
     callbacks: list[TrainerCallback] = [stop, MetricsFile(folder)]
     callbacks += [] if objects.from_script else [Progress(bar=shows_status())]
-    configured = ConfiguredCallbacks([*callbacks_of(config.callbacks, folder)])
-    callbacks += [HealthCallback(folder), configured, StopOnNan(trainer.rows_of_step)]
+    configured = [*callbacks_of(config.callbacks, folder)]
+    trainer.metrics_of_callbacks += [callback.metrics for callback in configured if hasattr(callback, "metrics")]
+    callbacks += [HealthCallback(folder), ConfiguredCallbacks(configured), StopOnNan(trainer.rows_of_step)]
     if run.patience is not None:
         callbacks.append(EarlyStoppingCallback(run.patience))
     if trainer.rollouts is not None:

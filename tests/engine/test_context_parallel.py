@@ -15,10 +15,10 @@ from tiny_models import drawn, gradients, group, relative_difference, sample, st
 from upweight.engine import Engine
 from upweight.engine.activations import add_noise, enable_checkpointing
 from upweight.engine.check import check_first_batch, check_first_gradients
-from upweight.engine.context import require_heads
+from upweight.engine.context_parallel import require_heads
 from upweight.engine.packing import build_batch
 from upweight.errors import UserError
-from upweight.train.distributed.ranks import join_ranks, share_rows
+from upweight.train.distributed.ranks import context_parallel_group, join_ranks
 from upweight.types import Unit
 
 STATISTICS = frozenset({"entropy_T", "is_top_T"})
@@ -49,7 +49,7 @@ def batch_for(case):
         return build_batch([])
     if case in ("short", "nothing scored"):
         one = sample(drawn(1, 40), prompt=3)
-        one.scored[3 if case == "nothing scored" else 6 :] = False
+        one.loss_mask[3 if case == "nothing scored" else 6 :] = False
         return build_batch([Unit((one,))])
     batch = build_batch(group() + three_levels() + staircase(), predict=case != "classifier")
     assert batch.ids_BN.shape[1] % 2
@@ -111,7 +111,7 @@ def saved_bytes(context):
 
 def run_rank(folder, world, cases):
     join_ranks(60)
-    context = share_rows(world)
+    context = context_parallel_group(world)
     rank = context.rank
     for case in cases:
         torch.save(shared(case, context), f"{folder}/{case}-{rank}.pt")

@@ -11,10 +11,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from upweight.errors import UserError
-from upweight.types import Completion, Prompts, Sampling
+from upweight.types import Completion, Completions, Prompts, Sampling
 
-_PROMPTS, _COUNT, _NEW_TOKENS = 2, 2, 24
-_LONGEST = 2048
+_PROMPTS, _COUNT, _NEW_TOKENS, _LONGEST = 2, 2, 24, 2048
 # Wider than for the training forward: one token at a time rounds differently, and a wrong cache is off by 0.1 and more.
 _LARGEST_IN_FLOAT32 = 1e-3
 # As in `engine/check.py`: another kernel in bfloat16 differs by 0.06, a wrong one by 0.3 and more.
@@ -22,53 +21,51 @@ _MEAN_IN_HALF_PRECISION = 0.15
 
 
 @dataclass(frozen=True)
-class Probe:
+class TrialPrompts:
     """A few prompts to check a sampling strategy on: some of a call, and one as long as its sequences may become."""
 
-    # Where a model computes differently from some position on, only the long prompt shows it.
-
-    prompts: list[list[int]]
+    prompts: list[list[int]]  # a model that computes differently from some position on shows it on the long one
     sampling: Sampling
     count: int = _COUNT
 
     @staticmethod
-    def of(prompts: Prompts, sampling: Sampling, limit: int | None) -> "Probe":
-        """Build a trial from the prompts of a call; `limit`: the positions of the model."""
-        new = _NEW_TOKENS if limit is None else max(1, min(_NEW_TOKENS, limit - 1))
-        most = None if limit is None else max(1, limit - new)
+    def of(prompts: Prompts, sampling: Sampling, max_positions: int | None) -> "TrialPrompts":
+        """Choose from the prompts of a call; `max_positions`: of the model."""
+        new = _NEW_TOKENS if max_positions is None else max(1, min(_NEW_TOKENS, max_positions - 1))
+        most = None if max_positions is None else max(1, max_positions - new)
         longest = max(len(prompt) for prompt in prompts)
         length = max(longest, min(longest + sampling.max_new_tokens - new, _LONGEST))
         long_prompt = list(itertools.islice(itertools.cycle(itertools.chain.from_iterable(prompts)), length))
         chosen = [list(prompt)[:most] for prompt in [*prompts[:_PROMPTS], long_prompt]]
         plain = replace(sampling, max_new_tokens=new, stop_ids=(), stop_strings=(), seed=0, seeds=None, first=0)
-        return Probe(chosen, plain)
+        return TrialPrompts(chosen, plain)
 
 
 @dataclass(frozen=True)
-class ProofResult:
-    """The difference of a sampling strategy from plain forwards, and its limit; `error`: why it does not run at all."""
+class CheckResult:
+    """The difference of a sampling strategy from plain forwards, and its tolerance; `error`: why it does not run."""
 
     difference: float
-    limit: float
+    tolerance: float
     error: str | None = None
 
     @property
     def passed(self) -> bool:
-        return self.error is None and self.difference <= self.limit  # a NaN does not pass
+        return self.error is None and self.difference <= self.tolerance  # a NaN does not pass
 
     def __str__(self) -> str:
         if self.error is not None:
             return f"fails ({self.error})"
-        return f"gives log-probs that differ by {self.difference:.3g} (limit {self.limit:g}) from a plain forward's"
+        return f"gives log-probs that differ by {self.difference:.3g} (limit {self.tolerance:g}) from a plain forward's"
 
 
-def prove_sampling(base: PreTrainedModel, trial: Probe, draw: Callable[[], list[list[Completion]]]) -> ProofResult:
+def compare_sampling(base: PreTrainedModel, trial: TrialPrompts, draw: Callable[[], Completions]) -> CheckResult:
     """Check a sampling strategy by its worst prompt, so that an error on the long prompt only is not averaged away."""
     # Whether forwards compute in float32: they may read copies of the weights in another dtype.
     embeddings: Any = base.get_input_embeddings()
     dtype = embeddings(torch.zeros(1, 1, dtype=torch.long, device=base.device)).dtype
     exact = dtype in (torch.float32, torch.float64) and all(p.dtype != torch.int8 for p in base.parameters())
-    limit = _LARGEST_IN_FLOAT32 if exact else _MEAN_IN_HALF_PRECISION
+    tolerance = _LARGEST_IN_FLOAT32 if exact else _MEAN_IN_HALF_PRECISION
     try:
         differences = [
             (torch.tensor([completion.logps for completion in group]) - _plain_logps(base, prompt, group, trial)).abs()
@@ -78,12 +75,12 @@ def prove_sampling(base: PreTrainedModel, trial: Probe, draw: Callable[[], list[
         raise
     except Exception as error:  # whatever foreign model code raises
         first = str(error).strip().partition("\n")[0]
-        return ProofResult(float("inf"), limit, f"{type(error).__name__}: {first}")
+        return CheckResult(float("inf"), tolerance, f"{type(error).__name__}: {first}")
     each = torch.stack([x.max() if exact else x.mean() for x in differences])
-    return ProofResult(float(each.max()), limit)
+    return CheckResult(float(each.max()), tolerance)
 
 
-def _plain_logps(base: PreTrainedModel, prompt: list[int], group: list[Completion], trial: Probe) -> Tensor:
+def _plain_logps(base: PreTrainedModel, prompt: list[int], group: list[Completion], trial: TrialPrompts) -> Tensor:
     """Return log-probs of completions of one length by the model's forward, without a cache or padding."""
     ids_BN = torch.tensor([prompt + completion.ids for completion in group], device=base.device)
     new = len(group[0].ids)

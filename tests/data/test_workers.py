@@ -6,8 +6,8 @@ import pytest
 from datasets import Dataset
 
 from made_tokenizers import encoder
-from upweight.data.chunks import EncodeJob, refuse_unread
 from upweight.data.sources.open import RowSelection, Table
+from upweight.data.workers import EncodeJob, refuse_unread
 from upweight.errors import UserError
 
 PAIR = {"prompt": "Why?", "chosen": "So.", "rejected": "No.", "better": "Yes.", "s": "S", "label": True}

@@ -12,7 +12,7 @@ from upweight.config.sections.data import DataSection, DatasetSpec
 from upweight.config.sections.model import ModelSection
 from upweight.data.raw_row import RowError
 from upweight.errors import UserError
-from upweight.inference.write import NEW_TOKENS, TextGenerator, load_text_generator
+from upweight.inference.generate import NEW_TOKENS, TextGenerator, load_text_generator
 from upweight.types import Sampling
 
 CHATML = DataSection(chat_template="chatml")

@@ -8,8 +8,8 @@ import torch
 from made_rollouts import online_trainer
 from tiny_models import drawn, tiny
 from upweight.errors import UserError
+from upweight.sampler.check import CheckResult, TrialPrompts
 from upweight.sampler.in_process import InProcess
-from upweight.sampler.proof import Probe, ProofResult
 from upweight.types import Sampling
 
 PROMPTS = [drawn(1, 9).tolist(), drawn(2, 3).tolist()]
@@ -41,7 +41,7 @@ def greedy(model, prompt: list[int], count: int) -> list[int]:
 def test_a_usual_model_shares_prompts_without_a_word(dtype: torch.dtype, caplog):
     sampler = InProcess(tiny("llama").to(dtype), end_ids=())
     sampler.generate(PROMPTS, 2, GREEDY)
-    assert sampler.shares_prompts
+    assert sampler.shares_prefixes
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
@@ -50,7 +50,7 @@ def test_a_sampler_that_is_wrong_on_a_model_gives_way_to_generate(caplog):
     sampler = InProcess(model, end_ids=())
     forgetful(sampler)
     out = sampler.generate(PROMPTS, 2, GREEDY)
-    assert not sampler.shares_prompts
+    assert not sampler.shares_prefixes
     assert "the sampler that shares prompts gives log-probs that differ by" in caplog.text
     assert "sampled by transformers' generate, which is slower" in caplog.text
     for prompt, group in zip(PROMPTS, out, strict=True):
@@ -71,19 +71,19 @@ def test_a_model_that_nothing_can_sample_is_refused_in_words(monkeypatch):
 
 def test_all_ranks_take_the_way_of_the_one_that_fails():
     sampler = InProcess(tiny("mistral"), end_ids=())
-    heard: list[ProofResult] = []
+    heard: list[CheckResult] = []
 
-    def gather(own: ProofResult) -> list[ProofResult]:
+    def gather(own: CheckResult) -> list[CheckResult]:
         heard.append(own)
-        return [own, ProofResult(2.0, own.limit)] if len(heard) == 1 else [own, own]
+        return [own, CheckResult(2.0, own.tolerance)] if len(heard) == 1 else [own, own]
 
-    sampler.prove(PROMPTS, GREEDY, gather)
+    sampler.check_sampling(PROMPTS, GREEDY, gather)
     assert [one.passed for one in heard] == [True, True]
-    assert not sampler.shares_prompts
+    assert not sampler.shares_prefixes
 
 
 def test_a_trial_reaches_as_far_as_a_call_may():
-    trial = Probe.of(PROMPTS, Sampling(max_new_tokens=500, top_k=5, stop_ids=(7,)), 256)
+    trial = TrialPrompts.of(PROMPTS, Sampling(max_new_tokens=500, top_k=5, stop_ids=(7,)), 256)
     assert [len(prompt) for prompt in trial.prompts] == [9, 3, 256 - 24]
     assert (trial.sampling.max_new_tokens, trial.sampling.top_k, trial.sampling.stop_ids) == (24, 5, ())
 
@@ -100,4 +100,4 @@ def test_a_run_proves_its_sampler_before_the_first_rollout(tmp_path, caplog):
     rollouts = online_trainer(tmp_path).rollouts
     forgetful(rollouts.generator)
     rollouts.producer.produce(0)
-    assert not rollouts.generator.shares_prompts
+    assert not rollouts.generator.shares_prefixes

@@ -15,11 +15,12 @@ from upweight.data.raw_row import Row, RowError, checked_text
 from upweight.data.tokenize.messages import Conversation, MessageReader
 from upweight.data.tokenize.templates import chat_template
 from upweight.data.tokenize.tokens import TextTokens
-from upweight.engine.forward import base_of
 from upweight.errors import UserError
 from upweight.inference.score import load_trained
 from upweight.log import logger
-from upweight.sampler.in_process import InProcess, end_tokens
+from upweight.models.modules import unwrap_peft
+from upweight.models.tokenizer import eos_token_ids
+from upweight.sampler.in_process import InProcess
 from upweight.types import Completion, Prompts, Sampling
 
 NEW_TOKENS = 512  # default limit, if the model has room for as many
@@ -51,9 +52,9 @@ class TextGenerator:
             raise UserError("a system text needs a chat template: name one (`chat_template`), and leave --raw out")
         if not known and not raw:
             logger.info("the tokenizer has no chat template: texts are continued as they are")
-        base = base_of(model)
+        base = unwrap_peft(model)
         self._limit: int | None = getattr(base.config.get_text_config(), "max_position_embeddings", None)
-        self._ends = end_tokens(base, tokenizer) | self._tokens.turn_ends | self._turn_end()
+        self._ends = eos_token_ids(base, tokenizer) | self._tokens.turn_ends | self._turn_end()
         self._sampler = InProcess(model, tokenizer, end_ids=self._ends)
 
     def encode(self, row: Mapping[str, Any]) -> list[int]:

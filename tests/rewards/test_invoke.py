@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from upweight.errors import UserError
-from upweight.rewards.outcomes import RewardFailure, RewardValues, checked_values, invoke
+from upweight.rewards.invoke import RewardFailure, RewardValues, checked_values, invoke
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_an_error_is_told_with_its_line():
     failure = invoke(reward, {}, (), "mine", 1)
     assert isinstance(failure, RewardFailure)
     line = reward.__code__.co_firstlineno + 1
-    assert failure.reason == f"ValueError: invalid literal for int() with base 10: 'x' (test_outcomes.py, line {line})"
+    assert failure.reason == f"ValueError: invalid literal for int() with base 10: 'x' (test_invoke.py, line {line})"
 
 
 def test_an_error_for_the_user_ends_the_run():

@@ -42,12 +42,12 @@ NAMING = ("field_messages", "field_chosen", "field_rejected", "field_system", "f
 
 IDS, FLAGS = pa.list_(pa.int32()), pa.list_(pa.bool_())
 SCHEMAS: dict[str, dict[str, pa.DataType]] = {
-    "text": {"ids": IDS, "scored": FLAGS},
+    "text": {"ids": IDS, "loss_mask": FLAGS},
     "pairs": {"prompt_ids": IDS, "chosen_ids": IDS, "rejected_ids": IDS, "margin": pa.float64()},
     "labelled": {"prompt_ids": IDS, "completion_ids": IDS, "label": pa.bool_()},
     "steps": {"ids": IDS, "labels": IDS},
     "prompts": {"prompt_ids": IDS, OTHERS: pa.large_string()},
-    "documents": {"ids": IDS, "scored": FLAGS, "prompt_length": pa.int32()},
+    "documents": {"ids": IDS, "loss_mask": FLAGS, "prompt_length": pa.int32()},
 }
 
 
