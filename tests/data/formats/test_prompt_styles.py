@@ -81,7 +81,8 @@ def texts(name, row, **keys):
         ("metharme", {"prompt": "p", "generation": "g"}, "p", "g</s></s>"),
         (
             "pygmalion", {"conversations": [
-                {"role": "system", "value": "P\n<START>"}, {"role": "human", "value": "H"}, {"role": "bot", "value": "B"},
+                {"role": "system", "value": "P\n<START>"}, {"role": "human", "value": "H"},
+                {"role": "bot", "value": "B"},
             ]}, "<|system|>Persona: P<|user|> H<|model|>", " B",
         ),
     ],
@@ -127,7 +128,7 @@ def test_llama2_trains_on_answers_with_their_ends():
 
 @pytest.mark.parametrize(("name", "row"), [("alpaca:chat", {"output": "O"}), ("jeopardy", {"question": "Q"})])
 def test_a_missing_column_is_named(name, row):
-    with pytest.raises(RowError, match="'(instruction|category)': expected text, got nothing"):
+    with pytest.raises(RowError, match=r"'(instruction|category)': expected text, got nothing"):
         texts(name, row)
 
 
