@@ -8,10 +8,11 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from upweight.errors import did_you_mean
-from upweight.settings import branches, literals
+from upweight.settings import UserPath, branches, literals
 
 Path = tuple[str | int, ...]
 WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+WORDS[UserPath] = "the path of your code"
 LIMITS = {"gt": "greater than", "ge": "at least", "lt": "below", "le": "at most"}
 
 
