@@ -1,7 +1,7 @@
 """Examples that formats build from rows; `texts` list what needs token ids, `record` takes the ids of all of them."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from upweight.config.sections.data import DataSection, DatasetSpec, UserFormat
@@ -132,6 +132,7 @@ class Text:
     text: str
     spans: list[Span]
     shown: dict[str, Any] | None = None
+    columns: dict[str, Any] = field(default_factory=dict)
 
     @staticmethod
     def joined(prompt: str, completion: str, *, with_prompt: bool = False) -> "Text":
@@ -171,7 +172,8 @@ class Text:
         # A document of EBFT may continue after its end: only completions and single texts get an end token.
         ended = with_bos if setup.method.data == "prompts" else setup.tokens.with_eos(with_bos)
         loss_mask += [loss_mask[-1] and setup.entry.train_on_eos != "none"] * (len(ended) - len(with_bos))
-        return _text_record(setup, ended, loss_mask, self.shown or {"text": self.text})
+        record = _text_record(setup, ended, loss_mask, self.shown or {"text": self.text})
+        return replace(record, columns=record.columns | self.columns)
 
 
 @dataclass(frozen=True)
