@@ -16,13 +16,25 @@ ONLY_MEASURED = frozenset(COMPARED[1:])  # statistics without a gradient
 _TINY = torch.finfo(torch.float32).tiny
 
 
+@dataclass(frozen=True)
+class LogitTransform:
+    """Logits are `cap * tanh(scale * projection / cap)`; without a cap, `scale * projection`."""
+
+    scale: float = 1.0
+    cap: float | None = None
+
+    def __call__(self, projection: Tensor) -> Tensor:
+        scaled = projection if self.scale == 1.0 else projection * self.scale
+        return scaled if self.cap is None else torch.tanh(scaled / self.cap) * self.cap
+
+
 @dataclass(frozen=True, eq=False)
 class TeacherStates:
     """A teacher's hidden states at the scored tokens, with the projection and the transform that make them logits."""
 
     hidden_TE: Tensor
     project: Callable[[Tensor], Tensor]
-    transform: Callable[[Tensor], Tensor]
+    transform: LogitTransform
     vocabulary: int  # rows of its projection
 
     def rows(self, index: Tensor | slice) -> "TeacherStates":
@@ -63,7 +75,7 @@ class TopK(NamedTuple):
 
 @torch.no_grad()
 def top_k(states: TeacherStates, k: int, temperature: float, rows: int) -> TopK:
-    """Return a teacher's top `k` tokens over its whole vocabulary, `rows` tokens at a time."""
+    """Return a teacher's top `k` tokens, of its whole vocabulary, for `rows` scored tokens at a time."""
     parts: list[TopK] = []
     for start in range(0, len(states.hidden_TE), rows):
         logits = states.transform(states.rows(slice(start, start + rows)).values(states.vocabulary).float())

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from upweight.engine.divergences import (
     ONLY_MEASURED,
+    LogitTransform,
     Teacher,
     TeacherStates,
     compared,
@@ -35,18 +36,6 @@ _KEPT_STATISTICS = (
 )  # fmt: skip
 _MEASURED = frozenset({"is_top_T"}) | ONLY_MEASURED
 _TOKEN_STEP = 128  # on a GPU chunks are padded to this, so that few shapes exist
-
-
-@dataclass(frozen=True)
-class LogitTransform:
-    """Logits are `cap * tanh(scale * projection / cap)`; without a cap, `scale * projection`."""
-
-    scale: float = 1.0
-    cap: float | None = None
-
-    def __call__(self, projection: Tensor) -> Tensor:
-        scaled = projection if self.scale == 1.0 else projection * self.scale
-        return scaled if self.cap is None else torch.tanh(scaled / self.cap) * self.cap
 
 
 WITHOUT_TEACHER = Divergence()

@@ -116,7 +116,7 @@ class Distill(Method):
 
     @property
     def zero_advantage_reasons(self) -> list[str]:
-        return ["the teacher"]
+        return []
 
     def advantages(self, rewards_SR: Tensor, group_S: Tensor, log_ratio_S: Tensor | None = None) -> Tensor:
         return torch.zeros(len(group_S))

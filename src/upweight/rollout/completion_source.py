@@ -60,8 +60,9 @@ class WithDemonstrations(CompletionSource):
             sampled = replace(sampling, seeds=seeds)
             take = None if done is None else lambda index: done(left[index])
             self.source([groups[index] for index in left], count, sampled, take)
-        for index in () if done is None else (index for index, keeps in enumerate(kept) if keeps):
-            done(index)
+        if done is not None:
+            for index in (index for index, keeps in enumerate(kept) if keeps):
+                done(index)
 
     def close(self) -> None:
         self.source.close()

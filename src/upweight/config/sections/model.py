@@ -74,7 +74,7 @@ class TeacherSection(Section):
     @property
     def places(self) -> dict[str | None, str]:
         """The teachers by their names; a single one has none."""
-        return {None: self.teacher} if self.teacher is not None else dict(self.teachers)
+        return {None: self.teacher} if self.teacher is not None else {**self.teachers}
 
 
 class LoftQ(Strict):

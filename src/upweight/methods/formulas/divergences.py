@@ -1,5 +1,6 @@
 """Divergences over the tokens that a teacher lists, with or without a bucket for the mass of all others."""
 
+from math import log
 from typing import Literal
 
 import torch
@@ -38,5 +39,5 @@ def divergence(log_q: Tensor, log_p: Tensor, known: Tensor, kind: str, beta: flo
         return (p * ratio).sum(-1)
     if kind == "reverse_kl":
         return -(q * ratio).sum(-1)
-    mixed = torch.logaddexp(ratio + torch.tensor(beta).log(), torch.full_like(ratio, 1 - beta).log())  # log m - log q
+    mixed = torch.logaddexp(ratio + log(beta), torch.full_like(ratio, log(1 - beta)))  # log m - log q
     return beta * (p * (ratio - mixed)).sum(-1) - (1 - beta) * (q * mixed).sum(-1)

@@ -59,8 +59,9 @@ class TeacherLoader:
             _shard(model, self.device)
         elif not offload and getattr(model, "hf_device_map", None) is None:
             nn.Module.to(model, self.device)
-        engine = attach_engine(model)
-        return LocalTeacher(method, SeparateModel(policy, model, self.device if offload else None), engine, offload)
+        reference = SeparateModel(policy, model, self.device if offload else None)
+        vocabulary = unwrap_peft(policy).config.get_text_config().vocab_size
+        return LocalTeacher(method, reference, attach_engine(model), vocabulary, offload)
 
     def _loaded(self, place: str, key: str) -> nn.Module:
         """Load the model of a folder or the hub, or an adapter with its base, if its vocabulary is the student's."""

@@ -34,6 +34,7 @@ class LocalTeacher(Teacher):
     method: Method
     reference: Reference
     engine: Engine  # of the teacher's model
+    vocabulary: int  # rows of the student's head: what a teacher has beyond them is no token
     at_once: bool = False  # whether all rows of a step are forwarded together, as weights come from elsewhere
 
     def taught(self, policy: nn.Module, rows: Sequence[PackedRow], units: Sequence[Unit]) -> Iterator[PackedRow]:
@@ -44,6 +45,7 @@ class LocalTeacher(Teacher):
 
     def _taught(self, model: nn.Module, row: PackedRow, units: Sequence[Unit]) -> PackedRow:
         states = self.engine.teacher_states(model, self._batch(row, units))
+        states = dataclasses.replace(states, vocabulary=min(states.vocabulary, self.vocabulary))
         if self.method.teacher_top_k is None:
             return dataclasses.replace(row, teacher=states)
         rows = chunk_rows(states.hidden_TE, states.vocabulary)

@@ -102,12 +102,7 @@ def build_rollouts(
         function = load_function(section.rollout_func, config.folder, "trl.rollout_func")
     if not method.evaluates_loss:
         logger.info(LOSS_IS_NO_MEASURE, method.name, " and kl" if method.needs_reference else "")
-    if (
-        section.skip_zero_advantage
-        and method.compares_rewards
-        and online_settings.zero_advantage_reasons
-        and not method.strided
-    ):
+    if section.skip_zero_advantage and online_settings.zero_advantage_reasons and not method.strided:
         logger.info(ZERO_ADVANTAGE_FORWARDED, method.name, " and ".join(online_settings.zero_advantage_reasons))
     feature_matching = build_feature_matching(policy)
     sampling = build_sampling(section, online_settings.max_completion_length)
