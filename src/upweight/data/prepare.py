@@ -5,7 +5,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,11 +19,21 @@ from numpy.typing import NDArray
 from upweight.config import Config, view
 from upweight.config.config import general_keys
 from upweight.data import cache
+from upweight.data.cleaning import Signatures
 from upweight.data.encode import Encoder, build_encoder
-from upweight.data.raw_row import IGNORED
+from upweight.data.raw_row import IGNORED, Record
 from upweight.data.report import REPORT_JSON, EntryCounts, PrepareReport, measure
 from upweight.data.sources.open import GivenTable, OpenedDataset, RowSelection, open_entry, selected_datasets
-from upweight.data.workers import Chunk, EncodeJob, encode_all, refuse_unread, schema_of, with_columns, within_limits
+from upweight.data.workers import (
+    Chunk,
+    EncodeJob,
+    encode_all,
+    refuse_unread,
+    schema_of,
+    with_columns,
+    with_evaluation_rows,
+    within_limits,
+)
 from upweight.errors import UserError
 from upweight.heartbeat import activity, progressed
 from upweight.log import logger
@@ -36,6 +46,7 @@ NOT_SHAPING = {
     "prepared_path", "skip_prepare", "processes", "in_memory", "workers", "prefetch", "drop_last", "template_timeout",
 }  # fmt: skip
 REPEATED_ROW = "repeats an earlier row (dataset_exact_deduplication)"
+NEAR_DUPLICATE = "resembles an earlier row (dataset_near_deduplication)"
 
 
 class Entry(NamedTuple):
@@ -135,6 +146,8 @@ def _build(config: Config, entries: Sequence[Entry], target: Path) -> None:
     started, jobs, console = time.perf_counter(), jobs_of(config, entries), Console(stderr=True)
     for job in jobs:
         refuse_unread(job)
+    if config.data.contamination:
+        jobs = with_evaluation_rows(jobs)
     work = _Builder(config, jobs, target)
     columns = progress.TextColumn("preparing data"), progress.BarColumn(), progress.MofNCompleteColumn()
     times = progress.TimeElapsedColumn(), progress.TimeRemainingColumn()
@@ -176,10 +189,11 @@ def _held_out(config: Config, lengths: Sequence[int]) -> list[NDArray[np.bool_]]
 
 
 def _job(config: Config, entry: Entry, rows: RowSelection, *, evaluation: bool) -> EncodeJob:
-    rules = config.data
+    rules, encoder = config.data, entry.encoder
     if evaluation and rules.eval_sequence_len:
         rules = rules.model_copy(update={"sequence_len": rules.eval_sequence_len})
-    return EncodeJob(entry.opened.where, evaluation, rows, entry.encoder, rules)
+        encoder = Encoder(replace(encoder.setup, data=rules), encoder.transform, encoder.filter)
+    return EncodeJob(entry.opened.where, evaluation, rows, encoder, rules)
 
 
 class _Builder:
@@ -192,13 +206,14 @@ class _Builder:
         self.seen: set[bytes] = set()
         self.lengths: list[NDArray[np.int32]] = []
         self.origin: list[NDArray[np.int64]] = []
+        self.signatures = Signatures(target / "signatures") if config.data.near_duplicates else None
         schema = pa.schema(list(schema_of(config.method).items()))
         sides = ("train", "eval") if any(job.evaluation for job in jobs) else ("train",)
         self.writers = {side: pa.ipc.new_stream(str(target / f"{side}.arrow"), schema) for side in sides}
 
     def add(self, chunk: Chunk) -> None:
         """Write a chunk's rows, without those that repeat earlier ones if the config says so."""
-        part, batch, origin = self.parts[chunk.job], chunk.batch, chunk.origin_N2
+        part, batch, origin, signatures = self.parts[chunk.job], chunk.batch, chunk.origin_N2, chunk.signature_NH
         part.dropped += chunk.dropped
         part.notes += chunk.notes
         self.names |= chunk.names
@@ -208,17 +223,21 @@ class _Builder:
                 fresh.append(digest not in self.seen)
                 self.seen.add(digest)
             part.dropped += Counter({REPEATED_ROW: fresh.count(False)})
-            batch, origin = batch.filter(pa.array(fresh)), origin[np.array(fresh)]
+            mask = np.array(fresh, bool)
+            batch, origin, signatures = batch.filter(pa.array(fresh)), origin[mask], signatures[mask[: len(signatures)]]
         part.kept += len(batch)
         self.writers["eval" if part.evaluation else "train"].write_batch(batch)
         if not part.evaluation:
             self.lengths.append(chunk.length_M3.astype(np.int32))
             self.origin.append(np.insert(origin, 0, chunk.job, axis=1))
+            if self.signatures:
+                self.signatures.add(signatures)
 
     def finish(self, seconds: float) -> None:
         """Close the files and write the order of training and the report."""
         for writer in self.writers.values():
             writer.close()
+        order = self._ordered()
         prompt, completion, sequence = np.concatenate([np.zeros((0, 3), np.int32), *self.lengths]).T
         data = self.config.data
         limits: dict[str, tuple[str, int | None]] = {"max_prompt_length": ("prompt", data.max_prompt_length)}
@@ -230,11 +249,24 @@ class _Builder:
         for side, use, count in (("train", "train", report.train_rows), ("eval", "evaluate", report.eval_rows)):
             if side in self.writers and not count:
                 raise UserError("\n".join([*report.lines()[:-1], f"no rows are left to {use} on."]))
-        kept = [part.kept for part in self.parts if not part.evaluation]
-        np.save(self.target / "order.npy", _order(self.config, kept))
+        np.save(self.target / "order.npy", order)
         np.save(self.target / "origin.npy", np.concatenate(self.origin))
         saved = {"report": REPORT_JSON.dump_python(report, mode="json"), "columns": sorted(self.names)}
         (self.target / "report.json").write_text(json.dumps(saved), encoding="utf-8")
+
+    def _ordered(self) -> NDArray[np.int64]:
+        """The order of training, without near duplicates, which count as dropped."""
+        parts = [part for part in self.parts if not part.evaluation]
+        order = _order(self.config, [part.kept for part in parts])
+        if self.signatures and self.config.data.near_duplicates:
+            repeated = self.signatures.repeated(self.config.data.near_duplicates)
+            for part, of_part in zip(
+                parts, np.split(repeated, np.cumsum([part.kept for part in parts])[:-1]), strict=True
+            ):
+                part.kept -= (count := int(of_part.sum()))
+                part.dropped += Counter({NEAR_DUPLICATE: count})
+            order = order[~repeated[order]]
+        return order
 
 
 def _order(config: Config, kept: Sequence[int]) -> NDArray[np.int64]:
@@ -296,8 +328,14 @@ def shown_rows(config: Config, prepared: Prepared, count: int, *, tokens: bool) 
         decode = jobs[job].encoder.setup.tokens.tokenizer.decode
         cut = {name: decode(ids) for name, ids in after.items() if ids != before[name]}
         # Values that JSON does not support, such as dates, are shown as the text that rewards get too.
-        text = json.loads(json.dumps({**kept.text, **cut}, default=str))
+        text = json.loads(json.dumps({**kept.text, **cut}, default=str)) or _decoded(kept, decode)
         yield {**text, **(_tokens(prepared.train[number]) if tokens else {})}
+
+
+def _decoded(record: Record, decode: Callable[[list[int]], str]) -> dict[str, str]:
+    """Return the texts of token ids, for records that keep none: rows of ids, pieces of a text."""
+    columns = {name: ids for name, ids in record.columns.items() if name == "ids" or name.endswith("_ids")}
+    return {"text" if name == "ids" else name.removesuffix("_ids"): decode(ids) for name, ids in columns.items()}
 
 
 def _tokens(row: dict[str, Any]) -> dict[str, Any]:

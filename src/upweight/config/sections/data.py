@@ -45,6 +45,8 @@ class DatasetSpec(Strict):
     revision: str | None = inner(None, "Branch, tag or commit on the hub.")
     trust_remote_code: bool = inner(False, "Whether code from the dataset's repository may run.")
     max_samples: PositiveInt | None = inner(None, "Number of rows to take at random.")
+    filter: str | None = inner(None, "Function of yours, `file.function`, that says which rows are kept.")
+    skip: int = inner(0, "Number of rows left out at the start.", ge=0)
     shards: PositiveInt | None = inner(None, "Number of shards the rows are split into; one of them is kept.")
     shards_idx: int = inner(0, "Index of the shard that is kept.", ge=0)
     chat_template: str | None = inner(None, "Chat template for these rows.")
@@ -57,6 +59,7 @@ class DatasetSpec(Strict):
     field_thinking: str | None = inner(None, "Message property that holds reasoning text.")
     template_thinking_key: str | None = inner(None, "Name of the reasoning text in the chat template.")
     field: str | None = inner(None, "Column of raw text, for `completion`.")
+    text_column: str | None = inner(None, "Column of raw text, for `pretrain`.")
     message_property_mappings: dict[str, str] | None = inner(None, "Message property -> its name in the rows.")
     message_field_role: str | None = inner(None, "Older spelling of `message_property_mappings.role`.")
     message_field_content: str | None = inner(None, "Older spelling of `message_property_mappings.content`.")
@@ -85,6 +88,12 @@ class DataSection(Section):
     processes: PositiveInt | None = setting("dataset_num_proc", None, "Processes that prepare data.")
     in_memory: bool = setting("dataset_keep_in_memory", False, "Keep data in memory instead of mapping it from disk.")
     deduplicate: bool = setting("dataset_exact_deduplication", False, "Drop rows that repeat an earlier one exactly.")
+    near_duplicates: float | None = setting(
+        "dataset_near_deduplication", None, "Drop training rows as similar as this to an earlier one (0.8).", gt=0, le=1
+    )
+    contamination: Literal["warn", "drop"] | None = setting(
+        "dataset_contamination_check", None, "What happens to training rows that contain an evaluation row."
+    )
     shard_count: PositiveInt | None = setting("dataset_shard_num", None, "Shards all data is split into; one is kept.")
     shard_index: int = setting("dataset_shard_idx", 0, "Index of the shard that is kept.", ge=0)
     shuffle_merged: bool = setting("shuffle_merged_datasets", True, "Shuffle the rows after datasets are merged.")

@@ -1,13 +1,13 @@
 """Formats for distillation: texts whose completions the data has, or prompts that the student completes."""
 
 from dataclasses import replace
-from typing import Any
 
-from upweight.data.examples import Example, Format, Prompt, Setup, Text
+from upweight.data.examples import Example, Format, Pieces, Prompt, Segments, Setup, Text, Tokens, WithColumns
 from upweight.data.formats import ebft, prompts, sft
 from upweight.data.raw_row import Row, RowError
 
 TEACHER = "teacher_id"  # the column that names a row's teacher
+TEXTS = (Text, Segments, Pieces, Tokens)
 
 
 def either(offline: Format, online: Format) -> Format:
@@ -16,9 +16,10 @@ def either(offline: Format, online: Format) -> Format:
     def read(setup: Setup, row: Row) -> list[Example]:
         if setup.method.online:
             return online(setup, row)
-        named: dict[str, Any] = {TEACHER: str(row[TEACHER])} if row.has(TEACHER) else {}
         examples = offline(setup, row)
-        return [replace(one, columns={**one.columns, **named}) if isinstance(one, Text) else one for one in examples]
+        if not row.has(TEACHER):
+            return examples
+        return [WithColumns(one, {TEACHER: str(row[TEACHER])}) for one in examples if isinstance(one, TEXTS)]
 
     return read
 
