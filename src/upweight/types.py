@@ -36,6 +36,8 @@ class Sample:
     old_logps: NDArray[np.float32] | None = None
     sampler_logps: NDArray[np.float32] | None = None
     ref_logps: NDArray[np.float32] | None = None
+    versions: NDArray[np.float32] | None = None  # policy version that sampled each token
+    lag: NDArray[np.float32] | None = None  # optimizer steps since then
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,6 +76,9 @@ class Batch:
     old_logps_T: Tensor | None = None  # under the policy when the rollout was scored; None: the current policy
     sampler_logps_T: Tensor | None = None  # as the sampler reported them
     ref_logps_T: Tensor | None = None  # precomputed reference log-probs
+    version_T: Tensor | None = None  # Sample.versions
+    lag_T: Tensor | None = None  # Sample.lag
+    longest: int | None = None  # most scored tokens of a sequence, known without asking the device
 
     def to(self, device: torch.device | str) -> "Batch":
         """Return the batch with its tensors on `device`."""

@@ -38,7 +38,7 @@ def parse_config(content: dict[Any, Any], *, folder: Path, fragment: bool = Fals
         return parse_stages(content, parse, lambda stage: _method_name(stage, fragment=False))
     findings = Findings()
     flat = _flatten(modernise(content, findings), findings)
-    draft = _Draft(_method_name(flat, fragment), findings)
+    draft = _Draft(_method_name(flat, fragment), findings, {"folder": folder})
     for path, value in flat.items():
         draft.assign(path, value)
     sections: dict[str, Any] = {name: draft.build(name, cls) for name, cls in SECTIONS.items()}
@@ -126,6 +126,7 @@ class _Draft:
 
     method: str
     findings: Findings
+    context: dict[str, Any]  # of validators
     values: dict[str, dict[str, Any]] = field(default_factory=dict)
     used: dict[tuple[str, str], str] = field(default_factory=dict)
 
@@ -149,7 +150,7 @@ class _Draft:
         """Build a section; invalid values are recorded as errors and dropped, so that rules still check the others."""
         values = self.values.get(name, {})
         try:
-            return cls.model_validate(values)
+            return cls.model_validate(values, context=self.context)
         except ValidationError as error:
             for path, reason in explain(error, cls, values):
                 slot = (name, str(path[0]) if path else "")
@@ -158,6 +159,6 @@ class _Draft:
                 self.findings.errors.append(f"{where}: {reason}")
                 values.pop(slot[1], None)
         try:
-            return cls.model_validate(values)
+            return cls.model_validate(values, context=self.context)
         except ValidationError:
             return cls()

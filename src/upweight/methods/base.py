@@ -8,6 +8,7 @@ import torch
 from pydantic import model_validator
 from torch import Tensor
 
+from upweight.methods.users.function import Call
 from upweight.settings import Section, setting
 from upweight.types import Batch, Loss, Mean, Outputs, Sample
 
@@ -67,6 +68,16 @@ class Method(Section, ABC):
     def precomputes_reference(self) -> bool:
         """Whether the reference's log-probs are computed once, before training."""
         return False
+
+    @property
+    def reads_versions(self) -> bool:
+        """Whether `loss` reads `version_T` and `lag_T`."""
+        return False
+
+    @property
+    def advantage_function(self) -> Call | None:
+        """The user's function that takes the place of `advantages`; None where there is none."""
+        return None
 
     @property
     def reference_sync(self) -> ReferenceSync | None:
