@@ -1,8 +1,9 @@
 """The interface of training methods: settings, requirements, and pure functions from log-probs to sums."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Protocol, Self
+from typing import Any, ClassVar, Literal, Protocol, Self
 
 import torch
 from pydantic import model_validator
@@ -40,6 +41,9 @@ class OnlineSettings(Protocol):
         ...
 
 
+KINDS = ("text", "pairs", "labelled", "steps", "prompts")  # of rows
+
+
 class Method(Section, ABC):
     """A training method. It never divides by a count, communicates with other ranks or reads a value off the device."""
 
@@ -52,6 +56,7 @@ class Method(Section, ABC):
     computed_rewards: ClassVar[tuple[str, ...]] = ()  # names of rewards that the method computes itself
     learning_rate: ClassVar[float] = 1e-6
     lora_learning_rate: ClassVar[float | None] = 5e-6  # None: the same as without LoRA
+    read_row: ClassVar[Callable[..., Any] | None] = None  # turns a row of a dataset without `type` into one of `data`
     reads: ClassVar[frozenset[str]] = frozenset()  # `statistics`, where they are the same for all settings
 
     @property

@@ -68,9 +68,7 @@ def parts_for(
             known = [*inspect.signature(parts_for).parameters, *PASSED_OBJECTS]
             hint = did_you_mean(name, known).strip() or "docs/differences.md says what is not taken"
             raise TypeError(f"the trainer takes no argument '{name}': {NOT_TAKEN.get(name, hint)}")
-    args = convert_arguments(args, kind)
-    if compute_loss_func is not None:
-        args = _with_loss(args, compute_loss_func)
+    args = _with_loss(convert_arguments(args, kind), compute_loss_func)
     require_type("peft_config", peft_config, PeftConfig, "a config of peft, as LoraConfig()")
     if isinstance(model, PreTrainedModel) and (kept := kept_adapter(model, peft_config)) is not None:
         logger.info("model: going on with the adapter that an earlier trainer gave it")
@@ -121,8 +119,10 @@ def convert_arguments(args: TrainingArguments | None, kind: type[AnyConfig]) -> 
     return args
 
 
-def _with_loss(args: AnyConfig, function: Callable[..., Any]) -> AnyConfig:
-    """Return the arguments with a function as the loss; transformers' kind, of logits and labels, is refused."""
+def _with_loss(args: AnyConfig, function: Callable[..., Any] | None) -> AnyConfig:
+    """Return the arguments with a function as the loss, if any; one of logits and labels is refused."""
+    if function is None:
+        return args
     loss = next((one.name for one in dataclasses.fields(args) if one.name == "loss_type"), None)
     if loss is None:
         raise UserError(f"compute_loss_func: {type(args).__name__} has no `loss_type` that it could take the place of.")
