@@ -33,7 +33,7 @@ def described(kind: type[Method]) -> Iterator[str]:
     yield f"{how_to_choose(kind.name)}: {summary_of(kind)}"
     reader = ", or rows without `type`, which it reads itself" if kind.read_row is not None else ""
     yield f"rows: {kind.formats()} ({', '.join(FORMAT_NAMES[kind.formats()])}{reader})"
-    yield f"data: {'sampled while it trains (online)' if kind.online else 'fixed (offline)'}"
+    yield f"data: {'sampled while it trains (online)' if method.online else 'fixed (offline)'}"
     yield f"reference model: {'needed with its defaults' if method.needs_reference else 'not needed with its defaults'}"
     yield f"also computed: {', '.join(sorted(method.statistics)) or 'nothing beyond log-probs'}"
     whole_step = (

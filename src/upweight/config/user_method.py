@@ -41,7 +41,8 @@ def _problems(kind: type[Method]) -> list[str]:
     """Return what a class lacks to be a method."""
     if kind.__abstractmethods__:
         return [f"has no {' and no '.join(sorted(kind.__abstractmethods__))}"]
-    if (data := getattr(kind, "data", None)) not in KINDS:
+    data = getattr(kind, "data", None)
+    if data not in KINDS and not isinstance(data, property):
         return [f"needs `data: ClassVar = ...`, the kind of its rows: {', '.join(KINDS)}; got {data!r}"]
     problems = []
     for name, field in kind.model_fields.items():
@@ -54,7 +55,7 @@ def _problems(kind: type[Method]) -> list[str]:
             problems.append(f"declares '{key.path}' under '{key.path.split('.')[0]}', which is no block of keys")
     with named_errors(f"rl: '{name_of(kind)}' cannot be built with its defaults"):
         method = kind()
-    if kind.online and method.online_settings is None:
+    if method.online and method.online_settings is None:
         problems.append(
             "is online and has no `online_settings`; derive it from GRPO, or from PolicyGradient and Method"
         )

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from upweight.methods.users.function import Call
 from upweight.settings import Section, setting
-from upweight.types import Batch, Loss, Mean, Outputs, Sample
+from upweight.types import Batch, Divergence, Loss, Mean, Outputs, Sample
 
 
 @dataclass(frozen=True)
@@ -57,12 +57,38 @@ class Method(Section, ABC):
     learning_rate: ClassVar[float] = 1e-6
     lora_learning_rate: ClassVar[float | None] = 5e-6  # None: the same as without LoRA
     read_row: ClassVar[Callable[..., Any] | None] = None  # turns a row of a dataset without `type` into one of `data`
+    evaluates_loss: ClassVar[bool] = False  # whether online evaluations report the loss of their completions
     reads: ClassVar[frozenset[str]] = frozenset()  # `statistics`, where they are the same for all settings
 
     @property
     def needs_reference(self) -> bool:
         """Whether `loss` reads the reference's log-probs."""
         return False
+
+    @property
+    def needs_teacher(self) -> bool:
+        """Whether scored tokens are compared with those of another model."""
+        return False
+
+    @property
+    def comparison(self) -> Divergence:
+        """How scored tokens are compared with a teacher's, where `statistics` ask for it."""
+        return Divergence()
+
+    @property
+    def teacher_top_k(self) -> int | None:
+        """The tokens that a teacher lists for the comparison; None: it compares the whole vocabulary."""
+        return None
+
+    @property
+    def compares_rewards(self) -> bool:
+        """Whether an online method learns from rewards; without, completions need none."""
+        return True
+
+    @property
+    def demonstration_share(self) -> float:
+        """Share of prompts that keep the data's completion where others are sampled."""
+        return 0.0
 
     @property
     def needs_kl_in_reward(self) -> bool:
@@ -125,6 +151,11 @@ class Method(Section, ABC):
         return False
 
     @property
+    def discount(self) -> float | None:
+        """The factor of a reward for each token before it, where tokens are credited with what follows; else None."""
+        return None
+
+    @property
     def group_size(self) -> int:
         """Completions sampled for each prompt, for online methods."""
         return 1
@@ -164,6 +195,8 @@ class Method(Section, ABC):
         """Return one advantage for each sequence of a rollout (online methods); a NaN reward does not apply.
 
         `log_ratio_S`: the policy's log-probs minus the reference's, summed by completion, where `needs_kl_in_reward`.
+        With a `discount` it is also called with the rewards from each token position on, `rewards_SRT`, and returns
+        `advantage_ST`.
         """
         raise NotImplementedError(f"{self.name}: only online methods have advantages")
 

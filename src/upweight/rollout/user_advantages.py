@@ -1,7 +1,6 @@
 """Advantages of a rollout by a user's function."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,7 +11,8 @@ from upweight.errors import UserError
 from upweight.methods.base import Method
 from upweight.methods.formulas.advantages import weighted_reward
 from upweight.methods.users.function import Call
-from upweight.types import Completion, Group
+from upweight.rollout.credit import credited, rewards_to_go
+from upweight.types import Group
 
 
 def add_user_advantages(
@@ -20,16 +20,18 @@ def add_user_advantages(
 ) -> None:
     """Set the advantages of all completions, or of their tokens, to what the function returns."""
     rewards_SR = torch.cat([group.rewards_SR for group in groups if group.rewards_SR is not None])
-    online = method.online_settings
-    reward_S = weighted_reward(rewards_SR, None if online is None else online.reward_weights)
-    values = _values(groups, rewards_SR, reward_S, group_S, log_ratio_S)
+    weights = None if method.online_settings is None else method.online_settings.reward_weights
+    reward_S = weighted_reward(rewards_SR, weights)
+    values = _values(groups, rewards_SR, reward_S, group_S, log_ratio_S) | {
+        "rewards_to_go": lambda: weighted_reward(rewards_to_go(groups, method.discount or 1.0), weights)
+    }
     advantage_S, by_token = _checked(call, call(values, method), reward_S, values["lengths"]().tolist())
     start = 0
     for group in groups:
         stop = start + len(group.completions)
         group.advantage_S = advantage_S[start:stop]
         if by_token:
-            group.completions = [_credited(*one) for one in zip(group.completions, by_token[start:stop], strict=True)]
+            group.completions = [credited(*one) for one in zip(group.completions, by_token[start:stop], strict=True)]
         start = stop
 
 
@@ -87,9 +89,3 @@ def _finite(call: Call, advantages: Tensor, rewards: Tensor) -> Tensor:
     if bool((~advantages.isfinite() & ~unrewarded).any()):
         raise UserError(f"{call.where} returned NaN or infinity for completions that have a reward. Guard divisions.")
     return torch.where(unrewarded, 0.0, advantages)
-
-
-def _credited(one: Completion, values: list[float]) -> Completion:
-    """Return a completion with these advantages of its tokens; earlier segments have that of the first token."""
-    earlier = [_credited(segment, values[:1] * len(segment.written)) for segment in one.earlier]
-    return replace(one, advantages=[0.0] * one.prompt_len + values, earlier=earlier)

@@ -11,7 +11,8 @@ from upweight.types import Batch, Metric, Outputs
 
 LOSS, ESTIMATOR = "trl.loss_type", "trl.advantage_estimator"
 # What users' advantages can ask for; `rollout/user_advantages.py` has the values.
-ADVANTAGES = ("rewards", "rewards_by_function", "groups", "lengths", "finished", "extras", "columns", "log_ratio")
+ADVANTAGES = ("rewards", "rewards_by_function", "groups", "lengths", "finished", "extras", "columns", "log_ratio",
+              "rewards_to_go")  # fmt: skip
 # Settings that only our losses read, and the argument by which a user's loss takes care of them.
 OF_OUR_LOSSES = {
     **{name: name for name in ("epsilon", "epsilon_high", "delta", "importance_sampling_level")},
@@ -34,7 +35,8 @@ def policy_term(  # noqa: PLR0917
 ) -> tuple[Tensor, bool, dict[str, Metric]]:
     """Return the user's term at each token, whether it is of sequences, and its metrics."""
     pad, sampled_T = Padded(batch), sampled_S[batch.sequence_T]
-    advantage_T = torch.where(sampled_S, required(batch.advantage_S), 0.0)[batch.sequence_T]
+    advantage_T = required(batch.advantage_S)[batch.sequence_T] if batch.advantage_T is None else batch.advantage_T
+    advantage_T = torch.where(sampled_T, advantage_T, 0.0)
     values = policy_values(
         pad, out, batch, old_T=old_T, correction_T=correction_T, advantage_T=advantage_T, mask_T=sampled_T
     )
