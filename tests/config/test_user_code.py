@@ -121,7 +121,7 @@ def test_losses_of_pairs_mix_with_ours(folder):
         ({**PAIRS, "rl": "{}_method.Close"}, "defines 'contribute', which nothing calls. Did you mean 'contributes'?"),
         ({**PAIRS, "rl": "{}_method.function"}, "rl: '.*function' is no method but a function"),
         ({**PAIRS, "rl": "{}_method.Hing"}, "has no function 'Hing'. Did you mean 'Hinge'?"),
-        ({**PAIRS, "rl": "gpro"}, "rl: expected one of .* or the path of your class, .* Did you mean 'grpo'?"),
+        ({**PAIRS, "rl": "gpro"}, "rl: expected one of .* or the path of your code, .* Did you mean 'grpo'?"),
         ({**PAIRS, "rl": "{}_method.Hinge", "hinge": {"margn": 1}}, r"hinge\.margn: unknown .* mean 'margin'?"),
         ({**PAIRS, "rl": "{}_method.Hinge", "hinge": {"margin": -1}}, r"hinge\.margin: must be at least 0, got -1"),
         ({**PAIRS, "rl": "{}_method.Hinge", "rl_beta": 1}, r"rl_beta: needs .*; this config has rl: .*_method\.Hinge"),

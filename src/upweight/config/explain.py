@@ -8,13 +8,12 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from upweight.errors import did_you_mean
-from upweight.methods.users.function import MethodPath, UserFunction
-from upweight.settings import branches, literals
+from upweight.methods.users.function import UserFunction
+from upweight.settings import UserPath, branches, literals
 
 Path = tuple[str | int, ...]
-YOURS = "the path of your function"
-WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text", UserFunction: YOURS}
-WORDS |= {MethodPath: "the path of your class"}
+WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+WORDS |= {UserPath: "the path of your code", UserFunction: "the path of your function"}
 LIMITS = {"gt": "greater than", "ge": "at least", "lt": "below", "le": "at most"}
 
 

@@ -39,6 +39,8 @@ from upweight.train.online.feed import RolloutLoader
 from upweight.train.recording.run_folder import require_same_data
 from upweight.train.reference import SyncReference, with_reference
 from upweight.train.step import StepRunner
+from upweight.train.user_code import UserCallback
+from upweight.user_modules import named_errors
 
 MIN_RETRY_BUDGET = 256
 NEVER_CALLED = (  # hooks that scripts for other trainers override and this loop does not call
@@ -73,7 +75,7 @@ class MethodTrainer(Trainer):
             processing_class=policy.tokenizer,
             callbacks=list(parts.callbacks),
             optimizers=parts.objects.optimizers,
-            optimizer_cls_and_kwargs=parts.objects.optimizer_class,
+            optimizer_cls_and_kwargs=parts.objects.optimizer_class or parts.user_code.optimizer,
         )
         set_up_sharding(self, policy.dtype)
         # before transformers 5.19 this is what keeps the Trainer from dividing the loss again
@@ -81,7 +83,7 @@ class MethodTrainer(Trainer):
         self.method, self.copies = policy.method, policy.copies
         self.sharding: Sharding = policy.sharding
         self.shuffle, self.lr_rule, self.encode = parts.shuffle, parts.lr_rule, parts.encode
-        self.recording, self.rollouts = parts.recording, rollouts
+        self.recording, self.rollouts, self.schedule = parts.recording, rollouts, parts.user_code.schedule
         self.data_digest = cache(partial(rows_digest, parts.train_dataset))
         self.allow_changed_data = parts.allow_changed_data
         self.card: Callable[[], str] | None = None  # returns the text of the model card
@@ -174,7 +176,8 @@ class MethodTrainer(Trainer):
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """Create the optimizer, split its groups by learning rate, and let the compute copies follow its steps."""
         before = self.optimizer
-        optimizer = super().create_optimizer(*args, **kwargs)
+        with nullcontext() if self.optimizer_cls_and_kwargs is None else named_errors("optimizer: cannot be built"):
+            optimizer = super().create_optimizer(*args, **kwargs)
         if optimizer is not before:
             if self.lr_rule is not None:
                 split_by_lr(optimizer, self.model, self.lr_rule)
@@ -182,6 +185,14 @@ class MethodTrainer(Trainer):
             if self.copies is not None:
                 self.copies.follow(optimizer)
         return optimizer
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """Create the learning rate schedule, the user's where the config names one."""
+        if self.lr_scheduler is None and self.schedule is not None:
+            warmup = self.args.get_warmup_steps(num_training_steps)
+            trained: Any = self.optimizer if optimizer is None else optimizer
+            self.lr_scheduler = self.schedule(trained, num_training_steps, warmup)
+        return super().create_scheduler(num_training_steps, optimizer)
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
         """Return the batch of a step; none after the last step, where a resumed Trainer would do one more."""
@@ -295,6 +306,9 @@ class MethodTrainer(Trainer):
             self.last_log, self.runner.tokens = now, 0
         for metrics in self.metrics_of_callbacks:
             logs |= metrics(self.state, logs)
+        for callback in self.callback_handler.callbacks:
+            if isinstance(callback, UserCallback):
+                logs |= callback.metrics(self.state, logs)
         super().log(logs, start_time)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:

@@ -68,14 +68,6 @@ class UserFunction(str):
         return cls.of(value)
 
 
-class MethodPath(str):
-    """The path of a user's method, as `rl` names it."""
-
-    @classmethod
-    def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> CoreSchema:
-        return core_schema.str_schema(pattern=r"[^\s]+[.:]\w+$")
-
-
 def name_of(function: Callable[..., Any]) -> str:
     """Return the module and name of a user's function or class."""
     module = str(getattr(function, "__module__", "")).removeprefix("upweight_user.")
