@@ -1,5 +1,7 @@
 """Slots: the tokens of a sequence are those of the grid, whatever waits, leaves, or runs beside it."""
 
+from itertools import chain
+
 import numpy as np
 import pytest
 import torch
@@ -34,19 +36,19 @@ def slot_sampler(model, most_slots: int = 1024, prefill_tokens: int = 8192) -> S
     return SlotSampler(EagerSteps(Slots(CachedForward(model, model.device))), prefill_tokens, most_slots)
 
 
-def sampled(sampler, model, prompts, sampling: Sampling, count: int = 3, memory: int = PLENTY) -> list[list[Completion]]:
+def sampled(sampler, model, prompts, sampling: Sampling, count: int = 3) -> list[list[Completion]]:
     rows = CompletionCollector(len(prompts), count, sampling.max_new_tokens, ENDS)
     generator = torch.Generator().manual_seed(0)
     shape = (len(prompts) * count, sampling.max_new_tokens)
     uniform_SN = torch.rand(shape, generator=generator, dtype=torch.float64)
     with torch.no_grad(), dropout_off(model):
-        sampler.sample(prompts, sampling, uniform_SN, rows, memory)
+        sampler.sample(prompts, sampling, uniform_SN, rows, PLENTY)
     assert not rows.alive_S.any()
     return [rows.completions(prompt) for prompt in range(len(prompts))]
 
 
 def assert_equal(some: list[list[Completion]], others: list[list[Completion]]) -> None:
-    for one, other in zip(sum(some, []), sum(others, []), strict=True):
+    for one, other in zip(chain(*some), chain(*others), strict=True):
         assert (one.ids, one.finished) == (other.ids, other.finished)
         assert np.allclose(one.logps, other.logps, atol=1e-5)
 
@@ -66,7 +68,7 @@ def test_slots_draw_what_the_grid_draws(kind, options):
     model = prepared(kind)
     sampling = Sampling(max_new_tokens=70, **options)
     expected = sampled(GridSampler(Decoder(CachedForward(model, model.device)), 8192), model, PROMPTS, sampling)
-    assert len({len(one.ids) for one in sum(expected, [])}) > 3, "lengths differ"
+    assert len({len(one.ids) for one in chain(*expected)}) > 3, "lengths differ"
     assert_equal(sampled(slot_sampler(model), model, PROMPTS, sampling), expected)
 
 
@@ -85,7 +87,9 @@ def test_without_room_a_sequence_waits_and_goes_on_with_the_same_tokens():
     forward = sampler.slots.forward
     prompts = [drawn(seed, 5).tolist() for seed in range(4)]
     rows = CompletionCollector(4, 4, sampling.max_new_tokens)
-    uniform_SN = torch.rand(16, sampling.max_new_tokens, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    uniform_SN = torch.rand(
+        16, sampling.max_new_tokens, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
+    )
     forgotten = slot_sampler(model)
     others = CompletionCollector(4, 4, sampling.max_new_tokens)
     with torch.no_grad(), dropout_off(model):

@@ -52,7 +52,7 @@ class GridSampler:
         slots = wave[:, None] * rows.count + np.arange(rows.count)
         longest = max(len(prompt) for prompt in chosen)
         decoder = self._decoder
-        decoder.open(Grid(*slots.shape, longest, sampling.max_new_tokens), sampling)
+        decoder.open(Grid(len(wave), rows.count, longest, sampling.max_new_tokens), sampling)
         decoder.load(chosen, uniform_SN[torch.from_numpy(slots.reshape(-1))])
         decoder.prefill(chosen, self._prefill_tokens)
         for column in range(sampling.max_new_tokens):

@@ -108,7 +108,7 @@ class Slots:
         return tensor.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else tensor
 
     def place(self, slots: Sequence[int], state_4M: NDArray[np.int64], uniform_MN: Tensor) -> None:
-        """Fill slots: newest token, its position, tokens drawn, tokens to draw in all; and the numbers that draw them."""
+        """Fill slots: newest token, its position, tokens drawn, tokens to draw in all; the numbers that draw them."""
         index_M, *values = self.upload(np.concatenate([[slots], state_4M]))
         for target, value_M in zip((self.token_B, self.length_B, self.drawn_B, self.limit_B), values, strict=True):
             target.index_copy_(0, index_M, value_M)
