@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from upweight.engine.attention.rules import AttentionParams, Rule
 from upweight.engine.attention.segments import SegmentPlan, segment_attention
@@ -29,6 +30,8 @@ if torch.cuda.is_available() and find_spec("triton"):
 else:
     paged_step = None
 
+# Not cuDNN's, which plans anew for every length of a prompt, for a millisecond in each layer.
+_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 BLOCK = 16  # steps launched before the host reads their tokens
 
 
@@ -228,7 +231,8 @@ class _Prefilling:
             rows.append(row)
         # Cached tokens have queries of zeros: their outputs are not used.
         query = self._spread(query) if len(self.cached_C) else query
-        out = segment_attention(query, rows[0], rows[1], self._plans[params.rule], params)
+        with sdpa_kernel(_BACKENDS):
+            out = segment_attention(query, rows[0], rows[1], self._plans[params.rule], params)
         return out[:, :, self.new_M] if len(self.cached_C) else out
 
     def _spread(self, new: Tensor) -> Tensor:
