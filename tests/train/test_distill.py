@@ -16,7 +16,7 @@ from upweight.errors import UserError
 from upweight.methods import Distill
 from upweight.models.reference import SeparateModel
 from upweight.train.distill.load import require_same_vocabulary
-from upweight.train.distill.teachers import LocalTeacher, Teachers
+from upweight.train.distill.teachers import LocalTeacher, LoggedTeacher, Teachers
 from upweight.train.run import evaluate, train
 
 OFFLINE = Distill(on_policy=0, divergence="jsd", beta=0.3, temperature=1.5, ce_coef=0.2)
@@ -161,7 +161,7 @@ def write_config(folder, rows, **keys):
         "output_dir": str(folder / "out"), "dataset_prepared_path": str(folder / "prepared"), **keys,
     }  # fmt: skip
     file = folder / "config.yaml"
-    file.write_text(yaml.safe_dump(content))
+    file.write_text(yaml.safe_dump({key: value for key, value in content.items() if value is not None}))
     return load_config(file)
 
 
@@ -244,3 +244,69 @@ def test_another_tokenizer_is_refused_by_name(models):
         UserError, match=r"there has another tokenizer.*1 tokens differ \('<extra>' is \d+ here and missing"
     ):
         require_same_vocabulary(student, other, "distill.teacher: there")
+
+
+def test_rows_keep_the_name_of_their_teacher(models):
+    rows = [{**row, "teacher_id": "ab"[n % 2]} for n, row in enumerate(TEXTS)]
+    places = {"a": str(models / "teacher"), "b": str(models / "student")}
+    config = write_config(models, rows, distill={"teachers": places, "on_policy": 0}, val_set_size=4)
+    assert evaluate(config)["eval_loss"] > 1e-3
+    only = {"a": str(models / "teacher")}
+    with pytest.raises(UserError, match=r"names the teacher 'b'; distill.teachers has a"):
+        evaluate(write_config(models, rows, distill={"teachers": only, "on_policy": 0}, val_set_size=4))
+
+
+LOGGED = {"kd_trainer": True, "kd_ce_alpha": 0.1, "kd_alpha": 0.9, "kd_temperature": 1.0}
+
+
+@pytest.mark.parametrize("legacy", [True, False])
+def test_axolotls_rows_of_logged_log_probs_are_learned_from(models, legacy):
+    chats = []
+    for number, row in enumerate(CHATS):
+        lists = [[(10 + number, -0.5), (20, -9999.0), (30, -1.5)]] * 3  # of the last three tokens
+        logged = {"logprobs": [[{"token": f"token_id:{t}", "logprob": p} for t, p in one] for one in lists]}
+        if not legacy:
+            logged = {"logprobs": [[p for _, p in one] for one in lists]}
+            logged["target_token_ids"] = [[t for t, _ in one] for one in lists]
+        chats.append({**row, **logged})
+    config = write_config(models, chats, rl=None, **LOGGED, plugins=["axolotl.integrations.kd.KDPlugin"])
+    entry = {"path": str(models / "rows.jsonl"), "type": "axolotl.integrations.kd.chat_template"}
+    keys = {**LOGGED, "datasets": [{**entry, "logprobs_field": "logprobs"}], "val_set_size": 2}
+    config = write_config(models, chats, rl=None, **keys)
+    method = config.method
+    assert (method.kind, method.tail, method.coef, method.ce_coef) == ("forward_kl", "drop", 0.9, 0.1)
+    assert method.temperature_squared
+    train(config)
+    first = next(line for line in metrics_of(models / "out") if "loss" in line)
+    assert first["distill/teacher_tail_mass"] > 0
+    assert first["loss"] == pytest.approx(0.9 * first["distill/divergence"] + 0.1 * first["distill/ce_loss"], rel=1e-3)
+
+
+def test_a_list_that_a_teacher_logged_teaches_as_the_teacher_does(tmp_path):
+    method = Distill(on_policy=0, top_k=5, tail="bucket")
+    rows, teacher = rows_for(method), teacher_model(1)
+    logged = []
+    for row in rows:
+        log_p = teacher(input_ids=torch.tensor([row["ids"]])).logits[0].log_softmax(-1).detach()
+        best = log_p.roll(1, 0).topk(5)  # the list of a token is that of the one before it, which predicts it
+        lists = {"teacher_ids": best.indices.tolist(), "teacher_logps": best.values.tolist()}
+        logged.append({**row, **lists})
+    losses = []
+    for data, parts in (
+        (rows, teachers_of(method)),
+        (logged, {"load_teachers": lambda *_: Teachers({None: LoggedTeacher(method)})}),
+    ):
+        trainer = trainer_for(method, tmp_path, rows=data, batch=len(rows), budget=40, parts=parts)
+        (inputs,) = list(trainer.get_train_dataloader())
+        losses.append(trainer.runner.train(trainer.model, inputs["units"]))
+    torch.testing.assert_close(*losses, atol=1e-5, rtol=1e-5)
+    with pytest.raises(UserError, match="a row has no teacher_ids"):
+        trainer.runner.train(trainer.model, units_of(rows, method))
+
+
+def test_the_teacher_writes_what_the_student_does_not(models):
+    block = {"teacher": str(models / "teacher"), "on_policy": 0.5, "seq_kd": True, "ce_coef": 0.5}
+    config = write_config(models, PROMPTS, distill=block, trl={"max_completion_length": 6}, micro_batch_size=8)
+    train(config)
+    first = next(line for line in metrics_of(models / "out") if "loss" in line)
+    assert first["distill/ce_loss"] > 0

@@ -268,6 +268,7 @@ class WithColumns:
 
     example: Text | Segments | Pieces | Tokens
     columns: dict[str, Any]
+    by_token: dict[str, list[list[Any]]] = field(default_factory=dict)  # the last entry is that of the last token
 
     def texts(self, setup: Setup) -> list[str]:
         return self.example.texts(setup)
@@ -277,11 +278,20 @@ Example = Completions | Steps | Prompt | Text | Segments | Pieces | Tokens | Wit
 Format = Callable[[Setup, Row], list[Example]]
 
 
+def _by_token(example: WithColumns, record: Record) -> dict[str, list[list[Any]]]:
+    """Return the lists of an example's tokens, with empty ones for the tokens before them."""
+    tokens = len(record.columns["ids"])
+    for name, lists in example.by_token.items():
+        if len(lists) > tokens:
+            raise RowError(name, f"at most a list for each of the {tokens} tokens, got {len(lists)}")
+    return {name: [[]] * (tokens - len(lists)) + lists for name, lists in example.by_token.items()}
+
+
 def records_of(example: Example, setup: Setup, ids: Ids) -> list[Record]:
     """Return the records that an example becomes, given the ids of its texts."""
     if isinstance(example, WithColumns):
         records = records_of(example.example, setup, ids)
-        return [replace(record, columns=record.columns | example.columns) for record in records]
+        return [replace(one, columns=one.columns | example.columns | _by_token(example, one)) for one in records]
     return example.records(setup, ids) if isinstance(example, Pieces) else [example.record(setup, ids)]
 
 

@@ -85,6 +85,11 @@ class Method(Section, ABC):
         return 0.0
 
     @property
+    def teacher_writes(self) -> bool:
+        """Whether the teacher samples the completions that are not the policy's, in place of the data."""
+        return False
+
+    @property
     def needs_kl_in_reward(self) -> bool:
         """Whether `advantages` read the log-ratio of policy and reference on each completion."""
         return False

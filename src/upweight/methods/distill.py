@@ -28,6 +28,7 @@ class Distill(Method):
     on_policy: float = setting(
         "distill.on_policy", 1.0, "Share of rows whose completion the student samples; 0: the data's.", ge=0, le=1
     )
+    seq_kd: bool = setting("distill.seq_kd", False, "The teacher writes the completions that the student does not.")
     divergence: Kind = setting("distill.divergence", "reverse_kl", "What is minimised at every token.")
     beta: float = setting(
         "distill.beta", 0.5, "Teacher's share of the mixture in jsd; 0 and 1 are forward_kl and reverse_kl.", ge=0, le=1
@@ -57,7 +58,7 @@ class Distill(Method):
 
     @property
     def online(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride] - a setting decides
-        return self.on_policy > 0
+        return self.on_policy > 0 or self.seq_kd
 
     @property
     def data(self) -> Literal["text", "prompts"]:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -78,6 +79,10 @@ class Distill(Method):
     @property
     def demonstration_share(self) -> float:
         return 1 - self.on_policy
+
+    @property
+    def teacher_writes(self) -> bool:
+        return self.seq_kd
 
     @property
     def comparison(self) -> Divergence:

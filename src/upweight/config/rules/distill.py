@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from upweight.config.config import Config, how_to_choose
 from upweight.config.rules.keys import matching
+from upweight.config.sections.model import LOGGED
 from upweight.config.servers import is_url
 
 
@@ -12,8 +13,8 @@ def teachers(config: Config) -> Iterator[str]:
     method, section = config.method, config.teacher
     if not method.needs_teacher:
         return
-    served = [place for place in section.places.values() if is_url(place)]
-    local = len(section.places) - len(served)
+    listing = [place for place in section.places.values() if is_url(place) or place == LOGGED]
+    local = len(section.places) - len(listing)
     if local and config.sharding.deepspeed is not None:
         yield "distill.teacher: DeepSpeed does not shard a second model; use 'fsdp: true', or a vLLM server's URL."
     quantised = section.load_in_4bit or section.load_in_8bit
@@ -21,8 +22,15 @@ def teachers(config: Config) -> Iterator[str]:
         yield "distill.teacher_load_in_4bit, distill.teacher_load_in_8bit: need whole weights on the GPU; drop one key."
     if config.rollout.reward_funcs and not method.compares_rewards:
         yield f"trl.reward_funcs: {how_to_choose(method.name)} learns from the teacher alone; drop it, or use rl: grpo."
-    if served and method.evaluates_loss and method.teacher_top_k is None:
-        yield "distill.top_k: missing. A server lists the likeliest tokens only: set how many, such as 20."
+    if listing and method.evaluates_loss and method.teacher_top_k is None:
+        yield "distill.top_k: missing. Servers and logs list the likeliest tokens only: set how many, such as 20."
+    renormalised = config.set_keys.get("distill.tail") == "renormalise"
+    if listing and method.evaluates_loss and method.comparison.temperature != 1 and not renormalised:
+        yield "distill.temperature: the tail of a listed teacher is known at 1 only; set 1, or 'distill.tail: renormalise'."
+    if LOGGED in listing and method.online:
+        yield "distill.teacher: logged log-probs are those of the data's tokens; set 'distill.on_policy: 0'."
+    if method.teacher_writes and (listing or len(section.places) > 1):
+        yield "distill.seq_kd: only a single teacher in this process writes completions; drop it, or name such a one."
 
 
 def without_effect(config: Config) -> Iterator[str]:

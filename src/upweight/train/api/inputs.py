@@ -50,6 +50,7 @@ def parts_for(
     model: str | Model | None = None,
     args: TrainingArguments | None = None,
     ref_model: str | PreTrainedModel | None = None,
+    teacher_model: str | PreTrainedModel | None = None,
     processing_class: PreTrainedTokenizerBase | None = None,
     peft_config: PeftConfig | None = None,
     quantization_config: Any = None,
@@ -71,6 +72,7 @@ def parts_for(
         logger.info("model: going on with the adapter that an earlier trainer gave it")
         model, peft_config = kept, None
     _refuse(model, args, ref_model, peft_config)
+    require_type("teacher_model", teacher_model, str | PreTrainedModel, "a name or a transformers model")
     require_type("callbacks", callbacks, list | tuple, "a list of TrainerCallback")
     require_type("optimizers", optimizers, tuple | list, "(optimizer, scheduler), either of them None")
     require_type("formatting_func", formatting_func, Callable, "a function of a row")
@@ -87,6 +89,7 @@ def parts_for(
         load_dtype=load_dtype,
         quantization_config=None if name is None else quantization_config,
         reference=ref_model,
+        teacher=teacher_model,
         tokenizer=processing_class,
         read_rows=reader(args, formatting_func, owns_prompts="environment_factory" in others),
         peft_config=peft_config,

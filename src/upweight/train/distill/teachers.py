@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Protocol
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from upweight.engine import Engine
 from upweight.engine.divergences import TeacherList, top_k
@@ -63,6 +64,33 @@ class LocalTeacher(Teacher):
         return build_batch(chosen, self.engine.layout, pad_to=whole_blocks if device.type == "cuda" else None).to(
             device
         )
+
+
+@dataclass(frozen=True)
+class LoggedTeacher(Teacher):
+    """A teacher whose log-probs are in the rows."""
+
+    method: Method
+
+    def taught(self, policy: nn.Module, rows: Sequence[PackedRow], units: Sequence[Unit]) -> Iterator[PackedRow]:
+        for row in rows:
+            ids_TK, logps_TK = row.batch.teacher_ids_TK, row.batch.teacher_logps_TK
+            if row.unit_numbers and (ids_TK is None or logps_TK is None):
+                remedy = "`upweight distill-log` writes them"
+                raise UserError(f"distill.teacher: logged, but a row has no teacher_ids and teacher_logps; {remedy}.")
+            yield listed_row(row, ids_TK, logps_TK, self.method)
+
+
+def listed_row(row: PackedRow, ids_TK: Tensor | None, logps_TK: Tensor | None, method: Method) -> PackedRow:
+    """Return a row that is compared with lists at temperature 1, of which the first `teacher_top_k` count."""
+    if ids_TK is None or logps_TK is None:  # a row without units
+        ids_TK = torch.zeros_like(row.batch.target_T)[:, None]
+        logps_TK = torch.zeros_like(ids_TK, dtype=torch.float32)
+    ids_TK, logps_TK = ids_TK[:, : method.teacher_top_k], logps_TK[:, : method.teacher_top_k]
+    # Renormalised over what is listed, log-probs at 1 divided by a temperature are those at the temperature.
+    logps_TK = logps_TK / method.comparison.temperature
+    batch = dataclasses.replace(row.batch, teacher_ids_TK=ids_TK, teacher_logps_TK=logps_TK)
+    return dataclasses.replace(row, batch=batch, teacher=TeacherList(ids_TK))
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from upweight.rollout.rollout import PromptRows
 from upweight.rollout.run_ahead import bounded_depth
 from upweight.rollout.sampling_params import build_sampling
 from upweight.train.arguments import step_size
+from upweight.train.distill.sample import TeacherSampler
 from upweight.train.distributed.fsdp import whole_weights
 from upweight.train.distributed.ranks import ShardedWork, all_gather_objects
 from upweight.train.objects import YAML_ONLY, Objects
@@ -165,7 +166,8 @@ def _completion_source(
     alone = env_setup is None
     source = SingleTurn(generator) if alone else env_setup.completion_source(model, tokenizer, generator)
     share = policy.method.demonstration_share
-    return WithDemonstrations(source, share) if share else source
+    writer = TeacherSampler(policy) if policy.method.teacher_writes else None
+    return WithDemonstrations(source, share, writer) if share else source
 
 
 def _schedule(
